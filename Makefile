@@ -1,0 +1,27 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: train test lint bench clean
+
+train: .venv/ready
+	$(BIN)/python launch/train.py --out runs/phantom
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check . && $(BIN)/mypy
+
+bench: .venv/ready
+	$(BIN)/python launch/bench.py
+
+# torch first and pinned: the others accept what is there, and so pull no second build.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info

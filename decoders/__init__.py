@@ -1,0 +1,1 @@
+"""Convolutional decoders on boxes, and the modes that bring tokens to them."""

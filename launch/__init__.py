@@ -1,0 +1,1 @@
+"""The acts that a person starts: train, predict, evaluate, prepare and what they stand on."""

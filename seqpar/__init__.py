@@ -1,0 +1,19 @@
+"""Sequence-parallel Vision Transformers for 3D images that are too large for one GPU."""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Handed on lazily, so that `import seqpar` costs nothing and pulls in no room that is not used.
+_NAMES: dict[str, str] = {}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
+    raise AttributeError(f"module 'seqpar' has no attribute '{name}'; it has {', '.join(_NAMES)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*_NAMES, "__version__"])
