@@ -6,7 +6,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 # Handed on lazily, so that `import seqpar` costs nothing and pulls in no room that is not used.
-_NAMES: dict[str, str] = {}
+_NAMES = {
+    "DropoutKey": "seqpar.tokens",
+    "Layout": "seqpar.layout",
+    "SeqParViT": "seqpar.encoder",
+}
 
 
 def __getattr__(name: str) -> Any:

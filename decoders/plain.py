@@ -1,0 +1,46 @@
+"""The paper's decoder: token grid to classes by convolution and x2 upsampling, without skips.
+
+Legend: b batch, e embedding, k classes, w d h tokens, W D H voxels.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def num_doublings(patch: Sequence[int]) -> int:
+    """Returns L of a cubic patch of 2^L voxels a side; refuses others."""
+    side = patch[0]
+    if len(set(patch)) > 1 or side < 2 or side & (side - 1):
+        raise ValueError(f"patch {tuple(patch)}: the convolutional decoders double the grid; use --patch 2, 4, 8 or 16")
+    return int(math.log2(side))
+
+
+class PlainDecoder(nn.Module):
+    """log2(patch) stages of 3x3x3 convolution, norm, activation and x2 trilinear upsampling, then classes.
+
+    The last upsampling and the classifier are both linear and act on different axes, so the classifier comes
+    first: the same function, without ``width`` channels at full resolution.
+    """
+
+    uses_image = False
+    num_features = 1
+
+    def __init__(self, embed_dim: int, num_classes: int, patch: Sequence[int], width: int = 128) -> None:
+        super().__init__()
+        inputs = [embed_dim, *[width] * (num_doublings(patch) - 1)]
+        self.convs = nn.ModuleList(nn.Conv3d(channels, width, 3, padding=1, bias=False) for channels in inputs)
+        self.norms = nn.ModuleList(nn.InstanceNorm3d(width, affine=True) for _ in inputs)
+        self.classes = nn.Conv3d(width, num_classes, 1)
+
+    def forward(self, features: Sequence[Tensor], image: Tensor | None, spread: None = None) -> tuple[Tensor, None]:
+        """Returns logits ``b k W D H`` of the token grid ``b e w d h``."""
+        (x,) = features
+        for stage, (conv, norm) in enumerate(zip(self.convs, self.norms)):
+            x = F.leaky_relu(norm(conv(x)), 0.01)
+            if stage == len(self.convs) - 1:
+                x = self.classes(x)
+            x = F.interpolate(x, scale_factor=2.0, mode="trilinear", align_corners=False)
+        return x, spread

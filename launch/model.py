@@ -1,0 +1,42 @@
+"""Encoder and decoder meet here, and nowhere else.
+
+Legend: b batch, c channels, n tokens, k classes, p voxels of a patch along a direction, W D H voxels; ``n/s`` is
+this rank's share of the tokens.
+"""
+
+from torch import Tensor, nn
+
+from seqpar.decoders.modes import Mode
+from seqpar.encoder import SeqParViT
+from seqpar.layout import Layout
+from seqpar.tokens import DropoutKey
+
+
+class SegmentationNet(nn.Module):
+    """Logits of this rank's part, arranged as ``mode`` says; alone, also of a whole tile ``b c W D H``.
+
+    ``taps`` are the encoder's blocks whose tokens the decoder takes before the normed last ones.
+    """
+
+    def __init__(self, encoder: SeqParViT, decoder: nn.Module, mode: Mode, taps: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.mode, self.taps = encoder, decoder, mode, taps
+        mode.check(encoder.layout)
+        assert decoder.num_features == len(taps) + 1, (decoder.num_features, taps)
+
+    def forward(self, part: Tensor, layout: Layout | None = None, key: DropoutKey | None = None) -> Tensor:
+        """Returns logits ``b k W D H`` (their part, where the mode leaves them spread)."""
+        sides = None
+        if part.ndim == len(self.encoder.layout.tile) + 2:
+            sides = part.shape[2:]
+            part, layout = self.encoder.place(part)
+        layout = layout or self.encoder.layout
+        last, taken = self.encoder.forward_intermediates(part, self.taps, layout, key)
+        features = self.mode.features([*taken, last], layout)
+        image = self.mode.voxels(part, layout) if self.decoder.uses_image else None
+        logits, _ = self.decoder(features, image)
+        return logits if sides is None else logits[(..., *(slice(side) for side in sides))]
+
+    def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:
+        """Returns the label part ``b n/s p p p`` where its logits are."""
+        return self.mode.voxels(label, layout or self.encoder.layout)

@@ -1,0 +1,434 @@
+"""Everything that crosses ranks, each with its adjoint beside it, and counted in bytes.
+
+The gradient rule: every backward here is the true adjoint of its forward (gather <-> reduce-scatter, sum <->
+sum, window <-> window-add, all-to-all <-> the reversed one, remap <-> the reversed one, adding). Every rank holds
+a loss whose mean over ``data x seq`` is the loss, and parameter gradients are averaged over ``data x seq``. There
+is no other scale factor anywhere. Backward so differentiates the sum of all ranks' losses: the gradient at a
+part's input is the group's size times the one of a single process.
+
+All traffic between pairs goes through ``post``: on gloo that is faster than its own gathers at the same bytes, it
+takes uneven sizes, and sums come in rank order, so that they do not depend on timing. On a GPU, even gathers and
+scatters use the library's own. A group of one moves nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from seqpar.mesh import Group
+
+# torch 2.13 renamed both; older ones know only the second name.
+_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Interval = tuple[int, int]
+
+
+class Pending:
+    """Messages under way; keeps their tensors alive until ``wait``."""
+
+    def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        self._works, self._tensors = works, tensors
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._tensors = (), ()
+
+
+def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Group, kind: str) -> Pending:
+    """Returns the messages to and from other places of ``group``; empty ones are left out on both sides."""
+    going = [(q, t) for q, t in sends.items() if t.numel()]
+    coming = [(q, t) for q, t in receives.items() if t.numel()]
+    assert all(t.is_contiguous() for _, t in going + coming)
+    group.traffic[kind] += sum(t.numel() * t.element_size() for _, t in going)
+    ops = [dist.P2POp(dist.isend, t, group=group.handle, group_peer=q) for q, t in going]
+    ops += [dist.P2POp(dist.irecv, t, group=group.handle, group_peer=q) for q, t in coming]
+    return Pending(dist.batch_isend_irecv(ops) if ops else (), [t for _, t in going + coming])
+
+
+def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "gather") -> Tensor:
+    """Returns all ranks' ``x`` joined along ``dim``, without a gradient; ``sizes`` are their extents there."""
+    whole, pending = start_all_gather(x, group, dim, sizes, kind)
+    pending.wait()
+    return whole
+
+
+def start_all_gather(
+    x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "gather"
+) -> tuple[Tensor, Pending]:
+    """Returns the whole tensor, filled once the messages beside it have been waited for."""
+    assert x.shape[dim] == sizes[group.index] and len(sizes) == group.size, (x.shape, dim, sizes)
+    if group.size == 1:
+        return x, Pending((), ())
+    rows = x.movedim(dim, 0).contiguous()
+    whole = rows.new_empty((sum(sizes), *rows.shape[1:]))
+    if rows.is_cuda and len(set(sizes)) == 1:
+        group.traffic[kind] += rows.numel() * rows.element_size() * (group.size - 1)
+        work = _gather_single(whole, rows, group=group.handle, async_op=True)
+        return whole.movedim(0, dim), Pending((work,), (rows, whole))
+    pieces = whole.split(list(sizes))
+    pieces[group.index].copy_(rows)
+    sends = dict.fromkeys(group.peers, rows)
+    return whole.movedim(0, dim), post(sends, {q: pieces[q] for q in group.peers}, group, kind)
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "scatter") -> Tensor:
+    """Returns this rank's piece along ``dim`` of the sum of all ranks' ``x``, without a gradient."""
+    assert x.shape[dim] == sum(sizes) and len(sizes) == group.size, (x.shape, dim, sizes)
+    if group.size == 1:
+        return x
+    rows = x.movedim(dim, 0).contiguous()
+    if rows.is_cuda and len(set(sizes)) == 1:
+        mine = rows.new_empty((sizes[0], *rows.shape[1:]))
+        group.traffic[kind] += mine.numel() * mine.element_size() * (group.size - 1)
+        _scatter_single(mine, rows, group=group.handle)
+        return mine.movedim(0, dim)
+    pieces = rows.split(list(sizes))
+    mine = pieces[group.index]
+    received = {q: torch.empty_like(mine) for q in group.peers}
+    post({q: pieces[q] for q in group.peers}, received, group, kind).wait()
+    received[group.index] = mine
+    return _sum_in_rank_order(received).movedim(0, dim)
+
+
+def _sum_in_rank_order(pieces: Mapping[int, Tensor]) -> Tensor:
+    """Returns the sum, in float32 at least, added in the order of ranks whoever arrived first."""
+    first, *rest = [pieces[q] for q in sorted(pieces)]
+    wide = torch.promote_types(first.dtype, torch.float32)
+    result = first.to(wide, copy=True)
+    for piece in rest:
+        result += piece
+    return result.to(first.dtype)
+
+
+def gather(
+    x: Tensor, group: Group, dim: int, sizes: Sequence[int], equal_gradients: bool = False, kind: str = "gather"
+) -> Tensor:
+    """Returns all ranks' ``x`` joined along ``dim``.
+
+    *forward:* all-gather.
+    *backward:* reduce-scatter (sum); where all ranks are known to hold the same gradient (each computes the same
+    function of the whole), this rank's slice times the group's size: the same number without communication.
+    """
+    return _Gather.apply(x, group, dim, tuple(sizes), equal_gradients, kind)  # type: ignore[no-any-return]
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, dim: int, sizes: tuple[int, ...], equal_gradients: bool, kind: str
+    ) -> Tensor:
+        ctx.how = group, dim, sizes, equal_gradients, kind
+        whole = all_gather(x, group, dim, sizes, kind)
+        ctx.shapes = x.shape, whole.shape
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, dim, sizes, equal_gradients, kind = ctx.how
+        part, whole = ctx.shapes
+        assert grad.shape == whole, (grad.shape, whole)
+        if equal_gradients:
+            mine = grad.split(sizes, dim)[group.index] * group.size
+        else:
+            mine = reduce_scatter(grad, group, dim, sizes, kind)
+        assert mine.shape == part, (mine.shape, part)
+        return mine, None, None, None, None, None
+
+
+def scatter_sum(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "scatter") -> Tensor:
+    """Returns this rank's piece along ``dim`` of the sum of all ranks' ``x``.
+
+    *forward:* reduce-scatter (sum).
+    *backward:* all-gather.
+    """
+    return _ScatterSum.apply(x, group, dim, tuple(sizes), kind)  # type: ignore[no-any-return]
+
+
+class _ScatterSum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: tuple[int, ...], kind: str) -> Tensor:
+        ctx.how = group, dim, sizes, kind
+        mine = reduce_scatter(x, group, dim, sizes, kind)
+        ctx.shapes = x.shape, mine.shape
+        return mine.view_as(mine)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, dim, sizes, kind = ctx.how
+        whole, part = ctx.shapes
+        assert grad.shape == part, (grad.shape, part)
+        result = all_gather(grad, group, dim, sizes, kind)
+        assert result.shape == whole, (result.shape, whole)
+        return result, None, None, None, None
+
+
+def total(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
+    """Returns the sum of all ranks' ``x``, the same on each.
+
+    *forward:* all-reduce (sum).
+    *backward:* all-reduce (sum).
+    """
+    return _Total.apply(x, group, kind)  # type: ignore[no-any-return]
+
+
+class _Total(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, kind: str) -> Tensor:
+        ctx.how = group, kind
+        ctx.shape = x.shape
+        return all_reduce(x, group, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        assert grad.shape == ctx.shape, (grad.shape, ctx.shape)
+        return all_reduce(grad, *ctx.how), None, None
+
+
+def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
+    """Returns the sum of all ranks' ``x`` as a new tensor, without a gradient."""
+    result = x.detach().clone(memory_format=torch.contiguous_format)
+    if group.size > 1:
+        group.traffic[kind] += 2 * (group.size - 1) * result.numel() * result.element_size() // group.size
+        dist.all_reduce(result, group=group.handle)
+    return result
+
+
+def all_to_all(
+    x: Tensor, group: Group, give: Sequence[int], take: Sequence[int], kind: str = "all_to_all"
+) -> Tensor:
+    """Returns what each rank has for this one, in rank order along dim 0; ``give`` and ``take`` are row counts.
+
+    *forward:* all-to-all.
+    *backward:* the reversed all-to-all.
+    """
+    return _AllToAll.apply(x, group, tuple(give), tuple(take), kind)  # type: ignore[no-any-return]
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, give: tuple[int, ...], take: tuple[int, ...], kind: str
+    ) -> Tensor:
+        ctx.how = group, take, give, kind
+        ctx.shape = x.shape
+        return exchange_rows(x, group, give, take, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        assert grad.shape[0] == sum(ctx.how[1]) and grad.shape[1:] == ctx.shape[1:], (grad.shape, ctx.shape)
+        result = exchange_rows(grad, *ctx.how)
+        assert result.shape == ctx.shape, (result.shape, ctx.shape)
+        return result, None, None, None, None
+
+
+def exchange_rows(
+    x: Tensor, group: Group, give: Sequence[int], take: Sequence[int], kind: str = "all_to_all"
+) -> Tensor:
+    """Returns the all-to-all of rows of dim 0, without a gradient."""
+    assert len(give) == len(take) == group.size and x.shape[0] == sum(give), (x.shape, give, take)
+    assert give[group.index] == take[group.index], (give, take)
+    rows = x.contiguous()
+    result = rows.new_empty((sum(take), *rows.shape[1:]))
+    outgoing, incoming = rows.split(list(give)), result.split(list(take))
+    incoming[group.index].copy_(outgoing[group.index])
+    post({q: outgoing[q] for q in group.peers}, {q: incoming[q] for q in group.peers}, group, kind).wait()
+    return result
+
+
+def window(
+    x: Tensor,
+    group: Group,
+    dim: int,
+    owned: Mapping[int, Interval],
+    needed: Mapping[int, Interval],
+    kind: str = "window",
+) -> Tensor:
+    """Returns the interval ``needed[me]`` of a dimension of which each rank holds ``owned``.
+
+    The mappings go from places in ``group`` to half-open intervals; ranks that are not in them take no part.
+    Needs may be smaller than what is owned, lie elsewhere, or reach over several neighbours.
+
+    *forward:* each rank sends what of its interval others need.
+    *backward:* the gradient of every received slice goes back and is added.
+    """
+    return _Window.apply(x, group, dim, dict(owned), dict(needed), kind)  # type: ignore[no-any-return]
+
+
+class _Window(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: Group,
+        dim: int,
+        owned: dict[int, Interval],
+        needed: dict[int, Interval],
+        kind: str,
+    ) -> Tensor:
+        low, high = owned[group.index]
+        assert x.shape[dim] == high - low, (x.shape, dim, owned)
+        ctx.how = group, dim, owned, needed, kind
+        ctx.shape = x.shape
+        return _open_window(x, group, dim, owned, needed, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, dim, owned, needed, kind = ctx.how
+        low, high = needed[group.index]
+        assert grad.shape[dim] == high - low, (grad.shape, dim, needed)
+        result = _close_window(grad, group, dim, owned, needed, kind)
+        assert result.shape == ctx.shape, (result.shape, ctx.shape)
+        return result, None, None, None, None, None
+
+
+def _overlap(a: Interval, b: Interval) -> Interval:
+    low = max(a[0], b[0])
+    return low, max(low, min(a[1], b[1]))
+
+
+def _open_window(
+    x: Tensor, group: Group, dim: int, owned: dict[int, Interval], needed: dict[int, Interval], kind: str
+) -> Tensor:
+    me, mine, want = group.index, owned[group.index], needed[group.index]
+    shape = list(x.shape)
+    shape[dim] = want[1] - want[0]
+    result = x.new_empty(shape)
+    sends, receives, places = {}, {}, {}
+    for q in owned:
+        low, high = _overlap(mine, needed[q])
+        piece = x.narrow(dim, low - mine[0], high - low) if high > low else None
+        low, high = _overlap(owned[q], want)
+        place = result.narrow(dim, low - want[0], high - low) if high > low else None
+        if q == me:
+            if place is not None and piece is not None:
+                place.copy_(piece)
+            continue
+        if piece is not None:
+            sends[q] = piece.contiguous()
+        if place is not None:
+            receives[q], places[q] = place.contiguous(), place
+    post(sends, receives, group, kind).wait()
+    for q, place in places.items():
+        if receives[q].data_ptr() != place.data_ptr():
+            place.copy_(receives[q])
+    return result
+
+
+def _close_window(
+    grad: Tensor, group: Group, dim: int, owned: dict[int, Interval], needed: dict[int, Interval], kind: str
+) -> Tensor:
+    me, mine, want = group.index, owned[group.index], needed[group.index]
+    shape = list(grad.shape)
+    shape[dim] = mine[1] - mine[0]
+    result = grad.new_zeros(shape)
+    sends, receives, places = {}, {}, {}
+    for q in owned:
+        low, high = _overlap(owned[q], want)
+        piece = grad.narrow(dim, low - want[0], high - low) if high > low else None
+        low, high = _overlap(mine, needed[q])
+        place = result.narrow(dim, low - mine[0], high - low) if high > low else None
+        if q == me:
+            if place is not None and piece is not None:
+                place.copy_(piece)
+            continue
+        if piece is not None:
+            sends[q] = piece.contiguous()
+        if place is not None:
+            receives[q], places[q] = torch.empty_like(place, memory_format=torch.contiguous_format), place
+    post(sends, receives, group, kind).wait()
+    for q in sorted(places):
+        places[q].add_(receives[q])
+    return result
+
+
+@dataclass(frozen=True)
+class Remap:
+    """From one ownership of numbered things to another: who sends which of his rows where."""
+
+    num_source: int
+    num_target: int
+    send: Mapping[int, Tensor]  # to each place: positions among my source rows
+    place: Mapping[int, Tensor]  # from each place: positions among my target rows
+
+
+def plan_remap(sources: Sequence[Tensor], targets: Sequence[Tensor], me: int) -> Remap:
+    """Returns how rows move when rank q owns the ids ``sources[q]`` and wants ``targets[q]``; an id has one owner."""
+    owner_size = 1 + max(int(ids.max()) for ids in [*sources, *targets] if len(ids))
+    position = torch.full((owner_size,), -1)
+    owner = torch.full((owner_size,), -1)
+    for q, ids in enumerate(sources):
+        assert bool((owner[ids] == -1).all()), "an id has two owners"
+        owner[ids] = q
+        position[ids] = torch.arange(len(ids))
+    if any(bool((owner[ids] == -1).any()) for ids in targets):
+        raise ValueError("a wanted row has no owner: the two ownerships do not hold the same things")
+    send = {q: position[ids[owner[ids] == me]] for q, ids in enumerate(targets)}
+    place = {q: (owner[targets[me]] == q).nonzero().flatten() for q in range(len(sources))}
+    return Remap(len(sources[me]), len(targets[me]), send, place)
+
+
+def remap(x: Tensor, group: Group, dim: int, plan: Remap, kind: str = "remap") -> Tensor:
+    """Returns the rows along ``dim`` that this rank wants of what all own.
+
+    *forward:* an all-to-all with uneven counts.
+    *backward:* the reversed all-to-all; gradients of a row that went to several ranks are added.
+    """
+    return _Move.apply(x, group, dim, plan, kind)  # type: ignore[no-any-return]
+
+
+class _Move(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, plan: Remap, kind: str) -> Tensor:
+        ctx.how = group, dim, plan, kind
+        rows = x.movedim(dim, 0)
+        ctx.shape = rows.shape
+        assert rows.shape[0] == plan.num_source, (x.shape, dim, plan.num_source)
+        result = rows.new_empty((plan.num_target, *rows.shape[1:]))
+        got = _swap_rows(rows, group, plan.send, plan.place, kind)
+        for q, piece in got.items():
+            result[plan.place[q].to(x.device)] = piece
+        return result.movedim(0, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, dim, plan, kind = ctx.how
+        rows = grad.movedim(dim, 0)
+        assert rows.shape == (plan.num_target, *ctx.shape[1:]), (rows.shape, ctx.shape)
+        result = rows.new_zeros(ctx.shape)
+        got = _swap_rows(rows, group, plan.place, plan.send, kind)
+        for q in sorted(got):
+            result.index_add_(0, plan.send[q].to(grad.device), got[q])
+        return result.movedim(0, dim), None, None, None, None
+
+
+def _swap_rows(
+    rows: Tensor, group: Group, send: Mapping[int, Tensor], receive: Mapping[int, Tensor], kind: str
+) -> dict[int, Tensor]:
+    pieces = {q: rows.index_select(0, ids.to(rows.device)) for q, ids in send.items()}
+    got = {q: rows.new_empty((len(receive[q]), *rows.shape[1:])) for q in group.peers}
+    post({q: pieces[q] for q in group.peers}, got, group, kind).wait()
+    got[group.index] = pieces[group.index]
+    return got
+
+
+def agree(flag: int, group: Group) -> int:
+    """Returns the largest of all ranks' flags, the same on each; travels on the CPU, beside the device's work."""
+    if group.size == 1:
+        return flag
+    number = torch.tensor([flag], dtype=torch.int64)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group.handle)
+    return int(number)

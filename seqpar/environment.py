@@ -1,0 +1,147 @@
+"""How this process was started: read from the variables of torchrun, Slurm, OpenMPI or PMI. Pure, no torch.
+
+A Slurm step is known by its own variables: the batch shell and an ``salloc`` shell carry ``SLURM_NTASKS``
+of the whole job, and whoever believes it waits for ranks that nobody started.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, interactive and extern steps are numbered from here
+
+
+@dataclass(frozen=True)
+class Start:
+    """This process's place among its siblings, and where they meet."""
+
+    by: str
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    num_nodes: int = 1
+    address: str = "127.0.0.1"
+    port: int = 29500
+    agent_store: bool = False  # torchrun's agent already listens at address:port
+    attempt: int = 0
+    warning: str = ""
+
+
+def read_start(env: Mapping[str, str]) -> Start:
+    """Returns how this process was started; torchrun's variables win over Slurm's, those over MPI's."""
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return _from_torchrun(env)
+    step = env.get("SLURM_STEP_ID", "")
+    if step.isdigit() and int(step) < FIRST_SPECIAL_STEP:
+        return _from_slurm_step(env, int(step))
+    for by, prefix, local in (
+        ("openmpi", "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_"),
+        ("pmi", "PMI_", "PALS_LOCAL_"),
+    ):
+        if prefix + "SIZE" in env and prefix + "RANK" in env:
+            return _from_mpi(env, by, prefix, local)
+    return Start("alone", warning=_absent_srun(env))
+
+
+def _from_torchrun(env: Mapping[str, str]) -> Start:
+    for name in ("RANK", "WORLD_SIZE"):
+        if name not in env:
+            other = "WORLD_SIZE" if name == "RANK" else "RANK"
+            raise ValueError(f"{other} is set but {name} is not: set both, or neither (or start with torchrun)")
+    rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if not 0 <= rank < world:
+        raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: it must lie in 0…{world - 1}")
+    if world > 1 and ("MASTER_ADDR" not in env or "MASTER_PORT" not in env):
+        raise ValueError(f"WORLD_SIZE={world} needs MASTER_ADDR and MASTER_PORT: set both, or start with torchrun")
+    local_world = _number(env, "LOCAL_WORLD_SIZE", world)
+    return Start(
+        by="torchrun" if "TORCHELASTIC_RUN_ID" in env else "variables",
+        rank=rank,
+        world=world,
+        local_rank=_number(env, "LOCAL_RANK", rank % local_world),
+        local_world=local_world,
+        num_nodes=-(-world // local_world),
+        address=env.get("MASTER_ADDR", "127.0.0.1"),
+        port=_number(env, "MASTER_PORT", 29500),
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
+    )
+
+
+def _from_slurm_step(env: Mapping[str, str], step: int) -> Start:
+    world = _number(env, "SLURM_STEP_NUM_TASKS")
+    node, per_node = _number(env, "SLURM_NODEID", 0), env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts = tasks_per_node(per_node)
+    job = _number(env, "SLURM_JOB_ID", 0)
+    return Start(
+        by="slurm",
+        rank=_number(env, "SLURM_PROCID"),
+        world=world,
+        local_rank=_number(env, "SLURM_LOCALID", 0),
+        local_world=counts[node] if node < len(counts) else world,
+        num_nodes=_number(env, "SLURM_STEP_NUM_NODES", max(len(counts), 1)),
+        address=env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1",
+        port=_number(env, "MASTER_PORT", _port(job, step)),
+        attempt=_number(env, "SLURM_RESTART_COUNT", 0),
+    )
+
+
+def _from_mpi(env: Mapping[str, str], by: str, prefix: str, local: str) -> Start:
+    rank, world = _number(env, prefix + "RANK"), _number(env, prefix + "SIZE")
+    local_world = _number(env, local + "SIZE", world)
+    local_rank = _number(env, local + ("RANK" if by == "openmpi" else "RANKID"), rank % local_world)
+    if local_world < world and "MASTER_ADDR" not in env:
+        raise ValueError(
+            f"{world} ranks on several nodes were started by {by}, which does not say where they meet: "
+            "export MASTER_ADDR=<host of rank 0> (and MASTER_PORT), or start with srun or torchrun"
+        )
+    return Start(
+        by,
+        rank,
+        world,
+        local_rank,
+        local_world,
+        num_nodes=-(-world // local_world),
+        address=env.get("MASTER_ADDR", "127.0.0.1"),
+        port=_number(env, "MASTER_PORT", _port(_number(env, "SLURM_JOB_ID", 0), 0)),
+    )
+
+
+def _absent_srun(env: Mapping[str, str]) -> str:
+    tasks = env.get("SLURM_NTASKS", "1")
+    if "SLURM_JOB_ID" not in env or not tasks.isdigit() or int(tasks) < 2:
+        return ""
+    return (
+        f"Slurm granted {tasks} tasks to job {env['SLURM_JOB_ID']}, but this process was started without srun "
+        f"and so runs alone; start all of them with: srun -n {tasks} python ..."
+    )
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if name not in env:
+        if default is None:
+            raise ValueError(f"{name} is not set, though the launcher's other variables are")
+        return default
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ValueError(f"{name}={env[name]!r} is not a number") from None
+
+
+def _port(job: int, step: int) -> int:
+    return 15000 + (job * 7 + step * 131) % 15000  # below the ephemeral ports; steps of one job lie apart
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Returns Slurm's ``8(x2),4`` as ``[8, 8, 4]``."""
+    counts: list[int] = []
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(repeat or 1)
+    return counts
+
+
+def first_host(nodelist: str) -> str:
+    """Returns the first host of Slurm's ``frontier[00012-00015,00020],login1``."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
+    return "".join(piece or "" for piece in match.groups()) if match else ""

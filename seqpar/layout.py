@@ -1,0 +1,255 @@
+"""Who owns which tokens and voxels. Pure arithmetic: nothing here communicates.
+
+Legend: b batch, c channels, n tokens, p voxels of a patch along one direction; W D H voxels, w d h tokens. The
+number of directions is that of ``tile``.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Box = tuple[tuple[int, int], ...]  # half-open token interval per direction
+Bounds = tuple[int, ...]  # where a direction is cut: 0, ..., its extent
+
+SPLITS = ("spatial", "ordered")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tokens of ``tile``'s grid each of ``num_ranks`` ranks owns.
+
+    ``spatial``: boxes; the prime factors of ``num_ranks``, largest first, cut W, D, H in turn. ``ordered``:
+    consecutive chunks of the raster with H fastest, which need not be boxes.
+    """
+
+    tile: tuple[int, ...]
+    patch: tuple[int, ...]
+    num_ranks: int = 1
+    split: str = "spatial"
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise ValueError(f"--split {self.split}: choose {' or '.join(SPLITS)}")
+        if len(self.patch) != len(self.tile):
+            raise ValueError(f"patch {self.patch} and tile {self.tile} differ in the number of directions")
+        if min(self.tile) < 1 or min(self.patch) < 1 or self.num_ranks < 1:
+            raise ValueError(f"tile {self.tile}, patch {self.patch} and --seqpar {self.num_ranks} must be positive")
+        if any(t % p for t, p in zip(self.tile, self.patch)):
+            nearest = tuple(-(-t // p) * p for t, p in zip(self.tile, self.patch))
+            raise ValueError(
+                f"tile {self.tile} is no multiple of patch {self.patch}: use --tile {' '.join(map(str, nearest))}"
+            )
+        if self.num_ranks > self.num_tokens:
+            raise ValueError(
+                f"--seqpar {self.num_ranks} is more than the {self.num_tokens} tokens of tile {self.tile} at patch "
+                f"{self.patch}: use --seqpar {self.num_tokens} or fewer, a larger --tile or a smaller --patch"
+            )
+        if self.split == "spatial":
+            self.parts  # noqa: B018  refuses where no cut into boxes exists
+
+    @classmethod
+    def of(
+        cls, tile: int | Sequence[int], patch: int | Sequence[int], num_ranks: int = 1, split: str = "spatial"
+    ) -> "Layout":
+        """Returns the layout of a tile given as one number (a cube) or one per direction."""
+        sides = (tile,) * 3 if isinstance(tile, int) else tuple(tile)
+        cube = (patch,) * len(sides) if isinstance(patch, int) else tuple(patch)
+        return cls(sides, cube, num_ranks, split)
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """Tokens per direction."""
+        return tuple(t // p for t, p in zip(self.tile, self.patch))
+
+    @property
+    def num_tokens(self) -> int:
+        return math.prod(self.grid)
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """Into how many intervals ``spatial`` cuts each direction."""
+        return cut_counts(self.num_ranks, self.grid)
+
+    @cached_property
+    def _ids(self) -> tuple[Tensor, ...]:
+        raster = torch.arange(self.num_tokens)
+        if self.split == "ordered":
+            bounds = even_bounds(self.num_tokens, self.num_ranks)
+            return tuple(raster[low:high] for low, high in itertools.pairwise(bounds))
+        grid = raster.reshape(self.grid)
+        return tuple(
+            grid[tuple(slice(*side) for side in box)].flatten() for box in grid_boxes(self.grid, self.parts)
+        )
+
+    def token_ids(self, rank: int) -> Tensor:
+        """Returns the raster numbers of the rank's tokens, ascending."""
+        return self._ids[rank]
+
+    @property
+    def all_ids(self) -> tuple[Tensor, ...]:
+        """Each rank's token numbers, in rank order."""
+        return self._ids
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Each rank's number of tokens."""
+        return tuple(len(ids) for ids in self._ids)
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """The rank that owns each token of the grid, shaped like the grid."""
+        flat = torch.empty(self.num_tokens, dtype=torch.int64)
+        for rank, ids in enumerate(self._ids):
+            flat[ids] = rank
+        return flat.reshape(self.grid)
+
+    def coordinates(self, rank: int) -> Tensor:
+        """Returns the rank's tokens' places in the whole grid: one row a token, one column a direction."""
+        return torch.stack(torch.unravel_index(self._ids[rank], self.grid), 1)
+
+    @cached_property
+    def _boxes(self) -> tuple[Box | None, ...]:
+        found: list[Box | None] = []
+        for rank in range(self.num_ranks):
+            at = self.coordinates(rank)
+            low, high = at.amin(0).tolist(), (at.amax(0) + 1).tolist()
+            full = math.prod(h - l for l, h in zip(low, high)) == len(at)  # noqa: E741
+            found.append(tuple(zip(low, high)) if full else None)
+        return tuple(found)
+
+    @property
+    def is_box(self) -> bool:
+        """Whether every rank's part is a rectangle of tokens."""
+        return None not in self._boxes
+
+    def box(self, rank: int) -> Box:
+        """Returns the rank's token intervals; only where its part is a box."""
+        box = self._boxes[rank]
+        if box is None:
+            raise ValueError(f"rank {rank}'s part of grid {self.grid} is no box: {self.box_advice()}")
+        return box
+
+    def box_advice(self) -> str:
+        """Returns which split or group size gives boxes instead."""
+        sizes = [s for s in range(1, self.num_ranks) if Layout(self.tile, self.patch, s, self.split).is_box]
+        smaller = f" or --seqpar {' or '.join(map(str, sizes))}" if sizes else ""
+        return f"use --split spatial{smaller}"
+
+    @cached_property
+    def cuts(self) -> tuple[Bounds, ...] | None:
+        """Token bounds per direction where the parts are a grid of boxes in rank order, else None."""
+        boxes = [box for box in self._boxes if box is not None]
+        if len(boxes) < self.num_ranks:
+            return None
+        bounds = [sorted({edge for box in boxes for edge in box[dim]}) for dim in range(len(self.grid))]
+        product = itertools.product(*(itertools.pairwise(edges) for edges in bounds))
+        return tuple(map(tuple, bounds)) if list(product) == boxes else None
+
+    def voxel_cuts(self, per_token: int | Sequence[int] = 1) -> tuple[Bounds, ...]:
+        """Returns ``cuts`` on a grid of ``per_token`` points for each token along each direction."""
+        if self.cuts is None:
+            raise ValueError(f"the parts of grid {self.grid} are no grid of boxes: use --split spatial")
+        times = (per_token,) * len(self.grid) if isinstance(per_token, int) else tuple(per_token)
+        return tuple(tuple(edge * t for edge in edges) for edges, t in zip(self.cuts, times))
+
+    def boxed(self) -> "Layout":
+        """Returns this layout if its parts are a grid of boxes, else the spatial one."""
+        return self if self.cuts is not None else Layout(self.tile, self.patch, self.num_ranks, "spatial")
+
+    def of_tile(self, tile: Sequence[int]) -> "Layout":
+        """Returns the same split of another tile."""
+        return self if tuple(tile) == self.tile else Layout(tuple(tile), self.patch, self.num_ranks, self.split)
+
+    def cut(self, whole: Tensor, rank: int) -> Tensor:
+        """Returns the rank's part ``b n c p p p`` of an image ``b c W D H``, ``b n p p p`` of a label ``b W D H``."""
+        cells = to_patches(whole, self.patch)
+        cells = cells.index_select(whole.ndim - len(self.tile), self._ids[rank].to(whole.device))
+        return cells.transpose(1, 2) if whole.ndim == len(self.tile) + 2 else cells
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the whole image or label of all ranks' parts, the inverse of ``cut``."""
+        order = torch.argsort(torch.cat(self._ids))
+        cells = torch.cat(list(parts), 1).index_select(1, order.to(parts[0].device))
+        if cells.ndim == len(self.tile) + 3:
+            cells = cells.transpose(1, 2)
+        return from_patches(cells, self.grid)
+
+
+def to_patches(whole: Tensor, patch: Sequence[int]) -> Tensor:
+    """Returns ``... n p p p`` of ``... W D H``, tokens in raster order."""
+    dims = len(patch)
+    lead = whole.shape[: whole.ndim - dims]
+    grid = [side // p for side, p in zip(whole.shape[-dims:], patch)]
+    cells = whole.reshape(*lead, *itertools.chain(*zip(grid, patch)))
+    first = len(lead)
+    order = [*range(first), *range(first, first + 2 * dims, 2), *range(first + 1, first + 2 * dims, 2)]
+    return cells.permute(order).reshape(*lead, math.prod(grid), *patch)
+
+
+def from_patches(cells: Tensor, grid: Sequence[int]) -> Tensor:
+    """Returns ``... W D H`` of ``... n p p p``, the inverse of ``to_patches``."""
+    dims = len(grid)
+    lead, patch = cells.shape[: cells.ndim - dims - 1], cells.shape[-dims:]
+    first = len(lead)
+    order = [*range(first), *itertools.chain(*((first + d, first + dims + d) for d in range(dims)))]
+    spread = cells.reshape(*lead, *grid, *patch).permute(order)
+    return spread.reshape(*lead, *(g * p for g, p in zip(grid, patch)))
+
+
+def even_bounds(extent: int, count: int) -> Bounds:
+    """Returns where ``extent`` is cut into ``count`` intervals that differ by one at most."""
+    return tuple(extent * at // count for at in range(count + 1))
+
+
+def grid_boxes(grid: Sequence[int], parts: Sequence[int]) -> list[Box]:
+    """Returns the boxes of a grid cut into ``parts`` intervals per direction, last direction fastest."""
+    sides = [list(itertools.pairwise(even_bounds(g, s))) for g, s in zip(grid, parts)]
+    return list(itertools.product(*sides))
+
+
+def cut_counts(num_ranks: int, grid: Sequence[int]) -> tuple[int, ...]:
+    """Returns how many intervals each direction gets: prime factors, largest first, to W, D, H in turn.
+
+    Where a direction has fewer tokens than that, the factorisation whose largest box is smallest.
+    """
+    counts = [1] * len(grid)
+    for turn, prime in enumerate(sorted(_primes(num_ranks), reverse=True)):
+        counts[turn % len(grid)] *= prime
+    if all(s <= g for s, g in zip(counts, grid)):
+        return tuple(counts)
+    fitting = [c for c in _factorisations(num_ranks, len(grid)) if all(s <= g for s, g in zip(c, grid))]
+    if not fitting:
+        possible = [s for s in range(1, num_ranks) if _fits(s, grid)]
+        raise ValueError(
+            f"--seqpar {num_ranks} cannot cut the token grid {tuple(grid)} into boxes: use --seqpar {possible[-1]}, "
+            "or --split ordered"
+        )
+    return min(fitting, key=lambda c: (math.prod(-(-g // s) for s, g in zip(c, grid)), [-s for s in c]))
+
+
+def _fits(num_ranks: int, grid: Sequence[int]) -> bool:
+    return any(all(s <= g for s, g in zip(c, grid)) for c in _factorisations(num_ranks, len(grid)))
+
+
+def _primes(number: int) -> Iterator[int]:
+    divisor = 2
+    while number > 1:
+        while number % divisor == 0:
+            yield divisor
+            number //= divisor
+        divisor += 1
+
+
+def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorisations(number // first, count - 1):
+                yield (first, *rest)

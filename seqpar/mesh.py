@@ -1,0 +1,246 @@
+"""Starts and stops processes, picks the device, builds the groups ``data`` x ``seq``, seeds.
+
+``seq`` is innermost: consecutive ranks share a tile, so that a sequence group stays inside a node. A group of
+one needs no process group; everything above takes the same path with it.
+"""
+
+import os
+import random
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from seqpar.environment import Start, read_start
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Ranks that share something, in order; ``index`` is this process's place among them."""
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    handle: dist.ProcessGroup | None = None
+    traffic: Counter[str] = field(default_factory=Counter)  # bytes that this rank sent, by kind
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def peers(self) -> list[int]:
+        """The other members' places, each rank beginning behind itself so that no one is asked by all at once."""
+        return [(self.index + step) % self.size for step in range(1, self.size)]
+
+    def __str__(self) -> str:
+        return f"{self.name} group of ranks {', '.join(map(str, self.ranks))}"
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """All processes as ``data`` x ``seq``; a context manager that stops what ``start`` began."""
+
+    begin: Start
+    device: torch.device
+    world: Group
+    data: Group
+    seq: Group
+    hosts: tuple[str, ...] = ()
+    warm_up_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_first(self) -> bool:
+        return self.world.index == 0
+
+    def __enter__(self) -> "Mesh":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.stop()
+
+    def stop(self) -> None:
+        """Waits for all ranks, then leaves; without the barrier gloo aborts now and then."""
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1), group=self.world.handle)  # on the CPU: gloo, also beside nccl
+            dist.barrier(group=self.world.handle)
+            dist.destroy_process_group()
+
+
+def start(
+    seqpar: int = 1,
+    env: Mapping[str, str] | None = None,
+    device: str = "auto",
+    timeout_s: float = 300.0,
+) -> Mesh:
+    """Returns the mesh of the processes that torchrun, Slurm or MPI started, or of this one alone."""
+    begin = read_start(os.environ if env is None else env)
+    check_seqpar(seqpar, begin.world)
+    if begin.warning:
+        print(f"warning: {begin.warning}", file=sys.stderr, flush=True)
+    place = pick_device(begin, device)
+    store = _meet(begin, timeout_s) if begin.world > 1 else None
+    return join(begin, store, seqpar, place, timeout_s)
+
+
+def check_seqpar(seqpar: int, world: int) -> None:
+    """Refuses a sequence group that does not fit the ranks, naming the sizes that do."""
+    if seqpar < 1 or world % seqpar:
+        fits = [size for size in range(1, world + 1) if world % size == 0]
+        more = f", or start a multiple of {seqpar} ranks" if seqpar > 0 else ""
+        raise ValueError(
+            f"--seqpar {seqpar} does not fit the {world} started rank(s): "
+            f"use --seqpar {' or '.join(map(str, fits))}{more}"
+        )
+
+
+def pick_device(begin: Start, wish: str = "auto") -> torch.device:
+    """Returns this rank's device and makes it current: index 0 where one is visible, else the local rank."""
+    if wish not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {wish}: choose auto, cpu or cuda (cuda is also AMD's name in torch)")
+    visible = torch.cuda.device_count() if wish != "cpu" else 0
+    if wish == "cuda" and visible == 0:
+        raise ValueError("--device cuda: this process sees no GPU; ask the scheduler for one or use --device cpu")
+    if visible == 0:
+        return torch.device("cpu")
+    if visible > 1 and begin.local_rank >= visible:
+        raise ValueError(
+            f"local rank {begin.local_rank} has no GPU of its own: {visible} are visible and "
+            f"{begin.local_world} ranks run on this node; start at most {visible} ranks a node"
+        )
+    place = torch.device("cuda", 0 if visible == 1 else begin.local_rank)
+    torch.cuda.set_device(place)
+    return place
+
+
+def _meet(begin: Start, timeout_s: float) -> dist.Store:
+    limit = timedelta(seconds=timeout_s)
+    host = begin.rank == 0 and not begin.agent_store
+    try:
+        meeting = dist.TCPStore(
+            begin.address, begin.port, begin.world, host, timeout=limit, wait_for_workers=False
+        )
+    except (dist.DistError, RuntimeError) as error:
+        what = "cannot listen" if host else "rank 0 does not answer"
+        raise ConnectionError(
+            f"rank {begin.rank} ({begin.by}): {what} at {begin.address}:{begin.port} within {timeout_s:.0f} s; "
+            f"check that rank 0 started, and MASTER_ADDR and MASTER_PORT ({str(error).splitlines()[0]})"
+        ) from None
+    return dist.PrefixStore(f"seqpar/{begin.attempt}", meeting)
+
+
+def join(
+    begin: Start, store: dist.Store | None, seqpar: int, device: torch.device, timeout_s: float = 300.0
+) -> Mesh:
+    """Returns the mesh of ``begin.world`` processes that meet at ``store`` (None where there is but one)."""
+    check_seqpar(seqpar, begin.world)
+    if store is None:
+        return Mesh(begin, device, Group("world"), Group("data"), Group("seq"), (socket.gethostname(),))
+    hosts = _roll_call(begin, store, timeout_s)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("world", store),
+        rank=begin.rank,
+        world_size=begin.world,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if on_gpu else None,
+    )
+    everyone = tuple(range(begin.world))
+    world = Group("world", everyone, begin.rank, dist.group.WORLD)
+    seq = _split("seq", [everyone[at : at + seqpar] for at in range(0, begin.world, seqpar)], begin.rank)
+    data = _split("data", [everyone[at::seqpar] for at in range(seqpar)], begin.rank)
+    if begin.rank == 0:
+        _warn_of_crossing(hosts, seqpar)
+    groups = (world, seq, data)
+    warm = {g.name: warm_up(g, store, device, timeout_s) for g in groups if g.handle is not None}
+    return Mesh(begin, device, world, data, seq, hosts, warm)
+
+
+def _roll_call(begin: Start, store: dist.Store, timeout_s: float) -> tuple[str, ...]:
+    """Returns every rank's host; names those that never came."""
+    keys = [f"host/{rank}" for rank in range(begin.world)]
+    store.set(keys[begin.rank], socket.gethostname())
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except (dist.DistError, RuntimeError):
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise TimeoutError(
+            f"of {begin.world} ranks, {_these(missing)} did not start within {timeout_s:.0f} s; "
+            "look at their logs, or start fewer"
+        ) from None
+    return tuple(store.get(key).decode() for key in keys)
+
+
+def _split(name: str, parts: Sequence[Sequence[int]], rank: int) -> Group:
+    """Returns the one of ``parts`` that holds ``rank``; every rank makes all process groups, in one order."""
+    mine: Group | None = None
+    for ranks in parts:
+        handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        if rank in ranks:
+            mine = Group(name, tuple(ranks), list(ranks).index(rank), handle)
+    assert mine is not None
+    return mine
+
+
+def _warn_of_crossing(hosts: Sequence[str], seqpar: int) -> None:
+    for first in range(0, len(hosts), seqpar):
+        inside = list(dict.fromkeys(hosts[first : first + seqpar]))
+        if len(inside) > 1:
+            print(
+                f"warning: the sequence group of ranks {first}…{first + seqpar - 1} crosses nodes "
+                f"{', '.join(inside)}: every attention layer will use the network. Let --seqpar divide the "
+                "ranks of a node.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def warm_up(group: Group, store: dist.Store, device: torch.device, timeout_s: float) -> float:
+    """Returns the seconds of a first small sum over ``group``; names the group and the ranks that hang it."""
+    limit = timedelta(seconds=timeout_s)
+    keys = [f"warm/{group}/{rank}" for rank in group.ranks]
+    store.set(keys[group.index], "here")
+    began = time.perf_counter()
+    try:
+        store.wait(keys, limit)
+        for place in {torch.device("cpu"), device}:
+            work = dist.all_reduce(torch.ones(1, device=place), group=group.handle, async_op=True)
+            assert work is not None
+            work.wait(limit)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except (dist.DistError, RuntimeError) as error:
+        missing = [rank for rank, key in zip(group.ranks, keys) if not store.check([key])]
+        why = f"{_these(missing)} never came" if missing else str(error).splitlines()[0]
+        raise TimeoutError(f"the {group} hangs in its first sum ({timeout_s:.0f} s): {why}") from None
+    return time.perf_counter() - began
+
+
+def _these(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def seed(number: int) -> None:
+    """Seeds python, numpy and torch alike on every rank, so that all build equal weights."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def equal_weights(module: nn.Module, group: Group) -> None:
+    """Gives every rank of ``group`` the first one's parameters and buffers."""
+    if group.size == 1:
+        return
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.data, group.ranks[0], group=group.handle)

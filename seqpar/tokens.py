@@ -1,0 +1,159 @@
+"""Voxels to tokens and back to a grid; positions from global coordinates; dropout keyed by global numbers.
+
+Legend: b batch, c channels, n tokens, e embedding, f features per head, p voxels of a patch along a direction,
+w d h tokens per direction; ``n/s`` is this rank's share.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqpar.layout import Layout
+
+POSITIONS = ("learned", "sincos", "rope", "none")
+_MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+class PatchEmbed(nn.Module):
+    """Tokens of this rank's patches; the weight has the shape of the convolution that this is."""
+
+    def __init__(self, in_channels: int, patch: Sequence[int], embed_dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_channels * math.prod(patch), embed_dim)
+        self.proj.weight = nn.Parameter(self.proj.weight.detach().view(embed_dim, in_channels, *patch))
+
+    def forward(self, part: Tensor) -> Tensor:
+        """Returns ``b n/s e`` of ``b n/s c p p p``."""
+        if part.shape[2:] != self.proj.weight.shape[1:]:
+            wanted = tuple(self.proj.weight.shape[1:])
+            raise ValueError(f"a part's patches are {tuple(part.shape[2:])} (channels, voxels), not {wanted}")
+        return F.linear(part.flatten(2), self.proj.weight.flatten(1), self.proj.bias)
+
+
+def learned_positions(table: Tensor, grid: Sequence[int], layout: Layout, rank: int) -> Tensor:
+    """Returns ``1 n/s e``: rows of a table made for ``grid``, resized (linearly) where the layout's grid differs."""
+    if tuple(grid) != layout.grid:
+        image = table.transpose(1, 2).unflatten(2, tuple(grid))  # 1 e w d h
+        image = F.interpolate(image, size=layout.grid, mode=_MODES[len(grid)], align_corners=False)
+        table = image.flatten(2).transpose(1, 2)
+    return table.index_select(1, layout.token_ids(rank).to(table.device))
+
+
+def sincos_positions(layout: Layout, rank: int, embed_dim: int) -> Tensor:
+    """Returns ``1 n/s e`` in float64: sine, then cosine, of each direction in turn; features left over are zero."""
+    at = layout.coordinates(rank).double()  # n/s directions
+    bands = embed_dim // (2 * at.shape[1])
+    angles = at[:, :, None] * _frequencies(bands)
+    waves = torch.stack([angles.sin(), angles.cos()], 2).flatten(1)
+    return F.pad(waves, (0, embed_dim - waves.shape[1]))[None]
+
+
+def _frequencies(bands: int) -> Tensor:
+    return 10000.0 ** (-torch.arange(bands, dtype=torch.float64) / max(bands, 1))
+
+
+class Rotation:
+    """Rotary positions, axial over all directions: each gets an equal share of the rotated features.
+
+    Where the head width is no multiple of twice the directions, the largest multiple is rotated.
+    """
+
+    def __init__(self, layout: Layout, rank: int, head_dim: int, like: Tensor) -> None:
+        at = layout.coordinates(rank).double()
+        bands = head_dim // (2 * at.shape[1])
+        if bands == 0:
+            raise ValueError(
+                f"a head of width {head_dim} is too narrow to rotate in {at.shape[1]} directions: it needs "
+                f"{2 * at.shape[1]}; use fewer --heads or other --positions"
+            )
+        angles = (at[:, :, None] * _frequencies(bands)).flatten(1).repeat_interleave(2, 1)  # n/s rotated
+        self.width = angles.shape[1]
+        self.cos, self.sin = angles.cos().to(like), angles.sin().to(like)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns ``b a n/s f`` with neighbouring pairs of features turned by their token's angle."""
+        turned, rest = x[..., : self.width], x[..., self.width :]
+        pairs = turned.unflatten(-1, (-1, 2))
+        crossed = torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(-2)
+        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
+        return torch.cat([turned * cos + crossed * sin, rest], -1)
+
+
+def to_grid(tokens: Tensor, grid: Sequence[int]) -> Tensor:
+    """Returns ``b e w d h`` of a box's tokens ``b n e`` in raster order."""
+    return tokens.transpose(1, 2).unflatten(2, tuple(grid))
+
+
+_MASK64 = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _scramble_number(number: int) -> int:
+    number = (number + _STEP) & _MASK64
+    number = ((number ^ (number >> 30)) * _FIRST) & _MASK64
+    number = ((number ^ (number >> 27)) * _SECOND) & _MASK64
+    return number ^ (number >> 31)
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """Returns splitmix64 of int64 numbers, whose arithmetic wraps; shifts are logical."""
+    x = x + _signed(_STEP)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_FIRST)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_SECOND)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """Names a draw by what it is for, not by who draws it: equal for any number of ranks.
+
+    ``samples`` are the numbers of this batch's tiles in the global batch.
+    """
+
+    seed: int
+    step: int
+    samples: tuple[int, ...]
+    micro_batch: int = 0
+    site: tuple[int, ...] = ()
+
+    def at(self, *site: int) -> "DropoutKey":
+        """Returns the key of a place in the network."""
+        return replace(self, site=self.site + site)
+
+    def _base(self, device: torch.device) -> Tensor:
+        number = 0
+        for word in (self.seed, self.step, self.micro_batch, len(self.site), *self.site):
+            number = _scramble_number(number ^ (word & _MASK64))
+        rows = [_signed(_scramble_number(number ^ sample)) for sample in self.samples]
+        return torch.tensor(rows, dtype=torch.int64, device=device)  # b
+
+
+def _kept(bits: Tensor, rate: float) -> Tensor:
+    return ((bits >> 11) & ((1 << 53) - 1)) >= int(rate * (1 << 53))
+
+
+def keyed_dropout(x: Tensor, rate: float, key: DropoutKey | None, token_ids: Tensor) -> Tensor:
+    """Returns ``b n/s e`` with elements dropped by (key, sample, global token, channel)."""
+    if key is None or rate == 0.0:
+        return x
+    base = key._base(x.device)[:, None, None]  # b 1 1
+    tokens = _scramble(base ^ token_ids.to(x.device)[None, :, None])  # b n/s 1
+    kept = _kept(_scramble(tokens ^ torch.arange(x.shape[2], device=x.device)), rate)  # b n/s e
+    return x * kept * (1 / (1 - rate))
+
+
+def keyed_drop_path(x: Tensor, rate: float, key: DropoutKey | None) -> Tensor:
+    """Returns a residual branch ``b n/s e`` with whole samples dropped by (key, sample)."""
+    if key is None or rate == 0.0:
+        return x
+    kept = _kept(_scramble(key._base(x.device)), rate)[:, None, None]
+    return x * kept * (1 / (1 - rate))
