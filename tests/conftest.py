@@ -102,6 +102,7 @@ def alone() -> Mesh:
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """Returns max |a - b| / max |b|, the meaning of "equal" here."""
     assert a.shape == b.shape, (a.shape, b.shape)
+    a, b = a.detach(), b.detach()
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-300)) if b.numel() else 0.0
 
 
