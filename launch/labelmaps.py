@@ -75,7 +75,7 @@ def read_dataset_labels(path: Path) -> Labels:
         raise DataError(path, f"declares no labels that can be read: give {needed}") from error
     ignore = values.pop("ignore", None)
     classes = {name: labels for name, labels in values.items() if set(labels) != {0}}
-    declared = {0}.union(*values.values(), content.get("regions_class_order", ()))
+    declared = {0}.union(*values.values())
     try:
         return Labels(classes, frozenset(declared), ignore[0] if ignore else None)
     except ValueError as error:

@@ -74,12 +74,12 @@ def confusion(truth: Mask, prediction: Mask) -> Confusion:
     return Confusion(tp, fp, fn, truth.size - tp - fp - fn)
 
 
-def bounding_box(mask: Mask, margin: int = 0) -> tuple[slice, ...]:
-    """Returns the smallest box around a non-empty mask, widened by a margin but not beyond the volume."""
+def bounding_box(mask: Mask) -> tuple[slice, ...]:
+    """Returns the smallest box around a non-empty mask."""
     box = []
-    for dim, size in enumerate(mask.shape):
+    for dim in range(mask.ndim):
         inside = np.flatnonzero(mask.any(axis=tuple(other for other in range(mask.ndim) if other != dim)))
-        box.append(slice(max(int(inside[0]) - margin, 0), min(int(inside[-1]) + 1 + margin, size)))
+        box.append(slice(int(inside[0]), int(inside[-1]) + 1))
     return tuple(box)
 
 
@@ -172,7 +172,8 @@ def lesion_wise(
         raise ValueError(f"dilation is {dilation}, min_volume {min_volume}: neither can be negative")
     if not (truth.any() or prediction.any()):
         return LesionScores(1.0, 0.0, 0, 0, 0)
-    box = bounding_box(truth | prediction, margin=dilation)
+    # No margin for the dilation: what touches outside the box around two voxels touches inside it too.
+    box = bounding_box(truth | prediction)
     truth, prediction = truth[box], prediction[box]
     neighbours = np.ones((3,) * truth.ndim, bool)
     step = ndimage.generate_binary_structure(truth.ndim, 2)

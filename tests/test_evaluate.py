@@ -47,7 +47,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     for case in range(3):
         save(truth / f"case_{case}.nii.gz", random_labels(case))
         save(prediction / f"case_{case}.nii.gz", random_labels(case + 10))
-    (tmp_path / "dataset.json").write_text(json.dumps({"labels": LABELS, "regions_class_order": [1, 2]}))
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": LABELS}))
     return truth, prediction
 
 
@@ -160,6 +160,18 @@ def test_a_damaged_dataset_json_is_named(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(DataError, match=r"dataset\.json: "):
         labelmaps.read_dataset_labels(path)
+
+
+def test_ignored_voxels_are_left_out_and_cannot_be_predicted(folders: tuple[Path, Path]) -> None:
+    (folders[0].parent / "dataset.json").write_text(json.dumps({"labels": {"a": 1, "ignore": 2}}))
+    truth = random_labels(0)
+    path = save(folders[0] / "case_0.nii.gz", truth)
+    prediction = save(folders[1] / "case_0.nii.gz", np.ones_like(truth))
+    assert evaluate_folders((path, prediction)) == 0
+    row = summary_of(folders)["metric_per_case"][0]["metrics"]["1"]
+    assert (row["TP"], row["FP"]) == ((truth == 1).sum(), (truth == 0).sum())
+    save(prediction, truth)
+    assert evaluate_folders((path, prediction)) == DATA
 
 
 def test_presets_mean_the_labels_of_their_year(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -291,6 +303,10 @@ def test_a_place_that_cannot_be_written_is_one_error_and_keeps_the_old_file(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate_folders(folders) == 0
+    before = (folders[1] / "summary.json").read_text()
+    os.link(folders[1] / "summary.json", folders[1] / "held_open")
+    assert evaluate_folders(folders, "--nsd-tolerance", "5") == 0
+    assert (folders[1] / "held_open").read_text() == before != (folders[1] / "summary.json").read_text()
     before = (folders[1] / "summary.json").read_text()
 
     def full(self: Path, text: str) -> int:

@@ -47,6 +47,14 @@ def test_lesions_whose_dilations_touch_are_one(gap: int, num_lesions: int) -> No
         assert score == LesionScores((1 + 0) / 2, (0 + 374) / 2, found=1, missed=1, false=0)
 
 
+@pytest.mark.parametrize(("start", "missed"), [(13, 0), (14, 1)])
+def test_dilations_that_touch_by_a_corner_are_one(start: int, missed: int) -> None:
+    # From corner voxel 8 to corner voxel 13 the dilations reach (10, 10, 10) and (11, 11, 11), no nearer.
+    stop = start + 5
+    truth = boxes(CUBE, (start, stop, start, stop, start, stop))
+    assert lesion_wise(truth, boxes(CUBE), MM).missed == missed
+
+
 def test_the_dilation_can_be_the_one_of_metastases() -> None:
     two = boxes(CUBE, (13, 18, 4, 9, 4, 9))  # a gap of 4: one lesion at dilation 3, two at dilation 1
     assert lesion_wise(two, boxes(CUBE), MM, dilation=3).missed == 0
