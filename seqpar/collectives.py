@@ -432,3 +432,18 @@ def agree(flag: int, group: Group) -> int:
     number = torch.tensor([flag], dtype=torch.int64)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group.handle)
     return int(number)
+
+
+def tell_all(text: str, group: Group) -> list[str]:
+    """Returns every rank's text, in rank order, the same on each; travels on the CPU."""
+    if group.size == 1:
+        return [text]
+    letters = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in group.ranks]
+    dist.all_gather(lengths, torch.tensor([len(text.encode())]), group=group.handle)
+    longest = max(1, *(int(n) for n in lengths))
+    page = torch.zeros(longest, dtype=torch.uint8)
+    page[: len(letters)] = letters
+    pages = [torch.empty_like(page) for _ in group.ranks]
+    dist.all_gather(pages, page, group=group.handle)
+    return [bytes(page[: int(n)].tolist()).decode() for page, n in zip(pages, lengths)]
