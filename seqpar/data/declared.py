@@ -41,7 +41,7 @@ def labels_of(
     if not isinstance(given, dict) or not given:
         raise DataError(path, f'labels is {given!r}; {{"background": 0, "tumour": 1}} is needed')
     if all(key.isdigit() for key in given):
-        many = {str(name): (int(value),) for value, name in given.items()}
+        many: dict[str, tuple[int, ...]] = {str(name): (int(value),) for value, name in given.items()}
     else:
         many = {name: _whole(value, path) for name, value in given.items()}
     ignore = many.pop("ignore", (None,))[0]
