@@ -87,7 +87,7 @@ def wait_for(
         if now - changed > deadline:
             raise DataError(
                 path,
-                f"the process that prepares it has been silent for {deadline:.0f} s; look at what it printed, "
+                f"the process that prepares it has been silent for {deadline:.0f} s; look what it printed, "
                 "and run prepare by itself",
             )
         time.sleep(_POLL)
