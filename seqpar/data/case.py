@@ -209,6 +209,9 @@ def _normalise(
             raise DataError(
                 path, f"modality {recipe.modalities[n]} is {channel.flat[0]} everywhere; put the image there"
             )
+        largest = max(abs(float(channel.min())), abs(float(channel.max())))
+        if largest > np.finfo(np.float32).max:
+            raise DataError(path, f"holds values up to {largest:.3g}, too large for float32; rescale them")
         if scheme == "zscore":
             mean, std = steps.measure(channel)
             if std == 0:
@@ -223,12 +226,7 @@ def _normalise(
                 intensity.mean,
                 intensity.std,
             )
-        with np.errstate(over="ignore"):
-            done[n] = steps.normalise(channel, mean, std, scheme == "zscore")
-        if not np.isfinite(done[n]).all():
-            raise DataError(
-                path, f"holds values up to {np.abs(channel).max():.3g}, too large for float32; rescale it"
-            )
+        done[n] = steps.normalise(channel, mean, std, scheme == "zscore")
         means.append(mean)
         stds.append(std)
     return done, tuple(means), tuple(stds)
