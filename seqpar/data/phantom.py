@@ -75,13 +75,13 @@ def make_case(seed: int, index: int, size: tuple[int, int, int] = DEFAULT_SIZE) 
 def _tumours(rng: np.random.Generator, place: list[Field], anatomy: Anatomy) -> NDArray[np.uint8]:
     """Returns the label of one to three nested tumours: necrosis in an enhancing ring in oedema."""
     size = anatomy.depth.shape
-    lumps, fingers = random_field(rng, size, 7), random_field(rng, size, 4)
+    lumps, fingers = random_field(rng, size, 7), random_field(rng, size, 3.5)
     white = 1 - np.maximum(anatomy.memberships["grey"], anatomy.memberships["csf"])
     whole, core, necrosis = (np.zeros(size, bool) for _ in range(3))
     solid = np.zeros(size, bool)  # cores of tumours that do not enhance
-    for number in range(rng.choice([1, 2, 3], p=[0.7, 0.2, 0.1])):
+    for number in range(rng.choice([1, 2, 3], p=[0.6, 0.25, 0.15])):
         centre = _centre(rng, anatomy.depth)
-        radius = rng.uniform(9, 21) if number == 0 else rng.uniform(5, 10)
+        radius = rng.uniform(8, 19) if number == 0 else rng.uniform(5, 10)
         axes = rng.uniform(0.75, 1.25, 3)
         turn = np.linalg.qr(rng.standard_normal((3, 3)))[0].astype(np.float32)
         away = [sum(turn[i, j] * (place[j] - centre[j]) for j in range(3)) for i in range(3)]
@@ -90,7 +90,7 @@ def _tumours(rng: np.random.Generator, place: list[Field], anatomy: Anatomy) -> 
         this = (rough < 1) & anatomy.brain
         # oedema follows white matter
         spread = rng.uniform(1.25, 2.1) if radius < 15 else rng.uniform(1.2, 1.65)
-        swollen = rough + 0.22 * fingers + 0.12 * lumps - 0.45 * (white - 0.5) < spread
+        swollen = rough + 0.3 * fingers + 0.12 * lumps - 0.9 * (white - 0.6) < spread
         whole |= swollen & (distance < 2.4 * radius)
         kind = rng.choice(["ring", "filled", "dull"], p=[0.68, 0.16, 0.16])
         if kind == "ring":
