@@ -4,6 +4,7 @@ All run in turns in one process on one thread, the same number of tiles each; ti
 a busy machine disturbs them little. The first row is what the ratios compare with.
 """
 
+import importlib.util
 import random
 import statistics
 import time
@@ -44,6 +45,8 @@ def _rows(rounds: int, tiles: int) -> list[dict[str, Any]]:
         "full": _ours(full, image, label),
         "paper": _ours(augment("paper", TILE), image, label),
     }
+    if importlib.util.find_spec("batchgeneratorsv2"):
+        acts["batchgeneratorsv2, nnU-Net default, linear"] = _second(image, label)
     spent: dict[str, list[float]] = {name: [] for name in acts}
     for act in acts.values():
         act(0)
@@ -102,5 +105,40 @@ def _plain(image: NDArray[Any], label: NDArray[Any], order: int, order_label: in
         np.random.seed(seed)
         random.seed(seed)
         return whole(data=image[None], seg=label[None, None])  # its first transform makes new arrays
+
+    return act
+
+
+def _second(image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]:
+    """Returns nnU-Net's default list in batchgenerators' successor, which is no dependency of ours."""
+    from batchgeneratorsv2.transforms.intensity.brightness import MultiplicativeBrightnessTransform
+    from batchgeneratorsv2.transforms.intensity.contrast import BGContrast, ContrastTransform
+    from batchgeneratorsv2.transforms.intensity.gamma import GammaTransform
+    from batchgeneratorsv2.transforms.intensity.gaussian_noise import GaussianNoiseTransform
+    from batchgeneratorsv2.transforms.noise.gaussian_blur import GaussianBlurTransform
+    from batchgeneratorsv2.transforms.spatial.low_resolution import SimulateLowResolutionTransform
+    from batchgeneratorsv2.transforms.spatial.mirroring import MirrorTransform
+    from batchgeneratorsv2.transforms.spatial.spatial import SpatialTransform
+    from batchgeneratorsv2.transforms.utils.compose import ComposeTransforms
+    from batchgeneratorsv2.transforms.utils.random import RandomTransform
+
+    whole = ComposeTransforms([
+        SpatialTransform(
+            TILE, 0, False, p_rotation=0.2, rotation=(-np.pi / 6, np.pi / 6), p_scaling=0.2,
+            scaling=(0.7, 1.4), p_synchronize_scaling_across_axes=1, bg_style_seg_sampling=False),
+        RandomTransform(GaussianNoiseTransform((0, 0.1), 1, True), 0.1),
+        RandomTransform(GaussianBlurTransform((0.5, 1.0), False, False, 0.5), 0.2),
+        RandomTransform(MultiplicativeBrightnessTransform(BGContrast((0.75, 1.25)), False, 1), 0.15),
+        RandomTransform(ContrastTransform(BGContrast((0.75, 1.25)), True, False, 1), 0.15),
+        RandomTransform(SimulateLowResolutionTransform((0.5, 1), False, True, (), None, 0.5), 0.25),
+        RandomTransform(GammaTransform(BGContrast((0.7, 1.5)), 1, False, 1, 1), 0.1),
+        RandomTransform(GammaTransform(BGContrast((0.7, 1.5)), 0, False, 1, 1), 0.3),
+        MirrorTransform((0, 1, 2)),
+    ])
+
+    def act(seed: int) -> object:
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        return whole(image=torch.from_numpy(image), segmentation=torch.from_numpy(label)[None])
 
     return act

@@ -1,6 +1,7 @@
 """The phantom: the same case from the same numbers, tumours that are nested, files that others read."""
 
 import json
+import multiprocessing
 import os
 
 import nibabel
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from seqpar.data import phantom_files
 from seqpar.data.faults import DataError
 from seqpar.data.phantom import MODALITIES, PhantomCase, make_case
 from seqpar.data.phantom_anatomy import FIELD_OF_VIEW
@@ -138,13 +138,11 @@ def test_an_interrupted_file_is_no_file(tmp_path, monkeypatch):
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
-def test_a_worker_error_reaches_the_caller(tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device", "somewhere")
-
-    monkeypatch.setattr(phantom_files, "_write_case", fail)
-    with pytest.raises(DataError, match="somewhere: .*No space left"):
+def test_a_worker_error_reaches_the_caller_and_no_process_stays(tmp_path):
+    (tmp_path / "BraTS-GLI-00001-000").write_text("in the way")
+    with pytest.raises(DataError, match=r"BraTS-GLI-00001-000: cannot write .*File exists"):
         write_phantom(tmp_path, 4, PhantomSettings(size=TINY), workers=2)
+    assert not multiprocessing.active_children() and not list(tmp_path.rglob("*.half"))
 
 
 def test_the_act_writes_and_its_faults_have_codes(tmp_path, capsys):

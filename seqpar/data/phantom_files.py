@@ -4,6 +4,8 @@ import gzip
 import json
 import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -114,7 +116,7 @@ def _each(out: Path, settings: PhantomSettings, indices: list[int], workers: int
         for worker in range(workers):
             here, there = multiprocessing.Pipe(duplex=False)
             process = multiprocessing.Process(
-                target=_work, args=(there, out, settings, indices[worker::workers], os.getpid()), daemon=True)
+                target=_work, args=(there, out, settings, indices[worker::workers]), daemon=True)
             process.start()
             there.close()
             started.append((process, here))
@@ -141,9 +143,12 @@ def _each(out: Path, settings: PhantomSettings, indices: list[int], workers: int
             process.join()
 
 
-def _work(end: Connection, out: Path, settings: PhantomSettings, indices: list[int], parent: int) -> None:
+def _work(end: Connection, out: Path, settings: PhantomSettings, indices: list[int]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no half file stays
+    parent = multiprocessing.parent_process()
     for index in indices:
-        if os.getppid() != parent:  # killed: nobody waits for the rest
+        if parent is not None and not parent.is_alive():  # killed: nobody waits for the rest
             return
         try:
             _write_case(out, settings, index)
