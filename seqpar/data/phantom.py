@@ -34,9 +34,10 @@ TISSUES = {
     "vessel": np.array([0.50, 1.12, 0.30, 0.36]),
     "old_age": np.array([0.62, 0.64, 0.66, 0.80]),
     "NCR": np.array([0.36, 0.38, 0.84, 0.56]),
-    "ED": np.array([0.58, 0.60, 0.74, 0.84]),
+    "ED": np.array([0.58, 0.60, 0.76, 0.92]),
     "ET": np.array([0.60, 1.08, 0.62, 0.72]),
 }
+
 
 @dataclass(frozen=True)
 class PhantomCase:
@@ -81,7 +82,7 @@ def _tumours(rng: np.random.Generator, place: list[Field], anatomy: Anatomy) -> 
     solid = np.zeros(size, bool)  # cores of tumours that do not enhance
     for number in range(rng.choice([1, 2, 3], p=[0.6, 0.25, 0.15])):
         centre = _centre(rng, anatomy.depth)
-        radius = rng.uniform(8, 19) if number == 0 else rng.uniform(5, 10)
+        radius = rng.uniform(10, 17) if number == 0 else rng.uniform(5, 10)
         axes = rng.uniform(0.75, 1.25, 3)
         turn = np.linalg.qr(rng.standard_normal((3, 3)))[0].astype(np.float32)
         away = [sum(turn[i, j] * (place[j] - centre[j]) for j in range(3)) for i in range(3)]
@@ -116,13 +117,13 @@ def _centre(rng: np.random.Generator, depth: Field) -> list[float]:
 def _intensities(rng: np.random.Generator, anatomy: Anatomy, label: NDArray[np.uint8]) -> Field:
     """Returns the noiseless image ``(c, W, D, H)``, each case with contrasts of its own."""
     size = label.shape
-    values = {name: value * rng.normal(1, 0.05, 4) for name, value in TISSUES.items()}
+    values = {name: value * rng.normal(1, 0.04, 4) for name, value in TISSUES.items()}
     image = np.empty((4, *size), np.float32)
     image[:] = values["white"][:, None, None, None]
     parts = dict(anatomy.memberships)
     vessel = parts.pop("vessel")
     texture = random_field(rng, size, 3)
-    clear = rng.uniform(0.55, 1.0)  # how far a tumour stands out in this case
+    clear = rng.uniform(0.7, 1.0)  # how far a tumour stands out in this case
     spacing = [mm / n for mm, n in zip(FIELD_OF_VIEW, size)]
     for name, weight in parts.items():
         _paint(image, values[name], weight)
