@@ -196,6 +196,11 @@ def load(path: Path, net: nn.Module, optimiser: Optimizer, rank: int) -> Progres
     states = path / f"random-{rank:05d}.json"
     if states.exists():  # all draws of a run are keyed by step; a rank that is new starts from its seed
         set_random_states(json.loads(states.read_text()))
+    return read_progress(path)
+
+
+def read_progress(path: Path) -> Progress:
+    """Returns where the run stood at a checkpoint."""
     return Progress(**json.loads((path / "progress.json").read_text()))
 
 

@@ -35,16 +35,18 @@ class Material:
 
     @property
     def num_outputs(self) -> int:
-        ignored = self.dataset.ignore_label is not None
-        return len(self.regions) or len(self.dataset.labels) - (1 if ignored and self._lists_ignored() else 0)
+        return len(self.regions) or len(self.dataset.labels)
 
-    def _lists_ignored(self) -> bool:
-        return self.dataset.ignore_label in self.dataset.labels.values()
+    @property
+    def classes(self) -> dict[str, tuple[int, ...]]:
+        """What is scored, by name: each label but the background, and each region."""
+        labels = {name: (value,) for name, value in self.dataset.labels.items() if value}
+        return {**labels, **self.dataset.regions}
 
     def tiles(self, config: Config) -> TileSource:
         """Returns what draws tiles for training."""
-        change = augment(config.augment, config.tile)
-        return TileSource(self.dataset, self.train_ids, config.tile, change, config.seed)
+        change = augment(config.augment, config.tile, outside_label=self.dataset.ignore_label or 0)
+        return TileSource.of(self.dataset, self.train_ids, change)
 
     def describe(self) -> dict[str, Any]:
         """Returns the data set's description and preparation as they stand in the cache, for the run folder."""

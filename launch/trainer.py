@@ -3,7 +3,7 @@
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.collectives import agree, all_reduce, tell_all
-from seqpar.data.loader import Loader, Micro
+from seqpar.data.loader import Loader, MicroBatch
 from seqpar.launch import checkpoint
 from seqpar.launch.checkpoint import Progress
 from seqpar.launch.config import Config
 from seqpar.launch.exits import NonFinite
-from seqpar.launch.journal import Journal, Status, clock, epoch_line, peak_memory_mb
+from seqpar.launch.journal import Journal, Status, epoch_line, peak_memory_mb
 from seqpar.launch.material import Material
 from seqpar.launch.model import SegmentationNet
 from seqpar.launch.optimisation import learning_rate, make_optimiser, set_learning_rate
@@ -29,15 +29,6 @@ from seqpar.mesh import Mesh, equal_weights
 from seqpar.tokens import DropoutKey
 
 GO_ON, SAVE, LEAVE, BROKEN = range(4)
-
-
-@dataclass(frozen=True)
-class Losses:
-    """One step's loss and its two terms."""
-
-    loss: float
-    dice: float
-    cross_entropy: float
 
 
 class Trainer:
@@ -84,10 +75,10 @@ class Trainer:
             self.net.encoder.layout,
             self.mesh,
             batch=self.config.batch,
+            steps=range(self.progress.step, self.config.steps),
             accumulate=self.config.accumulate,
-            first_step=self.progress.step,
-            last_step=self.config.steps,
             workers=self.config.workers,
+            seed=self.config.seed,
         )
         with loader:
             left = self._loop(loader, stopper)
@@ -111,12 +102,12 @@ class Trainer:
 
     def _loop(self, loader: Loader, stopper: Stopper) -> bool:
         """Returns whether the run left before its end."""
-        config, rows, parts = self.config, list[dict[str, Any]](), iter(loader)
+        config, rows = self.config, list[dict[str, Any]]()
         began, first = time.monotonic(), self.progress.step
         if first and first % config.iterations == 0 and self._end_epoch(stopper):  # was left in validation
             return self._leave(stopper)
         while self.progress.step < config.steps:
-            row, decision = self._step([next(parts) for _ in range(config.accumulate)], stopper)
+            row, decision = self._step([next(loader) for _ in range(config.accumulate)], stopper)
             rows.append(row)
             step, epoch_ends = self.progress.step, self.progress.step % config.iterations == 0
             self.journal.record("train", step - 1, **row)
@@ -165,7 +156,7 @@ class Trainer:
             self._save(is_best=True)
         return False
 
-    def _step(self, micros: list[Micro], stopper: Stopper) -> tuple[dict[str, Any], int]:
+    def _step(self, micros: list[MicroBatch], stopper: Stopper) -> tuple[dict[str, Any], int]:
         """Returns the step's row for the journal, and what all ranks decided to do after it."""
         config, began = self.config, time.perf_counter()
         step = self.progress.step
@@ -201,7 +192,7 @@ class Trainer:
         }
         return row, decision
 
-    def _backward(self, micro: Micro) -> Tensor:
+    def _backward(self, micro: MicroBatch) -> Tensor:
         """Returns loss, Dice and cross-entropy of a micro-batch after adding its gradients."""
         key = DropoutKey(self.config.seed, self.progress.step, micro.samples)
         label = self.net.arrange(micro.label)
@@ -234,7 +225,7 @@ class Trainer:
             stopper.reason = "another rank's signal"
         return decision
 
-    def _report_broken(self, step: int, loss: float, micros: list[Micro]) -> None:
+    def _report_broken(self, step: int, loss: float, micros: list[MicroBatch]) -> None:
         cases = ", ".join(sorted({case for micro in micros for case in micro.cases}))
         told = "" if math.isfinite(loss) else f"rank {self.mesh.world.index}: loss {loss} on {cases}"
         causes = [text for text in tell_all(told, self.mesh.world) if text]
