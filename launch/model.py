@@ -9,13 +9,15 @@ from torch import Tensor, nn
 
 from seqpar.decoders.modes import Mode, choose_mode
 from seqpar.decoders.plain import PlainDecoder
+from seqpar.decoders.primus import PrimusDecoder
+from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.encoder import SeqParViT
 from seqpar.launch.config import Config
 from seqpar.layout import Layout
 from seqpar.mesh import Group
 from seqpar.tokens import DropoutKey
 
-DECODERS = ("plain",)
+DECODERS = ("plain", "unetr", "primus")
 
 
 class SegmentationNet(nn.Module):
@@ -59,6 +61,9 @@ def build(config: Config, in_channels: int, num_outputs: int, group: Group) -> S
         depth=config.depth,
         num_heads=config.heads,
         mlp_ratio=config.mlp_ratio,
+        qkv_bias=config.qkv_bias,
+        mlp=config.mlp,
+        attention_norm=config.attention_norm,
         positions=config.positions,
         dropout=config.dropout,
         drop_path=config.drop_path,
@@ -67,5 +72,13 @@ def build(config: Config, in_channels: int, num_outputs: int, group: Group) -> S
         group=group,
         split=config.split,
     )
-    decoder = PlainDecoder(config.embed_dim, num_outputs, encoder.layout.patch, config.decoder_width)
-    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group))
+    patch, chosen = encoder.layout.patch, tuple[int, ...]()
+    decoder: nn.Module
+    if config.decoder == "unetr":
+        decoder = UnetrDecoder(in_channels, config.embed_dim, num_outputs, patch, config.decoder_width)
+        chosen = taps(config.depth, patch, config.skips)
+    elif config.decoder == "primus":
+        decoder = PrimusDecoder(config.embed_dim, num_outputs, patch)
+    else:
+        decoder = PlainDecoder(config.embed_dim, num_outputs, patch, config.decoder_width)
+    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), chosen)

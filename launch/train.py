@@ -17,13 +17,13 @@ from seqpar.environment import Start, read_start
 from seqpar.launch import checkpoint, exits
 from seqpar.launch.batches import choose_batch
 from seqpar.launch.config import Config, parse, read_config, seconds
+from seqpar.launch.finetune import start_from
 from seqpar.launch.journal import Status, describe_run, write_json
 from seqpar.launch.local import die_with_parent, run_local, visible_devices
 from seqpar.launch.material import Material, open_material
 from seqpar.launch.model import DECODERS, SegmentationNet, build
 from seqpar.launch.stopping import Stopper
 from seqpar.launch.trainer import Trainer, global_batch, keep_global_batch
-from seqpar.launch.weights import read_weights, start_from
 from seqpar.mesh import Mesh, check_seqpar, seed, start
 
 
@@ -67,7 +67,7 @@ def _train(
             config = keep_global_batch(config, wanted, mesh.data.size)
     net = build(config, material.num_channels, material.num_outputs, mesh.seq)
     if config.weights and not config.resume:
-        told = start_from(net, read_weights(config.weights), config.tile)
+        told = start_from(net, config)
         if mesh.is_first:
             print(told, flush=True)
     if mesh.is_first:
