@@ -210,7 +210,7 @@ def _normalise(
                 path, f"modality {recipe.modalities[n]} is {channel.flat[0]} everywhere; put the image there"
             )
         largest = max(abs(float(channel.min())), abs(float(channel.max())))
-        if largest > np.finfo(np.float32).max:
+        if largest > float(np.finfo(np.float32).max):
             raise DataError(path, f"holds values up to {largest:.3g}, too large for float32; rescale them")
         if scheme == "zscore":
             mean, std = steps.measure(channel)
@@ -221,11 +221,8 @@ def _normalise(
                     "if it is a mask, call it noNorm in channel_names to leave it as it is",
                 )
         elif intensity is not None:
-            channel, mean, std = (
-                np.clip(channel, intensity.low, intensity.high),
-                intensity.mean,
-                intensity.std,
-            )
+            channel = np.clip(channel, intensity.low, intensity.high)
+            mean, std = intensity.mean, intensity.std
         done[n] = steps.normalise(channel, mean, std, scheme == "zscore")
         means.append(mean)
         stds.append(std)
