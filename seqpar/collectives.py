@@ -427,8 +427,26 @@ def _swap_rows(
 
 def agree(flag: int, group: Group) -> int:
     """Returns the largest of all ranks' flags, the same on each; travels on the CPU, beside the device's work."""
+    return agree_all((flag,), group)[0]
+
+
+def agree_all(flags: Sequence[int], group: Group) -> tuple[int, ...]:
+    """Returns the largest of all ranks' first flags, of their second and so on, as ``agree`` does for one."""
     if group.size == 1:
-        return flag
-    number = torch.tensor([flag], dtype=torch.int64)
-    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group.handle)
-    return int(number)
+        return tuple(flags)
+    numbers = torch.tensor(flags, dtype=torch.int64)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.handle)
+    return tuple(numbers.tolist())
+
+
+def tell(text: str, source: int, group: Group) -> str:
+    """Returns the text of place ``source``, the same on each rank; travels on the CPU."""
+    if group.size == 1:
+        return text
+    letters = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    length = torch.tensor([len(letters)])
+    dist.broadcast(length, group.ranks[source], group=group.handle)
+    if group.index != source:
+        letters = letters.new_empty(int(length))
+    dist.broadcast(letters, group.ranks[source], group=group.handle)
+    return bytes(letters.tolist()).decode()
