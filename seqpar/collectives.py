@@ -254,16 +254,18 @@ def window(
     owned: Mapping[int, Interval],
     needed: Mapping[int, Interval],
     kind: str = "window",
+    fill: float = 0.0,
 ) -> Tensor:
     """Returns the interval ``needed[me]`` of a dimension of which each rank holds ``owned``.
 
     The mappings go from places in ``group`` to half-open intervals; ranks that are not in them take no part.
-    Needs may be smaller than what is owned, lie elsewhere, or reach over several neighbours.
+    Needs may be smaller than what is owned, lie elsewhere, or reach over several neighbours; what lies before the
+    first or behind the last owned place is ``fill``.
 
     *forward:* each rank sends what of its interval others need.
     *backward:* the gradient of every received slice goes back and is added.
     """
-    return _Window.apply(x, group, dim, dict(owned), dict(needed), kind)  # type: ignore[no-any-return]
+    return _Window.apply(x, group, dim, dict(owned), dict(needed), kind, fill)  # type: ignore[no-any-return]
 
 
 class _Window(Function):
@@ -276,22 +278,19 @@ class _Window(Function):
         owned: dict[int, Interval],
         needed: dict[int, Interval],
         kind: str,
+        fill: float,
     ) -> Tensor:
-        low, high = owned[group.index]
-        assert x.shape[dim] == high - low, (x.shape, dim, owned)
         ctx.how = group, dim, owned, needed, kind
         ctx.shape = x.shape
-        return _open_window(x, group, dim, owned, needed, kind)
+        return open_window(x, group, dim, owned, needed, kind, fill)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         group, dim, owned, needed, kind = ctx.how
-        low, high = needed[group.index]
-        assert grad.shape[dim] == high - low, (grad.shape, dim, needed)
-        result = _close_window(grad, group, dim, owned, needed, kind)
+        result = close_window(grad, group, dim, owned, needed, kind)
         assert result.shape == ctx.shape, (result.shape, ctx.shape)
-        return result, None, None, None, None, None
+        return result, None, None, None, None, None, None
 
 
 def _overlap(a: Interval, b: Interval) -> Interval:
@@ -299,13 +298,25 @@ def _overlap(a: Interval, b: Interval) -> Interval:
     return low, max(low, min(a[1], b[1]))
 
 
-def _open_window(
-    x: Tensor, group: Group, dim: int, owned: dict[int, Interval], needed: dict[int, Interval], kind: str
+def open_window(
+    x: Tensor,
+    group: Group,
+    dim: int,
+    owned: Mapping[int, Interval],
+    needed: Mapping[int, Interval],
+    kind: str = "window",
+    fill: float = 0.0,
 ) -> Tensor:
+    """Returns ``window``'s result, without a gradient."""
     me, mine, want = group.index, owned[group.index], needed[group.index]
+    assert x.shape[dim] == mine[1] - mine[0], (x.shape, dim, owned)
     shape = list(x.shape)
     shape[dim] = want[1] - want[0]
     result = x.new_empty(shape)
+    first, last = min(low for low, _ in owned.values()), max(high for _, high in owned.values())
+    for low, high in ((want[0], min(want[1], first)), (max(want[0], last), want[1])):
+        if high > low:
+            result.narrow(dim, low - want[0], high - low).fill_(fill)
     sends, receives, places = {}, {}, {}
     for q in owned:
         low, high = _overlap(mine, needed[q])
@@ -327,10 +338,17 @@ def _open_window(
     return result
 
 
-def _close_window(
-    grad: Tensor, group: Group, dim: int, owned: dict[int, Interval], needed: dict[int, Interval], kind: str
+def close_window(
+    grad: Tensor,
+    group: Group,
+    dim: int,
+    owned: Mapping[int, Interval],
+    needed: Mapping[int, Interval],
+    kind: str = "window",
 ) -> Tensor:
+    """Returns the adjoint of ``open_window``: what all ranks have for this one's interval, added."""
     me, mine, want = group.index, owned[group.index], needed[group.index]
+    assert grad.shape[dim] == want[1] - want[0], (grad.shape, dim, needed)
     shape = list(grad.shape)
     shape[dim] = mine[1] - mine[0]
     result = grad.new_zeros(shape)
@@ -432,3 +450,18 @@ def agree(flag: int, group: Group) -> int:
     number = torch.tensor([flag], dtype=torch.int64)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group.handle)
     return int(number)
+
+
+def tell_all(text: str, group: Group) -> list[str]:
+    """Returns every rank's text, in rank order, the same on each; travels on the CPU."""
+    if group.size == 1:
+        return [text]
+    letters = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in group.ranks]
+    dist.all_gather(lengths, torch.tensor([len(text.encode())]), group=group.handle)
+    longest = max(1, *(int(n) for n in lengths))
+    page = torch.zeros(longest, dtype=torch.uint8)
+    page[: len(letters)] = letters
+    pages = [torch.empty_like(page) for _ in group.ranks]
+    dist.all_gather(pages, page, group=group.handle)
+    return [bytes(page[: int(n)].tolist()).decode() for page, n in zip(pages, lengths)]
