@@ -147,6 +147,24 @@ def test_window_brings_any_interval_and_adds_back(world: int, ranks: Callable[..
     ranks(world, check_window)
 
 
+def check_margins(mesh: Mesh) -> None:
+    group = mesh.seq
+    owned = {q: (2 * q, 2 * q + 2) for q in range(group.size)}
+    needed = {q: (max(low - 1, 0), high) for q, (low, high) in owned.items()}
+    low, high = needed[group.index]
+    whole, mine = rows(5, 2 * group.size, 3), slice(*owned[group.index])
+    margins = ((0, group.index, 1), (1, 0, 2))
+    got = c.window(whole[mine], group, 0, owned, needed, fill=7.0, margins=margins)
+    assert torch.equal(got, torch.nn.functional.pad(whole[low:high], (0, 2, group.index, 1), value=7.0))
+    zeros = lambda x: c.window(x, group, 0, owned, needed, margins=margins)  # noqa: E731  linear without the fill
+    assert adjoint_gap(mesh, whole[mine], zeros) < 1e-14
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_window_lays_margins_around_without_sending_them(world: int, ranks: Callable[..., list]) -> None:
+    ranks(world, check_margins)
+
+
 def check_lines(mesh: Mesh) -> None:
     """A window along one direction of a 2 x 2 grid of boxes: only the two ranks of a line exchange."""
     group = mesh.seq
