@@ -40,7 +40,7 @@ def step(net: SegmentationNet, samples: int) -> tuple[Tensor, Tensor, Tensor, di
     image, label = batch(samples)
     at = group.index
     logits = net(layout.cut(image, at))
-    loss = DiceCE()(logits, net.arrange(layout.cut(label, at)), net.mode.share())
+    loss = DiceCE()(logits, net.arrange(layout.cut(label, at)), net.mode.share(batch=samples))
     loss.backward()
     grads = {name: all_reduce(p.grad, group) / group.size for name, p in net.named_parameters()}  # type: ignore
     voxels = net.arrange(layout.cut(torch.arange(label.numel()).view_as(label), at))

@@ -7,7 +7,7 @@ from torch import nn
 
 from seqpar.decoders.primus import PrimusDecoder, primus_widths
 
-MODES = ["gather"]
+MODES = ["gather", "halo", "swap"]
 
 
 def decoder(patch: int = nets.PATCH) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.launch.weights_monai import load_monai
 
-MODES = ["gather"]
+MODES = ["gather", "halo", "swap"]
 
 
 def small() -> tuple[nn.Module, tuple[int, ...]]:

@@ -328,7 +328,7 @@ def spread_output(mesh: Mesh, state: references.State, x: Tensor, mode: str, spl
     return logits, net.arrange(layout.cut(voxels, mesh.seq.index))
 
 
-@pytest.mark.parametrize("mode", ["gather"])
+@pytest.mark.parametrize("mode", ["gather", "halo", "swap", "auto"])
 @pytest.mark.parametrize("split", ["spatial", "ordered"])
 def test_loaded_weights_give_the_reference_output_on_four_ranks(ranks, mode: str, split: str) -> None:
     state, x = tiny_unetr(), torch.cat([image(*TILE)] * 2)
