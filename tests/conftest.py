@@ -53,8 +53,8 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, seqpar: int | No
     """Returns ``work(mesh, *args)`` of each rank; the first failure ends all, a hang is killed and named."""
     with tempfile.TemporaryDirectory() as folder:
         pipes = [FORK.Pipe(duplex=False) for _ in range(world)]
-        children = [
-            FORK.Process(target=_child, args=(r, world, seqpar or world, folder, pipes[r][1], work, args), daemon=True)
+        children = [  # no daemons: those may not start workers
+            FORK.Process(target=_child, args=(r, world, seqpar or world, folder, pipes[r][1], work, args))
             for r in range(world)
         ]
         for child in children:
@@ -102,6 +102,7 @@ def alone() -> Mesh:
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """Returns max |a - b| / max |b|, the meaning of "equal" here."""
     assert a.shape == b.shape, (a.shape, b.shape)
+    a, b = a.detach(), b.detach()
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-300)) if b.numel() else 0.0
 
 

@@ -1,0 +1,138 @@
+"""Every way to be started is read right: the table of real Slurm contexts, torchrun, MPI, and none."""
+
+import pytest
+import torch
+
+from seqpar.environment import Start, first_host, read_start, tasks_per_node
+from seqpar.mesh import check_seqpar, join, pick_device, start
+
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+    "SLURM_STEP_NODELIST": "frontier[00012-00013]",
+    "SLURM_NTASKS": "16",
+    "SLURM_PROCID": "11",
+    "SLURM_LOCALID": "3",
+    "SLURM_NODEID": "1",
+}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+
+
+def test_a_slurm_step_counts_its_own_tasks() -> None:
+    begin = read_start(STEP)
+    assert (begin.by, begin.rank, begin.world, begin.local_rank, begin.local_world) == ("slurm", 11, 16, 3, 8)
+    assert begin.num_nodes == 2 and begin.address == "frontier00012" and not begin.warning
+
+
+def test_a_small_step_in_a_large_job_has_its_own_size() -> None:
+    small = STEP | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_STEP_TASKS_PER_NODE": "3"}
+    small |= {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1"}
+    assert (read_start(small).world, read_start(small).local_world) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"},  # batch shell without srun
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+)
+def test_a_shell_without_srun_runs_alone_and_says_so(env: dict[str, str]) -> None:
+    begin = read_start(env)
+    assert begin.world == 1 and "srun -n" in begin.warning
+
+
+def test_a_batch_shell_with_nodes_only_runs_alone() -> None:
+    env = {"SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": "56(x2)", "SLURM_PROCID": "0"}
+    assert read_start(env) == Start("alone")
+
+
+def test_two_steps_of_one_job_meet_at_different_ports() -> None:
+    assert read_start(STEP).port != read_start(STEP | {"SLURM_STEP_ID": "1"}).port
+    assert read_start(STEP).port != read_start(STEP | {"SLURM_JOB_ID": "4712"}).port
+
+
+def test_an_explicit_address_and_port_are_respected() -> None:
+    begin = read_start(STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "999"})
+    assert (begin.address, begin.port) == ("10.0.0.1", 999)
+
+
+def test_torchrun_wins_inside_a_slurm_step() -> None:
+    begin = read_start(STEP | TORCHRUN)
+    assert (begin.by, begin.rank, begin.world, begin.local_rank, begin.num_nodes) == ("torchrun", 5, 8, 1, 2)
+    assert (begin.address, begin.port) == ("node1", 1234)
+
+
+def test_openmpi_and_pmi_are_read() -> None:
+    ompi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+    assert (read_start(ompi).by, read_start(ompi).rank, read_start(ompi).world) == ("openmpi", 2, 4)
+    assert read_start({"PMI_SIZE": "4", "PMI_RANK": "3"}).rank == 3
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
+        read_start(ompi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    "env, names",
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ({"WORLD_SIZE": "2"}, "RANK is not"),
+        ({"RANK": "1"}, "WORLD_SIZE is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "does not fit"),
+        ({"RANK": "zero", "WORLD_SIZE": "2"}, "not a number"),
+        ({k: v for k, v in STEP.items() if k != "SLURM_PROCID"}, "SLURM_PROCID"),
+    ],
+)
+def test_half_an_environment_is_refused_with_the_missing_name(env: dict[str, str], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        read_start(env)
+
+
+def test_host_lists_and_task_counts_are_read() -> None:
+    assert first_host("a[1-3,7],b") == "a1" and first_host("node07") == "node07" and first_host("n[08]x,m") == "n08x"
+    assert first_host("login1,login2") == "login1" and first_host("") == ""
+    assert tasks_per_node("8(x2),4") == [8, 8, 4] and tasks_per_node("3") == [3]
+
+
+def test_alone_needs_no_process_group() -> None:
+    with start(1, env={}, device="cpu") as mesh:
+        assert mesh.seq.size == mesh.data.size == mesh.world.size == 1 and mesh.seq.handle is None
+        assert mesh.device == torch.device("cpu") and mesh.is_first
+
+
+def test_a_group_size_that_does_not_fit_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ValueError, match="--seqpar 4 does not fit the 6.*1 or 2 or 3 or 6.*multiple of 4"):
+        check_seqpar(4, 6)
+    with pytest.raises(ValueError, match="--seqpar 0"):
+        check_seqpar(0, 2)
+    with pytest.raises(ValueError, match="--seqpar 2"):
+        join(Start("alone"), None, 2, torch.device("cpu"))
+
+
+def test_the_device_is_the_only_visible_one_or_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert pick_device(Start("slurm", 5, 8, 5, 8)) == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert pick_device(Start("slurm", 13, 16, 5, 8)) == torch.device("cuda", 5)
+    assert chosen == [torch.device("cuda", 0), torch.device("cuda", 5)]
+    with pytest.raises(ValueError, match="local rank 9"):
+        pick_device(Start("slurm", 9, 16, 9, 16))
+    assert pick_device(Start("alone"), "cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert pick_device(Start("alone")) == torch.device("cpu")
+    with pytest.raises(ValueError, match="sees no GPU"):
+        pick_device(Start("alone"), "cuda")
+    with pytest.raises(ValueError, match="choose auto"):
+        pick_device(Start("alone"), "tpu")

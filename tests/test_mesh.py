@@ -1,0 +1,79 @@
+"""The groups are data x seq with seq innermost; seeds and weights are equal; crossing a node is said loudly."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from seqpar.mesh import Mesh, _warn_of_crossing, equal_weights, seed
+
+
+def describe(mesh: Mesh) -> tuple[tuple[int, ...], int, tuple[int, ...], int, list[str]]:
+    return mesh.seq.ranks, mesh.seq.index, mesh.data.ranks, mesh.data.index, sorted(mesh.warm_up_s)
+
+
+def test_sequence_groups_are_consecutive_ranks(ranks: Callable[..., list]) -> None:
+    found = ranks(6, describe, seqpar=2)
+    assert [f[0] for f in found] == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]
+    assert [f[1] for f in found] == [0, 1] * 3 and [f[3] for f in found] == [0, 0, 1, 1, 2, 2]
+    assert [f[2] for f in found] == [(0, 2, 4), (1, 3, 5)] * 3
+    assert all(f[4] == ["data", "seq", "world"] for f in found)
+
+
+def draw(mesh: Mesh, number: int) -> tuple[float, float, float]:
+    seed(number)
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_seeds_are_equal_on_all_ranks_and_differ_by_number(ranks: Callable[..., list]) -> None:
+    first, other = ranks(2, draw, 5), ranks(2, draw, 6)
+    assert first[0] == first[1] and first[0] != other[0]
+
+
+def share_weights(mesh: Mesh) -> list[torch.Tensor]:
+    torch.manual_seed(mesh.world.index)
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    net[1].running_mean.fill_(mesh.world.index)
+    equal_weights(net, mesh.world)
+    return list(net.state_dict().values())
+
+
+def test_all_ranks_get_the_first_ones_weights(ranks: Callable[..., list]) -> None:
+    found = ranks(3, share_weights, seqpar=1)
+    torch.manual_seed(0)
+    assert torch.equal(found[0][0], nn.Linear(3, 2).weight)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+
+
+def test_a_group_that_crosses_nodes_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    _warn_of_crossing(["a", "a", "b", "b"], 2)
+    assert capsys.readouterr().err == ""
+    _warn_of_crossing(["a", "a", "a", "b", "b", "b"], 2)
+    said = capsys.readouterr().err
+    assert "ranks 2…3 crosses nodes a, b" in said and said.count("warning") == 1
+
+
+SCRIPT = """
+import torch
+from seqpar.mesh import start
+from seqpar.collectives import total
+with start(seqpar=2, device="cpu", timeout_s=60) as mesh:
+    number = int(total(torch.tensor([float(mesh.world.index)]), mesh.seq))
+    open(f"{OUT}/{mesh.world.index}", "w").write(f"{mesh.begin.by} {mesh.seq.index} {number}")
+"""
+
+
+def test_torchrun_starts_and_ends_in_order(tmp_path: object) -> None:
+    script = f"{tmp_path}/job.py"
+    with open(script, "w") as file:
+        file.write(f"OUT = {str(tmp_path)!r}\n{SCRIPT}")
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [open(f"{tmp_path}/{rank}").read() for rank in (0, 1)] == ["torchrun 0 1", "torchrun 1 1"]
