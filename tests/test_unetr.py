@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.launch.weights_monai import load_monai
 
-MODES = ["gather", "halo", "swap"]
-
 
 def small() -> tuple[nn.Module, tuple[int, ...]]:
     patch = (nets.PATCH,) * 3
@@ -80,13 +78,10 @@ def test_boxes_decode_as_the_whole(ranks, world: int, patch: int, grid: tuple) -
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("split", ["spatial", "ordered"])
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_and_split_equals_one_process(ranks, mode: str, split: str, world: int) -> None:
-    gaps = nets.differences(ranks, world, small, mode, split)
-    assert max(gaps.values()) < 1e-12, gaps
+def test_every_exact_mode_and_split_equals_one_process(ranks, world: int) -> None:
+    nets.check_exact(ranks, world, small)
 
 
 def test_nogather_is_another_function(ranks) -> None:
-    gaps = nets.differences(ranks, 2, small, "nogather", "spatial")
+    (gaps,) = nets.differences(ranks, 2, small, [("nogather", "spatial")]).values()
     assert gaps["logits"] > 1e-3 and gaps["gradients"] > 1e-3
