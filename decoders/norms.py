@@ -169,7 +169,7 @@ class _Norm(Function):
         counts, mean, squares = pool.moments(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = (squares / counts + eps).rsqrt().to(wide)
-        mean = mean.to(wide)
+        mean = mean.to(wide, copy=True)  # not a view that keeps all three
         ctx.pool, ctx.count = pool, float(counts.flatten()[0])
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.biased = bias is not None

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import RanksFailed, relative
 from torch import Tensor, nn
 
 from seqpar.collectives import all_reduce
@@ -26,14 +27,17 @@ def numbers(seed: int, *shape: int) -> Tensor:
 
 
 def random_edges(world: int, dice: random.Random, widest: int = 5) -> tuple[tuple[int, ...], ...]:
-    """Returns unequal cuts along one to three dimensions."""
+    """Returns unequal cuts along one to three dimensions, each of two voxels at least.
+
+    In a smaller one, torch's dilated max-pooling writes out of bounds where it sees nothing but padding.
+    """
     parts = [1, 1, 1]
     left = world
     while left > 1:
         prime = next(p for p in range(2, left + 1) if left % p == 0)
         parts[dice.randrange(3)] *= prime
         left //= prime
-    widths = ([dice.randint(1, widest if n > 1 else widest + 2) for _ in range(n)] for n in parts)
+    widths = ([dice.randint(1, widest) if n > 1 else dice.randint(2, widest + 2) for _ in range(n)] for n in parts)
     return tuple((0, *itertools.accumulate(row)) for row in widths)
 
 
@@ -63,7 +67,7 @@ def transposed(dice: random.Random) -> tuple[int, nn.Module]:
 
 def max_pool(dice: random.Random) -> tuple[int, nn.Module]:
     kernels, dilations = draw(dice, 1, 4), draw(dice, 1, 2)
-    padding = tuple(dice.randint(0, k // 2) if d == 1 else 0 for k, d in zip(kernels, dilations))
+    padding = tuple(dice.randint(0, (d * (k - 1) + 1) // 2) for k, d in zip(kernels, dilations))
     return 2, pooling.MaxPool3d(kernels, draw(dice, 1, 3), padding, dilations, ceil_mode=dice.random() < 0.5)
 
 
@@ -101,18 +105,11 @@ def global_mean(dice: random.Random) -> tuple[int, nn.Module]:
     return 3, pooling.GlobalMean()
 
 
-MAKERS = [
-    conv,
-    transposed,
-    max_pool,
-    avg_pool,
-    upsample,
-    instance_norm,
-    batch_norm,
-    group_norm,
-    layer_norm,
-    global_mean,
-]
+MAKERS = {
+    "convolutions": [conv, transposed],
+    "resampling": [max_pool, avg_pool, upsample],
+    "norms": [instance_norm, batch_norm, group_norm, layer_norm, global_mean],
+}
 
 
 @dataclass
@@ -204,9 +201,274 @@ def check_cases(mesh: Mesh, cases: list[Case], count: int) -> tuple[int, int]:
     return len(checked), len({sum(len(edges) > 2 for edges in case.edges) for case in checked})
 
 
-@pytest.mark.parametrize("maker", MAKERS, ids=lambda maker: maker.__name__)
+def check_each(mesh: Mesh, drawn: dict[str, list[Case]]) -> dict[str, tuple[int, int]]:
+    return {name: check_cases(mesh, cases, CASES) for name, cases in drawn.items()}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_on_boxes_equals_torchs_own_on_the_joined_volume(world: int, maker: Maker, ranks: Callable[..., list]) -> None:
-    cases = draw_cases(maker, world, 4 * CASES)  # not all: where a rank would hold no output, it is refused
-    for accepted, kinds_of_cut in ranks(world, check_cases, cases, CASES):
-        assert accepted == CASES and kinds_of_cut == min(3, int(math.log2(world)))
+def test_on_boxes_each_equals_torchs_own_on_the_joined_volume(
+    world: int, kind: str, ranks: Callable[..., list]
+) -> None:
+    # not all cases count: where a rank would hold no output, it is refused
+    drawn = {maker.__name__: draw_cases(maker, world, 4 * CASES) for maker in MAKERS[kind]}
+    for checked in ranks(world, check_each, drawn, timeout=300):
+        assert checked == dict.fromkeys(drawn, (CASES, min(3, int(math.log2(world)))))
+
+
+def alone(kind: type[Any], *sizes: Any, **options: Any) -> Maker:
+    """Returns an operation that acts on each box as if it were the volume."""
+
+    class Alone(kind):
+        def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:
+            y, _ = super().forward(x)
+            return y, spread and spread.scaled(y.shape[2] // x.shape[2])
+
+    def maker(dice: random.Random) -> tuple[int, nn.Module]:
+        return 2, Alone(*sizes, **options)
+
+    return maker
+
+
+@pytest.mark.parametrize(
+    "maker",
+    [
+        alone(ops.Conv3d, 2, 2, 3, padding=1),
+        alone(pooling.MaxPool3d, 3, 1, 1),
+        alone(pooling.Upsample, scale_factor=2, mode="trilinear"),
+        alone(norms.InstanceNorm3d, 2),
+        alone(norms.GroupNorm, 1, 2),
+    ],
+)
+def test_the_comparison_sees_boxes_that_know_nothing_of_each_other(maker: Maker, ranks: Callable[..., list]) -> None:
+    with pytest.raises(RanksFailed, match="assert 0\\.|assert [1-9]"):
+        ranks(2, check_cases, draw_cases(maker, 2, 1), 1)
+
+
+def check_one_voxel(mesh: Mesh) -> tuple[int, int]:
+    edges = (tuple(range(mesh.seq.size + 1)), (0, 1), (0, 1))
+    whole = numbers(1, 2, 3, mesh.seq.size, 1, 1)
+    module = norms.InstanceNorm3d(3, affine=True).double()
+    return check_cases(mesh, [make_case(module, edges, whole, mesh.seq.size)], 1)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_instance_norm_of_one_voxel_on_each_rank(world: int, ranks: Callable[..., list]) -> None:
+    assert ranks(world, check_one_voxel) == [(1, 1)] * world
+
+
+def check_data_norm(mesh: Mesh, spread_out: bool) -> float:
+    """Batch norm over two data ranks, with and without boxes, against one process with the whole batch."""
+    whole, towards = numbers(1, 4, 3, 5, 2, 2).requires_grad_(), numbers(2, 4, 3, 5, 2, 2)
+    alone, ours = norms.BatchNorm3d(3).double(), norms.BatchNorm3d(3, data=mesh.data).double()
+    reference, _ = alone(whole)
+    dx, *dweights = torch.autograd.grad(reference, [whole, *alone.parameters()], towards)
+    spread = Spread(((0, 2, 5), (0, 2), (0, 2)), mesh.seq) if spread_out else None
+    where = (slice(2 * mesh.data.index, 2 * mesh.data.index + 2), *(box(spread) if spread else (...,)))
+    part = whole.detach()[where].clone().requires_grad_()
+    y, after = ours(part, spread)
+    assert after is spread
+    dpart, *dparts = torch.autograd.grad(y, [part, *ours.parameters()], towards[where])
+    sums = [all_reduce(d, mesh.world if spread else mesh.data) for d in dparts]
+    pairs = [(y.detach(), reference.detach()[where]), (dpart, dx[where]), *zip(sums, dweights)]
+    pairs += [(mine.double(), other.double()) for mine, other in zip(ours.buffers(), alone.buffers())]
+    return max(apart(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("spread_out", [True, False])
+def test_batch_norm_over_the_data_group_too(spread_out: bool, ranks: Callable[..., list]) -> None:
+    assert max(ranks(4 if spread_out else 2, check_data_norm, spread_out, seqpar=2 if spread_out else 1)) < 1e-12
+
+
+def check_running(mesh: Mesh) -> list[Tensor]:
+    module = norms.BatchNorm3d(3, momentum=None)
+    spread = Spread(((0, 1, 4, 6), (0, 3), (0, 3)), mesh.seq)
+    for step in range(3):
+        module(numbers(step, 2, 3, 6, 3, 3).float()[box(spread)], spread)
+    module.eval()
+    y, _ = module(torch.ones(1, 3, *spread.sides), spread)
+    return [*module.buffers(), y[:, :, 0, 0, 0]]
+
+
+def test_running_statistics_are_the_same_bits_on_all_ranks(ranks: Callable[..., list]) -> None:
+    first, *others = ranks(3, check_running)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other))
+
+
+HALOS = [  # with how many voxels before and behind a box, where boxes begin at multiples of the stride
+    (ops.Conv3d(2, 3, 3, padding=1, bias=False), 1, 1),
+    (ops.Conv3d(2, 3, 3, padding=1, stride=2, bias=False), 1, 0),
+    (ops.Conv3d(2, 3, 7, padding=3, stride=2, bias=False), 3, 2),
+    (ops.Conv3d(2, 3, 3, padding=2, dilation=2, bias=False), 2, 2),
+    (ops.Conv3d(2, 3, 1, bias=False), 0, 0),
+    (ops.Conv3d(2, 3, 2, stride=2, bias=False), 0, 0),
+    (ops.ConvTranspose3d(2, 3, 2, stride=2, bias=False), 0, 0),
+    (ops.ConvTranspose3d(2, 3, 3, stride=2, padding=1, bias=False), 0, 1),
+    (ops.ConvTranspose3d(2, 3, 4, stride=2, padding=1, bias=False), 1, 1),
+    (pooling.MaxPool3d(3, 2, 1), 1, 0),
+    (pooling.Upsample(scale_factor=2, mode="trilinear"), 1, 1),
+    (pooling.Upsample(scale_factor=2), 0, 0),
+]
+
+
+def check_bytes(mesh: Mesh, edges: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
+    """Returns for each of HALOS what all ranks received forward and backward, and the formula."""
+    spread, results = Spread(edges, mesh.seq), []
+    for module, low, high in HALOS:
+        x = numbers(1, 2, 2, *spread.sides).requires_grad_()
+        mesh.seq.traffic.clear()
+        y, _ = module.double()(x, spread)
+        forward = mesh.seq.traffic["window"]
+        y.sum().backward()
+        grown, received = 1, 0
+        for at, count, side in zip(spread.place, spread.parts, spread.sides):
+            halo = low * (at > 0) + high * (at < count - 1)
+            received, grown = received * side + grown * halo, grown * (side + halo)
+        counts = torch.tensor([forward, mesh.seq.traffic["window"] - forward, received * 2 * 2 * 8])
+        results.append(tuple(all_reduce(counts, mesh.seq).tolist()))
+    return results
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [
+        ((0, 4, 12), (0, 4), (0, 6)),
+        ((0, 4), (0, 4, 8, 16), (0, 2)),
+        ((0, 4, 10), (0, 6), (0, 4, 12)),
+        ((0, 8, 12), (0, 4, 10), (0, 6, 10)),
+    ],
+)
+def test_halos_move_the_bytes_of_the_formula(edges: tuple[tuple[int, ...], ...], ranks: Callable[..., list]) -> None:
+    """Along each dimension the slabs before and behind, of boxes that the earlier dimensions have widened."""
+    world = math.prod(len(e) - 1 for e in edges)
+    for (forward, backward, formula), (module, low, high) in zip(ranks(world, check_bytes, edges)[0], HALOS):
+        assert forward == backward == formula, module
+        assert (formula > 0) == (low + high > 0)
+
+
+def kept_bytes(module: nn.Module, x: Tensor, spread: Spread | None) -> int:
+    """Returns the bytes of distinct storages that are held for backward, parameters and buffers excluded."""
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    kept: dict[int, int] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        if saved.untyped_storage().data_ptr() not in own:
+            kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        y, _ = module(x.requires_grad_(), spread)
+    assert y.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "module",
+    [
+        norms.InstanceNorm3d(4, affine=True),
+        norms.InstanceNorm3d(4),
+        norms.BatchNorm3d(4),
+        norms.GroupNorm(2, 4),
+        norms.ChannelLayerNorm(4),
+        ops.Conv3d(4, 4, 3, padding=1),
+        ops.Conv3d(4, 4, 3, padding=1, keep_window=False),
+        ops.ConvTranspose3d(4, 4, 2, 2),
+        pooling.MaxPool3d(2),
+        pooling.Upsample(scale_factor=2, mode="trilinear"),
+    ],
+    ids=str,
+)
+def test_a_group_of_one_keeps_no_more_than_torch_itself(module: nn.Module, dtype: torch.dtype) -> None:
+    module, x = copy.deepcopy(module).to(dtype), numbers(1, 2, 4, 6, 4, 4).to(dtype)
+    spread = Spread(((0, 6), (0, 4), (0, 4)), Group("seq"))
+    ours, torchs = kept_bytes(module, x, spread), kept_bytes(module, x, None)
+    assert ours <= torchs and (torchs >= x.numel() * x.element_size() or isinstance(module, nn.Upsample))
+
+
+def check_kept(mesh: Mesh) -> list[tuple[int, int]]:
+    """Returns the bytes kept with and without windows, and what the backward sends."""
+    spread, results = Spread(((0, 3, 8), (0, 4), (0, 4)), mesh.seq), []
+    for keep in (True, False):
+        module = ops.Conv3d(2, 2, 3, padding=1, keep_window=keep).double()
+        x = numbers(1, 1, 2, *spread.sides)
+        kept = kept_bytes(module, x, spread)
+        y, _ = module(x.requires_grad_(), spread)
+        mesh.seq.traffic.clear()
+        y.sum().backward()
+        results.append((kept, mesh.seq.traffic["window"]))
+    return results
+
+
+def test_a_convolution_keeps_its_window_or_fetches_it_again(ranks: Callable[..., list]) -> None:
+    voxel, slab = 2 * 8, 2 * 4 * 4 * 8
+    for side, results in zip((3, 5), ranks(2, check_kept)):
+        kept, fetched = results
+        assert kept == ((side + 2) * 16 * voxel, slab)  # the window with its halo and padding; the gradient's halo
+        assert fetched == (side * 16 * voxel, 2 * slab)  # the box; its halo again, and the gradient's
+
+
+def check_autocast(mesh: Mesh) -> tuple[float, int, list[torch.dtype]]:
+    spread = Spread(((0, 3, 8), (0, 4), (0, 4)), mesh.seq)
+    whole, module, norm = numbers(1, 1, 2, 8, 4, 4).float(), ops.Conv3d(2, 2, 3, padding=1), norms.InstanceNorm3d(2)
+    torch.default_generator.manual_seed(1)
+    module.reset_parameters()
+    part = whole[box(spread)].clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = norm(*module(part, spread))
+        reference, _ = norm(module(whole)[0])
+    sent = mesh.seq.traffic["window"]
+    y.float().square().sum().backward()
+    assert part.grad is not None and module.weight.grad is not None
+    gap = relative(y.detach().float(), reference.detach().float()[box(spread)])
+    return gap, sent, [y.dtype, reference.dtype, part.grad.dtype, module.weight.grad.dtype]
+
+
+def test_under_autocast_halos_travel_in_the_lower_precision(ranks: Callable[..., list]) -> None:
+    half, full = torch.bfloat16, torch.float32
+    for gap, sent, dtypes in ranks(2, check_autocast):
+        assert gap < 3e-2 and sent == 2 * 4 * 4 * 2 and dtypes == [half, half, full, full]
+
+
+@pytest.mark.parametrize("make", [lambda: norms.InstanceNorm3d(2), lambda: norms.GroupNorm(1, 2)])
+def test_statistics_stay_accurate_where_the_mean_is_large(make: Callable[[], nn.Module]) -> None:
+    x = numbers(1, 1, 2, 8, 8, 8).float() + 3e3
+    spread = Spread(((0, 8), (0, 8), (0, 8)), Group("seq"))
+    exact, _ = make().double()(x.double())
+    ours, torchs = (relative(make()(x, s)[0].double(), exact) for s in (spread, None))
+    assert ours <= 2 * torchs + 1e-6 and ours < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda: ops.Conv3d(2, 2, 3, padding=1, padding_mode="circular"), "use 'zeros'"),
+        (lambda: ops.ConvTranspose3d(2, 2, 3, stride=2, output_padding=2), "smaller than stride or dilation"),
+        (lambda: pooling.Upsample(scale_factor=2, mode="trilinear", align_corners=True), "use False"),
+        (lambda: pooling.Upsample(size=8), "give scale_factor"),
+        (lambda: pooling.Upsample(scale_factor=1.5), "whole factors only"),
+        (lambda: pooling.Upsample(scale_factor=2, mode="bicubic"), "use 'nearest' or 'trilinear'"),
+        (lambda: pooling.MaxPool3d(2, return_indices=True), "leave it out"),
+        (lambda: pooling.MaxPool3d(2, padding=2), "at most half"),
+        (lambda: pooling.AvgPool3d(2, padding=2), "at most half"),
+        (lambda: Spread(((0, 2, 2), (0, 4)), Group("seq", (0, 1))), "every rank needs a box"),
+        (lambda: Spread(((0, 2, 4), (0, 4)), Group("seq", (0, 1, 2))), "make 2 boxes"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_when_built(make: Callable[[], object], advice: str) -> None:
+    with pytest.raises(ValueError, match=advice):
+        make()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_without_output_is_refused_by_all_before_any_message(rank: int) -> None:
+    """The group has no process group: a message would fail otherwise."""
+    spread = Spread(((0, 3, 4, 8), (0, 2), (0, 2)), Group("seq", (0, 1, 2), rank))
+    x = torch.zeros(1, 2, *spread.sides)
+    for module in (ops.Conv3d(2, 2, 3, stride=4, padding=1), pooling.MaxPool3d(2), pooling.AvgPool3d(2)):
+        with pytest.raises(ValueError, match="a rank would hold no output; use a smaller --seqpar"):
+            module(x, spread)
+    with pytest.raises(ValueError, match="leaves nothing of extent 2"):
+        ops.Conv3d(2, 2, 3)(x, spread)
+    with pytest.raises(ValueError, match="one value per channel"):
+        norms.InstanceNorm3d(2)(torch.zeros(1, 2, 1, 1, 1), Spread(((0, 1),) * 3, Group("seq")))
