@@ -129,7 +129,7 @@ def test_a_rank_receives_its_part_of_others_tiles_and_nothing_else(world: int, r
 
 def meet_fault(mesh: Mesh, source: TileSource, workers: int) -> tuple[str, str, str, int, int]:
     loader, done = load(mesh, source, steps=range(50), workers=workers), 0
-    pids = loader._pool.pids
+    pids = loader.worker_ids
     try:
         for _ in loader:
             done += 1
@@ -224,7 +224,7 @@ def test_signals_to_the_job_end_no_worker_and_run_no_handler_there(alone: Mesh, 
     try:
         with load(alone, noise_source(), steps=range(4), workers=1) as loader:
             for name in names:
-                os.kill(loader._pool.pids[0], name)
+                os.kill(loader.worker_ids[0], name)
             assert len(list(loader)) == 4
     finally:
         for name, handler in before.items():
@@ -252,7 +252,7 @@ if __name__ == "__main__":
     source = noise_source(augment("paper", (8, 8, 8)), count=3, wait_s=0.5)
     loader = Loader(source, Layout.of(8, 4), mesh, batch=1, steps=range(100), workers=3)
     next(loader)
-    print(*loader._pool.pids, flush=True)
+    print(*loader.worker_ids, flush=True)
     end = {end!r}
     if end == "raise":
         raise KeyError("a mistake")

@@ -85,6 +85,11 @@ class Loader:
         )
 
     @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The process ids of this rank's workers."""
+        return self._pool.worker_ids
+
+    @property
     def global_batch(self) -> int:
         """Tiles of a step over all ranks and micro-batches."""
         return self.mesh.data.size * self.batch * self.accumulate

@@ -141,7 +141,7 @@ class Pool(Generic[Task]):
         self._staff.clear()
 
     @property
-    def pids(self) -> tuple[int, ...]:
+    def worker_ids(self) -> tuple[int, ...]:
         """Returns the workers' process ids."""
         return tuple(worker.process.pid or 0 for worker in self._staff)
 
