@@ -3,6 +3,7 @@
 Legend: b tiles, c channels, n tokens, p voxels of a patch along one direction; ``n/s`` the tokens of one rank.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from seqpar.data.tiles import Tile
-from seqpar.layout import Layout, to_patches
+from seqpar.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,16 @@ class Packing:
         """Writes a tile into ``rows`` (n, row_bytes): the first rank's tokens, then the second's, and so on."""
         assert tile.image.shape == (self.channels, *self.layout.tile), (tile.image.shape, self.layout.tile)
         at = torch.argsort(torch.cat(self.layout.all_ids))  # each token's row
-        image = rows[:, : self.image_bytes].view(torch.float32).unflatten(1, (self.channels, -1))
-        for channel in range(self.channels):
-            image[:, channel].index_copy_(0, at, self._cells(tile.image[channel]))
-        label = rows[:, self.image_bytes :][:, : self.label_bytes]
-        label.index_copy_(0, at, self._cells(tile.label).view(torch.uint8))
+        image, label = rows[:, : self.image_bytes], rows[:, self.image_bytes :][:, : self.label_bytes]
+        image.view(torch.float32).index_copy_(0, at, self._cells(tile.image))
+        label.index_copy_(0, at, self._cells(tile.label[None]).view(torch.uint8))
 
     def _cells(self, whole: np.ndarray) -> Tensor:
-        """Returns the voxels of each token: n (p p p)."""
-        return to_patches(torch.from_numpy(whole), self.layout.patch).flatten(1)
+        """Returns the voxels of each token, n (c p p p), of c W D H: one copy, where layout's would be two."""
+        sides = list(zip(self.layout.grid, self.layout.patch))
+        split = torch.from_numpy(whole).reshape(-1, *itertools.chain(*sides))
+        tokens, voxels = range(1, 2 * len(sides), 2), range(2, 2 * len(sides) + 1, 2)
+        return split.permute(*tokens, 0, *voxels).reshape(self.layout.num_tokens, -1)
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns image ``b n/s c p p p`` and label ``b n/s p p p`` of rows ``b n/s bytes``, on their device."""
