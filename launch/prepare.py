@@ -1,6 +1,7 @@
 """Prepares a data set for training: ``python launch/prepare.py DATA [--out CACHE]``."""
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +23,15 @@ def act(arguments: Sequence[str]) -> int:
     print(f"{dataset.name}: {dataset.layout}, {len(dataset.cases)} cases, {names} -> {out}")
     if given.check:
         return _listed(_check(dataset, out, settings), "cache")
-    report = prepare(dataset, out, settings, given.workers, Bar())
+    try:
+        report = prepare(dataset, out, settings, given.workers, Bar())
+    except KeyboardInterrupt:
+        print(
+            "\ninterrupted; what is finished is kept, and the same command goes on",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 128 + signal.SIGINT
     _tell(report)
     return _listed(report.faults, "data set")
 

@@ -1,6 +1,9 @@
 """Small data sets in the formats that people have, written for the tests."""
 
+import contextlib
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +89,24 @@ def brats(root: Path, names: list[str], kinds: tuple[str, ...], separator: str, 
 
 OLD = ("flair", "t1", "t1ce", "t2", "seg")
 NEW = ("t1c", "t1n", "t2f", "t2w", "seg")
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Returns every file in a folder, hidden ones too."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
+    }
+
+
+def child(work: Callable[[], object]) -> int:
+    """Returns the id of a forked process, leader of its own group, that does the work."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setpgid(0, 0)
+            work()
+        finally:
+            os._exit(0)
+    with contextlib.suppress(OSError):  # whichever of both comes first
+        os.setpgid(pid, pid)
+    return pid

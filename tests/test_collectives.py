@@ -273,3 +273,11 @@ def check_words(mesh: Mesh) -> None:
 @pytest.mark.parametrize("world, seqpar", [(1, 1), (3, 3), (4, 2)])
 def test_all_learn_the_largest_flags_and_one_ranks_text(world: int, seqpar: int, ranks: Callable[..., list]) -> None:
     ranks(world, check_words, seqpar=seqpar)
+
+
+def check_tell_all(mesh: Mesh) -> list[str]:
+    return c.tell_all(["", "zwölf", "b" * 50][mesh.seq.index], mesh.seq)
+
+
+def test_texts_of_any_length_reach_all_in_rank_order(ranks: Callable[..., list]) -> None:
+    assert ranks(3, check_tell_all) == [["", "zwölf", "b" * 50]] * 3

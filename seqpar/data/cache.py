@@ -101,10 +101,11 @@ def open_cache(path: str | Path) -> PreparedDataset:
 
 def read_index(path: Path) -> dict[str, Any] | None:
     """Returns what cache.json says, None where there is no finished cache of this version."""
-    if not (path / "cache.json").is_file():
-        return None
-    index: dict[str, Any] = read_json(path / "cache.json")
-    return index if index.get("version") == VERSION else None
+    try:
+        index: dict[str, Any] = read_json(path / "cache.json")
+        return index if index["version"] == VERSION else None
+    except (DataError, KeyError, TypeError):
+        return None  # missing or damaged: prepare writes it again
 
 
 def read_record(path: Path, name: str) -> dict[str, Any] | None:

@@ -102,7 +102,7 @@ def _received(pipe: Connection, process: Any) -> Any:
     """Returns what a process answered; a crash is raised here, with the traceback from there."""
     try:
         answer = pipe.recv()
-    except EOFError:
+    except (EOFError, OSError):  # nothing, or half an answer
         process.join()
         answer = Lost(f"its process was killed (exit code {process.exitcode})")
     pipe.close()

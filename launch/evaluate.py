@@ -1,0 +1,179 @@
+"""Compares predicted label maps with the true ones: python launch/evaluate.py TRUTH PREDICTION."""
+
+import argparse
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from seqpar.data.faults import DataError
+from seqpar.launch.exits import DATA, run
+from seqpar.launch.labelmaps import (
+    BRATS,
+    Labels,
+    Pair,
+    find_dataset,
+    labels_of,
+    match,
+    read_dataset_labels,
+    score_pairs,
+)
+from seqpar.launch.scoring import Empty, Scores, summarise, table
+
+
+def region(text: str) -> tuple[str, tuple[int, ...]]:
+    """Returns a region's name and labels from NAME=1,2,3."""
+    name, _, values = text.partition("=")
+    try:
+        labels = tuple(sorted({int(value) for value in values.split(",")}))
+    except ValueError:
+        labels = ()
+    if not name or not labels:
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE,VALUE…, such as TC=1,3")
+    return name, labels
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Returns the command line, checked."""
+    p = argparse.ArgumentParser(prog="evaluate.py", description=__doc__, allow_abbrev=False)
+    p.add_argument("truth", type=Path, help="folder of NIfTI label maps, or one file")
+    p.add_argument("prediction", type=Path, help="folder with the same file names, or one file")
+    p.add_argument("--dataset", type=Path, help="dataset.json with the labels (else: in or above TRUTH)")
+    p.add_argument("--regions", type=region, action="append", metavar="NAME=1,2", help="a class; repeat")
+    p.add_argument("--brats", choices=sorted(BRATS), help="WT, TC, ET in the label values of that year")
+    p.add_argument("--nsd-tolerance", type=float, default=1.0, help="of the surface Dice, mm (%(default)s)")
+    p.add_argument("--lesion-wise", action="store_true", help="add the lesion-wise scores of BraTS 2023")
+    p.add_argument("--empty", choices=get_args(Empty), help="how empty masks count (skip; brats for --brats)")
+    p.add_argument("--json", type=Path, help="where to write (summary.json in the prediction's folder)")
+    p.add_argument("--csv", type=Path, help="where to write (metrics.csv in the prediction's folder)")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    p.add_argument("--workers", type=int, default=min(8, cores), help="processes (%(default)s)")
+    options = p.parse_args(arguments)
+    if options.brats and (options.dataset or options.regions):
+        raise ValueError("--brats declares the labels: drop --dataset and --regions, or --brats")
+    if not 0 <= options.nsd_tolerance < float("inf"):
+        raise ValueError(f"--nsd-tolerance is {options.nsd_tolerance}: give mm, 0 or more")
+    if options.workers < 1:
+        raise ValueError(f"--workers is {options.workers}: at least 1 is needed")
+    folder = options.prediction if options.prediction.is_dir() else options.prediction.parent
+    options.json, options.csv = options.json or folder / "summary.json", options.csv or folder / "metrics.csv"
+    options.empty = options.empty or ("brats" if options.brats else "skip")
+    return options
+
+
+def choose_labels(options: argparse.Namespace) -> Labels:
+    """Returns the labels that the command line or the data set declares."""
+    if options.brats:
+        return labels_of(BRATS[options.brats])
+    path = options.dataset or find_dataset(options.truth)
+    declared = read_dataset_labels(path) if path else None
+    if not options.regions:
+        if not declared:
+            where = f"there is no dataset.json in {options.truth} or above it"
+            raise ValueError(f"{where}: declare the labels by --dataset, --regions or --brats")
+        return declared
+    if len({name for name, _ in options.regions}) < len(options.regions):
+        raise ValueError("--regions names a region twice")
+    labels = labels_of(dict(options.regions))
+    if declared:
+        return Labels(labels.classes, labels.declared | declared.declared, declared.ignore)
+    return labels
+
+
+def key(labels: tuple[int, ...]) -> str:
+    """Returns nnU-Net's name for a label or region in a summary."""
+    return str(labels[0] if len(labels) == 1 else labels)
+
+
+def document(cases: list[tuple[Pair, Scores]], labels: Labels, summary: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of summary.json: nnU-Net's schema (NaN as it writes it), and what it lacks."""
+    keys = {name: key(values) for name, values in labels.classes.items()}
+    per_case = [
+        {
+            "metrics": {keys[name]: row for name, row in scores.items()},
+            "prediction_file": str(pair.prediction),
+            "reference_file": str(pair.truth),
+        }
+        for pair, scores in cases
+    ]
+    content = {"foreground_mean": summary["foreground_mean"], "metric_per_case": per_case, "classes": keys}
+    for kind in ("mean", "median", "num_values", "global"):
+        content[kind] = {keys[name]: row for name, row in summary[kind].items()}
+    return content
+
+
+def rows_of(cases: list[tuple[Pair, Scores]], labels: Labels) -> str:
+    """Returns the content of metrics.csv: a line per case and class."""
+    text = io.StringIO(newline="")
+    first = next(iter(cases[0][1].values()))
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["case", "class", "labels", *first])
+    for pair, scores in cases:
+        for name, row in scores.items():
+            writer.writerow([pair.case, name, key(labels.classes[name]), *row.values()])
+    return text.getvalue()
+
+
+def write(path: Path, text: str) -> None:
+    """Returns nothing; the file is the old one or the new one, at no moment half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror or error})") from error
+    finally:
+        if partial.exists():
+            partial.unlink()
+
+
+def act(arguments: Sequence[str]) -> int:
+    """Returns the exit code; prints a line per case, the table, what is wrong, and one line that sums up."""
+    options = parse(arguments)
+    pairs, faults = match(options.truth, options.prediction)
+    for folder in (options.json.parent, options.csv.parent):  # now, rather than after an hour of distances
+        if folder.exists() and not os.access(folder, os.W_OK):
+            raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
+    labels = choose_labels(options)
+    settings = {name: getattr(options, name) for name in ("nsd_tolerance", "lesion_wise", "empty")}
+    cases: list[tuple[Pair, Scores]] = []
+    for pair, result in score_pairs(pairs, labels, settings, min(options.workers, max(len(pairs), 1))):
+        if isinstance(result, DataError):
+            faults.append(result)
+            continue
+        cases.append((pair, result))
+        found = ", ".join(f"{name} {row['Dice']:.4f}" for name, row in result.items())
+        print(f"{pair.case}: Dice {found}", flush=True)
+    closing = "no case could be scored"
+    if cases:
+        summary = summarise([scores for _, scores in cases])
+        print(f"\n{table(summary, labels.classes)}\n", flush=True)
+        content = document(cases, labels, summary) | {"settings": settings, "faults": list(map(str, faults))}
+        texts = json.dumps(content, indent=2) + "\n", rows_of(cases, labels)
+        for path, text in zip((options.json, options.csv), texts):
+            try:
+                write(path, text)
+            except DataError as error:
+                faults.append(error)
+        mean = summary["foreground_mean"]
+        closing = f"cases {len(cases)}, classes {len(labels.classes)}: mean Dice {mean['Dice']:.4f}, "
+        closing += f"HD95 {mean['HD95']:.2f} mm, NSD {mean['NSD']:.4f} at {options.nsd_tolerance:g} mm"
+        closing += f"; {options.json}, {options.csv}"
+    for fault in faults:
+        print(f"error: {fault}", file=sys.stderr, flush=True)
+    print(closing + (f"; faults {len(faults)}" if faults else ""), flush=True)
+    return DATA if faults else 0
+
+
+def main() -> None:
+    """Returns never: the console script."""
+    sys.exit(run(act))
+
+
+if __name__ == "__main__":
+    main()
