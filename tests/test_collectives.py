@@ -277,6 +277,22 @@ def test_a_flag_of_one_rank_is_known_to_all(ranks: Callable[..., list]) -> None:
     assert ranks(3, check_agree) == [7, 7, 7]
 
 
+def check_words(mesh: Mesh) -> None:
+    me, size = mesh.world.index, mesh.world.size
+    assert c.agree_all((me, -me, 7), mesh.world) == (size - 1, 0, 7)
+    assert c.agree(me, mesh.world) == size - 1
+    for source in range(size):
+        text = c.tell(f"rank {me}: größer" if me == source else "", source, mesh.world)
+        assert text == f"rank {source}: größer"
+    assert c.tell("", 0, mesh.world) == ""
+    assert c.tell(str(me), mesh.seq.size - 1, mesh.seq) == str(mesh.seq.ranks[-1])
+
+
+@pytest.mark.parametrize("world, seqpar", [(1, 1), (3, 3), (4, 2)])
+def test_all_learn_the_largest_flags_and_one_ranks_text(world: int, seqpar: int, ranks: Callable[..., list]) -> None:
+    ranks(world, check_words, seqpar=seqpar)
+
+
 def check_tell_all(mesh: Mesh) -> list[str]:
     return c.tell_all(["", "zwölf", "b" * 50][mesh.seq.index], mesh.seq)
 
