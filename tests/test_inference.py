@@ -273,8 +273,8 @@ def test_labels_are_the_largest_or_the_regions_in_their_order() -> None:
         ({"overlap": -0.1}, "--overlap"),
         ({"weights": "flat"}, "gaussian or constant"),
         ({"batch": 0}, "--window-batch 0"),
-        ({"mirror": (0, 0)}, "--mirror 0 0"),
-        ({"mirror": (3,)}, "--mirror 3"),
+        ({"mirror": (0, 0)}, "mirror .0, 0"),
+        ({"mirror": (3,)}, "mirror .3"),
     ],
 )
 def test_wrong_settings_are_refused(change: dict, message: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import relative
 from torch import Tensor, nn
 
 from seqpar.collectives import all_reduce
