@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from seqpar.collectives import Interval
 from seqpar.decoders.spread import Halos, Reach, Spread, after, sliding, spreading
 from seqpar.mesh import Group
 
@@ -75,7 +76,8 @@ class ConvTranspose3d(nn.ConvTranspose3d):
             spreading(edges, *sizes, what=str(self))  # type: ignore[arg-type]
             for edges, sizes in zip(spread.edges, options)
         ]
-        moves = tuple(move for dim, reach in enumerate(reaches) if (move := self._crop(dim, reach, spread)))
+        result = after(spread, reaches)
+        given = [self._given(dim, reach, at) for dim, (reach, at) in enumerate(zip(reaches, spread.place))]
         how = _Convolution(
             Halos.of(spread, reaches),
             tuple(self.stride),
@@ -85,20 +87,18 @@ class ConvTranspose3d(nn.ConvTranspose3d):
             self.keep_window,
             transposed=True,
             output_padding=tuple(e if reach.local else 0 for e, reach in zip(self.output_padding, reaches)),
-            crop=Halos(Group("self"), moves),
+            crop=Halos.crop(given, result.box),
         )
-        return _convolve(x, self.weight, self.bias, how, spread), after(spread, reaches)
+        return _convolve(x, self.weight, self.bias, how, spread), result
 
-    def _crop(self, dim: int, reach: Reach, spread: Spread) -> tuple[int, dict, dict] | None:
-        """Returns which interval of what the window gives is this rank's output, if not all."""
+    def _given(self, dim: int, reach: Reach, place: int) -> Interval:
+        """Returns which outputs the convolution of this rank's window makes."""
         if reach.local:
-            return None
-        at, stride, padding = spread.place[dim], self.stride[dim], int(self.padding[dim])
-        low, high = reach.needed[at]
+            return 0, reach.edges[-1]
+        low, high = reach.needed[place]
+        stride, padding = self.stride[dim], int(self.padding[dim])
         span = self.dilation[dim] * (self.kernel_size[dim] - 1) + 1
-        given = low * stride - padding, (high - 1) * stride - padding + span
-        wanted = reach.edges[at], reach.edges[at + 1]
-        return None if given == wanted else (dim + 2, {0: given}, {0: wanted})
+        return low * stride - padding, (high - 1) * stride - padding + span
 
 
 def _refuse_padding(mode: str) -> None:
@@ -118,7 +118,7 @@ class _Convolution:
     keep_window: bool
     transposed: bool = False
     output_padding: tuple[int, ...] = (0, 0, 0)
-    crop: Halos = Halos(Group("self"), ())
+    crop: Halos = Halos(Group("self"))
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution, spread: Spread) -> Tensor:

@@ -70,7 +70,7 @@ def open_material(config: Config, is_first: bool) -> Material:
 def phantom(config: Config, is_first: bool) -> Path:
     """Returns the folder of the built-in phantom data, made once in the cache."""
     root = Path(os.environ.get("SEQPAR_CACHE") or Path.home() / ".cache" / "seqpar").expanduser()
-    out = root / f"phantom-{config.phantoms}"
+    out = root / "data" / f"phantom-{config.phantoms}"
     settings, done = PhantomSettings(), out / "complete"
     folder = settings.root(out)
     if is_first:

@@ -42,7 +42,9 @@ class SegmentationNet(nn.Module):
         last, taken = self.encoder.forward_intermediates(part, self.taps, layout, key)
         features = self.mode.features([*taken, last], layout)
         image = self.mode.voxels(part, layout) if self.decoder.uses_image else None
-        logits, _ = self.decoder(features, image)
+        spread = self.mode.spread(layout, len(part))
+        logits, after = self.decoder(features, image, spread)
+        assert after == (spread and spread.scaled(layout.patch)), (after, spread)
         return logits if sides is None else logits[(..., *(slice(side) for side in sides))]
 
     def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:

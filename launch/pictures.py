@@ -69,7 +69,7 @@ def draw_progress(out: Path) -> None:
         dices.text(0.5, 0.5, "no validation yet", ha="center", va="center", transform=dices.transAxes, color="#888888")
     losses.legend(fontsize=8)
     losses.set(title="training", xlabel="step", ylim=(0, None))
-    dices.set(title="Dice on held-out cases", xlabel="step", ylim=(0, 1))
+    dices.set(title="Dice on held-out cases", xlabel="step", xlim=(0, max(steps) + 1), ylim=(0, 1))
     rates.plot(steps, [row["lr"] for row in train], color="#222222")
     rates.set(title="learning rate", xlabel="step", ylim=(0, None))
     for panel in (losses, dices, rates):
@@ -96,9 +96,11 @@ def draw_cases(path: Path, cases: Sequence[Shown], classes: Sequence[str]) -> No
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
         centre = _middle(case.truth if case.truth.any() else case.prediction)
-        low, high = np.percentile(case.image, (1, 99.5))
+        body = case.image[case.image != 0]  # prepared images are 0 outside of the body alone
+        low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
+        shade = np.where(case.image == 0, low, case.image)
         for dim, (panel, plane) in enumerate(zip(row, ("sagittal", "coronal", "axial"))):
-            image, truth, found = (np.take(t, centre[dim], dim).T for t in (case.image, case.truth, case.prediction))
+            image, truth, found = (np.take(t, centre[dim], dim).T for t in (shade, case.truth, case.prediction))
             across, up = [case.spacing[d] for d in range(3) if d != dim]
             panel.imshow(image, cmap="gray", origin="lower", vmin=low, vmax=max(high, low + 1e-6), aspect=up / across)
             for label in range(1, len(classes) + 1):

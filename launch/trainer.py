@@ -24,6 +24,7 @@ from seqpar.launch.optimisation import learning_rate, make_optimiser, set_learni
 from seqpar.launch.pictures import draw_progress
 from seqpar.launch.stopping import Stopper
 from seqpar.launch.validation import Validation
+from seqpar.launch.weights import write_weights
 from seqpar.losses import DiceCE
 from seqpar.mesh import Mesh, equal_weights
 from seqpar.tokens import DropoutKey
@@ -55,7 +56,6 @@ class Trainer:
         return DistributedDataParallel(
             self.net,
             process_group=self.mesh.world.handle,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
 
@@ -82,8 +82,21 @@ class Trainer:
         )
         with loader:
             left = self._loop(loader, stopper)
+        if not left:
+            self._finish()
         self.journal.close()
         return "preempted" if left else "finished"
+
+    def _finish(self) -> None:
+        """Writes the weights for others, the verdict, and where everything lies."""
+        if self.mesh.is_first:
+            draw_progress(self.out)
+            write_weights(self.out / "model.safetensors", self.net)
+        self._write_status("finished")
+        lines = [f"finished: best mean Dice {self.progress.best:.3f} at step {self.progress.best_step}"]
+        told = ("progress.png", "validation.png", "metrics.jsonl", "model.safetensors", "config.json")
+        lines += [f"  {self.out / name}" for name in told if (self.out / name).exists()]
+        self.journal.say("\n".join(lines))
 
     def _rehearse(self) -> None:
         """Runs one forward and backward that nobody keeps.

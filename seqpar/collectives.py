@@ -28,6 +28,7 @@ _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Interval = tuple[int, int]
+Margins = Sequence[tuple[int, int, int]]  # dimension, how many before, how many behind
 
 
 class Pending:
@@ -255,17 +256,18 @@ def window(
     needed: Mapping[int, Interval],
     kind: str = "window",
     fill: float = 0.0,
+    margins: Margins = (),
 ) -> Tensor:
     """Returns the interval ``needed[me]`` of a dimension of which each rank holds ``owned``.
 
     The mappings go from places in ``group`` to half-open intervals; ranks that are not in them take no part.
-    Needs may be smaller than what is owned, lie elsewhere, or reach over several neighbours; what lies before the
-    first or behind the last owned place is ``fill``.
+    Needs may be smaller than what is owned, lie elsewhere, or reach over several neighbours. ``margins`` of
+    ``fill`` are laid around the result, along any dimensions, without another copy.
 
     *forward:* each rank sends what of its interval others need.
     *backward:* the gradient of every received slice goes back and is added.
     """
-    return _Window.apply(x, group, dim, dict(owned), dict(needed), kind, fill)  # type: ignore[no-any-return]
+    return _Window.apply(x, group, dim, dict(owned), dict(needed), kind, fill, margins)  # type: ignore[no-any-return]
 
 
 class _Window(Function):
@@ -279,18 +281,18 @@ class _Window(Function):
         needed: dict[int, Interval],
         kind: str,
         fill: float,
+        margins: Margins,
     ) -> Tensor:
-        ctx.how = group, dim, owned, needed, kind
+        ctx.how = group, dim, owned, needed, kind, margins
         ctx.shape = x.shape
-        return open_window(x, group, dim, owned, needed, kind, fill)
+        return open_window(x, group, dim, owned, needed, kind, fill, margins)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, dim, owned, needed, kind = ctx.how
-        result = close_window(grad, group, dim, owned, needed, kind)
+        result = close_window(grad, *ctx.how)
         assert result.shape == ctx.shape, (result.shape, ctx.shape)
-        return result, None, None, None, None, None, None
+        return result, None, None, None, None, None, None, None
 
 
 def _overlap(a: Interval, b: Interval) -> Interval:
@@ -306,17 +308,20 @@ def open_window(
     needed: Mapping[int, Interval],
     kind: str = "window",
     fill: float = 0.0,
+    margins: Margins = (),
 ) -> Tensor:
     """Returns ``window``'s result, without a gradient."""
     me, mine, want = group.index, owned[group.index], needed[group.index]
     assert x.shape[dim] == mine[1] - mine[0], (x.shape, dim, owned)
     shape = list(x.shape)
     shape[dim] = want[1] - want[0]
-    result = x.new_empty(shape)
-    first, last = min(low for low, _ in owned.values()), max(high for _, high in owned.values())
-    for low, high in ((want[0], min(want[1], first)), (max(want[0], last), want[1])):
-        if high > low:
-            result.narrow(dim, low - want[0], high - low).fill_(fill)
+    for side, before, behind in margins:
+        shape[side] += before + behind
+    whole = result = x.new_empty(shape)
+    for side, before, behind in margins:
+        result.narrow(side, 0, before).fill_(fill)
+        result.narrow(side, shape[side] - behind, behind).fill_(fill)
+        result = result.narrow(side, before, shape[side] - before - behind)
     sends, receives, places = {}, {}, {}
     for q in owned:
         low, high = _overlap(mine, needed[q])
@@ -335,7 +340,7 @@ def open_window(
     for q, place in places.items():
         if receives[q].data_ptr() != place.data_ptr():
             place.copy_(receives[q])
-    return result
+    return whole
 
 
 def close_window(
@@ -345,8 +350,11 @@ def close_window(
     owned: Mapping[int, Interval],
     needed: Mapping[int, Interval],
     kind: str = "window",
+    margins: Margins = (),
 ) -> Tensor:
     """Returns the adjoint of ``open_window``: what all ranks have for this one's interval, added."""
+    for side, before, behind in margins:
+        grad = grad.narrow(side, before, grad.shape[side] - before - behind)
     me, mine, want = group.index, owned[group.index], needed[group.index]
     assert grad.shape[dim] == want[1] - want[0], (grad.shape, dim, needed)
     shape = list(grad.shape)
@@ -445,11 +453,29 @@ def _swap_rows(
 
 def agree(flag: int, group: Group) -> int:
     """Returns the largest of all ranks' flags, the same on each; travels on the CPU, beside the device's work."""
+    return agree_all((flag,), group)[0]
+
+
+def agree_all(flags: Sequence[int], group: Group) -> tuple[int, ...]:
+    """Returns the largest of all ranks' first flags, of their second and so on, as ``agree`` does for one."""
     if group.size == 1:
-        return flag
-    number = torch.tensor([flag], dtype=torch.int64)
-    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group.handle)
-    return int(number)
+        return tuple(flags)
+    numbers = torch.tensor(flags, dtype=torch.int64)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.handle)
+    return tuple(numbers.tolist())
+
+
+def tell(text: str, source: int, group: Group) -> str:
+    """Returns the text of place ``source``, the same on each rank; travels on the CPU."""
+    if group.size == 1:
+        return text
+    letters = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    length = torch.tensor([len(letters)])
+    dist.broadcast(length, group.ranks[source], group=group.handle)
+    if group.index != source:
+        letters = letters.new_empty(int(length))
+    dist.broadcast(letters, group.ranks[source], group=group.handle)
+    return bytes(letters.tolist()).decode()
 
 
 def tell_all(text: str, group: Group) -> list[str]:

@@ -26,6 +26,7 @@ def draw(shapes: dict[str, tuple[int, ...]], seed: int = 0, dtype: torch.dtype =
 def vit_shapes(
     prefix: str, c: int, patch: int, grid: tuple[int, ...], e: int, hidden: int, depth: int, bias: bool = False
 ) -> dict[str, tuple[int, ...]]:
+    """Those of MONAI's ViT."""
     shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}patch_embedding.position_embeddings": (1, math.prod(grid), e),
         f"{prefix}patch_embedding.patch_embeddings.weight": (e, c, *[patch] * len(grid)),
@@ -38,7 +39,8 @@ def vit_shapes(
         shapes |= {f"{b}{norm}.{kind}": (e,) for norm in ("norm1", "norm2") for kind in ("weight", "bias")}
         shapes |= {f"{b}mlp.linear1.weight": (hidden, e), f"{b}mlp.linear1.bias": (hidden,)}
         shapes |= {f"{b}mlp.linear2.weight": (e, hidden), f"{b}mlp.linear2.bias": (e,)}
-        shapes |= {f"{b}attn.out_proj.weight": (e, e), f"{b}attn.out_proj.bias": (e,), f"{b}attn.qkv.weight": (3 * e, e)}
+        shapes |= {f"{b}attn.out_proj.weight": (e, e), f"{b}attn.out_proj.bias": (e,)}
+        shapes[f"{b}attn.qkv.weight"] = (3 * e, e)
         if bias:
             shapes[f"{b}attn.qkv.bias"] = (3 * e,)
     return shapes
@@ -47,7 +49,7 @@ def vit_shapes(
 def unetr_shapes(
     c: int, k: int, patch: int, grid: tuple[int, ...], f: int, e: int, hidden: int, depth: int = 12, bias: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """MONAI's, and for another patch than 16 the same with fewer levels."""
+    """Those of MONAI's UNETR, and for another patch than 16 the same with fewer levels."""
     levels = patch.bit_length() - 1
     shapes = vit_shapes("vit.", c, patch, grid, e, hidden, depth, bias)
 
@@ -132,7 +134,7 @@ def unetr(state: State, image: Tensor, heads: int, skips: tuple[int, ...] = (3, 
 def primus_shapes(
     c: int, k: int, patch: int, grid: tuple[int, ...], e: int, depth: int, widths: list[int]
 ) -> dict[str, tuple[int, ...]]:
-    """``widths`` are the decoder's channels between its stages."""
+    """Those of Primus; ``widths`` are the decoder's channels between its stages."""
     shapes: dict[str, tuple[int, ...]] = {
         "mask_token": (1, 1, e),
         "down_projection.proj.weight": (e, c, patch, patch, patch),
@@ -161,6 +163,7 @@ def primus_shapes(
 
 
 def primus(state: State, x: Tensor, heads: int) -> Tensor:
+    """Returns logits of Primus with everything that its training switches on."""
     weight = state["down_projection.proj.weight"]
     x = F.conv3d(x, weight, state["down_projection.proj.bias"], stride=weight.shape[2])
     grid, e = x.shape[2:], x.shape[1]

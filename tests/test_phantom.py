@@ -62,7 +62,7 @@ def test_tumours_are_nested(cases):
 
 def test_modalities_show_what_they_show_in_patients(cases):
     t1ce, flair = 1, 3
-    checked = 0
+    as_bright = []
     for case in cases:
         brain = (case.image != 0).all(0)
         normal = case.image[:, brain & (case.label == 0)].astype(float)
@@ -70,12 +70,11 @@ def test_modalities_show_what_they_show_in_patients(cases):
         for label, channel in ((3, t1ce), (2, flair)):
             voxels = case.image[channel][case.label == label]
             if voxels.size > 30:
-                checked += 1
                 assert voxels.mean() > middle[channel] + 0.5 * spread[channel]
-                # and no threshold does: much of what is normal is as bright
-                assert np.mean(normal[channel] > np.percentile(voxels, 10)) > 0.005
+                as_bright.append(np.sum(normal[channel] > np.percentile(voxels, 10)) / voxels.size)
         assert len({round(float(m)) for m in middle}) == 4  # each modality has a scale of its own
-    assert checked > 12
+    # but a threshold that finds the tumour finds as much of what is normal, in most cases
+    assert len(as_bright) > 12 and np.median(as_bright) > 0.5
 
 
 def test_another_size_shows_the_same_head():

@@ -18,8 +18,8 @@ from seqpar.launch.weights_primus import export_primus, load_primus
 from seqpar.mesh import Mesh
 
 TILE, HEADS = (32, 32, 16), 4
-TINY = dict(c=2, k=3, patch=16, grid=(2, 2, 1), f=3, e=24, hidden=40)
-PRIMUS = dict(c=2, k=3, patch=8, grid=(2, 1, 3), e=72, depth=2, widths=[32, 16])
+TINY = {"c": 2, "k": 3, "patch": 16, "grid": (2, 2, 1), "f": 3, "e": 24, "hidden": 40}
+PRIMUS = {"c": 2, "k": 3, "patch": 8, "grid": (2, 1, 3), "e": 72, "depth": 2, "widths": [32, 16]}
 PRIMUS_TILE = (16, 8, 24)
 
 
@@ -92,7 +92,8 @@ def test_nests_and_prefixes_are_taken_off(prefix: str) -> None:
     state = tiny_unetr()
     saved = {"epoch": 3, "state_dict": {prefix + name: tensor for name, tensor in state.items()}}
     assert unwrap(saved).keys() == state.keys()
-    assert torch.equal(out(load_monai(saved, TILE, HEADS), image(*TILE)), out(load_monai(state, TILE, HEADS), image(*TILE)))
+    one, other = (out(load_monai(weights, TILE, HEADS), image(*TILE)) for weights in (saved, state))
+    assert torch.equal(one, other)
 
 
 def as_perceptron(state: references.State, prefix: str) -> references.State:
@@ -132,8 +133,8 @@ def test_a_perceptron_of_an_unknown_tile_asks_for_its_patch() -> None:
     state = references.draw(references.vit_shapes("", 2, 8, (3, 3, 3), 24, 40, 1))
     with pytest.raises(ValueError, match="patch="):
         load_monai(as_perceptron(state, ""), (16, 16, 32), HEADS)
-    net = load_monai(as_perceptron(state, ""), (16, 16, 32), HEADS, patch=(8, 8, 8))
-    assert (out(net, image(16, 16, 32)) - out(load_monai(state, (16, 16, 32), HEADS), image(16, 16, 32))).abs().max() < 1e-12
+    net, x = load_monai(as_perceptron(state, ""), (16, 16, 32), HEADS, patch=(8, 8, 8)), image(16, 16, 32)
+    assert (out(net, x) - out(load_monai(state, (16, 16, 32), HEADS), x)).abs().max() < 1e-12
     with pytest.raises(ValueError, match="the weights have patch"):
         load_monai(state, (16, 16, 32), HEADS, patch=(4, 4, 4))
 
@@ -190,13 +191,15 @@ def test_what_monai_does_not_compute_is_not_exported() -> None:
     def vit(**options: object) -> seqpar.SeqParViT:
         return seqpar.SeqParViT(1, 16, 8, 24, 2, 4, **options)  # type: ignore[arg-type]
 
-    assert export_monai(vit(positions="sincos")).keys() == export_monai(vit()).keys() == export_monai(vit(positions="none")).keys()
+    for positions in ("learned", "sincos", "none"):  # each is a table there
+        net, x = vit(positions=positions).double(), image(16, 16, 16, c=1)
+        assert torch.equal(out(load_monai(export_monai(net), 16, 4), x), out(net, x))
     for options, word in [
-        (dict(positions="rope"), "positions rope"),
-        (dict(mlp="swiglu"), "gated"),
-        (dict(norm_eps=1e-6), "eps"),
-        (dict(layer_scale=0.1), "unknown: encoder.blocks.0.ls1.gamma"),
-        (dict(attention_norm=True), "attn.norm"),
+        ({"positions": "rope"}, "positions rope"),
+        ({"mlp": "swiglu"}, "gated"),
+        ({"norm_eps": 1e-6}, "eps"),
+        ({"layer_scale": 0.1}, "unknown: encoder.blocks.0.ls1.gamma"),
+        ({"attention_norm": True}, "attn.norm"),
     ]:
         with pytest.raises(ValueError, match=word):
             export_monai(vit(**options))
@@ -286,7 +289,8 @@ def test_files_that_are_no_weights_are_refused_by_name(tmp_path: Path, monkeypat
 def monai_net(dtype: torch.dtype, **options: object) -> nn.Module:
     nets = pytest.importorskip("monai.networks.nets")
     torch.manual_seed(0)
-    net = nets.UNETR(2, 3, TILE, feature_size=2, hidden_size=24, mlp_dim=40, num_heads=HEADS, **options).to(dtype).eval()
+    net = nets.UNETR(2, 3, TILE, feature_size=3, hidden_size=24, mlp_dim=40, num_heads=HEADS, **options)
+    net = net.to(dtype).eval()
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -32,9 +32,9 @@ TISSUES = {
     "grey": np.array([0.58, 0.61, 0.52, 0.57]),
     "csf": np.array([0.22, 0.24, 0.97, 0.17]),
     "vessel": np.array([0.50, 1.12, 0.30, 0.36]),
-    "old_age": np.array([0.62, 0.64, 0.66, 0.80]),
+    "old_age": np.array([0.62, 0.64, 0.68, 0.84]),
     "NCR": np.array([0.36, 0.38, 0.84, 0.56]),
-    "ED": np.array([0.58, 0.60, 0.76, 0.92]),
+    "ED": np.array([0.58, 0.60, 0.76, 0.88]),
     "ET": np.array([0.60, 1.08, 0.62, 0.72]),
 }
 
@@ -80,9 +80,9 @@ def _tumours(rng: np.random.Generator, place: list[Field], anatomy: Anatomy) -> 
     white = 1 - np.maximum(anatomy.memberships["grey"], anatomy.memberships["csf"])
     whole, core, necrosis = (np.zeros(size, bool) for _ in range(3))
     solid = np.zeros(size, bool)  # cores of tumours that do not enhance
-    for number in range(rng.choice([1, 2, 3], p=[0.6, 0.25, 0.15])):
+    for number in range(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2])):
         centre = _centre(rng, anatomy.depth)
-        radius = rng.uniform(10, 17) if number == 0 else rng.uniform(5, 10)
+        radius = rng.uniform(8, 14) if number == 0 else rng.uniform(5, 9)
         axes = rng.uniform(0.75, 1.25, 3)
         turn = np.linalg.qr(rng.standard_normal((3, 3)))[0].astype(np.float32)
         away = [sum(turn[i, j] * (place[j] - centre[j]) for j in range(3)) for i in range(3)]
@@ -90,7 +90,7 @@ def _tumours(rng: np.random.Generator, place: list[Field], anatomy: Anatomy) -> 
         rough = distance / np.float32(radius) + 0.13 * lumps + 0.05 * fingers
         this = (rough < 1) & anatomy.brain
         # oedema follows white matter
-        spread = rng.uniform(1.25, 2.1) if radius < 15 else rng.uniform(1.2, 1.65)
+        spread = rng.uniform(1.3, 2.0)
         swollen = rough + 0.3 * fingers + 0.12 * lumps - 0.9 * (white - 0.6) < spread
         whole |= swollen & (distance < 2.4 * radius)
         kind = rng.choice(["ring", "filled", "dull"], p=[0.68, 0.16, 0.16])
