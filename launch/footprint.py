@@ -59,7 +59,7 @@ def footprint(net: SegmentationNet, shape: Sequence[int], num_classes: int, mesh
     picture = torch.empty(1, channels, *layout.tile, dtype=first.dtype, device="meta")
     decoder = copy.deepcopy(net.decoder).to("meta")
     with torch.no_grad(), Alive(width * (sum(f.numel() for f in features) + picture.numel())) as alive:
-        decoder(features, picture if decoder.uses_image else None)
+        decoder(features, picture if decoder.uses_image else None, None)
     voxels = math.prod(shape)
     sums = (2 * num_classes + 1) * -(-voxels // mesh.world.size) * max(width, 4)
     weights = sum(p.numel() * p.element_size() for p in net.parameters())

@@ -15,6 +15,7 @@ from seqpar.data.description import Case
 from seqpar.data.faults import DataError
 from seqpar.data.inputs import find_inputs
 from seqpar.data.recipe import Recipe
+from seqpar.decoders.modes import MODES
 from seqpar.environment import read_start
 from seqpar.launch import exits
 from seqpar.launch.answers import Answers
@@ -22,7 +23,7 @@ from seqpar.launch.checkpoint import digest
 from seqpar.launch.footprint import footprint
 from seqpar.launch.local import die_with_parent
 from seqpar.launch.predictor import WINDOWS, Predictor, Settings, by_first
-from seqpar.launch.runs import Run, find_weights, load_nets, read_run
+from seqpar.launch.runs import Run, find_weights, fitting_mode, load_nets, read_run
 from seqpar.launch.windows import WEIGHTS, Course
 from seqpar.mesh import Mesh, start
 
@@ -52,7 +53,8 @@ def fitting_seqpar(run: Run, settings: Settings, world: int) -> int:
 def predict(options: argparse.Namespace, settings: Settings, run: Run, mesh: Mesh) -> int:
     """Returns the exit code of predicting everything that is still to be done."""
     files = [find_weights(run, which) for which in options.checkpoint or ["best"]]
-    predictor = Predictor(run, load_nets(run, files, mesh), settings, mesh)
+    predictor = Predictor(run, load_nets(run, files, mesh, options.mode), settings, mesh)
+    mode = options.mode or fitting_mode(run)
     answers = Answers(options.output, run.outputs if options.probabilities else ())
     cases, faults = list[Case](), list[str]()
 
@@ -64,12 +66,13 @@ def predict(options: argparse.Namespace, settings: Settings, run: Run, mesh: Mes
             "settings": {**asdict(settings), "mirror": list(settings.mirror)},
             "probabilities": options.probabilities,
         }
-        if run.config.mode == "nogather":  # what a rank does not see depends on how many there are
+        if mode == "nogather":  # what a rank does not see depends on how many there are
             record["seqpar"] = mesh.seq.size
         cases.extend(answers.begin(found, record, options.go_on))
         faults.extend(str(fault) for fault in wrong)
         kept = f" ({len(found) - len(cases)} are done)" if len(cases) < len(found) else ""
-        print(f"predicting {len(cases)} cases{kept} by {', '.join(map(str, files))}; {_told(run, mesh)}", flush=True)
+        named = ", ".join(map(str, files))
+        print(f"predicting {len(cases)} cases{kept} by {named}; {_told(run, mode, mesh)}", flush=True)
         return [case.id for case in cases]
 
     names = by_first(plan, mesh)
@@ -143,10 +146,10 @@ def _by(sides: Sequence[int]) -> str:
     return "x".join(map(str, sides))
 
 
-def _told(run: Run, mesh: Mesh) -> str:
+def _told(run: Run, mode: str, mesh: Mesh) -> str:
     told = f"{mesh.world.size} rank{'s' if mesh.world.size > 1 else ''} = data {mesh.data.size} x seq {mesh.seq.size}"
-    if run.config.mode == "nogather" and mesh.seq.size != run.config.seqpar:
-        told += f" (mode nogather was trained with seq {run.config.seqpar}: parts now see other borders)"
+    if run.config.mode == "nogather" and (mode, mesh.seq.size) != ("nogather", run.config.seqpar):
+        told += f" (trained in mode nogather on seq {run.config.seqpar}: parts now see other borders)"
     return told
 
 
@@ -200,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--min-component", default="0", metavar="SIZE", help="drop smaller components: 50 (mm3) or 20voxels")
     add("--continue", action="store_true", dest="go_on", help="skip the cases that are done")
     add("--seqpar", type=int, default=0, metavar="N", help="ranks that share a window (default: as in training)")
+    add("--mode", choices=MODES, default="", help="how ranks decode a window they share (default: the thriftiest)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     return parser
 

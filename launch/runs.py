@@ -1,7 +1,7 @@
 """A run folder as prediction needs it: the settings, what the data mean, and the networks of its checkpoints."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -68,11 +68,17 @@ def find_weights(run: Run, which: str = "best") -> Path:
     raise DataError(folder, f"holds no checkpoint, and {run.path} no {LAST}; train first, or name a file of weights")
 
 
-def load_nets(run: Run, files: Sequence[Path], mesh: Mesh) -> list[SegmentationNet]:
-    """Returns the run's network with each file's weights, ready to predict."""
+def fitting_mode(run: Run) -> str:
+    """Returns how the run's networks decode without being told: all modes but nogather are one function."""
+    return "nogather" if run.config.mode == "nogather" else "auto"
+
+
+def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[SegmentationNet]:
+    """Returns the run's network with each file's weights, ready to predict; ``mode`` may be another than trained."""
+    config = replace(run.config, mode=mode or fitting_mode(run))
     nets = []
     for path in files:
-        net = build(run.config, len(run.recipe.modalities), len(run.outputs), mesh.seq)
+        net = build(config, len(run.recipe.modalities), len(run.outputs), mesh.seq)
         state = read_weights(path)
         wanted = net.state_dict()
         wrong = [name for name in {**wanted, **state} if _shape(wanted, name) != _shape(state, name)]
