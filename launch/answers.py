@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,12 +46,12 @@ class Answers:
         keep = go_on and before == record
         with self._writable():
             self.folder.mkdir(parents=True, exist_ok=True)
-            for case in cases:
-                if not keep:
-                    self.label(case).unlink(missing_ok=True)
+            for name in (RECORD, *(case.id for case in cases)):
                 for place in (self.folder, self.folder / PROBABILITIES):
-                    for left in place.glob(f".{_glob(case.id)}*.tmp"):  # of a killed run
+                    for left in place.glob(f".{escape(name)}[._]*.tmp"):  # of a killed run
                         left.unlink()
+            for case in () if keep else cases:
+                self.label(case).unlink(missing_ok=True)
             replace_file(self.folder / RECORD, (json.dumps(record, indent=2) + "\n").encode())
         return [case for case in cases if not self.label(case).is_file()]
 
@@ -132,7 +133,3 @@ class Rows:
             with suppress(OSError):
                 self._file.close()
         self.path.unlink(missing_ok=True)
-
-
-def _glob(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
