@@ -225,8 +225,9 @@ def _fill_optimiser(net: nn.Module, optimiser: Optimizer, tensors: dict[str, Ten
 def random_states() -> dict[str, Any]:
     """Returns the states of python's, numpy's and torch's generators as JSON values."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)[:5]
-    states = {
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = numpy_state
+    states: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "numpy": [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),

@@ -76,7 +76,7 @@ class Config:
     resume: bool = _flag(False, "continue the run in --out exactly where it stopped", topic="running")
     time_limit: str = _flag("", "save and leave before this much time has passed: minutes or H:MM:SS", topic="running")
     checkpoint_minutes: float = _flag(15.0, "minutes between checkpoints", topic="running")
-    grad_checkpoint: bool = _flag(False, "recompute blocks in backward: less memory, a third more time", topic="running")
+    grad_checkpoint: bool = _flag(False, "recompute blocks in backward: less memory, more time", topic="running")
     compile: bool = _flag(False, "compile the blocks' MLPs", topic="running")
     device: str = _flag("auto", "device", ("auto", "cpu", "cuda"), topic="running")
     dry_run: bool = _flag(False, "say what would run, check it, and stop", topic="running")
@@ -133,7 +133,7 @@ class Config:
         known = {f.name for f in dataclasses.fields(cls)}
         if values.keys() - known:
             raise ValueError(f"config.json: unknown settings {', '.join(sorted(values.keys() - known))}")
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+        return replace(cls(), **_tuples(values))
 
 
 def paper() -> Config:
@@ -171,6 +171,7 @@ def laptop() -> Config:
         embed_dim=96,
         heads=4,
         decoder_width=32,
+        mode="auto",
         batch=2,
         epochs=8,
         iterations=50,
@@ -188,7 +189,7 @@ def debug() -> Config:
         tile=(32, 32, 32),
         depth=2,
         embed_dim=48,
-        decoder_width=16,
+        decoder_width=8,
         epochs=1,
         iterations=50,
         warmup=0,
@@ -219,10 +220,14 @@ def parse(arguments: Sequence[str], default_preset: str) -> tuple[str, Config, s
         group.add_argument(f"--{_dashed(f.name)}", default=argparse.SUPPRESS, **_argument(f, hints[f.name]))
     given = vars(parser.parse_args(list(arguments)))
     preset = given.pop("preset", None) or default_preset
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    values = _tuples(given)
     if len(values.get("tile", ())) == 1:
         values["tile"] *= 3
     return preset, replace(PRESETS[preset](), **values), set(values)
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _argument(f: dataclasses.Field, kind: Any) -> dict[str, Any]:
@@ -264,7 +269,7 @@ def read_config(run: str | Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: {run} is no run folder; give the folder that train wrote (--out)") from None
+        raise ValueError(f"{path} is missing, so {run} is no run folder: give what train wrote (--out)") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}): restore it or train again") from None
 

@@ -89,7 +89,8 @@ class Journal:
         """A resumed run writes its steps once: what came after the checkpoint is taken out."""
         if not self.path.exists():
             return
-        kept = [row for row in read_metrics(self.path) if row["step"] < step or row["kind"] == "val" and row["step"] <= step]
+        rows = read_metrics(self.path)
+        kept = [row for row in rows if row["step"] < step + (row["kind"] == "val")]
         draft = self.path.with_suffix(".tmp")
         draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(draft, self.path)

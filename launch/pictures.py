@@ -115,7 +115,7 @@ def draw_cases(path: Path, cases: Sequence[Shown], classes: Sequence[str]) -> No
     marks += [(name, "solid", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
     from matplotlib.lines import Line2D
 
-    lines = [Line2D([], [], color=colour, linestyle=style, label=name) for name, style, colour in marks]
+    lines = [Line2D([], [], color=c, label=name, ls="--" if style == "dashed" else "-") for name, style, c in marks]
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=9)
     _save(figure, path)
 

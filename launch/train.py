@@ -66,6 +66,7 @@ def _train(
         if global_batch(config, mesh) != wanted:
             config = keep_global_batch(config, wanted, mesh.data.size)
     net = build(config, material.num_channels, material.num_outputs, mesh.seq)
+    decoding = net.mode.check(net.encoder.layout, config.batch)
     if config.weights and not config.resume:
         told = start_from(net, config)
         if mesh.is_first:
@@ -73,7 +74,7 @@ def _train(
     if mesh.is_first:
         layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
         write_json(out / "config.json", describe_run(config, preset, material.describe(), layout))
-        print(_size_line(net, config, mesh), flush=True)
+        print(f"{_size_line(net, config, mesh)}; {decoding}", flush=True)
     verdict = Trainer(config, mesh, material, net, out).run(stopper)
     return 0 if verdict == "finished" else exits.PREEMPTED
 

@@ -42,12 +42,12 @@ class Trainer:
         if config.compile:
             for block in self.net.encoder.blocks:
                 block.mlp.compile()  # type: ignore[union-attr]
-        self.stepped = self.net if mesh.world.size == 1 else self._ddp()
+        self.stepped: torch.nn.Module = self.net if mesh.world.size == 1 else self._ddp()
         self.optimiser = make_optimiser(config, self.net)
         self.loss = DiceCE(
             regions=material.regions, batch_dice=config.batch_dice, ignore_label=material.dataset.ignore_label
         )
-        self.share = self.net.mode.share(mesh.data)
+        self.share = self.net.mode.share(mesh.data, config.batch)
         self.progress = Progress(global_batch=global_batch(config, mesh))
         self.validation = Validation(config, mesh, material, self.loss)
         self.status = Status(out)
@@ -178,8 +178,7 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         for number, micro in enumerate(micros):
             last = number == len(micros) - 1
-            quiet = nullcontext() if last or self.stepped is self.net else self.stepped.no_sync()  # type: ignore[union-attr]
-            with quiet:
+            with nullcontext() if last else self._unsummed():
                 sums += self._backward(micro) / len(micros)
         own_finite = bool(torch.isfinite(sums[0]))
         norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), config.clip or math.inf)
@@ -218,6 +217,10 @@ class Trainer:
 
     def _cast(self, image: Tensor) -> Tensor:
         return image.double() if self.config.precision == "fp64" else image
+
+    def _unsummed(self) -> Any:
+        """Returns a context in which gradients are added up on this rank alone."""
+        return self.stepped.no_sync() if isinstance(self.stepped, DistributedDataParallel) else nullcontext()
 
     def _arithmetic(self) -> Any:
         if self.config.precision == "bf16":
