@@ -37,8 +37,8 @@ class Footprint:
 
     def __str__(self) -> str:
         parts = {"encoder": self.encoder, "decoder": self.decoder, "sums": self.sums, "weights": self.weights}
-        told = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in parts.items())
-        return f"about {self.total / 2**20:.0f} MiB on each rank ({told})"
+        told = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts.items())
+        return f"about {self.total / 2**20:.1f} MiB on each rank ({told})"
 
 
 def footprint(net: SegmentationNet, shape: Sequence[int], num_classes: int, mesh: Mesh) -> Footprint:

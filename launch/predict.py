@@ -128,7 +128,8 @@ def _one(predictor: Predictor, answers: Answers, ahead: _Ahead, number: int, nam
             rows.remove()
     if mesh.is_first:
         course = Course.of(image.shape[1:], settings.sliding(run.config.tile))
-        windows = "one pass" if settings.window == "whole" else f"{len(course.corners)} windows"
+        count = len(course.corners)
+        windows = "one pass" if settings.window == "whole" else f"{count} window{'s' if count > 1 else ''}"
         took = time.perf_counter() - began
         where = answers.label(ahead.cases[number])
         print(f"{name}: {_by(image.shape[1:])} voxels, {windows}, {took:.1f} s: {where}", flush=True)
@@ -176,13 +177,16 @@ class _Parser(argparse.ArgumentParser):
 
 def _settings(options: argparse.Namespace) -> Settings:
     mirror = options.mirror if options.mirror != [] else list(DIRECTIONS)
+    sliding = {name: getattr(options, name) for name in ("overlap", "weights", "window_batch")}
+    given = {name: value for name, value in sliding.items() if value is not None}
+    if given and options.window == "whole":
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{named}: a whole pass has no windows; leave it out, or use --window sliding")
     return Settings(
         window=options.window,
-        overlap=options.overlap,
-        weights=options.weights,
-        window_batch=options.window_batch,
         mirror=tuple(sorted({DIRECTIONS.index(direction) for direction in mirror or ()})),
         min_component=options.min_component,
+        **given,
     )
 
 
@@ -195,9 +199,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH", help="best (default), latest or a file; several: "
         "the mean of their logits")  # fmt: skip
     add("--window", choices=WINDOWS, default="sliding", help="windows as in training, or the whole volume in one pass")
-    add("--overlap", type=float, default=0.5, help="share of a window that the next one covers again (default 0.5)")
-    add("--weights", choices=WEIGHTS, default="gaussian", help="how windows are weighted (default gaussian)")
-    add("--window-batch", type=int, default=1, metavar="N", help="windows that a sequence group sees at a time")
+    add("--overlap", type=float, help="share of a window that the next one covers again (default 0.5)")
+    add("--weights", choices=WEIGHTS, help="how windows are weighted (default gaussian)")
+    add("--window-batch", type=int, metavar="N", help="windows that a sequence group sees at a time (default 1)")
     add("--mirror", nargs="*", choices=list(DIRECTIONS), help="average over flips of these directions, or of all")
     add("--probabilities", action="store_true", help="write each output's probabilities too")
     add("--min-component", default="0", metavar="SIZE", help="drop smaller components: 50 (mm3) or 20voxels")
