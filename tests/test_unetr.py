@@ -7,6 +7,7 @@ import torch
 from conftest import relative
 from torch import Tensor, nn
 
+from seqpar.decoders.activated import NormedActivation
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.launch.weights_monai import load_monai, monai_names
 
@@ -71,6 +72,27 @@ def test_gradients_are_those_of_the_reference() -> None:
     assert len(names) == len(learned)
     for theirs, ours in names.items():
         assert relative(learned[ours].grad, state[theirs].grad) < 1e-11, theirs  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["none", "plain", "normed"])
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+def test_normed_activations_are_torch_s_own(kind: str, dtype: torch.dtype, bound: float) -> None:
+    x, other, slope = (torch.randn(2, 3, 6, 5, 4).double() * 3 + 1 for _ in range(3))
+    step = NormedActivation(norm_other=kind == "normed")
+
+    def run(mine: bool) -> list[Tensor]:
+        a, b = (t.to(dtype if mine else torch.float64).requires_grad_() for t in (x, other))
+        if mine:
+            y, _ = step(a, None, None if kind == "none" else b)
+        else:
+            plus = {"none": 0.0 * b, "plain": b, "normed": nn.functional.instance_norm(b)}[kind]
+            y = nn.functional.leaky_relu(nn.functional.instance_norm(a) + plus, 0.01)
+        (y * slope.to(y.dtype)).sum().backward()
+        return [y.detach(), a.grad, *([] if kind == "none" else [b.grad])]  # type: ignore[list-item]
+
+    x, other, slope = (t.to(dtype).double() for t in (x, other, slope))
+    for got, want in zip(run(True), run(False)):
+        assert got.dtype == dtype and relative(got.double(), want) < bound
 
 
 def test_a_skip_reaches_as_far_as_its_level_says() -> None:
