@@ -9,7 +9,14 @@ __version__ = "0.1.0"
 _NAMES = {
     "DropoutKey": "seqpar.tokens",
     "Layout": "seqpar.layout",
+    "SegmentationNet": "seqpar.launch.model",
     "SeqParViT": "seqpar.encoder",
+    "export_monai": "seqpar.launch.weights_monai",
+    "export_primus": "seqpar.launch.weights_primus",
+    "load_monai": "seqpar.launch.weights_monai",
+    "load_primus": "seqpar.launch.weights_primus",
+    "read_weights": "seqpar.launch.weights",
+    "write_weights": "seqpar.launch.weights",
 }
 
 

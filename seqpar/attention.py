@@ -27,10 +27,17 @@ class Attention(nn.Module):
     """Multi-head self-attention of the tokens of all ranks, computed for this rank's queries.
 
     Keys have no bias: softmax does not see it, its gradient is zero, and Adam would amplify that zero's noise.
+    ``norm_eps`` asks for a LayerNorm over the joined heads, before the projection.
     """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, qkv_bias: bool = True, group: Group | None = None, keep: bool = False
+        self,
+        embed_dim: int,
+        num_heads: int,
+        qkv_bias: bool = True,
+        group: Group | None = None,
+        keep: bool = False,
+        norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         if embed_dim % num_heads:
@@ -41,6 +48,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
         self.q_bias = nn.Parameter(torch.zeros(embed_dim)) if qkv_bias else None
         self.v_bias = nn.Parameter(torch.zeros(embed_dim)) if qkv_bias else None
+        self.norm = nn.LayerNorm(embed_dim, norm_eps) if norm_eps is not None else nn.Identity()
         self.proj = nn.Linear(embed_dim, embed_dim)
 
     def forward(self, x: Tensor, sizes: Sequence[int], rotate: Rotate | None = None) -> Tensor:
@@ -53,7 +61,7 @@ class Attention(nn.Module):
         if rotate is not None:
             q, k = rotate(q), rotate(k)
         out = gather_kv(q, k, v, self.group, sizes, self.keep)
-        return self.proj(out.transpose(1, 2).flatten(2))
+        return self.proj(self.norm(out.transpose(1, 2).flatten(2)))
 
 
 def gather_kv(

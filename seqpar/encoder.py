@@ -27,6 +27,7 @@ from seqpar.tokens import (
 )
 
 ATTENTION_SITE, MLP_SITE, HIDDEN_SITE = range(3)
+MLPS = ("gelu", "swiglu")
 
 
 class Mlp(nn.Module):
@@ -41,6 +42,22 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor, key: DropoutKey | None, token_ids: Tensor) -> Tensor:
         hidden = F.gelu(self.fc1(x))
         return self.fc2(keyed_dropout(hidden, self.dropout, key and key.at(HIDDEN_SITE), token_ids))
+
+
+class GatedMlp(nn.Module):
+    """SwiGLU with a norm inside, as in EVA-02: SiLU of one linear layer times another, on each token by itself."""
+
+    def __init__(self, embed_dim: int, hidden_dim: int, dropout: float, norm_eps: float) -> None:
+        super().__init__()
+        self.gate = nn.Linear(embed_dim, hidden_dim)
+        self.fc1 = nn.Linear(embed_dim, hidden_dim)
+        self.norm = nn.LayerNorm(hidden_dim, norm_eps)
+        self.fc2 = nn.Linear(hidden_dim, embed_dim)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, key: DropoutKey | None, token_ids: Tensor) -> Tensor:
+        hidden = F.silu(self.gate(x)) * self.fc1(x)
+        return self.fc2(self.norm(keyed_dropout(hidden, self.dropout, key and key.at(HIDDEN_SITE), token_ids)))
 
 
 class LayerScale(nn.Module):
@@ -60,22 +77,19 @@ class Block(nn.Module):
     def __init__(
         self,
         embed_dim: int,
-        num_heads: int,
-        mlp_ratio: float,
-        qkv_bias: bool,
+        attn: Attention,
+        mlp: nn.Module,
         dropout: float,
         drop_path: float,
         layer_scale: float | None,
         norm_eps: float,
-        keep_kv: bool,
-        group: Group,
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(embed_dim, norm_eps)
-        self.attn = Attention(embed_dim, num_heads, qkv_bias, group, keep_kv)
+        self.attn = attn
         self.ls1 = LayerScale(embed_dim, layer_scale) if layer_scale is not None else nn.Identity()
         self.norm2 = nn.LayerNorm(embed_dim, norm_eps)
-        self.mlp = Mlp(embed_dim, round(embed_dim * mlp_ratio), dropout)
+        self.mlp = mlp
         self.ls2 = LayerScale(embed_dim, layer_scale) if layer_scale is not None else nn.Identity()
         self.dropout, self.drop_path = dropout, drop_path
 
@@ -96,6 +110,7 @@ class SeqParViT(nn.Module):
 
     ``tile`` and ``patch`` are voxels, one number or one per direction; ``tile`` is the default only, a volume of
     another size passes too. Dropout is keyed: a group of several ranks needs ``key`` in training.
+    ``mlp="swiglu"`` (gated, with a norm inside) and ``attention_norm`` (a norm over the joined heads) are EVA-02's.
     """
 
     def __init__(
@@ -117,10 +132,14 @@ class SeqParViT(nn.Module):
         recompute: bool = False,
         group: Group | None = None,
         split: str = "spatial",
+        mlp: str = "gelu",
+        attention_norm: bool = False,
     ) -> None:
         super().__init__()
         if positions not in POSITIONS:
             raise ValueError(f"--positions {positions}: choose one of {', '.join(POSITIONS)}")
+        if mlp not in MLPS:
+            raise ValueError(f"--mlp {mlp}: choose {' or '.join(MLPS)}")
         if not (0 <= dropout < 1 and 0 <= drop_path < 1):
             raise ValueError(f"dropout {dropout} and drop-path {drop_path} must lie in [0, 1)")
         self.group = group or Group("seq")
@@ -128,17 +147,25 @@ class SeqParViT(nn.Module):
         self.embed_dim, self.positions, self.dropout, self.recompute = embed_dim, positions, dropout, recompute
         self.draws = dropout > 0 or drop_path > 0
         self.patch_embed = PatchEmbed(in_channels, self.layout.patch, embed_dim)
-        learned = positions == "learned"
+        learned, self.rotates = "learned" in positions, "rope" in positions
         self.pos_embed = nn.Parameter(torch.zeros(1, self.layout.num_tokens, embed_dim)) if learned else None
         rates = [drop_path * layer / max(depth - 1, 1) for layer in range(depth)]
-        self.blocks = nn.ModuleList(
-            Block(
-                embed_dim, num_heads, mlp_ratio, qkv_bias, dropout, rate, layer_scale, norm_eps, keep_kv, self.group
+        hidden_dim = round(embed_dim * mlp_ratio)
+
+        def block(rate: float) -> Block:
+            attn = Attention(
+                embed_dim, num_heads, qkv_bias, self.group, keep_kv, norm_eps if attention_norm else None
             )
-            for rate in rates
-        )
+            inner = (
+                GatedMlp(embed_dim, hidden_dim, dropout, norm_eps)
+                if mlp == "swiglu"
+                else Mlp(embed_dim, hidden_dim, dropout)
+            )
+            return Block(embed_dim, attn, inner, dropout, rate, layer_scale, norm_eps)
+
+        self.blocks = nn.ModuleList(block(rate) for rate in rates)
         self.norm = nn.LayerNorm(embed_dim, norm_eps)
-        if positions == "rope":
+        if self.rotates:
             Rotation(self.layout, self.group.index, embed_dim // num_heads, self.norm.weight)  # refuses early
         self.num_heads = num_heads
         self._fill()
@@ -177,7 +204,7 @@ class SeqParViT(nn.Module):
         x = self._positioned(self.patch_embed(part), layout)
         x = keyed_dropout(x, self.dropout, key and key.at(depth), token_ids)
         rotate: Rotate | None = None
-        if self.positions == "rope":
+        if self.rotates:
             rotate = Rotation(layout, rank, self.embed_dim // self.num_heads, x)
         taken: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from seqpar.layout import Layout
 
-POSITIONS = ("learned", "sincos", "rope", "none")
+POSITIONS = ("learned", "sincos", "rope", "learned+rope", "none")
 _MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
@@ -36,11 +36,17 @@ class PatchEmbed(nn.Module):
 
 def learned_positions(table: Tensor, grid: Sequence[int], layout: Layout, rank: int) -> Tensor:
     """Returns ``1 n/s e``: rows of a table made for ``grid``, resized (linearly) where the layout's grid differs."""
-    if tuple(grid) != layout.grid:
-        image = table.transpose(1, 2).unflatten(2, tuple(grid))  # 1 e w d h
-        image = F.interpolate(image, size=layout.grid, mode=_MODES[len(grid)], align_corners=False)
-        table = image.flatten(2).transpose(1, 2)
+    table = resize_positions(table, grid, layout.grid)
     return table.index_select(1, layout.token_ids(rank).to(table.device))
+
+
+def resize_positions(table: Tensor, grid: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    """Returns a table ``1 n e`` of the tokens of ``grid`` as one of the tokens of ``wanted``, linearly."""
+    if tuple(grid) == tuple(wanted):
+        return table
+    image = table.transpose(1, 2).unflatten(2, tuple(grid))  # 1 e w d h
+    image = F.interpolate(image, size=tuple(wanted), mode=_MODES[len(grid)], align_corners=False)
+    return image.flatten(2).transpose(1, 2)
 
 
 def sincos_positions(layout: Layout, rank: int, embed_dim: int) -> Tensor:

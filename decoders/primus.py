@@ -1,0 +1,45 @@
+"""Primus's decoder: each token becomes its voxels by itself, so ranks have nothing to exchange.
+
+Legend: b batch, e embedding, k classes, w d h tokens, W D H voxels.
+"""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqpar.decoders.norms import ChannelLayerNorm
+from seqpar.decoders.ops import ConvTranspose3d
+from seqpar.decoders.plain import num_doublings
+from seqpar.decoders.spread import Spread
+
+
+def primus_widths(embed_dim: int, num_classes: int, stages: int) -> list[int]:
+    """Returns the channels between the stages: a geometric fall from the embedding, in multiples of 8."""
+    ratio = (embed_dim / (2 * num_classes)) ** (1 / stages)
+    return [max(8, 8 * round((embed_dim / ratio**stage + 1e-6) / 8)) for stage in range(1, stages)]
+
+
+class PrimusDecoder(nn.Module):
+    """log2(patch) transposed convolutions of kernel and stride 2, norm over channels and GELU between them."""
+
+    uses_image = False
+    num_features = 1
+
+    def __init__(self, embed_dim: int, num_classes: int, patch: Sequence[int]) -> None:
+        super().__init__()
+        stages = num_doublings(patch)
+        widths = [embed_dim, *primus_widths(embed_dim, num_classes, stages)]
+        self.ups = nn.ModuleList(ConvTranspose3d(c, w, 2, stride=2) for c, w in zip(widths, widths[1:]))
+        self.norms = nn.ModuleList(ChannelLayerNorm(width, eps=1e-6) for width in widths[1:])
+        self.classes = ConvTranspose3d(widths[-1], num_classes, 2, stride=2)
+
+    def forward(
+        self, features: Sequence[Tensor], image: Tensor | None, spread: Spread | None = None
+    ) -> tuple[Tensor, Spread | None]:
+        """Returns logits ``b k W D H`` of the token grid ``b e w d h``."""
+        (x,) = features
+        for up, norm in zip(self.ups, self.norms):
+            x, spread = norm(*up(x, spread))
+            x = F.gelu(x)
+        return self.classes(x, spread)  # type: ignore[no-any-return]

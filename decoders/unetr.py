@@ -1,0 +1,127 @@
+"""UNETR's decoder: skips from the image and from the encoder's middle, each brought up to its scale.
+
+Legend: b batch, c channels, e embedding, k classes, w d h tokens, W D H voxels. A patch is 2^L voxels a side, and
+level l has 2^l voxels a point: level L is the tokens' grid, level 0 the image's.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqpar.decoders.norms import InstanceNorm3d
+from seqpar.decoders.ops import Conv3d, ConvTranspose3d
+from seqpar.decoders.plain import num_doublings
+from seqpar.decoders.spread import Spread
+
+SKIPS = ("monai", "paper")
+
+
+def taps(depth: int, patch: Sequence[int], skips: str = "monai") -> tuple[int, ...]:
+    """Returns the blocks, from 0, whose outputs the decoder takes before the last: shallow and fine ones first.
+
+    ``paper``: behind each L-th of the depth (of 12 blocks and patch 16: z3, z6, z9), rounded up. ``monai``: one
+    block later, as MONAI's UNETR has it, so that its weights fit.
+    """
+    if skips not in SKIPS:
+        raise ValueError(f"--skips {skips}: choose {' or '.join(SKIPS)}")
+    levels = num_doublings(patch)
+    ends = [-(-depth * level // levels) for level in range(1, levels)]  # after so many blocks, at least one
+    return tuple(end - 1 if skips == "paper" else min(end, depth - 1) for end in ends)
+
+
+def _activate(x: Tensor) -> Tensor:
+    return F.leaky_relu(x, 0.01, inplace=True)  # so one tensor is kept for this and the next convolution
+
+
+class ResBlock(nn.Module):
+    """Two 3x3x3 convolutions with instance norm beside a shortcut; the shortcut is a convolution if widths differ."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.conv1 = Conv3d(channels, width, 3, padding=1, bias=False)
+        self.norm1 = InstanceNorm3d(width)
+        self.conv2 = Conv3d(width, width, 3, padding=1, bias=False)
+        self.norm2 = InstanceNorm3d(width)
+        self.conv3 = Conv3d(channels, width, 1, bias=False) if channels != width else None
+        self.norm3 = InstanceNorm3d(width)
+
+    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:
+        """Returns the block's output on the same grid."""
+        y, _ = self.norm1(*self.conv1(x, spread))
+        y, _ = self.norm2(*self.conv2(_activate(y), spread))
+        if self.conv3 is not None:
+            x, _ = self.norm3(*self.conv3(x, spread))
+        return _activate(y.add_(x)), spread
+
+
+class Branch(nn.Module):
+    """Tokens of a middle block brought up ``doublings`` levels: a skip."""
+
+    def __init__(self, embed_dim: int, width: int, doublings: int) -> None:
+        super().__init__()
+        self.first = ConvTranspose3d(embed_dim, width, 2, stride=2, bias=False)
+        later = range(doublings - 1)
+        self.ups = nn.ModuleList(ConvTranspose3d(width, width, 2, stride=2, bias=False) for _ in later)
+        self.blocks = nn.ModuleList(ResBlock(width, width) for _ in later)
+
+    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:
+        """Returns the skip of a token grid ``b e w d h``."""
+        x, spread = self.first(x, spread)
+        for up, block in zip(self.ups, self.blocks):
+            x, spread = block(*up(x, spread))
+        return x, spread
+
+
+class Stage(nn.Module):
+    """One level up, joined with that level's skip."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.up = ConvTranspose3d(channels, width, 2, stride=2, bias=False)
+        self.block = ResBlock(2 * width, width)
+
+    def forward(self, x: Tensor, skip: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:
+        """Returns the finer grid."""
+        x, spread = self.up(x, spread)
+        return self.block(torch.cat([x, skip], 1), spread)
+
+
+class UnetrDecoder(nn.Module):
+    """UNETR's decoder for any patch of 2^L voxels a side; for L = 4 it is MONAI's, weight for weight.
+
+    It takes the grids of the blocks ``taps(depth, patch)`` and the last tokens; ``width`` is the number of
+    channels at full resolution, doubled with each level.
+    """
+
+    uses_image = True
+
+    def __init__(
+        self, in_channels: int, embed_dim: int, num_classes: int, patch: Sequence[int], width: int = 16
+    ) -> None:
+        super().__init__()
+        levels = self.num_features = num_doublings(patch)
+        widths = [width << level for level in range(levels)]
+        self.stem = ResBlock(in_channels, width)
+        self.branches = nn.ModuleList(
+            Branch(embed_dim, widths[level], levels - level) for level in range(1, levels)
+        )
+        inputs = [*widths[1:], embed_dim]
+        self.stages = nn.ModuleList(Stage(inputs[level], widths[level]) for level in reversed(range(levels)))
+        self.classes = Conv3d(width, num_classes, 1)
+
+    def forward(
+        self, features: Sequence[Tensor], image: Tensor | None, spread: Spread | None = None
+    ) -> tuple[Tensor, Spread | None]:
+        """Returns logits ``b k W D H`` of token grids ``b e w d h``, finest skip first, and the image."""
+        assert image is not None and len(features) == self.num_features, (image is None, len(features))
+        *middle, x = features
+        at = spread
+        for level, stage in zip(reversed(range(self.num_features)), self.stages):
+            if level:
+                skip, _ = self.branches[level - 1](middle[level - 1], spread)
+            else:
+                skip, _ = self.stem(image, spread and spread.scaled(1 << self.num_features))
+            x, at = stage(x, skip, at)
+        return self.classes(x, at)  # type: ignore[no-any-return]
