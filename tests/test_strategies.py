@@ -127,11 +127,11 @@ def any_size(world: int) -> list[Case]:
     """Tokens and heads that divide and that do not, heads fewer than ranks, all at once and in uneven chunks."""
     found = []
     for name in names(world):
-        sizes = itertools.product((2 * world, 2 * world + 1, 3 * world - 1), ((world, None), (3, 2), (5, 1)))
-        found += [Case(name, n, heads, per_chunk=chunk) for n, (heads, chunk) in sizes]
+        sizes = (2 * world, world, None), (2 * world + 1, 5, 1), (3 * world - 1, 3, 2), (2 * world + 1, 3, None)
+        found += [Case(name, n, heads, per_chunk=chunk) for n, heads, chunk in sizes]
         found += [Case(name, 2 * world + 1, 5, rotates=True, per_chunk=chunk) for chunk in (None, 2)]
         if name != "ulysses":
-            found += [Case(name, 3 * world - 1, 5, rotates=True, keep=True, per_chunk=chunk) for chunk in (None, 2)]
+            found += [Case(name, 3 * world - 1, 5, rotates=True, keep=True, per_chunk=2)]
     if world == 8:
         found += [Case(name, 37, 12, rotates=True) for name in ("hybrid", "hybrid:2", "hybrid:4")]
     return found
