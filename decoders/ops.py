@@ -1,13 +1,20 @@
 """Convolutions of volumes that are spread over a group; without a spread they are torch's own.
 
-Each takes ``(x, spread)`` and returns ``(y, spread of y)``; parameters have torch's names.
+Each takes ``(x, spread)`` and returns ``(y, spread of y)``; parameters have torch's names. Legend: b batch, c
+channels, W D H voxels; ``/s`` after the letter that is spread over the group.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from seqpar.decoders.spread import Spread
+from seqpar.collectives import Interval
+from seqpar.decoders.spread import Halos, Reach, Spread, after, sliding, spreading
+from seqpar.mesh import Group
 
 
 class Conv3d(nn.Conv3d):
@@ -19,24 +26,143 @@ class Conv3d(nn.Conv3d):
 
     def __init__(self, *sizes: Any, keep_window: bool = True, **options: Any) -> None:
         super().__init__(*sizes, **options)
+        _refuse_padding(self.padding_mode)
         self.keep_window = keep_window
 
     def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
-        """Returns the convolution's output and its spread."""
+        """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
         if spread is None:
             return super().forward(x), None
-        raise NotImplementedError
+        reaches = []
+        for dim, edges in enumerate(spread.edges):
+            span = self.dilation[dim] * (self.kernel_size[dim] - 1) + 1
+            reaches.append(sliding(edges, span, self.stride[dim], self._pads(dim, span), str(self)))
+        how = _Convolution(
+            Halos.of(spread, reaches),
+            tuple(self.stride),
+            tuple(reach.padding for reach in reaches),
+            tuple(self.dilation),
+            self.groups,
+            self.keep_window,
+        )
+        return _convolve(x, self.weight, self.bias, how, spread), after(spread, reaches)
+
+    def _pads(self, dim: int, span: int) -> tuple[int, int]:
+        if isinstance(self.padding, str):
+            both = span - 1 if self.padding == "same" else 0
+            return both // 2, both - both // 2
+        return self.padding[dim], self.padding[dim]
 
 
 class ConvTranspose3d(nn.ConvTranspose3d):
-    """A transposed convolution that fetches its halos; none are needed where kernel and stride are equal."""
+    """A transposed convolution that fetches its halos; none are needed where kernel and stride are equal.
+
+    ``keep_window`` as in ``Conv3d``.
+    """
 
     def __init__(self, *sizes: Any, keep_window: bool = True, **options: Any) -> None:
         super().__init__(*sizes, **options)
+        _refuse_padding(self.padding_mode)
+        if any(e >= max(s, d) for e, s, d in zip(self.output_padding, self.stride, self.dilation)):
+            raise ValueError(f"output_padding {self.output_padding} must be smaller than stride or dilation")
         self.keep_window = keep_window
 
     def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
-        """Returns the transposed convolution's output and its spread."""
+        """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
         if spread is None:
             return super().forward(x), None
-        raise NotImplementedError
+        options = zip(self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding)
+        reaches = [
+            spreading(edges, *sizes, what=str(self))  # type: ignore[arg-type]
+            for edges, sizes in zip(spread.edges, options)
+        ]
+        result = after(spread, reaches)
+        given = [self._given(dim, reach, at) for dim, (reach, at) in enumerate(zip(reaches, spread.place))]
+        how = _Convolution(
+            Halos.of(spread, reaches),
+            tuple(self.stride),
+            tuple(reach.padding for reach in reaches),
+            tuple(self.dilation),
+            self.groups,
+            self.keep_window,
+            transposed=True,
+            output_padding=tuple(e if reach.local else 0 for e, reach in zip(self.output_padding, reaches)),
+            crop=Halos.crop(given, result.box),
+        )
+        return _convolve(x, self.weight, self.bias, how, spread), result
+
+    def _given(self, dim: int, reach: Reach, place: int) -> Interval:
+        """Returns which outputs the convolution of this rank's window makes."""
+        if reach.local:
+            return 0, reach.edges[-1]
+        low, high = reach.needed[place]
+        stride, padding = self.stride[dim], int(self.padding[dim])
+        span = self.dilation[dim] * (self.kernel_size[dim] - 1) + 1
+        return low * stride - padding, (high - 1) * stride - padding + span
+
+
+def _refuse_padding(mode: str) -> None:
+    if mode != "zeros":
+        raise ValueError(f"padding_mode {mode!r} does not go over box borders: use 'zeros'")
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """One rank's convolution: the window to fetch, then torch's numbers, then the part of the result to take."""
+
+    halos: Halos
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    keep_window: bool
+    transposed: bool = False
+    output_padding: tuple[int, ...] = (0, 0, 0)
+    crop: Halos = Halos(Group("self"))
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution, spread: Spread) -> Tensor:
+    assert spread.fits(x), (x.shape, spread.sides)
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _Convolve.apply(x, weight, bias, how)  # type: ignore[no-any-return]
+
+
+class _Convolve(Function):
+    """*forward:* fetches halos and convolves. *backward:* adds the halos' gradients where they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution) -> Tensor:
+        window = how.halos.open(x)
+        ctx.how, ctx.biased = how, bias is not None
+        ctx.save_for_backward(window if how.keep_window else x, weight)
+        inner_bias = None if how.crop.moves else bias  # places that no input reaches hold the bias too
+        sizes = how.stride, how.padding, how.dilation, how.transposed, how.output_padding, how.groups
+        y = torch.convolution(window, weight, inner_bias, *sizes)  # type: ignore[arg-type]
+        ctx.frame = y.shape
+        y = how.crop.open(y)
+        if bias is not None and inner_bias is None:
+            y += bias.view(-1, *[1] * (y.ndim - 2))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        how: _Convolution = ctx.how
+        kept, weight = ctx.saved_tensors
+        window = kept if how.keep_window else how.halos.open(kept)
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        channels = grad.shape[1]
+        whole_grad = how.crop.close(grad)  # of all that the window gives
+        assert whole_grad.shape == ctx.frame, (whole_grad.shape, ctx.frame)
+        sizes = how.stride, how.padding, how.dilation, how.transposed, how.output_padding, how.groups
+        inner_bias = for_bias and not how.crop.moves
+        dx, dweight, dbias = torch.ops.aten.convolution_backward(
+            whole_grad, window, weight, [channels] if ctx.biased else None, *sizes, [for_x, for_weight, inner_bias]
+        )
+        if for_bias and not inner_bias:
+            dbias = grad.sum([0, *range(2, grad.ndim)])
+        return how.halos.close(dx) if for_x else None, dweight, dbias, None
+
+

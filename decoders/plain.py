@@ -1,6 +1,6 @@
 """The paper's decoder: token grid to classes by convolution and x2 upsampling, without skips.
 
-Legend: b batch, e embedding, k classes, w d h tokens, W D H voxels.
+Legend: b batch, e embedding, k classes, w d h tokens, W D H voxels; of a rank's box where they are spread.
 """
 
 import math
@@ -8,6 +8,11 @@ from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from seqpar.decoders.norms import InstanceNorm3d
+from seqpar.decoders.ops import Conv3d
+from seqpar.decoders.pooling import Upsample
+from seqpar.decoders.spread import Spread
 
 
 def num_doublings(patch: Sequence[int]) -> int:
@@ -31,16 +36,21 @@ class PlainDecoder(nn.Module):
     def __init__(self, embed_dim: int, num_classes: int, patch: Sequence[int], width: int = 128) -> None:
         super().__init__()
         inputs = [embed_dim, *[width] * (num_doublings(patch) - 1)]
-        self.convs = nn.ModuleList(nn.Conv3d(channels, width, 3, padding=1, bias=False) for channels in inputs)
-        self.norms = nn.ModuleList(nn.InstanceNorm3d(width, affine=True) for _ in inputs)
-        self.classes = nn.Conv3d(width, num_classes, 1)
+        self.convs = nn.ModuleList(Conv3d(channels, width, 3, padding=1, bias=False) for channels in inputs)
+        self.norms = nn.ModuleList(InstanceNorm3d(width, affine=True) for _ in inputs)
+        self.upsample = Upsample(scale_factor=2, mode="trilinear")
+        self.classes = Conv3d(width, num_classes, 1)
 
-    def forward(self, features: Sequence[Tensor], image: Tensor | None, spread: None = None) -> tuple[Tensor, None]:
-        """Returns logits ``b k W D H`` of the token grid ``b e w d h``."""
+    def forward(
+        self, features: Sequence[Tensor], image: Tensor | None, spread: Spread | None = None
+    ) -> tuple[Tensor, Spread | None]:
+        """Returns logits ``b k W D H`` of the token grid ``b e w d h``, and how they are spread."""
         (x,) = features
         for stage, (conv, norm) in enumerate(zip(self.convs, self.norms)):
-            x = F.leaky_relu(norm(conv(x)), 0.01)
+            x, spread = conv(x, spread)
+            x, spread = norm(x, spread)
+            x = F.leaky_relu(x, 0.01)
             if stage == len(self.convs) - 1:
-                x = self.classes(x)
-            x = F.interpolate(x, scale_factor=2.0, mode="trilinear", align_corners=False)
+                x, spread = self.classes(x, spread)
+            x, spread = self.upsample(x, spread)
         return x, spread

@@ -36,15 +36,19 @@ def _activate(x: Tensor) -> Tensor:
 
 
 class ResBlock(nn.Module):
-    """Two 3x3x3 convolutions with instance norm beside a shortcut; the shortcut is a convolution if widths differ."""
+    """Two 3x3x3 convolutions with instance norm beside a shortcut; the shortcut is a convolution if widths differ.
+
+    Where something else keeps a convolution's input (the shortcut, the activation), no second copy with halos is kept.
+    """
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
-        self.conv1 = Conv3d(channels, width, 3, padding=1, bias=False)
+        widens = channels != width
+        self.conv1 = Conv3d(channels, width, 3, padding=1, bias=False, keep_window=not widens)
         self.norm1 = InstanceNorm3d(width)
-        self.conv2 = Conv3d(width, width, 3, padding=1, bias=False)
+        self.conv2 = Conv3d(width, width, 3, padding=1, bias=False, keep_window=False)
         self.norm2 = InstanceNorm3d(width)
-        self.conv3 = Conv3d(channels, width, 1, bias=False) if channels != width else None
+        self.conv3 = Conv3d(channels, width, 1, bias=False) if widens else None
         self.norm3 = InstanceNorm3d(width)
 
     def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:

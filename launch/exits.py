@@ -10,15 +10,28 @@ from seqpar.data.faults import DataError
 USAGE, DATA, MEMORY, NONFINITE, PREEMPTED = 2, 3, 4, 5, 75
 
 
+class NonFinite(RuntimeError):
+    """A loss or gradient that is no number, on any rank."""
+
+
 def code_of(error: BaseException) -> int | None:
     """Returns the exit code of an error that a user can cause, None for a mistake of our own."""
     if isinstance(error, DataError):
         return DATA
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, NonFinite):
+        return NONFINITE
+    if is_out_of_memory(error):
         return MEMORY
     if isinstance(error, ValueError):
         return USAGE
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether a GPU or this machine had no memory left (torch's CPU allocator raises a RuntimeError)."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +40,9 @@ def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = N
         return act(sys.argv[1:] if arguments is None else arguments)
     except BrokenPipeError:
         return 0
-    except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
+    except Exception as error:
         code = code_of(error)
+        if code is None:
+            raise
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return code if code is not None else 1
+        return code

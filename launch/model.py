@@ -4,12 +4,20 @@ Legend: b batch, c channels, n tokens, k classes, p voxels of a patch along a di
 this rank's share of the tokens.
 """
 
+import torch
 from torch import Tensor, nn
 
-from seqpar.decoders.modes import Mode
+from seqpar.decoders.modes import Mode, choose_mode
+from seqpar.decoders.plain import PlainDecoder
+from seqpar.decoders.primus import PrimusDecoder
+from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.encoder import SeqParViT
+from seqpar.launch.config import Config
 from seqpar.layout import Layout
+from seqpar.mesh import Group
 from seqpar.tokens import DropoutKey
+
+DECODERS = ("plain", "unetr", "primus")
 
 
 class SegmentationNet(nn.Module):
@@ -34,9 +42,45 @@ class SegmentationNet(nn.Module):
         last, taken = self.encoder.forward_intermediates(part, self.taps, layout, key)
         features = self.mode.features([*taken, last], layout)
         image = self.mode.voxels(part, layout) if self.decoder.uses_image else None
-        logits, _ = self.decoder(features, image)
+        spread = self.mode.spread(layout, len(part))
+        logits, after = self.decoder(features, image, spread)
+        assert after == (spread and spread.scaled(layout.patch)), (after, spread)
         return logits if sides is None else logits[(..., *(slice(side) for side in sides))]
 
     def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:
         """Returns the label part ``b n/s p p p`` where its logits are."""
         return self.mode.voxels(label, layout or self.encoder.layout)
+
+
+def build(config: Config, in_channels: int, num_outputs: int, group: Group) -> SegmentationNet:
+    """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks."""
+    torch.manual_seed(config.seed)
+    encoder = SeqParViT(
+        in_channels,
+        config.tile,
+        config.patch,
+        embed_dim=config.embed_dim,
+        depth=config.depth,
+        num_heads=config.heads,
+        mlp_ratio=config.mlp_ratio,
+        qkv_bias=config.qkv_bias,
+        mlp=config.mlp,
+        attention_norm=config.attention_norm,
+        positions=config.positions,
+        dropout=config.dropout,
+        drop_path=config.drop_path,
+        layer_scale=config.layer_scale or None,
+        recompute=config.grad_checkpoint,
+        group=group,
+        split=config.split,
+    )
+    patch, chosen = encoder.layout.patch, tuple[int, ...]()
+    decoder: nn.Module
+    if config.decoder == "unetr":
+        decoder = UnetrDecoder(in_channels, config.embed_dim, num_outputs, patch, config.decoder_width)
+        chosen = taps(config.depth, patch, config.skips)
+    elif config.decoder == "primus":
+        decoder = PrimusDecoder(config.embed_dim, num_outputs, patch)
+    else:
+        decoder = PlainDecoder(config.embed_dim, num_outputs, patch, config.decoder_width)
+    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), chosen)

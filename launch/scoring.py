@@ -47,8 +47,11 @@ def score(
     nsd_tolerance: float = 1.0,
     lesion_wise: bool = False,
     empty: Empty = "skip",
+    surfaces: bool = True,
 ) -> Scores:
     """Returns the scores of one case per class; voxels whose true label is ``ignore`` belong to no class.
+
+    Without ``surfaces``, ``HD95`` and ``NSD`` are left out: they take most of the time.
 
     ``VolumeError`` is relative and signed, ``VolumeErrorMl`` in ml; distances and the tolerance are in mm.
     """
@@ -66,7 +69,7 @@ def score(
         if counted is not None:
             true_mask &= counted
             mask &= counted
-        row = score_masks(true_mask, mask, spacing, nsd_tolerance, counted)
+        row = score_masks(true_mask, mask, spacing, nsd_tolerance, counted, surfaces)
         settle(row, empty, diagonal)
         if lesion_wise:
             lesions = metrics.lesion_wise(true_mask, mask, spacing, lost=BRATS_LOST)
@@ -76,14 +79,18 @@ def score(
 
 
 def score_masks(
-    truth: Mask, prediction: Mask, spacing: Sequence[float], nsd_tolerance: float, counted: Mask | None
+    truth: Mask,
+    prediction: Mask,
+    spacing: Sequence[float],
+    nsd_tolerance: float,
+    counted: Mask | None,
+    surfaces: bool = True,
 ) -> dict[str, float]:
     """Returns the scores of one class, as the definitions give them: NaN and infinity included."""
     c = metrics.confusion(truth, prediction)
     if counted is not None:  # both masks are empty where nothing counts, so that only TN holds too much
         c = Confusion(c.tp, c.fp, c.fn, c.tn - int(np.count_nonzero(~counted)))
-    distances = metrics.surface_distances(truth, prediction, spacing)
-    return {
+    row = {
         "Dice": c.dice,
         "IoU": c.iou,
         "FP": c.fp,
@@ -92,24 +99,27 @@ def score_masks(
         "TN": c.tn,
         "n_pred": c.tp + c.fp,
         "n_ref": c.tp + c.fn,
-        "HD95": metrics.hausdorff(distances),
-        "NSD": metrics.surface_dice(distances, nsd_tolerance),
         "VolumeError": c.volume_error,
         "VolumeErrorMl": (c.fp - c.fn) * math.prod(spacing) / 1000,
         "Sensitivity": c.sensitivity,
         "Specificity": c.specificity,
     }
+    if surfaces:
+        distances = metrics.surface_distances(truth, prediction, spacing)
+        row |= {"HD95": metrics.hausdorff(distances), "NSD": metrics.surface_dice(distances, nsd_tolerance)}
+    return row
 
 
 def settle(row: dict[str, float], empty: Empty, diagonal: float) -> None:
     """Returns nothing; puts into one class's scores what the policy says for empty masks."""
-    if math.isinf(row["HD95"]):
+    if math.isinf(row.get("HD95", 0.0)):
         row["HD95"] = BRATS_LOST if empty == "brats" else diagonal
     if empty == "brats" and not row["n_ref"]:
         if row["n_pred"]:
             row["Sensitivity"] = 0.0
         else:
-            row |= {"Dice": 1.0, "IoU": 1.0, "NSD": 1.0, "Sensitivity": 1.0, "HD95": 0.0, "VolumeError": 0.0}
+            perfect = {"Dice": 1.0, "IoU": 1.0, "NSD": 1.0, "Sensitivity": 1.0, "HD95": 0.0, "VolumeError": 0.0}
+            row |= {name: value for name, value in perfect.items() if name in row}
 
 
 def summarise(rows: Sequence[Scores]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 Interval = tuple[int, int]
 Result = TypeVar("Result")
+Margins = Sequence[tuple[int, int, int]]  # dimension, how many before, how many behind
 
 
 class Pending:
@@ -282,16 +283,19 @@ def window(
     owned: Mapping[int, Interval],
     needed: Mapping[int, Interval],
     kind: str = "window",
+    fill: float = 0.0,
+    margins: Margins = (),
 ) -> Tensor:
     """Returns the interval ``needed[me]`` of a dimension of which each rank holds ``owned``.
 
     The mappings go from places in ``group`` to half-open intervals; ranks that are not in them take no part.
-    Needs may be smaller than what is owned, lie elsewhere, or reach over several neighbours.
+    Needs may be smaller than what is owned, lie elsewhere, or reach over several neighbours. ``margins`` of
+    ``fill`` are laid around the result, along any dimensions, without another copy.
 
     *forward:* each rank sends what of its interval others need.
     *backward:* the gradient of every received slice goes back and is added.
     """
-    return _Window.apply(x, group, dim, dict(owned), dict(needed), kind)  # type: ignore[no-any-return]
+    return _Window.apply(x, group, dim, dict(owned), dict(needed), kind, fill, margins)  # type: ignore[no-any-return]
 
 
 class _Window(Function):
@@ -304,22 +308,19 @@ class _Window(Function):
         owned: dict[int, Interval],
         needed: dict[int, Interval],
         kind: str,
+        fill: float,
+        margins: Margins,
     ) -> Tensor:
-        low, high = owned[group.index]
-        assert x.shape[dim] == high - low, (x.shape, dim, owned)
-        ctx.how = group, dim, owned, needed, kind
+        ctx.how = group, dim, owned, needed, kind, margins
         ctx.shape = x.shape
-        return _open_window(x, group, dim, owned, needed, kind)
+        return open_window(x, group, dim, owned, needed, kind, fill, margins)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, dim, owned, needed, kind = ctx.how
-        low, high = needed[group.index]
-        assert grad.shape[dim] == high - low, (grad.shape, dim, needed)
-        result = _close_window(grad, group, dim, owned, needed, kind)
+        result = close_window(grad, *ctx.how)
         assert result.shape == ctx.shape, (result.shape, ctx.shape)
-        return result, None, None, None, None, None
+        return result, None, None, None, None, None, None, None
 
 
 def _overlap(a: Interval, b: Interval) -> Interval:
@@ -327,13 +328,28 @@ def _overlap(a: Interval, b: Interval) -> Interval:
     return low, max(low, min(a[1], b[1]))
 
 
-def _open_window(
-    x: Tensor, group: Group, dim: int, owned: dict[int, Interval], needed: dict[int, Interval], kind: str
+def open_window(
+    x: Tensor,
+    group: Group,
+    dim: int,
+    owned: Mapping[int, Interval],
+    needed: Mapping[int, Interval],
+    kind: str = "window",
+    fill: float = 0.0,
+    margins: Margins = (),
 ) -> Tensor:
+    """Returns ``window``'s result, without a gradient."""
     me, mine, want = group.index, owned[group.index], needed[group.index]
+    assert x.shape[dim] == mine[1] - mine[0], (x.shape, dim, owned)
     shape = list(x.shape)
     shape[dim] = want[1] - want[0]
-    result = x.new_empty(shape)
+    for side, before, behind in margins:
+        shape[side] += before + behind
+    whole = result = x.new_empty(shape)
+    for side, before, behind in margins:
+        result.narrow(side, 0, before).fill_(fill)
+        result.narrow(side, shape[side] - behind, behind).fill_(fill)
+        result = result.narrow(side, before, shape[side] - before - behind)
     sends, receives, places = {}, {}, {}
     for q in owned:
         low, high = _overlap(mine, needed[q])
@@ -352,13 +368,23 @@ def _open_window(
     for q, place in places.items():
         if receives[q].data_ptr() != place.data_ptr():
             place.copy_(receives[q])
-    return result
+    return whole
 
 
-def _close_window(
-    grad: Tensor, group: Group, dim: int, owned: dict[int, Interval], needed: dict[int, Interval], kind: str
+def close_window(
+    grad: Tensor,
+    group: Group,
+    dim: int,
+    owned: Mapping[int, Interval],
+    needed: Mapping[int, Interval],
+    kind: str = "window",
+    margins: Margins = (),
 ) -> Tensor:
+    """Returns the adjoint of ``open_window``: what all ranks have for this one's interval, added."""
+    for side, before, behind in margins:
+        grad = grad.narrow(side, before, grad.shape[side] - before - behind)
     me, mine, want = group.index, owned[group.index], needed[group.index]
+    assert grad.shape[dim] == want[1] - want[0], (grad.shape, dim, needed)
     shape = list(grad.shape)
     shape[dim] = mine[1] - mine[0]
     result = grad.new_zeros(shape)
@@ -455,8 +481,41 @@ def _swap_rows(
 
 def agree(flag: int, group: Group) -> int:
     """Returns the largest of all ranks' flags, the same on each; travels on the CPU, beside the device's work."""
+    return agree_all((flag,), group)[0]
+
+
+def agree_all(flags: Sequence[int], group: Group) -> tuple[int, ...]:
+    """Returns the largest of all ranks' first flags, of their second and so on, as ``agree`` does for one."""
     if group.size == 1:
-        return flag
-    number = torch.tensor([flag], dtype=torch.int64)
-    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group.handle)
-    return int(number)
+        return tuple(flags)
+    numbers = torch.tensor(flags, dtype=torch.int64)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.handle)
+    return tuple(numbers.tolist())
+
+
+def tell(text: str, source: int, group: Group) -> str:
+    """Returns the text of place ``source``, the same on each rank; travels on the CPU."""
+    if group.size == 1:
+        return text
+    letters = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    length = torch.tensor([len(letters)])
+    dist.broadcast(length, group.ranks[source], group=group.handle)
+    if group.index != source:
+        letters = letters.new_empty(int(length))
+    dist.broadcast(letters, group.ranks[source], group=group.handle)
+    return bytes(letters.tolist()).decode()
+
+
+def tell_all(text: str, group: Group) -> list[str]:
+    """Returns every rank's text, in rank order, the same on each; travels on the CPU."""
+    if group.size == 1:
+        return [text]
+    letters = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in group.ranks]
+    dist.all_gather(lengths, torch.tensor([len(text.encode())]), group=group.handle)
+    longest = max(1, *(int(n) for n in lengths))
+    page = torch.zeros(longest, dtype=torch.uint8)
+    page[: len(letters)] = letters
+    pages = [torch.empty_like(page) for _ in group.ranks]
+    dist.all_gather(pages, page, group=group.handle)
+    return [bytes(page[: int(n)].tolist()).decode() for page, n in zip(pages, lengths)]

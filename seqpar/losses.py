@@ -75,13 +75,34 @@ class DiceCE(nn.Module):
     def parts(self, logits: Tensor, label: Tensor, share: Share | None = None) -> LossParts:
         """Returns the Dice and cross-entropy terms, unweighted."""
         share = share or Share()
+        voxelwise, chance, target, counted = self._terms(logits, label)
+        return LossParts(self._dice(chance, target, share), self._mean(voxelwise, counted, share))
+
+    def sums(self, logits: Tensor, label: Tensor) -> Tensor:
+        """Returns what the loss of one sample is made of, to be added over any pieces of it: see ``of_sums``."""
+        voxelwise, chance, target, counted = self._terms(logits, label)
+        count = voxelwise.numel() if counted is None else int(counted.sum())
+        space = (0, *range(2, chance.ndim))
+        both, either = (chance * target).sum(space), (chance + target).sum(space)
+        return torch.cat([voxelwise.sum()[None], voxelwise.new_tensor([count]), both, either]).double()
+
+    def of_sums(self, sums: Tensor) -> LossParts:
+        """Returns the terms of the sample whose pieces' ``sums`` were added."""
+        ce, count, *_ = sums
+        both, either = sums[2:].chunk(2)
+        if not self.background and not self.regions:
+            both, either = both[1:], either[1:]
+        return LossParts(self._ratio(both, either), ce / count.clamp(min=1))
+
+    def _terms(self, logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Returns cross-entropy per voxel ``b W D H``, chances and targets ``b k W D H``, and which voxels count."""
         if label.shape != (logits.shape[0], *logits.shape[2:]):
             raise ValueError(f"labels {tuple(label.shape)} do not lie on the logits {tuple(logits.shape)}")
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        counted = None if self.ignore_label is None else label != self.ignore_label  # b W D H
+        counted = None if self.ignore_label is None else label != self.ignore_label
         label = label.long() if counted is None else label.long().masked_fill(~counted, 0)
         if self.regions:
-            target = self._region_masks(label, logits.dtype)  # b k W D H
+            target = self._region_masks(label, logits.dtype)
             chance = logits.sigmoid()
             voxelwise = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(1)
         else:
@@ -92,7 +113,7 @@ class DiceCE(nn.Module):
         if counted is not None:
             weight = counted.to(logits.dtype)
             voxelwise, chance, target = voxelwise * weight, chance * weight[:, None], target * weight[:, None]
-        return LossParts(self._dice(chance, target, share), self._mean(voxelwise, counted, share))
+        return voxelwise, chance, target, counted
 
     def _region_masks(self, label: Tensor, dtype: torch.dtype) -> Tensor:
         masks = [torch.isin(label, torch.tensor(region, device=label.device)) for region in self.regions]
@@ -124,5 +145,7 @@ class DiceCE(nn.Module):
             sums = sums.sum(1, keepdim=True)
             for group in share.samples:
                 sums = total(sums, group)
-        both, either = sums
+        return self._ratio(*sums)
+
+    def _ratio(self, both: Tensor, either: Tensor) -> Tensor:
         return 1 - ((2 * both + self.smooth) / (either + self.smooth).clamp(min=1e-8)).mean()

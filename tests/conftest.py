@@ -53,8 +53,8 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, seqpar: int | No
     """Returns ``work(mesh, *args)`` of each rank; the first failure ends all, a hang is killed and named."""
     with tempfile.TemporaryDirectory() as folder:
         pipes = [FORK.Pipe(duplex=False) for _ in range(world)]
-        children = [
-            FORK.Process(target=_child, args=(r, world, seqpar or world, folder, pipes[r][1], work, args), daemon=True)
+        children = [  # no daemons: those may not start workers
+            FORK.Process(target=_child, args=(r, world, seqpar or world, folder, pipes[r][1], work, args))
             for r in range(world)
         ]
         for child in children:

@@ -257,3 +257,11 @@ def check_agree(mesh: Mesh) -> int:
 
 def test_a_flag_of_one_rank_is_known_to_all(ranks: Callable[..., list]) -> None:
     assert ranks(3, check_agree) == [7, 7, 7]
+
+
+def check_tell_all(mesh: Mesh) -> list[str]:
+    return c.tell_all(["", "zwölf", "b" * 50][mesh.seq.index], mesh.seq)
+
+
+def test_texts_of_any_length_reach_all_in_rank_order(ranks: Callable[..., list]) -> None:
+    assert ranks(3, check_tell_all) == [["", "zwölf", "b" * 50]] * 3

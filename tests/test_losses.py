@@ -68,6 +68,16 @@ def test_perfect_is_zero_also_where_a_class_is_absent() -> None:
     assert float(DiceCE()(logits, label)) < 1e-6
 
 
+@pytest.mark.parametrize("options", [case for case in CASES if not case["batch_dice"]])
+def test_the_loss_of_a_volume_comes_from_sums_over_its_pieces(options: dict) -> None:
+    logits, label = (t[:1] for t in example())
+    logits = logits[:, :3] if options["regions"] else logits
+    loss = DiceCE(**options, ignore_label=9)
+    pieces = zip(logits.split([3, 1, 3], 2), label.split([3, 1, 3], 1))
+    got = loss.of_sums(torch.stack([loss.sums(*piece) for piece in pieces]).sum(0))
+    assert all(relative(a, b) < 1e-13 for a, b in zip(got, loss.parts(logits, label)))
+
+
 def check_voxels(mesh: Mesh, sizes: list[int], options: dict) -> tuple[float, float]:
     logits, label = example()
     logits = logits[:, :3] if options["regions"] else logits

@@ -1,0 +1,34 @@
+"""How many tiles a sequence group takes at once, where nobody says: the paper's 32 at patch 16, less where a
+tile holds more."""
+
+from dataclasses import replace
+
+from seqpar.launch.config import Config
+
+PAPER_BATCH, PAPER_TILE, PAPER_PATCH = 32, 96, 16
+
+
+def choose_batch(config: Config, num_groups: int) -> Config:
+    """Returns the config with its batch filled in: as many tiles as hold what 32 of the paper's tiles do."""
+    if config.batch:
+        return config
+    paper = replace(config, tile=(PAPER_TILE,) * 3, patch=PAPER_PATCH, seqpar=1)
+    budget = PAPER_BATCH * saved_per_tile(paper)
+    return replace(config, batch=max(1, min(PAPER_BATCH, int(budget / saved_per_tile(config)))))
+
+
+def saved_per_tile(config: Config) -> float:
+    """Returns the numbers that one rank holds for backward per tile, roughly: blocks, and the decoder's grids."""
+    tokens = 1.0
+    for side in config.tile:
+        tokens *= side / config.patch
+    per_token = config.embed_dim * (8 + 2 * config.mlp_ratio) * config.depth
+    if config.grad_checkpoint:
+        per_token = config.embed_dim * (config.depth + 8 + 2 * config.mlp_ratio)
+    decoder = 0.0
+    scale = 1
+    while scale < config.patch:
+        decoder += 3 * config.decoder_width * tokens * scale**3
+        scale *= 2
+    spread = 1 if config.mode == "gather" else config.seqpar
+    return tokens * per_token / config.seqpar + decoder / spread

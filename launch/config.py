@@ -1,0 +1,276 @@
+"""The settings of a run: frozen dataclass, presets as functions, the command line made from them."""
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+from seqpar.layout import SPLITS, Layout
+from seqpar.tokens import POSITIONS
+
+PRECISIONS = ("fp32", "bf16", "fp64")
+
+
+def _flag(default: Any, text: str, choices: Sequence[str] = (), topic: str = "training") -> Any:
+    return field(default=default, metadata={"help": text, "choices": tuple(choices), "topic": topic})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting of a training run; what a run does follows from it, the data and the ranks."""
+
+    data: str = _flag("", "data set: nnU-Net, MSD, BraTS or MONAI folder; none: built-in phantom brains", topic="data")
+    out: str = _flag("", "run folder; none: runs/<preset>-<time>", topic="data")
+    cache: str = _flag("", "where prepared data is kept; none: beside your other caches", topic="data")
+    fold: str = _flag("0", "0…4 as nnU-Net splits, 90:10, or all", topic="data")
+    workers: int = _flag(2, "processes per rank that prepare tiles; 0: none", topic="data")
+    augment: str = _flag("light", "augmentation", ("none", "light", "full", "paper"), topic="data")
+    phantoms: int = _flag(24, "number of phantom cases where no --data is given", topic="data")
+
+    seqpar: int = _flag(1, "ranks that share a tile", topic="layout")
+    split: str = _flag("spatial", "how a tile's tokens are shared out", SPLITS, topic="layout")
+    mode: str = _flag("gather", "how tokens reach the decoder", topic="layout")
+    tile: tuple[int, ...] = _flag((96, 96, 96), "voxels of a tile: one number or three", topic="layout")
+    patch: int = _flag(16, "voxels of a token along each side", topic="layout")
+
+    decoder: str = _flag("plain", "decoder", topic="network")
+    depth: int = _flag(12, "transformer blocks", topic="network")
+    embed_dim: int = _flag(768, "width of a token", topic="network")
+    heads: int = _flag(12, "attention heads", topic="network")
+    mlp_ratio: float = _flag(4.0, "hidden width of the MLP over --embed-dim", topic="network")
+    mlp: str = _flag("gelu", "the blocks' MLP", ("gelu", "swiglu"), topic="network")
+    qkv_bias: bool = _flag(True, "biases on queries and values", topic="network")
+    attention_norm: bool = _flag(False, "a norm over the joined heads (EVA-02, Primus)", topic="network")
+    positions: str = _flag("learned", "position encoding", POSITIONS, topic="network")
+    skips: str = _flag("monai", "unetr: which blocks it takes", ("monai", "paper"), topic="network")
+    dropout: float = _flag(0.0, "share of activations dropped", topic="network")
+    drop_path: float = _flag(0.0, "share of residual branches dropped in the last block", topic="network")
+    layer_scale: float = _flag(0.0, "start of the learned factor on each branch; 0: none", topic="network")
+    decoder_width: int = _flag(128, "channels of the decoder (unetr: of its finest level)", topic="network")
+
+    batch: int = _flag(0, "tiles per sequence group; 0: chosen by memory", topic="training")
+    accumulate: int = _flag(1, "micro-batches per step")
+    epochs: int = _flag(200, "epochs")
+    iterations: int = _flag(50, "steps per epoch")
+    lr: float = _flag(1e-4, "highest learning rate")
+    optimizer: str = _flag("adam", "optimiser", ("adam", "adamw", "sgd"))
+    weight_decay: float = _flag(0.0, "weight decay (not on norms, biases, positions)")
+    betas: tuple[float, ...] = _flag((0.9, 0.999), "Adam's two decay rates (sgd: the first is its momentum)")
+    schedule: str = _flag("cosine", "learning rate over the run", ("cosine", "poly", "constant"))
+    warmup: int = _flag(0, "epochs of linear warm-up")
+    clip: float = _flag(0.0, "largest global gradient norm; 0: any")
+    precision: str = _flag("fp32", "arithmetic", PRECISIONS)
+    batch_dice: bool = _flag(False, "Dice over the batch rather than per tile")
+    seed: int = _flag(0, "number from which all randomness follows")
+
+    val_every: int = _flag(10, "epochs between validations (one always ends the run)", topic="watching")
+    val_cases: int = _flag(0, "held-out cases per validation; 0: all", topic="watching")
+    val_overlap: float = _flag(0.5, "overlap of sliding windows in validation", topic="watching")
+
+    weights: str = _flag("", "start from these weights (ours, MONAI's or Primus')", topic="running")
+    resume: bool = _flag(False, "continue the run in --out exactly where it stopped", topic="running")
+    time_limit: str = _flag("", "save and leave before this much time has passed: minutes or H:MM:SS", topic="running")
+    checkpoint_minutes: float = _flag(15.0, "minutes between checkpoints", topic="running")
+    grad_checkpoint: bool = _flag(False, "recompute blocks in backward: less memory, more time", topic="running")
+    compile: bool = _flag(False, "compile the blocks' MLPs", topic="running")
+    device: str = _flag("auto", "device", ("auto", "cpu", "cuda"), topic="running")
+    dry_run: bool = _flag(False, "say what would run, check it, and stop", topic="running")
+
+    def check(self, decoders: Sequence[str], modes: Sequence[str]) -> None:
+        """Refuses what cannot work, before anything is allocated, with the nearest that does."""
+        for name, choices in self._choices(decoders, modes).items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"--{_dashed(name)} {getattr(self, name)}: choose one of {', '.join(choices)}")
+        for name in ("depth", "embed_dim", "heads", "accumulate", "iterations", "seqpar", "decoder_width", "patch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{_dashed(name)} {getattr(self, name)}: it must be at least 1")
+        for name in ("batch", "workers", "epochs", "warmup", "val_every", "val_cases", "clip", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{_dashed(name)} {getattr(self, name)}: it must not be negative")
+        if self.patch not in (2, 4, 8, 16):
+            near = min((2, 4, 8, 16), key=lambda side: abs(math.log2(side / self.patch)))
+            raise ValueError(f"--patch {self.patch}: the decoders double the grid; use --patch {near}")
+        if self.embed_dim % self.heads:
+            fits = min((h for h in range(1, self.embed_dim + 1) if self.embed_dim % h == 0), key=self._far_from_heads)
+            raise ValueError(f"--heads {self.heads} does not divide --embed-dim {self.embed_dim}: use --heads {fits}")
+        if not self.lr > 0:
+            raise ValueError(f"--lr {self.lr}: it must be above 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"--betas {self.betas}: two numbers in [0, 1), such as 0.9 0.999")
+        if not 0 <= self.val_overlap < 1:
+            raise ValueError(f"--val-overlap {self.val_overlap}: it must lie in [0, 1); 0.5 is usual")
+        if self.checkpoint_minutes <= 0:
+            raise ValueError(f"--checkpoint-minutes {self.checkpoint_minutes}: it must be above 0")
+        if self.fold not in ("0", "1", "2", "3", "4", "90:10", "all"):
+            raise ValueError(f"--fold {self.fold}: choose 0…4, 90:10 or all")
+        if not self.data and self.phantoms < 5:
+            raise ValueError(f"--phantoms {self.phantoms}: five folds need at least 5 cases")
+        seconds(self.time_limit)
+        Layout.of(self.tile, self.patch, self.seqpar, self.split)
+
+    def _far_from_heads(self, heads: int) -> int:
+        return abs(heads - self.heads)
+
+    def _choices(self, decoders: Sequence[str], modes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        listed = {f.name: f.metadata["choices"] for f in dataclasses.fields(self) if f.metadata["choices"]}
+        return {**listed, "decoder": tuple(decoders), "mode": tuple(modes)}
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.iterations
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Config":
+        """Returns the config of a saved run; lists become tuples, unknown names are refused."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        if values.keys() - known:
+            raise ValueError(f"config.json: unknown settings {', '.join(sorted(values.keys() - known))}")
+        return replace(cls(), **_tuples(values))
+
+
+def paper() -> Config:
+    """Returns the paper's setting: ViT-B, tile 96, Adam, soft Dice + cross-entropy, fp32."""
+    return Config(augment="paper", fold="90:10", epochs=400)
+
+
+def modern() -> Config:
+    """Returns today's recipe for plain transformers on 3D images."""
+    return replace(
+        paper(),
+        patch=8,
+        optimizer="adamw",
+        lr=3e-4,
+        betas=(0.9, 0.98),
+        weight_decay=0.05,
+        warmup=10,
+        clip=1.0,
+        precision="bf16",
+        positions="rope",
+        drop_path=0.2,
+        layer_scale=0.1,
+        augment="full",
+        decoder="unetr",
+        decoder_width=16,
+    )
+
+
+def laptop() -> Config:
+    """Returns a run of a few minutes on two CPU cores."""
+    return Config(
+        tile=(64, 64, 64),
+        patch=8,
+        depth=4,
+        embed_dim=96,
+        heads=4,
+        decoder_width=32,
+        mode="auto",
+        batch=2,
+        epochs=8,
+        iterations=50,
+        lr=2e-3,
+        warmup=1,
+        clip=1.0,
+        val_every=4,
+    )
+
+
+def debug() -> Config:
+    """Returns fifty steps in well under a minute, for trying things out."""
+    return replace(
+        laptop(),
+        tile=(32, 32, 32),
+        depth=2,
+        embed_dim=48,
+        decoder_width=8,
+        epochs=1,
+        iterations=50,
+        warmup=0,
+        phantoms=6,
+        val_every=1,
+        val_overlap=0.25,
+        workers=0,
+    )
+
+
+PRESETS: dict[str, Callable[[], Config]] = {p.__name__: p for p in (paper, laptop, debug, modern)}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (--help lists all)")
+
+
+def parse(arguments: Sequence[str], default_preset: str) -> tuple[str, Config, set[str]]:
+    """Returns the preset's name, the config, and the names that were given on the command line."""
+    parser = _Parser("train", description="Trains a sequence-parallel segmentation network.", allow_abbrev=False)
+    parser.add_argument("--preset", choices=sorted(PRESETS), help=f"where the settings start (here: {default_preset})")
+    topics: dict[str, argparse._ArgumentGroup] = {}
+    hints = get_type_hints(Config)
+    for f in dataclasses.fields(Config):
+        topic = f.metadata["topic"]
+        group = topics.setdefault(topic, parser.add_argument_group(topic) if topic not in topics else topics[topic])
+        group.add_argument(f"--{_dashed(f.name)}", default=argparse.SUPPRESS, **_argument(f, hints[f.name]))
+    given = vars(parser.parse_args(list(arguments)))
+    preset = given.pop("preset", None) or default_preset
+    values = _tuples(given)
+    if len(values.get("tile", ())) == 1:
+        values["tile"] *= 3
+    return preset, replace(PRESETS[preset](), **values), set(values)
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _argument(f: dataclasses.Field, kind: Any) -> dict[str, Any]:
+    text = f.metadata["help"].replace("%", "%%")
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction, "help": text}
+    described: dict[str, Any] = {"help": text}
+    if kind in (tuple[int, ...], tuple[float, ...]):
+        described |= {"nargs": "+", "type": int if kind == tuple[int, ...] else float}
+    else:
+        described["type"] = kind
+    if f.metadata["choices"]:
+        described["choices"] = f.metadata["choices"]
+    else:
+        described["metavar"] = {int: "N", float: "X"}.get(described["type"], "NAME")
+    return described
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def seconds(text: str) -> float:
+    """Returns a time limit in seconds: minutes, H:MM:SS or D-HH:MM:SS; infinity for none."""
+    if not text:
+        return math.inf
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text) * 60
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    if not match:
+        raise ValueError(f"--time-limit {text}: give minutes (110) or H:MM:SS (1:50:00)")
+    days, hours, minutes, rest = (int(piece or 0) for piece in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+
+
+def read_config(run: str | Path) -> dict[str, Any]:
+    """Returns a run folder's config.json."""
+    path = Path(run) / "config.json"
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, so {run} is no run folder: give what train wrote (--out)") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it or train again") from None
+
+

@@ -1,0 +1,95 @@
+"""What a run trains on: the data set, prepared once by one process, its split, and how tiles are drawn from it."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.augment import augment
+from seqpar.data.cache import PreparedDataset, read_index
+from seqpar.data.phantom_files import PhantomSettings, write_phantom
+from seqpar.data.prepare import prepared
+from seqpar.data.splits import split
+from seqpar.data.tiles import TileSource
+from seqpar.data.waiting import announced, run_token, wait_for
+from seqpar.launch.config import Config
+
+
+@dataclass(frozen=True)
+class Material:
+    """A prepared data set with the ids to train on and to hold out."""
+
+    dataset: PreparedDataset
+    train_ids: tuple[str, ...]
+    held_out_ids: tuple[str, ...]
+
+    @property
+    def num_channels(self) -> int:
+        return len(self.dataset.modalities)
+
+    @property
+    def regions(self) -> tuple[tuple[int, ...], ...]:
+        """The data set's regions, each learned by a sigmoid of its own; none: labels, by a softmax."""
+        return tuple(self.dataset.regions.values())
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.regions) or len(self.dataset.labels)
+
+    @property
+    def classes(self) -> dict[str, tuple[int, ...]]:
+        """What is scored, by name: each label but the background, and each region."""
+        labels = {name: (value,) for name, value in self.dataset.labels.items() if value}
+        return {**labels, **self.dataset.regions}
+
+    def tiles(self, config: Config) -> TileSource:
+        """Returns what draws tiles for training."""
+        change = augment(config.augment, config.tile, outside_label=self.dataset.ignore_label or 0)
+        return TileSource.of(self.dataset, self.train_ids, change)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the data set's description and preparation as they stand in the cache, for the run folder."""
+        index = read_index(self.dataset.path)
+        assert index is not None
+        told = {name: value for name, value in index["dataset"].items() if name != "splits"}
+        return {**told, "recipe": index["recipe"], "train": self.train_ids, "held_out": self.held_out_ids}
+
+
+def open_material(config: Config, is_first: bool) -> Material:
+    """Returns the config's material: the first process makes what is missing, the others wait for a file."""
+    folder = config.data or str(phantom(config, is_first))
+    dataset = prepared(
+        folder, config.cache or None, is_first=is_first, progress=_bar("preparing") if is_first else _silent
+    )
+    fold: int | str = int(config.fold) if config.fold.isdigit() else config.fold
+    train_ids, held_out_ids = split(dataset, fold)
+    return Material(dataset, tuple(train_ids), tuple(held_out_ids))
+
+
+def phantom(config: Config, is_first: bool) -> Path:
+    """Returns the folder of the built-in phantom data, made once in the cache."""
+    root = Path(os.environ.get("SEQPAR_CACHE") or Path.home() / ".cache" / "seqpar").expanduser()
+    out = root / "data" / f"phantom-{config.phantoms}"
+    settings, done = PhantomSettings(), out / "complete"
+    folder = settings.root(out)
+    if is_first:
+        if not done.exists():
+            with announced(out, run_token()):
+                write_phantom(out, config.phantoms, settings, min(4, os.cpu_count() or 1), _bar("making phantoms"))
+                done.touch()
+    else:
+        wait_for(out, run_token(), done.exists, 600.0, _silent)
+    return folder
+
+
+def _silent(done: int, total: int) -> None:
+    pass
+
+
+def _bar(text: str) -> Any:
+    def show(done: int, total: int) -> None:
+        if total and (sys.stderr.isatty() or done in (0, total)):
+            print(f"\r{text}: {done} of {total} cases", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    return show

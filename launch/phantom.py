@@ -1,0 +1,42 @@
+"""Writes a phantom data set: ``python launch/phantom.py --cases 24 --out DIR``."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from seqpar.data.phantom import DEFAULT_SIZE
+from seqpar.data.phantom_files import LAYOUTS, PhantomSettings, write_phantom
+from seqpar.launch.exits import run
+
+
+def act(arguments: Sequence[str]) -> int:
+    """Returns 0 when the asked cases are there."""
+    parser = argparse.ArgumentParser(prog="seqpar-phantom", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--out", required=True, help="folder that receives the data set")
+    parser.add_argument("--cases", type=int, default=24, help="number of patients (%(default)s)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="brats", help="folder convention (%(default)s)")
+    parser.add_argument("--size", type=int, nargs=3, metavar=("W", "D", "H"), default=DEFAULT_SIZE,
+                        help="voxels per direction of the same field of view (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other patients (%(default)s)")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1),
+                        help="processes that write (%(default)s)")
+    asked = parser.parse_args(arguments)
+    width, depth, height = asked.size
+    settings = PhantomSettings(asked.layout, (width, depth, height), asked.seed)
+    root = write_phantom(asked.out, asked.cases, settings, asked.workers, _report)
+    print(f"{asked.cases} cases in {root}")
+    return 0
+
+
+def _report(done: int, cases: int) -> None:
+    end = "\n" if done == cases or not sys.stderr.isatty() else "\r"
+    print(f"phantom: {done} of {cases} cases", end=end, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    sys.exit(run(act))
+
+
+if __name__ == "__main__":
+    main()

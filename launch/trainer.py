@@ -1,0 +1,281 @@
+"""The training loop: DDP over data x seq, one agreement a step, exact resume, an orderly end."""
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from seqpar.collectives import agree, all_reduce, tell_all
+from seqpar.data.loader import Loader, MicroBatch
+from seqpar.launch import checkpoint
+from seqpar.launch.checkpoint import Progress
+from seqpar.launch.config import Config
+from seqpar.launch.exits import NonFinite
+from seqpar.launch.journal import Journal, Status, epoch_line, peak_memory_mb
+from seqpar.launch.material import Material
+from seqpar.launch.model import SegmentationNet
+from seqpar.launch.optimisation import learning_rate, make_optimiser, set_learning_rate
+from seqpar.launch.pictures import draw_progress
+from seqpar.launch.stopping import Stopper
+from seqpar.launch.validation import Validation
+from seqpar.launch.weights import write_weights
+from seqpar.losses import DiceCE
+from seqpar.mesh import Mesh, equal_weights
+from seqpar.tokens import DropoutKey
+
+GO_ON, SAVE, LEAVE, BROKEN = range(4)
+
+
+class Trainer:
+    """Trains ``net`` on ``material`` as ``config`` says; ``run`` returns whether it finished or was preempted."""
+
+    def __init__(self, config: Config, mesh: Mesh, material: Material, net: SegmentationNet, out: Path) -> None:
+        self.config, self.mesh, self.material, self.out = config, mesh, material, out
+        self.net = net.to(mesh.device, torch.float64 if config.precision == "fp64" else torch.float32)
+        equal_weights(self.net, mesh.world)
+        if config.compile:
+            for block in self.net.encoder.blocks:
+                block.mlp.compile()  # type: ignore[union-attr]
+        self.stepped: torch.nn.Module = self.net if mesh.world.size == 1 else self._ddp()
+        self.optimiser = make_optimiser(config, self.net)
+        self.loss = DiceCE(
+            regions=material.regions, batch_dice=config.batch_dice, ignore_label=material.dataset.ignore_label
+        )
+        self.share = self.net.mode.share(mesh.data, config.batch)
+        self.progress = Progress(global_batch=global_batch(config, mesh))
+        self.validation = Validation(config, mesh, material, self.loss)
+        self.status = Status(out)
+
+    def _ddp(self) -> DistributedDataParallel:
+        return DistributedDataParallel(
+            self.net,
+            process_group=self.mesh.world.handle,
+            gradient_as_bucket_view=True,
+        )
+
+    def run(self, stopper: Stopper) -> str:
+        """Returns "finished" or "preempted"; the checkpoint, the journal and the pictures are written."""
+        self._rehearse()
+        if self.config.resume:
+            found = checkpoint.find(self.out / "checkpoints")
+            self.progress = checkpoint.load(found, self.net, self.optimiser, self.mesh.world.index)
+        self.journal = Journal(self.out, self.mesh.is_first, self.progress.step)
+        if self.config.resume:
+            self.journal.say(f"resumed at step {self.progress.step} of {self.config.steps}")
+        self._write_status("running")
+        self.last_save = time.monotonic()
+        loader = Loader(
+            self.material.tiles(self.config),
+            self.net.encoder.layout,
+            self.mesh,
+            batch=self.config.batch,
+            steps=range(self.progress.step, self.config.steps),
+            accumulate=self.config.accumulate,
+            workers=self.config.workers,
+            seed=self.config.seed,
+        )
+        with loader:
+            left = self._loop(loader, stopper)
+        if not left:
+            self._finish()
+        self.journal.close()
+        return "preempted" if left else "finished"
+
+    def _finish(self) -> None:
+        """Writes the weights for others, the verdict, and where everything lies."""
+        if self.mesh.is_first:
+            draw_progress(self.out)
+            write_weights(self.out / "model.safetensors", self.net)
+        self._write_status("finished")
+        lines = [f"finished: best mean Dice {self.progress.best:.3f} at step {self.progress.best_step}"]
+        told = ("progress.png", "validation.png", "metrics.jsonl", "model.safetensors", "config.json")
+        lines += [f"  {self.out / name}" for name in told if (self.out / name).exists()]
+        self.journal.say("\n".join(lines))
+
+    def _rehearse(self) -> None:
+        """Runs one forward and backward that nobody keeps.
+
+        DDP arranges its buckets anew after the first backward, which changes the order of sums from 3 ranks up:
+        so every start, fresh or resumed, has had its first backward before the first step that counts.
+        """
+        layout, config = self.net.encoder.layout, self.config
+        tokens = (config.batch, layout.counts[self.mesh.seq.index])
+        image = torch.zeros(*tokens, self.material.num_channels, *layout.patch, device=self.mesh.device)
+        label = torch.zeros(*tokens, *layout.patch, device=self.mesh.device, dtype=torch.long)
+        with self._arithmetic():
+            logits = self.stepped(self._cast(image), None, DropoutKey(0, 0, tuple(range(config.batch))))
+        self.loss(logits, self.net.arrange(label), self.share).backward()
+        self.optimiser.zero_grad()
+
+    def _loop(self, loader: Loader, stopper: Stopper) -> bool:
+        """Returns whether the run left before its end."""
+        config, rows = self.config, list[dict[str, Any]]()
+        began, first = time.monotonic(), self.progress.step
+        if first and first % config.iterations == 0 and self._end_epoch(stopper):  # was left in validation
+            return self._leave(stopper)
+        while self.progress.step < config.steps:
+            row, decision = self._step([next(loader) for _ in range(config.accumulate)], stopper)
+            rows.append(row)
+            step, epoch_ends = self.progress.step, self.progress.step % config.iterations == 0
+            self.journal.record("train", step - 1, **row)
+            pace = (time.monotonic() - began) / (step - first)
+            left_s = pace * (config.steps - step)
+            done = (step - 1) % config.iterations + 1
+            epoch = (step - 1) // config.iterations
+            self.journal.progress(
+                epoch_line(epoch, config.epochs, done / config.iterations, rows, left_s), epoch_ends
+            )
+            if epoch_ends:
+                rows = []
+                if self._end_epoch(stopper):
+                    decision = LEAVE
+            if step == config.steps:
+                decision = max(decision, SAVE)
+            if decision != GO_ON:
+                self._save()
+            if decision == LEAVE and not self.progress.step == self.progress.validated == config.steps:
+                return self._leave(stopper)
+        return False
+
+    def _leave(self, stopper: Stopper) -> bool:
+        stopper.ignore()
+        self._write_status("preempted", stopper.reason, code=75)
+        step, total = self.progress.step, self.config.steps
+        self.journal.say(f"left at step {step} of {total} ({stopper.reason}); go on with --resume --out {self.out}")
+        return True
+
+    def _end_epoch(self, stopper: Stopper) -> bool:
+        """Validates where it is due; returns whether that was left early, because the run has to go."""
+        step, every = self.progress.step, self.config.val_every * self.config.iterations
+        if self.mesh.is_first:
+            draw_progress(self.out)
+        due = step == self.config.steps or every > 0 and step % every == 0
+        if not due or self.progress.validated == step:
+            return False
+        found = self.validation.run(self.net, self.out, stopper)
+        if found is None:
+            return True
+        self.journal.record("val", step, epoch=(step - 1) // self.config.iterations, **found.row)
+        self.journal.say(found.text)
+        self.progress.validated = step
+        if found.score > self.progress.best:
+            self.progress.best, self.progress.best_step = found.score, step
+            self._save(is_best=True)
+        return False
+
+    def _step(self, micros: list[MicroBatch], stopper: Stopper) -> tuple[dict[str, Any], int]:
+        """Returns the step's row for the journal, and what all ranks decided to do after it."""
+        config, began = self.config, time.perf_counter()
+        step = self.progress.step
+        rate = learning_rate(config, step)
+        set_learning_rate(self.optimiser, rate)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        for number, micro in enumerate(micros):
+            last = number == len(micros) - 1
+            with nullcontext() if last else self._unsummed():
+                sums += self._backward(micro) / len(micros)
+        own_finite = bool(torch.isfinite(sums[0]))
+        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), config.clip or math.inf)
+        decision = self._decide(own_finite and bool(torch.isfinite(norm)), stopper)
+        if decision == BROKEN:
+            self._report_broken(step, float(sums[0]), micros)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self.progress.step += 1
+        mean = all_reduce(sums, self.mesh.world) / self.mesh.world.size
+        seconds = time.perf_counter() - began + sum(micro.wait_s for micro in micros)
+        tokens = self.progress.global_batch * self.net.encoder.layout.num_tokens
+        row = {
+            "epoch": step // config.iterations,
+            "loss": float(mean[0]),
+            "dice_loss": float(mean[1]),
+            "ce_loss": float(mean[2]),
+            "lr": rate,
+            "grad_norm": float(norm),
+            "tokens_per_s": tokens / seconds,
+            "data_wait_s": sum(micro.wait_s for micro in micros),
+            "peak_mem_mb": peak_memory_mb(self.mesh.device),
+        }
+        return row, decision
+
+    def _backward(self, micro: MicroBatch) -> Tensor:
+        """Returns loss, Dice and cross-entropy of a micro-batch after adding its gradients."""
+        key = DropoutKey(self.config.seed, self.progress.step, micro.samples)
+        label = self.net.arrange(micro.label)
+        with self._arithmetic():
+            logits = self.stepped(self._cast(micro.image), None, key)
+        parts = self.loss.parts(logits, label, self.share)
+        loss = parts.dice + parts.cross_entropy
+        (loss / self.config.accumulate).backward()
+        return torch.stack([loss, *parts]).detach().double()
+
+    def _cast(self, image: Tensor) -> Tensor:
+        return image.double() if self.config.precision == "fp64" else image
+
+    def _unsummed(self) -> Any:
+        """Returns a context in which gradients are added up on this rank alone."""
+        return self.stepped.no_sync() if isinstance(self.stepped, DistributedDataParallel) else nullcontext()
+
+    def _arithmetic(self) -> Any:
+        if self.config.precision == "bf16":
+            return torch.autocast(self.mesh.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _decide(self, finite: bool, stopper: Stopper) -> int:
+        """Returns what all ranks do after this step: the weightiest of what any of them wants."""
+        wish = GO_ON
+        if not finite:
+            wish = BROKEN
+        elif stopper.wish():
+            wish = LEAVE
+        elif self.mesh.is_first and time.monotonic() - self.last_save > 60 * self.config.checkpoint_minutes:
+            wish = SAVE
+        decision = agree(wish, self.mesh.world)
+        if decision == LEAVE and not stopper.reason:
+            stopper.reason = "another rank's signal"
+        return decision
+
+    def _report_broken(self, step: int, loss: float, micros: list[MicroBatch]) -> None:
+        cases = ", ".join(sorted({case for micro in micros for case in micro.cases}))
+        told = "" if math.isfinite(loss) else f"rank {self.mesh.world.index}: loss {loss} on {cases}"
+        causes = [text for text in tell_all(told, self.mesh.world) if text]
+        if not causes:
+            batches = tell_all(cases, self.mesh.world)
+            causes = [f"the gradient is not finite; the batch held {', '.join(dict.fromkeys(batches))}"]
+        raise NonFinite(
+            f"step {step}: {'; '.join(causes)}. No weight was changed. Lower --lr, set --clip 1, use --precision fp32, "
+            "or look at these cases"
+        )
+
+    def _save(self, is_best: bool = False) -> None:
+        folder = self.out / "checkpoints"
+        checkpoint.save(folder, self.net, self.optimiser, replace(self.progress), self.mesh.world, is_best)
+        self.last_save = time.monotonic()
+
+    def _write_status(self, state: str, why: str = "", code: int = 0) -> None:
+        if self.mesh.is_first:
+            self.status.write(state, self.progress.step, why, code, steps=self.config.steps)
+
+
+def global_batch(config: Config, mesh: Mesh) -> int:
+    """Returns the tiles of one step over all ranks."""
+    return mesh.data.size * config.batch * config.accumulate
+
+
+def keep_global_batch(config: Config, wanted: int, data_size: int) -> Config:
+    """Returns the config with as many micro-batches as keep a run's global batch on other ranks."""
+    per_step = config.batch * data_size
+    if wanted % per_step:
+        raise ValueError(
+            f"the run has {wanted} tiles a step; {data_size} data ranks x --batch {config.batch} cannot make that: "
+            f"resume with a number of sequence groups that divides {wanted // config.batch}, or another --batch"
+        )
+    return replace(config, accumulate=wanted // per_step)
+
+

@@ -1,0 +1,170 @@
+"""Geometry: where a volume lies in space and how its file stores it; canonical orientation and back.
+
+Legend: ``c`` channels, ``W D H`` voxels. The header is kept as the file's bytes, so nothing of it is lost.
+"""
+
+import base64
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from nibabel.nifti1 import Nifti1Header
+from nibabel.nifti2 import Nifti2Header
+from nibabel.orientations import aff2axcodes, axcodes2ornt, inv_ornt_aff
+from nibabel.spatialimages import HeaderDataError
+
+from seqpar.data.faults import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """Where a volume lies in space and how its file stores it: all that is needed to write it back."""
+
+    affine: np.ndarray  # voxel to mm, 4 × 4
+    shape: tuple[int, int, int]
+    spacing: tuple[float, float, float]
+    orientation: str  # such as "LPS": the directions in which W, D, H grow
+    dtype: str  # numpy's name with byte order, such as "<i2"
+    ndim: int  # of the file: 3 or 4
+    qform_code: int
+    sform_code: int
+    slope: float
+    inter: float
+    header: bytes
+
+    @property
+    def canonical_affine(self) -> np.ndarray:
+        """Returns the affine after `to_canonical`."""
+        turn = axcodes2ornt(tuple(self.orientation))
+        return np.asarray(self.affine @ inv_ornt_aff(turn, self.shape))
+
+    @property
+    def canonical_shape(self) -> tuple[int, int, int]:
+        """Returns the shape after `to_canonical`."""
+        a, b, c = _axes(self.orientation)[0]
+        return self.shape[a], self.shape[b], self.shape[c]
+
+    @property
+    def canonical_spacing(self) -> tuple[float, float, float]:
+        """Returns the spacing after `to_canonical`."""
+        a, b, c = _axes(self.orientation)[0]
+        return self.spacing[a], self.spacing[b], self.spacing[c]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what `from_json` reads (the header), and beside it what people read."""
+        seen = {"shape": self.shape, "spacing": self.spacing, "orientation": self.orientation}
+        return {**seen, "dtype": self.dtype, "header": base64.b64encode(self.header).decode()}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Geometry":
+        """Returns the geometry that `to_json` described."""
+        return geometry_of(base64.b64decode(value["header"]), "header")
+
+
+def make_geometry(shape: tuple[int, int, int], affine: np.ndarray, dtype: Any = "<f4") -> Geometry:
+    """Returns the geometry of a volume that comes from no file."""
+    header = Nifti1Header()
+    header.set_data_dtype(dtype)
+    header.set_data_shape(shape)
+    header.set_qform(affine, 1, strip_shears=True)
+    header.set_sform(affine, 1)
+    header.set_xyzt_units("mm")
+    return geometry_of(header.binaryblock, "header")
+
+
+def geometry_of(head: bytes, path: str | Path) -> Geometry:
+    """Returns the geometry that a NIfTI header's bytes hold; every value in it has been checked."""
+    header = parse_header(head, path)
+    ndim, shape = int(header["dim"][0]), tuple(int(n) for n in header["dim"][1 : 1 + int(header["dim"][0])])
+    if ndim not in (3, 4):
+        raise DataError(
+            path, f"holds a {ndim}-D array; a 3-D volume is needed, or 4-D with the modalities last"
+        )
+    if min(shape) < 1:
+        raise DataError(path, f"its header says the shape {shape}; every size must be positive")
+    pixdim = header["pixdim"][1:4].astype(float)
+    if not (np.isfinite(pixdim).all() and (pixdim > 0).all()):
+        raise DataError(
+            path, f"its spacing is {pixdim.tolist()} mm; it must be positive: repair the header's pixdim"
+        )
+    dtype = header.get_data_dtype()
+    if dtype.kind not in "iuf" or dtype.itemsize > 8:
+        raise DataError(
+            path, f"holds numbers of type {dtype}; integers or real numbers of 8 to 64 bits are needed"
+        )
+    try:
+        affine = np.asarray(header.get_best_affine(), float)
+        slope, inter = header.get_slope_inter()
+    except (HeaderDataError, ValueError) as error:
+        raise DataError(path, f"its header cannot be used: {error}; write the file again") from error
+    if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
+        raise DataError(
+            path, f"its affine {affine[:3].tolist()} gives voxels no volume; repair qform and sform"
+        )
+    spacing = np.sqrt((affine[:3, :3] ** 2).sum(0))
+    return Geometry(
+        affine=affine,
+        shape=(shape[0], shape[1], shape[2]),
+        spacing=(float(spacing[0]), float(spacing[1]), float(spacing[2])),
+        orientation="".join(aff2axcodes(affine)),
+        dtype=dtype.str,
+        ndim=ndim,
+        qform_code=int(header["qform_code"]),
+        sform_code=int(header["sform_code"]),
+        slope=1.0 if slope is None else float(slope),
+        inter=0.0 if inter is None else float(inter),
+        header=header.binaryblock,
+    )
+
+
+def parse_header(head: bytes, path: str | Path) -> Any:
+    """Returns the header as it is stored: nibabel's own repairs would hide a bad spacing."""
+    for kind in (Nifti1Header, Nifti2Header):
+        for endian, name in (("<", "little"), (">", "big")):
+            if len(head) >= kind.sizeof_hdr and int.from_bytes(head[:4], name) == kind.sizeof_hdr:  # type: ignore[arg-type]
+                header = kind(head[: kind.sizeof_hdr], endianness=endian, check=False)
+                if bytes(header["magic"].item())[:3] not in (b"n+1", b"n+2"):
+                    raise DataError(
+                        path, "is no single-file NIfTI (an Analyze file or a pair's header?); convert it"
+                    )
+                if header["pixdim"][0] == 0:
+                    header["pixdim"][0] = 1  # as the standard reads it
+                return header
+    raise DataError(
+        path, "is no NIfTI file (its first bytes are no header of one); write it as .nii or .nii.gz"
+    )
+
+
+def to_canonical(array: np.ndarray, orientation: str) -> np.ndarray:
+    """Returns a view whose last three dims grow to the right, to the front, upwards (RAS)."""
+    axes, flips = _axes(orientation)
+    lead = array.ndim - 3
+    return np.flip(array.transpose(*range(lead), *(lead + a for a in axes)), tuple(lead + k for k in flips))
+
+
+def from_canonical(array: np.ndarray, orientation: str) -> np.ndarray:
+    """Returns a view whose last three dims lie as `orientation` says: the inverse of `to_canonical`."""
+    axes, flips = _axes(orientation)
+    lead = array.ndim - 3
+    back = (lead + int(a) for a in np.argsort(axes))
+    return np.flip(array, tuple(lead + k for k in flips)).transpose(*range(lead), *back)
+
+
+def differs(first: Geometry, second: Geometry) -> str | None:
+    """Returns how two volumes lie differently in space once both are canonical, None where they agree."""
+    if first.canonical_shape != second.canonical_shape:
+        return f"its shape is {second.canonical_shape}, the other's {first.canonical_shape} (both as RAS)"
+    ends = np.array(np.meshgrid(*([0, n - 1] for n in first.canonical_shape))).reshape(3, -1)
+    apart = (first.canonical_affine - second.canonical_affine) @ np.vstack([ends, np.ones(ends.shape[1])])
+    worst = float(np.sqrt((apart[:3] ** 2).sum(0)).max())
+    if worst > 0.1 * min(first.spacing):  # a tenth of a voxel: rounding in headers stays far below
+        return f"its affine puts a corner {worst:.3g} mm away from the other's"
+    return None
+
+
+def _axes(orientation: str) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+    """Returns the file's dim for each canonical dim, and the canonical dims that are flipped."""
+    turn = axcodes2ornt(tuple(orientation))  # a row per dim of the file: canonical dim, direction
+    a, b, c = (int(n) for n in np.argsort(turn[:, 0]))
+    return (a, b, c), tuple(sorted(int(dim) for dim, sign in turn if sign < 0))

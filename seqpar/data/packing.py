@@ -1,0 +1,58 @@
+"""A tile as rows of bytes, one a token, owner after owner: what one message can carry, cut and typed again.
+
+Legend: b tiles, c channels, n tokens, p voxels of a patch along one direction; ``n/s`` the tokens of one rank.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.data.tiles import Tile
+from seqpar.layout import Layout, to_patches
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How image and label of a token lie in a row of ``row_bytes`` bytes: the image's float32 first."""
+
+    layout: Layout
+    channels: int
+    label_dtype: np.dtype[Any]
+
+    @property
+    def image_bytes(self) -> int:
+        return 4 * self.channels * math.prod(self.layout.patch)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.image_bytes + self.label_dtype.itemsize * math.prod(self.layout.patch)
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.layout.num_tokens * self.row_bytes
+
+    def pack(self, tile: Tile, rows: Tensor) -> None:
+        """Writes a tile into ``rows`` (n, row_bytes): the first rank's tokens, then the second's, and so on."""
+        assert tile.image.shape == (self.channels, *self.layout.tile), (tile.image.shape, self.layout.tile)
+        order = torch.cat(self.layout.all_ids)
+        image = to_patches(torch.from_numpy(tile.image), self.layout.patch)  # c n p p p
+        image = image.index_select(1, order).transpose(0, 1).flatten(1)
+        label = to_patches(torch.from_numpy(tile.label), self.layout.patch)  # n p p p
+        label = label.index_select(0, order).flatten(1)
+        rows[:, : self.image_bytes] = image.contiguous().view(torch.uint8)
+        rows[:, self.image_bytes :] = label.view(torch.uint8)
+
+    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns image ``b n/s c p p p`` and label ``b n/s p p p`` of rows ``b n/s bytes``, on their device."""
+        lead, patch = rows.shape[:2], self.layout.patch
+        image = rows[..., : self.image_bytes].contiguous().view(torch.float32)
+        label = rows[..., self.image_bytes :].contiguous().view(_torch_type(self.label_dtype))
+        return image.view(*lead, self.channels, *patch), label.view(*lead, *patch)
+
+
+def _torch_type(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype

@@ -1,0 +1,63 @@
+"""Augmentation recipes: how often each step acts on a tile, and how strongly."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chance:
+    """How often a step acts, and between which strengths."""
+
+    probability: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The steps of an augmentation, in the order in which they act."""
+
+    rotation: Chance = Chance()  # degrees, about each axis
+    scaling: Chance = Chance()  # below 1 enlarges; half of the draws are below
+    elastic: Chance = Chance()  # alpha of batchgenerators
+    elastic_sigma: tuple[float, float] = (9.0, 13.0)
+    noise: Chance = Chance()  # standard deviation (batchgenerators calls it variance)
+    blur: Chance = Chance()  # sigma in voxels; a channel is spared half of the times
+    brightness: Chance = Chance()
+    contrast: Chance = Chance()
+    low_resolution: Chance = Chance()  # zoom; a channel is spared half of the times
+    gamma_inverted: Chance = Chance()
+    gamma: Chance = Chance()
+    mirror: Chance = Chance()  # of each direction
+
+
+def none() -> Recipe:
+    """Returns the recipe that changes nothing."""
+    return Recipe()
+
+
+def light() -> Recipe:
+    """Returns a cheap recipe for short runs."""
+    return Recipe(
+        rotation=Chance(0.1, -15, 15), scaling=Chance(0.1, 0.85, 1.25), noise=Chance(0.1, 0, 0.05),
+        brightness=Chance(0.15, 0.9, 1.1), mirror=Chance(0.5),
+    )
+
+
+def full() -> Recipe:
+    """Returns nnU-Net's default list with its probabilities and ranges."""
+    return Recipe(
+        rotation=Chance(0.2, -30, 30), scaling=Chance(0.2, 0.7, 1.4), noise=Chance(0.1, 0, 0.1),
+        blur=Chance(0.2, 0.5, 1.0), brightness=Chance(0.15, 0.75, 1.25), contrast=Chance(0.15, 0.75, 1.25),
+        low_resolution=Chance(0.25, 0.5, 1.0), gamma_inverted=Chance(0.1, 0.7, 1.5),
+        gamma=Chance(0.3, 0.7, 1.5), mirror=Chance(0.5),
+    )
+
+
+def paper() -> Recipe:
+    """Returns rotation, elastic deformation and scaling, with batchgenerators' strengths for brains."""
+    return Recipe(
+        rotation=Chance(0.2, -30, 30), scaling=Chance(0.2, 0.7, 1.4), elastic=Chance(0.2, 0, 900))
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {"none": none, "light": light, "full": full, "paper": paper}

@@ -1,0 +1,195 @@
+"""Volumes: NIfTI files in and out as arrays ``(c, W, D, H)`` with the geometry that they came with.
+
+Legend: ``c`` channels, ``W D H`` voxels, in the file's own order of dims until `to_canonical` turns them to
+RAS. What is read can be written back voxel for voxel with the same affine, qform, sform and number type.
+"""
+
+import gzip
+import hashlib
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from nibabel.nifti2 import Nifti2Header
+
+from seqpar.data.faults import DataError
+from seqpar.data.geometry import (
+    Geometry,
+    from_canonical,
+    geometry_of,
+    make_geometry,
+    parse_header,
+    to_canonical,
+)
+
+__all__ = [
+    "Geometry",
+    "Volume",
+    "digest_file",
+    "from_canonical",
+    "make_geometry",
+    "read_geometry",
+    "read_volume",
+    "replace_file",
+    "to_canonical",
+    "write_volume",
+]
+
+SUFFIXES = (".nii.gz", ".nii")
+_MAX_DEFLATE = 1100  # no gzip stream holds more than about 1032 bytes a byte
+
+
+class Volume(NamedTuple):
+    """A file's voxels ``(c, W, D, H)`` in the file's own number type (float64 where it is scaled)."""
+
+    array: np.ndarray
+    geometry: Geometry
+    digest: str  # of the file's unpacked bytes
+
+
+def read_geometry(path: str | Path) -> tuple[Geometry, int]:
+    """Returns a file's geometry and number of channels from its header alone."""
+    with _opened(path) as file:
+        head = file.read(Nifti2Header.sizeof_hdr)
+    geometry = geometry_of(head, path)
+    return geometry, int(parse_header(head, path)["dim"][4]) if geometry.ndim == 4 else 1
+
+
+def read_volume(path: str | Path) -> Volume:
+    """Returns a file's voxels ``(c, W, D, H)`` and geometry; a file that cannot be used is a DataError."""
+    size = os.path.getsize(path) if os.path.isfile(path) else 0
+    with _opened(path) as file:
+        head = file.read(Nifti2Header.sizeof_hdr)
+        geometry, header = geometry_of(head, path), parse_header(head, path)
+        shape = geometry.shape + ((int(header["dim"][4]),) if geometry.ndim == 4 else ())
+        start = int(np.nan_to_num(header["vox_offset"])) or header.single_vox_offset
+        length = int(np.prod(shape, dtype=object)) * np.dtype(geometry.dtype).itemsize
+        room = size * (_MAX_DEFLATE if str(path).endswith(".gz") else 1)
+        if not header.sizeof_hdr <= start <= start + length <= room:
+            raise DataError(
+                path,
+                f"is {size} bytes long, but its header promises {shape} of {geometry.dtype}: "
+                "it is truncated or damaged; copy it again",
+            )
+        raw = head + file.read()  # to the end: only so gzip compares its checksum
+    if len(raw) < start + length:
+        raise DataError(
+            path, f"ends after {len(raw)} of {start + length} bytes: it is truncated; copy it again"
+        )
+    stored = np.frombuffer(
+        raw, geometry.dtype, count=length // np.dtype(geometry.dtype).itemsize, offset=start
+    )
+    array = stored.reshape(shape, order="F").astype(stored.dtype.newbyteorder("="))
+    if (geometry.slope, geometry.inter) != (1.0, 0.0):
+        array = array * np.float64(geometry.slope) + geometry.inter
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        bad = int((~np.isfinite(array)).sum())
+        raise DataError(path, f"{bad} of its {array.size} voxels are NaN or infinite; set them to a number")
+    array = np.moveaxis(array, 3, 0) if geometry.ndim == 4 else array[None]
+    return Volume(array, geometry, hashlib.blake2b(raw, digest_size=16).hexdigest())
+
+
+def digest_file(path: str | Path) -> str:
+    """Returns the digest of a file's unpacked bytes, as `read_volume` does."""
+    digest = hashlib.blake2b(digest_size=16)
+    with _opened(path) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_volume(path: str | Path, array: np.ndarray, geometry: Geometry, dtype: Any = None) -> None:
+    """Writes ``(c, W, D, H)`` or ``(W, D, H)`` in the geometry of its source, whole or not at all.
+
+    Without `dtype` the numbers are stored as the source stored them, its scale factor included.
+    """
+    path = Path(path)
+    if not path.name.endswith(SUFFIXES):
+        raise ValueError(f"{path}: volumes are written as {' or '.join(SUFFIXES)}; change the name")
+    if array.shape[-3:] != geometry.shape:
+        raise ValueError(
+            f"{path}: the array is {array.shape[-3:]}, its geometry {geometry.shape}; undo every step first"
+        )
+    if array.ndim == 4:  # W D H c in the file
+        array = array[0] if len(array) == 1 and geometry.ndim == 3 else np.moveaxis(array, 0, 3)
+    header = parse_header(geometry.header, path).copy()
+    slope, inter = (geometry.slope, geometry.inter) if dtype is None else (1.0, 0.0)
+    if dtype is not None:
+        header.set_data_dtype(dtype)
+        header["cal_min"] = header["cal_max"] = (
+            0  # the source's display window says nothing about other numbers
+        )
+    pixdim = header["pixdim"].copy()
+    header.set_data_shape(array.shape)  # also resets the spacing of dims that the file does not have
+    header["pixdim"] = pixdim
+    header["scl_slope"], header["scl_inter"] = slope, inter
+    header["vox_offset"], header["magic"] = header.single_vox_offset, header.single_magic
+    stored = _stored(array, header.get_data_dtype(), slope, inter, path)
+    body = (
+        header.binaryblock + bytes(header.single_vox_offset - header.sizeof_hdr) + stored.tobytes(order="F")
+    )
+    if path.name.endswith(".gz"):
+        body = gzip.compress(body, compresslevel=1, mtime=0)
+    replace_file(path, body)
+
+
+def replace_file(path: Path, body: bytes) -> None:
+    """Writes a file under another name, and gives it its own when it is safe on disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with open(temporary, "wb") as file:
+                file.write(body)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            path, f"cannot be written ({error.strerror}); free space or choose another folder"
+        ) from error
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[IO[bytes]]:
+    """Returns the file, unpacked where its name ends in .gz; what goes wrong inside is a DataError."""
+    try:
+        if not str(path).endswith(SUFFIXES):
+            raise DataError(path, f"is no {' or '.join(SUFFIXES)}; convert it to NIfTI")
+        if os.path.isfile(path) and os.path.getsize(path) == 0:
+            raise DataError(path, "is empty (0 bytes); copy it again")
+        opening: Any = gzip.open if str(path).endswith(".gz") else open
+        with opening(path, "rb") as file:
+            yield file
+    except gzip.BadGzipFile as error:
+        raise DataError(
+            path,
+            f"is not packed with gzip, or damaged ({error}); "
+            "if it is a plain NIfTI file, name it .nii, else copy it again",
+        ) from error
+    except (EOFError, zlib.error) as error:
+        raise DataError(path, f"is truncated or damaged ({error}); copy it again") from error
+    except OSError as error:
+        raise DataError(
+            path, f"cannot be read ({error.strerror or error}); check the path and its rights"
+        ) from error
+
+
+def _stored(array: np.ndarray, dtype: np.dtype, slope: float, inter: float, path: Path) -> np.ndarray:
+    """Returns the numbers that the file stores for these values: the inverse of `read_volume`'s scaling."""
+    if (slope, inter) != (1.0, 0.0):
+        array = (array.astype(np.float64) - inter) / slope
+    if dtype.kind in "iu":
+        if array.dtype.kind == "f":
+            array = np.rint(array)
+        limits = np.iinfo(dtype)
+        if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
+            raise ValueError(
+                f"{path}: values {array.min()} to {array.max()} do not fit {dtype}; give another dtype"
+            )
+    return array.astype(dtype)

@@ -1,0 +1,113 @@
+"""One process prepares and the others wait: they poll a file, because a collective would time out."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.faults import DataError
+from seqpar.data.store import writable, write_json
+
+_POLL, _GRACE, _BEAT = 0.2, 3.0, 2.0  # seconds
+_SHARED = (  # what all processes of one run have in common, and other runs do not
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
+def run_token() -> str:
+    """Returns a name of this run that all of its processes know without talking to each other."""
+    return "/".join(os.environ.get(name, "") for name in _SHARED)
+
+
+class Announcement:
+    """What the preparing process says to those who wait: how far it is, and that it is alive."""
+
+    def __init__(self, path: Path, token: str) -> None:
+        self.path, self.token, self.last, self.count = path, token, 0.0, 0
+
+    def tell(self, done: int, total: int) -> None:
+        """Says how many cases are done; called often, it writes every few seconds."""
+        if done == total or time.monotonic() - self.last > _BEAT:
+            self.write(state="preparing", done=done, total=total)
+
+    def write(self, **content: Any) -> None:
+        """Replaces what the file says."""
+        self.last, self.count = time.monotonic(), self.count + 1
+        with writable(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_json(self.path / "state.json", {"token": self.token, "beat": self.count, **content})
+
+
+@contextmanager
+def announced(path: Path, token: str) -> Iterator[Announcement]:
+    """Returns the announcement; what goes wrong inside is handed on to those who wait, then raised."""
+    announcement = Announcement(path, token)
+    announcement.write(state="preparing", done=0, total=0)
+    try:
+        yield announcement
+    except BaseException as error:
+        fault = error if isinstance(error, DataError) else DataError(path, f"preparing it failed: {error!r}")
+        with suppress(DataError):
+            announcement.write(state="failed", path=fault.path, problem=fault.problem)
+        raise
+    with writable(path):
+        (path / "state.json").unlink(missing_ok=True)
+
+
+def wait_for(
+    path: Path,
+    token: str,
+    is_ready: Callable[[], bool],
+    deadline: float,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Returns when the cache is ready; raises what preparation raised, or `deadline` s of silence."""
+    changed = time.monotonic()
+    state: dict[str, Any] | None = None
+    index: tuple[int, int] | None = None
+    asked = False
+    while True:
+        if not asked or _stamp(path / "cache.json") != index:
+            asked, index = True, _stamp(path / "cache.json")
+            if is_ready():
+                return
+        now = time.monotonic()
+        seen = _read(path / "state.json")
+        if seen is not None and seen != state:
+            state, changed = seen, now
+            progress(seen.get("done", 0), seen.get("total", 0))
+        if state and state["token"] == token and state["state"] == "failed" and now - changed > _GRACE:
+            raise DataError(state["path"], state["problem"])  # an earlier run's would be replaced by now
+        if not os.access(_existing(path), os.W_OK):
+            raise DataError(path, "holds no finished cache and cannot be written; choose another --out")
+        if now - changed > deadline:
+            raise DataError(
+                path,
+                f"the process that prepares it has been silent for {deadline:.0f} s; look what it printed, "
+                "and run prepare by itself",
+            )
+        time.sleep(_POLL)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
+    except (OSError, ValueError):
+        return None
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() or path.parent == path else _existing(path.parent)

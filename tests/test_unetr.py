@@ -1,0 +1,92 @@
+"""UNETR's decoder: which blocks it takes, MONAI's function for every patch, the same on any number of ranks."""
+
+import nets
+import pytest
+import references
+import torch
+from torch import Tensor, nn
+
+from seqpar.decoders.unetr import UnetrDecoder, taps
+from seqpar.launch.weights_monai import load_monai
+
+MODES = ["gather"]
+
+
+def small() -> tuple[nn.Module, tuple[int, ...]]:
+    patch = (nets.PATCH,) * 3
+    return UnetrDecoder(nets.CHANNELS, nets.EMBED, nets.CLASSES, patch, 2), taps(nets.DEPTH, patch)
+
+
+@pytest.mark.parametrize(
+    "depth, patch, monai, paper",
+    [
+        (12, 16, (3, 6, 9), (2, 5, 8)),
+        (24, 16, (6, 12, 18), (5, 11, 17)),
+        (12, 8, (4, 8), (3, 7)),
+        (12, 4, (6,), (5,)),
+        (12, 2, (), ()),
+        (6, 16, (2, 3, 5), (1, 2, 4)),
+        (2, 16, (1, 1, 1), (0, 0, 1)),
+        (1, 8, (0, 0), (0, 0)),
+    ],
+)
+def test_skips_leave_the_encoder_at_equal_steps(depth: int, patch: int, monai: tuple, paper: tuple) -> None:
+    assert taps(depth, (patch,) * 3) == monai
+    assert taps(depth, (patch,) * 3, "paper") == paper
+
+
+def test_other_skips_and_patches_are_refused() -> None:
+    with pytest.raises(ValueError, match="monai or paper"):
+        taps(12, (16,) * 3, "late")
+    for patch in [(6, 6, 6), (4, 4, 2), (1, 1, 1)]:
+        with pytest.raises(ValueError, match="--patch 2, 4, 8 or 16"):
+            UnetrDecoder(1, 24, 2, patch)
+
+
+@pytest.mark.parametrize("patch, depth", [(2, 1), (4, 3), (8, 3), (8, 5), (16, 4)])
+def test_each_patch_has_its_levels(patch: int, depth: int) -> None:
+    grid = (2, 1, 3) if patch > 4 else (3, 4, 2)
+    state = references.draw(references.unetr_shapes(2, 3, patch, grid, 3, 24, 40, depth))
+    tile = tuple(side * patch for side in grid)
+    x = torch.randn(2, 2, *tile, dtype=torch.float64)
+    net = load_monai(state, tile, 4).eval()
+    with torch.no_grad():
+        assert (net(x) - references.unetr(state, x, 4, taps(depth, (patch,) * 3))).abs().max() < 1e-12
+        if patch > 2:
+            other = tuple((at + 1) % depth for at in taps(depth, (patch,) * 3))
+            assert (net(x) - references.unetr(state, x, 4, other)).abs().max() > 1e-4
+
+
+def test_a_skip_reaches_as_far_as_its_level_says() -> None:
+    """Deep tokens move logits through the coarsest grid, the image through the finest: both must be there."""
+    decoder = UnetrDecoder(1, 24, 2, (8, 8, 8), 2).double()
+    features = [torch.randn(1, 24, 2, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    image: Tensor = torch.randn(1, 1, 16, 16, 16, dtype=torch.float64, requires_grad=True)
+    logits, _ = decoder(features, image)
+    for grad in torch.autograd.grad(logits[0, 0, 0, 0, 0], [*features, image]):
+        assert grad.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    "world, patch, grid",
+    [(2, 4, (4, 3, 4)), (3, 4, (4, 3, 4)), (4, 4, (3, 3, 1)), (8, 4, (4, 3, 4)), (3, 16, (4, 1, 2))],
+)
+def test_boxes_decode_as_the_whole(ranks, world: int, patch: int, grid: tuple) -> None:
+    make = lambda: UnetrDecoder(nets.CHANNELS, nets.EMBED, nets.CLASSES, (patch,) * 3, 2)  # noqa: E731
+    for gaps, extents, traffic in ranks(world, nets.decode_boxes, make, grid, patch):
+        assert max(gaps.values()) < 1e-12, gaps
+        assert extents == tuple(side * patch for side in grid)
+        assert sum(traffic.values()) > 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("split", ["spatial", "ordered"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_and_split_equals_one_process(ranks, mode: str, split: str, world: int) -> None:
+    gaps = nets.differences(ranks, world, small, mode, split)
+    assert max(gaps.values()) < 1e-12, gaps
+
+
+def test_nogather_is_another_function(ranks) -> None:
+    gaps = nets.differences(ranks, 2, small, "nogather", "spatial")
+    assert gaps["logits"] > 1e-3 and gaps["gradients"] > 1e-3
