@@ -120,6 +120,7 @@ class _Exchange(Function):
                 dq, dk, dv = kernel.backward(*(heads_first(t) for t in tensors), states[at])
                 target = spread.room(dx, at)
                 target[:, :, 0] = tokens_first(dq)
+                del dq, tensors, grad_out, pair
                 yield dk, dv, target
 
         summed = one_behind(differentiated(), lambda made: spread.start_reduce(*made, buffers))
