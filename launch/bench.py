@@ -17,7 +17,9 @@ from seqpar.launch.exits import run
 
 # subject → modules that have `rows()`; imported only when asked for
 SUBJECTS = {
+    "attention": ("bench_attention",),
     "data": ("bench_data", "bench_loader"),
+    "predict": ("bench_predict",),
     "step": ("bench_step",),
 }
 RESULTS = Path(__file__).parent / "results"
