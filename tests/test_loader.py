@@ -6,7 +6,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,18 +264,32 @@ if __name__ == "__main__":
 """
 
 
-def start_trainer(end: str, folder: Path, method: str = "fork") -> tuple[subprocess.Popen[str], list[int]]:
-    script = folder / "trainer_script.py"
-    script.write_text(SCRIPT.format(tests=str(ROOT / "tests"), end=end, method=method))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    trainer = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        start_new_session=True,
-    )  # fmt: skip
-    assert trainer.stdout is not None and trainer.stderr is not None
-    pids = [int(pid) for pid in trainer.stdout.readline().split()]
-    assert len(pids) == 3, trainer.stderr.read()
-    return trainer, pids
+Trainer = tuple[subprocess.Popen[str], list[int]]  # and its workers' process ids
+
+
+@pytest.fixture
+def start_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """A function that starts the script; all that is left of it when the test ends is killed."""
+    started = list[subprocess.Popen[str]]()
+
+    def begin(end: str, method: str = "fork") -> Trainer:
+        script = tmp_path / "trainer_script.py"
+        script.write_text(SCRIPT.format(tests=str(ROOT / "tests"), end=end, method=method))
+        trainer = subprocess.Popen(
+            [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+        )  # fmt: skip
+        started.append(trainer)
+        assert trainer.stdout is not None and trainer.stderr is not None
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        assert len(pids) == 3, trainer.stderr.read()
+        return trainer, pids
+
+    yield begin
+    for trainer in started:
+        with suppress(ProcessLookupError):
+            os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.communicate()
 
 
 def parent_of(pid: int) -> int:
@@ -289,18 +304,20 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("end, code", [("exit", 7), ("raise", 1)])
-def test_a_program_that_ends_without_close_does_not_hang(end: str, code: int, tmp_path: Path) -> None:
-    trainer, pids = start_trainer(end, tmp_path)
-    assert trainer.wait(30) == code
+def test_a_program_that_ends_without_close_does_not_hang(
+    end: str, code: int, start_trainer: Callable[..., Trainer]
+) -> None:
+    trainer, pids = start_trainer(end)
+    assert trainer.wait(60) == code
     wait_until(lambda: not any(map(runs, pids)), 5)
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_killed_trainer_leaves_no_process(method: str, tmp_path: Path) -> None:
-    trainer, pids = start_trainer("wait", tmp_path, method)
+def test_a_killed_trainer_leaves_no_process(method: str, start_trainer: Callable[..., Trainer]) -> None:
+    trainer, pids = start_trainer("wait", method)
     assert all(map(runs, pids)) and (parent_of(pids[0]) == trainer.pid) == (method == "fork")
     trainer.kill()
-    assert trainer.wait(30) == -signal.SIGKILL
+    assert trainer.wait(60) == -signal.SIGKILL
     wait_until(lambda: not any(map(runs, pids)), 5)
     wait_until(lambda: not session(trainer.pid), 5)
 
@@ -311,10 +328,10 @@ def session(leader: int) -> list[str]:
     return [line for line in found.splitlines() if " Z" not in line]
 
 
-def test_ctrl_c_ends_all(tmp_path: Path) -> None:
-    trainer, pids = start_trainer("wait", tmp_path)
+def test_ctrl_c_ends_all(start_trainer: Callable[..., Trainer]) -> None:
+    trainer, pids = start_trainer("wait")
     os.killpg(trainer.pid, signal.SIGINT)  # a terminal sends it to all
-    assert trainer.wait(30) == -signal.SIGINT
+    assert trainer.wait(60) == -signal.SIGINT
     wait_until(lambda: not any(map(runs, pids)), 5)
 
 
