@@ -41,6 +41,10 @@ def _inputs(shape: Sequence[int]) -> tuple[list[Tensor], Tensor]:
 
 def _deepspeed(heads: int, head_dim: int, mesh: Mesh, sizes: Sequence[int]) -> Act:
     layer = importlib.import_module("deepspeed.sequence.layer")
+    inside: Any = importlib.import_module("deepspeed.comm.torch")
+    inside.build_shm_op = lambda: None  # compiles a sum through shared memory, which exchanging heads does not use
+    comm = importlib.import_module("deepspeed.comm")
+    comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)  # takes over the group that is there
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # b n a f
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))

@@ -13,6 +13,7 @@ from torch import Tensor
 from seqpar.attention import Attention
 from seqpar.choice import Layer, check_strategy, sent
 from seqpar.collectives import all_reduce
+from seqpar.encoder import SeqParViT
 from seqpar.layout import Layout
 from seqpar.mesh import Group, Mesh
 from seqpar.tokens import Rotation
@@ -224,3 +225,49 @@ def test_nothing_whole_is_held_unless_kept(world: int) -> None:
             assert held <= local[case.name] * u + log_sums, (case, held / u)
         else:
             assert held > (local[case.name] + 0.9) * u + log_sums, case  # the control: keeping is not free
+
+
+def encoder_gaps(mesh: Mesh) -> list[tuple[str, float]]:
+    """Returns how far each strategy's encoder is from one process: output, input and parameter gradients."""
+    found = []
+    tile = (7, 4, 4)
+    toss = torch.Generator().manual_seed(2)
+    image, weight = (torch.randn(shape, generator=toss, dtype=torch.float64) for shape in ((2, 1, *tile), (2, 112, 24)))
+    for name, more in [(n, {}) for n in ["auto", *names(mesh.seq.size)]] + [
+        ("gather-x", {"recompute": True}),
+        ("hybrid:2", {"recompute": True, "heads_per_chunk": 1}),
+        ("gather-kv", {"keep_kv": True, "heads_per_chunk": 2}),
+    ]:
+        gaps: list[Tensor] = []
+        for group in (None, mesh.seq):
+            torch.manual_seed(0)
+            sizes = dict(embed_dim=24, depth=2, num_heads=3, positions="learned+rope", split="ordered")
+            named = {"attention": name, **more} if group else {}
+            net = SeqParViT(1, tile, 1, group=group, **sizes, **named).double()  # type: ignore[arg-type]
+            layout, rank = net.layout, mesh.seq.index if group else 0
+            part = layout.cut(image, rank).requires_grad_()
+            out = net(part)
+            (out * weight[:, layout.token_ids(rank)]).sum().backward()
+            assert part.grad is not None
+            if group is None:
+                other = Layout(tile, (1, 1, 1), mesh.seq.size, "ordered").token_ids(mesh.seq.index)
+                want = [out[:, other], part.grad[:, other], *(p.grad for p in net.parameters())]
+            else:
+                assert net.attention_choice[0].startswith(str(net.attention))
+                gaps = [out, part.grad, *(all_reduce(p.grad, mesh.seq) for p in net.parameters() if p.grad is not None)]
+        assert len(gaps) == len(want)
+        found.append((name, max(relative(a, b) for a, b in zip(gaps, want))))
+    return found
+
+
+def test_the_encoder_is_one_process_by_every_strategy() -> None:
+    for found in run_ranks(4, encoder_gaps, timeout=240):
+        for name, gap in found:
+            assert gap < 1e-12, name
+
+
+def test_the_encoder_refuses_what_it_cannot_attend_by() -> None:
+    with pytest.raises(ValueError, match="--attention ring: choose auto"):
+        SeqParViT(1, 8, 4, embed_dim=24, depth=1, num_heads=3, attention="ring")
+    with pytest.raises(ValueError, match="choose for --attention auto"):
+        SeqParViT(1, 8, 4, embed_dim=24, depth=1, num_heads=3, attention="gather-kv", memory_left=1.0)
