@@ -4,6 +4,8 @@ Legend: b batch, c channels, n tokens, k classes, p voxels of a patch along a di
 this rank's share of the tokens.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -52,8 +54,16 @@ class SegmentationNet(nn.Module):
         return self.mode.voxels(label, layout or self.encoder.layout)
 
 
-def build(config: Config, in_channels: int, num_outputs: int, group: Group) -> SegmentationNet:
-    """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks."""
+FOREGROUND = 0.02  # what a fresh network believes of every voxel: most of an image is background
+
+
+def build(
+    config: Config, in_channels: int, num_outputs: int, group: Group, has_regions: bool = False
+) -> SegmentationNet:
+    """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks.
+
+    Its outputs are labels of which the first is background, or, with ``has_regions``, regions by themselves.
+    """
     torch.manual_seed(config.seed)
     encoder = SeqParViT(
         in_channels,
@@ -78,7 +88,7 @@ def build(config: Config, in_channels: int, num_outputs: int, group: Group) -> S
         split=config.split,
     )
     patch, chosen = encoder.layout.patch, tuple[int, ...]()
-    decoder: nn.Module
+    decoder: PlainDecoder | UnetrDecoder | PrimusDecoder
     if config.decoder == "unetr":
         decoder = UnetrDecoder(in_channels, config.embed_dim, num_outputs, patch, config.decoder_width)
         chosen = taps(config.depth, patch, config.skips)
@@ -86,4 +96,7 @@ def build(config: Config, in_channels: int, num_outputs: int, group: Group) -> S
         decoder = PrimusDecoder(config.embed_dim, num_outputs, patch)
     else:
         decoder = PlainDecoder(config.embed_dim, num_outputs, patch, config.decoder_width)
+    assert decoder.classes.bias is not None
+    with torch.no_grad():
+        decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
     return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), chosen)

@@ -65,7 +65,7 @@ def _train(
         wanted = checkpoint.read_progress(saved).global_batch
         if global_batch(config, mesh) != wanted:
             config = keep_global_batch(config, wanted, mesh.data.size)
-    net = build(config, material.num_channels, material.num_outputs, mesh.seq)
+    net = build(config, material.num_channels, material.num_outputs, mesh.seq, bool(material.regions))
     decoding = net.mode.check(net.encoder.layout, config.batch)
     if config.weights and not config.resume:
         told = start_from(net, config)
