@@ -98,7 +98,7 @@ def differences(
 ) -> dict[tuple[str, str], dict[str, float]]:
     """Returns, for each mode and split, the largest relative differences to one process."""
     results: dict[tuple[str, str], dict[str, float]] = {}
-    every = ranks(world, train_all, make, cases, steps)
+    every = ranks(world, train_all, make, cases, steps, timeout=180)  # six networks, on a busy machine too
     for at, case in enumerate(cases):
         want = one_process(make, _samples(world, case[0]), steps)
         assert all(float(grad.abs().max()) > 1e-9 for grad in want.grads.values()), "a gradient that compares nothing"
