@@ -54,7 +54,7 @@ def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> 
 
 def test_every_act_has_a_console_script() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    files = [path for path in (ROOT / "launch").glob("*.py") if not path.stem.startswith("bench_")]  # bench.py runs them
+    files = [p for p in (ROOT / "launch").glob("*.py") if not p.stem.startswith("bench_")]  # bench.py runs them
     acts = {path.stem for path in files if re.search(r"^def main\(", path.read_text(), re.M)}
     scripts = dict(re.findall(r'^seqpar-(\w+) = "seqpar\.launch\.(\w+):main"', text, re.M))
     assert set(scripts) == set(scripts.values()) == acts
