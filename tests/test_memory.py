@@ -1,4 +1,4 @@
-"""What a whole network holds for backward falls with the ranks, where the decoder is spread too; counted, not guessed."""
+"""What a whole network holds for backward falls with the ranks where the decoder is spread too: counted."""
 
 from collections.abc import Callable
 
