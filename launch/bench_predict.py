@@ -1,8 +1,8 @@
 """One volume, one network: a whole pass against sliding windows, by time, memory, and seams at window borders.
 
 Each row runs in a process of its own, so that its peak memory is its own; times are CPU seconds, so that a busy
-machine disturbs them little. The first row, the whole pass, is what the ratios compare with. ``seam`` is how much more
-the probabilities change from row to row at borders of windows than elsewhere.
+machine disturbs them little. The first row, the whole pass, is what the ratios compare with. ``seam`` is how much
+more the probabilities change from row to row at borders of windows than elsewhere.
 """
 
 import math

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
+from seqpar.choice import NAMES, check_strategy
 from seqpar.layout import SPLITS, Layout
 from seqpar.tokens import POSITIONS
 
@@ -35,6 +36,9 @@ class Config:
     seqpar: int = _flag(1, "ranks that share a tile", topic="layout")
     split: str = _flag("spatial", "how a tile's tokens are shared out", SPLITS, topic="layout")
     mode: str = _flag("gather", "how tokens reach the decoder", topic="layout")
+    attention: str = _flag("auto", f"how attention crosses ranks: auto, {', '.join(NAMES)}, hybrid:U", topic="layout")
+    keep_kv: bool = _flag(False, "hold what attention gathered until backward: fewer bytes", topic="layout")
+    heads_per_chunk: int = _flag(0, "heads whose keys and values are there at a time; 0: by size", topic="layout")
     tile: tuple[int, ...] = _flag((96, 96, 96), "voxels of a tile: one number or three", topic="layout")
     patch: int = _flag(16, "voxels of a token along each side", topic="layout")
 
@@ -111,6 +115,10 @@ class Config:
         if not self.data and self.phantoms < 5:
             raise ValueError(f"--phantoms {self.phantoms}: five folds need at least 5 cases")
         seconds(self.time_limit)
+        if not 0 <= self.heads_per_chunk <= self.heads:
+            raise ValueError(f"--heads-per-chunk {self.heads_per_chunk}: choose 1 to {self.heads}, or 0 for by size")
+        if self.attention != "auto":
+            check_strategy(self.attention, self.seqpar, self.heads, self.keep_kv)
         Layout.of(self.tile, self.patch, self.seqpar, self.split)
 
     def _far_from_heads(self, heads: int) -> int:

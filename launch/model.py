@@ -70,7 +70,10 @@ def build(config: Config, in_channels: int, num_outputs: int, group: Group) -> S
         dropout=config.dropout,
         drop_path=config.drop_path,
         layer_scale=config.layer_scale or None,
+        keep_kv=config.keep_kv,
         recompute=config.grad_checkpoint,
+        attention=config.attention,
+        heads_per_chunk=config.heads_per_chunk or None,
         group=group,
         split=config.split,
     )

@@ -72,9 +72,11 @@ def _train(
         if mesh.is_first:
             print(told, flush=True)
     if mesh.is_first:
-        layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
+        layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts,
+                  "attention": net.encoder.attention_choice}
         write_json(out / "config.json", describe_run(config, preset, material.describe(), layout))
         print(f"{_size_line(net, config, mesh)}; {decoding}", flush=True)
+        print(f"attention: {net.encoder.attention_choice[0]}", flush=True)
     verdict = Trainer(config, mesh, material, net, out).run(stopper)
     return 0 if verdict == "finished" else exits.PREEMPTED
 
