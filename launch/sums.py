@@ -119,6 +119,9 @@ class Sums:
     def close(self) -> None:
         """Ends a round: its windows are weighted and added, in window order."""
         for (window, slab), region in self._regions.items():
+            if len(self.course.corners) == 1:  # a mean of one needs no weights
+                self._slabs[slab] = self._windows[window, slab], self.weights.new_ones(())
+                continue
             if slab not in self._slabs:
                 bounds, at = self.course.bounds[slab], self.mesh.world.index
                 empty = self._zeros(((bounds[at], bounds[at + 1]), *whole_box(self.course.shape[1:])))
