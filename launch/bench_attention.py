@@ -3,7 +3,8 @@
 Ranks are processes of this machine, one thread each. Times are forward and backward of one attention, from what a
 strategy starts with to the gradients there: the projected queries, keys and values; rows that say ``projected``
 begin and end with the tokens and hold the projections too, as ``gather-x`` cannot do without. Strategies run in
-turns; a ratio is the median over turns. Memory is the highest resident size of a rank less what it held before,
+turns; a ratio is the median over turns. ``cpu_ms`` is what the first rank worked, messages too: a busy machine
+disturbs it little. Memory is the highest resident size of a rank less what it held before,
 inputs and their gradients' weights among it, where freed memory goes back at once.
 """
 
@@ -116,21 +117,27 @@ def _times(mesh: Mesh, turns: int, tokens: int) -> Rows:
         act()
         moved[name] = mesh.seq.traffic["attention"] / 2**20 or None  # peers do not count theirs
     spent: dict[str, list[float]] = {name: [] for name in acts}
+    worked: dict[str, list[float]] = {name: [] for name in acts}
     for _ in range(turns):
         for name, act in acts.items():
             agree(0, mesh.seq)
-            began = time.perf_counter()
+            began, work = time.perf_counter(), time.process_time()
             act()
+            worked[name].append(1e3 * (time.process_time() - work))
             agree(0, mesh.seq)  # done when the last rank is
             spent[name].append(1e3 * (time.perf_counter() - began))
-    base = spent["gather-kv"]
     auto, _ = choose(Layer(tuple(sizes), HEADS, WIDTH), CPU)
     return [
         {"measure": "time", "ranks": mesh.seq.size, "tokens": tokens, "strategy": name, "turns": turns,
-         "median_ms": statistics.median(times), "ratio": statistics.median(t / b for t, b in zip(times, base)),
+         "median_ms": statistics.median(times), "ratio": _ratio(times, spent["gather-kv"]),
+         "cpu_ms": statistics.median(worked[name]), "cpu_ratio": _ratio(worked[name], worked["gather-kv"]),
          "sent_mib": moved[name], "auto": name.split(",")[0] == str(auto)}
         for name, times in spent.items()
     ]
+
+
+def _ratio(times: Sequence[float], base: Sequence[float]) -> float:
+    return statistics.median(t / b for t, b in zip(times, base))
 
 
 def _growth(mesh: Mesh, tokens: int) -> Rows:

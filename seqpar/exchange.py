@@ -71,12 +71,14 @@ class _Exchange(Function):
         def attended() -> Iterator[Tensor]:
             for at, (part, pair) in enumerate(gathered):
                 mine, state = kernel.forward(*(heads_first(t) for t in (part[:, :, 0], *pair.unbind(2))))
-                held = spread.room(place, at)
-                held[:, :, 0] = tokens_first(mine)
                 states.append(state)
-                if spread.inside.size > 1:  # else both lie in qkv and out
+                if spread.inside.size > 1:
+                    held = tokens_first(mine).contiguous().unsqueeze(2)  # as the kernel wrote it, where it can
                     parts.append(part)
                     outs.append(held)
+                else:  # both lie in qkv and out
+                    held = spread.room(place, at)
+                    held[:, :, 0] = tokens_first(mine)
                 if keep:
                     pairs.append(pair)
                 yield held
