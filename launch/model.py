@@ -52,9 +52,23 @@ class SegmentationNet(nn.Module):
         return self.mode.voxels(label, layout or self.encoder.layout)
 
 
-def build(config: Config, in_channels: int, num_outputs: int, group: Group) -> SegmentationNet:
-    """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks."""
+def build(
+    config: Config, in_channels: int, num_outputs: int, group: Group, device: str = "cpu"
+) -> SegmentationNet:
+    """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks.
+
+    On the device "meta" it has shapes alone.
+    """
     torch.manual_seed(config.seed)
+    with torch.device(device):
+        encoder, decoder, chosen = _parts(config, in_channels, num_outputs, group)
+    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), chosen)
+
+
+def _parts(
+    config: Config, in_channels: int, num_outputs: int, group: Group
+) -> tuple[SeqParViT, nn.Module, tuple[int, ...]]:
+    """Returns encoder, decoder, and the encoder's blocks that the decoder takes."""
     encoder = SeqParViT(
         in_channels,
         config.tile,
@@ -83,4 +97,4 @@ def build(config: Config, in_channels: int, num_outputs: int, group: Group) -> S
         decoder = PrimusDecoder(config.embed_dim, num_outputs, patch)
     else:
         decoder = PlainDecoder(config.embed_dim, num_outputs, patch, config.decoder_width)
-    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), chosen)
+    return encoder, decoder, chosen
