@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch._dynamo  # noqa: F401  an optimiser imports it: once here, not in every rank
 from folders import nnunet
 from seqpar.launch import checkpoint, exits, train, trainer, validation
 from seqpar.launch.journal import read_metrics
