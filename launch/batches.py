@@ -8,13 +8,34 @@ from seqpar.launch.config import Config
 PAPER_BATCH, PAPER_TILE, PAPER_PATCH = 32, 96, 16
 
 
-def choose_batch(config: Config, num_groups: int) -> Config:
+def choose_batch(config: Config) -> Config:
     """Returns the config with its batch filled in: as many tiles as hold what 32 of the paper's tiles do."""
     if config.batch:
         return config
     paper = replace(config, tile=(PAPER_TILE,) * 3, patch=PAPER_PATCH, seqpar=1)
     budget = PAPER_BATCH * saved_per_tile(paper)
-    return replace(config, batch=max(1, min(PAPER_BATCH, int(budget / saved_per_tile(config)))))
+    most = max(1, min(PAPER_BATCH, int(budget / saved_per_tile(config))))
+    if config.mode == "swap":  # each rank decodes as many samples
+        most = max(1, most // config.seqpar) * config.seqpar
+    return replace(config, batch=most)
+
+
+def keep_global_batch(config: Config, wanted: int, num_groups: int) -> Config:
+    """Returns the config with batch and accumulation that keep a run's tiles per step on other ranks."""
+    if wanted % num_groups:
+        fits = ", ".join(str(count) for count in range(1, wanted + 1) if wanted % count == 0)
+        raise ValueError(
+            f"the run has {wanted} tiles a step, which {num_groups} sequence groups cannot share alike: "
+            f"resume on so many groups: {fits} (with a larger --seqpar the same ranks make fewer)"
+        )
+    each = wanted // num_groups
+    batch, accumulate = config.batch, config.accumulate
+    if each != batch * accumulate:
+        batch = max(size for size in range(1, min(batch, each) + 1) if each % size == 0)
+        accumulate = each // batch
+    if config.batch_dice and accumulate != config.accumulate:
+        raise ValueError("with --batch-dice the loss depends on who has which tiles: resume on as many ranks as before")
+    return replace(config, batch=batch, accumulate=accumulate)
 
 
 def saved_per_tile(config: Config) -> float:

@@ -7,23 +7,23 @@ A save writes ``checkpoints/step-N.tmp``, waits until every rank has, writes dig
 import hashlib
 import json
 import os
-import random
+import re
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from seqpar.collectives import agree, tell_all
+from seqpar.launch.states import fill_optimiser, optimiser_tensors, random_states, set_random_states
 from seqpar.mesh import Group
 
+MODEL, OPTIMISER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
 MANIFEST = "manifest.json"
 
 
@@ -42,30 +42,41 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint whose files do not match their digests."""
 
 
+class NotSaved(OSError):
+    """A save that some rank could not finish: told on all ranks alike; what was saved before is kept."""
+
+
 def save(
-    folder: Path, net: nn.Module, optimiser: Optimizer, progress: Progress, world: Group, is_best: bool = False
+    folder: Path,
+    net: nn.Module,
+    optimiser: Optimizer,
+    progress: Progress,
+    world: Group,
+    config: str = "{}",
+    is_best: bool = False,
 ) -> Path:
-    """Returns the new checkpoint's directory; the same outcome on all ranks, an ``OSError`` where any failed."""
+    """Returns the new checkpoint's directory; the same outcome on all ranks, ``NotSaved`` where any failed.
+
+    ``config`` is the text of the run's config.json: a checkpoint says by itself what it is of.
+    """
     target = folder / f"step-{progress.step:08d}"
     draft = target.with_suffix(".tmp")
-    problem = ""
-    if world.index == 0:
-        problem = _tried(lambda: _fresh(draft))
-    agree(0, world)
+    problem = _tried(lambda: _fresh(draft)) if world.index == 0 else ""
+    agree(0, world)  # nobody writes before the folder is there
     if not problem:
-        problem = _tried(lambda: _write(draft, net, optimiser, progress, world.index))
+        problem = _tried(lambda: _write(draft, net, optimiser, progress, world.index, config))
     problems = [text for text in tell_all(problem, world) if text]
-    if not problems and world.index == 0:
-        problem = _tried(lambda: _commit(draft, target, folder, is_best))
-    problems = problems or [text for text in tell_all(problem, world) if text]
+    if not problems:
+        problem = _tried(lambda: _commit(draft, target, folder, is_best)) if world.index == 0 else ""
+        problems = [text for text in tell_all(problem, world) if text]
     if problems:
         if world.index == 0:
             shutil.rmtree(draft, ignore_errors=True)
-        raise OSError(f"{target} could not be saved: {problems[0]}; what was saved before is kept")
+        raise NotSaved(f"{target} could not be saved: {problems[0]}; what was saved before is kept")
     return target
 
 
-def _tried(act: Any) -> str:
+def _tried(act: Callable[[], None]) -> str:
     try:
         act()
     except (OSError, SafetensorError) as error:
@@ -79,28 +90,31 @@ def _fresh(draft: Path) -> None:
     draft.mkdir(parents=True)
 
 
-def _write(draft: Path, net: nn.Module, optimiser: Optimizer, progress: Progress, rank: int) -> None:
+def _write(draft: Path, net: nn.Module, optimiser: Optimizer, progress: Progress, rank: int, config: str) -> None:
     """Every rank writes its own random states; the first one all that is equal on all."""
     _write_text(draft / f"random-{rank:05d}.json", json.dumps(random_states()))
     if rank:
         return
-    write_tensors(draft / "model.safetensors", net.state_dict())
-    write_tensors(draft / "optimizer.safetensors", optimiser_tensors(net, optimiser))
-    _write_text(draft / "progress.json", json.dumps(progress.__dict__))
+    write_tensors(draft / MODEL, net.state_dict())
+    write_tensors(draft / OPTIMISER, optimiser_tensors(net, optimiser))
+    _write_text(draft / PROGRESS, json.dumps(asdict(progress)))
+    _write_text(draft / "config.json", config)
 
 
 def _commit(draft: Path, target: Path, folder: Path, is_best: bool) -> None:
     digests = {path.name: digest(path) for path in sorted(draft.iterdir())}
     _write_text(draft / MANIFEST, json.dumps(digests, indent=2))
     _sync_folder(draft)
-    if target.exists():  # a run that stops where it resumed saves the same step again
-        shutil.rmtree(target)
+    if target.exists():  # a run that was left in validation saves that step again
+        aside = target.with_suffix(".old")  # found too, should this be killed before the next rename
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(target, aside)
     os.rename(draft, target)
     _sync_folder(folder)
     point(folder / "latest", target.name)
     if is_best:
         point(folder / "best", target.name)
-    _purge(folder)
+    _purge(folder, target)
 
 
 def point(link: Path, name: str) -> None:
@@ -111,12 +125,17 @@ def point(link: Path, name: str) -> None:
     _sync_folder(link.parent)
 
 
-def _purge(folder: Path, keep: int = 2) -> None:
-    """Removes all but the newest checkpoints and the best."""
+def _purge(folder: Path, newest: Path, keep: int = 2) -> None:
+    """Removes all but the newest checkpoints and the best; also what an abandoned course left behind."""
     best = _named(folder / "best")
-    steps = sorted(path for path in folder.glob("step-*") if path.is_dir() and path.suffix != ".tmp")
-    for path in [*steps[:-keep], *folder.glob("step-*.tmp")]:
+    steps = sorted(path for path in folder.glob("step-*") if path.is_dir() and not path.suffix)
+    past = [path for path in steps if path.name <= newest.name]
+    beyond = [path for path in steps if path.name > newest.name]  # the run went back before them
+    for path in (*past[:-keep], *beyond):
         if path != best:
+            os.rename(path, path.with_suffix(".gone"))  # never half a checkpoint under a checkpoint's name
+    for suffix in ("tmp", "old", "gone"):
+        for path in folder.glob(f"step-*.{suffix}"):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -154,17 +173,19 @@ def digest(path: Path) -> str:
 
 def _named(link: Path) -> Path | None:
     try:
-        return link.parent / link.read_text().strip()
-    except OSError:
+        name = link.read_text().strip()
+    except (OSError, UnicodeDecodeError):
         return None
+    return link.parent / name if re.fullmatch(r"step-\d+", name) else None
 
 
 def find(folder: Path, which: str = "latest") -> Path:
     """Returns the directory of a complete checkpoint; falls back to the newest undamaged one, saying so."""
     named = _named(folder / which)
-    others = sorted((path for path in folder.glob("step-*") if path.suffix != ".tmp"), reverse=True)
+    others = [path for path in folder.glob("step-*") if path.suffix in ("", ".old") and path != named]
+    others.sort(key=lambda path: (path.stem, not path.suffix), reverse=True)
     tried: list[str] = []
-    for path in [*([named] if named else []), *(path for path in others if path != named)]:
+    for path in [*([named] if named else []), *others]:
         problem = _problem(path)
         if not problem:
             if tried:
@@ -174,11 +195,29 @@ def find(folder: Path, which: str = "latest") -> Path:
     raise DamagedCheckpoint(f"{folder}: no complete checkpoint ({'; '.join(tried) or 'the folder holds none'})")
 
 
+def find_together(folder: Path, world: Group) -> Path | None:
+    """Returns what the first rank finds, on every rank; None where nothing was ever saved."""
+    found = problem = ""
+    if world.index == 0 and any(folder.glob("step-*[0-9]")):
+        try:
+            found = str(find(folder))
+        except DamagedCheckpoint as error:
+            problem = str(error)
+    problem = tell_all(problem, world)[0]
+    if problem:
+        raise DamagedCheckpoint(problem)
+    found = tell_all(found, world)[0]
+    return Path(found) if found else None
+
+
 def _problem(path: Path) -> str:
     try:
-        digests = json.loads((path / MANIFEST).read_text())
-    except (OSError, json.JSONDecodeError):
+        digests = dict(json.loads((path / MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError):  # torn, or bytes that are no text
         return f"{path.name} is incomplete"
+    for name in (MODEL, OPTIMISER, PROGRESS):
+        if name not in digests:
+            return f"{path.name}/{MANIFEST} is damaged"
     for name, wanted in digests.items():
         try:
             found = digest(path / name)
@@ -191,58 +230,22 @@ def _problem(path: Path) -> str:
 
 def load(path: Path, net: nn.Module, optimiser: Optimizer, rank: int) -> Progress:
     """Returns the progress of a checkpoint after filling net, optimiser and this rank's random states."""
-    net.load_state_dict(load_file(path / "model.safetensors"))
-    _fill_optimiser(net, optimiser, load_file(path / "optimizer.safetensors"))
+    tensors, wanted = load_file(path / MODEL), net.state_dict()
+    wrong = [name for name in {**wanted, **tensors} if _shape(wanted, name) != _shape(tensors, name)]
+    if wrong:
+        raise ValueError(f"{path} holds another network: {', '.join(wrong[:4])} differ; resume with the run's settings")
+    net.load_state_dict(tensors)
+    fill_optimiser(net, optimiser, load_file(path / OPTIMISER))
     states = path / f"random-{rank:05d}.json"
     if states.exists():  # all draws of a run are keyed by step; a rank that is new starts from its seed
         set_random_states(json.loads(states.read_text()))
     return read_progress(path)
 
 
+def _shape(tensors: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(tensors[name].shape) if name in tensors else None
+
+
 def read_progress(path: Path) -> Progress:
     """Returns where the run stood at a checkpoint."""
-    return Progress(**json.loads((path / "progress.json").read_text()))
-
-
-def optimiser_tensors(net: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
-    """Returns the optimiser's state as tensors under ``parameter/entry``."""
-    found = {}
-    for name, parameter in net.named_parameters():
-        for entry, value in optimiser.state.get(parameter, {}).items():
-            if value is not None:
-                found[f"{name}/{entry}"] = torch.as_tensor(value)
-    return found
-
-
-def _fill_optimiser(net: nn.Module, optimiser: Optimizer, tensors: dict[str, Tensor]) -> None:
-    for name, parameter in net.named_parameters():
-        entries = {key.rpartition("/")[2]: t for key, t in tensors.items() if key.rpartition("/")[0] == name}
-        for entry, value in entries.items():
-            where = "cpu" if entry == "step" else parameter.device
-            optimiser.state[parameter][entry] = value.to(where)
-
-
-def random_states() -> dict[str, Any]:
-    """Returns the states of python's, numpy's and torch's generators as JSON values."""
-    version, words, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state(legacy=True)
-    kind, keys, position, has_gauss, cached = numpy_state
-    states: dict[str, Any] = {
-        "python": [version, list(words), gauss],
-        "numpy": [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
-    return states
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Puts back what ``random_states`` returned."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(states["cuda"]), dtype=torch.uint8))
+    return Progress(**json.loads((path / PROGRESS).read_text()))

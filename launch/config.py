@@ -1,6 +1,5 @@
-"""The settings of a run: frozen dataclass, presets as functions, the command line made from them."""
+"""The settings of a run: a frozen dataclass that refuses what cannot work, and presets as functions."""
 
-import argparse
 import dataclasses
 import json
 import math
@@ -8,13 +7,21 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any
 
 from seqpar.choice import NAMES, check_strategy
 from seqpar.layout import SPLITS, Layout
 from seqpar.tokens import POSITIONS
 
 PRECISIONS = ("fp32", "bf16", "fp64")
+_AT_LEAST_1 = (
+    "depth", "embed_dim", "heads", "accumulate", "iterations", "epochs", "seqpar", "decoder_width", "patch"
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "batch", "workers", "warmup", "val_every", "val_cases", "clip", "weight_decay", "seed", "layer_scale"
+)  # fmt: skip
+_SHARES = ("dropout", "drop_path", "val_overlap")
+_ABOVE_0 = ("lr", "mlp_ratio", "checkpoint_minutes")
 
 
 def _flag(default: Any, text: str, choices: Sequence[str] = (), topic: str = "training") -> Any:
@@ -75,6 +82,7 @@ class Config:
     val_every: int = _flag(10, "epochs between validations (one always ends the run)", topic="watching")
     val_cases: int = _flag(0, "held-out cases per validation; 0: all", topic="watching")
     val_overlap: float = _flag(0.5, "overlap of sliding windows in validation", topic="watching")
+    tensorboard: bool = _flag(False, "write curves for TensorBoard too", topic="watching")
 
     weights: str = _flag("", "start from these weights (ours, MONAI's or Primus')", topic="running")
     resume: bool = _flag(False, "continue the run in --out exactly where it stopped", topic="running")
@@ -89,27 +97,31 @@ class Config:
         """Refuses what cannot work, before anything is allocated, with the nearest that does."""
         for name, choices in self._choices(decoders, modes).items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"--{_dashed(name)} {getattr(self, name)}: choose one of {', '.join(choices)}")
-        for name in ("depth", "embed_dim", "heads", "accumulate", "iterations", "seqpar", "decoder_width", "patch"):
+                raise ValueError(f"--{dashed(name)} {getattr(self, name)}: choose one of {', '.join(choices)}")
+        for name in _AT_LEAST_1:
             if getattr(self, name) < 1:
-                raise ValueError(f"--{_dashed(name)} {getattr(self, name)}: it must be at least 1")
-        for name in ("batch", "workers", "epochs", "warmup", "val_every", "val_cases", "clip", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{_dashed(name)} {getattr(self, name)}: it must not be negative")
+                raise ValueError(f"--{dashed(name)} {getattr(self, name)}: it must be at least 1")
+        for name in _NOT_NEGATIVE:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"--{dashed(name)} {getattr(self, name)}: it must not be negative")
+        for name in _SHARES:
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"--{dashed(name)} {getattr(self, name)}: it must lie in [0, 1)")
+        for name in _ABOVE_0:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{dashed(name)} {getattr(self, name)}: it must be above 0")
+        if len(self.tile) != 3:
+            raise ValueError(f"--tile {' '.join(map(str, self.tile))}: give one number, or three")
         if self.patch not in (2, 4, 8, 16):
             near = min((2, 4, 8, 16), key=lambda side: abs(math.log2(side / self.patch)))
             raise ValueError(f"--patch {self.patch}: the decoders double the grid; use --patch {near}")
         if self.embed_dim % self.heads:
             fits = min((h for h in range(1, self.embed_dim + 1) if self.embed_dim % h == 0), key=self._far_from_heads)
             raise ValueError(f"--heads {self.heads} does not divide --embed-dim {self.embed_dim}: use --heads {fits}")
-        if not self.lr > 0:
-            raise ValueError(f"--lr {self.lr}: it must be above 0")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"--betas {self.betas}: two numbers in [0, 1), such as 0.9 0.999")
-        if not 0 <= self.val_overlap < 1:
-            raise ValueError(f"--val-overlap {self.val_overlap}: it must lie in [0, 1); 0.5 is usual")
-        if self.checkpoint_minutes <= 0:
-            raise ValueError(f"--checkpoint-minutes {self.checkpoint_minutes}: it must be above 0")
+            raise ValueError(f"--betas {' '.join(map(str, self.betas))}: two numbers in [0, 1), such as 0.9 0.999")
+        if self.warmup and self.warmup >= self.epochs:
+            raise ValueError(f"--warmup {self.warmup} leaves no epoch of {self.epochs}: use --warmup {self.epochs - 1}")
         if self.fold not in ("0", "1", "2", "3", "4", "90:10", "all"):
             raise ValueError(f"--fold {self.fold}: choose 0…4, 90:10 or all")
         if not self.data and self.phantoms < 5:
@@ -141,7 +153,8 @@ class Config:
         known = {f.name for f in dataclasses.fields(cls)}
         if values.keys() - known:
             raise ValueError(f"config.json: unknown settings {', '.join(sorted(values.keys() - known))}")
-        return replace(cls(), **_tuples(values))
+        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return replace(cls(), **plain)
 
 
 def paper() -> Config:
@@ -173,20 +186,23 @@ def modern() -> Config:
 def laptop() -> Config:
     """Returns a run of a few minutes on two CPU cores."""
     return Config(
-        tile=(64, 64, 64),
+        mode="auto",
+        tile=(48, 48, 48),
         patch=8,
-        depth=4,
+        depth=3,
         embed_dim=96,
         heads=4,
-        decoder_width=32,
-        mode="auto",
+        decoder="unetr",
+        decoder_width=8,
         batch=2,
-        epochs=8,
+        batch_dice=True,
+        epochs=9,
         iterations=50,
         lr=2e-3,
         warmup=1,
         clip=1.0,
-        val_every=4,
+        val_every=0,
+        workers=1,
     )
 
 
@@ -197,7 +213,8 @@ def debug() -> Config:
         tile=(32, 32, 32),
         depth=2,
         embed_dim=48,
-        decoder_width=8,
+        decoder="plain",
+        batch_dice=False,
         epochs=1,
         iterations=50,
         warmup=0,
@@ -211,50 +228,8 @@ def debug() -> Config:
 PRESETS: dict[str, Callable[[], Config]] = {p.__name__: p for p in (paper, laptop, debug, modern)}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (--help lists all)")
-
-
-def parse(arguments: Sequence[str], default_preset: str) -> tuple[str, Config, set[str]]:
-    """Returns the preset's name, the config, and the names that were given on the command line."""
-    parser = _Parser("train", description="Trains a sequence-parallel segmentation network.", allow_abbrev=False)
-    parser.add_argument("--preset", choices=sorted(PRESETS), help=f"where the settings start (here: {default_preset})")
-    topics: dict[str, argparse._ArgumentGroup] = {}
-    hints = get_type_hints(Config)
-    for f in dataclasses.fields(Config):
-        topic = f.metadata["topic"]
-        group = topics.setdefault(topic, parser.add_argument_group(topic) if topic not in topics else topics[topic])
-        group.add_argument(f"--{_dashed(f.name)}", default=argparse.SUPPRESS, **_argument(f, hints[f.name]))
-    given = vars(parser.parse_args(list(arguments)))
-    preset = given.pop("preset", None) or default_preset
-    values = _tuples(given)
-    if len(values.get("tile", ())) == 1:
-        values["tile"] *= 3
-    return preset, replace(PRESETS[preset](), **values), set(values)
-
-
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
-def _argument(f: dataclasses.Field, kind: Any) -> dict[str, Any]:
-    text = f.metadata["help"].replace("%", "%%")
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction, "help": text}
-    described: dict[str, Any] = {"help": text}
-    if kind in (tuple[int, ...], tuple[float, ...]):
-        described |= {"nargs": "+", "type": int if kind == tuple[int, ...] else float}
-    else:
-        described["type"] = kind
-    if f.metadata["choices"]:
-        described["choices"] = f.metadata["choices"]
-    else:
-        described["metavar"] = {int: "N", float: "X"}.get(described["type"], "NAME")
-    return described
-
-
-def _dashed(name: str) -> str:
+def dashed(name: str) -> str:
+    """Returns a setting's name as it is written on the command line."""
     return name.replace("_", "-")
 
 
@@ -280,5 +255,3 @@ def read_config(run: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is missing, so {run} is no run folder: give what train wrote (--out)") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}): restore it or train again") from None
-
-

@@ -5,16 +5,20 @@ import math
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
+import safetensors
 import torch
 
 import seqpar
+from seqpar.launch.board import Board
 from seqpar.launch.config import Config
 
 
@@ -37,6 +41,7 @@ def describe_run(config: Config, preset: str, dataset: dict[str, Any], layout: d
             "torch": torch.__version__,
             "numpy": numpy.__version__,
             "python": platform.python_version(),
+            "safetensors": safetensors.__version__,
         },
         "commit": _commit(),
         "command": sys.argv,
@@ -61,29 +66,46 @@ class Status:
 
     def __init__(self, out: Path) -> None:
         self.path = out / "status.json"
+        self.step = self.steps = 0  # where the run is, and where it will end
 
-    def write(self, state: str, step: int, why: str = "", code: int = 0, **more: Any) -> None:
-        content = {"state": state, "step": step, "why": why, "code": code, "time": time.time(), **more}
-        write_json(self.path, content)
+    def write(self, state: str, why: str = "", code: int = 0) -> None:
+        content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
+        write_json(self.path, {**content, "time": time.time()})
 
-    def fail(self, step: int, why: str, code: int) -> None:
+    def fail(self, why: str, code: int) -> None:
         try:
-            if json.loads(self.path.read_text())["state"] not in ("running",):
+            if json.loads(self.path.read_text())["state"] != "running":
                 return
         except (OSError, ValueError, KeyError):
             pass
-        self.write("failed", step, why, code)
+        self.write("failed", why, code)
 
 
 class Journal:
-    """The first rank's notes; every other rank's are silent."""
+    """The first rank's notes; every other rank's are silent.
 
-    def __init__(self, out: Path, active: bool, first_step: int) -> None:
+    What people watch must not end what they watch: a note that cannot be written is a warning, told once.
+    """
+
+    def __init__(self, out: Path, active: bool, first_step: int, tensorboard: bool = False) -> None:
         self.path, self.active = out / "metrics.jsonl", active
-        self._line_open = False
+        self._line_open = self._warned = False
+        self._board: Board | None = None
         if active:
             self._drop_from(first_step)
             self._file = open(self.path, "a", buffering=1)  # noqa: SIM115  open for the run's whole life
+            self._board = Board(out / "tensorboard", first_step) if tensorboard else None
+
+    def attempt(self, act: Callable[[], object]) -> None:
+        """Does what only the first rank does for people to look at."""
+        if not self.active:
+            return
+        try:
+            act()
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self.say(f"warning: {self.path.parent} cannot be written ({error.strerror}); training goes on")
 
     def _drop_from(self, step: int) -> None:
         """A resumed run writes its steps once: what came after the checkpoint is taken out."""
@@ -96,8 +118,10 @@ class Journal:
         os.replace(draft, self.path)
 
     def record(self, kind: str, step: int, **values: Any) -> None:
-        if self.active:
-            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        row = json.dumps({"kind": kind, "step": step, **values}) + "\n"
+        self.attempt(lambda: self._file.write(row))
+        if self._board is not None:
+            self._board.record(kind, step, values)
 
     def say(self, text: str) -> None:
         """Prints a line of its own."""
@@ -112,24 +136,28 @@ class Journal:
         if not self.active:
             return
         if sys.stdout.isatty():
-            print(f"\r\x1b[K{text}", end="\n" if last else "", flush=True)
+            width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be written over
+            print(f"\r\x1b[K{text[:width]}", end="\n" if last else "", flush=True)
             self._line_open = not last
         elif last:
             print(text, flush=True)
 
     def close(self) -> None:
-        if self.active:
-            self._file.close()
+        self.attempt(lambda: self._file.close())
+        if self._board is not None:
+            self._board.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of metrics.jsonl; a last line that was cut off by a kill is left out."""
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except ValueError:
             continue
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
     return rows
 
 

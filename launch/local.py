@@ -13,19 +13,23 @@ from types import FrameType
 import torch
 
 PARENT = "SEQPAR_PARENT"
-_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_", "GROUP_")
+_OURS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_", "TORCH_NCCL_")
 
 
 def run_local(count: int, command: Sequence[str]) -> int:
     """Returns the exit code of ``count`` ranks of ``command``: the first that is not 0 ends the others."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith((*_OURS, "TORCHELASTIC_", "TORCH_NCCL_"))}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
     port = _free_port()
     threads = max(1, (os.cpu_count() or 1) // count)
     env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(port), PARENT: str(os.getpid())}
     env.setdefault("OMP_NUM_THREADS", str(threads))
     ranks = [
-        subprocess.Popen([sys.executable, *command], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on once
+        )
         for rank in range(count)
     ]
 

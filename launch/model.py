@@ -19,6 +19,7 @@ from seqpar.layout import Layout
 from seqpar.mesh import Group
 from seqpar.tokens import DropoutKey
 
+Decoder = PlainDecoder | UnetrDecoder | PrimusDecoder
 DECODERS = ("plain", "unetr", "primus")
 
 
@@ -58,13 +59,31 @@ FOREGROUND = 0.02  # what a fresh network believes of every voxel: most of an im
 
 
 def build(
-    config: Config, in_channels: int, num_outputs: int, group: Group, has_regions: bool = False
+    config: Config,
+    in_channels: int,
+    num_outputs: int,
+    group: Group,
+    has_regions: bool = False,
+    device: str = "cpu",
 ) -> SegmentationNet:
     """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks.
 
-    Its outputs are labels of which the first is background, or, with ``has_regions``, regions by themselves.
+    Its outputs are labels of which the first is background, or, with ``has_regions``, regions by themselves. On the
+    device "meta" it has shapes alone.
     """
     torch.manual_seed(config.seed)
+    with torch.device(device):
+        encoder, decoder, chosen = _parts(config, in_channels, num_outputs, group)
+    assert decoder.classes.bias is not None
+    with torch.no_grad():
+        decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
+    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), chosen)
+
+
+def _parts(
+    config: Config, in_channels: int, num_outputs: int, group: Group
+) -> tuple[SeqParViT, Decoder, tuple[int, ...]]:
+    """Returns encoder, decoder, and the encoder's blocks that the decoder takes."""
     encoder = SeqParViT(
         in_channels,
         config.tile,
@@ -88,7 +107,7 @@ def build(
         split=config.split,
     )
     patch, chosen = encoder.layout.patch, tuple[int, ...]()
-    decoder: PlainDecoder | UnetrDecoder | PrimusDecoder
+    decoder: Decoder
     if config.decoder == "unetr":
         decoder = UnetrDecoder(in_channels, config.embed_dim, num_outputs, patch, config.decoder_width)
         chosen = taps(config.depth, patch, config.skips)
@@ -96,7 +115,4 @@ def build(
         decoder = PrimusDecoder(config.embed_dim, num_outputs, patch)
     else:
         decoder = PlainDecoder(config.embed_dim, num_outputs, patch, config.decoder_width)
-    assert decoder.classes.bias is not None
-    with torch.no_grad():
-        decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
-    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), chosen)
+    return encoder, decoder, chosen

@@ -7,24 +7,39 @@ import time
 from types import FrameType
 
 from seqpar.collectives import agree
+from seqpar.launch.exits import PREEMPTED
 from seqpar.mesh import Group
 
 
 class Stopper:
-    """Notes signals and the clock; ``agreed`` tells all ranks the same, once a step."""
+    """Notes signals and the clock; ``agreed`` tells all ranks the same, once a step.
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    Until ``there_is_work`` nothing could be lost: a signal then ends this process at once. A second Ctrl-C always
+    does.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self, time_limit_s: float, margin_s: float = 90.0) -> None:
         self.reason = ""
+        self._working = False
         self._until = time.monotonic() + time_limit_s - min(margin_s, 0.1 * time_limit_s)
         left = slurm_seconds_left()
         if left is not None:
             self._until = min(self._until, time.monotonic() + left - margin_s)
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        for number in self.SIGNALS:
+            signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._working:
+            raise SystemExit(PREEMPTED)
+        if number == signal.SIGINT and self.reason == "SIGINT":
+            raise KeyboardInterrupt
         self.reason = self.reason or signal.Signals(number).name
+
+    def there_is_work(self) -> None:
+        """From now on signals are noted, and answered between two steps."""
+        self._working = True
 
     def wish(self) -> bool:
         """Returns whether this rank would leave now."""
@@ -43,11 +58,6 @@ class Stopper:
         """Lets the signals of a job that is being ended no longer interrupt the way out."""
         for number in self.SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-
-    def restore(self) -> None:
-        """Puts back the handlers that were there before."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def slurm_seconds_left() -> float | None:

@@ -1,123 +1,156 @@
 """Trains: ``torchrun launch/train.py --seqpar 4 --patch 4``; without --data on built-in phantom brains."""
 
+import io
 import os
-import signal
+import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from seqpar.collectives import tell_all
-from seqpar.decoders.modes import MODES
 from seqpar.environment import Start, read_start
 from seqpar.launch import checkpoint, exits
-from seqpar.launch.batches import choose_batch
-from seqpar.launch.config import Config, parse, read_config, seconds
+from seqpar.launch.batches import choose_batch, keep_global_batch
+from seqpar.launch.commandline import continued, parse, refuse_idle
+from seqpar.launch.config import Config, read_config, seconds
+from seqpar.launch.feasible import refuse, rehearsal
 from seqpar.launch.finetune import start_from
 from seqpar.launch.journal import Status, describe_run, write_json
 from seqpar.launch.local import die_with_parent, run_local, visible_devices
 from seqpar.launch.material import Material, open_material
-from seqpar.launch.model import DECODERS, SegmentationNet, build
+from seqpar.launch.model import SegmentationNet, build
 from seqpar.launch.stopping import Stopper
-from seqpar.launch.trainer import Trainer, global_batch, keep_global_batch
+from seqpar.launch.trainer import Trainer, global_batch
+from seqpar.launch.verdict import end
 from seqpar.mesh import Mesh, check_seqpar, seed, start
+
+
+@dataclass(frozen=True)
+class Order:
+    """What was asked for: the settings, and where they came from."""
+
+    config: Config
+    preset: str
+    why: str
+    batch_why: str = ""
 
 
 def act(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0 finished, 75 preempted and resumable; a user's errors are raised."""
     die_with_parent()
+    begin = read_start(os.environ)
+    try:
+        order = _order(arguments, begin)
+        if order.config.dry_run:
+            return _rehearse(order, begin)
+        if order.config.seqpar > begin.world:
+            return _start_ranks(order, begin, arguments)
+        check_seqpar(order.config.seqpar, begin.world)
+        _refuse_other_run(order.config)
+    except ValueError:
+        if begin.rank:  # all ranks refuse the same; the first one says it
+            return exits.USAGE
+        raise
+    return _run(order, begin)
+
+
+def _order(arguments: Sequence[str], begin: Start) -> Order:
     default = "paper" if torch.cuda.is_available() else "laptop"
     preset, config, given = parse(arguments, default)
+    refuse_idle(config, given)
+    why = "the default where there is " + ("an accelerator" if default == "paper" else "no accelerator")
+    if any(text.startswith("--preset") for text in arguments):
+        why = "as told"
+    if not config.resume and _is_restart(begin) and _holds_run(config.out):
+        config = replace(config, resume=True)  # the scheduler runs the same line again
     if config.resume:
-        config = _resumed(config, given)
-    config.check(DECODERS, MODES)
-    begin = read_start(os.environ)
-    if config.seqpar > begin.world:
-        return _start_ranks(config, begin, arguments)
-    check_seqpar(config.seqpar, begin.world)
-    config = choose_batch(config, begin.world // config.seqpar)
+        if not config.out:
+            raise ValueError("--resume needs --out, the run folder to continue")
+        content = read_config(config.out)
+        config = continued(Config.from_dict(content["config"]), config, given - {"resume"})
+        preset, why = content.get("preset", preset), f"as the run in {config.out} began"
+    batch_why = "" if config.batch else ": by memory, 32 at tile 96 and patch 16 being the measure"
+    config = choose_batch(config)
+    refuse(config)
+    return Order(config, preset, why, batch_why)
+
+
+def _is_restart(begin: Start) -> bool:
+    return begin.attempt > 0 or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
+def _holds_run(out: str) -> bool:
+    return bool(out) and (Path(out) / "config.json").exists()
+
+
+def _run(order: Order, begin: Start) -> int:
+    config = order.config
     if begin.rank == 0:
-        print(_first_line(preset, default, config, begin), flush=True)
-    if config.dry_run:
-        return _rehearsed(config, begin)
-    _refuse_other_run(config)
+        print(_first_line(order, begin), flush=True)
     stopper = Stopper(seconds(config.time_limit))
     material = open_material(config, begin.rank == 0)
     with start(config.seqpar, device=config.device) as mesh:
+        stopper.there_is_work()
         seed(config.seed)
-        out = _run_folder(config, preset, mesh)
+        status = Status(Path(config.out or tell_all(_new_name(order.preset), mesh.world)[0]))
         try:
-            code = _train(config, preset, mesh, material, out, stopper)
-        except Exception as error:
-            _end_in_error(error, config, mesh, out)
-    return code
-
-
-def _train(
-    config: Config, preset: str, mesh: Mesh, material: Material, out: Path, stopper: Stopper
-) -> int:
-    if config.resume:
-        saved = checkpoint.find(out / "checkpoints")
-        wanted = checkpoint.read_progress(saved).global_batch
-        if global_batch(config, mesh) != wanted:
-            config = keep_global_batch(config, wanted, mesh.data.size)
-    net = build(config, material.num_channels, material.num_outputs, mesh.seq, bool(material.regions))
-    decoding = net.mode.check(net.encoder.layout, config.batch)
-    if config.weights and not config.resume:
-        told = start_from(net, config)
-        if mesh.is_first:
-            print(told, flush=True)
-    if mesh.is_first:
-        layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts,
-                  "attention": net.encoder.attention_choice}
-        write_json(out / "config.json", describe_run(config, preset, material.describe(), layout))
-        print(f"{_size_line(net, config, mesh)}; {decoding}", flush=True)
-        print(f"attention: {net.encoder.attention_choice[0]}", flush=True)
-    verdict = Trainer(config, mesh, material, net, out).run(stopper)
+            _open_folder(status, mesh)
+            trainer = _trainer(order, mesh, material, status)
+            verdict = trainer.run(stopper)
+        except (Exception, KeyboardInterrupt) as error:
+            end(error, config, mesh, status)
     return 0 if verdict == "finished" else exits.PREEMPTED
 
 
-def _resumed(config: Config, given: set[str]) -> Config:
-    """Returns the saved run's config with what the command line says now."""
-    if not config.out:
-        raise ValueError("--resume needs --out, the run folder to continue")
-    saved = Config.from_dict(read_config(config.out)["config"])
-    return replace(saved, resume=True, dry_run=False, **{name: getattr(config, name) for name in given - {"resume"}})
+def _trainer(order: Order, mesh: Mesh, material: Material, status: Status) -> Trainer:
+    """Returns the trainer, and has said and written what it will do."""
+    config, out = order.config, status.path.parent
+    saved = checkpoint.find_together(out / "checkpoints", mesh.world) if config.resume else None
+    if saved:
+        config = keep_global_batch(config, checkpoint.read_progress(saved).global_batch, mesh.data.size)
+    net = build(config, material.num_channels, material.num_outputs, mesh.seq, bool(material.regions))
+    decoding = net.mode.check(net.encoder.layout, config.batch)
+    told = start_from(net, config) if config.weights and not saved else ""
+    layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
+    layout["attention"] = net.encoder.attention_choice
+    described = describe_run(config, order.preset, material.describe(), layout)
+    if mesh.is_first:
+        write_json(out / "config.json", described)
+        print(f"{_size_line(net, config, mesh)}; {decoding}", flush=True)
+        print(f"attention: {net.encoder.attention_choice[0]}" + (f"\n{told}" if told else ""), flush=True)
+    return Trainer(config, mesh, material, net, status, described, saved)
 
 
-def _start_ranks(config: Config, begin: Start, arguments: Sequence[str]) -> int:
+def _start_ranks(order: Order, begin: Start, arguments: Sequence[str]) -> int:
     """Starts the missing ranks here, if this is one process on one machine; else says how to start them."""
+    count, typed = order.config.seqpar, shlex.join(arguments)
     script = os.path.relpath(__file__)
-    line = f"torchrun --nproc-per-node {config.seqpar} {script} {' '.join(arguments)}"
+    line = f"torchrun --nproc-per-node {count} {script} {typed}"
+    lacking = f"--seqpar {count} needs {count} ranks, and {begin.world} came"
     if "SLURM_JOB_ID" in os.environ:
-        raise ValueError(
-            f"--seqpar {config.seqpar} needs {config.seqpar} ranks, {begin.world} came; in this Slurm job use: "
-            f"srun -n {config.seqpar} python {script} {' '.join(arguments)}"
-        )
+        raise ValueError(f"{lacking}; in this Slurm job use: srun -n {count} python {script} {typed}")
     if begin.world > 1:
-        raise ValueError(f"--seqpar {config.seqpar} needs {config.seqpar} ranks, {begin.world} came; use: {line}")
-    told = f"--seqpar {config.seqpar} needs {config.seqpar} ranks and 1 was started: starting {config.seqpar} here"
+        raise ValueError(f"{lacking}; use: {line}")
+    told = f"--seqpar {count} needs {count} ranks and 1 was started: starting {count} here"
     print(f"{told} ({visible_devices()}); the same as: {line}", flush=True)
-    if "--out" not in arguments and not config.dry_run:
-        arguments = [*arguments, "--out", _new_name("run")]
-    return run_local(config.seqpar, [__file__, *arguments])
+    return run_local(count, [__file__, *arguments])
 
 
 def _new_name(preset: str) -> str:
     return f"runs/{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _first_line(preset: str, default: str, config: Config, begin: Start) -> str:
-    chosen = f"preset {preset}" + (" (the default here)" if preset == default else "")
-    groups = begin.world // config.seqpar
+def _first_line(order: Order, begin: Start) -> str:
+    config, groups = order.config, begin.world // order.config.seqpar
     return (
-        f"seqpar: {chosen}; {begin.world} rank{'s' if begin.world > 1 else ''} = data {groups} x seq {config.seqpar}, "
-        f"started by {begin.by}; tile {'x'.join(map(str, config.tile))}, patch {config.patch}, decoder "
-        f"{config.decoder}, mode {config.mode}, {config.precision}, {config.batch} tiles per sequence group"
+        f"seqpar: preset {order.preset} ({order.why}); {begin.world} rank{'s' if begin.world > 1 else ''} = data "
+        f"{groups} x seq {config.seqpar}, started by {begin.by}; tile {'x'.join(map(str, config.tile))}, patch "
+        f"{config.patch}, decoder {config.decoder}, mode {config.mode}, {config.precision}, {config.batch} "
+        f"tile{'s' if config.batch > 1 else ''} per sequence group{order.batch_why}"
     )
 
 
@@ -130,67 +163,39 @@ def _size_line(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
     )
 
 
-def _rehearsed(config: Config, begin: Start) -> int:
-    """Says the whole config and how tokens would be shared out; allocates and writes nothing."""
+def _rehearse(order: Order, begin: Start) -> int:
+    """Says what would run; allocates and writes nothing, and needs no other rank."""
+    count = max(begin.world, order.config.seqpar)
+    check_seqpar(order.config.seqpar, count)
     if begin.rank == 0:
-        print(config.to_json())
+        print(_first_line(order, replace(begin, world=count)))
+        print(rehearsal(order.config, count))
     return 0
 
 
 def _refuse_other_run(config: Config) -> None:
-    if config.out and not config.resume and (Path(config.out) / "config.json").exists():
+    if not config.resume and _holds_run(config.out):
         raise ValueError(f"--out {config.out} holds a run already: add --resume to continue it, or name another folder")
 
 
-def _run_folder(config: Config, preset: str, mesh: Mesh) -> Path:
-    """Returns the run folder, the same on all ranks, there and writable."""
-    out = Path(config.out or tell_all(_new_name(preset), mesh.world)[0])
+def _open_folder(status: Status, mesh: Mesh) -> None:
+    """Makes the run folder; what hinders that is raised on all ranks."""
     problem = ""
     if mesh.is_first:
         try:
-            (out / "checkpoints").mkdir(parents=True, exist_ok=True)
-            Status(out).write("running", 0)
+            (status.path.parent / "checkpoints").mkdir(parents=True, exist_ok=True)
+            status.write("running")
         except OSError as error:
-            problem = f"--out {out} cannot be written ({error.strerror}): name another folder or make room"
+            problem = f"--out {status.path.parent} cannot be written ({error.strerror}): name another, or make room"
     for told in tell_all(problem, mesh.world):
         if told:
             raise ValueError(told)
-    return out
-
-
-def _end_in_error(error: Exception, config: Config, mesh: Mesh, out: Path) -> Any:
-    """Writes the verdict, says why, and leaves at once: peers may be gone, and nobody waits for them."""
-    code = exits.code_of(error)
-    text = str(error)
-    if code == exits.MEMORY:
-        text = f"out of memory on rank {mesh.world.index}: {_thriftier(config)} ({text.splitlines()[0][:120]})"
-    elif code is None and _lost_contact(error):
-        text = f"rank {mesh.world.index} lost contact with its peers: {text.splitlines()[0][:160]}"
-    elif code is None:
-        raise error
-    Status(out).fail(-1, text, code or 1)
-    first = mesh.is_first or code == exits.MEMORY or code is None
-    if first:
-        print(f"error: {text}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os._exit(code or 1)
-
-
-def _lost_contact(error: Exception) -> bool:
-    marks = ("Connection closed", "Connection reset", "Timed out", "timeout", "peer", "Broken pipe", "NCCL")
-    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
-
-
-def _thriftier(config: Config) -> str:
-    if config.batch > 1:
-        return f"use --batch {config.batch // 2} --accumulate {2 * config.accumulate}"
-    if not config.grad_checkpoint:
-        return "use --grad-checkpoint, or a larger --seqpar"
-    return "use a larger --seqpar, a larger --patch or a smaller --tile"
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may not know every sign
     sys.exit(exits.run(act))
 
 

@@ -1,5 +1,6 @@
 """The training loop: DDP over data x seq, one agreement a step, exact resume, an orderly end."""
 
+import json
 import math
 import time
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from seqpar.collectives import agree, all_reduce, tell_all
 from seqpar.data.loader import Loader, MicroBatch
 from seqpar.launch import checkpoint
-from seqpar.launch.checkpoint import Progress
+from seqpar.launch.checkpoint import NotSaved, Progress
 from seqpar.launch.config import Config
 from seqpar.launch.exits import NonFinite
 from seqpar.launch.journal import Journal, Status, epoch_line, peak_memory_mb
@@ -35,8 +36,18 @@ GO_ON, SAVE, LEAVE, BROKEN = range(4)
 class Trainer:
     """Trains ``net`` on ``material`` as ``config`` says; ``run`` returns whether it finished or was preempted."""
 
-    def __init__(self, config: Config, mesh: Mesh, material: Material, net: SegmentationNet, out: Path) -> None:
-        self.config, self.mesh, self.material, self.out = config, mesh, material, out
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        material: Material,
+        net: SegmentationNet,
+        status: Status,
+        described: dict[str, Any],
+        saved: Path | None = None,
+    ) -> None:
+        self.config, self.mesh, self.material, self.status = config, mesh, material, status
+        self.described, self.saved, self.out = json.dumps(described), saved, status.path.parent
         self.net = net.to(mesh.device, torch.float64 if config.precision == "fp64" else torch.float32)
         equal_weights(self.net, mesh.world)
         if config.compile:
@@ -50,26 +61,30 @@ class Trainer:
         self.share = self.net.mode.share(mesh.data, config.batch)
         self.progress = Progress(global_batch=global_batch(config, mesh))
         self.validation = Validation(config, mesh, material, self.loss)
-        self.status = Status(out)
+        status.steps = config.steps
 
     def _ddp(self) -> DistributedDataParallel:
         return DistributedDataParallel(
             self.net,
             process_group=self.mesh.world.handle,
             gradient_as_bucket_view=True,
+            broadcast_buffers=False,
         )
 
     def run(self, stopper: Stopper) -> str:
         """Returns "finished" or "preempted"; the checkpoint, the journal and the pictures are written."""
         self._rehearse()
+        if self.saved:
+            self.progress = checkpoint.load(self.saved, self.net, self.optimiser, self.mesh.world.index)
+        self.status.step = self.progress.step
+        self.journal = Journal(self.out, self.mesh.is_first, self.progress.step, self.config.tensorboard)
         if self.config.resume:
-            found = checkpoint.find(self.out / "checkpoints")
-            self.progress = checkpoint.load(found, self.net, self.optimiser, self.mesh.world.index)
-        self.journal = Journal(self.out, self.mesh.is_first, self.progress.step)
-        if self.config.resume:
-            self.journal.say(f"resumed at step {self.progress.step} of {self.config.steps}")
+            self.journal.say(
+                f"resumed at step {self.progress.step} of {self.config.steps}"
+                + ("" if self.saved else ": nothing was saved before")
+            )
         self._write_status("running")
-        self.last_save = time.monotonic()
+        self.last_save, self.last_saved = time.monotonic(), replace(self.progress) if self.saved else None
         loader = Loader(
             self.material.tiles(self.config),
             self.net.encoder.layout,
@@ -90,7 +105,7 @@ class Trainer:
     def _finish(self) -> None:
         """Writes the weights for others, the verdict, and where everything lies."""
         if self.mesh.is_first:
-            draw_progress(self.out)
+            self.journal.attempt(lambda: draw_progress(self.out))
             write_weights(self.out / "model.safetensors", self.net)
         self._write_status("finished")
         lines = [f"finished: best mean Dice {self.progress.best:.3f} at step {self.progress.best_step}"]
@@ -138,7 +153,7 @@ class Trainer:
             if step == config.steps:
                 decision = max(decision, SAVE)
             if decision != GO_ON:
-                self._save()
+                self._save(must=decision == LEAVE or step == config.steps)
             if decision == LEAVE and not self.progress.step == self.progress.validated == config.steps:
                 return self._leave(stopper)
         return False
@@ -153,8 +168,7 @@ class Trainer:
     def _end_epoch(self, stopper: Stopper) -> bool:
         """Validates where it is due; returns whether that was left early, because the run has to go."""
         step, every = self.progress.step, self.config.val_every * self.config.iterations
-        if self.mesh.is_first:
-            draw_progress(self.out)
+        self.journal.attempt(lambda: draw_progress(self.out))
         due = step == self.config.steps or every > 0 and step % every == 0
         if not due or self.progress.validated == step:
             return False
@@ -188,6 +202,7 @@ class Trainer:
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.progress.step += 1
+        self.status.step = self.progress.step
         mean = all_reduce(sums, self.mesh.world) / self.mesh.world.size
         seconds = time.perf_counter() - began + sum(micro.wait_s for micro in micros)
         tokens = self.progress.global_batch * self.net.encoder.layout.num_tokens
@@ -253,29 +268,25 @@ class Trainer:
             "or look at these cases"
         )
 
-    def _save(self, is_best: bool = False) -> None:
+    def _save(self, is_best: bool = False, must: bool = False) -> None:
+        """Saves, unless just this was saved; where it fails and need not be now, training goes on and tries again."""
+        progress = replace(self.progress)
+        if progress == self.last_saved:
+            return
         folder = self.out / "checkpoints"
-        checkpoint.save(folder, self.net, self.optimiser, replace(self.progress), self.mesh.world, is_best)
+        try:
+            checkpoint.save(folder, self.net, self.optimiser, progress, self.mesh.world, self.described, is_best)
+            self.last_saved = progress
+        except NotSaved as error:
+            if must:
+                raise
+            self.journal.say(f"warning: {error}; going on, next try in {self.config.checkpoint_minutes:g} minutes")
         self.last_save = time.monotonic()
 
     def _write_status(self, state: str, why: str = "", code: int = 0) -> None:
-        if self.mesh.is_first:
-            self.status.write(state, self.progress.step, why, code, steps=self.config.steps)
+        self.journal.attempt(lambda: self.status.write(state, why, code))
 
 
 def global_batch(config: Config, mesh: Mesh) -> int:
     """Returns the tiles of one step over all ranks."""
     return mesh.data.size * config.batch * config.accumulate
-
-
-def keep_global_batch(config: Config, wanted: int, data_size: int) -> Config:
-    """Returns the config with as many micro-batches as keep a run's global batch on other ranks."""
-    per_step = config.batch * data_size
-    if wanted % per_step:
-        raise ValueError(
-            f"the run has {wanted} tiles a step; {data_size} data ranks x --batch {config.batch} cannot make that: "
-            f"resume with a number of sequence groups that divides {wanted // config.batch}, or another --batch"
-        )
-    return replace(config, accumulate=wanted // per_step)
-
-

@@ -1,0 +1,54 @@
+"""States as plain tensors and JSON values: the optimiser's, and the random generators'."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def optimiser_tensors(net: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
+    """Returns the optimiser's state as tensors under ``parameter/entry``."""
+    found = {}
+    for name, parameter in net.named_parameters():
+        for entry, value in optimiser.state.get(parameter, {}).items():
+            if value is not None:
+                found[f"{name}/{entry}"] = torch.as_tensor(value)
+    return found
+
+
+def fill_optimiser(net: nn.Module, optimiser: Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Puts back what ``optimiser_tensors`` returned."""
+    parameters = dict(net.named_parameters())
+    for key, value in tensors.items():
+        name, _, entry = key.rpartition("/")
+        kept = value if entry == "step" else value.to(parameters[name])
+        optimiser.state[parameters[name]][entry] = kept
+
+
+def random_states() -> dict[str, Any]:
+    """Returns the states of python's, numpy's and torch's generators as JSON values."""
+    version, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = numpy_state
+    states: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Puts back what ``random_states`` returned."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(states["cuda"]), dtype=torch.uint8))
