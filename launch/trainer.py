@@ -94,8 +94,8 @@ class Trainer:
             write_weights(self.out / "model.safetensors", self.net)
         self._write_status("finished")
         lines = [f"finished: best mean Dice {self.progress.best:.3f} at step {self.progress.best_step}"]
-        told = ("progress.png", "validation.png", "validation/summary.json", "metrics.jsonl", "model.safetensors")
-        told += ("config.json",)
+        told = ["progress.png", "validation.png", "validation/summary.json", "metrics.jsonl"]
+        told += ["model.safetensors", "config.json"]
         lines += [f"  {self.out / name}" for name in told if (self.out / name).exists()]
         self.journal.say("\n".join(lines))
 
