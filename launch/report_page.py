@@ -158,7 +158,9 @@ def case_section(case: ScoredCase, shown: Shown) -> str:
     modality = f" · shown on {favourite(list(shown.images))}" if shown.images else ""
     note = f'<p class="small">{escape(shown.note)}</p>' if shown.note else ""
     head = f'<h3>{escape(case.name)}</h3><p class="small">Dice: {escape(dice + modality)}</p>'
-    body = f'{head}{note}<div class="planes">{figures}</div>'
+    w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
+    scale = f'style="grid-template-columns: {d:.6g}fr {w:.6g}fr {w:.6g}fr"'  # as many pixels to a mm in each plane
+    body = f'{head}{note}<div class="planes" {scale}>{figures}</div>'
     return f'<article class="case" data-case="{escape(case.name)}">{body}</article>'
 
 

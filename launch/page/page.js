@@ -171,6 +171,8 @@
     get("modality").value = chosen;
     get("modality-label").hidden = !entry.modalities.length;
     get("case").selectedIndex = index;
+    const [w, d] = entry.shape.map((side, dim) => side * entry.spacing[dim]);
+    get("planes").style.gridTemplateColumns = `${d}fr ${w}fr ${w}fr`; // as many pixels to a mm in each plane
     entry.shape.forEach((side, dim) => (get("slice-" + dim).max = side - 1));
     drawAll();
     viewer.setAttribute("aria-busy", "false");
