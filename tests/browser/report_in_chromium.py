@@ -144,7 +144,8 @@ def test_screenshots_can_be_taken_in_light_dark_and_print(page: Chromium, tmp_pa
     folder = Path(os.environ.get("SEQPAR_SCREENSHOTS", tmp_path))
     seen = set()
     for name, media, scheme in (("light", "screen", "light"), ("dark", "screen", "dark"), ("print", "print", "dark")):
-        page.ask("Emulation.setEmulatedMedia", media=media, features=[{"name": "prefers-color-scheme", "value": scheme}])
+        preferred = [{"name": "prefers-color-scheme", "value": scheme}]
+        page.ask("Emulation.setEmulatedMedia", media=media, features=preferred)
         shot = page.ask("Page.captureScreenshot", captureBeyondViewport=True)["data"]
         (folder / f"report-{name}.png").write_bytes(base64.b64decode(shot))
         paper = page.value("getComputedStyle(document.body).backgroundColor")
