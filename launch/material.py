@@ -53,7 +53,8 @@ class Material:
         index = read_index(self.dataset.path)
         assert index is not None
         told = {name: value for name, value in index["dataset"].items() if name != "splits"}
-        return {**told, "recipe": index["recipe"], "train": self.train_ids, "held_out": self.held_out_ids}
+        ids = {"train": self.train_ids, "held_out": self.held_out_ids}
+        return {**told, "recipe": index["recipe"], "prepared": str(self.dataset.path.absolute()), **ids}
 
 
 def open_material(config: Config, is_first: bool) -> Material:

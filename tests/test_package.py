@@ -34,6 +34,7 @@ def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"seqpar"}
     for needed in ("seqpar/py.typed", "seqpar/decoders/plain.py", "seqpar/launch/model.py", "seqpar/data/faults.py"):
         assert needed in names
+    assert {f"seqpar/launch/page/{path.name}" for path in (ROOT / "launch" / "page").iterdir()} <= set(names)
     scripts = {f"seqpar/launch/slurm/{path.name}" for path in (ROOT / "launch" / "slurm").glob("*")}
     assert scripts <= set(names)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import Launch, at, die, losses, moments, signalled, status, tiny_data, trained, weights
+
 from seqpar.launch import checkpoint, train, trainer, validation
 from seqpar.launch.journal import read_metrics
 
@@ -59,7 +60,7 @@ SPREADS = {
 @pytest.mark.parametrize(("precision", "bound"), [("fp64", 1e-9), ("fp32", 1e-3)])
 def test_loss_per_step_is_the_same_however_the_tiles_are_spread(flags, tmp_path, precision, bound):
     run = [*flags, *f"--precision {precision} --iterations 12 --epochs 1 --depth 2 --dropout 0.1".split()]
-    run += "--drop-path 0.1 --optimizer adamw --weight-decay 0.05 --clip 1".split()
+    run += ["--drop-path", "0.1", "--optimizer", "adamw", "--weight-decay", "0.05", "--clip", "1"]
     found = {}
     for name, (world, more) in SPREADS.items():
         if precision == "fp64" or name in ("alone", "data 2 x seq 2"):
@@ -377,7 +378,7 @@ def test_the_literal_command_starts_its_ranks(flags, tmp_path):
     out = tmp_path / "run"
     started = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "launch/train.py", "--seqpar", "2", *flags[:-4],
-         *"--iterations 2 --epochs 1".split(), *flags[-4:], "--out", str(out)],
+         *["--iterations", "2", "--epochs", "1"], *flags[-4:], "--out", str(out)],
         cwd=ROOT, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert started.returncode == 0, started.stdout + started.stderr
