@@ -64,6 +64,7 @@ class Launch:
                 os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
                 os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             os.environ |= env
+            os.fsync = lambda fd: None  # no power is cut here, and disks of test machines are slow
             if not pictures:
                 trainer.draw_progress = lambda out: None
                 validation.draw_cases = lambda *of: None
