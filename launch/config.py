@@ -38,6 +38,7 @@ class Config:
     fold: str = _flag("0", "0…4 as nnU-Net splits, 90:10, or all", topic="data")
     workers: int = _flag(2, "processes per rank that prepare tiles; 0: none", topic="data")
     augment: str = _flag("light", "augmentation", ("none", "light", "full", "paper"), topic="data")
+    foreground: float = _flag(0.33, "share of tiles drawn around a labelled voxel (nnU-Net: 0.33)", topic="data")
     phantoms: int = _flag(24, "number of phantom cases where no --data is given", topic="data")
 
     seqpar: int = _flag(1, "ranks that share a tile", topic="layout")
@@ -110,6 +111,8 @@ class Config:
         for name in _ABOVE_0:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{dashed(name)} {getattr(self, name)}: it must be above 0")
+        if not 0 <= self.foreground <= 1:
+            raise ValueError(f"--foreground {self.foreground}: it must lie in [0, 1]; 0.33 is usual")
         if len(self.tile) != 3:
             raise ValueError(f"--tile {' '.join(map(str, self.tile))}: give one number, or three")
         if self.patch not in (2, 4, 8, 16):
@@ -215,6 +218,7 @@ def debug() -> Config:
         embed_dim=48,
         decoder="plain",
         batch_dice=False,
+        foreground=1.0,
         epochs=1,
         iterations=50,
         warmup=0,

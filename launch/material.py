@@ -46,7 +46,7 @@ class Material:
     def tiles(self, config: Config) -> TileSource:
         """Returns what draws tiles for training."""
         change = augment(config.augment, config.tile, outside_label=self.dataset.ignore_label or 0)
-        return TileSource.of(self.dataset, self.train_ids, change)
+        return TileSource.of(self.dataset, self.train_ids, change, config.foreground)
 
     def describe(self) -> dict[str, Any]:
         """Returns the data set's description and preparation as they stand in the cache, for the run folder."""

@@ -114,7 +114,8 @@ def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tm
     assert weights(out) == weights(whole)
     assert losses(out) == losses(whole)
     assert status(out)["state"] == "finished"
-    scores = [[row["dice"] for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "val"] for run in (out, whole)]
+    kept = [read_metrics(run / "metrics.jsonl") for run in (out, whole)]
+    scores = [[row["dice"] for row in rows if row["kind"] == "val"] for rows in kept]
     assert scores[0] == scores[1] and len(scores[0]) == 3, "each validation is there once"
 
 
@@ -124,7 +125,8 @@ def test_a_run_goes_on_with_other_ranks_and_workers(flags, tmp_path):
     hook = at(trainer.Trainer, "_decide", 1, signalled(signal.SIGUSR1), call=3)
     trained(2, [*run, "--seqpar", "2"], left, expect=75, hook=hook)
     trained(1, run, tmp_path / "whole")
-    for world, more in (1, "--seqpar 1 --workers 1"), (4, "--seqpar 2 --split ordered"), (3, "--seqpar 3 --split ordered"):
+    others = (1, "--seqpar 1 --workers 1"), (4, "--seqpar 2 --split ordered"), (3, "--seqpar 3 --split ordered")
+    for world, more in others:
         out = tmp_path / f"on {world}"
         shutil.copytree(left, out)
         trained(world, ["--resume", *more.split()], out)
