@@ -48,7 +48,9 @@ def make_run(folder: Path, names: list[str]) -> Path:
     out.mkdir()
     content = {"config": json.loads(config.to_json()), "dataset": material.describe(), "layout": {"ranks": 1}}
     (out / "config.json").write_text(json.dumps(content))
-    Status(out).write("finished", config.steps, steps=config.steps)
+    status = Status(out)
+    status.step = status.steps = config.steps
+    status.write("finished")
     rows = [{"kind": "train", "step": n, "loss": 2 / (n + 1), "lr": 1e-3} for n in range(config.steps)]
     dice = {"NCR": 0.5, "ED": None}
     rows.append({"kind": "val", "step": config.steps, "loss": 0.4, "dice": dice, "global_dice": dice, "cases": 2})

@@ -94,7 +94,7 @@ def test_the_biases_on_queries_and_values_can_be_left_out() -> None:
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        (dict(positions="fourier"), "--positions fourier: choose one of learned, sincos, rope, none"),
+        (dict(positions="fourier"), "--positions fourier: choose one of learned, sincos, rope, learned.rope, none"),
         (dict(dropout=1.0), "must lie in"),
         (dict(num_heads=5), "--heads 5 does not divide"),
         (dict(positions="rope", num_heads=8), "too narrow"),
