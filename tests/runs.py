@@ -12,20 +12,21 @@ from typing import Any
 
 import torch._dynamo  # noqa: F401  an optimiser imports it: once here, not in every rank
 from folders import nnunet
+
 from seqpar.launch import checkpoint, exits, train, trainer, validation
 from seqpar.launch.journal import read_metrics
 
 Hook = Callable[[int], None]
-TINY = (
-    "--preset debug --tile 16 --patch 8 --embed-dim 12 --heads 2 --depth 1 --decoder-width 4 --workers 0 "
-    "--augment none --batch 2 --iterations 2 --epochs 3 --mode gather --val-overlap 0 --lr 0.01 --device cpu"
-).split()
+TINY = """
+    --preset debug --tile 16 --patch 8 --embed-dim 12 --heads 2 --depth 1 --decoder-width 4 --workers 0 --augment none
+    --batch 2 --iterations 2 --epochs 3 --mode gather --val-overlap 0 --lr 0.01 --device cpu
+"""
 
 
 def tiny_data(root: Path) -> list[str]:
     """Writes five small cases and returns the flags of a tiny run on them."""
     nnunet(root / "Dataset001_Tiny", cases=5)
-    return [*TINY, "--data", str(root / "Dataset001_Tiny"), "--cache", str(root / "cache")]
+    return [*TINY.split(), "--data", str(root / "Dataset001_Tiny"), "--cache", str(root / "cache")]
 
 
 class Launch:
