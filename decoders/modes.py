@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from seqpar.collectives import all_gather, gather
+from seqpar.collectives import gather
 from seqpar.decoders.moves import Halo, Swap, grids, real, together, volume
 from seqpar.decoders.spread import Spread
 from seqpar.layout import Layout
@@ -66,7 +66,7 @@ class Gather:
 
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
         """Returns the whole image ``b c W D H`` or label ``b W D H`` of the ranks' parts."""
-        whole = all_gather(part, self.group, 1, layout.counts, "voxels")
+        whole = gather(part, self.group, 1, layout.counts, equal_gradients=True, kind="voxels")
         return layout.join(whole.split(layout.counts, 1))
 
     def spread(self, layout: Layout, batch: int) -> None:

@@ -138,7 +138,7 @@ def _merged(moments: Tensor, dims: Sequence[int]) -> Tensor:
     return torch.stack([count, mean, squares])
 
 
-_AT_ONCE = 1 << 19  # values: intermediates stay in the processor's cache
+_AT_ONCE = 1 << 18  # values: intermediates stay in the processor's cache
 
 
 def _pieces(*tensors: Tensor) -> Any:
@@ -169,8 +169,8 @@ class _Norm(Function):
         counts, mean, squares = pool.moments(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = (squares / counts + eps).rsqrt().to(wide)
-        mean = mean.to(wide)
-        ctx.pool, ctx.count = pool, float(counts.flatten()[0])
+        mean = mean.to(wide, copy=True)  # not a view that keeps all three
+        ctx.pool, ctx.count = pool, counts.flatten()[0].to(wide, copy=True)
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.biased = bias is not None
         times = pool.each(scale, x.shape)
@@ -180,7 +180,10 @@ class _Norm(Function):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows = x.flatten(2).flatten(0, 1)
         for source, out, m, a, b in _pieces(rows, y.view(rows.shape), pool.each(mean, x.shape), times, shift):
-            out.copy_((source - m[:, None]).mul_(a[:, None]).add_(b[:, None]))
+            normed = torch.sub(source, m[:, None], out=out if out.dtype == wide else None)
+            normed.mul_(a[:, None]).add_(b[:, None])
+            if normed is not out:
+                out.copy_(normed)
         variance = (squares / (counts - 1)).to(wide)
         ctx.mark_non_differentiable(mean, variance)
         ctx.set_materialize_grads(False)
@@ -193,9 +196,8 @@ class _Norm(Function):
         pool: _Pool = ctx.pool
         rows, grads = x.flatten(2).flatten(0, 1), grad.flatten(2).flatten(0, 1)  # (b c) v/s
         mean, scale = pool.each(mean, x.shape), pool.each(scale, x.shape)  # (b c)
-        along = torch.cat(
-            [((source - m[:, None]) * g).sum(1) for source, g, m in _pieces(rows, grads, mean)]
-        ) * scale  # of grad with the normed values
+        products = [(source - m[:, None]).mul_(g).sum(1) for source, g, m in _pieces(rows, grads, mean)]
+        along = torch.cat(products) * scale  # of the gradient with the normed values
         sums = torch.stack([grads.sum(1, dtype=along.dtype), along]).view(2, *x.shape[:2])  # 2 b c
         times = scale if weight is None else scale * weight.to(scale.dtype).repeat(len(x))
         dx = None
@@ -205,7 +207,10 @@ class _Norm(Function):
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             parts = _pieces(rows, grads, dx.view(rows.shape), mean, times, -level, -slope * scale)
             for source, g, out, m, a, b, c in parts:
-                out.copy_((source - m[:, None]).mul_(c[:, None]).add_(b[:, None]).addcmul_(g, a[:, None]))
+                owed = torch.sub(source, m[:, None], out=out if out.dtype == mean.dtype else None)
+                owed.mul_(c[:, None]).add_(b[:, None]).addcmul_(g, a[:, None])
+                if owed is not out:
+                    out.copy_(owed)
         dweight = None if weight is None else sums[1].sum(0).to(weight.dtype)
         dbias = sums[0].sum(0).to(weight.dtype) if weight is not None and ctx.biased else None
         return dx, dweight, dbias, None, None

@@ -23,6 +23,7 @@ class MaxPool3d(nn.MaxPool3d):
         super().__init__(*sizes, **options)
         if self.return_indices:
             raise ValueError("return_indices would number voxels of a box, not of the volume: leave it out")
+        _refuse_padding(self, _three(self.dilation))
 
     def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
@@ -38,6 +39,10 @@ class MaxPool3d(nn.MaxPool3d):
 
 class AvgPool3d(nn.AvgPool3d):
     """Average-pooling that fetches its halos and divides by what torch counts at the volume's borders."""
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        _refuse_padding(self, (1, 1, 1))
 
     def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
@@ -115,6 +120,13 @@ class GlobalMean(nn.AdaptiveAvgPool3d):
         share = math.prod(spread.sides) / math.prod(spread.extents)
         mean = x.mean((2, 3, 4), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         return total(mean * share, spread.group, "statistics").to(x.dtype), None
+
+
+def _refuse_padding(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int]) -> None:
+    """Refuses what torch would refuse in its turn, but on boxes only where it pads itself."""
+    for k, p, d in zip(_three(pool.kernel_size), _three(pool.padding), dilation):
+        if 2 * p > d * (k - 1) + 1:
+            raise ValueError(f"{pool}: padding must be at most half of the kernel")
 
 
 def _pool_reaches(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int], spread: Spread) -> list[Reach]:

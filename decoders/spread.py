@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from seqpar.collectives import Interval, Margins, close_window, open_window, window
@@ -46,7 +45,8 @@ class Spread:
     @cached_property
     def place(self) -> tuple[int, ...]:
         """Which interval of each dimension this rank holds."""
-        return tuple(int(at) for at in torch.unravel_index(torch.tensor(self.group.index), self.parts))
+        steps = [math.prod(self.parts[dim + 1 :]) for dim in range(len(self.parts))]
+        return tuple(self.group.index // step % count for step, count in zip(steps, self.parts))
 
     @cached_property
     def box(self) -> tuple[Interval, ...]:

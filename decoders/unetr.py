@@ -7,10 +7,9 @@ level l has 2^l voxels a point: level L is the tokens' grid, level 0 the image's
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.decoders.norms import InstanceNorm3d
+from seqpar.decoders.activated import NormedActivation
 from seqpar.decoders.ops import Conv3d, ConvTranspose3d
 from seqpar.decoders.plain import num_doublings
 from seqpar.decoders.spread import Spread
@@ -31,10 +30,6 @@ def taps(depth: int, patch: Sequence[int], skips: str = "monai") -> tuple[int, .
     return tuple(end - 1 if skips == "paper" else min(end, depth - 1) for end in ends)
 
 
-def _activate(x: Tensor) -> Tensor:
-    return F.leaky_relu(x, 0.01, inplace=True)  # so one tensor is kept for this and the next convolution
-
-
 class ResBlock(nn.Module):
     """Two 3x3x3 convolutions with instance norm beside a shortcut; the shortcut is a convolution if widths differ.
 
@@ -45,19 +40,17 @@ class ResBlock(nn.Module):
         super().__init__()
         widens = channels != width
         self.conv1 = Conv3d(channels, width, 3, padding=1, bias=False, keep_window=not widens)
-        self.norm1 = InstanceNorm3d(width)
         self.conv2 = Conv3d(width, width, 3, padding=1, bias=False, keep_window=False)
-        self.norm2 = InstanceNorm3d(width)
         self.conv3 = Conv3d(channels, width, 1, bias=False) if widens else None
-        self.norm3 = InstanceNorm3d(width)
+        self.activate1, self.activate2 = NormedActivation(), NormedActivation(norm_other=widens)
 
     def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:
         """Returns the block's output on the same grid."""
-        y, _ = self.norm1(*self.conv1(x, spread))
-        y, _ = self.norm2(*self.conv2(_activate(y), spread))
+        y, _ = self.activate1(*self.conv1(x, spread))
+        y, _ = self.conv2(y, spread)
         if self.conv3 is not None:
-            x, _ = self.norm3(*self.conv3(x, spread))
-        return _activate(y.add_(x)), spread
+            x, _ = self.conv3(x, spread)
+        return self.activate2(y, spread, x)  # type: ignore[no-any-return]
 
 
 class Branch(nn.Module):

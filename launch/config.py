@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from seqpar.choice import NAMES, check_strategy
 from seqpar.layout import SPLITS, Layout
 from seqpar.tokens import POSITIONS
 
@@ -37,11 +38,15 @@ class Config:
     fold: str = _flag("0", "0…4 as nnU-Net splits, 90:10, or all", topic="data")
     workers: int = _flag(2, "processes per rank that prepare tiles; 0: none", topic="data")
     augment: str = _flag("light", "augmentation", ("none", "light", "full", "paper"), topic="data")
+    foreground: float = _flag(0.33, "share of tiles drawn around a labelled voxel (nnU-Net: 0.33)", topic="data")
     phantoms: int = _flag(24, "number of phantom cases where no --data is given", topic="data")
 
     seqpar: int = _flag(1, "ranks that share a tile", topic="layout")
     split: str = _flag("spatial", "how a tile's tokens are shared out", SPLITS, topic="layout")
     mode: str = _flag("gather", "how tokens reach the decoder", topic="layout")
+    attention: str = _flag("auto", f"how attention crosses ranks: auto, {', '.join(NAMES)}, hybrid:U", topic="layout")
+    keep_kv: bool = _flag(False, "hold what attention gathered until backward: fewer bytes", topic="layout")
+    heads_per_chunk: int = _flag(0, "heads whose keys and values are there at a time; 0: by size", topic="layout")
     tile: tuple[int, ...] = _flag((96, 96, 96), "voxels of a tile: one number or three", topic="layout")
     patch: int = _flag(16, "voxels of a token along each side", topic="layout")
 
@@ -106,6 +111,8 @@ class Config:
         for name in _ABOVE_0:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{dashed(name)} {getattr(self, name)}: it must be above 0")
+        if not 0 <= self.foreground <= 1:
+            raise ValueError(f"--foreground {self.foreground}: it must lie in [0, 1]; 0.33 is usual")
         if len(self.tile) != 3:
             raise ValueError(f"--tile {' '.join(map(str, self.tile))}: give one number, or three")
         if self.patch not in (2, 4, 8, 16):
@@ -123,6 +130,10 @@ class Config:
         if not self.data and self.phantoms < 5:
             raise ValueError(f"--phantoms {self.phantoms}: five folds need at least 5 cases")
         seconds(self.time_limit)
+        if not 0 <= self.heads_per_chunk <= self.heads:
+            raise ValueError(f"--heads-per-chunk {self.heads_per_chunk}: choose 1 to {self.heads}, or 0 for by size")
+        if self.attention != "auto":
+            check_strategy(self.attention, self.seqpar, self.heads, self.keep_kv)
         Layout.of(self.tile, self.patch, self.seqpar, self.split)
 
     def _far_from_heads(self, heads: int) -> int:
@@ -178,20 +189,23 @@ def modern() -> Config:
 def laptop() -> Config:
     """Returns a run of a few minutes on two CPU cores."""
     return Config(
-        tile=(64, 64, 64),
+        mode="auto",
+        tile=(48, 48, 48),
         patch=8,
-        depth=4,
+        depth=3,
         embed_dim=96,
         heads=4,
-        decoder_width=32,
-        mode="auto",
+        decoder="unetr",
+        decoder_width=8,
         batch=2,
-        epochs=8,
+        batch_dice=True,
+        epochs=9,
         iterations=50,
         lr=2e-3,
         warmup=1,
         clip=1.0,
-        val_every=4,
+        val_every=0,
+        workers=1,
     )
 
 
@@ -202,7 +216,9 @@ def debug() -> Config:
         tile=(32, 32, 32),
         depth=2,
         embed_dim=48,
-        decoder_width=8,
+        decoder="plain",
+        batch_dice=False,
+        foreground=1.0,
         epochs=1,
         iterations=50,
         warmup=0,

@@ -1,14 +1,12 @@
 """Compares predicted label maps with the true ones: python launch/evaluate.py TRUTH PREDICTION."""
 
 import argparse
-import csv
-import io
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from seqpar.data.faults import DataError
 from seqpar.launch.exits import DATA, run
@@ -23,6 +21,7 @@ from seqpar.launch.labelmaps import (
     score_pairs,
 )
 from seqpar.launch.scoring import Empty, Scores, summarise, table
+from seqpar.launch.summaries import document, rows_of, write
 
 
 def region(text: str) -> tuple[str, tuple[int, ...]]:
@@ -82,54 +81,6 @@ def choose_labels(options: argparse.Namespace) -> Labels:
     if declared:
         return Labels(labels.classes, labels.declared | declared.declared, declared.ignore)
     return labels
-
-
-def key(labels: tuple[int, ...]) -> str:
-    """Returns nnU-Net's name for a label or region in a summary."""
-    return str(labels[0] if len(labels) == 1 else labels)
-
-
-def document(cases: list[tuple[Pair, Scores]], labels: Labels, summary: dict[str, Any]) -> dict[str, Any]:
-    """Returns the content of summary.json: nnU-Net's schema (NaN as it writes it), and what it lacks."""
-    keys = {name: key(values) for name, values in labels.classes.items()}
-    per_case = [
-        {
-            "metrics": {keys[name]: row for name, row in scores.items()},
-            "prediction_file": str(pair.prediction),
-            "reference_file": str(pair.truth),
-        }
-        for pair, scores in cases
-    ]
-    content = {"foreground_mean": summary["foreground_mean"], "metric_per_case": per_case, "classes": keys}
-    for kind in ("mean", "median", "num_values", "global"):
-        content[kind] = {keys[name]: row for name, row in summary[kind].items()}
-    return content
-
-
-def rows_of(cases: list[tuple[Pair, Scores]], labels: Labels) -> str:
-    """Returns the content of metrics.csv: a line per case and class."""
-    text = io.StringIO(newline="")
-    first = next(iter(cases[0][1].values()))
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["case", "class", "labels", *first])
-    for pair, scores in cases:
-        for name, row in scores.items():
-            writer.writerow([pair.case, name, key(labels.classes[name]), *row.values()])
-    return text.getvalue()
-
-
-def write(path: Path, text: str) -> None:
-    """Returns nothing; the file is the old one or the new one, at no moment half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
-        partial.replace(path)
-    except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror or error})") from error
-    finally:
-        if partial.exists():
-            partial.unlink()
 
 
 def act(arguments: Sequence[str]) -> int:

@@ -39,7 +39,8 @@ def sliding_window(nets: Sequence[SegmentationNet], image: Image, sliding: Slidi
     """
     course = Course.of(image.shape[1:], sliding, mesh.world.size)
     weights = window_weights(sliding.tile, sliding.weights)
-    return _walk(_views(nets, course, sliding.mirror, mesh), image, course, weights, sliding.batch, mesh)
+    batch = _fitting_batch(nets, min(sliding.batch, len(course.corners)))
+    return _walk(_views(nets, course, sliding.mirror, batch, mesh), image, course, weights, batch, mesh)
 
 
 def whole_volume(
@@ -53,7 +54,8 @@ def whole_volume(
     tile = padded_shape(shape, nets[0].encoder.layout) if nets else shape
     starts = tuple((-((padded - side) // 2),) for padded, side in zip(tile, shape))
     course = Course(shape, tile, starts, mesh.world.size)
-    return _walk(_views(nets, course, mirror, mesh), image, course, window_weights(tile, "constant"), 1, mesh)
+    weights, batch = window_weights(tile, "constant"), _fitting_batch(nets, 1)
+    return _walk(_views(nets, course, mirror, batch, mesh), image, course, weights, batch, mesh)
 
 
 def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
@@ -99,7 +101,15 @@ class _View:
     flips: tuple[int, ...]
 
 
-def _views(nets: Sequence[SegmentationNet], course: Course, mirror: Sequence[int], mesh: Mesh) -> list[_View]:
+def _fitting_batch(nets: Sequence[SegmentationNet], batch: int) -> int:
+    """Returns how many windows a group sees at a time: where its ranks decode whole ones, as many for each."""
+    sizes = [net.encoder.group.size for net in nets if net.mode.name == "swap"]
+    return math.lcm(*sizes) * -(-batch // math.lcm(*sizes))
+
+
+def _views(
+    nets: Sequence[SegmentationNet], course: Course, mirror: Sequence[int], batch: int, mesh: Mesh
+) -> list[_View]:
     """Returns every network with every mixture of flips; refuses what cannot pass, alike on all ranks."""
     if not nets:
         raise ValueError("no network came: give one or, as an ensemble, several")
@@ -112,7 +122,7 @@ def _views(nets: Sequence[SegmentationNet], course: Course, mirror: Sequence[int
                 f"the network was built for a sequence group of {net.encoder.group.size}, the mesh has {mesh.seq.size}"
             )
         layout = net.encoder.layout.of_tile(course.tile)
-        net.mode.check(layout)
+        net.mode.check(layout, batch)
         views += [_View(net, layout, flips) for flips in mirrors(mirror, len(course.tile))]
     return views
 
@@ -122,7 +132,6 @@ def _walk(
 ) -> Iterator[Slab]:
     """Yields the slabs of a course: in each round, every group sees some windows through every view."""
     num_windows, groups = len(course.corners), mesh.data.size
-    batch = min(batch, num_windows)
     blocks = [_find_blocks(view, batch, mesh) for view in views]
     dtype = torch.promote_types(next(views[0].net.parameters()).dtype, torch.float32)
     sums: Sums | None = None

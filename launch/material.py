@@ -46,14 +46,15 @@ class Material:
     def tiles(self, config: Config) -> TileSource:
         """Returns what draws tiles for training."""
         change = augment(config.augment, config.tile, outside_label=self.dataset.ignore_label or 0)
-        return TileSource.of(self.dataset, self.train_ids, change)
+        return TileSource.of(self.dataset, self.train_ids, change, config.foreground)
 
     def describe(self) -> dict[str, Any]:
         """Returns the data set's description and preparation as they stand in the cache, for the run folder."""
         index = read_index(self.dataset.path)
         assert index is not None
         told = {name: value for name, value in index["dataset"].items() if name != "splits"}
-        return {**told, "recipe": index["recipe"], "train": self.train_ids, "held_out": self.held_out_ids}
+        ids = {"train": self.train_ids, "held_out": self.held_out_ids}
+        return {**told, "recipe": index["recipe"], "prepared": str(self.dataset.path.absolute()), **ids}
 
 
 def open_material(config: Config, is_first: bool) -> Material:

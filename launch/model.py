@@ -4,6 +4,8 @@ Legend: b batch, c channels, n tokens, k classes, p voxels of a patch along a di
 this rank's share of the tokens.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ from seqpar.layout import Layout
 from seqpar.mesh import Group
 from seqpar.tokens import DropoutKey
 
+Decoder = PlainDecoder | UnetrDecoder | PrimusDecoder
 DECODERS = ("plain", "unetr", "primus")
 
 
@@ -52,22 +55,34 @@ class SegmentationNet(nn.Module):
         return self.mode.voxels(label, layout or self.encoder.layout)
 
 
+FOREGROUND = 0.02  # what a fresh network believes of every voxel: most of an image is background
+
+
 def build(
-    config: Config, in_channels: int, num_outputs: int, group: Group, device: str = "cpu"
+    config: Config,
+    in_channels: int,
+    num_outputs: int,
+    group: Group,
+    has_regions: bool = False,
+    device: str = "cpu",
 ) -> SegmentationNet:
     """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks.
 
-    On the device "meta" it has shapes alone.
+    Its outputs are labels of which the first is background, or, with ``has_regions``, regions by themselves. On the
+    device "meta" it has shapes alone.
     """
     torch.manual_seed(config.seed)
     with torch.device(device):
         encoder, decoder, chosen = _parts(config, in_channels, num_outputs, group)
+    assert decoder.classes.bias is not None
+    with torch.no_grad():
+        decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
     return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), chosen)
 
 
 def _parts(
     config: Config, in_channels: int, num_outputs: int, group: Group
-) -> tuple[SeqParViT, nn.Module, tuple[int, ...]]:
+) -> tuple[SeqParViT, Decoder, tuple[int, ...]]:
     """Returns encoder, decoder, and the encoder's blocks that the decoder takes."""
     encoder = SeqParViT(
         in_channels,
@@ -84,12 +99,15 @@ def _parts(
         dropout=config.dropout,
         drop_path=config.drop_path,
         layer_scale=config.layer_scale or None,
+        keep_kv=config.keep_kv,
         recompute=config.grad_checkpoint,
+        attention=config.attention,
+        heads_per_chunk=config.heads_per_chunk or None,
         group=group,
         split=config.split,
     )
     patch, chosen = encoder.layout.patch, tuple[int, ...]()
-    decoder: nn.Module
+    decoder: Decoder
     if config.decoder == "unetr":
         decoder = UnetrDecoder(in_channels, config.embed_dim, num_outputs, patch, config.decoder_width)
         chosen = taps(config.depth, patch, config.skips)

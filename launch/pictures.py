@@ -95,7 +95,7 @@ def draw_cases(path: Path, cases: Sequence[Shown], classes: Sequence[str]) -> No
     figure = _figure(11, 3.6 * len(cases) + 0.5)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
-        centre = _middle(case.truth if case.truth.any() else case.prediction)
+        centre = fullest_planes(case.truth if case.truth.any() else case.prediction)
         body = case.image[case.image != 0]  # prepared images are 0 outside of the body alone
         low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
         shade = np.where(case.image == 0, low, case.image)
@@ -120,7 +120,7 @@ def draw_cases(path: Path, cases: Sequence[Shown], classes: Sequence[str]) -> No
     _save(figure, path)
 
 
-def _middle(mask: NDArray[Any]) -> tuple[int, ...]:
+def fullest_planes(mask: NDArray[Any]) -> tuple[int, ...]:
     """Returns, per direction, the plane that holds most of the mask, else the middle one."""
     if not mask.any():
         return tuple(side // 2 for side in mask.shape)

@@ -39,13 +39,14 @@ class Sums:
     def __init__(self, course: Course, weights: Tensor, num_classes: int, mesh: Mesh) -> None:
         self.course, self.weights, self.num_classes, self.mesh = course, weights, num_classes, mesh
         self._slabs: dict[int, tuple[Tensor, Tensor]] = {}  # k w/s D H, w/s D H
-        self._windows: dict[tuple[int, int], tuple[Region, Tensor]] = {}  # of this round, by (window, slab)
+        self._regions: dict[tuple[int, int], Region] = {}  # of this round, by (window, slab)
+        self._windows: dict[tuple[int, int], Tensor] = {}  # sums over the views, in these regions
 
     def open(self, windows: Sequence[int]) -> None:
         """Begins a round over ``windows``."""
         for window in windows:
             for slab, region in self.course.pieces(window, whole_box(self.course.tile), self.mesh.world.index):
-                self._windows[window, slab] = region, self._zeros(region)
+                self._regions[window, slab] = region
 
     def deliver(self, logits: Tensor | None, blocks: Sequence[Block], turns: Sequence[Sequence[int]]) -> None:
         """Takes this rank's logits of its group's windows, ``b k W/s D/s H/s``, to the ranks that need them.
@@ -70,9 +71,17 @@ class Sums:
         pieces = self._exchange(sends, coming)
         for source, routes in sorted(coming.items()):
             for route, piece in zip(routes, pieces[source]):
-                region, sum_of_views = self._windows[route.window, route.slab]
-                here = within(route.region, [low for low, _ in region])
-                sum_of_views[(slice(None), *here)] += piece
+                self._add(route, piece)
+
+    def _add(self, route: _Route, piece: Tensor) -> None:
+        at = route.window, route.slab
+        region = self._regions[at]
+        if at not in self._windows and route.region == region:
+            self._windows[at] = piece
+            return
+        if at not in self._windows:
+            self._windows[at] = self._zeros(region)
+        self._windows[at][(slice(None), *within(route.region, [low for low, _ in region]))] += piece
 
     def _routes(self, blocks: Sequence[Block], turn: Sequence[int], group: int, target: int) -> Iterator[_Route]:
         """Yields the pieces of a group's windows that ``target`` needs.
@@ -109,7 +118,10 @@ class Sums:
 
     def close(self) -> None:
         """Ends a round: its windows are weighted and added, in window order."""
-        for (window, slab), (region, sum_of_views) in self._windows.items():
+        for (window, slab), region in self._regions.items():
+            if len(self.course.corners) == 1:  # a mean of one needs no weights
+                self._slabs[slab] = self._windows[window, slab], self.weights.new_ones(())
+                continue
             if slab not in self._slabs:
                 bounds, at = self.course.bounds[slab], self.mesh.world.index
                 empty = self._zeros(((bounds[at], bounds[at + 1]), *whole_box(self.course.shape[1:])))
@@ -118,9 +130,10 @@ class Sums:
             weight = self.weights[within(region, self.course.corners[window])]
             rows = self.course.bounds[slab][self.mesh.world.index]
             here = within(region, [rows, *[0] * (len(region) - 1)])
-            logits[(slice(None), *here)] += weight * sum_of_views
+            # Product and sum apart: fused, they round otherwise at the end of a vector than within it.
+            logits[(slice(None), *here)] += weight * self._windows[window, slab]
             weights[here] += weight
-        self._windows = {}
+        self._regions, self._windows = {}, {}
 
     def finish(self, slab: int, num_views: int) -> Tensor:
         """Returns the mean logits ``k w/s D H`` of a slab whose windows have all been added, and forgets it."""

@@ -112,14 +112,16 @@ def _trainer(order: Order, mesh: Mesh, material: Material, status: Status) -> Tr
     saved = checkpoint.find_together(out / "checkpoints", mesh.world) if config.resume else None
     if saved:
         config = keep_global_batch(config, checkpoint.read_progress(saved).global_batch, mesh.data.size)
-    net = build(config, material.num_channels, material.num_outputs, mesh.seq)
+    net = build(config, material.num_channels, material.num_outputs, mesh.seq, bool(material.regions))
     decoding = net.mode.check(net.encoder.layout, config.batch)
     told = start_from(net, config) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
+    layout["attention"] = net.encoder.attention_choice
     described = describe_run(config, order.preset, material.describe(), layout)
     if mesh.is_first:
         write_json(out / "config.json", described)
-        print(f"{_size_line(net, config, mesh)}; {decoding}" + (f"\n{told}" if told else ""), flush=True)
+        print(f"{_size_line(net, config, mesh)}; {decoding}", flush=True)
+        print(f"attention: {net.encoder.attention_choice[0]}" + (f"\n{told}" if told else ""), flush=True)
     return Trainer(config, mesh, material, net, status, described, saved)
 
 

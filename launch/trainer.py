@@ -112,7 +112,8 @@ class Trainer:
             write_weights(self.out / "model.safetensors", self.net)
         self._write_status("finished")
         lines = [f"finished: best mean Dice {self.progress.best:.3f} at step {self.progress.best_step}"]
-        told = ("progress.png", "validation.png", "metrics.jsonl", "model.safetensors", "config.json")
+        told = ["progress.png", "validation.png", "validation/summary.json", "metrics.jsonl"]
+        told += ["model.safetensors", "config.json"]
         lines += [f"  {self.out / name}" for name in told if (self.out / name).exists()]
         self.journal.say("\n".join(lines))
 
@@ -175,7 +176,7 @@ class Trainer:
         due = step == self.config.steps or every > 0 and step % every == 0
         if not due or self.progress.validated == step:
             return False
-        found = self.validation.run(self.net, self.out, stopper)
+        found = self.validation.run(self.net, self.out, stopper, keep=step == self.config.steps)
         if found is None:
             return True
         self.journal.record("val", step, epoch=(step - 1) // self.config.iterations, **found.row)

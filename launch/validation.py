@@ -1,7 +1,7 @@
 """Validation in training: whole held-out volumes by sliding window, with the code that predicts and evaluates."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from seqpar.collectives import all_reduce
 from seqpar.data.cache import PreparedCase
 from seqpar.launch.config import Config
+from seqpar.launch.held_out import HeldOut, true_files
 from seqpar.launch.inference import join_rows, sliding_window, to_labels
 from seqpar.launch.material import Material
 from seqpar.launch.model import SegmentationNet
@@ -40,9 +41,10 @@ class Validation:
         self.config, self.mesh, self.material, self.loss = config, mesh, material, loss
         self.ids = material.held_out_ids[: config.val_cases or None]
 
-    def run(self, net: SegmentationNet, out: Path, stopper: Stopper) -> Found | None:
-        """Returns the result, None where the run has to leave first."""
+    def run(self, net: SegmentationNet, out: Path, stopper: Stopper, keep: bool = False) -> Found | None:
+        """Returns the result, None where the run has to leave first; ``keep`` leaves label maps and all scores."""
         net.eval()
+        kept = self._keep(out) if keep and self.mesh.is_first else None
         rows: list[Scores] = []
         losses: list[LossParts] = []
         shown: list[Shown] = []
@@ -54,6 +56,8 @@ class Validation:
                 return None
             found, parts = predicted
             losses.append(parts)
+            if kept:
+                kept.add(case, found)
             truth, spacing = np.asarray(case.label), case.properties.spacing
             ignored = self.material.dataset.ignore_label
             rows.append(score(truth, found, self.material.classes, spacing, ignore=ignored, surfaces=False))
@@ -62,7 +66,12 @@ class Validation:
         net.train()
         if self.mesh.is_first:
             draw_cases(out / "validation.png", shown, [name for name, v in self.material.dataset.labels.items() if v])
-        return self._summary(rows, losses)
+        result = self._summary(rows, losses)
+        return replace(result, text="\n".join([result.text, *kept.close()])) if kept else result
+
+    def _keep(self, out: Path) -> HeldOut:
+        described = self.material.describe()
+        return HeldOut(out / "validation", described, lambda: true_files(self.config), self.config.steps)
 
     def _predict(
         self, net: SegmentationNet, case: PreparedCase, stopper: Stopper

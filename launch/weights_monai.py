@@ -44,7 +44,7 @@ def load_monai(
     tile: int | Sequence[int] = (96, 96, 96),
     num_heads: int = 12,
     group: Group | None = None,
-    mode: str = "gather",
+    mode: str = "auto",
     split: str = "spatial",
     trained_tile: Sequence[int] | None = None,
     patch: Sequence[int] | None = None,

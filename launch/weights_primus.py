@@ -34,7 +34,7 @@ def load_primus(
     tile: int | Sequence[int] = (96, 96, 96),
     num_heads: int | None = None,
     group: Group | None = None,
-    mode: str = "gather",
+    mode: str = "auto",
     split: str = "spatial",
     trained_tile: Sequence[int] | None = None,
 ) -> SegmentationNet:

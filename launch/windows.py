@@ -45,7 +45,7 @@ class Sliding:
 def mirrors(directions: Sequence[int], num_directions: int) -> list[tuple[int, ...]]:
     """Returns all mixtures of the directions, the unflipped one first."""
     if len(set(directions)) < len(directions) or not set(directions) <= set(range(num_directions)):
-        raise ValueError(f"--mirror {' '.join(map(str, directions))}: name each of 0…{num_directions - 1} at most once")
+        raise ValueError(f"mirror {tuple(directions)}: name each direction, 0…{num_directions - 1}, at most once")
     counts = range(len(directions) + 1)
     return [mixture for count in counts for mixture in itertools.combinations(sorted(directions), count)]
 

@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "DropoutKey": "seqpar.tokens",
     "Layout": "seqpar.layout",
+    "Predictor": "seqpar.launch.predictor",
     "SegmentationNet": "seqpar.launch.model",
     "SeqParViT": "seqpar.encoder",
     "export_monai": "seqpar.launch.weights_monai",

@@ -13,7 +13,7 @@ scatters use the library's own. A group of one moves nothing.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Interval = tuple[int, int]
+Result = TypeVar("Result")
 Margins = Sequence[tuple[int, int, int]]  # dimension, how many before, how many behind
 
 
@@ -43,14 +44,28 @@ class Pending:
         self._works, self._tensors = (), ()
 
 
+class Coming(Generic[Result]):
+    """A result under way: what ``finish`` makes once ``pending`` has arrived. It is handed out once, and let go."""
+
+    def __init__(self, pending: Pending, finish: Callable[[], Result]) -> None:
+        self._pending, self._finish = pending, finish
+
+    def wait(self) -> Result:
+        self._pending.wait()
+        finish = self._finish
+        del self._finish
+        return finish()
+
+
 def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Group, kind: str) -> Pending:
     """Returns the messages to and from other places of ``group``; empty ones are left out on both sides."""
     going = [(q, t) for q, t in sends.items() if t.numel()]
     coming = [(q, t) for q, t in receives.items() if t.numel()]
     assert all(t.is_contiguous() for _, t in going + coming)
     group.traffic[kind] += sum(t.numel() * t.element_size() for _, t in going)
-    ops = [dist.P2POp(dist.isend, t, group=group.handle, group_peer=q) for q, t in going]
-    ops += [dist.P2POp(dist.irecv, t, group=group.handle, group_peer=q) for q, t in coming]
+    place = group.places or range(group.size)
+    ops = [dist.P2POp(dist.isend, t, group=group.handle, group_peer=place[q]) for q, t in going]
+    ops += [dist.P2POp(dist.irecv, t, group=group.handle, group_peer=place[q]) for q, t in coming]
     return Pending(dist.batch_isend_irecv(ops) if ops else (), [t for _, t in going + coming])
 
 
@@ -68,16 +83,24 @@ def start_all_gather(
     assert x.shape[dim] == sizes[group.index] and len(sizes) == group.size, (x.shape, dim, sizes)
     if group.size == 1:
         return x, Pending((), ())
-    rows = x.movedim(dim, 0).contiguous()
+    rows = x.movedim(dim, 0)
     whole = rows.new_empty((sum(sizes), *rows.shape[1:]))
-    if rows.is_cuda and len(set(sizes)) == 1:
-        group.traffic[kind] += rows.numel() * rows.element_size() * (group.size - 1)
-        work = _gather_single(whole, rows, group=group.handle, async_op=True)
-        return whole.movedim(0, dim), Pending((work,), (rows, whole))
+    whole.split(list(sizes))[group.index].copy_(rows)
+    return whole.movedim(0, dim), start_filling(whole, group, sizes, kind)
+
+
+def start_filling(whole: Tensor, group: Group, sizes: Sequence[int], kind: str) -> Pending:
+    """Returns the messages that fill ``whole`` with all ranks' rows; this rank's own lie in their place already."""
     pieces = whole.split(list(sizes))
-    pieces[group.index].copy_(rows)
-    sends = dict.fromkeys(group.peers, rows)
-    return whole.movedim(0, dim), post(sends, {q: pieces[q] for q in group.peers}, group, kind)
+    mine = pieces[group.index]
+    if _has_native(whole, group, sizes):
+        group.traffic[kind] += mine.numel() * mine.element_size() * (group.size - 1)
+        return Pending((_gather_single(whole, mine, group=group.handle, async_op=True),), (whole,))
+    return post(dict.fromkeys(group.peers, mine), {q: pieces[q] for q in group.peers}, group, kind)
+
+
+def _has_native(rows: Tensor, group: Group, sizes: Sequence[int]) -> bool:
+    return rows.is_cuda and group.size > 1 and group.places is None and len(set(sizes)) == 1
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "scatter") -> Tensor:
@@ -86,17 +109,21 @@ def reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind
     if group.size == 1:
         return x
     rows = x.movedim(dim, 0).contiguous()
-    if rows.is_cuda and len(set(sizes)) == 1:
-        mine = rows.new_empty((sizes[0], *rows.shape[1:]))
-        group.traffic[kind] += mine.numel() * mine.element_size() * (group.size - 1)
-        _scatter_single(mine, rows, group=group.handle)
-        return mine.movedim(0, dim)
+    return start_reduce_scatter(rows, group, sizes, kind).wait().movedim(0, dim)
+
+
+def start_reduce_scatter(rows: Tensor, group: Group, sizes: Sequence[int], kind: str) -> Coming[Tensor]:
+    """Returns this rank's rows, under way, of the sum of all ranks' ``rows``, which must stay until then."""
     pieces = rows.split(list(sizes))
     mine = pieces[group.index]
+    if _has_native(rows, group, sizes):
+        summed = torch.empty_like(mine)
+        group.traffic[kind] += mine.numel() * mine.element_size() * (group.size - 1)
+        work = _scatter_single(summed, rows, group=group.handle, async_op=True)
+        return Coming(Pending((work,), (rows, summed)), lambda: summed)
     received = {q: torch.empty_like(mine) for q in group.peers}
-    post({q: pieces[q] for q in group.peers}, received, group, kind).wait()
-    received[group.index] = mine
-    return _sum_in_rank_order(received).movedim(0, dim)
+    pending = post({q: pieces[q] for q in group.peers}, received, group, kind)
+    return Coming(pending, lambda: _sum_in_rank_order({**received, group.index: mine}))
 
 
 def _sum_in_rank_order(pieces: Mapping[int, Tensor]) -> Tensor:
@@ -200,6 +227,7 @@ def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
     """Returns the sum of all ranks' ``x`` as a new tensor, without a gradient."""
     result = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size > 1:
+        assert group.places is None, "a part of a group talks in pairs only"
         group.traffic[kind] += 2 * (group.size - 1) * result.numel() * result.element_size() // group.size
         dist.all_reduce(result, group=group.handle)
     return result

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seqpar.attention import Attention, Rotate
+from seqpar.choice import CPU, GPU, Layer, Machine, Strategy, check_strategy, choose
 from seqpar.layout import Layout
 from seqpar.mesh import Group
 from seqpar.tokens import (
@@ -111,6 +112,8 @@ class SeqParViT(nn.Module):
     ``tile`` and ``patch`` are voxels, one number or one per direction; ``tile`` is the default only, a volume of
     another size passes too. Dropout is keyed: a group of several ranks needs ``key`` in training.
     ``mlp="swiglu"`` (gated, with a norm inside) and ``attention_norm`` (a norm over the joined heads) are EVA-02's.
+    ``attention`` is how attention crosses ranks (``seqpar.choice``), ``auto`` the one that ``machine`` runs quickest
+    for the default tile within ``memory_left`` bytes; ``attention_choice`` says why.
     """
 
     def __init__(
@@ -134,6 +137,10 @@ class SeqParViT(nn.Module):
         split: str = "spatial",
         mlp: str = "gelu",
         attention_norm: bool = False,
+        attention: str = "auto",
+        heads_per_chunk: int | None = None,
+        machine: Machine | None = None,
+        memory_left: float | None = None,
     ) -> None:
         super().__init__()
         if positions not in POSITIONS:
@@ -144,6 +151,9 @@ class SeqParViT(nn.Module):
             raise ValueError(f"dropout {dropout} and drop-path {drop_path} must lie in [0, 1)")
         self.group = group or Group("seq")
         self.layout = Layout.of(tile, patch, self.group.size, split)
+        self.attention, self.attention_choice = self._choose_attention(
+            attention, Layer(self.layout.counts, num_heads, embed_dim), machine, keep_kv, memory_left, depth
+        )
         self.embed_dim, self.positions, self.dropout, self.recompute = embed_dim, positions, dropout, recompute
         self.draws = dropout > 0 or drop_path > 0
         self.patch_embed = PatchEmbed(in_channels, self.layout.patch, embed_dim)
@@ -154,7 +164,14 @@ class SeqParViT(nn.Module):
 
         def block(rate: float) -> Block:
             attn = Attention(
-                embed_dim, num_heads, qkv_bias, self.group, keep_kv, norm_eps if attention_norm else None
+                embed_dim,
+                num_heads,
+                qkv_bias,
+                self.group,
+                keep_kv,
+                norm_eps if attention_norm else None,
+                self.attention,
+                heads_per_chunk,
             )
             inner = (
                 GatedMlp(embed_dim, hidden_dim, dropout, norm_eps)
@@ -169,6 +186,19 @@ class SeqParViT(nn.Module):
             Rotation(self.layout, self.group.index, embed_dim // num_heads, self.norm.weight)  # refuses early
         self.num_heads = num_heads
         self._fill()
+
+    @staticmethod
+    def _choose_attention(
+        name: str, layer: Layer, machine: Machine | None, keep: bool, memory_left: float | None, depth: int
+    ) -> tuple[Strategy, tuple[str, ...]]:
+        """Returns the strategy and why it is this one."""
+        if name == "auto":
+            machine = machine or (GPU if torch.cuda.is_available() else CPU)
+            return choose(layer, machine, keep, memory_left, depth)
+        if machine is not None or memory_left is not None:
+            raise ValueError(f"machine and memory_left choose for --attention auto; it is {name}: leave them")
+        strategy = check_strategy(name, layer.ranks, layer.heads, keep)
+        return strategy, (f"{strategy} was asked for",)
 
     def _fill(self) -> None:
         for module in self.modules():

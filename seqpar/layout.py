@@ -110,7 +110,8 @@ class Layout:
 
     def coordinates(self, rank: int) -> Tensor:
         """Returns the rank's tokens' places in the whole grid: one row a token, one column a direction."""
-        return torch.stack(torch.unravel_index(self._ids[rank], self.grid), 1)
+        steps = [math.prod(self.grid[dim + 1 :]) for dim in range(len(self.grid))]
+        return torch.stack([self._ids[rank] // step % side for step, side in zip(steps, self.grid)], 1)
 
     @cached_property
     def _boxes(self) -> tuple[Box | None, ...]:

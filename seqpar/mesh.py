@@ -25,13 +25,18 @@ from seqpar.environment import Start, read_start
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Ranks that share something, in order; ``index`` is this process's place among them."""
+    """Ranks that share something, in order; ``index`` is this process's place among them.
+
+    ``places`` is set where the group is a part of another, and talks in pairs through that one's process group:
+    it says where the members stand there.
+    """
 
     name: str
     ranks: tuple[int, ...] = (0,)
     index: int = 0
     handle: dist.ProcessGroup | None = None
     traffic: Counter[str] = field(default_factory=Counter)  # bytes that this rank sent, by kind
+    places: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -41,6 +46,14 @@ class Group:
     def peers(self) -> list[int]:
         """The other members' places, each rank beginning behind itself so that no one is asked by all at once."""
         return [(self.index + step) % self.size for step in range(1, self.size)]
+
+    def part(self, members: Sequence[int]) -> "Group":
+        """Returns the members at these places, this process among them, as a group that counts its bytes here."""
+        if list(members) == list(range(self.size)):
+            return self
+        ranks = tuple(self.ranks[place] for place in members)
+        places = tuple(self.places[place] if self.places else place for place in members)
+        return Group(self.name, ranks, list(members).index(self.index), self.handle, self.traffic, places)
 
     def __str__(self) -> str:
         return f"{self.name} group of ranks {', '.join(map(str, self.ranks))}"

@@ -7,6 +7,7 @@ w d h tokens per direction; ``n/s`` is this rank's share.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +69,10 @@ class Rotation:
     Where the head width is no multiple of twice the directions, the largest multiple is rotated.
     """
 
-    def __init__(self, layout: Layout, rank: int, head_dim: int, like: Tensor) -> None:
-        at = layout.coordinates(rank).double()
+    def __init__(self, layout: Layout, rank: int | None, head_dim: int, like: Tensor) -> None:
+        """Of the tokens of ``rank``; of all tokens, in the order of ranks, where it is None."""
+        ranks = range(layout.num_ranks) if rank is None else [rank]
+        at = torch.cat([layout.coordinates(r) for r in ranks]).double()
         bands = head_dim // (2 * at.shape[1])
         if bands == 0:
             raise ValueError(
@@ -79,14 +82,20 @@ class Rotation:
         angles = (at[:, :, None] * _frequencies(bands)).flatten(1).repeat_interleave(2, 1)  # n/s rotated
         self.width = angles.shape[1]
         self.cos, self.sin = angles.cos().to(like), angles.sin().to(like)
+        self._whole = lambda: self if rank is None else Rotation(layout, None, head_dim, like)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Returns ``b a n/s f`` with neighbouring pairs of features turned by their token's angle."""
+    @cached_property
+    def whole(self) -> "Rotation":
+        """The same of all tokens, in the order of ranks."""
+        return self._whole()
+
+    def __call__(self, x: Tensor, back: bool = False) -> Tensor:
+        """Returns ``b a n/s f`` with neighbouring pairs of features turned by their token's angle, or back by it."""
         turned, rest = x[..., : self.width], x[..., self.width :]
         pairs = turned.unflatten(-1, (-1, 2))
         crossed = torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(-2)
         cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
-        return torch.cat([turned * cos + crossed * sin, rest], -1)
+        return torch.cat([turned * cos + crossed * (-sin if back else sin), rest], -1)
 
 
 def to_grid(tokens: Tensor, grid: Sequence[int]) -> Tensor:

@@ -19,7 +19,7 @@ from seqpar.launch.journal import read_metrics
 Hook = Callable[[int], None]
 TINY = """
     --preset debug --tile 16 --patch 8 --embed-dim 12 --heads 2 --depth 1 --decoder-width 4 --workers 0 --augment none
-    --batch 2 --iterations 2 --epochs 3 --mode gather --val-overlap 0 --lr 0.01 --device cpu
+    --batch 2 --iterations 2 --epochs 3 --mode gather --val-overlap 0 --lr 0.01 --device cpu --decoder plain --no-batch-dice --val-every 1
 """
 
 

@@ -147,6 +147,24 @@ def test_window_brings_any_interval_and_adds_back(world: int, ranks: Callable[..
     ranks(world, check_window)
 
 
+def check_margins(mesh: Mesh) -> None:
+    group = mesh.seq
+    owned = {q: (2 * q, 2 * q + 2) for q in range(group.size)}
+    needed = {q: (max(low - 1, 0), high) for q, (low, high) in owned.items()}
+    low, high = needed[group.index]
+    whole, mine = rows(5, 2 * group.size, 3), slice(*owned[group.index])
+    margins = ((0, group.index, 1), (1, 0, 2))
+    got = c.window(whole[mine], group, 0, owned, needed, fill=7.0, margins=margins)
+    assert torch.equal(got, torch.nn.functional.pad(whole[low:high], (0, 2, group.index, 1), value=7.0))
+    zeros = lambda x: c.window(x, group, 0, owned, needed, margins=margins)  # noqa: E731  linear without the fill
+    assert adjoint_gap(mesh, whole[mine], zeros) < 1e-14
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_window_lays_margins_around_without_sending_them(world: int, ranks: Callable[..., list]) -> None:
+    ranks(world, check_margins)
+
+
 def check_lines(mesh: Mesh) -> None:
     """A window along one direction of a 2 x 2 grid of boxes: only the two ranks of a line exchange."""
     group = mesh.seq
@@ -257,6 +275,22 @@ def check_agree(mesh: Mesh) -> int:
 
 def test_a_flag_of_one_rank_is_known_to_all(ranks: Callable[..., list]) -> None:
     assert ranks(3, check_agree) == [7, 7, 7]
+
+
+def check_words(mesh: Mesh) -> None:
+    me, size = mesh.world.index, mesh.world.size
+    assert c.agree_all((me, -me, 7), mesh.world) == (size - 1, 0, 7)
+    assert c.agree(me, mesh.world) == size - 1
+    for source in range(size):
+        text = c.tell(f"rank {me}: größer" if me == source else "", source, mesh.world)
+        assert text == f"rank {source}: größer"
+    assert c.tell("", 0, mesh.world) == ""
+    assert c.tell(str(me), mesh.seq.size - 1, mesh.seq) == str(mesh.seq.ranks[-1])
+
+
+@pytest.mark.parametrize("world, seqpar", [(1, 1), (3, 3), (4, 2)])
+def test_all_learn_the_largest_flags_and_one_ranks_text(world: int, seqpar: int, ranks: Callable[..., list]) -> None:
+    ranks(world, check_words, seqpar=seqpar)
 
 
 def check_tell_all(mesh: Mesh) -> list[str]:

@@ -264,7 +264,9 @@ def distinct_bytes(net: nn.Module, run: Callable[[], object]) -> int:
 def encoder_bytes(mesh: Mesh, keep: bool) -> tuple[int, int, int]:
     torch.manual_seed(0)
     tile = (24, 32, 32)
-    net = SeqParViT(2, tile, 4, embed_dim=24, depth=3, num_heads=4, group=mesh.seq, keep_kv=keep)
+    net = SeqParViT(
+        2, tile, 4, embed_dim=24, depth=3, num_heads=4, group=mesh.seq, keep_kv=keep, attention="gather-kv"
+    )
     part = net.layout.cut(torch.randn(1, 2, *tile), mesh.seq.index)
     mesh.seq.traffic.clear()
     outputs: list[Tensor] = []

@@ -318,23 +318,28 @@ def test_monai_itself_loads_what_is_exported(bias: bool) -> None:
     assert (out(encoder, x) - vit.eval()(x)[0]).abs().max() < 1e-12
 
 
-def spread_output(mesh: Mesh, state: references.State, x: Tensor, mode: str, split: str) -> tuple[Tensor, Tensor]:
-    """Returns a rank's logits with the numbers of the voxels that they belong to."""
-    net = load_monai(state, x.shape[2:], HEADS, mesh.seq, mode, split)
-    voxels = torch.arange(x[:, 0].numel()).view_as(x[:, 0])
-    layout = net.encoder.layout
-    with torch.no_grad():
-        logits = net.eval()(layout.cut(x, mesh.seq.index))
-    return logits, net.arrange(layout.cut(voxels, mesh.seq.index))
+def spread_outputs(
+    mesh: Mesh, state: references.State, x: Tensor, modes: list[str], split: str
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns a rank's logits in each mode, with the numbers of the voxels that they belong to."""
+    found = []
+    for mode in modes:
+        net = load_monai(state, x.shape[2:], HEADS, mesh.seq, mode, split)
+        voxels = torch.arange(x[:, 0].numel()).view_as(x[:, 0])
+        layout = net.encoder.layout
+        logits = out(net, layout.cut(x, mesh.seq.index))
+        found.append((logits, net.arrange(layout.cut(voxels, mesh.seq.index))))
+    return found
 
 
-@pytest.mark.parametrize("mode", ["gather"])
 @pytest.mark.parametrize("split", ["spatial", "ordered"])
-def test_loaded_weights_give_the_reference_output_on_four_ranks(ranks, mode: str, split: str) -> None:
+def test_loaded_weights_give_the_reference_output_on_four_ranks(ranks, split: str) -> None:
     state, x = tiny_unetr(), torch.cat([image(*TILE)] * 2)
     whole = references.unetr(state, x, HEADS).movedim(1, -1).flatten(0, 3)  # voxels of all samples, classes
-    seen = []
-    for logits, voxels in ranks(4, spread_output, state, x, mode, split):
-        assert (logits.movedim(1, -1) - whole[voxels]).abs().max() < 1e-12
-        seen.append(voxels.flatten())
-    assert torch.cat(seen).unique().numel() == len(whole)
+    modes = ["gather", "halo", "swap"]
+    seen: dict[str, list[Tensor]] = {mode: [] for mode in modes}
+    for outputs in ranks(4, spread_outputs, state, x, modes, split):
+        for mode, (logits, voxels) in zip(modes, outputs):
+            assert (logits.movedim(1, -1) - whole[voxels]).abs().max() < 1e-12, mode
+            seen[mode].append(voxels.flatten())
+    assert all(torch.cat(voxels).unique().numel() == len(whole) for voxels in seen.values())

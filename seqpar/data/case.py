@@ -102,7 +102,12 @@ def load_case(case: Case, recipe: Recipe) -> Loaded:
 
 def prepare_case(case: Case, recipe: Recipe) -> Prepared:
     """Returns a case cropped, normalised and resampled, with what is needed to go back."""
-    image, ids, geometry, digests = load_case(case, recipe)
+    return prepare_loaded(load_case(case, recipe), case, recipe)
+
+
+def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe) -> Prepared:
+    """Returns arrays that are there already, prepared as `case`'s files would be; errors name the files."""
+    image, ids, geometry, digests = loaded
     box = _find_box(image, ids, case)
     image, ids = steps.crop(image, box), None if ids is None else steps.crop(ids, box)
     image, means, stds = _normalise(image, recipe, case)

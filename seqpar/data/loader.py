@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import TracebackType
 
 import torch
@@ -82,8 +81,13 @@ class Loader:
             self.packing.tile_bytes,
             workers,
             prefetch,
-            "forkserver" if self._on_gpu else "fork",  # a fork of a process that uses a GPU is not safe
+            start_method(mesh.device),
         )
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The process ids of this rank's workers."""
+        return self._pool.worker_ids
 
     @property
     def global_batch(self) -> int:
@@ -120,10 +124,6 @@ class Loader:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    @cached_property
-    def _on_gpu(self) -> bool:
-        return self.mesh.device.type == "cuda"
-
     def _keys(self, step: int, micro: int) -> list[TileKey]:
         """Returns the tiles of the group's micro-batch."""
         first = (micro * self.mesh.data.size + self.mesh.data.index) * self.batch
@@ -159,7 +159,9 @@ class Loader:
 
     def _upload(self, rows: Tensor) -> Tensor:
         """Returns a copy on the device."""
-        return rows.pin_memory().to(self.mesh.device, non_blocking=True) if self._on_gpu else rows.clone()
+        if self.mesh.device.type == "cpu":
+            return rows.clone()
+        return rows.pin_memory().to(self.mesh.device, non_blocking=True)
 
     def _agree(self, fault: Fault | None, waited: float) -> float:
         """Returns the longest wait of all ranks; if any has a fault, all raise the first one's."""
@@ -190,7 +192,12 @@ class Loader:
         if preparers == sorted(preparers):
             return got
         came = sorted(range(len(preparers)), key=preparers.__getitem__)  # tiles in the order in which they lie
-        return got[[came.index(p) for p in range(len(preparers))]]
+        return torch.stack([got[came.index(p)] for p in range(len(preparers))])
+
+
+def start_method(device: torch.device) -> str:
+    """Returns how workers start: a fork of a process that uses a GPU is not safe."""
+    return "fork" if device.type == "cpu" else "forkserver"
 
 
 def _check(

@@ -39,10 +39,14 @@ def read_images(root: Path) -> Dataset | None:
     described = root.parent / "dataset.json"
     content = content_of(described) if described.is_file() else {}
     named = "channel_names" in content or "modality" in content
+    return of_images(root, files, modalities_of(content, described) if named else ())
+
+
+def of_images(root: Path, files: list[Path], names: tuple[str, ...] = ()) -> Dataset:
+    """Returns a data set without labels from image files, grouped by channel numbers where all have them."""
     faults: list[DataError] = []
     matches = [_CHANNEL.match(file.name) for file in files]
     if all(matches) and any(match and match[2] == "0000" for match in matches):
-        names = modalities_of(content, described) if named else ()
         found = _grouped(files)
         modalities = names or tuple(f"channel {n}" for n in range(max(map(len, found.values()))))
         cases: list[Case] = []
@@ -50,8 +54,18 @@ def read_images(root: Path) -> Dataset | None:
             _collect(cases, faults, root, name, channels, modalities)
     else:
         cases = [Case(strip_suffix(file.name), (file,)) for file in files]
-        modalities = modalities_of(content, described) if named else numbered(cases[0].images)
+        modalities = names or _numbered_by_first(cases)
     return Dataset(root.name, root, "images alone", tuple(cases), modalities, {}, faults=tuple(faults))
+
+
+def _numbered_by_first(cases: list[Case]) -> tuple[str, ...]:
+    """Returns names for the channels of the first case that can be read; the others' faults are their own."""
+    for case in cases[:-1]:
+        try:
+            return numbered(case.images)
+        except DataError:
+            continue
+    return numbered(cases[-1].images)
 
 
 def has_channel_files(root: Path) -> bool:

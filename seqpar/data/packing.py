@@ -3,6 +3,7 @@
 Legend: b tiles, c channels, n tokens, p voxels of a patch along one direction; ``n/s`` the tokens of one rank.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from seqpar.data.tiles import Tile
-from seqpar.layout import Layout, to_patches
+from seqpar.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,12 @@ class Packing:
         return 4 * self.channels * math.prod(self.layout.patch)
 
     @property
+    def label_bytes(self) -> int:
+        return self.label_dtype.itemsize * math.prod(self.layout.patch)
+
+    @property
     def row_bytes(self) -> int:
-        return self.image_bytes + self.label_dtype.itemsize * math.prod(self.layout.patch)
+        return self.image_bytes + -(-self.label_bytes // 4) * 4  # so that every row begins where a float32 may
 
     @property
     def tile_bytes(self) -> int:
@@ -38,19 +43,23 @@ class Packing:
     def pack(self, tile: Tile, rows: Tensor) -> None:
         """Writes a tile into ``rows`` (n, row_bytes): the first rank's tokens, then the second's, and so on."""
         assert tile.image.shape == (self.channels, *self.layout.tile), (tile.image.shape, self.layout.tile)
-        order = torch.cat(self.layout.all_ids)
-        image = to_patches(torch.from_numpy(tile.image), self.layout.patch)  # c n p p p
-        image = image.index_select(1, order).transpose(0, 1).flatten(1)
-        label = to_patches(torch.from_numpy(tile.label), self.layout.patch)  # n p p p
-        label = label.index_select(0, order).flatten(1)
-        rows[:, : self.image_bytes] = image.contiguous().view(torch.uint8)
-        rows[:, self.image_bytes :] = label.view(torch.uint8)
+        at = torch.argsort(torch.cat(self.layout.all_ids))  # each token's row
+        image, label = rows[:, : self.image_bytes], rows[:, self.image_bytes :][:, : self.label_bytes]
+        image.view(torch.float32).index_copy_(0, at, self._cells(tile.image))
+        label.index_copy_(0, at, self._cells(tile.label[None]).view(torch.uint8))
+
+    def _cells(self, whole: np.ndarray) -> Tensor:
+        """Returns the voxels of each token, n (c p p p), of c W D H: one copy, where layout's would be two."""
+        sides = list(zip(self.layout.grid, self.layout.patch))
+        split = torch.from_numpy(whole).reshape(-1, *itertools.chain(*sides))
+        tokens, voxels = range(1, 2 * len(sides), 2), range(2, 2 * len(sides) + 1, 2)
+        return split.permute(*tokens, 0, *voxels).reshape(self.layout.num_tokens, -1)
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns image ``b n/s c p p p`` and label ``b n/s p p p`` of rows ``b n/s bytes``, on their device."""
         lead, patch = rows.shape[:2], self.layout.patch
         image = rows[..., : self.image_bytes].contiguous().view(torch.float32)
-        label = rows[..., self.image_bytes :].contiguous().view(_torch_type(self.label_dtype))
+        label = rows[..., self.image_bytes :][..., : self.label_bytes].contiguous().view(_torch_type(self.label_dtype))
         return image.view(*lead, self.channels, *patch), label.view(*lead, *patch)
 
 

@@ -113,7 +113,9 @@ class Pool(Generic[Task]):
         self._work, self._tasks, self._taken = work, tasks, 0
         self._slots = Slots(max(1, workers * depth), size)
         self._sent: dict[int, Task] = {}
-        self._staff = [_Worker(multiprocessing.get_context(method), work, self._slots) for _ in range(workers)]
+        context = multiprocessing.get_context(method)
+        context.set_forkserver_preload([__name__])  # torch is then imported once, not by each worker
+        self._staff = [_Worker(context, work, self._slots) for _ in range(workers)]
         self._stop = Finalize(self, _stop, (list(self._staff),), exitpriority=10)  # before daemons are asked to end
         for number in range(self._slots.count if workers else 0):
             self._send(number)
@@ -139,7 +141,7 @@ class Pool(Generic[Task]):
         self._staff.clear()
 
     @property
-    def pids(self) -> tuple[int, ...]:
+    def worker_ids(self) -> tuple[int, ...]:
         """Returns the workers' process ids."""
         return tuple(worker.process.pid or 0 for worker in self._staff)
 

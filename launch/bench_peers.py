@@ -1,0 +1,88 @@
+"""Peers' attention over a group, for the bench: those that can be imported here and run on a CPU.
+
+DeepSpeed's ``DistributedAttention`` (Ulysses), and the inside of torch's context parallelism (a ring), with torch's
+own kernel of the CPU put in, since its public call refuses the CPU. They are looked up by name: none is needed.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from seqpar.mesh import Mesh
+
+Act = Callable[[], object]
+_TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+def peers(heads: int, head_dim: int) -> dict[str, Callable[[Mesh, Sequence[int]], Act]]:
+    """Returns what makes an act (forward and backward) of each peer that is there."""
+    found: dict[str, Callable[[Mesh, Sequence[int]], Act]] = {}
+    if importlib.util.find_spec("deepspeed") is not None:
+        found["DeepSpeed Ulysses"] = partial(_deepspeed, heads, head_dim)
+    if importlib.util.find_spec(_TORCH) is not None:
+        ring = importlib.import_module(_TORCH)
+        if hasattr(ring, "_templated_ring_attention_backward") and hasattr(ring, "set_rotate_method"):
+            found["torch ring, all-gather"] = partial(_torch_ring, ring, "allgather", heads, head_dim)
+            found["torch ring, all-to-all"] = partial(_torch_ring, ring, "alltoall", heads, head_dim)
+    return found
+
+
+def _inputs(shape: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    return [torch.randn(*shape, requires_grad=True) for _ in range(3)], torch.randn(*shape)
+
+
+def _deepspeed(heads: int, head_dim: int, mesh: Mesh, sizes: Sequence[int]) -> Act:
+    layer = importlib.import_module("deepspeed.sequence.layer")
+    inside: Any = importlib.import_module("deepspeed.comm.torch")
+    inside.build_shm_op = lambda: None  # compiles a sum through shared memory, which exchanging heads does not use
+    comm = importlib.import_module("deepspeed.comm")
+    comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)  # takes over the group that is there
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # b n a f
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return out.transpose(1, 2).contiguous()
+
+    spread = layer.DistributedAttention(attend, mesh.seq.handle, 2, 1)
+    leaves, weight = _inputs((1, sizes[mesh.seq.index], heads, head_dim))
+    return lambda: torch.autograd.grad(spread(*leaves, 0), leaves, weight)
+
+
+class _Ring(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: ModuleType, handle: object) -> Tensor:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, log_sum = ring._templated_ring_attention(handle, 2, op, q, k, v, is_causal=False)
+        ctx.how = ring, handle
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ring, handle = ctx.how
+        q, k, v, out, log_sum = ctx.saved_tensors
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = ring._templated_ring_attention_backward(
+            handle, 2, op, grad, "grad_out", q, k, v, out, log_sum, False, dropout_p=0.0
+        )
+        return dq, dk, dv, None, None
+
+
+def _torch_ring(
+    ring: ModuleType, rotation: str, heads: int, head_dim: int, mesh: Mesh, sizes: Sequence[int]
+) -> Act:
+    leaves, weight = _inputs((1, heads, sizes[mesh.seq.index], head_dim))
+    ring._cp_options.enable_load_balance = False  # all see all: nothing to balance, and it is refused
+
+    def act() -> object:
+        ring.set_rotate_method(rotation)
+        return torch.autograd.grad(_Ring.apply(*leaves, ring, mesh.seq.handle), leaves, weight)
+
+    return act

@@ -1,0 +1,139 @@
+"""One training step of UNETR: MONAI's in one process against ours on as many cores, with the same weights.
+
+MONAI comes with the extra ``bench``; without it its rows are left out.
+"""
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.collectives import all_reduce
+from seqpar.decoders.modes import choose_mode
+from seqpar.decoders.unetr import UnetrDecoder, taps
+from seqpar.encoder import SeqParViT
+from seqpar.launch.model import SegmentationNet
+from seqpar.launch.weights_monai import load_monai
+from seqpar.losses import DiceCE
+from seqpar.mesh import Mesh, start
+
+TILE, PATCH, CHANNELS, CLASSES = 96, 16, 4, 4
+CORES = 2
+
+
+def rows(turns: int = 3, batches: tuple[int, ...] = (1, 2)) -> list[dict[str, Any]]:
+    """Returns a row per contender and batch: median seconds a step, ratio to the first, MB saved per rank."""
+    found = []
+    for batch in batches:
+        contenders = [("ours", 1, "gather"), ("ours", CORES, "halo" if batch % CORES else "swap")]
+        if importlib.util.find_spec("monai"):
+            contenders.insert(0, ("monai", 1, ""))
+        measured: dict[tuple[str, int, str], list[dict[str, float]]] = {c: [] for c in contenders}
+        for _ in range(turns):  # alternating: what else the machine does meets all alike
+            for contender in contenders:
+                measured[contender].append(_measured(*contender, batch))
+        first = statistics.median(m["seconds"] for m in measured[contenders[0]])
+        for (name, ranks, mode), runs in measured.items():
+            seconds = statistics.median(m["seconds"] for m in runs)
+            found.append(
+                {
+                    "net": f"UNETR, {name}",
+                    "batch": batch,
+                    "ranks x threads": f"{ranks} x {CORES // ranks}",
+                    "mode": mode,
+                    "s a step": seconds,
+                    "ratio": seconds / first,
+                    "saved MB a rank": runs[0]["saved"] / 1e6,
+                }
+            )
+    return found
+
+
+def _measured(name: str, ranks: int, mode: str, batch: int) -> dict[str, float]:
+    """Returns one run's seconds and saved bytes, measured in processes of their own."""
+    code = [os.path.abspath(__file__), name, mode, str(batch)]
+    starter = f"import sys; from seqpar.launch.local import run_local; sys.exit(run_local({ranks}, {code!r}))"
+    env = os.environ | {"OMP_NUM_THREADS": str(CORES // ranks)}
+    done = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise RuntimeError(f"{name} {mode} batch {batch} failed:\n{done.stderr[-2000:]}")
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def _worker(name: str, mode: str, batch: int) -> None:
+    ranks = int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.manual_seed(0)
+    with start(ranks, device="cpu") as mesh:
+        net = _monai() if name == "monai" else _ours(mode, mesh)
+        image, label = torch.randn(batch, CHANNELS, *[TILE] * 3), torch.randint(0, CLASSES, (batch, *[TILE] * 3))
+        step = _Step(net, image, label, mesh)
+        saved = step.saved_bytes()
+        began = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - began
+        if mesh.is_first:
+            print(json.dumps({"seconds": seconds, "saved": saved}), flush=True)
+
+
+def _monai() -> nn.Module:
+    from monai.networks.nets import UNETR  # type: ignore[import-not-found, unused-ignore]
+
+    return UNETR(CHANNELS, CLASSES, (TILE,) * 3)  # type: ignore[no-any-return, unused-ignore]
+
+
+def _ours(mode: str, mesh: Mesh) -> SegmentationNet:
+    if importlib.util.find_spec("monai"):
+        net = load_monai(_monai().state_dict(), (TILE,) * 3, group=mesh.seq, mode=mode)
+        assert isinstance(net, SegmentationNet)
+        return net
+    cube = (PATCH,) * 3
+    encoder = SeqParViT(CHANNELS, (TILE,) * 3, PATCH, group=mesh.seq)
+    decoder = UnetrDecoder(CHANNELS, encoder.embed_dim, CLASSES, cube)
+    return SegmentationNet(encoder, decoder, choose_mode(mode, mesh.seq), taps(len(encoder.blocks), cube))
+
+
+class _Step:
+    """Forward, loss and backward of one batch, and the sum of the gradients over the ranks (not overlapped)."""
+
+    def __init__(self, net: nn.Module, image: Tensor, label: Tensor, mesh: Mesh) -> None:
+        self.net, self.loss, self.share, self.world = net, DiceCE(), None, mesh.world
+        self.image, self.label = image, label
+        if isinstance(net, SegmentationNet):
+            layout = net.encoder.layout
+            self.image = layout.cut(image, mesh.seq.index)
+            self.label = net.arrange(layout.cut(label, mesh.seq.index))
+            self.share = net.mode.share(None, len(image))
+
+    def __call__(self) -> None:
+        self.loss(self.net(self.image), self.label, self.share).backward()
+        for p in self.net.parameters():
+            if p.grad is not None and self.world.size > 1:
+                p.grad = all_reduce(p.grad, self.world) / self.world.size
+
+    def saved_bytes(self) -> int:
+        """Returns the bytes of distinct storages held for backward in a first step, parameters excluded."""
+        weights = {p.untyped_storage().data_ptr() for p in self.net.parameters()}
+        held: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            place = t.untyped_storage()
+            if place.data_ptr() not in weights:
+                held[place.data_ptr()] = place.nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = self.loss(self.net(self.image), self.label, self.share)
+        loss.backward()
+        return sum(held.values())
+
+
+if __name__ == "__main__":
+    _worker(sys.argv[1], sys.argv[2], int(sys.argv[3]))

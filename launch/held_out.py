@@ -1,0 +1,85 @@
+"""What the last validation leaves in a run folder: RUN/validation with label maps and summary.json.
+
+The maps lie in the geometry of the cases' own files and are scored from disk as evaluate does it, so that both say
+the same. summary.json comes last: a folder without it is unfinished. What cannot be written is told, and ends no run.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from seqpar.data.cache import PreparedCase
+from seqpar.data.datasets import recognise
+from seqpar.data.faults import DataError
+from seqpar.data.prepare import labels_to_source
+from seqpar.data.volumes import write_volume
+from seqpar.launch.config import Config
+from seqpar.launch.labelmaps import Labels, Pair, score_pair
+from seqpar.launch.material import phantom
+from seqpar.launch.scoring import Scores, summarise
+from seqpar.launch.summaries import document, write
+
+SETTINGS = {"nsd_tolerance": 1.0, "lesion_wise": False, "empty": "skip"}
+
+
+def true_files(config: Config) -> dict[str, Path]:
+    """Returns each case's label file."""
+    dataset = recognise(config.data or phantom(config, is_first=False))
+    return {case.id: case.label.absolute() for case in dataset.cases if case.label is not None}
+
+
+def labels_in_files(described: Mapping[str, Any]) -> Labels:
+    """Returns labels and regions in the files' values; a region of one label is that label under its own name."""
+    values = described["values"]
+    members = {name: (n,) for name, n in described["labels"].items() if n}
+    members |= {name: tuple(ids) for name, ids in described["regions"].items()}
+    names = {tuple(values[n] for n in ids): name for name, ids in members.items()}
+    ignore = described["ignore_label"]
+    declared = frozenset(value for n, value in enumerate(values) if n != ignore)
+    return Labels({name: ids for ids, name in names.items()}, declared, None if ignore is None else values[ignore])
+
+
+class HeldOut:
+    """The folder while the first rank fills it, case after case."""
+
+    def __init__(
+        self, folder: Path, described: Mapping[str, Any], true: Callable[[], Mapping[str, Path]], step: int
+    ) -> None:
+        self.folder, self.labels, self.step = folder, labels_in_files(described), step
+        self.cases: list[tuple[Pair, Scores]] = []
+        self.faults: list[DataError] = []
+        self.true: Mapping[str, Path] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "summary.json").unlink(missing_ok=True)  # it is of other label maps from here on
+            self.true = true()
+        except DataError as error:
+            self.faults.append(error)
+        except OSError as error:
+            self.faults.append(DataError(folder, f"cannot be written ({error.strerror})"))
+
+    def add(self, case: PreparedCase, ids: np.ndarray) -> None:
+        """Writes and scores one prediction, given as prepared class ids ``W D H``."""
+        if case.id not in self.true:
+            return
+        pair = Pair(case.id, self.true[case.id], self.folder / f"{case.id}.nii.gz")
+        try:
+            label = labels_to_source(ids, case.properties)
+            write_volume(pair.prediction, label, case.properties.geometry, dtype=label.dtype)
+            self.cases.append((pair, score_pair(pair, self.labels, SETTINGS)))
+        except DataError as error:
+            self.faults.append(error)
+
+    def close(self) -> list[str]:
+        """Writes summary.json; returns a line for each thing that went wrong."""
+        if self.cases:
+            content = document(self.cases, self.labels, summarise([scores for _, scores in self.cases]))
+            content |= {"settings": SETTINGS, "faults": list(map(str, self.faults)), "step": self.step}
+            try:
+                write(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
+            except DataError as error:
+                self.faults.append(error)
+        return [f"warning: {fault}" for fault in self.faults]

@@ -1,0 +1,224 @@
+"use strict";
+// The viewer: planes of one case at a time; a volume's voxel (w, d, h) is number (h D + d) W + w.
+(() => {
+  const told = JSON.parse(document.getElementById("volumes").textContent);
+  const viewer = document.getElementById("viewer");
+  if (!viewer || !told.cases) return;
+  const get = (id) => document.getElementById(id);
+  const NAMES = ["sagittal", "coronal", "axial"];
+  const ACROSS = [[1, 2], [0, 2], [0, 1]]; // of each plane: the directions that grow to the right and upwards
+  const state = { case: 0, modality: "", at: [0, 0, 0], volumes: {}, turn: 0 };
+  const current = () => told.cases[state.case];
+
+  async function decode(sheet, entry) {
+    const [W, D, H] = entry.shape;
+    const image = new Image();
+    image.src = "data:image/png;base64," + sheet;
+    await image.decode();
+    const canvas = document.createElement("canvas");
+    canvas.width = image.width;
+    canvas.height = image.height;
+    const context = canvas.getContext("2d", { willReadFrequently: true });
+    context.drawImage(image, 0, 0);
+    const pixels = context.getImageData(0, 0, image.width, image.height).data;
+    const volume = new Uint8Array(W * D * H);
+    for (let h = 0; h < H; h++) {
+      const left = (h % entry.columns) * W, top = Math.floor(h / entry.columns) * D;
+      for (let d = 0; d < D; d++) {
+        const row = (top + d) * image.width + left;
+        for (let w = 0; w < W; w++) volume[(h * D + d) * W + w] = pixels[4 * (row + w)];
+      }
+    }
+    return volume;
+  }
+
+  function plane(volume, dim) { // rows from the top: the higher voxels first
+    const shape = current().shape, [x, y] = ACROSS[dim];
+    const stride = [1, shape[0], shape[0] * shape[1]];
+    const start = state.at[dim] * stride[dim];
+    const made = new Uint8Array(shape[x] * shape[y]);
+    for (let j = 0, n = 0; j < shape[y]; j++)
+      for (let i = 0; i < shape[x]; i++, n++)
+        made[n] = volume[start + i * stride[x] + (shape[y] - 1 - j) * stride[y]];
+    return made;
+  }
+
+  function outline(labels, number, width, height) { // closed lines along the edges of pixels, inside on the right
+    const inside = (x, y) => x >= 0 && y >= 0 && x < width && y < height && labels[y * width + x] === number;
+    const turns = new Map();
+    const add = (x, y, dx, dy) => {
+      const key = y * (width + 1) + x;
+      if (!turns.has(key)) turns.set(key, []);
+      turns.get(key).push([dx, dy]);
+    };
+    for (let y = 0; y < height; y++)
+      for (let x = 0; x < width; x++) {
+        if (!inside(x, y)) continue;
+        if (!inside(x, y - 1)) add(x, y, 1, 0);
+        if (!inside(x + 1, y)) add(x + 1, y, 0, 1);
+        if (!inside(x, y + 1)) add(x + 1, y + 1, -1, 0);
+        if (!inside(x - 1, y)) add(x, y + 1, 0, -1);
+      }
+    const lines = [];
+    while (turns.size) {
+      const first = turns.keys().next().value;
+      let x = first % (width + 1), y = (first - x) / (width + 1), key = first;
+      const line = [[x, y]];
+      do {
+        const left = turns.get(key), [dx, dy] = left.pop();
+        if (!left.length) turns.delete(key);
+        x += dx;
+        y += dy;
+        key = y * (width + 1) + x;
+        line.push([x, y]);
+      } while (key !== first);
+      lines.push(line);
+    }
+    return lines;
+  }
+
+  function draw(dim) {
+    const entry = current(), [x, y] = ACROSS[dim], { shape, spacing } = entry;
+    const width = shape[x], height = shape[y], canvas = get("plane-" + dim);
+    const ratio = (height * spacing[y]) / (width * spacing[x]);
+    const wide = Math.round((canvas.clientWidth || 340) * (window.devicePixelRatio || 1));
+    canvas.width = wide;
+    canvas.height = Math.round(wide * ratio);
+    const context = canvas.getContext("2d");
+    const small = document.createElement("canvas");
+    small.width = width;
+    small.height = height;
+    const pixels = new ImageData(width, height);
+    const greys = state.volumes.image ? plane(state.volumes.image, dim) : new Uint8Array(width * height);
+    for (let n = 0; n < greys.length; n++) {
+      pixels.data[4 * n] = pixels.data[4 * n + 1] = pixels.data[4 * n + 2] = greys[n];
+      pixels.data[4 * n + 3] = 255;
+    }
+    small.getContext("2d").putImageData(pixels, 0, 0);
+    context.drawImage(small, 0, 0, canvas.width, canvas.height);
+    const sx = canvas.width / width, sy = canvas.height / height;
+    for (const kind of ["truth", "prediction"]) {
+      if (!get(kind).checked) continue;
+      const labels = plane(state.volumes[kind], dim);
+      context.setLineDash(kind === "truth" ? [] : [5, 4]);
+      context.lineWidth = 1.6 * (window.devicePixelRatio || 1);
+      told.labels.forEach((label, n) => {
+        context.strokeStyle = label.colour;
+        context.beginPath();
+        for (const line of outline(labels, n + 1, width, height)) {
+          line.forEach(([i, j], k) => (k ? context.lineTo(i * sx, j * sy) : context.moveTo(i * sx, j * sy)));
+          context.closePath();
+        }
+        context.stroke();
+      });
+    }
+    mark(context, canvas, told.sides[dim]);
+    get("told-" + dim).textContent = `${NAMES[dim]} ${state.at[dim] + 1} / ${shape[dim]}`;
+    get("slice-" + dim).value = state.at[dim];
+  }
+
+  function mark(context, canvas, sides) {
+    const size = 12 * (window.devicePixelRatio || 1), { width, height } = canvas;
+    const places = [[size, height / 2], [width - size, height / 2], [width / 2, size], [width / 2, height - size]];
+    context.font = `${size}px sans-serif`;
+    context.fillStyle = "#aab2bb";
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    places.forEach(([x, y], n) => context.fillText(sides[n], x, y));
+  }
+
+  function drawAll() {
+    [0, 1, 2].forEach(draw);
+    const parts = { case: current().name, modality: state.modality, at: state.at.join(",") };
+    parts.truth = Number(get("truth").checked);
+    parts.prediction = Number(get("prediction").checked);
+    try {
+      history.replaceState(null, "", "#" + new URLSearchParams(parts));
+    } catch { /* a page without an address cannot remember its place */ }
+  }
+
+  function move(dim, to) {
+    state.at[dim] = Math.min(Math.max(to, 0), current().shape[dim] - 1);
+    drawAll();
+  }
+
+  function fullest(entry, volume) { // per direction the slice that holds most of a label
+    const counts = entry.shape.map((side) => new Uint32Array(side)), [W, D] = entry.shape;
+    let any = false;
+    volume.forEach((value, n) => {
+      if (!value) return;
+      any = true;
+      counts[0][n % W]++;
+      counts[1][Math.floor(n / W) % D]++;
+      counts[2][Math.floor(n / (W * D))]++;
+    });
+    return any ? counts.map((row) => row.indexOf(Math.max(...row))) : null;
+  }
+
+  async function open(index, modality, at) {
+    const turn = ++state.turn, entry = told.cases[index];
+    viewer.setAttribute("aria-busy", "true");
+    const chosen = entry.modalities.includes(modality) ? modality : entry.favourite;
+    const number = entry.modalities.indexOf(chosen);
+    const sheets = [number < 0 ? null : entry.images[number], entry.truth, entry.prediction];
+    const [image, truth, prediction] = await Promise.all(sheets.map((sheet) => sheet && decode(sheet, entry)));
+    if (turn !== state.turn) return; // another case was chosen meanwhile
+    Object.assign(state, { case: index, modality: chosen, volumes: { image, truth, prediction } });
+    const middle = entry.shape.map((side) => side >> 1);
+    state.at = at || fullest(entry, truth) || fullest(entry, prediction) || middle;
+    state.at = state.at.map((n, dim) => Math.min(Math.max(n, 0), entry.shape[dim] - 1));
+    get("modality").replaceChildren(...entry.modalities.map((name) => new Option(name)));
+    get("modality").value = chosen;
+    get("modality-label").hidden = !entry.modalities.length;
+    get("case").selectedIndex = index;
+    const [w, d] = entry.shape.map((side, dim) => side * entry.spacing[dim]);
+    get("planes").style.gridTemplateColumns = `${d}fr ${w}fr ${w}fr`; // as many pixels to a mm in each plane
+    entry.shape.forEach((side, dim) => (get("slice-" + dim).max = side - 1));
+    drawAll();
+    viewer.setAttribute("aria-busy", "false");
+  }
+
+  [0, 1, 2].forEach((dim) => {
+    const canvas = get("plane-" + dim);
+    let rest = 0;
+    canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      rest += event.deltaMode ? event.deltaY * 30 : event.deltaY;
+      const steps = Math.trunc(rest / 30);
+      rest -= steps * 30;
+      if (steps) move(dim, state.at[dim] - Math.sign(steps) * Math.min(Math.abs(steps), 4));
+    }, { passive: false });
+    canvas.addEventListener("keydown", (event) => {
+      const by = { ArrowUp: 1, ArrowRight: 1, ArrowDown: -1, ArrowLeft: -1, PageUp: 10, PageDown: -10 }[event.key];
+      if (!by) return;
+      event.preventDefault();
+      move(dim, state.at[dim] + by);
+    });
+    canvas.addEventListener("click", (event) => {
+      const [x, y] = ACROSS[dim], { shape } = current(), box = canvas.getBoundingClientRect();
+      const right = Math.floor(((event.clientX - box.left) / box.width) * shape[x]);
+      const down = Math.floor(((event.clientY - box.top) / box.height) * shape[y]);
+      state.at[x] = Math.min(Math.max(right, 0), shape[x] - 1);
+      move(y, shape[y] - 1 - down);
+    });
+    get("slice-" + dim).addEventListener("input", (event) => move(dim, Number(event.target.value)));
+  });
+  document.addEventListener("keydown", (event) => {
+    const id = { t: "truth", p: "prediction" }[event.key];
+    if (!id || event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
+    get(id).checked = !get(id).checked;
+    drawAll();
+  });
+  for (const id of ["truth", "prediction"]) get(id).addEventListener("change", drawAll);
+  get("case").addEventListener("change", (event) => open(event.target.selectedIndex, state.modality));
+  get("modality").addEventListener("change", (event) => open(state.case, event.target.value, state.at));
+  window.addEventListener("resize", drawAll);
+
+  const asked = new URLSearchParams(location.hash.slice(1));
+  get("case").replaceChildren(...told.cases.map((entry) => new Option(entry.name)));
+  for (const id of ["truth", "prediction"]) if (asked.has(id)) get(id).checked = asked.get(id) === "1";
+  const at = (asked.get("at") || "").split(",").map(Number);
+  viewer.hidden = false;
+  const index = Math.max(told.cases.findIndex((entry) => entry.name === asked.get("case")), 0);
+  open(index, asked.get("modality") || "", at.length === 3 && at.every(Number.isInteger) ? at : null);
+})();

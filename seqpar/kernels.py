@@ -1,0 +1,155 @@
+"""Attention of given queries over given keys and values, with its backward: one process, no communication.
+
+Legend: b batch, a heads, n queries, m keys, f features per head. A kernel runs forward and hands out what its
+backward needs beside q, k, v and the output (its log-sum-exp), so that whoever holds those can run the backward
+without the forward. ``pick`` says which kernel serves given tensors: torch's own on the CPU and, in half precision
+or float32, on GPUs; ``PLAIN`` runs torch's public call again, under autograd, wherever no kernel hands that out.
+
+Kernels of GPUs get q, k, v, the output and its gradient in one memory order, ``b n a f``: AMD's backward takes the
+strides of one for those of another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+State = tuple[Any, ...]
+Grads = tuple[Tensor, Tensor, Tensor]
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A forward and a backward of attention; tensors are ``b a n f`` and ``b a m f``, in any memory order."""
+
+    name: str
+    _forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, State]]
+    _backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, State], Grads]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
+        """Returns softmax(q Kᵀ/√f) V and what the backward needs beside it."""
+        if q.numel() == 0:  # no head or no query fell to this rank
+            return torch.empty_like(q), ()
+        return self._forward(q, k, v)
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State) -> Grads:
+        """Returns the gradients of q, k and v."""
+        assert grad.shape == out.shape == q.shape, (grad.shape, out.shape, q.shape)
+        if q.numel() == 0:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = self._backward(grad, q, k, v, out, state)
+        assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape, (dq.shape, dk.shape, dv.shape)
+        return dq, dk, dv
+
+
+def pick(like: Tensor, head_dim: int) -> Kernel:
+    """Returns the kernel for heads of this width on the device and in the precision of ``like``."""
+    if like.device.type == "cpu":
+        return CPU_FLASH
+    if like.device.type != "cuda":
+        return PLAIN
+    sample = like.new_empty((1, 8, 1, head_dim)).transpose(1, 2).requires_grad_()  # laid out as the kernels get it
+    given = torch.backends.cuda.SDPAParams(sample, sample, sample, None, 0.0, False, False)
+    if torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.can_use_flash_attention(given):
+        # the public call widens heads to a multiple of 8 first; here they must have that width
+        return FLASH if head_dim % 8 == 0 else PLAIN
+    if torch.backends.cuda.mem_efficient_sdp_enabled() and torch.backends.cuda.can_use_efficient_attention(given):
+        return EFFICIENT
+    return PLAIN
+
+
+def _tokens_first(*tensors: Tensor) -> list[Tensor]:
+    """Returns the tensors ``b a n f`` with ``b n a f`` in memory."""
+    return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
+    out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    return out, (log_sum,)
+
+
+def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State) -> Grads:
+    (log_sum,) = state
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, log_sum, dropout_p=0.0, is_causal=False
+    )
+    return dq, dk, dv
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
+    q, k, v = _tokens_first(q, k, v)
+    out, log_sum, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+        q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False
+    )
+    return out, (log_sum, seed, offset)
+
+
+def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State) -> Grads:
+    log_sum, seed, offset = state
+    grad, q, k, v, out = _tokens_first(grad, q, k, v, out)
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        log_sum,
+        cum_seq_q=None,  # those of ragged batches, of which this is none
+        cum_seq_k=None,
+        max_q=q.shape[2],
+        max_k=k.shape[2],
+        dropout_p=0.0,
+        is_causal=False,
+        philox_seed=seed,
+        philox_offset=offset,
+    )
+    return dq, dk, dv
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
+    q, k, v = _tokens_first(q, k, v)
+    out, log_sum, seed, offset = aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=False
+    )
+    return out, (log_sum, seed, offset)
+
+
+def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State) -> Grads:
+    log_sum, seed, offset = state
+    grad, q, k, v, out = _tokens_first(grad, q, k, v, out)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        attn_bias=None,
+        out=out,
+        logsumexp=log_sum,
+        philox_seed=seed,
+        philox_offset=offset,
+        dropout_p=0.0,
+        grad_input_mask=[True, True, True, False],
+        is_causal=False,
+    )
+    return dq, dk, dv
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
+    return F.scaled_dot_product_attention(q, k, v), ()
+
+
+def _plain_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State) -> Grads:
+    with torch.enable_grad():
+        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+        dq, dk, dv = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), grad)
+    return dq, dk, dv
+
+
+CPU_FLASH = Kernel("flash, CPU", _cpu_forward, _cpu_backward)
+FLASH = Kernel("flash", _flash_forward, _flash_backward)
+EFFICIENT = Kernel("efficient", _efficient_forward, _efficient_backward)
+PLAIN = Kernel("plain", _plain_forward, _plain_backward)

@@ -1,0 +1,443 @@
+"""Prediction from files to files: geometry, regions, resampling, errors, and going on where it stopped."""
+
+import itertools
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from folders import OBLIQUE, child, image_array, nnunet, save, tree
+from torch import Tensor, nn
+
+import seqpar
+from seqpar.data.case import prepare_case, scores_to_source
+from seqpar.data.description import Case
+from seqpar.data.faults import DataError
+from seqpar.data.recipe import Recipe
+from seqpar.launch import exits, predict
+from seqpar.launch.config import Config
+from seqpar.launch.decisions import decide
+from seqpar.launch.footprint import Alive, footprint
+from seqpar.launch.inference import Slab
+from seqpar.launch.model import SegmentationNet, build
+from seqpar.launch.predictor import drop_small, smallest
+from seqpar.launch.runs import Run, load_nets, read_run
+from seqpar.launch.weights import write_weights
+from seqpar.mesh import Group, Mesh
+
+ROOT = Path(__file__).parent.parent
+SMALL = Config(tile=(8, 8, 8), patch=4, embed_dim=12, depth=1, heads=2, decoder_width=4)
+RECIPE = Recipe(("T1",), ("zscore",), (None,), None, (0, 1), False, 100)
+
+
+def make_run(out: Path, recipe: Recipe = RECIPE, config: Config = SMALL, **told: Any) -> Path:
+    """Writes a run folder with random weights, as train leaves one."""
+    labels = {f"label {value}": n for n, value in enumerate(recipe.values)}
+    dataset = {"labels": labels, "regions": {}, "regions_class_order": [], "recipe": recipe.to_json(), **told}
+    out.mkdir(parents=True)
+    (out / "config.json").write_text(json.dumps({"config": asdict(config), "dataset": dataset}))
+    outputs = len(dataset["regions"] or labels)
+    write_weights(out / "model.safetensors", build(config, len(recipe.modalities), outputs, Group("seq")))
+    return out
+
+
+class Echo(nn.Module):
+    """Stands where a decoder does and says what label the image shows: the image is its own prediction."""
+
+    uses_image, num_features = True, 1
+
+    def __init__(self, values: tuple[int, ...], regions: tuple[tuple[int, ...], ...] = ()) -> None:
+        super().__init__()
+        self.values, self.regions = values, regions
+
+    def forward(self, features: Any, image: Tensor, spread: Any = None) -> tuple[Tensor, Any]:
+        if self.regions:
+            is_in = [sum((image - value).abs() < 0.5 for value in members) for members in self.regions]
+            return torch.cat([2.0 * inside - 1.0 for inside in is_in], 1), spread and spread.scaled(4)
+        return torch.cat([-((image - value) ** 2) for value in self.values], 1), spread and spread.scaled(4)
+
+
+@pytest.fixture
+def echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets prediction answer with the image, whatever the run's weights are."""
+
+    def nets(run: Run, files: Any, mesh: Mesh, mode: str = "") -> list[SegmentationNet]:
+        (net,) = load_nets(run, files, mesh, mode)
+        members = [tuple(run.recipe.values[n] for n in ids) for ids in run.regions.values()]
+        net.decoder = Echo(run.recipe.values, tuple(members))
+        return [net]
+
+    monkeypatch.setattr(predict, "load_nets", nets)
+
+
+def labelled(shape: tuple[int, ...], values: tuple[int, ...]) -> np.ndarray:
+    """Returns noise of labels: a voxel that moves shows."""
+    return np.random.default_rng(0).choice(values, shape)
+
+
+LPS = np.diag([-1.0, -1.5, 2.0, 1.0])
+TURNED = np.array([[0, 0, 2.0, 5], [-1.0, 0, 0, 3], [0, 1.2, 0, 1], [0, 0, 0, 1]])
+GEOMETRIES = {
+    "oblique": ((13, 17, 11), OBLIQUE, np.uint8, None),
+    "LPS": ((9, 14, 10), LPS, np.int16, None),
+    "turned": ((9, 14, 10), TURNED, np.float32, None),
+    "thin": ((2, 19, 9), OBLIQUE, np.uint8, None),
+    "thin in H": ((10, 9, 2), LPS, np.uint8, None),
+    "slice": ((12, 15, 1), OBLIQUE, np.uint8, None),
+    "scaled": ((9, 14, 10), LPS, np.int16, (0.5, 0)),
+    "shifted": ((9, 14, 10), OBLIQUE, np.int16, (0.25, -3)),
+    "large": ((33, 20, 18), TURNED, np.int16, None),
+}
+
+
+@pytest.mark.parametrize("window", ["sliding", "whole"])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_a_label_file_is_its_own_prediction(name: str, window: str, tmp_path, echo) -> None:
+    """Voxel for voxel, in the source's affine, orientation and codes, whatever the file's numbers are stored as."""
+    shape, affine, dtype, scaling = GEOMETRIES[name]
+    values = (0, 1, 3, 200)
+    truth = labelled(shape, values)
+    truth[: shape[0] // 4, :, :] = 0  # the crop leaves something out
+    slope, inter = scaling or (1, 0)
+    image = nibabel.Nifti1Image(((truth - inter) / slope).astype(dtype), affine)
+    image.header.set_slope_inter(*scaling or (None, None))  # the numbers in the file stay as they are
+    image.set_sform(affine, 2)
+    image.set_qform(affine, 1)
+    source = tmp_path / "images" / "case.nii.gz"
+    source.parent.mkdir()
+    nibabel.save(image, source)
+    run = make_run(tmp_path / "run", replace(RECIPE, schemes=("none",), values=values))
+    assert predict.act([str(run), "-i", str(source.parent), "-o", str(tmp_path / "out"), "--window", window]) == 0
+    read, found = nibabel.load(source), nibabel.load(tmp_path / "out" / "case.nii.gz")
+    assert np.array_equal(np.asarray(read.dataobj), truth)
+    assert np.array_equal(np.asarray(found.dataobj), truth) and found.get_data_dtype() == np.uint8
+    assert np.array_equal(found.affine, read.affine) and found.shape == read.shape
+    assert (int(found.header["sform_code"]), int(found.header["qform_code"])) == (2, 1)
+    assert np.array_equal(found.header["pixdim"][:4], read.header["pixdim"][:4])
+
+
+def test_regions_become_labels_in_their_order(tmp_path, echo) -> None:
+    """A region's voxels get its label, later regions write over earlier ones; what is in none is background."""
+    truth = labelled((11, 9, 10), (0, 1, 2, 4))
+    save(tmp_path / "images" / "case.nii.gz", truth.astype(np.uint8))
+    regions = {"WT": [1, 2, 3], "TC": [1, 3], "ET": [3]}
+    recipe = replace(RECIPE, schemes=("none",), values=(0, 1, 2, 4))
+    run = make_run(tmp_path / "run", recipe, regions=regions, regions_class_order=[2, 1, 3])
+    assert act(tmp_path, run, "--probabilities") == 0
+    assert np.array_equal(voxels(tmp_path / "out" / "case.nii.gz"), truth)
+    core = voxels(tmp_path / "out" / "probabilities" / "case_TC.nii.gz")
+    assert np.array_equal(core > 0.5, np.isin(truth, (1, 4)))
+
+
+def act(place: Path, run: Path, *more: str, images: str = "images", out: str = "out") -> int:
+    return predict.act([str(run), "-i", str(place / images), "-o", str(place / out), *more])
+
+
+def voxels(path: Path) -> np.ndarray:
+    return np.asarray(nibabel.load(path).dataobj)
+
+
+def on_ranks(mesh: Mesh, *arguments: str) -> int:
+    options = predict._parser().parse_args(list(arguments))
+    return predict.predict(options, predict._settings(options), read_run(options.run), mesh)
+
+
+@pytest.fixture
+def images(tmp_path) -> Path:
+    """A folder of three cases, of sizes that are multiples of nothing."""
+    for n, shape in enumerate([(14, 12, 10), (9, 17, 8), (21, 7, 13)]):
+        save(tmp_path / "images" / f"c_{n:03d}_0000.nii.gz", image_array(n, shape))
+    return tmp_path / "images"
+
+
+def test_label_files_are_the_same_on_any_number_of_ranks(ranks, images, tmp_path) -> None:
+    recipe = replace(RECIPE, spacing=(1.5, 0.8, 1.0))
+    for how, given in (("as they are", RECIPE), ("resampled", recipe)):
+        run = make_run(tmp_path / how, given)
+        for window, worlds in (("sliding", ((1, 1), (2, 1), (4, 1))), ("whole", ((1, 1), (2, 2)))):
+            found = []
+            for world, size in worlds:
+                out = tmp_path / f"{how}-{window}-{world}"
+                more = ("--window", window, "--probabilities")
+                codes = ranks(world, on_ranks, str(run), "-i", str(images), "-o", str(out), *more, seqpar=size)
+                assert codes == [0] * world
+                found.append(tree(out))
+            assert len(found[0]) == 1 + 3 + 6
+            if window == "sliding":
+                labels = [{name: body for name, body in one.items() if "/" not in name} for one in found]
+                assert all(one == labels[0] for one in labels)
+            for case, n in itertools.product(range(3), range(2)):
+                folders = [tmp_path / f"{how}-{window}-{world}" for world, _ in worlds]
+                parts = [voxels(out / "probabilities" / f"c_{case:03d}_label-{n}.nii.gz") for out in folders]
+                assert all(np.abs(part - parts[0]).max() < 1e-5 for part in parts)
+                ids = [voxels(out / f"c_{case:03d}.nii.gz") for out in folders]
+                assert all((one == ids[0])[np.abs(parts[0] - 0.5) > 1e-4].all() for one in ids)
+
+
+def cut_into_slabs(mesh: Mesh, scores: Tensor, cuts: tuple[int, ...], to_shape: tuple[int, ...]) -> Tensor:
+    def slabs():
+        for low, high in zip(cuts, cuts[1:]):
+            busy = min(high - low, mesh.world.size)
+            inner = [low + (high - low) * at // busy for at in range(busy + 1)]
+            bounds = (*inner, *[high] * (mesh.world.size - busy))
+            yield Slab(bounds, scores[:, bounds[mesh.world.index] : bounds[mesh.world.index + 1]])
+
+    kept: list[tuple[int, Tensor]] = []
+    ids = decide(slabs(), scores.shape[1:], to_shape, mesh, keep=lambda first, rows: kept.append((first, rows)))
+    if mesh.is_first:
+        kept.sort(key=lambda pair: pair[0])
+        whole = torch.cat([rows for _, rows in kept], 1)
+        assert whole.shape[1:] == ids.shape and torch.equal(whole.argmax(0), ids.long())
+    return ids
+
+
+@pytest.mark.parametrize("to_shape", [(25, 9, 14), (7, 22, 5), (13, 9, 11), (13, 10, 11), (1, 1, 1)])
+def test_slabs_are_resampled_as_the_whole_is(ranks, alone, to_shape, tmp_path) -> None:
+    scores = torch.randn(4, 13, 9, 11, generator=torch.Generator().manual_seed(0))
+    recipe = replace(RECIPE, schemes=("none",), values=(0, 1, 2, 3))
+    filled = np.arange(1, 1 + np.prod(to_shape), dtype=np.int16).reshape(to_shape)
+    image = save(tmp_path / "b.nii.gz", filled, np.eye(4))
+    properties = prepare_case(Case("b", (image,)), recipe).properties
+    expected = scores_to_source(scores.numpy(), properties, lambda rows: rows.argmax(0))
+    for cuts in ((0, 13), (0, 2, 3, 9, 13), tuple(range(14))):
+        assert np.array_equal(cut_into_slabs(alone, scores, cuts, to_shape).numpy(), expected)
+    for rank in ranks(3, cut_into_slabs, scores, (0, 2, 3, 9, 13), to_shape, seqpar=1):
+        assert np.array_equal(rank.numpy(), expected)
+
+
+def test_one_bad_case_is_named_and_the_others_are_predicted(ranks, images, tmp_path, capfd) -> None:
+    run, bad = make_run(tmp_path / "run"), images / "c_001_0000.nii.gz"
+    assert act(tmp_path, run, out="good") == 0
+    bad.write_bytes(bad.read_bytes()[:200])
+    assert act(tmp_path, run) == exits.DATA
+    told = capfd.readouterr()
+    assert told.err.count("error:") == 1 and "c_001_0000.nii.gz" in told.err and "faults 1" in told.out
+    for name in ("c_000.nii.gz", "c_002.nii.gz"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "good" / name).read_bytes()
+    assert not (tmp_path / "out" / "c_001.nii.gz").exists()
+    codes = ranks(2, on_ranks, str(run), "-i", str(images), "-o", str(tmp_path / "two"), seqpar=1)
+    assert codes == [exits.DATA] * 2 and capfd.readouterr().err.count("error:") == 1
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {"c_000.nii.gz", "c_002.nii.gz", "prediction.json"}
+
+
+def test_an_answer_that_is_not_finite_is_a_fault_of_its_case(images, tmp_path, capfd, monkeypatch) -> None:
+    def nets(*given: Any) -> list[SegmentationNet]:
+        (net,) = load_nets(*given)
+        with torch.no_grad():
+            net.encoder.norm.weight.fill_(float("nan"))
+        return [net]
+
+    monkeypatch.setattr(predict, "load_nets", nets)
+    assert act(tmp_path, make_run(tmp_path / "run")) == exits.DATA
+    assert capfd.readouterr().err.count("NaN") == 3
+
+
+def test_continue_does_what_is_left_and_the_files_are_the_same(images, tmp_path, capsys) -> None:
+    run = make_run(tmp_path / "run")
+    assert act(tmp_path, run, "--probabilities", out="whole") == 0
+    for wait in (0.0, 0.05, 0.1, 0.2, 0.3, 0.5):  # killed early and late; what is complete stays
+        pid = child(lambda: act(tmp_path, run, "--probabilities", "--continue"))
+        try:
+            signal.sigtimedwait([signal.SIGUSR2], wait)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    leftover = tmp_path / "out" / ".c_001.rows.tmp"
+    leftover.parent.mkdir(exist_ok=True)
+    leftover.write_bytes(b"half")
+    assert act(tmp_path, run, "--probabilities", "--continue") == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    (tmp_path / "out" / "c_001.nii.gz").unlink()
+    before = (tmp_path / "out" / "c_000.nii.gz").stat().st_mtime_ns
+    capsys.readouterr()
+    assert act(tmp_path, run, "--probabilities", "--continue") == 0
+    assert "2 are done" in capsys.readouterr().out
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert (tmp_path / "out" / "c_000.nii.gz").stat().st_mtime_ns == before
+
+
+def test_continue_refuses_other_settings(images, tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    assert act(tmp_path, run) == 0
+    with pytest.raises(DataError, match="other settings .settings."):
+        act(tmp_path, run, "--continue", "--overlap", "0.25")
+    assert act(tmp_path, run, "--overlap", "0.25") == 0  # all again
+
+
+def test_a_place_that_cannot_be_written_is_one_clear_error(ranks, images, tmp_path, capfd) -> None:
+    run = make_run(tmp_path / "run")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match="cannot be written"):
+        act(tmp_path, run, out="file/out")
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))  # a real write that fails half way
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        arguments = [str(run), "-i", str(images), "-o", str(tmp_path / "out")]
+        os._exit(exits.run(predict.act, arguments))
+
+    for number in range(3):
+        save(images / f"d_{number:03d}_0000.nii", image_array(number))  # unpacked: too long
+    capfd.readouterr()
+    assert os.waitstatus_to_exitcode(os.waitpid(child(limited), 0)[1]) == exits.DATA
+    told = capfd.readouterr().err
+    assert told.count("error:") == 1 and "cannot be written" in told and "--continue" in told
+    assert len(list((tmp_path / "out").iterdir())) == 4  # what was finished, and nothing half done
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (("--window", "half"), "invalid choice"),
+        (("--overlap", "1"), "--overlap 1.0"),
+        (("--min-component", "many"), "--min-component many"),
+        (("--window-batch", "0"), "--window-batch 0"),
+        (("--window", "whole", "--overlap", "0.5"), "no windows"),
+        (("--mirror", "Z"), "invalid choice"),
+        (("--seqpar", "2"), "--seqpar 1"),
+        (("--checkpoint", "nowhere.pt"), "no such file"),
+        (("--unknown",), "unrecognized"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(more: tuple[str, ...], message: str, images, tmp_path) -> None:
+    with pytest.raises(ValueError, match=message):
+        act(tmp_path, make_run(tmp_path / "run"), *more)
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_inputs_are_refused(images, tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    with pytest.raises(ValueError, match="no run folder"):
+        act(tmp_path, tmp_path / "nowhere")
+    with pytest.raises(DataError, match="does not exist"):
+        act(tmp_path, run, images="nowhere")
+    shutil.copy(images / "c_000_0000.nii.gz", tmp_path / "plain.nii.gz")
+    with pytest.raises(DataError, match="would be overwritten"):
+        act(tmp_path, run, images="plain.nii.gz", out=".")
+    other = make_run(tmp_path / "other", replace(RECIPE, values=(0, 1, 2)))
+    with pytest.raises(DataError, match="another network"):
+        act(tmp_path, run, "--checkpoint", str(other / "model.safetensors"))
+
+
+def test_inputs_are_whatever_training_reads(images, tmp_path) -> None:
+    """A data set, its images alone, and single files say the same; a label that is there plays no part."""
+    run, data = make_run(tmp_path / "run"), nnunet(tmp_path / "data")
+    assert act(tmp_path, run, images="data", out="a") == act(tmp_path, run, images="data/imagesTr", out="b") == 0
+    files = [str(path) for path in sorted((data / "imagesTr").iterdir())]
+    assert predict.act([str(run), "-i", *files, "-o", str(tmp_path / "c")]) == 0
+    assert tree(tmp_path / "a") == tree(tmp_path / "b") == tree(tmp_path / "c") and len(tree(tmp_path / "a")) == 4
+
+
+def test_modalities_are_taken_by_name(tmp_path, capfd) -> None:
+    recipe = replace(RECIPE, modalities=("T1", "FLAIR"), schemes=("none",) * 2, intensities=(None,) * 2)
+    run = make_run(tmp_path / "run", recipe)
+    for name, channels in (("a", ("T1", "FLAIR")), ("b", ("FLAIR", "T1")), ("d", ("T1", "T2"))):
+        nnunet(tmp_path / name, 1, channels)
+    for channel in range(2):  # b holds the same images under the other numbers
+        source = tmp_path / "a" / "imagesTr" / f"c_000_{channel:04d}.nii.gz"
+        shutil.copy(source, tmp_path / "b" / "imagesTr" / f"c_000_{1 - channel:04d}.nii.gz")
+    assert act(tmp_path, run, images="a", out="of a") == act(tmp_path, run, images="b", out="of b") == 0
+    assert tree(tmp_path / "of a") == tree(tmp_path / "of b")
+    with pytest.raises(DataError, match="T1, T2; the network knows T1, FLAIR"):
+        act(tmp_path, run, images="d")
+
+
+def test_arrays_and_images_are_predicted_as_files_are(images, tmp_path) -> None:
+    run = make_run(tmp_path / "run", replace(RECIPE, spacing=(1.5, 0.8, 1.0)))
+    assert act(tmp_path, run) == 0
+    predictor = seqpar.Predictor.from_run(run)
+    for name in ("c_000", "c_002"):
+        image = nibabel.load(images / f"{name}_0000.nii.gz")
+        expected = nibabel.load(tmp_path / "out" / f"{name}.nii.gz")
+        found = predictor.predict(image)
+        assert np.array_equal(found.affine, expected.affine) and found.get_data_dtype() == np.uint8
+        assert np.array_equal(found.dataobj, expected.dataobj)
+        array = predictor.predict(np.asarray(image.dataobj), image.affine)
+        assert np.array_equal(array, expected.dataobj)
+    with pytest.raises(ValueError, match="2 channels came; the network needs 1"):
+        predictor.predict(np.ones((2, 9, 9, 9)))
+    with pytest.raises(DataError, match="every voxel is 0"):
+        predictor.predict(np.zeros((9, 9, 9)))
+
+
+def test_probabilities_and_ensembles(images, tmp_path) -> None:
+    """Probabilities add up to one, their largest is the label; an ensemble is the mean of the networks' logits."""
+    run = make_run(tmp_path / "run")
+    other = make_run(tmp_path / "other", config=replace(SMALL, seed=1)) / "model.safetensors"
+    each = []
+    for name, which in (("one", ["best"]), ("two", [str(other)]), ("both", ["latest", str(other)])):
+        assert act(tmp_path, run, "--probabilities", "--checkpoint", *which, out=name) == 0
+        parts = [voxels(tmp_path / name / "probabilities" / f"c_000_label-{n}.nii.gz") for n in range(2)]
+        assert np.abs(sum(parts) - 1).max() < 1e-6
+        assert np.array_equal(np.argmax(parts, 0), voxels(tmp_path / name / "c_000.nii.gz"))
+        with np.errstate(divide="ignore"):  # beyond the crop background is certain
+            each.append(np.log(parts[1]) - np.log(parts[0]))
+    inside = voxels(images / "c_000_0000.nii.gz") != 0
+    one, two, both = (odds[inside] for odds in each)
+    assert np.abs((one + two) / 2 - both).max() < 1e-4 < np.abs(one - two).max()
+
+
+def test_small_components_become_background() -> None:
+    ids = np.zeros((9, 9, 9), np.int16)
+    ids[0:2, 0:2, 0:2], ids[2, 2, 2], ids[5, 5, 5], ids[7:9, 7:9, 8] = 1, 1, 1, 2
+    found = drop_small(ids, 4)
+    assert found[2, 2, 2] == 1 and found[5, 5, 5] == 0 and (found == 2).sum() == 4 and (found == 1).sum() == 9
+    assert (drop_small(ids, 5) == 2).sum() == 0 and np.array_equal(drop_small(ids, 1), ids)
+    assert [smallest(text, 0.5) for text in ("0", "50", "50mm3", "20voxels", "0.7")] == [0, 100, 100, 20, 2]
+
+
+def test_the_smallest_component_acts_in_the_file(tmp_path, echo) -> None:
+    truth = np.zeros((12, 11, 9), np.uint8)
+    truth[2:5, 2:5, 2:5], truth[8, 8, 7] = 1, 1
+    save(tmp_path / "images" / "case.nii.gz", truth, np.diag([2, 2, 2, 1]))
+    run = make_run(tmp_path / "run", replace(RECIPE, schemes=("none",)))
+    for size, left in (("8", 28), ("9", 27), ("2voxels", 27)):
+        assert act(tmp_path, run, "--min-component", size) == 0
+        assert int(voxels(tmp_path / "out" / "case.nii.gz").sum()) == left
+
+
+def test_a_whole_pass_says_what_it_takes(images, tmp_path, capsys) -> None:
+    run = make_run(tmp_path / "run")
+    assert act(tmp_path, run, "--window", "whole") == 0
+    assert capsys.readouterr().out.count("MiB on each rank") == 3
+
+
+def test_memory_is_counted_not_guessed(alone) -> None:
+    """What is alive at once: on real tensors and on tensors without data the same, in the decoder as in a sum."""
+    x = torch.ones(1000)
+    with Alive(x.nbytes) as alive:
+        y = x + 1
+        z = (y * 2).sum()
+        del y
+        z = z + x
+    assert alive.most == 3 * x.nbytes + z[:1].nbytes - 4 + 4 and alive.now < alive.most
+    net = build(SMALL, 1, 2, Group("seq")).eval()
+    small, large = (footprint(net, (side,) * 3, 2, alone) for side in (16, 32))
+    assert 7 < large.decoder / small.decoder < 9 and 7 < large.encoder / small.encoder < 9
+    grid = torch.randn(1, 12, 4, 4, 4)
+    with torch.no_grad(), Alive(grid.nbytes + 16**3 * 4) as alive:
+        net.decoder([grid], None)
+    assert alive.most == small.decoder
+    part, layout = net.encoder.place(torch.randn(1, 1, 32, 32, 32))
+    with torch.no_grad(), Alive(part.nbytes) as alive:
+        net.encoder(part, layout)
+    assert 0.8 < large.encoder / alive.most < 1.25
+
+
+def test_the_script_runs_alone_from_any_folder(images, tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    line = [sys.executable, ROOT / "launch" / "predict.py", run, "-i", images, "-o", "out", "--mirror", "W", "H"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "3 cases" in done.stdout and len(list((tmp_path / "out").glob("*.nii.gz"))) == 3
