@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from seqpar.launch.journal import read_metrics
 Hook = Callable[[int], None]
 TINY = """
     --preset debug --tile 16 --patch 8 --embed-dim 12 --heads 2 --depth 1 --decoder-width 4 --workers 0 --augment none
-    --batch 2 --iterations 2 --epochs 3 --mode gather --val-overlap 0 --lr 0.01 --device cpu --decoder plain --no-batch-dice --val-every 1
+    --batch 2 --iterations 2 --epochs 3 --mode gather --val-overlap 0 --lr 0.01 --device cpu --decoder plain
+    --no-batch-dice --val-every 1
 """
 
 
@@ -77,6 +79,8 @@ class Launch:
             sys.stdout.flush()
         except SystemExit as error:
             code = int(error.code or 0)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
 

@@ -57,6 +57,14 @@ def shapes(config: Config) -> list[tuple]:
     return [tuple(p.shape) for p in net_of(config).parameters()]
 
 
+def attention_of(config: Config) -> list[str]:
+    return [str(value) for _, value in sorted(vars(net_of(config).encoder.blocks[0].attn).items()) if _plain(value)]
+
+
+def _plain(value: object) -> bool:
+    return value is None or type(value).__name__ in ("bool", "int", "str", "Strategy")
+
+
 def drops(config: Config) -> list[float]:
     return [value for m in net_of(config).modules() for key, value in vars(m).items() if key == "dropout"]
 
@@ -102,6 +110,10 @@ ACTS = {
     "fold": ("--fold 1", lambda c: open_material(c, True).held_out_ids),
     "phantoms": ("--phantoms 9", phantom_cases),
     "augment": ("--augment full", lambda c: tile_of(c).tolist()),
+    "foreground": ("--foreground 0.5", lambda c: open_material(c, True).tiles(c).foreground),
+    "attention": ("--seqpar 2 --attention ulysses", attention_of),
+    "keep_kv": ("--seqpar 2 --keep-kv", attention_of),
+    "heads_per_chunk": ("--seqpar 2 --heads-per-chunk 1", attention_of),
     "seqpar": ("--seqpar 2", lambda c: net_of(c).encoder.layout.counts),
     "split": ("--split ordered --seqpar 2", lambda c: net_of(c).encoder.layout.split),
     "mode": ("--mode halo", lambda c: net_of(c).mode.name),
@@ -212,7 +224,7 @@ def test_validation_comes_as_often_as_told(flags, tmp_path, alone, monkeypatch):
     steps = []
     trainer = trainer_of(config_of(flags, *["--val-every", "2", "--epochs", "5"]), alone, tmp_path)
     trainer.journal = training.Journal(tmp_path, False, 0)
-    monkeypatch.setattr(trainer.validation, "run", lambda *of: steps.append(trainer.progress.step))
+    monkeypatch.setattr(trainer.validation, "run", lambda *of, **more: steps.append(trainer.progress.step))
     for step in range(1, 11):
         trainer.progress.step = step
         if step % 2 == 0:

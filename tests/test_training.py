@@ -15,6 +15,7 @@ from runs import Launch, at, die, losses, moments, signalled, status, tiny_data,
 
 from seqpar.launch import checkpoint, train, trainer, validation
 from seqpar.launch.journal import read_metrics
+from seqpar.launch.weights import read_weights
 
 ROOT = Path(__file__).parent.parent
 EVERY_STEP = ["--checkpoint-minutes", "1e-9"]
@@ -328,6 +329,24 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+FIVE_LINES = """
+import seqpar, torch
+net = seqpar.load_run({run!r}, {which!r})
+with torch.no_grad():
+    logits = net(torch.zeros(1, 1, 16, 16, 16))
+assert logits.shape == (1, 2, 16, 16, 16) and not torch.distributed.is_initialized()
+"""
+
+
+def test_five_lines_load_a_run_of_many_ranks_without_a_process_group(undisturbed):
+    run = undisturbed(2, "--seqpar", "2")
+    for which in ("best", "latest", str(run / "model.safetensors")):
+        exec(FIVE_LINES.format(run=str(run), which=which), found := {})
+    state = found["net"].state_dict()
+    kept = read_weights(run / "model.safetensors")
+    assert state and all(torch.equal(state[name], tensor) for name, tensor in kept.items())
 
 
 KEYS = "step epoch loss dice_loss ce_loss lr grad_norm tokens_per_s data_wait_s peak_mem_mb"
