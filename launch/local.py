@@ -44,19 +44,18 @@ def run_local(count: int, command: Sequence[str]) -> int:
 
 
 def _wait(ranks: list[subprocess.Popen], grace_s: float = 25.0) -> int:
-    """Returns the first code that is not 0; the others get time to leave by themselves, then are ended."""
-    deadline, first = None, 0
+    """Returns the code that says most; once a rank failed, the others get time to leave, then are ended."""
+    deadline = None
     while any(rank.poll() is None for rank in ranks):
-        codes = [rank.returncode for rank in ranks if rank.returncode]
-        if codes and deadline is None:
-            first, deadline = codes[0], time.monotonic() + grace_s
+        if deadline is None and any(rank.returncode for rank in ranks):
+            deadline = time.monotonic() + grace_s
         if deadline is not None and time.monotonic() > deadline:
             for rank in ranks:
                 rank.kill()
         time.sleep(0.05)
-    codes = [rank.returncode for rank in ranks if rank.returncode]
-    known = [code for code in codes if code > 1]  # 2, 3, 4, 5 and 75 say more than a peer's loss of contact
-    code = (known or [first] if first else codes or [0])[0]
+    # 2, 3, 4, 5, 75 and signals say more than a peer's loss of contact.
+    codes = sorted((rank.returncode for rank in ranks if rank.returncode), key=lambda code: (code == 1, -code))
+    code = codes[0] if codes else 0
     return code if code >= 0 else 128 - code
 
 

@@ -12,7 +12,7 @@ from seqpar.launch import checkpoint
 from seqpar.launch.config import Config, read_config
 from seqpar.launch.model import SegmentationNet, build
 from seqpar.launch.weights import listed, read_weights
-from seqpar.mesh import Mesh
+from seqpar.mesh import Mesh, start
 
 LAST = "model.safetensors"  # what a finished run leaves beside its checkpoints
 
@@ -92,3 +92,9 @@ def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> li
 
 def _shape(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
     return tuple(state[name].shape) if name in state else None
+
+
+def load_run(path: str | Path, which: str = "best") -> SegmentationNet:
+    """Returns the network of a run folder, ready to predict, in this process alone: no process group is needed."""
+    run = read_run(path)
+    return load_nets(run, [find_weights(run, which)], start(1, env={}))[0]

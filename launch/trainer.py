@@ -61,6 +61,9 @@ class Trainer:
         self.share = self.net.mode.share(mesh.data, config.batch)
         self.progress = Progress(global_batch=global_batch(config, mesh))
         self.validation = Validation(config, mesh, material, self.loss)
+        self.journal = Journal(self.out, False, 0)
+        self.last_save = time.monotonic()
+        self.last_saved: Progress | None = None
         status.steps = config.steps
 
     def _ddp(self) -> DistributedDataParallel:

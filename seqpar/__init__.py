@@ -15,6 +15,7 @@ _NAMES = {
     "export_monai": "seqpar.launch.weights_monai",
     "export_primus": "seqpar.launch.weights_primus",
     "load_monai": "seqpar.launch.weights_monai",
+    "load_run": "seqpar.launch.runs",
     "load_primus": "seqpar.launch.weights_primus",
     "read_weights": "seqpar.launch.weights",
     "write_weights": "seqpar.launch.weights",

@@ -77,7 +77,7 @@ class Layout:
 
     @cached_property
     def _ids(self) -> tuple[Tensor, ...]:
-        raster = torch.arange(self.num_tokens)
+        raster = torch.arange(self.num_tokens, device="cpu")  # also where a network is only outlined
         if self.split == "ordered":
             bounds = even_bounds(self.num_tokens, self.num_ranks)
             return tuple(raster[low:high] for low, high in itertools.pairwise(bounds))
@@ -103,7 +103,7 @@ class Layout:
     @cached_property
     def owner(self) -> Tensor:
         """The rank that owns each token of the grid, shaped like the grid."""
-        flat = torch.empty(self.num_tokens, dtype=torch.int64)
+        flat = torch.empty(self.num_tokens, dtype=torch.int64, device="cpu")
         for rank, ids in enumerate(self._ids):
             flat[ids] = rank
         return flat.reshape(self.grid)

@@ -60,7 +60,7 @@ def sincos_positions(layout: Layout, rank: int, embed_dim: int) -> Tensor:
 
 
 def _frequencies(bands: int) -> Tensor:
-    return 10000.0 ** (-torch.arange(bands, dtype=torch.float64) / max(bands, 1))
+    return 10000.0 ** (-torch.arange(bands, dtype=torch.float64, device="cpu") / max(bands, 1))
 
 
 class Rotation:

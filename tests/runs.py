@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,17 @@ from seqpar.launch import checkpoint, exits, train, trainer, validation
 from seqpar.launch.journal import read_metrics
 
 Hook = Callable[[int], None]
-TINY = ["--preset", "debug", "--tile", "16", "--patch", "8", "--embed-dim", "12", "--heads", "2", "--depth", "1", "--decoder-width", "4", "--workers", "0", "--augment", "none", "--batch", "2", "--iterations", "2", "--epochs", "3", "--mode", "gather", "--val-overlap", "0", "--lr", "0.01", "--device", "cpu"]
+TINY = """
+    --preset debug --tile 16 --patch 8 --embed-dim 12 --heads 2 --depth 1 --decoder-width 4 --workers 0 --augment none
+    --batch 2 --iterations 2 --epochs 3 --mode gather --val-overlap 0 --lr 0.01 --device cpu --decoder plain
+    --no-batch-dice --val-every 1
+"""
 
 
 def tiny_data(root: Path) -> list[str]:
     """Writes five small cases and returns the flags of a tiny run on them."""
     nnunet(root / "Dataset001_Tiny", cases=5)
-    return [*TINY, "--data", str(root / "Dataset001_Tiny"), "--cache", str(root / "cache")]
+    return [*TINY.split(), "--data", str(root / "Dataset001_Tiny"), "--cache", str(root / "cache")]
 
 
 class Launch:
@@ -74,6 +79,8 @@ class Launch:
             sys.stdout.flush()
         except SystemExit as error:
             code = int(error.code or 0)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
 

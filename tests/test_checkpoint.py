@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from runs import at, die
+from torch import nn
+
 from seqpar.launch import checkpoint
 from seqpar.launch.checkpoint import DamagedCheckpoint, NotSaved, Progress
 from seqpar.launch.states import optimiser_tensors, random_states, set_random_states
 from seqpar.mesh import Group
-from torch import nn
 
 ALONE = Group("world")
 

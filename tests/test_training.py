@@ -15,6 +15,7 @@ from runs import Launch, at, die, losses, moments, signalled, status, tiny_data,
 
 from seqpar.launch import checkpoint, train, trainer, validation
 from seqpar.launch.journal import read_metrics
+from seqpar.launch.weights import read_weights
 
 ROOT = Path(__file__).parent.parent
 EVERY_STEP = ["--checkpoint-minutes", "1e-9"]
@@ -45,6 +46,10 @@ def undisturbed(flags, tmp_path_factory):
 def farthest(a: list[float], b: list[float]) -> float:
     assert len(a) == len(b) > 0
     return max(abs(x - y) / abs(y) for x, y in zip(a, b))
+
+
+def scores(out: Path) -> list[dict]:
+    return [row["dice"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "val"]
 
 
 SPREADS = {
@@ -114,9 +119,7 @@ def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tm
     assert weights(out) == weights(whole)
     assert losses(out) == losses(whole)
     assert status(out)["state"] == "finished"
-    kept = [read_metrics(run / "metrics.jsonl") for run in (out, whole)]
-    scores = [[row["dice"] for row in rows if row["kind"] == "val"] for rows in kept]
-    assert scores[0] == scores[1] and len(scores[0]) == 3, "each validation is there once"
+    assert scores(out) == scores(whole) and len(scores(out)) == 3, "each validation is there once"
 
 
 def test_a_run_goes_on_with_other_ranks_and_workers(flags, tmp_path):
@@ -125,11 +128,10 @@ def test_a_run_goes_on_with_other_ranks_and_workers(flags, tmp_path):
     hook = at(trainer.Trainer, "_decide", 1, signalled(signal.SIGUSR1), call=3)
     trained(2, [*run, "--seqpar", "2"], left, expect=75, hook=hook)
     trained(1, run, tmp_path / "whole")
-    others = (1, "--seqpar 1 --workers 1"), (4, "--seqpar 2 --split ordered"), (3, "--seqpar 3 --split ordered")
-    for world, more in others:
+    for world, more in (1, "--seqpar 1 --workers 1"), (4, "--seqpar 2"), (3, "--seqpar 3"):
         out = tmp_path / f"on {world}"
         shutil.copytree(left, out)
-        trained(world, ["--resume", *more.split()], out)
+        trained(world, ["--resume", "--split", "ordered", *more.split()], out)
         assert farthest(losses(out), losses(tmp_path / "whole")) <= 1e-9
     with Launch(3, ["--resume", "--seqpar", "1"], left) as refused:
         assert set(refused.wait()) == {2}
@@ -327,6 +329,24 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+FIVE_LINES = """
+import seqpar, torch
+net = seqpar.load_run({run!r}, {which!r})
+with torch.no_grad():
+    logits = net(torch.zeros(1, 1, 16, 16, 16))
+assert logits.shape == (1, 2, 16, 16, 16) and not torch.distributed.is_initialized()
+"""
+
+
+def test_five_lines_load_a_run_of_many_ranks_without_a_process_group(undisturbed):
+    run = undisturbed(2, "--seqpar", "2")
+    for which in ("best", "latest", str(run / "model.safetensors")):
+        exec(FIVE_LINES.format(run=str(run), which=which), found := {})
+    state = found["net"].state_dict()
+    kept = read_weights(run / "model.safetensors")
+    assert state and all(torch.equal(state[name], tensor) for name, tensor in kept.items())
 
 
 KEYS = "step epoch loss dice_loss ce_loss lr grad_norm tokens_per_s data_wait_s peak_mem_mb"
