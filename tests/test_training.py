@@ -305,7 +305,7 @@ def test_workers_die_with_a_killed_trainer(flags, tmp_path):
         loop = trainer.Trainer._loop
 
         def told(self, loader, stopper):
-            note.write_text(" ".join(map(str, loader._pool.pids)))
+            note.write_text(" ".join(map(str, loader.worker_ids)))
             time.sleep(60)
             return loop(self, loader, stopper)
 
