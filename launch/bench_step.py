@@ -20,6 +20,7 @@ from seqpar.decoders.modes import choose_mode
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.encoder import SeqParViT
 from seqpar.launch.model import SegmentationNet
+from seqpar.launch.saved import saved_bytes
 from seqpar.launch.weights_monai import load_monai
 from seqpar.losses import DiceCE
 from seqpar.mesh import Mesh, start
@@ -76,6 +77,7 @@ def _worker(name: str, mode: str, batch: int) -> None:
         image, label = torch.randn(batch, CHANNELS, *[TILE] * 3), torch.randint(0, CLASSES, (batch, *[TILE] * 3))
         step = _Step(net, image, label, mesh)
         saved = step.saved_bytes()
+        step()  # first times are longer
         began = time.perf_counter()
         step()
         seconds = time.perf_counter() - began
@@ -120,19 +122,7 @@ class _Step:
 
     def saved_bytes(self) -> int:
         """Returns the bytes of distinct storages held for backward in a first step, parameters excluded."""
-        weights = {p.untyped_storage().data_ptr() for p in self.net.parameters()}
-        held: dict[int, int] = {}
-
-        def pack(t: Tensor) -> Tensor:
-            place = t.untyped_storage()
-            if place.data_ptr() not in weights:
-                held[place.data_ptr()] = place.nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            loss = self.loss(self.net(self.image), self.label, self.share)
-        loss.backward()
-        return sum(held.values())
+        return saved_bytes(self.net, lambda: self.loss(self.net(self.image), self.label, self.share))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import GOLDEN, relative
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.collectives import all_gather, all_reduce
@@ -21,6 +21,7 @@ from seqpar.decoders.plain import PlainDecoder
 from seqpar.encoder import SeqParViT
 from seqpar.environment import Start
 from seqpar.launch.model import SegmentationNet
+from seqpar.launch.saved import saved_bytes
 from seqpar.losses import DiceCE
 from seqpar.mesh import Mesh, join
 from seqpar.tokens import DropoutKey
@@ -244,23 +245,6 @@ def test_fifty_steps_follow_the_recorded_losses(world: int, ranks: Callable[...,
         assert max(abs(a - b) / abs(b) for a, b in zip(losses, recorded)) < 1e-9
 
 
-def distinct_bytes(net: nn.Module, run: Callable[[], object]) -> int:
-    """Returns the bytes of distinct storages held for backward, parameters excluded."""
-    weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
-    held: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        place = t.untyped_storage()
-        if place.data_ptr() not in weights:
-            held[place.data_ptr()] = place.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        output = run()
-    assert output is not None
-    return sum(held.values())
-
-
 def encoder_bytes(mesh: Mesh, keep: bool) -> tuple[int, int, int]:
     torch.manual_seed(0)
     tile = (24, 32, 32)
@@ -269,11 +253,12 @@ def encoder_bytes(mesh: Mesh, keep: bool) -> tuple[int, int, int]:
     )
     part = net.layout.cut(torch.randn(1, 2, *tile), mesh.seq.index)
     mesh.seq.traffic.clear()
-    outputs: list[Tensor] = []
-    saved = distinct_bytes(net, lambda: outputs.append(net(part)) or True)
+    tokens = net(part)
     forward = mesh.seq.traffic["attention"]
-    outputs[0].sum().backward()
-    return saved, forward, mesh.seq.traffic["attention"] - forward
+    tokens.sum().backward()
+    backward = mesh.seq.traffic["attention"] - forward
+    saved = saved_bytes(net, lambda: net(part))
+    return saved, forward, backward
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

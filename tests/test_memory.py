@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from seqpar.decoders.modes import choose_mode
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.encoder import SeqParViT
 from seqpar.launch.model import SegmentationNet
+from seqpar.launch.saved import saved_bytes
 from seqpar.losses import DiceCE
 from seqpar.mesh import Mesh
 
@@ -17,7 +17,7 @@ Case = tuple[int, int, int, str, int]  # tile, patch, depth, mode, batch
 CASES: list[Case] = [(96, 16, 4, "halo", 1), (96, 16, 4, "swap", 4), (96, 4, 1, "halo", 1), (48, 4, 1, "swap", 4)]
 
 
-def saved_bytes(mesh: Mesh, side: int, patch: int, depth: int, mode: str, batch: int) -> int:
+def held(mesh: Mesh, side: int, patch: int, depth: int, mode: str, batch: int) -> int:
     """Returns the bytes of distinct storages held after forward and loss, parameters excluded."""
     tile = (side,) * 3
     torch.manual_seed(0)
@@ -26,23 +26,11 @@ def saved_bytes(mesh: Mesh, side: int, patch: int, depth: int, mode: str, batch:
     net = SegmentationNet(encoder, decoder, choose_mode(mode, mesh.seq), taps(depth, encoder.layout.patch))
     image, label = torch.randn(batch, 2, *tile), torch.randint(0, 3, (batch, *tile))
     part, truth = (encoder.layout.cut(t, mesh.seq.index) for t in (image, label))
-    weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
-    held: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        place = t.untyped_storage()
-        if place.data_ptr() not in weights:
-            held[place.data_ptr()] = place.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = DiceCE()(net(part), net.arrange(truth), net.mode.share(None, batch))
-    assert loss.requires_grad
-    return sum(held.values())
+    return saved_bytes(net, lambda: DiceCE()(net(part), net.arrange(truth), net.mode.share(None, batch)))
 
 
 def all_cases(mesh: Mesh, cases: list[Case]) -> list[int]:
-    return [saved_bytes(mesh, *case) for case in cases]
+    return [held(mesh, *case) for case in cases]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -56,5 +44,5 @@ def test_a_network_in_halo_or_swap_holds_its_share(world: int, ranks: Callable[.
 def test_in_gather_every_rank_holds_the_whole_decoder(ranks: Callable[..., list]) -> None:
     """The control: the share falls because the decoder is spread, not because little is counted."""
     case = (96, 16, 2, "gather", 1)
-    (one,) = ranks(1, saved_bytes, *case)
-    assert min(ranks(2, saved_bytes, *case)) > 0.7 * one
+    (one,) = ranks(1, held, *case)
+    assert min(ranks(2, held, *case)) > 0.7 * one
