@@ -26,6 +26,7 @@ from seqpar.environment import Start  # noqa: E402
 from seqpar.mesh import Mesh, join  # noqa: E402
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with Ctrl-C ignored
 FORK = multiprocessing.get_context("fork")
 
 

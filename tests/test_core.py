@@ -127,10 +127,10 @@ def all_cases() -> list[Case]:
         Case((12, 8, 20), 4, "ordered", "sincos"),
         Case((6, 4, 6), 2, "spatial", "none"),
         Case((6, 4, 6), 2, "ordered", "rope"),
-        Case((24, 16, 32), 8, "spatial", "learned", steps=3),
-        Case((24, 16, 32), 8, "ordered", "learned", steps=3),
+        Case((24, 16, 32), 8, "spatial", "learned"),
+        Case((24, 16, 32), 8, "ordered", "learned"),
     ]
-    large = [Case((32, 32, 48), 16, split, steps=1) for split in ("spatial", "ordered")]
+    large = [Case((32, 32, 48), 16, split) for split in ("spatial", "ordered")]
     return even + uneven + large
 
 
