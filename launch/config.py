@@ -204,7 +204,7 @@ def laptop() -> Config:
         lr=2e-3,
         warmup=1,
         clip=1.0,
-        val_every=0,
+        val_every=3,
         workers=1,
     )
 

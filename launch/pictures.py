@@ -64,7 +64,7 @@ def draw_progress(out: Path) -> None:
         for index, name in enumerate(held_out[-1]["dice"]):
             values = [_number(row["dice"].get(name)) for row in held_out]
             dices.plot(at, values, "o-", color=COLOURS[index % len(COLOURS)], label=name, markersize=4)
-        dices.legend(fontsize=8)
+        dices.legend(fontsize=8, loc="upper left")
     else:
         dices.text(0.5, 0.5, "no validation yet", ha="center", va="center", transform=dices.transAxes, color="#888888")
     losses.legend(fontsize=8)
