@@ -71,7 +71,6 @@ class Trainer:
             self.net,
             process_group=self.mesh.world.handle,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,
         )
 
     def run(self, stopper: Stopper) -> str:
