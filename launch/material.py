@@ -76,11 +76,17 @@ def phantom(config: Config, is_first: bool) -> Path:
     folder = settings.root(out)
     if is_first:
         if not done.exists():
-            with announced(out, run_token()):
-                write_phantom(out, config.phantoms, settings, min(4, os.cpu_count() or 1), _bar("making phantoms"))
+            shown = _bar("making phantoms")
+            with announced(out, run_token()) as announcement:
+
+                def tell(count: int, total: int) -> None:
+                    announcement.tell(count, total)
+                    shown(count, total)
+
+                write_phantom(out, config.phantoms, settings, min(4, os.cpu_count() or 1), tell)
                 done.touch()
     else:
-        wait_for(out, run_token(), done.exists, 600.0, _silent)
+        wait_for(out, done, run_token(), done.exists, 600.0, _silent)
     return folder
 
 

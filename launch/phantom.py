@@ -16,11 +16,18 @@ def act(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", required=True, help="folder that receives the data set")
     parser.add_argument("--cases", type=int, default=24, help="number of patients (%(default)s)")
     parser.add_argument("--layout", choices=LAYOUTS, default="brats", help="folder convention (%(default)s)")
-    parser.add_argument("--size", type=int, nargs=3, metavar=("W", "D", "H"), default=DEFAULT_SIZE,
-                        help="voxels per direction of the same field of view (%(default)s)")
+    parser.add_argument(
+        "--size",
+        type=int,
+        nargs=3,
+        metavar=("W", "D", "H"),
+        default=DEFAULT_SIZE,
+        help="voxels per direction of the same field of view (%(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="another seed, other patients (%(default)s)")
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1),
-                        help="processes that write (%(default)s)")
+    parser.add_argument(
+        "--workers", type=int, default=min(4, os.cpu_count() or 1), help="processes that write (%(default)s)"
+    )
     asked = parser.parse_args(arguments)
     width, depth, height = asked.size
     settings = PhantomSettings(asked.layout, (width, depth, height), asked.seed)

@@ -53,9 +53,7 @@ class Bar:
         if sys.stderr.isatty():
             filled = 30 * done // total
             end = "\n" if done == total else ""
-            print(
-                f"\r\x1b[K[{'#' * filled}{'.' * (30 - filled)}] {line}", end=end, file=sys.stderr, flush=True
-            )
+            print(f"\r\x1b[K[{'#' * filled}{'.' * (30 - filled)}] {line}", end=end, file=sys.stderr, flush=True)
         else:
             print(line, file=sys.stderr, flush=True)
 
@@ -88,12 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prepare", description="Prepares a data set for training.")
     parser.add_argument("data", help="folder, list (.json), or name or number under nnUNet_raw")
     parser.add_argument("--out", help="folder of the cache (default: $SEQPAR_CACHE/NAME, else DATA.prepared)")
-    parser.add_argument(
-        "--spacing", default="source", help="source, median, or R,A,S in mm (default: source)"
-    )
-    parser.add_argument(
-        "--workers", type=int, help="processes; 0 works in this one (default: cores, at most 8)"
-    )
+    parser.add_argument("--spacing", default="source", help="source, median, or R,A,S in mm (default: source)")
+    parser.add_argument("--workers", type=int, help="processes; 0 works in this one (default: cores, at most 8)")
     parser.add_argument("--check", action="store_true", help="verify the cache's digests and change nothing")
     return parser
 
@@ -104,9 +98,7 @@ def _spacing(given: str) -> str | tuple[float, float, float]:
     try:
         w, d, h = (float(part) for part in given.split(","))
     except ValueError:
-        raise ValueError(
-            f"--spacing is {given}; source, median, or three sizes as 1,1,1 are needed"
-        ) from None
+        raise ValueError(f"--spacing is {given}; source, median, or three sizes as 1,1,1 are needed") from None
     return w, d, h
 
 

@@ -66,9 +66,7 @@ def decathlon(root: Path, cases: int = 2) -> Path:
     for n in range(cases):
         save(root / "imagesTr" / f"BRATS_{n:03d}.nii.gz", image_array(n, (14, 12, 10, 4)))
         save(root / "labelsTr" / f"BRATS_{n:03d}.nii.gz", label_array((1, 2, 3)))
-        entries.append(
-            {"image": f"./imagesTr/BRATS_{n:03d}.nii.gz", "label": f"./labelsTr/BRATS_{n:03d}.nii.gz"}
-        )
+        entries.append({"image": f"./imagesTr/BRATS_{n:03d}.nii.gz", "label": f"./labelsTr/BRATS_{n:03d}.nii.gz"})
     labels = {"0": "background", "1": "edema", "2": "non-enhancing tumor", "3": "enhancing tumour"}
     modality = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
     content = {"name": "BRATS", "modality": modality, "labels": labels, "training": entries, "test": []}
@@ -93,9 +91,7 @@ NEW = ("t1c", "t1n", "t2f", "t2w", "seg")
 
 def tree(root: Path) -> dict[str, bytes]:
     """Returns every file in a folder, hidden ones too."""
-    return {
-        str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
-    }
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 def child(work: Callable[[], object]) -> int:

@@ -15,9 +15,15 @@ from seqpar.data.synthesis import TumourSynthesis
 from seqpar.data.warp import Warp, apply_warp, draw_offsets, rotate
 
 TILE = (16, 14, 12)
-ALWAYS = replace(full(), elastic=Chance(0.5, 0, 300), **{
-    step.name: replace(getattr(full(), step.name), probability=0.7)
-    for step in fields(Recipe) if step.name not in ("elastic", "elastic_sigma")})
+ALWAYS = replace(
+    full(),
+    elastic=Chance(0.5, 0, 300),
+    **{
+        step.name: replace(getattr(full(), step.name), probability=0.7)
+        for step in fields(Recipe)
+        if step.name not in ("elastic", "elastic_sigma")
+    },
+)
 
 
 def source(size: tuple[int, ...], labels: tuple[int, ...] = (0, 2, 5), channels: int = 2):
@@ -30,7 +36,7 @@ def source(size: tuple[int, ...], labels: tuple[int, ...] = (0, 2, 5), channels:
 
 
 def middle(array: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    where = tuple(slice((n - s) // 2, (n - s) // 2 + s) for n, s in zip(array.shape[-len(size):], size))
+    where = tuple(slice((n - s) // 2, (n - s) // 2 + s) for n, s in zip(array.shape[-len(size) :], size))
     return array[(..., *where)]
 
 
@@ -116,8 +122,9 @@ def test_each_step_acts_as_often_as_the_recipe_says(name):
     augmentation = augment(name, (4, 4, 4))
     draws = 3000
     plans = [augmentation.plan(seed) for seed in range(draws)]
-    asked = {step.name: getattr(augmentation.recipe, step.name) for step in fields(Recipe)
-             if step.name != "elastic_sigma"}
+    asked = {
+        step.name: getattr(augmentation.recipe, step.name) for step in fields(Recipe) if step.name != "elastic_sigma"
+    }
     for step, chance in asked.items():
         for acted in [f"mirror{d}" for d in range(3)] if step == "mirror" else [step]:
             share = np.mean([acted in plan for plan in plans])
@@ -143,8 +150,13 @@ def test_what_is_planned_is_what_happens():
 
 @pytest.mark.parametrize("step", [s.name for s in fields(Recipe) if s.name != "elastic_sigma"])
 def test_each_step_acts(step):
-    low, high = {"elastic": (800, 900), "rotation": (10, 30), "scaling": (1.2, 1.4), "blur": (0.5, 1),
-                 "noise": (0.05, 0.1)}.get(step, (0.6, 0.8))
+    low, high = {
+        "elastic": (800, 900),
+        "rotation": (10, 30),
+        "scaling": (1.2, 1.4),
+        "blur": (0.5, 1),
+        "noise": (0.05, 0.1),
+    }.get(step, (0.6, 0.8))
     augmentation = only(step, low, high)
     image, label = source(augmentation.source_size, channels=6)
     changed, changed_label = augmentation(image, label, 3)
@@ -200,9 +212,11 @@ def test_elastic_offsets_are_as_large_as_batchgenerators():
 def test_labels_are_never_invented_and_image_and_label_move_together():
     tile = (24, 24, 24)
     augmentation = Augmentation(
-        Recipe(Chance(1, -30, 30), Chance(1, 0.7, 1.4), Chance(1, 0, 400), mirror=Chance(0.5)), tile)
-    label = ndimage.zoom(np.random.default_rng(2).integers(0, 2, [n // 7 for n in augmentation.source_size]),
-                         8, order=0)
+        Recipe(Chance(1, -30, 30), Chance(1, 0.7, 1.4), Chance(1, 0, 400), mirror=Chance(0.5)), tile
+    )
+    label = ndimage.zoom(
+        np.random.default_rng(2).integers(0, 2, [n // 7 for n in augmentation.source_size]), 8, order=0
+    )
     label = (middle(label, augmentation.source_size) * 5).astype(np.int16)  # 0 and 5: between would be 1 to 4
     image = label[None].astype(np.float32)
     for seed in range(6):
@@ -252,8 +266,9 @@ def test_what_cannot_be_is_refused():
 
 def liver(size: int = 64) -> tuple[np.ndarray, np.ndarray]:
     """Returns a ball (1) with a lesion (2), darker in one channel and brighter in the other."""
-    far = np.sqrt(sum((np.arange(size).reshape([-1 if d == i else 1 for d in range(3)]) - size / 2) ** 2
-                      for i in range(3)))
+    far = np.sqrt(
+        sum((np.arange(size).reshape([-1 if d == i else 1 for d in range(3)]) - size / 2) ** 2 for i in range(3))
+    )
     label = (far < 28).astype(np.uint8)
     label[20:34, 20:34, 24:38] = 2
     image = np.where(label > 0, 1.0, 0)[None].repeat(2, 0)
@@ -283,8 +298,11 @@ def test_synthesis_takes_the_real_contrast_away_and_puts_it_elsewhere():
 def test_synthesis_leaves_alone_what_has_no_lesion_or_no_contrast():
     image, label = liver()
     rng = np.random.default_rng(0)
-    for same_image, same_label in ((image, (label > 0).astype(np.uint8)), (image, label * (label == 2)),
-                                   (np.ones_like(image), label)):
+    for same_image, same_label in (
+        (image, (label > 0).astype(np.uint8)),
+        (image, label * (label == 2)),
+        (np.ones_like(image), label),
+    ):
         new, painted = TumourSynthesis()(same_image, same_label, rng)
         assert np.array_equal(new, same_image) and np.array_equal(painted, same_label)
 

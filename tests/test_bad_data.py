@@ -357,9 +357,7 @@ def test_what_is_no_data_set_says_what_is_needed(tmp_path, capfd):
     for name in ("empty", "one.txt", "missing"):
         assert run(act, [str(tmp_path / name)]) == 3
         printed = capfd.readouterr().err
-        assert (
-            str(tmp_path / name) in printed and "nnU-Net raw folder" in printed and "Traceback" not in printed
-        )
+        assert str(tmp_path / name) in printed and "nnU-Net raw folder" in printed and "Traceback" not in printed
 
 
 def test_a_wrong_flag_is_a_usage_error(tmp_path, capfd):

@@ -45,11 +45,7 @@ def test_the_cache_maps_what_the_description_says(tmp_path):
     )
     assert np.unique(case.label).tolist() == [0, 1, 2, 3] and list(case.locations) == [1, 2, 3]
     for n, places in case.locations.items():
-        assert (
-            len(places) == 5
-            and (case.label[tuple(places.T)] == n).all()
-            and len(np.unique(places, axis=0)) == 5
-        )
+        assert len(places) == 5 and (case.label[tuple(places.T)] == n).all() and len(np.unique(places, axis=0)) == 5
     source = nibabel.load(root / "BraTS2021_00001/BraTS2021_00001_seg.nii.gz")
     np.testing.assert_array_equal(labels_to_source(case.label, case.properties), np.asarray(source.dataobj))
 
@@ -62,9 +58,7 @@ def test_ignored_voxels_get_the_last_id_and_are_no_class_to_look_for(tmp_path):
     cache = open_cache(tmp_path / "c")
     case = cache.cases["c_000"]
     assert cache.ignore_label == 2 and cache.recipe.ignore_id == 2 and list(case.locations) == [1]
-    assert (
-        np.unique(case.label).tolist() == [0, 1, 2] and case.properties.counts[2] == (case.label == 2).sum()
-    )
+    assert np.unique(case.label).tolist() == [0, 1, 2] and case.properties.counts[2] == (case.label == 2).sum()
 
 
 def test_a_case_without_foreground_is_prepared_and_told(tmp_path):
@@ -112,9 +106,7 @@ def test_masks_called_nonorm_stay_as_they_are(tmp_path):
 def test_the_median_spacing_is_that_of_the_canonical_volumes(tmp_path):
     root = nnunet(tmp_path / "D", 3)
     for n, sizes in enumerate(([1, 2, 3], [1, 2, 3], [2, 2, 5])):
-        affine = (
-            np.diag([*sizes, 1.0])[:, [2, 0, 1, 3]] if n == 1 else np.diag([*sizes, 1.0])
-        )  # case 1 lies turned
+        affine = np.diag([*sizes, 1.0])[:, [2, 0, 1, 3]] if n == 1 else np.diag([*sizes, 1.0])  # case 1 lies turned
         for file, array in (("imagesTr/c_{:03d}_0000", image_array(n)), ("labelsTr/c_{:03d}", label_array())):
             save(root / (file.format(n) + ".nii.gz"), array, affine)
     prepare(recognise(root), tmp_path / "c", PrepareSettings(spacing="median"), workers=2)
@@ -129,9 +121,7 @@ def test_a_second_run_does_nothing_and_a_change_prepares_what_it_touches(tmp_pat
     root = nnunet(tmp_path / "D", 3)
     assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == ("c_000", "c_001", "c_002")
     first = tree(tmp_path / "c")
-    assert (
-        prepare(recognise(root), tmp_path / "c", workers=0).prepared == () and tree(tmp_path / "c") == first
-    )
+    assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == () and tree(tmp_path / "c") == first
     save(root / "imagesTr/c_001_0000.nii.gz", image_array(77))
     assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == ("c_001",)
     os.utime(root / "imagesTr/c_002_0000.nii.gz")  # touched, the same content
@@ -140,9 +130,7 @@ def test_a_second_run_does_nothing_and_a_change_prepares_what_it_touches(tmp_pat
     assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == ()
     (tmp_path / "c/cases/c_000/label.npy").write_bytes(b"half")
     assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == ("c_000",)
-    assert (
-        len(prepare(recognise(root), tmp_path / "c", PrepareSettings(locations=9), workers=0).prepared) == 3
-    )
+    assert len(prepare(recognise(root), tmp_path / "c", PrepareSettings(locations=9), workers=0).prepared) == 3
     (root / "labelsTr/c_002.nii.gz").unlink()
     (root / "imagesTr/c_002_0000.nii.gz").unlink()
     assert prepare(recognise(root), tmp_path / "c", PrepareSettings(locations=9), workers=0).prepared == ()

@@ -126,9 +126,7 @@ def test_monai_fold_list_keeps_its_channel_order_and_folds(tmp_path):
 
 def test_monai_list_with_validation_is_one_split(tmp_path):
     root = nnunet(tmp_path / "D", 3)
-    entries = [
-        {"image": f"imagesTr/c_{n:03d}_0000.nii.gz", "label": f"labelsTr/c_{n:03d}.nii.gz"} for n in range(3)
-    ]
+    entries = [{"image": f"imagesTr/c_{n:03d}_0000.nii.gz", "label": f"labelsTr/c_{n:03d}.nii.gz"} for n in range(3)]
     content = {
         "labels": {"0": "background", "1": "organ"},
         "training": entries[:2],

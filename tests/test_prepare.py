@@ -74,9 +74,7 @@ def test_a_label_comes_back_to_its_file(shape, spacing, tmp_path):
         label = np.zeros(shape, np.uint8)
         label[2:7, 2:7], label[4:5, 3:6] = 1, 4
         image = np.where(label + (np.indices(shape)[0] > 1), np.random.default_rng(n).normal(9, 2, shape), 0)
-        case = Case(
-            "a", (save(tmp_path / "i.nii.gz", image, affine),), save(tmp_path / "l.nii.gz", label, affine)
-        )
+        case = Case("a", (save(tmp_path / "i.nii.gz", image, affine),), save(tmp_path / "l.nii.gz", label, affine))
         recipe = Recipe(("T1",), ("zscore",), (None,), spacing, (0, 1, 4), False, 100)
         done = prepare_case(case, recipe)
         properties = Properties.from_json(json.loads(json.dumps(done.properties.to_json())))

@@ -65,11 +65,7 @@ def test_nibabels_own_files_are_read_and_written_back_voxel_for_voxel(name, suff
 )  # fmt: skip
 def test_every_number_type_byte_order_scale_and_shape_comes_back(dtype, endian, slope, shape, tmp_path):
     rng = np.random.default_rng(1)
-    stored = (
-        rng.integers(0, 200, shape).astype(dtype)
-        if dtype[0] != "f"
-        else rng.normal(0, 9, shape).astype(dtype)
-    )
+    stored = rng.integers(0, 200, shape).astype(dtype) if dtype[0] != "f" else rng.normal(0, 9, shape).astype(dtype)
     header = nibabel.Nifti1Header(endianness=endian)
     header.set_data_dtype(np.dtype(dtype).newbyteorder(endian))
     image = nibabel.Nifti1Image(stored, OBLIQUE, header)

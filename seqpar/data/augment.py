@@ -69,8 +69,10 @@ class Augmentation:
     def __call__(self, image: Image, label: Label, seed: int | np.random.Generator) -> tuple[Image, Label]:
         """Returns the tile in the middle of a source of ``source_size`` or, the same, of ``needed_size``."""
         if image.shape[1:] != label.shape or any(n < t for n, t in zip(label.shape, self.tile_size)):
-            raise ValueError(f"a tile {self.tile_size} needs image and label of that size or larger, "
-                             f"got {image.shape[1:]} and {label.shape}; pad them, or choose a smaller tile")
+            raise ValueError(
+                f"a tile {self.tile_size} needs image and label of that size or larger, "
+                f"got {image.shape[1:]} and {label.shape}; pad them, or choose a smaller tile"
+            )
         if isinstance(seed, np.random.Generator):
             seed = int(seed.integers(2**63))
         draws = self._draws(seed)
@@ -84,8 +86,8 @@ class Augmentation:
             image, label = image.astype(np.float32, order="C"), label.copy()
         else:
             image, label = apply_warp(
-                warp, np.ascontiguousarray(image, np.float32), label, self.tile_size, self.order,
-                self.outside_label)
+                warp, np.ascontiguousarray(image, np.float32), label, self.tile_size, self.order, self.outside_label
+            )
         image = self._change_intensities(image, draws)
         flips = tuple(d for d in range(len(self.tile_size)) if f"mirror{d}" in draws)
         if flips:
@@ -107,8 +109,9 @@ class Augmentation:
             names = [f"mirror{d}" for d in range(len(self.tile_size))] if name == "mirror" else [name]
             steps += [(each, chance.probability) for each in names]
         luck, seeds = rng.random(len(steps)), rng.integers(2**63, size=len(steps))
-        return {name: np.random.default_rng(s)
-                for (name, probability), u, s in zip(steps, luck, seeds) if u < probability}
+        return {
+            name: np.random.default_rng(s) for (name, probability), u, s in zip(steps, luck, seeds) if u < probability
+        }
 
     def _warp(self, draws: dict[str, np.random.Generator]) -> Warp | None:
         """Returns the drawn deformation, None if the tile is a mere crop."""
@@ -123,8 +126,9 @@ class Augmentation:
             matrix = matrix * _around_one(draws["scaling"], self.recipe.scaling)
         if "elastic" in draws:
             rng, alpha = draws["elastic"], self.recipe.elastic
-            offsets = draw_offsets(rng, self.tile_size, rng.uniform(alpha.low, alpha.high),
-                                   rng.uniform(*self.recipe.elastic_sigma))
+            offsets = draw_offsets(
+                rng, self.tile_size, rng.uniform(alpha.low, alpha.high), rng.uniform(*self.recipe.elastic_sigma)
+            )
         return Warp(matrix, offsets)
 
     def _extent(self, warp: Warp | None) -> Size:

@@ -87,9 +87,7 @@ def read_brats(root: Path) -> Dataset | None:
     labelled = any("seg" in kinds for kinds in found.values())
     cases, faults, meanings = [], [], set()
     for name, kinds in sorted(found.items()):
-        meanings |= {
-            meaning_of(name, kind, files[0]) for kind, files in kinds.items() if KINDS.get(kind) in MODALITIES
-        }
+        meanings |= {meaning_of(name, kind, files[0]) for kind, files in kinds.items() if KINDS.get(kind) in MODALITIES}
         try:
             cases.append(_case(name, kinds, labelled))
         except DataError as fault:
@@ -97,9 +95,7 @@ def read_brats(root: Path) -> Dataset | None:
     if {"2023", "2024, glioma after treatment"} == meanings:
         meanings.remove("2023")  # its labels are among those of 2024
     if len(meanings) > 1:
-        raise DataError(
-            root, f"mixes cases whose labels differ in meaning ({sorted(meanings)}); separate them"
-        )
+        raise DataError(root, f"mixes cases whose labels differ in meaning ({sorted(meanings)}); separate them")
     (year,) = meanings
     meaning = MEANINGS[year] if labelled else Meaning({}, {}, ())
     return Dataset(
@@ -114,14 +110,10 @@ def _case(name: str, kinds: dict[str, list[Path]], labelled: bool) -> Case:
     for kind, files in kinds.items():
         role = KINDS.get(kind)
         if role is None:
-            raise DataError(
-                files[0], f"is an extra modality {kind!r} of case {name}; take it out of the folder"
-            )
+            raise DataError(files[0], f"is an extra modality {kind!r} of case {name}; take it out of the folder")
         for file in files:
             if role in held:
-                raise DataError(
-                    file, f"is a duplicate: case {name} has {role} in {held[role]} too; remove one"
-                )
+                raise DataError(file, f"is a duplicate: case {name} has {role} in {held[role]} too; remove one")
             held[role] = file
     for role in (*MODALITIES, *(["label"] if labelled else [])):
         if role not in held:

@@ -126,19 +126,13 @@ def check_cache(path: str | Path) -> list[DataError]:
     for name in open_cache(path).ids if index else ():
         folder = path / "cases" / name
         record = read_record(path, name)
-        if (
-            record is None
-            or index is None
-            or digest_of(folder / "case.json") != index["cases"][name]["digest"]
-        ):
+        if record is None or index is None or digest_of(folder / "case.json") != index["cases"][name]["digest"]:
             faults.append(DataError(folder, "is damaged; remove it and run prepare again"))
             continue
         for file, (_, digest) in record["files"].items():
             if digest_of(folder / file) != digest:
                 faults.append(DataError(folder / file, f"is damaged; remove {folder} and run prepare again"))
-    return (
-        faults if index else [DataError(path, "holds no finished cache of this version; run prepare on it")]
-    )
+    return faults if index else [DataError(path, "holds no finished cache of this version; run prepare on it")]
 
 
 def _mapped(path: Path) -> np.ndarray:

@@ -77,9 +77,7 @@ def load_case(case: Case, recipe: Recipe) -> Loaded:
         array, geometry, digest = read_volume(path)
         wanted = len(recipe.modalities) if len(case.images) == 1 else 1
         if len(array) != wanted:
-            raise DataError(
-                path, f"holds {len(array)} channels; {wanted} needed: {', '.join(recipe.modalities)}"
-            )
+            raise DataError(path, f"holds {len(array)} channels; {wanted} needed: {', '.join(recipe.modalities)}")
         first = first or geometry
         if (how := differs(geometry, first)) is not None:
             raise DataError(path, f"does not fit {case.images[0].name}: {how}; register or resample it")
@@ -92,9 +90,7 @@ def load_case(case: Case, recipe: Recipe) -> Loaded:
     if case.label is not None:
         array, geometry, digest = read_volume(case.label)
         if (how := differs(geometry, first)) is not None:
-            raise DataError(
-                case.label, f"does not fit {case.images[0].name}: {how}; draw it on the image again"
-            )
+            raise DataError(case.label, f"does not fit {case.images[0].name}: {how}; draw it on the image again")
         ids = to_canonical(_class_ids(array, recipe, case.label), geometry.orientation)
         digests.append(digest)
     return Loaded(np.stack(channels), ids, first, tuple(digests))
@@ -178,9 +174,7 @@ def _class_ids(array: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
     if label.dtype.kind == "f":
         whole = np.rint(label)
         if (fractions := int((whole != label).sum())) > 0:
-            raise DataError(
-                path, f"{fractions} voxels are no whole numbers; resample labels with nearest neighbour"
-            )
+            raise DataError(path, f"{fractions} voxels are no whole numbers; resample labels with nearest neighbour")
         label = whole
     found = np.unique(label)
     if undeclared := [int(value) for value in found if value not in recipe.values]:

@@ -49,9 +49,7 @@ def find(path_or_name: str | Path | int) -> Path:
     pattern = f"Dataset{int(name):03d}_*" if name.isdigit() else name
     found = sorted(Path(raw).glob(pattern)) if len(path.parts) == 1 else []
     if len(found) != 1:
-        raise DataError(
-            path, f"{len(found)} folders {pattern} lie under nnUNet_raw = {raw}; exactly one is needed"
-        )
+        raise DataError(path, f"{len(found)} folders {pattern} lie under nnUNet_raw = {raw}; exactly one is needed")
     return found[0].absolute()
 
 
@@ -67,9 +65,7 @@ def _read(root: Path) -> Dataset:
             return brats
         lists = [path for path in sorted(root.glob("*.json")) if _is_list(path)]
         if len(lists) > 1:
-            raise DataError(
-                root, f"holds several lists of cases ({', '.join(p.name for p in lists)}); name one"
-            )
+            raise DataError(root, f"holds several lists of cases ({', '.join(p.name for p in lists)}); name one")
         found = read_fold_json(lists[0]) if lists else read_images(root)
     except OSError as error:
         raise DataError(root, f"cannot be read ({error.strerror}); check the path and its rights") from error

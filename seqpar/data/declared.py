@@ -13,9 +13,7 @@ def content_of(path: Path) -> dict[str, Any]:
     """Returns the object that a JSON file holds."""
     content = read_json(path)
     if not isinstance(content, dict):
-        raise DataError(
-            path, f"holds a {type(content).__name__}; an object with the data set's keys is needed"
-        )
+        raise DataError(path, f"holds a {type(content).__name__}; an object with the data set's keys is needed")
     if not isinstance(content.get("training", []), list):
         raise DataError(path, '"training" is no list; list the cases in it')
     return content
@@ -27,15 +25,11 @@ def modalities_of(content: dict[str, Any], path: Path) -> tuple[str, ...]:
     names: dict[str, Any] = given if isinstance(given, dict) else {}
     numbers = [str(n) for n in range(len(names))]
     if not numbers or set(numbers) != set(names):
-        raise DataError(
-            path, f'channel_names is {given!r}; give each modality its number from 0, as {{"0": "T1"}}'
-        )
+        raise DataError(path, f'channel_names is {given!r}; give each modality its number from 0, as {{"0": "T1"}}')
     return tuple(str(names[number]) for number in numbers)
 
 
-def labels_of(
-    content: dict[str, Any], path: Path
-) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:
+def labels_of(content: dict[str, Any], path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:
     """Returns labels, regions and ignore label from either spelling: name to value, or value to name."""
     given = content.get("labels")
     if not isinstance(given, dict) or not given:
@@ -59,9 +53,7 @@ def _whole(value: Any, path: Path) -> tuple[int, ...]:
     """Returns the whole numbers of a label (one) or a region (a list of them)."""
     members = tuple(value) if isinstance(value, list) else (value,)
     if not members or not all(type(member) is int for member in members):
-        raise DataError(
-            path, f"labels hold {value!r}; a whole number, or a list of them for a region, is needed"
-        )
+        raise DataError(path, f"labels hold {value!r}; a whole number, or a list of them for a region, is needed")
     return members
 
 

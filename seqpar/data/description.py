@@ -37,9 +37,7 @@ class Dataset:
 
     def __post_init__(self) -> None:
         if not self.cases and not self.faults:
-            raise DataError(
-                self.root, f"no cases were found in it (read as {self.layout}); name another folder"
-            )
+            raise DataError(self.root, f"no cases were found in it (read as {self.layout}); name another folder")
         for case in self.cases:
             if case.id.startswith(".") or Path(case.id).name != case.id:
                 raise DataError(self.root, f"case id {case.id!r} is no file name; rename the case")
@@ -60,9 +58,7 @@ def _check_labels(dataset: Dataset) -> None:
     if len(values) < 2:
         raise DataError(root, "declares nothing but background; name at least one label")
     if dataset.ignore_label in values:
-        raise DataError(
-            root, f"the ignore label {dataset.ignore_label} is a label too; give it its own value"
-        )
+        raise DataError(root, f"the ignore label {dataset.ignore_label} is a label too; give it its own value")
     for name, members in dataset.regions.items():
         if not members or not set(members) <= set(values):
             raise DataError(root, f"region {name} = {members} is not made of the labels {values}")

@@ -78,30 +78,22 @@ def geometry_of(head: bytes, path: str | Path) -> Geometry:
     header = parse_header(head, path)
     ndim, shape = int(header["dim"][0]), tuple(int(n) for n in header["dim"][1 : 1 + int(header["dim"][0])])
     if ndim not in (3, 4):
-        raise DataError(
-            path, f"holds a {ndim}-D array; a 3-D volume is needed, or 4-D with the modalities last"
-        )
+        raise DataError(path, f"holds a {ndim}-D array; a 3-D volume is needed, or 4-D with the modalities last")
     if min(shape) < 1:
         raise DataError(path, f"its header says the shape {shape}; every size must be positive")
     pixdim = header["pixdim"][1:4].astype(float)
     if not (np.isfinite(pixdim).all() and (pixdim > 0).all()):
-        raise DataError(
-            path, f"its spacing is {pixdim.tolist()} mm; it must be positive: repair the header's pixdim"
-        )
+        raise DataError(path, f"its spacing is {pixdim.tolist()} mm; it must be positive: repair the header's pixdim")
     dtype = header.get_data_dtype()
     if dtype.kind not in "iuf" or dtype.itemsize > 8:
-        raise DataError(
-            path, f"holds numbers of type {dtype}; integers or real numbers of 8 to 64 bits are needed"
-        )
+        raise DataError(path, f"holds numbers of type {dtype}; integers or real numbers of 8 to 64 bits are needed")
     try:
         affine = np.asarray(header.get_best_affine(), float)
         slope, inter = header.get_slope_inter()
     except (HeaderDataError, ValueError) as error:
         raise DataError(path, f"its header cannot be used: {error}; write the file again") from error
     if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
-        raise DataError(
-            path, f"its affine {affine[:3].tolist()} gives voxels no volume; repair qform and sform"
-        )
+        raise DataError(path, f"its affine {affine[:3].tolist()} gives voxels no volume; repair qform and sform")
     spacing = np.sqrt((affine[:3, :3] ** 2).sum(0))
     return Geometry(
         affine=affine,
@@ -125,15 +117,11 @@ def parse_header(head: bytes, path: str | Path) -> Any:
             if len(head) >= kind.sizeof_hdr and int.from_bytes(head[:4], name) == kind.sizeof_hdr:  # type: ignore[arg-type]
                 header = kind(head[: kind.sizeof_hdr], endianness=endian, check=False)
                 if bytes(header["magic"].item())[:3] not in (b"n+1", b"n+2"):
-                    raise DataError(
-                        path, "is no single-file NIfTI (an Analyze file or a pair's header?); convert it"
-                    )
+                    raise DataError(path, "is no single-file NIfTI (an Analyze file or a pair's header?); convert it")
                 if header["pixdim"][0] == 0:
                     header["pixdim"][0] = 1  # as the standard reads it
                 return header
-    raise DataError(
-        path, "is no NIfTI file (its first bytes are no header of one); write it as .nii or .nii.gz"
-    )
+    raise DataError(path, "is no NIfTI file (its first bytes are no header of one); write it as .nii or .nii.gz")
 
 
 def to_canonical(array: np.ndarray, orientation: str) -> np.ndarray:

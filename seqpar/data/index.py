@@ -15,11 +15,7 @@ from seqpar.data.store import writable, write_json
 def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
     """Tells whether the cache holds every case of the data set as its files and the settings are now."""
     index = read_index(out)
-    if (
-        index is None
-        or index["settings"] != plain(asdict(settings))
-        or index["dataset"] != described(dataset)
-    ):
+    if index is None or index["settings"] != plain(asdict(settings)) or index["dataset"] != described(dataset):
         return False
     if set(index["cases"]) != set(dataset.ids):
         return False
@@ -78,9 +74,7 @@ def sources_of(case: Case) -> list[list[Any]]:
         try:
             stat = path.stat()
         except OSError as error:
-            raise DataError(
-                path, f"cannot be read ({error.strerror}); check the path and its rights"
-            ) from error
+            raise DataError(path, f"cannot be read ({error.strerror}); check the path and its rights") from error
         found.append([path.name, stat.st_size, stat.st_mtime_ns])
     return found
 

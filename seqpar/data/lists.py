@@ -32,9 +32,7 @@ def read_fold_json(path: Path) -> Dataset:
         raise (faults or [DataError(path, "lists no cases; fill its training list")])[0]
     every = cases | held
     if both := sorted(set(cases) & set(held)):
-        wrong.append(
-            DataError(path, f"lists case {both[0]} for training and for validation; keep one of them")
-        )
+        wrong.append(DataError(path, f"lists case {both[0]} for training and for validation; keep one of them"))
     first = next(iter(cases.values()))
     named = [kind for kind in map(kind_of, first.images) if kind and kind[1] in KINDS]
     if "labels" in content:
@@ -94,9 +92,7 @@ def _listed(entries: Any, key: str, path: Path) -> tuple[dict[str, Case], dict[s
         except DataError as fault:
             faults.append(fault)
     if len(folds) not in (0, len(cases)):
-        faults.append(
-            DataError(path, f"gives {len(folds)} of {len(cases)} cases a fold number; give it to all")
-        )
+        faults.append(DataError(path, f"gives {len(folds)} of {len(cases)} cases a fold number; give it to all"))
     return cases, folds, faults
 
 

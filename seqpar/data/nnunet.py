@@ -21,9 +21,7 @@ def read_nnunet(root: Path) -> Dataset:
     labels, regions, ignore = labels_of(content, path)
     ending = content.get("file_ending", ".nii.gz")
     if ending not in SUFFIXES:
-        raise DataError(
-            path, f"file_ending is {ending!r}; {' or '.join(SUFFIXES)} can be read: convert the images"
-        )
+        raise DataError(path, f"file_ending is {ending!r}; {' or '.join(SUFFIXES)} can be read: convert the images")
     cases, faults = (_explicit if "dataset" in content else _scanned)(root, content, modalities, ending)
     return Dataset(
         root.name, root, "nnU-Net raw", tuple(cases), modalities, labels, regions,
@@ -119,9 +117,7 @@ def _collect(
     extra = [channels[n] for n in sorted(channels) if n >= len(modalities)]
     missing = [n for n in range(len(modalities)) if n not in channels]
     if extra:
-        faults.append(
-            DataError(extra[0], f"is an extra modality; {len(modalities)} are declared: {modalities}")
-        )
+        faults.append(DataError(extra[0], f"is an extra modality; {len(modalities)} are declared: {modalities}"))
     elif missing:
         path = folder / f"{name}_{missing[0]:04d}{ending}"
         faults.append(DataError(path, f"is missing; case {name} needs the modality {modalities[missing[0]]}"))

@@ -53,8 +53,10 @@ def random_field(rng: np.random.Generator, size: tuple[int, ...], scale: float, 
     waves = fft.rfftn(rng.standard_normal(coarse, dtype=np.float32))
     steps = [mm / n for mm, n in zip(FIELD_OF_VIEW, coarse)]
     frequency = np.meshgrid(
-        *(fft.fftfreq(n, d) for n, d in zip(coarse[:-1], steps)), fft.rfftfreq(coarse[-1], steps[-1]),
-        indexing="ij", sparse=True,
+        *(fft.fftfreq(n, d) for n, d in zip(coarse[:-1], steps)),
+        fft.rfftfreq(coarse[-1], steps[-1]),
+        indexing="ij",
+        sparse=True,
     )
     power = (2 * np.pi * scale) ** 2 * sum(f**2 for f in frequency) / 2
     gain = np.exp(-power) - (np.exp(-4 * power) if band else 0)
@@ -76,8 +78,10 @@ def build_anatomy(rng: np.random.Generator, place: list[Field]) -> Anatomy:
     grey, csf = _cortex(rng, head)
     wide = rng.uniform(0.75, 1.5)
     ventricle = _ventricle(head, wide)
-    nuclei = np.maximum(_inside([head.side, head.y, head.z], (14, -8, 0), (10, 15, 9)),
-                        _inside([head.side, head.y, head.z], (26, 8, 0), (7, 19, 11)))
+    nuclei = np.maximum(
+        _inside([head.side, head.y, head.z], (14, -8, 0), (10, 15, 9)),
+        _inside([head.side, head.y, head.z], (26, 8, 0), (7, 19, 11)),
+    )
     grey = np.maximum(grey, 0.8 * _soft(nuclei, 3))
     csf = np.maximum(csf, _soft(ventricle, 1.6))
     old_age = _old_age(rng, head, ventricle) * (1 - grey)

@@ -57,8 +57,13 @@ class PhantomSettings:
 
     def record(self) -> dict[str, Any]:
         """Returns what is written beside the files, to know them again."""
-        return {"version": VERSION, "layout": self.layout, "size": list(self.size), "seed": self.seed,
-                "field_of_view": list(FIELD_OF_VIEW)}
+        return {
+            "version": VERSION,
+            "layout": self.layout,
+            "size": list(self.size),
+            "seed": self.seed,
+            "field_of_view": list(FIELD_OF_VIEW),
+        }
 
 
 def write_phantom(
@@ -84,8 +89,10 @@ def write_phantom(
         if settings.layout == "nnunet":
             _write(root / "dataset.json", json.dumps(_nnunet_description(root), indent=2).encode())
     except OSError as error:
-        raise DataError(error.filename or root, f"cannot write the phantom: {error.strerror or error}; "
-                        "make room or choose another --out") from error
+        raise DataError(
+            error.filename or root,
+            f"cannot write the phantom: {error.strerror or error}; make room or choose another --out",
+        ) from error
     return root
 
 
@@ -98,8 +105,9 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
         except ValueError as error:
             raise DataError(mark, f"is no phantom description ({error}); choose another --out") from error
         if found != record:
-            raise DataError(mark, f"holds a phantom of other settings ({found}), asked for is {record}; "
-                            "choose another --out")
+            raise DataError(
+                mark, f"holds a phantom of other settings ({found}), asked for is {record}; choose another --out"
+            )
     else:
         _write(mark, json.dumps(record, indent=2).encode())
 
@@ -116,7 +124,8 @@ def _each(out: Path, settings: PhantomSettings, indices: list[int], workers: int
         for worker in range(workers):
             here, there = multiprocessing.Pipe(duplex=False)
             process = multiprocessing.Process(
-                target=_work, args=(there, out, settings, indices[worker::workers]), daemon=True)
+                target=_work, args=(there, out, settings, indices[worker::workers]), daemon=True
+            )
             process.start()
             there.close()
             started.append((process, here))
@@ -135,8 +144,11 @@ def _each(out: Path, settings: PhantomSettings, indices: list[int], workers: int
         for process, _ in started:
             process.join()
             if process.exitcode:
-                raise DataError(out, f"a process that wrote cases ended with code {process.exitcode}; "
-                                "start again, what is there is kept (or lower --workers)")
+                raise DataError(
+                    out,
+                    f"a process that wrote cases ended with code {process.exitcode}; "
+                    "start again, what is there is kept (or lower --workers)",
+                )
     finally:
         for process, _ in started:
             process.terminate()

@@ -102,9 +102,7 @@ def prepare(
         return _report(dataset, out, made, faults)
 
 
-def _run(
-    work: "_Work", dataset: Dataset, workers: int, progress: Progress
-) -> tuple[list[str], list[DataError]]:
+def _run(work: "_Work", dataset: Dataset, workers: int, progress: Progress) -> tuple[list[str], list[DataError]]:
     """Returns the ids that were prepared and the faults of the others; a folder that is full ends it all."""
     total, ended, made = len(dataset.cases), list[str](), list[str]()
     faults: list[DataError] = []
@@ -144,7 +142,9 @@ def prepared(
     folder, token = cache_folder(dataset, out), run_token() if token is None else token
     _raise(dataset.faults)
     if not is_first:
-        wait_for(folder, token, lambda: is_current(dataset, folder, settings), deadline, progress)
+        wait_for(
+            folder, folder / "cache.json", token, lambda: is_current(dataset, folder, settings), deadline, progress
+        )
     elif not is_current(dataset, folder, settings):
         with announced(folder, token) as announcement:
 
@@ -196,9 +196,7 @@ class _Survey:
         return survey(case, loaded.image, loaded.ids, self.recipe)
 
 
-def _recipe(
-    dataset: Dataset, out: Path, settings: PrepareSettings, workers: int, beat: Callable[[], None]
-) -> Recipe:
+def _recipe(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int, beat: Callable[[], None]) -> Recipe:
     """Returns the recipe; a survey of unchanged files is not made twice."""
     draft = draft_recipe(dataset, settings)
     if not needs_survey(dataset, settings):

@@ -26,9 +26,7 @@ class PrepareSettings:
             raise ValueError(f"locations is {self.locations}; at least 1 is needed")
         if isinstance(self.spacing, str):
             if self.spacing not in ("source", "median"):
-                raise ValueError(
-                    f"spacing is {self.spacing!r}; source, median or three sizes in mm are needed"
-                )
+                raise ValueError(f"spacing is {self.spacing!r}; source, median or three sizes in mm are needed")
         elif len(self.spacing) != 3 or not all(0 < size < np.inf for size in self.spacing):
             raise ValueError(f"spacing is {self.spacing}; three positive sizes in mm are needed")
 
@@ -107,9 +105,7 @@ def draft_recipe(dataset: Dataset, settings: PrepareSettings) -> Recipe:
     )
 
 
-def finish_recipe(
-    recipe: Recipe, dataset: Dataset, settings: PrepareSettings, findings: Sequence[Finding]
-) -> Recipe:
+def finish_recipe(recipe: Recipe, dataset: Dataset, settings: PrepareSettings, findings: Sequence[Finding]) -> Recipe:
     """Returns the recipe with what the survey of the cases found: median spacing, intensities of CT."""
     if not findings:
         raise DataError(dataset.root, "no case could be read, so there is nothing to learn from; repair them")

@@ -39,25 +39,33 @@ def none() -> Recipe:
 def light() -> Recipe:
     """Returns a cheap recipe for short runs."""
     return Recipe(
-        rotation=Chance(0.1, -15, 15), scaling=Chance(0.1, 0.85, 1.25), noise=Chance(0.1, 0, 0.05),
-        brightness=Chance(0.15, 0.9, 1.1), mirror=Chance(0.5),
+        rotation=Chance(0.1, -15, 15),
+        scaling=Chance(0.1, 0.85, 1.25),
+        noise=Chance(0.1, 0, 0.05),
+        brightness=Chance(0.15, 0.9, 1.1),
+        mirror=Chance(0.5),
     )
 
 
 def full() -> Recipe:
     """Returns nnU-Net's default list with its probabilities and ranges."""
     return Recipe(
-        rotation=Chance(0.2, -30, 30), scaling=Chance(0.2, 0.7, 1.4), noise=Chance(0.1, 0, 0.1),
-        blur=Chance(0.2, 0.5, 1.0), brightness=Chance(0.15, 0.75, 1.25), contrast=Chance(0.15, 0.75, 1.25),
-        low_resolution=Chance(0.25, 0.5, 1.0), gamma_inverted=Chance(0.1, 0.7, 1.5),
-        gamma=Chance(0.3, 0.7, 1.5), mirror=Chance(0.5),
+        rotation=Chance(0.2, -30, 30),
+        scaling=Chance(0.2, 0.7, 1.4),
+        noise=Chance(0.1, 0, 0.1),
+        blur=Chance(0.2, 0.5, 1.0),
+        brightness=Chance(0.15, 0.75, 1.25),
+        contrast=Chance(0.15, 0.75, 1.25),
+        low_resolution=Chance(0.25, 0.5, 1.0),
+        gamma_inverted=Chance(0.1, 0.7, 1.5),
+        gamma=Chance(0.3, 0.7, 1.5),
+        mirror=Chance(0.5),
     )
 
 
 def paper() -> Recipe:
     """Returns rotation, elastic deformation and scaling, with batchgenerators' strengths for brains."""
-    return Recipe(
-        rotation=Chance(0.2, -30, 30), scaling=Chance(0.2, 0.7, 1.4), elastic=Chance(0.2, 0, 900))
+    return Recipe(rotation=Chance(0.2, -30, 30), scaling=Chance(0.2, 0.7, 1.4), elastic=Chance(0.2, 0, 900))
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {"none": none, "light": light, "full": full, "paper": paper}

@@ -47,9 +47,7 @@ def split(dataset: HasCases, fold: int | str) -> Split:
     train, held_out = every[int(fold)]
     unknown = sorted({*train, *held_out} - set(ids))
     if unknown:
-        raise ValueError(
-            f"fold {fold} names case {unknown[0]}, which is not among the {len(ids)} usable cases"
-        )
+        raise ValueError(f"fold {fold} names case {unknown[0]}, which is not among the {len(ids)} usable cases")
     return train, held_out
 
 

@@ -54,9 +54,7 @@ def denormalise(channel: np.ndarray, mean: float, std: float, keep_zero: bool) -
     return np.where(channel == 0, np.float32(0), values) if keep_zero else values
 
 
-def new_shape(
-    shape: Sequence[int], spacing: Sequence[float], target: Sequence[float]
-) -> tuple[int, int, int]:
+def new_shape(shape: Sequence[int], spacing: Sequence[float], target: Sequence[float]) -> tuple[int, int, int]:
     """Returns the number of voxels of another spacing over the same extent."""
     w, d, h = (max(1, round(n * old / new)) for n, old, new in zip(shape, spacing, target))
     return w, d, h

@@ -26,11 +26,14 @@ class TumourSynthesis:
 
     def __post_init__(self) -> None:
         if not self.healthy or not self.lesion or set(self.healthy) & set(self.lesion):
-            raise ValueError("tumour synthesis needs healthy and lesion labels that differ, "
-                             f"got {self.healthy} and {self.lesion}")
+            raise ValueError(
+                f"tumour synthesis needs healthy and lesion labels that differ, got {self.healthy} and {self.lesion}"
+            )
         if not 0 <= self.probability <= 1 or not 0 < self.smallest <= 0.8:
-            raise ValueError("tumour synthesis needs a probability in 0..1 and a smallest share in 0..0.8, "
-                             f"got {self.probability} and {self.smallest}")
+            raise ValueError(
+                "tumour synthesis needs a probability in 0..1 and a smallest share in 0..0.8, "
+                f"got {self.probability} and {self.smallest}"
+            )
 
     def __call__(
         self, image: NDArray[np.float32], label: NDArray[Any], rng: np.random.Generator
@@ -46,8 +49,9 @@ class TumourSynthesis:
             return image, label
         fake = self._region(rng, label.shape) & (real | healthy)
         block = _block(label.shape)
-        change = (ndimage.uniform_filter(real.astype(np.float32), block)
-                  - ndimage.uniform_filter(fake.astype(np.float32), block))
+        change = ndimage.uniform_filter(real.astype(np.float32), block) - ndimage.uniform_filter(
+            fake.astype(np.float32), block
+        )
         change *= real | healthy  # what is neither (air) keeps its value
         new = label.copy()
         new[real] = self.healthy[0]

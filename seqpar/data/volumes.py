@@ -77,12 +77,8 @@ def read_volume(path: str | Path) -> Volume:
             )
         raw = head + file.read()  # to the end: only so gzip compares its checksum
     if len(raw) < start + length:
-        raise DataError(
-            path, f"ends after {len(raw)} of {start + length} bytes: it is truncated; copy it again"
-        )
-    stored = np.frombuffer(
-        raw, geometry.dtype, count=length // np.dtype(geometry.dtype).itemsize, offset=start
-    )
+        raise DataError(path, f"ends after {len(raw)} of {start + length} bytes: it is truncated; copy it again")
+    stored = np.frombuffer(raw, geometry.dtype, count=length // np.dtype(geometry.dtype).itemsize, offset=start)
     array = stored.reshape(shape, order="F").astype(stored.dtype.newbyteorder("="))
     if (geometry.slope, geometry.inter) != (1.0, 0.0):
         array = array * np.float64(geometry.slope) + geometry.inter
@@ -120,18 +116,14 @@ def write_volume(path: str | Path, array: np.ndarray, geometry: Geometry, dtype:
     slope, inter = (geometry.slope, geometry.inter) if dtype is None else (1.0, 0.0)
     if dtype is not None:
         header.set_data_dtype(dtype)
-        header["cal_min"] = header["cal_max"] = (
-            0  # the source's display window says nothing about other numbers
-        )
+        header["cal_min"] = header["cal_max"] = 0  # the source's display window says nothing about other numbers
     pixdim = header["pixdim"].copy()
     header.set_data_shape(array.shape)  # also resets the spacing of dims that the file does not have
     header["pixdim"] = pixdim
     header["scl_slope"], header["scl_inter"] = slope, inter
     header["vox_offset"], header["magic"] = header.single_vox_offset, header.single_magic
     stored = _stored(array, header.get_data_dtype(), slope, inter, path)
-    body = (
-        header.binaryblock + bytes(header.single_vox_offset - header.sizeof_hdr) + stored.tobytes(order="F")
-    )
+    body = header.binaryblock + bytes(header.single_vox_offset - header.sizeof_hdr) + stored.tobytes(order="F")
     if path.name.endswith(".gz"):
         body = gzip.compress(body, compresslevel=1, mtime=0)
     replace_file(path, body)
@@ -150,9 +142,7 @@ def replace_file(path: Path, body: bytes) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise DataError(
-            path, f"cannot be written ({error.strerror}); free space or choose another folder"
-        ) from error
+        raise DataError(path, f"cannot be written ({error.strerror}); free space or choose another folder") from error
 
 
 @contextmanager
@@ -175,9 +165,7 @@ def _opened(path: str | Path) -> Iterator[IO[bytes]]:
     except (EOFError, zlib.error) as error:
         raise DataError(path, f"is truncated or damaged ({error}); copy it again") from error
     except OSError as error:
-        raise DataError(
-            path, f"cannot be read ({error.strerror or error}); check the path and its rights"
-        ) from error
+        raise DataError(path, f"cannot be read ({error.strerror or error}); check the path and its rights") from error
 
 
 def _stored(array: np.ndarray, dtype: np.dtype, slope: float, inter: float, path: Path) -> np.ndarray:
@@ -189,7 +177,5 @@ def _stored(array: np.ndarray, dtype: np.dtype, slope: float, inter: float, path
             array = np.rint(array)
         limits = np.iinfo(dtype)
         if array.size and not limits.min <= array.min() <= array.max() <= limits.max:
-            raise ValueError(
-                f"{path}: values {array.min()} to {array.max()} do not fit {dtype}; give another dtype"
-            )
+            raise ValueError(f"{path}: values {array.min()} to {array.max()} do not fit {dtype}; give another dtype")
     return array.astype(dtype)

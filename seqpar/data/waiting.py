@@ -60,19 +60,23 @@ def announced(path: Path, token: str) -> Iterator[Announcement]:
 
 def wait_for(
     path: Path,
+    marker: Path,
     token: str,
     is_ready: Callable[[], bool],
     deadline: float,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Returns when the cache is ready; raises what preparation raised, or `deadline` s of silence."""
+    """Returns when what is made in ``path`` is ready; raises what its making raised, or `deadline` s of silence.
+
+    ``marker`` is the file that is written last: whether all is ready is asked at first, and when that file changes.
+    """
     changed = time.monotonic()
     state: dict[str, Any] | None = None
     index: tuple[int, int] | None = None
     asked = False
     while True:
-        if not asked or _stamp(path / "cache.json") != index:
-            asked, index = True, _stamp(path / "cache.json")
+        if not asked or _stamp(marker) != index:
+            asked, index = True, _stamp(marker)
             if is_ready():
                 return
         now = time.monotonic()

@@ -60,9 +60,7 @@ def rotated_size(tile_size: Size, degrees: float, smallest_scale: float) -> Size
     return even_with(np.floor(largest / smallest_scale), tile_size)
 
 
-def draw_offsets(
-    rng: np.random.Generator, tile_size: Size, alpha: float, sigma: float
-) -> NDArray[np.float32]:
+def draw_offsets(rng: np.random.Generator, tile_size: Size, alpha: float, sigma: float) -> NDArray[np.float32]:
     """Returns ``(direction, *coarse)`` offsets like ``alpha`` times uniform noise that ``sigma`` blurs.
 
     Drawn on every fourth voxel or so: what is that smooth needs no more. The spread is batchgenerators'.
