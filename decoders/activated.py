@@ -15,7 +15,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.collectives import all_reduce
-from seqpar.decoders.norms import _pieces, _Pool
+from seqpar.decoders.norms import Pool
+from seqpar.decoders.pieces import Pieces
 from seqpar.decoders.spread import Spread
 from seqpar.mesh import Group
 
@@ -45,29 +46,24 @@ class NormedActivation(nn.Module):
         return step.apply(x, other, self.eps, groups, count), spread  # type: ignore[no-untyped-call]
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.flatten(2).flatten(0, 1)  # (b c) v/s
-
-
 def _statistics(x: Tensor, eps: float, groups: Groups) -> tuple[Tensor, Tensor]:
     """Returns mean and scale of each row ``(b c)`` over all ranks, in float32 at least."""
-    counts, mean, squares = _Pool(x.shape[1], False, groups).moments(x)
+    counts, mean, squares = Pool(x.shape[1], False, groups).moments(x)
     wide = torch.promote_types(x.dtype, torch.float32)
     return mean.flatten().to(wide), (squares / counts + eps).rsqrt().flatten().to(wide)
 
 
-def _owed(sums: list[Tensor], groups: Groups, count: int) -> Tensor:
-    """Returns means over all ranks' voxels, one column a row ``(b c)``, of what was summed piece by piece."""
-    whole = torch.cat(sums, 1)
+def _owed(sums: Tensor, groups: Groups, count: int) -> Tensor:
+    """Returns means over all ranks' voxels of sums over this rank's, one column a row ``(b c)``."""
     for group in groups:
-        whole = all_reduce(whole, group, "statistics")
-    return whole / count
+        sums = all_reduce(sums, group, "statistics")
+    return sums / count
 
 
 def _back(grad: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the gradient before the activation and what was activated, both new."""
     grad, y = grad.to(dtype), y.to(dtype)
-    return torch.where(y > 0, grad, grad * SLOPE), torch.where(y > 0, y, y / SLOPE)
+    return torch.ops.aten.leaky_relu_backward(grad, y, SLOPE, True), F.leaky_relu(y, 1 / SLOPE)
 
 
 class _Normed(Function):
@@ -76,10 +72,11 @@ class _Normed(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor | None, eps: float, groups: Groups, count: int) -> Tensor:
         mean, scale = _statistics(x, eps, groups)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        beside = _rows(x if other is None else other)
-        for out, source, plus, m, a in _pieces(_rows(y), _rows(x), beside, mean, scale):
-            normed = (source - m[:, None]).mul_(a[:, None])
+        pieces = Pieces(x)
+        y = pieces.empty(x.dtype)
+        for piece in pieces.of([x, y, x if other is None else other], [mean, scale]):
+            (source, out, plus), (m, a) = piece.values, piece.columns
+            normed = (source - m).mul_(a)
             out.copy_(F.leaky_relu_(normed if other is None else normed.add_(plus), SLOPE))
         ctx.how = groups, count
         ctx.save_for_backward(y, other, scale)
@@ -90,23 +87,26 @@ class _Normed(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, other, scale = ctx.saved_tensors
         groups, count = ctx.how
-        rows = _rows(y), _rows(grad), _rows(y if other is None else other)
+        pieces = Pieces(y)
+        volumes = [y, grad.contiguous(memory_format=pieces.format), y if other is None else other]
 
         def read(out: Tensor, g: Tensor, plus: Tensor) -> tuple[Tensor, Tensor]:
             g, total = _back(g, out, scale.dtype)
             return g, total if other is None else total.sub_(plus)
 
-        sums = []
-        for piece in _pieces(*rows):
-            g, normed = read(*piece)
-            sums.append(torch.stack([g.sum(1), normed.mul_(g).sum(1)]))
+        sums = scale.new_zeros(2, pieces.num_rows)
+        for piece in pieces.of(volumes):
+            g, normed = read(*piece.values)
+            sums[0, piece.rows] += piece.sum(g)
+            sums[1, piece.rows] += piece.sum(normed.mul_(g))
         level, along = _owed(sums, groups, count)
-        dx = torch.empty_like(y)
-        dother = dx if other is None else torch.empty_like(y)
-        for out, g, plus, to, to_other, a, b, c in _pieces(*rows, _rows(dx), _rows(dother), scale, level, along):
-            g, normed = read(out, g, plus)
+        dx = pieces.empty(y.dtype)
+        dother = dx if other is None else pieces.empty(y.dtype)
+        for piece in pieces.of([*volumes, dx, dother], [scale, level, along]):
+            (*given, to, to_other), (a, b, c) = piece.values, piece.columns
+            g, normed = read(*given)
             to_other.copy_(g)
-            to.copy_(g.sub_(b[:, None]).sub_(normed.mul_(c[:, None])).mul_(a[:, None]))
+            to.copy_(g.sub_(b).sub_(normed.mul_(c)).mul_(a))
         return dx, None if other is None else dother, None, None, None
 
 
@@ -117,11 +117,13 @@ class _SumOfNormed(Function):
     def forward(ctx: Any, x: Tensor, other: Tensor, eps: float, groups: Groups, count: int) -> Tensor:
         mean, scale = _statistics(x, eps, groups)
         other_mean, other_scale = _statistics(other, eps, groups)
-        y, kept = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-        volumes = (_rows(volume) for volume in (y, kept, x, other))
-        for out, keep, source, plus, m, a, n, b in _pieces(*volumes, mean, scale, other_mean, other_scale):
-            keep.copy_((source - m[:, None]).mul_(a[:, None]))
-            out.copy_(F.leaky_relu_((plus - n[:, None]).mul_(b[:, None]).add_(keep), SLOPE))
+        pieces = Pieces(x)
+        y, kept = pieces.empty(x.dtype), pieces.empty(x.dtype)
+        for piece in pieces.of([x, other, y, kept], [mean, scale, other_mean, other_scale]):
+            (source, plus, out, keep), (m, a, n, b) = piece.values, piece.columns
+            normed = (source - m).mul_(a)
+            keep.copy_(normed)
+            out.copy_(F.leaky_relu_((plus - n).mul_(b).add_(normed), SLOPE))
         ctx.how = groups, count
         ctx.save_for_backward(y, kept, scale, other_scale)
         return y
@@ -131,18 +133,23 @@ class _SumOfNormed(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, kept, scale, other_scale = ctx.saved_tensors
         groups, count = ctx.how
-        rows = _rows(y), _rows(grad), _rows(kept)
-        sums = []
-        for out, g, normed in _pieces(*rows):
+        pieces = Pieces(y)
+        volumes = [y, grad.contiguous(memory_format=pieces.format), kept]
+        sums = scale.new_zeros(3, pieces.num_rows)
+        for piece in pieces.of(volumes):
+            out, g, normed = piece.values
             g, total = _back(g, out, scale.dtype)
             plus = total.sub_(normed)
-            sums.append(torch.stack([g.sum(1), (g * normed).sum(1), plus.mul_(g).sum(1)]))
+            sums[0, piece.rows] += piece.sum(g)
+            sums[1, piece.rows] += piece.sum(g * normed)
+            sums[2, piece.rows] += piece.sum(plus.mul_(g))
         level, along, other_along = _owed(sums, groups, count)
-        dx, dother = torch.empty_like(y), torch.empty_like(y)
+        dx, dother = pieces.empty(y.dtype), pieces.empty(y.dtype)
         columns = scale, other_scale, level, along, other_along
-        for out, g, normed, to, to_other, a, b, mean, c, d in _pieces(*rows, _rows(dx), _rows(dother), *columns):
+        for piece in pieces.of([*volumes, dx, dother], columns):
+            (out, g, normed, to, to_other), (a, b, mean, c, d) = piece.values, piece.columns
             g, total = _back(g, out, scale.dtype)
-            g, plus = g.sub_(mean[:, None]), total.sub_(normed)
-            to_other.copy_((g - plus.mul_(d[:, None])).mul_(b[:, None]))
-            to.copy_(g.sub_(normed * c[:, None]).mul_(a[:, None]))
+            g, plus = g.sub_(mean), total.sub_(normed)
+            to_other.copy_((g - plus.mul_(d)).mul_(b))
+            to.copy_(g.sub_(normed * c).mul_(a))
         return dx, dother, None, None, None

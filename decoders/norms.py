@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.collectives import all_gather, all_reduce
+from seqpar.decoders.pieces import Pieces, channels_last
 from seqpar.decoders.spread import Spread
 from seqpar.mesh import Group
 
@@ -26,10 +27,11 @@ class InstanceNorm3d(nn.InstanceNorm3d):
     def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
         """Returns the normed volume and its unchanged spread."""
         own = self.training or not self.track_running_stats
-        if spread is None or not own:
+        if not own or (spread is None and not channels_last(x)):  # torch's own would lay channels out anew
             return super().forward(x), spread
-        _refuse_single(math.prod(spread.extents), self)
-        y, mean, variance = _norm(x, self, _Pool(self.num_features, False, (spread.group,)), spread)
+        _refuse_single(math.prod(x.shape[2:] if spread is None else spread.extents), self)
+        groups = () if spread is None else (spread.group,)
+        y, mean, variance = _norm(x, self, Pool(self.num_features, False, groups), spread)
         if self.running_mean is not None and self.running_var is not None:
             factor = self.momentum or 0.0
             self.running_mean.lerp_(mean.mean(0).flatten(), factor)
@@ -52,7 +54,7 @@ class BatchNorm3d(nn.BatchNorm3d):
             return super().forward(x), spread
         voxels = spread.extents if spread is not None else x.shape[2:]
         _refuse_single(len(x) * math.prod(voxels) * (self.data.size if self.data else 1), self)
-        y, mean, variance = _norm(x, self, _Pool(self.num_features, True, groups), spread)
+        y, mean, variance = _norm(x, self, Pool(self.num_features, True, groups), spread)
         if self.training and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
@@ -69,7 +71,7 @@ class GroupNorm(nn.GroupNorm):
         """Returns the normed volume and its unchanged spread."""
         if spread is None:
             return super().forward(x), None
-        return _norm(x, self, _Pool(self.num_groups, False, (spread.group,)), spread)[0], spread
+        return _norm(x, self, Pool(self.num_groups, False, (spread.group,)), spread)[0], spread
 
 
 class ChannelLayerNorm(nn.LayerNorm):
@@ -90,7 +92,7 @@ def _refuse_single(count: int, norm: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class _Pool:
+class Pool:
     """Which values share statistics: of a channel group, of the batch or of each sample, on all ranks of ``groups``."""
 
     num_groups: int
@@ -104,17 +106,21 @@ class _Pool:
 
     def moments(self, x: Tensor) -> Tensor:
         """Returns count, mean and sum of squared deviations, ``3 b g 1`` (``3 1 g 1`` over the batch), of all ranks."""
-        rows = x.flatten(2).flatten(0, 1)  # (b c) v/s
         wide = torch.promote_types(x.dtype, torch.float32)
-        mean = rows.mean(1, dtype=wide)
-        squares = [(piece - m[:, None]).square_().sum(1) for piece, m in _pieces(rows, mean)]
-        counts = torch.full_like(mean, rows.shape[1])
-        local = torch.stack([counts, mean, torch.cat(squares)]).double()
-        moments = _merged(local.view(3, len(x), self.num_groups, -1), self.dims)
+        pieces = Pieces(x)
+        found: dict[int, list[Tensor]] = {}  # by the first of their rows
+        for piece in pieces.of([x]):
+            (values,) = piece.values
+            mean = piece.sum(values, wide).div_(piece.voxels)
+            squares = piece.sum((values - piece.spread(mean)).square_())
+            moments = torch.full_like(mean, piece.voxels, dtype=torch.float64), mean.double(), squares.double()
+            found.setdefault(piece.rows.start, []).append(torch.stack(moments))
+        local = torch.cat([_merged(torch.stack(same, 1), (0,)) for same in found.values()], 2)
+        merged = _merged(local.view(3, len(x), self.num_groups, -1), self.dims)
         for group in self.groups:
-            every = all_gather(moments[:, None], group, 1, [1] * group.size, "statistics")
-            moments = _merged(every, (0,))[:, 0]
-        return moments
+            every = all_gather(merged[:, None], group, 1, [1] * group.size, "statistics")
+            merged = _merged(every, (0,))[:, 0]
+        return merged
 
     def sums(self, x: Tensor) -> Tensor:
         """Returns sums ``2 b g 1`` over all ranks of what this rank has, ``2 b c``."""
@@ -138,18 +144,8 @@ def _merged(moments: Tensor, dims: Sequence[int]) -> Tensor:
     return torch.stack([count, mean, squares])
 
 
-_AT_ONCE = 1 << 18  # values: intermediates stay in the processor's cache
-
-
-def _pieces(*tensors: Tensor) -> Any:
-    """Returns rows ``(b c) v`` and what belongs to them, a few at a time; the first gives the size."""
-    first = tensors[0]
-    at_once = max(1, _AT_ONCE // first.shape[1]) if first.device.type == "cpu" else len(first)
-    return zip(*(tensor.split(at_once) for tensor in tensors))
-
-
 def _norm(
-    x: Tensor, norm: InstanceNorm3d | BatchNorm3d | GroupNorm, pool: _Pool, spread: Spread | None
+    x: Tensor, norm: InstanceNorm3d | BatchNorm3d | GroupNorm, pool: Pool, spread: Spread | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the normed volume, and the mean and unbiased variance ``b g 1`` that all ranks share."""
     assert spread is None or spread.fits(x), (x.shape, spread.sides)
@@ -164,7 +160,7 @@ class _Norm(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, pool: _Pool
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, pool: Pool
     ) -> tuple[Tensor, Tensor, Tensor]:
         counts, mean, squares = pool.moments(x)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -177,11 +173,12 @@ class _Norm(Function):
         if weight is not None:
             times = times * weight.to(wide).repeat(len(x))
         shift = torch.zeros_like(times) if bias is None else bias.to(wide).repeat(len(x))
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rows = x.flatten(2).flatten(0, 1)
-        for source, out, m, a, b in _pieces(rows, y.view(rows.shape), pool.each(mean, x.shape), times, shift):
-            normed = torch.sub(source, m[:, None], out=out if out.dtype == wide else None)
-            normed.mul_(a[:, None]).add_(b[:, None])
+        pieces = Pieces(x)
+        y = pieces.empty(x.dtype)
+        for piece in pieces.of([x, y], [pool.each(mean, x.shape), times, shift]):
+            (source, out), (m, a, b) = piece.values, piece.columns
+            normed = torch.sub(source, m, out=out if out.dtype == wide else None)
+            normed.mul_(a).add_(b)
             if normed is not out:
                 out.copy_(normed)
         variance = (squares / (counts - 1)).to(wide)
@@ -193,22 +190,27 @@ class _Norm(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
-        pool: _Pool = ctx.pool
-        rows, grads = x.flatten(2).flatten(0, 1), grad.flatten(2).flatten(0, 1)  # (b c) v/s
+        pool: Pool = ctx.pool
         mean, scale = pool.each(mean, x.shape), pool.each(scale, x.shape)  # (b c)
-        products = [(source - m[:, None]).mul_(g).sum(1) for source, g, m in _pieces(rows, grads, mean)]
-        along = torch.cat(products) * scale  # of the gradient with the normed values
-        sums = torch.stack([grads.sum(1, dtype=along.dtype), along]).view(2, *x.shape[:2])  # 2 b c
+        pieces = Pieces(x)
+        grad = grad.contiguous(memory_format=pieces.format)
+        totals = scale.new_zeros(2, pieces.num_rows)
+        for piece in pieces.of([x, grad], [mean]):
+            (source, g), (m,) = piece.values, piece.columns
+            totals[0, piece.rows] += piece.sum(g, scale.dtype)
+            totals[1, piece.rows] += piece.sum((source - m).mul_(g))
+        totals[1] *= scale
+        sums = totals.view(2, *x.shape[:2])  # 2 b c: of the gradient, and of its product with the normed values
         times = scale if weight is None else scale * weight.to(scale.dtype).repeat(len(x))
         dx = None
         if ctx.needs_input_grad[0]:
             weighted = sums if weight is None else sums * weight.to(scale.dtype)
             level, slope = (pool.each(s / ctx.count, x.shape) * scale for s in pool.sums(weighted))
-            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            parts = _pieces(rows, grads, dx.view(rows.shape), mean, times, -level, -slope * scale)
-            for source, g, out, m, a, b, c in parts:
-                owed = torch.sub(source, m[:, None], out=out if out.dtype == mean.dtype else None)
-                owed.mul_(c[:, None]).add_(b[:, None]).addcmul_(g, a[:, None])
+            dx = pieces.empty(x.dtype)
+            for piece in pieces.of([x, grad, dx], [mean, times, -level, -slope * scale]):
+                (source, g, out), (m, a, b, c) = piece.values, piece.columns
+                owed = torch.sub(source, m, out=out if out.dtype == mean.dtype else None)
+                owed.mul_(c).add_(b).addcmul_(g, a)
                 if owed is not out:
                     out.copy_(owed)
         dweight = None if weight is None else sums[1].sum(0).to(weight.dtype)

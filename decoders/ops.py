@@ -4,15 +4,19 @@ Each takes ``(x, spread)`` and returns ``(y, spread of y)``; parameters have tor
 channels, W D H voxels; ``/s`` after the letter that is spread over the group.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.collectives import Interval
+from seqpar.dataless import autocast_dtype
+from seqpar.decoders.pieces import channels_last, laid_out
 from seqpar.decoders.spread import Halos, Reach, Spread, after, sliding, spreading
 from seqpar.mesh import Group
 
@@ -31,8 +35,11 @@ class Conv3d(nn.Conv3d):
 
     def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
+        if self._is_local() and channels_last(x):
+            assert spread is None or spread.fits(x), (x.shape, spread.sides)
+            return F.linear(x.movedim(1, -1), self.weight.flatten(1), self.bias).movedim(-1, 1), spread
         if spread is None:
-            return super().forward(x), None
+            return laid_out(super().forward(x), x), None
         reaches = []
         for dim, edges in enumerate(spread.edges):
             span = self.dilation[dim] * (self.kernel_size[dim] - 1) + 1
@@ -46,6 +53,11 @@ class Conv3d(nn.Conv3d):
             self.keep_window,
         )
         return _convolve(x, self.weight, self.bias, how, spread), after(spread, reaches)
+
+    def _is_local(self) -> bool:
+        """Returns whether each voxel is multiplied by a matrix, and that is all."""
+        plain = self.groups == 1 and not any(sum(self._pads(dim, 1)) for dim in range(3))
+        return plain and math.prod(self.kernel_size) == 1 == math.prod(self.stride)
 
     def _pads(self, dim: int, span: int) -> tuple[int, int]:
         if isinstance(self.padding, str):
@@ -70,7 +82,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
     def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
         if spread is None:
-            return super().forward(x), None
+            return laid_out(super().forward(x), x), None
         options = zip(self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding)
         reaches = [
             spreading(edges, *sizes, what=str(self))  # type: ignore[arg-type]
@@ -123,8 +135,8 @@ class _Convolution:
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution, spread: Spread) -> Tensor:
     assert spread.fits(x), (x.shape, spread.sides)
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = autocast_dtype(x)
+    if dtype is not None and x.dtype != torch.float64:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return _Convolve.apply(x, weight, bias, how)  # type: ignore[no-any-return]
 
@@ -139,7 +151,7 @@ class _Convolve(Function):
         ctx.save_for_backward(window if how.keep_window else x, weight)
         inner_bias = None if how.crop.moves else bias  # places that no input reaches hold the bias too
         sizes = how.stride, how.padding, how.dilation, how.transposed, how.output_padding, how.groups
-        y = torch.convolution(window, weight, inner_bias, *sizes)  # type: ignore[arg-type]
+        y = laid_out(torch.convolution(window, weight, inner_bias, *sizes), x)  # type: ignore[arg-type]
         ctx.frame = y.shape
         y = how.crop.open(y)
         if bias is not None and inner_bias is None:
@@ -164,5 +176,3 @@ class _Convolve(Function):
         if for_bias and not inner_bias:
             dbias = grad.sum([0, *range(2, grad.ndim)])
         return how.halos.close(dx) if for_x else None, dweight, dbias, None
-
-

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from seqpar.decoders.norms import InstanceNorm3d
 from seqpar.decoders.ops import Conv3d
+from seqpar.decoders.pieces import for_convolutions
 from seqpar.decoders.pooling import Upsample
 from seqpar.decoders.spread import Spread
 
@@ -45,7 +46,7 @@ class PlainDecoder(nn.Module):
         self, features: Sequence[Tensor], image: Tensor | None, spread: Spread | None = None
     ) -> tuple[Tensor, Spread | None]:
         """Returns logits ``b k W D H`` of the token grid ``b e w d h``, and how they are spread."""
-        (x,) = features
+        x = for_convolutions(features[0])
         for stage, (conv, norm) in enumerate(zip(self.convs, self.norms)):
             x, spread = conv(x, spread)
             x, spread = norm(x, spread)

@@ -88,9 +88,7 @@ class Reach:
     padding: int = 0
 
 
-def sliding(
-    edges: Bounds, span: int, stride: int, pads: tuple[int, int], what: str, ceil_mode: bool = False
-) -> Reach:
+def sliding(edges: Bounds, span: int, stride: int, pads: tuple[int, int], what: str, ceil_mode: bool = False) -> Reach:
     """Returns the reach of a window of ``span`` voxels (kernel with its dilation) that moves by ``stride``.
 
     The output at o reads [o stride - pad, o stride - pad + span); a rank holds those whose o stride is in its box,

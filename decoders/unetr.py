@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from seqpar.decoders.activated import NormedActivation
 from seqpar.decoders.ops import Conv3d, ConvTranspose3d
+from seqpar.decoders.pieces import for_convolutions
 from seqpar.decoders.plain import num_doublings
 from seqpar.decoders.spread import Spread
 
@@ -101,9 +102,7 @@ class UnetrDecoder(nn.Module):
         levels = self.num_features = num_doublings(patch)
         widths = [width << level for level in range(levels)]
         self.stem = ResBlock(in_channels, width)
-        self.branches = nn.ModuleList(
-            Branch(embed_dim, widths[level], levels - level) for level in range(1, levels)
-        )
+        self.branches = nn.ModuleList(Branch(embed_dim, widths[level], levels - level) for level in range(1, levels))
         inputs = [*widths[1:], embed_dim]
         self.stages = nn.ModuleList(Stage(inputs[level], widths[level]) for level in reversed(range(levels)))
         self.classes = Conv3d(width, num_classes, 1)
@@ -113,7 +112,8 @@ class UnetrDecoder(nn.Module):
     ) -> tuple[Tensor, Spread | None]:
         """Returns logits ``b k W D H`` of token grids ``b e w d h``, finest skip first, and the image."""
         assert image is not None and len(features) == self.num_features, (image is None, len(features))
-        *middle, x = features
+        *middle, x = (for_convolutions(grid) for grid in features)
+        image = for_convolutions(image)
         at = spread
         for level, stage in zip(reversed(range(self.num_features)), self.stages):
             if level:

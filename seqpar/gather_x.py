@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.choice import heads_per_chunk
 from seqpar.collectives import start_all_gather, start_reduce_scatter
+from seqpar.dataless import device_type
 from seqpar.kernels import pick
 from seqpar.mesh import Group
 from seqpar.spread import KIND, Rotate, heads_first, tokens_first
@@ -46,17 +47,15 @@ def gather_x(
     """
     if group.size == 1 or per_chunk is None:
         head_bytes = 2 * sum(sizes) * x.shape[0] * (weight.shape[1] // num_heads) * x.element_size()
-        rows = sum(sizes) * x.shape[0] // group.size
-        per_chunk = num_heads if group.size == 1 else heads_per_chunk(num_heads, head_bytes, rows, x.is_cuda)
+        rows, on_gpu = sum(sizes) * x.shape[0] // group.size, device_type(x) == "cuda"
+        per_chunk = num_heads if group.size == 1 else heads_per_chunk(num_heads, head_bytes, rows, on_gpu)
     how = num_heads, group, tuple(sizes), rotate, keep, per_chunk
     return _GatherX.apply(x, weight, q_bias, v_bias, *how)  # type: ignore[no-any-return]
 
 
 class _GatherX(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, q_bias: Tensor | None, v_bias: Tensor | None, *how: Any
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, q_bias: Tensor | None, v_bias: Tensor | None, *how: Any) -> Tensor:
         num_heads, group, sizes, rotate, keep, per_chunk = how
         whole, pending = start_all_gather(x.transpose(0, 1), group, 0, sizes, KIND)  # n b e
         q = _queries(x, weight, q_bias, num_heads, rotate)

@@ -48,7 +48,7 @@ class Kernel:
 
 def pick(like: Tensor, head_dim: int) -> Kernel:
     """Returns the kernel for heads of this width on the device and in the precision of ``like``."""
-    if like.device.type == "cpu":
+    if like.device.type in ("cpu", "meta"):  # without data, for its shapes: those of all fused kernels
         return CPU_FLASH
     if like.device.type != "cuda":
         return PLAIN

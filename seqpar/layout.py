@@ -82,9 +82,7 @@ class Layout:
             bounds = even_bounds(self.num_tokens, self.num_ranks)
             return tuple(raster[low:high] for low, high in itertools.pairwise(bounds))
         grid = raster.reshape(self.grid)
-        return tuple(
-            grid[tuple(slice(*side) for side in box)].flatten() for box in grid_boxes(self.grid, self.parts)
-        )
+        return tuple(grid[tuple(slice(*side) for side in box)].flatten() for box in grid_boxes(self.grid, self.parts))
 
     def token_ids(self, rank: int) -> Tensor:
         """Returns the raster numbers of the rank's tokens, ascending."""

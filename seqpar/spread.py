@@ -16,6 +16,7 @@ from torch import Tensor
 
 from seqpar.choice import heads_per_chunk
 from seqpar.collectives import Coming, Pending, post, start_filling, start_reduce_scatter
+from seqpar.dataless import device_type
 from seqpar.mesh import Group
 
 KIND = "attention"
@@ -95,7 +96,7 @@ class Spread:
         elif per_chunk is None:
             head_bytes = 2 * sum(sizes) * batch * self.head_dim * like.element_size()
             rows = sum(sizes) * batch * inner // group.size
-            per_chunk = heads_per_chunk(max(self.heads), head_bytes, rows, like.is_cuda)
+            per_chunk = heads_per_chunk(max(self.heads), head_bytes, rows, device_type(like) == "cuda")
         self.per_chunk = min(per_chunk, max(self.heads))
         self.num_chunks = -(-max(self.heads) // per_chunk)
 
@@ -146,9 +147,7 @@ class Spread:
 
         return Coming(pending, write)
 
-    def start_gather(
-        self, part: Tensor, chunk: int, buffers: Buffers | None
-    ) -> Coming[tuple[Tensor, Tensor]]:
+    def start_gather(self, part: Tensor, chunk: int, buffers: Buffers | None) -> Coming[tuple[Tensor, Tensor]]:
         """Returns ``n/r b 3 c f`` as it came and, under way, whole keys and values ``n b 2 c f``.
 
         They lie in one of two buffers, in turn, or, to be kept, in memory of their own.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import nets
 import pytest
 import torch
 from conftest import relative
@@ -93,6 +94,15 @@ def test_the_plain_decoder_equals_one_process(world: int, mode: str, split: str,
     batch = world if mode == "swap" else 2
     for gaps in ranks(world, check_mode, mode, split, batch, "plain"):
         assert max(gaps.values()) < 1e-12, gaps
+
+
+def plain() -> tuple[nn.Module, tuple[int, ...]]:
+    return PlainDecoder(nets.EMBED, nets.CLASSES, (nets.PATCH,) * 3, width=4), ()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_plain_decoder_takes_ten_equal_steps(world: int, ranks: Callable[..., list]) -> None:
+    nets.check_exact(ranks, world, plain)
 
 
 @pytest.mark.parametrize("mode", EXACT)

@@ -22,6 +22,7 @@ from seqpar.mesh import Group, Mesh
 WORLDS = [2, 3, 4, 8]
 CASES = 150
 
+
 def numbers(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -51,6 +52,8 @@ def conv(dice: random.Random) -> tuple[int, nn.Module]:
     padding: str | tuple[int, int, int] = draw(dice, 0, 3)
     if dice.random() < 0.2:
         strides, padding = (1, 1, 1), dice.choice(["same", "valid"])
+    elif dice.random() < 0.2:
+        strides, padding, kernels, groups = (1, 1, 1), (0, 0, 0), (1, 1, 1), 1
     keep, bias = dice.random() < 0.5, dice.random() < 0.7
     options = {"stride": strides, "padding": padding, "dilation": dilations, "groups": groups, "bias": bias}
     return 2, ops.Conv3d(2, 2 * dice.randint(1, 2), kernels, **options, keep_window=keep)
@@ -123,16 +126,19 @@ class Case:
     towards: list[Tensor]  # the loss's gradient at the output; one for each rank where the output is not spread
     gradients: list[Tensor]  # of the input, then of all parameters together
     buffers: list[Tensor]  # afterwards
+    order: torch.memory_format  # of the boxes
 
 
-def make_case(module: nn.Module, edges: tuple[tuple[int, ...], ...], whole: Tensor, world: int) -> Case:
+def make_case(
+    module: nn.Module, edges: tuple[tuple[int, ...], ...], whole: Tensor, world: int, last: bool = False
+) -> Case:
     before = copy.deepcopy(module)
     output, _ = module(whole.requires_grad_())
     own = world if isinstance(module, pooling.GlobalMean) else 1
     towards = [numbers(7 + q, *output.shape) for q in range(own)]
     dx, *dweights = torch.autograd.grad(output, [whole, *module.parameters()], sum(towards))  # type: ignore[arg-type]
     answers = output.detach(), towards, [dx, together(dweights)], list(module.buffers())
-    return Case(before, edges, whole.detach(), *answers)
+    return Case(before, edges, whole.detach(), *answers, torch.channels_last_3d if last else torch.contiguous_format)
 
 
 def together(tensors: Iterable[Tensor]) -> Tensor:
@@ -146,7 +152,7 @@ def box(spread: Spread) -> tuple[Any, ...]:
 def gap(case: Case, group: Group) -> tuple[float, Tensor]:
     """Returns the largest distance to torch's own of output, input gradient and buffers; the parameter gradients."""
     spread = Spread(case.edges, group)
-    part = case.whole[box(spread)].clone().requires_grad_()
+    part = case.whole[box(spread)].clone(memory_format=case.order).requires_grad_()
     y, after = case.module(part, spread)
     if after is not None:
         assert after.extents == case.output.shape[2:] and after.group is group, (case.module, case.edges)
@@ -176,7 +182,7 @@ def draw_cases(maker: Maker, world: int, count: int) -> list[Case]:
         edges = random_edges(world, dice)
         whole = numbers(len(cases), dice.randint(1, 2), channels, *(e[-1] for e in edges))
         with suppress(ValueError, RuntimeError):  # as a kernel that is larger than the volume
-            cases.append(make_case(module.double().train(), edges, whole, world))
+            cases.append(make_case(module.double().train(), edges, whole, world, dice.random() < 0.5))
     return cases
 
 

@@ -234,8 +234,8 @@ def encoder_gaps(mesh: Mesh) -> list[tuple[str, float]]:
     toss = torch.Generator().manual_seed(2)
     image, weight = (torch.randn(shape, generator=toss, dtype=torch.float64) for shape in ((2, 1, *tile), (2, 112, 24)))
     for name, more in [(n, {}) for n in ["auto", *names(mesh.seq.size)]] + [
-        ("gather-x", {"recompute": True}),
-        ("hybrid:2", {"recompute": True, "heads_per_chunk": 1}),
+        ("gather-x", {"recompute": "full"}),
+        ("hybrid:2", {"recompute": "attention", "heads_per_chunk": 1}),
         ("gather-kv", {"keep_kv": True, "heads_per_chunk": 2}),
     ]:
         gaps: list[Tensor] = []

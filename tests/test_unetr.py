@@ -7,6 +7,7 @@ import torch
 from conftest import relative
 from torch import Tensor, nn
 
+from seqpar.decoders import pieces
 from seqpar.decoders.activated import NormedActivation
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.launch.weights_monai import load_monai, monai_names
@@ -76,14 +77,22 @@ def test_gradients_are_those_of_the_reference() -> None:
 
 @pytest.mark.parametrize("kind", ["none", "plain", "normed"])
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
-def test_normed_activations_are_torch_s_own(kind: str, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize("last", [False, True])
+def test_normed_activations_are_torch_s_own(
+    kind: str, dtype: torch.dtype, bound: float, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "_AT_ONCE", 64)  # several pieces a volume, and a rest
+    monkeypatch.setattr(pieces, "_LINE", 14)
+    order = torch.channels_last_3d if last else torch.contiguous_format
     x, other, slope = (torch.randn(2, 3, 6, 5, 4).double() * 3 + 1 for _ in range(3))
     step = NormedActivation(norm_other=kind == "normed")
 
     def run(mine: bool) -> list[Tensor]:
-        a, b = (t.to(dtype if mine else torch.float64).requires_grad_() for t in (x, other))
+        wanted = dtype if mine else torch.float64
+        a, b = (t.to(wanted, memory_format=order).requires_grad_() for t in (x, other))
         if mine:
             y, _ = step(a, None, None if kind == "none" else b)
+            assert y.is_contiguous(memory_format=order)
         else:
             plus = {"none": 0.0 * b, "plain": b, "normed": nn.functional.instance_norm(b)}[kind]
             y = nn.functional.leaky_relu(nn.functional.instance_norm(a) + plus, 0.01)
@@ -115,6 +124,17 @@ def test_boxes_decode_as_the_whole(ranks, world: int, patch: int, grid: tuple) -
         assert max(gaps.values()) < 1e-12, gaps
         assert extents == tuple(side * patch for side in grid)
         assert sum(traffic.values()) > 0
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_float32_computes_channels_last_and_the_same(ranks, world: int) -> None:
+    """Float64 has no such kernels: what the other tests compare lies in another order."""
+    make = lambda: UnetrDecoder(nets.CHANNELS, nets.EMBED, nets.CLASSES, (4,) * 3, 2)  # noqa: E731
+    for gaps, _, _ in ranks(world, nets.decode_boxes, make, (4, 3, 4), 4, torch.float32):
+        assert max(gaps.values()) < 1e-4, gaps
+    image = torch.randn(1, nets.CHANNELS, 16, 12, 16)
+    logits, _ = make()([torch.randn(1, nets.EMBED, 4, 3, 4) for _ in range(2)], image)
+    assert pieces.channels_last(logits)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
