@@ -3,12 +3,10 @@
 import importlib.util
 import os
 
-import torch
-
 from seqpar.decoders.modes import MODES, choose_mode
-from seqpar.launch.batches import saved_per_tile
 from seqpar.launch.config import Config
-from seqpar.launch.model import DECODERS, SegmentationNet, build
+from seqpar.launch.model import DECODERS
+from seqpar.launch.outline import count_step, outline
 from seqpar.layout import Layout
 from seqpar.mesh import Group
 
@@ -23,33 +21,31 @@ def refuse(config: Config) -> None:
     group = Group("seq", tuple(range(config.seqpar)))
     layout = Layout.of(config.tile, config.patch, config.seqpar, config.split)
     choose_mode(config.mode, group).check(layout, config.batch or None)
-    _outline(config, group)
+    outline(config, group)
 
 
-def _outline(config: Config, group: Group, channels: int = 1, outputs: int = 2) -> SegmentationNet:
-    """Returns the network without its numbers: built as always, so that every part refuses what it cannot."""
-    state = torch.get_rng_state()
-    net = build(config, channels, outputs, group, device="meta")
-    torch.set_rng_state(state)
-    return net
+def refuse_lonely(config: Config, num_ranks: int) -> None:
+    """Refuses what one rank cannot do."""
+    if config.shard_weights and num_ranks == 1:
+        raise ValueError("--shard-weights shares with other ranks, and 1 was started: start 2 or more, or leave it out")
 
 
 def rehearsal(config: Config, num_ranks: int) -> str:
     """Returns in words what would run: network, tokens, memory per rank, steps, and how decoding is shared."""
     group = Group("seq", tuple(range(config.seqpar)))
-    net = _outline(config, group)
+    net = outline(config, group)
     encoder, decoder = (sum(p.numel() for p in part.parameters()) / 1e6 for part in (net.encoder, net.decoder))
     layout, groups = net.encoder.layout, num_ranks // config.seqpar
-    width = {"fp32": 4, "bf16": 2, "fp64": 8}[config.precision]
-    held = saved_per_tile(config) * config.batch * width / 2**30
-    weights = (encoder + decoder) * 1e6 * (8 if config.precision == "fp64" else 4) * 4 / 2**30
+    step = count_step(config, 0, 1, 2, lambda done: 0.0, on_gpu=True, data=groups)
+    held, kept = step.tokens + step.decoder, step.weights + step.gradients + step.optimiser
     return "\n".join(
         [
             f"would run on {num_ranks} ranks = data {groups} x seq {config.seqpar}; nothing was written",
             f"  network   encoder {encoder:.2f} M + decoder {decoder:.2f} M parameters (one channel, two classes)",
             f"  tokens    {layout.num_tokens} a tile; per rank {' '.join(map(str, layout.counts))}",
             f"  decoding  {net.mode.check(layout, config.batch)}",
-            f"  memory    about {held:.2f} GB for backward and {weights:.2f} GB for weights and optimiser per rank",
+            f"  memory    {held / 2**30:.2f} GiB for backward, {step.transient / 2**30:.2f} more at the worst moment, "
+            f"{kept / 2**30:.2f} for weights, gradients and optimiser: per rank",
             f"  steps     {config.steps} of {groups * config.batch * config.accumulate} tiles",
             config.to_json(),
         ]
