@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Called by the job scripts: link.sh srun … python launch/train.py [flags]. Runs that line and ends with the run's own
+# verdict, which a launcher may turn into a signal's code. As a link of a chain (chain.sh) it goes on with the run, or
+# ends at once where the run is over. RUN/jobs.txt tells which jobs worked on it, and from which checkpoint.
+set -uo pipefail
+
+out='' before='' act=''
+for word in "$@"; do
+    case $word in */train.py) act=train ;; --out=*) out=${word#--out=} ;; esac
+    [ "$before" != --out ] || out=$word
+    before=$word
+done
+[ "$act" = train ] || exec "$@"  # the other acts have no run folder that a next job could go on with
+if [ -z "$out" ]; then
+    out=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID  # a requeued job finds its run again
+    set -- "$@" --out "$out"
+fi
+jobs=$out/jobs.txt
+export SEQPAR_VERDICT=$out/verdict.txt  # the code of a user's error, written before a rank leaves with it
+
+told() {  # prints an entry of status.json, if that was written after the last line of jobs.txt
+    [ ! "$out/status.json" -nt "$jobs" ] || sed -n "s/^ *\"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" "$out/status.json"
+}
+
+final() { case $1 in 0 | 2 | 3 | 4 | 5 | 130) ;; *) false ;; esac; }  # 1, 75 and signals may go better next time
+
+over() {  # prints why the chain ends before this job; nothing where it goes on
+    [ -s "$jobs" ] || return  # the first job tries, whatever an earlier chain met
+    grep '^over' "$jobs" && return
+    case $(told state) in finished | failed)
+        ! final "$(told code)" || echo "over: $(told state) with code $(told code), as status.json says" ;;
+    esac
+    same=$(tail -n "${SEQPAR_TRIES:-3}" "$jobs" | grep -c "^$checkpoint ")
+    [ "$same" -lt "${SEQPAR_TRIES:-3}" ] || echo "over: $same jobs in a row brought it no further than $checkpoint"
+}
+
+checkpoint=$(cat "$out/checkpoints/latest" 2> /dev/null || echo nothing)
+if [ -n "${SEQPAR_CHAIN:-}" ]; then
+    reason=$(over)
+    if [ -n "$reason" ]; then
+        echo "job $SLURM_JOB_ID of chain $SEQPAR_CHAIN has nothing to do: $reason"
+        exit 0
+    fi
+    [ ! -e "$out/config.json" ] || set -- "$@" --resume
+fi
+mkdir -p "$out" && rm -f "$SEQPAR_VERDICT" &&
+    echo "$checkpoint job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST, $(date)" >> "$jobs"
+
+"$@"
+code=$?
+if [ -s "$SEQPAR_VERDICT" ]; then
+    code=$(cat "$SEQPAR_VERDICT")
+else
+    case $(told state) in finished) code=0 ;; preempted) code=75 ;; failed) code=$(told code) ;; esac
+fi
+if [ -n "${SEQPAR_CHAIN:-}" ] && final "$code"; then
+    echo "over: ended with code $code" >> "$jobs"
+    scancel --quiet --user "$(id -un)" --name "$SEQPAR_CHAIN" --state PENDING
+fi
+exit "$code"
