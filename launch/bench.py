@@ -18,10 +18,14 @@ from seqpar.launch.exits import run
 # subject → modules that have `rows()`; imported only when asked for
 SUBJECTS = {
     "attention": ("bench_attention",),
+    "encoder": ("bench_encoder", "bench_rank"),
+    "memory": ("bench_memory",),
     "data": ("bench_data", "bench_loader"),
+    "plan": ("bench_plan",),
     "predict": ("bench_predict",),
     "step": ("bench_step",),
 }
+LARGE = {"memory": ("bench_large",)}  # half an hour and longer
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -29,13 +33,18 @@ def act(arguments: Sequence[str]) -> int:
     """Returns 0 when all subjects were measured."""
     parser = argparse.ArgumentParser(prog="seqpar-bench", description=__doc__, allow_abbrev=False)
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"of {', '.join(SUBJECTS)}; none: all")
+    parser.add_argument("--large", action="store_true", help="the rows of memory that take half an hour, alone")
     parser.add_argument("--write", action="store_true", help=f"append to {RESULTS.name}/ beside this script")
     asked = parser.parse_args(arguments)
     unknown = [name for name in asked.subjects if name not in SUBJECTS]
     if unknown:
         raise ValueError(f"there is no bench of {unknown[0]}: choose of {', '.join(SUBJECTS)}")
-    for subject in asked.subjects or SUBJECTS:
-        for module in SUBJECTS[subject]:
+    modules = LARGE if asked.large else SUBJECTS
+    wanted = asked.subjects or list(modules)
+    if not set(wanted) <= modules.keys():
+        raise ValueError(f"--large has rows of {', '.join(LARGE)} alone: leave it out, or name only these")
+    for subject in wanted:
+        for module in modules[subject]:
             rows = importlib.import_module(f"seqpar.launch.{module}").rows()
             text = f"## {subject} ({module}), {time.strftime('%Y-%m-%d')}\n\n{machine()}\n\n{table(rows)}\n"
             print(text, flush=True)

@@ -37,7 +37,7 @@ Rows = list[dict[str, Any]]
 
 
 def rows(
-    tokens: Sequence[int] = (1024, 4096),
+    tokens: Sequence[int] = (1024, 4096, 8192),
     groups: Sequence[int] = (2, 4),
     turns: int = 9,
     memory_tokens: int = 8192,
@@ -80,9 +80,7 @@ def _tokens(mesh: Mesh, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _gathered(mesh: Mesh, sizes: Sequence[int]) -> Act:
     x, matrix, weight = _tokens(mesh, sizes)
-    return lambda: torch.autograd.grad(
-        gather_x(x, matrix, None, None, HEADS, mesh.seq, sizes), (x, matrix), weight
-    )
+    return lambda: torch.autograd.grad(gather_x(x, matrix, None, None, HEADS, mesh.seq, sizes), (x, matrix), weight)
 
 
 def _projected(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:
@@ -128,12 +126,26 @@ def _times(mesh: Mesh, turns: int, tokens: int) -> Rows:
             spent[name].append(1e3 * (time.perf_counter() - began))
     auto, _ = choose(Layer(tuple(sizes), HEADS, WIDTH), CPU)
     return [
-        {"measure": "time", "ranks": mesh.seq.size, "tokens": tokens, "strategy": name, "turns": turns,
-         "median_ms": statistics.median(times), "ratio": _ratio(times, spent["gather-kv"]),
-         "cpu_ms": statistics.median(worked[name]), "cpu_ratio": _ratio(worked[name], worked["gather-kv"]),
-         "sent_mib": moved[name], "auto": name.split(",")[0] == str(auto)}
+        {
+            "measure": "time",
+            "ranks": mesh.seq.size,
+            "tokens": tokens,
+            "strategy": name,
+            "turns": turns,
+            "median_ms": statistics.median(times),
+            "ratio": _ratio(times, spent["gather-kv"]),
+            "cpu_ms": statistics.median(worked[name]),
+            "cpu_ratio": _ratio(worked[name], worked["gather-kv"]),
+            "sent_mib": moved[name],
+            "auto": name.split(",")[0] == str(auto),
+        }
         for name, times in spent.items()
     ]
+
+
+def _fewer(turns: int, tokens: int) -> int:
+    """Returns the turns of long sequences, whose times vary less and take long."""
+    return max(min(turns, 3), round(turns * min(1.0, 2048 / tokens)))
 
 
 def _ratio(times: Sequence[float], base: Sequence[float]) -> float:
@@ -149,8 +161,15 @@ def _growth(mesh: Mesh, tokens: int) -> Rows:
         before = _resident("VmRSS")
         act()
         peak = agree(_resident("VmHWM") - before, mesh.seq)
-        found.append({"measure": "memory", "ranks": mesh.seq.size, "tokens": tokens, "strategy": name,
-                      "growth_mib": peak / 2**10})
+        found.append(
+            {
+                "measure": "memory",
+                "ranks": mesh.seq.size,
+                "tokens": tokens,
+                "strategy": name,
+                "growth_mib": peak / 2**10,
+            }
+        )
     return found
 
 
@@ -167,7 +186,7 @@ def main(arguments: Sequence[str]) -> None:
         torch.manual_seed(mesh.seq.index)
         if measure == "time":
             turns, *tokens = map(int, numbers)
-            found = [row for count in tokens for row in _times(mesh, turns, count)]
+            found = [row for count in tokens for row in _times(mesh, _fewer(turns, count), count)]
         else:
             found = _growth(mesh, int(numbers[0]))
         if mesh.is_first:

@@ -58,15 +58,20 @@ def _rows(rounds: int, tiles: int) -> list[dict[str, Any]]:
             spent[name].append((time.process_time() - start) / tiles)
     plain = statistics.mean(next(iter(spent.values())))
     return [
-        {"pipeline": name, "tiles_per_s": 1 / statistics.mean(times),
-         "mean_ms": 1000 * statistics.mean(times), "median_round_ms": 1000 * statistics.median(times),
-         "ratio": plain / statistics.mean(times)}
+        {
+            "pipeline": name,
+            "tiles_per_s": 1 / statistics.mean(times),
+            "mean_ms": 1000 * statistics.mean(times),
+            "median_round_ms": 1000 * statistics.median(times),
+            "ratio": plain / statistics.mean(times),
+        }
         for name, times in spent.items()
     ]
 
 
 def _ours(augmentation: Augmentation, image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]:
     """Returns what a loader does: crop what this seed needs, then augment."""
+
     def act(seed: int) -> object:
         need = augmentation.needed_size(seed)
         middle = tuple(slice((n - s) // 2, (n - s) // 2 + s) for n, s in zip(label.shape, need))
@@ -84,22 +89,36 @@ def _plain(image: NDArray[Any], label: NDArray[Any], order: int, order_label: in
     from batchgenerators.transforms.spatial_transforms import MirrorTransform, SpatialTransform
 
     angle = (-np.pi / 6, np.pi / 6)
-    whole = Compose([
-        SpatialTransform(
-            TILE, None, do_elastic_deform=False, angle_x=angle, angle_y=angle, angle_z=angle,
-            scale=(0.7, 1.4), border_mode_data="constant", border_cval_seg=-1, order_data=order,
-            order_seg=order_label, random_crop=False, p_scale_per_sample=0.2, p_rot_per_sample=0.2),
-        noise.GaussianNoiseTransform(p_per_sample=0.1),
-        noise.GaussianBlurTransform((0.5, 1.0), p_per_sample=0.2, p_per_channel=0.5),
-        color.BrightnessMultiplicativeTransform((0.75, 1.25), p_per_sample=0.15),
-        color.ContrastAugmentationTransform(p_per_sample=0.15),
-        SimulateLowResolutionTransform(
-            (0.5, 1), per_channel=True, p_per_channel=0.5, order_downsample=0, order_upsample=3,
-            p_per_sample=0.25),
-        color.GammaTransform((0.7, 1.5), True, True, retain_stats=True, p_per_sample=0.1),
-        color.GammaTransform((0.7, 1.5), False, True, retain_stats=True, p_per_sample=0.3),
-        MirrorTransform((0, 1, 2)),
-    ])
+    whole = Compose(
+        [
+            SpatialTransform(
+                TILE,
+                None,
+                do_elastic_deform=False,
+                angle_x=angle,
+                angle_y=angle,
+                angle_z=angle,
+                scale=(0.7, 1.4),
+                border_mode_data="constant",
+                border_cval_seg=-1,
+                order_data=order,
+                order_seg=order_label,
+                random_crop=False,
+                p_scale_per_sample=0.2,
+                p_rot_per_sample=0.2,
+            ),
+            noise.GaussianNoiseTransform(p_per_sample=0.1),
+            noise.GaussianBlurTransform((0.5, 1.0), p_per_sample=0.2, p_per_channel=0.5),
+            color.BrightnessMultiplicativeTransform((0.75, 1.25), p_per_sample=0.15),
+            color.ContrastAugmentationTransform(p_per_sample=0.15),
+            SimulateLowResolutionTransform(
+                (0.5, 1), per_channel=True, p_per_channel=0.5, order_downsample=0, order_upsample=3, p_per_sample=0.25
+            ),
+            color.GammaTransform((0.7, 1.5), True, True, retain_stats=True, p_per_sample=0.1),
+            color.GammaTransform((0.7, 1.5), False, True, retain_stats=True, p_per_sample=0.3),
+            MirrorTransform((0, 1, 2)),
+        ]
+    )
 
     def act(seed: int) -> object:
         np.random.seed(seed)
@@ -122,19 +141,29 @@ def _second(image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]
     from batchgeneratorsv2.transforms.utils.compose import ComposeTransforms
     from batchgeneratorsv2.transforms.utils.random import RandomTransform
 
-    whole = ComposeTransforms([
-        SpatialTransform(
-            TILE, 0, False, p_rotation=0.2, rotation=(-np.pi / 6, np.pi / 6), p_scaling=0.2,
-            scaling=(0.7, 1.4), p_synchronize_scaling_across_axes=1, bg_style_seg_sampling=False),
-        RandomTransform(GaussianNoiseTransform((0, 0.1), 1, True), 0.1),
-        RandomTransform(GaussianBlurTransform((0.5, 1.0), False, False, 0.5), 0.2),
-        RandomTransform(MultiplicativeBrightnessTransform(BGContrast((0.75, 1.25)), False, 1), 0.15),
-        RandomTransform(ContrastTransform(BGContrast((0.75, 1.25)), True, False, 1), 0.15),
-        RandomTransform(SimulateLowResolutionTransform((0.5, 1), False, True, (), None, 0.5), 0.25),
-        RandomTransform(GammaTransform(BGContrast((0.7, 1.5)), 1, False, 1, 1), 0.1),
-        RandomTransform(GammaTransform(BGContrast((0.7, 1.5)), 0, False, 1, 1), 0.3),
-        MirrorTransform((0, 1, 2)),
-    ])
+    whole = ComposeTransforms(
+        [
+            SpatialTransform(
+                TILE,
+                0,
+                False,
+                p_rotation=0.2,
+                rotation=(-np.pi / 6, np.pi / 6),
+                p_scaling=0.2,
+                scaling=(0.7, 1.4),
+                p_synchronize_scaling_across_axes=1,
+                bg_style_seg_sampling=False,
+            ),
+            RandomTransform(GaussianNoiseTransform((0, 0.1), 1, True), 0.1),
+            RandomTransform(GaussianBlurTransform((0.5, 1.0), False, False, 0.5), 0.2),
+            RandomTransform(MultiplicativeBrightnessTransform(BGContrast((0.75, 1.25)), False, 1), 0.15),
+            RandomTransform(ContrastTransform(BGContrast((0.75, 1.25)), True, False, 1), 0.15),
+            RandomTransform(SimulateLowResolutionTransform((0.5, 1), False, True, (), None, 0.5), 0.25),
+            RandomTransform(GammaTransform(BGContrast((0.7, 1.5)), 1, False, 1, 1), 0.1),
+            RandomTransform(GammaTransform(BGContrast((0.7, 1.5)), 0, False, 1, 1), 0.3),
+            MirrorTransform((0, 1, 2)),
+        ]
+    )
 
     def act(seed: int) -> object:
         np.random.seed(seed)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from seqpar.data.augment import augment
 from seqpar.data.loader import Loader
@@ -117,6 +118,7 @@ def _rank(source: TileSource, rank: int, size: int, port: int, tiles: int, answe
     alone = {} if size == 1 else {name: str(value) for name, value in env.items()} | {"MASTER_ADDR": "127.0.0.1"}
     ahead = 2 * size + 2  # more than is prepared ahead: workers have work before the clocks start and after they stop
     steps = range(ahead + tiles + ahead)
+    torch.set_num_threads(1)  # threads that the forking process had are not here: an operation on them would hang
     with (
         start(size, alone, "cpu") as mesh,
         Loader(source, Layout.of(TILE, PATCH, size), mesh, batch=1, steps=steps, workers=1) as loader,

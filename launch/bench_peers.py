@@ -75,9 +75,7 @@ class _Ring(Function):
         return dq, dk, dv, None, None
 
 
-def _torch_ring(
-    ring: ModuleType, rotation: str, heads: int, head_dim: int, mesh: Mesh, sizes: Sequence[int]
-) -> Act:
+def _torch_ring(ring: ModuleType, rotation: str, heads: int, head_dim: int, mesh: Mesh, sizes: Sequence[int]) -> Act:
     leaves, weight = _inputs((1, heads, sizes[mesh.seq.index], head_dim))
     ring._cp_options.enable_load_balance = False  # all see all: nothing to balance, and it is refused
 
