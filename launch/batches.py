@@ -4,6 +4,7 @@ tile holds more."""
 from dataclasses import replace
 
 from seqpar.launch.config import Config
+from seqpar.launch.outline import count_step
 
 PAPER_BATCH, PAPER_TILE, PAPER_PATCH = 32, 96, 16
 
@@ -12,9 +13,10 @@ def choose_batch(config: Config) -> Config:
     """Returns the config with its batch filled in: as many tiles as hold what 32 of the paper's tiles do."""
     if config.batch:
         return config
-    paper = replace(config, tile=(PAPER_TILE,) * 3, patch=PAPER_PATCH, seqpar=1)
-    budget = PAPER_BATCH * saved_per_tile(paper)
-    most = max(1, min(PAPER_BATCH, int(budget / saved_per_tile(config))))
+    paper = replace(config, tile=(PAPER_TILE,) * 3, patch=PAPER_PATCH, seqpar=1, attention="auto", keep_kv=False)
+    paper = replace(paper, grad_checkpoint="none", mlp_chunks=1)
+    budget = PAPER_BATCH * held_per_tile(paper)
+    most = max(1, min(PAPER_BATCH, int(budget / held_per_tile(config))))
     if config.mode == "swap":  # each rank decodes as many samples
         most = max(1, most // config.seqpar) * config.seqpar
     return replace(config, batch=most)
@@ -38,18 +40,8 @@ def keep_global_batch(config: Config, wanted: int, num_groups: int) -> Config:
     return replace(config, batch=batch, accumulate=accumulate)
 
 
-def saved_per_tile(config: Config) -> float:
-    """Returns the numbers that one rank holds for backward per tile, roughly: blocks, and the decoder's grids."""
-    tokens = 1.0
-    for side in config.tile:
-        tokens *= side / config.patch
-    per_token = config.embed_dim * (8 + 2 * config.mlp_ratio) * config.depth
-    if config.grad_checkpoint:
-        per_token = config.embed_dim * (config.depth + 8 + 2 * config.mlp_ratio)
-    decoder = 0.0
-    scale = 1
-    while scale < config.patch:
-        decoder += 3 * config.decoder_width * tokens * scale**3
-        scale *= 2
-    spread = 1 if config.mode == "gather" else config.seqpar
-    return tokens * per_token / config.seqpar + decoder / spread
+def held_per_tile(config: Config) -> float:
+    """Returns the bytes that the first rank holds for backward per tile."""
+    batch = config.batch or (config.seqpar if config.mode == "swap" else 1)
+    step = count_step(replace(config, batch=batch), 0, 1, 2, lambda done: 0.0, on_gpu=True)
+    return (step.tokens + step.decoder) / batch

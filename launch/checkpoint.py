@@ -10,21 +10,29 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from seqpar.collectives import agree, tell_all
-from seqpar.launch.states import fill_optimiser, optimiser_tensors, random_states, set_random_states
+from seqpar.launch.states import (
+    fill,
+    fill_optimiser,
+    optimiser_tensors,
+    random_states,
+    set_random_states,
+    whole_tensors,
+)
 from seqpar.mesh import Group
 
 MODEL, OPTIMISER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
 MANIFEST = "manifest.json"
+State = dict[str, Tensor]
 
 
 @dataclass
@@ -60,17 +68,20 @@ def save(
     ``config`` is the text of the run's config.json: a checkpoint says by itself what it is of.
     """
     target = folder / f"step-{progress.step:08d}"
+    is_first = world.index == 0
+    model = whole_tensors(net.state_dict(), is_first)
+    states = whole_tensors(optimiser_tensors(net, optimiser), is_first)
     draft = target.with_suffix(".tmp")
-    problem = _tried(lambda: _fresh(draft)) if world.index == 0 else ""
+    problem = _tried(lambda: _fresh(draft)) if is_first else ""
     agree(0, world)  # nobody writes before the folder is there
     if not problem:
-        problem = _tried(lambda: _write(draft, net, optimiser, progress, world.index, config))
+        problem = _tried(lambda: _write(draft, model, states, progress, world.index, config))
     problems = [text for text in tell_all(problem, world) if text]
     if not problems:
-        problem = _tried(lambda: _commit(draft, target, folder, is_best)) if world.index == 0 else ""
+        problem = _tried(lambda: _commit(draft, target, folder, is_best)) if is_first else ""
         problems = [text for text in tell_all(problem, world) if text]
     if problems:
-        if world.index == 0:
+        if is_first:
             shutil.rmtree(draft, ignore_errors=True)
         raise NotSaved(f"{target} could not be saved: {problems[0]}; what was saved before is kept")
     return target
@@ -90,13 +101,13 @@ def _fresh(draft: Path) -> None:
     draft.mkdir(parents=True)
 
 
-def _write(draft: Path, net: nn.Module, optimiser: Optimizer, progress: Progress, rank: int, config: str) -> None:
+def _write(draft: Path, model: State, states: State, progress: Progress, rank: int, config: str) -> None:
     """Every rank writes its own random states; the first one all that is equal on all."""
     _write_text(draft / f"random-{rank:05d}.json", json.dumps(random_states()))
     if rank:
         return
-    write_tensors(draft / MODEL, net.state_dict())
-    write_tensors(draft / OPTIMISER, optimiser_tensors(net, optimiser))
+    write_tensors(draft / MODEL, model)
+    write_tensors(draft / OPTIMISER, states)
     _write_text(draft / PROGRESS, json.dumps(asdict(progress)))
     _write_text(draft / "config.json", config)
 
@@ -230,20 +241,30 @@ def _problem(path: Path) -> str:
 
 def load(path: Path, net: nn.Module, optimiser: Optimizer, rank: int) -> Progress:
     """Returns the progress of a checkpoint after filling net, optimiser and this rank's random states."""
-    tensors, wanted = load_file(path / MODEL), net.state_dict()
-    wrong = [name for name in {**wanted, **tensors} if _shape(wanted, name) != _shape(tensors, name)]
+    wanted = net.state_dict()
+    own, saved = {name: tuple(tensor.shape) for name, tensor in wanted.items()}, _shapes(path / MODEL)
+    wrong = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
     if wrong:
         raise ValueError(f"{path} holds another network: {', '.join(wrong[:4])} differ; resume with the run's settings")
-    net.load_state_dict(tensors)
-    fill_optimiser(net, optimiser, load_file(path / OPTIMISER))
+    for name, tensor in _tensors(path / MODEL):
+        fill(wanted[name], tensor)
+    fill_optimiser(net, optimiser, _tensors(path / OPTIMISER))
     states = path / f"random-{rank:05d}.json"
     if states.exists():  # all draws of a run are keyed by step; a rank that is new starts from its seed
         set_random_states(json.loads(states.read_text()))
     return read_progress(path)
 
 
-def _shape(tensors: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(tensors[name].shape) if name in tensors else None
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    with safe_open(path, "pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields a file's tensors one by one, so that no rank holds them all."""
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
 
 
 def read_progress(path: Path) -> Progress:

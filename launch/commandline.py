@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
 
-from seqpar.launch.config import PRESETS, Config, dashed
+from seqpar.launch.config import AUTO, PRESETS, Config, dashed
 
 # What a run's weights and optimiser states depend on: these stay when it is continued.
 _FIXED = ("tile", "patch", "optimizer")
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (--help lists all)")
 
@@ -27,8 +27,8 @@ def parse(arguments: Sequence[str], default_preset: str) -> tuple[str, Config, s
     return preset, replace(PRESETS[preset](), **values), set(values)
 
 
-def _parser(default_preset: str) -> _Parser:
-    parser = _Parser(
+def _parser(default_preset: str) -> Parser:
+    parser = Parser(
         "train",
         usage="train [--preset NAME] [--seqpar N] [--patch N] [--data FOLDER] [--out FOLDER] [any flag below]",
         description="Trains a sequence-parallel segmentation network; without --data on built-in phantom brains.",
@@ -60,12 +60,22 @@ def _argument(f: dataclasses.Field, kind: Any, default: Any) -> dict[str, Any]:
     if kind in (tuple[int, ...], tuple[float, ...]):
         described |= {"nargs": "+", "type": int if kind == tuple[int, ...] else float}
     else:
-        described["type"] = kind
+        described["type"] = _size if f.name == "seqpar" else kind
     if f.metadata["choices"]:
         described["choices"] = f.metadata["choices"]
     else:
-        described["metavar"] = {int: "N", float: "X"}.get(described["type"], "NAME")
+        described["metavar"] = {int: "N", _size: "N", float: "X"}.get(described["type"], "NAME")
     return described
+
+
+def _size(text: str) -> int:
+    """Returns a number of ranks; "auto" is left open."""
+    if text == "auto":
+        return AUTO
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1, or auto")
+    return number
 
 
 def refuse_idle(config: Config, given: set[str]) -> None:

@@ -9,19 +9,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from seqpar.blocks import RECOMPUTED
 from seqpar.choice import NAMES, check_strategy
 from seqpar.layout import SPLITS, Layout
+from seqpar.mesh import START_S
 from seqpar.tokens import POSITIONS
 
+AUTO = 0  # of --seqpar: chosen by what fits
 PRECISIONS = ("fp32", "bf16", "fp64")
 _AT_LEAST_1 = (
-    "depth", "embed_dim", "heads", "accumulate", "iterations", "epochs", "seqpar", "decoder_width", "patch"
+    "depth", "embed_dim", "heads", "accumulate", "iterations", "epochs", "seqpar", "decoder_width", "patch",
+    "mlp_chunks",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "batch", "workers", "warmup", "val_every", "val_cases", "clip", "weight_decay", "seed", "layer_scale"
 )  # fmt: skip
 _SHARES = ("dropout", "drop_path", "val_overlap")
-_ABOVE_0 = ("lr", "mlp_ratio", "checkpoint_minutes")
+_ABOVE_0 = ("lr", "mlp_ratio", "checkpoint_minutes", "start_timeout", "timeout")
 
 
 def _flag(default: Any, text: str, choices: Sequence[str] = (), topic: str = "training") -> Any:
@@ -41,7 +45,7 @@ class Config:
     foreground: float = _flag(0.33, "share of tiles drawn around a labelled voxel (nnU-Net: 0.33)", topic="data")
     phantoms: int = _flag(24, "number of phantom cases where no --data is given", topic="data")
 
-    seqpar: int = _flag(1, "ranks that share a tile", topic="layout")
+    seqpar: int = _flag(1, "ranks that share a tile; auto: the fewest whose memory suffices", topic="layout")
     split: str = _flag("spatial", "how a tile's tokens are shared out", SPLITS, topic="layout")
     mode: str = _flag("gather", "how tokens reach the decoder", topic="layout")
     attention: str = _flag("auto", f"how attention crosses ranks: auto, {', '.join(NAMES)}, hybrid:U", topic="layout")
@@ -89,9 +93,19 @@ class Config:
     resume: bool = _flag(False, "continue the run in --out exactly where it stopped", topic="running")
     time_limit: str = _flag("", "save and leave before this much time has passed: minutes or H:MM:SS", topic="running")
     checkpoint_minutes: float = _flag(15.0, "minutes between checkpoints", topic="running")
-    grad_checkpoint: bool = _flag(False, "recompute blocks in backward: less memory, more time", topic="running")
+    grad_checkpoint: str = _flag(
+        "none", "what backward computes again: less memory, more time", RECOMPUTED, topic="running"
+    )
+    mlp_chunks: int = _flag(1, "runs of tokens that MLPs take in turn, each computed again in backward; 1: all at once",
+                            topic="running")  # fmt: skip
+    shard_weights: bool = _flag(
+        False, "each rank holds its share of weights, gradients and optimiser states (FSDP2)", topic="running"
+    )
     compile: bool = _flag(False, "compile the blocks' MLPs", topic="running")
     device: str = _flag("auto", "device", ("auto", "cpu", "cuda"), topic="running")
+    start_timeout: float = _flag(START_S, "seconds that ranks may wait for each other before step 1", topic="running")
+    timeout: float = _flag(300.0, "the same from step 2: who keeps others waiting longer is named", topic="running")
+    debug_collectives: bool = _flag(False, "check each collective: slow, names ranks that differ", topic="running")
     dry_run: bool = _flag(False, "say what would run, check it, and stop", topic="running")
 
     def check(self, decoders: Sequence[str], modes: Sequence[str]) -> None:
@@ -216,7 +230,6 @@ def debug() -> Config:
         tile=(32, 32, 32),
         depth=2,
         embed_dim=48,
-        decoder="plain",
         batch_dice=False,
         foreground=1.0,
         epochs=1,

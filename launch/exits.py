@@ -1,13 +1,15 @@
 """Exit codes, and the one place where an exception becomes a line and a code."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
 from seqpar.data.faults import DataError
 
-USAGE, DATA, MEMORY, NONFINITE, PREEMPTED = 2, 3, 4, 5, 75
+FAULT, USAGE, DATA, MEMORY, NONFINITE, PREEMPTED = 1, 2, 3, 4, 5, 75
 
 
 class NonFinite(RuntimeError):
@@ -24,6 +26,8 @@ def code_of(error: BaseException) -> int | None:
         return MEMORY
     if isinstance(error, ValueError):
         return USAGE
+    if isinstance(error, (ConnectionError, TimeoutError)):  # ranks that did not start, by name
+        return FAULT
     return None
 
 
@@ -36,6 +40,24 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code of ``act(arguments)``; a user's error is one line on stderr, no traceback."""
+    code = _code(act, arguments)
+    if code in (USAGE, DATA, MEMORY):
+        _leave_word(code)
+    return code
+
+
+def _leave_word(code: int) -> None:
+    """Writes a user's error to the file that SEQPAR_VERDICT names, before this rank leaves.
+
+    Its end makes the launcher end the others, with a signal's code; no status.json may be there yet. The first counts.
+    """
+    path = os.environ.get("SEQPAR_VERDICT")
+    if path:
+        with suppress(OSError), open(path, "x") as file:
+            file.write(f"{code}\n")
+
+
+def _code(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
     try:
         return act(sys.argv[1:] if arguments is None else arguments)
     except BrokenPipeError:

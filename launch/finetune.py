@@ -22,9 +22,7 @@ def start_from(net: SegmentationNet, config: Config) -> str:
     if "encoder.pos_embed" in state and "encoder.pos_embed" in own:
         layout = net.encoder.layout
         if state["encoder.pos_embed"].shape != own["encoder.pos_embed"].shape:
-            state["encoder.pos_embed"] = fit_positions(
-                state["encoder.pos_embed"], layout.patch, layout.tile, None
-            )
+            state["encoder.pos_embed"] = fit_positions(state["encoder.pos_embed"], layout.patch, layout.tile, None)
     fitting = {name for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
     encoder = {name for name in own if name.startswith("encoder.")}
     unfit = sorted(encoder - fitting)

@@ -182,7 +182,7 @@ def _predict(
     parts = [_cut(image, course.corners[window], view, mesh.seq.index) for window in windows]
     parts += parts[-1:] * (batch - len(parts))  # always the same shape, so always the same arithmetic
     with torch.no_grad():
-        logits = view.net(torch.stack(parts).to(next(view.net.parameters())), view.layout)
+        logits = view.net(torch.stack(parts).to(mesh.device, next(view.net.parameters()).dtype), view.layout)
     return logits.flip([2 + direction for direction in view.flips])
 
 

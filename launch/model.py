@@ -101,6 +101,7 @@ def _parts(
         layer_scale=config.layer_scale or None,
         keep_kv=config.keep_kv,
         recompute=config.grad_checkpoint,
+        mlp_chunks=config.mlp_chunks,
         attention=config.attention,
         heads_per_chunk=config.heads_per_chunk or None,
         group=group,

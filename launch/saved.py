@@ -1,23 +1,49 @@
 """How much is held for backward: counted, not guessed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 
 
-def saved_bytes(net: nn.Module, run: Callable[[], Tensor]) -> int:
-    """Returns the bytes of distinct storages that ``run()``'s result holds for its backward, parameters excluded."""
-    weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
-    held: dict[int, int] = {}
+class Saved:
+    """Counts the bytes of distinct storages held for backward by what runs inside; parameters and ``apart`` excluded.
 
-    def pack(t: Tensor) -> Tensor:
-        place = t.untyped_storage()
-        if place.data_ptr() not in weights:
-            held[place.data_ptr()] = place.nbytes()
+    Parameters are looked up each time: sharded ones come together for their block alone, and hold nothing as shards.
+    """
+
+    def __init__(self, net: nn.Module, apart: Iterable[Tensor] = ()) -> None:
+        self._net = net
+        self._apart = {_place(t) for t in apart}
+        self._held: dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
+
+    @property
+    def total(self) -> int:
+        return sum(self._held.values())
+
+    def _pack(self, t: Tensor) -> Tensor:
+        place = _place(t)
+        if place not in self._apart | {_place(p) for p in self._net.parameters() if not hasattr(p, "to_local")}:
+            self._held[place] = t.untyped_storage().nbytes()
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    def __enter__(self) -> "Saved":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hooks.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+
+def _place(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def saved_bytes(net: nn.Module, run: Callable[[], Tensor], apart: Iterable[Tensor] = ()) -> int:
+    """Returns the bytes of distinct storages that ``run()``'s result holds for its backward, parameters excluded."""
+    with Saved(net, apart) as saved:
         output = run()
     assert output.requires_grad, "nothing is held for what has no gradient"
-    return sum(held.values())
+    return saved.total

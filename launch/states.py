@@ -1,12 +1,15 @@
 """States as plain tensors and JSON values: the optimiser's, and the random generators'."""
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from seqpar.collectives import whole
 
 
 def optimiser_tensors(net: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
@@ -19,13 +22,38 @@ def optimiser_tensors(net: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]
     return found
 
 
-def fill_optimiser(net: nn.Module, optimiser: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Puts back what ``optimiser_tensors`` returned."""
+def fill_optimiser(net: nn.Module, optimiser: Optimizer, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Puts back what ``optimiser_tensors`` returned, as whole tensors; ranks with shards take theirs."""
     parameters = dict(net.named_parameters())
-    for key, value in tensors.items():
+    for key, value in tensors:
         name, _, entry = key.rpartition("/")
-        kept = value if entry == "step" else value.to(parameters[name])
+        kept = value
+        if entry != "step":
+            kept = torch.zeros_like(parameters[name])
+            fill(kept, value)
         optimiser.state[parameters[name]][entry] = kept
+
+
+def whole_tensors(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Returns whole tensors where ``keep``, else nothing; every rank takes part, and joins one after the other."""
+    found = {}
+    for name, tensor in tensors.items():
+        joined = whole(tensor)
+        if keep:
+            found[name] = joined.cpu() if hasattr(tensor, "full_tensor") else joined
+    return found
+
+
+def fill(target: Tensor, values: Tensor) -> None:
+    """Puts whole ``values`` into a tensor of the same size, of which this rank may hold a shard (torch's DTensor)."""
+    assert target.shape == values.shape, (target.shape, values.shape)
+    own: Any = target.detach()
+    if hasattr(own, "to_local"):
+        (shard,) = own.placements
+        pieces, at = values.chunk(own.device_mesh.size(), shard.dim), own.device_mesh.get_local_rank()
+        values = pieces[at] if at < len(pieces) else values.narrow(shard.dim, 0, 0)
+        own = own.to_local()
+    own.copy_(values)
 
 
 def random_states() -> dict[str, Any]:

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from seqpar.collectives import tell_all
-from seqpar.environment import Start, read_start
+from seqpar.environment import Start, flight_recorder, read_start
 from seqpar.launch import checkpoint, exits
 from seqpar.launch.batches import choose_batch, keep_global_batch
 from seqpar.launch.commandline import continued, parse, refuse_idle
-from seqpar.launch.config import Config, read_config, seconds
-from seqpar.launch.feasible import refuse, rehearsal
+from seqpar.launch.config import AUTO, Config, read_config, seconds
+from seqpar.launch.feasible import refuse, refuse_lonely, rehearsal
 from seqpar.launch.finetune import start_from
+from seqpar.launch.grouping import choose_seqpar
 from seqpar.launch.journal import Status, describe_run, write_json
 from seqpar.launch.local import die_with_parent, run_local, visible_devices
 from seqpar.launch.material import Material, open_material
@@ -37,6 +38,7 @@ class Order:
     preset: str
     why: str
     batch_why: str = ""
+    group_why: tuple[str, ...] = ()
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -50,6 +52,7 @@ def act(arguments: Sequence[str]) -> int:
         if order.config.seqpar > begin.world:
             return _start_ranks(order, begin, arguments)
         check_seqpar(order.config.seqpar, begin.world)
+        refuse_lonely(order.config, begin.world)
         _refuse_other_run(order.config)
     except ValueError:
         if begin.rank:  # all ranks refuse the same; the first one says it
@@ -74,9 +77,21 @@ def _order(arguments: Sequence[str], begin: Start) -> Order:
         config = continued(Config.from_dict(content["config"]), config, given - {"resume"})
         preset, why = content.get("preset", preset), f"as the run in {config.out} began"
     batch_why = "" if config.batch else ": by memory, 32 at tile 96 and patch 16 being the measure"
+    config, group_why = _grouped(config, begin)
     config = choose_batch(config)
     refuse(config)
-    return Order(config, preset, why, batch_why)
+    return Order(config, preset, why, batch_why, group_why)
+
+
+def _grouped(config: Config, begin: Start) -> tuple[Config, tuple[str, ...]]:
+    """Returns the config with the group's size, where it was left open, and why it is that one."""
+    if config.seqpar != AUTO:
+        return config, ()
+    channels, outputs = 4, 4  # what a rehearsal, which prepares no data, assumes
+    if not config.dry_run:
+        material = open_material(config, begin.rank == 0)
+        channels, outputs = material.num_channels, material.num_outputs
+    return choose_seqpar(config, begin, channels, outputs)
 
 
 def _is_restart(begin: Start) -> bool:
@@ -90,13 +105,16 @@ def _holds_run(out: str) -> bool:
 def _run(order: Order, begin: Start) -> int:
     config = order.config
     if begin.rank == 0:
-        print(_first_line(order, begin), flush=True)
+        print("\n".join([*order.group_why[:1], _first_line(order, begin)]), flush=True)
     stopper = Stopper(seconds(config.time_limit))
     material = open_material(config, begin.rank == 0)
-    with start(config.seqpar, device=config.device) as mesh:
-        stopper.there_is_work()
+    os.environ.update(flight_recorder(os.environ, config.out, torch.__version__))
+    with start(config.seqpar, None, config.device, config.start_timeout, config.debug_collectives) as mesh:
         seed(config.seed)
         status = Status(Path(config.out or tell_all(_new_name(order.preset), mesh.world)[0]))
+        stopper.there_is_work(
+            mesh, lambda why: status.write("preempted", why, exits.PREEMPTED) if mesh.is_first else None
+        )
         try:
             _open_folder(status, mesh)
             trainer = _trainer(order, mesh, material, status)
@@ -117,6 +135,8 @@ def _trainer(order: Order, mesh: Mesh, material: Material, status: Status) -> Tr
     told = start_from(net, config) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     layout["attention"] = net.encoder.attention_choice
+    if order.group_why:
+        layout["seqpar_choice"] = order.group_why
     described = describe_run(config, order.preset, material.describe(), layout)
     if mesh.is_first:
         write_json(out / "config.json", described)
@@ -167,8 +187,9 @@ def _rehearse(order: Order, begin: Start) -> int:
     """Says what would run; allocates and writes nothing, and needs no other rank."""
     count = max(begin.world, order.config.seqpar)
     check_seqpar(order.config.seqpar, count)
+    refuse_lonely(order.config, count)
     if begin.rank == 0:
-        print(_first_line(order, replace(begin, world=count)))
+        print("\n".join([*order.group_why[:1], _first_line(order, replace(begin, world=count))]))
         print(rehearsal(order.config, count))
     return 0
 

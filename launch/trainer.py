@@ -1,18 +1,22 @@
-"""The training loop: DDP over data x seq, one agreement a step, exact resume, an orderly end."""
+"""The training loop: DDP or sharded weights over data x seq, one agreement a step, exact resume, an orderly end."""
 
 import json
 import math
 import time
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.collectives import agree, all_reduce, tell_all
+from seqpar.collectives import agree, all_reduce, expect, tell_all, whole
 from seqpar.data.loader import Loader, MicroBatch
 from seqpar.launch import checkpoint
 from seqpar.launch.checkpoint import NotSaved, Progress
@@ -23,7 +27,9 @@ from seqpar.launch.material import Material
 from seqpar.launch.model import SegmentationNet
 from seqpar.launch.optimisation import learning_rate, make_optimiser, set_learning_rate
 from seqpar.launch.pictures import draw_progress
+from seqpar.launch.states import whole_tensors
 from seqpar.launch.stopping import Stopper
+from seqpar.launch.stragglers import Stragglers
 from seqpar.launch.validation import Validation
 from seqpar.launch.weights import write_weights
 from seqpar.losses import DiceCE
@@ -48,12 +54,18 @@ class Trainer:
     ) -> None:
         self.config, self.mesh, self.material, self.status = config, mesh, material, status
         self.described, self.saved, self.out = json.dumps(described), saved, status.path.parent
-        self.net = net.to(mesh.device, torch.float64 if config.precision == "fp64" else torch.float32)
+        self.net = net.to(torch.float64 if config.precision == "fp64" else torch.float32)
+        if not config.shard_weights:
+            self.net.to(mesh.device)
         equal_weights(self.net, mesh.world)
         if config.compile:
             for block in self.net.encoder.blocks:
                 block.mlp.compile()  # type: ignore[union-attr]
-        self.stepped: torch.nn.Module = self.net if mesh.world.size == 1 else self._ddp()
+        self.stepped: torch.nn.Module = self.net
+        if config.shard_weights:
+            shard(self.net, mesh)
+        elif mesh.world.size > 1:
+            self.stepped = self._ddp()
         self.optimiser = make_optimiser(config, self.net)
         self.loss = DiceCE(
             regions=material.regions, batch_dice=config.batch_dice, ignore_label=material.dataset.ignore_label
@@ -64,7 +76,15 @@ class Trainer:
         self.journal = Journal(self.out, False, 0)
         self.last_save = time.monotonic()
         self.last_saved: Progress | None = None
+        self.stragglers = Stragglers(mesh.hosts)
+        self._time_waiting()
         status.steps = config.steps
+
+    def _time_waiting(self) -> None:
+        """Lets waiting for others be told from own work: after its last gradient a rank only waits, in DDP's sums."""
+        watch = self.mesh.world.watch
+        for parameter in self.net.parameters() if self.mesh.world.size > 1 else ():
+            parameter.register_post_accumulate_grad_hook(lambda p: watch.mark_ready(p.is_cuda))
 
     def _ddp(self) -> DistributedDataParallel:
         return DistributedDataParallel(
@@ -99,6 +119,7 @@ class Trainer:
         )
         with loader:
             left = self._loop(loader, stopper)
+        stopper.end()
         if not left:
             self._finish()
         self.journal.close()
@@ -106,9 +127,10 @@ class Trainer:
 
     def _finish(self) -> None:
         """Writes the weights for others, the verdict, and where everything lies."""
+        weights = whole_tensors(self.net.state_dict(), self.mesh.is_first)
         if self.mesh.is_first:
             self.journal.attempt(lambda: draw_progress(self.out))
-            write_weights(self.out / "model.safetensors", self.net)
+            write_weights(self.out / "model.safetensors", weights)
         self._write_status("finished")
         lines = [f"finished: best mean Dice {self.progress.best:.3f} at step {self.progress.best_step}"]
         told = ["progress.png", "validation.png", "validation/summary.json", "metrics.jsonl"]
@@ -138,20 +160,24 @@ class Trainer:
         if first and first % config.iterations == 0 and self._end_epoch(stopper):  # was left in validation
             return self._leave(stopper)
         while self.progress.step < config.steps:
-            row, decision = self._step([next(loader) for _ in range(config.accumulate)], stopper)
+            stepped = self._step([next(loader) for _ in range(config.accumulate)], stopper)
+            if stepped is None:
+                self._save(must=True)
+                return self._leave(stopper)
+            row, decision = stepped
             rows.append(row)
+            if self.progress.step == first + 1:
+                self.mesh.hasten(config.timeout)
             step, epoch_ends = self.progress.step, self.progress.step % config.iterations == 0
             self.journal.record("train", step - 1, **row)
             pace = (time.monotonic() - began) / (step - first)
             left_s = pace * (config.steps - step)
             done = (step - 1) % config.iterations + 1
             epoch = (step - 1) // config.iterations
-            self.journal.progress(
-                epoch_line(epoch, config.epochs, done / config.iterations, rows, left_s), epoch_ends
-            )
+            self.journal.progress(epoch_line(epoch, config.epochs, done / config.iterations, rows, left_s), epoch_ends)
             if epoch_ends:
                 rows = []
-                if self._end_epoch(stopper):
+                if decision == LEAVE or self._end_epoch(stopper):
                     decision = LEAVE
             if step == config.steps:
                 decision = max(decision, SAVE)
@@ -175,7 +201,8 @@ class Trainer:
         due = step == self.config.steps or every > 0 and step % every == 0
         if not due or self.progress.validated == step:
             return False
-        found = self.validation.run(self.net, self.out, stopper, keep=step == self.config.steps)
+        with at_hand(self.net, self.mesh):
+            found = self.validation.run(self.net, self.out, stopper, keep=step == self.config.steps)
         if found is None:
             return True
         self.journal.record("val", step, epoch=(step - 1) // self.config.iterations, **found.row)
@@ -186,19 +213,31 @@ class Trainer:
             self._save(is_best=True)
         return False
 
-    def _step(self, micros: list[MicroBatch], stopper: Stopper) -> tuple[dict[str, Any], int]:
-        """Returns the step's row for the journal, and what all ranks decided to do after it."""
+    def _step(self, micros: list[MicroBatch], stopper: Stopper) -> tuple[dict[str, Any], int] | None:
+        """Returns the step's row for the journal, and what all ranks decided to do after it.
+
+        None where all leave in its middle, between two micro-batches: the step is then as if it had not begun.
+        """
         config, began = self.config, time.perf_counter()
         step = self.progress.step
         rate = learning_rate(config, step)
         set_learning_rate(self.optimiser, rate)
+        self.mesh.world.watch.measure()
         sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         for number, micro in enumerate(micros):
             last = number == len(micros) - 1
+            if number and stopper.here():
+                self.optimiser.zero_grad()
+                return None
+            if last:
+                expect("gradients", self.mesh.world)
             with nullcontext() if last else self._unsummed():
                 sums += self._backward(micro) / len(micros)
+        self.mesh.settle()
+        data_wait_s = sum(micro.wait_s for micro in micros)
+        busy_s = time.perf_counter() - began - self.mesh.world.watch.take_waited() + data_wait_s
         own_finite = bool(torch.isfinite(sums[0]))
-        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), config.clip or math.inf)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.net.parameters(), config.clip or math.inf))
         decision = self._decide(own_finite and bool(torch.isfinite(norm)), stopper)
         if decision == BROKEN:
             self._report_broken(step, float(sums[0]), micros)
@@ -206,8 +245,8 @@ class Trainer:
         self.optimiser.zero_grad()
         self.progress.step += 1
         self.status.step = self.progress.step
-        mean = all_reduce(sums, self.mesh.world) / self.mesh.world.size
-        seconds = time.perf_counter() - began + sum(micro.wait_s for micro in micros)
+        mean = self._over_ranks(sums, busy_s) / self.mesh.world.size
+        seconds = time.perf_counter() - began + data_wait_s
         tokens = self.progress.global_batch * self.net.encoder.layout.num_tokens
         row = {
             "epoch": step // config.iterations,
@@ -217,7 +256,7 @@ class Trainer:
             "lr": rate,
             "grad_norm": float(norm),
             "tokens_per_s": tokens / seconds,
-            "data_wait_s": sum(micro.wait_s for micro in micros),
+            "data_wait_s": data_wait_s,
             "peak_mem_mb": peak_memory_mb(self.mesh.device),
         }
         return row, decision
@@ -231,13 +270,28 @@ class Trainer:
         parts = self.loss.parts(logits, label, self.share)
         loss = parts.dice + parts.cross_entropy
         (loss / self.config.accumulate).backward()
+        self.mesh.world.watch.count_since_ready()
         return torch.stack([loss, *parts]).detach().double()
+
+    def _over_ranks(self, sums: Tensor, busy_s: float) -> Tensor:
+        """Returns the sums over all ranks; on the way each rank's own seconds are compared, and a slow one named."""
+        world = self.mesh.world
+        if world.size == 1:
+            return sums
+        row = torch.cat([sums, sums.new_zeros(world.size)])
+        row[len(sums) + world.index] = busy_s
+        row = all_reduce(row, world)
+        for slow in self.stragglers.note(row[len(sums) :].tolist()):
+            self.journal.say(f"warning: {slow}")
+            place = {"rank": slow.rank, "host": slow.host}
+            self.journal.record("slow", self.progress.step - 1, **place, factor=slow.factor, seconds=slow.seconds)
+        return row[: len(sums)]
 
     def _cast(self, image: Tensor) -> Tensor:
         return image.double() if self.config.precision == "fp64" else image
 
     def _unsummed(self) -> Any:
-        """Returns a context in which gradients are added up on this rank alone."""
+        """Returns a context in which gradients are added up on this rank alone (shards are summed at once)."""
         return self.stepped.no_sync() if isinstance(self.stepped, DistributedDataParallel) else nullcontext()
 
     def _arithmetic(self) -> Any:
@@ -250,14 +304,10 @@ class Trainer:
         wish = GO_ON
         if not finite:
             wish = BROKEN
-        elif stopper.wish():
-            wish = LEAVE
         elif self.mesh.is_first and time.monotonic() - self.last_save > 60 * self.config.checkpoint_minutes:
             wish = SAVE
-        decision = agree(wish, self.mesh.world)
-        if decision == LEAVE and not stopper.reason:
-            stopper.reason = "another rank's signal"
-        return decision
+        decision, leaves = agree(wish, self.mesh.world), stopper.here()
+        return LEAVE if leaves and decision != BROKEN else decision
 
     def _report_broken(self, step: int, loss: float, micros: list[MicroBatch]) -> None:
         cases = ", ".join(sorted({case for micro in micros for case in micro.cases}))
@@ -288,6 +338,38 @@ class Trainer:
 
     def _write_status(self, state: str, why: str = "", code: int = 0) -> None:
         self.journal.attempt(lambda: self.status.write(state, why, code))
+
+
+def shard(net: SegmentationNet, mesh: Mesh) -> None:
+    """Leaves each rank of data x seq its share of the weights, and so of their gradients and optimiser states.
+
+    A block's weights come together for its forward and again for its backward; the rest is one such unit.
+    """
+    ranks = mesh.line()
+    # logits may be a view of the upsampled grid; nothing here writes into them
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+
+    def place(p: torch.nn.Parameter) -> Shard | None:
+        """Returns the direction that is cut where it is not the first one, which is too short."""
+        fits = [dim for dim, size in enumerate(p.shape) if size % mesh.world.size == 0]
+        return Shard(fits[0]) if p.shape[0] < mesh.world.size and fits else None
+
+    for block in net.encoder.blocks:
+        fully_shard(block, mesh=ranks, shard_placement_fn=place)
+    fully_shard(net, mesh=ranks, shard_placement_fn=place)
+
+
+@contextmanager
+def at_hand(net: SegmentationNet, mesh: Mesh) -> Iterator[None]:
+    """Where several groups see different numbers of windows, sharded weights are whole: none may wait for another."""
+    sharded = [module for module in net.modules() if isinstance(module, FSDPModule)]
+    for module in sharded if mesh.data.size > 1 else ():
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    yield
+    for module in sharded:
+        module.reshard()
+        module.set_reshard_after_forward(module is not net, recurse=False)
 
 
 def global_batch(config: Config, mesh: Mesh) -> int:

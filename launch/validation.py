@@ -81,7 +81,7 @@ class Validation:
         label, order = case.label, self.material.dataset.regions_class_order
         sums, rows = torch.zeros((), dtype=torch.float64, device=self.mesh.device), list[torch.Tensor]()
         for slab in sliding_window([net], case.image, sliding, self.mesh):
-            if stopper.agreed(self.mesh.world):
+            if stopper.here():
                 return None
             low, high = slab.bounds[self.mesh.world.index : self.mesh.world.index + 2]
             truth = torch.from_numpy(np.array(label[low:high])).to(self.mesh.device)
@@ -121,5 +121,3 @@ def _plain(value: float) -> float | None:
 
 def _shown(value: float | None) -> str:
     return " –   " if value is None else f"{value:.3f}"
-
-

@@ -12,6 +12,7 @@ from seqpar.launch.checkpoint import NotSaved
 from seqpar.launch.config import Config
 from seqpar.launch.journal import Status
 from seqpar.mesh import Mesh
+from seqpar.watch import OutOfStep
 
 INTERRUPTED = 130
 
@@ -19,7 +20,7 @@ INTERRUPTED = 130
 def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoReturn:
     """Leaves at once: peers may be gone, or wait in a sum for this rank, and learn from its end that it is over."""
     rank = mesh.world.index
-    code, text, everyone = _judge(error, config, rank)
+    code, text, everyone = _judge(error, config, rank, mesh.world.watch.finding)
     with suppress(OSError):  # a full disk must not hide the cause
         status.fail(text, code)
     if text == "" or (code == 1 and not _expected(error)):
@@ -36,7 +37,7 @@ def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoR
     os._exit(code)
 
 
-def _judge(error: BaseException, config: Config, rank: int) -> tuple[int, str, bool]:
+def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -> tuple[int, str, bool]:
     """Returns exit code, text, and whether it is this rank's own news rather than every rank's."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted twice: left without saving", False
@@ -48,8 +49,11 @@ def _judge(error: BaseException, config: Config, rank: int) -> tuple[int, str, b
         return code, f"out of memory on rank {rank}: {thriftier(config)} ({lines[0][:120]})", True
     if code is not None:
         return code, str(error), False
+    if isinstance(error, OutOfStep):
+        return 1, str(error), True
     if lost_contact(error):
-        return 1, f"rank {rank} lost contact with its peers: {lines[0][:160]}", True
+        cause = f"; {finding}" if finding else ""
+        return 1, f"rank {rank} lost contact with its peers: {lines[0][:160]}{cause}", True
     if isinstance(error, NotSaved):
         return 1, str(error), False
     if isinstance(error, OSError):
@@ -58,7 +62,7 @@ def _judge(error: BaseException, config: Config, rank: int) -> tuple[int, str, b
 
 
 def _expected(error: BaseException) -> bool:
-    return isinstance(error, OSError) or lost_contact(error)
+    return isinstance(error, (OSError, OutOfStep)) or lost_contact(error)
 
 
 def lost_contact(error: BaseException) -> bool:
@@ -69,9 +73,10 @@ def lost_contact(error: BaseException) -> bool:
 
 def thriftier(config: Config) -> str:
     """Returns which flags hold less in memory, the ones that change no result first."""
-    if config.batch > 1:
+    if config.batch > 1 and not config.batch_dice:  # whose Dice is over the tiles that are computed together
         batch = max(size for size in range(1, config.batch) if config.batch % size == 0)
         return f"use --batch {batch} --accumulate {config.batch // batch * config.accumulate}"
-    if not config.grad_checkpoint:
-        return "use --grad-checkpoint, or a larger --seqpar"
-    return "use a larger --seqpar, a larger --patch or a smaller --tile"
+    if config.grad_checkpoint != "full":
+        return "use --grad-checkpoint full, or a larger --seqpar"
+    shards = "" if config.shard_weights else "--shard-weights, "
+    return f"use {shards}a larger --seqpar, a larger --patch or a smaller --tile"

@@ -51,10 +51,11 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def write_weights(path: str | Path, net: nn.Module) -> None:
-    """Writes the network's weights as safetensors: the file is whole or, if anything fails, as it was."""
+def write_weights(path: str | Path, net: nn.Module | State) -> None:
+    """Writes a network's weights as safetensors: the file is whole or, if anything fails, as it was."""
     path = Path(path)
-    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in net.state_dict().items()}
+    state = net.state_dict() if isinstance(net, nn.Module) else net
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(tensors, part)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqpar.blocks import Mlp
 from seqpar.decoders.modes import choose_mode
 from seqpar.decoders.unetr import UnetrDecoder, taps
-from seqpar.encoder import Mlp, SeqParViT
+from seqpar.encoder import SeqParViT
 from seqpar.launch.model import SegmentationNet
 from seqpar.launch.weights import (
     State,

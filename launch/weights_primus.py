@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from seqpar.blocks import GatedMlp
 from seqpar.decoders.modes import choose_mode
 from seqpar.decoders.primus import PrimusDecoder
-from seqpar.encoder import GatedMlp, SeqParViT
+from seqpar.encoder import SeqParViT
 from seqpar.launch.model import SegmentationNet
 from seqpar.launch.weights import (
     State,

@@ -96,9 +96,7 @@ class Telling:
         return image, label
 
 
-def noise_source(
-    augmentation: Augmentation | Telling | None = None, count: int = 4, **first: object
-) -> TileSource:
+def noise_source(augmentation: Augmentation | Telling | None = None, count: int = 4, **first: object) -> TileSource:
     """Returns a source of ``count`` noise cases; ``first`` describes the one with id 0."""
     cases = [NoiseCase(str(n)) for n in range(count)]
     cases[0] = NoiseCase("0", **first)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[name] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+import faulthandler  # noqa: E402
 import io  # noqa: E402
 import multiprocessing  # noqa: E402
 import signal  # noqa: E402
@@ -36,6 +37,7 @@ class RanksFailed(AssertionError):
 
 def _child(rank: int, world: int, seqpar: int, folder: str, answer: Connection, work: Callable[..., Any], args: Any):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.disable()  # some are ended on purpose
     try:
         store = dist.FileStore(f"{folder}/store", world) if world > 1 else None
         begin = Start("test", rank, world, rank, world)

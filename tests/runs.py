@@ -1,5 +1,6 @@
 """Tiny training runs for the tests: forked processes that do all that started ones do, and faults to put into them."""
 
+import faulthandler
 import json
 import os
 import signal
@@ -32,7 +33,7 @@ def tiny_data(root: Path) -> list[str]:
 
 
 class Launch:
-    """Ranks of ``train`` as forked processes with an environment as of a launcher; a context manager that ends them."""
+    """Ranks of ``train``, or another act, as forked processes with a launcher's environment; leaving it ends them."""
 
     def __init__(
         self,
@@ -41,8 +42,10 @@ class Launch:
         out: Path,
         hook: Hook | None = None,
         pictures: bool = False,
+        act: Callable[[Sequence[str]], int] = train.act,
         **env: str,
     ) -> None:
+        self.act = act
         self.out, self.logs = out, out.with_name(out.name + "-logs")
         self.logs.mkdir(parents=True, exist_ok=True)
         given = [*arguments, "--out", str(out)]
@@ -59,6 +62,7 @@ class Launch:
         if pid:
             return pid
         code = 99
+        faulthandler.disable()  # some are ended on purpose; the parent says how each ended
         try:
             log = os.open(self.logs / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
@@ -75,7 +79,7 @@ class Launch:
                 validation.draw_cases = lambda *of: None
             if hook is not None:
                 hook(rank)
-            code = exits.run(train.act, given)
+            code = exits.run(self.act, given)
             sys.stdout.flush()
         except SystemExit as error:
             code = int(error.code or 0)

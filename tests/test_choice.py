@@ -40,9 +40,10 @@ def test_where_only_bytes_count_the_fewest_win() -> None:
 def test_ranks_that_the_heads_do_not_divide_by_do_not_idle() -> None:
     slow = replace(QUICK, bandwidth=1e12, flops=1e12)  # only work counts: 12 heads on 8 ranks would be 2 on some
     best, reasons = choose(layer(8), slow)
-    assert str(best) != "ulysses" and cost(best, layer(8), slow).seconds < 0.8 * cost(
-        Strategy("ulysses", 8), layer(8), slow
-    ).seconds
+    assert (
+        str(best) != "ulysses"
+        and cost(best, layer(8), slow).seconds < 0.8 * cost(Strategy("ulysses", 8), layer(8), slow).seconds
+    )
     assert len(reasons) == 1 + 5 and str(best) in reasons[0] and any(line.startswith("hybrid:4: ") for line in reasons)
 
 

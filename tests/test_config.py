@@ -3,8 +3,11 @@
 import dataclasses
 import json
 import math
+import os
+import signal
 import subprocess
 import tempfile
+import time
 from dataclasses import replace
 
 import pytest
@@ -152,7 +155,8 @@ TRAINER = {
     "batch_dice": ("--batch-dice", lambda t: t.loss.batch_dice),
     "val_cases": ("--fold all --val-cases 2", lambda t: len(t.validation.ids)),
     "val_overlap": ("--val-overlap 0.5", lambda t: windows_of(t)),
-    "grad_checkpoint": ("--grad-checkpoint", lambda t: t.net.encoder.recompute),
+    "grad_checkpoint": ("--grad-checkpoint full", lambda t: t.net.encoder.blocks[0].recompute),
+    "mlp_chunks": ("--mlp-chunks 2", lambda t: t.net.encoder.blocks[0].mlp_chunks),
     "compile": ("--compile", lambda t: t.net.encoder.blocks[0].mlp._compiled_call_impl is None),
 }
 # Seen elsewhere: tests/test_training.py and the tests below.
@@ -161,15 +165,20 @@ ELSEWHERE = {
     "clip": "test_clipping_bounds_what_the_optimiser_sees", "val_every": "test_validation_comes_as_often_as_told",
     "weights": "test_weights_are_taken", "resume": "test_a_run_that_had_to_leave_goes_on_to_the_same_bits",
     "checkpoint_minutes": "test_a_run_that_loses_a_rank_at_every_moment_in_turn_ends_with_the_same_bits",
+    "shard_weights": "test_sharded_weights_become_what_replicated_ones_become",
     "device": "test_the_device_is_the_told_one", "dry_run": "test_a_dry_run_writes_nothing",
     "tensorboard": "test_tensorboard_gets_the_journals_numbers",
+    "start_timeout": "test_a_rank_that_does_not_start_is_named",
+    "timeout": "test_a_rank_that_stops_ends_the_run_by_name",
+    "debug_collectives": "test_checked_ranks_that_differ_are_named",
 }  # fmt: skip
 
 
 def test_every_flag_has_a_row():
     rows = [*ACTS, *TRAINER, *ELSEWHERE]
     assert sorted(rows) == sorted(f.name for f in dataclasses.fields(Config))
-    tests = "".join(open(f"{__file__.rpartition('/')[0]}/test_{name}.py").read() for name in ("config", "training"))
+    files = [f"{__file__.rpartition('/')[0]}/test_{name}.py" for name in ("config", "training", "diagnosis", "shards")]
+    tests = "".join(open(file).read() for file in files)
     assert all(f"def {name}(" in tests for name in ELSEWHERE.values())
 
 
@@ -214,9 +223,7 @@ def test_clipping_bounds_what_the_optimiser_sees(flags, tmp_path, alone):
 
 
 class _Calm:
-    reason = ""
-
-    def wish(self) -> bool:
+    def here(self) -> bool:
         return False
 
 
@@ -332,6 +339,9 @@ IMPOSSIBLE = {
     "--phantoms 9": "would do nothing",
     "--decoder primus --decoder-width 9": "would do nothing",
     "--resume --weights x": "would do nothing",
+    "--grad-checkpoint some": "invalid choice",
+    "--mlp-chunks 0": "at least 1",
+    "--mlp-chunks 99": "choose 1 to 8",
     "--speed 9": "unrecognized arguments: --speed 9",
     "--epoch 9": "unrecognized arguments",
     "--depth two": "invalid int value",
@@ -391,9 +401,9 @@ def test_slurms_end_time_is_seen(monkeypatch):
 
     monkeypatch.setattr(signal, "signal", lambda *of: None)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 30))
-    assert Stopper(math.inf).wish(), "30 s are less than the margin"
+    assert Stopper(math.inf)._wish() == "time limit", "30 s are less than the margin"
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
-    assert not Stopper(math.inf).wish()
+    assert not Stopper(math.inf)._wish()
 
 
 def test_a_local_launcher_passes_on_the_code_that_says_most(tmp_path):
@@ -406,3 +416,36 @@ def test_a_local_launcher_passes_on_the_code_that_says_most(tmp_path):
     assert codes("exit 1", "exit 4") == 4
     assert codes("exit 75", "exit 75") == 75
     assert codes("kill -9 $$", "exec sleep 60") == 137
+
+
+def test_advice_on_memory_changes_no_result_where_something_else_helps():
+    from seqpar.launch.verdict import thriftier
+
+    config = replace(PRESETS["debug"](), batch=4, accumulate=2)
+    assert thriftier(config) == "use --batch 2 --accumulate 4"
+    pooled = replace(config, batch_dice=True)
+    assert thriftier(pooled) == "use --grad-checkpoint full, or a larger --seqpar"
+    assert thriftier(replace(pooled, grad_checkpoint="full")).startswith("use --shard-weights, a larger --seqpar")
+
+
+def test_ranks_wait_for_the_phantom_that_the_first_one_makes(tmp_path, monkeypatch):
+    """In a fresh cache the others ask before anything is there."""
+    from seqpar.launch import material
+
+    def make(out, cases, settings, workers, progress):
+        time.sleep(1)
+        (out / "made").touch()
+        progress(cases, cases)
+
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(material, "write_phantom", make)
+    config = config_of([])
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        folder = material.phantom(config, False)
+        os._exit(0 if (folder / "made").exists() else 1)
+    time.sleep(0.5)
+    material.phantom(config, True)
+    _, code = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(code) == 0

@@ -1,5 +1,7 @@
 """Every way to be started is read right: the table of real Slurm contexts, torchrun, MPI, and none."""
 
+import re
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ STEP = {
     "SLURM_PROCID": "11",
     "SLURM_LOCALID": "3",
     "SLURM_NODEID": "1",
+    "SLURMD_NODENAME": "frontier00013",
 }
 TORCHRUN = {
     "RANK": "5",
@@ -33,34 +36,45 @@ def test_a_slurm_step_counts_its_own_tasks() -> None:
     begin = read_start(STEP)
     assert (begin.by, begin.rank, begin.world, begin.local_rank, begin.local_world) == ("slurm", 11, 16, 3, 8)
     assert begin.num_nodes == 2 and begin.address == "frontier00012" and not begin.warning
+    assert begin.host == "frontier00013"
 
 
 def test_a_small_step_in_a_large_job_has_its_own_size() -> None:
     small = STEP | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_STEP_TASKS_PER_NODE": "3"}
     small |= {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1"}
     assert (read_start(small).world, read_start(small).local_world) == (3, 3)
+    assert read_start(small).address == "127.0.0.1"  # on one node no name has to be known
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"},  # batch shell without srun
-        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
-    ],
-)
-def test_a_shell_without_srun_runs_alone_and_says_so(env: dict[str, str]) -> None:
-    begin = read_start(env)
-    assert begin.world == 1 and "srun -n" in begin.warning
+# What a shell of the job sees that srun did not start: the whole job's numbers, as seen on a real Slurm.
+SHELLS = {
+    "batch, --ntasks-per-node": ({"SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}, "-n 16"),
+    "batch, -N 2 only": (
+        {"SLURM_TASKS_PER_NODE": "56(x2)", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"},
+        "2 nodes.*srun -n <ranks>",
+    ),
+    "salloc": ({"SLURM_NTASKS": "8", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, "-n 8"),
+    "salloc on the login node": ({"SLURM_NTASKS": "8"}, "-n 8"),
+    "batch, one task": ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "1"}, ""),
+    "batch, -N 1 only": ({"SLURM_TASKS_PER_NODE": "56", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "1"}, ""),
+}
 
 
-def test_a_batch_shell_with_nodes_only_runs_alone() -> None:
-    env = {"SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": "56(x2)", "SLURM_PROCID": "0"}
-    assert read_start(env) == Start("alone")
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_without_srun_runs_alone_and_says_so(shell: str) -> None:
+    env, told = SHELLS[shell]
+    begin = read_start({"SLURM_JOB_ID": "1", **env})
+    assert begin == Start("alone", warning=begin.warning)
+    assert re.search(told, begin.warning) if told else not begin.warning
 
 
-def test_two_steps_of_one_job_meet_at_different_ports() -> None:
-    assert read_start(STEP).port != read_start(STEP | {"SLURM_STEP_ID": "1"}).port
-    assert read_start(STEP).port != read_start(STEP | {"SLURM_JOB_ID": "4712"}).port
+def test_steps_and_jobs_that_run_together_meet_at_different_ports() -> None:
+    together = [
+        read_start(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port
+        for job in range(4700, 4800)
+        for step in range(5)
+    ]
+    assert len(set(together)) == 500 and 15000 <= min(together) <= max(together) < 30000
 
 
 def test_an_explicit_address_and_port_are_respected() -> None:
@@ -78,8 +92,21 @@ def test_openmpi_and_pmi_are_read() -> None:
     ompi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
     assert (read_start(ompi).by, read_start(ompi).rank, read_start(ompi).world) == ("openmpi", 2, 4)
     assert read_start({"PMI_SIZE": "4", "PMI_RANK": "3"}).rank == 3
+    pals = {"PMI_SIZE": "8", "PMI_RANK": "6", "PALS_LOCAL_RANKID": "2", "PALS_LOCAL_SIZE": "4", "MASTER_ADDR": "n1"}
+    hydra = {"PMI_SIZE": "8", "PMI_RANK": "6", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4", "MASTER_ADDR": "n1"}
+    for env in (pals, hydra):
+        begin = read_start(env)
+        assert (begin.by, begin.rank, begin.local_rank, begin.local_world, begin.num_nodes) == ("pmi", 6, 2, 4, 2)
     with pytest.raises(ValueError, match="MASTER_ADDR"):
         read_start(ompi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+
+
+def test_mpi_counts_its_ranks_inside_the_step_of_its_daemons() -> None:
+    daemon = STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "MASTER_ADDR": "frontier00012"}
+    for by, prefix in (("openmpi", "OMPI_COMM_WORLD_"), ("pmi", "PMI_")):
+        begin = read_start(daemon | {prefix + "SIZE": "4", prefix + "RANK": "2"})
+        assert (begin.by, begin.rank, begin.world) == (by, 2, 4)
+    assert read_start(STEP | {"PMI_SIZE": "16", "PMI_RANK": "11"}).by == "slurm"  # srun --mpi=pmi2 sets both
 
 
 @pytest.mark.parametrize(
@@ -90,6 +117,8 @@ def test_openmpi_and_pmi_are_read() -> None:
         ({"RANK": "1"}, "WORLD_SIZE is not"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "does not fit"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}, "MASTER_PORT"),
+        ({"PMI_RANK": "4", "PMI_SIZE": "4"}, "does not fit PMI_SIZE"),
         ({k: v for k, v in STEP.items() if k != "SLURM_PROCID"}, "SLURM_PROCID"),
     ],
 )

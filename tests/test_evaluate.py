@@ -152,9 +152,7 @@ def test_dataset_json_declares_labels_regions_and_ignored_voxels(
     assert labels.declared == {0}.union(*classes.values())
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"labels": 3}', '{"labels": {"a": "x"}}', '{"labels": {"b": 0}}']
-)
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"labels": 3}', '{"labels": {"a": "x"}}', '{"labels": {"b": 0}}'])
 def test_a_damaged_dataset_json_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "dataset.json"
     path.write_text(text)
@@ -243,9 +241,7 @@ FAULTS: dict[str, Callable[[Path, Path], object]] = {
     r"predicted/case_1.nii.gz: is no readable NIfTI": lambda t, p: truncate(p),
     r"labelsTr/case_1.nii.gz: is no readable": lambda t, p: t.write_text("no image"),
     r"predicted/case_1.nii: is there as": lambda t, p: save(p.with_suffix(""), random_labels(1)),
-    r"labelsTr/case_1.nii.gz: has shape \(12, 11, 9, 2\)": lambda t, p: save(
-        t, np.stack([random_labels(1)] * 2, -1)
-    ),
+    r"labelsTr/case_1.nii.gz: has shape \(12, 11, 9, 2\)": lambda t, p: save(t, np.stack([random_labels(1)] * 2, -1)),
 }
 
 
@@ -267,9 +263,7 @@ def test_one_bad_case_is_named_and_the_others_are_scored(
     assert len(summary["faults"]) == 1
 
 
-def test_bad_cases_are_named_by_workers_too(
-    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_cases_are_named_by_workers_too(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     truncate(folders[1] / "case_0.nii.gz")
     save(folders[1] / "case_2.nii.gz", random_labels(0, (9, 9, 9)))
     assert run(evaluate.act, [*map(str, folders), "--workers", "2"]) == DATA

@@ -142,9 +142,7 @@ def test_a_full_disk_is_one_clear_error_and_nothing_finished_is_lost(workers, tm
 
     with monkeypatch.context() as patch:
         patch.setattr("numpy.lib.format.write_array", full)
-        with pytest.raises(
-            CacheError, match=r"c: cannot be written \(No space left on device, \d+ MB are free\)"
-        ):
+        with pytest.raises(CacheError, match=r"c: cannot be written \(No space left on device, \d+ MB are free\)"):
             prepare(data, tmp_path / "c", workers=workers)
     assert tree(tmp_path / "c/cases") == before, "lost or left half written"
     assert prepare(data, tmp_path / "c", workers=0).prepared == ("c_002", "c_003")
@@ -161,9 +159,7 @@ def test_a_file_that_the_system_cuts_off_is_not_taken_for_whole(tmp_path):
             (tmp_path / "error").write_text(str(error))
 
     os.waitpid(child(limited), 0)
-    assert (
-        "c: cannot be written (File too large); what is finished is kept" in (tmp_path / "error").read_text()
-    )
+    assert "c: cannot be written (File too large); what is finished is kept" in (tmp_path / "error").read_text()
     assert list((tmp_path / "c/cases").iterdir()) == [] and not (tmp_path / "c/cache.json").exists()
     with pytest.raises(DataError, match="no finished cache"):
         open_cache(tmp_path / "c")
@@ -210,9 +206,7 @@ def test_the_default_folder_lies_beside_the_data_or_where_the_environment_says(t
     data = recognise(nnunet(tmp_path / "D", 1))
     assert cache_folder(data) == tmp_path / "D.prepared"
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "caches"))
-    assert (
-        cache_folder(data) == tmp_path / "caches/D" and cache_folder(data, tmp_path / "x") == tmp_path / "x"
-    )
+    assert cache_folder(data) == tmp_path / "caches/D" and cache_folder(data, tmp_path / "x") == tmp_path / "x"
 
 
 def test_the_others_wait_until_the_first_has_prepared(tmp_path):
@@ -247,9 +241,7 @@ def test_the_others_see_the_firsts_error(tmp_path):
 def test_an_earlier_runs_failure_is_not_taken_for_this_ones(tmp_path):
     root = nnunet(tmp_path / "D", 2)
     write_json(tmp_path / "c/state.json", {"token": "old", "state": "failed", "path": "x", "problem": "old"})
-    pid = child(
-        lambda: (time.sleep(1), prepared(root, tmp_path / "c", is_first=True, workers=0, token="new"))
-    )
+    pid = child(lambda: (time.sleep(1), prepared(root, tmp_path / "c", is_first=True, workers=0, token="new")))
     assert len(prepared(root, tmp_path / "c", is_first=False, token="new", deadline=30).ids) == 2
     os.waitpid(pid, 0)
 

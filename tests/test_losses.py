@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import relative
-from torch import Tensor
+from sizes import NewTensors
+from torch import Tensor, nn
 
+from seqpar import losses
 from seqpar.collectives import all_reduce
+from seqpar.launch.saved import saved_bytes
 from seqpar.losses import DiceCE, Share
 from seqpar.mesh import Mesh
 
@@ -124,6 +127,41 @@ def test_the_mean_of_all_ranks_losses_is_the_loss_of_the_batch(options: dict, ra
 def test_without_the_shared_sums_it_is_not(ranks: Callable[..., list]) -> None:
     """The control: ignored voxels differ between the samples, so unshared means are another number."""
     assert all(gaps[0] > 1e-4 for gaps in ranks(4, check_samples, CASES[0], False, seqpar=2))
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_runs_of_rows_give_the_loss_and_the_gradient_of_all_voxels_at_once(
+    options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, label = example()
+    logits = logits[:, :3] if options["regions"] else logits
+    found = []
+    for run in (1, 2 * logits[:, :, :1].numel(), 1 << 20):  # rows one by one, by two, all
+        monkeypatch.setattr(losses, "RUN", run)
+        leaf = logits.clone().requires_grad_()
+        loss = DiceCE(**options, ignore_label=9)(leaf, label)
+        found.append((loss, *torch.autograd.grad(loss, leaf)))
+    assert max(relative(a, b) for other in found[:2] for a, b in zip(other, found[2])) < 1e-12
+
+
+@pytest.mark.parametrize("regions", [(), REGIONS])
+def test_beside_the_gradient_no_tensor_is_larger_than_a_run(regions: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, label = torch.randn(1, 3, 32, 8, 8), torch.randint(0, 4 if regions else 3, (1, 32, 8, 8))
+    for rows in (2, 32):
+        monkeypatch.setattr(losses, "RUN", rows * 3 * 64)
+        leaf = logits.clone().requires_grad_()
+        with NewTensors() as made:
+            DiceCE(regions, ignore_label=9)(leaf, label).backward()
+        large = [size for size in made.sizes if size > 2 * 3 * 64]
+        assert (large == [logits.numel()]) == (rows == 2), (rows, large)  # 32 is the control
+
+
+def test_the_loss_holds_logits_and_labels_alone() -> None:
+    conv, label = nn.Conv3d(1, 3, 1), torch.randint(0, 3, (1, 16, 8, 8))
+    image = torch.randn(1, 1, 16, 8, 8)
+    logits_alone = saved_bytes(conv, lambda: conv(image).sum())
+    held = saved_bytes(conv, lambda: DiceCE()(conv(image), label))
+    assert 0 <= held - logits_alone - 4 * 3 * label.numel() - 8 * label.numel() < 1000  # some sums of each class
 
 
 def test_wrong_settings_are_refused() -> None:

@@ -1,6 +1,7 @@
 """The groups are data x seq with seq innermost; seeds and weights are equal; crossing a node is said loudly."""
 
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from seqpar.mesh import Mesh, _warn_of_crossing, equal_weights, seed
+from seqpar.mesh import Mesh, _warn_of_crossing, equal_weights, seed, start
 
 
 def describe(mesh: Mesh) -> tuple[tuple[int, ...], int, tuple[int, ...], int, list[str]]:
@@ -49,6 +50,20 @@ def test_all_ranks_get_the_first_ones_weights(ranks: Callable[..., list]) -> Non
     assert torch.equal(found[0][0], nn.Linear(3, 2).weight)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+
+
+def test_a_meeting_that_cannot_be_is_told_at_once() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    with pytest.raises(ConnectionError, match="does not know the host no.such.host.invalid.*MASTER_ADDR="):
+        start(env=env | {"MASTER_ADDR": "no.such.host.invalid"}, device="cpu")
+    with pytest.raises(ConnectionError, match="rank 0 does not answer at 127.0.0.1:1 within 1 s.*refused"):
+        start(env=env | {"MASTER_ADDR": "127.0.0.1"}, device="cpu", timeout_s=1.0)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(ConnectionError, match="another job may use this port.*export another MASTER_PORT"):
+            start(env=env | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, device="cpu", timeout_s=2.0)
 
 
 def test_a_group_that_crosses_nodes_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,8 +26,9 @@ from seqpar.data.faults import DataError
 from seqpar.data.recipe import Recipe
 from seqpar.launch import exits, predict
 from seqpar.launch.config import Config
+from seqpar.launch.counting import Alive
 from seqpar.launch.decisions import decide
-from seqpar.launch.footprint import Alive, footprint
+from seqpar.launch.footprint import footprint
 from seqpar.launch.inference import Slab
 from seqpar.launch.model import SegmentationNet, build
 from seqpar.launch.predictor import drop_small, smallest
@@ -413,25 +414,25 @@ def test_a_whole_pass_says_what_it_takes(images, tmp_path, capsys) -> None:
 
 
 def test_memory_is_counted_not_guessed(alone) -> None:
-    """What is alive at once: on real tensors and on tensors without data the same, in the decoder as in a sum."""
+    """What is alive at once: on real tensors and on tensors without data the same, in a network as in a sum."""
     x = torch.ones(1000)
-    with Alive(x.nbytes) as alive:
+    with Alive() as alive:
         y = x + 1
         z = (y * 2).sum()
         del y
         z = z + x
-    assert alive.most == 3 * x.nbytes + z[:1].nbytes - 4 + 4 and alive.now < alive.most
+    assert alive.most == 2 * x.nbytes + 4 and alive.now == x.nbytes
     net = build(SMALL, 1, 2, Group("seq")).eval()
-    small, large = (footprint(net, (side,) * 3, 2, alone) for side in (16, 32))
-    assert 7 < large.decoder / small.decoder < 9 and 7 < large.encoder / small.encoder < 9
-    grid = torch.randn(1, 12, 4, 4, 4)
-    with torch.no_grad(), Alive(grid.nbytes + 16**3 * 4) as alive:
-        net.decoder([grid], None)
-    assert alive.most == small.decoder
-    part, layout = net.encoder.place(torch.randn(1, 1, 32, 32, 32))
-    with torch.no_grad(), Alive(part.nbytes) as alive:
-        net.encoder(part, layout)
-    assert 0.8 < large.encoder / alive.most < 1.25
+    found = footprint(net, (30, 32, 32), 2, alone)
+    with torch.no_grad(), Alive() as alive:
+        part, layout = net.encoder.place(torch.randn(1, 1, 30, 32, 32))
+        alive.peaks.clear()
+        net(part, layout)
+    assert max(found.encoder, found.decoder) == pytest.approx(alive.most, rel=0.02)
+    small = footprint(net, (16,) * 3, 2, alone)
+    assert 7 < found.decoder / small.decoder < 9 and 7 < found.encoder / small.encoder < 9
+    assert found.weights == small.weights == sum(p.nbytes for p in net.parameters())
+    assert all(not p.is_meta for p in net.parameters())
 
 
 def test_the_script_runs_alone_from_any_folder(images, tmp_path) -> None:

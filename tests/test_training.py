@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from runs import Launch, at, die, losses, moments, signalled, status, tiny_data,
 
 from seqpar.launch import checkpoint, train, trainer, validation
 from seqpar.launch.journal import read_metrics
+from seqpar.launch.stopping import Stopper
 from seqpar.launch.weights import read_weights
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +70,7 @@ def test_loss_per_step_is_the_same_however_the_tiles_are_spread(flags, tmp_path,
     run += ["--drop-path", "0.1", "--optimizer", "adamw", "--weight-decay", "0.05", "--clip", "1"]
     found = {}
     for name, (world, more) in SPREADS.items():
-        if precision == "fp64" or name in ("alone", "data 2 x seq 2"):
+        if precision == "fp64" or name in ("alone", "seq 4, ordered", "data 2 x seq 2"):
             trained(world, [*run, *more.split()], tmp_path / name)
             found[name] = losses(tmp_path / name)
             assert len(found[name]) == 12
@@ -89,6 +91,11 @@ LEFT = {
         3,
         "--seqpar 3 --split ordered",
         at(validation.Validation, "_predict", 2, signalled(signal.SIGUSR1), call=1),
+    ),
+    "seq 2, TERM between two micro-batches": (
+        2,
+        "--seqpar 2 --accumulate 4",
+        at(trainer.Trainer, "_backward", 1, signalled(signal.SIGTERM), call=10),
     ),
     "data 2 x seq 2, TERM in a save": (
         4,
@@ -111,7 +118,10 @@ def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tm
     left = trained(world, [*flags, *more.split()], out, expect=75, hook=twice)
     said = status(out)
     assert said["state"] == "preempted" and said["code"] == 75 and 1 < said["step"] < 6, said
-    assert said["why"] in ("SIGTERM", "SIGUSR1", "another rank's signal")
+    assert re.fullmatch(r"SIG(TERM|USR1)( on rank \d, agreed in \d\.\d s)?", said["why"]), said
+    assert ("rank" in said["why"]) == (world > 1)
+    if "micro-batches" in name:
+        assert said["step"] == 2, "the step in which it came does not count"
     assert not (out / "model.safetensors").exists()
     assert f"go on with --resume --out {out}" in left.said(0)
     trained(world, ["--resume"], out)
@@ -120,6 +130,22 @@ def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tm
     assert losses(out) == losses(whole)
     assert status(out)["state"] == "finished"
     assert scores(out) == scores(whole) and len(scores(out)) == 3, "each validation is there once"
+
+
+def test_ranks_agree_to_leave_while_a_long_step_lasts(flags, tmp_path):
+    """The main thread gets no signal while it computes; the thread beside it does."""
+
+    def long_step() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, Stopper.SIGNALS)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(6)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, Stopper.SIGNALS)
+
+    out = tmp_path / "run"
+    trained(2, [*flags, "--seqpar", "2"], out, expect=75, hook=at(trainer.Trainer, "_backward", 1, long_step, call=3))
+    said = status(out)
+    seconds = re.fullmatch(r"SIGUSR1 on rank 1, agreed in (.*) s", said["why"])
+    assert seconds and float(seconds[1]) < 5 and said["step"] == 3, said
 
 
 def test_a_run_goes_on_with_other_ranks_and_workers(flags, tmp_path):

@@ -1,0 +1,102 @@
+"""How ranks agree where to leave, within seconds, however long a step takes.
+
+Places where a run can be left (between micro-batches, steps, and slabs of a validation) come in one order on all
+ranks, so a number names them. The rank that wants to leave says so in the store; a thread of each rank, which runs
+while the main thread computes or waits for others, answers with the next place that its rank will come to. All leave
+at the furthest of these: nobody has passed it, and nobody waits for a message that a rank which left would send.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from seqpar.launch.exits import PREEMPTED
+from seqpar.watch import these
+
+NEVER = 1 << 62  # the next place of a rank that will come to none
+
+
+class Agreement:
+    """``wish`` returns why this rank would leave, "" if it would not; ``store`` is None for a process alone.
+
+    ``patience_s``: a rank that has not answered for so long is dead. This process then ends without saving, for what
+    saves is a collective; the last checkpoint stands. ``lost`` hears about it before.
+    """
+
+    def __init__(
+        self,
+        wish: Callable[[], str],
+        rank: int = 0,
+        num_ranks: int = 1,
+        store: Any = None,
+        lost: Callable[[str], None] = lambda why: None,
+        patience_s: float = 20.0,
+    ) -> None:
+        self.reason, self.seconds = "", 0.0
+        self._wish, self._rank, self._num_ranks, self._store = wish, rank, num_ranks, store
+        self._lost, self._patience_s = lost, patience_s
+        self._lock, self._known = threading.Lock(), threading.Event()
+        self._place, self._asked, self._target = 0, False, NEVER
+        if store is not None:
+            threading.Thread(target=self._listen, daemon=True, name="seqpar-agreement").start()
+
+    def here(self) -> bool:
+        """Returns whether all ranks leave at this place: the same on all."""
+        if self._store is None:
+            self.reason = self.reason or self._wish()
+            return bool(self.reason)
+        wishes = bool(self._wish())
+        with self._lock:
+            waits = wishes or self._asked
+            self._place += not waits
+        if not waits:
+            return False
+        self._known.wait()  # that it is set, or this process ended, is the thread's affair
+        self._place += 1
+        return self._place >= self._target
+
+    def end(self) -> None:
+        """Says that this rank comes to no further place."""
+        with self._lock:
+            self._place = NEVER
+
+    def _listen(self) -> None:
+        try:
+            while not self._store.check(["wanted"]):
+                why = self._wish()
+                if why:
+                    self._store.set("wanted", f"{why} on rank {self._rank}")
+                else:
+                    time.sleep(max(0.2, self._num_ranks / 1000))
+            self.reason, began = self._store.get("wanted").decode(), time.monotonic()
+            with self._lock:
+                self._asked, mine = True, min(self._place + 1, NEVER)
+            self._store.set(f"next/{self._rank}", str(mine))
+            if self._store.add("answers", 1) == self._num_ranks:
+                self._store.set("target", str(max(map(int, map(self._store.get, self._answers())))))
+            while not self._store.check(["target"]):
+                if time.monotonic() - began > self._patience_s:
+                    silent = [rank for rank, key in enumerate(self._answers()) if not self._store.check([key])]
+                    return self._give_up(f"{these(silent)} did not answer within {self._patience_s:g} s")
+                time.sleep(0.05)
+            self._target = int(self._store.get("target"))
+        except RuntimeError:  # DistError is one: the store is gone, and with it the rank that keeps it
+            return self._give_up("the rank that keeps the store is gone") if self.reason else None
+        self.seconds = time.monotonic() - began
+        self._known.set()
+        return None
+
+    def _answers(self) -> list[str]:
+        return [f"next/{rank}" for rank in range(self._num_ranks)]
+
+    def _give_up(self, why: str) -> None:
+        with self._lock:
+            if self._place >= NEVER:
+                return self._known.set()
+        text = f"{self.reason}: {why}, so this one leaves without saving"
+        print(f"seqpar: {text}; the last checkpoint stands", file=sys.stderr, flush=True)
+        self._lost(text)
+        os._exit(PREEMPTED)

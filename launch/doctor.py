@@ -1,0 +1,177 @@
+"""Looks at the ranks and nodes of a job before it starts: ``srun -n 8 python launch/doctor.py --seqpar 4``.
+
+Run it under the launcher of the job, with the job's --seqpar and --out. It ends with 0 when nothing stands in the
+way (there may be warnings), with 1 when something does or a rank hangs, which is named, and with 2 on wrong usage.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from seqpar.collectives import tell, tell_all
+from seqpar.environment import read_start
+from seqpar.launch import exits
+from seqpar.launch.commandline import Parser
+from seqpar.launch.journal import write_json
+from seqpar.launch.links import clock_offsets, matmul_speeds, measure_groups
+from seqpar.launch.local import die_with_parent, run_local
+from seqpar.launch.nodes import Self, about_self, crossing, judge, memory_of, write_speed
+from seqpar.mesh import Mesh, start
+
+
+def act(arguments: Sequence[str]) -> int:
+    """Returns 0 when the job may start, 1 when something stands in its way."""
+    die_with_parent()
+    began = time.monotonic()
+    options = _parser().parse_args(list(arguments))
+    if options.seqpar < 1 or not options.time_limit >= 5:
+        raise ValueError("--seqpar must be at least 1, and --time-limit at least 5 seconds")
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        raise ValueError(f"--json {options.json}: its folder does not exist")
+    begin = read_start(os.environ)
+    if begin.world == 1 < options.seqpar:
+        if begin.warning:
+            raise ValueError(begin.warning)
+        return run_local(options.seqpar, [__file__, *arguments])
+    with start(options.seqpar, None, options.device, options.time_limit) as mesh:
+        left_s = max(4.0, options.time_limit - (time.monotonic() - began))
+        mesh.hasten(left_s, lambda finding: _leave(mesh, finding))
+        try:
+            code = examine(mesh, options)
+        except RuntimeError as error:
+            if not mesh.world.watch.finding:  # else the watch is about to say it
+                print(f"error: rank {mesh.world.index} lost contact: {str(error).splitlines()[0]}", file=sys.stderr)
+            time.sleep(2)
+            os._exit(exits.FAULT)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="seqpar-doctor", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--seqpar", type=int, default=1, help="ranks that share a tile, as in the job (1)")
+    parser.add_argument("--out", default="", help="the job's output folder: its room and speed are looked at")
+    parser.add_argument("--json", default="", help="write what was measured here, for launch/plan.py")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds after which a hang is named (60)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
+    return parser
+
+
+def _leave(mesh: Mesh, finding: str) -> NoReturn:
+    """Ends this process from wherever it hangs; the first rank that waits says why, and all let each other find out."""
+    if mesh.world.watch.speaks:
+        print(f"error: {finding}", file=sys.stderr, flush=True)
+    time.sleep(2)
+    os._exit(exits.FAULT)
+
+
+def examine(mesh: Mesh, options: argparse.Namespace) -> int:
+    """Returns the exit code; the first rank has printed all that was found."""
+    flops = matmul_speeds(mesh)
+    room = _room(mesh, options.out)
+    own = json.dumps(asdict(about_self(mesh, flops, room, options.device == "cpu")))
+    ranks = [Self(**json.loads(text)) for text in tell_all(own, mesh.world)]
+    if mesh.is_first:
+        if room["file"]:
+            os.unlink(room["file"])  # all have looked
+        _print_ranks(mesh, ranks)
+    offsets = clock_offsets(mesh)
+    groups = measure_groups(mesh, options.time_limit / 3)
+    found = judge(mesh.seq.size, ranks, offsets, room)
+    if mesh.is_first:
+        _print_groups(groups)
+        print(_folder_line(room) + f"clocks: {max(map(abs, offsets)) * 1e3:.1f} ms apart at most")
+        for trap in found:
+            print(trap)
+        wrong = sum(trap.error for trap in found)
+        print(f"{wrong} error(s), {len(found) - wrong} warning(s)", flush=True)
+        if options.json:
+            write_json(Path(options.json), described(mesh, ranks, groups))
+    return exits.FAULT if any(trap.error for trap in found) else 0
+
+
+def _room(mesh: Mesh, out: str) -> dict[str, Any]:
+    """Returns, the same on all ranks, what the first found in the output folder; its file there is for all to see."""
+    room: dict[str, Any] = {"out": out, "file": "", "free": 0, "bytes_per_s": 0.0, "fault": ""}
+    if out and mesh.is_first:
+        try:
+            room |= write_speed(Path(out))
+        except OSError as error:
+            room["fault"] = f"--out {out} cannot be written ({error.strerror}): name another, or make room"
+    return json.loads(tell(json.dumps(room), 0, mesh.world))  # type: ignore[no-any-return]
+
+
+def _print_ranks(mesh: Mesh, ranks: Sequence[Self]) -> None:
+    print(", ".join(f"{name} {version}" for name, version in ranks[0].versions.items()))
+    size, world = mesh.seq.size, mesh.world.size
+    print(f"{world} rank(s) on {len(set(mesh.hosts))} node(s) = data {world // size} x seq {size}, by {mesh.begin.by}")
+    rows = [
+        (
+            "rank",
+            "host",
+            "local",
+            "device",
+            "cores",
+            "seq group",
+            "data group",
+            *(f"{name} TFLOP/s" for name in ranks[0].flops_per_s),
+        )
+    ]
+    for rank, one in enumerate(ranks):
+        places = (
+            str(rank),
+            one.host,
+            str(one.local_rank),
+            one.device,
+            str(one.cores),
+            str(rank // size),
+            str(rank % size),
+        )
+        rows.append((*places, *(f"{rate / 1e12:.3g}" for rate in one.flops_per_s.values())))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    sys.stdout.flush()
+
+
+def _print_groups(groups: dict[str, dict[str, Any]]) -> None:
+    for name, found in groups.items():
+        for kind, figures in found.items():
+            if isinstance(figures, dict):
+                speed = f"{figures['latency_s'] * 1e6:,.0f} us, {figures['bytes_per_s'] / 1e9:.3g} GB/s"
+                largest = f"up to {figures['seconds'][-1][0]:,} B"
+                print(f"{name} groups of {found['size']}: {kind} {speed} sent per rank, {largest}")
+
+
+def _folder_line(room: dict[str, Any]) -> str:
+    if not room["out"] or room["fault"]:
+        return ""
+    return f"{room['out']}: {room['free'] / 2**30:,.0f} GiB free, {room['bytes_per_s'] / 1e6:,.0f} MB/s written; "
+
+
+def described(mesh: Mesh, ranks: Sequence[Self], groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns what the planner reads; every speed is the slowest rank's."""
+    return {
+        "device": ranks[0].device.partition(" ")[2],
+        "memory_bytes": memory_of(mesh),  # of one rank
+        "world": mesh.world.size,
+        "seqpar": mesh.seq.size,
+        "nodes": len(set(mesh.hosts)),
+        "seq_crosses_nodes": bool(crossing(mesh.seq.size, ranks)),
+        "matmul_flops_per_s": {name: min(one.flops_per_s[name] for one in ranks) for name in ranks[0].flops_per_s},
+        "groups": groups,
+        "versions": ranks[0].versions,
+    }
+
+
+def main() -> None:
+    sys.exit(exits.run(act))
+
+
+if __name__ == "__main__":
+    main()
