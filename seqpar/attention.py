@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.choice import Strategy
+from seqpar.dataless import autocast_dtype
 from seqpar.exchange import exchange
 from seqpar.gather_x import gather_x
 from seqpar.mesh import Group
@@ -72,7 +73,7 @@ class Attention(nn.Module):
 
     def _gathered(self, x: Tensor, sizes: Sequence[int], rotate: Rotate | None) -> Tensor:
         given = (x, self.qkv.weight, self.q_bias, self.v_bias)
-        if torch.is_autocast_enabled(x.device.type):  # before the gather, as a linear layer would
-            dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = autocast_dtype(x)
+        if dtype is not None:  # before the gather, as a linear layer would
             given = tuple(t if t is None else t.to(dtype) for t in given)  # type: ignore[assignment]
         return gather_x(*given, self.num_heads, self.group, sizes, rotate, self.keep, self.per_chunk)

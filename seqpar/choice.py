@@ -136,13 +136,17 @@ def heads_per_chunk(heads: int, head_bytes: int, rows: int, on_gpu: bool) -> int
 
 @dataclass(frozen=True)
 class Cost:
-    """Of the rank that has most to do, in one layer: bytes sent, held for backward, and more while it runs; seconds."""
+    """Of the rank that has most to do, in one layer: bytes sent, held for backward, and more while it runs; seconds.
+
+    ``waiting`` is how much of the seconds is communication that no computation hides.
+    """
 
     forward: int
     backward: int
     held: int
     transient: int
     seconds: float
+    waiting: float
 
     def __str__(self) -> str:
         sizes = (self.forward, self.backward, self.held, self.transient)
@@ -195,6 +199,7 @@ def cost(strategy: Strategy, layer: Layer, machine: Machine, keep: bool = False)
         held,
         transient,
         compute + wire - hidden,
+        wire - hidden,
     )
 
 

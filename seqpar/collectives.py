@@ -8,7 +8,7 @@ part's input is the group's size times the one of a single process.
 
 All traffic between pairs goes through ``post``: on gloo that is faster than its own gathers at the same bytes, it
 takes uneven sizes, and sums come in rank order, so that they do not depend on timing. On a GPU, even gathers and
-scatters use the library's own. A group of one moves nothing.
+scatters use the library's own. A group of one moves nothing; tensors without data ("meta") are counted, not sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +22,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.mesh import Group
+from seqpar.watch import Watch
 
 # torch 2.13 renamed both; older ones know only the second name.
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,12 +36,16 @@ Margins = Sequence[tuple[int, int, int]]  # dimension, how many before, how many
 class Pending:
     """Messages under way; keeps their tensors alive until ``wait``."""
 
-    def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        self._works, self._tensors = works, tensors
+    def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor], watch: Watch | None = None) -> None:
+        self._works, self._tensors, self._watch = works, tensors, watch
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        if self._watch is not None and self._works:
+            on_gpu = self._tensors[0].is_cuda
+            patience = None if on_gpu else self._watch.patience
+            with self._watch.waiting(on_gpu):
+                for work in self._works:
+                    work.wait() if patience is None else work.wait(patience)
         self._works, self._tensors = (), ()
 
 
@@ -62,11 +67,28 @@ def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Gro
     going = [(q, t) for q, t in sends.items() if t.numel()]
     coming = [(q, t) for q, t in receives.items() if t.numel()]
     assert all(t.is_contiguous() for _, t in going + coming)
-    group.traffic[kind] += sum(t.numel() * t.element_size() for _, t in going)
+    group.count(kind, sum(t.numel() * t.element_size() for _, t in going), len(going))
+    if any(t.is_meta for _, t in going + coming):
+        return Pending((), ())
     place = group.places or range(group.size)
     ops = [dist.P2POp(dist.isend, t, group=group.handle, group_peer=place[q]) for q, t in going]
     ops += [dist.P2POp(dist.irecv, t, group=group.handle, group_peer=place[q]) for q, t in coming]
-    return Pending(dist.batch_isend_irecv(ops) if ops else (), [t for _, t in going + coming])
+    group.watch.enter(kind, group)
+    if group.watch.check:
+        told = [{group.ranks[q]: f"{kind} of {t.numel()} {t.dtype}" for q, t in side} for side in (going, coming)]
+        group.watch.announce(group.name, *told)
+    return Pending(dist.batch_isend_irecv(ops) if ops else (), [t for _, t in going + coming], group.watch)
+
+
+def expect(kind: str, group: Group, what: str = "") -> None:
+    """Notes that all ranks of the group now enter something together; where they are checked, that they do."""
+    group.watch.enter(kind, group)
+    if group.watch.check and group.size > 1:
+        group.watch.compare(group.name, group.ranks, f"{kind} {what}".strip())
+
+
+def _described(x: Tensor) -> str:
+    return f"of {' x '.join(map(str, x.shape)) or 'a number'} {x.dtype}"
 
 
 def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "gather") -> Tensor:
@@ -94,8 +116,9 @@ def start_filling(whole: Tensor, group: Group, sizes: Sequence[int], kind: str) 
     pieces = whole.split(list(sizes))
     mine = pieces[group.index]
     if _has_native(whole, group, sizes):
-        group.traffic[kind] += mine.numel() * mine.element_size() * (group.size - 1)
-        return Pending((_gather_single(whole, mine, group=group.handle, async_op=True),), (whole,))
+        group.count(kind, mine.numel() * mine.element_size() * (group.size - 1), group.size - 1)
+        expect(kind, group, _described(whole))
+        return Pending((_gather_single(whole, mine, group=group.handle, async_op=True),), (whole,), group.watch)
     return post(dict.fromkeys(group.peers, mine), {q: pieces[q] for q in group.peers}, group, kind)
 
 
@@ -118,9 +141,10 @@ def start_reduce_scatter(rows: Tensor, group: Group, sizes: Sequence[int], kind:
     mine = pieces[group.index]
     if _has_native(rows, group, sizes):
         summed = torch.empty_like(mine)
-        group.traffic[kind] += mine.numel() * mine.element_size() * (group.size - 1)
+        group.count(kind, mine.numel() * mine.element_size() * (group.size - 1), group.size - 1)
+        expect(kind, group, _described(rows))
         work = _scatter_single(summed, rows, group=group.handle, async_op=True)
-        return Coming(Pending((work,), (rows, summed)), lambda: summed)
+        return Coming(Pending((work,), (rows, summed), group.watch), lambda: summed)
     received = {q: torch.empty_like(mine) for q in group.peers}
     pending = post({q: pieces[q] for q in group.peers}, received, group, kind)
     return Coming(pending, lambda: _sum_in_rank_order({**received, group.index: mine}))
@@ -228,14 +252,17 @@ def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
     result = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size > 1:
         assert group.places is None, "a part of a group talks in pairs only"
-        group.traffic[kind] += 2 * (group.size - 1) * result.numel() * result.element_size() // group.size
-        dist.all_reduce(result, group=group.handle)
+        sent = 2 * (group.size - 1) * result.numel() * result.element_size() // group.size
+        group.count(kind, sent, 2 * (group.size - 1))
+        if result.is_meta:
+            return result
+        expect(kind, group, _described(result))
+        with group.watch.waiting(result.is_cuda):
+            dist.all_reduce(result, group=group.handle)
     return result
 
 
-def all_to_all(
-    x: Tensor, group: Group, give: Sequence[int], take: Sequence[int], kind: str = "all_to_all"
-) -> Tensor:
+def all_to_all(x: Tensor, group: Group, give: Sequence[int], take: Sequence[int], kind: str = "all_to_all") -> Tensor:
     """Returns what each rank has for this one, in rank order along dim 0; ``give`` and ``take`` are row counts.
 
     *forward:* all-to-all.
@@ -246,9 +273,7 @@ def all_to_all(
 
 class _AllToAll(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, give: tuple[int, ...], take: tuple[int, ...], kind: str
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, give: tuple[int, ...], take: tuple[int, ...], kind: str) -> Tensor:
         ctx.how = group, take, give, kind
         ctx.shape = x.shape
         return exchange_rows(x, group, give, take, kind)
@@ -328,6 +353,13 @@ def _overlap(a: Interval, b: Interval) -> Interval:
     return low, max(low, min(a[1], b[1]))
 
 
+def _room(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns an empty tensor of that shape whose values lie in the order of those of ``x``."""
+    last = x.ndim == 5 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
+    order = torch.channels_last_3d if last else torch.contiguous_format
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order)
+
+
 def open_window(
     x: Tensor,
     group: Group,
@@ -345,7 +377,7 @@ def open_window(
     shape[dim] = want[1] - want[0]
     for side, before, behind in margins:
         shape[side] += before + behind
-    whole = result = x.new_empty(shape)
+    whole = result = _room(x, shape)
     for side, before, behind in margins:
         result.narrow(side, 0, before).fill_(fill)
         result.narrow(side, shape[side] - behind, behind).fill_(fill)
@@ -387,7 +419,7 @@ def close_window(
     assert grad.shape[dim] == want[1] - want[0], (grad.shape, dim, needed)
     shape = list(grad.shape)
     shape[dim] = mine[1] - mine[0]
-    result = grad.new_zeros(shape)
+    result = _room(grad, shape).zero_()
     sends, receives, places = {}, {}, {}
     for q in owned:
         low, high = _overlap(owned[q], want)
@@ -479,6 +511,12 @@ def _swap_rows(
     return got
 
 
+def whole(x: Tensor) -> Tensor:
+    """Returns all of a tensor of which every rank may hold a shard only (torch's DTensor), without a gradient."""
+    full: Callable[[], Tensor] | None = getattr(x, "full_tensor", None)
+    return x.detach() if full is None else full().detach()
+
+
 def agree(flag: int, group: Group) -> int:
     """Returns the largest of all ranks' flags, the same on each; travels on the CPU, beside the device's work."""
     return agree_all((flag,), group)[0]
@@ -489,7 +527,9 @@ def agree_all(flags: Sequence[int], group: Group) -> tuple[int, ...]:
     if group.size == 1:
         return tuple(flags)
     numbers = torch.tensor(flags, dtype=torch.int64)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.handle)
+    expect("agreement", group, _described(numbers))
+    with group.watch.waiting(False):
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.handle)
     return tuple(numbers.tolist())
 
 
@@ -499,6 +539,7 @@ def tell(text: str, source: int, group: Group) -> str:
         return text
     letters = torch.tensor(list(text.encode()), dtype=torch.uint8)
     length = torch.tensor([len(letters)])
+    expect("text", group, f"from rank {group.ranks[source]}")
     dist.broadcast(length, group.ranks[source], group=group.handle)
     if group.index != source:
         letters = letters.new_empty(int(length))
@@ -512,6 +553,7 @@ def tell_all(text: str, group: Group) -> list[str]:
         return [text]
     letters = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in group.ranks]
+    expect("texts", group, "from all")
     dist.all_gather(lengths, torch.tensor([len(text.encode())]), group=group.handle)
     longest = max(1, *(int(n) for n in lengths))
     page = torch.zeros(longest, dtype=torch.uint8)

@@ -5,14 +5,14 @@ is this rank's share of the tokens.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from seqpar.attention import Attention, Rotate
+from seqpar.blocks import MLPS, RECOMPUTED, Block, GatedMlp, Mlp
 from seqpar.choice import CPU, GPU, Layer, Machine, Strategy, check_strategy, choose
 from seqpar.layout import Layout
 from seqpar.mesh import Group
@@ -21,89 +21,10 @@ from seqpar.tokens import (
     DropoutKey,
     PatchEmbed,
     Rotation,
-    keyed_drop_path,
     keyed_dropout,
     learned_positions,
     sincos_positions,
 )
-
-ATTENTION_SITE, MLP_SITE, HIDDEN_SITE = range(3)
-MLPS = ("gelu", "swiglu")
-
-
-class Mlp(nn.Module):
-    """Two linear layers with GELU between, on each token by itself."""
-
-    def __init__(self, embed_dim: int, hidden_dim: int, dropout: float) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(embed_dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, embed_dim)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor, key: DropoutKey | None, token_ids: Tensor) -> Tensor:
-        hidden = F.gelu(self.fc1(x))
-        return self.fc2(keyed_dropout(hidden, self.dropout, key and key.at(HIDDEN_SITE), token_ids))
-
-
-class GatedMlp(nn.Module):
-    """SwiGLU with a norm inside, as in EVA-02: SiLU of one linear layer times another, on each token by itself."""
-
-    def __init__(self, embed_dim: int, hidden_dim: int, dropout: float, norm_eps: float) -> None:
-        super().__init__()
-        self.gate = nn.Linear(embed_dim, hidden_dim)
-        self.fc1 = nn.Linear(embed_dim, hidden_dim)
-        self.norm = nn.LayerNorm(hidden_dim, norm_eps)
-        self.fc2 = nn.Linear(hidden_dim, embed_dim)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor, key: DropoutKey | None, token_ids: Tensor) -> Tensor:
-        hidden = F.silu(self.gate(x)) * self.fc1(x)
-        return self.fc2(self.norm(keyed_dropout(hidden, self.dropout, key and key.at(HIDDEN_SITE), token_ids)))
-
-
-class LayerScale(nn.Module):
-    """A learned factor per channel on a residual branch."""
-
-    def __init__(self, embed_dim: int, start: float) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((embed_dim,), start))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block on this rank's tokens."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        attn: Attention,
-        mlp: nn.Module,
-        dropout: float,
-        drop_path: float,
-        layer_scale: float | None,
-        norm_eps: float,
-    ) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(embed_dim, norm_eps)
-        self.attn = attn
-        self.ls1 = LayerScale(embed_dim, layer_scale) if layer_scale is not None else nn.Identity()
-        self.norm2 = nn.LayerNorm(embed_dim, norm_eps)
-        self.mlp = mlp
-        self.ls2 = LayerScale(embed_dim, layer_scale) if layer_scale is not None else nn.Identity()
-        self.dropout, self.drop_path = dropout, drop_path
-
-    def forward(
-        self, x: Tensor, sizes: Sequence[int], token_ids: Tensor, rotate: Rotate | None, key: DropoutKey | None
-    ) -> Tensor:
-        def drop(branch: Tensor, site: int) -> Tensor:
-            here = key and key.at(site)
-            branch = keyed_dropout(branch, self.dropout, here, token_ids)
-            return keyed_drop_path(branch, self.drop_path, here)
-
-        x = x + drop(self.ls1(self.attn(self.norm1(x), sizes, rotate)), ATTENTION_SITE)
-        return x + drop(self.ls2(self.mlp(self.norm2(x), key, token_ids)), MLP_SITE)
 
 
 class SeqParViT(nn.Module):
@@ -113,7 +34,8 @@ class SeqParViT(nn.Module):
     another size passes too. Dropout is keyed: a group of several ranks needs ``key`` in training.
     ``mlp="swiglu"`` (gated, with a norm inside) and ``attention_norm`` (a norm over the joined heads) are EVA-02's.
     ``attention`` is how attention crosses ranks (``seqpar.choice``), ``auto`` the one that ``machine`` runs quickest
-    for the default tile within ``memory_left`` bytes; ``attention_choice`` says why.
+    for the default tile within ``memory_left`` bytes; ``attention_choice`` says why. ``recompute`` and
+    ``mlp_chunks`` hold less for the backward (``seqpar.blocks``) and change no result.
     """
 
     def __init__(
@@ -132,7 +54,8 @@ class SeqParViT(nn.Module):
         layer_scale: float | None = None,
         norm_eps: float = 1e-5,
         keep_kv: bool = False,
-        recompute: bool = False,
+        recompute: str = "none",
+        mlp_chunks: int = 1,
         group: Group | None = None,
         split: str = "spatial",
         mlp: str = "gelu",
@@ -147,14 +70,19 @@ class SeqParViT(nn.Module):
             raise ValueError(f"--positions {positions}: choose one of {', '.join(POSITIONS)}")
         if mlp not in MLPS:
             raise ValueError(f"--mlp {mlp}: choose {' or '.join(MLPS)}")
+        if recompute not in RECOMPUTED:
+            raise ValueError(f"--grad-checkpoint {recompute}: choose {', '.join(RECOMPUTED)}")
         if not (0 <= dropout < 1 and 0 <= drop_path < 1):
             raise ValueError(f"dropout {dropout} and drop-path {drop_path} must lie in [0, 1)")
         self.group = group or Group("seq")
         self.layout = Layout.of(tile, patch, self.group.size, split)
+        if not 1 <= mlp_chunks <= min(self.layout.counts):
+            least = min(self.layout.counts)
+            raise ValueError(f"--mlp-chunks {mlp_chunks}: a rank holds {least} tokens; choose 1 to {least}")
         self.attention, self.attention_choice = self._choose_attention(
             attention, Layer(self.layout.counts, num_heads, embed_dim), machine, keep_kv, memory_left, depth
         )
-        self.embed_dim, self.positions, self.dropout, self.recompute = embed_dim, positions, dropout, recompute
+        self.embed_dim, self.positions, self.dropout = embed_dim, positions, dropout
         self.draws = dropout > 0 or drop_path > 0
         self.patch_embed = PatchEmbed(in_channels, self.layout.patch, embed_dim)
         learned, self.rotates = "learned" in positions, "rope" in positions
@@ -178,7 +106,7 @@ class SeqParViT(nn.Module):
                 if mlp == "swiglu"
                 else Mlp(embed_dim, hidden_dim, dropout)
             )
-            return Block(embed_dim, attn, inner, dropout, rate, layer_scale, norm_eps)
+            return Block(embed_dim, attn, inner, dropout, rate, layer_scale, norm_eps, recompute, mlp_chunks)
 
         self.blocks = nn.ModuleList(block(rate) for rate in rates)
         self.norm = nn.LayerNorm(embed_dim, norm_eps)
@@ -238,10 +166,7 @@ class SeqParViT(nn.Module):
             rotate = Rotation(layout, rank, self.embed_dim // self.num_heads, x)
         taken: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
-            run: Callable[..., Tensor] = block
-            if self.recompute and torch.is_grad_enabled():
-                run = _recomputed(block)
-            x = run(x, layout.counts, token_ids, rotate, key and key.at(index))
+            x = block(x, layout.counts, token_ids, rotate, key and key.at(index))
             if index in wanted:
                 taken[index] = x
         return self.norm(x), [taken[index] for index in wanted]
@@ -290,8 +215,3 @@ class SeqParViT(nn.Module):
         if self.positions == "sincos":
             return x + sincos_positions(layout, self.group.index, self.embed_dim).to(x)
         return x
-
-
-def _recomputed(block: nn.Module) -> Callable[..., Tensor]:
-    """Returns the block keeping only its input; what it draws is keyed, so random states need no replay."""
-    return lambda *inputs: checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -4,8 +4,9 @@ A Slurm step is known by its own variables: the batch shell and an ``salloc`` sh
 of the whole job, and whoever believes it waits for ranks that nobody started.
 """
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, interactive and extern steps are numbered from here
@@ -26,22 +27,31 @@ class Start:
     agent_store: bool = False  # torchrun's agent already listens at address:port
     attempt: int = 0
     warning: str = ""
+    host: str = ""  # this node's name, where the launcher has one of its own for it
 
 
 def read_start(env: Mapping[str, str]) -> Start:
-    """Returns how this process was started; torchrun's variables win over Slurm's, those over MPI's."""
+    """Returns how this process was started; torchrun's variables win over a Slurm step's, those over MPI's.
+
+    Inside Slurm, ``mpirun`` starts its daemons with srun, and their step's numbers reach the ranks: where MPI
+    counts otherwise than the step, MPI is right.
+    """
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torchrun(env)
+    mpi = next((kind for kind in _MPI if kind[1] + "SIZE" in env and kind[1] + "RANK" in env), None)
     step = env.get("SLURM_STEP_ID", "")
     if step.isdigit() and int(step) < FIRST_SPECIAL_STEP:
-        return _from_slurm_step(env, int(step))
-    for by, prefix, local in (
-        ("openmpi", "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_"),
-        ("pmi", "PMI_", "PALS_LOCAL_"),
-    ):
-        if prefix + "SIZE" in env and prefix + "RANK" in env:
-            return _from_mpi(env, by, prefix, local)
-    return Start("alone", warning=_absent_srun(env))
+        begin = _from_slurm_step(env, int(step))
+        if mpi is None or (_number(env, mpi[1] + "RANK"), _number(env, mpi[1] + "SIZE")) == (begin.rank, begin.world):
+            return begin
+    return _from_mpi(env, *mpi) if mpi else Start("alone", warning=_absent_srun(env))
+
+
+# launcher, prefix of rank and size, then the names of the local rank and the local size
+_MPI = (
+    ("openmpi", "OMPI_COMM_WORLD_", ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    ("pmi", "PMI_", ("PALS_LOCAL_RANKID", "MPI_LOCALRANKID"), ("PALS_LOCAL_SIZE", "MPI_LOCALNRANKS")),
+)
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Start:
@@ -74,23 +84,30 @@ def _from_slurm_step(env: Mapping[str, str], step: int) -> Start:
     node, per_node = _number(env, "SLURM_NODEID", 0), env.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts = tasks_per_node(per_node)
     job = _number(env, "SLURM_JOB_ID", 0)
+    num_nodes = _number(env, "SLURM_STEP_NUM_NODES", max(len(counts), 1))
+    first = first_host(env.get("SLURM_STEP_NODELIST", "")) if num_nodes > 1 else ""
     return Start(
         by="slurm",
         rank=_number(env, "SLURM_PROCID"),
         world=world,
         local_rank=_number(env, "SLURM_LOCALID", 0),
         local_world=counts[node] if node < len(counts) else world,
-        num_nodes=_number(env, "SLURM_STEP_NUM_NODES", max(len(counts), 1)),
-        address=env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1",
+        num_nodes=num_nodes,
+        address=env.get("MASTER_ADDR") or first or "127.0.0.1",
         port=_number(env, "MASTER_PORT", _port(job, step)),
         attempt=_number(env, "SLURM_RESTART_COUNT", 0),
+        host=env.get("SLURMD_NODENAME", ""),
     )
 
 
-def _from_mpi(env: Mapping[str, str], by: str, prefix: str, local: str) -> Start:
+def _from_mpi(
+    env: Mapping[str, str], by: str, prefix: str, local_ranks: Sequence[str], local_sizes: Sequence[str]
+) -> Start:
     rank, world = _number(env, prefix + "RANK"), _number(env, prefix + "SIZE")
-    local_world = _number(env, local + "SIZE", world)
-    local_rank = _number(env, local + ("RANK" if by == "openmpi" else "RANKID"), rank % local_world)
+    if not 0 <= rank < world:
+        raise ValueError(f"{prefix}RANK={rank} does not fit {prefix}SIZE={world}: it must lie in 0…{world - 1}")
+    local_world = next((_number(env, name) for name in local_sizes if name in env), world)
+    local_rank = next((_number(env, name) for name in local_ranks if name in env), rank % local_world)
     if local_world < world and "MASTER_ADDR" not in env:
         raise ValueError(
             f"{world} ranks on several nodes were started by {by}, which does not say where they meet: "
@@ -109,13 +126,35 @@ def _from_mpi(env: Mapping[str, str], by: str, prefix: str, local: str) -> Start
 
 
 def _absent_srun(env: Mapping[str, str]) -> str:
-    tasks = env.get("SLURM_NTASKS", "1")
-    if "SLURM_JOB_ID" not in env or not tasks.isdigit() or int(tasks) < 2:
+    tasks, nodes = env.get("SLURM_NTASKS", "1"), env.get("SLURM_JOB_NUM_NODES", "1")
+    if "SLURM_JOB_ID" not in env:
+        return ""
+    if tasks.isdigit() and int(tasks) > 1:
+        granted, count = f"{tasks} tasks", tasks
+    elif nodes.isdigit() and int(nodes) > 1:
+        granted, count = f"{nodes} nodes", "<ranks>"
+    else:
         return ""
     return (
-        f"Slurm granted {tasks} tasks to job {env['SLURM_JOB_ID']}, but this process was started without srun "
-        f"and so runs alone; start all of them with: srun -n {tasks} python ..."
+        f"Slurm granted {granted} to job {env['SLURM_JOB_ID']}, but this process was started without srun "
+        f"and so runs alone; start all ranks with: srun -n {count} python ..."
     )
+
+
+def flight_recorder(env: Mapping[str, str], folder: str, torch_version: str) -> dict[str, str]:
+    """Returns what makes NCCL write its last collectives into a folder when one times out, where env does not say.
+
+    Read them with ``python -m torch.distributed.flight_recorder.fr_trace``. Two of the variables were renamed, and
+    newer torch warns of the old names.
+    """
+    major, minor = (int(piece) for piece in torch_version.split(".")[:2])
+    renamed = (major, minor) >= (2, 9)
+    wanted = {("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000", ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1"}
+    if folder:
+        place = os.path.join(os.path.abspath(folder), "flight_rank_")
+        wanted["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = place
+    unset = {names: value for names, value in wanted.items() if not any(name in env for name in names)}
+    return {name: value for names, value in unset.items() for name in (names[:1] if renamed else names)}
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

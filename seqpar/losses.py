@@ -4,16 +4,20 @@ Legend: b batch, k classes or regions, W D H voxels; ``W/s`` where voxels are sp
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from seqpar.collectives import all_reduce, total
 from seqpar.mesh import Group
+
+RUN = 1 << 20  # logits of which chances and targets are there at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,16 +79,13 @@ class DiceCE(nn.Module):
     def parts(self, logits: Tensor, label: Tensor, share: Share | None = None) -> LossParts:
         """Returns the Dice and cross-entropy terms, unweighted."""
         share = share or Share()
-        voxelwise, chance, target, counted = self._terms(logits, label)
-        return LossParts(self._dice(chance, target, share), self._mean(voxelwise, counted, share))
+        sums = self._over_voxels(logits, label)
+        return LossParts(self._dice(sums[:, 1:], share), self._mean(sums[:, 0].sum(), label, share))
 
     def sums(self, logits: Tensor, label: Tensor) -> Tensor:
         """Returns what the loss of one sample is made of, to be added over any pieces of it: see ``of_sums``."""
-        voxelwise, chance, target, counted = self._terms(logits, label)
-        count = voxelwise.numel() if counted is None else int(counted.sum())
-        space = (0, *range(2, chance.ndim))
-        both, either = (chance * target).sum(space), (chance + target).sum(space)
-        return torch.cat([voxelwise.sum()[None], voxelwise.new_tensor([count]), both, either]).double()
+        sums = self._over_voxels(logits, label).sum(0).double()
+        return torch.cat([sums[:1], self._count(label)[None], sums[1:]])
 
     def of_sums(self, sums: Tensor) -> LossParts:
         """Returns the terms of the sample whose pieces' ``sums`` were added."""
@@ -94,10 +95,15 @@ class DiceCE(nn.Module):
             both, either = both[1:], either[1:]
         return LossParts(self._ratio(both, either), ce / count.clamp(min=1))
 
-    def _terms(self, logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Returns cross-entropy per voxel ``b W D H``, chances and targets ``b k W D H``, and which voxels count."""
+    def _over_voxels(self, logits: Tensor, label: Tensor) -> Tensor:
+        """Returns sums over each sample's voxels, ``b 1+2k``: of cross-entropy, and of each class's
+        chance x target and chance + target."""
         if label.shape != (logits.shape[0], *logits.shape[2:]):
             raise ValueError(f"labels {tuple(label.shape)} do not lie on the logits {tuple(logits.shape)}")
+        return _OverVoxels.apply(logits, label, self._summed)  # type: ignore[no-any-return]
+
+    def _summed(self, logits: Tensor, label: Tensor) -> Tensor:
+        """Returns the sums of these voxels, all of which are looked at together."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         counted = None if self.ignore_label is None else label != self.ignore_label
         label = label.long() if counted is None else label.long().masked_fill(~counted, 0)
@@ -113,32 +119,37 @@ class DiceCE(nn.Module):
         if counted is not None:
             weight = counted.to(logits.dtype)
             voxelwise, chance, target = voxelwise * weight, chance * weight[:, None], target * weight[:, None]
-        return voxelwise, chance, target, counted
+        terms = (voxelwise[:, None], chance * target, chance + target)
+        return torch.cat([term.flatten(2).sum(2) for term in terms], 1)
+
+    def _count(self, label: Tensor) -> Tensor:
+        """Returns how many voxels count."""
+        if self.ignore_label is None:
+            return torch.tensor(label.numel(), device=label.device)
+        return torch.stack([(run != self.ignore_label).sum() for _, run in _runs(label[:, None], label)]).sum()
 
     def _region_masks(self, label: Tensor, dtype: torch.dtype) -> Tensor:
         masks = [torch.isin(label, torch.tensor(region, device=label.device)) for region in self.regions]
         return torch.stack(masks, 1).to(dtype)
 
-    def _mean(self, voxelwise: Tensor, counted: Tensor | None, share: Share) -> Tensor:
+    def _mean(self, summed: Tensor, label: Tensor, share: Share) -> Tensor:
         """Returns the batch's mean over counted voxels; each of ``samples``' ranks adds its own samples' share."""
-        if counted is None:  # every rank has as many samples, but boxes may differ
-            count = voxelwise.new_tensor(voxelwise.numel() * share.num_shares)
+        count = self._count(label).to(summed.dtype)
+        if self.ignore_label is None:  # every rank has as many samples, but boxes may differ
+            count *= share.num_shares
         else:
-            count = counted.sum().to(voxelwise.dtype)
             for group in share.samples:
                 count = all_reduce(count, group)
         if share.voxels is not None:
             count = all_reduce(count, share.voxels)
-        summed = voxelwise.sum()
-        if share.voxels is not None:
             summed = total(summed, share.voxels)
         return summed * share.num_shares / count.clamp(min=1)
 
-    def _dice(self, chance: Tensor, target: Tensor, share: Share) -> Tensor:
+    def _dice(self, sums: Tensor, share: Share) -> Tensor:
+        """Returns the Dice term of ``b 2k`` sums."""
+        sums = torch.stack(sums.chunk(2, 1))  # 2 b k
         if not self.background and not self.regions:
-            chance, target = chance[:, 1:], target[:, 1:]
-        space = tuple(range(2, chance.ndim))
-        sums = torch.stack([(chance * target).sum(space), (chance + target).sum(space)])  # 2 b k
+            sums = sums[:, :, 1:]
         if share.voxels is not None:
             sums = total(sums, share.voxels)
         if self.batch_dice:
@@ -149,3 +160,38 @@ class DiceCE(nn.Module):
 
     def _ratio(self, both: Tensor, either: Tensor) -> Tensor:
         return 1 - ((2 * both + self.smooth) / (either + self.smooth).clamp(min=1e-8)).mean()
+
+
+class _OverVoxels(Function):
+    """What ``summed`` makes of all voxels, in runs of rows: of chances, targets and products, one run's are there.
+
+    Logits and labels alone are held; the backward looks at each run again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, label: Tensor, summed: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        ctx.summed = summed
+        ctx.save_for_backward(logits, label)
+        first, *rest = (summed(*run) for run in _runs(logits, label))
+        for more in rest:
+            first += more
+        return first
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, label = ctx.saved_tensors
+        dlogits = torch.empty_like(logits)
+        for (mine, truth), (place, _) in zip(_runs(logits, label), _runs(dlogits, label)):
+            with torch.enable_grad():
+                leaf = mine.detach().requires_grad_()
+                (found,) = torch.autograd.grad(ctx.summed(leaf, truth), leaf, grad)
+            place.copy_(found)
+        return dlogits, None, None
+
+
+def _runs(logits: Tensor, label: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Returns logits ``b k W D H`` and labels in runs along W of at most RUN logits, a row at least."""
+    row = logits[:, :, :1].numel()
+    rows = max(1, RUN // max(row, 1))
+    return zip(logits.split(rows, 2), label.split(rows, 1))

@@ -88,9 +88,7 @@ def surface(mask: Mask) -> Mask:
     return mask & ~ndimage.binary_erosion(mask)
 
 
-def surface_distances(
-    truth: Mask, prediction: Mask, spacing: Sequence[float]
-) -> tuple[Distances, Distances]:
+def surface_distances(truth: Mask, prediction: Mask, spacing: Sequence[float]) -> tuple[Distances, Distances]:
     """Returns distances in mm, from each surface voxel of the prediction to the truth's surface, and back.
 
     Taken in the box around both masks, which is exact: all surface voxels lie in it, and what it cuts off is

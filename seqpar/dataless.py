@@ -1,0 +1,34 @@
+"""Tensors without data ("meta") stand for ones on some device, so that what a network would do there can be counted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+_stood_for = ContextVar("stood_for", default="cuda")
+
+
+@contextmanager
+def standing_for(device_type: str) -> Iterator[None]:
+    """Lets tensors without data stand for ones on such a device."""
+    before = _stood_for.set(device_type)
+    try:
+        yield
+    finally:
+        _stood_for.reset(before)
+
+
+def device_type(x: Tensor) -> str:
+    """Returns the kind of device on which ``x`` lies, or for which it stands."""
+    return _stood_for.get() if x.is_meta else x.device.type
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Returns the precision that autocast asks for where ``x`` lies, None where it asks for none.
+
+    Tensors without data, for which torch knows no autocast, follow the CPU's.
+    """
+    kind = "cpu" if x.is_meta else x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
