@@ -3,9 +3,10 @@
 Ranks are processes of this machine, one thread each. Times are forward and backward of one attention, from what a
 strategy starts with to the gradients there: the projected queries, keys and values; rows that say ``projected``
 begin and end with the tokens and hold the projections too, as ``gather-x`` cannot do without. Strategies run in
-turns; a ratio is the median over turns. ``cpu_ms`` is what the first rank worked, messages too: a busy machine
-disturbs it little. Memory is the highest resident size of a rank less what it held before,
-inputs and their gradients' weights among it, where freed memory goes back at once.
+turns; a ratio is the median over turns of a time to that of the strategy which ``auto`` takes, with the least and
+the most of them. ``cpu_ms`` is what the first rank worked, messages too: a busy machine disturbs it little. Memory is
+the highest resident size of a rank less what it held before, inputs and their gradients' weights among it, where freed
+memory goes back at once.
 """
 
 import json
@@ -43,7 +44,7 @@ def rows(
     memory_tokens: int = 8192,
     memory_group: int = 4,
 ) -> Rows:
-    """Returns a row per strategy, peer and size: median ms, the median ratio to gather-kv, MiB sent; then memory."""
+    """Returns a row per strategy, peer and size: median ms, the median ratio to auto's, MiB sent; then memory."""
     found: Rows = []
     for size in groups:
         found += _on_ranks(size, ["time", str(turns), *map(str, tokens)], {})
@@ -95,7 +96,7 @@ def _projected(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:
 
 
 def _makes(size: int) -> dict[str, Make]:
-    """Returns what is measured on ``size`` ranks, the base of the ratios first."""
+    """Returns what is measured on ``size`` ranks."""
     names = ["gather-kv", "ulysses"] + (["hybrid:2"] if size % 2 == 0 and size > 2 else [])
     found: dict[str, Make] = {name: partial(_exchanged, name) for name in names}
     found |= {f"{name}, projected": partial(_projected, name) for name in names[:2]}
@@ -124,20 +125,20 @@ def _times(mesh: Mesh, turns: int, tokens: int) -> Rows:
             worked[name].append(1e3 * (time.process_time() - work))
             agree(0, mesh.seq)  # done when the last rank is
             spent[name].append(1e3 * (time.perf_counter() - began))
-    auto, _ = choose(Layer(tuple(sizes), HEADS, WIDTH), CPU)
+    auto = str(choose(Layer(tuple(sizes), HEADS, WIDTH), CPU)[0])
+    base = auto if auto in acts else f"{auto}, projected"
     return [
         {
             "measure": "time",
             "ranks": mesh.seq.size,
             "tokens": tokens,
-            "strategy": name,
+            "strategy": f"{name} (auto)" if name == base else name,
             "turns": turns,
             "median_ms": statistics.median(times),
-            "ratio": _ratio(times, spent["gather-kv"]),
+            "ratio": _ratio(times, spent[base]),
             "cpu_ms": statistics.median(worked[name]),
-            "cpu_ratio": _ratio(worked[name], worked["gather-kv"]),
+            "cpu_ratio": _ratio(worked[name], worked[base]),
             "sent_mib": moved[name],
-            "auto": name.split(",")[0] == str(auto),
         }
         for name, times in spent.items()
     ]
@@ -145,11 +146,12 @@ def _times(mesh: Mesh, turns: int, tokens: int) -> Rows:
 
 def _fewer(turns: int, tokens: int) -> int:
     """Returns the turns of long sequences, whose times vary less and take long."""
-    return max(min(turns, 3), round(turns * min(1.0, 2048 / tokens)))
+    return max(min(turns, 5), round(turns * min(1.0, 2048 / tokens)))
 
 
-def _ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    return statistics.median(t / b for t, b in zip(times, base))
+def _ratio(times: Sequence[float], base: Sequence[float]) -> str:
+    ratios = [t / b for t, b in zip(times, base)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _growth(mesh: Mesh, tokens: int) -> Rows:
