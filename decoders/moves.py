@@ -10,11 +10,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from seqpar.collectives import Remap, plan_remap, remap
 from seqpar.decoders.spread import Spread
 from seqpar.layout import Layout, from_patches
 from seqpar.losses import Share
 from seqpar.mesh import Group
+from seqpar.remaps import Remap, plan_remap, remap
 from seqpar.tokens import to_grid
 
 

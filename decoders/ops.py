@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.collectives import Interval
 from seqpar.dataless import autocast_dtype
 from seqpar.decoders.pieces import channels_last, laid_out
 from seqpar.decoders.spread import Halos, Reach, Spread, after, sliding, spreading
 from seqpar.mesh import Group
+from seqpar.windows import Interval
 
 
 class Conv3d(nn.Conv3d):

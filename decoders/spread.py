@@ -13,9 +13,9 @@ from functools import cached_property
 
 from torch import Tensor
 
-from seqpar.collectives import Interval, Margins, close_window, open_window, window
 from seqpar.layout import Bounds
 from seqpar.mesh import Group
+from seqpar.windows import Interval, Margins, close_window, open_window, window
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Everything that crosses ranks, each with its adjoint beside it, and counted in bytes.
+"""What crosses ranks, each with its adjoint beside it and counted in bytes; `windows` and `remaps` are built on it.
 
 The gradient rule: every backward here is the true adjoint of its forward (gather <-> reduce-scatter, sum <->
 sum, window <-> window-add, all-to-all <-> the reversed one, remap <-> the reversed one, adding). Every rank holds
@@ -12,7 +12,6 @@ scatters use the library's own. A group of one moves nothing; tensors without da
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,9 +27,7 @@ from seqpar.watch import Watch
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-Interval = tuple[int, int]
 Result = TypeVar("Result")
-Margins = Sequence[tuple[int, int, int]]  # dimension, how many before, how many behind
 
 
 class Pending:
@@ -299,216 +296,6 @@ def exchange_rows(
     incoming[group.index].copy_(outgoing[group.index])
     post({q: outgoing[q] for q in group.peers}, {q: incoming[q] for q in group.peers}, group, kind).wait()
     return result
-
-
-def window(
-    x: Tensor,
-    group: Group,
-    dim: int,
-    owned: Mapping[int, Interval],
-    needed: Mapping[int, Interval],
-    kind: str = "window",
-    fill: float = 0.0,
-    margins: Margins = (),
-) -> Tensor:
-    """Returns the interval ``needed[me]`` of a dimension of which each rank holds ``owned``.
-
-    The mappings go from places in ``group`` to half-open intervals; ranks that are not in them take no part.
-    Needs may be smaller than what is owned, lie elsewhere, or reach over several neighbours. ``margins`` of
-    ``fill`` are laid around the result, along any dimensions, without another copy.
-
-    *forward:* each rank sends what of its interval others need.
-    *backward:* the gradient of every received slice goes back and is added.
-    """
-    return _Window.apply(x, group, dim, dict(owned), dict(needed), kind, fill, margins)  # type: ignore[no-any-return]
-
-
-class _Window(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        group: Group,
-        dim: int,
-        owned: dict[int, Interval],
-        needed: dict[int, Interval],
-        kind: str,
-        fill: float,
-        margins: Margins,
-    ) -> Tensor:
-        ctx.how = group, dim, owned, needed, kind, margins
-        ctx.shape = x.shape
-        return open_window(x, group, dim, owned, needed, kind, fill, margins)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        result = close_window(grad, *ctx.how)
-        assert result.shape == ctx.shape, (result.shape, ctx.shape)
-        return result, None, None, None, None, None, None, None
-
-
-def _overlap(a: Interval, b: Interval) -> Interval:
-    low = max(a[0], b[0])
-    return low, max(low, min(a[1], b[1]))
-
-
-def _room(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns an empty tensor of that shape whose values lie in the order of those of ``x``."""
-    last = x.ndim == 5 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
-    order = torch.channels_last_3d if last else torch.contiguous_format
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order)
-
-
-def open_window(
-    x: Tensor,
-    group: Group,
-    dim: int,
-    owned: Mapping[int, Interval],
-    needed: Mapping[int, Interval],
-    kind: str = "window",
-    fill: float = 0.0,
-    margins: Margins = (),
-) -> Tensor:
-    """Returns ``window``'s result, without a gradient."""
-    me, mine, want = group.index, owned[group.index], needed[group.index]
-    assert x.shape[dim] == mine[1] - mine[0], (x.shape, dim, owned)
-    shape = list(x.shape)
-    shape[dim] = want[1] - want[0]
-    for side, before, behind in margins:
-        shape[side] += before + behind
-    whole = result = _room(x, shape)
-    for side, before, behind in margins:
-        result.narrow(side, 0, before).fill_(fill)
-        result.narrow(side, shape[side] - behind, behind).fill_(fill)
-        result = result.narrow(side, before, shape[side] - before - behind)
-    sends, receives, places = {}, {}, {}
-    for q in owned:
-        low, high = _overlap(mine, needed[q])
-        piece = x.narrow(dim, low - mine[0], high - low) if high > low else None
-        low, high = _overlap(owned[q], want)
-        place = result.narrow(dim, low - want[0], high - low) if high > low else None
-        if q == me:
-            if place is not None and piece is not None:
-                place.copy_(piece)
-            continue
-        if piece is not None:
-            sends[q] = piece.contiguous()
-        if place is not None:
-            receives[q], places[q] = place.contiguous(), place
-    post(sends, receives, group, kind).wait()
-    for q, place in places.items():
-        if receives[q].data_ptr() != place.data_ptr():
-            place.copy_(receives[q])
-    return whole
-
-
-def close_window(
-    grad: Tensor,
-    group: Group,
-    dim: int,
-    owned: Mapping[int, Interval],
-    needed: Mapping[int, Interval],
-    kind: str = "window",
-    margins: Margins = (),
-) -> Tensor:
-    """Returns the adjoint of ``open_window``: what all ranks have for this one's interval, added."""
-    for side, before, behind in margins:
-        grad = grad.narrow(side, before, grad.shape[side] - before - behind)
-    me, mine, want = group.index, owned[group.index], needed[group.index]
-    assert grad.shape[dim] == want[1] - want[0], (grad.shape, dim, needed)
-    shape = list(grad.shape)
-    shape[dim] = mine[1] - mine[0]
-    result = _room(grad, shape).zero_()
-    sends, receives, places = {}, {}, {}
-    for q in owned:
-        low, high = _overlap(owned[q], want)
-        piece = grad.narrow(dim, low - want[0], high - low) if high > low else None
-        low, high = _overlap(mine, needed[q])
-        place = result.narrow(dim, low - mine[0], high - low) if high > low else None
-        if q == me:
-            if place is not None and piece is not None:
-                place.copy_(piece)
-            continue
-        if piece is not None:
-            sends[q] = piece.contiguous()
-        if place is not None:
-            receives[q], places[q] = torch.empty_like(place, memory_format=torch.contiguous_format), place
-    post(sends, receives, group, kind).wait()
-    for q in sorted(places):
-        places[q].add_(receives[q])
-    return result
-
-
-@dataclass(frozen=True)
-class Remap:
-    """From one ownership of numbered things to another: who sends which of his rows where."""
-
-    num_source: int
-    num_target: int
-    send: Mapping[int, Tensor]  # to each place: positions among my source rows
-    place: Mapping[int, Tensor]  # from each place: positions among my target rows
-
-
-def plan_remap(sources: Sequence[Tensor], targets: Sequence[Tensor], me: int) -> Remap:
-    """Returns how rows move when rank q owns the ids ``sources[q]`` and wants ``targets[q]``; an id has one owner."""
-    owner_size = 1 + max(int(ids.max()) for ids in [*sources, *targets] if len(ids))
-    position = torch.full((owner_size,), -1)
-    owner = torch.full((owner_size,), -1)
-    for q, ids in enumerate(sources):
-        assert bool((owner[ids] == -1).all()), "an id has two owners"
-        owner[ids] = q
-        position[ids] = torch.arange(len(ids))
-    if any(bool((owner[ids] == -1).any()) for ids in targets):
-        raise ValueError("a wanted row has no owner: the two ownerships do not hold the same things")
-    send = {q: position[ids[owner[ids] == me]] for q, ids in enumerate(targets)}
-    place = {q: (owner[targets[me]] == q).nonzero().flatten() for q in range(len(sources))}
-    return Remap(len(sources[me]), len(targets[me]), send, place)
-
-
-def remap(x: Tensor, group: Group, dim: int, plan: Remap, kind: str = "remap") -> Tensor:
-    """Returns the rows along ``dim`` that this rank wants of what all own.
-
-    *forward:* an all-to-all with uneven counts.
-    *backward:* the reversed all-to-all; gradients of a row that went to several ranks are added.
-    """
-    return _Move.apply(x, group, dim, plan, kind)  # type: ignore[no-any-return]
-
-
-class _Move(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int, plan: Remap, kind: str) -> Tensor:
-        ctx.how = group, dim, plan, kind
-        rows = x.movedim(dim, 0)
-        ctx.shape = rows.shape
-        assert rows.shape[0] == plan.num_source, (x.shape, dim, plan.num_source)
-        result = rows.new_empty((plan.num_target, *rows.shape[1:]))
-        got = _swap_rows(rows, group, plan.send, plan.place, kind)
-        for q, piece in got.items():
-            result[plan.place[q].to(x.device)] = piece
-        return result.movedim(0, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, dim, plan, kind = ctx.how
-        rows = grad.movedim(dim, 0)
-        assert rows.shape == (plan.num_target, *ctx.shape[1:]), (rows.shape, ctx.shape)
-        result = rows.new_zeros(ctx.shape)
-        got = _swap_rows(rows, group, plan.place, plan.send, kind)
-        for q in sorted(got):
-            result.index_add_(0, plan.send[q].to(grad.device), got[q])
-        return result.movedim(0, dim), None, None, None, None
-
-
-def _swap_rows(
-    rows: Tensor, group: Group, send: Mapping[int, Tensor], receive: Mapping[int, Tensor], kind: str
-) -> dict[int, Tensor]:
-    pieces = {q: rows.index_select(0, ids.to(rows.device)) for q, ids in send.items()}
-    got = {q: rows.new_empty((len(receive[q]), *rows.shape[1:])) for q in group.peers}
-    post({q: pieces[q] for q in group.peers}, got, group, kind).wait()
-    got[group.index] = pieces[group.index]
-    return got
 
 
 def whole(x: Tensor) -> Tensor:

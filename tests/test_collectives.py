@@ -9,6 +9,7 @@ from conftest import relative
 from torch import Tensor
 
 from seqpar import collectives as c
+from seqpar import remaps, windows
 from seqpar.mesh import Group, Mesh
 
 WORLDS = [1, 2, 3, 4, 8]
@@ -135,11 +136,11 @@ def check_window(mesh: Mesh) -> None:
         x = whole.narrow(dim, low, high - low)
         want = whole.narrow(dim, needed[group.index][0], needed[group.index][1] - needed[group.index][0])
         group.traffic.clear()
-        assert torch.equal(c.window(x, group, dim, owned, needed), want)
+        assert torch.equal(windows.window(x, group, dim, owned, needed), want)
         overlaps = [min(high, b) - max(low, a) for q, (a, b) in needed.items() if q != group.index]
         expected = sum(max(0, n) for n in overlaps) * whole.numel() // extent * 8
         assert group.traffic["window"] == expected
-        assert adjoint_gap(mesh, x, lambda x: c.window(x, group, dim, owned, needed)) < 1e-14
+        assert adjoint_gap(mesh, x, lambda x: windows.window(x, group, dim, owned, needed)) < 1e-14
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -154,9 +155,9 @@ def check_margins(mesh: Mesh) -> None:
     low, high = needed[group.index]
     whole, mine = rows(5, 2 * group.size, 3), slice(*owned[group.index])
     margins = ((0, group.index, 1), (1, 0, 2))
-    got = c.window(whole[mine], group, 0, owned, needed, fill=7.0, margins=margins)
+    got = windows.window(whole[mine], group, 0, owned, needed, fill=7.0, margins=margins)
     assert torch.equal(got, torch.nn.functional.pad(whole[low:high], (0, 2, group.index, 1), value=7.0))
-    zeros = lambda x: c.window(x, group, 0, owned, needed, margins=margins)  # noqa: E731  linear without the fill
+    zeros = lambda x: windows.window(x, group, 0, owned, needed, margins=margins)  # noqa: E731  linear without the fill
     assert adjoint_gap(mesh, whole[mine], zeros) < 1e-14
 
 
@@ -174,8 +175,8 @@ def check_lines(mesh: Mesh) -> None:
     whole = rows(group.index % 2, 5, 2)
     low, high = owned[group.index]
     a, b = needed[group.index]
-    assert torch.equal(c.window(whole[low:high], group, 0, owned, needed), whole[a:b])
-    assert adjoint_gap(mesh, whole[low:high], lambda x: c.window(x, group, 0, owned, needed)) < 1e-14
+    assert torch.equal(windows.window(whole[low:high], group, 0, owned, needed), whole[a:b])
+    assert adjoint_gap(mesh, whole[low:high], lambda x: windows.window(x, group, 0, owned, needed)) < 1e-14
 
 
 def test_window_along_one_direction_of_a_grid_of_boxes(ranks: Callable[..., list]) -> None:
@@ -194,14 +195,14 @@ def check_remap(mesh: Mesh) -> None:
         else:
             wanter = torch.randint(group.size, (17,), generator=toss)
             targets = [(wanter == q).nonzero().flatten() for q in range(group.size)]
-        plan = c.plan_remap(sources, targets, group.index)
+        plan = remaps.plan_remap(sources, targets, group.index)
         whole = rows(5, 2, 17, 3)
         x = whole[:, sources[group.index]]
-        assert torch.equal(c.remap(x, group, 1, plan), whole[:, targets[group.index]])
-        assert adjoint_gap(mesh, x, lambda x: c.remap(x, group, 1, plan)) < 1e-14
-    same = c.plan_remap(sources, sources, group.index)
+        assert torch.equal(remaps.remap(x, group, 1, plan), whole[:, targets[group.index]])
+        assert adjoint_gap(mesh, x, lambda x: remaps.remap(x, group, 1, plan)) < 1e-14
+    same = remaps.plan_remap(sources, sources, group.index)
     group.traffic.clear()
-    assert torch.equal(c.remap(x, group, 1, same), x) and group.traffic["remap"] == 0
+    assert torch.equal(remaps.remap(x, group, 1, same), x) and group.traffic["remap"] == 0
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -211,7 +212,7 @@ def test_remap_moves_any_ownership_to_any_other(world: int, ranks: Callable[...,
 
 def test_remap_refuses_what_nobody_owns() -> None:
     with pytest.raises(ValueError, match="no owner"):
-        c.plan_remap([torch.tensor([0, 1])], [torch.tensor([0, 2])], 0)
+        remaps.plan_remap([torch.tensor([0, 1])], [torch.tensor([0, 2])], 0)
 
 
 def check_dtypes(mesh: Mesh, dtype: torch.dtype) -> list[torch.dtype]:
@@ -252,15 +253,15 @@ def test_gather_and_scatter_move_the_bytes_of_the_formula(world: int, ranks: Cal
 def test_a_gradient_of_another_shape_is_refused() -> None:
     """Autograd would sum it to fit, silently."""
     group, wrong = Group("seq"), torch.ones(2, 4, 3)
-    plan = c.plan_remap([torch.arange(4)], [torch.arange(4)], 0)
+    plan = remaps.plan_remap([torch.arange(4)], [torch.arange(4)], 0)
     inputs = torch.ones(2, 4, requires_grad=True)
     outputs = {
         "gather": c.gather(inputs, group, 1, [4]),
         "scatter": c.scatter_sum(inputs, group, 1, [4]),
         "sum": c.total(inputs, group),
         "all_to_all": c.all_to_all(inputs, group, [2], [2]),
-        "window": c.window(inputs, group, 1, {0: (0, 4)}, {0: (0, 3)}),
-        "remap": c.remap(inputs, group, 1, plan),
+        "window": windows.window(inputs, group, 1, {0: (0, 4)}, {0: (0, 3)}),
+        "remap": remaps.remap(inputs, group, 1, plan),
     }
     for output in outputs.values():
         node = output.grad_fn

@@ -13,6 +13,8 @@ FLOORS = {
     "seqpar.watch": 0,
     "seqpar.dataless": 0,
     "seqpar.collectives": 1,
+    "seqpar.remaps": 1,
+    "seqpar.windows": 1,
     "seqpar.layout": 2,
     "seqpar.attention": 2,
     "seqpar.choice": 2,
