@@ -81,7 +81,9 @@ def _measured(name: str, ranks: int, size: Size) -> dict[str, float]:
 def _monai(size: Size, flash: bool) -> nn.Module:
     from monai.networks.nets import ViT  # type: ignore[import-not-found, unused-ignore]
 
-    more = {"use_flash_attention": flash} if "use_flash_attention" in inspect.signature(ViT).parameters else {}
+    more: dict[str, Any] = (
+        {"use_flash_attention": flash} if "use_flash_attention" in inspect.signature(ViT).parameters else {}
+    )
     hidden, cube = 4 * size.embed_dim, (size.tile,) * 3
     return ViT(1, cube, (size.patch,) * 3, size.embed_dim, hidden, size.depth, size.heads, **more)  # type: ignore[no-any-return, unused-ignore]
 

@@ -31,7 +31,7 @@ CORES, STEPS = 2, 3
 
 
 def rows(turns: int = 3, batches: tuple[int, ...] = (1, 2)) -> list[dict[str, Any]]:
-    """Returns a row per contender and batch: median seconds a step, ratio to the first, MB saved per rank."""
+    """Returns a row per contender and batch: median seconds a step, median ratio to the first, MB saved per rank."""
     found = []
     for batch in batches:
         contenders = [("ours", 1, "gather"), ("ours", CORES, "halo" if batch % CORES else "swap")]
@@ -41,17 +41,16 @@ def rows(turns: int = 3, batches: tuple[int, ...] = (1, 2)) -> list[dict[str, An
         for _ in range(turns):  # alternating: what else the machine does meets all alike
             for contender in contenders:
                 measured[contender].append(_measured(*contender, batch))
-        first = statistics.median(m["seconds"] for m in measured[contenders[0]])
+        base = measured[contenders[0]]
         for (name, ranks, mode), runs in measured.items():
-            seconds = statistics.median(m["seconds"] for m in runs)
             found.append(
                 {
                     "net": f"UNETR, {name}",
                     "batch": batch,
                     "ranks x threads": f"{ranks} x {CORES // ranks}",
                     "mode": mode,
-                    "s a step": seconds,
-                    "ratio": seconds / first,
+                    "s a step": statistics.median(run["seconds"] for run in runs),
+                    "ratio": statistics.median(a["seconds"] / b["seconds"] for a, b in zip(runs, base)),
                     "saved MB a rank": runs[0]["saved"] / 1e6,
                 }
             )
@@ -113,20 +112,23 @@ class _Step:
         self.image, self.label = image, label
         if isinstance(net, SegmentationNet):
             layout = net.encoder.layout
-            self.image = layout.cut(image, mesh.seq.index)
-            self.label = net.arrange(layout.cut(label, mesh.seq.index))
+            self.image, self.label = (layout.cut(whole, mesh.seq.index) for whole in (image, label))
             self.share = net.mode.share(None, len(image))
+
+    def _forward(self) -> Tensor:
+        label = self.net.arrange(self.label) if isinstance(self.net, SegmentationNet) else self.label
+        return self.loss(self.net(self.image), label, self.share)  # type: ignore[no-any-return]
 
     def __call__(self) -> None:
         self.net.zero_grad()
-        self.loss(self.net(self.image), self.label, self.share).backward()
+        self._forward().backward()
         for p in self.net.parameters():
             if p.grad is not None and self.world.size > 1:
                 p.grad = all_reduce(p.grad, self.world) / self.world.size
 
     def saved_bytes(self) -> int:
         """Returns the bytes of distinct storages held for backward in a first step, parameters excluded."""
-        return saved_bytes(self.net, lambda: self.loss(self.net(self.image), self.label, self.share))
+        return saved_bytes(self.net, self._forward)
 
 
 if __name__ == "__main__":
