@@ -67,32 +67,41 @@ def _back(grad: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class _Normed(Function):
-    """*forward:* merges all ranks' moments. *backward:* sums over all ranks what the statistics owe to each value."""
+    """*forward:* merges all ranks' moments. *backward:* sums over all ranks what the statistics owe to each value.
+
+    Of a sum in half precision the normed values are kept too: beside a large ``other`` they could not be read back.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor | None, eps: float, groups: Groups, count: int) -> Tensor:
         mean, scale = _statistics(x, eps, groups)
         pieces = Pieces(x)
         y = pieces.empty(x.dtype)
-        for piece in pieces.of([x, y, x if other is None else other], [mean, scale]):
-            (source, out, plus), (m, a) = piece.values, piece.columns
+        kept = pieces.empty(x.dtype) if other is not None and x.dtype.itemsize < 4 else None
+        volumes = [x, y, x if other is None else other, y if kept is None else kept]
+        for piece in pieces.of(volumes, [mean, scale]):
+            (source, out, plus, keep), (m, a) = piece.values, piece.columns
             normed = (source - m).mul_(a)
+            if kept is not None:
+                keep.copy_(normed)
             out.copy_(F.leaky_relu_(normed if other is None else normed.add_(plus), SLOPE))
-        ctx.how = groups, count
-        ctx.save_for_backward(y, other, scale)
+        ctx.how = groups, count, kept is not None
+        ctx.save_for_backward(y, other if kept is None else kept, scale)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        y, other, scale = ctx.saved_tensors
-        groups, count = ctx.how
+        y, beside, scale = ctx.saved_tensors  # beside: nothing, the other summand, or the normed values
+        groups, count, is_kept = ctx.how
         pieces = Pieces(y)
-        volumes = [y, grad.contiguous(memory_format=pieces.format), y if other is None else other]
+        volumes = [y, grad.contiguous(memory_format=pieces.format), y if beside is None else beside]
 
         def read(out: Tensor, g: Tensor, plus: Tensor) -> tuple[Tensor, Tensor]:
             g, total = _back(g, out, scale.dtype)
-            return g, total if other is None else total.sub_(plus)
+            if is_kept:
+                return g, plus.to(scale.dtype)
+            return g, total if beside is None else total.sub_(plus)
 
         sums = scale.new_zeros(2, pieces.num_rows)
         for piece in pieces.of(volumes):
@@ -101,13 +110,13 @@ class _Normed(Function):
             sums[1, piece.rows] += piece.sum(normed.mul_(g))
         level, along = _owed(sums, groups, count)
         dx = pieces.empty(y.dtype)
-        dother = dx if other is None else pieces.empty(y.dtype)
+        dother = dx if beside is None else pieces.empty(y.dtype)
         for piece in pieces.of([*volumes, dx, dother], [scale, level, along]):
             (*given, to, to_other), (a, b, c) = piece.values, piece.columns
             g, normed = read(*given)
             to_other.copy_(g)
             to.copy_(g.sub_(b).sub_(normed.mul_(c)).mul_(a))
-        return dx, None if other is None else dother, None, None, None
+        return dx, None if beside is None else dother, None, None, None
 
 
 class _SumOfNormed(Function):

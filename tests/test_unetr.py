@@ -104,6 +104,21 @@ def test_normed_activations_are_torch_s_own(
         assert got.dtype == dtype and relative(got.double(), want) < bound
 
 
+def test_a_large_summand_does_not_swallow_the_normed_values_in_half_precision() -> None:
+    dice = torch.Generator().manual_seed(0)
+    x, other, slope = (torch.randn(1, 4, 5, 5, 5, generator=dice) for _ in range(3))
+    other, slope = 100 * other, slope + x  # what the statistics owe depends on the normed values
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        a, b = (t.bfloat16().to(dtype).requires_grad_() for t in (x, other))
+        y, _ = NormedActivation()(a, None, b)
+        (y * slope.bfloat16().to(dtype)).sum().backward()
+        assert a.grad is not None
+        return a.grad.double()
+
+    assert relative(gradient(torch.bfloat16), gradient(torch.float64)) < 2e-2
+
+
 def test_a_skip_reaches_as_far_as_its_level_says() -> None:
     """Deep tokens move logits through the coarsest grid, the image through the finest: both must be there."""
     decoder = UnetrDecoder(1, 24, 2, (8, 8, 8), 2).double()
