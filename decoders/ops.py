@@ -5,7 +5,7 @@ channels, W D H voxels; ``/s`` after the letter that is spread over the group.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.dataless import autocast_dtype
+from seqpar.decoders.halved import Sizes, convolve, gradients, is_halved
 from seqpar.decoders.pieces import channels_last, laid_out
 from seqpar.decoders.spread import Halos, Reach, Spread, after, sliding, spreading
 from seqpar.mesh import Group
@@ -39,29 +40,35 @@ class Conv3d(nn.Conv3d):
             assert spread is None or spread.fits(x), (x.shape, spread.sides)
             return F.linear(x.movedim(1, -1), self.weight.flatten(1), self.bias).movedim(-1, 1), spread
         if spread is None:
-            return laid_out(super().forward(x), x), None
-        reaches = []
-        for dim, edges in enumerate(spread.edges):
-            span = self.dilation[dim] * (self.kernel_size[dim] - 1) + 1
-            reaches.append(sliding(edges, span, self.stride[dim], self._pads(dim, span), str(self)))
-        how = _Convolution(
-            Halos.of(spread, reaches),
-            tuple(self.stride),
-            tuple(reach.padding for reach in reaches),
-            tuple(self.dilation),
-            self.groups,
-            self.keep_window,
-        )
-        return _convolve(x, self.weight, self.bias, how, spread), after(spread, reaches)
+            return self._whole(x), None
+        reaches = [
+            sliding(edges, self._span(dim), self.stride[dim], self._pads(dim), str(self))
+            for dim, edges in enumerate(spread.edges)
+        ]
+        padding = tuple(reach.padding for reach in reaches)
+        how = _Convolution(Halos.of(spread, reaches), Sizes.of(self, padding), self.keep_window)
+        assert spread.fits(x), (x.shape, spread.sides)
+        return _convolve(x, self.weight, self.bias, how), after(spread, reaches)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Returns the convolution of what is not spread."""
+        pads = [self._pads(dim) for dim in range(3)]
+        sizes = Sizes.of(self, tuple(before for before, _ in pads))
+        if all(before == behind for before, behind in pads) and is_halved(x, self.weight, sizes):
+            return _convolve(x, self.weight, self.bias, _Convolution(Halos(Group("self")), sizes, True))
+        return laid_out(super().forward(x), x)
 
     def _is_local(self) -> bool:
         """Returns whether each voxel is multiplied by a matrix, and that is all."""
-        plain = self.groups == 1 and not any(sum(self._pads(dim, 1)) for dim in range(3))
+        plain = self.groups == 1 and not any(sum(self._pads(dim)) for dim in range(3))
         return plain and math.prod(self.kernel_size) == 1 == math.prod(self.stride)
 
-    def _pads(self, dim: int, span: int) -> tuple[int, int]:
+    def _span(self, dim: int) -> int:
+        return self.dilation[dim] * (self.kernel_size[dim] - 1) + 1
+
+    def _pads(self, dim: int) -> tuple[int, int]:
         if isinstance(self.padding, str):
-            both = span - 1 if self.padding == "same" else 0
+            both = self._span(dim) - 1 if self.padding == "same" else 0
             return both // 2, both - both // 2
         return self.padding[dim], self.padding[dim]
 
@@ -90,18 +97,12 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         ]
         result = after(spread, reaches)
         given = [self._given(dim, reach, at) for dim, (reach, at) in enumerate(zip(reaches, spread.place))]
-        how = _Convolution(
-            Halos.of(spread, reaches),
-            tuple(self.stride),
-            tuple(reach.padding for reach in reaches),
-            tuple(self.dilation),
-            self.groups,
-            self.keep_window,
-            transposed=True,
-            output_padding=tuple(e if reach.local else 0 for e, reach in zip(self.output_padding, reaches)),
-            crop=Halos.crop(given, result.box),
-        )
-        return _convolve(x, self.weight, self.bias, how, spread), result
+        padding = tuple(reach.padding for reach in reaches)
+        more = tuple(e if reach.local else 0 for e, reach in zip(self.output_padding, reaches))
+        sizes = replace(Sizes.of(self, padding), output_padding=more)
+        how = _Convolution(Halos.of(spread, reaches), sizes, self.keep_window, Halos.crop(given, result.box))
+        assert spread.fits(x), (x.shape, spread.sides)
+        return _convolve(x, self.weight, self.bias, how), result
 
     def _given(self, dim: int, reach: Reach, place: int) -> Interval:
         """Returns which outputs the convolution of this rank's window makes."""
@@ -123,18 +124,12 @@ class _Convolution:
     """One rank's convolution: the window to fetch, then torch's numbers, then the part of the result to take."""
 
     halos: Halos
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+    sizes: Sizes
     keep_window: bool
-    transposed: bool = False
-    output_padding: tuple[int, ...] = (0, 0, 0)
     crop: Halos = Halos(Group("self"))
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution, spread: Spread) -> Tensor:
-    assert spread.fits(x), (x.shape, spread.sides)
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution) -> Tensor:
     dtype = autocast_dtype(x)
     if dtype is not None and x.dtype != torch.float64:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -150,8 +145,7 @@ class _Convolve(Function):
         ctx.how, ctx.biased = how, bias is not None
         ctx.save_for_backward(window if how.keep_window else x, weight)
         inner_bias = None if how.crop.moves else bias  # places that no input reaches hold the bias too
-        sizes = how.stride, how.padding, how.dilation, how.transposed, how.output_padding, how.groups
-        y = laid_out(torch.convolution(window, weight, inner_bias, *sizes), x)  # type: ignore[arg-type]
+        y = laid_out(convolve(window, weight, inner_bias, how.sizes), x)
         ctx.frame = y.shape
         y = how.crop.open(y)
         if bias is not None and inner_bias is None:
@@ -165,14 +159,11 @@ class _Convolve(Function):
         kept, weight = ctx.saved_tensors
         window = kept if how.keep_window else how.halos.open(kept)
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        channels = grad.shape[1]
         whole_grad = how.crop.close(grad)  # of all that the window gives
         assert whole_grad.shape == ctx.frame, (whole_grad.shape, ctx.frame)
-        sizes = how.stride, how.padding, how.dilation, how.transposed, how.output_padding, how.groups
         inner_bias = for_bias and not how.crop.moves
-        dx, dweight, dbias = torch.ops.aten.convolution_backward(
-            whole_grad, window, weight, [channels] if ctx.biased else None, *sizes, [for_x, for_weight, inner_bias]
-        )
+        wanted = for_x, for_weight, inner_bias
+        dx, dweight, dbias = gradients(whole_grad, window, weight, ctx.biased, how.sizes, wanted)
         if for_bias and not inner_bias:
             dbias = grad.sum([0, *range(2, grad.ndim)])
-        return how.halos.close(dx) if for_x else None, dweight, dbias, None
+        return None if dx is None else how.halos.close(dx), dweight, dbias, None

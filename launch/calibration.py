@@ -84,7 +84,8 @@ def _smaller_convolution(done: Operation) -> list[Any]:
         widest = sides.index(max(sides))
         count *= (sides[widest] // 2) / sides[widest]
         sides[widest] //= 2
-    given[place] = given[place].new_empty((1, given[place].shape[1], *sides))
+    batch = min(2, given[place].shape[0])  # torch convolves a single one in another way
+    given[place] = given[place].new_empty((batch, given[place].shape[1], *sides))
     if place:  # the gradient has the output's shape
         given[0] = torch.ops.aten.convolution(given[1], given[2], None, *given[4:10])
     return given

@@ -30,6 +30,7 @@ FLOORS = {
     "seqpar.metrics": 4,
     "seqpar.surfaces": 4,
     "seqpar.lesions": 4,
+    "seqpar.decoders.halved": 5,
     "seqpar.decoders.ops": 5,
     "seqpar.decoders.norms": 5,
     "seqpar.decoders.pieces": 5,
