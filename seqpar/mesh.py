@@ -68,6 +68,10 @@ class Group:
         self.traffic[kind] += sent
         self.messages[kind] += messages
 
+    def leave(self) -> None:
+        """Lets the process group go, and its threads with it: one that outlives Python itself aborts the process."""
+        object.__setattr__(self, "handle", None)
+
     def __str__(self) -> str:
         return f"{self.name} group of {these(self.ranks)}"
 
@@ -124,6 +128,8 @@ class Mesh:
             dist.barrier(group=self.world.handle)
             self.world.watch.end()
             dist.destroy_process_group()
+            for group in (self.world, self.data, self.seq):
+                group.leave()
 
 
 def start(

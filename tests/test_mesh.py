@@ -75,16 +75,19 @@ def test_a_group_that_crosses_nodes_is_warned_of(capsys: pytest.CaptureFixture[s
 
 
 SCRIPT = """
-import torch
+import os, sys, torch
 from seqpar.mesh import start
 from seqpar.collectives import total
 with start(seqpar=2, device="cpu", timeout_s=60) as mesh:
     number = int(total(torch.tensor([float(mesh.world.index)]), mesh.seq))
     open(f"{OUT}/{mesh.world.index}", "w").write(f"{mesh.begin.by} {mesh.seq.index} {number}")
+if sys.platform == "linux":
+    threads = [open(f"/proc/self/task/{number}/comm").read() for number in os.listdir("/proc/self/task")]
+    assert not any("gloo" in name for name in threads), threads
 """
 
 
-def test_torchrun_starts_and_ends_in_order(tmp_path: object) -> None:
+def test_torchrun_starts_and_ends_in_order_without_a_thread_left_behind(tmp_path: object) -> None:
     script = f"{tmp_path}/job.py"
     with open(script, "w") as file:
         file.write(f"OUT = {str(tmp_path)!r}\n{SCRIPT}")
