@@ -5,7 +5,6 @@ row of a size; ``saved`` is counted.
 """
 
 import importlib.util
-import inspect
 import json
 import os
 import statistics
@@ -81,11 +80,12 @@ def _measured(name: str, ranks: int, size: Size) -> dict[str, float]:
 def _monai(size: Size, flash: bool) -> nn.Module:
     from monai.networks.nets import ViT  # type: ignore[import-not-found, unused-ignore]
 
-    more: dict[str, Any] = (
-        {"use_flash_attention": flash} if "use_flash_attention" in inspect.signature(ViT).parameters else {}
-    )
     hidden, cube = 4 * size.embed_dim, (size.tile,) * 3
-    return ViT(1, cube, (size.patch,) * 3, size.embed_dim, hidden, size.depth, size.heads, **more)  # type: ignore[no-any-return, unused-ignore]
+    net: nn.Module = ViT(1, cube, (size.patch,) * 3, size.embed_dim, hidden, size.depth, size.heads)
+    for block in net.blocks:  # type: ignore[union-attr]
+        assert not block.attn.use_flash_attention  # its blocks have the choice, which its ViT does not hand on
+        block.attn.use_flash_attention = flash
+    return net
 
 
 def _worker(name: str, size: Size, mesh: Mesh) -> dict[str, float]:
