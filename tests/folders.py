@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,14 +97,24 @@ def tree(root: Path) -> dict[str, bytes]:
 
 
 def child(work: Callable[[], object]) -> int:
-    """Returns the id of a forked process, leader of its own group, that does the work."""
+    """Returns the id of a forked process, leader of its own group, that does the work; it exits 1 where that raises."""
     pid = os.fork()
     if pid == 0:
+        code = 1
         try:
             os.setpgid(0, 0)
             work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
-            os._exit(0)
+            os._exit(code)
     with contextlib.suppress(OSError):  # whichever of both comes first
         os.setpgid(pid, pid)
     return pid
+
+
+def exit_code(pid: int) -> int:
+    """Returns a child's exit code, once it has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import child, image_array, nnunet, save, tree, write_json
+from folders import child, exit_code, image_array, nnunet, save, tree, write_json
 
 from seqpar.data.datasets import recognise
 from seqpar.data.faults import DataError
@@ -39,7 +39,9 @@ def test_prepare_killed_at_random_moments_ends_with_the_undisturbed_cache(tmp_pa
             break
         pid = child(lambda: prepare(data, tmp_path / "c", workers=2))
         time.sleep(rng.uniform(0.05, 0.9) * took)
-        if os.waitpid(pid, os.WNOHANG)[0] == 0:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        assert status == 0
+        if not ended:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             killed += 1
@@ -67,7 +69,7 @@ def test_ctrl_c_ends_workers_and_says_how_to_go_on(tmp_path, monkeypatch, capfd)
     while len(list(tmp_path.glob("worker-*"))) < 2 and time.monotonic() < until:
         time.sleep(0.02)
     os.killpg(pid, signal.SIGINT)
-    os.waitpid(pid, 0)
+    assert exit_code(pid) == 0
     assert (tmp_path / "code").read_text() == "130" and time.monotonic() < until
     said = capfd.readouterr().err
     assert "the same command goes on" in said and "Traceback" not in said
@@ -158,7 +160,7 @@ def test_a_file_that_the_system_cuts_off_is_not_taken_for_whole(tmp_path):
         except CacheError as error:
             (tmp_path / "error").write_text(str(error))
 
-    os.waitpid(child(limited), 0)
+    assert exit_code(child(limited)) == 0
     assert "c: cannot be written (File too large); what is finished is kept" in (tmp_path / "error").read_text()
     assert list((tmp_path / "c/cases").iterdir()) == [] and not (tmp_path / "c/cache.json").exists()
     with pytest.raises(DataError, match="no finished cache"):
@@ -215,7 +217,7 @@ def test_the_others_wait_until_the_first_has_prepared(tmp_path):
     start = time.monotonic()
     cache = prepared(root, tmp_path / "c", is_first=False, deadline=30)
     assert cache.ids == ("c_000", "c_001", "c_002") and time.monotonic() - start > 0.4
-    os.waitpid(pid, 0)
+    assert exit_code(pid) == 0
     assert not (tmp_path / "c/state.json").exists()
 
 
@@ -243,7 +245,7 @@ def test_an_earlier_runs_failure_is_not_taken_for_this_ones(tmp_path):
     write_json(tmp_path / "c/state.json", {"token": "old", "state": "failed", "path": "x", "problem": "old"})
     pid = child(lambda: (time.sleep(1), prepared(root, tmp_path / "c", is_first=True, workers=0, token="new")))
     assert len(prepared(root, tmp_path / "c", is_first=False, token="new", deadline=30).ids) == 2
-    os.waitpid(pid, 0)
+    assert exit_code(pid) == 0
 
 
 def test_waiting_for_nobody_ends_at_the_deadline(tmp_path):
@@ -255,7 +257,7 @@ def test_waiting_for_nobody_ends_at_the_deadline(tmp_path):
 def test_two_runs_into_one_folder_do_not_meet(tmp_path):
     data = recognise(nnunet(tmp_path / "D", 4))
     pids = [child(lambda: prepare(data, tmp_path / "c", workers=2)) for _ in range(2)]
-    for pid in pids:
-        os.waitpid(pid, 0)
+    assert [exit_code(pid) for pid in pids] == [0, 0]
+    assert exit_code(child(lambda: prepare(data, tmp_path / "d", workers=-1))) == 1, "no control"
     prepare(data, tmp_path / "d", workers=0)
     assert tree(tmp_path / "c") == tree(tmp_path / "d") and check_cache(tmp_path / "c") == []
