@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.augment import augment
-from seqpar.data.cache import PreparedDataset, read_index
+from seqpar.data.cache import PreparedDataset
 from seqpar.data.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.prepare import prepared
 from seqpar.data.splits import split
@@ -49,12 +49,11 @@ class Material:
         return TileSource.of(self.dataset, self.train_ids, change, config.foreground)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the data set's description and preparation as they stand in the cache, for the run folder."""
-        index = read_index(self.dataset.path)
-        assert index is not None
-        told = {name: value for name, value in index["dataset"].items() if name != "splits"}
+        """Returns the data set's description and preparation for the run folder."""
+        told = {name: value for name, value in self.dataset.described.items() if name != "splits"}
         ids = {"train": self.train_ids, "held_out": self.held_out_ids}
-        return {**told, "recipe": index["recipe"], "prepared": str(self.dataset.path.absolute()), **ids}
+        recipe = self.dataset.recipe.to_json()
+        return {**told, "recipe": recipe, "prepared": str(self.dataset.path.absolute()), **ids}
 
 
 def open_material(config: Config, is_first: bool) -> Material:

@@ -5,6 +5,7 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,3 +262,53 @@ def test_two_runs_into_one_folder_do_not_meet(tmp_path):
     assert exit_code(child(lambda: prepare(data, tmp_path / "d", workers=-1))) == 1, "no control"
     prepare(data, tmp_path / "d", workers=0)
     assert tree(tmp_path / "c") == tree(tmp_path / "d") and check_cache(tmp_path / "c") == []
+
+
+def test_two_jobs_that_start_on_the_same_data_prepare_it_once(tmp_path, monkeypatch):
+    root, out = nnunet(tmp_path / "D", 3), tmp_path / "c"
+    write, walked = prepare.__globals__["write_case"], tmp_path / "walked"
+
+    def slow(*given: object) -> None:
+        (tmp_path / "holds").touch()
+        _until((tmp_path / "waits").exists)
+        write(*given)
+
+    def first() -> None:
+        monkeypatch.setitem(prepare.__globals__, "write_case", slow)
+        prepared(root, out, is_first=True, workers=0, token="a")
+
+    def second() -> None:
+        def progress(done: int, total: int) -> None:
+            ((tmp_path / "waits") if done == 0 else walked).touch()
+
+        _until((tmp_path / "holds").exists)
+        prepared(root, out, is_first=True, workers=0, token="b", progress=progress)
+
+    others = [lambda token=token: prepared(root, out, is_first=False, token=token, deadline=30) for token in "aabb"]
+    started = [child(work) for work in (first, second, *others)]
+    assert [exit_code(pid) for pid in started] == [0] * 6
+    assert (tmp_path / "waits").exists() and not walked.exists()
+
+
+def test_a_cache_stays_finished_until_a_case_has_to_be_made_again(tmp_path):
+    root, out = nnunet(tmp_path / "D", 3), tmp_path / "c"
+    prepare(recognise(root), out, workers=0)
+    (root / "labelsTr/c_001.nii.gz").write_text("x")
+    os.utime(root / "labelsTr/c_001.nii.gz", (1, 1))
+    finished: dict[int, bool] = {}
+
+    def look(done: int, total: int) -> None:
+        finished[done] = (out / "cache.json").exists()
+
+    assert len(prepare(recognise(root), out, None, 0, look).faults) == 1
+    assert finished == {1: True, 2: False, 3: False}
+    prepare(recognise(root), out, None, 0, look)
+    assert all(finished.values()), "the bad case has gone already"
+    assert open_cache(out).ids == ("c_000", "c_002")
+
+
+def _until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -71,6 +71,7 @@ class PreparedDataset:
     splits: tuple[Split, ...]
     recipe: Recipe
     cases: dict[str, PreparedCase]
+    described: dict[str, Any]  # all that the index said of the data set when it was opened
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -96,6 +97,7 @@ def open_cache(path: str | Path) -> PreparedDataset:
         splits=tuple((tuple(train), tuple(held)) for train, held in told["splits"]),
         recipe=Recipe.from_json(index["recipe"]),
         cases={name: PreparedCase(name, path / "cases" / name) for name in index["cases"]},
+        described=told,
     )
 
 

@@ -9,7 +9,7 @@ from seqpar.data.cache import VERSION, digest_of, read_index, read_record
 from seqpar.data.description import Case, Dataset
 from seqpar.data.faults import DataError
 from seqpar.data.recipe import PrepareSettings, Recipe
-from seqpar.data.store import writable, write_json
+from seqpar.data.store import reopen, writable, write_json
 
 
 def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
@@ -35,7 +35,10 @@ def write_index(dataset: Dataset, out: Path, settings: PrepareSettings, recipe: 
         if (record := read_record(out, name)) is not None:
             digest = digest_of(out / "cases" / name / "case.json")
             cases[name] = {"digest": digest, "sources": record["sources"]}
-    if cases:
+    if not cases:
+        with writable(out):
+            reopen(out)
+    else:
         content = {
             "settings": plain(asdict(settings)),
             "dataset": described(dataset),

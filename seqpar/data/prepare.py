@@ -37,7 +37,7 @@ from seqpar.data.recipe import (
     needs_survey,
     survey,
 )
-from seqpar.data.store import CacheError, clean, discard, locked, writable, write_case, write_json
+from seqpar.data.store import CacheError, clean, discard, locked, reopen, writable, write_case, write_json
 from seqpar.data.volumes import digest_file
 from seqpar.data.waiting import announced, run_token, wait_for
 from seqpar.data.workers import Lost, each
@@ -90,10 +90,10 @@ def prepare(
     total = len(dataset.cases)
     with locked(out, lambda: progress(0, total)):
         _refuse_other(dataset, out)
+        if is_current(dataset, out, settings):  # by whom this process waited for
+            return _report(dataset, out, [], [])
         clean(out, set(dataset.ids))
         recipe = _recipe(dataset, out, settings, workers, lambda: progress(0, total))
-        with writable(out):
-            (out / "cache.json").unlink(missing_ok=True)
         try:
             made, faults = _run(_Work(out, recipe), dataset, workers, progress)
         finally:
@@ -179,6 +179,7 @@ class _Work:
                 return False
             if record["digests"] == [digest_file(path) for path in files_of(case)]:  # touched, or moved
                 with writable(self.out):
+                    reopen(self.out)
                     write_json(self.out / "cases" / case.id / "case.json", {**record, "sources": sources})
                 return False
         write_case(self.out, case.id, prepare_case(case, self.recipe), self.recipe, sources)

@@ -46,6 +46,7 @@ def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: l
         }
         write_json(writing / "case.json", record)
         sync(writing)
+        reopen(path)
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
@@ -65,10 +66,17 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+def reopen(path: Path) -> None:
+    """Takes the index away, so that the cache counts as unfinished until what changes in it is whole again."""
+    (path / "cache.json").unlink(missing_ok=True)
+
+
 def clean(path: Path, names: set[str]) -> None:
     """Removes what a killed run left half written, and cases that are no longer wanted."""
     for folder in (path / "cases").iterdir():
         if folder.name not in names:
+            if not folder.name.startswith((_WRITING, _OLD)):
+                reopen(path)
             shutil.rmtree(folder)
     for file in path.glob(".*.tmp"):
         file.unlink()
@@ -77,7 +85,9 @@ def clean(path: Path, names: set[str]) -> None:
 def discard(path: Path, name: str) -> None:
     """Removes a case that the cache holds as its files were before they went bad."""
     with writable(path):
-        shutil.rmtree(path / "cases" / name, ignore_errors=True)
+        if (path / "cases" / name).exists():
+            reopen(path)
+            shutil.rmtree(path / "cases" / name, ignore_errors=True)
 
 
 @contextmanager
