@@ -23,7 +23,8 @@ from seqpar.data.prepare import (
     prepare,
     prepared,
 )
-from seqpar.data.store import CacheError
+from seqpar.data.store import CacheError, clean
+from seqpar.data.waiting import Announcement
 from seqpar.data.workers import each
 from seqpar.launch.exits import run
 from seqpar.launch.prepare import act
@@ -305,6 +306,19 @@ def test_a_cache_stays_finished_until_a_case_has_to_be_made_again(tmp_path):
     prepare(recognise(root), out, None, 0, look)
     assert all(finished.values()), "the bad case has gone already"
     assert open_cache(out).ids == ("c_000", "c_002")
+
+
+def test_runs_that_wait_for_one_folder_do_not_take_each_others_files(tmp_path):
+    def beat(token: str) -> None:
+        announcement = Announcement(tmp_path / "c", token)
+        for n in range(300):
+            announcement.write(state="preparing", done=n, total=300)
+
+    (tmp_path / "c/cases").mkdir(parents=True)
+    started = [child(lambda token=token: beat(token)) for token in "ab"]
+    started.append(child(lambda: [clean(tmp_path / "c", set()) for _ in range(3000)]))
+    assert [exit_code(pid) for pid in started] == [0, 0, 0]
+    assert [path.name for path in (tmp_path / "c").iterdir() if path.is_file()] == ["state.json"]
 
 
 def _until(happened: Callable[[], bool]) -> None:

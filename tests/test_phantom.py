@@ -103,7 +103,7 @@ def test_brats_files_are_readable_and_kept(tmp_path):
     write_phantom(tmp_path, 4, settings)
     assert lost.read_bytes() == files[lost][1]  # the same bytes, whenever they are made
     assert all(p.stat().st_mtime_ns == at for p, (at, _) in files.items() if p != lost)
-    assert len(list(tmp_path.rglob("*.nii.gz"))) == 20 and not list(tmp_path.rglob("*.half"))
+    assert len(list(tmp_path.rglob("*.nii.gz"))) == 20 and not list(tmp_path.rglob("*.tmp"))
 
 
 def test_nnunet_files_have_their_description(tmp_path):
@@ -141,7 +141,7 @@ def test_a_worker_error_reaches_the_caller_and_no_process_stays(tmp_path):
     (tmp_path / "BraTS-GLI-00001-000").write_text("in the way")
     with pytest.raises(DataError, match=r"BraTS-GLI-00001-000: cannot write .*File exists"):
         write_phantom(tmp_path, 4, PhantomSettings(size=TINY), workers=2)
-    assert not multiprocessing.active_children() and not list(tmp_path.rglob("*.half"))
+    assert not multiprocessing.active_children() and not list(tmp_path.rglob("*.tmp"))
 
 
 def test_the_act_writes_and_its_faults_have_codes(tmp_path, capsys):

@@ -3,7 +3,6 @@
 import gzip
 import json
 import multiprocessing
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import nibabel
 from numpy.typing import NDArray
 
 from seqpar.data.faults import DataError
+from seqpar.data.files import write_whole
 from seqpar.data.phantom import DEFAULT_SIZE, LABELS, MODALITIES, PhantomCase, make_case
 from seqpar.data.phantom_anatomy import FIELD_OF_VIEW
 
@@ -188,14 +188,9 @@ def _nifti(volume: NDArray[Any], case: PhantomCase) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Writes a file that is there whole or not at all."""
+    """Writes a file and the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f".{path.name}.{os.getpid()}.half")
-    try:
-        half.write_bytes(content)
-        os.replace(half, path)
-    finally:
-        half.unlink(missing_ok=True)
+    write_whole(path, content)
 
 
 def _nnunet_description(root: Path) -> dict[str, Any]:

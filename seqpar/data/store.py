@@ -17,8 +17,10 @@ import numpy as np
 from seqpar.data.cache import VERSION
 from seqpar.data.case import Prepared
 from seqpar.data.faults import DataError
+from seqpar.data.files import write_whole
 from seqpar.data.recipe import Recipe
 
+STATE = "state.json"  # what preparing processes say; they write it without the lock
 _WRITING, _OLD = ".writing-", ".old-"
 
 
@@ -57,13 +59,7 @@ def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: l
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a JSON file, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def reopen(path: Path) -> None:
@@ -78,8 +74,9 @@ def clean(path: Path, names: set[str]) -> None:
             if not folder.name.startswith((_WRITING, _OLD)):
                 reopen(path)
             shutil.rmtree(folder)
-    for file in path.glob(".*.tmp"):
-        file.unlink()
+    for file in [*path.glob(".*.tmp"), *path.glob("cases/*/.*.tmp")]:
+        if not file.name.startswith(f".{STATE}."):  # another run may be writing it: whoever waits for the lock does
+            file.unlink()
 
 
 def discard(path: Path, name: str) -> None:

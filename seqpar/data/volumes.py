@@ -17,6 +17,7 @@ import numpy as np
 from nibabel.nifti2 import Nifti2Header
 
 from seqpar.data.faults import DataError
+from seqpar.data.files import write_whole
 from seqpar.data.geometry import (
     Geometry,
     from_canonical,
@@ -130,17 +131,9 @@ def write_volume(path: str | Path, array: np.ndarray, geometry: Geometry, dtype:
 
 
 def replace_file(path: Path, body: bytes) -> None:
-    """Writes a file under another name, and gives it its own when it is safe on disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Writes a file, whole or not at all; what goes wrong is a DataError."""
     try:
-        try:
-            with open(temporary, "wb") as file:
-                file.write(body)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, body)
     except OSError as error:
         raise DataError(path, f"cannot be written ({error.strerror}); free space or choose another folder") from error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.faults import DataError
-from seqpar.data.store import writable, write_json
+from seqpar.data.store import STATE, writable, write_json
 
 _POLL, _GRACE, _BEAT = 0.2, 3.0, 2.0  # seconds
 _SHARED = (  # what all processes of one run have in common, and other runs do not
@@ -39,7 +39,7 @@ class Announcement:
         self.last, self.count = time.monotonic(), self.count + 1
         with writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            write_json(self.path / "state.json", {"token": self.token, "beat": self.count, **content})
+            write_json(self.path / STATE, {"token": self.token, "beat": self.count, **content})
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def announced(path: Path, token: str) -> Iterator[Announcement]:
             announcement.write(state="failed", path=fault.path, problem=fault.problem)
         raise
     with writable(path):
-        (path / "state.json").unlink(missing_ok=True)
+        (path / STATE).unlink(missing_ok=True)
 
 
 def wait_for(
@@ -80,7 +80,7 @@ def wait_for(
             if is_ready():
                 return
         now = time.monotonic()
-        seen = _read(path / "state.json")
+        seen = _read(path / STATE)
         if seen is not None and seen != state:
             state, changed = seen, now
             progress(seen.get("done", 0), seen.get("total", 0))
