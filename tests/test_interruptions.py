@@ -195,7 +195,7 @@ def test_somebody_elses_folder_is_left_alone(tmp_path):
     data = recognise(nnunet(tmp_path / "D", 1))
     save(tmp_path / "mine/cases/c_000/notes.nii.gz", image_array(0))
     before = tree(tmp_path / "mine")
-    with pytest.raises(DataError, match="not empty and no cache"):
+    with pytest.raises(DataError, match="holds cases and no cache; name another folder"):
         prepare(data, tmp_path / "mine", workers=0)
     assert tree(tmp_path / "mine") == before
     prepare(data, tmp_path / "c", workers=0)
@@ -203,6 +203,13 @@ def test_somebody_elses_folder_is_left_alone(tmp_path):
     with pytest.raises(DataError, match="holds the cache of D, not of E"):
         prepare(other, tmp_path / "c", workers=0)
     assert open_cache(tmp_path / "c").name == "D"
+
+
+@pytest.mark.parametrize("left", ["cases/", "state.json", ".state.json.tmp", ".state.json.node1.77.tmp"])
+def test_what_a_preparation_leaves_that_ended_at_once_is_no_obstacle(left, tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / left).mkdir() if left.endswith("/") else (tmp_path / "c" / left).write_text("{")
+    assert prepare(recognise(nnunet(tmp_path / "D", 1)), tmp_path / "c", workers=0).prepared == ("c_000",)
 
 
 def test_the_default_folder_lies_beside_the_data_or_where_the_environment_says(tmp_path, monkeypatch):

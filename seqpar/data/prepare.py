@@ -37,7 +37,7 @@ from seqpar.data.recipe import (
     needs_survey,
     survey,
 )
-from seqpar.data.store import CacheError, clean, discard, locked, reopen, writable, write_case, write_json
+from seqpar.data.store import ELSEWHERE, CacheError, clean, discard, locked, reopen, writable, write_case, write_json
 from seqpar.data.volumes import digest_file
 from seqpar.data.waiting import announced, run_token, wait_for
 from seqpar.data.workers import Lost, each
@@ -248,9 +248,7 @@ def _refuse_other(dataset: Dataset, out: Path) -> None:
     """Raises where a folder holds the cache of another data set, which would be lost."""
     index = read_index(out)
     if index is not None and index["dataset"]["name"] != dataset.name:
-        raise DataError(
-            out, f"holds the cache of {index['dataset']['name']}, not of {dataset.name}; choose another --out"
-        )
+        raise DataError(out, f"holds the cache of {index['dataset']['name']}, not of {dataset.name}; {ELSEWHERE}")
 
 
 def _default_workers() -> int:

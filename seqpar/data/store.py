@@ -21,6 +21,7 @@ from seqpar.data.files import write_whole
 from seqpar.data.recipe import Recipe
 
 STATE = "state.json"  # what preparing processes say; they write it without the lock
+ELSEWHERE = "name another folder (prepare: --out, train: --cache)"
 _WRITING, _OLD = ".writing-", ".old-"
 
 
@@ -92,14 +93,15 @@ def locked(path: Path, beat: Callable[[], None]) -> Iterator[None]:
     """Keeps other processes from preparing into the same folder; waits until they are done."""
     with writable(path):
         path.mkdir(parents=True, exist_ok=True)
-        if {file.name for file in path.iterdir()} - {"state.json"} and not (path / ".lock").exists():
-            raise CacheError(path, "is not empty and no cache; choose another --out, so that nothing is lost")
-        (path / "cases").mkdir(exist_ok=True)
-        handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        if not (path / ".lock").exists() and (found := sorted(filter(_is_foreign, path.iterdir()))):
+            raise CacheError(path, f"holds {found[0].name} and no cache; {ELSEWHERE}, so that nothing is lost")
+        handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # first: by it the folder is known to be ours
     try:
         while not _lock(handle):
             beat()
             time.sleep(0.2)
+        with writable(path):
+            (path / "cases").mkdir(exist_ok=True)
         yield
     finally:
         os.close(handle)
@@ -115,7 +117,7 @@ def writable(path: Path) -> Iterator[None]:
         raise CacheError(
             path,
             f"cannot be written ({error.strerror or error}{free}); what is finished is kept: make room "
-            "or give rights, or choose another --out, and run again",
+            f"or give rights, or {ELSEWHERE}, and run again",
         ) from error
 
 
@@ -126,6 +128,13 @@ def sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _is_foreign(file: Path) -> bool:
+    """Tells whether something in a folder without a lock is not of a preparation that ended before it took one."""
+    if file.name == "cases" and file.is_dir():
+        return any(file.iterdir())
+    return file.name != STATE and not (file.name.startswith(".") and file.name.endswith(".tmp"))
 
 
 def _lock(handle: int) -> bool:

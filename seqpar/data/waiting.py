@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.faults import DataError
-from seqpar.data.store import STATE, writable, write_json
+from seqpar.data.store import ELSEWHERE, STATE, writable, write_json
 
 _POLL, _GRACE, _BEAT = 0.2, 3.0, 2.0  # seconds
 _SHARED = (  # what all processes of one run have in common, and other runs do not
@@ -87,7 +87,7 @@ def wait_for(
         if state and state["token"] == token and state["state"] == "failed" and now - changed > _GRACE:
             raise DataError(state["path"], state["problem"])  # an earlier run's would be replaced by now
         if not os.access(_existing(path), os.W_OK):
-            raise DataError(path, "holds no finished cache and cannot be written; choose another --out")
+            raise DataError(path, f"holds no finished cache and cannot be written; {ELSEWHERE}")
         if now - changed > deadline:
             raise DataError(
                 path,
