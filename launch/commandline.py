@@ -9,7 +9,7 @@ from typing import Any, NoReturn, get_type_hints
 from seqpar.launch.config import AUTO, PRESETS, Config, dashed
 
 # What a run's weights and optimiser states depend on: these stay when it is continued.
-_FIXED = ("tile", "patch", "optimizer")
+_FIXED = ("tile", "patch", "optimizer", "spacing")
 
 
 class Parser(argparse.ArgumentParser):

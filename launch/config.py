@@ -11,6 +11,7 @@ from typing import Any
 
 from seqpar.blocks import RECOMPUTED
 from seqpar.choice import NAMES, check_strategy
+from seqpar.data.recipe import PrepareSettings
 from seqpar.layout import SPLITS, Layout
 from seqpar.mesh import START_S
 from seqpar.tokens import POSITIONS
@@ -38,6 +39,7 @@ class Config:
 
     data: str = _flag("", "data set: nnU-Net, MSD, BraTS or MONAI folder; none: built-in phantom brains", topic="data")
     out: str = _flag("", "run folder; none: runs/<preset>-<time>", topic="data")
+    spacing: str = _flag("source", "voxels that the data is prepared to: source, median, or R,A,S in mm", topic="data")
     cache: str = _flag("", "where prepared data is kept; none: beside your other caches", topic="data")
     fold: str = _flag("0", "0…4 as nnU-Net splits, 90:10, or all", topic="data")
     workers: int = _flag(2, "processes per rank that prepare tiles; 0: none", topic="data")
@@ -143,6 +145,7 @@ class Config:
             raise ValueError(f"--fold {self.fold}: choose 0…4, 90:10 or all")
         if not self.data and self.phantoms < 5:
             raise ValueError(f"--phantoms {self.phantoms}: five folds need at least 5 cases")
+        PrepareSettings.spaced(self.spacing)
         seconds(self.time_limit)
         if not 0 <= self.heads_per_chunk <= self.heads:
             raise ValueError(f"--heads-per-chunk {self.heads_per_chunk}: choose 1 to {self.heads}, or 0 for by size")

@@ -9,7 +9,7 @@ from typing import Any
 from seqpar.data.augment import augment
 from seqpar.data.cache import PreparedDataset
 from seqpar.data.phantom_files import PhantomSettings, write_phantom
-from seqpar.data.prepare import prepared
+from seqpar.data.prepare import PrepareSettings, prepared
 from seqpar.data.splits import split
 from seqpar.data.tiles import TileSource
 from seqpar.data.waiting import announced, run_token, wait_for
@@ -59,9 +59,8 @@ class Material:
 def open_material(config: Config, is_first: bool) -> Material:
     """Returns the config's material: the first process makes what is missing, the others wait for a file."""
     folder = config.data or str(phantom(config, is_first))
-    dataset = prepared(
-        folder, config.cache or None, is_first=is_first, progress=_bar("preparing") if is_first else _silent
-    )
+    settings, progress = PrepareSettings.spaced(config.spacing), _bar("preparing") if is_first else _silent
+    dataset = prepared(folder, config.cache or None, settings, is_first=is_first, progress=progress)
     fold: int | str = int(config.fold) if config.fold.isdigit() else config.fold
     train_ids, held_out_ids = split(dataset, fold)
     return Material(dataset, tuple(train_ids), tuple(held_out_ids))

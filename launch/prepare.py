@@ -16,7 +16,7 @@ from seqpar.launch.exits import DATA, run
 def act(arguments: Sequence[str]) -> int:
     """Returns the exit code of preparing (or checking) one data set: 0, or 3 where something was wrong."""
     given = _parser().parse_args(arguments)
-    settings = PrepareSettings(spacing=_spacing(given.spacing))
+    settings = PrepareSettings.spaced(given.spacing)
     dataset = recognise(given.data)
     out = cache_folder(dataset, given.out)
     names = ", ".join(dataset.modalities)
@@ -90,16 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, help="processes; 0 works in this one (default: cores, at most 8)")
     parser.add_argument("--check", action="store_true", help="verify the cache's digests and change nothing")
     return parser
-
-
-def _spacing(given: str) -> str | tuple[float, float, float]:
-    if "," not in given:
-        return given
-    try:
-        w, d, h = (float(part) for part in given.split(","))
-    except ValueError:
-        raise ValueError(f"--spacing is {given}; source, median, or three sizes as 1,1,1 are needed") from None
-    return w, d, h
 
 
 def main() -> None:

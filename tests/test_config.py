@@ -68,6 +68,10 @@ def _plain(value: object) -> bool:
     return value is None or type(value).__name__ in ("bool", "int", "str", "Strategy")
 
 
+def shapes_of(material) -> list[tuple]:
+    return [case.label.shape for case in material.dataset.cases.values()]
+
+
 def drops(config: Config) -> list[float]:
     return [value for m in net_of(config).modules() for key, value in vars(m).items() if key == "dropout"]
 
@@ -110,6 +114,7 @@ def tile_of(config: Config) -> torch.Tensor:
 ACTS = {
     "data": ("--data {other} --cache {cache}", lambda c: len(open_material(c, True).dataset.ids)),
     "cache": ("--cache {other}", lambda c: str(open_material(c, True).dataset.path)),
+    "spacing": ("--spacing 3,3,3 --cache {other}", lambda c: shapes_of(open_material(c, True))),
     "fold": ("--fold 1", lambda c: open_material(c, True).held_out_ids),
     "phantoms": ("--phantoms 9", phantom_cases),
     "augment": ("--augment full", lambda c: tile_of(c).tolist()),
@@ -332,6 +337,8 @@ IMPOSSIBLE = {
     "--drop-path 1": r"\[0, 1\)",
     "--betas 0.9": "two numbers",
     "--fold 7": "choose 0…4",
+    "--spacing 1,1": "three sizes above 0",
+    "--spacing best": "give source, median, or",
     "--time-limit soon": "give minutes",
     "--checkpoint-minutes 0": "above 0",
     "--weights nowhere": "no such file",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from seqpar.data.cache import (
     VERSION,
@@ -77,8 +78,12 @@ def prepare(
     settings: PrepareSettings | None = None,
     workers: int | None = None,
     progress: Progress = lambda done, total: None,
+    replace: bool = True,
 ) -> Report:
-    """Returns what was done to bring the cache in `out` up to date; bad cases are reported, not raised."""
+    """Returns what was done to bring the cache in `out` up to date; bad cases are reported, not raised.
+
+    Cases that were prepared with other settings are prepared again, or, without `replace`, an error.
+    """
     settings, out = settings or PrepareSettings(), Path(out)
     workers = _default_workers() if workers is None else workers
     if workers < 0:
@@ -89,7 +94,7 @@ def prepare(
         return _report(dataset, out, [], [])
     total = len(dataset.cases)
     with locked(out, lambda: progress(0, total)):
-        _refuse_other(dataset, out)
+        _refuse_other(dataset, out, None if replace else settings)
         if is_current(dataset, out, settings):  # by whom this process waited for
             return _report(dataset, out, [], [])
         clean(out, set(dataset.ids))
@@ -135,12 +140,14 @@ def prepared(
 ) -> PreparedDataset:
     """Returns the cache for training: the first process prepares what is missing, the others poll a file.
 
-    A bad case is an error here, and the same one in all processes. `token` names the run (by default from
+    A bad case is an error here, and the same one in all processes; so is a cache that was made with other
+    settings, because another run may be reading it. `token` names the run (by default from
     torchrun's and Slurm's environment); `deadline` is how long the preparing process may be silent, in s.
     """
     settings, dataset = settings or PrepareSettings(), recognise(path)
     folder, token = cache_folder(dataset, out), run_token() if token is None else token
     _raise(dataset.faults)
+    _refuse_other(dataset, folder, settings)
     if not is_first:
         wait_for(
             folder, folder / "cache.json", token, lambda: is_current(dataset, folder, settings), deadline, progress
@@ -152,7 +159,7 @@ def prepared(
                 announcement.tell(done, total)
                 progress(done, total)
 
-            _raise(prepare(dataset, folder, settings, workers, tell).faults)
+            _raise(prepare(dataset, folder, settings, workers, tell, replace=False).faults)
     return open_cache(folder)
 
 
@@ -244,11 +251,21 @@ def _lost(case: Case, lost: Lost) -> DataError:
     return DataError(case.images[0], f"could not be prepared: {lost}; free memory, or use fewer --workers")
 
 
-def _refuse_other(dataset: Dataset, out: Path) -> None:
-    """Raises where a folder holds the cache of another data set, which would be lost."""
+def _refuse_other(dataset: Dataset, out: Path, settings: PrepareSettings | None) -> None:
+    """Raises where a folder holds the cache of another data set, or of other settings, which would be lost."""
     index = read_index(out)
-    if index is not None and index["dataset"]["name"] != dataset.name:
+    if index is None:
+        return
+    if index["dataset"]["name"] != dataset.name:
         raise DataError(out, f"holds the cache of {index['dataset']['name']}, not of {dataset.name}; {ELSEWHERE}")
+    now, was = plain(asdict(settings)) if settings else index["settings"], index["settings"]
+    if differing := [f"{key} {_typed(was[key])} there, {_typed(now[key])} here" for key in now if was[key] != now[key]]:
+        raise DataError(out, f"was prepared with other settings: {', '.join(differing)}; give the same, or {ELSEWHERE}")
+
+
+def _typed(value: Any) -> str:
+    """Returns a setting as it is given on the command line."""
+    return ",".join(f"{size:g}" for size in value) if isinstance(value, list) else str(value)
 
 
 def _default_workers() -> int:

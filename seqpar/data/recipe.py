@@ -30,6 +30,17 @@ class PrepareSettings:
         elif len(self.spacing) != 3 or not all(0 < size < np.inf for size in self.spacing):
             raise ValueError(f"spacing is {self.spacing}; three positive sizes in mm are needed")
 
+    @staticmethod
+    def spaced(text: str) -> "PrepareSettings":
+        """Returns the settings for a spacing as it is typed: source, median, or three sizes as 1,1,1."""
+        try:
+            if "," not in text:
+                return PrepareSettings(text)
+            w, d, h = (float(part) for part in text.split(","))
+            return PrepareSettings((w, d, h))
+        except ValueError:
+            raise ValueError(f"--spacing {text}: give source, median, or three sizes above 0 in mm, as 1,1,1") from None
+
 
 @dataclass(frozen=True)
 class Intensity:
