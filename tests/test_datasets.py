@@ -124,6 +124,21 @@ def test_monai_fold_list_keeps_its_channel_order_and_folds(tmp_path):
     assert split(data, 1) == ((names[0], names[2]), (names[1], names[3])) and len(folds(data)) == 2
 
 
+def test_cases_of_a_monai_list_follow_the_firsts_order_of_modalities(tmp_path):
+    names = [f"BraTS2021_{n:05d}" for n in range(4)]
+    brats(tmp_path, names, OLD, "_", (1, 2, 4))
+    orders = [("flair", "t1ce", "t1", "t2"), ("t2", "t1", "flair", "t1ce"), ("flair", "t1ce", "t1"), OLD[:4]]
+    entries = [
+        {"image": [f"{name}/{name}_{kind}.nii.gz" for kind in order], "label": f"{name}/{name}_seg.nii.gz"}
+        for name, order in zip(names, orders)
+    ]
+    data = recognise(write_json(tmp_path / "list.json", {"training": entries[:3], "validation": entries[3:]}))
+    assert data.modalities == ("FLAIR", "T1c", "T1", "T2") and data.ids == (names[0], names[1], names[3])
+    for case in data.cases:
+        assert [image.name for image in case.images] == [f"{case.id}_{kind}.nii.gz" for kind in orders[0]]
+    assert len(data.faults) == 1 and "has FLAIR, T1c, T1, but case BraTS2021_00000 has" in data.faults[0].problem
+
+
 def test_monai_list_with_validation_is_one_split(tmp_path):
     root = nnunet(tmp_path / "D", 3)
     entries = [{"image": f"imagesTr/c_{n:03d}_0000.nii.gz", "label": f"labelsTr/c_{n:03d}.nii.gz"} for n in range(3)]

@@ -27,7 +27,7 @@ def read_fold_json(path: Path) -> Dataset:
     """Returns the data set of a MONAI list: ``training`` with folds, or with ``validation``."""
     content = content_of(path)
     cases, folds, faults = _listed(content["training"], "training", path)
-    held, _, wrong = _listed(content.get("validation", []), "validation", path)
+    held, _, wrong = _listed(content.get("validation", []), "validation", path, next(iter(cases.values()), None))
     if not cases:
         raise (faults or [DataError(path, "lists no cases; fill its training list")])[0]
     every = cases | held
@@ -66,8 +66,13 @@ def _declared(content: dict[str, Any], path: Path) -> Declared:
     return labels, {}, (), ignore
 
 
-def _listed(entries: Any, key: str, path: Path) -> tuple[dict[str, Case], dict[str, int], list[DataError]]:
-    """Returns the cases of a list of image and label, their fold numbers, and what is wrong with others."""
+def _listed(
+    entries: Any, key: str, path: Path, first: Case | None = None
+) -> tuple[dict[str, Case], dict[str, int], list[DataError]]:
+    """Returns the cases of a list of image and label, their fold numbers, and what is wrong with others.
+
+    ``first`` is the case whose order of modalities all follow; none: the first in this list.
+    """
     if not isinstance(entries, list):
         raise DataError(path, f'"{key}" is no list; list the cases in it')
     cases: dict[str, Case] = {}
@@ -81,7 +86,9 @@ def _listed(entries: Any, key: str, path: Path) -> tuple[dict[str, Case], dict[s
             name = named[0] if named and len(images) > 1 else strip_suffix(images[0].name)
             if name in cases:
                 raise DataError(path, f"lists case {name} twice ({images[0]}); keep one of them")
+            images = _in_order(images, first) if first else images
             case = checked(Case(name, images, place(path.parent, entry["label"])), path)
+            first = first or case
             if isinstance(entry.get("fold"), int):
                 folds[name] = entry["fold"]
             elif folds:
@@ -94,6 +101,23 @@ def _listed(entries: Any, key: str, path: Path) -> tuple[dict[str, Case], dict[s
     if len(folds) not in (0, len(cases)):
         faults.append(DataError(path, f"gives {len(folds)} of {len(cases)} cases a fold number; give it to all"))
     return cases, folds, faults
+
+
+def _in_order(images: tuple[Path, ...], first: Case) -> tuple[Path, ...]:
+    """Returns a case's images in the first case's order of modalities, as they are where names do not tell it."""
+    wanted, found = _roles(first.images), _roles(images)
+    if not wanted or not found:
+        return images
+    if sorted(wanted) != sorted(found):
+        raise DataError(images[0], f"its case has {', '.join(found)}, but case {first.id} has {', '.join(wanted)}; "
+                        "give all cases the same modalities")  # fmt: skip
+    return tuple(sorted(images, key=lambda image: wanted.index(_roles((image,))[0])))
+
+
+def _roles(images: tuple[Path, ...]) -> list[str]:
+    """Returns what each file holds by its BraTS name; nothing where one has no such name."""
+    named = [kind_of(image) for image in images]
+    return [KINDS[kind[1]] for kind in named if kind] if all(kind and kind[1] in KINDS for kind in named) else []
 
 
 def _splits(folds: dict[str, int]) -> tuple[Split, ...]:
