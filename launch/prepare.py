@@ -85,7 +85,7 @@ def _listed(faults: Sequence[DataError], what: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prepare", description="Prepares a data set for training.")
     parser.add_argument("data", help="folder, list (.json), or name or number under nnUNet_raw")
-    parser.add_argument("--out", help="folder of the cache (default: $SEQPAR_CACHE/NAME, else DATA.prepared)")
+    parser.add_argument("--out", help="folder of the cache (default: in $SEQPAR_CACHE, else DATA.prepared)")
     parser.add_argument("--spacing", default="source", help="source, median, or R,A,S in mm (default: source)")
     parser.add_argument("--workers", type=int, help="processes; 0 works in this one (default: cores, at most 8)")
     parser.add_argument("--check", action="store_true", help="verify the cache's digests and change nothing")

@@ -1,5 +1,6 @@
 """Preparation of a data set: every case once into a cache that training maps; resumed and kept up to date."""
 
+import hashlib
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -64,11 +65,12 @@ class Report:
 
 
 def cache_folder(dataset: Dataset, out: str | Path | None = None) -> Path:
-    """Returns where a data set's cache lies: `out`, in $SEQPAR_CACHE, or beside the data."""
+    """Returns where a data set's cache lies: `out`, in $SEQPAR_CACHE (its name tells the place too), or beside it."""
     if out is not None:
         return Path(out).expanduser().absolute()
     if "SEQPAR_CACHE" in os.environ:
-        return Path(os.environ["SEQPAR_CACHE"]).expanduser().absolute() / dataset.name
+        place = hashlib.blake2b(os.fsencode(dataset.root.resolve()), digest_size=4).hexdigest()
+        return Path(os.environ["SEQPAR_CACHE"]).expanduser().absolute() / f"{dataset.name}-{place}"
     return dataset.root.with_name(f"{dataset.root.name}.prepared")
 
 
