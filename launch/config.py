@@ -40,8 +40,8 @@ class Config:
     data: str = _flag("", "data set: nnU-Net, MSD, BraTS or MONAI folder; none: built-in phantom brains", topic="data")
     out: str = _flag("", "run folder; none: runs/<preset>-<time>", topic="data")
     spacing: str = _flag("source", "voxels that the data is prepared to: source, median, or R,A,S in mm", topic="data")
-    cache: str = _flag("", "where prepared data is kept; none: beside your other caches", topic="data")
-    fold: str = _flag("0", "0…4 as nnU-Net splits, 90:10, or all", topic="data")
+    cache: str = _flag("", "folder of prepared data; none: in $SEQPAR_CACHE, else DATA.prepared", topic="data")
+    fold: str = _flag("0", "number of nnU-Net's fold or the data set's own, 90:10, or all", topic="data")
     workers: int = _flag(2, "processes per rank that prepare tiles; 0: none", topic="data")
     augment: str = _flag("light", "augmentation", ("none", "light", "full", "paper"), topic="data")
     foreground: float = _flag(0.33, "share of tiles drawn around a labelled voxel (nnU-Net: 0.33)", topic="data")
@@ -141,8 +141,8 @@ class Config:
             raise ValueError(f"--betas {' '.join(map(str, self.betas))}: two numbers in [0, 1), such as 0.9 0.999")
         if self.warmup and self.warmup >= self.epochs:
             raise ValueError(f"--warmup {self.warmup} leaves no epoch of {self.epochs}: use --warmup {self.epochs - 1}")
-        if self.fold not in ("0", "1", "2", "3", "4", "90:10", "all"):
-            raise ValueError(f"--fold {self.fold}: choose 0…4, 90:10 or all")
+        if self.fold not in ("90:10", "all") and not re.fullmatch("[0-9]+", self.fold):
+            raise ValueError(f"--fold {self.fold}: choose a fold's number, such as 0, or 90:10, or all")
         if not self.data and self.phantoms < 5:
             raise ValueError(f"--phantoms {self.phantoms}: five folds need at least 5 cases")
         PrepareSettings.spaced(self.spacing)

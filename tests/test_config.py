@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from folders import nnunet
+from folders import nnunet, write_json
 from runs import tiny_data
 
 from seqpar.environment import Start
@@ -203,6 +203,17 @@ def test_the_flag_acts(flags, tmp_path, name):
     assert look(config_of(flags, *more)) != look(config_of(flags, *rest))
 
 
+def test_a_data_sets_own_folds_may_be_more_than_five(tmp_path):
+    root, names = nnunet(tmp_path / "D", cases=7), [f"c_{n:03d}" for n in range(7)]
+    splits = [{"train": [name for name in names if name != held], "val": [held]} for held in names]
+    write_json(root / "splits_final.json", splits)
+    config = config_of(["--data", str(root), "--fold", "6"])
+    refuse(config)
+    assert open_material(config, True).held_out_ids == ("c_006",)
+    with pytest.raises(ValueError, match="fold is 7; there are folds 0 to 6"):
+        open_material(replace(config, fold="7"), True)
+
+
 @pytest.mark.parametrize("name", TRAINER)
 def test_the_flag_acts_on_the_trainer(flags, tmp_path, alone, name):
     given, look = TRAINER[name]
@@ -336,7 +347,7 @@ IMPOSSIBLE = {
     "--clip nan": "must not be negative",
     "--drop-path 1": r"\[0, 1\)",
     "--betas 0.9": "two numbers",
-    "--fold 7": "choose 0…4",
+    "--fold first": "choose a fold.s number",
     "--spacing 1,1": "three sizes above 0",
     "--spacing best": "give source, median, or",
     "--time-limit soon": "give minutes",
