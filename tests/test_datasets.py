@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from folders import NEW, OLD, brats, decathlon, image_array, label_array, nnunet, save, write_json
 
+from seqpar.data.case import prepare_case
 from seqpar.data.datasets import folds, recognise, split
 from seqpar.data.faults import DataError
+from seqpar.data.recipe import PrepareSettings, draft_recipe
 
 
 def test_nnunet_raw_is_read_with_channels_in_order(tmp_path):
@@ -71,7 +73,7 @@ def test_decathlon_is_read_with_its_regions(tmp_path):
         (["BraTS20_Training_001"], OLD, "_", ".nii", False, {"NCR": 1, "ED": 2, "ET": 4}, (1, 4)),
         (["BraTS-GLI-00000-000"], NEW, "-", ".nii.gz", False, {"NCR": 1, "ED": 2, "ET": 3}, (1, 3)),
         (["BraTS-MEN-00004-000"], NEW, "-", ".nii.gz", True, {"NCR": 1, "ED": 2, "ET": 3}, (1, 3)),
-        (["BraTS-PED-00001-000"], NEW, "-", ".nii.gz", False, {"NCR": 1, "ED": 2, "ET": 3}, (1, 3)),
+        (["BraTS-PEDs2023/BraTS-PED-02024-000"], NEW, "-", ".nii.gz", False, {"NCR": 1, "ED": 2, "ET": 3}, (1, 3)),
         (["BraTS-GLI-00005-100", "BraTS-GLI-00006-000"], NEW, "-", ".nii.gz", False,
          {"NETC": 1, "SNFH": 2, "ET": 3, "RC": 4}, (1, 3)),
         (["BraTS-PEDs2024_Training/BraTS-PED-00001-000"], NEW, "-", ".nii.gz", False,
@@ -86,6 +88,22 @@ def test_brats_of_every_year_has_its_labels(names, kinds, separator, suffix, fla
     endings = [path.name.removesuffix(suffix).rsplit(separator, 1)[1] for path in data.cases[0].images]
     assert data.modalities == ("T1", "T1c", "T2", "FLAIR")
     assert endings == (["t1", "t1ce", "t2", "flair"] if kinds is OLD else ["t1n", "t1c", "t2w", "t2f"])
+
+
+def test_paediatric_cases_of_no_year_are_refused_unless_they_have_no_labels(tmp_path):
+    brats(tmp_path / "data", ["BraTS-PED-02024-000"], NEW, "-", (1, 2, 3, 4))
+    with pytest.raises(DataError, match="BraTS-PED, whose label values changed in 2024.*BraTS-PEDs2024"):
+        recognise(tmp_path / "data")
+    images = recognise(brats(tmp_path / "images", ["BraTS-PED-02024-000"], NEW[:-1], "-", ()))
+    assert images.labels == {} and len(images.cases) == 1
+
+
+@pytest.mark.parametrize(("name", "hint"), [("BraTS2021_00000", True), ("BraTS-GLI-00000-000", False)])
+def test_an_undeclared_4_is_called_the_old_tumour_only_where_it_can_be(name, hint, tmp_path):
+    data = recognise(brats(tmp_path, [name], NEW, "-", (1, 2, 4)))
+    with pytest.raises(DataError, match=r"value \[4\]; declared are \[0, 1, 2, 3\]") as raised:
+        prepare_case(data.cases[0], draft_recipe(data, PrepareSettings()))
+    assert ("BraTS up to 2021" in raised.value.problem) == hint
 
 
 def test_the_misnamed_label_of_2020_is_found(tmp_path):

@@ -58,9 +58,14 @@ def meaning_of(name: str, kind: str, place: Path) -> str:
     """Returns the key in `MEANINGS` for a case's name, its files' endings and the folder it lies in."""
     if kind.lower() in _OLD:
         return "to 2021"
-    year = re.findall(r"BraTS[^/]*?(20\d\d)", str(place), re.IGNORECASE)
     if re.match(r"brats-ped", name, re.IGNORECASE):
-        return "2024, paediatric" if year and year[-1] >= "2024" else "2023"
+        year = re.findall(r"BraTS[^/]*?(?<!\d)(20\d\d)(?!\d)", str(place), re.IGNORECASE)
+        if not year:
+            raise DataError(
+                place, "is a case of BraTS-PED, whose label values changed in 2024, and no folder tells its year; "
+                "name one above it accordingly, such as BraTS-PEDs2024"
+            )  # fmt: skip
+        return "2024, paediatric" if year[-1] >= "2024" else "2023"
     after_treatment = re.match(r"brats-gli-\d+-[1-9]\d\d", name, re.IGNORECASE)  # time points from 100 on
     return "2024, glioma after treatment" if after_treatment else "2023"
 
@@ -87,7 +92,8 @@ def read_brats(root: Path) -> Dataset | None:
     labelled = any("seg" in kinds for kinds in found.values())
     cases, faults, meanings = [], [], set()
     for name, kinds in sorted(found.items()):
-        meanings |= {meaning_of(name, kind, files[0]) for kind, files in kinds.items() if KINDS.get(kind) in MODALITIES}
+        told = [(kind, files[0]) for kind, files in kinds.items() if labelled and KINDS.get(kind) in MODALITIES]
+        meanings |= {meaning_of(name, kind, file) for kind, file in told}
         try:
             cases.append(_case(name, kinds, labelled))
         except DataError as fault:
@@ -96,10 +102,10 @@ def read_brats(root: Path) -> Dataset | None:
         meanings.remove("2023")  # its labels are among those of 2024
     if len(meanings) > 1:
         raise DataError(root, f"mixes cases whose labels differ in meaning ({sorted(meanings)}); separate them")
-    (year,) = meanings
-    meaning = MEANINGS[year] if labelled else Meaning({}, {}, ())
+    year = "".join(meanings)  # none where there is no label to give a meaning
+    meaning = MEANINGS[year] if year else Meaning({}, {}, ())
     return Dataset(
-        root.name, root, f"BraTS ({year})", tuple(cases), MODALITIES, meaning.labels, meaning.regions,
+        root.name, root, f"BraTS ({year or 'images alone'})", tuple(cases), MODALITIES, meaning.labels, meaning.regions,
         meaning.order, faults=tuple(faults),
     )  # fmt: skip
 

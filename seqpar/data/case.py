@@ -178,7 +178,8 @@ def _class_ids(array: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
         label = whole
     found = np.unique(label)
     if undeclared := [int(value) for value in found if value not in recipe.values]:
-        hint = " (BraTS up to 2021 calls enhancing tumour 4, from 2023 on 3)" if undeclared == [4] else ""
+        new = path.name.lower().startswith("brats-")  # named as from 2023 on: a 4 there is no enhancing tumour
+        hint = "" if new or undeclared != [4] else " (BraTS up to 2021 calls enhancing tumour 4, from 2023 on 3)"
         raise DataError(
             path,
             f"has voxels of value {undeclared}; declared are {list(recipe.values)}{hint}: correct one",
