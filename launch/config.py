@@ -44,6 +44,7 @@ class Config:
     fold: str = _flag("0", "number of nnU-Net's fold or the data set's own, 90:10, or all", topic="data")
     workers: int = _flag(2, "processes per rank that prepare tiles; 0: none", topic="data")
     augment: str = _flag("light", "augmentation", ("none", "light", "full", "paper"), topic="data")
+    synthesis: float = _flag(0.0, "share of tiles whose tumour gives way to a synthetic one; 0: none", topic="data")
     foreground: float = _flag(0.33, "share of tiles drawn around a labelled voxel (nnU-Net: 0.33)", topic="data")
     phantoms: int = _flag(24, "number of phantom cases where no --data is given", topic="data")
 
@@ -129,6 +130,8 @@ class Config:
                 raise ValueError(f"--{dashed(name)} {getattr(self, name)}: it must be above 0")
         if not 0 <= self.foreground <= 1:
             raise ValueError(f"--foreground {self.foreground}: it must lie in [0, 1]; 0.33 is usual")
+        if not 0 <= self.synthesis <= 1:
+            raise ValueError(f"--synthesis {self.synthesis}: it must lie in [0, 1]; 0.5 is usual")
         if len(self.tile) != 3:
             raise ValueError(f"--tile {' '.join(map(str, self.tile))}: give one number, or three")
         if self.patch not in (2, 4, 8, 16):

@@ -11,6 +11,7 @@ from seqpar.data.cache import PreparedDataset
 from seqpar.data.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.prepare import PrepareSettings, prepared
 from seqpar.data.splits import split
+from seqpar.data.synthesis import TumourSynthesis
 from seqpar.data.tiles import TileSource
 from seqpar.data.waiting import announced, run_token, wait_for
 from seqpar.launch.config import Config
@@ -44,8 +45,13 @@ class Material:
         return {**labels, **self.dataset.regions}
 
     def tiles(self, config: Config) -> TileSource:
-        """Returns what draws tiles for training."""
-        change = augment(config.augment, config.tile, outside_label=self.dataset.ignore_label or 0)
+        """Returns what draws tiles for training; what the data set does not allow is refused."""
+        dataset = self.dataset
+        synthesis = TumourSynthesis.of(dataset, config.synthesis) if config.synthesis else None
+        keep = config.augment == "full" and "zscore" in dataset.recipe.schemes  # as nnU-Net does with such modalities
+        change = augment(
+            config.augment, config.tile, synthesis, outside_label=dataset.ignore_label or 0, keep_background=keep
+        )
         return TileSource.of(self.dataset, self.train_ids, change, config.foreground)
 
     def describe(self) -> dict[str, Any]:
@@ -63,7 +69,9 @@ def open_material(config: Config, is_first: bool) -> Material:
     dataset = prepared(folder, config.cache or None, settings, is_first=is_first, progress=progress)
     fold: int | str = int(config.fold) if config.fold.isdigit() else config.fold
     train_ids, held_out_ids = split(dataset, fold)
-    return Material(dataset, tuple(train_ids), tuple(held_out_ids))
+    material = Material(dataset, tuple(train_ids), tuple(held_out_ids))
+    material.tiles(config)  # refused now, before ranks meet
+    return material
 
 
 def phantom(config: Config, is_first: bool) -> Path:

@@ -3,6 +3,7 @@
 import multiprocessing
 import random
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -318,3 +319,41 @@ def test_synthesis_takes_label_values_and_spares_air():
     assert through.plan(1) == ("synthesis",) and 2 in through(image, brain, 1)[1]
     never = augment("none", (64, 64, 64), replace(synthesis, probability=0.0))
     assert same(never(image, brain, 1), (image, brain))
+
+
+def labelled(names: str, regions: dict | None = None, order: tuple[int, ...] = (), scheme: str = "zscore"):
+    """Returns what synthesis looks at in a data set."""
+    labels = {name: n for n, name in enumerate(names.split())}
+    recipe = SimpleNamespace(schemes=(scheme,) * 2)
+    return SimpleNamespace(name="D", labels=labels, regions=regions or {}, regions_class_order=order, recipe=recipe)
+
+
+BRATS = {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (labelled("background NCR ED ET", BRATS, (2, 1, 3)), TumourSynthesis((0,), (1, 2, 3), 2, 0.3)),
+        (labelled("background NETC SNFH ET RC", {**BRATS, "RC": (4,)}, (2, 1, 3, 4)),
+         TumourSynthesis((0,), (1, 2, 3), 2, 0.3)),
+        (labelled("background tumour"), TumourSynthesis((0,), (1,), None, 0.3)),
+        (labelled("background liver Cancer", scheme="ct"), TumourSynthesis((1,), (2,), None, 0.3)),
+    ],
+)  # fmt: skip
+def test_synthesis_takes_the_lesion_and_the_healthy_tissue_from_the_labels(dataset, expected):
+    assert TumourSynthesis.of(dataset, 0.3) == expected
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (labelled("background hippocampus"), r"--synthesis 0.3: .* \(background, hippocampus\) do not tell a lesion"),
+        (labelled("background kidney tumor cyst"), "do not tell a lesion"),
+        (labelled("background kidney tumor", {"kidney": (1, 2), "tumor": (2,)}, (1, 2)), "do not tell a lesion"),
+        (labelled("background cancer", scheme="ct"), "labels no organ, and without z-scores"),
+    ],
+)
+def test_labels_that_do_not_tell_a_lesion_are_refused(dataset, message):
+    with pytest.raises(ValueError, match=message):
+        TumourSynthesis.of(dataset, 0.3)

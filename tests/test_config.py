@@ -118,6 +118,7 @@ ACTS = {
     "fold": ("--fold 1", lambda c: open_material(c, True).held_out_ids),
     "phantoms": ("--phantoms 9", phantom_cases),
     "augment": ("--augment full", lambda c: tile_of(c).tolist()),
+    "synthesis": ("--foreground 1 --synthesis 1", lambda c: tile_of(c).tolist()),
     "foreground": ("--foreground 0.5", lambda c: open_material(c, True).tiles(c).foreground),
     "attention": ("--seqpar 2 --attention ulysses", attention_of),
     "keep_kv": ("--seqpar 2 --keep-kv", attention_of),
@@ -201,6 +202,23 @@ def test_the_flag_acts(flags, tmp_path, name):
     if name in ("drop_path",):
         rest = more[2:]
     assert look(config_of(flags, *more)) != look(config_of(flags, *rest))
+
+
+def test_full_augmentation_keeps_zero_background_where_scores_are_of_what_is_not_zero(flags, tmp_path):
+    def kept(*more: str) -> bool:
+        config = config_of(flags, *more)
+        return open_material(config, True).tiles(config).augmentation.keep_background
+
+    assert kept("--augment", "full") and not kept("--augment", "light")
+    ct = nnunet(tmp_path / "D", cases=5, channels=("CT",))
+    assert not kept("--augment", "full", "--data", str(ct), "--cache", str(tmp_path / "c"))
+
+
+def test_a_synthesis_that_the_labels_do_not_allow_is_refused_before_ranks_meet(flags, tmp_path):
+    other = nnunet(tmp_path / "D", cases=5, labels={"background": 0, "hippocampus": 1})
+    config = config_of([*flags, "--data", str(other), "--cache", str(tmp_path / "c"), "--synthesis", "0.5"])
+    with pytest.raises(ValueError, match="--synthesis 0.5: the labels of D"):
+        open_material(config, True)
 
 
 def test_a_data_sets_own_folds_may_be_more_than_five(tmp_path):
@@ -348,6 +366,7 @@ IMPOSSIBLE = {
     "--drop-path 1": r"\[0, 1\)",
     "--betas 0.9": "two numbers",
     "--fold first": "choose a fold.s number",
+    "--synthesis 2": r"\[0, 1\]; 0.5",
     "--spacing 1,1": "three sizes above 0",
     "--spacing best": "give source, median, or",
     "--time-limit soon": "give minutes",

@@ -48,7 +48,10 @@ def light() -> Recipe:
 
 
 def full() -> Recipe:
-    """Returns nnU-Net's default list with its probabilities and ranges."""
+    """Returns nnU-Net's default list with its probabilities and ranges.
+
+    Its last step, zero background stays zero, depends on the data: it is the `keep_background` of an augmentation.
+    """
     return Recipe(
         rotation=Chance(0.2, -30, 30),
         scaling=Chance(0.2, 0.7, 1.4),

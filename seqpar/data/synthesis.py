@@ -1,5 +1,6 @@
 """Synthetic tumours after Hou et al.: the real lesion's contrast is taken away and put elsewhere."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,11 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from scipy import ndimage
+
+from seqpar.data.cache import PreparedDataset
+
+_LESION = re.compile("tumou?r|lesion|cancer|metastas|carcinoma", re.IGNORECASE)
+_WHOLE = re.compile("wt|whole[ _-]?tumou?r", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,30 @@ class TumourSynthesis:
         new[fake] = self.lesion[0] if self.fake is None else self.fake
         shape = (-1, *[1] * label.ndim)
         return image + contrast.astype(np.float32).reshape(shape) * change, new
+
+    @classmethod
+    def of(cls, dataset: PreparedDataset, probability: float) -> "TumourSynthesis":
+        """Returns the synthesis that a data set's labels allow: whole brain tumours, or the lesion of one organ."""
+        lesions = {n for name, n in dataset.labels.items() if n and _LESION.search(name)}
+        others = sorted(set(dataset.labels.values()) - lesions - {0})
+        for (name, members), drawn in zip(dataset.regions.items(), dataset.regions_class_order):
+            if _WHOLE.fullmatch(name):  # nested labels: a fake one is of the outermost alone
+                found = cls((0,), members, drawn, probability)
+                break
+        else:
+            if dataset.regions or len(lesions) != 1 or len(others) > 1:
+                raise ValueError(
+                    f"--synthesis {probability:g}: the labels of {dataset.name} ({', '.join(dataset.labels)}) do not "
+                    "tell a lesion from healthy tissue; needed are a region WT (whole tumour), or one label named "
+                    "tumour, lesion or cancer and at most one other, the organ: leave it out"
+                )
+            found = cls(tuple(others) or (0,), tuple(lesions), None, probability)
+        if found.healthy == (0,) and set(dataset.recipe.schemes) != {"zscore"}:
+            raise ValueError(
+                f"--synthesis {probability:g}: {dataset.name} labels no organ, and without z-scores ("
+                f"{', '.join(dataset.recipe.schemes)}) zero does not tell tissue from air: leave it out"
+            )
+        return found
 
     def _region(self, rng: np.random.Generator, size: tuple[int, ...]) -> NDArray[np.bool_]:
         """Returns the lowest voxels of smooth noise, a share of all that is drawn too."""
