@@ -9,6 +9,7 @@ from folders import NEW, OLD, brats, decathlon, image_array, label_array, nnunet
 from seqpar.data.case import prepare_case
 from seqpar.data.datasets import folds, recognise, split
 from seqpar.data.faults import DataError
+from seqpar.data.inputs import find_inputs
 from seqpar.data.recipe import PrepareSettings, draft_recipe
 
 
@@ -179,6 +180,15 @@ def test_a_folder_of_images_is_for_prediction(tmp_path):
     assert recognise(tmp_path / "alone").modalities == ("channel 0", "channel 1", "channel 2")
     four = decathlon(tmp_path / "Task01")
     assert recognise(four / "imagesTr").modalities == ("FLAIR", "T1w", "t1gd", "T2w")
+
+
+def test_a_stray_file_among_channel_files_is_reported_and_changes_nothing_else(tmp_path):
+    images = nnunet(tmp_path / "D", 2, ("T1", "T2")) / "imagesTr"
+    stray = save(images / "localizer.nii.gz", image_array(9))
+    data, (cases, faults) = recognise(images), find_inputs([images], ("T1", "T2"))
+    assert data.ids == tuple(case.id for case in cases) == ("c_000", "c_001") and data.modalities == ("T1", "T2")
+    assert [fault.path for fault in data.faults] == [fault.path for fault in faults] == [str(stray)]
+    assert "no channel number" in faults[0].problem
 
 
 def test_five_folds_are_scikit_learns(tmp_path):

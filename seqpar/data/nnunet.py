@@ -41,11 +41,10 @@ def read_images(root: Path) -> Dataset | None:
 
 
 def of_images(root: Path, files: list[Path], names: tuple[str, ...] = ()) -> Dataset:
-    """Returns a data set without labels from image files, grouped by channel numbers where all have them."""
+    """Returns a data set without labels from image files, grouped by channel numbers where one has 0000."""
     faults: list[DataError] = []
-    matches = [_CHANNEL.match(file.name) for file in files]
-    if all(matches) and any(match and match[2] == "0000" for match in matches):
-        found = _grouped(files)
+    if any(match[2] == "0000" for file in files if (match := _CHANNEL.match(file.name))):
+        found, faults = _numbered_files(files)
         modalities = names or tuple(f"channel {n}" for n in range(max(map(len, found.values()))))
         cases: list[Case] = []
         for name, channels in found.items():
@@ -81,14 +80,8 @@ def _scanned(
         if not folder.is_dir():
             raise DataError(folder, "is missing; an nnU-Net raw folder has imagesTr and labelsTr")
     cases: list[Case] = []
-    faults: list[DataError] = []
     files = [file for file in sorted(images.iterdir()) if file.name.endswith(ending) and file.name[0] != "."]
-    faults += [
-        DataError(file, f"has no channel number; name it CASE_0000{ending}")
-        for file in files
-        if not _CHANNEL.match(file.name)
-    ]
-    found = _grouped([file for file in files if _CHANNEL.match(file.name)])
+    found, faults = _numbered_files(files)
     for name, channels in found.items():
         _collect(cases, faults, images, name, channels, modalities, labels / f"{name}{ending}")
     for file in sorted(labels.iterdir()):
@@ -98,14 +91,17 @@ def _scanned(
     return cases, faults
 
 
-def _grouped(files: list[Path]) -> dict[str, dict[int, Path]]:
-    """Returns case to channel number to file, for names such as CASE_0000.nii.gz."""
+def _numbered_files(files: list[Path]) -> tuple[dict[str, dict[int, Path]], list[DataError]]:
+    """Returns case to channel number to file, for names such as CASE_0000.nii.gz; other names are faults."""
     found: dict[str, dict[int, Path]] = defaultdict(dict)
+    faults: list[DataError] = []
     for file in files:
-        match = _CHANNEL.match(file.name)
-        assert match
-        found[match[1]][int(match[2])] = file
-    return found
+        if match := _CHANNEL.match(file.name):
+            found[match[1]][int(match[2])] = file
+        else:
+            ending = ".nii.gz" if file.name.endswith(".gz") else ".nii"
+            faults.append(DataError(file, f"has no channel number; name it CASE_0000{ending}, or take it out"))
+    return found, faults
 
 
 def _collect(
