@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from folders import child, exit_code, image_array, nnunet, save, tree, write_json
+from folders import child, exit_code, image_array, nnunet, save, tree
 
 from seqpar.data.datasets import recognise
 from seqpar.data.faults import DataError
@@ -205,7 +205,7 @@ def test_somebody_elses_folder_is_left_alone(tmp_path):
     assert open_cache(tmp_path / "c").name == "D"
 
 
-@pytest.mark.parametrize("left", ["cases/", "state.json", ".state.json.tmp", ".state.json.node1.77.tmp"])
+@pytest.mark.parametrize("left", ["cases/", "state-0a.json", ".state-0a.json.node1.77.tmp"])
 def test_what_a_preparation_leaves_that_ended_at_once_is_no_obstacle(left, tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / left).mkdir() if left.endswith("/") else (tmp_path / "c" / left).write_text("{")
@@ -238,7 +238,7 @@ def test_the_others_wait_until_the_first_has_prepared(tmp_path):
     cache = prepared(root, tmp_path / "c", is_first=False, deadline=30)
     assert cache.ids == ("c_000", "c_001", "c_002") and time.monotonic() - start > 0.4
     assert exit_code(pid) == 0
-    assert not (tmp_path / "c/state.json").exists()
+    assert not list((tmp_path / "c").glob("state*"))
 
 
 def test_the_others_see_the_firsts_error(tmp_path):
@@ -262,7 +262,7 @@ def test_the_others_see_the_firsts_error(tmp_path):
 
 def test_an_earlier_runs_failure_is_not_taken_for_this_ones(tmp_path):
     root = nnunet(tmp_path / "D", 2)
-    write_json(tmp_path / "c/state.json", {"token": "old", "state": "failed", "path": "x", "problem": "old"})
+    Announcement(tmp_path / "c", "old").write(state="failed", path="x", problem="old")
     pid = child(lambda: (time.sleep(1), prepared(root, tmp_path / "c", is_first=True, workers=0, token="new")))
     assert len(prepared(root, tmp_path / "c", is_first=False, token="new", deadline=30).ids) == 2
     assert exit_code(pid) == 0
@@ -336,7 +336,28 @@ def test_runs_that_wait_for_one_folder_do_not_take_each_others_files(tmp_path):
     started = [child(lambda token=token: beat(token)) for token in "ab"]
     started.append(child(lambda: [clean(tmp_path / "c", set()) for _ in range(3000)]))
     assert [exit_code(pid) for pid in started] == [0, 0, 0]
-    assert [path.name for path in (tmp_path / "c").iterdir() if path.is_file()] == ["state.json"]
+    left = [path for path in (tmp_path / "c").iterdir() if path.is_file()]
+    assert len(left) == 2 and all(path.suffix == ".json" for path in left)
+    for path in left:
+        os.utime(path, (1, 1))
+    clean(tmp_path / "c", set())
+    assert not any(path.exists() for path in left), "what old runs left is removed"
+
+
+def test_a_failure_is_not_lost_where_another_run_goes_on_in_the_same_folder(tmp_path):
+    root = nnunet(tmp_path / "D", 1)
+
+    def go_on() -> None:
+        other, end = Announcement(tmp_path / "c", "b"), time.monotonic() + 8
+        Announcement(tmp_path / "c", "a").write(state="failed", path="c_001.nii.gz", problem="is truncated")
+        while time.monotonic() < end:
+            other.write(state="preparing", done=0, total=1)
+            time.sleep(0.05)
+
+    pid = child(go_on)
+    with pytest.raises(DataError, match="c_001.nii.gz: is truncated"):
+        prepared(root, tmp_path / "c", is_first=False, token="a", deadline=9)
+    assert exit_code(pid) == 0
 
 
 def _until(happened: Callable[[], bool]) -> None:

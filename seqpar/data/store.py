@@ -20,7 +20,8 @@ from seqpar.data.faults import DataError
 from seqpar.data.files import write_whole
 from seqpar.data.recipe import Recipe
 
-STATE = "state.json"  # what preparing processes say; they write it without the lock
+STATE = "state-"  # begins the names of files in which runs say how far they are; each writes its own, without the lock
+_STALE = 3600.0  # seconds after which such a file has no reader
 ELSEWHERE = "name another folder (prepare: --out, train: --cache)"
 _WRITING, _OLD = ".writing-", ".old-"
 
@@ -75,9 +76,9 @@ def clean(path: Path, names: set[str]) -> None:
             if not folder.name.startswith((_WRITING, _OLD)):
                 reopen(path)
             shutil.rmtree(folder)
-    for file in [*path.glob(".*.tmp"), *path.glob("cases/*/.*.tmp")]:
-        if not file.name.startswith(f".{STATE}."):  # another run may be writing it: whoever waits for the lock does
-            file.unlink()
+    for file in [*path.glob(".*.tmp"), *path.glob("cases/*/.*.tmp"), *path.glob(f"{STATE}*.json")]:
+        if not _is_state(file) or _age(file) > _STALE:
+            file.unlink(missing_ok=True)
 
 
 def discard(path: Path, name: str) -> None:
@@ -134,7 +135,19 @@ def _is_foreign(file: Path) -> bool:
     """Tells whether something in a folder without a lock is not of a preparation that ended before it took one."""
     if file.name == "cases" and file.is_dir():
         return any(file.iterdir())
-    return file.name != STATE and not (file.name.startswith(".") and file.name.endswith(".tmp"))
+    return not _is_state(file) and not (file.name.startswith(".") and file.name.endswith(".tmp"))
+
+
+def _is_state(file: Path) -> bool:
+    return file.name.removeprefix(".").startswith(STATE) and file.suffix in (".json", ".tmp")
+
+
+def _age(file: Path) -> float:
+    """Returns the seconds since a file was written; 0 where its run has just replaced or removed it."""
+    try:
+        return time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _lock(handle: int) -> bool:

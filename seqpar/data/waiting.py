@@ -1,5 +1,6 @@
 """One process prepares and the others wait: they poll a file, because a collective would time out."""
 
+import hashlib
 import json
 import os
 import time
@@ -28,6 +29,7 @@ class Announcement:
 
     def __init__(self, path: Path, token: str) -> None:
         self.path, self.token, self.last, self.count = path, token, 0.0, 0
+        self.file = _state_file(path, token)
 
     def tell(self, done: int, total: int) -> None:
         """Says how many cases are done; called often, it writes every few seconds."""
@@ -39,7 +41,7 @@ class Announcement:
         self.last, self.count = time.monotonic(), self.count + 1
         with writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            write_json(self.path / STATE, {"token": self.token, "beat": self.count, **content})
+            write_json(self.file, {"run": self.token, "beat": self.count, **content})
 
 
 @contextmanager
@@ -55,7 +57,7 @@ def announced(path: Path, token: str) -> Iterator[Announcement]:
             announcement.write(state="failed", path=fault.path, problem=fault.problem)
         raise
     with writable(path):
-        (path / STATE).unlink(missing_ok=True)
+        announcement.file.unlink(missing_ok=True)
 
 
 def wait_for(
@@ -80,11 +82,11 @@ def wait_for(
             if is_ready():
                 return
         now = time.monotonic()
-        seen = _read(path / STATE)
+        seen = _read(_state_file(path, token))
         if seen is not None and seen != state:
             state, changed = seen, now
             progress(seen.get("done", 0), seen.get("total", 0))
-        if state and state["token"] == token and state["state"] == "failed" and now - changed > _GRACE:
+        if state and state["state"] == "failed" and now - changed > _GRACE:
             raise DataError(state["path"], state["problem"])  # an earlier run's would be replaced by now
         if not os.access(_existing(path), os.W_OK):
             raise DataError(path, f"holds no finished cache and cannot be written; {ELSEWHERE}")
@@ -95,6 +97,11 @@ def wait_for(
                 "and run prepare by itself",
             )
         time.sleep(_POLL)
+
+
+def _state_file(path: Path, token: str) -> Path:
+    """Returns the file of one run: another's in the same folder would replace what it says."""
+    return path / f"{STATE}{hashlib.blake2b(token.encode(), digest_size=4).hexdigest()}.json"
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
