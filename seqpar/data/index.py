@@ -9,7 +9,7 @@ from seqpar.data.cache import VERSION, digest_of, read_index, read_record
 from seqpar.data.description import Case, Dataset
 from seqpar.data.faults import DataError
 from seqpar.data.recipe import PrepareSettings, Recipe
-from seqpar.data.store import reopen, writable, write_json
+from seqpar.data.store import ELSEWHERE, reopen, writable, write_json
 
 
 def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
@@ -26,6 +26,23 @@ def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
         )
     except DataError:
         return False
+
+
+def refuse_other(dataset: Dataset, out: Path, settings: PrepareSettings | None) -> None:
+    """Raises where a folder holds the cache of another data set, or of other settings, which would be lost."""
+    index = read_index(out)
+    if index is None:
+        return
+    if index["dataset"]["name"] != dataset.name:
+        raise DataError(out, f"holds the cache of {index['dataset']['name']}, not of {dataset.name}; {ELSEWHERE}")
+    now, was = plain(asdict(settings)) if settings else index["settings"], index["settings"]
+    if differing := [f"{key} {_typed(was[key])} there, {_typed(now[key])} here" for key in now if was[key] != now[key]]:
+        raise DataError(out, f"was prepared with other settings: {', '.join(differing)}; give the same, or {ELSEWHERE}")
+
+
+def _typed(value: Any) -> str:
+    """Returns a setting as it is given on the command line."""
+    return ",".join(f"{size:g}" for size in value) if isinstance(value, list) else str(value)
 
 
 def write_index(dataset: Dataset, out: Path, settings: PrepareSettings, recipe: Recipe) -> None:

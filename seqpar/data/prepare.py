@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from seqpar.data.cache import (
     VERSION,
@@ -14,7 +13,6 @@ from seqpar.data.cache import (
     PreparedDataset,
     check_cache,
     open_cache,
-    read_index,
     read_record,
 )
 from seqpar.data.case import (
@@ -29,7 +27,7 @@ from seqpar.data.case import (
 from seqpar.data.datasets import recognise
 from seqpar.data.description import Case, Dataset, read_json
 from seqpar.data.faults import DataError
-from seqpar.data.index import described, files_of, is_current, plain, sources_of, write_index
+from seqpar.data.index import described, files_of, is_current, plain, refuse_other, sources_of, write_index
 from seqpar.data.recipe import (
     Finding,
     PrepareSettings,
@@ -39,7 +37,7 @@ from seqpar.data.recipe import (
     needs_survey,
     survey,
 )
-from seqpar.data.store import ELSEWHERE, CacheError, clean, discard, locked, reopen, writable, write_case, write_json
+from seqpar.data.store import CacheError, clean, discard, locked, reopen, writable, write_case, write_json
 from seqpar.data.volumes import digest_file
 from seqpar.data.waiting import announced, run_token, wait_for
 from seqpar.data.workers import Lost, each
@@ -96,7 +94,7 @@ def prepare(
         return _report(dataset, out, [], [])
     total = len(dataset.cases)
     with locked(out, lambda: progress(0, total)):
-        _refuse_other(dataset, out, None if replace else settings)
+        refuse_other(dataset, out, None if replace else settings)
         if is_current(dataset, out, settings):  # by whom this process waited for
             return _report(dataset, out, [], [])
         clean(out, set(dataset.ids))
@@ -149,7 +147,7 @@ def prepared(
     settings, dataset = settings or PrepareSettings(), recognise(path)
     folder, token = cache_folder(dataset, out), run_token() if token is None else token
     _raise(dataset.faults)
-    _refuse_other(dataset, folder, settings)
+    refuse_other(dataset, folder, settings)
     if not is_first:
         wait_for(
             folder, folder / "cache.json", token, lambda: is_current(dataset, folder, settings), deadline, progress
@@ -251,23 +249,6 @@ def _report(dataset: Dataset, out: Path, made: list[str], faults: list[DataError
 
 def _lost(case: Case, lost: Lost) -> DataError:
     return DataError(case.images[0], f"could not be prepared: {lost}; free memory, or use fewer --workers")
-
-
-def _refuse_other(dataset: Dataset, out: Path, settings: PrepareSettings | None) -> None:
-    """Raises where a folder holds the cache of another data set, or of other settings, which would be lost."""
-    index = read_index(out)
-    if index is None:
-        return
-    if index["dataset"]["name"] != dataset.name:
-        raise DataError(out, f"holds the cache of {index['dataset']['name']}, not of {dataset.name}; {ELSEWHERE}")
-    now, was = plain(asdict(settings)) if settings else index["settings"], index["settings"]
-    if differing := [f"{key} {_typed(was[key])} there, {_typed(now[key])} here" for key in now if was[key] != now[key]]:
-        raise DataError(out, f"was prepared with other settings: {', '.join(differing)}; give the same, or {ELSEWHERE}")
-
-
-def _typed(value: Any) -> str:
-    """Returns a setting as it is given on the command line."""
-    return ",".join(f"{size:g}" for size in value) if isinstance(value, list) else str(value)
 
 
 def _default_workers() -> int:
