@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from seqpar.launch.counting import Alive
-from seqpar.launch.inference import padded_shape
+from seqpar.launch.inference import fitting_batch, padded_shape
 from seqpar.launch.model import SegmentationNet
 from seqpar.launch.outline import without_numbers
 from seqpar.mesh import Mesh
@@ -19,7 +19,7 @@ from seqpar.mesh import Mesh
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the rank that needs most."""
+    """Bytes on a rank."""
 
     encoder: int
     decoder: int
@@ -38,7 +38,10 @@ class Footprint:
 
 
 def footprint(net: SegmentationNet, shape: Sequence[int], num_classes: int, mesh: Mesh) -> Footprint:
-    """Returns what one pass over a whole volume of that shape takes."""
+    """Returns what one pass over a whole volume of that shape takes on this rank.
+
+    A volume that the network cannot pass is refused, as the pass would: so that all ranks say so, all must ask.
+    """
     bare = without_numbers(net).eval()
     layout = bare.encoder.layout.of_tile(padded_shape(shape, bare.encoder.layout))
     first = next(bare.parameters())
@@ -46,7 +49,7 @@ def footprint(net: SegmentationNet, shape: Sequence[int], num_classes: int, mesh
     with torch.no_grad(), Alive() as alive:
         alive.phase = "encoder"
         counted = layout.counts[bare.encoder.group.index]
-        part = torch.empty(1, counted, channels, *layout.patch, dtype=first.dtype, device="meta")
+        part = torch.empty(fitting_batch([net], 1), counted, channels, *layout.patch, dtype=first.dtype, device="meta")
         bare.decoder.register_forward_pre_hook(lambda *_: setattr(alive, "phase", "decoder"))
         bare(part, layout)
     sums = (2 * num_classes + 1) * -(-math.prod(shape) // mesh.world.size) * max(first.element_size(), 4)

@@ -39,7 +39,7 @@ def sliding_window(nets: Sequence[SegmentationNet], image: Image, sliding: Slidi
     """
     course = Course.of(image.shape[1:], sliding, mesh.world.size)
     weights = window_weights(sliding.tile, sliding.weights)
-    batch = _fitting_batch(nets, min(sliding.batch, len(course.corners)))
+    batch = fitting_batch(nets, min(sliding.batch, len(course.corners)))
     return _walk(_views(nets, course, sliding.mirror, batch, mesh), image, course, weights, batch, mesh)
 
 
@@ -54,7 +54,7 @@ def whole_volume(
     tile = padded_shape(shape, nets[0].encoder.layout) if nets else shape
     starts = tuple((-((padded - side) // 2),) for padded, side in zip(tile, shape))
     course = Course(shape, tile, starts, mesh.world.size)
-    weights, batch = window_weights(tile, "constant"), _fitting_batch(nets, 1)
+    weights, batch = window_weights(tile, "constant"), fitting_batch(nets, 1)
     return _walk(_views(nets, course, mirror, batch, mesh), image, course, weights, batch, mesh)
 
 
@@ -101,7 +101,7 @@ class _View:
     flips: tuple[int, ...]
 
 
-def _fitting_batch(nets: Sequence[SegmentationNet], batch: int) -> int:
+def fitting_batch(nets: Sequence[SegmentationNet], batch: int) -> int:
     """Returns how many windows a group sees at a time: where its ranks decode whole ones, as many for each."""
     sizes = [net.encoder.group.size for net in nets if net.mode.name == "swap"]
     return math.lcm(*sizes) * -(-batch // math.lcm(*sizes))

@@ -115,9 +115,10 @@ def _one(predictor: Predictor, answers: Answers, ahead: _Ahead, number: int, nam
     mesh, settings, run = predictor.mesh, predictor.settings, predictor.run
     began = time.perf_counter()
     image, shape, prepared = predictor.share(lambda: ahead.take(number))
-    if settings.window == "whole" and mesh.is_first:
+    if settings.window == "whole":
         need = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), mesh)
-        print(f"{name}: a whole pass over {_by(image.shape[1:])} voxels takes {need}", flush=True)
+        if mesh.is_first:
+            print(f"{name}: a whole pass over {_by(image.shape[1:])} voxels takes {need}", flush=True)
     rows = answers.rows(ahead.cases[number], shape, not run.regions) if mesh.is_first else None
     keep = (rows.keep if rows is not None else _drop) if answers.outputs else None
     try:

@@ -24,6 +24,7 @@ from seqpar.data.case import prepare_case, scores_to_source
 from seqpar.data.description import Case
 from seqpar.data.faults import DataError
 from seqpar.data.recipe import Recipe
+from seqpar.decoders.modes import MODES
 from seqpar.launch import exits, predict
 from seqpar.launch.config import Config
 from seqpar.launch.counting import Alive
@@ -411,6 +412,38 @@ def test_a_whole_pass_says_what_it_takes(images, tmp_path, capsys) -> None:
     run = make_run(tmp_path / "run")
     assert act(tmp_path, run, "--window", "whole") == 0
     assert capsys.readouterr().out.count("MiB on each rank") == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_whole_pass_of_every_mode_ends_alike_on_two_ranks(mode: str, ranks, images, tmp_path, capfd) -> None:
+    """What one rank cannot do, all say together; the exact modes write what one process does."""
+    run = make_run(tmp_path / "run")
+    more = ("-i", str(images), "--window", "whole")
+    assert act(tmp_path, run, "--window", "whole", out="alone") == 0
+    capfd.readouterr()
+    out = tmp_path / "out"
+    assert ranks(2, on_ranks, str(run), *more, "-o", str(out), "--mode", mode, timeout=40) == [0, 0]
+    assert capfd.readouterr().out.count("MiB on each rank") == 3
+    for name in ("c_000.nii.gz", "c_001.nii.gz", "c_002.nii.gz"):
+        same = voxels(out / name) == voxels(tmp_path / "alone" / name)
+        assert mode == "nogather" or same.mean() > 1 - 1e-3
+
+
+def test_a_volume_that_no_whole_pass_can_take_is_a_fault_on_all_ranks(ranks, images, tmp_path, capfd) -> None:
+    run = make_run(tmp_path / "run")
+    save(images / "c_003_0000.nii.gz", image_array(3, (14, 29, 10)))
+
+    def count(net: SegmentationNet, shape: Any, *more: Any) -> Any:
+        if shape[1] > 20:
+            raise ValueError("too large")
+        return footprint(net, shape, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predict, "footprint", count)
+        arguments = (str(run), "-i", str(images), "-o", str(tmp_path / "out"), "--window", "whole")
+        assert ranks(2, on_ranks, *arguments, timeout=40) == [exits.DATA] * 2
+    assert capfd.readouterr().err.count("error: c_003") == 1
+    assert len(list((tmp_path / "out").glob("*.nii.gz"))) == 3
 
 
 def test_memory_is_counted_not_guessed(alone) -> None:
