@@ -37,6 +37,12 @@ class Answers:
             if self.label(case).absolute() in inputs:
                 raise DataError(self.label(case), "is an input and would be overwritten; choose another --output")
         before = self._record()
+        files = [path for case in cases for path in (self.label(case), *self.probabilities(case))]
+        if before is None and (foreign := [path for path in files if path.exists()]):
+            raise DataError(
+                foreign[0], f"would be overwritten, and no {RECORD} beside it says that predict wrote it; "
+                "choose another --output"
+            )  # fmt: skip
         if go_on and before is not None and before != record:
             changed = [name for name in record if before.get(name) != record[name]]
             raise DataError(
@@ -60,6 +66,11 @@ class Answers:
         suffix = next(suffix for suffix in SUFFIXES if case.images[0].name.endswith(suffix))
         return self.folder / f"{case.id}{suffix}"
 
+    def probabilities(self, case: Case) -> list[Path]:
+        """Returns where the probabilities of a case's outputs lie."""
+        names = [re.sub(r"[^\w.-]+", "-", name) for name in self.outputs]
+        return [self.folder / PROBABILITIES / f"{case.id}_{name}.nii.gz" for name in names]
+
     def rows(self, case: Case, shape: Sequence[int], softmax: bool) -> "Rows | None":
         """Returns where a case's probabilities wait, on the grid of its crop; None where nobody asked for them."""
         if not self.outputs:
@@ -73,9 +84,7 @@ class Answers:
                 if rows.problem is not None:
                     raise rows.problem
                 (self.folder / PROBABILITIES).mkdir(exist_ok=True)
-                for number, name in enumerate(self.outputs):
-                    plain = re.sub(r"[^\w.-]+", "-", name)
-                    path = self.folder / PROBABILITIES / f"{case.id}_{plain}.nii.gz"
+                for number, path in enumerate(self.probabilities(case)):
                     outside = float(rows.softmax and number == 0)  # beyond the crop all is background
                     channel = channel_to_source(rows.channel(number), properties, outside)
                     write_volume(path, channel, properties.geometry, np.float32)

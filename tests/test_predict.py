@@ -331,6 +331,18 @@ def test_wrong_inputs_are_refused(images, tmp_path) -> None:
         act(tmp_path, run, "--checkpoint", str(other / "model.safetensors"))
 
 
+@pytest.mark.parametrize("more", [(), ("--continue",)])
+def test_files_that_predict_did_not_write_are_never_touched(more: tuple[str, ...], tmp_path) -> None:
+    run, data = make_run(tmp_path / "run"), nnunet(tmp_path / "data")
+    (data / "labelsTr" / "c_000.nii.gz").unlink()  # the second one's is there
+    before = tree(tmp_path)
+    with pytest.raises(DataError, match=r"c_001.nii.gz: would be overwritten, and no prediction.json"):
+        act(tmp_path, run, *more, images="data/imagesTr", out="data/labelsTr")
+    assert tree(tmp_path) == before
+    assert act(tmp_path, run, *more, images="data/imagesTr") == 0
+    assert act(tmp_path, run, images="data/imagesTr") == 0  # its own files are written again
+
+
 def test_inputs_are_whatever_training_reads(images, tmp_path) -> None:
     """A data set, its images alone, and single files say the same; a label that is there plays no part."""
     run, data = make_run(tmp_path / "run"), nnunet(tmp_path / "data")
