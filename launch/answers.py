@@ -7,6 +7,7 @@ FOLDER/probabilities/…        CASE_OUTPUT.nii.gz, where asked for
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -38,6 +39,11 @@ class Answers:
                 raise DataError(self.label(case), "is an input and would be overwritten; choose another --output")
         before = self._record()
         files = [path for case in cases for path in (self.label(case), *self.probabilities(case))]
+        if twice := next((path for path, times in Counter(files).items() if times > 1), None):
+            raise DataError(
+                twice, f"would hold two of the outputs {', '.join(self.outputs)}, which a file's name cannot tell apart; "
+                "leave --probabilities out, or rename an output in config.json of the run"
+            )  # fmt: skip
         if before is None and (foreign := [path for path in files if path.exists()]):
             raise DataError(
                 foreign[0], f"would be overwritten, and no {RECORD} beside it says that predict wrote it; "

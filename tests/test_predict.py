@@ -401,6 +401,21 @@ def test_probabilities_and_ensembles(images, tmp_path) -> None:
     assert np.abs((one + two) / 2 - both).max() < 1e-4 < np.abs(one - two).max()
 
 
+@pytest.mark.parametrize(
+    "names, case", [(("a/b", "a b"), "x"), (("b", "a_b"), "x_a")], ids=["one case's", "two cases'"]
+)
+def test_outputs_that_would_share_a_file_are_refused_before_anything(names: Any, case: str, tmp_path) -> None:
+    for name in ("x", case):
+        save(tmp_path / "images" / f"{name}_0000.nii.gz", image_array(0))
+    regions = {names[0]: [1], names[1]: [1, 2]}
+    recipe = replace(RECIPE, values=(0, 1, 2))
+    run = make_run(tmp_path / "run", recipe, regions=regions, regions_class_order=[1, 2])
+    with pytest.raises(DataError, match="two of the outputs"):
+        act(tmp_path, run, "--probabilities")
+    assert not (tmp_path / "out").exists()
+    assert act(tmp_path, run) == 0
+
+
 def test_small_components_become_background() -> None:
     ids = np.zeros((9, 9, 9), np.int16)
     ids[0:2, 0:2, 0:2], ids[2, 2, 2], ids[5, 5, 5], ids[7:9, 7:9, 8] = 1, 1, 1, 2
