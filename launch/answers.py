@@ -41,7 +41,7 @@ class Answers:
         files = [path for case in cases for path in (self.label(case), *self.probabilities(case))]
         if twice := next((path for path, times in Counter(files).items() if times > 1), None):
             raise DataError(
-                twice, f"would hold two of the outputs {', '.join(self.outputs)}, which a file's name cannot tell apart; "
+                twice, f"would hold two of the outputs {', '.join(self.outputs)}: file names do not tell them apart; "
                 "leave --probabilities out, or rename an output in config.json of the run"
             )  # fmt: skip
         if before is None and (foreign := [path for path in files if path.exists()]):

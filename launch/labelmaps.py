@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -10,18 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import nibabel
 import numpy as np
-from nibabel.affines import apply_affine, voxel_sizes
 from numpy.typing import NDArray
 
 from seqpar.data.faults import DataError
+from seqpar.data.geometry import Geometry, differs, to_canonical
+from seqpar.data.volumes import SUFFIXES, read_volume
 from seqpar.launch.scoring import Scores, score
 
-Affine = NDArray[np.float64]
-Shape = tuple[int, ...]
-
-SUFFIXES = (".nii.gz", ".nii")
 BRATS = {
     "2021": {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)},
     "2023": {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)},
@@ -130,39 +125,18 @@ def match(truth: Path, prediction: Path) -> tuple[list[Pair], list[DataError]]:
     return pairs, faults
 
 
-def read_labels(path: Path) -> tuple[NDArray[Any], Affine]:
-    """Returns a label map as integers, and its affine."""
-    try:
-        image: Any = nibabel.load(path)
-        values, affine = np.asanyarray(image.dataobj), np.asarray(image.affine, np.float64)
-    except (OSError, EOFError, ValueError, zlib.error, nibabel.filebasedimages.ImageFileError) as error:
-        raise DataError(path, f"is no readable NIfTI file ({error or type(error).__name__})") from error
-    while values.ndim > 3 and values.shape[-1] == 1:
-        values = values[..., 0]
-    if values.ndim not in (2, 3) or not values.size:
-        raise DataError(path, f"has shape {values.shape}: a label map has 2 or 3 dims, none of them empty")
-    if values.dtype.kind not in "iu":
-        whole = np.rint(values) if values.dtype.kind == "f" else np.full(values.shape, np.nan)
-        if not np.allclose(values, whole, rtol=0, atol=1e-3) or not np.isfinite(whole).all():
+def read_labels(path: Path) -> tuple[NDArray[Any], Geometry]:
+    """Returns a label map as integers, canonical, and where it lies."""
+    array, geometry, _ = read_volume(path)
+    if len(array) != 1:
+        raise DataError(path, f"holds {len(array)} channels: a label map has one value a voxel")
+    values = to_canonical(array[0], geometry.orientation)
+    if values.dtype.kind == "f":
+        whole = np.rint(values)
+        if not np.allclose(values, whole, rtol=0, atol=1e-3):
             raise DataError(path, "holds values that are no whole numbers: a label map is needed")
         values = whole.astype(np.int32)
-    return values, affine
-
-
-def check_geometry(pair: Pair, shapes: tuple[Shape, Shape], affines: tuple[Affine, Affine]) -> None:
-    """Returns nothing; raises where the prediction does not lie on the truth."""
-    if shapes[0] != shapes[1]:
-        raise DataError(pair.prediction, f"has shape {shapes[1]}, the truth {shapes[0]}: they must be equal")
-    steps = voxel_sizes(affines[0])
-    if not (np.isfinite(affines[0]).all() and (steps > 0).all()):
-        raise DataError(pair.truth, f"has voxels of {steps} mm: its affine is damaged")
-    # A tenth of a voxel at the furthest corner: above what rounding in headers does, below any real shift.
-    last = np.array([*shapes[0], 1][:3]) - 1
-    corners = np.array([*np.ndindex(2, 2, 2)]) * last
-    apart = float(np.abs(np.subtract(*(apply_affine(affine, corners) for affine in affines))).max())
-    if not apart <= 0.1 * steps.min():
-        problem = f"lies up to {apart:.3g} mm off the truth: their affines differ"
-        raise DataError(pair.prediction, f"{problem}; write it in the geometry of the source")
+    return values, geometry
 
 
 def check_values(path: Path, values: NDArray[Any], declared: frozenset[int]) -> None:
@@ -178,14 +152,14 @@ def check_values(path: Path, values: NDArray[Any], declared: frozenset[int]) -> 
 
 def score_pair(pair: Pair, labels: Labels, options: dict[str, Any]) -> Scores:
     """Returns the scores of one case, read from its two files."""
-    truth, true_affine = read_labels(pair.truth)
-    prediction, affine = read_labels(pair.prediction)
-    check_geometry(pair, (truth.shape, prediction.shape), (true_affine, affine))
+    truth, geometry = read_labels(pair.truth)
+    prediction, found = read_labels(pair.prediction)
+    if (how := differs(geometry, found)) is not None:
+        raise DataError(pair.prediction, f"does not lie on the truth: {how}; write it in the geometry of the source")
     ignored = frozenset() if labels.ignore is None else frozenset({labels.ignore})
     check_values(pair.truth, truth, labels.declared | ignored)
     check_values(pair.prediction, prediction, labels.declared)
-    spacing = [float(step) for step in voxel_sizes(true_affine)[: truth.ndim]]
-    return score(truth, prediction, labels.classes, spacing, ignore=labels.ignore, **options)
+    return score(truth, prediction, labels.classes, geometry.canonical_spacing, ignore=labels.ignore, **options)
 
 
 def score_pairs(

@@ -1,6 +1,7 @@
 """Evaluation of folders: files written, labels declared, faults reported while the other cases go on."""
 
 import csv
+import gzip
 import json
 import math
 import os
@@ -230,18 +231,27 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
 
 
+def damage(path: Path, at: int, body: bytes) -> None:
+    """Writes other bytes into the header."""
+    whole = bytearray(gzip.decompress(path.read_bytes()))
+    whole[at : at + len(body)] = body
+    path.write_bytes(gzip.compress(bytes(whole)))
+
+
 FAULTS: dict[str, Callable[[Path, Path], object]] = {
     r"predicted/case_1.nii.gz: is missing": lambda t, p: p.unlink(),
     r"predicted/case_1.nii.gz: has no truth": lambda t, p: t.unlink(),
-    r"predicted/case_1.nii.gz: has shape \(12, 11, 8\)": lambda t, p: save(p, random_labels(1)[..., :8]),
-    r"predicted/case_1.nii.gz: lies up to": lambda t, p: save(p, random_labels(1), np.diag([1, 1, 2.5, 1])),
+    r"predicted/case_1.nii.gz: .* its shape is \(12, 11, 8\)": lambda t, p: save(p, random_labels(1)[..., :8]),
+    r"predicted/case_1.nii.gz: does not lie.* affine": lambda t, p: save(p, random_labels(1), np.diag([1, 1, 2.5, 1])),
     r"predicted/case_1.nii.gz: holds \[3\]": lambda t, p: save(p, random_labels(1) + np.uint8(1)),
     r"labelsTr/case_1.nii.gz: holds \[4\]": lambda t, p: save(t, random_labels(1) * np.uint8(2)),
     r"predicted/case_1.nii.gz: holds values": lambda t, p: save(p, random_labels(1) * np.float32(0.4)),
-    r"predicted/case_1.nii.gz: is no readable NIfTI": lambda t, p: truncate(p),
-    r"labelsTr/case_1.nii.gz: is no readable": lambda t, p: t.write_text("no image"),
+    r"predicted/case_1.nii.gz: is truncated": lambda t, p: truncate(p),
+    r"labelsTr/case_1.nii.gz: is not packed": lambda t, p: t.write_text("no image"),
+    r"predicted/case_1.nii.gz: .* unknown type 999": lambda t, p: damage(p, 70, (999).to_bytes(2, "little")),
+    r"labelsTr/case_1.nii.gz: holds a 9-D array": lambda t, p: damage(t, 40, (9).to_bytes(2, "little")),
     r"predicted/case_1.nii: is there as": lambda t, p: save(p.with_suffix(""), random_labels(1)),
-    r"labelsTr/case_1.nii.gz: has shape \(12, 11, 9, 2\)": lambda t, p: save(t, np.stack([random_labels(1)] * 2, -1)),
+    r"labelsTr/case_1.nii.gz: holds 2 channels": lambda t, p: save(t, np.stack([random_labels(1)] * 2, -1)),
 }
 
 
@@ -278,6 +288,17 @@ def test_what_differs_in_writing_only_is_no_fault(folders: tuple[Path, Path]) ->
     save(prediction / "case_1.nii", random_labels(11).astype(np.int16))
     (prediction / "._case_2.nii.gz").write_text("of another system")
     assert evaluate_folders(folders) == 0
+
+
+def test_a_prediction_may_be_stored_in_another_orientation(folders: tuple[Path, Path]) -> None:
+    assert evaluate_folders(folders) == 0
+    before = summary_of(folders)["metric_per_case"]
+    path = folders[1] / "case_1.nii.gz"
+    nibabel.save(nibabel.as_closest_canonical(nibabel.load(path)), path)
+    assert nibabel.load(path).affine[0, 0] > 0 > nibabel.load(folders[0] / "case_1.nii.gz").affine[0, 0]
+    assert evaluate_folders(folders) == 0
+    for case, one in zip(summary_of(folders)["metric_per_case"], before):
+        assert case["metrics"]["2"] == pytest.approx(one["metrics"]["2"])
 
 
 def test_folders_that_are_no_data_are_named(

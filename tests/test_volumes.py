@@ -156,3 +156,15 @@ def test_the_digest_is_of_the_content_however_it_is_packed(tmp_path):
     assert digests == {read_volume(tmp_path / "a.nii").digest}
     save(tmp_path / "a.nii", image_array(1))
     assert digest_file(tmp_path / "a.nii") not in digests
+
+
+def test_a_header_with_any_byte_damaged_is_read_or_is_a_fault_of_the_file(tmp_path):
+    path = save(tmp_path / "a.nii", np.ones((5, 6, 7), np.int16), np.diag([1, 2, 3, 1]))
+    whole, faults = path.read_bytes(), 0
+    for at, value in itertools.product(range(348), (0, 9, 127, 255)):
+        path.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+        try:
+            assert read_volume(path).array.size
+        except DataError as fault:
+            faults += str(path) in str(fault)
+    assert faults > 50

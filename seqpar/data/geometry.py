@@ -84,7 +84,10 @@ def geometry_of(head: bytes, path: str | Path) -> Geometry:
     pixdim = header["pixdim"][1:4].astype(float)
     if not (np.isfinite(pixdim).all() and (pixdim > 0).all()):
         raise DataError(path, f"its spacing is {pixdim.tolist()} mm; it must be positive: repair the header's pixdim")
-    dtype = header.get_data_dtype()
+    try:
+        dtype = header.get_data_dtype()
+    except KeyError:
+        raise DataError(path, f"its numbers are of the unknown type {int(header['datatype'])}; copy it again") from None
     if dtype.kind not in "iuf" or dtype.itemsize > 8:
         raise DataError(path, f"holds numbers of type {dtype}; integers or real numbers of 8 to 64 bits are needed")
     try:
@@ -92,7 +95,8 @@ def geometry_of(head: bytes, path: str | Path) -> Geometry:
         slope, inter = header.get_slope_inter()
     except (HeaderDataError, ValueError) as error:
         raise DataError(path, f"its header cannot be used: {error}; write the file again") from error
-    if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
+    usable = np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) >= 1e-9
+    if not usable or None in aff2axcodes(affine):  # None: one direction drowns in the others
         raise DataError(path, f"its affine {affine[:3].tolist()} gives voxels no volume; repair qform and sform")
     spacing = np.sqrt((affine[:3, :3] ** 2).sum(0))
     return Geometry(
