@@ -6,7 +6,7 @@ Legend: c channels, k classes, W D H voxels.
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,8 @@ class Predictor:
     def to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
         """Returns the file's label values in the file's geometry, without components that are too small."""
         least = smallest(self.settings.min_component, float(np.prod(properties.geometry.spacing)))
-        return labels_to_source(drop_small(ids, least), properties)
+        kept = drop_small(ids, least, self.run.regions.values(), self.run.regions_class_order)
+        return labels_to_source(kept, properties)
 
     def share(self, prepare: Callable[[], Prepared]) -> tuple[Image, tuple[int, ...], Prepared | None]:
         """Returns a case's image and the shape of its crop on every rank, prepared by the first one alone."""
@@ -156,18 +157,28 @@ def by_first(act: Callable[[], Any], mesh: Mesh) -> Any:
     return answer["value"]
 
 
-def drop_small(ids: np.ndarray, least: int) -> np.ndarray:
-    """Returns class ids in which connected voxels of one class (corners touch) that are fewer are background."""
+def drop_small(
+    ids: np.ndarray, least: int, regions: Collection[Sequence[int]] = (), regions_class_order: Sequence[int] = ()
+) -> np.ndarray:
+    """Returns class ids without what is too small: connected voxels (corners touch) of a region, or else of a class.
+
+    A voxel that falls out of a region gets the label of the last region in the order that it stays in, so that no
+    region loses a voxel to another's filter; where it stays in none, it is background.
+    """
     if least <= 1:
         return ids
-    result, corners = ids.copy(), np.ones((3,) * ids.ndim, bool)
-    for value in np.unique(ids):
-        if value != 0:
-            components, _ = ndimage.label(ids == value, corners)
-            small = np.bincount(components.reshape(-1)) < least
-            small[0] = False
-            result[small[components]] = 0
-    return result
+    if not regions:
+        regions_class_order = [value for value in np.unique(ids).tolist() if value]
+        regions = [(value,) for value in regions_class_order]
+    left, lost = np.zeros_like(ids), np.zeros(ids.shape, bool)
+    for members, label in zip(regions, regions_class_order):
+        mask = np.isin(ids, members)
+        components, _ = ndimage.label(mask, np.ones((3,) * ids.ndim, bool))
+        small = np.bincount(components.reshape(-1)) < least
+        small[0] = False  # what lies between components
+        lost |= small[components]
+        left[mask & ~small[components]] = label
+    return np.where(lost, left, ids)
 
 
 def _listed(images: SpatialImage | Sequence[SpatialImage]) -> list[SpatialImage]:

@@ -425,6 +425,36 @@ def test_small_components_become_background() -> None:
     assert [smallest(text, 0.5) for text in ("0", "50", "50mm3", "20voxels", "0.7")] == [0, 100, 100, 20, 2]
 
 
+BRATS = {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}
+
+
+def test_a_small_component_of_a_region_costs_no_other_region_a_voxel() -> None:
+    """Class ids 1 NCR, 2 ED, 3 ET: an island gets the label of what encloses it, background only where nothing does."""
+    ids = np.zeros((16, 12, 12), np.uint8)
+    ids[1:13, 1:11, 1:11], ids[4:9, 4:9, 4:9] = 2, 1  # ED around NCR
+    ids[6, 6, 6] = 3  # ET in the core: TC keeps the voxel
+    ids[2, 2, 2:4] = 3  # ET in the oedema: a core of two voxels, WT alone keeps them
+    ids[11, 2, 2] = 1  # the same without ET
+    ids[15, 11, 10:12] = (3, 1)  # a tumour of two voxels
+    found = drop_small(ids, 5, BRATS.values(), (2, 1, 3))
+    assert found.dtype == ids.dtype and found[6, 6, 6] == 1 and not found[15].any()
+    assert (found[2, 2, 2:4] == 2).all() and found[11, 2, 2] == 2
+    assert np.array_equal(found[:14] > 0, ids[:14] > 0) and np.isin(found, BRATS["TC"]).sum() == 125
+    assert np.array_equal(drop_small(ids, 2, BRATS.values(), (2, 1, 3)) == 0, ids == 0)
+    odd = np.where(ids == 3, 9, ids)  # what no region holds stays as it is
+    assert (drop_small(odd, 5, [(1, 2)], [2])[6, 6, 6]) == 9
+
+
+def test_regions_are_filtered_in_the_file(tmp_path, echo) -> None:
+    truth = np.zeros((12, 11, 9), np.uint8)
+    truth[1:11, 1:10, 1:8], truth[5, 5, 5] = 2, 4
+    save(tmp_path / "images" / "case.nii.gz", truth, np.diag([2, 2, 2, 1]))
+    recipe = replace(RECIPE, schemes=("none",), values=(0, 1, 2, 4))
+    run = make_run(tmp_path / "run", recipe, regions=BRATS, regions_class_order=[2, 1, 3])
+    assert act(tmp_path, run, "--min-component", "9") == 0
+    assert np.array_equal(voxels(tmp_path / "out" / "case.nii.gz"), np.where(truth == 4, 2, truth))
+
+
 def test_the_smallest_component_acts_in_the_file(tmp_path, echo) -> None:
     truth = np.zeros((12, 11, 9), np.uint8)
     truth[2:5, 2:5, 2:5], truth[8, 8, 7] = 1, 1
