@@ -16,7 +16,7 @@ import nibabel
 import numpy as np
 import pytest
 import torch
-from folders import OBLIQUE, child, image_array, nnunet, save, tree
+from folders import NEW, OBLIQUE, OLD, brats, child, image_array, nnunet, save, tree, write_json
 from torch import Tensor, nn
 
 import seqpar
@@ -352,6 +352,61 @@ def test_inputs_are_whatever_training_reads(images, tmp_path) -> None:
     assert tree(tmp_path / "a") == tree(tmp_path / "b") == tree(tmp_path / "c") and len(tree(tmp_path / "a")) == 4
 
 
+def unlabelled_nnunet(root: Path) -> Path:
+    nnunet(root)
+    (root / "labelsTr" / "c_001.nii.gz").unlink()
+    write_json(root / "splits_final.json", [{"train": ["c_000"], "val": ["gone"]}])
+    return root
+
+
+def images_of_nnunet(root: Path) -> Path:
+    shutil.rmtree(nnunet(root, labels={}) / "labelsTr")
+    return root
+
+
+def explicit_nnunet(root: Path) -> Path:
+    nnunet(root)
+    files = {f"c_{n:03d}": {"images": [f"imagesTr/c_{n:03d}_0000.nii.gz"]} for n in range(3)}
+    return nnunet(root, 0, dataset=files)
+
+
+def unlabelled_list(root: Path) -> Path:
+    nnunet(root)
+    entries = [{"image": f"imagesTr/c_{n:03d}_0000.nii.gz"} | ({"fold": 0} if n else {}) for n in range(3)]
+    return write_json(root / "list.json", {"training": entries[:2], "validation": entries[1:]})
+
+
+def unlabelled_decathlon(root: Path) -> Path:
+    nnunet(root)
+    for n in range(3):
+        (root / "imagesTr" / f"c_{n:03d}_0000.nii.gz").rename(root / "imagesTr" / f"c_{n:03d}.nii.gz")
+    entries = [{"image": f"./imagesTr/c_{n:03d}.nii.gz", "label": "./labelsTr/gone.nii.gz"} for n in range(3)]
+    write_json(root / "dataset.json", {"modality": {"0": "T1"}, "training": entries})
+    return root
+
+
+@pytest.mark.parametrize(
+    "write", [unlabelled_nnunet, images_of_nnunet, explicit_nnunet, unlabelled_list, unlabelled_decathlon]
+)
+def test_prediction_asks_for_neither_labels_nor_splits(write: Any, tmp_path, capfd) -> None:
+    given = write(tmp_path / "data")
+    assert act(tmp_path, make_run(tmp_path / "run"), images=str(given.relative_to(tmp_path))) == 0
+    assert len(list((tmp_path / "out").glob("*.nii.gz"))) == 3 and "error" not in capfd.readouterr().err
+
+
+def test_brats_cases_are_predicted_with_or_without_a_label(tmp_path) -> None:
+    """Whatever their labels would mean, and as often as there are some."""
+    names = ["BraTS-GLI-00000-000", "BraTS-GLI-00001-000"]
+    root = brats(tmp_path / "data", names, NEW, "-", (1, 2, 3))
+    (root / names[1] / f"{names[1]}-seg.nii.gz").unlink()
+    shutil.copy(root / names[0] / f"{names[0]}-seg.nii.gz", root / f"{names[0]}-seg.nii.gz")
+    brats(root, ["BraTS2021_00000"], OLD, "_", (1, 2, 4))
+    names4 = ("T1", "T1c", "T2", "FLAIR")
+    recipe = replace(RECIPE, modalities=names4, schemes=("zscore",) * 4, intensities=(None,) * 4)
+    assert act(tmp_path, make_run(tmp_path / "run", recipe), images="data") == 0
+    assert len(list((tmp_path / "out").glob("BraTS*.nii.gz"))) == 3
+
+
 def test_modalities_are_taken_by_name(tmp_path, capfd) -> None:
     recipe = replace(RECIPE, modalities=("T1", "FLAIR"), schemes=("none",) * 2, intensities=(None,) * 2)
     run = make_run(tmp_path / "run", recipe)
@@ -425,7 +480,7 @@ def test_small_components_become_background() -> None:
     assert [smallest(text, 0.5) for text in ("0", "50", "50mm3", "20voxels", "0.7")] == [0, 100, 100, 20, 2]
 
 
-BRATS = {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}
+REGIONS = {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}
 
 
 def test_a_small_component_of_a_region_costs_no_other_region_a_voxel() -> None:
@@ -436,11 +491,11 @@ def test_a_small_component_of_a_region_costs_no_other_region_a_voxel() -> None:
     ids[2, 2, 2:4] = 3  # ET in the oedema: a core of two voxels, WT alone keeps them
     ids[11, 2, 2] = 1  # the same without ET
     ids[15, 11, 10:12] = (3, 1)  # a tumour of two voxels
-    found = drop_small(ids, 5, BRATS.values(), (2, 1, 3))
+    found = drop_small(ids, 5, REGIONS.values(), (2, 1, 3))
     assert found.dtype == ids.dtype and found[6, 6, 6] == 1 and not found[15].any()
     assert (found[2, 2, 2:4] == 2).all() and found[11, 2, 2] == 2
-    assert np.array_equal(found[:14] > 0, ids[:14] > 0) and np.isin(found, BRATS["TC"]).sum() == 125
-    assert np.array_equal(drop_small(ids, 2, BRATS.values(), (2, 1, 3)) == 0, ids == 0)
+    assert np.array_equal(found[:14] > 0, ids[:14] > 0) and np.isin(found, REGIONS["TC"]).sum() == 125
+    assert np.array_equal(drop_small(ids, 2, REGIONS.values(), (2, 1, 3)) == 0, ids == 0)
     odd = np.where(ids == 3, 9, ids)  # what no region holds stays as it is
     assert (drop_small(odd, 5, [(1, 2)], [2])[6, 6, 6]) == 9
 
@@ -450,7 +505,7 @@ def test_regions_are_filtered_in_the_file(tmp_path, echo) -> None:
     truth[1:11, 1:10, 1:8], truth[5, 5, 5] = 2, 4
     save(tmp_path / "images" / "case.nii.gz", truth, np.diag([2, 2, 2, 1]))
     recipe = replace(RECIPE, schemes=("none",), values=(0, 1, 2, 4))
-    run = make_run(tmp_path / "run", recipe, regions=BRATS, regions_class_order=[2, 1, 3])
+    run = make_run(tmp_path / "run", recipe, regions=REGIONS, regions_class_order=[2, 1, 3])
     assert act(tmp_path, run, "--min-component", "9") == 0
     assert np.array_equal(voxels(tmp_path / "out" / "case.nii.gz"), np.where(truth == 4, 2, truth))
 

@@ -80,7 +80,7 @@ def kind_of(file: Path) -> tuple[str, str] | None:
     return None
 
 
-def read_brats(root: Path) -> Dataset | None:
+def read_brats(root: Path, for_training: bool = True) -> Dataset | None:
     """Returns the data set in a folder of BraTS cases, flat or one folder a case; None where it is none."""
     found: dict[str, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for file in _files(root):
@@ -89,7 +89,7 @@ def read_brats(root: Path) -> Dataset | None:
             found[named[0]][named[1]].append(file)
     if not any(set(kinds) & (set(KINDS) - {"seg"}) for kinds in found.values()):
         return None
-    labelled = any("seg" in kinds for kinds in found.values())
+    labelled = for_training and any("seg" in kinds for kinds in found.values())
     cases, faults, meanings = [], [], set()
     for name, kinds in sorted(found.items()):
         told = [(kind, files[0]) for kind, files in kinds.items() if labelled and KINDS.get(kind) in MODALITIES]
@@ -115,6 +115,8 @@ def _case(name: str, kinds: dict[str, list[Path]], labelled: bool) -> Case:
     held: dict[str, Path] = {}
     for kind, files in kinds.items():
         role = KINDS.get(kind)
+        if role == "label" and not labelled:
+            continue
         if role is None:
             raise DataError(files[0], f"is an extra modality {kind!r} of case {name}; take it out of the folder")
         for file in files:

@@ -22,10 +22,13 @@ _KNOWN = (
 )
 
 
-def recognise(path_or_name: str | Path | int) -> Dataset:
-    """Returns the description of a data set: cases, modalities, labels, regions, splits, and bad cases."""
+def recognise(path_or_name: str | Path | int, for_training: bool = True) -> Dataset:
+    """Returns the description of a data set: cases, modalities, labels, regions, splits, and bad cases.
+
+    Prediction asks for neither labels nor splits: what is missing or wrong there is nothing to it.
+    """
     root = find(path_or_name)
-    dataset = _read(root)
+    dataset = _read(root, for_training)
     twice = [name for name, times in Counter(case.id for case in dataset.cases).items() if times > 1]
     if twice:
         raise DataError(root, f"holds case {twice[0]} twice; keep one of them")
@@ -53,20 +56,20 @@ def find(path_or_name: str | Path | int) -> Path:
     return found[0].absolute()
 
 
-def _read(root: Path) -> Dataset:
+def _read(root: Path, for_training: bool) -> Dataset:
     if root.suffix == ".json":
-        return _from_json(root)
+        return _from_json(root, for_training)
     if not root.is_dir():
         raise DataError(root, f"is one file; needed is {_KNOWN}")
     try:
         if (root / "dataset.json").is_file():
-            return _from_json(root / "dataset.json")
-        if (brats := read_brats(root)) is not None:
+            return _from_json(root / "dataset.json", for_training)
+        if (brats := read_brats(root, for_training)) is not None:
             return brats
         lists = [path for path in sorted(root.glob("*.json")) if _is_list(path)]
         if len(lists) > 1:
             raise DataError(root, f"holds several lists of cases ({', '.join(p.name for p in lists)}); name one")
-        found = read_fold_json(lists[0]) if lists else read_images(root)
+        found = read_fold_json(lists[0], for_training) if lists else read_images(root)
     except OSError as error:
         raise DataError(root, f"cannot be read ({error.strerror}); check the path and its rights") from error
     if found is None:
@@ -74,7 +77,7 @@ def _read(root: Path) -> Dataset:
     return found
 
 
-def _from_json(path: Path) -> Dataset:
+def _from_json(path: Path, for_training: bool) -> Dataset:
     """Returns the data set that a JSON file describes; its keys tell the three formats apart."""
     content = content_of(path)
     training = content.get("training")
@@ -82,10 +85,10 @@ def _from_json(path: Path) -> Dataset:
     if folded or path.name != "dataset.json" or not content.keys() & {"labels", "channel_names", "modality"}:
         if training is None:
             raise DataError(path, 'lists no cases under "training"; needed is ' + _KNOWN)
-        return read_fold_json(path)
+        return read_fold_json(path, for_training)
     if training and not has_channel_files(path.parent):
-        return read_decathlon(path.parent)
-    return read_nnunet(path.parent)
+        return read_decathlon(path.parent, for_training)
+    return read_nnunet(path.parent, for_training)
 
 
 def _is_list(path: Path) -> bool:

@@ -18,11 +18,11 @@ def find_inputs(given: Sequence[str | Path], modalities: Sequence[str]) -> tuple
     if all(place.is_file() and place.name.endswith(SUFFIXES) for place in places):
         dataset = of_images(places[0].parent, places, tuple(modalities))
     elif len(places) == 1:
-        dataset = recognise(places[0])
+        dataset = recognise(places[0], for_training=False)
     else:
         other = next(place for place in places if not (place.is_file() and place.name.endswith(SUFFIXES)))
         raise DataError(other, f"is no {' or '.join(SUFFIXES)} file; give several files, or one folder or list")
-    cases = [_ordered(replace(case, label=None), dataset.modalities, modalities) for case in dataset.cases]
+    cases = [_ordered(case, dataset.modalities, modalities) for case in dataset.cases]
     twice = [name for name, times in Counter(case.id for case in cases).items() if times > 1]
     if twice:
         raise DataError(dataset.root, f"holds case {twice[0]} twice; keep one of them")

@@ -10,32 +10,38 @@ from seqpar.data.faults import DataError
 
 Declared = tuple[dict[str, int], dict[str, tuple[int, ...]], tuple[int, ...], int | None]
 
+_NOTHING: Declared = ({}, {}, (), None)  # what images to predict declare of labels
 
-def read_decathlon(root: Path) -> Dataset:
+
+def read_decathlon(root: Path, for_training: bool = True) -> Dataset:
     """Returns the data set of an MSD folder: a ``training`` list, all modalities in one 4-D file."""
     path = root / "dataset.json"
     content = content_of(path)
-    cases, _, faults = _listed(content["training"], "training", path)
-    labels, regions, order, ignore = _declared(content, path)
+    cases, _, faults = _listed(content["training"], "training", path, for_training)
+    labels, regions, order, ignore = _declared(content, path) if for_training else _NOTHING
     return Dataset(
         str(content.get("name") or root.name), root, "Medical Segmentation Decathlon", tuple(cases.values()),
         modalities_of(content, path), labels, regions, order, ignore, faults=tuple(faults),
     )  # fmt: skip
 
 
-def read_fold_json(path: Path) -> Dataset:
+def read_fold_json(path: Path, for_training: bool = True) -> Dataset:
     """Returns the data set of a MONAI list: ``training`` with folds, or with ``validation``."""
     content = content_of(path)
-    cases, folds, faults = _listed(content["training"], "training", path)
-    held, _, wrong = _listed(content.get("validation", []), "validation", path, next(iter(cases.values()), None))
+    cases, folds, faults = _listed(content["training"], "training", path, for_training)
+    held, _, wrong = _listed(
+        content.get("validation", []), "validation", path, for_training, next(iter(cases.values()), None)
+    )
     if not cases:
         raise (faults or [DataError(path, "lists no cases; fill its training list")])[0]
     every = cases | held
-    if both := sorted(set(cases) & set(held)):
+    if for_training and (both := sorted(set(cases) & set(held))):
         wrong.append(DataError(path, f"lists case {both[0]} for training and for validation; keep one of them"))
     first = next(iter(cases.values()))
     named = [kind for kind in map(kind_of, first.images) if kind and kind[1] in KINDS]
-    if "labels" in content:
+    if not for_training:
+        labels, regions, order, ignore = _NOTHING
+    elif "labels" in content:
         labels, regions, order, ignore = _declared(content, path)
     elif named:
         meaning = MEANINGS[meaning_of(*named[0], first.images[0])]
@@ -67,7 +73,7 @@ def _declared(content: dict[str, Any], path: Path) -> Declared:
 
 
 def _listed(
-    entries: Any, key: str, path: Path, first: Case | None = None
+    entries: Any, key: str, path: Path, for_training: bool, first: Case | None = None
 ) -> tuple[dict[str, Case], dict[str, int], list[DataError]]:
     """Returns the cases of a list of image and label, their fold numbers, and what is wrong with others.
 
@@ -87,15 +93,17 @@ def _listed(
             if name in cases:
                 raise DataError(path, f"lists case {name} twice ({images[0]}); keep one of them")
             images = _in_order(images, first) if first else images
-            case = checked(Case(name, images, place(path.parent, entry["label"])), path)
+            label = place(path.parent, entry["label"]) if for_training else None
+            case = checked(Case(name, images, label), path)
             first = first or case
-            if isinstance(entry.get("fold"), int):
+            if for_training and isinstance(entry.get("fold"), int):
                 folds[name] = entry["fold"]
             elif folds:
                 raise DataError(path, f"gives case {name} no fold number, but others one; give it one")
             cases[name] = case
         except (AttributeError, KeyError, TypeError, IndexError):
-            faults.append(DataError(path, f"an entry of {key} is {entry!r}; it needs image and label"))
+            needed = "image and label" if for_training else "image"
+            faults.append(DataError(path, f"an entry of {key} is {entry!r}; it needs {needed}"))
         except DataError as fault:
             faults.append(fault)
     if len(folds) not in (0, len(cases)):
