@@ -8,18 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from seqpar.data.datasets import Dataset
 from seqpar.data.faults import DataError
+from seqpar.launch.classes import BRATS, Labels, find_declaration, of_brats, of_classes, of_dataset, read_labels_of
 from seqpar.launch.exits import DATA, run
-from seqpar.launch.labelmaps import (
-    BRATS,
-    Labels,
-    Pair,
-    find_dataset,
-    labels_of,
-    match,
-    read_dataset_labels,
-    score_pairs,
-)
+from seqpar.launch.labelmaps import Pair, dataset_at, match, score_pairs
 from seqpar.launch.scoring import Empty, Scores, summarise, table
 from seqpar.launch.summaries import document, rows_of, write
 
@@ -39,11 +32,11 @@ def region(text: str) -> tuple[str, tuple[int, ...]]:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the command line, checked."""
     p = argparse.ArgumentParser(prog="evaluate.py", description=__doc__, allow_abbrev=False)
-    p.add_argument("truth", type=Path, help="folder of NIfTI label maps, or one file")
-    p.add_argument("prediction", type=Path, help="folder with the same file names, or one file")
-    p.add_argument("--dataset", type=Path, help="dataset.json with the labels (else: in or above TRUTH)")
+    p.add_argument("truth", type=Path, help="data set, folder of NIfTI label maps, or one file")
+    p.add_argument("prediction", type=Path, help="folder with files named as the cases, or one file")
+    p.add_argument("--dataset", type=Path, help="dataset.json with the labels (else: of TRUTH, in or above it)")
     p.add_argument("--regions", type=region, action="append", metavar="NAME=1,2", help="a class; repeat")
-    p.add_argument("--brats", choices=sorted(BRATS), help="WT, TC, ET in the label values of that year")
+    p.add_argument("--brats", choices=sorted(BRATS), help="its regions in the label values of that year")
     p.add_argument("--nsd-tolerance", type=float, default=1.0, help="of the surface Dice, mm (%(default)s)")
     p.add_argument("--lesion-wise", action="store_true", help="add the lesion-wise scores of BraTS 2023")
     p.add_argument("--empty", choices=get_args(Empty), help="how empty masks count (skip; brats for --brats)")
@@ -64,12 +57,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def choose_labels(options: argparse.Namespace) -> Labels:
+def choose_labels(options: argparse.Namespace, dataset: Dataset | None) -> Labels:
     """Returns the labels that the command line or the data set declares."""
     if options.brats:
-        return labels_of(BRATS[options.brats])
-    path = options.dataset or find_dataset(options.truth)
-    declared = read_dataset_labels(path) if path else None
+        return of_brats(options.brats)
+    if dataset is not None and not options.dataset:
+        declared: Labels | None = of_dataset(dataset)
+    else:
+        path = options.dataset or find_declaration(options.truth)
+        declared = read_labels_of(path) if path else None
     if not options.regions:
         if not declared:
             where = f"there is no dataset.json in {options.truth} or above it"
@@ -77,7 +73,7 @@ def choose_labels(options: argparse.Namespace) -> Labels:
         return declared
     if len({name for name, _ in options.regions}) < len(options.regions):
         raise ValueError("--regions names a region twice")
-    labels = labels_of(dict(options.regions))
+    labels = of_classes(dict(options.regions))
     if declared:
         return Labels(labels.classes, labels.declared | declared.declared, declared.ignore)
     return labels
@@ -86,11 +82,12 @@ def choose_labels(options: argparse.Namespace) -> Labels:
 def act(arguments: Sequence[str]) -> int:
     """Returns the exit code; prints a line per case, the table, what is wrong, and one line that sums up."""
     options = parse(arguments)
-    pairs, faults = match(options.truth, options.prediction)
+    dataset = dataset_at(options.truth)
+    pairs, faults = match(options.truth, options.prediction, dataset)
     for folder in (options.json.parent, options.csv.parent):  # now, rather than after an hour of distances
         if folder.exists() and not os.access(folder, os.W_OK):
             raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
-    labels = choose_labels(options)
+    labels = choose_labels(options, dataset)
     settings = {name: getattr(options, name) for name in ("nsd_tolerance", "lesion_wise", "empty")}
     cases: list[tuple[Pair, Scores]] = []
     for pair, result in score_pairs(pairs, labels, settings, min(options.workers, max(len(pairs), 1))):

@@ -16,8 +16,9 @@ from seqpar.data.datasets import recognise
 from seqpar.data.faults import DataError
 from seqpar.data.prepare import labels_to_source
 from seqpar.data.volumes import write_volume
+from seqpar.launch.classes import Labels, of_declared
 from seqpar.launch.config import Config
-from seqpar.launch.labelmaps import Labels, Pair, score_pair
+from seqpar.launch.labelmaps import Pair, score_pair
 from seqpar.launch.material import phantom
 from seqpar.launch.scoring import Scores, summarise
 from seqpar.launch.summaries import document, write
@@ -32,14 +33,11 @@ def true_files(config: Config) -> dict[str, Path]:
 
 
 def labels_in_files(described: Mapping[str, Any]) -> Labels:
-    """Returns labels and regions in the files' values; a region of one label is that label under its own name."""
-    values = described["values"]
-    members = {name: (n,) for name, n in described["labels"].items() if n}
-    members |= {name: tuple(ids) for name, ids in described["regions"].items()}
-    names = {tuple(values[n] for n in ids): name for name, ids in members.items()}
-    ignore = described["ignore_label"]
-    declared = frozenset(value for n, value in enumerate(values) if n != ignore)
-    return Labels({name: ids for ids, name in names.items()}, declared, None if ignore is None else values[ignore])
+    """Returns the labels and regions of a run in the files' values."""
+    values, ignore = described["values"], described["ignore_label"]
+    labels = {name: values[n] for name, n in described["labels"].items()}
+    regions = {name: tuple(values[n] for n in ids) for name, ids in described["regions"].items()}
+    return of_declared(labels, regions, None if ignore is None else values[ignore])
 
 
 class HeldOut:

@@ -1,44 +1,22 @@
-"""Label files on disk: which values mean what, which prediction belongs to which truth, and their scores."""
+"""Label files on disk: which prediction belongs to which truth, and their scores."""
 
-import json
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from seqpar.data.brats import read_brats
+from seqpar.data.datasets import Dataset, describe
 from seqpar.data.faults import DataError
 from seqpar.data.geometry import Geometry, differs, to_canonical
 from seqpar.data.volumes import SUFFIXES, read_volume
+from seqpar.launch.classes import Labels
 from seqpar.launch.scoring import Scores, score
-
-BRATS = {
-    "2021": {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)},
-    "2023": {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)},
-}
-
-
-@dataclass(frozen=True)
-class Labels:
-    """The classes to score, all values that a label map may hold, and the true value that is left out."""
-
-    classes: dict[str, tuple[int, ...]]
-    declared: frozenset[int]
-    ignore: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.classes:
-            raise ValueError("there is no class to score: declare at least one label other than 0")
-        names: dict[tuple[int, ...], str] = {}
-        for name, labels in self.classes.items():
-            if labels in names:
-                raise ValueError(f"classes {names[labels]} and {name} both are {labels}: keep one of them")
-            names[labels] = name
 
 
 class Pair(NamedTuple):
@@ -49,39 +27,14 @@ class Pair(NamedTuple):
     prediction: Path
 
 
-def labels_of(classes: dict[str, tuple[int, ...]]) -> Labels:
-    """Returns labels that hold the values of these classes, and 0."""
-    return Labels(classes, frozenset({0}.union(*classes.values())))
-
-
-def read_dataset_labels(path: Path) -> Labels:
-    """Returns the labels that a dataset.json declares, in nnU-Net's manner or the decathlon's."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(path, f"is no readable JSON file ({error})") from error
-    found: Any = content.get("labels") if isinstance(content, dict) else None
-    try:
-        if all(key.isdigit() for key in found):  # the decathlon's: value to name
-            found = {name: int(key) for key, name in found.items()}
-        values = {n: tuple(map(int, v)) if isinstance(v, list) else (int(v),) for n, v in found.items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        needed = '"labels" such as {"background": 0, "tumour": 1, "whole": [1, 2]}'
-        raise DataError(path, f"declares no labels that can be read: give {needed}") from error
-    ignore = values.pop("ignore", None)
-    classes = {name: labels for name, labels in values.items() if set(labels) != {0}}
-    declared = {0}.union(*values.values())
-    try:
-        return Labels(classes, frozenset(declared), ignore[0] if ignore else None)
-    except ValueError as error:
-        raise DataError(path, str(error)) from error
-
-
-def find_dataset(truth: Path) -> Path | None:
-    """Returns the dataset.json in the truth's folder or in the folder above it, None if there is none."""
-    folder = truth if truth.is_dir() else truth.parent
-    places = folder / "dataset.json", folder.resolve().parent / "dataset.json"
-    return next((place for place in places if place.exists()), None)
+def dataset_at(truth: Path) -> Dataset | None:
+    """Returns the data set that a path names, None where it is a label map or a folder of them."""
+    if truth.is_file() and truth.suffix != ".json":
+        return None
+    if truth.is_dir() and list_cases(truth):
+        flat = read_brats(truth)  # the one format whose images lie beside their labels
+        return flat if flat and flat.labels else None
+    return describe(truth)
 
 
 def case_name(path: Path) -> str:
@@ -98,26 +51,34 @@ def list_cases(folder: Path) -> dict[str, list[Path]]:
     return cases
 
 
-def match(truth: Path, prediction: Path) -> tuple[list[Pair], list[DataError]]:
-    """Returns the cases that have both files, by name without suffix, and what is wrong with the others."""
-    for path in (truth, prediction):
+def match(truth: Path, prediction: Path, dataset: Dataset | None = None) -> tuple[list[Pair], list[DataError]]:
+    """Returns the cases that have both files, and what is wrong with the others.
+
+    They belong together by name without suffix, or by the name of the case where the truth is a data set.
+    """
+    for path in (truth, prediction) if dataset is None else (prediction,):
         if not path.exists():
             raise DataError(path, "does not exist: give a folder of NIfTI label maps, or one file")
-    if truth.is_file() and prediction.is_file():
+    if dataset is None and truth.is_file() and prediction.is_file():
         return [Pair(case_name(truth), truth, prediction)], []
-    if truth.is_file() or prediction.is_file():
+    if prediction.is_file() or (dataset is None and truth.is_file()):
         raise ValueError(f"{truth} and {prediction}: give two folders or two files")
-    true_files, files = list_cases(truth), list_cases(prediction)
+    pairs, faults = list[Pair](), list[DataError]()
+    if dataset is not None:
+        faults += dataset.faults
+        true_files = {case.id: [case.label] for case in dataset.cases if case.label is not None}
+    else:
+        true_files = list_cases(truth)
     if not true_files:
-        raise DataError(truth, f"holds no label map ({' or '.join(SUFFIXES)})")
-    pairs, faults = [], []
+        raise (faults or [DataError(truth, f"holds no label map ({' or '.join(SUFFIXES)})")])[0]
+    files = list_cases(prediction)
     for case in sorted(true_files | files):
         of_case = true_files.get(case, []), files.get(case, [])
         twice = next((f for f in of_case if len(f) > 1), None)
         if twice:
             faults.append(DataError(twice[0], f"is there as {twice[1].name} too: keep one of them"))
         elif not of_case[1]:
-            faults.append(DataError(prediction / of_case[0][0].name, "is missing, the truth has this case"))
+            faults.append(DataError(prediction / f"{case}.nii.gz", "is missing, the truth has this case"))
         elif not of_case[0]:
             faults.append(DataError(of_case[1][0], f"has no truth of this name in {truth}"))
         else:

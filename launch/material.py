@@ -14,6 +14,7 @@ from seqpar.data.splits import split
 from seqpar.data.synthesis import TumourSynthesis
 from seqpar.data.tiles import TileSource
 from seqpar.data.waiting import announced, run_token, wait_for
+from seqpar.launch.classes import of_declared
 from seqpar.launch.config import Config
 
 
@@ -41,8 +42,7 @@ class Material:
     @property
     def classes(self) -> dict[str, tuple[int, ...]]:
         """What is scored, by name: each label but the background, and each region."""
-        labels = {name: (value,) for name, value in self.dataset.labels.items() if value}
-        return {**labels, **self.dataset.regions}
+        return of_declared(self.dataset.labels, self.dataset.regions, None).classes
 
     def tiles(self, config: Config) -> TileSource:
         """Returns what draws tiles for training; what the data set does not allow is refused."""

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.faults import DataError
+from seqpar.launch.classes import Labels
 from seqpar.launch.config import read_config
 from seqpar.launch.held_out import SETTINGS, labels_in_files
 from seqpar.launch.journal import read_metrics
-from seqpar.launch.labelmaps import Labels, case_name, match, score_pairs
+from seqpar.launch.labelmaps import case_name, dataset_at, match, score_pairs
 from seqpar.launch.scoring import summarise
 from seqpar.launch.summaries import document
 
@@ -114,7 +115,7 @@ def read_scored(run: Path) -> Scored:
 
 def score_folders(truth: Path, prediction: Path, labels: Labels, workers: int) -> Scored:
     """Returns the scores of two folders of label maps; what is wrong with single files is among its faults."""
-    pairs, faults = match(truth, prediction)
+    pairs, faults = match(truth, prediction, dataset_at(truth))
     cases = []
     for pair, found in score_pairs(pairs, labels, SETTINGS, max(1, min(workers, len(pairs)))):
         if isinstance(found, DataError):

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.faults import DataError
-from seqpar.launch.labelmaps import Labels, Pair
+from seqpar.launch.classes import Labels
+from seqpar.launch.labelmaps import Pair
 from seqpar.launch.scoring import Scores
 
 

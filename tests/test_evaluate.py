@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,9 +15,13 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+from folders import NEW, brats, decathlon, nnunet, write_json
 
+from seqpar.data.brats import MEANINGS
+from seqpar.data.datasets import recognise
 from seqpar.data.faults import DataError
-from seqpar.launch import evaluate, labelmaps
+from seqpar.launch import evaluate
+from seqpar.launch.classes import BRATS, of_dataset, read_labels_of
 from seqpar.launch.exits import DATA, USAGE, run
 from seqpar.launch.scoring import score
 
@@ -90,10 +95,10 @@ def test_the_csv_has_a_line_per_case_and_class(folders: tuple[Path, Path]) -> No
     with open(folders[1] / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(r["case"], r["class"]) for r in rows] == [
-        (f"case_{n}", name) for n in range(3) for name in ("whole", "core")
+        (f"case_{n}", name) for n in range(3) for name in ("core", "whole")
     ]
     cases = summary_of(folders)["metric_per_case"]
-    assert float(rows[3]["LesionHD95"]) == cases[1]["metrics"]["2"]["LesionHD95"]
+    assert float(rows[2]["LesionHD95"]) == cases[1]["metrics"]["2"]["LesionHD95"]
 
 
 def test_the_table_ends_with_one_line_that_sums_up(
@@ -148,7 +153,7 @@ def test_dataset_json_declares_labels_regions_and_ignored_voxels(
 ) -> None:
     path = tmp_path / "dataset.json"
     path.write_text(json.dumps({"labels": content}))
-    labels = labelmaps.read_dataset_labels(path)
+    labels = read_labels_of(path)
     assert (labels.classes, labels.ignore) == (classes, ignore)
     assert labels.declared == {0}.union(*classes.values())
 
@@ -158,7 +163,7 @@ def test_a_damaged_dataset_json_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "dataset.json"
     path.write_text(text)
     with pytest.raises(DataError, match=r"dataset\.json: "):
-        labelmaps.read_dataset_labels(path)
+        read_labels_of(path)
 
 
 def test_ignored_voxels_are_left_out_and_cannot_be_predicted(folders: tuple[Path, Path]) -> None:
@@ -187,6 +192,63 @@ def test_presets_mean_the_labels_of_their_year(folders: tuple[Path, Path], tmp_p
         assert sizes == {f"(1, 2, {last})": 6, f"(1, {last})": 3, f"{last}": 1}
         other = "2023" if year == "2021" else "2021"
         assert evaluate_folders((path, path), "--brats", other) == DATA  # 4 or 3 has no meaning there
+
+
+@pytest.mark.parametrize("year", BRATS)
+def test_every_meaning_of_brats_is_a_preset(year: str, tmp_path: Path) -> None:
+    assert set(BRATS.values()) == set(MEANINGS)
+    meaning = MEANINGS[BRATS[year]]
+    path = save(tmp_path / "a.nii.gz", np.resize(np.array([*meaning.labels.values()], np.uint8), (5, 6, 7)))
+    assert evaluate_folders((path, path), "--brats", year) == 0
+    keys = [str(values) if len(values) > 1 else str(values[0]) for values in meaning.regions.values()]
+    assert summary_of((path, tmp_path))["classes"] == dict(zip(meaning.regions, keys))
+
+
+def test_what_a_list_declares_is_scored_as_it_is_trained(tmp_path: Path) -> None:
+    """The decathlon's labels of a brain tumour bring their regions, before or after training; nnU-Net's do not."""
+    root = decathlon(tmp_path / "Task01")
+    labels = read_labels_of(root / "dataset.json")
+    assert labels.classes == of_dataset(recognise(root)).classes == {
+        "WT": (1, 2, 3), "TC": (2, 3), "ET": (3,), "edema": (1,), "non-enhancing tumor": (2,),
+    }  # fmt: skip
+    assert evaluate_folders((root / "labelsTr", root / "labelsTr")) == 0
+    assert set(summary_of((root, root / "labelsTr"))["classes"]) == set(labels.classes)
+    raw = nnunet(tmp_path / "raw", labels={"background": 0, "edema": 1, "core": 2})
+    assert read_labels_of(raw / "dataset.json").classes == {"edema": (1,), "core": (2,)}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_truth_may_be_a_folder_of_brats_cases(flat: bool, tmp_path: Path, capsys) -> None:
+    names = ["BraTS-GLI-00000-000", "BraTS-GLI-00001-000", "BraTS-GLI-00002-000"]
+    data = brats(tmp_path / "data", names, NEW, "-", (1, 2, 3), flat=flat)
+    for name in names[:2]:
+        prediction = save(tmp_path / "out" / f"{name}.nii.gz", np.zeros((2, 2, 2)))
+        shutil.copy(next(data.rglob(f"{name}-seg.nii.gz")), prediction)
+    assert evaluate_folders((data, tmp_path / "out"), "--brats", "2023") == DATA
+    printed = capsys.readouterr()
+    assert "BraTS-GLI-00002-000.nii.gz: is missing" in printed.err and "faults 1" in printed.out
+    assert list(summary_of((data, tmp_path / "out"))["classes"]) == ["WT", "TC", "ET"]
+    assert evaluate_folders((data, tmp_path / "out")) == DATA
+    summary = summary_of((data, tmp_path / "out"))
+    assert list(summary["classes"]) == ["NCR", "ED", "ET", "WT", "TC"] and summary["foreground_mean"]["Dice"] == 1
+
+
+def test_the_truth_may_be_any_data_set_with_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its folder, its list or its name, whatever its splits are worth."""
+    raw = nnunet(tmp_path / "Dataset007_X")
+    write_json(raw / "splits_final.json", [{"train": ["c_000"], "val": ["gone"]}])
+    monkeypatch.setenv("nnUNet_raw", str(tmp_path))
+    for truth in (raw, Path("7"), raw / "dataset.json"):
+        assert evaluate_folders((truth, raw / "labelsTr")) == 0
+    entries = [{"image": f"imagesTr/c_{n:03d}_0000.nii.gz", "label": f"labelsTr/c_{n:03d}.nii.gz"} for n in range(3)]
+    content = {"labels": {"0": "background", "1": "x"}, "training": entries}
+    out = tmp_path / "out"
+    for n in range(3):
+        shutil.copy(raw / f"labelsTr/c_{n:03d}.nii.gz", save(out / f"c_{n:03d}_0000.nii.gz", np.zeros((2,) * 3)))
+    assert evaluate_folders((write_json(raw / "list.json", content), out)) == 0
+    assert evaluate_folders((raw, out / "c_000_0000.nii.gz")) == USAGE
+    shutil.rmtree(raw / "labelsTr")
+    assert evaluate_folders((raw, out)) == DATA
 
 
 def test_the_brats_preset_brings_the_challenges_policy(tmp_path: Path) -> None:
@@ -309,7 +371,7 @@ def test_folders_that_are_no_data_are_named(
     assert evaluate_folders((tmp_path / "empty", folders[1])) == DATA
     assert evaluate_folders((folders[0], tmp_path / "empty")) == DATA
     printed = capsys.readouterr()
-    assert "none: does not exist" in printed.err and "empty: holds no label map" in printed.err
+    assert "none: does not exist" in printed.err and "empty: no cases were found" in printed.err
     assert printed.err.count("is missing") == 3
     assert printed.out.splitlines()[-1].startswith("no case could be scored")
 

@@ -54,6 +54,11 @@ MEANINGS = {
 }
 
 
+def meaning_with(labels: dict[str, int]) -> Meaning | None:
+    """Returns the meaning that has exactly these labels, None where none has."""
+    return next((meaning for meaning in MEANINGS.values() if meaning.labels == labels), None)
+
+
 def meaning_of(name: str, kind: str, place: Path) -> str:
     """Returns the key in `MEANINGS` for a case's name, its files' endings and the folder it lies in."""
     if kind.lower() in _OLD:
@@ -80,7 +85,7 @@ def kind_of(file: Path) -> tuple[str, str] | None:
     return None
 
 
-def read_brats(root: Path, for_training: bool = True) -> Dataset | None:
+def read_brats(root: Path, labelled: bool = True) -> Dataset | None:
     """Returns the data set in a folder of BraTS cases, flat or one folder a case; None where it is none."""
     found: dict[str, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for file in _files(root):
@@ -89,7 +94,7 @@ def read_brats(root: Path, for_training: bool = True) -> Dataset | None:
             found[named[0]][named[1]].append(file)
     if not any(set(kinds) & (set(KINDS) - {"seg"}) for kinds in found.values()):
         return None
-    labelled = for_training and any("seg" in kinds for kinds in found.values())
+    labelled = labelled and any("seg" in kinds for kinds in found.values())
     cases, faults, meanings = [], [], set()
     for name, kinds in sorted(found.items()):
         told = [(kind, files[0]) for kind, files in kinds.items() if labelled and KINDS.get(kind) in MODALITIES]

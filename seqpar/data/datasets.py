@@ -5,15 +5,15 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from seqpar.data.brats import read_brats
-from seqpar.data.declared import content_of
+from seqpar.data.brats import meaning_with, read_brats
+from seqpar.data.declared import content_of, labels_of
 from seqpar.data.description import Case, Dataset, Split
 from seqpar.data.faults import DataError
 from seqpar.data.lists import read_decathlon, read_fold_json
 from seqpar.data.nnunet import has_channel_files, read_images, read_nnunet
 from seqpar.data.splits import folds, read_splits, split
 
-__all__ = ["Case", "Dataset", "Split", "find", "folds", "recognise", "split"]
+__all__ = ["Case", "Dataset", "Split", "declared_in", "describe", "find", "folds", "recognise", "split"]
 
 _RAW = "nnUNet_raw"
 _KNOWN = (
@@ -22,22 +22,38 @@ _KNOWN = (
 )
 
 
-def recognise(path_or_name: str | Path | int, for_training: bool = True) -> Dataset:
-    """Returns the description of a data set: cases, modalities, labels, regions, splits, and bad cases.
-
-    Prediction asks for neither labels nor splits: what is missing or wrong there is nothing to it.
-    """
-    root = find(path_or_name)
-    dataset = _read(root, for_training)
-    twice = [name for name, times in Counter(case.id for case in dataset.cases).items() if times > 1]
-    if twice:
-        raise DataError(root, f"holds case {twice[0]} twice; keep one of them")
+def recognise(path_or_name: str | Path | int) -> Dataset:
+    """Returns the description of a data set: cases, modalities, labels, regions, splits, and bad cases."""
+    dataset = describe(path_or_name)
     if dataset.splits or not dataset.labels:
         return dataset
     try:
         return replace(dataset, splits=read_splits(dataset.root, dataset.ids))
     except DataError as fault:  # the cases themselves can still be prepared
         return replace(dataset, faults=(*dataset.faults, fault))
+
+
+def describe(path_or_name: str | Path | int, labelled: bool = True) -> Dataset:
+    """Returns all of a data set but the splits that lie beside it; unlabelled, as prediction needs it, no label either.
+
+    What is wrong with what is not asked for is no fault.
+    """
+    root = find(path_or_name)
+    dataset = _read(root, labelled)
+    twice = [name for name, times in Counter(case.id for case in dataset.cases).items() if times > 1]
+    if twice:
+        raise DataError(root, f"holds case {twice[0]} twice; keep one of them")
+    return dataset
+
+
+def declared_in(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:
+    """Returns labels, regions and ignore label of a data set's JSON file, whatever else it lacks."""
+    content = content_of(path)
+    labels, regions, ignore = labels_of(content, path)
+    if not regions and content.get("training") and not has_channel_files(path.parent):
+        meaning = meaning_with(labels)  # a list's labels of BraTS bring their regions
+        regions = meaning.regions if meaning else {}
+    return labels, regions, ignore
 
 
 def find(path_or_name: str | Path | int) -> Path:
@@ -56,20 +72,20 @@ def find(path_or_name: str | Path | int) -> Path:
     return found[0].absolute()
 
 
-def _read(root: Path, for_training: bool) -> Dataset:
+def _read(root: Path, labelled: bool) -> Dataset:
     if root.suffix == ".json":
-        return _from_json(root, for_training)
+        return _from_json(root, labelled)
     if not root.is_dir():
         raise DataError(root, f"is one file; needed is {_KNOWN}")
     try:
         if (root / "dataset.json").is_file():
-            return _from_json(root / "dataset.json", for_training)
-        if (brats := read_brats(root, for_training)) is not None:
+            return _from_json(root / "dataset.json", labelled)
+        if (brats := read_brats(root, labelled)) is not None:
             return brats
         lists = [path for path in sorted(root.glob("*.json")) if _is_list(path)]
         if len(lists) > 1:
             raise DataError(root, f"holds several lists of cases ({', '.join(p.name for p in lists)}); name one")
-        found = read_fold_json(lists[0], for_training) if lists else read_images(root)
+        found = read_fold_json(lists[0], labelled) if lists else read_images(root)
     except OSError as error:
         raise DataError(root, f"cannot be read ({error.strerror}); check the path and its rights") from error
     if found is None:
@@ -77,7 +93,7 @@ def _read(root: Path, for_training: bool) -> Dataset:
     return found
 
 
-def _from_json(path: Path, for_training: bool) -> Dataset:
+def _from_json(path: Path, labelled: bool) -> Dataset:
     """Returns the data set that a JSON file describes; its keys tell the three formats apart."""
     content = content_of(path)
     training = content.get("training")
@@ -85,10 +101,10 @@ def _from_json(path: Path, for_training: bool) -> Dataset:
     if folded or path.name != "dataset.json" or not content.keys() & {"labels", "channel_names", "modality"}:
         if training is None:
             raise DataError(path, 'lists no cases under "training"; needed is ' + _KNOWN)
-        return read_fold_json(path, for_training)
+        return read_fold_json(path, labelled)
     if training and not has_channel_files(path.parent):
-        return read_decathlon(path.parent, for_training)
-    return read_nnunet(path.parent, for_training)
+        return read_decathlon(path.parent, labelled)
+    return read_nnunet(path.parent, labelled)
 
 
 def _is_list(path: Path) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from seqpar.data.datasets import find, recognise
+from seqpar.data.datasets import describe, find
 from seqpar.data.description import Case
 from seqpar.data.faults import DataError
 from seqpar.data.nnunet import of_images
@@ -18,7 +18,7 @@ def find_inputs(given: Sequence[str | Path], modalities: Sequence[str]) -> tuple
     if all(place.is_file() and place.name.endswith(SUFFIXES) for place in places):
         dataset = of_images(places[0].parent, places, tuple(modalities))
     elif len(places) == 1:
-        dataset = recognise(places[0], for_training=False)
+        dataset = describe(places[0], labelled=False)
     else:
         other = next(place for place in places if not (place.is_file() and place.name.endswith(SUFFIXES)))
         raise DataError(other, f"is no {' or '.join(SUFFIXES)} file; give several files, or one folder or list")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.brats import KINDS, MEANINGS, kind_of, meaning_of
+from seqpar.data.brats import KINDS, MEANINGS, kind_of, meaning_of, meaning_with
 from seqpar.data.declared import checked, content_of, labels_of, modalities_of, numbered, order_of, place
 from seqpar.data.description import Case, Dataset, Split, strip_suffix
 from seqpar.data.faults import DataError
@@ -13,33 +13,33 @@ Declared = tuple[dict[str, int], dict[str, tuple[int, ...]], tuple[int, ...], in
 _NOTHING: Declared = ({}, {}, (), None)  # what images to predict declare of labels
 
 
-def read_decathlon(root: Path, for_training: bool = True) -> Dataset:
+def read_decathlon(root: Path, labelled: bool = True) -> Dataset:
     """Returns the data set of an MSD folder: a ``training`` list, all modalities in one 4-D file."""
     path = root / "dataset.json"
     content = content_of(path)
-    cases, _, faults = _listed(content["training"], "training", path, for_training)
-    labels, regions, order, ignore = _declared(content, path) if for_training else _NOTHING
+    cases, _, faults = _listed(content["training"], "training", path, labelled)
+    labels, regions, order, ignore = _declared(content, path) if labelled else _NOTHING
     return Dataset(
         str(content.get("name") or root.name), root, "Medical Segmentation Decathlon", tuple(cases.values()),
         modalities_of(content, path), labels, regions, order, ignore, faults=tuple(faults),
     )  # fmt: skip
 
 
-def read_fold_json(path: Path, for_training: bool = True) -> Dataset:
+def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
     """Returns the data set of a MONAI list: ``training`` with folds, or with ``validation``."""
     content = content_of(path)
-    cases, folds, faults = _listed(content["training"], "training", path, for_training)
+    cases, folds, faults = _listed(content["training"], "training", path, labelled)
     held, _, wrong = _listed(
-        content.get("validation", []), "validation", path, for_training, next(iter(cases.values()), None)
+        content.get("validation", []), "validation", path, labelled, next(iter(cases.values()), None)
     )
     if not cases:
         raise (faults or [DataError(path, "lists no cases; fill its training list")])[0]
     every = cases | held
-    if for_training and (both := sorted(set(cases) & set(held))):
+    if labelled and (both := sorted(set(cases) & set(held))):
         wrong.append(DataError(path, f"lists case {both[0]} for training and for validation; keep one of them"))
     first = next(iter(cases.values()))
     named = [kind for kind in map(kind_of, first.images) if kind and kind[1] in KINDS]
-    if not for_training:
+    if not labelled:
         labels, regions, order, ignore = _NOTHING
     elif "labels" in content:
         labels, regions, order, ignore = _declared(content, path)
@@ -66,14 +66,12 @@ def _declared(content: dict[str, Any], path: Path) -> Declared:
     labels, regions, ignore = labels_of(content, path)
     if regions:
         return labels, regions, order_of(content, path), ignore
-    for meaning in MEANINGS.values():
-        if labels == meaning.labels:
-            return labels, meaning.regions, meaning.order, ignore
-    return labels, {}, (), ignore
+    meaning = meaning_with(labels)
+    return (labels, meaning.regions, meaning.order, ignore) if meaning else (labels, {}, (), ignore)
 
 
 def _listed(
-    entries: Any, key: str, path: Path, for_training: bool, first: Case | None = None
+    entries: Any, key: str, path: Path, labelled: bool, first: Case | None = None
 ) -> tuple[dict[str, Case], dict[str, int], list[DataError]]:
     """Returns the cases of a list of image and label, their fold numbers, and what is wrong with others.
 
@@ -93,16 +91,16 @@ def _listed(
             if name in cases:
                 raise DataError(path, f"lists case {name} twice ({images[0]}); keep one of them")
             images = _in_order(images, first) if first else images
-            label = place(path.parent, entry["label"]) if for_training else None
+            label = place(path.parent, entry["label"]) if labelled else None
             case = checked(Case(name, images, label), path)
             first = first or case
-            if for_training and isinstance(entry.get("fold"), int):
+            if labelled and isinstance(entry.get("fold"), int):
                 folds[name] = entry["fold"]
             elif folds:
                 raise DataError(path, f"gives case {name} no fold number, but others one; give it one")
             cases[name] = case
         except (AttributeError, KeyError, TypeError, IndexError):
-            needed = "image and label" if for_training else "image"
+            needed = "image and label" if labelled else "image"
             faults.append(DataError(path, f"an entry of {key} is {entry!r}; it needs {needed}"))
         except DataError as fault:
             faults.append(fault)

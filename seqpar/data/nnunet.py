@@ -13,17 +13,17 @@ from seqpar.data.volumes import SUFFIXES
 _CHANNEL = re.compile(r"^(.+)_(\d{4})\.nii(\.gz)?$")
 
 
-def read_nnunet(root: Path, for_training: bool = True) -> Dataset:
+def read_nnunet(root: Path, labelled: bool = True) -> Dataset:
     """Returns the data set of an nnU-Net raw folder (``imagesTr``, ``labelsTr`` or explicit paths)."""
     path = root / "dataset.json"
     content = content_of(path)
     modalities = modalities_of(content, path)
-    labels, regions, ignore = labels_of(content, path) if for_training else ({}, {}, None)
+    labels, regions, ignore = labels_of(content, path) if labelled else ({}, {}, None)
     ending = content.get("file_ending", ".nii.gz")
     if ending not in SUFFIXES:
         raise DataError(path, f"file_ending is {ending!r}; {' or '.join(SUFFIXES)} can be read: convert the images")
     read = _explicit if "dataset" in content else _scanned
-    cases, faults = read(root, content, modalities, ending, for_training)
+    cases, faults = read(root, content, modalities, ending, labelled)
     return Dataset(
         root.name, root, "nnU-Net raw", tuple(cases), modalities, labels, regions,
         order_of(content, path) if regions else (), ignore, faults=tuple(faults),
@@ -73,20 +73,20 @@ def has_channel_files(root: Path) -> bool:
 
 
 def _scanned(
-    root: Path, content: dict[str, Any], modalities: tuple[str, ...], ending: str, for_training: bool
+    root: Path, content: dict[str, Any], modalities: tuple[str, ...], ending: str, labelled: bool
 ) -> tuple[list[Case], list[DataError]]:
     """Returns the cases whose files lie in imagesTr and labelsTr, and what is wrong with the others."""
     images, labels = root / "imagesTr", root / "labelsTr"
-    for folder in (images, labels) if for_training else (images,):
+    for folder in (images, labels) if labelled else (images,):
         if not folder.is_dir():
             raise DataError(folder, "is missing; an nnU-Net raw folder has imagesTr and labelsTr")
     cases: list[Case] = []
     files = [file for file in sorted(images.iterdir()) if file.name.endswith(ending) and file.name[0] != "."]
     found, faults = _numbered_files(files)
     for name, channels in found.items():
-        label = labels / f"{name}{ending}" if for_training else None
+        label = labels / f"{name}{ending}" if labelled else None
         _collect(cases, faults, images, name, channels, modalities, label)
-    for file in sorted(labels.iterdir()) if for_training else ():
+    for file in sorted(labels.iterdir()) if labelled else ():
         name = file.name.removesuffix(ending)
         if file.name.endswith(ending) and file.name[0] != "." and name not in found:
             faults.append(DataError(file, f"is a label without images; add {name}_0000{ending} or remove it"))
@@ -126,7 +126,7 @@ def _collect(
 
 
 def _explicit(
-    root: Path, content: dict[str, Any], modalities: tuple[str, ...], ending: str, for_training: bool
+    root: Path, content: dict[str, Any], modalities: tuple[str, ...], ending: str, labelled: bool
 ) -> tuple[list[Case], list[DataError]]:
     """Returns the cases that dataset.json spells out with their paths."""
     path = root / "dataset.json"
@@ -137,7 +137,7 @@ def _explicit(
     for name, entry in content["dataset"].items():
         try:
             images = tuple(place(root, image) for image in entry["images"])
-            label = place(root, entry["label"]) if for_training else None
+            label = place(root, entry["label"]) if labelled else None
             cases.append(checked(Case(name, images, label), path))
         except (KeyError, TypeError):
             faults.append(DataError(path, f"case {name} is {entry!r}; it needs images and label"))
