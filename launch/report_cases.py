@@ -149,6 +149,6 @@ def _draw_plane(case: Shown, plane: str, dim: int, at: int) -> str:
             colour = COLOURS[(number - 1) % len(COLOURS)]
             parts.append(f'<path class="{kind}" stroke="{colour}" d="{outline(labels == number)}"/>')
     parts.append("</g>")
-    label = escape(f"{case.name}, {plane} plane {at}")
+    label = escape(f"{case.name}, {plane} plane {at + 1}")
     box = f'viewBox="0 0 {width:.6g} {height:.6g}" style="aspect-ratio:{width:.6g}/{height:.6g}"'
     return f'<svg {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'

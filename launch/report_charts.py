@@ -12,6 +12,7 @@ from seqpar.launch.report_cases import COLOURS
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 340, 210, 46, 30, 10, 12
 BUCKETS = 240  # points of a curve: a longer one is shown by the mean and the range of its pieces
+LONGEST = 40  # letters of a class's name beside its strip
 NAMED = 200  # dots of a strip that tell their case
 
 
@@ -81,7 +82,7 @@ def _draw_curve(curve: Curve, colour: str, place: object) -> list[str]:
         edge += [place(piece[:, 0].mean(), piece[:, 1].min()) for piece in reversed(pieces)]
         parts.append(f'<polygon points="{" ".join(edge)}" fill="{colour}" opacity="0.18"/>')
     parts.append(f'<polyline class="curve" points="{line}" stroke="{colour}"/>')
-    if curve.dots and len(known) <= 60:
+    if len(known) == 1 or (curve.dots and len(known) <= 60):  # one value alone makes no line
         for x, y in (place(*point).split(",") for point in known):
             parts.append(f'<circle cx="{x}" cy="{y}" r="2.6" fill="{colour}"/>')
     return parts
@@ -92,7 +93,8 @@ def draw_strips(title: str, rows: dict[str, list[tuple[float, str]]], low: float
     known = {name: [pair for pair in pairs if math.isfinite(pair[0])] for name, pairs in rows.items()}
     if not any(known.values()):
         return ""
-    left = 12 + 6.4 * max(map(len, rows))
+    shown = {name: name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in rows}
+    left = 12 + 6.4 * max(map(len, shown.values()))
     width, line = 520.0, 30
     height = line * len(rows) + 26
     scale = (width - left - 14) / max(high - low, 1e-12)
@@ -103,7 +105,7 @@ def draw_strips(title: str, rows: dict[str, list[tuple[float, str]]], low: float
         parts.append(f'<text x="{x:.1f}" y="{height - 7}" text-anchor="middle">{value:g}</text>')
     for n, (name, pairs) in enumerate(known.items()):
         y, colour = 4 + line * (n + 0.5), COLOURS[n % len(COLOURS)]
-        parts.append(f'<text x="{left - 8:.1f}" y="{y}" dy="0.32em" text-anchor="end">{escape(name)}</text>')
+        parts.append(f'<text x="{left - 8:.1f}" y="{y}" dy="0.32em" text-anchor="end">{escape(shown[name])}</text>')
         if pairs:
             values = [value for value, _ in pairs]
             first, third = (left + (float(q) - low) * scale for q in np.percentile(values, (25, 75)))

@@ -148,8 +148,8 @@ def case_section(case: ScoredCase, shown: Shown) -> str:
     """Returns one case with its scores and three planes."""
     planes, at = draw_planes(shown)
     figures = "".join(
-        f"<figure>{plane}<figcaption>{name} {place}</figcaption></figure>"
-        for plane, name, place in zip(planes, ("sagittal", "coronal", "axial"), at)
+        f"<figure>{plane}<figcaption>{name} {place + 1} / {side}</figcaption></figure>"  # as the viewer counts
+        for plane, name, place, side in zip(planes, ("sagittal", "coronal", "axial"), at, shown.truth.shape)
     )
     dice = ", ".join(
         f"{name} {'–' if math.isnan(value) else f'{value:.3f}'}"

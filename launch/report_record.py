@@ -106,7 +106,8 @@ def read_scored(run: Path) -> Scored:
     path = run / "validation" / "summary.json"
     try:
         content = json.loads(path.read_text())
-        return scored(content, str(path), path.parent)
+        after = f", written after step {content['step']:,}" if "step" in content else ""
+        return scored(content, f"{path}{after}", path.parent)
     except FileNotFoundError:
         raise DataError(path, "is not there: only a run that came to its end leaves scores of all its cases") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -43,8 +43,9 @@ def metrics(scored: Scored) -> str:
     head = f'<tr><th rowspan="2">Class</th><th rowspan="2">Labels</th>{groups}<th rowspan="2">Cases</th></tr>'
     table = f'<table class="metrics" id="metrics"><thead>{head}<tr>{seconds}</tr></thead>'
     table += f"<tbody>{''.join(rows)}</tbody></table>"
-    told = f"Scores of {len(scored.cases)} cases: {scored.source}. Mean and median weigh cases alike, global pools "
-    told += "their voxels; cases in which neither map has the class have no Dice and are left out."
+    plural = "s" if len(scored.cases) > 1 else ""
+    told = f"Scores of {len(scored.cases)} case{plural}: {scored.source}. Mean and median weigh cases alike, "
+    told += "global pools their voxels; cases in which neither map has the class have no Dice and are left out."
     tolerance = scored.settings.get("nsd_tolerance")
     if isinstance(tolerance, (int, float)):
         told += f" The surface Dice (NSD) is at {tolerance:g} mm."

@@ -15,8 +15,9 @@ import pytest
 from reported import make_run
 
 from seqpar.launch import evaluate, report
+from seqpar.launch.config import debug
 from seqpar.launch.exits import DATA, USAGE, run
-from seqpar.launch.report_charts import draw_strips
+from seqpar.launch.report_charts import Curve, draw_curves, draw_strips
 from seqpar.launch.report_page import as_json
 from seqpar.launch.report_volumes import coarsen, coarsen_label, embed, encode, outline, png, sheet
 
@@ -231,6 +232,36 @@ def test_strips_show_each_case_that_has_a_value() -> None:
     text = draw_strips("Dice", {"a&b": [(0.25, "x<"), (math.nan, "y")], "c": [(math.nan, "x<")]}, 0, 1)
     assert text.count("<circle") == 1 and "x&lt;: 0.25" in text and "a&amp;b" in text
     assert draw_strips("Dice", {"c": [(math.nan, "x")]}, 0, 1) == ""
+
+
+def test_a_value_alone_is_seen() -> None:
+    """A run that was ended after its first step, or validated once."""
+    assert draw_curves("Loss", [Curve("training", [1], [0.5])]).count("<circle") == 1
+    assert "<circle" not in draw_curves("Loss", [Curve("training", [1, 2], [0.5, 0.4])])
+    assert draw_curves("Dice", [Curve("ET", [1], [math.nan], dots=True)]) == ""
+
+
+def test_a_long_name_leaves_room_for_its_dots() -> None:
+    text = draw_strips("Dice", {"n" * 90: [(0.25, "a"), (0.75, "b")], "short": [(1.0, "a")]}, 0, 1)
+    places = [float(x) for x in re.findall(r'cx="([-.0-9]+)"', text)]
+    assert len(places) == 3 and 200 < places[0] < places[1] < places[2] < 520
+    assert min(float(w) for w in re.findall(r'<rect[^>]*width="([-.0-9]+)"', text)) >= 0
+
+
+def test_planes_are_counted_as_in_the_viewer(page: Page) -> None:
+    entry = json.loads(page.scripts["volumes"])["cases"][0]
+    truth = unroll(entry["truth"], entry["shape"], entry["columns"]) > 0
+    fullest = [int(truth.sum(tuple({0, 1, 2} - {dim})).argmax()) + 1 for dim in range(3)]
+    for name, at, side in zip(("sagittal", "coronal", "axial"), fullest, entry["shape"]):
+        assert f"{name} {at} / {side}" in page.text
+
+
+def test_scores_tell_the_step_that_they_are_of(page: Page, copied: Path) -> None:
+    """A run that goes on keeps them until it ends again."""
+    assert f"after step {debug().steps:,}" in page.text
+    (copied / "status.json").write_text(json.dumps({"state": "preempted", "step": debug().steps + 7, "why": "SIGTERM"}))
+    page = written(copied)
+    assert "Preempted" in page.text and f"after step {debug().steps:,}" in page.text
 
 
 def test_validation_leaves_what_evaluate_would_say(finished: Path, tmp_path: Path) -> None:
