@@ -21,7 +21,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the command line, checked."""
     p = argparse.ArgumentParser(prog="report.py", description=__doc__, allow_abbrev=False)
     p.add_argument("run", type=Path, help="run folder that train wrote")
-    p.add_argument("--truth", type=Path, help="score and show this folder of true label maps, with --prediction")
+    p.add_argument("--truth", type=Path, help="score and show this data set or folder of label maps, with --prediction")
     p.add_argument("--prediction", type=Path, help="predicted label maps of the same names (else: the run's own)")
     p.add_argument("--cases", type=int, default=6, help="cases to show, the worst first (%(default)s)")
     p.add_argument("--out", type=Path, help="file to write (report.html in RUN)")

@@ -344,6 +344,22 @@ def test_two_folders_are_reported_instead(finished: Path, tmp_path: Path, capsys
     assert "is missing" in page.text
 
 
+def test_a_data_set_is_reported_against_instead(finished: Path, tmp_path: Path) -> None:
+    data, found = finished.parent / "data", tmp_path / "found"
+    found.mkdir()
+    entries = []
+    for name in NAMES[:2]:
+        image, label = (str(data / name / f"{name}-{kind}.nii.gz") for kind in ("t1c", "seg"))
+        entries.append({"image": image, "label": label})
+        shutil.copy(label, found / f"{name}-t1c.nii.gz")
+    content = {"labels": {"0": "background", "1": "NCR", "2": "ED", "3": "ET"}, "training": entries}
+    (tmp_path / "list.json").write_text(json.dumps(content))
+    line = ["--truth", str(tmp_path / "list.json"), "--prediction", str(found), "--out", str(tmp_path / "page.html")]
+    assert run(report.act, [str(finished), *line]) == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.cases == ["case-a-t1c", "case-b-t1c"] and page.cells["metrics", "WT"][:3] == [1.0, 1.0, 1.0]
+
+
 def test_what_cannot_be_reported_on_is_one_clear_line(finished: Path, tmp_path: Path, capsys) -> None:
     assert run(report.act, [str(tmp_path)]) == USAGE
     assert run(report.act, [str(finished), "--truth", str(tmp_path)]) == USAGE
