@@ -2,11 +2,11 @@
 
 import csv
 import io
-import os
 from pathlib import Path
 from typing import Any
 
 from seqpar.data.faults import DataError
+from seqpar.data.files import write_whole
 from seqpar.launch.classes import Labels
 from seqpar.launch.labelmaps import Pair
 from seqpar.launch.scoring import Scores
@@ -48,13 +48,8 @@ def rows_of(cases: list[tuple[Pair, Scores]], labels: Labels) -> str:
 
 def write(path: Path, text: str) -> None:
     """Returns nothing; the file is the old one or the new one, at no moment half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
-        partial.replace(path)
+        write_whole(path, text.encode())
     except OSError as error:
         raise DataError(path, f"cannot be written ({error.strerror or error})") from error
-    finally:
-        if partial.exists():
-            partial.unlink()

@@ -386,13 +386,12 @@ def test_a_place_that_cannot_be_written_is_one_error_and_keeps_the_old_file(
     assert (folders[1] / "held_open").read_text() == before != (folders[1] / "summary.json").read_text()
     before = (folders[1] / "summary.json").read_text()
 
-    def full(self: Path, text: str) -> int:
-        self.touch()
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert evaluate_folders(folders, "--nsd-tolerance", "3", "--csv", os.devnull + "/x.csv") == DATA
     errors = capsys.readouterr().err.splitlines()
     assert "summary.json: cannot be written (No space left" in errors[0]
     assert (folders[1] / "summary.json").read_text() == before
-    assert not list(folders[1].glob(".*partial"))
+    assert not list(folders[1].glob(".*tmp"))
