@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
@@ -24,6 +25,8 @@ def parse(arguments: Sequence[str], default_preset: str) -> tuple[str, Config, s
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if len(values.get("tile", ())) == 1:
         values["tile"] *= 3
+    if values.get("weights"):
+        values["weights"] = os.path.abspath(values["weights"])  # a run may go on from another folder
     return preset, replace(PRESETS[preset](), **values), set(values)
 
 
@@ -79,12 +82,11 @@ def _size(text: str) -> int:
 
 
 def refuse_idle(config: Config, given: set[str]) -> None:
-    """Refuses flags that were given and could not act."""
+    """Refuses flags that were given and could not act; ``config`` is the one that will run."""
     for name, acts, why in (
         ("phantoms", not config.data, "--data is there: leave one of both out"),
         ("skips", config.decoder == "unetr", f"--decoder {config.decoder} takes no skips: leave it out"),
         ("decoder_width", config.decoder != "primus", "--decoder primus finds its width itself: leave it out"),
-        ("weights", not config.resume, "--resume goes on with the run's own weights: leave one of both out"),
     ):
         if name in given and not acts:
             raise ValueError(f"--{dashed(name)} would do nothing: {why}")
@@ -99,4 +101,10 @@ def continued(saved: Config, now: Config, given: set[str]) -> Config:
                 f"--{dashed(name)} cannot change in a run that goes on ({getattr(saved, name)} so far): leave it out, "
                 f"or begin another run with --weights {now.out}/model.safetensors"
             )
+    if "weights" in given and now.weights != (saved.weights and os.path.abspath(saved.weights)):
+        began = f"from {saved.weights}" if saved.weights else "without"
+        raise ValueError(
+            f"--weights {now.weights} would do nothing: --resume goes on with the run's own weights, which began "
+            f"{began}: leave one of both out, or name another --out"
+        )
     return replace(saved, **{name: getattr(now, name) for name in given}, resume=True, dry_run=now.dry_run)

@@ -16,7 +16,7 @@ def refuse(config: Config) -> None:
     config.check(DECODERS, MODES)
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("--tensorboard needs a package that is not here: pip install 'seqpar[tensorboard]'")
-    if config.weights and not os.path.exists(config.weights):
+    if config.weights and not config.resume and not os.path.exists(config.weights):  # a saved run needs them no more
         raise ValueError(f"--weights {config.weights}: no such file; give a safetensors or torch file of weights")
     group = Group("seq", tuple(range(config.seqpar)))
     layout = Layout.of(config.tile, config.patch, config.seqpar, config.split)

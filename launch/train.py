@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,18 +64,20 @@ def act(arguments: Sequence[str]) -> int:
 def _order(arguments: Sequence[str], begin: Start) -> Order:
     default = "paper" if torch.cuda.is_available() else "laptop"
     preset, config, given = parse(arguments, default)
-    refuse_idle(config, given)
-    why = "the default where there is " + ("an accelerator" if default == "paper" else "no accelerator")
-    if any(text.startswith("--preset") for text in arguments):
-        why = "as told"
+    told = any(text.startswith("--preset") for text in arguments)
+    why = "as told" if told else f"the default where there is {'an' if default == 'paper' else 'no'} accelerator"
     if not config.resume and _is_restart(begin) and _holds_run(config.out):
         config = replace(config, resume=True)  # the scheduler runs the same line again
     if config.resume:
         if not config.out:
             raise ValueError("--resume needs --out, the run folder to continue")
         content = read_config(config.out)
+        began = content.get("preset", preset)
+        if told and preset != began:
+            raise ValueError(f"--preset {preset}: the run in {config.out} goes on as it began, {began}: leave it out")
         config = continued(Config.from_dict(content["config"]), config, given - {"resume"})
-        preset, why = content.get("preset", preset), f"as the run in {config.out} began"
+        preset, why = began, f"as the run in {config.out} began"
+    refuse_idle(config, given)
     batch_why = "" if config.batch else ": by memory, 32 at tile 96 and patch 16 being the measure"
     config, group_why = _grouped(config, begin)
     config = choose_batch(config)
@@ -116,7 +118,7 @@ def _run(order: Order, begin: Start) -> int:
             mesh, lambda why: status.write("preempted", why, exits.PREEMPTED) if mesh.is_first else None
         )
         try:
-            _open_folder(status, mesh)
+            _agreed(lambda: _open_folder(status) if mesh.is_first else "", mesh)
             trainer = _trainer(order, mesh, material, status)
             verdict = trainer.run(stopper)
         except (Exception, KeyboardInterrupt) as error:
@@ -132,7 +134,7 @@ def _trainer(order: Order, mesh: Mesh, material: Material, status: Status) -> Tr
         config = keep_global_batch(config, checkpoint.read_progress(saved).global_batch, mesh.data.size)
     net = build(config, material.num_channels, material.num_outputs, mesh.seq, bool(material.regions))
     decoding = net.mode.check(net.encoder.layout, config.batch)
-    told = start_from(net, config) if config.weights and not saved else ""
+    told = _agreed(lambda: start_from(net, config), mesh) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     layout["attention"] = net.encoder.attention_choice
     if order.group_why:
@@ -199,18 +201,27 @@ def _refuse_other_run(config: Config) -> None:
         raise ValueError(f"--out {config.out} holds a run already: add --resume to continue it, or name another folder")
 
 
-def _open_folder(status: Status, mesh: Mesh) -> None:
-    """Makes the run folder; what hinders that is raised on all ranks."""
-    problem = ""
-    if mesh.is_first:
-        try:
-            (status.path.parent / "checkpoints").mkdir(parents=True, exist_ok=True)
-            status.write("running")
-        except OSError as error:
-            problem = f"--out {status.path.parent} cannot be written ({error.strerror}): name another, or make room"
-    for told in tell_all(problem, mesh.world):
+def _open_folder(status: Status) -> str:
+    try:
+        (status.path.parent / "checkpoints").mkdir(parents=True, exist_ok=True)
+        status.write("running")
+    except OSError as error:
+        told = f"--out {status.path.parent} cannot be written ({error.strerror}): name another, or make room"
+        raise ValueError(told) from None
+    return ""
+
+
+def _agreed(act: Callable[[], str], mesh: Mesh) -> str:
+    """Returns what ``act`` returns; what hinders it on any rank is raised on all."""
+    found, hindered = "", None
+    try:
+        found = act()
+    except ValueError as error:
+        hindered = error
+    for rank, told in enumerate(tell_all(str(hindered or ""), mesh.world)):
         if told:
-            raise ValueError(told)
+            raise hindered or ValueError(f"rank {rank}: {told}")
+    return found
 
 
 def main() -> None:

@@ -16,12 +16,13 @@ from folders import nnunet, write_json
 from runs import tiny_data
 
 from seqpar.environment import Start
+from seqpar.launch import train
 from seqpar.launch import trainer as training
 from seqpar.launch.batches import choose_batch, keep_global_batch
 from seqpar.launch.commandline import continued, parse, refuse_idle
 from seqpar.launch.config import PRESETS, Config, seconds
 from seqpar.launch.feasible import refuse
-from seqpar.launch.journal import Status, describe_run
+from seqpar.launch.journal import Status, describe_run, write_json
 from seqpar.launch.material import open_material
 from seqpar.launch.model import build
 from seqpar.launch.optimisation import learning_rate, make_optimiser
@@ -375,7 +376,6 @@ IMPOSSIBLE = {
     "--skips paper": "would do nothing",
     "--phantoms 9": "would do nothing",
     "--decoder primus --decoder-width 9": "would do nothing",
-    "--resume --weights x": "would do nothing",
     "--grad-checkpoint some": "invalid choice",
     "--mlp-chunks 0": "at least 1",
     "--mlp-chunks 99": "choose 1 to 8",
@@ -401,6 +401,40 @@ def test_a_run_that_goes_on_keeps_its_network_and_takes_new_wishes(flags):
     _, now, given = parse(["--out", "x", "--resume", "--depth", "7"], "laptop")
     with pytest.raises(ValueError, match="--depth cannot change .* --weights x/model.safetensors"):
         continued(saved, now, given)
+
+
+def test_a_fine_tuned_run_goes_on_with_the_line_that_began_it_and_without_the_file(flags, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w.safetensors").touch()
+    line = [*flags, "--weights", "w.safetensors"]
+    saved = config_of(line)
+    refuse(saved)
+    monkeypatch.chdir("/")
+    (tmp_path / "w.safetensors").unlink()
+    for weights, fits in (("w.safetensors", False), (str(tmp_path / "w.safetensors"), True)):
+        _, now, given = parse([*flags, "--weights", weights, "--resume"], "debug")
+        if fits:
+            found = continued(saved, now, given - {"resume"})
+            refuse_idle(found, given)
+            refuse(found)
+        else:
+            with pytest.raises(ValueError, match="--weights /w.safetensors would do nothing: .* began from /"):
+                continued(saved, now, given - {"resume"})
+    with pytest.raises(ValueError, match="began without: leave one of both out"):
+        continued(config_of(flags), now, given - {"resume"})
+
+
+def test_another_preset_is_refused_in_a_run_that_goes_on_and_its_flags_are_judged_by_the_run(tmp_path):
+    def order(line: str):
+        return train._order([*line.split(), "--out", str(tmp_path)], Start("alone"))
+
+    began = order("--preset paper --depth 12 --batch 2")
+    write_json(tmp_path / "config.json", describe_run(began.config, began.preset, {}, {}))
+    assert order("--preset paper --depth 12 --resume").config.depth == 12
+    with pytest.raises(ValueError, match="--preset debug: the run in .* goes on as it began, paper"):
+        order("--preset debug --resume")
+    with pytest.raises(ValueError, match="--skips would do nothing: --decoder plain"):
+        order("--skips monai --resume")  # the default preset here has another decoder
 
 
 @pytest.mark.parametrize(("groups", "expected"), [(1, (2, 4)), (2, (2, 2)), (4, (2, 1)), (8, (1, 1))])

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.launch import exits
+from seqpar.environment import Start
+from seqpar.launch import exits, train
+from seqpar.launch.journal import describe_run, write_json
 
 ROOT = Path(__file__).parent.parent
 SLURM = ROOT / "launch" / "slurm"
@@ -55,7 +57,7 @@ class Jobs:
         (folder / "sbatch.act").write_text(f"wc -l < {folder}/sbatch.txt\n")
         self.env = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
 
-    def job(self, code: int, state: str = "", said: int = 0, verdict: int = 0, step: int = 0, chain: str = "c") -> int:
+    def job(self, code: int, state: str = "", said: int = 0, verdict: int = 0, step: int = 0, flags: str = "") -> int:
         """Returns the exit code of a job in which srun ends with ``code``; ``said`` is status.json's code."""
         status = json.dumps({"state": state, "step": 9, "why": '"code": 2, "state": "none"', "code": said}, indent=2)
         acts = [
@@ -65,8 +67,8 @@ class Jobs:
             f"touch {self.run}/config.json; exit {code}",
         ]
         (self.folder / "srun.act").write_text("\n".join(acts))
-        line = ["srun", "-n4", "python", "launch/train.py", "--out", str(self.run)]
-        env = {**self.env, "SEQPAR_CHAIN": chain}
+        line = ["srun", "-n4", "python", "launch/train.py", *flags.split(), "--out", str(self.run)]
+        env = {**self.env, "SEQPAR_CHAIN": "c"}
         return subprocess.run(["bash", SLURM / "link.sh", *line], env=env, capture_output=True).returncode
 
     def calls(self, name: str) -> list[str]:
@@ -132,6 +134,20 @@ def test_what_was_written_when_the_batch_shell_was_killed_is_read_by_the_next_jo
 def test_a_chain_ends_after_three_jobs_without_a_new_checkpoint(jobs: Jobs) -> None:
     codes = [jobs.job(code=137, step=step) for step in (4, 8, 8, 8, 8, 8)]
     assert codes == [137] * 5 + [0] and len(jobs.calls("srun")) == 5
+
+
+def test_a_chain_of_fine_tuning_jobs_goes_on_with_the_line_that_began_it(jobs: Jobs, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    weights.touch()
+    flags = f"--preset debug --weights {weights}"
+    for _ in range(2):
+        jobs.job(code=75, state="preempted", said=75, flags=flags)
+    first, second = jobs.calls("srun")
+    assert second == f"{first} --resume"
+    began = train._order(first.split()[3:], Start("alone"))
+    write_json(jobs.run / "config.json", describe_run(began.config, began.preset, {}, {}))
+    weights.unlink()  # a saved run needs it no more
+    assert train._order(second.split()[3:], Start("alone")).config.resume
 
 
 def test_a_verdict_of_an_earlier_chain_does_not_count(jobs: Jobs) -> None:
