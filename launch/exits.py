@@ -8,6 +8,7 @@ from contextlib import suppress
 import torch
 
 from seqpar.data.faults import DataError
+from seqpar.launch.streams import lasting
 
 FAULT, USAGE, DATA, MEMORY, NONFINITE, PREEMPTED = 1, 2, 3, 4, 5, 75
 
@@ -39,8 +40,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code of ``act(arguments)``; a user's error is one line on stderr, no traceback."""
-    code = _code(act, arguments)
+    """Returns the exit code of ``act(arguments)``; a user's error is one line on stderr, no traceback.
+
+    Who reads what it prints may leave before it ends (``| head``): that changes nothing.
+    """
+    with lasting():
+        code = _code(act, arguments)
     if code in (USAGE, DATA, MEMORY):
         _leave_word(code)
     return code
@@ -60,8 +65,6 @@ def _leave_word(code: int) -> None:
 def _code(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
     try:
         return act(sys.argv[1:] if arguments is None else arguments)
-    except BrokenPipeError:
-        return 0
     except Exception as error:
         code = code_of(error)
         if code is None:

@@ -21,20 +21,21 @@ def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoR
     """Leaves at once: peers may be gone, or wait in a sum for this rank, and learn from its end that it is over."""
     rank = mesh.world.index
     code, text, everyone = _judge(error, config, rank, mesh.world.watch.finding)
-    with suppress(OSError):  # a full disk must not hide the cause
-        status.fail(text, code)
-    if text == "" or (code == 1 and not _expected(error)):
-        traceback.print_exception(error)
-    elif everyone or mesh.is_first:
-        print(f"error: {text}", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if isinstance(error, exits.NonFinite):  # agreed by all ranks, so all come here
-        with suppress(Exception):
-            mesh.stop()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+    try:
+        with suppress(OSError):  # a full disk must not hide the cause
+            status.fail(text, code)
+        if text == "" or (code == 1 and not _expected(error)):
+            traceback.print_exception(error)
+        elif everyone or mesh.is_first:
+            print(f"error: {text}", file=sys.stderr, flush=True)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if isinstance(error, exits.NonFinite):  # agreed by all ranks, so all come here
+            with suppress(Exception):
+                mesh.stop()
+        for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    os._exit(code)
+    finally:
+        os._exit(code)
 
 
 def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -> tuple[int, str, bool]:

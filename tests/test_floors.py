@@ -37,6 +37,7 @@ FLOORS = {
     "seqpar.decoders.pooling": 5,
     "seqpar.decoders.spread": 5,
     "seqpar.decoders": 6,
+    "seqpar.launch.streams": 6,
     "seqpar.launch.exits": 7,
     "seqpar.launch.config": 7,
     "seqpar.launch": 8,

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -309,6 +310,16 @@ def test_before_there_is_work_a_signal_ends_at_once(flags, tmp_path):
     hook = at(train, "open_material", 0, signalled(signal.SIGUSR1))
     trained(1, flags, tmp_path / "run", expect=75, hook=hook)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("more", "code"), [("", 0), ("--lr 1e30 --precision bf16", 5), ("--heads 5", 2)])
+def test_a_run_whose_output_nobody_reads_any_more_goes_on_and_keeps_its_code(flags, tmp_path, more, code):
+    line = shlex.join([sys.executable, "launch/train.py", *flags, *more.split(), "--out", str(tmp_path / "run")])
+    piped = ["bash", "-c", f"{line} 2>&1 | head -c 1; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(piped, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, len(done.stdout)) == (code, 1)
+    if code != 2:
+        assert status(tmp_path / "run")["code"] == code and status(tmp_path / "run")["state"] != "running"
 
 
 def test_ctrl_c_leaves_in_order_and_twice_at_once(flags, tmp_path):
