@@ -121,7 +121,8 @@ class Journal:
         row = json.dumps({"kind": kind, "step": step, **values}) + "\n"
         self.attempt(lambda: self._file.write(row))
         if self._board is not None:
-            self._board.record(kind, step, values)
+            board = self._board
+            self.attempt(lambda: board.record(kind, step, values))
 
     def say(self, text: str) -> None:
         """Prints a line of its own."""
@@ -145,7 +146,7 @@ class Journal:
     def close(self) -> None:
         self.attempt(lambda: self._file.close())
         if self._board is not None:
-            self._board.close()
+            self.attempt(self._board.close)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

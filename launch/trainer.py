@@ -202,7 +202,7 @@ class Trainer:
         if not due or self.progress.validated == step:
             return False
         with at_hand(self.net, self.mesh):
-            found = self.validation.run(self.net, self.out, stopper, keep=step == self.config.steps)
+            found = self.validation.run(self.net, self.journal, stopper, keep=step == self.config.steps)
         if found is None:
             return True
         self.journal.record("val", step, epoch=(step - 1) // self.config.iterations, **found.row)

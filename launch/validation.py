@@ -13,6 +13,7 @@ from seqpar.data.cache import PreparedCase
 from seqpar.launch.config import Config
 from seqpar.launch.held_out import HeldOut, true_files
 from seqpar.launch.inference import join_rows, sliding_window, to_labels
+from seqpar.launch.journal import Journal
 from seqpar.launch.material import Material
 from seqpar.launch.model import SegmentationNet
 from seqpar.launch.pictures import Shown, draw_cases
@@ -41,8 +42,9 @@ class Validation:
         self.config, self.mesh, self.material, self.loss = config, mesh, material, loss
         self.ids = material.held_out_ids[: config.val_cases or None]
 
-    def run(self, net: SegmentationNet, out: Path, stopper: Stopper, keep: bool = False) -> Found | None:
+    def run(self, net: SegmentationNet, journal: Journal, stopper: Stopper, keep: bool = False) -> Found | None:
         """Returns the result, None where the run has to leave first; ``keep`` leaves label maps and all scores."""
+        out, labels = journal.path.parent, self.material.dataset.labels
         net.eval()
         kept = self._keep(out) if keep and self.mesh.is_first else None
         rows: list[Scores] = []
@@ -64,8 +66,7 @@ class Validation:
             if self.mesh.is_first and len(shown) < PICTURED:
                 shown.append(Shown(name, np.asarray(case.image[self._channel()]), truth, found, spacing))
         net.train()
-        if self.mesh.is_first:
-            draw_cases(out / "validation.png", shown, [name for name, v in self.material.dataset.labels.items() if v])
+        journal.attempt(lambda: draw_cases(out / "validation.png", shown, [name for name, v in labels.items() if v]))
         result = self._summary(rows, losses)
         return replace(result, text="\n".join([result.text, *kept.close()])) if kept else result
 

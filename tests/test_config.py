@@ -89,7 +89,7 @@ def windows_of(trainer) -> list:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(validation, "sliding_window", stop)
         with pytest.raises(InterruptedError):
-            trainer.validation.run(trainer.net, trainer.out, _Calm())
+            trainer.validation.run(trainer.net, trainer.journal, _Calm())
     return seen
 
 
@@ -304,7 +304,7 @@ def test_the_device_is_the_told_one():
             pick_device(Start("alone"), "cuda")
 
 
-def test_tensorboard_gets_the_journals_numbers(flags, tmp_path, monkeypatch):
+def test_tensorboard_gets_the_journals_numbers(flags, tmp_path, monkeypatch, capsys):
     import sys
     import types
 
@@ -328,6 +328,12 @@ def test_tensorboard_gets_the_journals_numbers(flags, tmp_path, monkeypatch):
     journal.record("val", 4, dice={"WT": 0.8, "ET": None})
     journal.close()
     assert seen == [(str(tmp_path / "tensorboard"), 3), ("train/loss", 0.5, 3), ("val/dice/WT", 0.8, 4), "closed"]
+    monkeypatch.setattr(Writer, "add_scalar", lambda *of: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(Writer, "close", lambda self: self.add_scalar())
+    full = training.Journal(tmp_path, True, 3, tensorboard=True)
+    full.record("train", 3, loss=0.5)
+    full.close()
+    assert "cannot be written (No space left); training goes on" in capsys.readouterr().out
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'seqpar\[tensorboard\]'"):
         refuse(config_of(flags, "--tensorboard"))

@@ -282,6 +282,18 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(flags, undisturbed, tmp_
     assert weights(out) == weights(undisturbed(2, "--seqpar", "2"))
 
 
+def test_a_picture_that_cannot_be_written_costs_a_warning_but_not_the_run(flags, undisturbed, tmp_path):
+    def hook(rank: int) -> None:
+        def full(*of) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        validation.draw_cases = full
+
+    run = trained(1, flags, tmp_path / "run", hook=hook)
+    assert run.said().count("cannot be written (No space left on device); training goes on") == 1
+    assert weights(tmp_path / "run") == weights(undisturbed(1))
+
+
 def test_a_save_that_fails_when_the_run_must_leave_is_a_failure(flags, tmp_path):
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
