@@ -87,12 +87,14 @@ class Journal:
     What people watch must not end what they watch: a note that cannot be written is a warning, told once.
     """
 
-    def __init__(self, out: Path, active: bool, first_step: int, tensorboard: bool = False) -> None:
+    def __init__(
+        self, out: Path, active: bool, first_step: int, validated: int = -1, tensorboard: bool = False
+    ) -> None:
         self.path, self.active = out / "metrics.jsonl", active
         self._line_open = self._warned = False
         self._board: Board | None = None
         if active:
-            self._drop_from(first_step)
+            self._drop_from(first_step, validated)
             self._file = open(self.path, "a", buffering=1)  # noqa: SIM115  open for the run's whole life
             self._board = Board(out / "tensorboard", first_step) if tensorboard else None
 
@@ -107,12 +109,12 @@ class Journal:
                 self._warned = True
                 self.say(f"warning: {self.path.parent} cannot be written ({error.strerror}); training goes on")
 
-    def _drop_from(self, step: int) -> None:
-        """A resumed run writes its steps once: what came after the checkpoint is taken out."""
+    def _drop_from(self, step: int, validated: int) -> None:
+        """A resumed run writes its steps and validations once: what came after the checkpoint is taken out."""
         if not self.path.exists():
             return
         rows = read_metrics(self.path)
-        kept = [row for row in rows if row["step"] < step + (row["kind"] == "val")]
+        kept = [row for row in rows if row["step"] < step or row["kind"] == "val" and row["step"] == step == validated]
         draft = self.path.with_suffix(".tmp")
         draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(draft, self.path)

@@ -99,7 +99,8 @@ class Trainer:
         if self.saved:
             self.progress = checkpoint.load(self.saved, self.net, self.optimiser, self.mesh.world.index)
         self.status.step = self.progress.step
-        self.journal = Journal(self.out, self.mesh.is_first, self.progress.step, self.config.tensorboard)
+        step, validated = self.progress.step, self.progress.validated
+        self.journal = Journal(self.out, self.mesh.is_first, step, validated, self.config.tensorboard)
         if self.config.resume:
             self.journal.say(
                 f"resumed at step {self.progress.step} of {self.config.steps}"

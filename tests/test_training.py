@@ -133,6 +133,16 @@ def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tm
     assert scores(out) == scores(whole) and len(scores(out)) == 3, "each validation is there once"
 
 
+def test_a_validation_that_is_repeated_after_a_kill_is_there_once(flags, tmp_path):
+    out, slow = tmp_path / "run", ["--lr", "1e-7"]  # no second validation is the best, which would save
+    trained(1, [*flags, *slow], out, expect=75, hook=at(trainer.Trainer, "_decide", 0, signalled(signal.SIGTERM), 4))
+    assert status(out)["step"] == 4
+    with Launch(1, ["--resume"], out, at(trainer.Trainer, "_backward", 0, die)) as killed:
+        assert killed.wait() == [-signal.SIGKILL]
+    trained(1, ["--resume"], out)
+    assert [row["step"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "val"] == [2, 4, 6]
+
+
 def test_ranks_agree_to_leave_while_a_long_step_lasts(flags, tmp_path):
     """The main thread gets no signal while it computes; the thread beside it does."""
 
