@@ -72,13 +72,14 @@ class Status:
         content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
         write_json(self.path, {**content, "time": time.time()})
 
-    def fail(self, why: str, code: int) -> None:
+    def write_unless_over(self, state: str, why: str = "", code: int = 0) -> None:
+        """Writes, unless another rank has said how this run ended."""
         try:
             if json.loads(self.path.read_text())["state"] != "running":
                 return
         except (OSError, ValueError, KeyError):
             pass
-        self.write("failed", why, code)
+        self.write(state, why, code)
 
 
 class Journal:

@@ -20,7 +20,7 @@ from seqpar.launch.config import AUTO, Config, read_config, seconds
 from seqpar.launch.feasible import refuse, refuse_lonely, rehearsal
 from seqpar.launch.finetune import start_from
 from seqpar.launch.grouping import choose_seqpar
-from seqpar.launch.journal import Status, describe_run, write_json
+from seqpar.launch.journal import Status, describe_run
 from seqpar.launch.local import die_with_parent, run_local, visible_devices
 from seqpar.launch.material import Material, open_material
 from seqpar.launch.model import SegmentationNet, build
@@ -115,7 +115,7 @@ def _run(order: Order, begin: Start) -> int:
         seed(config.seed)
         status = Status(Path(config.out or tell_all(_new_name(order.preset), mesh.world)[0]))
         stopper.there_is_work(
-            mesh, lambda why: status.write("preempted", why, exits.PREEMPTED) if mesh.is_first else None
+            mesh, lambda why: status.write_unless_over("preempted", why, exits.PREEMPTED) if mesh.is_first else None
         )
         try:
             _agreed(lambda: _open_folder(status) if mesh.is_first else "", mesh)
@@ -141,7 +141,6 @@ def _trainer(order: Order, mesh: Mesh, material: Material, status: Status) -> Tr
         layout["seqpar_choice"] = order.group_why
     described = describe_run(config, order.preset, material.describe(), layout)
     if mesh.is_first:
-        write_json(out / "config.json", described)
         print(f"{_size_line(net, config, mesh)}; {decoding}", flush=True)
         print(f"attention: {net.encoder.attention_choice[0]}" + (f"\n{told}" if told else ""), flush=True)
     return Trainer(config, mesh, material, net, status, described, saved)

@@ -22,7 +22,7 @@ from seqpar.launch import checkpoint
 from seqpar.launch.checkpoint import NotSaved, Progress
 from seqpar.launch.config import Config
 from seqpar.launch.exits import NonFinite
-from seqpar.launch.journal import Journal, Status, epoch_line, peak_memory_mb
+from seqpar.launch.journal import Journal, Status, epoch_line, peak_memory_mb, write_json
 from seqpar.launch.material import Material
 from seqpar.launch.model import SegmentationNet
 from seqpar.launch.optimisation import learning_rate, make_optimiser, set_learning_rate
@@ -53,7 +53,7 @@ class Trainer:
         saved: Path | None = None,
     ) -> None:
         self.config, self.mesh, self.material, self.status = config, mesh, material, status
-        self.described, self.saved, self.out = json.dumps(described), saved, status.path.parent
+        self.described, self.saved, self.out = described, saved, status.path.parent
         self.net = net.to(torch.float64 if config.precision == "fp64" else torch.float32)
         if not config.shard_weights:
             self.net.to(mesh.device)
@@ -98,6 +98,9 @@ class Trainer:
         self._rehearse()
         if self.saved:
             self.progress = checkpoint.load(self.saved, self.net, self.optimiser, self.mesh.world.index)
+        agree(0, self.mesh.world)  # settings with which a rank cannot begin are not kept
+        if self.mesh.is_first:
+            write_json(self.out / "config.json", self.described)
         self.status.step = self.progress.step
         step, validated = self.progress.step, self.progress.validated
         self.journal = Journal(self.out, self.mesh.is_first, step, validated, self.config.tensorboard)
@@ -106,7 +109,7 @@ class Trainer:
                 f"resumed at step {self.progress.step} of {self.config.steps}"
                 + ("" if self.saved else ": nothing was saved before")
             )
-        self._write_status("running")
+        self.journal.attempt(lambda: self.status.write_unless_over("running"))
         self.last_save, self.last_saved = time.monotonic(), replace(self.progress) if self.saved else None
         loader = Loader(
             self.material.tiles(self.config),
@@ -329,7 +332,8 @@ class Trainer:
             return
         folder = self.out / "checkpoints"
         try:
-            checkpoint.save(folder, self.net, self.optimiser, progress, self.mesh.world, self.described, is_best)
+            told = json.dumps(self.described)
+            checkpoint.save(folder, self.net, self.optimiser, progress, self.mesh.world, told, is_best)
             self.last_saved = progress
         except NotSaved as error:
             if must:

@@ -23,7 +23,7 @@ def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoR
     code, text, everyone = _judge(error, config, rank, mesh.world.watch.finding)
     try:
         with suppress(OSError):  # a full disk must not hide the cause
-            status.fail(text, code)
+            status.write_unless_over("failed", text, code)
         if text == "" or (code == 1 and not _expected(error)):
             traceback.print_exception(error)
         elif everyone or mesh.is_first:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders import nnunet
 from runs import Launch, at, die, losses, moments, signalled, status, tiny_data, trained, weights
 
 from seqpar.launch import checkpoint, train, trainer, validation
@@ -131,6 +132,27 @@ def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tm
     assert losses(out) == losses(whole)
     assert status(out)["state"] == "finished"
     assert scores(out) == scores(whole) and len(scores(out)) == 3, "each validation is there once"
+
+
+def test_a_run_that_cannot_go_on_with_other_data_keeps_its_folder(flags, undisturbed, tmp_path):
+    out, data = tmp_path / "run", nnunet(tmp_path / "Dataset002_Two", 5, ("CT", "MR"))
+    trained(1, flags, out, expect=75, hook=at(trainer.Trainer, "_decide", 0, signalled(signal.SIGTERM), call=3))
+    before = (out / "config.json").read_bytes()
+    refused = trained(1, ["--resume", "--data", str(data), "--cache", str(tmp_path / "cache")], out, expect=2)
+    assert "holds another network" in refused.said() and (out / "config.json").read_bytes() == before
+    trained(1, ["--resume"], out)
+    assert weights(out) == weights(undisturbed(1))
+
+
+def test_what_one_rank_fails_of_while_it_loads_is_the_runs_verdict(flags, tmp_path):
+    def exhaust() -> None:
+        raise torch.OutOfMemoryError("HIP out of memory")
+
+    out, more = tmp_path / "run", [*flags, "--seqpar", "2"]
+    trained(2, more, out, expect=75, hook=at(trainer.Trainer, "_decide", 0, signalled(signal.SIGTERM), call=3))
+    with Launch(2, ["--resume"], out, at(checkpoint, "load", 1, exhaust)) as launch:
+        assert launch.wait() == [1, 4]
+    assert (status(out)["state"], status(out)["code"]) == ("failed", 4)
 
 
 def test_a_validation_that_is_repeated_after_a_kill_is_there_once(flags, tmp_path):
