@@ -84,6 +84,8 @@ def save(
         if is_first:
             shutil.rmtree(draft, ignore_errors=True)
         raise NotSaved(f"{target} could not be saved: {problems[0]}; what was saved before is kept")
+    if is_first and (problem := _tried(lambda: _purge(folder, target))):
+        print(f"warning: old checkpoints in {folder} stay: {problem}", file=sys.stderr, flush=True)
     return target
 
 
@@ -125,7 +127,6 @@ def _commit(draft: Path, target: Path, folder: Path, is_best: bool) -> None:
     point(folder / "latest", target.name)
     if is_best:
         point(folder / "best", target.name)
-    _purge(folder, target)
 
 
 def point(link: Path, name: str) -> None:
@@ -193,7 +194,7 @@ def _named(link: Path) -> Path | None:
 def find(folder: Path, which: str = "latest") -> Path:
     """Returns the directory of a complete checkpoint; falls back to the newest undamaged one, saying so."""
     named = _named(folder / which)
-    others = [path for path in folder.glob("step-*") if path.suffix in ("", ".old") and path != named]
+    others = [path for path in _whole(folder) if path != named]
     others.sort(key=lambda path: (path.stem, not path.suffix), reverse=True)
     tried: list[str] = []
     for path in [*([named] if named else []), *others]:
@@ -206,10 +207,15 @@ def find(folder: Path, which: str = "latest") -> Path:
     raise DamagedCheckpoint(f"{folder}: no complete checkpoint ({'; '.join(tried) or 'the folder holds none'})")
 
 
+def _whole(folder: Path) -> list[Path]:
+    """Returns what was once complete; a re-saved step lies aside for a moment."""
+    return [path for path in folder.glob("step-*") if path.suffix in ("", ".old")]
+
+
 def find_together(folder: Path, world: Group) -> Path | None:
     """Returns what the first rank finds, on every rank; None where nothing was ever saved."""
     found = problem = ""
-    if world.index == 0 and any(folder.glob("step-*[0-9]")):
+    if world.index == 0 and _whole(folder):
         try:
             found = str(find(folder))
         except DamagedCheckpoint as error:

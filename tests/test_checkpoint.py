@@ -113,6 +113,25 @@ PHASES = {
 }
 
 
+def test_a_first_checkpoint_that_is_saved_again_is_found_while_it_lies_aside(tmp_path):
+    save(tmp_path, 1)
+    pid = os.fork()
+    if pid == 0:
+        at(checkpoint.os, "rename", 0, die, call=2)(0)
+        save(tmp_path, 1, validated=1)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert not (tmp_path / "step-00000001").exists(), "killed between the two renames"
+    assert checkpoint.find_together(tmp_path, ALONE) == tmp_path / "step-00000001.old"
+    save(tmp_path, 1, validated=1)
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+def test_only_what_was_complete_once_counts_as_saved(tmp_path):
+    (tmp_path / "step-00000001.tmp").mkdir()
+    assert checkpoint.find_together(tmp_path, ALONE) is None
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step again"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_killed_in_any_phase_a_whole_checkpoint_is_found_and_the_next_save_clears_up(tmp_path, phase, again):
@@ -221,6 +240,15 @@ def test_a_write_that_fails_is_told_and_the_last_good_one_kept(tmp_path, monkeyp
     assert checkpoint.find(tmp_path).name == "step-00000001"
     save(tmp_path, 2)
     assert checkpoint.find(tmp_path).name == "step-00000002"
+
+
+def test_old_checkpoints_that_cannot_be_removed_are_a_warning_and_the_new_one_is_saved(tmp_path, monkeypatch, capfd):
+    def fail(*of):
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint, "_purge", fail)
+    assert save(tmp_path, 1) == checkpoint.find(tmp_path)
+    assert "warning: old checkpoints" in capfd.readouterr().err
 
 
 def _one_fails(mesh, folder) -> str:
