@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -64,39 +65,53 @@ class Agreement:
             self._place = NEVER
 
     def _listen(self) -> None:
+        """Lets ``here`` know, or ends this process: the main thread may be waiting for nothing else."""
         try:
-            while not self._store.check(["wanted"]):
-                why = self._wish()
-                if why:
-                    self._store.set("wanted", f"{why} on rank {self._rank}")
-                else:
-                    time.sleep(max(0.2, self._num_ranks / 1000))
-            self.reason, began = self._store.get("wanted").decode(), time.monotonic()
-            with self._lock:
-                self._asked, mine = True, min(self._place + 1, NEVER)
-            self._store.set(f"next/{self._rank}", str(mine))
-            if self._store.add("answers", 1) == self._num_ranks:
-                self._store.set("target", str(max(map(int, map(self._store.get, self._answers())))))
-            while not self._store.check(["target"]):
-                if time.monotonic() - began > self._patience_s:
-                    silent = [rank for rank, key in enumerate(self._answers()) if not self._store.check([key])]
-                    return self._give_up(f"{these(silent)} did not answer within {self._patience_s:g} s")
-                time.sleep(0.05)
-            self._target = int(self._store.get("target"))
+            self._agree()
         except RuntimeError:  # DistError is one: the store is gone, and with it the rank that keeps it
-            return self._give_up("the rank that keeps the store is gone") if self.reason else None
-        self.seconds = time.monotonic() - began
+            while not (self.reason or self._is_through()):
+                why = self._wish()
+                self.reason = f"{why} on rank {self._rank}" if why else ""
+                time.sleep(0.2)
+            self._give_up("the rank that keeps the store is gone")
+        except Exception:
+            self._give_up("agreeing with the others failed", traceback.format_exc())
+
+    def _agree(self) -> None:
+        while not self._store.check(["wanted"]):
+            why = self._wish()
+            if why:
+                self._store.set("wanted", f"{why} on rank {self._rank}")
+            else:
+                time.sleep(max(0.2, self._num_ranks / 1000))
+        self.reason, began = self._store.get("wanted").decode(), time.monotonic()
+        with self._lock:
+            self._asked, mine = True, min(self._place + 1, NEVER)
+        self._store.set(f"next/{self._rank}", str(mine))
+        if self._store.add("answers", 1) == self._num_ranks:
+            self._store.set("target", str(max(map(int, map(self._store.get, self._answers())))))
+        while not self._store.check(["target"]):
+            if time.monotonic() - began > self._patience_s:
+                silent = [rank for rank, key in enumerate(self._answers()) if not self._store.check([key])]
+                return self._give_up(f"{these(silent)} did not answer within {self._patience_s:g} s")
+            time.sleep(0.05)
+        self._target, self.seconds = int(self._store.get("target")), time.monotonic() - began
         self._known.set()
         return None
 
     def _answers(self) -> list[str]:
         return [f"next/{rank}" for rank in range(self._num_ranks)]
 
-    def _give_up(self, why: str) -> None:
+    def _is_through(self) -> bool:
         with self._lock:
-            if self._place >= NEVER:
-                return self._known.set()
-        text = f"{self.reason}: {why}, so this one leaves without saving"
-        print(f"seqpar: {text}; the last checkpoint stands", file=sys.stderr, flush=True)
-        self._lost(text)
-        os._exit(PREEMPTED)
+            return self._place >= NEVER
+
+    def _give_up(self, why: str, more: str = "") -> None:
+        if self._is_through():
+            return self._known.set()
+        try:
+            text = f"{self.reason}: {why}, so this one leaves without saving"
+            print(f"{more}seqpar: {text}; the last checkpoint stands", file=sys.stderr, flush=True)
+            self._lost(text)
+        finally:
+            os._exit(PREEMPTED)

@@ -2,6 +2,8 @@
 
 import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from seqpar.launch.agreement import Agreement
 from seqpar.mesh import Mesh
 
-PLACES = 40
+PLACES = 400  # more than a slow machine passes before all have agreed
 
 
 def check_pace(mesh: Mesh, wishers: tuple[int, ...], seed: int) -> tuple[int, str]:
@@ -43,20 +45,28 @@ def test_all_leave_at_one_place(wishers: tuple[int, ...], seed: int, ranks: Call
 
 
 def test_without_a_wish_nobody_leaves(ranks: Callable[..., list]) -> None:
-    assert ranks(2, check_pace, (), 0) == [(PLACES + 1, "")] * 2
+    assert ranks(2, check_calm) == [False, False]
+
+
+def check_calm(mesh: Mesh) -> bool:
+    agreement = Agreement(lambda: "", mesh.world.index, 2, mesh.store)
+    left = any(agreement.here() for _ in range(PLACES))
+    time.sleep(0.5)
+    return left or agreement.here()
 
 
 def check_ended(mesh: Mesh) -> bool:
     """Returns whether a rank leaves at the last place, when another has passed that one before it was asked."""
-    began, through = time.monotonic(), mesh.world.index == 1
-    agreement = Agreement(
-        lambda: "TERM" if not through and time.monotonic() - began > 1 else "", mesh.world.index, 2, mesh.store
-    )
+    through, late = mesh.world.index == 1, threading.Event()
+    agreement = Agreement(lambda: "TERM" if late.is_set() else "", mesh.world.index, 2, mesh.store)
     if not through:
-        time.sleep(2)
+        mesh.store.wait(["passed"])
+        late.set()
     left = agreement.here()
     agreement.end()
-    time.sleep(0 if not through else 3)
+    if through:
+        mesh.store.set("passed", "")
+    mesh.store.wait(["target"])  # its thread has answered
     return left
 
 
@@ -75,6 +85,44 @@ def test_a_rank_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     _, code = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(code) == 75
     assert said.read_text() == "TERM on rank 0: rank 1 did not answer within 0.5 s, so this one leaves without saving"
+
+
+class Gone:
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset")
+
+
+def test_a_wish_after_the_store_is_gone_is_granted() -> None:
+    """The thread has met the loss before there is a wish."""
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        wish = threading.Event()
+        agreement = Agreement(lambda: "TERM" if wish.is_set() else "", 0, 2, Gone())
+        time.sleep(0.3)
+        wish.set()
+        agreement.here()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
+
+
+class Strange:
+    def check(self, keys: list[str]) -> bool:
+        raise KeyError("a mistake of ours")
+
+
+def full(why: str) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("store", [Gone(), Strange()])
+def test_what_goes_wrong_on_the_way_out_keeps_no_process(store: object) -> None:
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        Agreement(lambda: "TERM", 0, 2, store, full).here()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
 
 
 def test_alone_the_wish_is_the_decision() -> None:
