@@ -3,6 +3,7 @@
 import io
 import os
 import shlex
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ from seqpar.launch.trainer import Trainer, global_batch
 from seqpar.launch.verdict import end
 from seqpar.mesh import Mesh, check_seqpar, seed, start
 
+FIRST_S = 2.0  # before another rank than the first one says why it cannot begin
+
 
 @dataclass(frozen=True)
 class Order:
@@ -54,10 +57,12 @@ def act(arguments: Sequence[str]) -> int:
         check_seqpar(order.config.seqpar, begin.world)
         refuse_lonely(order.config, begin.world)
         _refuse_other_run(order.config)
-    except ValueError:
-        if begin.rank:  # all ranks refuse the same; the first one says it
-            return exits.USAGE
-        raise
+    except ValueError as error:
+        if begin.rank == 0:
+            raise
+        time.sleep(FIRST_S)  # mostly all ranks refuse the same, and the first one's end ends these
+        print(f"error: rank {begin.rank} ({begin.host or socket.gethostname()}): {error}", file=sys.stderr, flush=True)
+        return exits.code_of(error) or exits.USAGE
     return _run(order, begin)
 
 

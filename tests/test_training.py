@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import torch
 from folders import nnunet
 from runs import Launch, at, die, losses, moments, signalled, status, tiny_data, trained, weights
 
+from seqpar.data.faults import DataError
 from seqpar.launch import checkpoint, train, trainer, validation
 from seqpar.launch.journal import read_metrics
 from seqpar.launch.stopping import Stopper
@@ -142,6 +144,21 @@ def test_a_run_that_cannot_go_on_with_other_data_keeps_its_folder(flags, undistu
     assert "holds another network" in refused.said() and (out / "config.json").read_bytes() == before
     trained(1, ["--resume"], out)
     assert weights(out) == weights(undisturbed(1))
+
+
+def test_what_one_rank_alone_refuses_it_says_with_its_name_and_code(flags, tmp_path):
+    """A folder on a node's own disk, say, or files that are gone."""
+
+    def refuse() -> None:
+        raise DataError("/nvme/case", "no such file")
+
+    def hook(rank: int) -> None:
+        at(train, "refuse", 1, refuse)(rank)
+        train.FIRST_S = 0.1
+
+    with Launch(2, [*flags, "--seqpar", "2", "--start-timeout", "3"], tmp_path / "run", hook) as launch:
+        assert launch.wait() == [1, 3]
+    assert launch.said(1).startswith(f"error: rank 1 ({socket.gethostname()}): /nvme/case: no such file")
 
 
 def test_what_one_rank_fails_of_while_it_loads_is_the_runs_verdict(flags, tmp_path):
