@@ -1,7 +1,9 @@
 """How many tiles a sequence group takes at once, where nobody says: the paper's 32 at patch 16, less where a
 tile holds more."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from seqpar.launch.config import Config
 from seqpar.launch.outline import count_step
@@ -22,8 +24,13 @@ def choose_batch(config: Config) -> Config:
     return replace(config, batch=most)
 
 
-def keep_global_batch(config: Config, wanted: int, num_groups: int) -> Config:
-    """Returns the config with batch and accumulation that keep a run's tiles per step on other ranks."""
+def keep_global_batch(
+    config: Config, wanted: int, num_groups: int, wish: Mapping[str, int] = MappingProxyType({})
+) -> Config:
+    """Returns the config with batch and accumulation that keep a run's tiles per step on other ranks.
+
+    ``wish`` holds those of the two that were asked for now.
+    """
     if wanted % num_groups:
         fits = ", ".join(str(count) for count in range(1, wanted + 1) if wanted % count == 0)
         raise ValueError(
@@ -31,12 +38,21 @@ def keep_global_batch(config: Config, wanted: int, num_groups: int) -> Config:
             f"resume on so many groups: {fits} (with a larger --seqpar the same ranks make fewer)"
         )
     each = wanted // num_groups
+    pairs = [(size, each // size) for size in range(1, each + 1) if each % size == 0]
+    wished = wish.get("batch", 0), wish.get("accumulate", 0)
+    fitting = [pair for pair in pairs if all(told in (0, kept) for told, kept in zip(wished, pair))]
+    if not fitting:
+        told = " ".join(f"--{name} {number}" for name, number in wish.items())
+        fits = ", ".join(f"--batch {size} --accumulate {count}" for size, count in pairs)
+        raise ValueError(f"{told}: the run has {each} tiles a step for each of {num_groups} groups: use {fits}")
     batch, accumulate = config.batch, config.accumulate
-    if each != batch * accumulate:
-        batch = max(size for size in range(1, min(batch, each) + 1) if each % size == 0)
-        accumulate = each // batch
+    if (batch, accumulate) not in fitting:
+        batch, accumulate = max((pair for pair in fitting if pair[0] <= batch), default=fitting[0])
     if config.batch_dice and accumulate != config.accumulate:
-        raise ValueError("with --batch-dice the loss depends on who has which tiles: resume on as many ranks as before")
+        raise ValueError(
+            f"with --batch-dice the loss depends on which tiles are computed together, {wanted // config.accumulate} "
+            f"so far: keep --accumulate {config.accumulate}, or resume on as many ranks as before"
+        )
     return replace(config, batch=batch, accumulate=accumulate)
 
 

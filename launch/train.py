@@ -80,11 +80,16 @@ def _order(arguments: Sequence[str], begin: Start) -> Order:
         began = content.get("preset", preset)
         if told and preset != began:
             raise ValueError(f"--preset {preset}: the run in {config.out} goes on as it began, {began}: leave it out")
-        config = continued(Config.from_dict(content["config"]), config, given - {"resume"})
+        wish = {name: getattr(config, name) for name in ("batch", "accumulate") if name in given}
+        config = continued(Config.from_dict(content["config"]), config, given - {"resume", *wish})
+        tiles = content["layout"]["data"] * config.batch * config.accumulate
         preset, why = began, f"as the run in {config.out} began"
     refuse_idle(config, given)
     batch_why = "" if config.batch else ": by memory, 32 at tile 96 and patch 16 being the measure"
     config, group_why = _grouped(config, begin)
+    if config.resume:
+        groups = max(begin.world, config.seqpar) // config.seqpar
+        config = keep_global_batch(config, tiles, groups, wish)
     config = choose_batch(config)
     refuse(config)
     return Order(config, preset, why, batch_why, group_why)
@@ -135,8 +140,6 @@ def _trainer(order: Order, mesh: Mesh, material: Material, status: Status) -> Tr
     """Returns the trainer, and has said and written what it will do."""
     config, out = order.config, status.path.parent
     saved = checkpoint.find_together(out / "checkpoints", mesh.world) if config.resume else None
-    if saved:
-        config = keep_global_batch(config, checkpoint.read_progress(saved).global_batch, mesh.data.size)
     net = build(config, material.num_channels, material.num_outputs, mesh.seq, bool(material.regions))
     decoding = net.mode.check(net.encoder.layout, config.batch)
     told = _agreed(lambda: start_from(net, config), mesh) if config.weights and not saved else ""
@@ -177,6 +180,7 @@ def _first_line(order: Order, begin: Start) -> str:
         f"{groups} x seq {config.seqpar}, started by {begin.by}; tile {'x'.join(map(str, config.tile))}, patch "
         f"{config.patch}, decoder {config.decoder}, mode {config.mode}, {config.precision}, {config.batch} "
         f"tile{'s' if config.batch > 1 else ''} per sequence group{order.batch_why}"
+        + (f", {config.accumulate} times a step" if config.accumulate > 1 else "")
     )
 
 

@@ -98,6 +98,7 @@ class Trainer:
         self._rehearse()
         if self.saved:
             self.progress = checkpoint.load(self.saved, self.net, self.optimiser, self.mesh.world.index)
+            assert self.progress.global_batch == global_batch(self.config, self.mesh)
         agree(0, self.mesh.world)  # settings with which a rank cannot begin are not kept
         if self.mesh.is_first:
             write_json(self.out / "config.json", self.described)

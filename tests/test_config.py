@@ -435,7 +435,7 @@ def test_another_preset_is_refused_in_a_run_that_goes_on_and_its_flags_are_judge
         return train._order([*line.split(), "--out", str(tmp_path)], Start("alone"))
 
     began = order("--preset paper --depth 12 --batch 2")
-    write_json(tmp_path / "config.json", describe_run(began.config, began.preset, {}, {}))
+    write_json(tmp_path / "config.json", describe_run(began.config, began.preset, {}, {"data": 1}))
     assert order("--preset paper --depth 12 --resume").config.depth == 12
     with pytest.raises(ValueError, match="--preset debug: the run in .* goes on as it began, paper"):
         order("--preset debug --resume")
@@ -447,6 +447,29 @@ def test_another_preset_is_refused_in_a_run_that_goes_on_and_its_flags_are_judge
 def test_the_global_batch_is_kept_on_other_ranks(groups, expected):
     found = keep_global_batch(replace(PRESETS["debug"](), batch=2, accumulate=1), 8, groups)
     assert (found.batch, found.accumulate) == expected
+
+
+WISHES = {"--batch 1": (1, 8), "--batch 8": (8, 1), "--accumulate 4": (2, 4), "--batch 0": (2, 4)}
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_a_run_goes_on_with_another_batch_or_accumulation_that_makes_its_tiles_a_step(tmp_path, wish):
+    config = replace(PRESETS["debug"](), batch=2, out=str(tmp_path))
+    write_json(tmp_path / "config.json", describe_run(config, "debug", {}, {"data": 4}))
+    order = train._order(["--resume", "--out", str(tmp_path), *wish.split()], Start("alone"))
+    assert (order.config.batch, order.config.accumulate) == WISHES[wish]
+    line = train._first_line(order, Start("alone"))
+    assert f"{WISHES[wish][0]} tile" in line and (f"{WISHES[wish][1]} times a step" in line) == (WISHES[wish][1] > 1)
+
+
+def test_one_that_does_not_is_refused_with_those_that_do():
+    config = replace(PRESETS["debug"](), batch=2)
+    with pytest.raises(ValueError, match=r"--batch 3: the run has 4 .*: use --batch 1 --accumulate 4, --batch 2 --acc"):
+        keep_global_batch(config, 8, 2, {"batch": 3})
+    with pytest.raises(ValueError, match="--batch 2 --accumulate 4: the run has 4 tiles"):
+        keep_global_batch(config, 8, 2, {"batch": 2, "accumulate": 4})
+    with pytest.raises(ValueError, match="keep --accumulate 1"):
+        keep_global_batch(replace(config, batch_dice=True), 4, 2, {"batch": 1, "accumulate": 2})
 
 
 def test_a_global_batch_that_cannot_be_kept_is_refused():

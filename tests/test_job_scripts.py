@@ -145,7 +145,7 @@ def test_a_chain_of_fine_tuning_jobs_goes_on_with_the_line_that_began_it(jobs: J
     first, second = jobs.calls("srun")
     assert second == f"{first} --resume"
     began = train._order(first.split()[3:], Start("alone"))
-    write_json(jobs.run / "config.json", describe_run(began.config, began.preset, {}, {}))
+    write_json(jobs.run / "config.json", describe_run(began.config, began.preset, {}, {"data": 1}))
     weights.unlink()  # a saved run needs it no more
     assert train._order(second.split()[3:], Start("alone")).config.resume
 
