@@ -15,6 +15,7 @@ from seqpar.mesh import Mesh
 from seqpar.watch import judge, these
 
 LIMIT_S = 3.0
+STOPPED_S = 6.0  # a tenth of it is the time that a busy machine may take to name who stopped
 
 
 def freeze() -> None:
@@ -32,7 +33,7 @@ def work_until_one_stops(mesh: Mesh, kind: str, stop: Callable[[], None]) -> Non
             all_reduce(torch.ones(2), group)
 
     step()
-    mesh.hasten(LIMIT_S)
+    mesh.hasten(STOPPED_S)
     step()
     if mesh.world.index == 2:
         stop()
@@ -48,14 +49,13 @@ def test_a_rank_that_stops_after_the_first_step_is_named_within_the_short_limit(
     with pytest.raises(RanksFailed) as caught:
         run_ranks(3, work_until_one_stops, kind, lambda: time.sleep(50), timeout=25)
     text = str(caught.value)
-    assert "Timed out" in text and "while for 2 s others have waited: ranks 0, 1 in" in text, text
-    assert "FOUND rank 2 (" in text and "stays at" in text
+    assert re.search(r"FOUND .*\brank 2 \(.* stays at .*, while for 4 s others have waited.*Timed out", text), text
 
 
 def test_a_process_that_is_frozen_is_named() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(3, work_until_one_stops, "sums", freeze, timeout=25)
-    assert "FOUND rank 2 (" in str(caught.value) and "does not answer" in str(caught.value)
+    assert re.search(r"FOUND .*\brank 2 \([^ ]* does not answer", str(caught.value))
 
 
 def be_slow(mesh: Mesh) -> list[str]:
