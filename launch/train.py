@@ -80,7 +80,7 @@ def _order(arguments: Sequence[str], begin: Start) -> Order:
         began = content.get("preset", preset)
         if told and preset != began:
             raise ValueError(f"--preset {preset}: the run in {config.out} goes on as it began, {began}: leave it out")
-        wish = {name: getattr(config, name) for name in ("batch", "accumulate") if name in given}
+        wish: dict[str, int] = {name: getattr(config, name) for name in ("batch", "accumulate") if name in given}
         config = continued(Config.from_dict(content["config"]), config, given - {"resume", *wish})
         tiles = content["layout"]["data"] * config.batch * config.accumulate
         preset, why = began, f"as the run in {config.out} began"

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, interactive and extern steps are numbered from here
 
@@ -28,6 +29,7 @@ class Start:
     attempt: int = 0
     warning: str = ""
     host: str = ""  # this node's name, where the launcher has one of its own for it
+    job: str = ""  # what tells these processes from another job's that meets at the same port
 
 
 def read_start(env: Mapping[str, str]) -> Start:
@@ -52,6 +54,8 @@ _MPI = (
     ("openmpi", "OMPI_COMM_WORLD_", ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
     ("pmi", "PMI_", ("PALS_LOCAL_RANKID", "MPI_LOCALRANKID"), ("PALS_LOCAL_SIZE", "MPI_LOCALNRANKS")),
 )
+# where launchers of MPI number their runs, so that several on a machine do not meet
+_MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID")
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Start:
@@ -97,6 +101,7 @@ def _from_slurm_step(env: Mapping[str, str], step: int) -> Start:
         port=_number(env, "MASTER_PORT", _port(job, step)),
         attempt=_number(env, "SLURM_RESTART_COUNT", 0),
         host=env.get("SLURMD_NODENAME", ""),
+        job=f"{job}.{step}",
     )
 
 
@@ -113,6 +118,8 @@ def _from_mpi(
             f"{world} ranks on several nodes were started by {by}, which does not say where they meet: "
             "export MASTER_ADDR=<host of rank 0> (and MASTER_PORT), or start with srun or torchrun"
         )
+    told = [env[name] for name in (*_MPI_JOBS, "SLURM_JOB_ID") if env.get(name)]
+    job = "".join(told[:1])
     return Start(
         by,
         rank,
@@ -121,7 +128,8 @@ def _from_mpi(
         local_world,
         num_nodes=-(-world // local_world),
         address=env.get("MASTER_ADDR", "127.0.0.1"),
-        port=_number(env, "MASTER_PORT", _port(_number(env, "SLURM_JOB_ID", 0), 0)),
+        port=_number(env, "MASTER_PORT", _port(crc32(job.encode()), 0)),
+        job=job,
     )
 
 

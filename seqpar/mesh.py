@@ -195,7 +195,7 @@ def _meet(begin: Start, timeout_s: float) -> dist.Store:
             f"rank {begin.rank} ({begin.by}): no meeting at {begin.address}:{begin.port}: another job may use this "
             f"port, or MASTER_ADDR is not rank 0's; export another MASTER_PORT ({str(error).splitlines()[0]})"
         ) from None
-    return dist.PrefixStore(f"seqpar/{begin.attempt}", meeting)
+    return dist.PrefixStore(f"seqpar/{begin.job}/{begin.attempt}", meeting)
 
 
 def _check_name(begin: Start) -> None:

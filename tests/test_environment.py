@@ -109,6 +109,16 @@ def test_mpi_counts_its_ranks_inside_the_step_of_its_daemons() -> None:
     assert read_start(STEP | {"PMI_SIZE": "16", "PMI_RANK": "11"}).by == "slurm"  # srun --mpi=pmi2 sets both
 
 
+def test_two_mpiruns_on_a_machine_meet_apart() -> None:
+    rank = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID"):
+        a, b = (read_start(rank | {"SLURM_JOB_ID": "7", name: f"prterun-n1-{job}@1"}) for job in (4711, 4712))
+        assert a.port != b.port and a.job != b.job and {15000 <= begin.port < 30000 for begin in (a, b)} == {True}
+        same = read_start(rank | {"OMPI_COMM_WORLD_RANK": "0", name: "prterun-n1-4711@1"})
+        assert (same.port, same.job) == (a.port, a.job)
+    assert read_start(STEP).job == "4711.0" != read_start(STEP | {"SLURM_STEP_ID": "1"}).job
+
+
 @pytest.mark.parametrize(
     "env, names",
     [

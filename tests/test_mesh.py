@@ -5,13 +5,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from seqpar.mesh import Mesh, _warn_of_crossing, equal_weights, seed, start
+from seqpar.environment import Start
+from seqpar.mesh import Mesh, _meet, _warn_of_crossing, equal_weights, seed, start
 
 
 def describe(mesh: Mesh) -> tuple[tuple[int, ...], int, tuple[int, ...], int, list[str]]:
@@ -64,6 +67,14 @@ def test_a_meeting_that_cannot_be_is_told_at_once() -> None:
         port = str(taken.getsockname()[1])
         with pytest.raises(ConnectionError, match="another job may use this port.*export another MASTER_PORT"):
             start(env=env | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, device="cpu", timeout_s=2.0)
+
+
+def test_a_rank_does_not_join_another_job_that_listens_at_its_port() -> None:
+    other = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    begin = Start("openmpi", 1, 2, 1, 2, port=other.port, job="b")
+    ours, theirs = _meet(begin, 5), _meet(replace(begin, job="a"), 5)
+    theirs.set("host/0", "")
+    assert not ours.check(["host/0"]) and theirs.check(["host/0"])
 
 
 def test_a_group_that_crosses_nodes_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
