@@ -107,7 +107,7 @@ class Config:
     compile: bool = _flag(False, "compile the blocks' MLPs", topic="running")
     device: str = _flag("auto", "device", ("auto", "cpu", "cuda"), topic="running")
     start_timeout: float = _flag(START_S, "seconds that ranks may wait for each other before step 1", topic="running")
-    timeout: float = _flag(300.0, "the same from step 2: who keeps others waiting longer is named", topic="running")
+    timeout: float = _flag(300.0, "the same from step 2, saving included: who is longer is named", topic="running")
     debug_collectives: bool = _flag(False, "check each collective: slow, names ranks that differ", topic="running")
     dry_run: bool = _flag(False, "say what would run, check it, and stop", topic="running")
 
