@@ -7,7 +7,9 @@ way (there may be warnings), with 1 when something does or a rank hangs, which i
 import argparse
 import json
 import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -39,7 +41,12 @@ def act(arguments: Sequence[str]) -> int:
         if begin.warning:
             raise ValueError(begin.warning)
         return run_local(options.seqpar, [__file__, *arguments])
+    host = begin.host or socket.gethostname()
+    clock = threading.Timer(1.25 * options.time_limit, _overdue, (f"rank {begin.rank} ({host})", options.time_limit))
+    clock.daemon = True
+    clock.start()
     with start(options.seqpar, None, options.device, options.time_limit) as mesh:
+        clock.cancel()  # from here on the watch names who hangs
         left_s = max(4.0, options.time_limit - (time.monotonic() - began))
         mesh.hasten(left_s, lambda finding: _leave(mesh, finding))
         try:
@@ -67,6 +74,12 @@ def _leave(mesh: Mesh, finding: str) -> NoReturn:
     if mesh.world.watch.speaks:
         print(f"error: {finding}", file=sys.stderr, flush=True)
     time.sleep(2)
+    os._exit(exits.FAULT)
+
+
+def _overdue(who: str, limit_s: float) -> NoReturn:
+    """Ends a process that hangs where no step of the start could say for whom it waits."""
+    print(f"error: {who} has not got through its start within {limit_s:g} s: look at its node", file=sys.stderr)
     os._exit(exits.FAULT)
 
 

@@ -148,8 +148,9 @@ def start(
     if begin.warning:
         print(f"warning: {begin.warning}", file=sys.stderr, flush=True)
     place = pick_device(begin, device)
+    until = time.monotonic() + timeout_s
     store = _meet(begin, timeout_s) if begin.world > 1 else None
-    return join(begin, store, seqpar, place, timeout_s, check)
+    return join(begin, store, seqpar, place, timeout_s, check, until)
 
 
 def check_seqpar(seqpar: int, world: int) -> None:
@@ -232,12 +233,17 @@ def join(
     device: torch.device,
     timeout_s: float = START_S,
     check: bool = False,
+    until: float | None = None,
 ) -> Mesh:
-    """Returns the mesh of ``begin.world`` processes that meet at ``store`` (None where there is but one)."""
+    """Returns the mesh of ``begin.world`` processes that meet at ``store`` (None where there is but one).
+
+    ``until``: when the time is over that was there for meeting too; each step gets what is left, a tenth at least.
+    """
+    until = time.monotonic() + timeout_s if until is None else until
     check_seqpar(seqpar, begin.world)
     if store is None:
         return Mesh(begin, device, Group("world"), Group("data"), Group("seq"), (begin.host or socket.gethostname(),))
-    hosts = _roll_call(begin, store, timeout_s)
+    hosts = _roll_call(begin, store, _left_s(until, timeout_s))
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -256,7 +262,7 @@ def join(
     if begin.rank == 0:
         _warn_of_crossing(hosts, seqpar)
     groups = (world, seq, data)
-    warm = {g.name: warm_up(g, store, device, timeout_s) for g in groups if g.handle is not None}
+    warm = {g.name: warm_up(g, store, device, _left_s(until, timeout_s)) for g in groups if g.handle is not None}
     own = store.clone() if hasattr(store, "clone") else store  # never busy with what the main thread waits for
     return Mesh(begin, device, world, data, seq, hosts, warm, dist.PrefixStore("beside", own))
 
@@ -290,6 +296,10 @@ def _roll_call(begin: Start, store: dist.Store, timeout_s: float) -> tuple[str, 
             "look at their logs, or start fewer"
         ) from None
     return tuple(store.get(key).decode() for key in keys)
+
+
+def _left_s(until: float, timeout_s: float) -> float:
+    return max(0.1 * timeout_s, until - time.monotonic())
 
 
 def _split(name: str, parts: Sequence[Sequence[int]], watch: Watch) -> Group:

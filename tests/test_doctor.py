@@ -171,8 +171,13 @@ def leave_late() -> None:
 
 def test_a_rank_that_never_arrives_is_named(tmp_path):
     codes, said = codes_of(3, "--seqpar 3 --time-limit 5", tmp_path / "run", at(doctor, "start", 2, leave_late))
-    assert codes == [1, 1, 7] and "of 3 ranks, rank 2 did not start within 5 s" in said
+    assert codes == [1, 1, 1] and "of 3 ranks, rank 2 did not start within 5 s" in said
     assert "Traceback" not in said
+
+
+def test_a_start_that_hangs_ends_soon_after_its_limit(tmp_path):
+    codes, said = codes_of(1, "--time-limit 5", tmp_path / "run", at(doctor, "start", 0, leave_late))
+    assert codes == [1] and re.search(r"error: rank 0 \(.*\) has not got through its start within 5 s", said)
 
 
 def test_a_rank_that_stops_inside_the_test_is_named_with_its_group(tmp_path, quick):

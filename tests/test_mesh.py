@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -75,6 +76,23 @@ def test_a_rank_does_not_join_another_job_that_listens_at_its_port() -> None:
     ours, theirs = _meet(begin, 5), _meet(replace(begin, job="a"), 5)
     theirs.set("host/0", "")
     assert not ours.check(["host/0"]) and theirs.check(["host/0"])
+
+
+def test_all_steps_of_a_start_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    now = iter([0.0, 6.0])
+
+    def missing(begin: Start, store: object, timeout_s: float) -> None:
+        given.append(timeout_s)
+        raise TimeoutError
+
+    monkeypatch.setattr("seqpar.mesh.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("seqpar.mesh._meet", lambda *of: object())
+    monkeypatch.setattr("seqpar.mesh._roll_call", missing)
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(TimeoutError):
+        start(env=env, device="cpu", timeout_s=10.0)
+    assert given == [4.0]
 
 
 def test_a_group_that_crosses_nodes_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
