@@ -204,7 +204,7 @@ def test_a_run_goes_on_with_other_ranks_and_workers(flags, tmp_path):
     hook = at(trainer.Trainer, "_decide", 1, signalled(signal.SIGUSR1), call=3)
     trained(2, [*run, "--seqpar", "2"], left, expect=75, hook=hook)
     trained(1, run, tmp_path / "whole")
-    for world, more in (1, "--seqpar 1 --workers 1"), (4, "--seqpar 2"), (3, "--seqpar 3"):
+    for world, more in (1, "--seqpar 1 --workers 1 --accumulate 2"), (4, "--seqpar 2"), (3, "--seqpar 3"):
         out = tmp_path / f"on {world}"
         shutil.copytree(left, out)
         trained(world, ["--resume", "--split", "ordered", *more.split()], out)
