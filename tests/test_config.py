@@ -22,7 +22,7 @@ from seqpar.launch.batches import choose_batch, keep_global_batch
 from seqpar.launch.commandline import continued, parse, refuse_idle
 from seqpar.launch.config import PRESETS, Config, seconds
 from seqpar.launch.feasible import refuse
-from seqpar.launch.journal import Status, describe_run, write_json
+from seqpar.launch.journal import Status, describe_run
 from seqpar.launch.material import open_material
 from seqpar.launch.model import build
 from seqpar.launch.optimisation import learning_rate, make_optimiser
