@@ -41,8 +41,10 @@ class Agreement:
         self._lost, self._patience_s = lost, patience_s
         self._lock, self._known = threading.Lock(), threading.Event()
         self._place, self._asked, self._target = 0, False, NEVER
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True, name="seqpar-agreement")
         if store is not None:
-            threading.Thread(target=self._listen, daemon=True, name="seqpar-agreement").start()
+            self._thread.start()
 
     def here(self) -> bool:
         """Returns whether all ranks leave at this place: the same on all."""
@@ -64,6 +66,12 @@ class Agreement:
         with self._lock:
             self._place = NEVER
 
+    def close(self) -> None:
+        """Ends the thread, once all ranks are through; asking the store while Python ends would abort the process."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(10)
+
     def _listen(self) -> None:
         """Lets ``here`` know, or ends this process: the main thread may be waiting for nothing else."""
         try:
@@ -72,7 +80,7 @@ class Agreement:
             while not (self.reason or self._is_through()):
                 why = self._wish()
                 self.reason = f"{why} on rank {self._rank}" if why else ""
-                time.sleep(0.2)
+                self._over.wait(0.2)
             self._give_up("the rank that keeps the store is gone")
         except Exception:
             self._give_up("agreeing with the others failed", traceback.format_exc())
@@ -82,8 +90,8 @@ class Agreement:
             why = self._wish()
             if why:
                 self._store.set("wanted", f"{why} on rank {self._rank}")
-            else:
-                time.sleep(max(0.2, self._num_ranks / 1000))
+            elif self._over.wait(max(0.2, self._num_ranks / 1000)):
+                return
         self.reason, began = self._store.get("wanted").decode(), time.monotonic()
         with self._lock:
             self._asked, mine = True, min(self._place + 1, NEVER)
@@ -93,11 +101,12 @@ class Agreement:
         while not self._store.check(["target"]):
             if time.monotonic() - began > self._patience_s:
                 silent = [rank for rank, key in enumerate(self._answers()) if not self._store.check([key])]
-                return self._give_up(f"{these(silent)} did not answer within {self._patience_s:g} s")
-            time.sleep(0.05)
+                self._give_up(f"{these(silent)} did not answer within {self._patience_s:g} s")
+                return
+            if self._over.wait(0.05):
+                return
         self._target, self.seconds = int(self._store.get("target")), time.monotonic() - began
         self._known.set()
-        return None
 
     def _answers(self) -> list[str]:
         return [f"next/{rank}" for rank in range(self._num_ranks)]

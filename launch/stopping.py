@@ -71,6 +71,11 @@ class Stopper:
         assert self._agreement is not None
         self._agreement.end()
 
+    def close(self) -> None:
+        """Ends what listens for the others' wishes; all ranks have met behind their last place."""
+        assert self._agreement is not None
+        self._agreement.close()
+
     def ignore(self) -> None:
         """Lets the signals of a job that is being ended no longer interrupt the way out."""
         for number in self.SIGNALS:

@@ -133,6 +133,7 @@ def _run(order: Order, begin: Start) -> int:
             verdict = trainer.run(stopper)
         except (Exception, KeyboardInterrupt) as error:
             end(error, config, mesh, status)
+    stopper.close()
     return 0 if verdict == "finished" else exits.PREEMPTED
 
 

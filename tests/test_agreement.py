@@ -52,7 +52,11 @@ def check_calm(mesh: Mesh) -> bool:
     agreement = Agreement(lambda: "", mesh.world.index, 2, mesh.store)
     left = any(agreement.here() for _ in range(PLACES))
     time.sleep(0.5)
-    return left or agreement.here()
+    left = left or agreement.here()
+    assert "seqpar-agreement" in [thread.name for thread in threading.enumerate()]
+    agreement.close()
+    assert threading.enumerate() == [threading.main_thread()], "a thread that asks while Python ends aborts the process"
+    return left
 
 
 def check_ended(mesh: Mesh) -> bool:
