@@ -216,7 +216,9 @@ def choose(
     """
     if layer.ranks == 1:
         return Strategy("gather-kv"), ("gather-kv: one rank has all tokens, nothing moves",)
-    candidates = [Strategy("gather-x"), Strategy("gather-kv"), Strategy("ulysses", layer.ranks)]
+    candidates = [Strategy("gather-x"), Strategy("gather-kv")]
+    if not keep:  # it gathers nothing that could be kept
+        candidates.append(Strategy("ulysses", layer.ranks))
     candidates += [Strategy("hybrid", inner) for inner in _between(layer.ranks)]
     costs = {s: cost(s, layer, machine, keep) for s in candidates}
     needs = {s: depth * c.held + c.transient for s, c in costs.items()}

@@ -32,7 +32,7 @@ def test_where_only_bytes_count_the_fewest_win() -> None:
     assert chosen(2) == "gather-x"  # 3 u against 4 and 6
     assert chosen(3) == "ulysses" and chosen(3, keep=True) == "gather-x"  # 16/3 against 6, and against 4
     assert chosen(4) == "ulysses"  # 6 against 9
-    assert chosen(4, keep=True) in ("ulysses", "gather-x")  # 6 each
+    assert chosen(4, keep=True) == "gather-x"  # 6 too, and it gathers what can be kept
     assert chosen(12) == "ulysses"
     assert chosen(1) == "gather-kv"
 
@@ -74,6 +74,16 @@ def test_keeping_spares_bytes_and_costs_memory() -> None:
         free, kept = (cost(strategy, layer(4), CPU, keep) for keep in (False, True))
         assert kept.forward == free.forward and kept.backward < free.backward and kept.held > free.held
     assert cost(Strategy("ulysses", 4), layer(4), CPU, True) == cost(Strategy("ulysses", 4), layer(4), CPU, False)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_is_chosen_is_never_refused(keep: bool) -> None:
+    for machine in (CPU, GPU, QUICK):
+        for ranks in (1, 2, 3, 4, 6, 8, 12):
+            for tokens in (216, 1728, 13824, 32768):
+                for left in (None, 0.0):
+                    best, _ = choose(layer(ranks, tokens=tokens), machine, keep, left)
+                    assert check_strategy(str(best), ranks, 12, keep) == best
 
 
 def test_messages_that_travel_under_attention_cost_less() -> None:

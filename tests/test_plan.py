@@ -87,6 +87,11 @@ def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
         plan.act(["--measured", "nowhere", "--device", "a100"])
 
 
+def test_what_is_kept_can_be_planned_by_every_size() -> None:
+    found = plans(Run(replace(PAPER, keep_kv=True), GCD), (1, 2, 4, 8))
+    assert [p.why for p in found] == [""] * 4
+
+
 def test_every_flag_acts() -> None:
     """Memory, bytes or time change with what is asked for."""
     base = Run(replace(SMALL, seqpar=2), GCD, ranks=8)
