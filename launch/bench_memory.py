@@ -21,6 +21,7 @@ import torch
 
 from seqpar.collectives import agree, all_reduce
 from seqpar.launch.config import Config
+from seqpar.launch.devices import device_here
 from seqpar.launch.model import build
 from seqpar.launch.optimisation import make_optimiser
 from seqpar.launch.saved import Saved
@@ -95,7 +96,10 @@ def measure(case: Case) -> dict[str, float]:
 
 def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
     """Returns what this rank's last step held and took, its weights' and states' bytes, and all ranks' peak."""
-    net = build(config, 1, 2, mesh.seq).to(torch.float64 if config.precision == "fp64" else torch.float32)
+    machine = device_here(mesh.device.type).machine(mesh.seq.size, config.precision)
+    net = build(config, 1, 2, mesh.seq, machine=machine).to(
+        torch.float64 if config.precision == "fp64" else torch.float32
+    )
     if config.shard_weights:
         shard(net, mesh)
     else:

@@ -83,10 +83,12 @@ def _size(text: str) -> int:
 
 def refuse_idle(config: Config, given: set[str]) -> None:
     """Refuses flags that were given and could not act; ``config`` is the one that will run."""
+    open_ = config.seqpar == AUTO or not config.batch or (config.seqpar > 1 and config.attention == "auto")
     for name, acts, why in (
         ("phantoms", not config.data, "--data is there: leave one of both out"),
         ("skips", config.decoder == "unetr", f"--decoder {config.decoder} takes no skips: leave it out"),
         ("decoder_width", config.decoder != "primus", "--decoder primus finds its width itself: leave it out"),
+        ("measured", open_, "size, batch and attention are given, so that nothing is chosen by it: leave it out"),
     ):
         if name in given and not acts:
             raise ValueError(f"--{dashed(name)} would do nothing: {why}")

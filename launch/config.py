@@ -53,6 +53,7 @@ class Config:
     mode: str = _flag("gather", "how tokens reach the decoder", topic="layout")
     attention: str = _flag("auto", f"how attention crosses ranks: auto, {', '.join(NAMES)}, hybrid:U", topic="layout")
     keep_kv: bool = _flag(False, "hold what attention gathered until backward: fewer bytes", topic="layout")
+    measured: str = _flag("", "what launch/doctor.py measured (--json), to choose and plan by", topic="layout")
     heads_per_chunk: int = _flag(0, "heads whose keys and values are there at a time; 0: by size", topic="layout")
     tile: tuple[int, ...] = _flag((96, 96, 96), "voxels of a tile: one number or three", topic="layout")
     patch: int = _flag(16, "voxels of a token along each side", topic="layout")

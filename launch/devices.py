@@ -150,10 +150,10 @@ def _memory_here() -> int:
 
 
 def measured(path: str, base: Device, precision: str) -> Device:
-    """Returns the device with what the doctor measured and wrote: its memory, matrix products, each group's links."""
+    """Returns the device with what the doctor measured and wrote: memory, matrix products, ranks of a node, links."""
     try:
         found = json.loads(Path(path).read_text())
-        rates, world = found["matmul_flops_per_s"], int(found.get("world", 1))
+        rates, world, nodes = found["matmul_flops_per_s"], int(found.get("world", 1)), int(found.get("nodes", 1))
         groups = {name: found["groups"][name] for name in ("data", "world", "seq") if name in found.get("groups", {})}
         links = {int(group["size"]): _link(group) for group in groups.values() if group["size"] > 1}
         rate = rates.get(str(DTYPES[precision]).removeprefix("torch."), 0.0) if isinstance(rates, dict) else rates
@@ -165,9 +165,10 @@ def measured(path: str, base: Device, precision: str) -> Device:
         of_a_core = world / base.cores if base.cores else 1.0
         times = rate * of_a_core / (base.peak[precision] * base.shares[MATMUL])
         shares = {kind: share * times for kind, share in base.shares.items()}
-    crosses = int(found.get("nodes", 1)) > 1 and "world" in groups
+    crosses = nodes > 1 and "world" in groups
     return replace(
         base,
+        node=world // nodes if world > 1 and (crosses or not base.cores) else base.node,
         shares=shares,
         memory=memory if memory and not base.cores else base.memory,
         links=links or base.links,

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from seqpar.choice import Machine
 from seqpar.decoders.modes import Mode, choose_mode
 from seqpar.decoders.plain import PlainDecoder
 from seqpar.decoders.primus import PrimusDecoder
@@ -65,15 +66,16 @@ def build(
     group: Group,
     has_regions: bool = False,
     device: str = "cpu",
+    machine: Machine | None = None,
 ) -> SegmentationNet:
     """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks.
 
     Its outputs are labels of which the first is background, or, with ``has_regions``, regions by themselves. On the
-    device "meta" it has shapes alone.
+    device "meta" it has shapes alone. ``machine`` is what attention that was left open is chosen for.
     """
     torch.manual_seed(config.seed)
     with torch.device(device):
-        encoder, decoder, chosen = _parts(config, in_channels, num_outputs, group)
+        encoder, decoder, chosen = _parts(config, in_channels, num_outputs, group, machine)
     assert decoder.classes.bias is not None
     with torch.no_grad():
         decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
@@ -81,7 +83,7 @@ def build(
 
 
 def _parts(
-    config: Config, in_channels: int, num_outputs: int, group: Group
+    config: Config, in_channels: int, num_outputs: int, group: Group, machine: Machine | None
 ) -> tuple[SeqParViT, Decoder, tuple[int, ...]]:
     """Returns encoder, decoder, and the encoder's blocks that the decoder takes."""
     encoder = SeqParViT(
@@ -104,6 +106,7 @@ def _parts(
         mlp_chunks=config.mlp_chunks,
         attention=config.attention,
         heads_per_chunk=config.heads_per_chunk or None,
+        machine=machine if config.attention == "auto" else None,
         group=group,
         split=config.split,
     )

@@ -76,20 +76,18 @@ def without_numbers(net: SegmentationNet) -> SegmentationNet:
 
 
 def count_step(
-    config: Config, rank: int, channels: int, outputs: int, clock: Clock, on_gpu: bool, data: int = 1, regions: int = 0
+    config: Config, rank: int, channels: int, outputs: int, clock: Clock, on_gpu: bool, data: int = 1
 ) -> Step:
     """Returns what a step of ``config`` takes on that rank of a sequence group; ``data`` groups share the batch."""
     few, more = SHALLOW
-    how = rank, channels, outputs, clock, on_gpu, data, regions
+    how = rank, channels, outputs, clock, on_gpu, data
     if config.depth <= more:
         return _counted(config, *how)
     first, second = (_counted(replace(config, depth=depth), *how) for depth in SHALLOW)
-    return _deeper(first, second, config.depth - few)
+    return extended(first, second, config.depth - few)
 
 
-def _counted(
-    config: Config, rank: int, channels: int, outputs: int, clock: Clock, on_gpu: bool, data: int, regions: int
-) -> Step:
+def _counted(config: Config, rank: int, channels: int, outputs: int, clock: Clock, on_gpu: bool, data: int) -> Step:
     """Returns what is counted in one forward, loss, backward and update."""
     group = Group("seq", tuple(range(config.seqpar)), rank)
     net = outline(config, group, channels, outputs)
@@ -102,7 +100,7 @@ def _counted(
         label = torch.empty(*tokens, *layout.patch, dtype=torch.uint8, device="meta")
         given = image.nbytes + label.nbytes
         share = net.mode.share(Group("data", tuple(range(data))), config.batch)
-        loss_of = DiceCE(regions=((1,),) * regions, batch_dice=config.batch_dice)
+        loss_of = DiceCE(batch_dice=config.batch_dice)
         for p in net.parameters():
             p.register_post_accumulate_grad_hook(_let_go)  # they are counted by themselves
         with Saved(net, (image, label)) as saved:
@@ -184,11 +182,11 @@ def _update(config: Config, net: nn.Module) -> int:
     return sum(t.nbytes for state in optimiser.state.values() for t in state.values() if isinstance(t, Tensor))
 
 
-def _deeper(few: Step, more: Step, blocks: int) -> Step:
-    """Returns ``few`` with so many blocks more, each of which adds what ``more`` has above ``few``."""
+def extended(few: Step, more: Step, times: int) -> Step:
+    """Returns ``few`` with so many blocks or samples more, each of which adds what ``more`` has above ``few``."""
 
     def along(a: float, b: float) -> float:
-        return a + blocks * (b - a)
+        return a + times * (b - a)
 
     def counts(a: Counter[str], b: Counter[str]) -> Counter[str]:
         return Counter({name: along(a[name], b[name]) for name in b})  # type: ignore[misc]

@@ -32,7 +32,7 @@ def act(arguments: Sequence[str]) -> int:
     """Returns 0 when a group fits; refuses what nothing fits."""
     own, rest = _parser().parse_known_args(list(arguments))
     preset, config, given = parse(rest, "paper")
-    refuse_idle(config, given)
+    refuse_idle(config, given - {"measured"})  # seconds are planned with it in any case
     tile = tuple(own.volume or config.tile)
     padded = tuple(math.ceil(side / config.patch) * config.patch for side in tile)
     config = replace(config, tile=padded)
@@ -56,17 +56,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=[*DEVICES, "cpu"], help=f"what to plan for ({here}); cpu: this machine, measured"
     )
-    parser.add_argument("--measured", metavar="FILE", help="what launch/doctor.py measured, as JSON")
     parser.add_argument("--memory", type=float, metavar="GB", help="memory of a rank, if it is another")
     parser.add_argument("--volume", type=int, nargs=3, metavar="N", help="a whole volume as the tile, in voxels")
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks in all (one sequence group)")
+    parser.add_argument("--node", type=int, metavar="N", help="ranks that a node has, if it is another number")
     parser.add_argument("--channels", type=int, default=4, metavar="N", help="channels of the images (4)")
     parser.add_argument("--classes", type=int, default=4, metavar="N", help="classes, background among them (4)")
     return parser
 
 
 def _device(own: argparse.Namespace, config: Config) -> Device:
-    for name in ("ranks", "channels", "classes", "memory"):
+    for name in ("ranks", "node", "channels", "classes", "memory"):
         value = getattr(own, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value}: it must be at least 1")
@@ -75,9 +75,17 @@ def _device(own: argparse.Namespace, config: Config) -> Device:
         found = this_cpu(config.precision)
     else:
         found = DEVICES[name] if name else device_here()
-    if own.measured:
-        found = measured(own.measured, found, config.precision)
-    return replace(found, memory=own.memory * GB) if own.memory else found
+    if config.measured:
+        found = measured(config.measured, found, config.precision)
+    found = replace(found, memory=own.memory * GB) if own.memory else found
+    found = replace(found, node=own.node) if own.node else found
+    if own.ranks and own.ranks > found.node and own.ranks % found.node:
+        fits = own.ranks // found.node * found.node
+        raise ValueError(
+            f"--ranks {own.ranks} do not fill nodes of {found.node}: plan for {fits} or {fits + found.node}, or say "
+            "with --node how many a node has"
+        )
+    return found
 
 
 def _header(run: Run, preset: str, tile: Sequence[int]) -> str:
@@ -126,11 +134,14 @@ def _answer(run: Run, best: Plan, found: Sequence[Plan], preset: str) -> list[st
     parts = ", ".join(f"{name} {value / MIB:.0f}" for name, value in best.memory.items())
     spent = ", ".join(f"{name} {value:.3g}" for name, value in best.seconds.items())
     size, tiles = best.config.seqpar, most_tiles(run, best)
+    fits = f"--seqpar {size} {'is the smallest of these that fits' if len(found) > 1 else 'fits'}"
     unfused = next((p for p in found if p.fits_unfused), None)
-    needs = "more than 64 ranks" if unfused is None else f"--seqpar {unfused.config.seqpar}"
+    if len(found) == 1:
+        needs = "would fit too" if unfused else "would not fit"
+    else:
+        needs = f"would need --seqpar {unfused.config.seqpar}" if unfused else "would fit none of them"
     told = [
-        f"--seqpar {size} is the smallest that fits, with up to {tiles} tile{'s' if tiles > 1 else ''} a group; "
-        f"attention that is not fused would need {needs}",
+        f"{fits}, with up to {tiles} tile{'s' if tiles > 1 else ''} a group; attention that is not fused {needs}",
         f"MiB on the fullest rank: {parts}",
         f"seconds a step: {spent}",
     ]
@@ -140,10 +151,11 @@ def _answer(run: Run, best: Plan, found: Sequence[Plan], preset: str) -> list[st
 def command(p: Plan, preset: str) -> str:
     """Returns the line that runs the plan."""
     script = os.path.relpath(Path(__file__).with_name("train.py"))
-    line = f"{script} {shlex.join(flags(p.config, preset))}"
+    config = replace(p.config, device="cpu") if p.device.cores else p.config  # else a GPU that is there is taken
+    line = f"{script} {shlex.join(flags(config, preset))}"
     if p.ranks <= p.device.node:
         return f"torchrun --nproc-per-node {p.ranks} {line}"
-    return f"srun -N {-(-p.ranks // p.device.node)} --ntasks-per-node {p.device.node} python {line}"
+    return f"srun -N {p.ranks // p.device.node} --ntasks-per-node {p.device.node} python {line}"
 
 
 def flags(config: Config, preset: str) -> list[str]:

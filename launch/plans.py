@@ -12,9 +12,8 @@ from seqpar.choice import Layer, Strategy, check_strategy, choose, cost
 from seqpar.launch.config import Config
 from seqpar.launch.devices import DTYPES, Device
 from seqpar.launch.feasible import refuse, refuse_lonely
-from seqpar.launch.outline import Step, count_step, outline
+from seqpar.launch.outline import Step, count_step, extended
 from seqpar.layout import Layout
-from seqpar.mesh import Group
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 GIB = 2**30
@@ -25,23 +24,23 @@ BUCKET = 25 << 20  # DDP sums so many bytes of gradients at a time
 class Run:
     """What is planned: the settings, the device, the data's channels and outputs, all ranks (None: one group).
 
-    ``as_trained``: attention is what the encoder would choose by itself, not what suits the device best.
+    ``timed``: seconds and MFU are estimated too, which takes as long again as the memory.
     """
 
     config: Config
     device: Device
     channels: int = 4
     outputs: int = 4
-    regions: int = 0
     ranks: int | None = None
-    as_trained: bool = False
+    timed: bool = True
 
 
 @dataclass(frozen=True)
 class Plan:
     """What one size of group needs on its fullest rank, or ``why`` it cannot be.
 
-    ``scores`` is what attention that is not fused would need beside ``memory``.
+    ``scores`` is what attention that is not fused would need beside ``memory``; ``attention_why`` says in lines why
+    attention goes as it does, where that was left open.
     """
 
     config: Config
@@ -53,6 +52,7 @@ class Plan:
     mfu: float = 0.0
     scores: float = 0.0
     why: str = ""
+    attention_why: tuple[str, ...] = ()
 
     @property
     def total(self) -> float:
@@ -82,7 +82,7 @@ def plans(run: Run, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
 
 
 def plan(run: Run, size: int) -> Plan:
-    """Returns what a group of that size needs; refuses what cannot run."""
+    """Returns what a group of that size needs; refuses what cannot run, or would cut nodes up."""
     ranks, node = run.ranks or size, run.device.node
     if ranks % size:
         raise ValueError(f"does not divide {ranks} ranks")
@@ -93,59 +93,70 @@ def plan(run: Run, size: int) -> Plan:
         config = replace(config, batch=size if config.mode == "swap" else 1)
     refuse(config)
     refuse_lonely(config, ranks)
-    device = run.device.of(max(ranks, 1) if run.device.cores else 1)
-    if config.attention != "auto" or size == 1:
+    return planned(replace(run, config=config), ranks)
+
+
+def planned(run: Run, ranks: int) -> Plan:
+    """Returns what a complete config needs on so many ranks; attention that is left open is chosen.
+
+    It is the quickest that fits, and which one that is follows from the plan of the quickest of all: training asks the
+    same, so that it does what was planned.
+    """
+    config, device = run.config, run.device.of(ranks)
+    if config.attention != "auto" or config.seqpar == 1:
         return _plan(run, config, device, ranks)
-    if run.as_trained:
-        chosen = outline(config, Group("seq", tuple(range(size)))).encoder.attention
-        return _plan(run, replace(config, attention=str(chosen)), device, ranks)
-    quickest, smallest = _candidates(config, device)
-    found = _plan(run, replace(config, attention=quickest), device, ranks)
-    if found.fits or smallest == quickest:
-        return found
-    return _plan(run, replace(config, attention=smallest), device, ranks)
+    layer, machine = _layer(config), device.machine(config.seqpar, config.precision)
+    quickest, _ = choose(layer, machine, config.keep_kv)
+    found = _plan(run, replace(config, attention=str(quickest)), device, ranks)
+    needs, depth = cost(quickest, layer, machine, config.keep_kv), _held_layers(config)
+    left = (device.memory - found.total) / (1 + device.slack) + depth * needs.held + needs.transient
+    best, why = choose(layer, machine, config.keep_kv, left, depth)
+    if best != quickest:
+        found = _plan(run, replace(config, attention=str(best)), device, ranks)
+    return replace(found, attention_why=why)
+
+
+def _held_layers(config: Config) -> int:
+    """Returns how many layers hold what attention needs for backward at a time."""
+    return config.depth if config.grad_checkpoint == Config().grad_checkpoint else 1
 
 
 def _layer(config: Config) -> Layer:
-    layout = Layout.of(config.tile, config.patch, config.seqpar, config.split)
-    return Layer(layout.counts, config.heads, config.embed_dim, config.batch, DTYPES[config.precision].itemsize)
+    sizes = Layout.of(config.tile, config.patch, config.seqpar, config.split).counts
+    per_chunk = config.heads_per_chunk or None
+    return Layer(sizes, config.heads, config.embed_dim, config.batch, DTYPES[config.precision].itemsize, per_chunk)
 
 
-def _candidates(config: Config, device: Device) -> tuple[str, str]:
-    """Returns the quickest attention strategy and the smallest."""
-    how = _layer(config), device.machine(config.seqpar, config.precision), config.keep_kv
-    return str(choose(*how)[0]), str(choose(*how, memory_left=0.0, depth=config.depth)[0])
+def _steps(run: Run, config: Config, device: Device, ranks: int) -> list[Step]:
+    """Returns what a step takes on each rank that may hold most."""
+    how = run.channels, run.outputs, device.clock(config.precision), device.on_gpu, ranks // config.seqpar
+    return [count_step(config, rank, *how) for rank in _fullest(config)]
+
+
+def _memory(step: Step, device: Device) -> dict[str, float]:
+    parts = ("weights", "gradients", "optimiser", "input", "tokens", "decoder", "transient")
+    memory: dict[str, float] = {name: getattr(step, name) for name in parts}
+    return memory | {"apart": device.taken + device.slack * sum(memory.values())}
 
 
 def _plan(run: Run, config: Config, device: Device, ranks: int) -> Plan:
-    clock = device.clock(config.precision)
-    how = run.channels, run.outputs, clock, device.on_gpu, ranks // config.seqpar, run.regions
-    steps = [count_step(config, rank, *how) for rank in _fullest(config)]
-    step = max(steps, key=lambda s: s.tokens + s.decoder + s.transient)
-    memory: dict[str, float] = {
-        "weights": step.weights,
-        "gradients": step.gradients,
-        "optimiser": step.optimiser,
-        "input": step.input,
-        "tokens": step.tokens,
-        "decoder": step.decoder,
-        "transient": step.transient,
-    }
-    memory["apart"] = device.taken + device.slack * sum(memory.values())
+    step = max(_steps(run, config, device, ranks), key=lambda s: s.tokens + s.decoder + s.transient)
+    memory = _memory(step, device)
     sent = {"seq": step.sent.total() * config.accumulate, "world": _world_bytes(config, step, ranks)}
+    found = Plan(config, device, ranks, memory, sent, scores=_scores(config, step.transient))
+    if not run.timed:
+        return found
     seconds = _seconds(config, device, step, ranks)
     once = Config().grad_checkpoint
     alone = replace(config, seqpar=1, attention="auto", keep_kv=False, split="spatial", grad_checkpoint=once)
-    done = 3 * config.accumulate * _forward_operations(alone, run.channels, run.outputs, run.regions) / config.seqpar
-    mfu = done / sum(seconds.values()) / device.peak[config.precision]
-    return Plan(config, device, ranks, memory, sent, seconds, mfu, _scores(config, step.transient))
+    done = 3 * config.accumulate * _forward_operations(alone, run.channels, run.outputs) / config.seqpar
+    return replace(found, seconds=seconds, mfu=done / sum(seconds.values()) / device.peak[config.precision])
 
 
 @lru_cache(maxsize=4)
-def _forward_operations(config: Config, channels: int, outputs: int, regions: int) -> float:
+def _forward_operations(config: Config, channels: int, outputs: int) -> float:
     """Returns what one process does forward: what is done twice or on each rank counts once."""
-    step = count_step(config, 0, channels, outputs, lambda done: 0.0, True, regions=regions)
-    return step.forward_operations
+    return count_step(config, 0, channels, outputs, lambda done: 0.0, True).forward_operations
 
 
 def _fullest(config: Config) -> Iterator[int]:
@@ -177,8 +188,7 @@ def _scores(config: Config, transient: int) -> float:
     """
     layer = _layer(config)
     one = layer.batch * layer.heads * max(layer.sizes) * sum(layer.sizes) * layer.element
-    held = config.depth if config.grad_checkpoint == Config().grad_checkpoint else 1
-    return held * one + max(0, 2 * one - transient)
+    return _held_layers(config) * one + max(0, 2 * one - transient)
 
 
 def _world_bytes(config: Config, step: Step, ranks: int) -> float:
@@ -212,17 +222,44 @@ def smallest(found: Iterable[Plan]) -> Plan | None:
 
 
 def most_tiles(run: Run, p: Plan) -> int:
-    """Returns how many tiles a sequence group of ``p`` may take at once."""
+    """Returns how many tiles a sequence group of ``p`` may take at once, by what one more of them adds.
+
+    Of tiles so small that one does not fill the loss's run of logits there may be some more.
+    """
     unit = p.config.seqpar if p.config.mode == "swap" else 1
-    fewest, tiles = p.config.batch, p.config.batch + unit
-    for _ in range(4):  # each guess lies on the line through the last one: memory is not quite a line
-        more = plan(replace(run, config=replace(p.config, batch=tiles)), p.config.seqpar)
-        each = max((more.total - p.total) / (tiles - fewest), 1.0)
-        guess = fewest + int((p.device.memory - p.total) / each / unit) * unit
-        if guess in (tiles, fewest):
-            return guess
-        tiles = guess
-    return tiles
+    more = replace(p.config, batch=p.config.batch + unit)
+    pairs = list(zip(*(_steps(run, config, p.device, p.ranks) for config in (p.config, more))))
+
+    def fits(times: int) -> bool:
+        needs = (sum(_memory(extended(few, many, times), p.device).values()) for few, many in pairs)
+        return max(needs) <= p.device.memory
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return p.config.batch + low * unit
+
+
+def largest_batch(run: Run, ranks: int, wanted: int) -> Plan:
+    """Returns the plan of the largest batch up to ``wanted`` that fits; of one tile, or one for each rank, at least."""
+    unit = run.config.seqpar if run.config.mode == "swap" else 1
+
+    def of(tiles: int) -> Plan:
+        return planned(replace(run, config=replace(run.config, batch=tiles), timed=False), ranks)
+
+    found = of(wanted)
+    if found.fits or wanted == unit:
+        return found
+    least = of(unit)
+    while not found.fits and found.config.batch > unit:  # memory bends upwards: a chord lies above it
+        tiles = found.config.batch
+        each = (found.total - least.total) / (tiles - unit)
+        guess = unit + int((least.device.memory - least.total) / each / unit) * unit
+        found = of(max(unit, min(guess, tiles - unit)))
+    return found
 
 
 def refusal(found: Sequence[Plan]) -> str:

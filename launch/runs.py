@@ -10,6 +10,7 @@ from seqpar.data.faults import DataError
 from seqpar.data.recipe import Recipe
 from seqpar.launch import checkpoint
 from seqpar.launch.config import Config, read_config
+from seqpar.launch.devices import device_here
 from seqpar.launch.model import SegmentationNet, build
 from seqpar.launch.weights import listed, read_weights
 from seqpar.mesh import Mesh, start
@@ -76,9 +77,10 @@ def fitting_mode(run: Run) -> str:
 def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[SegmentationNet]:
     """Returns the run's network with each file's weights, ready to predict; ``mode`` may be another than trained."""
     config = replace(run.config, mode=mode or fitting_mode(run))
+    machine = device_here(mesh.device.type).machine(mesh.seq.size, config.precision)
     nets = []
     for path in files:
-        net = build(config, len(run.recipe.modalities), len(run.outputs), mesh.seq)
+        net = build(config, len(run.recipe.modalities), len(run.outputs), mesh.seq, machine=machine)
         state = read_weights(path)
         wanted = net.state_dict()
         wrong = [name for name in {**wanted, **state} if _shape(wanted, name) != _shape(state, name)]

@@ -6,21 +6,22 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from seqpar.collectives import tell_all
 from seqpar.environment import Start, flight_recorder, read_start
 from seqpar.launch import checkpoint, exits
-from seqpar.launch.batches import choose_batch, keep_global_batch
+from seqpar.launch.batches import keep_global_batch
 from seqpar.launch.commandline import continued, parse, refuse_idle
 from seqpar.launch.config import AUTO, Config, read_config, seconds
 from seqpar.launch.feasible import refuse, refuse_lonely, rehearsal
 from seqpar.launch.finetune import start_from
-from seqpar.launch.grouping import choose_seqpar
+from seqpar.launch.grouping import choose, choose_attention
 from seqpar.launch.journal import Status, describe_run
 from seqpar.launch.local import die_with_parent, run_local, visible_devices
 from seqpar.launch.material import Material, open_material
@@ -40,8 +41,12 @@ class Order:
     config: Config
     preset: str
     why: str
-    batch_why: str = ""
-    group_why: tuple[str, ...] = ()
+    chosen: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what was left open, and why it is what it is
+
+    @property
+    def told(self) -> list[str]:
+        """The first line on each choice."""
+        return [lines[0] for lines in self.chosen.values()]
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -85,25 +90,24 @@ def _order(arguments: Sequence[str], begin: Start) -> Order:
         tiles = content["layout"]["data"] * config.batch * config.accumulate
         preset, why = began, f"as the run in {config.out} began"
     refuse_idle(config, given)
-    batch_why = "" if config.batch else ": by memory, 32 at tile 96 and patch 16 being the measure"
-    config, group_why = _grouped(config, begin)
+    chosen = dict[str, tuple[str, ...]]()
+    if config.seqpar == AUTO or not config.batch:
+        if config.seqpar != AUTO:
+            refuse(config)  # before data is prepared
+        config, chosen = choose(config, begin, *_channels(config, begin))
     if config.resume:
         groups = max(begin.world, config.seqpar) // config.seqpar
         config = keep_global_batch(config, tiles, groups, wish)
-    config = choose_batch(config)
     refuse(config)
-    return Order(config, preset, why, batch_why, group_why)
+    return Order(config, preset, why, chosen)
 
 
-def _grouped(config: Config, begin: Start) -> tuple[Config, tuple[str, ...]]:
-    """Returns the config with the group's size, where it was left open, and why it is that one."""
-    if config.seqpar != AUTO:
-        return config, ()
-    channels, outputs = 4, 4  # what a rehearsal, which prepares no data, assumes
-    if not config.dry_run:
-        material = open_material(config, begin.rank == 0)
-        channels, outputs = material.num_channels, material.num_outputs
-    return choose_seqpar(config, begin, channels, outputs)
+def _channels(config: Config, begin: Start) -> tuple[int, int]:
+    """Returns the channels of images and outputs of the network."""
+    if config.dry_run:
+        return 4, 4  # no data is prepared
+    material = open_material(config, begin.rank == 0)
+    return material.num_channels, material.num_outputs
 
 
 def _is_restart(begin: Start) -> bool:
@@ -117,7 +121,7 @@ def _holds_run(out: str) -> bool:
 def _run(order: Order, begin: Start) -> int:
     config = order.config
     if begin.rank == 0:
-        print("\n".join([*order.group_why[:1], _first_line(order, begin)]), flush=True)
+        print("\n".join([*order.told, _first_line(order, begin)]), flush=True)
     stopper = Stopper(seconds(config.time_limit))
     material = open_material(config, begin.rank == 0)
     os.environ.update(flight_recorder(os.environ, config.out, torch.__version__))
@@ -140,19 +144,32 @@ def _run(order: Order, begin: Start) -> int:
 def _trainer(order: Order, mesh: Mesh, material: Material, status: Status) -> Trainer:
     """Returns the trainer, and has said and written what it will do."""
     config, out = order.config, status.path.parent
+    _refuse_other_choices(config, mesh)
     saved = checkpoint.find_together(out / "checkpoints", mesh.world) if config.resume else None
-    net = build(config, material.num_channels, material.num_outputs, mesh.seq, bool(material.regions))
+    net, attention_why = _built(config, mesh, material, read_config(out)["layout"] if saved else {})
     decoding = net.mode.check(net.encoder.layout, config.batch)
     told = _agreed(lambda: start_from(net, config), mesh) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
-    layout["attention"] = net.encoder.attention_choice
-    if order.group_why:
-        layout["seqpar_choice"] = order.group_why
+    layout |= {"strategy": str(net.encoder.attention), "attention": attention_why, **order.chosen}
     described = describe_run(config, order.preset, material.describe(), layout)
     if mesh.is_first:
         print(f"{_size_line(net, config, mesh)}; {decoding}", flush=True)
-        print(f"attention: {net.encoder.attention_choice[0]}" + (f"\n{told}" if told else ""), flush=True)
+        print(f"attention: {attention_why[0]}" + (f"\n{told}" if told else ""), flush=True)
     return Trainer(config, mesh, material, net, status, described, saved)
+
+
+def _built(
+    config: Config, mesh: Mesh, material: Material, before: Mapping[str, Any]
+) -> tuple[SegmentationNet, Sequence[str]]:
+    """Returns the network, and why attention crosses ranks as it does: where that was open, by the first rank's word.
+
+    ``before`` is what was recorded of the ranks of a run that goes on.
+    """
+    sizes = material.num_channels, material.num_outputs
+    chosen = choose_attention(config, mesh.begin, *sizes, before)
+    strategy, *why = tell_all("\n".join(chosen), mesh.world)[0].split("\n")
+    net = build(replace(config, attention=strategy or config.attention), *sizes, mesh.seq, bool(material.regions))
+    return net, why or net.encoder.attention_choice
 
 
 def _start_ranks(order: Order, begin: Start, arguments: Sequence[str]) -> int:
@@ -180,7 +197,7 @@ def _first_line(order: Order, begin: Start) -> str:
         f"seqpar: preset {order.preset} ({order.why}); {begin.world} rank{'s' if begin.world > 1 else ''} = data "
         f"{groups} x seq {config.seqpar}, started by {begin.by}; tile {'x'.join(map(str, config.tile))}, patch "
         f"{config.patch}, decoder {config.decoder}, mode {config.mode}, {config.precision}, {config.batch} "
-        f"tile{'s' if config.batch > 1 else ''} per sequence group{order.batch_why}"
+        f"tile{'s' if config.batch > 1 else ''} per sequence group"
         + (f", {config.accumulate} times a step" if config.accumulate > 1 else "")
     )
 
@@ -200,14 +217,21 @@ def _rehearse(order: Order, begin: Start) -> int:
     check_seqpar(order.config.seqpar, count)
     refuse_lonely(order.config, count)
     if begin.rank == 0:
-        print("\n".join([*order.group_why[:1], _first_line(order, replace(begin, world=count))]))
-        print(rehearsal(order.config, count))
+        print("\n".join([*order.told, _first_line(order, replace(begin, world=count))]))
+        print(rehearsal(order.config, count, choose_attention(order.config, begin, *_channels(order.config, begin))))
     return 0
 
 
 def _refuse_other_run(config: Config) -> None:
     if not config.resume and _holds_run(config.out):
         raise ValueError(f"--out {config.out} holds a run already: add --resume to continue it, or name another folder")
+
+
+def _refuse_other_choices(config: Config, mesh: Mesh) -> None:
+    """Refuses ranks that chose differently, for the memory of their devices is not the same."""
+    every = dict.fromkeys(tell_all(f"--seqpar {config.seqpar} --batch {config.batch}", mesh.world))
+    if len(every) > 1:
+        raise ValueError(f"ranks have different memory and chose {' and '.join(every)}: give one of these")
 
 
 def _open_folder(status: Status) -> str:

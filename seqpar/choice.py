@@ -44,13 +44,17 @@ GPU = Machine(bandwidth=1e11, latency=2e-5, flops=2e14, overlaps=True, far_bandw
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer: all ranks' token counts, heads, width, samples a step, bytes a number."""
+    """One attention layer: all ranks' token counts, heads, width, samples a step, bytes a number.
+
+    ``per_chunk`` is how many heads go together, None: as many as ``heads_per_chunk`` says.
+    """
 
     sizes: tuple[int, ...]
     heads: int
     width: int
     batch: int = 1
     element: int = 4
+    per_chunk: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -164,7 +168,9 @@ def cost(strategy: Strategy, layer: Layer, machine: Machine, keep: bool = False)
     heads = -(-layer.heads // inner)
     number = layer.batch * layer.element  # bytes a token and feature
     whole_head = 2 * tokens * layer.head_width * number
-    together = heads_per_chunk(heads, whole_head, near * layer.batch, machine.overlaps)
+    together = min(layer.per_chunk or heads, heads)
+    if layer.per_chunk is None:
+        together = heads_per_chunk(heads, whole_head, near * layer.batch, machine.overlaps)
     chunks, pair = -(-heads // together), together * whole_head
     operations = 14.0 * near * tokens * heads * layer.head_width * layer.batch  # 4 forward, 10 backward
     u = most * layer.width * number

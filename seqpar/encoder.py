@@ -80,7 +80,12 @@ class SeqParViT(nn.Module):
             least = min(self.layout.counts)
             raise ValueError(f"--mlp-chunks {mlp_chunks}: a rank holds {least} tokens; choose 1 to {least}")
         self.attention, self.attention_choice = self._choose_attention(
-            attention, Layer(self.layout.counts, num_heads, embed_dim), machine, keep_kv, memory_left, depth
+            attention,
+            Layer(self.layout.counts, num_heads, embed_dim, per_chunk=heads_per_chunk),
+            machine,
+            keep_kv,
+            memory_left,
+            depth,
         )
         self.embed_dim, self.positions, self.dropout = embed_dim, positions, dropout
         self.draws = dropout > 0 or drop_path > 0

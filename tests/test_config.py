@@ -173,6 +173,7 @@ ELSEWHERE = {
     "weights": "test_weights_are_taken", "resume": "test_a_run_that_had_to_leave_goes_on_to_the_same_bits",
     "checkpoint_minutes": "test_a_run_that_loses_a_rank_at_every_moment_in_turn_ends_with_the_same_bits",
     "shard_weights": "test_sharded_weights_become_what_replicated_ones_become",
+    "measured": "test_attention_is_chosen_by_measured_links",
     "device": "test_the_device_is_the_told_one", "dry_run": "test_a_dry_run_writes_nothing",
     "tensorboard": "test_tensorboard_gets_the_journals_numbers",
     "start_timeout": "test_a_rank_that_does_not_start_is_named",
@@ -184,7 +185,10 @@ ELSEWHERE = {
 def test_every_flag_has_a_row():
     rows = [*ACTS, *TRAINER, *ELSEWHERE]
     assert sorted(rows) == sorted(f.name for f in dataclasses.fields(Config))
-    files = [f"{__file__.rpartition('/')[0]}/test_{name}.py" for name in ("config", "training", "diagnosis", "shards")]
+    files = [
+        f"{__file__.rpartition('/')[0]}/test_{name}.py"
+        for name in ("config", "training", "diagnosis", "shards", "plan")
+    ]
     tests = "".join(open(file).read() for file in files)
     assert all(f"def {name}(" in tests for name in ELSEWHERE.values())
 
@@ -380,6 +384,7 @@ IMPOSSIBLE = {
     "--checkpoint-minutes 0": "above 0",
     "--weights nowhere": "no such file",
     "--skips paper": "would do nothing",
+    "--measured x": "would do nothing",
     "--phantoms 9": "would do nothing",
     "--decoder primus --decoder-width 9": "would do nothing",
     "--grad-checkpoint some": "invalid choice",

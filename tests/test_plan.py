@@ -15,12 +15,14 @@ from seqpar.environment import Start
 from seqpar.launch import grouping, plan
 from seqpar.launch.commandline import parse
 from seqpar.launch.config import AUTO, PRESETS, Config
-from seqpar.launch.devices import DEVICES, Link, device_here, measured
-from seqpar.launch.plans import Run, most_tiles, plans, smallest
+from seqpar.launch.devices import DEVICES, Device, Link, device_here, measured
+from seqpar.launch.plans import Run, most_tiles, planned, plans, smallest
+from seqpar.launch.plans import plan as plan_of
 
 ROOT = Path(__file__).parent.parent
 PAPER = replace(PRESETS["paper"](), patch=4, batch=1)  # "Long Sequence": ViT-B, tile 96, patch 4, batch 1, fp32
 GCD = DEVICES["mi250x"]
+CORES = replace(device_here("cpu"), cores=4)
 SMALL = Config(tile=(16, 16, 16), patch=4, depth=2, embed_dim=24, heads=3, decoder_width=8, batch=1)
 
 
@@ -67,20 +69,20 @@ def test_the_smallest_group_that_fits_is_chosen_and_less_memory_takes_more_ranks
 
 
 def test_the_most_tiles_fill_the_memory() -> None:
-    run = Run(SMALL, replace(GCD, memory=1.2 * 2**30))
+    config = replace(PRESETS["paper"](), depth=2, batch=1)
+    run = Run(config, replace(GCD, memory=4 * 2**30), timed=False)
     (one,) = plans(run, (1,))
     tiles = most_tiles(run, one)
-    fits, over = (next(plans(replace(run, config=replace(SMALL, batch=n)), (1,))) for n in (tiles, tiles + 1))
-    assert tiles > 1 and fits.total <= 1.2 * 2**30 * 1.001 and over.total > 1.2 * 2**30 * 0.999
+    fits, over = (next(plans(replace(run, config=replace(config, batch=n)), (1,))) for n in (tiles, tiles + 1))
+    assert 4 < tiles < 32 and fits.fits and not over.fits
 
 
 def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
     given = ["--tile", "512", "--patch", "8", "--seqpar", "64", "--mode", "halo", "--memory", "4", "--device", "a100"]
     with pytest.raises(ValueError, match="nothing fits: --seqpar 64 .* try --grad-checkpoint full"):
         plan.act(given)
-        plan.act(
-            ["--tile", "512", "--patch", "8", "--seqpar", "64", "--mode", "halo", "--memory", "4", "--device", "a100"]
-        )
+    with pytest.raises(ValueError, match="--ranks 12 do not fill nodes of 8: plan for 8 or 16, or say with --node"):
+        plan.act(["--ranks", "12", "--device", "a100"])
     with pytest.raises(ValueError, match="--classes 0: it must be at least 1"):
         plan.act(["--classes", "0"])
     with pytest.raises(ValueError, match="--measured nowhere is not what launch/doctor.py writes"):
@@ -129,7 +131,11 @@ def test_messages_that_are_slower_take_longer_and_measured_figures_are_taken(tmp
     found = {"device": "x", "world": 16, "nodes": 2, "memory_bytes": 40 * 2**30, "matmul_flops_per_s": rates}
     file.write_text(json.dumps({**found, "groups": {"seq": group, "data": group, "world": all_of_them}}))
     device = measured(str(file), GCD, "fp32")
-    assert device.link(4) == Link(5e9, pytest.approx(1e-4)) and device.link(16) == Link(1e9, pytest.approx(1e-4))
+    assert (
+        device.node == 8
+        and device.link(4) == Link(5e9, pytest.approx(1e-4))
+        and device.link(16) == Link(1e9, pytest.approx(1e-4))
+    )
     assert device.shares["matmul"] * device.peak["fp32"] == pytest.approx(10e12) and device.memory == 40 * 2**30
     given, slow = (next(plans(Run(PAPER, d, ranks=16), (4,))) for d in (GCD, device))
     assert slow.seconds["waiting"] > 2 * given.seconds["waiting"]
@@ -139,26 +145,149 @@ def test_messages_that_are_slower_take_longer_and_measured_figures_are_taken(tmp
     assert alone.shares["matmul"] * GCD.peak["fp32"] == pytest.approx(5e12) and alone.links == GCD.links
 
 
-def auto(config: Config, world: int, gib: float, monkeypatch: pytest.MonkeyPatch) -> Config:
-    one = replace(device_here("cpu"), memory=gib * 2**30, taken=0.0, cores=4)
-    monkeypatch.setattr(grouping, "device_here", lambda wish: one)
-    chosen, why = grouping.choose_seqpar(replace(config, seqpar=AUTO), Start("test", 0, world), 2, 3)
-    assert f"--seqpar {chosen.seqpar} is the smallest that fits" in why[0] and len(why) >= 2
+def here(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouping, "device_here", lambda wish: device)
+
+
+def auto(config: Config, begin: Start, gib: float, monkeypatch: pytest.MonkeyPatch, device: Device = CORES) -> Config:
+    here(replace(device, memory=gib * 2**30, taken=0.0), monkeypatch)
+    chosen, why = grouping.choose(replace(config, seqpar=AUTO), begin, 2, 3)
+    told = why["seqpar_choice"]
+    assert f"--seqpar {chosen.seqpar} is the smallest that fits" in told[0] and len(told) >= 2
     return chosen
 
 
 def test_auto_takes_the_smallest_group_that_the_ranks_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(SMALL, tile=(64, 64, 64), mode="halo", embed_dim=96)
-    assert auto(config, 6, 8.0, monkeypatch).seqpar == 1
+    six = Start("test", 0, 6)
+    assert auto(config, six, 8.0, monkeypatch).seqpar == 1
     each = {p.config.seqpar: p.total for p in plans(Run(config, GCD, 2, 3), (1, 2, 3, 4))}
     monkeypatch.setattr(grouping.os, "cpu_count", lambda: 4)
     whole = device_here("cpu")
     needs = [next(plans(Run(config, replace(whole, taken=0.0, cores=4), 2, 3), (size,))).total for size in (1, 2, 3)]
     assert needs[0] > needs[1] > needs[2] and len(each) == 4
-    chosen = auto(config, 6, 6 * 1.01 * needs[1] / 2**30, monkeypatch)
+    chosen = auto(config, six, 6 * 1.01 * needs[1] / 2**30, monkeypatch)
     assert chosen.seqpar == 2 and chosen.attention == "auto"
     with pytest.raises(ValueError, match="--seqpar auto: nothing fits"):
-        auto(config, 6, 0.1, monkeypatch)
+        auto(config, six, 0.1, monkeypatch)
+
+
+@pytest.mark.parametrize(("world", "nodes", "sizes"), [(3, 1, (1, 3)), (12, 2, (2, 3, 6, 12))])
+def test_auto_takes_every_size_that_shares_the_nodes_that_are_there(
+    world: int, nodes: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, begin = replace(SMALL, tile=(48, 48, 48), mode="halo", embed_dim=96), Start("t", 0, world, num_nodes=nodes)
+    run = Run(config, replace(GCD, taken=0.0, node=world // nodes), 2, 3, ranks=world, timed=False)
+    needs = [p.total for p in plans(run, sizes)]
+    assert needs == sorted(needs, reverse=True) and needs[-1] > 0
+    for size, need in zip(sizes, needs):
+        assert auto(config, begin, 1.001 * need / 2**30, monkeypatch, GCD).seqpar == size
+
+
+def test_ranks_of_two_nodes_reach_each_other_by_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(GCD, monkeypatch)
+    far, near = (grouping._device(PAPER, Start("test", 0, 8, num_nodes=n)).link(8) for n in (2, 1))
+    assert far == GCD.far and near == GCD.links[8]
+
+
+def test_the_batch_is_what_the_memory_holds_and_the_total_is_that_batchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    paper, alone = replace(PRESETS["paper"](), depth=2), Start("test")
+    here(GCD, monkeypatch)
+    whole, why = grouping.choose(paper, alone, 2, 3)
+    assert whole.batch == 32 and "and fits: " in why["batch_choice"][0]
+    for mode, world in (("gather", 1), ("swap", 4)):
+        small = replace(GCD, memory=4 * 2**30, node=world)
+        here(small, monkeypatch)
+        found, why = grouping.choose(replace(paper, mode=mode, seqpar=world), Start("test", 0, world), 2, 3)
+        tiles = found.batch
+        runs = [Run(replace(found, batch=n), small, 2, 3, timed=False) for n in (tiles, tiles + world)]
+        real, more = (planned(run, world) for run in runs)
+        assert 1 < tiles < 32 and tiles % world == 0 and real.fits and not more.fits
+        assert why["batch_choice"][0].endswith(f": {real.total / 2**30:.2f} GiB of 4.00 a rank")
+    here(replace(GCD, memory=2**30), monkeypatch)
+    none, why = grouping.choose(paper, alone, 2, 3)
+    assert none.batch == 1 and "may not fit" in why["batch_choice"][0]
+
+
+def test_training_attends_as_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By batch, the numbers' size, links, and what memory the plan leaves."""
+    begin, config = Start("test", 0, 4), replace(PAPER, depth=3, seqpar=4, mode="halo", heads=4, embed_dim=256)
+    slow, quick = (replace(GCD, links={8: link}) for link in (Link(1e7, 1e-4), Link(1e15, 0.0)))
+    found = set()
+    for device, wish in (
+        (GCD, config),
+        (slow, replace(config, keep_kv=True)),
+        (quick, replace(config, heads_per_chunk=1, batch=2, precision="bf16")),
+        (replace(GCD, memory=2**30), config),
+    ):
+        here(device, monkeypatch)
+        name, *why = grouping.choose_attention(wish, begin, 4, 4)
+        p = plan_of(Run(wish, replace(device, node=4), ranks=4), 4)
+        assert (name, tuple(why)) == (p.config.attention, p.attention_why) and why[0].startswith(name)
+        assert "of those that need at most" in why[0]
+        found.add(name)
+    assert len(found) > 2, found
+    assert grouping.choose_attention(replace(config, attention="gather-x"), begin, 4, 4) == ()
+    assert grouping.choose_attention(replace(config, seqpar=1), begin, 4, 4) == ()
+
+
+def doctors(folder: Path, bytes_per_s: float) -> Path:
+    """Returns what the doctor of 16 ranks on two nodes writes."""
+    kinds = {"all_gather": {"latency_s": 3e-4, "bytes_per_s": bytes_per_s}}
+    groups = {name: {"size": size, **kinds} for name, size in (("seq", 4), ("data", 4), ("world", 16))}
+    found = {"device": "x", "world": 16, "nodes": 2, "matmul_flops_per_s": {"float32": 10e12}, "groups": groups}
+    file = folder / f"{bytes_per_s:g}.json"
+    file.write_text(json.dumps(found))
+    return file
+
+
+def test_attention_is_chosen_by_measured_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here(GCD, monkeypatch)
+    config, begin = replace(PAPER, depth=2, seqpar=4, mode="halo", keep_kv=True), Start("test", 0, 4)
+    slow, quick = (
+        grouping.choose_attention(replace(config, measured=str(doctors(tmp_path, rate))), begin, 4, 4)[0]
+        for rate in (1e6, 1e15)
+    )
+    assert slow != quick
+
+
+def test_the_line_starts_as_many_ranks_as_were_planned(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    sizes = ["--tile", "32", "--depth", "2", "--patch", "8"]
+    file = str(doctors(tmp_path, 1e9))
+
+    def line(*given: str) -> str:
+        assert plan.act([*sizes, *given]) == 0
+        return capsys.readouterr().out.strip().splitlines()[-1]
+
+    assert line("--ranks", "16", "--device", "a100").startswith("srun -N 2 --ntasks-per-node 8 python ")
+    twelve = ["--ranks", "12", "--seqpar", "4"]
+    assert line(*twelve, "--device", "a100", "--node", "4").startswith("srun -N 3 --ntasks-per-node 4 python ")
+    assert line(*twelve, "--device", "a100", "--node", "12").startswith("torchrun --nproc-per-node 12 ")
+    on_cpu = line("--seqpar", "1", "--device", "cpu")
+    assert "--device cpu" in on_cpu and "--device" not in line("--seqpar", "1", "--device", "a100")
+    assert f"--measured {file}" in line("--seqpar", "2", "--measured", file, "--device", "a100")
+
+
+def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytest.CaptureFixture) -> None:
+    sizes = ["--tile", "64", "--depth", "2", "--patch", "4", "--device", "a100", "--memory", "3"]
+
+    def said(*given: str) -> str:
+        assert plan.act([*sizes, *given]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    alone = said("--seqpar", "1")
+    assert "--seqpar 1 fits, with up to" in alone and "attention that is not fused would not fit" in alone
+    two = said("--ranks", "2")
+    assert "is the smallest of these that fits" in two and "not fused would fit none of them" in two
+    assert "not fused would need --seqpar 4" in said("--ranks", "4")
+
+
+def test_a_run_that_goes_on_keeps_its_strategy_on_as_many_ranks() -> None:
+    begin, config = Start("test", 0, 4), replace(SMALL, seqpar=4)
+    before = {"seqpar": 4, "strategy": "ulysses"}
+    assert grouping.choose_attention(config, begin, 2, 3, before) == ("ulysses", "ulysses, as the run began")
+    for now in (replace(config, keep_kv=True), replace(config, seqpar=2)):
+        assert "as the run began" not in grouping.choose_attention(now, begin, 2, 3, before)[1]
 
 
 def test_train_chooses_says_and_records(tmp_path: Path) -> None:
@@ -170,6 +299,7 @@ def test_train_chooses_says_and_records(tmp_path: Path) -> None:
     assert "--seqpar 1 is the smallest that fits this CPU" in done.stdout
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["config"]["seqpar"] == 1 and "GiB" in record["layout"]["seqpar_choice"][0]
+    assert record["layout"]["strategy"] == "gather-kv"
 
 
 def test_the_script_plans_from_any_folder(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_deep_network_is_counted_in_two_shallow_ones() -> None:
 
     for config in (replace(SMALL, depth=7), replace(SMALL, depth=7, grad_checkpoint="full", embed_dim=48)):
         short = counted(config, 0)
-        whole = outline._counted(config, 0, CHANNELS, OUTPUTS, lambda done: 1.0, False, 1, 0)
+        whole = outline._counted(config, 0, CHANNELS, OUTPUTS, lambda done: 1.0, False, 1)
         assert (short.tokens, short.decoder, short.weights) == (whole.tokens, whole.decoder, whole.weights)
         assert short.transient == whole.transient and short.operations == whole.operations
 
