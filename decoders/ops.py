@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -131,7 +130,7 @@ class _Convolution:
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution) -> Tensor:
     dtype = autocast_dtype(x)
-    if dtype is not None and x.dtype != torch.float64:
+    if dtype is not None:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return _Convolve.apply(x, weight, bias, how)  # type: ignore[no-any-return]
 

@@ -26,9 +26,11 @@ def device_type(x: Tensor) -> str:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Returns the precision that autocast asks for where ``x`` lies, None where it asks for none.
+    """Returns the precision that autocast asks for where ``x`` lies, None where it asks for none, as for float64.
 
     Tensors without data, for which torch knows no autocast, follow the CPU's.
     """
+    if x.dtype == torch.float64:
+        return None
     kind = "cpu" if x.is_meta else x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

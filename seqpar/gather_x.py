@@ -57,6 +57,7 @@ class _GatherX(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, q_bias: Tensor | None, v_bias: Tensor | None, *how: Any) -> Tensor:
         num_heads, group, sizes, rotate, keep, per_chunk = how
+        keep = keep and group.size > 1  # else the tokens are all there is
         whole, pending = start_all_gather(x.transpose(0, 1), group, 0, sizes, KIND)  # n b e
         q = _queries(x, weight, q_bias, num_heads, rotate)
         out = x.new_empty((*x.shape[:2], num_heads, q.shape[3]))  # b n/s a f

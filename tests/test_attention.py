@@ -116,6 +116,17 @@ def all_in_autocast(mesh: Mesh) -> list[tuple[float, float, str, int]]:
     return [in_autocast(mesh, name) for name in ("gather-kv", "gather-x", "ulysses")]
 
 
+@pytest.mark.parametrize("name", ["gather-kv", "gather-x"])
+def test_float64_stays_what_it_is_under_autocast(name: str) -> None:
+    torch.manual_seed(0)
+    net, x = Attention(24, 3, strategy=Strategy(name)).double(), torch.randn(1, 9, 24, dtype=torch.float64)
+    plain = net(x, [9])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net(x, [9])
+    out.sum().backward()
+    assert out.dtype == torch.float64 and torch.equal(out, plain)
+
+
 def test_autocast_computes_and_sends_half_precision(ranks: Callable[..., list]) -> None:
     element = 2
     kv, x, heads = ranks(2, all_in_autocast)[0]

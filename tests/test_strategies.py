@@ -1,7 +1,7 @@
 """Every strategy is torch's attention of the whole sequence, and sends and holds what the formulas say."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -225,6 +225,12 @@ def test_nothing_whole_is_held_unless_kept(world: int) -> None:
             assert held <= local[case.name] * u + log_sums, (case, held / u)
         else:
             assert held > (local[case.name] + 0.9) * u + log_sums, case  # the control: keeping is not free
+
+
+def test_one_rank_has_nothing_to_keep() -> None:
+    case = Case("gather-x", 64, 4, per_chunk=1, head_dim=8)
+    (plain, kept) = run_ranks(1, check_all, [case, replace(case, keep=True)])[0]
+    assert plain.held == kept.held
 
 
 def encoder_gaps(mesh: Mesh) -> list[tuple[str, float]]:
