@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,8 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
     tokens = (config.batch, layout.counts[mesh.seq.index])
     part = torch.randn(*tokens, 1, *layout.patch, device=mesh.device, dtype=next(net.parameters()).dtype)
     label = net.arrange(torch.randint(0, 2, (*tokens, *layout.patch), device=mesh.device))
-    seconds = held = state = 0.0
+    seconds = held = 0.0
+    state = dict[str, int]()
     for _ in range(steps):
         agree(0, mesh.world)
         began = time.perf_counter()
@@ -124,18 +125,31 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
             if p.grad is not None:
                 p.grad = all_reduce(p.grad, mesh.world) / mesh.world.size
         optimiser.step()
-        state = 4.0 * sum(_local_bytes(p) for p in net.parameters())  # weight, gradient, Adam's two
+        state = local_bytes(net, optimiser)
         optimiser.zero_grad()
         agree(0, mesh.world)
         seconds = time.perf_counter() - began
     peak = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else resident_bytes("VmHWM")
     together = float(all_reduce(torch.tensor(float(peak), dtype=torch.float64), mesh.world))
-    return {"held": held, "state": state, "peak": together, "seconds": seconds, "tokens": layout.num_tokens}
+    return {
+        "held": held,
+        "state": float(sum(state.values())),
+        "peak": together,
+        "seconds": seconds,
+        "tokens": layout.num_tokens,
+    }
 
 
-def _local_bytes(p: torch.Tensor) -> int:
-    own: torch.Tensor = p.to_local() if hasattr(p, "to_local") else p
-    return own.numel() * own.element_size()
+def local_bytes(net: torch.nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, int]:
+    """Returns this rank's bytes of weights, gradients and what the optimiser holds."""
+
+    def size(tensors: Iterable[Any]) -> int:
+        own = [t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, torch.Tensor)]
+        return sum(t.numel() * t.element_size() for t in own)
+
+    weights = list(net.parameters())
+    states = [t for held in optimiser.state.values() for t in held.values()]
+    return {"weights": size(weights), "gradients": size(p.grad for p in weights), "optimiser": size(states)}
 
 
 def resident_bytes(name: str) -> int:

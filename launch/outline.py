@@ -33,7 +33,7 @@ class Step:
     """What a step takes on one rank: bytes held, sent by kind, operations and seconds by kind.
 
     ``tokens`` and ``decoder`` are held for backward when the loss is known; ``peaks`` is all that is alive at the worst
-    moment of each phase, without weights, gradients and what the optimiser holds.
+    moment of each phase, the update among them, without weights, gradients and what the optimiser holds.
     """
 
     parameters: int = 0
@@ -117,12 +117,13 @@ def _counted(config: Config, rank: int, channels: int, outputs: int, clock: Cloc
         del loss
         peaks = Counter(alive.peaks)
         step_seconds, work.seconds = work.seconds, Counter[str]()
-        optimiser = _update(config, net)
+        optimiser, more = _update(config, net, alive, on_gpu)
     size, owners, block, rest = sum(p.nbytes for p in net.parameters()), 1, 0, 0
     if config.shard_weights:  # together are those of the block that runs, of the next one, and of all that is no block
         owners = data * config.seqpar
         block = sum(p.nbytes for p in net.encoder.blocks[0].parameters())
         rest = size - config.depth * block
+    peaks["update"] = given + more // owners
     return Step(
         parameters=size,
         weights=size // owners + 2 * block + rest + sum(b.nbytes for b in net.buffers()),
@@ -173,13 +174,17 @@ def _let_go(p: Tensor) -> None:
     p.grad = None
 
 
-def _update(config: Config, net: nn.Module) -> int:
-    """Returns the bytes that the optimiser holds after its first step."""
+def _update(config: Config, net: nn.Module, alive: Alive, on_gpu: bool) -> tuple[int, int]:
+    """Returns the bytes that the optimiser holds after its first step, and what more it takes while it runs."""
     for p in net.parameters():
         p.grad = torch.empty_like(p)
     optimiser = make_optimiser(config, net)
+    for group in optimiser.param_groups:
+        group["foreach"] = on_gpu and not config.shard_weights  # as torch does by itself: all at once, or in turn
+    alive.phase, before = "update", alive.now
     optimiser.step()
-    return sum(t.nbytes for state in optimiser.state.values() for t in state.values() if isinstance(t, Tensor))
+    state = sum(t.nbytes for held in optimiser.state.values() for t in held.values() if isinstance(t, Tensor))
+    return state, alive.peaks["update"] - before - state
 
 
 def extended(few: Step, more: Step, times: int) -> Step:
