@@ -4,9 +4,10 @@ Ranks are processes of this machine, one thread each. Times are forward and back
 strategy starts with to the gradients there: the projected queries, keys and values; rows that say ``projected``
 begin and end with the tokens and hold the projections too, as ``gather-x`` cannot do without. Strategies run in
 turns; a ratio is the median over turns of a time to that of the strategy which ``auto`` takes, with the least and
-the most of them. ``cpu_ms`` is what the first rank worked, messages too: a busy machine disturbs it little. Memory is
-the highest resident size of a rank less what it held before, inputs and their gradients' weights among it, where freed
-memory goes back at once.
+the most of them: of ``projected`` rows to its ``projected`` one, of others to its other, none where it has no such.
+``cpu_ms`` is what the first rank worked, messages too: a busy machine disturbs it little. Memory is the highest
+resident size of a rank less what it held before, inputs and their gradients' weights among it, where freed memory goes
+back at once.
 """
 
 import json
@@ -28,10 +29,12 @@ from seqpar.choice import CPU, Layer, check_strategy, choose
 from seqpar.collectives import agree
 from seqpar.exchange import exchange
 from seqpar.gather_x import gather_x
+from seqpar.launch.bench_memory import resident_bytes
 from seqpar.launch.bench_peers import peers
 from seqpar.mesh import Mesh, start
 
 WIDTH, HEADS = 768, 12
+PROJECTED = ", projected"
 Act = Callable[[], object]  # forward and backward, returning the gradients
 Make = Callable[[Mesh, Sequence[int]], Act]
 Rows = list[dict[str, Any]]
@@ -99,8 +102,8 @@ def _makes(size: int) -> dict[str, Make]:
     """Returns what is measured on ``size`` ranks."""
     names = ["gather-kv", "ulysses"] + (["hybrid:2"] if size % 2 == 0 and size > 2 else [])
     found: dict[str, Make] = {name: partial(_exchanged, name) for name in names}
-    found |= {f"{name}, projected": partial(_projected, name) for name in names[:2]}
-    return {**found, "gather-x, projected": _gathered, **peers(HEADS, WIDTH // HEADS)}
+    found |= {f"{name}{PROJECTED}": partial(_projected, name) for name in names[:2]}
+    return {**found, f"gather-x{PROJECTED}": _gathered, **peers(HEADS, WIDTH // HEADS)}
 
 
 def _shares(tokens: int, size: int) -> list[int]:
@@ -126,18 +129,18 @@ def _times(mesh: Mesh, turns: int, tokens: int) -> Rows:
             agree(0, mesh.seq)  # done when the last rank is
             spent[name].append(1e3 * (time.perf_counter() - began))
     auto = str(choose(Layer(tuple(sizes), HEADS, WIDTH), CPU)[0])
-    base = auto if auto in acts else f"{auto}, projected"
+    bases = {name: f"{auto}{PROJECTED}" if name.endswith(PROJECTED) else auto for name in acts}
     return [
         {
             "measure": "time",
             "ranks": mesh.seq.size,
             "tokens": tokens,
-            "strategy": f"{name} (auto)" if name == base else name,
+            "strategy": f"{name} (auto)" if name == bases[name] else name,
             "turns": turns,
             "median_ms": statistics.median(times),
-            "ratio": _ratio(times, spent[base]),
+            "ratio": _ratio(times, spent.get(bases[name])),
             "cpu_ms": statistics.median(worked[name]),
-            "cpu_ratio": _ratio(worked[name], worked[base]),
+            "cpu_ratio": _ratio(worked[name], worked.get(bases[name])),
             "sent_mib": moved[name],
         }
         for name, times in spent.items()
@@ -149,7 +152,10 @@ def _fewer(turns: int, tokens: int) -> int:
     return max(min(turns, 5), round(turns * min(1.0, 2048 / tokens)))
 
 
-def _ratio(times: Sequence[float], base: Sequence[float]) -> str:
+def _ratio(times: Sequence[float], base: Sequence[float] | None) -> str:
+    """Returns how long one took to the other, "" where auto's does not begin and end with the same."""
+    if base is None:
+        return ""
     ratios = [t / b for t, b in zip(times, base)]
     return f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
@@ -160,25 +166,19 @@ def _growth(mesh: Mesh, tokens: int) -> Rows:
         make(mesh, _shares(64 * mesh.seq.size, mesh.seq.size))()  # connections and threads are there
         act = make(mesh, _shares(tokens, mesh.seq.size))
         Path("/proc/self/clear_refs").write_text("5")  # the highest size begins anew
-        before = _resident("VmRSS")
+        before = resident_bytes("VmRSS")
         act()
-        peak = agree(_resident("VmHWM") - before, mesh.seq)
+        peak = agree(resident_bytes("VmHWM") - before, mesh.seq)
         found.append(
             {
                 "measure": "memory",
                 "ranks": mesh.seq.size,
                 "tokens": tokens,
                 "strategy": name,
-                "growth_mib": peak / 2**10,
+                "growth_mib": peak / 2**20,
             }
         )
     return found
-
-
-def _resident(name: str) -> int:
-    """Returns a size of this process in KiB, as Linux counts it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from seqpar.collectives import agree, all_reduce
 from seqpar.encoder import SeqParViT
+from seqpar.launch.bench_apart import measure_apart
 from seqpar.launch.saved import saved_bytes
 from seqpar.mesh import Mesh, start
 
@@ -68,13 +68,7 @@ def rows(turns: int = 3, sizes: Sequence[Size] = SIZES) -> list[dict[str, Any]]:
 
 def _measured(name: str, ranks: int, size: Size) -> dict[str, float]:
     """Returns one run's seconds and saved bytes, measured in processes of their own."""
-    code = [os.path.abspath(__file__), name, json.dumps(asdict(size))]
-    starter = f"import sys; from seqpar.launch.local import run_local; sys.exit(run_local({ranks}, {code!r}))"
-    env = os.environ | {"OMP_NUM_THREADS": str(CORES // ranks)}
-    done = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, env=env)
-    if done.returncode:
-        raise RuntimeError(f"{name} on {ranks} ranks failed:\n{done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    return measure_apart(__file__, [name, json.dumps(asdict(size))], ranks, CORES // ranks)
 
 
 def _monai(size: Size, flash: bool) -> nn.Module:

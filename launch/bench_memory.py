@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from seqpar.collectives import agree, all_reduce
+from seqpar.launch.bench_apart import measure_apart
 from seqpar.launch.config import Config
 from seqpar.launch.devices import device_here
 from seqpar.launch.model import build
@@ -84,14 +84,8 @@ def row(case: Case, runs: Sequence[dict[str, float]], first: Sequence[dict[str, 
 
 def measure(case: Case) -> dict[str, float]:
     """Returns bytes and seconds of one run, in processes of their own."""
-    code = [os.path.abspath(__file__), json.dumps(dataclasses.asdict(case.config)), str(case.steps)]
-    starter = f"import sys; from seqpar.launch.local import run_local; sys.exit(run_local({case.ranks}, {code!r}))"
     threads = max(1, (os.cpu_count() or 1) // case.ranks)
-    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, env=env)
-    if done.returncode:
-        raise RuntimeError(f"{case.name} on {case.ranks} ranks failed:\n{done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    return measure_apart(__file__, [json.dumps(dataclasses.asdict(case.config)), str(case.steps)], case.ranks, threads)
 
 
 def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:

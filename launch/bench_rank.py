@@ -17,10 +17,8 @@ from typing import Any
 import torch
 
 from seqpar.encoder import SeqParViT
+from seqpar.launch.devices import known
 from seqpar.mesh import Group, pretend
-
-# dense bf16 operations a second by a part of the name that torch gives the device; an MI250X shows as two
-DENSE = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "MI300X": 1307e12, "MI250X": 191.5e12}
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,8 @@ def measure(work: Work, group: Group, device: torch.device) -> dict[str, Any]:
     seconds = statistics.median(act() for _ in range(work.steps))
     on_gpu = device.type == "cuda"
     done = operations(net.layout.counts[0], net.layout.num_tokens, work)
-    rate = dense_rate(torch.cuda.get_device_name(device)) if on_gpu and work.precision == "bf16" else None
+    what = known(torch.cuda.get_device_name(device)) if on_gpu else None
+    rate = what.peak[work.precision] if what else None
     return {
         **described(work),
         "attention": str(net.attention),
@@ -121,11 +120,6 @@ def operations(mine: int, tokens: int, work: Work, mlp_ratio: float = 4.0) -> fl
     attention = 4 * mine * tokens * work.embed_dim
     embedding = 2 * mine * work.patch ** len(work.tile) * work.embed_dim
     return 3.0 * (work.depth * (linear + attention)) + 2.0 * embedding  # no gradient at the image
-
-
-def dense_rate(name: str) -> float | None:
-    """Returns the dense bf16 operations a second of a GPU of that name; None where it is not known."""
-    return next((rate for part, rate in DENSE.items() if part.lower() in name.lower().replace(" ", "")), None)
 
 
 def _now(device: torch.device) -> float:

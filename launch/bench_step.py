@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
@@ -20,6 +19,7 @@ from seqpar.collectives import all_reduce
 from seqpar.decoders.modes import choose_mode
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.encoder import SeqParViT
+from seqpar.launch.bench_apart import measure_apart
 from seqpar.launch.model import SegmentationNet
 from seqpar.launch.saved import saved_bytes
 from seqpar.launch.weights_monai import load_monai
@@ -59,13 +59,7 @@ def rows(turns: int = 3, batches: tuple[int, ...] = (1, 2)) -> list[dict[str, An
 
 def _measured(name: str, ranks: int, mode: str, batch: int) -> dict[str, float]:
     """Returns one run's seconds and saved bytes, measured in processes of their own."""
-    code = [os.path.abspath(__file__), name, mode, str(batch)]
-    starter = f"import sys; from seqpar.launch.local import run_local; sys.exit(run_local({ranks}, {code!r}))"
-    env = os.environ | {"OMP_NUM_THREADS": str(CORES // ranks)}
-    done = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, env=env)
-    if done.returncode:
-        raise RuntimeError(f"{name} {mode} batch {batch} failed:\n{done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    return measure_apart(__file__, [name, mode, str(batch)], ranks, CORES // ranks)
 
 
 def _worker(name: str, mode: str, batch: int) -> None:

@@ -117,8 +117,12 @@ def device_here(wish: str = "auto") -> Device:
     if wish == "cpu" or not torch.cuda.is_available():
         return cpu(dict.fromkeys(KINDS, CPU.flops) | {OTHER: 1e10}, "not measured")
     found = torch.cuda.get_device_properties(0)
-    known = next((d for key, d in DEVICES.items() if key in found.name.lower()), DEVICES["a100"])
-    return replace(known, name=found.name, memory=float(found.total_memory // GIB * GIB))
+    return replace(known(found.name) or DEVICES["a100"], name=found.name, memory=float(found.total_memory // GIB * GIB))
+
+
+def known(name: str) -> Device | None:
+    """Returns the GPU that torch calls by such a name; an MI250X shows as two."""
+    return next((device for key, device in DEVICES.items() if key in name.lower().replace(" ", "")), None)
 
 
 def cpu(rates: Mapping[str, float], told: str) -> Device:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import run_ranks
 
-from seqpar.launch import bench, bench_attention, bench_encoder, bench_large, bench_memory, bench_rank
+from seqpar.launch import bench, bench_attention, bench_encoder, bench_large, bench_memory, bench_plan, bench_rank
+from seqpar.launch.devices import known
 from seqpar.launch.feasible import refuse
 from seqpar.mesh import Mesh, pretend
 
@@ -43,6 +44,29 @@ def both_steps(mesh: Mesh) -> tuple[float, float]:
 def test_gathered_weights_do_not_count_as_held() -> None:
     for plain, sharded in run_ranks(2, both_steps):
         assert plain == sharded > 0
+
+
+def attention_times(mesh: Mesh, auto: str) -> list[dict]:
+    bench_attention.choose = lambda *how: (auto, ())  # this process ends with the test
+    bench_attention.peers = lambda *how: {}
+    return bench_attention._times(mesh, 1, 64)
+
+
+@pytest.mark.parametrize("auto", ["gather-x", "ulysses"])
+def test_attention_is_compared_with_what_begins_and_ends_with_the_same(auto: str) -> None:
+    rows = {row["strategy"]: row["ratio"] for row in run_ranks(2, attention_times, auto)[0]}
+    assert rows[f"{auto}, projected (auto)"].startswith("1.000 ") and "gather-kv, projected" in rows
+    assert all(ratio for name, ratio in rows.items() if "projected" in name)
+    assert bool(rows["gather-kv"]) == ("ulysses (auto)" in rows) == (auto == "ulysses")
+
+
+def test_the_plan_is_benched_on_nets_by_which_it_was_not_calibrated() -> None:
+    for config in bench_plan.EVERY:
+        refuse(config)
+    assert len(bench_plan.OTHERS) >= 4 and not set(bench_plan.OTHERS) & set(bench_plan.CASES)
+    said, spent = [1.1], [{"processor": 1.0, "clock": 2.0, "alive": 1e6}]
+    row = bench_plan._row(bench_plan.OTHERS[0], said, spent)
+    assert (row["error"], row["error to the clock"], row["calibrated"]) == ("+10%", "-45%", "on others")
 
 
 def test_large_rows_can_run() -> None:
@@ -88,8 +112,8 @@ def test_operations_are_the_formula_and_a_ranks_share() -> None:
 
 
 def test_dense_rates_are_known_by_the_devices_name() -> None:
-    assert bench_rank.dense_rate("NVIDIA H200") == 989e12 and bench_rank.dense_rate("NVIDIA A100-SXM4-80GB") == 312e12
-    assert bench_rank.dense_rate("AMD Instinct MI250X") == 191.5e12 and bench_rank.dense_rate("Tesla T4") is None
+    names = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "AMD Instinct MI250X", "Tesla T4"
+    assert [d and d.peak["bf16"] for d in map(known, names)] == [989e12, 312e12, 191.5e12, None]
 
 
 def test_long_sequences_take_fewer_turns() -> None:
