@@ -86,6 +86,14 @@ def test_what_is_chosen_is_never_refused(keep: bool) -> None:
                     assert check_strategy(str(best), ranks, 12, keep) == best
 
 
+def test_heads_that_go_together_by_wish_are_what_is_counted() -> None:
+    few, many = (cost(Strategy("gather-kv"), replace(layer(4), per_chunk=n), GPU) for n in (1, 12))
+    assert few.transient < many.transient and few.waiting != many.waiting
+    assert cost(Strategy("ulysses", 4), replace(layer(4), per_chunk=9), GPU) == cost(
+        Strategy("ulysses", 4), replace(layer(4), per_chunk=3), GPU
+    )  # a rank has 3 heads
+
+
 def test_messages_that_travel_under_attention_cost_less() -> None:
     together, apart = (cost(Strategy("gather-kv"), layer(4), replace(GPU, overlaps=o)) for o in (True, False))
     assert together.seconds < apart.seconds and together.forward == apart.forward

@@ -184,6 +184,15 @@ def test_auto_takes_every_size_that_shares_the_nodes_that_are_there(
         assert auto(config, begin, 1.001 * need / 2**30, monkeypatch, GCD).seqpar == size
 
 
+def test_on_the_cpu_there_are_as_many_ranks_as_cores_whatever_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SEQPAR_PARENT", raising=False)
+    monkeypatch.setattr(grouping.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(grouping.torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setattr(grouping.os, "cpu_count", lambda: 3)
+    sizes = (list(grouping._sizes(replace(SMALL, device=name), Start("alone"))) for name in ("cpu", "auto"))
+    assert tuple(map(len, sizes)) == (3, 5)
+
+
 def test_ranks_of_two_nodes_reach_each_other_by_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     here(GCD, monkeypatch)
     far, near = (grouping._device(PAPER, Start("test", 0, 8, num_nodes=n)).link(8) for n in (2, 1))
