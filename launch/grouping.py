@@ -90,7 +90,7 @@ def _choose_batch(run: Run, ranks: int) -> tuple[Config, str]:
     found = largest_batch(run, ranks, wanted.batch)
     batch = found.config.batch
     if batch == wanted.batch and found.fits:
-        told = f"--batch {batch} holds what 32 tiles of 96 at patch 16 do, and fits: {_needs(found)}"
+        told = f"--batch {batch} holds at most what 32 tiles of 96 at patch 16 do, and fits: {_needs(found)}"
     elif found.fits:
         told = f"--batch {batch} is the largest that fits {found.device.name}: {_needs(found)}"
     else:
