@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from seqpar.dataless import casting_again
+
 MATMUL, CONVOLUTION, ATTENTION, OTHER = KINDS = ("matmul", "convolution", "attention", "other")
 
 
@@ -126,5 +128,5 @@ def as_autocast(dtype: torch.dtype | None, on_gpu: bool) -> Iterator[None]:
     with ExitStack() as stack:
         if dtype is not None:
             stack.enter_context(torch.autocast("cpu", dtype))  # what custom operations ask
-            stack.enter_context(_Cast(dtype, {F.layer_norm} if on_gpu else set()))
+            stack.enter_context(casting_again(_Cast(dtype, {F.layer_norm} if on_gpu else set())))
         yield

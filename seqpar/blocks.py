@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seqpar.attention import Attention, Rotate
+from seqpar.dataless import around_checkpoint
 from seqpar.tokens import DropoutKey, keyed_drop_path, keyed_dropout
 
 ATTENTION_SITE, MLP_SITE, HIDDEN_SITE = range(3)
@@ -124,5 +125,7 @@ def _run(act: Callable[..., Tensor], again: bool, *inputs: object) -> Tensor:
     """Returns what ``act`` makes of its inputs, which alone are held where it is to run ``again`` in the backward."""
     if not (again and torch.is_grad_enabled()):
         return act(*inputs)
-    result: Tensor = checkpoint(act, *inputs, use_reentrant=False, preserve_rng_state=False)
+    result: Tensor = checkpoint(
+        act, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=around_checkpoint
+    )
     return result

@@ -1,13 +1,15 @@
 """Tensors without data ("meta") stand for ones on some device, so that what a network would do there can be counted."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _stood_for = ContextVar("stood_for", default="cuda")
+_casts = ContextVar[AbstractContextManager[Any] | None]("casts", default=None)
 
 
 @contextmanager
@@ -18,6 +20,22 @@ def standing_for(device_type: str) -> Iterator[None]:
         yield
     finally:
         _stood_for.reset(before)
+
+
+@contextmanager
+def casting_again(casts: AbstractContextManager[Any]) -> Iterator[None]:
+    """Lets what is computed here be cast, and cast alike where backward computes it again."""
+    before = _casts.set(casts)
+    try:
+        with casts:
+            yield
+    finally:
+        _casts.reset(before)
+
+
+def around_checkpoint() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Returns what torch's checkpoint enters forward, and in backward, where it restores autocast, but no mode."""
+    return nullcontext(), _casts.get() or nullcontext()
 
 
 def device_type(x: Tensor) -> str:

@@ -122,6 +122,10 @@ SETTINGS = [
     replace(SMALL, depth=4, heads=2, positions="rope", mlp="swiglu"),
     *(replace(SMALL, grad_checkpoint=again, depth=4) for again in ("attention", "full")),
     replace(SMALL, mlp_chunks=3, depth=4),
+    *(
+        replace(SMALL, mlp_chunks=n, grad_checkpoint=a, precision="bf16")
+        for n, a in ((3, "none"), (1, "full"), (3, "full"))
+    ),
     replace(SMALL, precision="fp64", optimizer="sgd", batch_dice=True, batch=2),
     *(replace(SMALL, decoder=decoder, mode="halo", precision="bf16") for decoder in ("plain", "unetr", "primus")),
 ]
