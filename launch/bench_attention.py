@@ -43,7 +43,7 @@ Rows = list[dict[str, Any]]
 def rows(
     tokens: Sequence[int] = (1024, 4096, 8192),
     groups: Sequence[int] = (2, 4),
-    turns: int = 9,
+    turns: int = 60,
     memory_tokens: int = 8192,
     memory_group: int = 4,
 ) -> Rows:
@@ -149,7 +149,7 @@ def _times(mesh: Mesh, turns: int, tokens: int) -> Rows:
 
 def _fewer(turns: int, tokens: int) -> int:
     """Returns the turns of long sequences, whose times vary less and take long."""
-    return max(min(turns, 5), round(turns * min(1.0, 2048 / tokens)))
+    return max(min(turns, 5), round(turns * min(1.0, 1024 / tokens) ** 2))
 
 
 def _ratio(times: Sequence[float], base: Sequence[float] | None) -> str:
