@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.decoders.norms import InstanceNorm3d
-from seqpar.decoders.ops import Conv3d
-from seqpar.decoders.pieces import for_convolutions
-from seqpar.decoders.pooling import Upsample
-from seqpar.decoders.spread import Spread
+from seqpar.spatial.box_grid import Spread
+from seqpar.spatial.convolution import Conv3d
+from seqpar.spatial.norms import InstanceNorm3d
+from seqpar.spatial.pieces import for_convolutions
+from seqpar.spatial.pooling import Upsample
 
 
 def num_doublings(patch: Sequence[int]) -> int:

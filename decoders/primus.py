@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.decoders.norms import ChannelLayerNorm
-from seqpar.decoders.ops import ConvTranspose3d
 from seqpar.decoders.plain import num_doublings
-from seqpar.decoders.spread import Spread
+from seqpar.spatial.box_grid import Spread
+from seqpar.spatial.convolution import ConvTranspose3d
+from seqpar.spatial.norms import ChannelLayerNorm
 
 
 def primus_widths(embed_dim: int, num_classes: int, stages: int) -> list[int]:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from seqpar.decoders.activated import NormedActivation
-from seqpar.decoders.ops import Conv3d, ConvTranspose3d
-from seqpar.decoders.pieces import for_convolutions
 from seqpar.decoders.plain import num_doublings
-from seqpar.decoders.spread import Spread
+from seqpar.spatial.box_grid import Spread
+from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
+from seqpar.spatial.norm_activation import NormedActivation
+from seqpar.spatial.pieces import for_convolutions
 
 SKIPS = ("monai", "paper")
 

@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from seqpar.launch.exits import run
+from seqpar.launch.job.exit_codes import run
 
 # subject → modules that have `rows()`; imported only when asked for
 SUBJECTS = {
-    "attention": ("bench_attention",),
-    "encoder": ("bench_encoder", "bench_rank"),
-    "memory": ("bench_memory",),
-    "data": ("bench_data", "bench_loader"),
-    "plan": ("bench_plan",),
-    "predict": ("bench_predict",),
-    "step": ("bench_step",),
+    "attention": ("attention",),
+    "encoder": ("encoder", "rank"),
+    "memory": ("memory",),
+    "data": ("data", "loader"),
+    "plan": ("plan",),
+    "predict": ("predict",),
+    "step": ("step",),
 }
-LARGE = {"memory": ("bench_large",)}  # half an hour and longer
-RESULTS = Path(__file__).parent / "results"
+LARGE = {"memory": ("large",)}  # half an hour and longer
+RESULTS = Path(__file__).parent / "benches" / "results"
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def act(arguments: Sequence[str]) -> int:
         raise ValueError(f"--large has rows of {', '.join(LARGE)} alone: leave it out, or name only these")
     for subject in wanted:
         for module in modules[subject]:
-            rows = importlib.import_module(f"seqpar.launch.{module}").rows()
+            rows = importlib.import_module(f"seqpar.launch.benches.{module}").rows()
             text = f"## {subject} ({module}), {time.strftime('%Y-%m-%d')}\n\n{machine()}\n\n{table(rows)}\n"
             print(text, flush=True)
             if asked.write:

@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 
 from seqpar.collectives import tell, tell_all
 from seqpar.environment import read_start
-from seqpar.launch import exits
-from seqpar.launch.commandline import Parser
-from seqpar.launch.journal import write_json
-from seqpar.launch.links import clock_offsets, matmul_speeds, measure_groups
-from seqpar.launch.local import die_with_parent, run_local
-from seqpar.launch.nodes import Self, about_self, crossing, judge, memory_of, write_speed
+from seqpar.launch.hardware.link_speed import clock_offsets, matmul_speeds, measure_groups
+from seqpar.launch.hardware.rank_facts import Self, about_self, crossing, judge, memory_of, write_speed
+from seqpar.launch.job import exit_codes
+from seqpar.launch.job.local_ranks import die_with_parent, run_local
+from seqpar.launch.runs.journal import write_json
+from seqpar.launch.settings.command_line import Parser
 from seqpar.mesh import Mesh, start
 
 
@@ -55,7 +55,7 @@ def act(arguments: Sequence[str]) -> int:
             if not mesh.world.watch.finding:  # else the watch is about to say it
                 print(f"error: rank {mesh.world.index} lost contact: {str(error).splitlines()[0]}", file=sys.stderr)
             time.sleep(2)
-            os._exit(exits.FAULT)
+            os._exit(exit_codes.FAULT)
     return code
 
 
@@ -74,13 +74,13 @@ def _leave(mesh: Mesh, finding: str) -> NoReturn:
     if mesh.world.watch.speaks:
         print(f"error: {finding}", file=sys.stderr, flush=True)
     time.sleep(2)
-    os._exit(exits.FAULT)
+    os._exit(exit_codes.FAULT)
 
 
 def _overdue(who: str, limit_s: float) -> NoReturn:
     """Ends a process that hangs where no step of the start could say for whom it waits."""
     print(f"error: {who} has not got through its start within {limit_s:g} s: look at its node", file=sys.stderr)
-    os._exit(exits.FAULT)
+    os._exit(exit_codes.FAULT)
 
 
 def examine(mesh: Mesh, options: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def examine(mesh: Mesh, options: argparse.Namespace) -> int:
         print(f"{wrong} error(s), {len(found) - wrong} warning(s)", flush=True)
         if options.json:
             write_json(Path(options.json), described(mesh, ranks, groups))
-    return exits.FAULT if any(trap.error for trap in found) else 0
+    return exit_codes.FAULT if any(trap.error for trap in found) else 0
 
 
 def _room(mesh: Mesh, out: str) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def described(mesh: Mesh, ranks: Sequence[Self], groups: dict[str, dict[str, Any
 
 
 def main() -> None:
-    sys.exit(exits.run(act))
+    sys.exit(exit_codes.run(act))
 
 
 if __name__ == "__main__":

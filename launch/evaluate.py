@@ -8,13 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from seqpar.data.datasets import Dataset
-from seqpar.data.faults import DataError
-from seqpar.launch.classes import BRATS, Labels, find_declaration, of_brats, of_classes, of_dataset, read_labels_of
-from seqpar.launch.exits import DATA, run
-from seqpar.launch.labelmaps import Pair, dataset_at, match, score_pairs
-from seqpar.launch.scoring import Empty, Scores, summarise, table
-from seqpar.launch.summaries import document, rows_of, write
+from seqpar.data.errors import DataError
+from seqpar.data.formats.recognise import Dataset
+from seqpar.launch.evaluation.classes import (
+    BRATS,
+    Labels,
+    find_declaration,
+    of_brats,
+    of_classes,
+    of_dataset,
+    read_labels_of,
+)
+from seqpar.launch.evaluation.label_files import Pair, dataset_at, match, score_pairs
+from seqpar.launch.evaluation.scores import Empty, Scores, summarise, table
+from seqpar.launch.evaluation.summary_files import document, rows_of, write
+from seqpar.launch.job.exit_codes import DATA, run
 
 
 def region(text: str) -> tuple[str, tuple[int, ...]]:

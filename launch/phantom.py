@@ -5,9 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from seqpar.data.phantom import DEFAULT_SIZE
-from seqpar.data.phantom_files import LAYOUTS, PhantomSettings, write_phantom
-from seqpar.launch.exits import run
+from seqpar.data.phantom.brain import DEFAULT_SIZE
+from seqpar.data.phantom.files import LAYOUTS, PhantomSettings, write_phantom
+from seqpar.launch.job.exit_codes import run
 
 
 def act(arguments: Sequence[str]) -> int:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from seqpar.launch import exits
-from seqpar.launch.calibration import this_cpu
-from seqpar.launch.commandline import parse, refuse_idle
-from seqpar.launch.config import AUTO, PRESETS, Config, dashed
-from seqpar.launch.devices import DEVICES, GB, Device, device_here, measured
-from seqpar.launch.plans import SIZES, Plan, Run, most_tiles, plans, refusal, smallest
+from seqpar.launch.hardware.cpu_speed import this_cpu
+from seqpar.launch.hardware.devices import DEVICES, GB, Device, device_here, measured
+from seqpar.launch.job import exit_codes
+from seqpar.launch.planning.needs import SIZES, Plan, Run, most_tiles, plans, refusal, smallest
+from seqpar.launch.settings.command_line import parse, refuse_idle
+from seqpar.launch.settings.config import AUTO, PRESETS, Config, dashed
 
 MIB, GIB = 2**20, 2**30
 
@@ -177,7 +177,7 @@ def _by(sides: Sequence[int]) -> str:
 
 
 def main() -> None:
-    sys.exit(exits.run(act))
+    sys.exit(exit_codes.run(act))
 
 
 if __name__ == "__main__":

@@ -10,21 +10,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from seqpar.data.case import Prepared, prepare_case
-from seqpar.data.description import Case
-from seqpar.data.faults import DataError
-from seqpar.data.inputs import find_inputs
-from seqpar.data.recipe import Recipe
-from seqpar.decoders.modes import MODES
+from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Case
+from seqpar.data.formats.prediction_inputs import find_inputs
+from seqpar.data.preparation.case import Prepared, prepare_case
+from seqpar.data.preparation.recipe import Recipe
+from seqpar.decoders.modes.choose import MODES
 from seqpar.environment import read_start
-from seqpar.launch import exits
-from seqpar.launch.answers import Answers
-from seqpar.launch.checkpoint import digest
-from seqpar.launch.footprint import footprint
-from seqpar.launch.local import die_with_parent
-from seqpar.launch.predictor import WINDOWS, Predictor, Settings, by_first
-from seqpar.launch.runs import Run, find_weights, fitting_mode, load_nets, read_run
-from seqpar.launch.windows import WEIGHTS, Course
+from seqpar.launch.inference.prediction_folder import Answers
+from seqpar.launch.inference.predictor import WINDOWS, Predictor, Settings, by_first
+from seqpar.launch.inference.whole_volume_memory import footprint
+from seqpar.launch.inference.windows import WEIGHTS, Course
+from seqpar.launch.job import exit_codes
+from seqpar.launch.job.local_ranks import die_with_parent
+from seqpar.launch.runs.trained_run import Run, find_weights, fitting_mode, load_nets, read_run
+from seqpar.launch.weights.checkpoint import digest
 from seqpar.mesh import Mesh, start
 
 DIRECTIONS = "WDH"
@@ -91,7 +91,7 @@ def predict(options: argparse.Namespace, settings: Settings, run: Run, mesh: Mes
     if mesh.is_first:
         told = f", faults {len(faults)}" if faults else ""
         print(f"cases {len(names)}{told}: {options.output}", flush=True)
-    return exits.DATA if by_first(lambda: len(faults), mesh) else 0
+    return exit_codes.DATA if by_first(lambda: len(faults), mesh) else 0
 
 
 class _Ahead:
@@ -160,7 +160,7 @@ def _end(error: Exception, mesh: Mesh) -> int:
 
     Its peers may be waiting for it, and it cannot wait for them.
     """
-    code, alike = exits.code_of(error), isinstance(error, ValueError)
+    code, alike = exit_codes.code_of(error), isinstance(error, ValueError)
     if mesh.world.size == 1 or code is None:
         raise error
     if mesh.is_first or not alike:
@@ -215,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Ends the process with the act's exit code."""
-    sys.exit(exits.run(act))
+    sys.exit(exit_codes.run(act))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from seqpar.data.datasets import Dataset, recognise
-from seqpar.data.faults import DataError
-from seqpar.data.prepare import PrepareSettings, Report, cache_folder, check_cache, is_current, prepare
-from seqpar.launch.exits import DATA, run
+from seqpar.data.errors import DataError
+from seqpar.data.formats.recognise import Dataset, recognise
+from seqpar.data.preparation.prepare import PrepareSettings, Report, cache_folder, check_cache, is_current, prepare
+from seqpar.launch.job.exit_codes import DATA, run
 
 
 def act(arguments: Sequence[str]) -> int:

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from seqpar.data.faults import DataError
-from seqpar.launch import report_page
-from seqpar.launch.exits import DATA, run
-from seqpar.launch.report_cases import Shown, find_cache, load
-from seqpar.launch.report_record import Record, Scored, read_record, read_scored, score_folders
-from seqpar.launch.report_volumes import Embedded, embed
-from seqpar.launch.summaries import write
+from seqpar.data.errors import DataError
+from seqpar.launch.evaluation.summary_files import write
+from seqpar.launch.job.exit_codes import DATA, run
+from seqpar.launch.reporting import page
+from seqpar.launch.reporting.cases import Shown, find_cache, load
+from seqpar.launch.reporting.record import Record, Scored, read_record, read_scored, score_folders
+from seqpar.launch.reporting.volumes import Embedded, embed
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which mail still takes
 
@@ -51,7 +51,7 @@ def act(arguments: Sequence[str]) -> int:
             gaps.append(f"There are no scores of single cases: {error}.")
     shown = show(record, scored, options.cases, gaps) if scored else []
     cases, volumes = section(record, scored, shown) if scored and shown else ("<p>No case is shown.</p>", {})
-    write(options.out, report_page.page(record, scored, cases, volumes, gaps))
+    write(options.out, page.page(record, scored, cases, volumes, gaps))
     faults = scored.faults if scored and options.truth is not None else ()
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr, flush=True)
@@ -82,12 +82,12 @@ def show(record: Record, scored: Scored, count: int, gaps: list[str]) -> list[tu
 def section(record: Record, scored: Scored, shown: list[tuple[Shown, Embedded]]) -> tuple[str, dict[str, object]]:
     """Returns the section of the cases, and what its viewer reads."""
     by_name = {case.name: case for case in scored.cases}
-    legend = report_page.legend(record)
-    viewer = (report_page.PARTS / "viewer.html").read_text()
-    viewer = viewer.replace("{{legend}}", legend).replace("{{note}}", report_page.viewer_note(shown, BUDGET))
-    planes = "".join(report_page.case_section(by_name[case.name], case) for case, _ in shown)
+    legend = page.legend(record)
+    viewer = (page.PARTS / "viewer.html").read_text()
+    viewer = viewer.replace("{{legend}}", legend).replace("{{note}}", page.viewer_note(shown, BUDGET))
+    planes = "".join(page.case_section(by_name[case.name], case) for case, _ in shown)
     told = '<p class="small">Planes that hold most of the truth; worst cases first.</p>'
-    return viewer + legend + told + planes, report_page.viewer_data(record, shown)
+    return viewer + legend + told + planes, page.viewer_data(record, shown)
 
 
 def main() -> None:

@@ -15,20 +15,21 @@ import torch
 
 from seqpar.collectives import tell_all
 from seqpar.environment import Start, flight_recorder, read_start
-from seqpar.launch import checkpoint, exits
-from seqpar.launch.batches import keep_global_batch
-from seqpar.launch.commandline import continued, parse, refuse_idle
-from seqpar.launch.config import AUTO, Config, read_config, seconds
-from seqpar.launch.feasible import refuse, refuse_lonely, rehearsal
-from seqpar.launch.finetune import start_from
-from seqpar.launch.grouping import choose, choose_attention
-from seqpar.launch.journal import Status, describe_run
-from seqpar.launch.local import die_with_parent, run_local, visible_devices
-from seqpar.launch.material import Material, open_material
-from seqpar.launch.model import SegmentationNet, build
-from seqpar.launch.stopping import Stopper
-from seqpar.launch.trainer import Trainer, global_batch
-from seqpar.launch.verdict import end
+from seqpar.launch.job import exit_codes
+from seqpar.launch.job.local_ranks import die_with_parent, run_local, visible_devices
+from seqpar.launch.job.stop_request import Stopper
+from seqpar.launch.models.segmentation import SegmentationNet, build
+from seqpar.launch.planning.auto_settings import choose, choose_attention
+from seqpar.launch.planning.batch_size import keep_global_batch
+from seqpar.launch.planning.feasibility import refuse, refuse_lonely, rehearsal
+from seqpar.launch.runs.journal import Status, describe_run
+from seqpar.launch.settings.command_line import continued, parse, refuse_idle
+from seqpar.launch.settings.config import AUTO, Config, read_config, seconds
+from seqpar.launch.training.data import Material, open_material
+from seqpar.launch.training.failure import end
+from seqpar.launch.training.trainer import Trainer, global_batch
+from seqpar.launch.weights import checkpoint
+from seqpar.launch.weights.pretrained import start_from
 from seqpar.mesh import Mesh, check_seqpar, seed, start
 
 FIRST_S = 2.0  # before another rank than the first one says why it cannot begin
@@ -67,7 +68,7 @@ def act(arguments: Sequence[str]) -> int:
             raise
         time.sleep(FIRST_S)  # mostly all ranks refuse the same, and the first one's end ends these
         print(f"error: rank {begin.rank} ({begin.host or socket.gethostname()}): {error}", file=sys.stderr, flush=True)
-        return exits.code_of(error) or exits.USAGE
+        return exit_codes.code_of(error) or exit_codes.USAGE
     return _run(order, begin)
 
 
@@ -129,7 +130,8 @@ def _run(order: Order, begin: Start) -> int:
         seed(config.seed)
         status = Status(Path(config.out or tell_all(_new_name(order.preset), mesh.world)[0]))
         stopper.there_is_work(
-            mesh, lambda why: status.write_unless_over("preempted", why, exits.PREEMPTED) if mesh.is_first else None
+            mesh,
+            lambda why: status.write_unless_over("preempted", why, exit_codes.PREEMPTED) if mesh.is_first else None,
         )
         try:
             _agreed(lambda: _open_folder(status) if mesh.is_first else "", mesh)
@@ -138,7 +140,7 @@ def _run(order: Order, begin: Start) -> int:
         except (Exception, KeyboardInterrupt) as error:
             end(error, config, mesh, status)
     stopper.close()
-    return 0 if verdict == "finished" else exits.PREEMPTED
+    return 0 if verdict == "finished" else exit_codes.PREEMPTED
 
 
 def _trainer(order: Order, mesh: Mesh, material: Material, status: Status) -> Trainer:
@@ -261,7 +263,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may not know every sign
-    sys.exit(exits.run(act))
+    sys.exit(exit_codes.run(act))
 
 
 if __name__ == "__main__":

@@ -7,18 +7,18 @@ __version__ = "0.1.0"
 
 # Handed on lazily, so that `import seqpar` costs nothing and pulls in no room that is not used.
 _NAMES = {
-    "DropoutKey": "seqpar.tokens",
+    "DropoutKey": "seqpar.vit.tokens",
     "Layout": "seqpar.layout",
-    "Predictor": "seqpar.launch.predictor",
-    "SegmentationNet": "seqpar.launch.model",
-    "SeqParViT": "seqpar.encoder",
-    "export_monai": "seqpar.launch.weights_monai",
-    "export_primus": "seqpar.launch.weights_primus",
-    "load_monai": "seqpar.launch.weights_monai",
-    "load_run": "seqpar.launch.runs",
-    "load_primus": "seqpar.launch.weights_primus",
-    "read_weights": "seqpar.launch.weights",
-    "write_weights": "seqpar.launch.weights",
+    "Predictor": "seqpar.launch.inference.predictor",
+    "SegmentationNet": "seqpar.launch.models.segmentation",
+    "SeqParViT": "seqpar.vit.encoder",
+    "export_monai": "seqpar.launch.weights.monai",
+    "export_primus": "seqpar.launch.weights.primus",
+    "load_monai": "seqpar.launch.weights.monai",
+    "load_run": "seqpar.launch.runs.trained_run",
+    "load_primus": "seqpar.launch.weights.primus",
+    "read_weights": "seqpar.launch.weights.files",
+    "write_weights": "seqpar.launch.weights.files",
 }
 
 

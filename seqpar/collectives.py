@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.mesh import Group
-from seqpar.watch import Watch
+from seqpar.watchdog import Watch
 
 # torch 2.13 renamed both; older ones know only the second name.
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

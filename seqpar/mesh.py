@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.environment import Start, read_start
-from seqpar.watch import Watch, these
+from seqpar.watchdog import Watch, these
 
 START_S = 900.0  # hundreds of nodes that read one file system have been seen to need 600 s
 

@@ -14,7 +14,7 @@ from nibabel.nifti2 import Nifti2Header
 from nibabel.orientations import aff2axcodes, axcodes2ornt, inv_ornt_aff
 from nibabel.spatialimages import HeaderDataError
 
-from seqpar.data.faults import DataError
+from seqpar.data.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from nibabel.nifti2 import Nifti2Header
 
-from seqpar.data.faults import DataError
+from seqpar.data.errors import DataError
 from seqpar.data.files import write_whole
 from seqpar.data.geometry import (
     Geometry,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from seqpar.data.faults import DataError
+from seqpar.data.errors import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -2,18 +2,14 @@
 
 import base64
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from chromium import Chromium, find  # noqa: E402
-from reported import make_run  # noqa: E402
-
-from seqpar.launch import report  # noqa: E402
+from seqpar.launch import report
+from tests.browser.chromium import Chromium, find
+from tests.support.reported_run import make_run
 
 NAMES = ["case-a", 'case-<b>&"c"']
 PLANE = "document.getElementById('plane-2').toDataURL()"

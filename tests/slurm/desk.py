@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster import PATIENCE, ROOT, Cluster
-from folders import nnunet
+from tests.slurm.cluster import PATIENCE, ROOT, Cluster
+from tests.support.folders import nnunet
 
 FRONTIER, GENERIC = "launch/slurm/frontier.sbatch", "launch/slurm/generic.sbatch"
 TINY = """

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
-from cluster import Cluster, lacking  # noqa: E402
-from desk import FRONTIER, Desk, status, weights  # noqa: E402
+from tests.slurm.cluster import Cluster, lacking
+from tests.slurm.desk import FRONTIER, Desk, status, weights
 
 LACKING = lacking()
 pytestmark = pytest.mark.skipif(bool(LACKING), reason=LACKING)

@@ -1,0 +1,173 @@
+"""Tiles per second of augmentation, against batchgenerators alone with nnU-Net's default list.
+
+All run in turns in one process on one thread, the same number of tiles each; times are CPU seconds, so that
+a busy machine disturbs them little. The first row is what the ratios compare with.
+"""
+
+import importlib.util
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from seqpar.data.sampling.augmentation import Augmentation, augment
+
+TILE, CHANNELS = (96, 96, 96), 4
+
+
+def rows(rounds: int = 8, tiles: int = 10) -> list[dict[str, Any]]:
+    """Returns a row per pipeline: tiles a second, mean and median round in ms per tile, ratio to plain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _rows(rounds, tiles)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rows(rounds: int, tiles: int) -> list[dict[str, Any]]:
+    full = augment("full", TILE)
+    rng = np.random.default_rng(0)
+    image = rng.standard_normal((CHANNELS, *full.source_size), dtype=np.float32)
+    label = rng.integers(0, 4, [n // 8 + 1 for n in full.source_size], dtype=np.int16)
+    for direction, n in enumerate(full.source_size):
+        label = label.repeat(8, direction).take(range(n), direction)
+    acts: dict[str, Callable[[int], object]] = {
+        "batchgenerators, nnU-Net default, order 3/1": _plain(image, label, 3, 1),
+        "batchgenerators, nnU-Net default, order 1/0": _plain(image, label, 1, 0),
+        "none": _ours(augment("none", TILE), image, label),
+        "light": _ours(augment("light", TILE), image, label),
+        "full": _ours(full, image, label),
+        "paper": _ours(augment("paper", TILE), image, label),
+    }
+    if importlib.util.find_spec("batchgeneratorsv2"):
+        acts["batchgeneratorsv2, nnU-Net default, linear"] = _second(image, label)
+    spent: dict[str, list[float]] = {name: [] for name in acts}
+    for act in acts.values():
+        act(0)
+    for turn in range(rounds):
+        for name, act in acts.items():
+            start = time.process_time()
+            for seed in range(turn * tiles, (turn + 1) * tiles):
+                act(seed)
+            spent[name].append((time.process_time() - start) / tiles)
+    plain = statistics.mean(next(iter(spent.values())))
+    return [
+        {
+            "pipeline": name,
+            "tiles_per_s": 1 / statistics.mean(times),
+            "mean_ms": 1000 * statistics.mean(times),
+            "median_round_ms": 1000 * statistics.median(times),
+            "ratio": plain / statistics.mean(times),
+        }
+        for name, times in spent.items()
+    ]
+
+
+def _ours(augmentation: Augmentation, image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]:
+    """Returns what a loader does: crop what this seed needs, then augment."""
+
+    def act(seed: int) -> object:
+        need = augmentation.needed_size(seed)
+        middle = tuple(slice((n - s) // 2, (n - s) // 2 + s) for n, s in zip(label.shape, need))
+        return augmentation(image[(slice(None), *middle)], label[middle], seed)
+
+    return act
+
+
+def _plain(image: NDArray[Any], label: NDArray[Any], order: int, order_label: int) -> Callable[[int], object]:
+    """Returns nnU-Net's default list, made of batchgenerators' transforms only."""
+    from batchgenerators.transforms import color_transforms as color
+    from batchgenerators.transforms import noise_transforms as noise
+    from batchgenerators.transforms.abstract_transforms import Compose
+    from batchgenerators.transforms.resample_transforms import SimulateLowResolutionTransform
+    from batchgenerators.transforms.spatial_transforms import MirrorTransform, SpatialTransform
+
+    angle = (-np.pi / 6, np.pi / 6)
+    whole = Compose(
+        [
+            SpatialTransform(
+                TILE,
+                None,
+                do_elastic_deform=False,
+                angle_x=angle,
+                angle_y=angle,
+                angle_z=angle,
+                scale=(0.7, 1.4),
+                border_mode_data="constant",
+                border_cval_seg=-1,
+                order_data=order,
+                order_seg=order_label,
+                random_crop=False,
+                p_scale_per_sample=0.2,
+                p_rot_per_sample=0.2,
+            ),
+            noise.GaussianNoiseTransform(p_per_sample=0.1),
+            noise.GaussianBlurTransform((0.5, 1.0), p_per_sample=0.2, p_per_channel=0.5),
+            color.BrightnessMultiplicativeTransform((0.75, 1.25), p_per_sample=0.15),
+            color.ContrastAugmentationTransform(p_per_sample=0.15),
+            SimulateLowResolutionTransform(
+                (0.5, 1), per_channel=True, p_per_channel=0.5, order_downsample=0, order_upsample=3, p_per_sample=0.25
+            ),
+            color.GammaTransform((0.7, 1.5), True, True, retain_stats=True, p_per_sample=0.1),
+            color.GammaTransform((0.7, 1.5), False, True, retain_stats=True, p_per_sample=0.3),
+            MirrorTransform((0, 1, 2)),
+        ]
+    )
+
+    def act(seed: int) -> object:
+        np.random.seed(seed)
+        random.seed(seed)
+        return whole(data=image[None], seg=label[None, None])  # its first transform makes new arrays
+
+    return act
+
+
+def _second(image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]:
+    """Returns nnU-Net's default list in batchgenerators' successor, which is no dependency of ours."""
+    from batchgeneratorsv2.transforms.intensity.brightness import MultiplicativeBrightnessTransform
+    from batchgeneratorsv2.transforms.intensity.contrast import BGContrast, ContrastTransform
+    from batchgeneratorsv2.transforms.intensity.gamma import GammaTransform
+    from batchgeneratorsv2.transforms.intensity.gaussian_noise import GaussianNoiseTransform
+    from batchgeneratorsv2.transforms.noise.gaussian_blur import GaussianBlurTransform
+    from batchgeneratorsv2.transforms.spatial.low_resolution import SimulateLowResolutionTransform
+    from batchgeneratorsv2.transforms.spatial.mirroring import MirrorTransform
+    from batchgeneratorsv2.transforms.spatial.spatial import SpatialTransform
+    from batchgeneratorsv2.transforms.utils.compose import ComposeTransforms
+    from batchgeneratorsv2.transforms.utils.random import RandomTransform
+
+    whole = ComposeTransforms(
+        [
+            SpatialTransform(
+                TILE,
+                0,
+                False,
+                p_rotation=0.2,
+                rotation=(-np.pi / 6, np.pi / 6),
+                p_scaling=0.2,
+                scaling=(0.7, 1.4),
+                p_synchronize_scaling_across_axes=1,
+                bg_style_seg_sampling=False,
+            ),
+            RandomTransform(GaussianNoiseTransform((0, 0.1), 1, True), 0.1),
+            RandomTransform(GaussianBlurTransform((0.5, 1.0), False, False, 0.5), 0.2),
+            RandomTransform(MultiplicativeBrightnessTransform(BGContrast((0.75, 1.25)), False, 1), 0.15),
+            RandomTransform(ContrastTransform(BGContrast((0.75, 1.25)), True, False, 1), 0.15),
+            RandomTransform(SimulateLowResolutionTransform((0.5, 1), False, True, (), None, 0.5), 0.25),
+            RandomTransform(GammaTransform(BGContrast((0.7, 1.5)), 1, False, 1, 1), 0.1),
+            RandomTransform(GammaTransform(BGContrast((0.7, 1.5)), 0, False, 1, 1), 0.3),
+            MirrorTransform((0, 1, 2)),
+        ]
+    )
+
+    def act(seed: int) -> object:
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        return whole(image=torch.from_numpy(image), segmentation=torch.from_numpy(label)[None])
+
+    return act

@@ -1,0 +1,125 @@
+"""An encoder's forward and backward: MONAI's ViT in one process against ours on as many cores, in turns.
+
+MONAI comes with the extra ``bench``; without it its rows are left out. Ratios are medians over turns, to the first
+row of a size; ``saved`` is counted.
+"""
+
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.collectives import agree, all_reduce
+from seqpar.launch.benches.apart import measure_apart
+from seqpar.launch.planning.saved_bytes import saved_bytes
+from seqpar.mesh import Mesh, start
+from seqpar.vit.encoder import SeqParViT
+
+CORES = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """A ViT and its tile."""
+
+    tile: int
+    patch: int
+    embed_dim: int
+    depth: int
+    heads: int
+
+
+SIZES = (Size(96, 16, 768, 12, 12), Size(64, 4, 192, 4, 6))
+
+
+def rows(turns: int = 3, sizes: Sequence[Size] = SIZES) -> list[dict[str, Any]]:
+    """Returns a row per contender and size: median seconds, ratio to the first, MB saved per rank."""
+    contenders = [("ours", 1), ("ours", CORES)]
+    if importlib.util.find_spec("monai"):
+        contenders = [("monai", 1), ("monai, flash", 1), *contenders]
+    found = []
+    for size in sizes:
+        measured = [[_measured(*contender, size) for contender in contenders] for _ in range(turns)]
+        for at, (name, ranks) in enumerate(contenders):
+            runs = [turn[at] for turn in measured]
+            found.append(
+                {
+                    "net": f"ViT {size.embed_dim} x {size.depth}, {name}",
+                    "tile / patch": f"{size.tile} / {size.patch}",
+                    "tokens": (size.tile // size.patch) ** 3,
+                    "ranks x threads": f"{ranks} x {CORES // ranks}",
+                    "s forward + backward": statistics.median(run["seconds"] for run in runs),
+                    "ratio": statistics.median(
+                        run["seconds"] / turn[0]["seconds"] for run, turn in zip(runs, measured)
+                    ),
+                    "saved MB a rank": runs[0]["saved"] / 1e6,
+                }
+            )
+    return found
+
+
+def _measured(name: str, ranks: int, size: Size) -> dict[str, float]:
+    """Returns one run's seconds and saved bytes, measured in processes of their own."""
+    return measure_apart(__file__, [name, json.dumps(asdict(size))], ranks, CORES // ranks)
+
+
+def _monai(size: Size, flash: bool) -> nn.Module:
+    from monai.networks.nets import ViT  # type: ignore[import-not-found, unused-ignore]
+
+    hidden, cube = 4 * size.embed_dim, (size.tile,) * 3
+    net: nn.Module = ViT(1, cube, (size.patch,) * 3, size.embed_dim, hidden, size.depth, size.heads)
+    for block in net.blocks:  # type: ignore[union-attr]
+        assert not block.attn.use_flash_attention  # its blocks have the choice, which its ViT does not hand on
+        block.attn.use_flash_attention = flash
+    return net
+
+
+def _worker(name: str, size: Size, mesh: Mesh) -> dict[str, float]:
+    torch.manual_seed(0)
+    image = torch.randn(1, 1, *[size.tile] * 3)
+    net: nn.Module
+    if name.startswith("monai"):
+        net = _monai(size, name.endswith("flash"))
+    else:
+        net = SeqParViT(1, size.tile, size.patch, size.embed_dim, size.depth, size.heads, group=mesh.seq)
+        image = net.layout.cut(image, mesh.seq.index)
+
+    def forward() -> Tensor:
+        out = net(image)
+        tokens: Tensor = out[0] if isinstance(out, tuple) else out
+        return (tokens * tokens.detach().sin()).sum()  # a gradient that is no constant
+
+    saved = saved_bytes(net, forward)
+    seconds = 0.0
+    for _ in range(2):  # first times are longer
+        agree(0, mesh.world)
+        began = time.perf_counter()
+        forward().backward()
+        for p in net.parameters():
+            if p.grad is not None and mesh.world.size > 1:
+                all_reduce(p.grad, mesh.world)
+            p.grad = None
+        agree(0, mesh.world)
+        seconds = time.perf_counter() - began
+    return {"seconds": seconds, "saved": float(saved)}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures on the ranks that were started; the first one prints what it came to."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    with start(int(os.environ["WORLD_SIZE"]), device="cpu") as mesh:
+        found = _worker(arguments[0], Size(**json.loads(arguments[1])), mesh)
+        if mesh.is_first:
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""One volume, one network: a whole pass against sliding windows, by time, memory, and seams at window borders.
+
+Each row runs in a process of its own, so that its peak memory is its own; times are CPU seconds, so that a busy
+machine disturbs them little. The first row, the whole pass, is what the ratios compare with. ``seam`` is how much
+more the probabilities change from row to row at borders of windows than elsewhere.
+"""
+
+import math
+import multiprocessing
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from seqpar.environment import Start
+from seqpar.launch.inference.sliding_window import sliding_window, whole_volume
+from seqpar.launch.inference.windows import Course, Sliding
+from seqpar.launch.models.segmentation import build
+from seqpar.launch.settings.config import Config
+from seqpar.mesh import Group, join
+
+SHAPE, TILES, OVERLAP = (240, 240, 155), (96, 64), 0.5
+NETWORK = Config(tile=(96, 96, 96), patch=16, embed_dim=192, depth=6, heads=6, decoder_width=32, positions="sincos")
+
+
+def rows(
+    shape: Sequence[int] = SHAPE, tiles: Sequence[int] = TILES, config: Config = NETWORK, classes: int = 4
+) -> list[dict[str, Any]]:
+    """Returns a row for the whole pass and for each tile: seconds, peak MiB, voxels that the network saw, seams."""
+    found: list[dict[str, Any]] = []
+    for tile in (0, *tiles):
+        row = _apart(tuple(shape), tile, config, classes)
+        first = found[0] if found else row
+        ratios = {name: row[name] / first[name] for name in ("cpu_s", "voxels")}
+        found.append({**row, "times_whole": ratios["cpu_s"], "voxels_times_whole": ratios["voxels"]})
+    return found
+
+
+def _apart(shape: tuple[int, ...], tile: int, config: Config, classes: int) -> dict[str, Any]:
+    """Returns a row, measured in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    child = context.Process(target=_measure, args=(writer, shape, tile, config, classes))
+    child.start()
+    writer.close()
+    try:
+        row: dict[str, Any] = reader.recv()
+    except EOFError:
+        raise MemoryError(f"predicting {shape} voxels by tile {tile or 'whole'} ended without a word") from None
+    finally:
+        child.join()
+    return row
+
+
+def _measure(answer: Any, shape: tuple[int, ...], tile: int, config: Config, classes: int) -> None:
+    torch.set_num_threads(1)
+    mesh = join(Start("bench"), None, 1, torch.device("cpu"))
+    if tile:  # the same weights: sine and cosine positions fit every tile
+        config = replace(config, tile=(tile,) * 3)
+    net = build(config, 1, classes, Group("seq")).eval()
+    image = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    sliding = Sliding((tile or config.tile[0],) * 3, OVERLAP)
+    course = Course.of(shape, sliding)
+    with torch.no_grad():
+        net(torch.zeros(1, 1, *config.tile))  # what is done but once is no part of a row
+    before, began = _peak(), time.process_time()
+    slabs = sliding_window([net], image, sliding, mesh) if tile else whole_volume([net], image, mesh)
+    logits = torch.cat([slab.logits for slab in slabs], 1)
+    spent, peak = time.process_time() - began, _peak() - before
+    probabilities = logits.softmax(0)
+    jumps = (probabilities[:, 1:] - probabilities[:, :-1]).abs().mean((0, 2, 3))  # from each row to the next
+    edges = {at + side for at in course.starts[0] for side in (0, tile)} - {0, shape[0]}
+    border = torch.zeros(len(jumps), dtype=torch.bool)
+    border[[edge - 1 for edge in sorted(edges)]] = True
+    patch = config.patch
+    voxels = len(course.corners) * tile**3 if tile else math.prod(-(-side // patch) * patch for side in shape)
+    name = f"sliding {tile}, overlap {OVERLAP}" if tile else "whole"
+    seam = float(jumps[border].mean() / jumps[~border].mean())
+    answer.send({"name": name, "cpu_s": spent, "peak_mb": peak, "voxels": voxels, "seam": seam})
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

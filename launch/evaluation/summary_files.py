@@ -1,0 +1,55 @@
+"""What evaluation leaves on disk: summary.json in nnU-Net's schema and metrics.csv, each whole or not at all."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import write_whole
+from seqpar.launch.evaluation.classes import Labels
+from seqpar.launch.evaluation.label_files import Pair
+from seqpar.launch.evaluation.scores import Scores
+
+
+def key(labels: tuple[int, ...]) -> str:
+    """Returns nnU-Net's name for a label or region in a summary."""
+    return str(labels[0] if len(labels) == 1 else labels)
+
+
+def document(cases: list[tuple[Pair, Scores]], labels: Labels, summary: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of summary.json: nnU-Net's schema (NaN as it writes it), and what it lacks."""
+    keys = {name: key(values) for name, values in labels.classes.items()}
+    per_case = [
+        {
+            "metrics": {keys[name]: row for name, row in scores.items()},
+            "prediction_file": str(pair.prediction),
+            "reference_file": str(pair.truth),
+        }
+        for pair, scores in cases
+    ]
+    content = {"foreground_mean": summary["foreground_mean"], "metric_per_case": per_case, "classes": keys}
+    for kind in ("mean", "median", "num_values", "global"):
+        content[kind] = {keys[name]: row for name, row in summary[kind].items()}
+    return content
+
+
+def rows_of(cases: list[tuple[Pair, Scores]], labels: Labels) -> str:
+    """Returns the content of metrics.csv: a line per case and class."""
+    text = io.StringIO(newline="")
+    first = next(iter(cases[0][1].values()))
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["case", "class", "labels", *first])
+    for pair, scores in cases:
+        for name, row in scores.items():
+            writer.writerow([pair.case, name, key(labels.classes[name]), *row.values()])
+    return text.getvalue()
+
+
+def write(path: Path, text: str) -> None:
+    """Returns nothing; the file is the old one or the new one, at no moment half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror or error})") from error

@@ -1,0 +1,212 @@
+"""Whole volumes through a network that sees tiles: sliding windows, or all of it in one sequence-parallel pass.
+
+Windows go to sequence groups, each window's parts to the ranks of its group; what the network says travels to the
+ranks that add up the rows it lies in. Legend: b windows, c channels, n tokens, k classes, p voxels of a patch along
+a direction, W D H voxels of the volume, w rows of a slab; ``/s`` after the letter that is spread over ranks.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.collectives import agree, all_gather
+from seqpar.launch.inference.window_sums import Block, Sums
+from seqpar.launch.inference.windows import Course, Region, Sliding, flipped, mirrors, whole_box, window_weights, within
+from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.layout import Layout, to_patches
+from seqpar.mesh import Mesh
+
+Image = Tensor | np.ndarray
+
+
+class Slab(NamedTuple):
+    """Finished rows of a volume: rank r of all holds rows ``bounds[r]…bounds[r + 1]``, none where they are equal."""
+
+    bounds: tuple[int, ...]
+    logits: Tensor  # k w/s D H
+
+
+def sliding_window(nets: Sequence[SegmentationNet], image: Image, sliding: Sliding, mesh: Mesh) -> Iterator[Slab]:
+    """Yields the weighted mean of the networks' logits over all windows, slab by slab along W.
+
+    ``image`` is ``c W D H`` on every rank (a mapped array is read window by window). All ranks get equally many
+    slabs. Sums are taken in float32 at least and in window order, however many groups there are.
+    """
+    course = Course.of(image.shape[1:], sliding, mesh.world.size)
+    weights = window_weights(sliding.tile, sliding.weights)
+    batch = fitting_batch(nets, min(sliding.batch, len(course.corners)))
+    return _walk(_views(nets, course, sliding.mirror, batch, mesh), image, course, weights, batch, mesh)
+
+
+def whole_volume(
+    nets: Sequence[SegmentationNet], image: Image, mesh: Mesh, mirror: Sequence[int] = ()
+) -> Iterator[Slab]:
+    """Yields the logits of one pass over the whole volume, of which each rank of a sequence group holds a part.
+
+    Directions shorter than the network's tile are padded to it, as for sliding windows; longer ones to the patch.
+    """
+    shape = tuple(image.shape[1:])
+    tile = padded_shape(shape, nets[0].encoder.layout) if nets else shape
+    starts = tuple((-((padded - side) // 2),) for padded, side in zip(tile, shape))
+    course = Course(shape, tile, starts, mesh.world.size)
+    weights, batch = window_weights(tile, "constant"), fitting_batch(nets, 1)
+    return _walk(_views(nets, course, mirror, batch, mesh), image, course, weights, batch, mesh)
+
+
+def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """Returns the voxels of a whole pass over a volume of that shape."""
+    return tuple(max(tile, -(-side // p) * p) for side, tile, p in zip(shape, layout.tile, layout.patch))
+
+
+def to_labels(logits: Tensor, regions_class_order: Sequence[int] = ()) -> Tensor:
+    """Returns class ids ``w D H`` of logits ``k w D H``: the largest, or, where the classes are regions that may
+    overlap, those of the regions above one half, written over each other in the order given."""
+    if not regions_class_order:
+        return logits.argmax(0)
+    if len(regions_class_order) != len(logits):
+        raise ValueError(f"{len(logits)} regions were predicted, but regions_class_order is {regions_class_order}")
+    ids = torch.zeros(logits.shape[1:], dtype=torch.int64, device=logits.device)
+    for region, label in zip(logits, regions_class_order):
+        ids[region > 0] = label  # a logit above 0 is a probability above one half
+    return ids
+
+
+def join_labels(slabs: Iterator[Slab], mesh: Mesh, regions_class_order: Sequence[int] = ()) -> Tensor:
+    """Returns the class ids ``W D H`` of all slabs, on the CPU of every rank, as uint8 (int16 beyond 256 classes)."""
+    rows = []
+    for slab in slabs:
+        ids = to_labels(slab.logits, regions_class_order)
+        small = max(len(slab.logits), *regions_class_order, 0) <= 256
+        rows.append(join_rows(ids.to(torch.uint8 if small else torch.int16), slab.bounds, mesh))
+    return torch.cat(rows)
+
+
+def join_rows(rows: Tensor, bounds: Sequence[int], mesh: Mesh, dim: int = 0) -> Tensor:
+    """Returns all ranks' rows of a slab joined, on the CPU of every rank."""
+    sizes = [high - low for low, high in zip(bounds, bounds[1:])]
+    return all_gather(rows.cpu(), mesh.world, dim, sizes, "labels")
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """A network that looks at windows flipped along some directions."""
+
+    net: SegmentationNet
+    layout: Layout
+    flips: tuple[int, ...]
+
+
+def fitting_batch(nets: Sequence[SegmentationNet], batch: int) -> int:
+    """Returns how many windows a group sees at a time: where its ranks decode whole ones, as many for each."""
+    sizes = [net.encoder.group.size for net in nets if net.mode.name == "swap"]
+    return math.lcm(*sizes) * -(-batch // math.lcm(*sizes))
+
+
+def _views(
+    nets: Sequence[SegmentationNet], course: Course, mirror: Sequence[int], batch: int, mesh: Mesh
+) -> list[_View]:
+    """Returns every network with every mixture of flips; refuses what cannot pass, alike on all ranks."""
+    if not nets:
+        raise ValueError("no network came: give one or, as an ensemble, several")
+    views = []
+    for net in nets:
+        if net.training:
+            raise ValueError("the network is in training mode: call eval() first")
+        if net.encoder.group.size != mesh.seq.size:
+            raise ValueError(
+                f"the network was built for a sequence group of {net.encoder.group.size}, the mesh has {mesh.seq.size}"
+            )
+        layout = net.encoder.layout.of_tile(course.tile)
+        net.mode.check(layout, batch)
+        views += [_View(net, layout, flips) for flips in mirrors(mirror, len(course.tile))]
+    return views
+
+
+def _walk(
+    views: Sequence[_View], image: Image, course: Course, weights: Tensor, batch: int, mesh: Mesh
+) -> Iterator[Slab]:
+    """Yields the slabs of a course: in each round, every group sees some windows through every view."""
+    num_windows, groups = len(course.corners), mesh.data.size
+    blocks = [_find_blocks(view, batch, mesh) for view in views]
+    dtype = torch.promote_types(next(views[0].net.parameters()).dtype, torch.float32)
+    sums: Sums | None = None
+    finished = 0
+    for first in range(0, num_windows, groups * batch):
+        end = min(first + groups * batch, num_windows)
+        # Whole batches go to groups, so that a window has the same company however many groups there are.
+        turns = [range(min(at, end), min(at + batch, end)) for at in range(first, first + groups * batch, batch)]
+        for number, (view, held) in enumerate(zip(views, blocks)):
+            logits = _predict(view, image, course, turns[mesh.data.index], batch, mesh)
+            if sums is None:  # a group without a window learns the number of classes from the others
+                num_classes = agree(0 if logits is None else logits.shape[1], mesh.world)
+                sums = Sums(course, weights.to(mesh.device, dtype), num_classes, mesh)
+            if number == 0:
+                sums.open(range(first, end))
+            sums.deliver(logits, held, turns)
+        assert sums is not None
+        sums.close()
+        for slab in range(finished, course.num_finished(end)):
+            yield Slab(course.bounds[slab], sums.finish(slab, len(views)))
+        finished = course.num_finished(end)
+
+
+def _find_blocks(view: _View, batch: int, mesh: Mesh) -> list[Block]:
+    """Returns where each rank of a group finds its logits, by letting the mode arrange the tokens' numbers."""
+    layout, group = view.layout, mesh.seq
+    tokens = Layout(layout.grid, (1,) * len(layout.grid), layout.num_ranks, layout.split)
+    sides = (batch, *layout.grid)
+    numbers = torch.arange(math.prod(sides), device=mesh.device).reshape(sides)
+    held = view.net.arrange(tokens.cut(numbers, group.index), tokens).flatten()
+    ends = all_gather(held[[0, -1]][None], group, 0, [1] * group.size, "plan").cpu()
+    blocks = []
+    for first, last in torch.stack(torch.unravel_index(ends, sides), 2).tolist():
+        samples, *intervals = ((low, high + 1) for low, high in zip(first, last))
+        box = tuple((low * p, high * p) for (low, high), p in zip(intervals, layout.patch))
+        blocks.append(Block(samples, flipped(box, layout.tile, view.flips)))
+    (low, high), box = blocks[group.index]
+    assert len(held) * math.prod(layout.patch) == (high - low) * math.prod(b - a for a, b in box), "no box"
+    return blocks
+
+
+def _predict(
+    view: _View, image: Image, course: Course, windows: Sequence[int], batch: int, mesh: Mesh
+) -> Tensor | None:
+    """Returns this rank's logits ``b k W/s D/s H/s`` of its group's windows, flipped back; None without windows."""
+    if not windows:
+        return None
+    parts = [_cut(image, course.corners[window], view, mesh.seq.index) for window in windows]
+    parts += parts[-1:] * (batch - len(parts))  # always the same shape, so always the same arithmetic
+    with torch.no_grad():
+        logits = view.net(torch.stack(parts).to(mesh.device, next(view.net.parameters()).dtype), view.layout)
+    return logits.flip([2 + direction for direction in view.flips])
+
+
+def _cut(image: Image, corner: Sequence[int], view: _View, rank: int) -> Tensor:
+    """Returns the rank's part ``n/s c p p p`` of the flipped window at ``corner``; outside the volume are zeros."""
+    layout, turn = view.layout, [1 + direction for direction in view.flips]
+    if not layout.is_box:
+        return layout.cut(read_box(image, corner, whole_box(layout.tile)).flip(turn)[None], rank)[0]
+    box = tuple((low * p, high * p) for (low, high), p in zip(layout.box(rank), layout.patch))
+    window = read_box(image, corner, flipped(box, layout.tile, view.flips)).flip(turn)
+    return to_patches(window, layout.patch).transpose(0, 1)
+
+
+def read_box(image: Image, corner: Sequence[int], box: Region) -> Tensor:
+    """Returns a box ``c W D H`` of the window at ``corner``; only what lies in the volume is read."""
+    begin = [at + low for at, (low, _) in zip(corner, box)]
+    sides = [high - low for low, high in box]
+    inside = tuple(
+        (low, max(low, min(at + side, extent)))
+        for low, at, side, extent in ((max(at, 0), at, side, e) for at, side, e in zip(begin, sides, image.shape[1:]))
+    )
+    read = image[(slice(None), *within(inside, [0] * len(box)))]
+    piece = read if isinstance(read, Tensor) else torch.from_numpy(np.array(read))
+    result = piece.new_zeros((piece.shape[0], *sides))
+    if piece.numel():
+        result[(slice(None), *within(inside, begin))] = piece
+    return result

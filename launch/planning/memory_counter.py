@@ -1,0 +1,104 @@
+"""What a piece of code holds and computes, counted operation by operation; it may run on tensors without data.
+
+``Alive`` sees every operation below autograd, backward too. ``as_autocast`` gives tensors without data the precision
+that autocast gives real ones.
+"""
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from seqpar.launch.hardware.operations import Operation, operations_of
+from seqpar.meta_tensors import casting_again
+
+Watch = Callable[[Operation], None]
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of all storages made since, those alive ``now`` and at the worst moment, ``most``.
+
+    ``peaks`` are the worst moments of each ``phase``, whose name may be set at any time.
+    """
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        super().__init__()
+        self.now, self.phase, self.peaks = 0, "", Counter[str]()
+        self._watch = watch
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    @property
+    def most(self) -> int:
+        return max(self.peaks.values(), default=0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [t for t in itertools.chain(tree_leaves(args), tree_leaves(kwargs)) if isinstance(t, Tensor)]
+        for tensor in given:
+            self._note(tensor, 0)  # what was there before, if it is met for the first time
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        new = sum(self._note(t, t.untyped_storage().nbytes()) for t in made)
+        self.now += new
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+        if self._watch is not None and (new or func._schema.is_mutable):
+            kind, count = operations_of(func, args, kwargs or {}, result)
+            size = sum(t.numel() * t.element_size() for t in given + made)
+            self._watch(Operation(kind, count, size, func, args, kwargs or {}))
+        return result
+
+    def _note(self, tensor: Tensor, size: int) -> int:
+        """Returns the size of a storage that was not known."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return 0
+
+        def drop(_: Any) -> None:
+            del self._known[key]
+            self.now -= size
+
+        self._known[key] = weakref.ref(storage, drop)
+        return size
+
+
+
+
+class _Cast(TorchFunctionMode):
+    """Casts what autocast would cast, for the calls that this package's networks make."""
+
+    _LOWER = {F.linear, F.conv3d, F.conv_transpose3d, torch.matmul, F.scaled_dot_product_attention}
+
+    def __init__(self, dtype: torch.dtype, full: set[Any]) -> None:
+        self._dtype, self._full = dtype, full
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._LOWER or func in self._full:
+            wanted = self._dtype if func in self._LOWER else torch.float32
+            args = [_cast(value, wanted) for value in args]
+            kwargs = {name: _cast(value, wanted) for name, value in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+        return value.to(dtype)
+    return value
+
+
+@contextmanager
+def as_autocast(dtype: torch.dtype | None, on_gpu: bool) -> Iterator[None]:
+    """Makes tensors without data follow autocast: as on a GPU, where norms of tokens are float32, or on a CPU."""
+    with ExitStack() as stack:
+        if dtype is not None:
+            stack.enter_context(torch.autocast("cpu", dtype))  # what custom operations ask
+            stack.enter_context(casting_again(_Cast(dtype, {F.layer_norm} if on_gpu else set())))
+        yield

@@ -1,0 +1,281 @@
+"""What a run needs on each rank: memory by part, bytes sent by group, time; and the smallest group that fits.
+
+Memory and bytes are counted by running the network on tensors without data (``outline``); time is an estimate from
+what the device is said or measured to do.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from seqpar.attention.cost_model import Layer, Strategy, check_strategy, choose, cost
+from seqpar.launch.hardware.devices import DTYPES, Device
+from seqpar.launch.planning.feasibility import refuse, refuse_lonely
+from seqpar.launch.planning.step_counter import Step, count_step, extended
+from seqpar.launch.settings.config import Config
+from seqpar.layout import Layout
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+GIB = 2**30
+BUCKET = 25 << 20  # DDP sums so many bytes of gradients at a time
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is planned: the settings, the device, the data's channels and outputs, all ranks (None: one group).
+
+    ``timed``: seconds and MFU are estimated too, which takes as long again as the memory.
+    """
+
+    config: Config
+    device: Device
+    channels: int = 4
+    outputs: int = 4
+    ranks: int | None = None
+    timed: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one size of group needs on its fullest rank, or ``why`` it cannot be.
+
+    ``scores`` is what attention that is not fused would need beside ``memory``; ``attention_why`` says in lines why
+    attention goes as it does, where that was left open.
+    """
+
+    config: Config
+    device: Device
+    ranks: int
+    memory: dict[str, float] = field(default_factory=dict)
+    sent: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    mfu: float = 0.0
+    scores: float = 0.0
+    why: str = ""
+    attention_why: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """Bytes on the fullest rank."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return not self.why and self.total <= self.device.memory
+
+    @property
+    def fits_unfused(self) -> bool:
+        return not self.why and self.total + self.scores <= self.device.memory
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+def plans(run: Run, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
+    """Yields the plan of each size of group."""
+    for size in sizes:
+        try:
+            yield plan(run, size)
+        except ValueError as error:
+            yield Plan(replace(run.config, seqpar=size), run.device, run.ranks or size, why=str(error))
+
+
+def plan(run: Run, size: int) -> Plan:
+    """Returns what a group of that size needs; refuses what cannot run, or would cut nodes up."""
+    ranks, node = run.ranks or size, run.device.node
+    if ranks % size:
+        raise ValueError(f"does not divide {ranks} ranks")
+    if size > 1 and node < 1 << 20 and node % size and size % node:
+        raise ValueError(f"does not share nodes of {node} evenly")
+    config = replace(run.config, seqpar=size)
+    if not config.batch:  # the least there can be
+        config = replace(config, batch=size if config.mode == "swap" else 1)
+    refuse(config)
+    refuse_lonely(config, ranks)
+    return planned(replace(run, config=config), ranks)
+
+
+def planned(run: Run, ranks: int) -> Plan:
+    """Returns what a complete config needs on so many ranks; attention that is left open is chosen.
+
+    It is the quickest that fits, and which one that is follows from the plan of the quickest of all: training asks the
+    same, so that it does what was planned.
+    """
+    config, device = run.config, run.device.of(ranks)
+    if config.attention != "auto" or config.seqpar == 1:
+        return _plan(run, config, device, ranks)
+    layer, machine = _layer(config), device.machine(config.seqpar, config.precision)
+    quickest, _ = choose(layer, machine, config.keep_kv)
+    found = _plan(run, replace(config, attention=str(quickest)), device, ranks)
+    needs, depth = cost(quickest, layer, machine, config.keep_kv), _held_layers(config)
+    left = (device.memory - found.total) / (1 + device.slack) + depth * needs.held + needs.transient
+    best, why = choose(layer, machine, config.keep_kv, left, depth)
+    if best != quickest:
+        found = _plan(run, replace(config, attention=str(best)), device, ranks)
+    return replace(found, attention_why=why)
+
+
+def _held_layers(config: Config) -> int:
+    """Returns how many layers hold what attention needs for backward at a time."""
+    return config.depth if config.grad_checkpoint == Config().grad_checkpoint else 1
+
+
+def _layer(config: Config) -> Layer:
+    sizes = Layout.of(config.tile, config.patch, config.seqpar, config.split).counts
+    per_chunk = config.heads_per_chunk or None
+    return Layer(sizes, config.heads, config.embed_dim, config.batch, DTYPES[config.precision].itemsize, per_chunk)
+
+
+def _steps(run: Run, config: Config, device: Device, ranks: int) -> list[Step]:
+    """Returns what a step takes on each rank that may hold most."""
+    how = run.channels, run.outputs, device.clock(config.precision), device.on_gpu, ranks // config.seqpar
+    return [count_step(config, rank, *how) for rank in _fullest(config)]
+
+
+def _memory(step: Step, device: Device) -> dict[str, float]:
+    parts = ("weights", "gradients", "optimiser", "input", "tokens", "decoder", "transient")
+    memory: dict[str, float] = {name: getattr(step, name) for name in parts}
+    return memory | {"apart": device.taken + device.slack * sum(memory.values())}
+
+
+def _plan(run: Run, config: Config, device: Device, ranks: int) -> Plan:
+    step = max(_steps(run, config, device, ranks), key=lambda s: s.tokens + s.decoder + s.transient)
+    memory = _memory(step, device)
+    sent = {"seq": step.sent.total() * config.accumulate, "world": _world_bytes(config, step, ranks)}
+    found = Plan(config, device, ranks, memory, sent, scores=_scores(config, step.transient))
+    if not run.timed:
+        return found
+    seconds = _seconds(config, device, step, ranks)
+    once = Config().grad_checkpoint
+    alone = replace(config, seqpar=1, attention="auto", keep_kv=False, split="spatial", grad_checkpoint=once)
+    done = 3 * config.accumulate * _forward_operations(alone, run.channels, run.outputs) / config.seqpar
+    return replace(found, seconds=seconds, mfu=done / sum(seconds.values()) / device.peak[config.precision])
+
+
+@lru_cache(maxsize=4)
+def _forward_operations(config: Config, channels: int, outputs: int) -> float:
+    """Returns what one process does forward: what is done twice or on each rank counts once."""
+    return count_step(config, 0, channels, outputs, lambda done: 0.0, True).forward_operations
+
+
+def _fullest(config: Config) -> Iterator[int]:
+    """Yields the ranks that may hold most: of those with most tokens the one with most neighbours, and most heads."""
+    layout = Layout.of(config.tile, config.patch, config.seqpar, config.split)
+
+    def inside(rank: int) -> int:
+        sides = zip(layout.box(rank), layout.grid) if layout.is_box else ()
+        return sum((low > 0) + (high < extent) for (low, high), extent in sides)
+
+    fullest = max(range(layout.num_ranks), key=lambda rank: (layout.counts[rank], inside(rank)))
+    yield fullest
+    inner = _strategy(config).inner
+    if fullest and inner > 1 and config.heads % inner:
+        yield 0  # the first places take one head more
+
+
+def _strategy(config: Config) -> Strategy:
+    if config.seqpar == 1 or config.attention == "auto":
+        return Strategy("gather-kv")
+    return check_strategy(config.attention, config.seqpar, config.heads, config.keep_kv)
+
+
+def _scores(config: Config, transient: int) -> float:
+    """Returns what attention that is not fused would need more.
+
+    Each layer holds softmax's output of this rank's queries and all keys until its backward, which makes the gradients
+    of that and of the scores.
+    """
+    layer = _layer(config)
+    one = layer.batch * layer.heads * max(layer.sizes) * sum(layer.sizes) * layer.element
+    return _held_layers(config) * one + max(0, 2 * one - transient)
+
+
+def _world_bytes(config: Config, step: Step, ranks: int) -> float:
+    """Returns what a rank sends to all: gradients to be averaged, or weights twice and gradients once."""
+    times = config.accumulate * 3 if config.shard_weights else 2
+    return times * (ranks - 1) / ranks * step.parameters
+
+
+def _seconds(config: Config, device: Device, step: Step, ranks: int) -> dict[str, float]:
+    """Returns the step's seconds: of computing, and of waiting for messages that nothing hides."""
+    computing = step.seconds.total() * config.accumulate
+    found = {"computing": computing, "update": step.update_seconds}
+    size, link = config.seqpar, device.link(config.seqpar)
+    if size > 1:
+        machine = device.machine(size, config.precision)
+        waiting = cost(_strategy(config), _layer(config), machine, config.keep_kv).waiting * config.depth
+        others = [kind for kind in step.sent if kind != "attention"]
+        waiting += sum(step.sent[k] / link.bandwidth + step.messages[k] * link.latency for k in others)
+        found["waiting"] = waiting * config.accumulate
+    if ranks > 1:
+        link = device.link(ranks)
+        rounds = -(-step.parameters // BUCKET)
+        summing = _world_bytes(config, step, ranks) / link.bandwidth + rounds * 2 * (ranks - 1) * link.latency
+        found["summing"] = max(0.0, summing - computing / 2) if device.on_gpu else summing  # under the backward
+    return found
+
+
+def smallest(found: Iterable[Plan]) -> Plan | None:
+    """Returns the plan of the smallest group that fits, None where none does."""
+    return next((p for p in found if p.fits), None)
+
+
+def most_tiles(run: Run, p: Plan) -> int:
+    """Returns how many tiles a sequence group of ``p`` may take at once, by what one more of them adds.
+
+    Of tiles so small that one does not fill the loss's run of logits there may be some more.
+    """
+    unit = p.config.seqpar if p.config.mode == "swap" else 1
+    more = replace(p.config, batch=p.config.batch + unit)
+    pairs = list(zip(*(_steps(run, config, p.device, p.ranks) for config in (p.config, more))))
+
+    def fits(times: int) -> bool:
+        needs = (sum(_memory(extended(few, many, times), p.device).values()) for few, many in pairs)
+        return max(needs) <= p.device.memory
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return p.config.batch + low * unit
+
+
+def largest_batch(run: Run, ranks: int, wanted: int) -> Plan:
+    """Returns the plan of the largest batch up to ``wanted`` that fits; of one tile, or one for each rank, at least."""
+    unit = run.config.seqpar if run.config.mode == "swap" else 1
+
+    def of(tiles: int) -> Plan:
+        return planned(replace(run, config=replace(run.config, batch=tiles), timed=False), ranks)
+
+    found = of(wanted)
+    if found.fits or wanted == unit:
+        return found
+    least = of(unit)
+    while not found.fits and found.config.batch > unit:  # memory bends upwards: a chord lies above it
+        tiles = found.config.batch
+        each = (found.total - least.total) / (tiles - unit)
+        guess = unit + int((least.device.memory - least.total) / each / unit) * unit
+        found = of(max(unit, min(guess, tiles - unit)))
+    return found
+
+
+def refusal(found: Sequence[Plan]) -> str:
+    """Returns why nothing fits, and what would take less."""
+    possible = [p for p in found if not p.why]
+    if not possible:
+        return f"no group of ranks can run this: {found[0].why}"
+    least = min(possible, key=lambda p: p.total)
+    largest = max(("tokens", "decoder", "transient", "optimiser"), key=lambda name: least.memory[name])
+    advice = {
+        "tokens": "--grad-checkpoint full, or a larger --patch",
+        "decoder": "--mode halo" if least.config.mode == "gather" else "a smaller --decoder-width or --tile",
+        "transient": "--mode halo or a smaller --tile",
+        "optimiser": "a smaller --embed-dim or --depth",
+    }[largest]
+    return (
+        f"nothing fits: --seqpar {least.config.seqpar} needs {least.total / GIB:.1f} GiB on a rank of "
+        f"{least.device.name}, which has {least.device.memory / GIB:.1f}; most is for {largest}: try {advice}"
+    )

@@ -1,0 +1,154 @@
+"""The cases of a report: truth, prediction and image on one grid, and their slices as inline SVG.
+
+Legend: ``W D H`` voxels; canonical, so that they grow to the right, to the front, upwards.
+"""
+
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.data.errors import DataError
+from seqpar.data.geometry import differs, to_canonical
+from seqpar.data.preparation import transforms
+from seqpar.data.preparation.cache import PreparedCase, PreparedDataset, open_cache
+from seqpar.data.volumes import Volume, read_volume
+from seqpar.launch.reporting.record import Record, ScoredCase
+from seqpar.launch.reporting.volumes import Bytes, encode, outline, png
+from seqpar.launch.training.pictures import fullest_planes
+
+COLOURS = ("#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00", "#f0e442", "#0072b2", "#b2df8a")  # told apart by all
+PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))
+SIDES = ("PASI", "LRSI", "LRAP")  # of the planes: what lies left, right, on top, at the bottom
+_MARGIN = 8  # voxels shown around the labels where there is no image
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A case on one grid: grey images by modality, and label numbers (1 is the first label) of both maps."""
+
+    name: str
+    images: dict[str, Bytes]  # W D H each; none where the prepared image is not there
+    truth: Bytes
+    prediction: Bytes
+    spacing: tuple[float, float, float]
+    note: str = ""
+
+
+def find_cache(record: Record) -> PreparedDataset | None:
+    """Returns the run's prepared data, None where it is no longer there."""
+    place = record.dataset.get("prepared")
+    try:
+        return open_cache(Path(str(place))) if place else None
+    except DataError:
+        return None
+
+
+def load(case: ScoredCase, record: Record, cache: PreparedDataset | None) -> Shown:
+    """Returns a case's volumes; without its prepared image just the labels. A DataError where a map is missing."""
+    numbers = {value: n + 1 for n, value in enumerate(record.label_names)}
+    prepared = cache.cases.get(case.name) if cache else None
+    found = read_volume(case.prediction)
+    if prepared is not None:
+        try:
+            wrong = differs(found.geometry, prepared.properties.geometry)
+            if wrong is None:
+                return _on_prepared(case, found, prepared, numbers, list(record.dataset["modalities"]))
+            note = f"The prepared image lies elsewhere ({wrong}); only the labels are shown."
+        except DataError as error:
+            note = f"The prepared image cannot be used ({error}); only the labels are shown."
+    else:
+        note = "The prepared image is not there any more; only the labels are shown."
+    truth = _read_truth(case.truth, found)
+    both = np.stack([to_canonical(v.array[0], v.geometry.orientation) for v in (truth, found)])
+    box = transforms.find_box(both)
+    w, d, h = ((max(0, low - _MARGIN), min(side, high + _MARGIN)) for (low, high), side in zip(box, both.shape[1:]))
+    maps = [_numbered(transforms.crop(labels, (w, d, h)), numbers) for labels in both]
+    return Shown(case.name, {}, maps[0], maps[1], found.geometry.canonical_spacing, note)
+
+
+def _read_truth(path: Path, prediction: Volume) -> Volume:
+    truth = read_volume(path)
+    wrong = differs(truth.geometry, prediction.geometry)
+    if wrong is not None:
+        raise DataError(path, f"does not lie on its prediction: {wrong}")
+    return truth
+
+
+def _on_prepared(
+    case: ScoredCase, found: Volume, prepared: PreparedCase, numbers: dict[int, int], modalities: list[str]
+) -> Shown:
+    """Returns a case on the grid of its prepared image; the truth too comes from there where its file is gone."""
+    properties = prepared.properties
+
+    def arranged(volume: Volume) -> Bytes:
+        whole = to_canonical(volume.array[0], volume.geometry.orientation)
+        return _numbered(transforms.resample_label(transforms.crop(whole, properties.box), properties.shape), numbers)
+
+    if case.truth.exists():
+        truth = arranged(_read_truth(case.truth, found))
+    else:
+        truth = _numbered(transforms.to_values(np.asarray(prepared.label), properties.values), numbers)
+    image = prepared.image
+    pictures = {
+        name: to_grey(np.asarray(channel), scheme == "zscore")
+        for name, channel, scheme in zip(modalities, image, properties.schemes)
+    }
+    return Shown(case.name, pictures, truth, arranged(found), properties.spacing)
+
+
+def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:
+    made = np.zeros(values.shape, np.uint8)
+    for value, number in numbers.items():
+        made[values == value] = number
+    return made
+
+
+def to_grey(channel: NDArray[Any], zero_is_outside: bool) -> Bytes:
+    """Returns a prepared channel as grey levels, its brightest and darkest half percent clipped."""
+    outside = channel == 0 if zero_is_outside else np.zeros(channel.shape, bool)
+    body = channel[~outside]
+    low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
+    scaled = np.clip((channel - low) / max(float(high - low), 1e-6), 0, 1) * 255
+    grey: Bytes = np.where(outside, 0, np.rint(scaled)).astype(np.uint8)
+    return grey
+
+
+def plane_of(volume: NDArray[Any], dim: int, at: int) -> NDArray[Any]:
+    """Returns a plane as a picture ``[y, x]``, the higher of both directions upwards."""
+    return np.take(volume, at, dim).T[::-1]
+
+
+def favourite(names: list[str]) -> str:
+    """Returns the modality on which a tumour is seen best, the first where none is known."""
+    return next((name for name in names if name.lower() in ("flair", "t2f", "t2-flair")), names[0] if names else "")
+
+
+def draw_planes(case: Shown) -> tuple[list[str], tuple[int, ...]]:
+    """Returns three planes as SVG, and where they lie: those that hold most of the truth, or of the prediction."""
+    at = fullest_planes(case.truth if case.truth.any() else case.prediction)
+    return [_draw_plane(case, plane, dim, at[dim]) for plane, dim in PLANES], at
+
+
+def _draw_plane(case: Shown, plane: str, dim: int, at: int) -> str:
+    across, up = (step for n, step in enumerate(case.spacing) if n != dim)
+    truth, found = plane_of(case.truth, dim, at), plane_of(case.prediction, dim, at)
+    rows, columns = truth.shape
+    width, height = columns * across, rows * up
+    parts = [f'<rect width="{width:.6g}" height="{height:.6g}" fill="#000"/>']
+    if case.images:
+        picture = plane_of(case.images[favourite(list(case.images))], dim, at)
+        size = f'width="{width:.6g}" height="{height:.6g}" preserveAspectRatio="none"'
+        parts.append(f'<image {size} href="data:image/png;base64,{encode(png(np.ascontiguousarray(picture)))}"/>')
+    parts.append(f'<g transform="scale({across:.6g} {up:.6g})" fill="none" stroke-width="1.5">')
+    for kind, labels in (("truth", truth), ("prediction", found)):
+        for number in np.unique(labels[labels > 0]).tolist():
+            colour = COLOURS[(number - 1) % len(COLOURS)]
+            parts.append(f'<path class="{kind}" stroke="{colour}" d="{outline(labels == number)}"/>')
+    parts.append("</g>")
+    label = escape(f"{case.name}, {plane} plane {at + 1}")
+    box = f'viewBox="0 0 {width:.6g} {height:.6g}" style="aspect-ratio:{width:.6g}/{height:.6g}"'
+    return f'<svg {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'

@@ -1,0 +1,94 @@
+"""A report's tables of scores, and each class's distribution over the cases."""
+
+import math
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+from seqpar.launch.reporting.charts import draw_strips
+from seqpar.launch.reporting.record import Record, Scored
+
+COLUMNS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
+
+
+def number(value: Any) -> float:
+    """Returns a value of the journal, NaN where it is none."""
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def cell(value: float, places: int, more: str = "") -> str:
+    """Returns a table's cell that keeps the whole number beside the rounded one."""
+    if math.isnan(value):
+        return '<td class="number" data-value="">–</td>'
+    return f'<td class="number" data-value="{value!r}">{value:.{places}f}{more}</td>'
+
+
+def metrics(scored: Scored) -> str:
+    """Returns the summary per class, its distributions, and all cases."""
+    rows = []
+    for name, key in scored.classes.items():
+        cells = [
+            cell(scored.summary.get(kind, {}).get(name, {}).get(metric, math.nan), places)
+            for metric, places, kinds in COLUMNS
+            for kind in kinds
+        ]
+        count = scored.summary.get("num_values", {}).get(name, {}).get("Dice", math.nan)
+        cells.append(cell(count, 0, f" of {len(scored.cases)}"))
+        label = key.strip("()").rstrip(",").replace(", ", " + ")
+        heads = f"<th>{escape(name)}</th><td>{escape(label)}</td>"
+        rows.append(f'<tr data-class="{escape(name)}">{heads}{"".join(cells)}</tr>')
+    units = {"HD95": ", mm"}
+    groups = "".join(f'<th colspan="{len(kinds)}">{name}{units.get(name, "")}</th>' for name, _, kinds in COLUMNS)
+    seconds = "".join(f"<th>{kind}</th>" for _, _, kinds in COLUMNS for kind in kinds)
+    head = f'<tr><th rowspan="2">Class</th><th rowspan="2">Labels</th>{groups}<th rowspan="2">Cases</th></tr>'
+    table = f'<table class="metrics" id="metrics"><thead>{head}<tr>{seconds}</tr></thead>'
+    table += f"<tbody>{''.join(rows)}</tbody></table>"
+    plural = "s" if len(scored.cases) > 1 else ""
+    told = f"Scores of {len(scored.cases)} case{plural}: {scored.source}. Mean and median weigh cases alike, "
+    told += "global pools their voxels; cases in which neither map has the class have no Dice and are left out."
+    tolerance = scored.settings.get("nsd_tolerance")
+    if isinstance(tolerance, (int, float)):
+        told += f" The surface Dice (NSD) is at {tolerance:g} mm."
+    return (
+        f'<div class="wide">{table}</div><p class="small">{escape(told)}</p>'
+        f'<div class="charts two">{"".join(_strips(scored))}</div>'
+        f"{_case_table(scored)}"
+    )
+
+
+def _strips(scored: Scored) -> Iterable[str]:
+    for metric, title, high in (("Dice", "Dice of each case", 1.0), ("HD95", "HD95 of each case, mm", None)):
+        rows = {n: [(c.scores[n].get(metric, math.nan), c.name) for c in scored.cases] for n in scored.classes}
+        values = [value for row in rows.values() for value, _ in row if math.isfinite(value)]
+        yield draw_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0)
+
+
+def _case_table(scored: Scored) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in scored.classes)
+    rows = []
+    for case in scored.cases:
+        cells = "".join(cell(case.scores[name].get("Dice", math.nan), 3) for name in scored.classes)
+        rows.append(f'<tr data-case="{escape(case.name)}"><th>{escape(case.name)}</th>{cells}{cell(case.dice, 3)}</tr>')
+    table = f'<table class="metrics" id="per-case"><thead><tr><th>Case</th>{head}<th>mean</th></tr></thead>'
+    table += f"<tbody>{''.join(rows)}</tbody></table>"
+    opened = " open" if len(scored.cases) <= 12 else ""
+    title = "<summary>Dice of every case, worst first</summary>"
+    return f'<details{opened}>{title}<div class="wide">{table}</div></details>'
+
+
+def last_validation(record: Record) -> str:
+    """Returns the scores in the journal, which training's validations leave there."""
+    if not record.held_out:
+        return "<p>There are no scores yet.</p>"
+    row = record.held_out[-1]
+    pooled = row.get("global_dice", {})
+    cells = []
+    for name, value in row.get("dice", {}).items():
+        told = f"<th>{escape(name)}</th>{cell(number(value), 3)}{cell(number(pooled.get(name)), 3)}"
+        cells.append(f'<tr data-class="{escape(name)}">{told}</tr>')
+    head = "<thead><tr><th>Class</th><th>Dice, mean</th><th>Dice, global</th></tr></thead>"
+    told = f"From the validation after step {row['step']} on {row.get('cases', '–')} held-out cases."
+    return (
+        f'<table class="metrics" id="metrics">{head}<tbody>{"".join(cells)}</tbody></table>'
+        f'<p class="small">{escape(told)}</p>'
+    )

@@ -1,0 +1,102 @@
+"""A run folder as prediction needs it: the settings, what the data mean, and the networks of its checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from seqpar.data.errors import DataError
+from seqpar.data.preparation.recipe import Recipe
+from seqpar.launch.hardware.devices import device_here
+from seqpar.launch.models.segmentation import SegmentationNet, build
+from seqpar.launch.settings.config import Config, read_config
+from seqpar.launch.weights import checkpoint
+from seqpar.launch.weights.files import listed, read_weights
+from seqpar.mesh import Mesh, start
+
+LAST = "model.safetensors"  # what a finished run leaves beside its checkpoints
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run was: its config, how its cases were prepared, and what its outputs stand for."""
+
+    path: Path
+    config: Config
+    recipe: Recipe
+    labels: dict[str, int]  # class ids, as in the cache
+    regions: dict[str, tuple[int, ...]]
+    regions_class_order: tuple[int, ...]  # class ids; empty where the outputs are labels
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The networks' outputs by name: regions, or labels."""
+        return tuple(self.regions or self.labels)
+
+
+def read_run(path: str | Path) -> Run:
+    """Returns the run in a folder that train wrote."""
+    content = read_config(path)
+    try:
+        told = content["dataset"]
+        regions = {name: tuple(members) for name, members in told["regions"].items()}
+        return Run(
+            Path(path),
+            Config.from_dict(content["config"]),
+            Recipe.from_json(told["recipe"]),
+            dict(told["labels"]),
+            regions,
+            tuple(told["regions_class_order"]) if regions else (),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            Path(path) / "config.json", f"lacks what prediction needs ({error}); give the folder of a training run"
+        ) from None
+
+
+def find_weights(run: Run, which: str = "best") -> Path:
+    """Returns the file of weights that ``which`` names: best, latest, or a file or checkpoint folder itself."""
+    folder = run.path / "checkpoints"
+    if which not in ("best", "latest"):
+        path = Path(which)
+        return path / LAST if path.is_dir() else path
+    for name in (which, "latest"):
+        if (folder / name).is_file():
+            return checkpoint.find(folder, name) / LAST
+    if (run.path / LAST).is_file():
+        return run.path / LAST
+    raise DataError(folder, f"holds no checkpoint, and {run.path} no {LAST}; train first, or name a file of weights")
+
+
+def fitting_mode(run: Run) -> str:
+    """Returns how the run's networks decode without being told: all modes but nogather are one function."""
+    return "nogather" if run.config.mode == "nogather" else "auto"
+
+
+def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[SegmentationNet]:
+    """Returns the run's network with each file's weights, ready to predict; ``mode`` may be another than trained."""
+    config = replace(run.config, mode=mode or fitting_mode(run))
+    machine = device_here(mesh.device.type).machine(mesh.seq.size, config.precision)
+    nets = []
+    for path in files:
+        net = build(config, len(run.recipe.modalities), len(run.outputs), mesh.seq, machine=machine)
+        state = read_weights(path)
+        wanted = net.state_dict()
+        wrong = [name for name in {**wanted, **state} if _shape(wanted, name) != _shape(state, name)]
+        if wrong:
+            raise DataError(path, f"holds weights of another network than {run.path}: {listed(wrong, 4)} differ")
+        net.load_state_dict(state)
+        dtype = torch.float64 if run.config.precision == "fp64" else torch.float32
+        nets.append(net.to(mesh.device, dtype).eval())
+    return nets
+
+
+def _shape(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(state[name].shape) if name in state else None
+
+
+def load_run(path: str | Path, which: str = "best") -> SegmentationNet:
+    """Returns the network of a run folder, ready to predict, in this process alone: no process group is needed."""
+    run = read_run(path)
+    return load_nets(run, [find_weights(run, which)], start(1, env={}))[0]

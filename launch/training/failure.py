@@ -1,0 +1,83 @@
+"""How a run ends that cannot go on: status.json says why, stderr says it in a line, the exit code says it once more."""
+
+import os
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from typing import NoReturn
+
+from seqpar.launch.job import exit_codes
+from seqpar.launch.runs.journal import Status
+from seqpar.launch.settings.config import Config
+from seqpar.launch.weights.checkpoint import NotSaved
+from seqpar.mesh import Mesh
+from seqpar.watchdog import OutOfStep
+
+INTERRUPTED = 130
+
+
+def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoReturn:
+    """Leaves at once: peers may be gone, or wait in a sum for this rank, and learn from its end that it is over."""
+    rank = mesh.world.index
+    code, text, everyone = _judge(error, config, rank, mesh.world.watch.finding)
+    try:
+        with suppress(OSError):  # a full disk must not hide the cause
+            status.write_unless_over("failed", text, code)
+        if text == "" or (code == 1 and not _expected(error)):
+            traceback.print_exception(error)
+        elif everyone or mesh.is_first:
+            print(f"error: {text}", file=sys.stderr, flush=True)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if isinstance(error, exit_codes.NonFinite):  # agreed by all ranks, so all come here
+            with suppress(Exception):
+                mesh.stop()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(code)
+
+
+def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -> tuple[int, str, bool]:
+    """Returns exit code, text, and whether it is this rank's own news rather than every rank's."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted twice: left without saving", False
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    code = exit_codes.code_of(error)
+    if code == exit_codes.MEMORY:
+        if isinstance(error, MemoryError) and "workers" in lines[0]:  # the loader's, which knows what to change
+            return code, str(error), False
+        return code, f"out of memory on rank {rank}: {thriftier(config)} ({lines[0][:120]})", True
+    if code is not None:
+        return code, str(error), False
+    if isinstance(error, OutOfStep):
+        return 1, str(error), True
+    if lost_contact(error):
+        cause = f"; {finding}" if finding else ""
+        return 1, f"rank {rank} lost contact with its peers: {lines[0][:160]}{cause}", True
+    if isinstance(error, NotSaved):
+        return 1, str(error), False
+    if isinstance(error, OSError):
+        return 1, f"rank {rank}: {error}", True
+    return 1, f"rank {rank}: {type(error).__name__}: {lines[0]}", True
+
+
+def _expected(error: BaseException) -> bool:
+    return isinstance(error, (OSError, OutOfStep)) or lost_contact(error)
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Returns whether a collective failed because a peer is gone."""
+    marks = ("Connection closed", "Connection reset", "Timed out", "timeout", "peer", "Broken pipe", "NCCL")
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
+
+
+def thriftier(config: Config) -> str:
+    """Returns which flags hold less in memory, the ones that change no result first."""
+    if config.batch > 1 and not config.batch_dice:  # whose Dice is over the tiles that are computed together
+        batch = max(size for size in range(1, config.batch) if config.batch % size == 0)
+        return f"use --batch {batch} --accumulate {config.batch // batch * config.accumulate}"
+    if config.grad_checkpoint != "full":
+        return "use --grad-checkpoint full, or a larger --seqpar"
+    shards = "" if config.shard_weights else "--shard-weights, "
+    return f"use {shards}a larger --seqpar, a larger --patch or a smaller --tile"

@@ -1,0 +1,83 @@
+"""What the last validation leaves in a run folder: RUN/validation with label maps and summary.json.
+
+The maps lie in the geometry of the cases' own files and are scored from disk as evaluate does it, so that both say
+the same. summary.json comes last: a folder without it is unfinished. What cannot be written is told, and ends no run.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.recognise import recognise
+from seqpar.data.preparation.cache import PreparedCase
+from seqpar.data.preparation.prepare import labels_to_source
+from seqpar.data.volumes import write_volume
+from seqpar.launch.evaluation.classes import Labels, of_declared
+from seqpar.launch.evaluation.label_files import Pair, score_pair
+from seqpar.launch.evaluation.scores import Scores, summarise
+from seqpar.launch.evaluation.summary_files import document, write
+from seqpar.launch.settings.config import Config
+from seqpar.launch.training.data import phantom
+
+SETTINGS = {"nsd_tolerance": 1.0, "lesion_wise": False, "empty": "skip"}
+
+
+def true_files(config: Config) -> dict[str, Path]:
+    """Returns each case's label file."""
+    dataset = recognise(config.data or phantom(config, is_first=False))
+    return {case.id: case.label.absolute() for case in dataset.cases if case.label is not None}
+
+
+def labels_in_files(described: Mapping[str, Any]) -> Labels:
+    """Returns the labels and regions of a run in the files' values."""
+    values, ignore = described["values"], described["ignore_label"]
+    labels = {name: values[n] for name, n in described["labels"].items()}
+    regions = {name: tuple(values[n] for n in ids) for name, ids in described["regions"].items()}
+    return of_declared(labels, regions, None if ignore is None else values[ignore])
+
+
+class HeldOut:
+    """The folder while the first rank fills it, case after case."""
+
+    def __init__(
+        self, folder: Path, described: Mapping[str, Any], true: Callable[[], Mapping[str, Path]], step: int
+    ) -> None:
+        self.folder, self.labels, self.step = folder, labels_in_files(described), step
+        self.cases: list[tuple[Pair, Scores]] = []
+        self.faults: list[DataError] = []
+        self.true: Mapping[str, Path] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "summary.json").unlink(missing_ok=True)  # it is of other label maps from here on
+            self.true = true()
+        except DataError as error:
+            self.faults.append(error)
+        except OSError as error:
+            self.faults.append(DataError(folder, f"cannot be written ({error.strerror})"))
+
+    def add(self, case: PreparedCase, ids: np.ndarray) -> None:
+        """Writes and scores one prediction, given as prepared class ids ``W D H``."""
+        if case.id not in self.true:
+            return
+        pair = Pair(case.id, self.true[case.id], self.folder / f"{case.id}.nii.gz")
+        try:
+            label = labels_to_source(ids, case.properties)
+            write_volume(pair.prediction, label, case.properties.geometry, dtype=label.dtype)
+            self.cases.append((pair, score_pair(pair, self.labels, SETTINGS)))
+        except DataError as error:
+            self.faults.append(error)
+
+    def close(self) -> list[str]:
+        """Writes summary.json; returns a line for each thing that went wrong."""
+        if self.cases:
+            content = document(self.cases, self.labels, summarise([scores for _, scores in self.cases]))
+            content |= {"settings": SETTINGS, "faults": list(map(str, self.faults)), "step": self.step}
+            try:
+                write(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
+            except DataError as error:
+                self.faults.append(error)
+        return [f"warning: {fault}" for fault in self.faults]

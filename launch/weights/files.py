@@ -1,0 +1,160 @@
+"""Weights as files, and what all foreign formats need: unwrapping, renaming, filling a network.
+
+Every fault of a file or of its keys is one ValueError that names them.
+"""
+
+import logging
+import os
+import pickle
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from seqpar.data.errors import DataError
+from seqpar.vit.tokens import resize_positions
+
+log = logging.getLogger(__name__)
+
+State = dict[str, Tensor]
+NESTS = ("state_dict", "model_state_dict", "network_weights", "model", "net")
+_COMPILED = r"_orig_mod|_fsdp_wrapped_module"
+_WRAPPERS = re.compile(rf"^((module|backbone|model|net|network|{_COMPILED})\.)+|\b({_COMPILED})\.")
+
+
+def read_weights(path: str | Path) -> State:
+    """Returns the state dict of a safetensors or a torch file; no code in the file is ever run."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(path, "no such file; give a safetensors or torch file of weights")
+    with path.open("rb") as file:
+        head = file.read(9)
+    try:
+        if head[8:] == b"{" and not head.startswith(b"PK"):
+            return load_file(path)
+        return unwrap(torch.load(path, map_location="cpu", weights_only=True))
+    except pickle.UnpicklingError as error:
+        raise DataError(
+            path, f"it holds more than tensors ({_first_line(error)}); save its state_dict alone, then read that"
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
+        raise DataError(path, f"it cannot be read as weights ({_first_line(error)}); it may be cut off") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def write_weights(path: str | Path, net: nn.Module | State) -> None:
+    """Writes a network's weights as safetensors: the file is whole or, if anything fails, as it was."""
+    path = Path(path)
+    state = net.state_dict() if isinstance(net, nn.Module) else net
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, part)
+        with part.open("rb+") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def unwrap(state: Mapping[str, Any]) -> State:
+    """Returns the tensors of a checkpoint by bare name: out of its nest, without the prefixes of wrappers."""
+    nest = next((name for name in NESTS if isinstance(state.get(name), Mapping)), None)
+    if nest is not None:
+        return unwrap(state[nest])
+    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if others or not state:
+        raise ValueError(
+            f"a checkpoint with {listed(others) or 'nothing'} beside tensors came; needed is a state dict, or one "
+            f"under {', '.join(NESTS)}"
+        )
+    bare: State = {}
+    for name, tensor in state.items():
+        short = _WRAPPERS.sub("", name)
+        if short in bare:
+            raise ValueError(f"{name} and another key are both {short} without prefixes: give one network's weights")
+        bare[short] = tensor
+    return bare
+
+
+def listed(names: Iterable[str], most: int = 12) -> str:
+    """Returns names in a line, the first ``most`` of them."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def weight_and_bias(theirs: str, ours: str) -> dict[str, str]:
+    """Returns the names of a layer's two parameters, ours for theirs."""
+    return {f"{theirs}.{kind}": f"{ours}.{kind}" for kind in ("weight", "bias")}
+
+
+def last_number(state: State, prefix: str) -> int:
+    """Returns the highest number that stands behind ``prefix``, a regular expression, in the keys; -1 for none."""
+    return max((int(found[1]) for name in state if (found := re.match(rf"{prefix}(\d+)\.", name))), default=-1)
+
+
+def drop(state: State, dead: Iterable[str], why: str) -> State:
+    """Returns the state without the keys ``dead``, and logs them."""
+    dead = set(dead)
+    if dead:
+        log.info("%d keys dropped, %s: %s", len(dead), why, listed(sorted(dead)))
+    return {name: tensor for name, tensor in state.items() if name not in dead}
+
+
+def rename(state: State, names: Mapping[str, str], what: str) -> State:
+    """Returns the state under our names; ``names`` has ours for theirs, all of which must be there and no other."""
+    unknown = [name for name in state if name not in names]
+    missing = [name for name in names if name not in state]
+    if unknown or missing:
+        told = [f"{word}: {listed(keys)}" for word, keys in (("unknown", unknown), ("missing", missing)) if keys]
+        raise ValueError(f"these are no weights of {what}; {'; '.join(told)}")
+    return {names[theirs]: tensor for theirs, tensor in state.items()}
+
+
+def fill(net: nn.Module, state: State) -> None:
+    """Puts the state into the network, in the state's precision, but float32 at least; refuses other keys or shapes."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
+    faults = [f"{name} is unknown" for name in state if name not in wanted]
+    faults += [f"{name} is missing" for name in wanted if name not in state]
+    faults += [
+        f"{name} is {tuple(state[name].shape)}, not {shape}"
+        for name, shape in wanted.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
+    if faults:
+        raise ValueError(f"the weights do not fit the network: {listed(faults)}")
+    net.to(reduce(torch.promote_types, (tensor.dtype for tensor in state.values()), torch.float32))
+    net.load_state_dict(state)
+
+
+def fit_positions(
+    table: Tensor, patch: Sequence[int], tile: Sequence[int], trained_tile: Sequence[int] | None
+) -> Tensor:
+    """Returns learned positions ``1 n e`` for ``tile``'s grid, resized where they were trained on another.
+
+    Only their number is known: they are taken as ``trained_tile``'s, else as ``tile``'s, else as a cube's.
+    """
+    count = table.shape[1]
+    wanted = [side // p for side, p in zip(tile, patch)]
+    edge = round(count ** (1 / len(wanted)))
+    trained = wanted if trained_tile is None else [side // p for side, p in zip(trained_tile, patch)]
+    if trained_tile is None and torch.Size(wanted).numel() != count:
+        trained = [edge] * len(wanted)
+    if len(trained) != len(wanted) or torch.Size(trained).numel() != count:
+        raise ValueError(
+            f"the weights have {count} positions: neither those of tile {tuple(tile)} at patch {tuple(patch)} nor of "
+            f"{'a cube' if trained_tile is None else f'trained_tile {tuple(trained_tile)}'}; give the tile that they "
+            "were trained on as trained_tile="
+        )
+    if trained != wanted:
+        log.info("positions resized from a grid of %s to %s", tuple(trained), tuple(wanted))
+    return resize_positions(table, trained, wanted)

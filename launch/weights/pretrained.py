@@ -1,0 +1,70 @@
+"""Starting a run from weights that somebody trained: ours, MONAI's or Primus'."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.settings.config import Config
+from seqpar.launch.weights.files import fit_positions, listed, read_weights
+from seqpar.launch.weights.monai import load_monai
+from seqpar.launch.weights.primus import load_primus
+
+
+def start_from(net: SegmentationNet, config: Config) -> str:
+    """Returns a line that says what was taken from ``config.weights``; the encoder must fit whole.
+
+    Decoder tensors are taken where they fit (other classes, another decoder: those start fresh).
+    """
+    origin, state = _ours(read_weights(config.weights), config)
+    own = net.state_dict()
+    if "encoder.pos_embed" in state and "encoder.pos_embed" in own:
+        layout = net.encoder.layout
+        if state["encoder.pos_embed"].shape != own["encoder.pos_embed"].shape:
+            state["encoder.pos_embed"] = fit_positions(state["encoder.pos_embed"], layout.patch, layout.tile, None)
+    fitting = {name for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
+    encoder = {name for name in own if name.startswith("encoder.")}
+    unfit = sorted(encoder - fitting)
+    left_over = sorted(name for name in state if name.startswith("encoder.") and name not in own)
+    if unfit or left_over:
+        raise ValueError(
+            f"--weights {config.weights} ({origin}) do not fit the encoder: {listed(unfit + left_over, 4)}; "
+            f"they need {_flags(state)}"
+        )
+    with torch.no_grad():
+        for name in fitting:
+            own[name].copy_(state[name])
+    fresh = sorted(name for name in own if name not in fitting)
+    told = f"weights from {config.weights} ({origin}): {len(fitting)} of {len(own)} tensors"
+    return told + (f"; fresh: {listed(fresh, 4)}" if fresh else "")
+
+
+def _ours(state: dict[str, Tensor], config: Config) -> tuple[str, dict[str, Tensor]]:
+    """Returns where the weights come from, and their tensors under our names."""
+    if any(name.startswith("encoder.") and "blocks" in name for name in state):
+        return "seqpar", dict(state)
+    loaded: nn.Module
+    if any("patch_embedding.position_embeddings" in name for name in state):
+        loaded, origin = load_monai(state, tile=config.tile, num_heads=config.heads), "MONAI"
+    elif any(name.startswith("eva.") for name in state):
+        loaded, origin = load_primus(state, tile=config.tile, num_heads=config.heads), "Primus"
+    else:
+        raise ValueError(
+            f"--weights {config.weights}: neither seqpar's, MONAI's nor Primus' names ({listed(sorted(state), 3)})"
+        )
+    prefix = "" if isinstance(loaded, SegmentationNet) else "encoder."
+    return origin, {prefix + name: tensor for name, tensor in loaded.state_dict().items()}
+
+
+def _flags(state: Mapping[str, Tensor]) -> str:
+    """Returns the flags of the encoder that has these weights."""
+    depth = 1 + max(int(name.split(".")[2]) for name in state if name.startswith("encoder.blocks."))
+    embed_dim, _, patch, *_ = state["encoder.patch_embed.proj.weight"].shape
+    hidden = state["encoder.blocks.0.mlp.fc1.weight"].shape[0]
+    has_positions = "encoder.pos_embed" in state
+    return (
+        f"--patch {patch} --embed-dim {embed_dim} --depth {depth} --mlp-ratio {hidden / embed_dim:g} "
+        f"{'--qkv-bias' if 'encoder.blocks.0.attn.q_bias' in state else '--no-qkv-bias'} "
+        f"--positions {'learned' if has_positions else 'rope'}"
+    )

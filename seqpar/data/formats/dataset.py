@@ -1,0 +1,96 @@
+"""The description that every format is reduced to: cases, modalities, labels, regions, splits."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import DataError
+
+Split = tuple[tuple[str, ...], tuple[str, ...]]  # ids to train on, ids to validate on
+
+
+@dataclass(frozen=True)
+class Case:
+    """One patient: a file per modality (or one 4-D file of them all), and the label where there is one."""
+
+    id: str
+    images: tuple[Path, ...]
+    label: Path | None = None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What the program knows of a folder of images; values of labels are those in the files."""
+
+    name: str
+    root: Path
+    layout: str  # the format that was recognised, in words
+    cases: tuple[Case, ...]
+    modalities: tuple[str, ...]
+    labels: dict[str, int]  # background 0 first; empty where there is nothing but images
+    regions: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    regions_class_order: tuple[int, ...] = ()  # per region, the label that its voxels get
+    ignore_label: int | None = None
+    splits: tuple[Split, ...] = ()  # as the data set brings them; empty where they are to be computed
+    faults: tuple[DataError, ...] = ()  # what is wrong with single cases, which `cases` leaves out
+
+    def __post_init__(self) -> None:
+        if not self.cases and not self.faults:
+            raise DataError(self.root, f"no cases were found in it (read as {self.layout}); name another folder")
+        for case in self.cases:
+            if case.id.startswith(".") or Path(case.id).name != case.id:
+                raise DataError(self.root, f"case id {case.id!r} is no file name; rename the case")
+        if self.labels:
+            _check_labels(self)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Returns the ids of the usable cases, sorted."""
+        return tuple(sorted(case.id for case in self.cases))
+
+
+def _check_labels(dataset: Dataset) -> None:
+    """Raises where labels, regions, their order and the ignore label do not fit each other."""
+    values, root = list(dataset.labels.values()), dataset.root
+    if values[0] != 0 or min(values) < 0 or len(set(values)) != len(values):
+        raise DataError(root, f"its labels are {dataset.labels}; background 0 is needed and each value once")
+    if len(values) < 2:
+        raise DataError(root, "declares nothing but background; name at least one label")
+    if dataset.ignore_label in values:
+        raise DataError(root, f"the ignore label {dataset.ignore_label} is a label too; give it its own value")
+    for name, members in dataset.regions.items():
+        if not members or not set(members) <= set(values):
+            raise DataError(root, f"region {name} = {members} is not made of the labels {values}")
+    order = dataset.regions_class_order
+    if len(order) != len(dataset.regions) or not set(order) <= set(values):
+        raise DataError(
+            root,
+            f"regions_class_order is {list(order)}; with the regions {list(dataset.regions)} it must name "
+            "one of the labels for each, the one that the region's voxels get",
+        )
+
+
+def read_json(path: Path) -> Any:
+    """Returns a JSON file's content; what cannot be read, or names a key twice, is a DataError."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
+        if twice:
+            raise DataError(path, f"names {twice[0]!r} twice; keep one of them")
+        return dict(pairs)
+
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise DataError(path, f"is no JSON: {error.msg} in line {error.lineno}; repair it") from error
+    except UnicodeDecodeError as error:
+        raise DataError(path, f"is no text in UTF-8 ({error.reason}); write it again") from error
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror}); check the path and its rights") from error
+
+
+def strip_suffix(name: str) -> str:
+    """Returns a file's name without .nii or .nii.gz."""
+    return name.removesuffix(".gz").removesuffix(".nii")

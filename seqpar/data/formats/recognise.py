@@ -1,0 +1,112 @@
+"""Data sets, recognised by themselves: a folder, a JSON list or an nnU-Net name becomes one description."""
+
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.brats import meaning_with, read_brats
+from seqpar.data.formats.case_lists import read_decathlon, read_fold_json
+from seqpar.data.formats.dataset import Case, Dataset, Split
+from seqpar.data.formats.dataset_json import content_of, labels_of
+from seqpar.data.formats.nnunet import has_channel_files, read_images, read_nnunet
+from seqpar.data.formats.splits import folds, read_splits, split
+
+__all__ = ["Case", "Dataset", "Split", "declared_in", "describe", "find", "folds", "recognise", "split"]
+
+_RAW = "nnUNet_raw"
+_KNOWN = (
+    "an nnU-Net raw folder or its name or number, an MSD folder, a folder of BraTS cases, "
+    "a MONAI list (.json) or a folder of NIfTI images"
+)
+
+
+def recognise(path_or_name: str | Path | int) -> Dataset:
+    """Returns the description of a data set: cases, modalities, labels, regions, splits, and bad cases."""
+    dataset = describe(path_or_name)
+    if dataset.splits or not dataset.labels:
+        return dataset
+    try:
+        return replace(dataset, splits=read_splits(dataset.root, dataset.ids))
+    except DataError as fault:  # the cases themselves can still be prepared
+        return replace(dataset, faults=(*dataset.faults, fault))
+
+
+def describe(path_or_name: str | Path | int, labelled: bool = True) -> Dataset:
+    """Returns all of a data set but the splits that lie beside it; unlabelled, as prediction needs it, no label either.
+
+    What is wrong with what is not asked for is no fault.
+    """
+    root = find(path_or_name)
+    dataset = _read(root, labelled)
+    twice = [name for name, times in Counter(case.id for case in dataset.cases).items() if times > 1]
+    if twice:
+        raise DataError(root, f"holds case {twice[0]} twice; keep one of them")
+    return dataset
+
+
+def declared_in(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:
+    """Returns labels, regions and ignore label of a data set's JSON file, whatever else it lacks."""
+    content = content_of(path)
+    labels, regions, ignore = labels_of(content, path)
+    if not regions and content.get("training") and not has_channel_files(path.parent):
+        meaning = meaning_with(labels)  # a list's labels of BraTS bring their regions
+        regions = meaning.regions if meaning else {}
+    return labels, regions, ignore
+
+
+def find(path_or_name: str | Path | int) -> Path:
+    """Returns where a data set lies: the path itself, or a name or number under nnUNet_raw."""
+    path = Path(str(path_or_name)).expanduser()
+    if path.exists():
+        return path.absolute()
+    raw = os.environ.get(_RAW)
+    if raw is None:
+        raise DataError(path, f"does not exist; needed is {_KNOWN} (names: set nnUNet_raw)")
+    name = str(path_or_name)
+    pattern = f"Dataset{int(name):03d}_*" if name.isdigit() else name
+    found = sorted(Path(raw).glob(pattern)) if len(path.parts) == 1 else []
+    if len(found) != 1:
+        raise DataError(path, f"{len(found)} folders {pattern} lie under nnUNet_raw = {raw}; exactly one is needed")
+    return found[0].absolute()
+
+
+def _read(root: Path, labelled: bool) -> Dataset:
+    if root.suffix == ".json":
+        return _from_json(root, labelled)
+    if not root.is_dir():
+        raise DataError(root, f"is one file; needed is {_KNOWN}")
+    try:
+        if (root / "dataset.json").is_file():
+            return _from_json(root / "dataset.json", labelled)
+        if (brats := read_brats(root, labelled)) is not None:
+            return brats
+        lists = [path for path in sorted(root.glob("*.json")) if _is_list(path)]
+        if len(lists) > 1:
+            raise DataError(root, f"holds several lists of cases ({', '.join(p.name for p in lists)}); name one")
+        found = read_fold_json(lists[0], labelled) if lists else read_images(root)
+    except OSError as error:
+        raise DataError(root, f"cannot be read ({error.strerror}); check the path and its rights") from error
+    if found is None:
+        raise DataError(root, f"no cases were found in it; needed is {_KNOWN}")
+    return found
+
+
+def _from_json(path: Path, labelled: bool) -> Dataset:
+    """Returns the data set that a JSON file describes; its keys tell the three formats apart."""
+    content = content_of(path)
+    training = content.get("training")
+    folded = any(isinstance(entry, dict) and "fold" in entry for entry in training or [])
+    if folded or path.name != "dataset.json" or not content.keys() & {"labels", "channel_names", "modality"}:
+        if training is None:
+            raise DataError(path, 'lists no cases under "training"; needed is ' + _KNOWN)
+        return read_fold_json(path, labelled)
+    if training and not has_channel_files(path.parent):
+        return read_decathlon(path.parent, labelled)
+    return read_nnunet(path.parent, labelled)
+
+
+def _is_list(path: Path) -> bool:
+    """Tells whether a JSON file lists cases; one that is broken is reported, not passed over."""
+    return "training" in content_of(path)

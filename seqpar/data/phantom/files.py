@@ -1,0 +1,206 @@
+"""Phantom cases as NIfTI files in the layouts of BraTS 2023 and nnU-Net, whole or not at all."""
+
+import gzip
+import json
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import nibabel
+from numpy.typing import NDArray
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import write_whole
+from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
+from seqpar.data.phantom.brain import DEFAULT_SIZE, LABELS, MODALITIES, PhantomCase, make_case
+
+LAYOUTS = ("brats", "nnunet")
+DATASET = "Dataset999_Phantom"
+SETTINGS_FILE = "phantom.json"
+VERSION = 1  # of the pictures: another generator never mixes with old files
+
+
+@dataclass(frozen=True)
+class PhantomSettings:
+    """What the files of one phantom folder have in common."""
+
+    layout: str = "brats"
+    size: tuple[int, int, int] = DEFAULT_SIZE
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"a phantom's layout is one of {', '.join(LAYOUTS)}, got {self.layout}")
+        if len(self.size) != 3 or min(self.size) < 16:
+            raise ValueError(f"a phantom's size is three numbers of voxels, each 16 or more, got {self.size}")
+        if self.seed < 0:
+            raise ValueError(f"a phantom's seed is 0 or more, got {self.seed}")
+
+    def root(self, out: Path) -> Path:
+        """Returns the folder that a reader of this layout is pointed at."""
+        return out / DATASET if self.layout == "nnunet" else out
+
+    def files(self, out: Path, index: int) -> list[Path]:
+        """Returns the files of a case: the modalities in order, the label last."""
+        root = self.root(out)
+        if self.layout == "brats":
+            name = f"BraTS-GLI-{index:05d}-000"
+            return [root / name / f"{name}-{kind}.nii.gz" for kind in (*MODALITIES, "seg")]
+        name = f"phantom_{index:05d}"
+        images = [root / "imagesTr" / f"{name}_{channel:04d}.nii.gz" for channel in range(len(MODALITIES))]
+        return [*images, root / "labelsTr" / f"{name}.nii.gz"]
+
+    def record(self) -> dict[str, Any]:
+        """Returns what is written beside the files, to know them again."""
+        return {
+            "version": VERSION,
+            "layout": self.layout,
+            "size": list(self.size),
+            "seed": self.seed,
+            "field_of_view": list(FIELD_OF_VIEW),
+        }
+
+
+def write_phantom(
+    out: str | Path,
+    cases: int,
+    settings: PhantomSettings = PhantomSettings(),  # noqa: B008 (frozen)
+    workers: int = 1,
+    report: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Returns the dataset's folder, where cases 0 to ``cases - 1`` are there; those found are kept."""
+    if cases < 1 or workers < 1:
+        raise ValueError(f"cases and workers are 1 or more, got --cases {cases} and --workers {workers}")
+    out = Path(out)
+    root = settings.root(out)
+    try:
+        _claim(root, settings)
+        missing = [i for i in range(cases) if not all(f.exists() for f in settings.files(out, i))]
+        done = cases - len(missing)
+        for _ in _each(out, settings, missing, min(workers, len(missing))):
+            done += 1
+            if report is not None:
+                report(done, cases)
+        if settings.layout == "nnunet":
+            _write(root / "dataset.json", json.dumps(_nnunet_description(root), indent=2).encode())
+    except OSError as error:
+        raise DataError(
+            error.filename or root,
+            f"cannot write the phantom: {error.strerror or error}; make room or choose another --out",
+        ) from error
+    return root
+
+
+def _claim(root: Path, settings: PhantomSettings) -> None:
+    """Marks the folder with its settings; a folder of other settings is refused."""
+    mark, record = root / SETTINGS_FILE, settings.record()
+    if mark.exists():
+        try:
+            found = json.loads(mark.read_text())
+        except ValueError as error:
+            raise DataError(mark, f"is no phantom description ({error}); choose another --out") from error
+        if found != record:
+            raise DataError(
+                mark, f"holds a phantom of other settings ({found}), asked for is {record}; choose another --out"
+            )
+    else:
+        _write(mark, json.dumps(record, indent=2).encode())
+
+
+def _each(out: Path, settings: PhantomSettings, indices: list[int], workers: int) -> Iterator[int]:
+    """Yields each index when its case is written, by ``workers`` processes where that is more than one."""
+    if workers < 2:
+        for index in indices:
+            _write_case(out, settings, index)
+            yield index
+        return
+    started = []
+    try:
+        for worker in range(workers):
+            here, there = multiprocessing.Pipe(duplex=False)
+            process = multiprocessing.Process(
+                target=_work, args=(there, out, settings, indices[worker::workers]), daemon=True
+            )
+            process.start()
+            there.close()
+            started.append((process, here))
+        open_ends = [here for _, here in started]
+        while open_ends:
+            for end in wait(open_ends):
+                assert isinstance(end, Connection)
+                try:
+                    message = end.recv()
+                except EOFError:
+                    open_ends.remove(end)
+                    continue
+                if isinstance(message, BaseException):
+                    raise message
+                yield message
+        for process, _ in started:
+            process.join()
+            if process.exitcode:
+                raise DataError(
+                    out,
+                    f"a process that wrote cases ended with code {process.exitcode}; "
+                    "start again, what is there is kept (or lower --workers)",
+                )
+    finally:
+        for process, _ in started:
+            process.terminate()
+            process.join()
+
+
+def _work(end: Connection, out: Path, settings: PhantomSettings, indices: list[int]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no half file stays
+    parent = multiprocessing.parent_process()
+    for index in indices:
+        if parent is not None and not parent.is_alive():  # killed: nobody waits for the rest
+            return
+        try:
+            _write_case(out, settings, index)
+        except (OSError, ValueError) as error:
+            end.send(error)
+            return
+        end.send(index)
+
+
+def _write_case(out: Path, settings: PhantomSettings, index: int) -> None:
+    case = make_case(settings.seed, index, settings.size)
+    volumes = [*case.image, case.label]
+    for path, volume in zip(settings.files(out, index), volumes):
+        if not path.exists():
+            _write(path, _nifti(volume, case))
+
+
+def _nifti(volume: NDArray[Any], case: PhantomCase) -> bytes:
+    """Returns a compressed NIfTI file, the same bytes whenever it is made."""
+    image = nibabel.Nifti1Image(volume, case.affine, dtype=volume.dtype)
+    image.header.set_xyzt_units("mm")
+    image.set_sform(case.affine, 1)
+    image.set_qform(case.affine, 1)
+    return gzip.compress(image.to_bytes(), compresslevel=1, mtime=0)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes a file and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content)
+
+
+def _nnunet_description(root: Path) -> dict[str, Any]:
+    """Returns dataset.json with the regions of BraTS, each drawn over the one before."""
+    return {
+        "name": "Phantom",
+        "description": "generated brains with tumours, four modalities",
+        "channel_names": {str(i): name for i, name in enumerate(("T1", "T1ce", "T2", "FLAIR"))},
+        "labels": {"background": LABELS["background"], "WT": [1, 2, 3], "TC": [1, 3], "ET": [3]},
+        "regions_class_order": [2, 1, 3],
+        "numTraining": len(list((root / "labelsTr").glob("*.nii.gz"))),
+        "file_ending": ".nii.gz",
+    }

@@ -1,0 +1,157 @@
+"""The cache of prepared cases: plain .npy files that are mapped, and JSON; whole or not there at all.
+
+OUT/cache.json                what is in it; written last, so that a cache without it is unfinished
+OUT/cases/ID/image.npy        c W D H float32        OUT/cases/ID/label.npy      W D H class ids
+OUT/cases/ID/locations.npy    n 3, class after class OUT/cases/ID/case.json      sources, sizes, digests
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Split, read_json
+from seqpar.data.preparation.case import Properties
+from seqpar.data.preparation.recipe import Recipe
+
+VERSION = 1  # of what preparation computes and how it is stored: a change prepares every case again
+
+
+@dataclass(frozen=True)
+class PreparedCase:
+    """One case of a cache; its arrays are mapped at each access, so that a tile costs a tile's reading."""
+
+    id: str
+    folder: Path
+
+    @property
+    def image(self) -> np.ndarray:
+        """Returns the map of ``(c, W, D, H)``, float32."""
+        return _mapped(self.folder / "image.npy")
+
+    @property
+    def label(self) -> np.ndarray:
+        """Returns the map of ``(W, D, H)``, class ids."""
+        return _mapped(self.folder / "label.npy")
+
+    @property
+    def locations(self) -> dict[int, np.ndarray]:
+        """Returns class id to a map of voxels (n, 3); classes that are not there are no keys."""
+        rows, found, start = _mapped(self.folder / "locations.npy"), {}, 0
+        for name, count in self._record["locations"].items():
+            found[int(name)] = rows[start : start + count]
+            start += count
+        return found
+
+    @property
+    def properties(self) -> Properties:
+        """Returns what takes prepared arrays back to the case's files."""
+        return Properties.from_json(self._record["properties"])
+
+    @property
+    def _record(self) -> dict[str, Any]:
+        record: dict[str, Any] = read_json(self.folder / "case.json")
+        return record
+
+
+@dataclass(frozen=True)
+class PreparedDataset:
+    """A cache: its cases, and the data set's description in class ids (consecutive, background 0)."""
+
+    path: Path
+    name: str
+    modalities: tuple[str, ...]
+    labels: dict[str, int]
+    regions: dict[str, tuple[int, ...]]
+    regions_class_order: tuple[int, ...]
+    ignore_label: int | None
+    splits: tuple[Split, ...]
+    recipe: Recipe
+    cases: dict[str, PreparedCase]
+    described: dict[str, Any]  # all that the index said of the data set when it was opened
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Returns the ids of the cases, sorted."""
+        return tuple(sorted(self.cases))
+
+
+def open_cache(path: str | Path) -> PreparedDataset:
+    """Returns the finished cache in a folder."""
+    path = Path(path)
+    index = read_index(path)
+    if index is None:
+        raise DataError(path, "holds no finished cache of this version; run prepare with --out on it")
+    told = index["dataset"]
+    return PreparedDataset(
+        path=path,
+        name=told["name"],
+        modalities=tuple(told["modalities"]),
+        labels=told["labels"],
+        regions={name: tuple(members) for name, members in told["regions"].items()},
+        regions_class_order=tuple(told["regions_class_order"]),
+        ignore_label=told["ignore_label"],
+        splits=tuple((tuple(train), tuple(held)) for train, held in told["splits"]),
+        recipe=Recipe.from_json(index["recipe"]),
+        cases={name: PreparedCase(name, path / "cases" / name) for name in index["cases"]},
+        described=told,
+    )
+
+
+def read_index(path: Path) -> dict[str, Any] | None:
+    """Returns what cache.json says, None where there is no finished cache of this version."""
+    try:
+        index: dict[str, Any] = read_json(path / "cache.json")
+        return index if index["version"] == VERSION else None
+    except (DataError, KeyError, TypeError):
+        return None  # missing or damaged: prepare writes it again
+
+
+def read_record(path: Path, name: str) -> dict[str, Any] | None:
+    """Returns what is stored about a case whose files are all there in their full size, else None."""
+    folder = path / "cases" / name
+    try:
+        record: dict[str, Any] = read_json(folder / "case.json")
+        whole = all((folder / file).stat().st_size == size for file, (size, _) in record["files"].items())
+        return record if whole and record["version"] == VERSION else None
+    except (DataError, OSError, KeyError, TypeError, ValueError):
+        return None  # half a case, or none: it is prepared again
+
+
+def check_cache(path: str | Path) -> list[DataError]:
+    """Returns what is damaged in a cache: each file's bytes are compared with their digest."""
+    path = Path(path)
+    index, faults = read_index(path), list[DataError]()
+    for name in open_cache(path).ids if index else ():
+        folder = path / "cases" / name
+        record = read_record(path, name)
+        if record is None or index is None or digest_of(folder / "case.json") != index["cases"][name]["digest"]:
+            faults.append(DataError(folder, "is damaged; remove it and run prepare again"))
+            continue
+        for file, (_, digest) in record["files"].items():
+            if digest_of(folder / file) != digest:
+                faults.append(DataError(folder / file, f"is damaged; remove {folder} and run prepare again"))
+    return faults if index else [DataError(path, "holds no finished cache of this version; run prepare on it")]
+
+
+def _mapped(path: Path) -> np.ndarray:
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        return array
+    except (OSError, ValueError) as error:
+        raise DataError(path, f"cannot be mapped ({error}); run prepare again") from error
+
+
+def digest_of(path: Path) -> str:
+    """Returns the digest of a file's bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        return f"unreadable: {error}"
+    return digest.hexdigest()

@@ -1,0 +1,104 @@
+"""The cache's index: what it records of data set, settings and files, and whether that is so now."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.preparation.cache import VERSION, digest_of, read_index, read_record
+from seqpar.data.preparation.cache_writer import ELSEWHERE, reopen, writable, write_json
+from seqpar.data.preparation.recipe import PrepareSettings, Recipe
+
+
+def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
+    """Tells whether the cache holds every case of the data set as its files and the settings are now."""
+    index = read_index(out)
+    if index is None or index["settings"] != plain(asdict(settings)) or index["dataset"] != described(dataset):
+        return False
+    if set(index["cases"]) != set(dataset.ids):
+        return False
+    try:
+        return all(
+            index["cases"][case.id]["sources"] == sources_of(case) and read_record(out, case.id) is not None
+            for case in dataset.cases
+        )
+    except DataError:
+        return False
+
+
+def refuse_other(dataset: Dataset, out: Path, settings: PrepareSettings | None) -> None:
+    """Raises where a folder holds the cache of another data set, or of other settings, which would be lost."""
+    index = read_index(out)
+    if index is None:
+        return
+    if index["dataset"]["name"] != dataset.name:
+        raise DataError(out, f"holds the cache of {index['dataset']['name']}, not of {dataset.name}; {ELSEWHERE}")
+    now, was = plain(asdict(settings)) if settings else index["settings"], index["settings"]
+    if differing := [f"{key} {_typed(was[key])} there, {_typed(now[key])} here" for key in now if was[key] != now[key]]:
+        raise DataError(out, f"was prepared with other settings: {', '.join(differing)}; give the same, or {ELSEWHERE}")
+
+
+def _typed(value: Any) -> str:
+    """Returns a setting as it is given on the command line."""
+    return ",".join(f"{size:g}" for size in value) if isinstance(value, list) else str(value)
+
+
+def write_index(dataset: Dataset, out: Path, settings: PrepareSettings, recipe: Recipe) -> None:
+    """Writes cache.json, by which the cache is finished; none where there is no usable case."""
+    cases = {}
+    for name in dataset.ids:
+        if (record := read_record(out, name)) is not None:
+            digest = digest_of(out / "cases" / name / "case.json")
+            cases[name] = {"digest": digest, "sources": record["sources"]}
+    if not cases:
+        with writable(out):
+            reopen(out)
+    else:
+        content = {
+            "settings": plain(asdict(settings)),
+            "dataset": described(dataset),
+            "recipe": recipe.to_json(),
+        }
+        with writable(out):
+            write_json(out / "cache.json", {"version": VERSION, **content, "cases": cases})
+
+
+def described(dataset: Dataset) -> dict[str, Any]:
+    """Returns a data set's description in class ids, as JSON gives it back."""
+    ids = {value: n for n, value in enumerate(dataset.labels.values())}
+    described = {
+        "name": dataset.name,
+        "layout": dataset.layout,
+        "modalities": dataset.modalities,
+        "labels": {name: ids[value] for name, value in dataset.labels.items()},
+        "regions": {name: [ids[v] for v in members] for name, members in dataset.regions.items()},
+        "regions_class_order": [ids[value] for value in dataset.regions_class_order],
+        "ignore_label": None if dataset.ignore_label is None else len(ids),
+        "values": [*ids, *([] if dataset.ignore_label is None else [dataset.ignore_label])],
+        "splits": dataset.splits,
+    }
+    return {key: plain(value) for key, value in described.items()}
+
+
+def files_of(case: Case) -> tuple[Path, ...]:
+    """Returns a case's images and its label."""
+    return case.images if case.label is None else (*case.images, case.label)
+
+
+def sources_of(case: Case) -> list[list[Any]]:
+    """Returns name, size and time of change of a case's files."""
+    found = []
+    for path in files_of(case):
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise DataError(path, f"cannot be read ({error.strerror}); check the path and its rights") from error
+        found.append([path.name, stat.st_size, stat.st_mtime_ns])
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Returns a value as JSON gives it back, so that both can be compared."""
+    return json.loads(json.dumps(value))

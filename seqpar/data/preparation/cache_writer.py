@@ -1,0 +1,182 @@
+"""Writing of the cache: a case is whole or not there at all, whenever the process ends."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import write_whole
+from seqpar.data.preparation.cache import VERSION
+from seqpar.data.preparation.case import Prepared
+from seqpar.data.preparation.recipe import Recipe
+
+STATE = "state-"  # begins the names of files in which runs say how far they are; each writes its own, without the lock
+_STALE = 3600.0  # seconds after which such a file has no reader
+ELSEWHERE = "name another folder (prepare: --out, train: --cache)"
+_WRITING, _OLD = ".writing-", ".old-"
+
+
+class CacheError(DataError):
+    """The cache's folder cannot be written: no other case would fare better."""
+
+
+def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: list[list[Any]]) -> None:
+    """Writes a case's folder under another name, and gives it its own once it is safe on disk."""
+    writing, final, old = (path / "cases" / f"{before}{name}" for before in (_WRITING, "", _OLD))
+    rows = [np.zeros((0, 3), np.int32), *case.locations.values()]
+    arrays = {"image.npy": case.image, "label.npy": case.label, "locations.npy": np.concatenate(rows)}
+    with writable(path):
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+        files = {file: _save(writing / file, array) for file, array in arrays.items() if array is not None}
+        record = {
+            "version": VERSION,
+            "recipe": recipe.to_json(),
+            "sources": sources,
+            "digests": list(case.digests),
+            "files": files,
+            "locations": {str(n): len(rows) for n, rows in case.locations.items()},
+            "properties": case.properties.to_json(),
+        }
+        write_json(writing / "case.json", record)
+        sync(writing)
+        reopen(path)
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+        writing.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+        sync(final.parent)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file, whole or not at all."""
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def reopen(path: Path) -> None:
+    """Takes the index away, so that the cache counts as unfinished until what changes in it is whole again."""
+    (path / "cache.json").unlink(missing_ok=True)
+
+
+def clean(path: Path, names: set[str]) -> None:
+    """Removes what a killed run left half written, and cases that are no longer wanted."""
+    for folder in (path / "cases").iterdir():
+        if folder.name not in names:
+            if not folder.name.startswith((_WRITING, _OLD)):
+                reopen(path)
+            shutil.rmtree(folder)
+    for file in [*path.glob(".*.tmp"), *path.glob("cases/*/.*.tmp"), *path.glob(f"{STATE}*.json")]:
+        if not _is_state(file) or _age(file) > _STALE:
+            file.unlink(missing_ok=True)
+
+
+def discard(path: Path, name: str) -> None:
+    """Removes a case that the cache holds as its files were before they went bad."""
+    with writable(path):
+        if (path / "cases" / name).exists():
+            reopen(path)
+            shutil.rmtree(path / "cases" / name, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, beat: Callable[[], None]) -> Iterator[None]:
+    """Keeps other processes from preparing into the same folder; waits until they are done."""
+    with writable(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / ".lock").exists() and (found := sorted(filter(_is_foreign, path.iterdir()))):
+            raise CacheError(path, f"holds {found[0].name} and no cache; {ELSEWHERE}, so that nothing is lost")
+        handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # first: by it the folder is known to be ours
+    try:
+        while not _lock(handle):
+            beat()
+            time.sleep(0.2)
+        with writable(path):
+            (path / "cases").mkdir(exist_ok=True)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Makes whatever goes wrong with the disk inside it one clear error."""
+    try:
+        yield
+    except OSError as error:
+        free = f", {shutil.disk_usage(path).free >> 20} MB are free" if error.errno == errno.ENOSPC else ""
+        raise CacheError(
+            path,
+            f"cannot be written ({error.strerror or error}{free}); what is finished is kept: make room "
+            f"or give rights, or {ELSEWHERE}, and run again",
+        ) from error
+
+
+def sync(folder: Path) -> None:
+    """Makes the names in a folder safe on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_foreign(file: Path) -> bool:
+    """Tells whether something in a folder without a lock is not of a preparation that ended before it took one."""
+    if file.name == "cases" and file.is_dir():
+        return any(file.iterdir())
+    return not _is_state(file) and not (file.name.startswith(".") and file.name.endswith(".tmp"))
+
+
+def _is_state(file: Path) -> bool:
+    return file.name.removeprefix(".").startswith(STATE) and file.suffix in (".json", ".tmp")
+
+
+def _age(file: Path) -> float:
+    """Returns the seconds since a file was written; 0 where its run has just replaced or removed it."""
+    try:
+        return time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _lock(handle: int) -> bool:
+    """Tells whether the lock is ours; a file system without locks has none to wait for."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        return error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+    return True
+
+
+class _Hashing:
+    """A file that is written to, and the digest of what was."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.digest = file, hashlib.blake2b(digest_size=16)
+
+    def write(self, block: bytes) -> int:
+        self.digest.update(block)
+        return int(self.file.write(block))
+
+
+def _save(path: Path, array: np.ndarray) -> tuple[int, str]:
+    """Returns size and digest of an array's file, which is safe on disk."""
+    with open(path, "wb") as file:
+        hashing = _Hashing(file)
+        np.lib.format.write_array(hashing, array, allow_pickle=False)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell(), hashing.digest.hexdigest()

@@ -1,0 +1,241 @@
+"""One case: from its files to arrays as the network sees them, and from there back to the files' geometry.
+
+Legend: ``c`` channels, ``W D H`` voxels, ``k`` classes. "Prepared" arrays are canonical, cropped, resampled.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Case
+from seqpar.data.geometry import Geometry, differs, from_canonical, to_canonical
+from seqpar.data.preparation import transforms
+from seqpar.data.preparation.recipe import Recipe, generator
+from seqpar.data.volumes import read_volume
+
+
+@dataclass(frozen=True, eq=False)
+class Properties:
+    """Everything that is needed to take prepared arrays back to the geometry of the case's files."""
+
+    geometry: Geometry  # of the first image's file
+    box: transforms.Box  # the crop, in canonical voxels of the file
+    shape: tuple[int, int, int]  # W D H as prepared
+    spacing: tuple[float, float, float]  # as prepared, in mm
+    schemes: tuple[str, ...]
+    means: tuple[float, ...]
+    stds: tuple[float, ...]
+    values: tuple[int, ...]  # the file's label for each class id
+    counts: tuple[int, ...]  # voxels of each class id as prepared; empty without a label
+
+    @property
+    def box_shape(self) -> tuple[int, int, int]:
+        """Returns the size of the crop at the file's spacing."""
+        (w0, w1), (d0, d1), (h0, h1) = self.box
+        return w1 - w0, d1 - d0, h1 - h0
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what `from_json` reads."""
+        return {**vars(self), "geometry": self.geometry.to_json()}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Properties":
+        """Returns the properties that `to_json` described."""
+        tuples: dict[str, Any] = {key: tuple(part) for key, part in value.items() if isinstance(part, list)}
+        box = tuple((int(start), int(stop)) for start, stop in value["box"])
+        return Properties(**{**tuples, "box": box}, geometry=Geometry.from_json(value["geometry"]))
+
+
+class Prepared(NamedTuple):
+    """A case as the network sees it."""
+
+    image: np.ndarray  # c W D H, float32
+    label: np.ndarray | None  # W D H, class ids
+    locations: dict[int, np.ndarray]  # class id to voxels (n, 3)
+    properties: Properties
+    digests: tuple[str, ...]  # of the files that were read
+
+
+class Loaded(NamedTuple):
+    """A case's files: checked, canonical, whole."""
+
+    image: np.ndarray  # c W D H, the files' numbers
+    ids: np.ndarray | None  # W D H, class ids
+    geometry: Geometry
+    digests: tuple[str, ...]
+
+
+def load_case(case: Case, recipe: Recipe) -> Loaded:
+    """Returns a case's files as canonical arrays; what does not fit the recipe or itself is a DataError."""
+    channels, digests = [], []
+    first: Geometry | None = None
+    for path in case.images:
+        array, geometry, digest = read_volume(path)
+        wanted = len(recipe.modalities) if len(case.images) == 1 else 1
+        if len(array) != wanted:
+            raise DataError(path, f"holds {len(array)} channels; {wanted} needed: {', '.join(recipe.modalities)}")
+        first = first or geometry
+        if (how := differs(geometry, first)) is not None:
+            raise DataError(path, f"does not fit {case.images[0].name}: {how}; register or resample it")
+        channels += list(to_canonical(array, geometry.orientation))
+        digests.append(digest)
+    if first is None or len(channels) != len(recipe.modalities):
+        raise DataError(case.images[0] if case.images else case.id,
+                        f"{len(channels)} modalities came; {len(recipe.modalities)} are needed")  # fmt: skip
+    ids = None
+    if case.label is not None:
+        array, geometry, digest = read_volume(case.label)
+        if (how := differs(geometry, first)) is not None:
+            raise DataError(case.label, f"does not fit {case.images[0].name}: {how}; draw it on the image again")
+        ids = to_canonical(_class_ids(array, recipe, case.label), geometry.orientation)
+        digests.append(digest)
+    return Loaded(np.stack(channels), ids, first, tuple(digests))
+
+
+def prepare_case(case: Case, recipe: Recipe) -> Prepared:
+    """Returns a case cropped, normalised and resampled, with what is needed to go back."""
+    return prepare_loaded(load_case(case, recipe), case, recipe)
+
+
+def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe) -> Prepared:
+    """Returns arrays that are there already, prepared as `case`'s files would be; errors name the files."""
+    image, ids, geometry, digests = loaded
+    box = _find_box(image, ids, case)
+    image, ids = transforms.crop(image, box), None if ids is None else transforms.crop(ids, box)
+    image, means, stds = _normalise(image, recipe, case)
+    spacing, shape = geometry.canonical_spacing, image.shape[1:]
+    if recipe.spacing is not None:
+        shape = transforms.new_shape(shape, spacing, recipe.spacing)
+        image, spacing = transforms.resample(image, shape), recipe.spacing
+        ids = None if ids is None else transforms.resample_label(ids, shape)
+    counts = () if ids is None else tuple(np.bincount(ids.reshape(-1), minlength=len(recipe.values)).tolist())
+    return Prepared(
+        np.ascontiguousarray(image, np.float32),
+        None if ids is None else np.ascontiguousarray(ids),
+        {} if ids is None else _locate(case.id, ids, recipe),
+        Properties(geometry, box, shape, spacing, recipe.schemes, means, stds, recipe.values, counts),
+        digests,
+    )
+
+
+def labels_to_source(ids: np.ndarray, properties: Properties, fill: int = 0) -> np.ndarray:
+    """Returns prepared class ids ``(W, D, H)`` as the file's label values in the file's geometry.
+
+    Class ids that lie on the crop's grid at the file's spacing already are taken as they are.
+    """
+    ids = transforms.resample_label(ids, properties.box_shape)
+    whole = transforms.uncrop(ids, properties.box, properties.geometry.canonical_shape, fill)
+    return from_canonical(transforms.to_values(whole, properties.values), properties.geometry.orientation)
+
+
+def scores_to_source(
+    scores: np.ndarray, properties: Properties, decide: Callable[[np.ndarray], np.ndarray], slab: int = 8
+) -> np.ndarray:
+    """Returns the file's label values from prepared scores ``(k, W, D, H)``, in the file's geometry.
+
+    `decide` turns scores ``(k, w, D, H)`` into class ids ``(w, D, H)``; it sees `slab` rows at a time, so
+    that the scores of all classes never lie at the file's resolution at once.
+    """
+    shape = properties.box_shape
+    ids = np.zeros(shape, np.uint8 if len(properties.values) <= 256 else np.int16)
+    for start in range(0, shape[0], slab):
+        stop = min(start + slab, shape[0])
+        ids[start:stop] = decide(transforms.resample_slab(scores, shape, start, stop))
+    return labels_to_source(ids, properties)
+
+
+def channel_to_source(channel: np.ndarray, properties: Properties, fill: float = 0) -> np.ndarray:
+    """Returns one prepared channel ``(W, D, H)``, a probability for instance, in the file's geometry."""
+    whole = transforms.uncrop(
+        transforms.resample(channel, properties.box_shape),
+        properties.box,
+        properties.geometry.canonical_shape,
+        fill,
+    )
+    return from_canonical(whole, properties.geometry.orientation)
+
+
+def image_to_source(image: np.ndarray, properties: Properties) -> np.ndarray:
+    """Returns a prepared image ``(c, W, D, H)`` in the file's geometry and intensities (CT stays clipped)."""
+    rows = zip(image, properties.means, properties.stds, properties.schemes)
+    channels = [transforms.denormalise(row, mean, std, scheme == "zscore") for row, mean, std, scheme in rows]
+    return np.stack([channel_to_source(channel, properties) for channel in channels])
+
+
+def _class_ids(array: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
+    """Returns class ids ``(W, D, H)`` of a label file's values, all of which must be declared."""
+    if len(array) != 1:
+        raise DataError(path, f"holds {len(array)} channels; a label has one value per voxel")
+    label = array[0]
+    if label.dtype.kind == "f":
+        whole = np.rint(label)
+        if (fractions := int((whole != label).sum())) > 0:
+            raise DataError(path, f"{fractions} voxels are no whole numbers; resample labels with nearest neighbour")
+        label = whole
+    found = np.unique(label)
+    if undeclared := [int(value) for value in found if value not in recipe.values]:
+        new = path.name.lower().startswith("brats-")  # named as from 2023 on: a 4 there is no enhancing tumour
+        hint = "" if new or undeclared != [4] else " (BraTS up to 2021 calls enhancing tumour 4, from 2023 on 3)"
+        raise DataError(
+            path,
+            f"has voxels of value {undeclared}; declared are {list(recipe.values)}{hint}: correct one",
+        )
+    if recipe.ignore_id is not None and found.tolist() == [recipe.values[recipe.ignore_id]]:
+        raise DataError(path, "every voxel has the ignore label; label some, or remove the case")
+    return transforms.to_ids(label.astype(np.int64), recipe.values)
+
+
+def _find_box(image: np.ndarray, ids: np.ndarray | None, case: Case) -> transforms.Box:
+    """Returns the box of what is not zero in the image, or labelled: a label is never cut."""
+    if not image.any():
+        raise DataError(case.images[0], "every voxel is 0; put the image there")
+    present = image if ids is None else np.concatenate([image != 0, ids[None] != 0])
+    return transforms.find_box(present)
+
+
+def _normalise(
+    image: np.ndarray, recipe: Recipe, case: Case
+) -> tuple[np.ndarray, tuple[float, ...], tuple[float, ...]]:
+    """Returns the normalised image, and the means and deviations that were used."""
+    done, means, stds = np.empty(image.shape, np.float32), [], []
+    for n, (scheme, intensity) in enumerate(zip(recipe.schemes, recipe.intensities)):
+        channel, mean, std = image[n], 0.0, 1.0
+        path = case.images[n] if len(case.images) > 1 else case.images[0]
+        if scheme != "none" and channel.min() == channel.max():
+            raise DataError(
+                path, f"modality {recipe.modalities[n]} is {channel.flat[0]} everywhere; put the image there"
+            )
+        largest = max(abs(float(channel.min())), abs(float(channel.max())))
+        if largest > float(np.finfo(np.float32).max):
+            raise DataError(path, f"holds values up to {largest:.3g}, too large for float32; rescale them")
+        if scheme == "zscore":
+            mean, std = transforms.measure(channel)
+            if std == 0:
+                raise DataError(
+                    path,
+                    f"modality {recipe.modalities[n]} is constant where it is not 0; "
+                    "if it is a mask, call it noNorm in channel_names to leave it as it is",
+                )
+        elif intensity is not None:
+            channel = np.clip(channel, intensity.low, intensity.high)
+            mean, std = intensity.mean, intensity.std
+        done[n] = transforms.normalise(channel, mean, std, scheme == "zscore")
+        means.append(mean)
+        stds.append(std)
+    return done, tuple(means), tuple(stds)
+
+
+def _locate(name: str, ids: np.ndarray, recipe: Recipe) -> dict[int, np.ndarray]:
+    """Returns up to `recipe.locations` voxels (n, 3) of each class that is there, background left out."""
+    found = {}
+    for n in range(1, len(recipe.values)):
+        places = np.flatnonzero(ids == n) if n != recipe.ignore_id else np.zeros(0, int)
+        if len(places) > recipe.locations:
+            places = np.sort(generator(name, n).choice(places, recipe.locations, replace=False))
+        if len(places):
+            found[n] = np.stack(np.unravel_index(places, ids.shape), 1).astype(np.int32)
+    return found

@@ -1,0 +1,273 @@
+"""Preparation of a data set: every case once into a cache that training maps; resumed and kept up to date."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Case, Dataset, read_json
+from seqpar.data.formats.recognise import recognise
+from seqpar.data.preparation.cache import (
+    VERSION,
+    PreparedCase,
+    PreparedDataset,
+    check_cache,
+    open_cache,
+    read_record,
+)
+from seqpar.data.preparation.cache_index import (
+    described,
+    files_of,
+    is_current,
+    plain,
+    refuse_other,
+    sources_of,
+    write_index,
+)
+from seqpar.data.preparation.cache_writer import (
+    CacheError,
+    clean,
+    discard,
+    locked,
+    reopen,
+    writable,
+    write_case,
+    write_json,
+)
+from seqpar.data.preparation.case import (
+    Properties,
+    channel_to_source,
+    image_to_source,
+    labels_to_source,
+    load_case,
+    prepare_case,
+    scores_to_source,
+)
+from seqpar.data.preparation.recipe import (
+    Finding,
+    PrepareSettings,
+    Recipe,
+    draft_recipe,
+    finish_recipe,
+    needs_survey,
+    survey,
+)
+from seqpar.data.preparation.waiting import announced, run_token, wait_for
+from seqpar.data.volumes import digest_file
+from seqpar.data.workers import Lost, each
+
+__all__ = [
+    "PrepareSettings", "PreparedCase", "PreparedDataset", "Properties", "Recipe", "Report", "cache_folder",
+    "channel_to_source", "check_cache", "image_to_source", "is_current", "labels_to_source", "open_cache",
+    "prepare", "prepare_case", "prepared", "scores_to_source",
+]  # fmt: skip
+
+Progress = Callable[[int, int], None]  # cases done, cases in all
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a preparation did: ids prepared and kept, ids without foreground, and all that was wrong."""
+
+    path: Path
+    prepared: tuple[str, ...]
+    kept: tuple[str, ...]
+    empty: tuple[str, ...]
+    faults: tuple[DataError, ...]
+
+
+def cache_folder(dataset: Dataset, out: str | Path | None = None) -> Path:
+    """Returns where a data set's cache lies: `out`, in $SEQPAR_CACHE (its name tells the place too), or beside it."""
+    if out is not None:
+        return Path(out).expanduser().absolute()
+    if "SEQPAR_CACHE" in os.environ:
+        place = hashlib.blake2b(os.fsencode(dataset.root.resolve()), digest_size=4).hexdigest()
+        return Path(os.environ["SEQPAR_CACHE"]).expanduser().absolute() / f"{dataset.name}-{place}"
+    return dataset.root.with_name(f"{dataset.root.name}.prepared")
+
+
+def prepare(
+    dataset: Dataset,
+    out: str | Path,
+    settings: PrepareSettings | None = None,
+    workers: int | None = None,
+    progress: Progress = lambda done, total: None,
+    replace: bool = True,
+) -> Report:
+    """Returns what was done to bring the cache in `out` up to date; bad cases are reported, not raised.
+
+    Cases that were prepared with other settings are prepared again, or, without `replace`, an error.
+    """
+    settings, out = settings or PrepareSettings(), Path(out)
+    workers = _default_workers() if workers is None else workers
+    if workers < 0:
+        raise ValueError(f"workers is {workers}; 0 (none) or more are needed")
+    if not dataset.labels:
+        raise DataError(dataset.root, "has no labels to train on; add them (prediction prepares by itself)")
+    if is_current(dataset, out, settings):  # nothing is written: the folder may be read-only
+        return _report(dataset, out, [], [])
+    total = len(dataset.cases)
+    with locked(out, lambda: progress(0, total)):
+        refuse_other(dataset, out, None if replace else settings)
+        if is_current(dataset, out, settings):  # by whom this process waited for
+            return _report(dataset, out, [], [])
+        clean(out, set(dataset.ids))
+        recipe = _recipe(dataset, out, settings, workers, lambda: progress(0, total))
+        try:
+            made, faults = _run(_Work(out, recipe), dataset, workers, progress)
+        finally:
+            clean(out, set(dataset.ids))
+        write_index(dataset, out, settings, recipe)
+        return _report(dataset, out, made, faults)
+
+
+def _run(work: "_Work", dataset: Dataset, workers: int, progress: Progress) -> tuple[list[str], list[DataError]]:
+    """Returns the ids that were prepared and the faults of the others; a folder that is full ends it all."""
+    total, ended, made = len(dataset.cases), list[str](), list[str]()
+    faults: list[DataError] = []
+    with closing(each(work, dataset.cases, workers, lambda: progress(len(ended), total))) as outcomes:
+        for case, outcome in outcomes:
+            if isinstance(outcome, CacheError):
+                raise outcome
+            if isinstance(outcome, Lost):
+                outcome = _lost(case, outcome)
+            if isinstance(outcome, DataError):
+                faults.append(outcome)
+                discard(work.out, case.id)
+            elif outcome:
+                made.append(case.id)
+            ended.append(case.id)
+            progress(len(ended), total)
+    return made, faults
+
+
+def prepared(
+    path: str | Path,
+    out: str | Path | None = None,
+    settings: PrepareSettings | None = None,
+    *,
+    is_first: bool,
+    workers: int | None = None,
+    token: str | None = None,
+    deadline: float = 600.0,
+    progress: Progress = lambda done, total: None,
+) -> PreparedDataset:
+    """Returns the cache for training: the first process prepares what is missing, the others poll a file.
+
+    A bad case is an error here, and the same one in all processes; so is a cache that was made with other
+    settings, because another run may be reading it. `token` names the run (by default from
+    torchrun's and Slurm's environment); `deadline` is how long the preparing process may be silent, in s.
+    """
+    settings, dataset = settings or PrepareSettings(), recognise(path)
+    folder, token = cache_folder(dataset, out), run_token() if token is None else token
+    _raise(dataset.faults)
+    refuse_other(dataset, folder, settings)
+    if not is_first:
+        wait_for(
+            folder, folder / "cache.json", token, lambda: is_current(dataset, folder, settings), deadline, progress
+        )
+    elif not is_current(dataset, folder, settings):
+        with announced(folder, token) as announcement:
+
+            def tell(done: int, total: int) -> None:
+                announcement.tell(done, total)
+                progress(done, total)
+
+            _raise(prepare(dataset, folder, settings, workers, tell, replace=False).faults)
+    return open_cache(folder)
+
+
+def _raise(faults: tuple[DataError, ...]) -> None:
+    """Raises the first of several faults, and says where the others are listed."""
+    if faults:
+        more = f" (and {len(faults) - 1} more: run prepare to see them all)" if len(faults) > 1 else ""
+        raise DataError(faults[0].path, faults[0].problem + more)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Brings one case up to date; tells whether it had to be prepared."""
+
+    out: Path
+    recipe: Recipe
+
+    def __call__(self, case: Case) -> bool:
+        if case.label is None:
+            raise DataError(case.images[0], "has no label; add it, or remove the image")
+        sources, record = sources_of(case), read_record(self.out, case.id)
+        if record is not None and Recipe.from_json(record["recipe"]) == self.recipe:
+            if record["sources"] == sources:
+                return False
+            if record["digests"] == [digest_file(path) for path in files_of(case)]:  # touched, or moved
+                with writable(self.out):
+                    reopen(self.out)
+                    write_json(self.out / "cases" / case.id / "case.json", {**record, "sources": sources})
+                return False
+        write_case(self.out, case.id, prepare_case(case, self.recipe), self.recipe, sources)
+        return True
+
+
+@dataclass(frozen=True)
+class _Survey:
+    recipe: Recipe
+
+    def __call__(self, case: Case) -> Finding:
+        if "ct" not in self.recipe.schemes:
+            return survey(case, None, None, self.recipe)
+        loaded = load_case(case, self.recipe)
+        return survey(case, loaded.image, loaded.ids, self.recipe)
+
+
+def _recipe(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int, beat: Callable[[], None]) -> Recipe:
+    """Returns the recipe; a survey of unchanged files is not made twice."""
+    draft = draft_recipe(dataset, settings)
+    if not needs_survey(dataset, settings):
+        return draft
+    key = {
+        "version": VERSION,
+        "settings": plain(asdict(settings)),
+        "dataset": described(dataset),
+        "sources": {},
+    }
+    try:
+        key["sources"] = {case.id: sources_of(case) for case in dataset.cases}
+        stored = read_json(out / "recipe.json")
+        if stored["key"] == key:
+            return Recipe.from_json(stored["recipe"])
+    except (DataError, KeyError, TypeError):
+        pass  # none yet, or a file that cannot be read: its case is reported below
+    found: dict[str, Finding] = {}
+    with closing(each(_Survey(draft), dataset.cases, workers, beat)) as outcomes:
+        for case, outcome in outcomes:
+            if isinstance(outcome, Lost):
+                raise _lost(case, outcome)
+            if isinstance(outcome, Finding):
+                found[case.id] = outcome
+    findings = [found[name] for name in sorted(found)]  # not in the order in which they ended
+    recipe = finish_recipe(draft, dataset, settings, findings)
+    with writable(out):
+        write_json(out / "recipe.json", {"key": key, "recipe": recipe.to_json()})
+    return recipe
+
+
+def _report(dataset: Dataset, out: Path, made: list[str], faults: list[DataError]) -> Report:
+    """Returns the report; that no case has any foreground is a fault of the whole."""
+    records = {name: record for name in dataset.ids if (record := read_record(out, name)) is not None}
+    background = [name for name, record in records.items() if not record["locations"]]
+    if records and len(background) == len(records):
+        faults = [*faults, DataError(dataset.root, "no case has a labelled voxel; there is nothing to learn")]
+    kept = tuple(name for name in records if name not in made)
+    every = sorted((*dataset.faults, *faults), key=lambda fault: fault.path)
+    return Report(out, tuple(sorted(made)), kept, tuple(background), tuple(every))
+
+
+def _lost(case: Case, lost: Lost) -> DataError:
+    return DataError(case.images[0], f"could not be prepared: {lost}; free memory, or use fewer --workers")
+
+
+def _default_workers() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 8)  # a worker holds a case several times over

@@ -1,0 +1,165 @@
+"""The recipe: what preparation does to every case of a data set, decided once from settings and a survey."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.volumes import read_geometry
+
+SAMPLES = 10_000  # intensities that a case adds to the statistics of CT
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """What a person can choose: spacing is "source", "median" or three sizes in mm (R, A, S)."""
+
+    spacing: str | tuple[float, float, float] = "source"
+    locations: int = 10_000  # voxels that are remembered per class and case, to centre tiles on
+
+    def __post_init__(self) -> None:
+        if self.locations < 1:
+            raise ValueError(f"locations is {self.locations}; at least 1 is needed")
+        if isinstance(self.spacing, str):
+            if self.spacing not in ("source", "median"):
+                raise ValueError(f"spacing is {self.spacing!r}; source, median or three sizes in mm are needed")
+        elif len(self.spacing) != 3 or not all(0 < size < np.inf for size in self.spacing):
+            raise ValueError(f"spacing is {self.spacing}; three positive sizes in mm are needed")
+
+    @staticmethod
+    def spaced(text: str) -> "PrepareSettings":
+        """Returns the settings for a spacing as it is typed: source, median, or three sizes as 1,1,1."""
+        try:
+            if "," not in text:
+                return PrepareSettings(text)
+            w, d, h = (float(part) for part in text.split(","))
+            return PrepareSettings((w, d, h))
+        except ValueError:
+            raise ValueError(f"--spacing {text}: give source, median, or three sizes above 0 in mm, as 1,1,1") from None
+
+
+@dataclass(frozen=True)
+class Intensity:
+    """How a CT channel is normalised: clipped to low and high, then (x − mean) / std."""
+
+    low: float
+    high: float
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done to each case; a network that was trained on it needs the same for prediction."""
+
+    modalities: tuple[str, ...]
+    schemes: tuple[str, ...]  # per modality: "zscore", "ct" or "none"
+    intensities: tuple[Intensity | None, ...]  # per modality, for "ct"
+    spacing: tuple[float, float, float] | None  # None: each case keeps its own
+    values: tuple[int, ...]  # the file's label for each class id, that of the ignore label last
+    has_ignore: bool
+    locations: int
+
+    @property
+    def ignore_id(self) -> int | None:
+        """Returns the class id of voxels to ignore, None where there are none."""
+        return len(self.values) - 1 if self.has_ignore else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what `from_json` reads."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Recipe":
+        """Returns the recipe that `to_json` described."""
+        intensities = tuple(None if one is None else Intensity(**one) for one in value["intensities"])
+        lists = {key: tuple(value[key]) for key in ("modalities", "schemes", "values")}
+        spacing = value["spacing"] and tuple(value["spacing"])
+        return Recipe(**{**value, **lists, "intensities": intensities, "spacing": spacing})
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """What a survey learns from one case: spacing (R, A, S), and CT intensities inside its labels."""
+
+    spacing: tuple[float, float, float]
+    samples: tuple[np.ndarray, ...]  # one array per modality, empty where it is no CT
+
+
+def schemes_of(modalities: Sequence[str]) -> tuple[str, ...]:
+    """Returns how each modality is normalised, by its name as nnU-Net does."""
+    known = {"ct": "ct", "nonorm": "none"}
+    return tuple(known.get(name.lower(), "zscore") for name in modalities)
+
+
+def needs_survey(dataset: Dataset, settings: PrepareSettings) -> bool:
+    """Tells whether the recipe depends on what is in the files."""
+    return settings.spacing == "median" or "ct" in schemes_of(dataset.modalities)
+
+
+def draft_recipe(dataset: Dataset, settings: PrepareSettings) -> Recipe:
+    """Returns the recipe as far as it needs no survey."""
+    schemes = schemes_of(dataset.modalities)
+    ignore = () if dataset.ignore_label is None else (dataset.ignore_label,)
+    return Recipe(
+        modalities=dataset.modalities,
+        schemes=schemes,
+        intensities=(None,) * len(schemes),
+        spacing=None if isinstance(settings.spacing, str) else settings.spacing,
+        values=(*dataset.labels.values(), *ignore),
+        has_ignore=bool(ignore),
+        locations=settings.locations,
+    )
+
+
+def finish_recipe(recipe: Recipe, dataset: Dataset, settings: PrepareSettings, findings: Sequence[Finding]) -> Recipe:
+    """Returns the recipe with what the survey of the cases found: median spacing, intensities of CT."""
+    if not findings:
+        raise DataError(dataset.root, "no case could be read, so there is nothing to learn from; repair them")
+    intensities: list[Intensity | None] = []
+    for n, scheme in enumerate(recipe.schemes):
+        inside = np.concatenate([found.samples[n] for found in findings])
+        intensities.append(_intensity(inside, dataset, n) if scheme == "ct" else None)
+    spacing = recipe.spacing
+    if settings.spacing == "median":
+        w, d, h = np.median([found.spacing for found in findings], axis=0)
+        spacing = (float(w), float(d), float(h))
+    return replace(recipe, intensities=tuple(intensities), spacing=spacing)
+
+
+def survey(case: Case, image: np.ndarray | None, ids: np.ndarray | None, recipe: Recipe) -> Finding:
+    """Returns a case's finding; image ``(c, W, D, H)`` and class ids are needed for CT only."""
+    spacing = read_geometry(case.images[0])[0].canonical_spacing
+    if image is None or ids is None:
+        return Finding(spacing, tuple(np.zeros(0) for _ in recipe.schemes))
+    places = np.flatnonzero((ids > 0) & (ids != (-1 if recipe.ignore_id is None else recipe.ignore_id)))
+    if len(places) > SAMPLES:
+        places = generator(case.id).choice(places, SAMPLES, replace=False)
+    return Finding(
+        spacing,
+        tuple(
+            channel.reshape(-1)[places].astype(np.float64) if scheme == "ct" else np.zeros(0)
+            for channel, scheme in zip(image, recipe.schemes)
+        ),
+    )
+
+
+def generator(*key: str | int) -> np.random.Generator:
+    """Returns random numbers that depend on the key alone, not on order or process."""
+    return np.random.default_rng([zlib.crc32(str(part).encode()) for part in key])
+
+
+def _intensity(inside: np.ndarray, dataset: Dataset, n: int) -> Intensity:
+    if not inside.size or inside.std() == 0:
+        raise DataError(
+            dataset.root,
+            f"modality {dataset.modalities[n]} is normalised by its values inside the labels, "
+            f"and {'all are equal' if inside.size else 'no case has a labelled voxel'}; "
+            "label some cases, or rename the modality",
+        )
+    low, high = np.percentile(inside, [0.5, 99.5])
+    return Intensity(float(low), float(high), float(inside.mean()), float(inside.std()))

@@ -1,0 +1,226 @@
+"""This rank's parts of tiles that a sequence group prepares together: each tile is read and augmented once.
+
+Micro-batch m of data index d holds the samples (m D + d) B + p, p < B, of its step: the global batch D B A is the
+same tiles however it is spread. A group's tiles are numbered over all steps, t; rank t % size prepares tile t.
+
+Legend: b tiles, c channels, n tokens, p voxels of a patch along one direction; ``n/s`` over the sequence group.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from seqpar.collectives import agree_all, exchange_rows, tell
+from seqpar.data.sampling.packing import Packing
+from seqpar.data.sampling.tiles import TileKey, TileSource
+from seqpar.data.sampling.worker_pool import Fault, Pool
+from seqpar.layout import Layout
+from seqpar.mesh import Mesh
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """This rank's part of the tiles of one micro-batch."""
+
+    step: int
+    micro: int  # which of the step's micro-batches
+    image: Tensor  # b n/s c p p p, float32
+    label: Tensor  # b n/s p p p, class ids
+    samples: tuple[int, ...]  # the tiles' numbers in the step's global batch
+    cases: tuple[str, ...]  # the ids of their cases
+    wait_s: float  # the longest that a rank waited for its workers
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """Draws a tile and packs it into a slot."""
+
+    source: TileSource
+    packing: Packing
+
+    def __call__(self, task: TileKey, slot: Tensor) -> None:
+        self.packing.pack(self.source.draw(task), slot.view(-1, self.packing.row_bytes))
+
+    def describe(self, task: TileKey) -> str:
+        return f"case {self.source.case_of(task)}, for sample {task.sample} of step {task.step}"
+
+
+class Loader:
+    """An iterator over the micro-batches of ``steps``, in order; a context manager that ends the workers.
+
+    ``batch``: tiles of a sequence group in a micro-batch; ``accumulate``: micro-batches of a step; ``workers``: of
+    this rank, 0 prepares in this process with the same result; ``prefetch``: tiles each worker has ready or at work.
+    """
+
+    def __init__(
+        self,
+        source: TileSource,
+        layout: Layout,
+        mesh: Mesh,
+        *,
+        batch: int,
+        steps: range,
+        accumulate: int = 1,
+        workers: int = 2,
+        prefetch: int = 2,
+        seed: int = 0,
+    ) -> None:
+        _check(source, layout, mesh, batch, steps, accumulate, workers, prefetch, seed)
+        self.source, self.layout, self.mesh = source, layout, mesh
+        self.batch, self.accumulate, self.steps, self.seed = batch, accumulate, steps, seed
+        self.packing = Packing(replace(layout), source.channels, source.label_dtype)  # without what layout cached
+        self._at = 0
+        self._pool = Pool(
+            _Preparation(source, self.packing),
+            self._my_tiles(),
+            self.packing.tile_bytes,
+            workers,
+            prefetch,
+            start_method(mesh.device),
+        )
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The process ids of this rank's workers."""
+        return self._pool.worker_ids
+
+    @property
+    def global_batch(self) -> int:
+        """Tiles of a step over all ranks and micro-batches."""
+        return self.mesh.data.size * self.batch * self.accumulate
+
+    def __len__(self) -> int:
+        """Returns how many micro-batches there are from here on."""
+        return len(self.steps) * self.accumulate - self._at
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> MicroBatch:
+        if not len(self):
+            self.close()
+            raise StopIteration
+        step, micro = self.steps.start + self._at // self.accumulate, self._at % self.accumulate
+        self._at += 1
+        rows, wait_s = self._prepare(self._preparers(step, micro))
+        image, label = self.packing.unpack(rows)
+        keys = self._keys(step, micro)
+        samples, cases = tuple(key.sample for key in keys), tuple(self.source.case_of(key) for key in keys)
+        return MicroBatch(step, micro, image, label, samples, cases, wait_s)
+
+    def close(self) -> None:
+        """Ends the workers; what is prepared ahead is lost."""
+        self._at = len(self.steps) * self.accumulate
+        self._pool.close()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _keys(self, step: int, micro: int) -> list[TileKey]:
+        """Returns the tiles of the group's micro-batch."""
+        first = (micro * self.mesh.data.size + self.mesh.data.index) * self.batch
+        return [TileKey(self.seed, step, first + p) for p in range(self.batch)]
+
+    def _preparers(self, step: int, micro: int) -> list[int]:
+        """Returns which rank of the group prepares each tile of a micro-batch."""
+        first = (step * self.accumulate + micro) * self.batch
+        return [(first + p) % self.mesh.seq.size for p in range(self.batch)]
+
+    def _my_tiles(self) -> Iterator[TileKey]:
+        for step in self.steps:
+            for micro in range(self.accumulate):
+                for key, rank in zip(self._keys(step, micro), self._preparers(step, micro)):
+                    if rank == self.mesh.seq.index:
+                        yield key
+
+    def _prepare(self, preparers: list[int]) -> tuple[Tensor, float]:
+        """Returns this rank's rows of all tiles ``b n/s bytes``, and the seconds that training waited for them."""
+        tiles: list[Tensor] = []  # n bytes, tokens in the order of their owners
+        fault, waited = None, 0.0
+        for _ in range(preparers.count(self.mesh.seq.index)):
+            began = time.perf_counter()
+            result = self._pool.take()
+            waited += time.perf_counter() - began
+            if isinstance(result, Fault):
+                fault = result
+                break
+            tiles.append(self._upload(result.view(-1, self.packing.row_bytes)))
+            self._pool.release()
+        waited = self._agree(fault, waited)
+        return self._exchange(tiles, preparers), waited
+
+    def _upload(self, rows: Tensor) -> Tensor:
+        """Returns a copy on the device."""
+        if self.mesh.device.type == "cpu":
+            return rows.clone()
+        return rows.pin_memory().to(self.mesh.device, non_blocking=True)
+
+    def _agree(self, fault: Fault | None, waited: float) -> float:
+        """Returns the longest wait of all ranks; if any has a fault, all raise the first one's."""
+        world = self.mesh.world
+        rank_from_end = 0 if fault is None else world.size - world.index
+        first, wait_us = agree_all((rank_from_end, round(waited * 1e6)), world)
+        if first:
+            source = world.size - first
+            told = Fault(*json.loads(tell(json.dumps(fault), source, world)))
+            self.close()
+            raise told.error(f"rank {source} on {self.mesh.hosts[source]}")
+        return wait_us / 1e6
+
+    def _exchange(self, tiles: list[Tensor], preparers: list[int]) -> Tensor:
+        """Returns this rank's rows of all tiles ``b n/s bytes`` of those that it prepared: one all-to-all."""
+        group, counts = self.mesh.seq, self.layout.counts
+        mine = counts[group.index]
+        pieces = [tile.split(counts) for tile in tiles]
+        rows = [piece[rank] for rank in range(group.size) for piece in pieces]
+        nothing = torch.empty((0, self.packing.row_bytes), dtype=torch.uint8, device=self.mesh.device)
+        got = exchange_rows(
+            torch.cat(rows or [nothing]),
+            group,
+            [len(tiles) * count for count in counts],
+            [preparers.count(rank) * mine for rank in range(group.size)],
+            "tiles",
+        ).view(len(preparers), mine, self.packing.row_bytes)
+        if preparers == sorted(preparers):
+            return got
+        came = sorted(range(len(preparers)), key=preparers.__getitem__)  # tiles in the order in which they lie
+        return torch.stack([got[came.index(p)] for p in range(len(preparers))])
+
+
+def start_method(device: torch.device) -> str:
+    """Returns how workers start: a fork of a process that uses a GPU is not safe."""
+    return "fork" if device.type == "cpu" else "forkserver"
+
+
+def _check(
+    source: TileSource,
+    layout: Layout,
+    mesh: Mesh,
+    batch: int,
+    steps: range,
+    accumulate: int,
+    workers: int,
+    prefetch: int,
+    seed: int,
+) -> None:
+    """Refuses, on all ranks alike, what cannot be loaded."""
+    for name, value, least in (
+        ("batch", batch, 1), ("accumulate", accumulate, 1), ("workers", workers, 0), ("prefetch", prefetch, 1),
+        ("seed", seed, 0),
+    ):  # fmt: skip
+        if value < least:
+            raise ValueError(f"--{name} {value}: {least} or more is needed")
+    if steps.step != 1 or steps.start < 0:
+        raise ValueError(f"steps {steps} must count up by one, from 0 or later")
+    if layout.num_ranks != mesh.seq.size:
+        raise ValueError(f"the layout cuts tiles for {layout.num_ranks} ranks, but the {mesh.seq} has {mesh.seq.size}")
+    if layout.tile != source.tile_size:
+        raise ValueError(f"tiles of {source.tile_size} come, but the layout cuts tiles of {layout.tile}: use one size")

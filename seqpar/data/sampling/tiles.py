@@ -1,0 +1,200 @@
+"""Drawing of tiles: tile j of step i follows from (seed, i, j) alone, whoever draws it, and where and when.
+
+Legend: c channels, W D H voxels.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from seqpar.data.errors import DataError
+from seqpar.data.preparation.cache import PreparedDataset
+
+_DOMAIN = 0x7469_6C65  # "tile": keeps these numbers apart from whatever else is made of the same seed
+FOREGROUND = 1 / 3  # nnU-Net's 33 % rule
+
+
+class CaseArrays(Protocol):
+    """A prepared case, its arrays mapped where they are asked for."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def image(self) -> np.ndarray: ...  # c W D H, float32
+    @property
+    def label(self) -> np.ndarray: ...  # W D H, class ids
+    @property
+    def locations(self) -> dict[int, np.ndarray]: ...  # class id to voxels (n, 3)
+
+
+class Augmenting(Protocol):
+    """Makes a tile of a crop that is centred on it; what happens follows from the seed alone."""
+
+    @property
+    def tile_size(self) -> tuple[int, ...]: ...
+    @property
+    def outside_label(self) -> int: ...
+    def needed_size(self, seed: int) -> tuple[int, ...]: ...
+    def __call__(self, image: np.ndarray, label: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class TileKey(NamedTuple):
+    """All that a tile depends on: sample ``sample`` of the global batch of step ``step``."""
+
+    seed: int
+    step: int
+    sample: int
+
+    def seeds(self) -> tuple[int, int, int]:
+        """Returns independent seeds: of the place, of the augmentation, of global generators."""
+        words = np.random.SeedSequence((_DOMAIN, *self)).generate_state(3, np.uint64)
+        return int(words[0]), int(words[1]), int(words[2])
+
+
+class Tile(NamedTuple):
+    """What a sequence group shares: image ``c W D H`` float32, label ``W D H`` class ids."""
+
+    image: np.ndarray
+    label: np.ndarray
+
+
+@dataclass(frozen=True)
+class TileSource:
+    """Where tiles come from; holds no open file, so that it can be sent to a worker.
+
+    A case is drawn uniformly; with probability ``foreground`` a class of those in the case, then one of its stored
+    voxels as the tile's centre; otherwise, and where a case has no foreground, a uniform position.
+    """
+
+    cases: tuple[CaseArrays, ...]
+    augmentation: Augmenting
+    channels: int
+    num_values: int  # of the label: classes, and the ignore label where there is one
+    foreground: float = FOREGROUND
+
+    def __post_init__(self) -> None:
+        if not self.cases:
+            raise ValueError("there are no cases to train on: choose another fold")
+        if not 0 <= self.foreground <= 1:
+            raise ValueError(f"foreground is {self.foreground}; a share from 0 to 1 is needed")
+        names = [case.id for case in self.cases]
+        if names != sorted(set(names)):
+            raise ValueError("cases must be sorted by id and each there once: tiles are drawn by their number")
+
+    @classmethod
+    def of(
+        cls, dataset: PreparedDataset, ids: Sequence[str], augmentation: Augmenting, foreground: float = FOREGROUND
+    ) -> "TileSource":
+        """Returns the source of tiles of some cases of a cache."""
+        unknown = sorted(set(ids) - set(dataset.cases))
+        if unknown:
+            raise ValueError(f"case {unknown[0]} is not in the cache {dataset.path}: prepare it, or correct the split")
+        outside = dataset.ignore_label or 0
+        if augmentation.outside_label != outside:
+            raise ValueError(
+                f"voxels outside of a case get label {augmentation.outside_label}; {outside} is needed here: "
+                f"make the augmentation with outside_label={outside}"
+            )
+        cases = tuple(dataset.cases[name] for name in sorted(set(ids)))
+        values = len(dataset.labels) + (dataset.ignore_label is not None)
+        return cls(cases, augmentation, len(dataset.modalities), values, foreground)
+
+    @property
+    def tile_size(self) -> tuple[int, ...]:
+        return tuple(self.augmentation.tile_size)
+
+    @property
+    def label_dtype(self) -> np.dtype[Any]:
+        """Returns the labels' type, known before any file is read."""
+        return np.dtype(np.uint8 if self.num_values <= 256 else np.int16)
+
+    def case_of(self, key: TileKey) -> str:
+        """Returns the id of the case that the tile is cut from; reads nothing."""
+        return self._choose(np.random.default_rng(key.seeds()[0])).id
+
+    def draw(self, key: TileKey) -> Tile:
+        """Returns the tile; what is wrong with its case is a DataError that names it."""
+        place_seed, augmentation_seed, global_seed = key.seeds()
+        rng = np.random.default_rng(place_seed)
+        case = self._choose(rng)
+        try:
+            with _seeded(global_seed):
+                return self._cut(case, rng, augmentation_seed)
+        except DataError as fault:
+            raise DataError(fault.path, f"{fault.problem} ({_asked(case, key)})") from fault
+        except OSError as error:
+            path = error.filename or f"case {case.id}"
+            raise DataError(path, f"cannot be read ({error.strerror or error}; {_asked(case, key)})") from error
+
+    def _choose(self, rng: np.random.Generator) -> CaseArrays:
+        return self.cases[int(rng.integers(len(self.cases)))]
+
+    def _cut(self, case: CaseArrays, rng: np.random.Generator, seed: int) -> Tile:
+        image, label = case.image, case.label
+        if image.shape != (self.channels, *label.shape) or label.ndim != len(self.tile_size):
+            raise DataError(
+                f"case {case.id}", f"image {image.shape} and label {label.shape} do not fit {self.channels} channels "
+                f"and a tile {self.tile_size}; prepare the data again"
+            )  # fmt: skip
+        start = self._place(case, label.shape, rng)
+        need = self.augmentation.needed_size(seed)
+        low = [s - (n - t) // 2 for s, n, t in zip(start, need, self.tile_size)]
+        image = read_box(image, low, need, 0)
+        label = read_box(label, low, need, self.augmentation.outside_label)
+        image, label = self.augmentation(image, label, seed)
+        return Tile(np.ascontiguousarray(image, np.float32), np.ascontiguousarray(label, self.label_dtype))
+
+    def _place(self, case: CaseArrays, shape: tuple[int, ...], rng: np.random.Generator) -> list[int]:
+        """Returns the tile's first voxel; as in nnU-Net, only the lower bound holds back a tile with foreground."""
+        bounds = [position_bounds(n, t) for n, t in zip(shape, self.tile_size)]
+        if rng.random() < self.foreground:
+            locations = {name: rows for name, rows in sorted(case.locations.items()) if len(rows)}
+            if locations:
+                rows = list(locations.values())[int(rng.integers(len(locations)))]
+                centre = rows[int(rng.integers(len(rows)))]
+                return [max(low, int(c) - t // 2) for (low, _), c, t in zip(bounds, centre, self.tile_size)]
+        return [int(rng.integers(low, high + 1)) for low, high in bounds]
+
+
+def position_bounds(extent: int, tile: int) -> tuple[int, int]:
+    """Returns the least and the greatest first voxel of a tile; a case that is smaller lies in its middle."""
+    lacking = max(0, tile - extent)
+    return -((lacking + 1) // 2), max(0, extent - tile) - lacking // 2
+
+
+def read_box(array: np.ndarray, low: Sequence[int], size: Sequence[int], fill: int) -> np.ndarray:
+    """Returns a copy of a box along the last dimensions, ``fill`` where it reaches beyond the array."""
+    lead, shape = array.shape[: -len(size)], array.shape[-len(size) :]
+    inside = [(max(0, a), min(n, a + s)) for a, s, n in zip(low, size, shape)]
+    source: tuple[Any, ...] = (..., *(slice(a, max(a, b)) for a, b in inside))
+    if all(b - a == s for (a, b), s in zip(inside, size)):
+        return np.array(array[source])
+    box = np.full((*lead, *size), fill, array.dtype)
+    target: tuple[Any, ...] = (..., *(slice(a - first, b - first) for (a, b), first in zip(inside, low)))
+    if all(b > a for a, b in inside):
+        box[target] = array[source]
+    return box
+
+
+def _asked(case: CaseArrays, key: TileKey) -> str:
+    return f"case {case.id}, for sample {key.sample} of step {key.step}"
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds the global generators, in case a transform draws from them, and gives them back as they were."""
+    numpy_state, python_state, torch_state = np.random.get_state(), random.getstate(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed % 2**63)
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)

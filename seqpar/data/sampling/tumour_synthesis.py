@@ -1,0 +1,106 @@
+"""Synthetic tumours after Hou et al.: the real lesion's contrast is taken away and put elsewhere."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from scipy import ndimage
+
+from seqpar.data.preparation.cache import PreparedDataset
+
+_LESION = re.compile("tumou?r|lesion|cancer|metastas|carcinoma", re.IGNORECASE)
+_WHOLE = re.compile("wt|whole[ _-]?tumou?r", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class TumourSynthesis:
+    """Replaces real lesions by fake ones of the same contrast, channel by channel.
+
+    ``healthy`` and ``lesion`` are label values; where 0 counts as healthy, only voxels that are not 0 in all
+    channels do. The real lesion becomes ``healthy[0]``, the fake one ``fake`` (default: ``lesion[0]``).
+    """
+
+    healthy: tuple[int, ...] = (1,)
+    lesion: tuple[int, ...] = (2,)
+    fake: int | None = None
+    probability: float = 0.5
+    smallest: float = 0.05  # share of the volume from which a fake lesion is cut; the largest is 0.2 more
+
+    def __post_init__(self) -> None:
+        if not self.healthy or not self.lesion or set(self.healthy) & set(self.lesion):
+            raise ValueError(
+                f"tumour synthesis needs healthy and lesion labels that differ, got {self.healthy} and {self.lesion}"
+            )
+        if not 0 <= self.probability <= 1 or not 0 < self.smallest <= 0.8:
+            raise ValueError(
+                "tumour synthesis needs a probability in 0..1 and a smallest share in 0..0.8, "
+                f"got {self.probability} and {self.smallest}"
+            )
+
+    def __call__(
+        self, image: NDArray[np.float32], label: NDArray[Any], rng: np.random.Generator
+    ) -> tuple[NDArray[np.float32], NDArray[Any]]:
+        """Returns the changed copies, or the same arrays where a lesion or healthy tissue is missing."""
+        real, healthy = np.isin(label, self.lesion), np.isin(label, self.healthy)
+        if 0 in self.healthy:
+            healthy &= image.any(0)
+        if not real.any() or not healthy.any():
+            return image, label
+        contrast = 1.15 * (image[:, healthy].mean(1) - image[:, real].mean(1))
+        if np.abs(contrast).max() <= 1e-4:
+            return image, label
+        fake = self._region(rng, label.shape) & (real | healthy)
+        block = _block(label.shape)
+        change = ndimage.uniform_filter(real.astype(np.float32), block) - ndimage.uniform_filter(
+            fake.astype(np.float32), block
+        )
+        change *= real | healthy  # what is neither (air) keeps its value
+        new = label.copy()
+        new[real] = self.healthy[0]
+        new[fake] = self.lesion[0] if self.fake is None else self.fake
+        shape = (-1, *[1] * label.ndim)
+        return image + contrast.astype(np.float32).reshape(shape) * change, new
+
+    @classmethod
+    def of(cls, dataset: PreparedDataset, probability: float) -> "TumourSynthesis":
+        """Returns the synthesis that a data set's labels allow: whole brain tumours, or the lesion of one organ."""
+        lesions = {n for name, n in dataset.labels.items() if n and _LESION.search(name)}
+        others = sorted(set(dataset.labels.values()) - lesions - {0})
+        for (name, members), drawn in zip(dataset.regions.items(), dataset.regions_class_order):
+            if _WHOLE.fullmatch(name):  # nested labels: a fake one is of the outermost alone
+                found = cls((0,), members, drawn, probability)
+                break
+        else:
+            if dataset.regions or len(lesions) != 1 or len(others) > 1:
+                raise ValueError(
+                    f"--synthesis {probability:g}: the labels of {dataset.name} ({', '.join(dataset.labels)}) do not "
+                    "tell a lesion from healthy tissue; needed are a region WT (whole tumour), or one label named "
+                    "tumour, lesion or cancer and at most one other, the organ: leave it out"
+                )
+            found = cls(tuple(others) or (0,), tuple(lesions), None, probability)
+        if found.healthy == (0,) and set(dataset.recipe.schemes) != {"zscore"}:
+            raise ValueError(
+                f"--synthesis {probability:g}: {dataset.name} labels no organ, and without z-scores ("
+                f"{', '.join(dataset.recipe.schemes)}) zero does not tell tissue from air: leave it out"
+            )
+        return found
+
+    def _region(self, rng: np.random.Generator, size: tuple[int, ...]) -> NDArray[np.bool_]:
+        """Returns the lowest voxels of smooth noise, a share of all that is drawn too."""
+        share = np.clip(rng.normal(0.01, 0.01) + rng.normal(0, 0.05), self.smallest, self.smallest + 0.2)
+        block = _block(size)
+        coarse = [max(1, n // block) for n in size]
+        noise = torch.from_numpy(rng.standard_normal(coarse, dtype=np.float32).clip(-2, 2))[None, None]
+        mode = "trilinear" if len(size) == 3 else "bilinear"
+        enlarged = F.interpolate(noise, size, mode=mode)[0, 0].numpy()
+        smooth = ndimage.uniform_filter(enlarged, block // 2 * 2 + 1)
+        return smooth < np.percentile(smooth, int(100 * share))
+
+
+def _block(size: tuple[int, ...]) -> int:
+    """Returns the width of the coarse noise's cells and of the blurred edges, in voxels."""
+    return max(2, max(size) // 32)

@@ -1,0 +1,225 @@
+"""Work in order, ahead of need, in processes that never outlive this one and whose death is an answer too.
+
+Results lie in memory that all share, not in pipes: a worker prepares ahead while nobody reads.
+"""
+
+import mmap
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from threadpoolctl import threadpool_limits
+from torch import Tensor
+
+from seqpar.data.errors import DataError
+from seqpar.data.workers import die_with_parent
+
+Task = TypeVar("Task")
+Consumed = TypeVar("Consumed", contravariant=True)
+
+# A scheduler warns every process of a job; whether work goes on is the parent's to decide.
+_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Work(Protocol[Consumed]):
+    """What workers do: fills ``slot``, bytes, with the task's result."""
+
+    def __call__(self, task: Consumed, slot: Tensor) -> None: ...
+    def describe(self, task: Consumed) -> str: ...
+
+
+class Fault(NamedTuple):
+    """What was wrong with a task, as plain text that can travel."""
+
+    kind: str  # data, memory or crash
+    path: str
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception, what: str) -> "Fault":
+        """Returns the fault that an exception is."""
+        if isinstance(error, DataError):
+            return cls("data", error.path, error.problem)
+        if isinstance(error, MemoryError):
+            return cls("memory", "", f"no memory left for {what}: {_MEMORY}")
+        return cls("crash", "", f"{what} failed:\n{''.join(traceback.format_exception(error))}")
+
+    @classmethod
+    def of_exit(cls, code: int | None, what: str) -> "Fault":
+        """Returns the fault of a worker that ended with ``code`` at its work."""
+        if code == -signal.SIGKILL:
+            return cls("memory", "", f"a worker was killed at {what}, as happens when memory runs out: {_MEMORY}")
+        if code == -signal.SIGBUS:
+            problem = "its files end too early or cannot be read (SIGBUS); run prepare with --check on the cache"
+            return cls("data", what, problem)
+        return cls("crash", "", f"a worker ended with exit code {code} at {what}")
+
+    def error(self, where: str) -> Exception:
+        """Returns the exception; data is the same everywhere, all else happened somewhere."""
+        if self.kind == "data":
+            return DataError(self.path, self.text)
+        return (MemoryError if self.kind == "memory" else RuntimeError)(f"{where}: {self.text}")
+
+
+_MEMORY = "use fewer --workers, or ask for more memory"
+
+
+class Slots:
+    """``count`` times ``size`` bytes that processes share; gone with the last of them, whatever ended it."""
+
+    def __init__(self, count: int, size: int, fd: int | None = None) -> None:
+        if fd is None:
+            fd = os.memfd_create("seqpar-tiles") if hasattr(os, "memfd_create") else -1  # -1: for forks only
+            if fd >= 0:
+                os.ftruncate(fd, count * size)
+        self.count, self.size, self._fd = count, size, fd
+        self._bytes = torch.frombuffer(mmap.mmap(fd, count * size), dtype=torch.uint8).view(count, size)
+        if fd >= 0:
+            Finalize(self, os.close, (fd,))
+
+    def __getitem__(self, number: int) -> Tensor:
+        """Returns the bytes of the slot that result ``number`` uses."""
+        return self._bytes[number % self.count]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (reduction.DupFd(self._fd), self.count, self.size)
+
+
+def _attach(fd: Any, count: int, size: int) -> Slots:
+    return Slots(count, size, fd.detach())
+
+
+class Pool(Generic[Task]):
+    """Results of tasks in their order; ``workers`` processes keep up to ``depth`` each ready, none works inline.
+
+    Task k is worker k % workers' and lies in slot k % slots, so that nothing depends on who is faster.
+    """
+
+    def __init__(
+        self, work: Work[Task], tasks: Iterator[Task], size: int, workers: int, depth: int, method: str
+    ) -> None:
+        self._work, self._tasks, self._taken = work, tasks, 0
+        self._slots = Slots(max(1, workers * depth), size)
+        self._sent: dict[int, Task] = {}
+        context = multiprocessing.get_context(method)
+        context.set_forkserver_preload([__name__])  # torch is then imported once, not by each worker
+        self._staff = [_Worker(context, work, self._slots) for _ in range(workers)]
+        self._stop = Finalize(self, _stop, (list(self._staff),), exitpriority=10)  # before daemons are asked to end
+        for number in range(self._slots.count if workers else 0):
+            self._send(number)
+
+    def take(self) -> Tensor | Fault:
+        """Returns the next task's result, bytes that are whole until ``release``, or what was wrong with it."""
+        slot = self._slots[self._taken]
+        if not self._staff:
+            return attempt(self._work, next(self._tasks), slot) or slot
+        worker = self._staff[self._taken % len(self._staff)]
+        return worker.answer(self._work.describe(self._sent[self._taken])) or slot
+
+    def release(self) -> None:
+        """Gives the slot of the last result to the task that is next in it."""
+        if self._staff:
+            del self._sent[self._taken]
+            self._send(self._taken + self._slots.count)
+        self._taken += 1
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._stop()
+        self._staff.clear()
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """Returns the workers' process ids."""
+        return tuple(worker.process.pid or 0 for worker in self._staff)
+
+    def _send(self, number: int) -> None:
+        task = next(self._tasks, None)
+        if task is not None:
+            self._sent[number] = task
+            self._staff[number % len(self._staff)].ask(number, task)
+
+
+class _Worker:
+    """A process and this end of its pipe."""
+
+    def __init__(self, context: BaseContext, work: Work[Any], slots: Slots) -> None:
+        self.pipe, theirs = context.Pipe()
+        forked = context.get_start_method() == "fork"
+        # The handlers of this process must not run in a fork of it: signals wait until it has its own.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS)
+        try:
+            self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+                target=_serve, args=(theirs, work, slots, os.getpid() if forked else None), daemon=True
+            )
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+
+    def ask(self, number: int, task: object) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it is dead: told when its answer is due
+            self.pipe.send((number, task))
+
+    def answer(self, what: str) -> Fault | None:
+        try:
+            fault: Fault | None = self.pipe.recv()
+            return fault
+        except (EOFError, ConnectionResetError):
+            self.process.join(5)
+            return Fault.of_exit(self.process.exitcode, what)
+
+
+def _stop(staff: list[_Worker]) -> None:
+    for worker in staff:
+        worker.process.kill()
+    for worker in staff:
+        worker.process.join(5)
+        worker.pipe.close()
+
+
+def attempt(work: Work[Task], task: Task, slot: Tensor) -> Fault | None:
+    """Returns what went wrong with a task, None if its result is in ``slot``."""
+    try:
+        work(task, slot)
+    except Exception as error:
+        return Fault.of(error, work.describe(task))
+    return None
+
+
+def _serve(pipe: Connection, work: Work[Any], slots: Slots, parent: int | None) -> None:
+    """Answers tasks until the process at the other end is gone; ``parent`` is its id if we are its fork."""
+    if parent is not None:
+        die_with_parent(parent)
+    threading.Thread(target=_watch, args=(pipe.fileno(),), daemon=True).start()
+    for name in _PARENTS:
+        signal.signal(name, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS)
+    torch.set_num_threads(1)
+    with threadpool_limits(1):
+        while True:
+            try:
+                number, task = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                return
+            pipe.send(attempt(work, task, slots[number]))
+
+
+def _watch(pipe: int) -> None:
+    """Ends this process once nobody holds the other end of the pipe, even in the middle of a task."""
+    poller = select.poll()
+    poller.register(pipe, 0)  # a hang-up is told in any case
+    poller.poll()
+    os._exit(1)

@@ -1,0 +1,168 @@
+"""Convolutions of volumes that are spread over a group; without a spread they are torch's own.
+
+Each takes ``(x, spread)`` and returns ``(y, spread of y)``; parameters have torch's names. Legend: b batch, c
+channels, W D H voxels; ``/s`` after the letter that is spread over the group.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from seqpar.halo_exchange import Interval
+from seqpar.mesh import Group
+from seqpar.meta_tensors import autocast_dtype
+from seqpar.spatial.box_grid import Halos, Reach, Spread, after, sliding, spreading
+from seqpar.spatial.cpu_convolution import Sizes, convolve, gradients, is_halved
+from seqpar.spatial.pieces import channels_last, laid_out
+
+
+class Conv3d(nn.Conv3d):
+    """A convolution that fetches its halos; any kernel, stride, zero padding, dilation and groups.
+
+    ``keep_window``: keep the box with its halos for backward (the only copy of the input that is kept); if not,
+    the input is kept and its halos are fetched again, which holds no second copy where the input is kept anyway.
+    """
+
+    def __init__(self, *sizes: Any, keep_window: bool = True, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        _refuse_padding(self.padding_mode)
+        self.keep_window = keep_window
+
+    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+        """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
+        if self._is_local() and channels_last(x):
+            assert spread is None or spread.fits(x), (x.shape, spread.sides)
+            return F.linear(x.movedim(1, -1), self.weight.flatten(1), self.bias).movedim(-1, 1), spread
+        if spread is None:
+            return self._whole(x), None
+        reaches = [
+            sliding(edges, self._span(dim), self.stride[dim], self._pads(dim), str(self))
+            for dim, edges in enumerate(spread.edges)
+        ]
+        padding = tuple(reach.padding for reach in reaches)
+        how = _Convolution(Halos.of(spread, reaches), Sizes.of(self, padding), self.keep_window)
+        assert spread.fits(x), (x.shape, spread.sides)
+        return _convolve(x, self.weight, self.bias, how), after(spread, reaches)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Returns the convolution of what is not spread."""
+        pads = [self._pads(dim) for dim in range(3)]
+        sizes = Sizes.of(self, tuple(before for before, _ in pads))
+        if all(before == behind for before, behind in pads) and is_halved(x, self.weight, sizes):
+            return _convolve(x, self.weight, self.bias, _Convolution(Halos(Group("self")), sizes, True))
+        return laid_out(super().forward(x), x)
+
+    def _is_local(self) -> bool:
+        """Returns whether each voxel is multiplied by a matrix, and that is all."""
+        plain = self.groups == 1 and not any(sum(self._pads(dim)) for dim in range(3))
+        return plain and math.prod(self.kernel_size) == 1 == math.prod(self.stride)
+
+    def _span(self, dim: int) -> int:
+        return self.dilation[dim] * (self.kernel_size[dim] - 1) + 1
+
+    def _pads(self, dim: int) -> tuple[int, int]:
+        if isinstance(self.padding, str):
+            both = self._span(dim) - 1 if self.padding == "same" else 0
+            return both // 2, both - both // 2
+        return self.padding[dim], self.padding[dim]
+
+
+class ConvTranspose3d(nn.ConvTranspose3d):
+    """A transposed convolution that fetches its halos; none are needed where kernel and stride are equal.
+
+    ``keep_window`` as in ``Conv3d``.
+    """
+
+    def __init__(self, *sizes: Any, keep_window: bool = True, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        _refuse_padding(self.padding_mode)
+        if any(e >= max(s, d) for e, s, d in zip(self.output_padding, self.stride, self.dilation)):
+            raise ValueError(f"output_padding {self.output_padding} must be smaller than stride or dilation")
+        self.keep_window = keep_window
+
+    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+        """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
+        if spread is None:
+            return laid_out(super().forward(x), x), None
+        options = zip(self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding)
+        reaches = [
+            spreading(edges, *sizes, what=str(self))  # type: ignore[arg-type]
+            for edges, sizes in zip(spread.edges, options)
+        ]
+        result = after(spread, reaches)
+        given = [self._given(dim, reach, at) for dim, (reach, at) in enumerate(zip(reaches, spread.place))]
+        padding = tuple(reach.padding for reach in reaches)
+        more = tuple(e if reach.local else 0 for e, reach in zip(self.output_padding, reaches))
+        sizes = replace(Sizes.of(self, padding), output_padding=more)
+        how = _Convolution(Halos.of(spread, reaches), sizes, self.keep_window, Halos.crop(given, result.box))
+        assert spread.fits(x), (x.shape, spread.sides)
+        return _convolve(x, self.weight, self.bias, how), result
+
+    def _given(self, dim: int, reach: Reach, place: int) -> Interval:
+        """Returns which outputs the convolution of this rank's window makes."""
+        if reach.local:
+            return 0, reach.edges[-1]
+        low, high = reach.needed[place]
+        stride, padding = self.stride[dim], int(self.padding[dim])
+        span = self.dilation[dim] * (self.kernel_size[dim] - 1) + 1
+        return low * stride - padding, (high - 1) * stride - padding + span
+
+
+def _refuse_padding(mode: str) -> None:
+    if mode != "zeros":
+        raise ValueError(f"padding_mode {mode!r} does not go over box borders: use 'zeros'")
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """One rank's convolution: the window to fetch, then torch's numbers, then the part of the result to take."""
+
+    halos: Halos
+    sizes: Sizes
+    keep_window: bool
+    crop: Halos = Halos(Group("self"))
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution) -> Tensor:
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _Convolve.apply(x, weight, bias, how)  # type: ignore[no-any-return]
+
+
+class _Convolve(Function):
+    """*forward:* fetches halos and convolves. *backward:* adds the halos' gradients where they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution) -> Tensor:
+        window = how.halos.open(x)
+        ctx.how, ctx.biased = how, bias is not None
+        ctx.save_for_backward(window if how.keep_window else x, weight)
+        inner_bias = None if how.crop.moves else bias  # places that no input reaches hold the bias too
+        y = laid_out(convolve(window, weight, inner_bias, how.sizes), x)
+        ctx.frame = y.shape
+        y = how.crop.open(y)
+        if bias is not None and inner_bias is None:
+            y += bias.view(-1, *[1] * (y.ndim - 2))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        how: _Convolution = ctx.how
+        kept, weight = ctx.saved_tensors
+        window = kept if how.keep_window else how.halos.open(kept)
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        whole_grad = how.crop.close(grad)  # of all that the window gives
+        assert whole_grad.shape == ctx.frame, (whole_grad.shape, ctx.frame)
+        inner_bias = for_bias and not how.crop.moves
+        wanted = for_x, for_weight, inner_bias
+        dx, dweight, dbias = gradients(whole_grad, window, weight, ctx.biased, how.sizes, wanted)
+        if for_bias and not inner_bias:
+            dbias = grad.sum([0, *range(2, grad.ndim)])
+        return None if dx is None else how.halos.close(dx), dweight, dbias, None

@@ -1,0 +1,141 @@
+"""Pooling and upsampling of volumes that are spread over a group; without a spread they are torch's own.
+
+Each takes ``(x, spread)`` and returns ``(y, spread of y)``. Legend: b batch, c channels, W D H voxels; ``/s``
+after the letter that is spread over the group.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqpar.collectives import total
+from seqpar.spatial.box_grid import Halos, Reach, Spread, after, enlarging, sliding
+
+
+class MaxPool3d(nn.MaxPool3d):
+    """Max-pooling that fetches its halos; any kernel, stride, padding, dilation and ``ceil_mode``."""
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        if self.return_indices:
+            raise ValueError("return_indices would number voxels of a box, not of the volume: leave it out")
+        _refuse_padding(self, _three(self.dilation))
+
+    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+        """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
+        if spread is None:
+            return super().forward(x), None
+        assert spread.fits(x), (x.shape, spread.sides)
+        reaches = _pool_reaches(self, _three(self.dilation), spread)
+        window = Halos.of(spread, reaches).fetch(x, -math.inf)
+        padding = [reach.padding for reach in reaches]
+        y = F.max_pool3d(window, self.kernel_size, self.stride, padding, self.dilation, self.ceil_mode)
+        return y, after(spread, reaches)
+
+
+class AvgPool3d(nn.AvgPool3d):
+    """Average-pooling that fetches its halos and divides by what torch counts at the volume's borders."""
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        _refuse_padding(self, (1, 1, 1))
+
+    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+        """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
+        if spread is None:
+            return super().forward(x), None
+        assert spread.fits(x), (x.shape, spread.sides)
+        reaches = _pool_reaches(self, (1, 1, 1), spread)
+        window = Halos.of(spread, reaches).fetch(x)
+        padding = [reach.padding for reach in reaches]
+        counts = [self._counts(dim, reach, spread) for dim, reach in enumerate(reaches)]
+        divisor = self.divisor_override
+        if divisor is None and all(len(set(count)) == 1 for count in counts):
+            divisor = math.prod(count[0] for count in counts)
+        sizes = self.kernel_size, self.stride, padding, self.ceil_mode, True
+        y = F.avg_pool3d(window, *sizes, 1 if divisor is None else divisor)
+        if divisor is None:
+            w, d, h = (torch.tensor(count, dtype=y.dtype, device=y.device) for count in counts)
+            y = y / (w[:, None, None] * d[:, None] * h)
+        return y, after(spread, reaches)
+
+    def _counts(self, dim: int, reach: Reach, spread: Spread) -> list[int]:
+        """Returns how many voxels torch divides by along ``dim``, for each of this rank's outputs."""
+        kernel, stride = _three(self.kernel_size)[dim], _three(self.stride)[dim]
+        padding, extent = _three(self.padding)[dim], spread.extents[dim]
+        low, high = (0, extent) if not self.count_include_pad else (-padding, extent + padding)
+        at = spread.place[dim]
+        begins = [o * stride - padding for o in range(reach.edges[at], reach.edges[at + 1])]
+        return [min(begin + kernel, high) - max(begin, low) for begin in begins]
+
+
+class Upsample(nn.Upsample):
+    """Nearest or trilinear upsampling by whole factors; trilinear reads one voxel of each neighbour."""
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        if self.mode not in ("nearest", "nearest-exact", "trilinear"):
+            raise ValueError(f"mode {self.mode!r}: use 'nearest' or 'trilinear'")
+        if self.align_corners:
+            raise ValueError("align_corners=True stretches by the whole extent, which a box does not know: use False")
+        if self.size is not None or self.scale_factor is None:
+            raise ValueError(f"size {self.size}: give scale_factor instead, the output of a box has no size of its own")
+        factors = _three(self.scale_factor)
+        if any(factor != int(factor) or factor < 1 for factor in factors):
+            raise ValueError(f"scale_factor {self.scale_factor}: boxes stay aligned for whole factors only")
+        self.factors = tuple(int(factor) for factor in factors)
+
+    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+        """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
+        if spread is None:
+            return super().forward(x), None
+        assert spread.fits(x), (x.shape, spread.sides)
+        reads = self.mode == "trilinear"
+        reaches = [enlarging(edges, f, int(reads and f > 1)) for edges, f in zip(spread.edges, self.factors)]
+        window = Halos.of(spread, reaches).fetch(x)
+        align = False if reads else None
+        y = F.interpolate(window, scale_factor=[float(f) for f in self.factors], mode=self.mode, align_corners=align)
+        for dim, (reach, place, factor) in enumerate(zip(reaches, spread.place, self.factors)):
+            begin, end = reach.edges[place], reach.edges[place + 1]
+            if end - begin < y.shape[dim + 2]:
+                y = y.narrow(dim + 2, begin - reach.needed[place][0] * factor, end - begin)
+        return y, after(spread, reaches)
+
+
+class GlobalMean(nn.AdaptiveAvgPool3d):
+    """The mean over the whole volume, ``b c 1 1 1``, the same on all ranks: no longer spread."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Returns the means, and None: they are whole on every rank."""
+        if spread is None:
+            return super().forward(x), None
+        assert spread.fits(x), (x.shape, spread.sides)
+        share = math.prod(spread.sides) / math.prod(spread.extents)
+        mean = x.mean((2, 3, 4), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        return total(mean * share, spread.group, "statistics").to(x.dtype), None
+
+
+def _refuse_padding(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int]) -> None:
+    """Refuses what torch would refuse in its turn, but on boxes only where it pads itself."""
+    for k, p, d in zip(_three(pool.kernel_size), _three(pool.padding), dilation):
+        if 2 * p > d * (k - 1) + 1:
+            raise ValueError(f"{pool}: padding must be at most half of the kernel")
+
+
+def _pool_reaches(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int], spread: Spread) -> list[Reach]:
+    kernel, stride, padding = _three(pool.kernel_size), _three(pool.stride), _three(pool.padding)
+    return [
+        sliding(edges, d * (k - 1) + 1, s, (p, p), str(pool), pool.ceil_mode)
+        for edges, k, s, p, d in zip(spread.edges, kernel, stride, padding, dilation)
+    ]
+
+
+def _three(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, Sequence) else (value,) * 3

@@ -1,0 +1,137 @@
+"""The attention module is torch's multi-head attention, in autocast too; each kernel is called as torch declares it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.attention import kernels
+from seqpar.attention.cost_model import Strategy
+from seqpar.attention.module import Attention
+from seqpar.mesh import Mesh
+from tests.support.ranks import relative
+
+
+def test_the_module_is_torchs_multi_head_attention() -> None:
+    torch.manual_seed(0)
+    ours, theirs = Attention(12, 3).double(), torch.nn.MultiheadAttention(12, 3, batch_first=True).double()
+    with torch.no_grad():
+        for bias in (ours.q_bias, ours.v_bias, ours.proj.bias):
+            assert bias is not None
+            bias.normal_()
+        theirs.in_proj_weight.copy_(ours.qkv.weight)
+        theirs.in_proj_bias.copy_(torch.cat([ours.q_bias, torch.randn(12), ours.v_bias]))  # type: ignore[list-item]
+        theirs.out_proj.load_state_dict(ours.proj.state_dict())
+    x = torch.randn(2, 7, 12, dtype=torch.float64)
+    assert relative(ours(x, [7]), theirs(x, x, x)[0]) < 1e-13  # and a bias on keys changes nothing
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="--heads 5 does not divide --embed-dim 12"):
+        Attention(12, 5)
+    with pytest.raises(ValueError, match="--heads-per-chunk 4: choose 1 to 3"):
+        Attention(12, 3, per_chunk=4)
+
+
+def given(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    toss = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, n, 8) for n in (5, 7, 7, 5)]  # q, k, v and a gradient, in no kernel's memory order
+    return [torch.randn(shape, generator=toss, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+def test_the_plain_kernel_is_the_one_of_the_cpu() -> None:
+    q, k, v, grad = given(torch.float64)
+    found = []
+    for kernel in (kernels.PLAIN, kernels.CPU_FLASH):
+        out, state = kernel.forward(q, k, v)
+        found.append((out, *kernel.backward(grad, q, k, v, out, state)))
+    assert all(relative(a, b) < 1e-13 for a, b in zip(*found))
+    assert kernels.pick(q, 8) is kernels.CPU_FLASH
+
+
+@pytest.mark.parametrize("kernel", [kernels.FLASH, kernels.EFFICIENT], ids=lambda kernel: kernel.name)
+def test_the_kernels_of_gpus_take_and_return_what_torch_declares(kernel: kernels.Kernel) -> None:
+    """On tensors without memory torch checks every argument and makes every shape, and computes nothing."""
+    q, k, v, grad = given(torch.bfloat16, "meta")
+    out, state = kernel.forward(q, k, v)
+    assert out.shape == q.shape and len(state) == 3 and all(isinstance(t, Tensor) for t in state)
+    dq, dk, dv = kernel.backward(grad, q, k, v, out, state)
+    assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape
+
+
+@pytest.mark.parametrize("kernel", [kernels.FLASH, kernels.EFFICIENT], ids=lambda kernel: kernel.name)
+def test_the_kernels_of_gpus_get_all_tensors_in_one_memory_order(
+    kernel: kernels.Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Tensor] = []
+
+    class Spy:
+        def __getattr__(self, name: str) -> Callable:
+            op = getattr(torch.ops.aten, name)
+
+            def call(*args: object, **named: object) -> object:
+                seen.extend(t for t in (*args, named.get("out")) if isinstance(t, Tensor) and t.ndim == 4)
+                return op(*args, **named)
+
+            return call
+
+    monkeypatch.setattr(kernels, "aten", Spy())
+    q, k, v, grad = given(torch.bfloat16, "meta")
+    out, state = kernel.forward(q, k, v)
+    kernel.backward(grad, q, k, v, out.contiguous(), state)
+    assert len(seen) == 3 + 5
+    assert all(t.transpose(1, 2).is_contiguous() and not t.is_contiguous() for t in seen)
+
+
+def test_no_head_and_no_query_are_nothing() -> None:
+    q, k, v, _ = given(torch.float64)
+    empty = q[:, :, :0]
+    out, state = kernels.CPU_FLASH.forward(empty, k, v)
+    grads = kernels.CPU_FLASH.backward(empty, empty, k, v, out, state)
+    assert out.shape == empty.shape and [g.shape for g in grads] == [empty.shape, k.shape, v.shape]
+    assert not grads[1].any() and not grads[2].any()
+
+
+def in_autocast(mesh: Mesh, name: str) -> tuple[float, float, str, int]:
+    """Returns how far the output and a weight's gradient lie from float32's, the output's type, and the bytes sent."""
+    torch.manual_seed(0)
+    net = Attention(24, 3, group=mesh.seq, strategy=Strategy(name, mesh.seq.size if name == "ulysses" else 1))
+    x = torch.randn(1, 9, 24).split([5, 4], 1)[mesh.seq.index]
+    grads, outs = [], []
+    for enabled in (False, True):
+        net.zero_grad()
+        mesh.seq.traffic.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            out = net(x, [5, 4])
+        out.float().square().sum().backward()
+        assert net.qkv.weight.grad is not None
+        grads.append(net.qkv.weight.grad.clone())
+        outs.append(out)
+    kind = str(outs[1].dtype)
+    return relative(outs[1].float(), outs[0]), relative(grads[1], grads[0]), kind, mesh.seq.traffic["attention"]
+
+
+def all_in_autocast(mesh: Mesh) -> list[tuple[float, float, str, int]]:
+    return [in_autocast(mesh, name) for name in ("gather-kv", "gather-x", "ulysses")]
+
+
+@pytest.mark.parametrize("name", ["gather-kv", "gather-x"])
+def test_float64_stays_what_it_is_under_autocast(name: str) -> None:
+    torch.manual_seed(0)
+    net, x = Attention(24, 3, strategy=Strategy(name)).double(), torch.randn(1, 9, 24, dtype=torch.float64)
+    plain = net(x, [9])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net(x, [9])
+    out.sum().backward()
+    assert out.dtype == torch.float64 and torch.equal(out, plain)
+
+
+def test_autocast_computes_and_sends_half_precision(ranks: Callable[..., list]) -> None:
+    element = 2
+    kv, x, heads = ranks(2, all_in_autocast)[0]
+    for out, grad, kind, _ in (kv, x, heads):
+        assert 0 < out < 0.03 and 0 < grad < 0.06 and kind == "torch.bfloat16"
+    assert kv[3] == element * 24 * (2 * (2 * 5) + 2 * 4)  # twice its own 5 tokens' pair, and 4 others' gradient
+    assert x[3] == element * 24 * (2 * 5 + 4)
+    assert heads[3] == element * 8 * ((5 * 1 + 4 * 2) * 4)  # one head of three goes away, two come

@@ -1,0 +1,122 @@
+"""The benches of memory, of the encoder and of a rank's own work run, and their rows say what they measured."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from seqpar.launch import bench
+from seqpar.launch.benches import attention, encoder, large, memory, plan, rank
+from seqpar.launch.hardware.devices import known
+from seqpar.launch.planning.feasibility import refuse
+from seqpar.mesh import Mesh, pretend
+from tests.support.ranks import run_ranks
+
+TINY = replace(memory.SMALL, tile=(16, 16, 16), embed_dim=24, depth=2, heads=2, decoder_width=4)
+
+
+def step(mesh: Mesh, changes: dict) -> dict[str, float]:
+    return memory.step(replace(TINY, **changes), mesh, 1)
+
+
+def test_options_hold_less_and_shards_a_share() -> None:
+    changes = {"all": {}, "full": {"grad_checkpoint": "full"}, "shards": {"shard_weights": True, "precision": "bf16"}}
+    rows = {}
+    for name, more in changes.items():
+        runs = run_ranks(2, step, {"seqpar": 2, **more})[:1]
+        rows[name] = memory.row(memory.Case(name, TINY, 2), runs, runs)
+    assert rows["full"]["held MiB a rank"] < rows["all"]["held MiB a rank"]
+    share = (
+        rows["shards"]["weights, gradients, states MiB a rank"] / rows["all"]["weights, gradients, states MiB a rank"]
+    )
+    assert 0.5 <= share < 0.52
+    assert all(row["peak MiB, all ranks"] > 0 and row["s a step"] > 0 and row["tokens"] == 64 for row in rows.values())
+    assert rows["all"]["peak ratio"] == rows["all"]["time ratio"] == 1
+    assert bench.table(list(rows.values())).count("\n") == 4
+
+
+def both_steps(mesh: Mesh) -> tuple[float, float]:
+    """Returns what is held for backward of a part, alike for weights as they are and in shards."""
+    config = replace(TINY, seqpar=2, attention="gather-kv")
+    return tuple(memory.step(replace(config, shard_weights=s), mesh, 1)["held"] for s in (False, True))  # type: ignore[return-value]
+
+
+def test_gathered_weights_do_not_count_as_held() -> None:
+    for plain, sharded in run_ranks(2, both_steps):
+        assert plain == sharded > 0
+
+
+def attention_times(mesh: Mesh, auto: str) -> list[dict]:
+    attention.choose = lambda *how: (auto, ())  # this process ends with the test
+    attention.peers = lambda *how: {}
+    return attention._times(mesh, 1, 64)
+
+
+@pytest.mark.parametrize("auto", ["gather-x", "ulysses"])
+def test_attention_is_compared_with_what_begins_and_ends_with_the_same(auto: str) -> None:
+    rows = {row["strategy"]: row["ratio"] for row in run_ranks(2, attention_times, auto)[0]}
+    assert rows[f"{auto}, projected (auto)"].startswith("1.000 ") and "gather-kv, projected" in rows
+    assert all(ratio for name, ratio in rows.items() if "projected" in name)
+    assert bool(rows["gather-kv"]) == ("ulysses (auto)" in rows) == (auto == "ulysses")
+
+
+def test_the_plan_is_benched_on_nets_by_which_it_was_not_calibrated() -> None:
+    for config in plan.EVERY:
+        refuse(config)
+    assert len(plan.OTHERS) >= 4 and not set(plan.OTHERS) & set(plan.CASES)
+    said, spent = [1.1], [{"processor": 1.0, "clock": 2.0, "alive": 1e6}]
+    row = plan._row(plan.OTHERS[0], said, spent)
+    assert (row["error"], row["error to the clock"], row["calibrated"]) == ("+10%", "-45%", "on others")
+
+
+def test_large_rows_can_run() -> None:
+    for config in (large.VIT_B, large.VOLUME):
+        refuse(config)
+    assert 32**3 == 32768 and 60 * 60 * 39 == 140400
+    with pytest.raises(ValueError, match="--large has rows of memory alone"):
+        bench.act(["step", "--large"])
+
+
+def test_a_case_is_measured_in_processes_of_its_own() -> None:
+    found = memory.measure(memory.Case("alone", TINY, 1, 1))
+    assert found["held"] == run_ranks(1, step, {})[0]["held"] and found["tokens"] == 64
+
+
+def encoders(mesh: Mesh) -> dict[str, float]:
+    return encoder._worker("ours", encoder.Size(16, 8, 24, 1, 2), mesh)
+
+
+def test_an_encoder_is_measured_on_its_ranks() -> None:
+    (one,), (first, _) = run_ranks(1, encoders), run_ranks(2, encoders)
+    assert first["saved"] < 0.6 * one["saved"] and min(one["seconds"], first["seconds"]) > 0
+
+
+def a_rank_of(mesh: Mesh, ranks: int) -> dict:
+    work = replace(rank.SMALL, tile=(16, 16, 16), embed_dim=24, heads=2, ranks=ranks, steps=1)
+    return rank.measure(work, pretend(ranks), torch.device("cpu"))
+
+
+def test_a_ranks_own_work_is_measured_without_the_others() -> None:
+    rows = {ranks: run_ranks(1, a_rank_of, ranks)[0] for ranks in (1, 4)}
+    assert rows[4]["rank of"] == 4 and rows[4]["attention"] in ("gather-x", "gather-kv", "ulysses", "hybrid:2")
+    assert all(row["s a step"] > 0 and row["MFU"] == row["peak GiB"] == "" for row in rows.values())
+    json.dumps(rows)
+
+
+def test_operations_are_the_formula_and_a_ranks_share() -> None:
+    work = rank.Work()
+    whole = rank.operations(32768, 32768, work)
+    by_hand = 12 * (24 * 32768 * 768**2 + 4 * 32768**2 * 768) * 3 + 2 * 2 * 32768 * 64 * 768
+    assert whole == by_hand
+    assert rank.operations(8192, 32768, work) == whole / 4
+
+
+def test_dense_rates_are_known_by_the_devices_name() -> None:
+    names = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "AMD Instinct MI250X", "Tesla T4"
+    assert [d and d.peak["bf16"] for d in map(known, names)] == [989e12, 312e12, 191.5e12, None]
+
+
+def test_long_sequences_take_fewer_turns() -> None:
+    assert [attention._fewer(60, tokens) for tokens in (1024, 2048, 8192)] == [60, 15, 5]
+    assert attention._fewer(1, 8192) == 1

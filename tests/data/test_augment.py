@@ -1,0 +1,359 @@
+"""Augmentation: from the seed alone, image and label together, as often as asked; tumour synthesis."""
+
+import multiprocessing
+import random
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+from seqpar.data.sampling.augmentation import Augmentation, augment
+from seqpar.data.sampling.augmentation_presets import RECIPES, Chance, Recipe, full, light
+from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
+from seqpar.data.sampling.warp import Warp, apply_warp, draw_offsets, rotate
+
+TILE = (16, 14, 12)
+ALWAYS = replace(
+    full(),
+    elastic=Chance(0.5, 0, 300),
+    **{
+        step.name: replace(getattr(full(), step.name), probability=0.7)
+        for step in fields(Recipe)
+        if step.name not in ("elastic", "elastic_sigma")
+    },
+)
+
+
+def source(size: tuple[int, ...], labels: tuple[int, ...] = (0, 2, 5), channels: int = 2):
+    rng = np.random.default_rng(1)
+    image = ndimage.gaussian_filter(rng.standard_normal((channels, *size)), [0] + [1.0] * len(size)) * 5 + 2
+    blocks = rng.choice(labels, [n // 4 + 1 for n in size])
+    for direction, n in enumerate(size):
+        blocks = blocks.repeat(4, direction).take(range(n), direction)
+    return image.astype(np.float32), blocks.astype(np.int16)
+
+
+def middle(array: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
+    where = tuple(slice((n - s) // 2, (n - s) // 2 + s) for n, s in zip(array.shape[-len(size) :], size))
+    return array[(..., *where)]
+
+
+def same(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]) -> bool:
+    return all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b))
+
+
+def only(step: str, low: float, high: float, tile: tuple[int, ...] = TILE) -> Augmentation:
+    return Augmentation(Recipe(**{step: Chance(1.0, low, high)}), tile)
+
+
+def run_forked(augmentation: Augmentation, end, image, label) -> None:
+    np.random.rand(7)
+    end.send([augmentation(image, label, seed) for seed in range(8)])
+
+
+def test_a_tile_depends_on_its_seed_alone():
+    augmentation = Augmentation(ALWAYS, TILE, TumourSynthesis((0, 2), (5,)))
+    image, label = source(augmentation.source_size)
+    first = [augmentation(image, label, seed) for seed in range(8)]
+    np.random.rand(3), random.random(), torch.rand(2)
+    backwards = [augmentation(image, label, seed) for seed in reversed(range(8))][::-1]
+    assert all(same(a, b) for a, b in zip(first, backwards))
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    child = fork.Process(target=run_forked, args=(augmentation, there, image, label))
+    child.start()
+    assert here.poll(60)
+    assert all(same(a, b) for a, b in zip(first, here.recv()))
+    child.join()
+    assert not any(same(first[i], first[i + 1]) for i in range(7))
+    drawn = [augmentation(image, label, np.random.default_rng(4)) for _ in range(2)]
+    assert same(*drawn)
+
+
+def test_global_random_states_stay_as_they_were():
+    augmentation = Augmentation(ALWAYS, TILE)
+    image, label = source(augmentation.source_size)
+    np.random.seed(3), random.seed(3), torch.manual_seed(3)
+    expected = np.random.rand(), random.random(), torch.rand(1).item()
+    np.random.seed(3), random.seed(3), torch.manual_seed(3)
+    for seed in range(4):
+        augmentation(image, label, seed)
+    assert (np.random.rand(), random.random(), torch.rand(1).item()) == expected
+
+
+@pytest.mark.parametrize("tile", [TILE, (15, 16), (17, 13, 15)])
+def test_the_needed_crop_gives_the_same_tile_as_the_largest(tile):
+    augmentation = Augmentation(ALWAYS, tile, TumourSynthesis((0, 2), (5,), probability=0.2))
+    image, label = source(augmentation.source_size)
+    sizes = set()
+    for seed in range(40):
+        need = augmentation.needed_size(seed)
+        sizes.add(need)
+        assert all(t <= n <= s for t, n, s in zip(tile, need, augmentation.source_size))
+        small = augmentation(middle(image, need).copy(), middle(label, need).copy(), seed)
+        large = augmentation(image, label, seed)
+        assert small[0].shape == (2, *tile) and small[1].shape == tile
+        assert np.array_equal(small[1], large[1]) and np.allclose(small[0], large[0], atol=2e-4)
+    assert tile in sizes and len(sizes) > 3
+
+
+def test_the_source_is_as_large_as_in_nnunet():
+    assert augment("full", (128, 128, 128)).source_size == (206, 206, 206)  # 205, of the tile's parity
+    assert augment("none", TILE).source_size == TILE
+
+
+def test_none_crops_and_nothing_changes_its_input():
+    image, label = source((20, 20, 20))
+    assert same(augment("none", TILE)(image, label, 5), (middle(image, TILE), middle(label, TILE)))
+    augmentation = Augmentation(ALWAYS, TILE, TumourSynthesis((0, 2), (5,)))
+    image, label = source(augmentation.source_size)
+    kept = image.copy(), label.copy()
+    for seed in range(12):
+        tile, tile_label = augmentation(image, label, seed)
+        tile += 1
+        tile_label += 1
+    assert same((image, label), kept)
+
+
+@pytest.mark.parametrize("name", ["light", "full", "paper"])
+def test_each_step_acts_as_often_as_the_recipe_says(name):
+    augmentation = augment(name, (4, 4, 4))
+    draws = 3000
+    plans = [augmentation.plan(seed) for seed in range(draws)]
+    asked = {
+        step.name: getattr(augmentation.recipe, step.name) for step in fields(Recipe) if step.name != "elastic_sigma"
+    }
+    for step, chance in asked.items():
+        for acted in [f"mirror{d}" for d in range(3)] if step == "mirror" else [step]:
+            share = np.mean([acted in plan for plan in plans])
+            sigma = np.sqrt(chance.probability * (1 - chance.probability) / draws)
+            assert abs(share - chance.probability) <= 4 * sigma
+    if name == "full":  # and independently
+        both = np.mean([{"gamma", "low_resolution"} <= set(plan) for plan in plans])
+        assert abs(both - 0.3 * 0.25) < 0.02
+
+
+def test_what_is_planned_is_what_happens():
+    augmentation = augment("full", (6, 6, 6))
+    image, label = source(augmentation.source_size)
+    crop = middle(image, (6, 6, 6)), middle(label, (6, 6, 6))
+    quiet = [seed for seed in range(300) if not augmentation.plan(seed)]
+    assert len(quiet) > 1
+    for seed in range(60):
+        unchanged = np.array_equal(augmentation(image, label, seed)[0], crop[0])
+        # blur and low resolution may spare all of the channels
+        assert unchanged == (seed in quiet) or set(augmentation.plan(seed)) <= {"blur", "low_resolution"}
+    assert all(same(augmentation(image, label, seed), crop) for seed in quiet)
+
+
+@pytest.mark.parametrize("step", [s.name for s in fields(Recipe) if s.name != "elastic_sigma"])
+def test_each_step_acts(step):
+    low, high = {
+        "elastic": (800, 900),
+        "rotation": (10, 30),
+        "scaling": (1.2, 1.4),
+        "blur": (0.5, 1),
+        "noise": (0.05, 0.1),
+    }.get(step, (0.6, 0.8))
+    augmentation = only(step, low, high)
+    image, label = source(augmentation.source_size, channels=6)
+    changed, changed_label = augmentation(image, label, 3)
+    crop, crop_label = middle(image, TILE), middle(label, TILE)
+    assert changed.dtype == np.float32 and np.isfinite(changed).all()
+    assert np.abs(changed - crop).max() > 0.05
+    moves = step in ("rotation", "scaling", "elastic", "mirror")
+    assert (not np.array_equal(changed_label, crop_label)) == moves
+
+
+def test_strengths_stay_in_their_ranges():
+    image, label = source(TILE)
+    for seed in range(20):
+        factor = only("brightness", 0.75, 1.25)(image, label, seed)[0] / image
+        per_channel = np.median(factor, (1, 2, 3))
+        assert (np.abs(per_channel - 1) <= 0.25).all() and per_channel[0] != per_channel[1]
+        assert (only("noise", 0, 0.1)(image, label, seed)[0] - image).std() < 0.105
+        after = only("gamma", 0.7, 1.5)(image, label, seed)[0]
+        assert np.allclose(after.mean((1, 2, 3)), image.mean((1, 2, 3)), atol=1e-3)
+        assert np.allclose(after.std((1, 2, 3)), image.std((1, 2, 3)), rtol=1e-3)
+        scale = only("scaling", 0.7, 1.4)
+        warp = scale._warp(scale._draws(seed))
+        assert 0.7 <= warp.matrix[0, 0] <= 1.4 and np.allclose(warp.matrix, np.eye(3) * warp.matrix[0, 0])
+    spared = [np.array_equal(only("blur", 0.5, 1)(image, label, s)[0][0], image[0]) for s in range(60)]
+    assert 0.25 < np.mean(spared) < 0.75
+
+
+@pytest.mark.parametrize("order", [1, 3])
+def test_a_warp_equals_scipys(order):
+    image, label = source((24, 26, 22))
+    matrix = rotate([20, -10, 35], 3) * 0.8
+    assert np.allclose(rotate([20, -10, 35], 3) @ rotate([20, -10, 35], 3).T, np.eye(3))
+    warped, moved = apply_warp(Warp(matrix), image, label, TILE, order, 0)
+    offset = (np.array(label.shape) - 1) / 2 - matrix @ ((np.array(TILE) - 1) / 2)
+    expected = np.stack([ndimage.affine_transform(c, matrix, offset, TILE, order=order) for c in image])
+    assert np.abs(warped - expected).max() < 1e-3
+    nearest = ndimage.affine_transform(label, matrix, offset, TILE, order=0)
+    assert np.mean(nearest != moved) < 1e-3
+
+
+def test_elastic_offsets_are_as_large_as_batchgenerators():
+    from batchgenerators.augmentations import utils as theirs
+
+    np.random.seed(0)
+    mesh = theirs.create_zero_centered_coordinate_mesh((64, 64, 64))
+    moved = [theirs.elastic_deform_coordinates(mesh, 500, 6) - mesh for _ in range(3)]
+    expected = np.mean([np.std(m[:, 18:-18, 18:-18, 18:-18]) for m in moved])
+    ours = np.mean([np.std(draw_offsets(np.random.default_rng(s), (64, 64, 64), 500, 6)) for s in range(6)])
+    assert abs(ours / expected - 1) < 0.1
+    assert draw_offsets(np.random.default_rng(0), (33, 20), 100, 9).shape[0] == 2
+
+
+def test_labels_are_never_invented_and_image_and_label_move_together():
+    tile = (24, 24, 24)
+    augmentation = Augmentation(
+        Recipe(Chance(1, -30, 30), Chance(1, 0.7, 1.4), Chance(1, 0, 400), mirror=Chance(0.5)), tile
+    )
+    label = ndimage.zoom(
+        np.random.default_rng(2).integers(0, 2, [n // 7 for n in augmentation.source_size]), 8, order=0
+    )
+    label = (middle(label, augmentation.source_size) * 5).astype(np.int16)  # 0 and 5: between would be 1 to 4
+    image = label[None].astype(np.float32)
+    for seed in range(6):
+        warped, moved = augmentation(image, label, seed)
+        assert set(np.unique(moved)) == {0, 5} and moved.dtype == np.int16
+        differ = np.mean((warped[0] > 2.5) != (moved > 2.5))
+        shifted = np.mean((warped[0, 1:] > 2.5) != (moved[:-1] > 2.5))
+        assert differ < 0.02 and shifted > 3 * differ  # one voxel aside would be seen
+
+
+def test_outside_of_the_source_is_zero_and_marked():
+    grown = Augmentation(Recipe(scaling=Chance(1, 1.39, 1.4)), TILE, outside_label=-1)
+    image, label = source(TILE)  # no more than the tile is there
+    for seed in range(20):
+        warped, moved = grown(image + 10, label, seed)
+        assert set(np.unique(moved)) == {-1, 0, 2, 5}
+        assert (moved[0] == -1).all() and (warped[:, 0] == 0).all()
+        assert (warped[:, moved != -1] > 0).all()
+
+
+def test_background_is_kept_where_asked():
+    image, label = source(TILE)
+    image[:, :5] = 0
+    noise = Recipe(noise=Chance(1, 0.1, 0.1), brightness=Chance(1, 1.1, 1.2))
+    assert (Augmentation(noise, TILE)(image, label, 0)[0][:, :5] != 0).mean() > 0.9
+    kept = Augmentation(noise, TILE, keep_background=True)(image, label, 0)[0]
+    assert (kept[:, :5] == 0).all() and (kept[:, 5:] != image[:, 5:]).all()
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="one of none, light, full, paper, got fulll"):
+        augment("fulll", TILE)
+    with pytest.raises(ValueError, match="interpolation order"):
+        augment("full", TILE, order=2)
+    with pytest.raises(ValueError, match="two or three sizes"):
+        augment("full", (8,))
+    with pytest.raises(ValueError, match="noise needs a probability"):
+        Augmentation(replace(light(), noise=Chance(1.5)), TILE)
+    with pytest.raises(ValueError, match="pad them"):
+        augment("full", TILE)(*source((10, 14, 12)), 0)
+    with pytest.raises(ValueError, match="labels that differ"):
+        TumourSynthesis((1, 2), (2,))
+    with pytest.raises(ValueError, match="smallest share"):
+        TumourSynthesis(smallest=0)
+    assert list(RECIPES) == ["none", "light", "full", "paper"]
+
+
+def liver(size: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a ball (1) with a lesion (2), darker in one channel and brighter in the other."""
+    far = np.sqrt(
+        sum((np.arange(size).reshape([-1 if d == i else 1 for d in range(3)]) - size / 2) ** 2 for i in range(3))
+    )
+    label = (far < 28).astype(np.uint8)
+    label[20:34, 20:34, 24:38] = 2
+    image = np.where(label > 0, 1.0, 0)[None].repeat(2, 0)
+    image[0, label == 2], image[1, label == 2] = 0.6, 1.3
+    noise = 0.02 * np.random.default_rng(0).standard_normal(image.shape)
+    return (image + noise * (label > 0)).astype(np.float32), label
+
+
+def test_synthesis_takes_the_real_contrast_away_and_puts_it_elsewhere():
+    image, label = liver()
+    real = label == 2
+    for seed in range(6):
+        new, painted = TumourSynthesis()(image, label, np.random.default_rng(seed))
+        assert set(np.unique(painted)) == {0, 1, 2} and np.array_equal(painted == 0, label == 0)
+        fake, inner = painted == 2, ndimage.binary_erosion(painted == 2, iterations=1)
+        old = ndimage.binary_erosion(real & ~fake, iterations=2)
+        assert inner.sum() > 50 and old.sum() > 100
+        for channel, contrast in ((0, -0.4), (1, 0.3)):
+            assert abs(new[channel][old].mean() - 1) < 0.2 * abs(contrast)  # 1.15 times is taken
+            assert (new[channel][inner & ~real].mean() - 1) / contrast > 0.8
+        assert np.array_equal(new[:, label == 0], image[:, label == 0])
+    shares = [TumourSynthesis()._region(np.random.default_rng(s), (24, 24, 24)).mean() for s in range(60)]
+    assert all(0.045 < share < 0.255 for share in shares)
+    assert 0.6 < np.mean(np.array(shares) < 0.051) < 0.95 and max(shares) > 0.08  # most are the smallest
+
+
+def test_synthesis_leaves_alone_what_has_no_lesion_or_no_contrast():
+    image, label = liver()
+    rng = np.random.default_rng(0)
+    for same_image, same_label in (
+        (image, (label > 0).astype(np.uint8)),
+        (image, label * (label == 2)),
+        (np.ones_like(image), label),
+    ):
+        new, painted = TumourSynthesis()(same_image, same_label, rng)
+        assert np.array_equal(new, same_image) and np.array_equal(painted, same_label)
+
+
+def test_synthesis_takes_label_values_and_spares_air():
+    image, label = liver()
+    brain = np.where(label == 2, 3, 0).astype(np.int16)  # healthy tissue and air are both 0
+    synthesis = TumourSynthesis(healthy=(0,), lesion=(3, 1), fake=2, probability=1.0)
+    new, painted = synthesis(image, brain, np.random.default_rng(0))
+    assert set(np.unique(painted)) == {0, 2} and painted.dtype == np.int16
+    assert not painted[label == 0].any() and (new[:, label == 0] == 0).all()
+    through = augment("none", (64, 64, 64), synthesis)
+    assert through.plan(1) == ("synthesis",) and 2 in through(image, brain, 1)[1]
+    never = augment("none", (64, 64, 64), replace(synthesis, probability=0.0))
+    assert same(never(image, brain, 1), (image, brain))
+
+
+def labelled(names: str, regions: dict | None = None, order: tuple[int, ...] = (), scheme: str = "zscore"):
+    """Returns what synthesis looks at in a data set."""
+    labels = {name: n for n, name in enumerate(names.split())}
+    recipe = SimpleNamespace(schemes=(scheme,) * 2)
+    return SimpleNamespace(name="D", labels=labels, regions=regions or {}, regions_class_order=order, recipe=recipe)
+
+
+BRATS = {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (labelled("background NCR ED ET", BRATS, (2, 1, 3)), TumourSynthesis((0,), (1, 2, 3), 2, 0.3)),
+        (labelled("background NETC SNFH ET RC", {**BRATS, "RC": (4,)}, (2, 1, 3, 4)),
+         TumourSynthesis((0,), (1, 2, 3), 2, 0.3)),
+        (labelled("background tumour"), TumourSynthesis((0,), (1,), None, 0.3)),
+        (labelled("background liver Cancer", scheme="ct"), TumourSynthesis((1,), (2,), None, 0.3)),
+    ],
+)  # fmt: skip
+def test_synthesis_takes_the_lesion_and_the_healthy_tissue_from_the_labels(dataset, expected):
+    assert TumourSynthesis.of(dataset, 0.3) == expected
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (labelled("background hippocampus"), r"--synthesis 0.3: .* \(background, hippocampus\) do not tell a lesion"),
+        (labelled("background kidney tumor cyst"), "do not tell a lesion"),
+        (labelled("background kidney tumor", {"kidney": (1, 2), "tumor": (2,)}, (1, 2)), "do not tell a lesion"),
+        (labelled("background cancer", scheme="ct"), "labels no organ, and without z-scores"),
+    ],
+)
+def test_labels_that_do_not_tell_a_lesion_are_refused(dataset, message):
+    with pytest.raises(ValueError, match=message):
+        TumourSynthesis.of(dataset, 0.3)

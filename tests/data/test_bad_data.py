@@ -1,0 +1,367 @@
+"""Bad data: exit code 3, the file's name, no traceback; nothing is lost, and the good cases are prepared."""
+
+import gzip
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from seqpar.data.preparation.prepare import open_cache
+from seqpar.launch.job.exit_codes import run
+from seqpar.launch.prepare import act
+from tests.support.folders import NEW, OBLIQUE, brats, decathlon, image_array, label_array, nnunet, save, write_json
+
+IMAGE, SECOND, LABEL = "imagesTr/c_001_0000.nii.gz", "imagesTr/c_001_0001.nii.gz", "labelsTr/c_001.nii.gz"
+
+
+def rewrite(path: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Replaces a file's voxels."""
+    save(path, change(np.asarray(nibabel.load(path).dataobj).copy()))
+
+
+def patch(path: Path, offset: int, *values: float, kind: str = "f") -> None:
+    """Overwrites numbers in the header of a packed file."""
+    raw = bytearray(gzip.decompress(path.read_bytes()))
+    struct.pack_into(f"<{len(values)}{kind}", raw, offset, *values)
+    path.write_bytes(gzip.compress(bytes(raw)))
+
+
+def put(array: np.ndarray, value: float) -> np.ndarray:
+    """Returns the array with one voxel replaced."""
+    array[7, 6, 5] = value
+    return array
+
+
+def flip_byte(path: Path) -> None:
+    """Damages the packed bytes near the end, where only the checksum tells."""
+    raw = bytearray(path.read_bytes())
+    raw[-6] ^= 0xFF
+    path.write_bytes(bytes(raw))
+
+
+def extra(root: Path) -> None:
+    save(root / "imagesTr/c_001_0002.nii.gz", image_array(5))
+
+
+def into_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere.nii.gz")
+
+
+# what is done to the folder; the file that must be named; words that must be said
+ONE_CASE: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "truncated gzip": (lambda r: (r / IMAGE).write_bytes((r / IMAGE).read_bytes()[:900]), IMAGE, "truncated"),
+    "truncated label": (
+        lambda r: (r / LABEL).write_bytes((r / LABEL).read_bytes()[:120]),
+        LABEL,
+        "truncated",
+    ),
+    "damaged checksum": (lambda r: flip_byte(r / IMAGE), IMAGE, "damaged"),
+    "text named .nii.gz": (lambda r: (r / IMAGE).write_text("not an image"), IMAGE, "not packed with gzip"),
+    "packed text": (lambda r: (r / IMAGE).write_bytes(gzip.compress(b"no image" * 99)), IMAGE, "no NIfTI"),
+    "plain NIfTI named .gz": (
+        lambda r: (r / IMAGE).write_bytes(gzip.decompress((r / IMAGE).read_bytes())),
+        IMAGE,
+        "name it .nii",
+    ),
+    "a file of 0 bytes": (lambda r: (r / LABEL).write_bytes(b""), LABEL, "is empty (0 bytes)"),
+    "fewer voxels than promised": (
+        lambda r: (r / IMAGE).write_bytes(gzip.compress(gzip.decompress((r / IMAGE).read_bytes())[:-50])),
+        IMAGE,
+        "truncated",
+    ),
+    "a header that promises terabytes": (
+        lambda r: patch(r / IMAGE, 42, 32767, 32767, 32767, kind="h"),
+        IMAGE,
+        "promises",
+    ),
+    "missing modality": (lambda r: (r / SECOND).unlink(), SECOND, "needs the modality T2"),
+    "extra modality": (extra, "imagesTr/c_001_0002.nii.gz", "extra modality"),
+    "shape of a modality": (
+        lambda r: rewrite(r / SECOND, lambda a: a[:-1]),
+        SECOND,
+        "does not fit c_001_0000",
+    ),
+    "shape of the label": (
+        lambda r: rewrite(r / LABEL, lambda a: a[:, 1:]),
+        LABEL,
+        "does not fit c_001_0000",
+    ),
+    "affine of a modality": (
+        lambda r: save(r / SECOND, image_array(3), np.diag([1.0, 1, 1, 1])),
+        SECOND,
+        "mm away",
+    ),
+    "affine of the label": (
+        lambda r: save(r / LABEL, label_array(), OBLIQUE @ np.diag([1, 1, 1.2, 1])),
+        LABEL,
+        "mm away",
+    ),
+    "undeclared label": (
+        lambda r: rewrite(r / LABEL, lambda a: put(a, 4)),
+        LABEL,
+        "value [4]; declared are [0, 1]",
+    ),
+    "negative label": (lambda r: rewrite(r / LABEL, lambda a: put(a.astype("i2"), -1)), LABEL, "value [-1]"),
+    "fractional label": (
+        lambda r: rewrite(r / LABEL, lambda a: put(a.astype("f4"), 0.5)),
+        LABEL,
+        "no whole number",
+    ),
+    "label of two channels": (
+        lambda r: rewrite(r / LABEL, lambda a: np.stack([a, a], 3)),
+        LABEL,
+        "2 channels",
+    ),
+    "NaN": (lambda r: rewrite(r / IMAGE, lambda a: put(a.astype("f4"), np.nan)), IMAGE, "NaN or infinite"),
+    "infinite": (
+        lambda r: rewrite(r / SECOND, lambda a: put(a.astype("f4"), np.inf)),
+        SECOND,
+        "NaN or infinite",
+    ),
+    "too large for float32": (
+        lambda r: rewrite(r / IMAGE, lambda a: a.astype("f8") * 1e300),
+        IMAGE,
+        "too large for float32",
+    ),
+    "empty image": (
+        lambda r: [rewrite(r / path, lambda a: a * 0) for path in (IMAGE, SECOND)],
+        IMAGE,
+        "every voxel is 0",
+    ),
+    "empty modality": (lambda r: rewrite(r / SECOND, lambda a: a * 0), SECOND, "T2 is 0 everywhere"),
+    "constant modality": (lambda r: rewrite(r / SECOND, lambda a: a * 0 + 9), SECOND, "T2 is 9 everywhere"),
+    "a mask for an image": (
+        lambda r: rewrite(r / IMAGE, lambda a: (a > 300).astype("u1")),
+        IMAGE,
+        "constant where",
+    ),
+    "zero spacing": (lambda r: patch(r / IMAGE, 80, 1, 0, 1), IMAGE, "spacing is [1.0, 0.0, 1.0]"),
+    "negative spacing": (lambda r: patch(r / IMAGE, 80, -1, 1, 1), IMAGE, "spacing is [-1.0"),
+    "NaN in the affine": (lambda r: patch(r / IMAGE, 280, float("nan")), IMAGE, "no volume"),
+    "an affine that is flat": (lambda r: patch(r / IMAGE, 280, *[0.0] * 12), IMAGE, "no volume"),
+    "2-D file": (lambda r: rewrite(r / IMAGE, lambda a: a[..., 0]), IMAGE, "2-D array"),
+    "5-D file": (lambda r: rewrite(r / IMAGE, lambda a: a[..., None, None].repeat(2, 4)), IMAGE, "5-D array"),
+    "4-D file for one modality": (
+        lambda r: rewrite(r / IMAGE, lambda a: np.stack([a, a], 3)),
+        IMAGE,
+        "2 channels",
+    ),
+    "complex numbers": (
+        lambda r: rewrite(r / IMAGE, lambda a: a.astype("c8")),
+        IMAGE,
+        "numbers of type complex64",
+    ),
+    "a scale that is no number": (
+        lambda r: patch(r / IMAGE, 112, 2, float("nan")),
+        IMAGE,
+        "header cannot be used",
+    ),
+    "unreadable file": (lambda r: dangling(r / IMAGE), IMAGE, "cannot be read (No such file"),
+    "a folder for a file": (lambda r: into_folder(r / IMAGE), IMAGE, "cannot be read (Is a directory"),
+    "missing label": (lambda r: (r / LABEL).unlink(), LABEL, "is missing; case c_001 needs its label"),
+    "label without images": (
+        lambda r: save(r / "labelsTr/z.nii.gz", label_array()),
+        "labelsTr/z.nii.gz",
+        "without",
+    ),
+    "a name without channel": (
+        lambda r: save(r / "imagesTr/z.nii.gz", image_array(0)),
+        "imagesTr/z.nii.gz",
+        "no channel number",
+    ),
+    "a split with unknown cases": (
+        lambda r: write_json(r / "splits_final.json", [{"train": ["c_000"], "val": ["c_009"]}]),
+        "splits_final.json",
+        "names case c_009",
+    ),
+    "a split that mixes": (
+        lambda r: write_json(r / "splits_final.json", [{"train": ["c_000"], "val": ["c_000"]}]),
+        "splits_final.json",
+        "c_000 in train and in val",
+    ),
+    "broken splits": (
+        lambda r: (r / "splits_final.json").write_text("[{"),
+        "splits_final.json",
+        "is no JSON",
+    ),
+}
+
+
+def describe(root: Path, **changes: object) -> None:
+    """Changes keys of dataset.json."""
+    content = json.loads((root / "dataset.json").read_text())
+    write_json(root / "dataset.json", {**content, **changes})
+
+
+WHOLE_SET: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "broken JSON": (lambda r: (r / "dataset.json").write_text('{"labels": '), "dataset.json", "no JSON"),
+    "JSON that is a list": (lambda r: (r / "dataset.json").write_text("[]"), "dataset.json", "holds a list"),
+    "JSON in another encoding": (
+        lambda r: (r / "dataset.json").write_bytes(b'{"a": "\xff\xfe"}'),
+        "dataset.json",
+        "UTF-8",
+    ),
+    "duplicate case": (
+        lambda r: (r / "dataset.json").write_text('{"dataset": {"a": {}, "a": {}}}'),
+        "dataset.json",
+        "'a' twice",
+    ),
+    "no labels": (lambda r: describe(r, labels={}), "dataset.json", "labels is {}"),
+    "no background": (lambda r: describe(r, labels={"a": 1, "b": 2}), "", "background 0 is needed"),
+    "labels that are fractions": (
+        lambda r: describe(r, labels={"background": 0, "a": 1.5}),
+        "dataset.json",
+        "1.5",
+    ),
+    "two names for a label": (
+        lambda r: describe(r, labels={"background": 0, "a": 1, "b": 1}),
+        "dataset.json",
+        "twice",
+    ),
+    "no channel names": (lambda r: describe(r, channel_names=None), "dataset.json", "channel_names is None"),
+    "regions without order": (
+        lambda r: describe(r, labels={"background": 0, "a": [1]}),
+        "dataset.json",
+        "regions_class_order is None",
+    ),
+    "files that are no NIfTI": (lambda r: describe(r, file_ending=".mha"), "dataset.json", "convert"),
+    "no cases": (lambda r: [file.unlink() for file in r.glob("*Tr/*")], "", "no cases"),
+    "no folder of labels": (lambda r: (r / "labelsTr").rename(r / "other"), "labelsTr", "is missing"),
+    "no foreground anywhere": (
+        lambda r: [rewrite(file, lambda a: a * 0) for file in r.glob("labelsTr/*")],
+        "",
+        "nothing to learn",
+    ),
+    "every label ignored": (
+        lambda r: (
+            describe(r, labels={"background": 0, "a": 1, "ignore": 2}),
+            [rewrite(file, lambda a: a * 0 + 2) for file in r.glob("labelsTr/*")],
+        ),
+        "labelsTr/c_000.nii.gz",
+        "every voxel has the ignore label",
+    ),
+    "CT without labels": (
+        lambda r: (
+            describe(r, channel_names={"0": "CT", "1": "T2"}),
+            [rewrite(file, lambda a: a * 0) for file in r.glob("labelsTr/*")],
+        ),
+        "",
+        "no case has a labelled",
+    ),
+}
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def prepared(root: Path, out: Path, capfd: pytest.CaptureFixture[str], code: int = 3) -> str:
+    """Returns what preparing prints; the exit code, silence of Python and the source's bytes are checked."""
+    before = contents(root)
+    assert run(act, [str(root), "--out", str(out), "--workers", "0"]) == code
+    printed = capfd.readouterr()
+    assert "Traceback" not in printed.out + printed.err
+    assert contents(root) == before, "the source was changed"
+    return printed.err
+
+
+def test_the_tables_are_long_enough():
+    assert len(ONE_CASE) + len(WHOLE_SET) >= 25
+
+
+@pytest.mark.parametrize("name", ONE_CASE)
+def test_a_bad_case_is_named_and_the_others_are_prepared(name, tmp_path, capfd):
+    root = nnunet(tmp_path / "Dataset001_A", 3, ("T1", "T2"))
+    harm, file, words = ONE_CASE[name]
+    harm(root)
+    printed = prepared(root, tmp_path / "cache", capfd)
+    lines = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and str(root / file) in lines[0] and words in lines[0], printed
+    ids = open_cache(tmp_path / "cache").ids
+    assert {"c_000", "c_002"} <= set(ids) and ("c_001" in ids) == ("c_001" not in file)
+
+
+@pytest.mark.parametrize("name", WHOLE_SET)
+def test_a_bad_data_set_is_named(name, tmp_path, capfd):
+    root = nnunet(tmp_path / "Dataset001_A", 2, ("T1", "T2"))
+    harm, file, words = WHOLE_SET[name]
+    harm(root)
+    printed = prepared(root, tmp_path / "cache", capfd)
+    assert str(root / file) in printed and words in printed, printed
+
+
+def test_without_harm_the_same_folder_is_prepared(tmp_path, capfd):
+    root = nnunet(tmp_path / "Dataset001_A", 3, ("T1", "T2"))
+    assert "error" not in prepared(root, tmp_path / "cache", capfd, code=0)
+
+
+def test_several_bad_cases_are_all_reported_at_the_end_by_workers_too(tmp_path, capfd):
+    root = nnunet(tmp_path / "D", 4)
+    (root / "imagesTr/c_001_0000.nii.gz").write_text("x")
+    (root / "labelsTr/c_003.nii.gz").unlink()
+    rewrite(root / "labelsTr/c_002.nii.gz", lambda a: put(a, 9))
+    assert run(act, [str(root), "--out", str(tmp_path / "cache"), "--workers", "2"]) == 3
+    printed = capfd.readouterr().err
+    assert printed.count("error: ") == 3 and all(f"c_00{n}" in printed for n in (1, 2, 3))
+    assert open_cache(tmp_path / "cache").ids == ("c_000",)
+
+
+def test_bad_cases_of_other_formats_are_named(tmp_path, capfd):
+    root = brats(tmp_path / "B", [f"BraTS-GLI-0000{n}-000" for n in range(4)], NEW, "-", (1, 2, 3))
+    first, second, third, _ = (root / f"BraTS-GLI-0000{n}-000" for n in range(4))
+    (first / f"{first.name}-t2f.nii.gz").unlink()
+    save(second / f"{second.name}-pet.nii.gz", image_array(0))
+    (third / f"{third.name}-seg.nii.gz").unlink()
+    printed = prepared(root, tmp_path / "b", capfd)
+    for words in (
+        f"{first.name} has no FLAIR (flair.nii.gz, t2f",
+        "extra modality 'pet'",
+        f"{third.name} has no label",
+    ):
+        assert words in printed
+    root = decathlon(tmp_path / "M", 3)
+    entries = json.loads((root / "dataset.json").read_text())["training"]
+    describe(root, training=[*entries, entries[0], {"image": "x.nii.gz", "label": "y.nii.gz"}, {"image": 3}])
+    save(root / "imagesTr/BRATS_001.nii.gz", image_array(0, (14, 12, 10, 3)))
+    printed = prepared(root, tmp_path / "m", capfd)
+    for words in (
+        "lists case BRATS_000 twice",
+        "x.nii.gz: is missing",
+        "{'image': 3}",
+        "BRATS_001.nii.gz: holds 3",
+    ):
+        assert words in printed
+    assert open_cache(tmp_path / "m").ids == ("BRATS_000", "BRATS_002")
+
+
+def test_a_case_in_two_folders_is_a_duplicate(tmp_path, capfd):
+    for place in ("one", "two"):
+        brats(tmp_path / "B" / place, ["BraTS-GLI-00000-000"], NEW, "-", (1, 2, 3))
+    brats(tmp_path / "B/one", ["BraTS-GLI-00001-000"], NEW, "-", (1, 2, 3))
+    assert "is a duplicate: case BraTS-GLI-00000-000" in prepared(tmp_path / "B", tmp_path / "b", capfd)
+
+
+def test_what_is_no_data_set_says_what_is_needed(tmp_path, capfd):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "one.txt").write_text("x")
+    for name in ("empty", "one.txt", "missing"):
+        assert run(act, [str(tmp_path / name)]) == 3
+        printed = capfd.readouterr().err
+        assert str(tmp_path / name) in printed and "nnU-Net raw folder" in printed and "Traceback" not in printed
+
+
+def test_a_wrong_flag_is_a_usage_error(tmp_path, capfd):
+    root = nnunet(tmp_path / "D", 1)
+    for flags in (["--spacing", "coarse"], ["--spacing", "1,2"], ["--spacing", "1,0,1"], ["--workers", "-1"]):
+        assert run(act, [str(root), "--out", str(tmp_path / "c"), *flags]) == 2
+        assert flags[0].removeprefix("--") in capfd.readouterr().err

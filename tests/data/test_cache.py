@@ -1,0 +1,166 @@
+"""The cache: it holds what the data set says, and follows every change of files and settings."""
+
+import json
+import os
+
+import nibabel
+import numpy as np
+import pytest
+
+from seqpar.data.formats.recognise import recognise, split
+from seqpar.data.preparation.case import labels_to_source
+from seqpar.data.preparation.prepare import (
+    PrepareSettings,
+    Recipe,
+    check_cache,
+    open_cache,
+    prepare,
+)
+from tests.support.folders import NEW, OLD, brats, image_array, label_array, nnunet, save, tree
+
+
+def test_the_cache_maps_what_the_description_says(tmp_path):
+    root = brats(tmp_path / "B", [f"BraTS2021_{n:05d}" for n in range(3)], OLD, "_", (1, 2, 4))
+    report = prepare(recognise(root), tmp_path / "c", PrepareSettings(locations=5), workers=2)
+    assert len(report.prepared) == 3 and not report.faults
+    cache = open_cache(tmp_path / "c")
+    assert cache.labels == {"background": 0, "NCR": 1, "ED": 2, "ET": 3} and cache.recipe.values == (
+        0,
+        1,
+        2,
+        4,
+    )
+    assert cache.regions == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)} and cache.regions_class_order == (
+        2,
+        1,
+        3,
+    )
+    assert cache.modalities == ("T1", "T1c", "T2", "FLAIR")
+    assert split(cache, "90:10")[1] == split(recognise(root), "90:10")[1]
+    case = cache.cases["BraTS2021_00001"]
+    assert isinstance(case.image, np.memmap) and isinstance(case.label, np.memmap)
+    assert case.image.dtype == np.float32 and case.image.shape == (4, *case.label.shape) == (
+        4,
+        *case.properties.shape,
+    )
+    assert np.unique(case.label).tolist() == [0, 1, 2, 3] and list(case.locations) == [1, 2, 3]
+    for n, places in case.locations.items():
+        assert len(places) == 5 and (case.label[tuple(places.T)] == n).all() and len(np.unique(places, axis=0)) == 5
+    source = nibabel.load(root / "BraTS2021_00001/BraTS2021_00001_seg.nii.gz")
+    np.testing.assert_array_equal(labels_to_source(case.label, case.properties), np.asarray(source.dataobj))
+
+
+def test_ignored_voxels_get_the_last_id_and_are_no_class_to_look_for(tmp_path):
+    labels = {"background": 0, "a": 1, "ignore": 2}
+    root = nnunet(tmp_path / "D", 1, labels=labels)
+    save(root / "labelsTr/c_000.nii.gz", label_array((1, 2)))
+    prepare(recognise(root), tmp_path / "c", PrepareSettings(spacing=(0.9, 1.1, 1.2)), workers=0)
+    cache = open_cache(tmp_path / "c")
+    case = cache.cases["c_000"]
+    assert cache.ignore_label == 2 and cache.recipe.ignore_id == 2 and list(case.locations) == [1]
+    assert np.unique(case.label).tolist() == [0, 1, 2] and case.properties.counts[2] == (case.label == 2).sum()
+
+
+def test_a_case_without_foreground_is_prepared_and_told(tmp_path):
+    root = nnunet(tmp_path / "D", 2)
+    save(root / "labelsTr/c_001.nii.gz", label_array(()))
+    report = prepare(recognise(root), tmp_path / "c", workers=0)
+    assert report.empty == ("c_001",) and not report.faults
+    assert open_cache(tmp_path / "c").cases["c_001"].locations == {}
+
+
+def test_ct_is_clipped_and_scaled_by_its_values_inside_the_labels(tmp_path):
+    root = nnunet(tmp_path / "D", 3, ("CT",))
+    for n in range(3):
+        image = image_array(n).astype(np.float32) - 1000
+        save(root / f"imagesTr/c_{n:03d}_0000.nii.gz", image)
+    prepare(recognise(root), tmp_path / "c", workers=2)
+    cache = open_cache(tmp_path / "c")
+    images = [nibabel.load(root / f"imagesTr/c_{n:03d}_0000.nii.gz").get_fdata() for n in range(3)]
+    inside = np.concatenate([image[label_array() > 0] for image in images])
+    found = cache.recipe.intensities[0]
+    assert found is not None
+    np.testing.assert_allclose(
+        (found.low, found.high, found.mean, found.std),
+        (*np.percentile(inside, [0.5, 99.5]), inside.mean(), inside.std()),
+    )
+    image = nibabel.as_closest_canonical(nibabel.load(root / "imagesTr/c_001_0000.nii.gz")).get_fdata()
+    expected = (np.clip(image, found.low, found.high) - found.mean) / found.std
+    np.testing.assert_allclose(cache.cases["c_001"].image[0], expected, rtol=1e-4, atol=1e-5)
+    assert Recipe.from_json(json.loads(json.dumps(cache.recipe.to_json()))) == cache.recipe
+    before = tree(tmp_path / "c")
+    save(root / "imagesTr/c_003_0000.nii.gz", image_array(3) - 1000)  # a further case changes the statistics
+    save(root / "labelsTr/c_003.nii.gz", label_array())
+    assert len(prepare(recognise(root), tmp_path / "c", workers=2).prepared) == 4
+    prepare(recognise(root), tmp_path / "d", workers=0)
+    assert tree(tmp_path / "c") == tree(tmp_path / "d") != before, "workers or history change the cache"
+
+
+def test_masks_called_nonorm_stay_as_they_are(tmp_path):
+    root = nnunet(tmp_path / "D", 1, ("T1", "noNorm"))
+    save(root / "imagesTr/c_000_0001.nii.gz", label_array((7,)))
+    prepare(recognise(root), tmp_path / "c", workers=0)
+    assert np.unique(open_cache(tmp_path / "c").cases["c_000"].image[1]).tolist() == [0, 7]
+
+
+def test_the_median_spacing_is_that_of_the_canonical_volumes(tmp_path):
+    root = nnunet(tmp_path / "D", 3)
+    for n, sizes in enumerate(([1, 2, 3], [1, 2, 3], [2, 2, 5])):
+        affine = np.diag([*sizes, 1.0])[:, [2, 0, 1, 3]] if n == 1 else np.diag([*sizes, 1.0])  # case 1 lies turned
+        for file, array in (("imagesTr/c_{:03d}_0000", image_array(n)), ("labelsTr/c_{:03d}", label_array())):
+            save(root / (file.format(n) + ".nii.gz"), array, affine)
+    prepare(recognise(root), tmp_path / "c", PrepareSettings(spacing="median"), workers=2)
+    cache = open_cache(tmp_path / "c")
+    assert cache.recipe.spacing == (1, 2, 3)
+    assert [case.properties.spacing for case in cache.cases.values()] == [(1, 2, 3)] * 3
+    shapes = [case.image.shape[1:] for case in cache.cases.values()]
+    assert shapes[0] == (10, 8, 6) and shapes[1] == (8, 6, 10) and shapes[2] == (20, 8, 10)
+
+
+def test_a_second_run_does_nothing_and_a_change_prepares_what_it_touches(tmp_path):
+    root = nnunet(tmp_path / "D", 3)
+    assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == ("c_000", "c_001", "c_002")
+    first = tree(tmp_path / "c")
+    assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == () and tree(tmp_path / "c") == first
+    save(root / "imagesTr/c_001_0000.nii.gz", image_array(77))
+    assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == ("c_001",)
+    os.utime(root / "imagesTr/c_002_0000.nii.gz")  # touched, the same content
+    report = prepare(recognise(root), tmp_path / "c", workers=0)
+    assert report.prepared == () and len(report.kept) == 3
+    assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == ()
+    (tmp_path / "c/cases/c_000/label.npy").write_bytes(b"half")
+    assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == ("c_000",)
+    assert len(prepare(recognise(root), tmp_path / "c", PrepareSettings(locations=9), workers=0).prepared) == 3
+    (root / "labelsTr/c_002.nii.gz").unlink()
+    (root / "imagesTr/c_002_0000.nii.gz").unlink()
+    assert prepare(recognise(root), tmp_path / "c", PrepareSettings(locations=9), workers=0).prepared == ()
+    assert open_cache(tmp_path / "c").ids == ("c_000", "c_001")
+    prepare(recognise(root), tmp_path / "d", PrepareSettings(locations=9), workers=2)
+    assert tree(tmp_path / "c") == tree(tmp_path / "d")
+
+
+def test_a_case_that_goes_bad_leaves_the_cache(tmp_path):
+    root = nnunet(tmp_path / "D", 2)
+    prepare(recognise(root), tmp_path / "c", workers=0)
+    (root / "imagesTr/c_001_0000.nii.gz").write_text("x")
+    assert len(prepare(recognise(root), tmp_path / "c", workers=0).faults) == 1
+    assert open_cache(tmp_path / "c").ids == ("c_000",) and not (tmp_path / "c/cases/c_001").exists()
+
+
+@pytest.mark.parametrize("file", ["image.npy", "label.npy", "locations.npy", "case.json"])
+def test_check_names_the_file_in_which_a_bit_has_flipped(file, tmp_path):
+    prepare(recognise(nnunet(tmp_path / "D", 2)), tmp_path / "c", workers=0)
+    assert check_cache(tmp_path / "c") == []
+    path = tmp_path / "c/cases/c_001" / file
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 1
+    path.write_bytes(raw)
+    (fault,) = check_cache(tmp_path / "c")
+    assert str(tmp_path / "c/cases/c_001") in fault.path and "damaged" in fault.problem
+
+
+def test_brats_of_2023_needs_no_renumbering(tmp_path):
+    root = brats(tmp_path / "B", ["BraTS-GLI-00000-000"], NEW, "-", (1, 2, 3))
+    prepare(recognise(root), tmp_path / "c", workers=0)
+    cache = open_cache(tmp_path / "c")
+    assert cache.recipe.values == (0, 1, 2, 3) and cache.regions["TC"] == (1, 3)

@@ -1,0 +1,231 @@
+"""Data sets: every format that people have becomes the same description; folds are nnU-Net's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.prediction_inputs import find_inputs
+from seqpar.data.formats.recognise import folds, recognise, split
+from seqpar.data.preparation.case import prepare_case
+from seqpar.data.preparation.recipe import PrepareSettings, draft_recipe
+from tests.support.folders import NEW, OLD, brats, decathlon, image_array, label_array, nnunet, save, write_json
+
+
+def test_nnunet_raw_is_read_with_channels_in_order(tmp_path):
+    data = recognise(nnunet(tmp_path / "Dataset007_X", 3, ("T1", "FLAIR")))
+    assert (data.layout, data.ids, data.modalities) == (
+        "nnU-Net raw",
+        ("c_000", "c_001", "c_002"),
+        ("T1", "FLAIR"),
+    )
+    assert data.labels == {"background": 0, "tumour": 1} and not data.regions and data.ignore_label is None
+    assert [path.name for path in data.cases[1].images] == ["c_001_0000.nii.gz", "c_001_0001.nii.gz"]
+    assert data.cases[1].label == tmp_path / "Dataset007_X/labelsTr/c_001.nii.gz"
+
+
+def test_nnunet_raw_is_found_by_name_and_number(tmp_path, monkeypatch):
+    root = nnunet(tmp_path / "Dataset007_X")
+    with pytest.raises(DataError, match="set nnUNet_raw"):
+        recognise("Dataset007_X")
+    monkeypatch.setenv("nnUNet_raw", str(tmp_path))
+    assert recognise(7).root == recognise("7").root == recognise("Dataset007_X").root == root
+    nnunet(tmp_path / "Dataset007_Y")
+    with pytest.raises(DataError, match="2 folders"):
+        recognise(7)
+
+
+def test_nnunet_regions_order_and_ignore_label(tmp_path):
+    labels = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3, "ignore": 4}
+    data = recognise(nnunet(tmp_path / "D", labels=labels, regions_class_order=[1, 2, 3]))
+    assert list(data.labels.values()) == [0, 1, 2, 3] and data.ignore_label == 4
+    assert data.regions == {"whole": (1, 2, 3), "core": (2, 3), "enhancing": (3,)}
+    assert data.regions_class_order == (1, 2, 3)
+    with pytest.raises(DataError, match="regions_class_order"):
+        recognise(nnunet(tmp_path / "E", labels=labels, regions_class_order=[1, 2]))
+
+
+def test_nnunet_explicit_paths_and_plain_nii(tmp_path):
+    save(tmp_path / "elsewhere/a.nii", image_array(0))
+    save(tmp_path / "elsewhere/a_label.nii", label_array())
+    entry = {"images": ["../elsewhere/a.nii"], "label": str(tmp_path / "elsewhere/a_label.nii")}
+    data = recognise(nnunet(tmp_path / "D", 0, dataset={"a": entry}, file_ending=".nii"))
+    assert data.ids == ("a",) and data.cases[0].images[0].samefile(tmp_path / "elsewhere/a.nii")
+
+
+def test_decathlon_is_read_with_its_regions(tmp_path):
+    data = recognise(decathlon(tmp_path / "Task01"))
+    assert (data.layout, data.name, data.ids) == (
+        "Medical Segmentation Decathlon",
+        "BRATS",
+        ("BRATS_000", "BRATS_001"),
+    )
+    assert data.modalities == ("FLAIR", "T1w", "t1gd", "T2w") and len(data.cases[0].images) == 1
+    assert data.labels == {"background": 0, "edema": 1, "non-enhancing tumor": 2, "enhancing tumour": 3}
+    assert data.regions == {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
+
+
+@pytest.mark.parametrize(
+    "names,kinds,separator,suffix,flat,labels,core",
+    [
+        (["BraTS2021_00000"], OLD, "_", ".nii.gz", False, {"NCR": 1, "ED": 2, "ET": 4}, (1, 4)),
+        (["HGG/Brats18_CBICA_AAB_1"], OLD, "_", ".nii", False, {"NCR": 1, "ED": 2, "ET": 4}, (1, 4)),
+        (["BraTS20_Training_001"], OLD, "_", ".nii", False, {"NCR": 1, "ED": 2, "ET": 4}, (1, 4)),
+        (["BraTS-GLI-00000-000"], NEW, "-", ".nii.gz", False, {"NCR": 1, "ED": 2, "ET": 3}, (1, 3)),
+        (["BraTS-MEN-00004-000"], NEW, "-", ".nii.gz", True, {"NCR": 1, "ED": 2, "ET": 3}, (1, 3)),
+        (["BraTS-PEDs2023/BraTS-PED-02024-000"], NEW, "-", ".nii.gz", False, {"NCR": 1, "ED": 2, "ET": 3}, (1, 3)),
+        (["BraTS-GLI-00005-100", "BraTS-GLI-00006-000"], NEW, "-", ".nii.gz", False,
+         {"NETC": 1, "SNFH": 2, "ET": 3, "RC": 4}, (1, 3)),
+        (["BraTS-PEDs2024_Training/BraTS-PED-00001-000"], NEW, "-", ".nii.gz", False,
+         {"ET": 1, "NET": 2, "CC": 3, "ED": 4}, (1, 2, 3)),
+    ],
+)  # fmt: skip
+def test_brats_of_every_year_has_its_labels(names, kinds, separator, suffix, flat, labels, core, tmp_path):
+    data = recognise(brats(tmp_path / "data", names, kinds, separator, tuple(labels.values()), suffix, flat))
+    assert data.labels == {"background": 0, **labels} and data.regions["TC"] == core and not data.faults
+    assert data.ids == tuple(sorted(Path(name).name for name in names))
+    assert data.regions["ET"] == (labels["ET"],) and labels["ET"] in data.regions_class_order
+    endings = [path.name.removesuffix(suffix).rsplit(separator, 1)[1] for path in data.cases[0].images]
+    assert data.modalities == ("T1", "T1c", "T2", "FLAIR")
+    assert endings == (["t1", "t1ce", "t2", "flair"] if kinds is OLD else ["t1n", "t1c", "t2w", "t2f"])
+
+
+def test_paediatric_cases_of_no_year_are_refused_unless_they_have_no_labels(tmp_path):
+    brats(tmp_path / "data", ["BraTS-PED-02024-000"], NEW, "-", (1, 2, 3, 4))
+    with pytest.raises(DataError, match="BraTS-PED, whose label values changed in 2024.*BraTS-PEDs2024"):
+        recognise(tmp_path / "data")
+    images = recognise(brats(tmp_path / "images", ["BraTS-PED-02024-000"], NEW[:-1], "-", ()))
+    assert images.labels == {} and len(images.cases) == 1
+
+
+@pytest.mark.parametrize(("name", "hint"), [("BraTS2021_00000", True), ("BraTS-GLI-00000-000", False)])
+def test_an_undeclared_4_is_called_the_old_tumour_only_where_it_can_be(name, hint, tmp_path):
+    data = recognise(brats(tmp_path, [name], NEW, "-", (1, 2, 4)))
+    with pytest.raises(DataError, match=r"value \[4\]; declared are \[0, 1, 2, 3\]") as raised:
+        prepare_case(data.cases[0], draft_recipe(data, PrepareSettings()))
+    assert ("BraTS up to 2021" in raised.value.problem) == hint
+
+
+def test_the_misnamed_label_of_2020_is_found(tmp_path):
+    root = brats(tmp_path, ["BraTS20_Training_355"], OLD, "_", (1, 2, 4), ".nii")
+    folder = root / "BraTS20_Training_355"
+    (folder / "BraTS20_Training_355_seg.nii").rename(folder / "W39_1998.09.19_Segm.nii")
+    assert recognise(root).cases[0].label == folder / "W39_1998.09.19_Segm.nii"
+
+
+def test_brats_without_any_label_is_for_prediction(tmp_path):
+    data = recognise(brats(tmp_path, ["BraTS-GLI-00000-000"], NEW[:-1], "-", ()))
+    assert data.labels == {} and data.cases[0].label is None and len(data.cases[0].images) == 4
+
+
+def test_brats_of_different_meanings_is_refused(tmp_path):
+    brats(tmp_path, ["BraTS-GLI-00000-000"], NEW, "-", (1, 2, 3))
+    brats(tmp_path, ["BraTS2021_00000"], OLD, "_", (1, 2, 4))
+    with pytest.raises(DataError, match="differ in meaning"):
+        recognise(tmp_path)
+
+
+def test_monai_fold_list_keeps_its_channel_order_and_folds(tmp_path):
+    names = [f"BraTS2021_{n:05d}" for n in range(4)]
+    brats(tmp_path / "TrainingData", names, OLD, "_", (1, 2, 4))
+    entries = [
+        {
+            "fold": n % 2,
+            "image": [f"TrainingData/{name}/{name}_{kind}.nii.gz" for kind in ("flair", "t1ce", "t1", "t2")],
+            "label": f"TrainingData/{name}/{name}_seg.nii.gz",
+        }
+        for n, name in enumerate(names)
+    ]
+    data = recognise(write_json(tmp_path / "brats21_folds.json", {"training": entries}))
+    assert data.modalities == ("FLAIR", "T1c", "T1", "T2") and data.labels["ET"] == 4
+    assert data.ids == tuple(names)
+    assert split(data, 1) == ((names[0], names[2]), (names[1], names[3])) and len(folds(data)) == 2
+
+
+def test_cases_of_a_monai_list_follow_the_firsts_order_of_modalities(tmp_path):
+    names = [f"BraTS2021_{n:05d}" for n in range(4)]
+    brats(tmp_path, names, OLD, "_", (1, 2, 4))
+    orders = [("flair", "t1ce", "t1", "t2"), ("t2", "t1", "flair", "t1ce"), ("flair", "t1ce", "t1"), OLD[:4]]
+    entries = [
+        {"image": [f"{name}/{name}_{kind}.nii.gz" for kind in order], "label": f"{name}/{name}_seg.nii.gz"}
+        for name, order in zip(names, orders)
+    ]
+    data = recognise(write_json(tmp_path / "list.json", {"training": entries[:3], "validation": entries[3:]}))
+    assert data.modalities == ("FLAIR", "T1c", "T1", "T2") and data.ids == (names[0], names[1], names[3])
+    for case in data.cases:
+        assert [image.name for image in case.images] == [f"{case.id}_{kind}.nii.gz" for kind in orders[0]]
+    assert len(data.faults) == 1 and "has FLAIR, T1c, T1, but case BraTS2021_00000 has" in data.faults[0].problem
+
+
+def test_monai_list_with_validation_is_one_split(tmp_path):
+    root = nnunet(tmp_path / "D", 3)
+    entries = [{"image": f"imagesTr/c_{n:03d}_0000.nii.gz", "label": f"labelsTr/c_{n:03d}.nii.gz"} for n in range(3)]
+    content = {
+        "labels": {"0": "background", "1": "organ"},
+        "training": entries[:2],
+        "validation": entries[2:],
+    }
+    data = recognise(write_json(root / "dataset_0.json", content))
+    assert data.modalities == ("channel 0",) and data.labels == {"background": 0, "organ": 1}
+    assert split(data, 0) == (("c_000_0000", "c_001_0000"), ("c_002_0000",))
+
+
+def test_a_folder_of_images_is_for_prediction(tmp_path):
+    root = nnunet(tmp_path / "D", 2, ("T1", "T2"))
+    data = recognise(root / "imagesTr")
+    assert (data.ids, data.modalities, data.labels) == (("c_000", "c_001"), ("T1", "T2"), {})
+    assert all(case.label is None and len(case.images) == 2 for case in data.cases)
+    save(tmp_path / "alone/scan.nii.gz", image_array(0, (9, 8, 7, 3)))
+    assert recognise(tmp_path / "alone").modalities == ("channel 0", "channel 1", "channel 2")
+    four = decathlon(tmp_path / "Task01")
+    assert recognise(four / "imagesTr").modalities == ("FLAIR", "T1w", "t1gd", "T2w")
+
+
+def test_a_stray_file_among_channel_files_is_reported_and_changes_nothing_else(tmp_path):
+    images = nnunet(tmp_path / "D", 2, ("T1", "T2")) / "imagesTr"
+    stray = save(images / "localizer.nii.gz", image_array(9))
+    data, (cases, faults) = recognise(images), find_inputs([images], ("T1", "T2"))
+    assert data.ids == tuple(case.id for case in cases) == ("c_000", "c_001") and data.modalities == ("T1", "T2")
+    assert [fault.path for fault in data.faults] == [fault.path for fault in faults] == [str(stray)]
+    assert "no channel number" in faults[0].problem
+
+
+def test_five_folds_are_scikit_learns(tmp_path):
+    from sklearn.model_selection import KFold
+
+    data = recognise(nnunet(tmp_path / "D", 13))
+    for n, (train, held) in enumerate(KFold(5, shuffle=True, random_state=12345).split(data.ids)):
+        expected = tuple(data.ids[k] for k in train), tuple(data.ids[k] for k in held)
+        assert split(data, n) == folds(data)[n] == split(data, str(n)) == expected
+
+
+def test_splits_final_is_read_beside_the_data_and_where_nnunet_puts_it(tmp_path, monkeypatch):
+    root = nnunet(tmp_path / "D", 3)
+    one = [{"train": ["c_000", "c_002"], "val": ["c_001"]}]
+    monkeypatch.setenv("nnUNet_preprocessed", str(tmp_path / "preprocessed"))
+    write_json(tmp_path / "preprocessed/D/splits_final.json", one)
+    assert split(recognise(root), 0) == (("c_000", "c_002"), ("c_001",))
+    write_json(root / "splits_final.json", [{"train": ["c_000"], "val": ["c_002"]}])
+    assert split(recognise(root), 0) == (("c_000",), ("c_002",))
+
+
+def test_the_other_splits(tmp_path):
+    data = recognise(nnunet(tmp_path / "D", 13))
+    train, held = split(data, "90:10")
+    assert sorted(train + held) == list(data.ids) and len(held) == 1 and split(data, "90:10") == (train, held)
+    assert split(data, "all") == (data.ids, data.ids)
+    for wrong in ("5", "x", -1):
+        with pytest.raises(ValueError, match=r"90:10"):
+            split(data, wrong)
+    with pytest.raises(ValueError, match="5 folds need 5 cases, 2 came"):
+        split(recognise(nnunet(tmp_path / "E", 2)), 0)
+
+
+def test_hidden_files_and_notes_are_no_cases(tmp_path):
+    root = nnunet(tmp_path / "D", 2)
+    (root / "imagesTr/._c_000_0000.nii.gz").write_bytes(b"x")
+    (root / "imagesTr/notes.txt").write_text("x")
+    data = recognise(root)
+    assert data.ids == ("c_000", "c_001") and not data.faults
+    assert json.loads((root / "dataset.json").read_text())["numTraining"] == 2

@@ -1,0 +1,367 @@
+"""Kills, full disks and several processes: the cache ends as if nothing had happened, and nothing is lost."""
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.recognise import recognise
+from seqpar.data.preparation.cache_writer import CacheError, clean
+from seqpar.data.preparation.prepare import (
+    PrepareSettings,
+    cache_folder,
+    check_cache,
+    open_cache,
+    prepare,
+    prepared,
+)
+from seqpar.data.preparation.waiting import Announcement
+from seqpar.data.workers import each
+from seqpar.launch.job.exit_codes import run
+from seqpar.launch.prepare import act
+from tests.support.folders import child, exit_code, image_array, nnunet, save, tree
+
+
+def test_prepare_killed_at_random_moments_ends_with_the_undisturbed_cache(tmp_path):
+    data = recognise(nnunet(tmp_path / "D", 6, ("CT",)))
+    began = time.monotonic()
+    prepare(data, tmp_path / "whole", workers=2)
+    took = time.monotonic() - began
+    rng, killed = np.random.default_rng(0), 0
+    for _ in range(100):
+        if killed == 10:
+            break
+        pid = child(lambda: prepare(data, tmp_path / "c", workers=2))
+        time.sleep(rng.uniform(0.05, 0.9) * took)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        assert status == 0
+        if not ended:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            killed += 1
+        if (tmp_path / "c/cache.json").exists():  # finished: some of it is lost, so that there is work to kill
+            for path in (tmp_path / "c/cases").glob("c_00[024]/label.npy"):
+                path.unlink()
+    assert killed == 10
+    assert not prepare(data, tmp_path / "c", workers=2).faults
+    assert tree(tmp_path / "c") == tree(tmp_path / "whole")
+
+
+def test_ctrl_c_ends_workers_and_says_how_to_go_on(tmp_path, monkeypatch, capfd):
+    root = nnunet(tmp_path / "D", 3)
+
+    def slow(*_: object) -> None:
+        (tmp_path / f"worker-{os.getpid()}").touch()
+        time.sleep(60)
+
+    def work() -> None:
+        code = run(act, [str(root), "--out", str(tmp_path / "c"), "--workers", "2"])
+        (tmp_path / "code").write_text(str(code))
+
+    monkeypatch.setitem(prepare.__globals__, "write_case", slow)
+    pid, until = child(work), time.monotonic() + 20
+    while len(list(tmp_path.glob("worker-*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    os.killpg(pid, signal.SIGINT)
+    assert exit_code(pid) == 0
+    assert (tmp_path / "code").read_text() == "130" and time.monotonic() < until
+    said = capfd.readouterr().err
+    assert "the same command goes on" in said and "Traceback" not in said
+    assert not any(_runs(int(path.name[7:])) for path in tmp_path.glob("worker-*"))
+
+
+def test_a_damaged_index_is_written_again(tmp_path):
+    data = recognise(nnunet(tmp_path / "D", 2))
+    prepare(data, tmp_path / "c", workers=0)
+    before = tree(tmp_path / "c")
+    (tmp_path / "c/cache.json").write_text("{")
+    assert "run prepare" in check_cache(tmp_path / "c")[0].problem
+    assert prepare(data, tmp_path / "c", workers=0).prepared == () and tree(tmp_path / "c") == before
+
+
+def test_no_worker_outlives_its_parent(tmp_path):
+    def work(item: int) -> None:
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(60)
+
+    pid = child(lambda: list(each(work, [1, 2], 2)))
+    until = time.monotonic() + 20
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    workers = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(workers) == 2 and all(Path(f"/proc/{worker}").exists() for worker in workers)
+    os.kill(pid, signal.SIGKILL)  # the parent alone, not its group
+    os.waitpid(pid, 0)
+    while any(_runs(worker) for worker in workers) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(_runs(worker) for worker in workers)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_worker_costs_its_case_alone_and_a_mistake_of_ours_is_raised(tmp_path, monkeypatch):
+    data = recognise(nnunet(tmp_path / "D", 3))
+    write = prepare.__globals__["write_case"]
+
+    def fatal(path: Path, name: str, *more: object) -> None:
+        if name == "c_001":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(path, name, *more)
+
+    monkeypatch.setitem(prepare.__globals__, "write_case", fatal)
+    report = prepare(data, tmp_path / "c", workers=2)
+    assert len(report.prepared) == 2 and "exit code -9" in report.faults[0].problem
+    assert "c_001" in report.faults[0].path and "--workers" in report.faults[0].problem
+
+    def wrong(*_: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setitem(prepare.__globals__, "write_case", wrong)
+    with pytest.raises(RuntimeError, match=r"(?s)a worker failed.*KeyError: 'ours'"):
+        prepare(data, tmp_path / "d", workers=2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_full_disk_is_one_clear_error_and_nothing_finished_is_lost(workers, tmp_path, monkeypatch):
+    root = nnunet(tmp_path / "D", 4)
+    data = recognise(root)
+    prepare(replace(data, cases=data.cases[:2]), tmp_path / "c", workers=0)
+    before = tree(tmp_path / "c/cases")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("numpy.lib.format.write_array", full)
+        with pytest.raises(CacheError, match=r"c: cannot be written \(No space left on device, \d+ MB are free\)"):
+            prepare(data, tmp_path / "c", workers=workers)
+    assert tree(tmp_path / "c/cases") == before, "lost or left half written"
+    assert prepare(data, tmp_path / "c", workers=0).prepared == ("c_002", "c_003")
+
+
+def test_a_file_that_the_system_cuts_off_is_not_taken_for_whole(tmp_path):
+    data = recognise(nnunet(tmp_path / "D", 2))
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))  # a real write that fails half way
+        try:
+            prepare(data, tmp_path / "c", workers=2)
+        except CacheError as error:
+            (tmp_path / "error").write_text(str(error))
+
+    assert exit_code(child(limited)) == 0
+    assert "c: cannot be written (File too large); what is finished is kept" in (tmp_path / "error").read_text()
+    assert list((tmp_path / "c/cases").iterdir()) == [] and not (tmp_path / "c/cache.json").exists()
+    with pytest.raises(DataError, match="no finished cache"):
+        open_cache(tmp_path / "c")
+
+
+def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path):
+    data = recognise(nnunet(tmp_path / "D", 1))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CacheError, match=r"file/c: cannot be written \(Not a directory"):
+        prepare(data, tmp_path / "file/c", workers=0)
+
+
+def test_a_current_cache_on_a_read_only_disk_is_used_as_it_is(tmp_path, monkeypatch):
+    root = nnunet(tmp_path / "D", 1)
+    prepare(recognise(root), tmp_path / "c", workers=0)
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    for name in ("os.replace", "os.fsync", "pathlib.Path.mkdir", "pathlib.Path.unlink"):
+        monkeypatch.setattr(name, read_only)
+    assert prepare(recognise(root), tmp_path / "c", workers=0).kept == ("c_000",)
+    assert prepared(root, tmp_path / "c", is_first=True).ids == ("c_000",)
+    with pytest.raises(CacheError, match="Read-only"):
+        prepare(recognise(root), tmp_path / "c", PrepareSettings(locations=3), workers=0)
+
+
+def test_somebody_elses_folder_is_left_alone(tmp_path):
+    data = recognise(nnunet(tmp_path / "D", 1))
+    save(tmp_path / "mine/cases/c_000/notes.nii.gz", image_array(0))
+    before = tree(tmp_path / "mine")
+    with pytest.raises(DataError, match="holds cases and no cache; name another folder"):
+        prepare(data, tmp_path / "mine", workers=0)
+    assert tree(tmp_path / "mine") == before
+    prepare(data, tmp_path / "c", workers=0)
+    other = recognise(nnunet(tmp_path / "E", 1))
+    with pytest.raises(DataError, match="holds the cache of D, not of E"):
+        prepare(other, tmp_path / "c", workers=0)
+    assert open_cache(tmp_path / "c").name == "D"
+
+
+@pytest.mark.parametrize("left", ["cases/", "state-0a.json", ".state-0a.json.node1.77.tmp"])
+def test_what_a_preparation_leaves_that_ended_at_once_is_no_obstacle(left, tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / left).mkdir() if left.endswith("/") else (tmp_path / "c" / left).write_text("{")
+    assert prepare(recognise(nnunet(tmp_path / "D", 1)), tmp_path / "c", workers=0).prepared == ("c_000",)
+
+
+def test_the_default_folder_lies_beside_the_data_or_where_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.delenv("SEQPAR_CACHE", raising=False)
+    data = recognise(nnunet(tmp_path / "D", 1))
+    assert cache_folder(data) == tmp_path / "D.prepared"
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "caches"))
+    assert cache_folder(data).parent == tmp_path / "caches" and cache_folder(data).name.startswith("D-")
+    assert cache_folder(data, tmp_path / "x") == tmp_path / "x"
+
+
+def test_data_sets_of_one_name_in_two_places_have_a_cache_each(tmp_path, monkeypatch):
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "caches"))
+    roots = [nnunet(tmp_path / place / "train", cases) for place, cases in (("a", 2), ("b", 3))]
+    caches = [prepared(root, is_first=True, workers=0) for root in roots]
+    assert [len(cache.ids) for cache in caches] == [2, 3]
+    assert all(case.image.shape[0] == 1 for cache in caches for case in cache.cases.values())
+    (tmp_path / "link").symlink_to(roots[0])
+    assert cache_folder(recognise(tmp_path / "link" / ".." / "train")) == caches[0].path
+
+
+def test_the_others_wait_until_the_first_has_prepared(tmp_path):
+    root = nnunet(tmp_path / "D", 3)
+    pid = child(lambda: (time.sleep(0.5), prepared(root, tmp_path / "c", is_first=True, workers=0)))
+    start = time.monotonic()
+    cache = prepared(root, tmp_path / "c", is_first=False, deadline=30)
+    assert cache.ids == ("c_000", "c_001", "c_002") and time.monotonic() - start > 0.4
+    assert exit_code(pid) == 0
+    assert not list((tmp_path / "c").glob("state*"))
+
+
+def test_the_others_see_the_firsts_error(tmp_path):
+    root = nnunet(tmp_path / "D", 3)
+    (root / "imagesTr/c_001_0000.nii.gz").write_text("x")
+    errors: dict[bool, str] = {}
+
+    def go(is_first: bool) -> None:
+        try:
+            prepared(root, tmp_path / "c", is_first=is_first, workers=0, token="run", deadline=30)
+        except DataError as error:
+            errors[is_first] = str(error)
+
+    threads = [threading.Thread(target=go, args=(is_first,)) for is_first in (False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert errors[True] == errors[False] and "c_001_0000.nii.gz" in errors[True]
+
+
+def test_an_earlier_runs_failure_is_not_taken_for_this_ones(tmp_path):
+    root = nnunet(tmp_path / "D", 2)
+    Announcement(tmp_path / "c", "old").write(state="failed", path="x", problem="old")
+    pid = child(lambda: (time.sleep(1), prepared(root, tmp_path / "c", is_first=True, workers=0, token="new")))
+    assert len(prepared(root, tmp_path / "c", is_first=False, token="new", deadline=30).ids) == 2
+    assert exit_code(pid) == 0
+
+
+def test_waiting_for_nobody_ends_at_the_deadline(tmp_path):
+    root = nnunet(tmp_path / "D", 1)
+    with pytest.raises(DataError, match="silent for 1 s"):
+        prepared(root, tmp_path / "c", is_first=False, deadline=1)
+
+
+def test_two_runs_into_one_folder_do_not_meet(tmp_path):
+    data = recognise(nnunet(tmp_path / "D", 4))
+    pids = [child(lambda: prepare(data, tmp_path / "c", workers=2)) for _ in range(2)]
+    assert [exit_code(pid) for pid in pids] == [0, 0]
+    assert exit_code(child(lambda: prepare(data, tmp_path / "d", workers=-1))) == 1, "no control"
+    prepare(data, tmp_path / "d", workers=0)
+    assert tree(tmp_path / "c") == tree(tmp_path / "d") and check_cache(tmp_path / "c") == []
+
+
+def test_two_jobs_that_start_on_the_same_data_prepare_it_once(tmp_path, monkeypatch):
+    root, out = nnunet(tmp_path / "D", 3), tmp_path / "c"
+    write, walked = prepare.__globals__["write_case"], tmp_path / "walked"
+
+    def slow(*given: object) -> None:
+        (tmp_path / "holds").touch()
+        _until((tmp_path / "waits").exists)
+        write(*given)
+
+    def first() -> None:
+        monkeypatch.setitem(prepare.__globals__, "write_case", slow)
+        prepared(root, out, is_first=True, workers=0, token="a")
+
+    def second() -> None:
+        def progress(done: int, total: int) -> None:
+            ((tmp_path / "waits") if done == 0 else walked).touch()
+
+        _until((tmp_path / "holds").exists)
+        prepared(root, out, is_first=True, workers=0, token="b", progress=progress)
+
+    others = [lambda token=token: prepared(root, out, is_first=False, token=token, deadline=30) for token in "aabb"]
+    started = [child(work) for work in (first, second, *others)]
+    assert [exit_code(pid) for pid in started] == [0] * 6
+    assert (tmp_path / "waits").exists() and not walked.exists()
+
+
+def test_a_cache_stays_finished_until_a_case_has_to_be_made_again(tmp_path):
+    root, out = nnunet(tmp_path / "D", 3), tmp_path / "c"
+    prepare(recognise(root), out, workers=0)
+    (root / "labelsTr/c_001.nii.gz").write_text("x")
+    os.utime(root / "labelsTr/c_001.nii.gz", (1, 1))
+    finished: dict[int, bool] = {}
+
+    def look(done: int, total: int) -> None:
+        finished[done] = (out / "cache.json").exists()
+
+    assert len(prepare(recognise(root), out, None, 0, look).faults) == 1
+    assert finished == {1: True, 2: False, 3: False}
+    prepare(recognise(root), out, None, 0, look)
+    assert all(finished.values()), "the bad case has gone already"
+    assert open_cache(out).ids == ("c_000", "c_002")
+
+
+def test_runs_that_wait_for_one_folder_do_not_take_each_others_files(tmp_path):
+    def beat(token: str) -> None:
+        announcement = Announcement(tmp_path / "c", token)
+        for n in range(300):
+            announcement.write(state="preparing", done=n, total=300)
+
+    (tmp_path / "c/cases").mkdir(parents=True)
+    started = [child(lambda token=token: beat(token)) for token in "ab"]
+    started.append(child(lambda: [clean(tmp_path / "c", set()) for _ in range(3000)]))
+    assert [exit_code(pid) for pid in started] == [0, 0, 0]
+    left = [path for path in (tmp_path / "c").iterdir() if path.is_file()]
+    assert len(left) == 2 and all(path.suffix == ".json" for path in left)
+    for path in left:
+        os.utime(path, (1, 1))
+    clean(tmp_path / "c", set())
+    assert not any(path.exists() for path in left), "what old runs left is removed"
+
+
+def test_a_failure_is_not_lost_where_another_run_goes_on_in_the_same_folder(tmp_path):
+    root = nnunet(tmp_path / "D", 1)
+
+    def go_on() -> None:
+        other, end = Announcement(tmp_path / "c", "b"), time.monotonic() + 8
+        Announcement(tmp_path / "c", "a").write(state="failed", path="c_001.nii.gz", problem="is truncated")
+        while time.monotonic() < end:
+            other.write(state="preparing", done=0, total=1)
+            time.sleep(0.05)
+
+    pid = child(go_on)
+    with pytest.raises(DataError, match="c_001.nii.gz: is truncated"):
+        prepared(root, tmp_path / "c", is_first=False, token="a", deadline=9)
+    assert exit_code(pid) == 0
+
+
+def _until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,156 @@
+"""The phantom: the same case from the same numbers, tumours that are nested, files that others read."""
+
+import json
+import multiprocessing
+import os
+
+import nibabel
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from seqpar.data.errors import DataError
+from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
+from seqpar.data.phantom.brain import MODALITIES, PhantomCase, make_case
+from seqpar.data.phantom.files import PhantomSettings, write_phantom
+from seqpar.launch import phantom as launch_phantom
+from seqpar.launch.job.exit_codes import DATA, USAGE, run
+
+SIZE = (40, 48, 40)
+TINY = (24, 28, 24)
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[PhantomCase]:
+    return [make_case(0, index, SIZE) for index in range(16)]
+
+
+def test_a_case_depends_on_seed_and_index_alone(cases):
+    np.random.seed(5)
+    np.random.rand(3)
+    again = make_case(0, 3, SIZE)
+    assert np.array_equal(again.image, cases[3].image) and np.array_equal(again.label, cases[3].label)
+    assert not np.array_equal(make_case(1, 3, SIZE).image, cases[3].image)
+    assert not np.array_equal(cases[2].image, cases[3].image)
+
+
+def test_some_cases_have_no_tumour_and_all_labels_occur(cases):
+    found = [set(np.unique(case.label)) for case in cases]
+    assert [index for index, labels in enumerate(found) if labels == {0}] == [7, 15]
+    assert all(labels <= {0, 1, 2, 3} and 2 in labels for labels in found if labels != {0})
+    assert set.union(*found) == {0, 1, 2, 3}
+    volumes = [np.count_nonzero(case.label) for case in cases if case.label.any()]
+    assert max(volumes) > 3 * min(volumes)
+    assert max(ndimage.label(case.label)[1] for case in cases) > 1
+
+
+def test_tumours_are_nested(cases):
+    necrotic = 0
+    for case in cases:
+        brain = (case.image != 0).any(0)
+        assert not (case.label[~brain]).any()
+        core, ring = np.isin(case.label, (1, 3)), case.label == 3
+        assert (case.label[ndimage.binary_dilation(core) & brain] > 0).all()  # a core lies within the whole
+        parts, count = ndimage.label(core)
+        for part in (parts == i for i in range(1, count + 1)):
+            if (part & ring).any() and (part & (case.label == 1)).any() and count == 1:
+                necrotic += 1
+                around = ndimage.binary_dilation(case.label == 1) & ~core
+                assert not around.any()  # necrosis lies within its ring
+    assert necrotic > 3
+
+
+def test_modalities_show_what_they_show_in_patients(cases):
+    t1ce, flair = 1, 3
+    as_bright = []
+    for case in cases:
+        brain = (case.image != 0).all(0)
+        normal = case.image[:, brain & (case.label == 0)].astype(float)
+        middle, spread = normal.mean(1), normal.std(1)
+        for label, channel in ((3, t1ce), (2, flair)):
+            voxels = case.image[channel][case.label == label]
+            if voxels.size > 30:
+                assert voxels.mean() > middle[channel] + 0.5 * spread[channel]
+                as_bright.append(np.sum(normal[channel] > np.percentile(voxels, 10)) / voxels.size)
+        assert len({round(float(m)) for m in middle}) == 4  # each modality has a scale of its own
+    # but a threshold that finds the tumour finds as much of what is normal, in most cases
+    assert len(as_bright) > 12 and np.median(as_bright) > 0.5
+
+
+def test_another_size_shows_the_same_head():
+    coarse, fine = make_case(3, 2, TINY), make_case(3, 2, tuple(2 * n for n in TINY))
+    assert np.allclose(np.array(coarse.spacing) * TINY, FIELD_OF_VIEW)
+    pooled = fine.image[0].reshape(24, 2, 28, 2, 24, 2).mean((1, 3, 5))
+    assert np.corrcoef(coarse.image[0].ravel(), pooled.ravel())[0, 1] > 0.95
+    other = make_case(3, 4, TINY).image[0]
+    assert np.corrcoef(coarse.image[0].ravel(), other.ravel())[0, 1] < 0.93  # two heads, for comparison
+
+
+def test_brats_files_are_readable_and_kept(tmp_path):
+    settings = PhantomSettings("brats", TINY, 7)
+    assert write_phantom(tmp_path, 3, settings, workers=2) == tmp_path
+    name = "BraTS-GLI-00002-000"
+    case = make_case(7, 2, TINY)
+    for volume, kind in zip([*case.image, case.label], [*MODALITIES, "seg"]):
+        file = nibabel.load(tmp_path / name / f"{name}-{kind}.nii.gz")
+        assert np.array_equal(np.asanyarray(file.dataobj), volume) and file.get_data_dtype() == volume.dtype
+        assert np.allclose(file.affine, case.affine) and nibabel.aff2axcodes(file.affine) == ("R", "A", "S")
+        assert int(file.header["qform_code"]) == int(file.header["sform_code"]) == 1
+    files = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.rglob("*.nii.gz")}
+    assert len(files) == 15
+    lost = tmp_path / name / f"{name}-t1c.nii.gz"
+    lost.unlink()
+    write_phantom(tmp_path, 4, settings)
+    assert lost.read_bytes() == files[lost][1]  # the same bytes, whenever they are made
+    assert all(p.stat().st_mtime_ns == at for p, (at, _) in files.items() if p != lost)
+    assert len(list(tmp_path.rglob("*.nii.gz"))) == 20 and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_nnunet_files_have_their_description(tmp_path):
+    root = write_phantom(tmp_path, 2, PhantomSettings("nnunet", TINY))
+    description = json.loads((root / "dataset.json").read_text())
+    assert description["numTraining"] == 2 and description["file_ending"] == ".nii.gz"
+    assert list(description["channel_names"].values()) == ["T1", "T1ce", "T2", "FLAIR"]
+    assert len(list((root / "imagesTr").iterdir())) == 8
+    # painting the regions in their order gives the labels back
+    label = np.asanyarray(nibabel.load(root / "labelsTr" / "phantom_00000.nii.gz").dataobj)
+    painted = np.zeros_like(label)
+    regions = [value for value in description["labels"].values() if value != 0]
+    for region, value in zip(regions, description["regions_class_order"]):
+        painted[np.isin(label, region)] = value
+    assert np.array_equal(painted, label) and label.any()
+
+
+def test_a_folder_of_other_settings_is_refused(tmp_path):
+    write_phantom(tmp_path, 1, PhantomSettings(size=TINY))
+    with pytest.raises(DataError, match="other settings"):
+        write_phantom(tmp_path, 1, PhantomSettings(size=TINY, seed=1))
+
+
+def test_an_interrupted_file_is_no_file(tmp_path, monkeypatch):
+    def full(source: str, target: str) -> None:
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(DataError, match=r"phantom\.json: .*No space left.*another --out"):
+        write_phantom(tmp_path, 1, PhantomSettings(size=TINY))
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_a_worker_error_reaches_the_caller_and_no_process_stays(tmp_path):
+    (tmp_path / "BraTS-GLI-00001-000").write_text("in the way")
+    with pytest.raises(DataError, match=r"BraTS-GLI-00001-000: cannot write .*File exists"):
+        write_phantom(tmp_path, 4, PhantomSettings(size=TINY), workers=2)
+    assert not multiprocessing.active_children() and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_the_act_writes_and_its_faults_have_codes(tmp_path, capsys):
+    good = ["--cases", "1", "--size", "24", "28", "24", "--workers", "1", "--out"]
+    assert run(launch_phantom.act, [*good, str(tmp_path / "a")]) == 0
+    assert "1 cases in" in capsys.readouterr().out
+    assert run(launch_phantom.act, [*good, str(tmp_path / "a"), "--seed", "1"]) == DATA
+    assert run(launch_phantom.act, ["--cases", "0", "--out", str(tmp_path / "b")]) == USAGE
+    assert run(launch_phantom.act, ["--size", "8", "8", "8", "--out", str(tmp_path / "b")]) == USAGE
+    (tmp_path / "file").write_text("")
+    assert run(launch_phantom.act, [*good, str(tmp_path / "file")]) == DATA
+    assert "file" in capsys.readouterr().err

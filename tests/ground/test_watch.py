@@ -1,0 +1,156 @@
+"""A rank that stops, or does something else than the others, is named; one that is merely slow is not."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from seqpar.collectives import agree, all_gather, all_reduce, exchange_rows, tell, tell_all
+from seqpar.mesh import Mesh
+from seqpar.watchdog import judge, these
+from tests.support.ranks import RanksFailed, run_ranks
+
+LIMIT_S = 3.0
+STOPPED_S = 6.0  # a tenth of it is the time that a busy machine may take to name who stopped
+
+
+def freeze() -> None:
+    """Stops the whole process, its threads included."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def work_until_one_stops(mesh: Mesh, kind: str, stop: Callable[[], None]) -> None:
+    group = mesh.seq
+
+    def step() -> None:
+        if kind == "messages":
+            all_gather(torch.ones(2), group, 0, [2] * group.size)
+        else:
+            all_reduce(torch.ones(2), group)
+
+    step()
+    mesh.hasten(STOPPED_S)
+    step()
+    if mesh.world.index == 2:
+        stop()
+    try:
+        step()
+    except RuntimeError as error:
+        raise RuntimeError(f"FOUND {mesh.world.watch.finding} BY {str(error).splitlines()[0]}") from None
+
+
+@pytest.mark.parametrize("kind", ["messages", "sums"])
+def test_a_rank_that_stops_after_the_first_step_is_named_within_the_short_limit(kind: str) -> None:
+    """The start's limit is 60 s here, which gloo's messages would keep."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, work_until_one_stops, kind, lambda: time.sleep(50), timeout=25)
+    text = str(caught.value)
+    assert re.search(r"FOUND .*\brank 2 \(.* stays at .*, while for 4 s others have waited.*Timed out", text), text
+
+
+def test_a_process_that_is_frozen_is_named() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, work_until_one_stops, "sums", freeze, timeout=25)
+    assert re.search(r"FOUND .*\brank 2 \([^ ]* does not answer", str(caught.value))
+
+
+def be_slow(mesh: Mesh) -> list[str]:
+    heard: list[str] = []
+    mesh.hasten(LIMIT_S, heard.append)
+    for _ in range(2):
+        if mesh.world.index == 2:
+            time.sleep(0.5 * LIMIT_S)
+        all_reduce(torch.ones(2), mesh.seq)
+    time.sleep(0.9 * LIMIT_S)  # all of them: nobody waits for anybody
+    all_reduce(torch.ones(2), mesh.seq)
+    return heard
+
+
+def test_slow_ranks_and_long_computations_are_not_taken_for_a_hang(ranks: Callable[..., list]) -> None:
+    assert ranks(3, be_slow) == [[], [], []]
+
+
+def told(waits: bool, last: str = "sum of the seq group", place: str = "x.py:1 (f)") -> dict:
+    return {"waits": waits, "last": last, "place": place}
+
+
+JUDGEMENTS = {
+    "one is silent": ({0: told(True), 1: told(True)}, r"^rank 2 \(c\) does not answer, .* ranks 0, 1 in sum"),
+    "one is elsewhere": ({0: told(True), 1: told(False), 2: told(True)}, r"^rank 1 \(b\) stays at x.py:1 \(f\), "),
+    "both": ({0: told(False), 1: told(True)}, r"^rank 2 .* and rank 0 \(a\) stays"),
+    "all wait": ({0: told(True), 1: told(True), 2: told(True, "agreement")}, r"each other \(ranks 0, 1 in sum .*debug"),
+    "all compute": ({0: told(False), 1: told(False), 2: told(False)}, "^$"),
+    "one computes, the rest is silent": ({0: told(False)}, "^$"),
+}
+
+
+@pytest.mark.parametrize("case", JUDGEMENTS)
+def test_who_holds_up_whom(case: str) -> None:
+    known, text = JUDGEMENTS[case]
+    assert re.search(text, judge(known, ["a", "b", "c"], 3.0))
+
+
+def test_many_ranks_are_named_shortly() -> None:
+    assert these([3]) == "rank 3" and these([1, 0]) == "ranks 1, 0"
+    assert these(range(1024)) == "ranks 0…1023" and "…" not in these([*range(9), 12])
+
+
+def differ(mesh: Mesh, fault: str, check: bool) -> str:
+    """Returns what this rank heard; rank 2 does something else than the others."""
+    mesh.world.watch.check = check
+    mesh.world.watch.limit_s = 4.0
+    odd, group = mesh.world.index == 2, mesh.seq
+    all_reduce(torch.ones(3), group)
+    try:
+        if fault == "sum's shape":
+            all_reduce(torch.ones(4 if odd else 3), group)
+        elif fault == "message's size":
+            exchange_rows(torch.ones(9 if odd else 6, 5), group, *([[3] * 3] * 2 if odd else [[2] * 3] * 2))
+        elif fault == "sum skipped":
+            if not odd:
+                all_reduce(torch.ones(3), group)
+            agree(0, group)
+        elif fault == "message skipped":
+            if not odd:
+                all_gather(torch.ones(2), group, 0, [2] * 3)
+            all_gather(torch.ones(7), group, 0, [7] * 3, kind="other")
+        else:
+            assert fault == "nothing"
+            all_gather(torch.ones(2), group, 0, [2] * 3)
+            agree(0, group), tell("a", 1, group), tell_all("b", group)
+            exchange_rows(torch.ones(6, 2), group.part([0, 1, 2]), [2] * 3, [2] * 3)
+    except RuntimeError as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+    return "nothing"
+
+
+FAULTS = {
+    "sum's shape": r"OutOfStep: collective 2 of the seq group differs: ranks 0, 1: sum of 3 \S+; rank 2: sum of 4 ",
+    "sum skipped": r"OutOfStep: collective 2 of the seq group differs: ranks 0, 1: sum of 3 \S+; rank 2: agreement",
+    "message's size": r"OutOfStep: rank (2 expects .* of 15 .* rank [01] sends .* of 10|[01] expects .* rank 2 sends)",
+    "message skipped": r"OutOfStep: rank (2 expects other of 7.* rank [01] sends gather of 2|[01] expects .* rank 2 )",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_checked_collectives_name_the_rank_that_differs(fault: str) -> None:
+    with pytest.raises(RanksFailed, match=FAULTS[fault]):
+        run_ranks(3, differ, fault, True, timeout=30)
+
+
+@pytest.mark.parametrize("fault", ["sum's shape", "message's size"])
+def test_unchecked_ones_say_nothing_or_die(fault: str) -> None:
+    """The control: gloo adds what does not fit, or ends the process that gets more than it expects."""
+    try:
+        found = str(run_ranks(3, differ, fault, False, timeout=3))
+    except RanksFailed as error:
+        found = str(error)
+    assert "OutOfStep" not in found and "rank 2 expects" not in found and "rank 2 sends" not in found
+
+
+def test_checking_finds_nothing_where_nothing_differs(ranks: Callable[..., list]) -> None:
+    assert ranks(3, differ, "nothing", True) == ["nothing"] * 3

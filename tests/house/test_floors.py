@@ -1,0 +1,210 @@
+"""The architecture, held by a machine: imports point down, no circles, torch.distributed stays in its rooms."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOPS = {"seqpar": "seqpar", "decoders": "seqpar.decoders", "launch": "seqpar.launch"}
+
+# From the ground up. A floor is a line; its rooms may use each other where that makes no circle.
+GROUND = """
+    environment watchdog mesh
+    collectives halo_exchange remaps
+    layout meta_tensors losses
+    attention spatial
+    vit
+    data.errors data.files data.geometry data.volumes data.workers
+    data.formats
+    data.preparation
+    data.sampling data.phantom
+    decoders.modes decoders.plain decoders.unetr decoders.primus
+    launch.job launch.hardware launch.settings launch.evaluation
+    launch.models
+    launch.weights launch.planning
+    launch.runs
+    launch.inference
+    launch.training
+    launch.reporting launch.benches
+"""
+ACTS = {"train", "predict", "evaluate", "prepare", "phantom", "plan", "bench", "doctor", "report"}
+FLOORS = [[f"seqpar.{room}" for room in line.split()] for line in GROUND.strip().splitlines()]
+FLOORS.append([f"seqpar.launch.{act}" for act in sorted(ACTS)])
+FREE = {"seqpar", "seqpar.data", "seqpar.decoders", "seqpar.launch"}  # hand names on, or hold nothing
+OWNERS = {
+    "torch.distributed": {"seqpar.mesh", "seqpar.collectives"},
+    "torch.nn.parallel": {"seqpar.launch.training.trainer"},
+    "torch.distributed.fsdp": {"seqpar.launch.training.trainer"},
+    "torch.distributed.tensor": {"seqpar.launch.training.trainer"},
+}
+
+
+def modules() -> dict[str, Path]:
+    """Returns every module of ours with its file; the links to other folders are left out."""
+    every = {}
+    for folder, prefix in ((ROOT / top, name) for top, name in TOPS.items()):
+        for path in sorted(folder.rglob("*.py")):
+            inside = path.relative_to(folder)
+            if folder.name == "seqpar" and inside.parts[0] in ("decoders", "launch"):
+                continue
+            name = ".".join([prefix, *inside.with_suffix("").parts]).removesuffix(".__init__")
+            every[name] = path
+    return every
+
+
+def room_of(name: str) -> str:
+    """Returns the room that a module is, or lies in."""
+    rooms = {room for floor in FLOORS for room in floor}
+    while name and name not in rooms:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def floor_of(name: str) -> int:
+    (floor,) = [number for number, rooms in enumerate(FLOORS) if room_of(name) in rooms]
+    return floor
+
+
+def imports(path: Path, known: Collection[str] = ()) -> set[str]:
+    """Returns what a file imports; of a package's names, those ``known`` as modules stand for themselves."""
+    every, known = set[str](), set(known)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            every |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are spelled in full"
+            spelled = {f"{node.module}.{alias.name}" for alias in node.names}
+            every |= spelled & known | ({node.module or ""} if spelled - known else set())
+    return every
+
+
+def arrows(names: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Returns for each module which of ours it imports."""
+    return {name: imports(path, names) & names.keys() - FREE for name, path in names.items() if name not in FREE}
+
+
+def upward(arrows: Mapping[str, Collection[str]]) -> list[str]:
+    """Returns the imports that do not point down."""
+    return [
+        f"{name} → {target}"
+        for name, targets in arrows.items()
+        for target in targets
+        if floor_of(target) > floor_of(name)
+    ]
+
+
+def circle(arrows: Mapping[str, Collection[str]]) -> list[str]:
+    """Returns names that lead back to the first of them; none where there is no circle."""
+    clear = set[str]()
+
+    def search(name: str, way: list[str]) -> list[str]:
+        if name in way:
+            return [*way[way.index(name) :], name]
+        if name in clear:
+            return []
+        for target in arrows.get(name, ()):
+            if closed := search(target, [*way, name]):
+                return closed
+        clear.add(name)
+        return []
+
+    return next((closed for name in arrows if (closed := search(name, []))), [])
+
+
+def between_rooms(arrows: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
+    """Returns for each room which others it uses."""
+    rooms: dict[str, set[str]] = {}
+    for name, targets in arrows.items():
+        rooms.setdefault(room_of(name), set()).update(room_of(target) for target in targets)
+    return {room: used - {room} for room, used in rooms.items()}
+
+
+def test_every_module_has_a_room_and_every_room_exists() -> None:
+    names = modules()
+    assert len(names) > 100
+    assert not [name for name in names if name not in FREE and not room_of(name)]
+    assert not [room for floor in FLOORS for room in floor if room not in names]
+
+
+def test_imports_point_down() -> None:
+    assert upward(arrows(modules())) == []
+
+
+def test_neither_files_nor_rooms_form_a_circle() -> None:
+    every = arrows(modules())
+    assert circle(every) == []
+    assert circle(between_rooms(every)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("seqpar.layout", "seqpar.vit.encoder"),
+        ("seqpar.data.formats.brats", "seqpar.data.preparation.case"),
+        ("seqpar.decoders.plain", "seqpar.launch.models.segmentation"),
+        ("seqpar.launch.weights.files", "seqpar.launch.train"),
+    ],
+)
+def test_an_import_that_is_turned_round_is_refused(name: str, target: str) -> None:
+    every = arrows(modules())
+    assert {name, target} <= every.keys()
+    assert f"{name} → {target}" in upward({**every, name: {*every[name], target}})
+
+
+def test_a_circle_on_one_floor_is_refused() -> None:
+    every = arrows(modules())
+    name, target = "seqpar.spatial.box_grid", "seqpar.spatial.convolution"
+    turned = {**every, name: {*every[name], target}}
+    assert upward(turned) == [] and circle(turned) != []
+    rooms = {**every, "seqpar.launch.settings.config": {"seqpar.launch.job.exit_codes"}}
+    rooms["seqpar.launch.job.exit_codes"] = {"seqpar.launch.settings.command_line"}
+    assert circle(between_rooms(rooms)) != []
+
+
+def nearest(used: str) -> str:
+    """Returns the longest of the libraries with owners that an import belongs to."""
+    return max((library for library in OWNERS if f"{used}.".startswith(f"{library}.")), key=len, default="")
+
+
+def test_rooms_own_their_libraries() -> None:
+    names = modules()
+    assert {owner for owners in OWNERS.values() for owner in owners} <= names.keys()
+    for name, path in names.items():
+        for library, owners in OWNERS.items():
+            uses = any(nearest(used) == library for used in imports(path))
+            assert not uses or name in owners, f"{name} imports {library}"
+    assert any("torch.distributed" in imports(path) for path in names.values())  # the control
+
+
+def test_what_lies_in_launch_itself_can_be_started() -> None:
+    files = {path.stem: path for path in (ROOT / "launch").glob("*.py") if path.stem != "__init__"}
+    assert files.keys() == ACTS
+    for path in files.values():
+        functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+        assert "main" in functions, f"{path.name} cannot be started, so it belongs into a room"
+    folders = {path.name for path in (ROOT / "launch").iterdir() if path.is_dir()}
+    assert not folders & ACTS
+
+
+def test_nothing_that_is_started_shadows_a_module() -> None:
+    """The folder of a started file comes first on the path: its files and folders may bear no library's name."""
+    libraries = {"torch", "numpy", "nibabel", "einops", "batchgenerators", "scipy", "test", "tensorboard", "matplotlib"}
+    taken = set(sys.stdlib_module_names) | libraries
+    for folder in (ROOT / "launch", ROOT / "launch" / "benches"):
+        assert not taken & {path.stem for path in folder.iterdir()}
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    for top in TOPS:
+        folders = {path.parent for path in (ROOT / top).rglob("*.py")}
+        assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_the_package_imports_without_work() -> None:
+    """Nothing heavy happens at import: torch comes with the first name that needs it."""
+    code = "import sys, seqpar; assert 'torch' not in sys.modules; seqpar.SeqParViT; assert 'scipy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -1,0 +1,71 @@
+"""The wheel holds one top-level name and the job scripts, and works in a clean environment; the README is true."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds the wheel from a copy of the files that git knows (a build in place would leave its folders behind)."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    listing = ["git", "ls-files", "-z", "-co", "--exclude-standard"]
+    files = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True)
+    names = [name for name in files.stdout.decode().split("\0") if name and (ROOT / name).exists()]
+    packed = subprocess.run(["tar", "-cf", "-", *names], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(["tar", "-xf", "-"], cwd=source, input=packed.stdout, check=True)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(target), "."]
+    subprocess.run(build, cwd=source, check=True, capture_output=True)
+    (found,) = target.glob("*.whl")
+    return found
+
+
+def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"seqpar"}
+    for folder in ("seqpar", "decoders", "launch"):
+        for path in (ROOT / folder).rglob("*.py"):  # a folder without __init__.py would be left out
+            inside = path.relative_to(ROOT).as_posix()
+            assert inside.startswith("seqpar/") or f"seqpar/{inside}" in names, inside
+    assert "seqpar/py.typed" in names and "seqpar/data/errors.py" in names
+    for folder in ("launch/reporting/template", "launch/benches/results", "launch/slurm"):
+        assert {f"seqpar/{folder}/{path.name}" for path in (ROOT / folder).iterdir()} <= set(names)
+
+
+def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path, with_pip=False)
+    python = tmp_path / "bin" / "python"
+    site = next((tmp_path / "lib").glob("python*/site-packages"))
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # torch is there already
+    code = "import seqpar; from seqpar import SeqParViT; import seqpar.decoders.plain; print(seqpar.__file__)"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    told = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert told.returncode == 0, told.stderr
+    assert str(site) in told.stdout
+
+
+def test_every_act_has_a_console_script() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    files = (ROOT / "launch").glob("*.py")
+    acts = {path.stem for path in files if re.search(r"^def main\(", path.read_text(), re.M)}
+    scripts = dict(re.findall(r'^seqpar-(\w+) = "seqpar\.launch\.(\w+):main"', text, re.M))
+    assert set(scripts) == set(scripts.values()) == acts
+
+
+def test_the_readmes_example_runs() -> None:
+    """The plain-encoder example, word for word, without a launcher; it is short."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (example,) = [block for block in blocks if "SeqParViT" in block]
+    assert len(example.splitlines()) < 40
+    subprocess.run([sys.executable, "-c", example], check=True, cwd=ROOT, capture_output=True)

@@ -1,0 +1,318 @@
+"""The planner answers with a table and the line to run; what it says of the paper's setting, and of what fits."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from seqpar.environment import Start
+from seqpar.launch import plan
+from seqpar.launch.hardware.devices import DEVICES, Device, Link, device_here, measured
+from seqpar.launch.planning import auto_settings
+from seqpar.launch.planning.needs import Run, most_tiles, planned, plans, smallest
+from seqpar.launch.planning.needs import plan as plan_of
+from seqpar.launch.settings.command_line import parse
+from seqpar.launch.settings.config import AUTO, PRESETS, Config
+from tests.support.training_runs import tiny_data
+
+ROOT = Path(__file__).parents[2]
+PAPER = replace(PRESETS["paper"](), patch=4, batch=1)  # "Long Sequence": ViT-B, tile 96, patch 4, batch 1, fp32
+GCD = DEVICES["mi250x"]
+CORES = replace(device_here("cpu"), cores=4)
+SMALL = Config(tile=(16, 16, 16), patch=4, depth=2, embed_dim=24, heads=3, decoder_width=8, batch=1)
+
+
+def test_the_paper_needs_four_ranks_where_attention_is_not_fused_and_one_here() -> None:
+    """Its node has 8 ranks, so that groups are of 1, 2, 4 or 8. One layer's scores: 12 heads x 13,824² x 4 bytes."""
+    found = list(plans(Run(PAPER, GCD, ranks=8), (1, 2, 4, 8)))
+    assert [p.fits_unfused for p in found] == [False, False, True, True]
+    assert [p.fits for p in found] == [True] * 4
+    one_layer = 12 * 13824**2 * 4
+    assert found[0].scores - 12 * one_layer <= 2 * one_layer and found[0].scores > 12 * one_layer > GCD.memory
+    assert found[1].scores < 0.52 * found[0].scores
+
+
+def test_the_command_is_taken_by_train_and_means_the_plan(capsys: pytest.CaptureFixture) -> None:
+    given = ["--tile", "240", "240", "155", "--patch", "4", "--preset", "modern", "--seqpar", "4", "--no-qkv-bias"]
+    assert plan.act([*given, "--device", "h200"]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.split("\n\n")[1].splitlines())) <= 100, "the table is readable in 100 columns"
+    assert "padded to 240x240x156" in said and "140400 tokens" in said
+    line = shlex.split(said.strip().splitlines()[-1])
+    assert line[:3] == ["torchrun", "--nproc-per-node", "4"] and line[3].endswith("launch/train.py")
+    preset, config, _ = parse(line[4:], "debug")
+    assert (preset, config.tile, config.seqpar, config.batch) == ("modern", (240, 240, 156), 4, 1)
+    assert not config.qkv_bias and config.attention in ("ulysses", "gather-x", "gather-kv", "hybrid:2")
+
+
+def test_sizes_that_cannot_be_say_why() -> None:
+    config = replace(PAPER, tile=(32, 32, 32), patch=16)
+    why = {p.config.seqpar: p.why for p in plans(Run(config, GCD, ranks=32))}
+    assert "does not divide 32 ranks" in why[3] and "--seqpar 8" in why[16] and not why[8]
+    assert "nodes of 8" in {p.config.seqpar: p.why for p in plans(Run(config, GCD), (6,))}[6]
+    assert "--mode swap" in next(plans(Run(replace(config, mode="swap", batch=3), GCD), (2,))).why
+
+
+def test_the_smallest_group_that_fits_is_chosen_and_less_memory_takes_more_ranks() -> None:
+    run = Run(PAPER, GCD)
+    found = list(plans(run, (1, 2, 4, 8)))
+    needs = [p.total for p in found]
+    assert needs == sorted(needs, reverse=True)
+    for p in found:
+        tight = [replace(each, device=replace(GCD, memory=p.total)) for each in found]
+        assert smallest(tight).config.seqpar == p.config.seqpar
+    assert smallest([replace(each, device=replace(GCD, memory=2.0**30)) for each in found]) is None
+
+
+def test_the_most_tiles_fill_the_memory() -> None:
+    config = replace(PRESETS["paper"](), depth=2, batch=1)
+    run = Run(config, replace(GCD, memory=4 * 2**30), timed=False)
+    (one,) = plans(run, (1,))
+    tiles = most_tiles(run, one)
+    fits, over = (next(plans(replace(run, config=replace(config, batch=n)), (1,))) for n in (tiles, tiles + 1))
+    assert 4 < tiles < 32 and fits.fits and not over.fits
+
+
+def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
+    given = ["--tile", "512", "--patch", "8", "--seqpar", "64", "--mode", "halo", "--memory", "4", "--device", "a100"]
+    with pytest.raises(ValueError, match="nothing fits: --seqpar 64 .* try --grad-checkpoint full"):
+        plan.act(given)
+    with pytest.raises(ValueError, match="--ranks 12 do not fill nodes of 8: plan for 8 or 16, or say with --node"):
+        plan.act(["--ranks", "12", "--device", "a100"])
+    with pytest.raises(ValueError, match="--classes 0: it must be at least 1"):
+        plan.act(["--classes", "0"])
+    with pytest.raises(ValueError, match="--measured nowhere is not what launch/doctor.py writes"):
+        plan.act(["--measured", "nowhere", "--device", "a100"])
+
+
+def test_what_is_kept_can_be_planned_by_every_size() -> None:
+    found = plans(Run(replace(PAPER, keep_kv=True), GCD), (1, 2, 4, 8))
+    assert [p.why for p in found] == [""] * 4
+
+
+def test_every_flag_acts() -> None:
+    """Memory, bytes or time change with what is asked for."""
+    base = Run(replace(SMALL, seqpar=2), GCD, ranks=8)
+    (first,) = plans(base, (2,))
+    for other in (
+        replace(base, channels=9),
+        replace(base, outputs=9),
+        replace(base, ranks=16),
+        replace(base, device=DEVICES["h100"]),
+        replace(base, config=replace(SMALL, accumulate=2)),
+        replace(base, config=replace(SMALL, precision="bf16")),
+        replace(base, config=replace(SMALL, decoder="unetr", mode="halo")),
+        replace(base, config=replace(SMALL, attention="gather-kv", keep_kv=True)),
+        replace(base, config=replace(SMALL, grad_checkpoint="attention")),
+        replace(base, config=replace(SMALL, mlp_chunks=4)),
+    ):
+        (then,) = plans(other, (2,))
+        assert (then.memory, then.sent, then.seconds) != (first.memory, first.sent, first.seconds), other
+    whole = first.memory["gradients"]
+    assert first.sent["world"] == 2 * 7 / 8 * whole
+    (shared,) = plans(replace(base, config=replace(SMALL, shard_weights=True)), (2,))
+    assert shared.sent["world"] == 3 * 7 / 8 * whole  # weights come twice, gradients go once
+    assert shared.memory["optimiser"] == first.memory["optimiser"] // 8
+    wide = replace(base, config=replace(SMALL, embed_dim=192, depth=12))
+    first, shared = (
+        next(plans(replace(wide, config=replace(wide.config, shard_weights=s)), (2,))) for s in (False, True)
+    )
+    assert shared.memory["weights"] < 0.6 * first.memory["weights"]
+
+
+def test_messages_that_are_slower_take_longer_and_measured_figures_are_taken(tmp_path: Path) -> None:
+    rates, file = {"float32": 10e12, "bfloat16": 80e12}, tmp_path / "doctor.json"
+    group = {"size": 4, "all_gather": {"latency_s": 3e-4, "bytes_per_s": 5e9, "seconds": [[1, 1.0]]}}
+    all_of_them = {**group, "size": 16, "all_reduce": {"latency_s": 1.5e-3, "bytes_per_s": 1e9}}
+    found = {"device": "x", "world": 16, "nodes": 2, "memory_bytes": 40 * 2**30, "matmul_flops_per_s": rates}
+    file.write_text(json.dumps({**found, "groups": {"seq": group, "data": group, "world": all_of_them}}))
+    device = measured(str(file), GCD, "fp32")
+    assert (
+        device.node == 8
+        and device.link(4) == Link(5e9, pytest.approx(1e-4))
+        and device.link(16) == Link(1e9, pytest.approx(1e-4))
+    )
+    assert device.shares["matmul"] * device.peak["fp32"] == pytest.approx(10e12) and device.memory == 40 * 2**30
+    given, slow = (next(plans(Run(PAPER, d, ranks=16), (4,))) for d in (GCD, device))
+    assert slow.seconds["waiting"] > 2 * given.seconds["waiting"]
+    assert slow.seconds["computing"] > 2 * given.seconds["computing"] and slow.memory == given.memory
+    file.write_text(json.dumps({"device": "x", "matmul_flops_per_s": 5e12}))
+    alone = measured(str(file), GCD, "fp32")
+    assert alone.shares["matmul"] * GCD.peak["fp32"] == pytest.approx(5e12) and alone.links == GCD.links
+
+
+def here(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_settings, "device_here", lambda wish: device)
+
+
+def auto(config: Config, begin: Start, gib: float, monkeypatch: pytest.MonkeyPatch, device: Device = CORES) -> Config:
+    here(replace(device, memory=gib * 2**30, taken=0.0), monkeypatch)
+    chosen, why = auto_settings.choose(replace(config, seqpar=AUTO), begin, 2, 3)
+    told = why["seqpar_choice"]
+    assert f"--seqpar {chosen.seqpar} is the smallest that fits" in told[0] and len(told) >= 2
+    return chosen
+
+
+def test_auto_takes_the_smallest_group_that_the_ranks_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(SMALL, tile=(64, 64, 64), mode="halo", embed_dim=96)
+    six = Start("test", 0, 6)
+    assert auto(config, six, 8.0, monkeypatch).seqpar == 1
+    each = {p.config.seqpar: p.total for p in plans(Run(config, GCD, 2, 3), (1, 2, 3, 4))}
+    monkeypatch.setattr(auto_settings.os, "cpu_count", lambda: 4)
+    whole = device_here("cpu")
+    needs = [next(plans(Run(config, replace(whole, taken=0.0, cores=4), 2, 3), (size,))).total for size in (1, 2, 3)]
+    assert needs[0] > needs[1] > needs[2] and len(each) == 4
+    chosen = auto(config, six, 6 * 1.01 * needs[1] / 2**30, monkeypatch)
+    assert chosen.seqpar == 2 and chosen.attention == "auto"
+    with pytest.raises(ValueError, match="--seqpar auto: nothing fits"):
+        auto(config, six, 0.1, monkeypatch)
+
+
+@pytest.mark.parametrize(("world", "nodes", "sizes"), [(3, 1, (1, 3)), (12, 2, (2, 3, 6, 12))])
+def test_auto_takes_every_size_that_shares_the_nodes_that_are_there(
+    world: int, nodes: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, begin = replace(SMALL, tile=(48, 48, 48), mode="halo", embed_dim=96), Start("t", 0, world, num_nodes=nodes)
+    run = Run(config, replace(GCD, taken=0.0, node=world // nodes), 2, 3, ranks=world, timed=False)
+    needs = [p.total for p in plans(run, sizes)]
+    assert needs == sorted(needs, reverse=True) and needs[-1] > 0
+    for size, need in zip(sizes, needs):
+        assert auto(config, begin, 1.001 * need / 2**30, monkeypatch, GCD).seqpar == size
+
+
+def test_on_the_cpu_there_are_as_many_ranks_as_cores_whatever_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SEQPAR_PARENT", raising=False)
+    monkeypatch.setattr(auto_settings.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(auto_settings.torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setattr(auto_settings.os, "cpu_count", lambda: 3)
+    sizes = (list(auto_settings._sizes(replace(SMALL, device=name), Start("alone"))) for name in ("cpu", "auto"))
+    assert tuple(map(len, sizes)) == (3, 5)
+
+
+def test_ranks_of_two_nodes_reach_each_other_by_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    here(GCD, monkeypatch)
+    far, near = (auto_settings._device(PAPER, Start("test", 0, 8, num_nodes=n)).link(8) for n in (2, 1))
+    assert far == GCD.far and near == GCD.links[8]
+
+
+def test_the_batch_is_what_the_memory_holds_and_the_total_is_that_batchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    paper, alone = replace(PRESETS["paper"](), depth=2), Start("test")
+    here(GCD, monkeypatch)
+    whole, why = auto_settings.choose(paper, alone, 2, 3)
+    assert whole.batch == 32 and "and fits: " in why["batch_choice"][0]
+    for mode, world in (("gather", 1), ("swap", 4)):
+        small = replace(GCD, memory=4 * 2**30, node=world)
+        here(small, monkeypatch)
+        found, why = auto_settings.choose(replace(paper, mode=mode, seqpar=world), Start("test", 0, world), 2, 3)
+        tiles = found.batch
+        runs = [Run(replace(found, batch=n), small, 2, 3, timed=False) for n in (tiles, tiles + world)]
+        real, more = (planned(run, world) for run in runs)
+        assert 1 < tiles < 32 and tiles % world == 0 and real.fits and not more.fits
+        assert why["batch_choice"][0].endswith(f": {real.total / 2**30:.2f} GiB of 4.00 a rank")
+    here(replace(GCD, memory=2**30), monkeypatch)
+    none, why = auto_settings.choose(paper, alone, 2, 3)
+    assert none.batch == 1 and "may not fit" in why["batch_choice"][0]
+
+
+def test_training_attends_as_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By batch, the numbers' size, links, and what memory the plan leaves."""
+    begin, config = Start("test", 0, 4), replace(PAPER, depth=3, seqpar=4, mode="halo", heads=4, embed_dim=256)
+    slow, quick = (replace(GCD, links={8: link}) for link in (Link(1e7, 1e-4), Link(1e15, 0.0)))
+    found = set()
+    for device, wish in (
+        (GCD, config),
+        (slow, replace(config, keep_kv=True)),
+        (quick, replace(config, heads_per_chunk=1, batch=2, precision="bf16")),
+        (replace(GCD, memory=2**30), config),
+    ):
+        here(device, monkeypatch)
+        name, *why = auto_settings.choose_attention(wish, begin, 4, 4)
+        p = plan_of(Run(wish, replace(device, node=4), ranks=4), 4)
+        assert (name, tuple(why)) == (p.config.attention, p.attention_why) and why[0].startswith(name)
+        assert "of those that need at most" in why[0]
+        found.add(name)
+    assert len(found) > 2, found
+    assert auto_settings.choose_attention(replace(config, attention="gather-x"), begin, 4, 4) == ()
+    assert auto_settings.choose_attention(replace(config, seqpar=1), begin, 4, 4) == ()
+
+
+def doctors(folder: Path, bytes_per_s: float) -> Path:
+    """Returns what the doctor of 16 ranks on two nodes writes."""
+    kinds = {"all_gather": {"latency_s": 3e-4, "bytes_per_s": bytes_per_s}}
+    groups = {name: {"size": size, **kinds} for name, size in (("seq", 4), ("data", 4), ("world", 16))}
+    found = {"device": "x", "world": 16, "nodes": 2, "matmul_flops_per_s": {"float32": 10e12}, "groups": groups}
+    file = folder / f"{bytes_per_s:g}.json"
+    file.write_text(json.dumps(found))
+    return file
+
+
+def test_attention_is_chosen_by_measured_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here(GCD, monkeypatch)
+    config, begin = replace(PAPER, depth=2, seqpar=4, mode="halo", keep_kv=True), Start("test", 0, 4)
+    slow, quick = (
+        auto_settings.choose_attention(replace(config, measured=str(doctors(tmp_path, rate))), begin, 4, 4)[0]
+        for rate in (1e6, 1e15)
+    )
+    assert slow != quick
+
+
+def test_the_line_starts_as_many_ranks_as_were_planned(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    sizes = ["--tile", "32", "--depth", "2", "--patch", "8"]
+    file = str(doctors(tmp_path, 1e9))
+
+    def line(*given: str) -> str:
+        assert plan.act([*sizes, *given]) == 0
+        return capsys.readouterr().out.strip().splitlines()[-1]
+
+    assert line("--ranks", "16", "--device", "a100").startswith("srun -N 2 --ntasks-per-node 8 python ")
+    twelve = ["--ranks", "12", "--seqpar", "4"]
+    assert line(*twelve, "--device", "a100", "--node", "4").startswith("srun -N 3 --ntasks-per-node 4 python ")
+    assert line(*twelve, "--device", "a100", "--node", "12").startswith("torchrun --nproc-per-node 12 ")
+    on_cpu = line("--seqpar", "1", "--device", "cpu")
+    assert "--device cpu" in on_cpu and "--device" not in line("--seqpar", "1", "--device", "a100")
+    assert f"--measured {file}" in line("--seqpar", "2", "--measured", file, "--device", "a100")
+
+
+def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytest.CaptureFixture) -> None:
+    sizes = ["--tile", "64", "--depth", "2", "--patch", "4", "--device", "a100", "--memory", "3"]
+
+    def said(*given: str) -> str:
+        assert plan.act([*sizes, *given]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    alone = said("--seqpar", "1")
+    assert "--seqpar 1 fits, with up to" in alone and "attention that is not fused would not fit" in alone
+    two = said("--ranks", "2")
+    assert "is the smallest of these that fits" in two and "not fused would fit none of them" in two
+    assert "not fused would need --seqpar 4" in said("--ranks", "4")
+
+
+def test_a_run_that_goes_on_keeps_its_strategy_on_as_many_ranks() -> None:
+    begin, config = Start("test", 0, 4), replace(SMALL, seqpar=4)
+    before = {"seqpar": 4, "strategy": "ulysses"}
+    assert auto_settings.choose_attention(config, begin, 2, 3, before) == ("ulysses", "ulysses, as the run began")
+    for now in (replace(config, keep_kv=True), replace(config, seqpar=2)):
+        assert "as the run began" not in auto_settings.choose_attention(now, begin, 2, 3, before)[1]
+
+
+def test_train_chooses_says_and_records(tmp_path: Path) -> None:
+    given = [*tiny_data(tmp_path), "--seqpar", "auto", "--out", tmp_path / "run"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, ROOT / "launch" / "train.py", *given]
+    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "--seqpar 1 is the smallest that fits this CPU" in done.stdout
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert record["config"]["seqpar"] == 1 and "GiB" in record["layout"]["seqpar_choice"][0]
+    assert record["layout"]["strategy"] == "gather-kv"
+
+
+def test_the_script_plans_from_any_folder(tmp_path: Path) -> None:
+    line = [sys.executable, ROOT / "launch" / "plan.py", "--tile", "128", "--patch", "4", "--preset", "paper"]
+    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "--seqpar" in done.stdout, done.stderr

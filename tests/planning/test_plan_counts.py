@@ -1,0 +1,182 @@
+"""The planner's numbers are the run's: bytes held, sent and kept by the optimiser, counted with data and without."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from seqpar.launch.benches.memory import local_bytes
+from seqpar.launch.models.optimizer import make_optimiser
+from seqpar.launch.models.segmentation import build
+from seqpar.launch.planning.memory_counter import Alive
+from seqpar.launch.planning.saved_bytes import saved_bytes
+from seqpar.launch.planning.step_counter import Step, count_step
+from seqpar.launch.settings.config import Config
+from seqpar.launch.training.trainer import shard
+from seqpar.losses import DiceCE
+from seqpar.mesh import Mesh
+from seqpar.spatial import pieces
+from seqpar.vit.tokens import DropoutKey
+
+SMALL = Config(tile=(16, 16, 16), patch=4, depth=2, embed_dim=24, heads=3, decoder_width=8, batch=1)
+CHANNELS, OUTPUTS = 2, 3
+
+
+def taken(mesh: Mesh, config: Config) -> dict[str, Any]:
+    """Returns what a step on real numbers holds and sends on this rank."""
+    pieces._AT_ONCE = 1 << 62  # all at once, as it is counted and as GPUs do it; this process ends with the test
+    net = build(config, CHANNELS, OUTPUTS, mesh.seq)
+    net.to(torch.float64 if config.precision == "fp64" else torch.float32)
+    dtype, layout = next(net.parameters()).dtype, net.encoder.layout
+    tokens = (config.batch, layout.counts[mesh.seq.index])
+    mesh.seq.traffic.clear(), mesh.seq.messages.clear()
+    image = torch.randn(*tokens, CHANNELS, *layout.patch, dtype=dtype)
+    label = torch.randint(0, OUTPUTS, (*tokens, *layout.patch), dtype=torch.uint8)
+    share, key = net.mode.share(None, config.batch), DropoutKey(0, 0, tuple(range(config.batch)))
+    losses = []
+
+    def run() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, config.precision == "bf16"):
+            logits = net(image, None, key)
+        losses.append(DiceCE(batch_dice=config.batch_dice)(logits, net.arrange(label), share))
+        return losses[0]
+
+    with Alive() as alive:
+        held = saved_bytes(net, run, [image, label])
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        losses.pop().backward()
+        most = alive.most
+    state, updates = 0, []
+    for at_once in (False, True):  # as on a CPU, and as on a GPU
+        optimiser = make_optimiser(config, net)
+        for given in optimiser.param_groups:
+            given["foreach"] = at_once
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        with Alive() as alive:
+            optimiser.step()
+        state = sum(t.nbytes for own in optimiser.state.values() for t in own.values() if isinstance(t, torch.Tensor))
+        updates.append(alive.most - state)
+    return {
+        "held": held,
+        "most": most,
+        "updates": updates,
+        "sent": dict(mesh.seq.traffic),
+        "messages": dict(mesh.seq.messages),
+        "weights": sum(t.nbytes for t in [*net.parameters(), *net.buffers()]),
+        "gradients": sum(p.grad.nbytes for p in net.parameters() if p.grad is not None),
+        "optimiser": state,
+    }
+
+
+def all_taken(mesh: Mesh, configs: list[Config]) -> list[dict[str, Any]]:
+    return [taken(mesh, config) for config in configs]
+
+
+def counted(config: Config, rank: int, on_gpu: bool = False) -> Step:
+    return count_step(config, rank, CHANNELS, OUTPUTS, lambda done: 0.0, on_gpu)
+
+
+def updating(step: Step) -> int:
+    return step.peaks.pop("update") - step.input
+
+
+def in_shards(mesh: Mesh, config: Config) -> dict[str, int]:
+    """Returns this rank's bytes of weights, gradients and optimiser states after a step with weights in shards."""
+    net = build(config, CHANNELS, OUTPUTS, mesh.seq)
+    shard(net, mesh)
+    optimiser, layout = make_optimiser(config, net), net.encoder.layout
+    tokens = (config.batch, layout.counts[mesh.seq.index])
+    image, label = torch.randn(*tokens, CHANNELS, *layout.patch), torch.zeros(*tokens, *layout.patch, dtype=torch.uint8)
+    DiceCE()(net(image), net.arrange(label), net.mode.share(None, config.batch)).backward()
+    optimiser.step()
+    return local_bytes(net, optimiser)
+
+
+def test_shards_are_a_share_of_what_is_counted(ranks: Callable[..., list]) -> None:
+    """Between steps, so without the blocks that run, which are together for a while."""
+    config = replace(SMALL, seqpar=2, shard_weights=True, mode="halo", decoder="unetr")
+    alone = replace(config, shard_weights=False)
+    for rank, found in enumerate(ranks(2, in_shards, config)):
+        said, whole = counted(config, rank), counted(alone, rank)
+        assert found["optimiser"] == pytest.approx(said.optimiser, rel=0.02)
+        assert found["weights"] == pytest.approx(whole.weights / 2, rel=0.02)
+        assert found["gradients"] == pytest.approx(whole.gradients / 2, rel=0.02)
+        assert found["weights"] < said.weights and found["gradients"] < said.gradients  # some come together
+
+
+NETWORKS = [
+    replace(SMALL, decoder=decoder, mode=mode, batch=4, patch=patch)
+    for decoder, patch in (("plain", 4), ("unetr", 4), ("unetr", 8), ("primus", 4))
+    for mode in ("gather", "halo", "swap")
+    if (patch, mode) != (8, "gather")
+]
+SETTINGS = [
+    replace(SMALL, depth=5),
+    replace(SMALL, tile=(16, 24, 32), split="ordered", decoder="primus"),
+    replace(SMALL, depth=4, dropout=0.1, drop_path=0.1, layer_scale=0.1),
+    replace(SMALL, depth=4, heads=2, positions="rope", mlp="swiglu"),
+    *(replace(SMALL, grad_checkpoint=again, depth=4) for again in ("attention", "full")),
+    replace(SMALL, mlp_chunks=3, depth=4),
+    *(
+        replace(SMALL, mlp_chunks=n, grad_checkpoint=a, precision="bf16")
+        for n, a in ((3, "none"), (1, "full"), (3, "full"))
+    ),
+    replace(SMALL, precision="fp64", optimizer="sgd", batch_dice=True, batch=2),
+    *(replace(SMALL, decoder=decoder, mode="halo", precision="bf16") for decoder in ("plain", "unetr", "primus")),
+]
+ATTENTION = [
+    replace(SMALL, attention=name, keep_kv=keep, heads=heads)
+    for name in ("gather-kv", "gather-x", "ulysses", "hybrid:2")
+    for keep in (False, True)
+    for heads in (3, 4)
+    if not (name == "ulysses" and keep)
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_is_counted_without_data_is_what_a_step_takes(world: int, ranks: Callable[..., list]) -> None:
+    """Bytes held within 1 %, alive at the worst moment within 5 %, all else exactly: sent, messages, optimiser states.
+
+    What alone differs when alive: in which order torch lays out some gradients of a convolution.
+    """
+    given = {
+        1: [*(c for c in NETWORKS if c.mode == "swap"), *SETTINGS],  # alone, all modes are one
+        2: [*NETWORKS, *(c for c in ATTENTION if not c.attention.startswith("hybrid"))],
+        4: [*(c for c in NETWORKS if c.mode == "halo"), *SETTINGS, *(c for c in ATTENTION if c.heads == 3)],
+    }[world]
+    configs = [replace(c, seqpar=world) for c in given]
+    found = ranks(world, all_taken, configs, timeout=240)
+    for number, config in enumerate(configs):
+        for rank in {number % world, world - 1}:
+            real, said = found[rank][number], counted(config, rank)
+            assert said.tokens + said.decoder == pytest.approx(real["held"], rel=0.01), config
+            on_gpu = updating(counted(config, rank, on_gpu=True))
+            assert [updating(said), on_gpu] == pytest.approx(real["updates"], rel=0.05), config
+            most = max(said.peaks.values()) - said.input
+            assert most == pytest.approx(real["most"], rel=0.05), config
+            assert said.sent == Counter(real["sent"]) and said.messages == Counter(real["messages"]), config
+            assert (said.weights, said.gradients) == (real["weights"], real["gradients"]), config
+            assert said.optimiser == real["optimiser"], config
+
+
+def test_a_deep_network_is_counted_in_two_shallow_ones() -> None:
+    """Seven blocks, extrapolated, against seven that ran; also where a block holds little, being computed again."""
+    from seqpar.launch.planning import step_counter
+
+    for config in (replace(SMALL, depth=7), replace(SMALL, depth=7, grad_checkpoint="full", embed_dim=48)):
+        short = counted(config, 0)
+        whole = step_counter._counted(config, 0, CHANNELS, OUTPUTS, lambda done: 1.0, False, 1)
+        assert (short.tokens, short.decoder, short.weights) == (whole.tokens, whole.decoder, whole.weights)
+        assert short.transient == whole.transient and short.operations == whole.operations
+
+
+def test_numbers_are_not_needed_and_nothing_is_sent() -> None:
+    """A part of a tile of 512 voxels a side, which would need hundreds of GB, with groups that no process serves."""
+    config = replace(SMALL, tile=(512, 512, 512), patch=8, embed_dim=768, heads=12, depth=12, seqpar=64, mode="halo")
+    step = counted(config, 21)
+    assert step.sent["attention"] > 1e9 and step.tokens > 1e9

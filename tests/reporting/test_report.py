@@ -1,0 +1,371 @@
+"""A report is one well-formed page that loads nothing, says what the run says, and shows the slices that it claims."""
+
+import base64
+import json
+import math
+import re
+import shutil
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from seqpar.launch import evaluate, report
+from seqpar.launch.job.exit_codes import DATA, USAGE, run
+from seqpar.launch.reporting.charts import Curve, draw_curves, draw_strips
+from seqpar.launch.reporting.page import as_json
+from seqpar.launch.reporting.volumes import coarsen, coarsen_label, embed, encode, outline, png, sheet
+from seqpar.launch.settings.config import debug
+from tests.support.reported_run import make_run
+
+NAMES = ["case-a", "case-b", 'case-<b>&"c"']
+VOID = {"meta", "input", "link", "br", "img"}
+
+
+class Page(HTMLParser):
+    """Checks that elements are closed in order; gathers attributes, cells and scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.attributes, self.scripts = list[str](), list[tuple[str, str, str]](), dict[str, str]()
+        self.cells: dict[tuple[str, str], list[float]] = {}
+        self.script, self.row, self.cases = "", ("", ""), list[str]()
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        found = dict(attrs)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag == "table":
+            self.table = found.get("id", "")
+        if tag == "tr":
+            self.row = (self.table, found.get("data-class") or found.get("data-case") or "")
+        if tag == "td" and "data-value" in found:
+            value = found["data-value"]
+            self.cells.setdefault(self.row, []).append(float(value) if value else math.nan)
+        if tag == "article":
+            self.cases.append(found["data-case"])
+        if tag == "script":
+            self.script = found.get("id", "code")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts[self.script] = data
+        else:
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("finished"), NAMES)
+
+
+def written(out: Path, *arguments: object) -> Page:
+    target = out / "report.html"
+    assert run(report.act, [str(out), *map(str, arguments)]) == 0
+    return Page(target.read_text())
+
+
+@pytest.fixture(scope="module")
+def page(finished: Path) -> Page:
+    return written(finished)
+
+
+def decode(data: bytes) -> np.ndarray:
+    """Returns a grey PNG's pixels, by the format's rules and not by ours."""
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert data[24:29] == bytes([8, 0, 0, 0, 0])
+    start = data.index(b"IDAT") + 4
+    body = zlib.decompress(data[start : start + int.from_bytes(data[start - 8 : start - 4], "big")])
+    rows = np.frombuffer(body, np.uint8).reshape(height, width + 1).astype(int)
+    pixels = np.zeros((height, width), int)
+    for y, (kind, *values) in enumerate(rows.tolist()):
+        for x, value in enumerate(values):
+            before = {0: 0, 1: pixels[y, x - 1] if x else 0, 2: pixels[y - 1, x] if y else 0}[kind]
+            pixels[y, x] = (value + before) % 256
+    return pixels.astype(np.uint8)
+
+
+def unroll(text: str, shape: list[int], columns: int) -> np.ndarray:
+    """Returns the volume of a sheet."""
+    w, d, h = shape
+    pixels = decode(base64.b64decode(text))
+    made = np.zeros(shape, np.uint8)
+    for n in range(h):
+        top, left = n // columns * d, n % columns * w
+        made[..., n] = pixels[top : top + d, left : left + w].T
+    return made
+
+
+def test_the_page_is_well_formed_and_loads_nothing(page: Page, finished: Path) -> None:
+    assert page.scripts["code"] and page.attributes
+    loading = {"src", "href", "xlink:href", "data", "poster", "action", "srcset"}
+    used = [value for _, name, value in page.attributes if name in loading]
+    assert used  # the slices
+    assert all(value.startswith("data:image/png;base64,") for value in used)
+    text = (finished / "report.html").read_text()
+    assert not re.search(r"https?://|@import|url\(|<link|fetch\(|XMLHttpRequest", text)
+
+
+def test_names_from_files_are_escaped(page: Page, finished: Path) -> None:
+    text = (finished / "report.html").read_text()
+    assert "<b>" not in text
+    assert NAMES[2] in page.text
+    assert NAMES[2] in [case["name"] for case in json.loads(page.scripts["volumes"])["cases"]]
+
+
+def test_json_in_the_page_ends_no_script_and_has_no_nan() -> None:
+    text = as_json({"name": "</script><!--", "values": [math.nan, math.inf, 0.5]})
+    assert "<" not in text
+    assert json.loads(text, parse_constant=pytest.fail) == {"name": "</script><!--", "values": [None, None, 0.5]}
+
+
+def test_numbers_are_those_of_the_summary(page: Page, finished: Path) -> None:
+    summary = json.loads((finished / "validation" / "summary.json").read_text())
+    assert list(summary["classes"]) == ["NCR", "ED", "ET", "WT", "TC"]
+    for name, key in summary["classes"].items():
+        kinds = ("mean", "median", "global")
+        wanted = [summary[kind][key]["Dice"] for kind in kinds]
+        wanted += [summary[kind][key][metric] for metric in ("NSD", "HD95") for kind in kinds[:2]]
+        assert page.cells["metrics", name] == [*wanted, summary["num_values"][key]["Dice"]]
+    for entry in summary["metric_per_case"]:
+        case = Path(entry["prediction_file"]).name.removesuffix(".nii.gz")
+        wanted = [entry["metrics"][key]["Dice"] for key in summary["classes"].values()]
+        assert page.cells["per-case", case][:-1] == wanted
+
+
+def test_worst_cases_come_first(page: Page, finished: Path) -> None:
+    order = [page.cells["per-case", name][-1] for name in page.cases]
+    assert len(order) == len(NAMES)
+    assert order == sorted(order) and order[0] < order[-1] == 1.0
+    shown = written(finished, "--cases", 1).cases
+    assert shown == page.cases[:1]
+    assert written(finished, "--cases", 0).cases == []
+    written(finished)
+
+
+def test_embedded_volumes_are_the_cases_slices(page: Page, finished: Path) -> None:
+    told = json.loads(page.scripts["volumes"])
+    numbers = {1: 1, 2: 2, 3: 3}
+    assert [label["name"] for label in told["labels"]] == ["NCR", "ED", "ET"]
+    for case in told["cases"]:
+        assert case["factors"] == [1, 1, 1]
+        files = {"truth": finished.parent / "data" / case["name"] / f"{case['name']}-seg.nii.gz"}
+        files["prediction"] = finished / "validation" / f"{case['name']}.nii.gz"
+        cache = json.loads((finished.parent / "cache" / "cases" / case["name"] / "case.json").read_text())
+        box = tuple(slice(*bounds) for bounds in cache["properties"]["box"])
+        for kind, path in files.items():
+            whole = np.asarray(nibabel.as_closest_canonical(nibabel.load(path)).dataobj).astype(np.uint8)
+            shown = unroll(case[kind], case["shape"], case["columns"])
+            assert set(np.unique(shown)) == {0, *numbers}
+            assert np.array_equal(shown, whole[box]), kind
+        image = np.load(finished.parent / "cache" / "cases" / case["name"] / "image.npy")
+        for number, text in enumerate(case["images"]):
+            grey = unroll(text, case["shape"], case["columns"]).astype(float)
+            assert ((grey == 0) | (image[number] != 0)).all()
+            inside = image[number] != 0
+            assert np.corrcoef(grey[inside], image[number][inside])[0, 1] > 0.98
+        assert len(case["images"]) == len(case["modalities"]) == 4
+
+
+def test_a_budget_of_bytes_is_kept() -> None:
+    generator = np.random.default_rng(0)
+    image = generator.integers(0, 256, (40, 50, 30), np.uint8)
+    truth = (image > 200).astype(np.uint8)
+    free = embed([image] * 2, truth, truth, (1, 1, 2), 10**7)
+    assert free.factors == (1, 1, 1)
+    for budget in (40_000, 9_000, 1_500):
+        made = embed([image] * 2, truth, truth, (1, 1, 2), budget)
+        assert made.num_bytes <= budget < free.num_bytes
+        assert made.factors[2] <= min(made.factors[:2])  # the thick slices are thinned out last
+        assert made.shape == tuple(-(-side // f) for side, f in zip(image.shape, made.factors))
+        found = unroll(made.truth, list(made.shape), made.columns)
+        assert np.array_equal(found, coarsen_label(truth, made.factors))
+
+
+def test_coarse_images_are_means_of_blocks() -> None:
+    image = np.random.default_rng(1).integers(0, 256, (5, 4, 3), np.uint8)
+    made = coarsen(image, (2, 3, 1))
+    assert made.shape == (3, 2, 3)
+    assert made[0, 0, 1] == np.rint(image[:2, :3, 1].mean())
+    assert made[2, 1, 2] == np.rint(image[4:, 3:, 2].mean())
+
+
+def test_a_sheet_can_be_unrolled() -> None:
+    volume = np.random.default_rng(2).integers(0, 256, (7, 5, 11), np.uint8)
+    assert np.array_equal(unroll(encode(png(sheet(volume, 4))), [7, 5, 11], 4), volume)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
+def test_an_outline_encloses_just_the_mask(density: float) -> None:
+    mask = np.random.default_rng(3).random((9, 7)) < density
+    area, edges = 0, 0
+    for line in re.findall(r"M(\d+) (\d+)([^z]*)z", outline(mask)):
+        x, y = int(line[0]), int(line[1])
+        for kind, length in re.findall(r"([hv])(-?\d+)", line[2]):
+            edges += abs(int(length))
+            if kind == "h":
+                area -= int(length) * y  # Green's theorem, inside on the right with y downwards
+                x += int(length)
+            else:
+                y += int(length)
+        assert (x, y) == (int(line[0]), int(line[1]))
+    padded = np.pad(mask, 1).astype(int)
+    assert area == mask.sum()
+    assert edges == np.abs(np.diff(padded, axis=0)).sum() + np.abs(np.diff(padded, axis=1)).sum()
+
+
+def test_strips_show_each_case_that_has_a_value() -> None:
+    text = draw_strips("Dice", {"a&b": [(0.25, "x<"), (math.nan, "y")], "c": [(math.nan, "x<")]}, 0, 1)
+    assert text.count("<circle") == 1 and "x&lt;: 0.25" in text and "a&amp;b" in text
+    assert draw_strips("Dice", {"c": [(math.nan, "x")]}, 0, 1) == ""
+
+
+def test_a_value_alone_is_seen() -> None:
+    """A run that was ended after its first step, or validated once."""
+    assert draw_curves("Loss", [Curve("training", [1], [0.5])]).count("<circle") == 1
+    assert "<circle" not in draw_curves("Loss", [Curve("training", [1, 2], [0.5, 0.4])])
+    assert draw_curves("Dice", [Curve("ET", [1], [math.nan], dots=True)]) == ""
+
+
+def test_a_long_name_leaves_room_for_its_dots() -> None:
+    text = draw_strips("Dice", {"n" * 90: [(0.25, "a"), (0.75, "b")], "short": [(1.0, "a")]}, 0, 1)
+    places = [float(x) for x in re.findall(r'cx="([-.0-9]+)"', text)]
+    assert len(places) == 3 and 200 < places[0] < places[1] < places[2] < 520
+    assert min(float(w) for w in re.findall(r'<rect[^>]*width="([-.0-9]+)"', text)) >= 0
+
+
+def test_planes_are_counted_as_in_the_viewer(page: Page) -> None:
+    entry = json.loads(page.scripts["volumes"])["cases"][0]
+    truth = unroll(entry["truth"], entry["shape"], entry["columns"]) > 0
+    fullest = [int(truth.sum(tuple({0, 1, 2} - {dim})).argmax()) + 1 for dim in range(3)]
+    for name, at, side in zip(("sagittal", "coronal", "axial"), fullest, entry["shape"]):
+        assert f"{name} {at} / {side}" in page.text
+
+
+def test_scores_tell_the_step_that_they_are_of(page: Page, copied: Path) -> None:
+    """A run that goes on keeps them until it ends again."""
+    assert f"after step {debug().steps:,}" in page.text
+    (copied / "status.json").write_text(json.dumps({"state": "preempted", "step": debug().steps + 7, "why": "SIGTERM"}))
+    page = written(copied)
+    assert "Preempted" in page.text and f"after step {debug().steps:,}" in page.text
+
+
+def test_validation_leaves_what_evaluate_would_say(finished: Path, tmp_path: Path) -> None:
+    truth = tmp_path / "truth"
+    truth.mkdir()
+    for path in (finished.parent / "data").glob("*/*-seg.nii.gz"):
+        shutil.copy(path, truth / f"{path.parent.name}.nii.gz")
+    target = tmp_path / "summary.json"
+    line = [str(truth), str(finished / "validation"), "--json", str(target), "--csv", str(tmp_path / "x.csv")]
+    regions = ("NCR=1", "ED=2", "ET=3", "WT=1,2,3", "TC=1,3")
+    assert evaluate.act([*line, "--workers", "1", *(part for r in regions for part in ("--regions", r))]) == 0
+    told, wanted = (json.loads(p.read_text()) for p in (finished / "validation" / "summary.json", target))
+    for kind in ("mean", "median", "global", "num_values", "foreground_mean"):
+        assert json.dumps(told[kind]) == json.dumps(wanted[kind])
+    assert told["faults"] == []
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "moved"))
+
+
+def test_without_validation_the_journal_speaks(copied: Path) -> None:
+    shutil.rmtree(copied / "validation")
+    page = written(copied)
+    assert page.cases == [] and "only a run that came to its end" in page.text
+    assert page.cells["metrics", "NCR"] == [0.5, 0.5]
+    assert all(map(math.isnan, page.cells["metrics", "ED"]))
+
+
+def test_without_prepared_images_the_labels_are_shown(copied: Path, page: Page) -> None:
+    content = json.loads((copied / "config.json").read_text())
+    content["dataset"]["prepared"] = str(copied / "gone")
+    (copied / "config.json").write_text(json.dumps(content))
+    bare = written(copied)
+    assert bare.cases == page.cases
+    assert "prepared data are not where" in bare.text
+    case = json.loads(bare.scripts["volumes"])["cases"][0]
+    assert case["images"] == [] and unroll(case["truth"], case["shape"], case["columns"]).max() == 3
+
+
+def test_without_truth_files_the_cache_has_the_truth(copied: Path, page: Page) -> None:
+    summary = (copied / "validation" / "summary.json").read_text()
+    (copied / "validation" / "summary.json").write_text(summary.replace("-seg.nii.gz", "-lost.nii.gz"))
+    assert json.loads(written(copied).scripts["volumes"]) == json.loads(page.scripts["volumes"])
+
+
+def test_a_missing_prediction_is_a_gap_and_not_the_end(copied: Path, page: Page) -> None:
+    (copied / "validation" / f"{page.cases[0]}.nii.gz").unlink()
+    bare = written(copied)
+    assert bare.cases == page.cases[1:] and "cannot be shown" in bare.text
+
+
+def test_a_failed_run_says_why(copied: Path) -> None:
+    for name in ("metrics.jsonl", "validation/summary.json"):
+        (copied / name).unlink()
+    told = {"state": "failed", "step": -1, "why": "loss <nan>", "code": 5, "time": 0}
+    (copied / "status.json").write_text(json.dumps(told))
+    page = written(copied)
+    assert "Failed" in page.text and "loss <nan>" in page.text and "No step has been recorded" in page.text
+
+
+def test_a_damaged_summary_is_a_gap(copied: Path) -> None:
+    (copied / "validation" / "summary.json").write_text('{"mean": {}}')
+    assert "cannot be used" in written(copied).text
+
+
+def test_two_folders_are_reported_instead(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    truth, found, target = tmp_path / "truth", tmp_path / "found", tmp_path / "page.html"
+    truth.mkdir()
+    found.mkdir()
+    for name in NAMES[:2]:
+        shutil.copy(finished.parent / "data" / name / f"{name}-seg.nii.gz", truth / f"{name}.nii.gz")
+    shutil.copy(truth / "case-b.nii.gz", found / "case-b.nii.gz")
+    line = [str(finished), "--truth", str(truth), "--prediction", str(found), "--out", str(target)]
+    assert run(report.act, line) == DATA
+    assert "case-a.nii.gz: is missing" in capsys.readouterr().err
+    page = Page(target.read_text())
+    assert page.cases == ["case-b"] and page.cells["metrics", "WT"][:3] == [1.0, 1.0, 1.0]
+    assert "is missing" in page.text
+
+
+def test_a_data_set_is_reported_against_instead(finished: Path, tmp_path: Path) -> None:
+    data, found = finished.parent / "data", tmp_path / "found"
+    found.mkdir()
+    entries = []
+    for name in NAMES[:2]:
+        image, label = (str(data / name / f"{name}-{kind}.nii.gz") for kind in ("t1c", "seg"))
+        entries.append({"image": image, "label": label})
+        shutil.copy(label, found / f"{name}-t1c.nii.gz")
+    content = {"labels": {"0": "background", "1": "NCR", "2": "ED", "3": "ET"}, "training": entries}
+    (tmp_path / "list.json").write_text(json.dumps(content))
+    line = ["--truth", str(tmp_path / "list.json"), "--prediction", str(found), "--out", str(tmp_path / "page.html")]
+    assert run(report.act, [str(finished), *line]) == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.cases == ["case-a-t1c", "case-b-t1c"] and page.cells["metrics", "WT"][:3] == [1.0, 1.0, 1.0]
+
+
+def test_what_cannot_be_reported_on_is_one_clear_line(finished: Path, tmp_path: Path, capsys) -> None:
+    assert run(report.act, [str(tmp_path)]) == USAGE
+    assert run(report.act, [str(finished), "--truth", str(tmp_path)]) == USAGE
+    assert run(report.act, [str(finished), "--cases", "-1"]) == USAGE
+    (tmp_path / "config.json").write_text('{"config": {}}')
+    assert run(report.act, [str(tmp_path)]) == DATA
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and all(line.startswith("error: ") for line in lines)
+    assert not (tmp_path / "report.html").exists()

@@ -1,0 +1,201 @@
+"""The job scripts without a cluster: they parse, and a chain goes on or ends as status.json says.
+
+Stand-ins replace srun, sbatch and scancel here; tests/slurm runs the same scripts on a real Slurm.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from seqpar.environment import Start
+from seqpar.launch import train
+from seqpar.launch.job import exit_codes
+from seqpar.launch.runs.journal import describe_run, write_json
+
+ROOT = Path(__file__).parents[2]
+SLURM = ROOT / "launch" / "slurm"
+
+
+def scripts() -> Iterator[Path]:
+    """Yields every shell script that git knows, or would."""
+    listing = ["git", "ls-files", "-z", "-co", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for path in (ROOT / name for name in names if name):
+        if path.is_file() and not path.is_symlink() and path.read_bytes()[:40].split(b"\n")[0].endswith(b"bash"):
+            yield path
+
+
+def test_every_shell_script_parses() -> None:
+    found = sorted(scripts())
+    assert {"frontier.sbatch", "generic.sbatch", "chain.sh", "link.sh", "run", "slurm"} <= {path.name for path in found}
+    for path in found:
+        told = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
+        assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (Debian: shellcheck)")
+def test_shellcheck_finds_nothing_in_any_shell_script() -> None:
+    told = subprocess.run(["shellcheck", *sorted(scripts())], capture_output=True, text=True)
+    assert told.returncode == 0, told.stdout
+
+
+class Jobs:
+    """Runs link.sh as a chain's jobs do, with a stand-in for srun that does as it is told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "run"
+        (folder / "bin").mkdir()
+        for name in ("srun", "scancel", "sbatch"):
+            stub = folder / "bin" / name
+            stub.write_text(f'#!/bin/bash\necho "$*" >> {folder}/{name}.txt\nsleep 0.02\n. {folder}/{name}.act\n')
+            stub.chmod(0o755)
+        (folder / "scancel.act").touch()
+        (folder / "sbatch.act").write_text(f"wc -l < {folder}/sbatch.txt\n")
+        self.env = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+
+    def job(self, code: int, state: str = "", said: int = 0, verdict: int = 0, step: int = 0, flags: str = "") -> int:
+        """Returns the exit code of a job in which srun ends with ``code``; ``said`` is status.json's code."""
+        status = json.dumps({"state": state, "step": 9, "why": '"code": 2, "state": "none"', "code": said}, indent=2)
+        acts = [
+            f"echo {verdict} > $SEQPAR_VERDICT" if verdict else "",
+            f"mkdir -p {self.run}/checkpoints; echo step-{step} > {self.run}/checkpoints/latest" if step else "",
+            f"cat > {self.run}/status.json <<'END'\n{status}\nEND" if state else "",
+            f"touch {self.run}/config.json; exit {code}",
+        ]
+        (self.folder / "srun.act").write_text("\n".join(acts))
+        line = ["srun", "-n4", "python", "launch/train.py", *flags.split(), "--out", str(self.run)]
+        env = {**self.env, "SEQPAR_CHAIN": "c"}
+        return subprocess.run(["bash", SLURM / "link.sh", *line], env=env, capture_output=True).returncode
+
+    def calls(self, name: str) -> list[str]:
+        path = self.folder / f"{name}.txt"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Jobs:
+    return Jobs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "ends, code",
+    [
+        (dict(code=75, state="preempted", said=75), 75),
+        (dict(code=143, state="preempted", said=75), 75),  # a rank was still on its way out
+        (dict(code=137, state="running"), 137),  # killed: nobody could write
+        (dict(code=143), 143),  # before there was a status
+        (dict(code=137, state="failed", said=1), 1),  # its peers' loss
+    ],
+)
+def test_a_chain_goes_on_after_a_loss_and_a_preemption(jobs: Jobs, ends: dict[str, int], code: int) -> None:
+    assert jobs.job(**ends) == code
+    assert jobs.calls("scancel") == []
+    assert jobs.job(code=0, state="finished") == 0
+    assert [call.endswith("--resume") for call in jobs.calls("srun")] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "ends, code",
+    [
+        (dict(code=0, state="finished"), 0),
+        (dict(code=143, state="finished"), 0),
+        (dict(code=2), 2),
+        (dict(code=143, verdict=2), 2),  # a rank that was still starting was ended by a signal
+        (dict(code=75, verdict=3), 3),
+        (dict(code=143, state="failed", said=3), 3),
+        (dict(code=137, state="failed", said=4), 4),
+        (dict(code=5, state="failed", said=5), 5),
+        (dict(code=143, state="failed", said=130), 130),
+    ],
+)
+def test_a_chain_ends_when_a_run_has_ended_or_would_fail_again(jobs: Jobs, ends: dict[str, int], code: int) -> None:
+    assert jobs.job(**ends) == code
+    assert jobs.calls("scancel")[0].endswith("--name c --state PENDING")
+    assert jobs.job(code=0, state="finished") == 0  # where scancel could not reach it
+    assert len(jobs.calls("srun")) == 1
+
+
+def test_what_was_written_when_the_batch_shell_was_killed_is_read_by_the_next_job(jobs: Jobs) -> None:
+    for state, said, more in (("preempted", 75, 1), ("running", 0, 1), ("failed", 4, 0), ("finished", 0, 0)):
+        shutil.rmtree(jobs.run, ignore_errors=True)
+        before = len(jobs.calls("srun"))
+        jobs.job(code=0, state=state, said=said)
+        text = (jobs.run / "jobs.txt").read_text()
+        (jobs.run / "jobs.txt").write_text(text.splitlines()[0] + "\n")  # as if it had ended there
+        os.utime(jobs.run / "jobs.txt", (1, 1))
+        jobs.job(code=0, state="finished")
+        assert len(jobs.calls("srun")) - before == 1 + more, state
+
+
+def test_a_chain_ends_after_three_jobs_without_a_new_checkpoint(jobs: Jobs) -> None:
+    codes = [jobs.job(code=137, step=step) for step in (4, 8, 8, 8, 8, 8)]
+    assert codes == [137] * 5 + [0] and len(jobs.calls("srun")) == 5
+
+
+def test_a_chain_of_fine_tuning_jobs_goes_on_with_the_line_that_began_it(jobs: Jobs, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    weights.touch()
+    flags = f"--preset debug --weights {weights}"
+    for _ in range(2):
+        jobs.job(code=75, state="preempted", said=75, flags=flags)
+    first, second = jobs.calls("srun")
+    assert second == f"{first} --resume"
+    began = train._order(first.split()[3:], Start("alone"))
+    write_json(jobs.run / "config.json", describe_run(began.config, began.preset, {}, {"data": 1}))
+    weights.unlink()  # a saved run needs it no more
+    assert train._order(second.split()[3:], Start("alone")).config.resume
+
+
+def test_a_verdict_of_an_earlier_chain_does_not_count(jobs: Jobs) -> None:
+    jobs.job(code=3, state="failed", said=3)
+    (jobs.run / "jobs.txt").unlink()  # what chain.sh does
+    assert jobs.job(code=137) == 137  # lost before it could write anything
+    jobs.job(code=0, state="finished")
+    assert len(jobs.calls("srun")) == 3
+
+
+def test_a_single_job_gets_a_run_folder_that_a_requeue_finds(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "srun.act").write_text("exit 75")
+    env = {**jobs.env, "SLURM_JOB_NAME": "seqpar"}
+    done = subprocess.run(["bash", SLURM / "link.sh", "srun", "x/train.py", "--patch", "4"], env=env, cwd=tmp_path)
+    assert done.returncode == 75 and jobs.calls("srun") == ["x/train.py --patch 4 --out runs/seqpar-7"]
+    assert jobs.calls("scancel") == []
+    done = subprocess.run(["bash", SLURM / "link.sh", "srun", "x/predict.py", "RUN"], env=env, cwd=tmp_path)
+    assert jobs.calls("srun")[1:] == ["x/predict.py RUN"], "other acts are passed on as they are"
+
+
+def test_chain_submits_all_its_jobs_under_the_runs_own_name(jobs: Jobs, tmp_path: Path) -> None:
+    def chain(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["bash", SLURM / "chain.sh", *arguments], env=jobs.env, cwd=tmp_path, capture_output=True, text=True
+        )
+
+    script = str(SLURM / "frontier.sbatch")
+    done = chain("-n", "3", "-N", "2", script, "--patch", "4", "--out", "run")
+    assert done.returncode == 0 and "scancel --name" in done.stdout
+    first, *others = jobs.calls("sbatch")
+    assert others == [first] * 2 and "-N 2" in first and "-d singleton" in first
+    assert first.endswith(f"{script} --patch 4 --out run")
+    chain(script, f"--out={tmp_path}/other")
+    names = {call.split("-J ")[1].split()[0] for call in jobs.calls("sbatch")}
+    assert len(names) == 2 and len(jobs.calls("sbatch")) == 13
+    for wrong in ([], [script], ["-n", "x", script, "--out", "run"], ["-n"], ["nothing.sbatch", "--out", "run"]):
+        done = chain(*wrong)
+        assert done.returncode == 2 and "usage: chain.sh" in done.stderr, wrong
+    assert len(jobs.calls("sbatch")) == 13
+
+
+def test_a_users_error_is_written_down_before_a_rank_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(arguments: object) -> int:
+        raise ValueError("no")
+
+    monkeypatch.setenv("SEQPAR_VERDICT", str(tmp_path / "verdict"))
+    assert exit_codes.run(lambda arguments: exit_codes.PREEMPTED, []) == 75 and not (tmp_path / "verdict").exists()
+    assert exit_codes.run(refuse, []) == 2
+    assert exit_codes.run(lambda arguments: exit_codes.DATA, []) == 3
+    assert (tmp_path / "verdict").read_text() == "2\n", "the first rank's counts"

@@ -1,0 +1,195 @@
+"""What operations on boxes send, keep for backward, and refuse; how precise they stay."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqpar.collectives import all_reduce
+from seqpar.mesh import Group, Mesh
+from seqpar.spatial import convolution, norms, pooling
+from seqpar.spatial.box_grid import Spread
+from tests.spatial.test_ops import box, numbers
+from tests.support.ranks import relative
+
+HALOS = [  # with how many voxels before and behind a box, where boxes begin at multiples of the stride
+    (convolution.Conv3d(2, 3, 3, padding=1, bias=False), 1, 1),
+    (convolution.Conv3d(2, 3, 3, padding=1, stride=2, bias=False), 1, 0),
+    (convolution.Conv3d(2, 3, 7, padding=3, stride=2, bias=False), 3, 2),
+    (convolution.Conv3d(2, 3, 3, padding=2, dilation=2, bias=False), 2, 2),
+    (convolution.Conv3d(2, 3, 1, bias=False), 0, 0),
+    (convolution.Conv3d(2, 3, 2, stride=2, bias=False), 0, 0),
+    (convolution.ConvTranspose3d(2, 3, 2, stride=2, bias=False), 0, 0),
+    (convolution.ConvTranspose3d(2, 3, 3, stride=2, padding=1, bias=False), 0, 1),
+    (convolution.ConvTranspose3d(2, 3, 4, stride=2, padding=1, bias=False), 1, 1),
+    (pooling.MaxPool3d(3, 2, 1), 1, 0),
+    (pooling.Upsample(scale_factor=2, mode="trilinear"), 1, 1),
+    (pooling.Upsample(scale_factor=2), 0, 0),
+]
+
+
+def check_bytes(mesh: Mesh, edges: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
+    """Returns for each of HALOS what all ranks received forward and backward, and the formula."""
+    spread, results = Spread(edges, mesh.seq), []
+    for module, low, high in HALOS:
+        x = numbers(1, 2, 2, *spread.sides).requires_grad_()
+        mesh.seq.traffic.clear()
+        y, _ = module.double()(x, spread)
+        forward = mesh.seq.traffic["window"]
+        y.sum().backward()
+        grown, received = 1, 0
+        for at, count, side in zip(spread.place, spread.parts, spread.sides):
+            halo = low * (at > 0) + high * (at < count - 1)
+            received, grown = received * side + grown * halo, grown * (side + halo)
+        counts = torch.tensor([forward, mesh.seq.traffic["window"] - forward, received * 2 * 2 * 8])
+        results.append(tuple(all_reduce(counts, mesh.seq).tolist()))
+    return results
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [
+        ((0, 4, 12), (0, 4), (0, 6)),
+        ((0, 4), (0, 4, 8, 16), (0, 2)),
+        ((0, 4, 10), (0, 6), (0, 4, 12)),
+        ((0, 8, 12), (0, 4, 10), (0, 6, 10)),
+    ],
+)
+def test_halos_move_the_bytes_of_the_formula(edges: tuple[tuple[int, ...], ...], ranks: Callable[..., list]) -> None:
+    """Along each dimension the slabs before and behind, of boxes that the earlier dimensions have widened."""
+    world = math.prod(len(e) - 1 for e in edges)
+    for (forward, backward, formula), (module, low, high) in zip(ranks(world, check_bytes, edges)[0], HALOS):
+        assert forward == backward == formula, module
+        assert (formula > 0) == (low + high > 0)
+
+
+def kept_bytes(module: nn.Module, x: Tensor, spread: Spread | None) -> int:
+    """Returns the bytes of distinct storages that are held for backward, parameters and buffers excluded."""
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    kept: dict[int, int] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        if saved.untyped_storage().data_ptr() not in own:
+            kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        y, _ = module(x.requires_grad_(), spread)
+    assert y.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "module",
+    [
+        norms.InstanceNorm3d(4, affine=True),
+        norms.InstanceNorm3d(4),
+        norms.BatchNorm3d(4),
+        norms.GroupNorm(2, 4),
+        norms.ChannelLayerNorm(4),
+        convolution.Conv3d(4, 4, 3, padding=1),
+        convolution.Conv3d(4, 4, 3, padding=1, keep_window=False),
+        convolution.ConvTranspose3d(4, 4, 2, 2),
+        pooling.MaxPool3d(2),
+        pooling.Upsample(scale_factor=2, mode="trilinear"),
+    ],
+    ids=str,
+)
+def test_a_group_of_one_keeps_no_more_than_torch_itself(module: nn.Module, dtype: torch.dtype) -> None:
+    module, x = copy.deepcopy(module).to(dtype), numbers(1, 2, 4, 6, 4, 4).to(dtype)
+    spread = Spread(((0, 6), (0, 4), (0, 4)), Group("seq"))
+    ours, torchs = kept_bytes(module, x, spread), kept_bytes(module, x, None)
+    assert ours <= torchs and (torchs >= x.numel() * x.element_size() or isinstance(module, nn.Upsample))
+
+
+def check_kept(mesh: Mesh) -> list[tuple[int, int]]:
+    """Returns the bytes kept with and without windows, and what the backward sends."""
+    spread, results = Spread(((0, 3, 8), (0, 4), (0, 4)), mesh.seq), []
+    for keep in (True, False):
+        module = convolution.Conv3d(2, 2, 3, padding=1, keep_window=keep).double()
+        x = numbers(1, 1, 2, *spread.sides)
+        kept = kept_bytes(module, x, spread)
+        y, _ = module(x.requires_grad_(), spread)
+        mesh.seq.traffic.clear()
+        y.sum().backward()
+        results.append((kept, mesh.seq.traffic["window"]))
+    return results
+
+
+def test_a_convolution_keeps_its_window_or_fetches_it_again(ranks: Callable[..., list]) -> None:
+    voxel, slab = 2 * 8, 2 * 4 * 4 * 8
+    for side, results in zip((3, 5), ranks(2, check_kept)):
+        kept, fetched = results
+        assert kept == ((side + 2) * 16 * voxel, slab)  # the window with its halo and padding; the gradient's halo
+        assert fetched == (side * 16 * voxel, 2 * slab)  # the box; its halo again, and the gradient's
+
+
+def check_autocast(mesh: Mesh) -> tuple[float, int, list[torch.dtype]]:
+    spread = Spread(((0, 3, 8), (0, 4), (0, 4)), mesh.seq)
+    whole, norm = numbers(1, 1, 2, 8, 4, 4).float(), norms.InstanceNorm3d(2)
+    module = convolution.Conv3d(2, 2, 3, padding=1)
+    torch.default_generator.manual_seed(1)
+    module.reset_parameters()
+    part = whole[box(spread)].clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = norm(*module(part, spread))
+        reference, _ = norm(module(whole)[0])
+    sent = mesh.seq.traffic["window"]
+    y.float().square().sum().backward()
+    assert part.grad is not None and module.weight.grad is not None
+    gap = relative(y.detach().float(), reference.detach().float()[box(spread)])
+    return gap, sent, [y.dtype, reference.dtype, part.grad.dtype, module.weight.grad.dtype]
+
+
+def test_under_autocast_halos_travel_in_the_lower_precision(ranks: Callable[..., list]) -> None:
+    half, full = torch.bfloat16, torch.float32
+    for gap, sent, dtypes in ranks(2, check_autocast):
+        assert gap < 3e-2 and sent == 2 * 4 * 4 * 2 and dtypes == [half, half, full, full]
+
+
+@pytest.mark.parametrize("make", [lambda: norms.InstanceNorm3d(2), lambda: norms.GroupNorm(1, 2)])
+def test_statistics_stay_accurate_where_the_mean_is_large(make: Callable[[], nn.Module]) -> None:
+    x = numbers(1, 1, 2, 8, 8, 8).float() + 3e3
+    spread = Spread(((0, 8), (0, 8), (0, 8)), Group("seq"))
+    exact, _ = make().double()(x.double())
+    ours, torchs = (relative(make()(x, s)[0].detach().double(), exact.detach()) for s in (spread, None))
+    assert ours <= 2 * torchs + 1e-6 and ours < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda: convolution.Conv3d(2, 2, 3, padding=1, padding_mode="circular"), "use 'zeros'"),
+        (lambda: convolution.ConvTranspose3d(2, 2, 3, stride=2, output_padding=2), "smaller than stride or dilation"),
+        (lambda: pooling.Upsample(scale_factor=2, mode="trilinear", align_corners=True), "use False"),
+        (lambda: pooling.Upsample(size=8), "give scale_factor"),
+        (lambda: pooling.Upsample(scale_factor=1.5), "whole factors only"),
+        (lambda: pooling.Upsample(scale_factor=2, mode="bicubic"), "use 'nearest' or 'trilinear'"),
+        (lambda: pooling.MaxPool3d(2, return_indices=True), "leave it out"),
+        (lambda: pooling.MaxPool3d(2, padding=2), "at most half"),
+        (lambda: pooling.AvgPool3d(2, padding=2), "at most half"),
+        (lambda: Spread(((0, 2, 2), (0, 4)), Group("seq", (0, 1))), "every rank needs a box"),
+        (lambda: Spread(((0, 2, 4), (0, 4)), Group("seq", (0, 1, 2))), "make 2 boxes"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_when_built(make: Callable[[], object], advice: str) -> None:
+    with pytest.raises(ValueError, match=advice):
+        make()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_without_output_is_refused_by_all_before_any_message(rank: int) -> None:
+    """The group has no process group: a message would fail otherwise."""
+    spread = Spread(((0, 3, 4, 8), (0, 2), (0, 2)), Group("seq", (0, 1, 2), rank))
+    x = torch.zeros(1, 2, *spread.sides)
+    for module in (convolution.Conv3d(2, 2, 3, stride=4, padding=1), pooling.MaxPool3d(2), pooling.AvgPool3d(2)):
+        with pytest.raises(ValueError, match="a rank would hold no output; use a smaller --seqpar"):
+            module(x, spread)
+    with pytest.raises(ValueError, match="leaves nothing of extent 2"):
+        convolution.Conv3d(2, 2, 3)(x, spread)
+    with pytest.raises(ValueError, match="one value per channel"):
+        norms.InstanceNorm3d(2)(torch.zeros(1, 2, 1, 1, 1), Spread(((0, 1),) * 3, Group("seq")))

@@ -1,0 +1,174 @@
+"""Small networks on every number of ranks, held against one process: logits, loss, every gradient."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.collectives import all_reduce
+from seqpar.decoders.modes.choose import choose_mode
+from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.layout import Layout
+from seqpar.losses import DiceCE
+from seqpar.mesh import Group, Mesh
+from seqpar.spatial.box_grid import Spread
+from seqpar.vit.encoder import SeqParViT
+from tests.support.ranks import relative
+
+CHANNELS, CLASSES, EMBED, DEPTH, PATCH, TILE = 2, 3, 24, 2, 4, (8, 8, 12)
+Make = Callable[[], tuple[nn.Module, tuple[int, ...]]]  # a decoder and the blocks that it takes
+
+
+def build(make: Make, group: Group, mode: str, split: str) -> SegmentationNet:
+    torch.manual_seed(0)
+    options = {"positions": "learned+rope", "mlp": "swiglu", "attention_norm": True, "layer_scale": 0.5}
+    encoder = SeqParViT(CHANNELS, TILE, PATCH, EMBED, DEPTH, 2, group=group, split=split, **options)  # type: ignore
+    decoder, taps = make()
+    return SegmentationNet(encoder, decoder, choose_mode(mode, group), taps).double()
+
+
+def batch(samples: int) -> tuple[Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(1)
+    image = torch.randn(samples, CHANNELS, *TILE, generator=dice, dtype=torch.float64)
+    return image, torch.randint(CLASSES, (samples, *TILE), generator=dice)
+
+
+@dataclass
+class Outcome:
+    """Logits (voxels by classes), the voxels' numbers, loss and gradients of the first step; weights after the last."""
+
+    logits: Tensor
+    voxels: Tensor
+    loss: Tensor
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def train(group: Group, make: Make, mode: str, split: str, samples: int, steps: int) -> Outcome:
+    """Returns a rank's outcome; loss and gradients are averaged over the group."""
+    net = build(make, group, mode, split)
+    layout, at = net.encoder.layout, group.index
+    (image, label), share = batch(samples), net.mode.share(batch=samples)
+    part, target = layout.cut(image, at), net.arrange(layout.cut(label, at))
+    learned = dict(net.named_parameters())
+    optimiser = torch.optim.Adam(learned.values(), lr=1e-3)
+    first: Outcome | None = None
+    for _ in range(steps):
+        logits = net(part)
+        loss = DiceCE()(logits, target, share)
+        optimiser.zero_grad()
+        loss.backward()
+        _average(list(learned.values()), group)
+        if first is None:
+            grads = {name: parameter.grad.clone() for name, parameter in learned.items()}  # type: ignore[union-attr]
+            voxels = net.arrange(layout.cut(torch.arange(label.numel()).view_as(label), at)).flatten()
+            flat = logits.detach().movedim(1, -1).flatten(0, 3)
+            first = Outcome(flat, voxels, all_reduce(loss.detach(), group) / group.size, grads, {})
+        optimiser.step()
+    assert first is not None
+    first.weights = {name: parameter.detach() for name, parameter in learned.items()}
+    return first
+
+
+def _average(parameters: list[nn.Parameter], group: Group) -> None:
+    """Averages gradients over the group, in one message."""
+    flat = torch.cat([parameter.grad.flatten() for parameter in parameters])  # type: ignore[union-attr]
+    pieces = (all_reduce(flat, group) / group.size).split([parameter.numel() for parameter in parameters])
+    for parameter, piece in zip(parameters, pieces):
+        parameter.grad = piece.view_as(parameter)
+
+
+@cache
+def one_process(make: Make, samples: int, steps: int) -> Outcome:
+    return train(Group("seq"), make, "gather", "spatial", samples, steps)
+
+
+def train_all(mesh: Mesh, make: Make, cases: list[tuple[str, str]], steps: int) -> list[Outcome]:
+    return [train(mesh.seq, make, *case, _samples(mesh.seq.size, case[0]), steps) for case in cases]
+
+
+def _samples(world: int, mode: str) -> int:
+    return world if mode == "swap" else 2
+
+
+def differences(
+    ranks: Callable[..., list], world: int, make: Make, cases: list[tuple[str, str]], steps: int = 1
+) -> dict[tuple[str, str], dict[str, float]]:
+    """Returns, for each mode and split, the largest relative differences to one process."""
+    results: dict[tuple[str, str], dict[str, float]] = {}
+    every = ranks(world, train_all, make, cases, steps, timeout=180)  # six networks, on a busy machine too
+    for at, case in enumerate(cases):
+        want = one_process(make, _samples(world, case[0]), steps)
+        assert all(float(grad.abs().max()) > 1e-9 for grad in want.grads.values()), "a gradient that compares nothing"
+        found = results[case] = {"logits": 0.0, "loss": 0.0, "gradients": 0.0, "weights": 0.0}
+        for got in (outcomes[at] for outcomes in every):
+            gap = float((got.logits - want.logits[got.voxels]).abs().max() / want.logits.abs().max())
+            found["logits"] = max(found["logits"], gap)
+            found["loss"] = max(found["loss"], relative(got.loss, want.loss))
+            assert got.grads.keys() == want.grads.keys()
+            found["gradients"] = max(found["gradients"], *(relative(got.grads[n], want.grads[n]) for n in want.grads))
+            found["weights"] = max(found["weights"], *(relative(got.weights[n], want.weights[n]) for n in want.weights))
+        seen = torch.cat([outcomes[at].voxels for outcomes in every]).unique()
+        assert torch.equal(seen, torch.arange(len(want.logits))), "some voxels have no logits"
+    return results
+
+
+EXACT = [(mode, split) for mode in ("gather", "halo", "swap") for split in ("spatial", "ordered")]
+
+
+def check_exact(ranks: Callable[..., list], world: int, make: Make) -> None:
+    """Holds every exact mode and split against one process, with ten steps of Adam."""
+    for case, gaps in differences(ranks, world, make, EXACT, steps=10).items():
+        assert max(gaps["logits"], gaps["loss"], gaps["gradients"]) < 1e-12, (case, gaps)
+        assert gaps["weights"] < 1e-10, (case, gaps)
+
+
+def decode_boxes(
+    mesh: Mesh, make: Callable[[], nn.Module], grid: Sequence[int], patch: int, dtype: torch.dtype = torch.float64
+) -> tuple:
+    """Returns the largest differences of a decoder on boxes to it on the whole, the spread's extents, bytes sent.
+
+    On boxes it computes in ``dtype``, on the whole in float64.
+    """
+    group = mesh.seq
+    layout = Layout.of([side * patch for side in grid], patch, group.size)
+    assert layout.cuts is not None
+    torch.manual_seed(0)
+    decoder = make().double()
+    dice = torch.Generator().manual_seed(2)
+
+    def whole(channels: int, times: int) -> Tensor:
+        sides = [side * times for side in grid]
+        return torch.randn(2, channels, *sides, generator=dice, dtype=torch.float64).requires_grad_()
+
+    inputs = [*(whole(EMBED, 1) for _ in range(decoder.num_features)), whole(CHANNELS, patch)]
+    output, spread = decoder(inputs[:-1], inputs[-1])
+    assert spread is None
+    slope = torch.randn(output.shape, generator=dice, dtype=torch.float64)
+    names = [name for name, _ in decoder.named_parameters()]
+    learned = list(decoder.parameters())
+    used = inputs if decoder.uses_image else inputs[:-1]
+    wanted = torch.autograd.grad((output * slope).sum(), [*used, *learned])
+
+    def mine(tensor: Tensor) -> Tensor:
+        times = tensor.shape[2] // grid[0]
+        cut = (slice(None), slice(None), *(slice(low * times, high * times) for low, high in layout.box(group.index)))
+        return tensor[cut].detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
+
+    decoder.to(dtype)
+    boxes = [mine(tensor) for tensor in inputs]
+    box_output, spread = decoder(boxes[:-1], boxes[-1], Spread(layout.cuts, group))
+    found = torch.autograd.grad(
+        (box_output * mine(slope)).sum(), [*(boxes if decoder.uses_image else boxes[:-1]), *learned]
+    )
+    sent = dict(group.traffic)  # before the sums below
+    gaps = {"output": relative(box_output, mine(output))}
+    for at, (a, b) in enumerate(zip(found, wanted)):
+        a = a.double()
+        if at < len(used):
+            gaps[f"input {at}"] = float((a - mine(b)).abs().max() / b.abs().max())
+        else:
+            gaps[names[at - len(used)]] = relative(all_reduce(a, group), b)
+    return gaps, spread.extents, sent

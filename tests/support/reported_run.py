@@ -1,0 +1,65 @@
+"""A run folder as training leaves it, made in a moment: a small data set, prepared, and predictions that err."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+from scipy import ndimage
+
+from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.preparation.prepare import open_cache, prepare
+from seqpar.launch.runs.journal import Status
+from seqpar.launch.settings.config import debug
+from seqpar.launch.training.data import Material
+from seqpar.launch.training.validation_folder import HeldOut
+from tests.support.folders import NEW, save
+
+SHAPE = (26, 30, 22)
+
+
+def make_data(root: Path, names: list[str]) -> Dataset:
+    """Writes cases with a ball of three labels in a body of noise."""
+    cases = []
+    generator = np.random.default_rng(0)
+    grid = np.indices(SHAPE)
+    for number, name in enumerate(names):
+        far = np.sqrt(sum((g - c) ** 2 for g, c in zip(grid, (13, 12 + number, 11))))
+        body = np.sqrt(sum(((g - s / 2) / (s / 2 - 2)) ** 2 for g, s in zip(grid, SHAPE))) < 1
+        label = np.select([far < 2.5, far < 4, far < 6], [3, 1, 2], 0)
+        for kind in NEW[:-1]:
+            image = body * (100 + 40 * (label > 0) + generator.normal(0, 8, SHAPE))
+            save(root / name / f"{name}-{kind}.nii.gz", image.astype(np.int16))
+        save(root / name / f"{name}-seg.nii.gz", label.astype(np.uint8))
+        paths = [root / name / f"{name}-{kind}.nii.gz" for kind in NEW]
+        cases.append(Case(name, tuple(paths[:-1]), paths[-1]))
+    labels = {"background": 0, "NCR": 1, "ED": 2, "ET": 3}
+    regions = {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}
+    return Dataset("balls", root, "files", tuple(cases), ("T1c", "T1", "FLAIR", "T2"), labels, regions, (2, 1, 3))
+
+
+def make_run(folder: Path, names: list[str]) -> Path:
+    """Writes a finished run whose predictions are shifted, the later a case the further; the first one is perfect."""
+    out, data = folder / "run", make_data(folder / "data", names)
+    prepare(data, folder / "cache", workers=0)
+    dataset = open_cache(folder / "cache")
+    material = Material(dataset, (), dataset.ids)
+    config = dataclasses.replace(debug(), data=str(folder / "data"), out=str(out))
+    out.mkdir()
+    content = {"config": json.loads(config.to_json()), "dataset": material.describe(), "layout": {"ranks": 1}}
+    (out / "config.json").write_text(json.dumps(content))
+    status = Status(out)
+    status.step = status.steps = config.steps
+    status.write("finished")
+    rows = [{"kind": "train", "step": n, "loss": 2 / (n + 1), "lr": 1e-3} for n in range(config.steps)]
+    dice = {"NCR": 0.5, "ED": None}
+    rows.append({"kind": "val", "step": config.steps, "loss": 0.4, "dice": dice, "global_dice": dice, "cases": 2})
+    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = HeldOut(
+        out / "validation", material.describe(), lambda: {c.id: c.label for c in data.cases if c.label}, config.steps
+    )
+    for number, name in enumerate(dataset.ids):
+        case = dataset.cases[name]
+        held_out.add(case, ndimage.shift(np.array(case.label), (number, 0, 0), order=0))
+    assert held_out.close() == []
+    return out

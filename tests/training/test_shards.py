@@ -1,0 +1,152 @@
+"""Weights in shards over data x seq: the same training, a share of the bytes, checkpoints that anybody can load."""
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from seqpar.launch.models.segmentation import build
+from seqpar.launch.planning.feasibility import refuse_lonely
+from seqpar.launch.runs.journal import read_metrics
+from seqpar.launch.settings.command_line import parse
+from seqpar.launch.settings.config import Config
+from seqpar.launch.training import trainer
+from seqpar.launch.weights.states import fill, optimiser_tensors, whole_tensors
+from seqpar.mesh import Mesh
+from tests.support.ranks import relative
+from tests.support.training_runs import Launch, at, losses, signalled, tiny_data, trained, weights
+
+LAYOUTS = {
+    "1 x 2": (2, "--seqpar 2 --batch 1 --accumulate 2"),
+    "2 x 2": (4, "--seqpar 2 --batch 1 --grad-checkpoint full"),  # validation by groups, of unequally many windows
+    "1 x 4": (4, "--seqpar 4 --batch 1 --mlp-chunks 2"),
+}
+EXACT = "--precision fp64 --dropout 0.1 --clip 0.1 --batch 4"
+BF16 = "--seqpar 2 --precision bf16 --grad-checkpoint full --mlp-chunks 2 --tile 32 --epochs 1"
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("shards")
+    given = [*tiny_data(root), *EXACT.split()]
+    trained(1, [*given, "--iterations", "1", "--epochs", "1"], root / "first")  # prepares the cache
+    return given
+
+
+def farthest(a: Path, b: Path) -> float:
+    ours, theirs = (load_file(path / "model.safetensors") for path in (a, b))
+    assert ours.keys() == theirs.keys()
+    return max(relative(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_weights_become_what_replicated_ones_become(flags: list[str], tmp_path: Path, layout: str) -> None:
+    """Loss, global gradient norm and scores of each of 10 Adam steps, and the weights after them."""
+    world, more = LAYOUTS[layout]
+    run = [*flags, *f"{more} --iterations 10 --epochs 1 --depth 2".split()]
+    trained(world, run, tmp_path / "replicated")
+    trained(world, [*run, "--shard-weights"], tmp_path / "sharded")
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("sharded", "replicated")]
+    assert len(rows[0]) == len(rows[1]) == 11
+    for ours, theirs in zip(*rows):
+        for name in {"loss", "dice_loss", "ce_loss", "grad_norm"} & theirs.keys():
+            assert abs(ours[name] / theirs[name] - 1) < 1e-10, (name, ours, theirs)
+        assert ours.get("dice") == theirs.get("dice")
+    assert min(row["grad_norm"] for row in rows[1] if "grad_norm" in row) > 0.1, "clipping did nothing"
+    assert farthest(tmp_path / "sharded", tmp_path / "replicated") < 1e-10
+
+
+def test_a_sharded_run_goes_on_to_the_same_bits_and_on_any_ranks(flags: list[str], tmp_path: Path) -> None:
+    run = [*flags, "--seqpar", "2", "--shard-weights"]
+    trained(2, run, tmp_path / "whole")
+    left = tmp_path / "left"
+    trained(2, run, left, expect=75, hook=at(trainer.Trainer, "_decide", 1, signalled(signal.SIGUSR1), call=3))
+    goes_on = {
+        "the same": (2, ""),
+        "alone, not sharded": (1, "--seqpar 1 --no-shard-weights"),
+        "replicated": (2, "--no-shard-weights"),
+        "other ranks": (3, "--seqpar 3 --split ordered"),
+    }
+    for name, (world, more) in goes_on.items():
+        shutil.copytree(left, tmp_path / name)
+        trained(world, ["--resume", *more.split()], tmp_path / name)
+        assert farthest(tmp_path / name, tmp_path / "whole") < 1e-10, name
+    assert weights(tmp_path / "the same") == weights(tmp_path / "whole")
+    assert losses(tmp_path / "the same") == losses(tmp_path / "whole")
+    replicated = tmp_path / "began replicated"
+    shutil.copytree(tmp_path / "replicated", replicated)
+    with Launch(2, ["--resume", "--shard-weights", "--epochs", "4"], replicated) as launch:
+        assert launch.wait() == [0, 0], launch.said()
+    assert len(losses(replicated)) == 8
+
+
+def test_sharded_weights_train_in_bf16(flags: list[str], tmp_path: Path) -> None:
+    # a grid of 4, since oneDNN's bf16 convolutions of 3 on a grid of 2 read memory that nobody wrote
+    run = [*flags, *BF16.split()]
+    for name, more in {"replicated": [], "sharded": ["--shard-weights"]}.items():
+        trained(2, [*run, *more], tmp_path / name)
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "replicated"), rel=2e-2)
+    assert all(tensor.dtype == torch.float32 for tensor in load_file(tmp_path / "sharded/model.safetensors").values())
+
+
+NETWORK = "--preset debug --tile 16 --patch 8 --embed-dim 48 --heads 4 --depth 2 --decoder-width 8"
+
+
+def held(mesh: Mesh, sharded: bool, flags: str) -> tuple[dict[str, int], bool]:
+    """Returns the bytes of weights, gradients and Adam's states on this rank, and whether all joins as it was."""
+    config = parse(flags.split(), "debug")[1]
+    net = build(config, 2, 3, mesh.seq)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    if sharded:
+        trainer.shard(net, mesh)
+    joined = whole_tensors(net.state_dict(), keep=True)
+    same = all(torch.equal(joined[name], before[name]) for name in before)
+    for name, tensor in net.state_dict().items():
+        fill(tensor, before[name] + 1)
+    joined = whole_tensors(net.state_dict(), keep=True)
+    same = same and all(torch.equal(joined[name], before[name] + 1) for name in before)
+    optimiser = torch.optim.Adam(net.parameters())
+    image = torch.zeros(1, net.encoder.layout.counts[mesh.seq.index], 2, 8, 8, 8)
+    net(image).square().mean().backward()
+    optimiser.step()
+    kinds = {
+        "weights": list(net.parameters()),
+        "gradients": [p.grad for p in net.parameters()],
+        "states": [t for name, t in optimiser_tensors(net, optimiser).items() if not name.endswith("/step")],
+    }
+    local = {kind: [t.to_local() if hasattr(t, "to_local") else t for t in tensors] for kind, tensors in kinds.items()}
+    found = {}
+    for kind, tensors in local.items():
+        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}  # type: ignore[union-attr]
+        found[kind] = sum(storages.values())
+    return found, same
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_holds_its_share_of_weights_gradients_and_states(world: int, ranks: Callable[..., list]) -> None:
+    """Learned positions, one row long in their first direction, are cut in another."""
+    whole, _ = ranks(1, held, False, NETWORK)[0]
+    shares = ranks(world, held, True, NETWORK)
+    assert all(same for _, same in shares), "what was cut does not join as it was"
+    for kind, size in whole.items():
+        mine = [found[kind] for found, _ in shares]
+        assert max(mine) <= 1.05 * size / world and sum(mine) >= 0.99 * size, (kind, mine, size)
+    for found, _ in ranks(world, held, False, NETWORK):
+        assert found == whole  # the control
+
+
+def test_one_rank_cannot_share() -> None:
+    with pytest.raises(ValueError, match="start 2 or more"):
+        refuse_lonely(Config(shard_weights=True), 1)
+    refuse_lonely(Config(shard_weights=True), 2)
+
+
+def test_a_lonely_run_is_refused_as_a_usage_error(flags: list[str], tmp_path: Path) -> None:
+    with Launch(1, [*flags, "--shard-weights"], tmp_path / "run") as launch:
+        assert launch.wait() == [2]
+    assert "start 2 or more" in launch.said() and not (tmp_path / "run").exists(), json.dumps(launch.said())
