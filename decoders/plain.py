@@ -3,25 +3,17 @@
 Legend: b batch, e embedding, k classes, w d h tokens, W D H voxels; of a rank's box where they are spread.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.spatial.box_grid import Spread
+from seqpar.decoders.levels import num_doublings
+from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
+from seqpar.spatial.memory_format import for_convolutions
 from seqpar.spatial.norms import InstanceNorm3d
-from seqpar.spatial.pieces import for_convolutions
 from seqpar.spatial.pooling import Upsample
-
-
-def num_doublings(patch: Sequence[int]) -> int:
-    """Returns L of a cubic patch of 2^L voxels a side; refuses others."""
-    side = patch[0]
-    if len(set(patch)) > 1 or side < 2 or side & (side - 1):
-        raise ValueError(f"patch {tuple(patch)}: the convolutional decoders double the grid; use --patch 2, 4, 8 or 16")
-    return int(math.log2(side))
 
 
 class PlainDecoder(nn.Module):
@@ -43,8 +35,8 @@ class PlainDecoder(nn.Module):
         self.classes = Conv3d(width, num_classes, 1)
 
     def forward(
-        self, features: Sequence[Tensor], image: Tensor | None, spread: Spread | None = None
-    ) -> tuple[Tensor, Spread | None]:
+        self, features: Sequence[Tensor], image: Tensor | None, spread: BoxGrid | None = None
+    ) -> tuple[Tensor, BoxGrid | None]:
         """Returns logits ``b k W D H`` of the token grid ``b e w d h``, and how they are spread."""
         x = for_convolutions(features[0])
         for stage, (conv, norm) in enumerate(zip(self.convs, self.norms)):

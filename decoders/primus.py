@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.decoders.plain import num_doublings
-from seqpar.spatial.box_grid import Spread
+from seqpar.decoders.levels import num_doublings
+from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import ConvTranspose3d
 from seqpar.spatial.norms import ChannelLayerNorm
 
@@ -35,8 +35,8 @@ class PrimusDecoder(nn.Module):
         self.classes = ConvTranspose3d(widths[-1], num_classes, 2, stride=2)
 
     def forward(
-        self, features: Sequence[Tensor], image: Tensor | None, spread: Spread | None = None
-    ) -> tuple[Tensor, Spread | None]:
+        self, features: Sequence[Tensor], image: Tensor | None, spread: BoxGrid | None = None
+    ) -> tuple[Tensor, BoxGrid | None]:
         """Returns logits ``b k W D H`` of the token grid ``b e w d h``."""
         (x,) = features
         for up, norm in zip(self.ups, self.norms):

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from seqpar.decoders.plain import num_doublings
-from seqpar.spatial.box_grid import Spread
+from seqpar.decoders.levels import num_doublings
+from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
+from seqpar.spatial.memory_format import for_convolutions
 from seqpar.spatial.norm_activation import NormedActivation
-from seqpar.spatial.pieces import for_convolutions
 
 SKIPS = ("monai", "paper")
 
@@ -45,7 +45,7 @@ class ResBlock(nn.Module):
         self.conv3 = Conv3d(channels, width, 1, bias=False) if widens else None
         self.activate1, self.activate2 = NormedActivation(), NormedActivation(norm_other=widens)
 
-    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:
+    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
         """Returns the block's output on the same grid."""
         y, _ = self.activate1(*self.conv1(x, spread))
         y, _ = self.conv2(y, spread)
@@ -64,7 +64,7 @@ class Branch(nn.Module):
         self.ups = nn.ModuleList(ConvTranspose3d(width, width, 2, stride=2, bias=False) for _ in later)
         self.blocks = nn.ModuleList(ResBlock(width, width) for _ in later)
 
-    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:
+    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
         """Returns the skip of a token grid ``b e w d h``."""
         x, spread = self.first(x, spread)
         for up, block in zip(self.ups, self.blocks):
@@ -80,7 +80,7 @@ class Stage(nn.Module):
         self.up = ConvTranspose3d(channels, width, 2, stride=2, bias=False)
         self.block = ResBlock(2 * width, width)
 
-    def forward(self, x: Tensor, skip: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:
+    def forward(self, x: Tensor, skip: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
         """Returns the finer grid."""
         x, spread = self.up(x, spread)
         return self.block(torch.cat([x, skip], 1), spread)
@@ -108,8 +108,8 @@ class UnetrDecoder(nn.Module):
         self.classes = Conv3d(width, num_classes, 1)
 
     def forward(
-        self, features: Sequence[Tensor], image: Tensor | None, spread: Spread | None = None
-    ) -> tuple[Tensor, Spread | None]:
+        self, features: Sequence[Tensor], image: Tensor | None, spread: BoxGrid | None = None
+    ) -> tuple[Tensor, BoxGrid | None]:
         """Returns logits ``b k W D H`` of token grids ``b e w d h``, finest skip first, and the image."""
         assert image is not None and len(features) == self.num_features, (image is None, len(features))
         *middle, x = (for_convolutions(grid) for grid in features)

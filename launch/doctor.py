@@ -16,15 +16,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from seqpar.collectives import tell, tell_all
-from seqpar.environment import read_start
+from seqpar.consensus import gather_texts, tell
+from seqpar.data.files import write_json
+from seqpar.environment import read_launcher
+from seqpar.launch.hardware.findings import described, folder_line, judge, print_groups, print_ranks
 from seqpar.launch.hardware.link_speed import clock_offsets, matmul_speeds, measure_groups
-from seqpar.launch.hardware.rank_facts import Self, about_self, crossing, judge, memory_of, write_speed
+from seqpar.launch.hardware.rank_facts import RankFacts, about_self, write_speed
 from seqpar.launch.job import exit_codes
 from seqpar.launch.job.local_ranks import die_with_parent, run_local
-from seqpar.launch.runs.journal import write_json
 from seqpar.launch.settings.command_line import Parser
-from seqpar.mesh import Mesh, start
+from seqpar.mesh import Mesh
+from seqpar.rendezvous import start
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -36,19 +38,19 @@ def act(arguments: Sequence[str]) -> int:
         raise ValueError("--seqpar must be at least 1, and --time-limit at least 5 seconds")
     if options.json and not Path(options.json).absolute().parent.is_dir():
         raise ValueError(f"--json {options.json}: its folder does not exist")
-    begin = read_start(os.environ)
-    if begin.world == 1 < options.seqpar:
-        if begin.warning:
-            raise ValueError(begin.warning)
+    launcher = read_launcher(os.environ)
+    if launcher.world == 1 < options.seqpar:
+        if launcher.warning:
+            raise ValueError(launcher.warning)
         return run_local(options.seqpar, [__file__, *arguments])
-    host = begin.host or socket.gethostname()
-    clock = threading.Timer(1.25 * options.time_limit, _overdue, (f"rank {begin.rank} ({host})", options.time_limit))
+    host = launcher.host or socket.gethostname()
+    clock = threading.Timer(1.25 * options.time_limit, _overdue, (f"rank {launcher.rank} ({host})", options.time_limit))
     clock.daemon = True
     clock.start()
     with start(options.seqpar, None, options.device, options.time_limit) as mesh:
         clock.cancel()  # from here on the watch names who hangs
         left_s = max(4.0, options.time_limit - (time.monotonic() - began))
-        mesh.hasten(left_s, lambda finding: _leave(mesh, finding))
+        mesh.set_timeout(left_s, lambda finding: _leave(mesh, finding))
         try:
             code = examine(mesh, options)
         except RuntimeError as error:
@@ -88,17 +90,17 @@ def examine(mesh: Mesh, options: argparse.Namespace) -> int:
     flops = matmul_speeds(mesh)
     room = _room(mesh, options.out)
     own = json.dumps(asdict(about_self(mesh, flops, room, options.device == "cpu")))
-    ranks = [Self(**json.loads(text)) for text in tell_all(own, mesh.world)]
+    ranks = [RankFacts(**json.loads(text)) for text in gather_texts(own, mesh.world)]
     if mesh.is_first:
         if room["file"]:
             os.unlink(room["file"])  # all have looked
-        _print_ranks(mesh, ranks)
+        print_ranks(mesh, ranks)
     offsets = clock_offsets(mesh)
     groups = measure_groups(mesh, options.time_limit / 3)
     found = judge(mesh.seq.size, ranks, offsets, room)
     if mesh.is_first:
-        _print_groups(groups)
-        print(_folder_line(room) + f"clocks: {max(map(abs, offsets)) * 1e3:.1f} ms apart at most")
+        print_groups(groups)
+        print(folder_line(room) + f"clocks: {max(map(abs, offsets)) * 1e3:.1f} ms apart at most")
         for trap in found:
             print(trap)
         wrong = sum(trap.error for trap in found)
@@ -117,69 +119,6 @@ def _room(mesh: Mesh, out: str) -> dict[str, Any]:
         except OSError as error:
             room["fault"] = f"--out {out} cannot be written ({error.strerror}): name another, or make room"
     return json.loads(tell(json.dumps(room), 0, mesh.world))  # type: ignore[no-any-return]
-
-
-def _print_ranks(mesh: Mesh, ranks: Sequence[Self]) -> None:
-    print(", ".join(f"{name} {version}" for name, version in ranks[0].versions.items()))
-    size, world = mesh.seq.size, mesh.world.size
-    print(f"{world} rank(s) on {len(set(mesh.hosts))} node(s) = data {world // size} x seq {size}, by {mesh.begin.by}")
-    rows = [
-        (
-            "rank",
-            "host",
-            "local",
-            "device",
-            "cores",
-            "seq group",
-            "data group",
-            *(f"{name} TFLOP/s" for name in ranks[0].flops_per_s),
-        )
-    ]
-    for rank, one in enumerate(ranks):
-        places = (
-            str(rank),
-            one.host,
-            str(one.local_rank),
-            one.device,
-            str(one.cores),
-            str(rank // size),
-            str(rank % size),
-        )
-        rows.append((*places, *(f"{rate / 1e12:.3g}" for rate in one.flops_per_s.values())))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    sys.stdout.flush()
-
-
-def _print_groups(groups: dict[str, dict[str, Any]]) -> None:
-    for name, found in groups.items():
-        for kind, figures in found.items():
-            if isinstance(figures, dict):
-                speed = f"{figures['latency_s'] * 1e6:,.0f} us, {figures['bytes_per_s'] / 1e9:.3g} GB/s"
-                largest = f"up to {figures['seconds'][-1][0]:,} B"
-                print(f"{name} groups of {found['size']}: {kind} {speed} sent per rank, {largest}")
-
-
-def _folder_line(room: dict[str, Any]) -> str:
-    if not room["out"] or room["fault"]:
-        return ""
-    return f"{room['out']}: {room['free'] / 2**30:,.0f} GiB free, {room['bytes_per_s'] / 1e6:,.0f} MB/s written; "
-
-
-def described(mesh: Mesh, ranks: Sequence[Self], groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns what the planner reads; every speed is the slowest rank's."""
-    return {
-        "device": ranks[0].device.partition(" ")[2],
-        "memory_bytes": memory_of(mesh),  # of one rank
-        "world": mesh.world.size,
-        "seqpar": mesh.seq.size,
-        "nodes": len(set(mesh.hosts)),
-        "seq_crosses_nodes": bool(crossing(mesh.seq.size, ranks)),
-        "matmul_flops_per_s": {name: min(one.flops_per_s[name] for one in ranks) for name in ranks[0].flops_per_s},
-        "groups": groups,
-        "versions": ranks[0].versions,
-    }
 
 
 def main() -> None:

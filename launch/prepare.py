@@ -3,7 +3,6 @@
 import argparse
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import Dataset, recognise
 from seqpar.data.preparation.prepare import PrepareSettings, Report, cache_folder, check_cache, is_current, prepare
 from seqpar.launch.job.exit_codes import DATA, run
+from seqpar.launch.job.progress_bar import Bar
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -34,28 +34,6 @@ def act(arguments: Sequence[str]) -> int:
         return 128 + signal.SIGINT
     _tell(report)
     return _listed(report.faults, "data set")
-
-
-class Bar:
-    """Progress over cases: a bar on a terminal, else a line every tenth."""
-
-    def __init__(self) -> None:
-        self.start, self.shown = time.monotonic(), -1
-
-    def __call__(self, done: int, total: int) -> None:
-        """Shows that `done` of `total` cases are done."""
-        step = done if sys.stderr.isatty() else done * 10 // max(total, 1)
-        if step == self.shown or total == 0:
-            return
-        self.shown, spent = step, time.monotonic() - self.start
-        left = f", {spent / done * (total - done):.0f} s left" if 0 < done < total else ""
-        line = f"{done}/{total} cases in {spent:.0f} s{left}"
-        if sys.stderr.isatty():
-            filled = 30 * done // total
-            end = "\n" if done == total else ""
-            print(f"\r\x1b[K[{'#' * filled}{'.' * (30 - filled)}] {line}", end=end, file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
 
 
 def _check(dataset: Dataset, out: Path, settings: PrepareSettings) -> list[DataError]:

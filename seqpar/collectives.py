@@ -12,7 +12,7 @@ scatters use the library's own. A group of one moves nothing; tensors without da
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,71 +21,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.mesh import Group
-from seqpar.watchdog import Watch
+from seqpar.messages import Coming, Pending, described, expect, post
 
 # torch 2.13 renamed both; older ones know only the second name.
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-Result = TypeVar("Result")
-
-
-class Pending:
-    """Messages under way; keeps their tensors alive until ``wait``."""
-
-    def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor], watch: Watch | None = None) -> None:
-        self._works, self._tensors, self._watch = works, tensors, watch
-
-    def wait(self) -> None:
-        if self._watch is not None and self._works:
-            on_gpu = self._tensors[0].is_cuda
-            patience = None if on_gpu else self._watch.patience
-            with self._watch.waiting(on_gpu):
-                for work in self._works:
-                    work.wait() if patience is None else work.wait(patience)
-        self._works, self._tensors = (), ()
-
-
-class Coming(Generic[Result]):
-    """A result under way: what ``finish`` makes once ``pending`` has arrived. It is handed out once, and let go."""
-
-    def __init__(self, pending: Pending, finish: Callable[[], Result]) -> None:
-        self._pending, self._finish = pending, finish
-
-    def wait(self) -> Result:
-        self._pending.wait()
-        finish = self._finish
-        del self._finish
-        return finish()
-
-
-def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Group, kind: str) -> Pending:
-    """Returns the messages to and from other places of ``group``; empty ones are left out on both sides."""
-    going = [(q, t) for q, t in sends.items() if t.numel()]
-    coming = [(q, t) for q, t in receives.items() if t.numel()]
-    assert all(t.is_contiguous() for _, t in going + coming)
-    group.count(kind, sum(t.numel() * t.element_size() for _, t in going), len(going))
-    if any(t.is_meta for _, t in going + coming):
-        return Pending((), ())
-    place = group.places or range(group.size)
-    ops = [dist.P2POp(dist.isend, t, group=group.handle, group_peer=place[q]) for q, t in going]
-    ops += [dist.P2POp(dist.irecv, t, group=group.handle, group_peer=place[q]) for q, t in coming]
-    group.watch.enter(kind, group)
-    if group.watch.check:
-        told = [{group.ranks[q]: f"{kind} of {t.numel()} {t.dtype}" for q, t in side} for side in (going, coming)]
-        group.watch.announce(group.name, *told)
-    return Pending(dist.batch_isend_irecv(ops) if ops else (), [t for _, t in going + coming], group.watch)
-
-
-def expect(kind: str, group: Group, what: str = "") -> None:
-    """Notes that all ranks of the group now enter something together; where they are checked, that they do."""
-    group.watch.enter(kind, group)
-    if group.watch.check and group.size > 1:
-        group.watch.compare(group.name, group.ranks, f"{kind} {what}".strip())
-
-
-def _described(x: Tensor) -> str:
-    return f"of {' x '.join(map(str, x.shape)) or 'a number'} {x.dtype}"
 
 
 def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "gather") -> Tensor:
@@ -114,7 +54,7 @@ def start_filling(whole: Tensor, group: Group, sizes: Sequence[int], kind: str) 
     mine = pieces[group.index]
     if _has_native(whole, group, sizes):
         group.count(kind, mine.numel() * mine.element_size() * (group.size - 1), group.size - 1)
-        expect(kind, group, _described(whole))
+        expect(kind, group, described(whole))
         return Pending((_gather_single(whole, mine, group=group.handle, async_op=True),), (whole,), group.watch)
     return post(dict.fromkeys(group.peers, mine), {q: pieces[q] for q in group.peers}, group, kind)
 
@@ -139,7 +79,7 @@ def start_reduce_scatter(rows: Tensor, group: Group, sizes: Sequence[int], kind:
     if _has_native(rows, group, sizes):
         summed = torch.empty_like(mine)
         group.count(kind, mine.numel() * mine.element_size() * (group.size - 1), group.size - 1)
-        expect(kind, group, _described(rows))
+        expect(kind, group, described(rows))
         work = _scatter_single(summed, rows, group=group.handle, async_op=True)
         return Coming(Pending((work,), (rows, summed), group.watch), lambda: summed)
     received = {q: torch.empty_like(mine) for q in group.peers}
@@ -221,16 +161,16 @@ class _ScatterSum(Function):
         return result, None, None, None, None
 
 
-def total(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
+def all_sum(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
     """Returns the sum of all ranks' ``x``, the same on each.
 
     *forward:* all-reduce (sum).
     *backward:* all-reduce (sum).
     """
-    return _Total.apply(x, group, kind)  # type: ignore[no-any-return]
+    return _AllSum.apply(x, group, kind)  # type: ignore[no-any-return]
 
 
-class _Total(Function):
+class _AllSum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, kind: str) -> Tensor:
         ctx.how = group, kind
@@ -253,7 +193,7 @@ def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
         group.count(kind, sent, 2 * (group.size - 1))
         if result.is_meta:
             return result
-        expect(kind, group, _described(result))
+        expect(kind, group, described(result))
         with group.watch.waiting(result.is_cuda):
             dist.all_reduce(result, group=group.handle)
     return result
@@ -302,49 +242,3 @@ def whole(x: Tensor) -> Tensor:
     """Returns all of a tensor of which every rank may hold a shard only (torch's DTensor), without a gradient."""
     full: Callable[[], Tensor] | None = getattr(x, "full_tensor", None)
     return x.detach() if full is None else full().detach()
-
-
-def agree(flag: int, group: Group) -> int:
-    """Returns the largest of all ranks' flags, the same on each; travels on the CPU, beside the device's work."""
-    return agree_all((flag,), group)[0]
-
-
-def agree_all(flags: Sequence[int], group: Group) -> tuple[int, ...]:
-    """Returns the largest of all ranks' first flags, of their second and so on, as ``agree`` does for one."""
-    if group.size == 1:
-        return tuple(flags)
-    numbers = torch.tensor(flags, dtype=torch.int64)
-    expect("agreement", group, _described(numbers))
-    with group.watch.waiting(False):
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.handle)
-    return tuple(numbers.tolist())
-
-
-def tell(text: str, source: int, group: Group) -> str:
-    """Returns the text of place ``source``, the same on each rank; travels on the CPU."""
-    if group.size == 1:
-        return text
-    letters = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    length = torch.tensor([len(letters)])
-    expect("text", group, f"from rank {group.ranks[source]}")
-    dist.broadcast(length, group.ranks[source], group=group.handle)
-    if group.index != source:
-        letters = letters.new_empty(int(length))
-    dist.broadcast(letters, group.ranks[source], group=group.handle)
-    return bytes(letters.tolist()).decode()
-
-
-def tell_all(text: str, group: Group) -> list[str]:
-    """Returns every rank's text, in rank order, the same on each; travels on the CPU."""
-    if group.size == 1:
-        return [text]
-    letters = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in group.ranks]
-    expect("texts", group, "from all")
-    dist.all_gather(lengths, torch.tensor([len(text.encode())]), group=group.handle)
-    longest = max(1, *(int(n) for n in lengths))
-    page = torch.zeros(longest, dtype=torch.uint8)
-    page[: len(letters)] = letters
-    pages = [torch.empty_like(page) for _ in group.ranks]
-    dist.all_gather(pages, page, group=group.handle)
-    return [bytes(page[: int(n)].tolist()).decode() for page, n in zip(pages, lengths)]

@@ -14,7 +14,7 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, interactive and extern steps are numbe
 
 
 @dataclass(frozen=True)
-class Start:
+class Launcher:
     """This process's place among its siblings, and where they meet."""
 
     by: str
@@ -32,7 +32,7 @@ class Start:
     job: str = ""  # what tells these processes from another job's that meets at the same port
 
 
-def read_start(env: Mapping[str, str]) -> Start:
+def read_launcher(env: Mapping[str, str]) -> Launcher:
     """Returns how this process was started; torchrun's variables win over a Slurm step's, those over MPI's.
 
     Inside Slurm, ``mpirun`` starts its daemons with srun, and their step's numbers reach the ranks: where MPI
@@ -43,10 +43,13 @@ def read_start(env: Mapping[str, str]) -> Start:
     mpi = next((kind for kind in _MPI if kind[1] + "SIZE" in env and kind[1] + "RANK" in env), None)
     step = env.get("SLURM_STEP_ID", "")
     if step.isdigit() and int(step) < FIRST_SPECIAL_STEP:
-        begin = _from_slurm_step(env, int(step))
-        if mpi is None or (_number(env, mpi[1] + "RANK"), _number(env, mpi[1] + "SIZE")) == (begin.rank, begin.world):
-            return begin
-    return _from_mpi(env, *mpi) if mpi else Start("alone", warning=_absent_srun(env))
+        launcher = _from_slurm_step(env, int(step))
+        if mpi is None or (_number(env, mpi[1] + "RANK"), _number(env, mpi[1] + "SIZE")) == (
+            launcher.rank,
+            launcher.world,
+        ):
+            return launcher
+    return _from_mpi(env, *mpi) if mpi else Launcher("alone", warning=_absent_srun(env))
 
 
 # launcher, prefix of rank and size, then the names of the local rank and the local size
@@ -58,7 +61,7 @@ _MPI = (
 _MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID")
 
 
-def _from_torchrun(env: Mapping[str, str]) -> Start:
+def _from_torchrun(env: Mapping[str, str]) -> Launcher:
     for name in ("RANK", "WORLD_SIZE"):
         if name not in env:
             other = "WORLD_SIZE" if name == "RANK" else "RANK"
@@ -69,7 +72,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Start:
     if world > 1 and ("MASTER_ADDR" not in env or "MASTER_PORT" not in env):
         raise ValueError(f"WORLD_SIZE={world} needs MASTER_ADDR and MASTER_PORT: set both, or start with torchrun")
     local_world = _number(env, "LOCAL_WORLD_SIZE", world)
-    return Start(
+    return Launcher(
         by="torchrun" if "TORCHELASTIC_RUN_ID" in env else "variables",
         rank=rank,
         world=world,
@@ -83,14 +86,14 @@ def _from_torchrun(env: Mapping[str, str]) -> Start:
     )
 
 
-def _from_slurm_step(env: Mapping[str, str], step: int) -> Start:
+def _from_slurm_step(env: Mapping[str, str], step: int) -> Launcher:
     world = _number(env, "SLURM_STEP_NUM_TASKS")
     node, per_node = _number(env, "SLURM_NODEID", 0), env.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts = tasks_per_node(per_node)
     job = _number(env, "SLURM_JOB_ID", 0)
     num_nodes = _number(env, "SLURM_STEP_NUM_NODES", max(len(counts), 1))
     first = first_host(env.get("SLURM_STEP_NODELIST", "")) if num_nodes > 1 else ""
-    return Start(
+    return Launcher(
         by="slurm",
         rank=_number(env, "SLURM_PROCID"),
         world=world,
@@ -107,7 +110,7 @@ def _from_slurm_step(env: Mapping[str, str], step: int) -> Start:
 
 def _from_mpi(
     env: Mapping[str, str], by: str, prefix: str, local_ranks: Sequence[str], local_sizes: Sequence[str]
-) -> Start:
+) -> Launcher:
     rank, world = _number(env, prefix + "RANK"), _number(env, prefix + "SIZE")
     if not 0 <= rank < world:
         raise ValueError(f"{prefix}RANK={rank} does not fit {prefix}SIZE={world}: it must lie in 0…{world - 1}")
@@ -120,7 +123,7 @@ def _from_mpi(
         )
     told = [env[name] for name in (*_MPI_JOBS, "SLURM_JOB_ID") if env.get(name)]
     job = "".join(told[:1])
-    return Start(
+    return Launcher(
         by,
         rank,
         world,

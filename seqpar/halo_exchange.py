@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.collectives import post
 from seqpar.mesh import Group
+from seqpar.messages import post
 
 Interval = tuple[int, int]
 Margins = Sequence[tuple[int, int, int]]  # dimension, how many before, how many behind

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.collectives import all_reduce, total
+from seqpar.collectives import all_reduce, all_sum
 from seqpar.mesh import Group
 
 RUN = 1 << 20  # logits of which chances and targets are there at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class LossGroups:
     """Which sums are partial on this rank.
 
     ``voxels``: the group over which one tile's voxels are spread. ``samples``: groups over which the batch's
@@ -71,14 +71,14 @@ class DiceCE(nn.Module):
         self.background, self.batch_dice, self.smooth = background, batch_dice, smooth
         self.ignore_label, self.dice_weight, self.ce_weight = ignore_label, dice_weight, ce_weight
 
-    def forward(self, logits: Tensor, label: Tensor, share: Share | None = None) -> Tensor:
+    def forward(self, logits: Tensor, label: Tensor, share: LossGroups | None = None) -> Tensor:
         """Returns the scalar loss of logits ``b k W D H`` and integer labels ``b W D H``."""
         parts = self.parts(logits, label, share)
         return self.dice_weight * parts.dice + self.ce_weight * parts.cross_entropy
 
-    def parts(self, logits: Tensor, label: Tensor, share: Share | None = None) -> LossParts:
+    def parts(self, logits: Tensor, label: Tensor, share: LossGroups | None = None) -> LossParts:
         """Returns the Dice and cross-entropy terms, unweighted."""
-        share = share or Share()
+        share = share or LossGroups()
         sums = self._over_voxels(logits, label)
         return LossParts(self._dice(sums[:, 1:], share), self._mean(sums[:, 0].sum(), label, share))
 
@@ -132,7 +132,7 @@ class DiceCE(nn.Module):
         masks = [torch.isin(label, torch.tensor(region, device=label.device)) for region in self.regions]
         return torch.stack(masks, 1).to(dtype)
 
-    def _mean(self, summed: Tensor, label: Tensor, share: Share) -> Tensor:
+    def _mean(self, summed: Tensor, label: Tensor, share: LossGroups) -> Tensor:
         """Returns the batch's mean over counted voxels; each of ``samples``' ranks adds its own samples' share."""
         count = self._count(label).to(summed.dtype)
         if self.ignore_label is None:  # every rank has as many samples, but boxes may differ
@@ -142,20 +142,20 @@ class DiceCE(nn.Module):
                 count = all_reduce(count, group)
         if share.voxels is not None:
             count = all_reduce(count, share.voxels)
-            summed = total(summed, share.voxels)
+            summed = all_sum(summed, share.voxels)
         return summed * share.num_shares / count.clamp(min=1)
 
-    def _dice(self, sums: Tensor, share: Share) -> Tensor:
+    def _dice(self, sums: Tensor, share: LossGroups) -> Tensor:
         """Returns the Dice term of ``b 2k`` sums."""
         sums = torch.stack(sums.chunk(2, 1))  # 2 b k
         if not self.background and not self.regions:
             sums = sums[:, :, 1:]
         if share.voxels is not None:
-            sums = total(sums, share.voxels)
+            sums = all_sum(sums, share.voxels)
         if self.batch_dice:
             sums = sums.sum(1, keepdim=True)
             for group in share.samples:
-                sums = total(sums, group)
+                sums = all_sum(sums, group)
         return self._ratio(*sums)
 
     def _ratio(self, both: Tensor, either: Tensor) -> Tensor:

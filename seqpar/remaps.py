@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.collectives import post
 from seqpar.mesh import Group
+from seqpar.messages import post
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 # A main thread whose innermost frame lies here waits for its peers, or for a device that does.
-_WAITING = ("seqpar.collectives", "seqpar.mesh", "seqpar.watchdog")
+_WAITING = tuple(
+    f"seqpar.{name}" for name in ("messages", "collectives", "consensus", "mesh", "rendezvous", "watchdog")
+)
 _WAITING_IN_TORCH = ("torch.distributed", "torch.autograd.graph", "torch.cuda")
 
 

@@ -12,8 +12,7 @@ def measure_apart(script: str, arguments: Sequence[str], ranks: int, threads: in
     """Returns what the first of ``ranks`` new processes of a script prints last, as JSON."""
     command = [os.path.abspath(script), *arguments]
     starter = (
-        "import sys; from seqpar.launch.job.local_ranks import run_local; "
-        f"sys.exit(run_local({ranks}, {command!r}))"
+        f"import sys; from seqpar.launch.job.local_ranks import run_local; sys.exit(run_local({ranks}, {command!r}))"
     )
     env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, env=env)

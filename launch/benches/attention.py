@@ -25,13 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.attention.cost_model import CPU, Layer, check_strategy, choose
+from seqpar.attention.cost_model import CPU, Layer, choose
 from seqpar.attention.head_exchange import exchange
+from seqpar.attention.strategies import check_strategy
 from seqpar.attention.token_gather import gather_x
-from seqpar.collectives import agree
+from seqpar.consensus import agree
 from seqpar.launch.benches.memory import resident_bytes
 from seqpar.launch.benches.peers import peers
-from seqpar.mesh import Mesh, start
+from seqpar.mesh import Mesh
+from seqpar.rendezvous import start
 
 WIDTH, HEADS = 768, 12
 PROJECTED = ", projected"

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.collectives import agree, all_reduce
+from seqpar.collectives import all_reduce
+from seqpar.consensus import agree
 from seqpar.launch.benches.apart import measure_apart
 from seqpar.launch.planning.saved_bytes import saved_bytes
-from seqpar.mesh import Mesh, start
+from seqpar.mesh import Mesh
+from seqpar.rendezvous import start
 from seqpar.vit.encoder import SeqParViT
 
 CORES = 2

@@ -23,7 +23,7 @@ from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.loader import Loader
 from seqpar.data.sampling.tiles import TileKey, TileSource
 from seqpar.layout import Layout
-from seqpar.mesh import start
+from seqpar.rendezvous import start
 
 TILE, PATCH, CHANNELS, VOLUME = 96, 8, 4, 128
 

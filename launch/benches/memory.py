@@ -18,16 +18,18 @@ from typing import Any
 
 import torch
 
-from seqpar.collectives import agree, all_reduce
+from seqpar.collectives import all_reduce
+from seqpar.consensus import agree
 from seqpar.launch.benches.apart import measure_apart
 from seqpar.launch.hardware.devices import device_here
-from seqpar.launch.models.optimizer import make_optimiser
-from seqpar.launch.models.segmentation import build
+from seqpar.launch.models.build import build
+from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.planning.saved_bytes import Saved
 from seqpar.launch.settings.config import Config
-from seqpar.launch.training.trainer import shard
+from seqpar.launch.training.data_parallel import shard
 from seqpar.losses import DiceCE
-from seqpar.mesh import Mesh, start
+from seqpar.mesh import Mesh
+from seqpar.rendezvous import start
 
 SMALL = Config(
     tile=(64, 64, 64), patch=4, embed_dim=192, depth=6, heads=6, decoder_width=16, mode="halo", batch=1, device="cpu"
@@ -98,7 +100,7 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
         shard(net, mesh)
     else:
         net.to(mesh.device)
-    optimiser, loss, share = make_optimiser(config, net), DiceCE(), net.mode.share(mesh.data, config.batch)
+    optimiser, loss, share = make_optimizer(config, net), DiceCE(), net.mode.share(mesh.data, config.batch)
     layout = net.encoder.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])
     part = torch.randn(*tokens, 1, *layout.patch, device=mesh.device, dtype=next(net.parameters()).dtype)

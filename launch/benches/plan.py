@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from seqpar.collectives import all_reduce, tell_all
+from seqpar.collectives import all_reduce
+from seqpar.consensus import gather_texts
 from seqpar.launch.benches.apart import measure_apart
 from seqpar.launch.hardware.cpu_speed import this_cpu
-from seqpar.launch.models.optimizer import make_optimiser
-from seqpar.launch.models.segmentation import build
-from seqpar.launch.planning.memory_counter import Alive
+from seqpar.launch.models.build import build
+from seqpar.launch.models.optimizer import make_optimizer
+from seqpar.launch.planning.memory_counter import MemoryCounter
 from seqpar.launch.planning.needs import Run, plan
 from seqpar.launch.settings.config import Config
 from seqpar.losses import DiceCE
-from seqpar.mesh import start
+from seqpar.rendezvous import start
 
 CHANNELS, CLASSES, STEPS = 2, 3, 4
 NET = Config(tile=(48, 48, 48), patch=4, depth=3, embed_dim=192, heads=6, decoder_width=32, batch=1)
@@ -91,7 +92,7 @@ def _worker(config: Config) -> None:
     torch.set_num_threads(1)
     with start(config.seqpar, device="cpu") as mesh:
         net = build(config, CHANNELS, CLASSES, mesh.seq)
-        layout, optimiser, loss = net.encoder.layout, make_optimiser(config, net), DiceCE()
+        layout, optimiser, loss = net.encoder.layout, make_optimizer(config, net), DiceCE()
         tokens = (config.batch, layout.counts[mesh.seq.index])
         image = torch.randn(*tokens, CHANNELS, *layout.patch)
         label = torch.randint(0, CLASSES, (*tokens, *layout.patch), dtype=torch.uint8)
@@ -100,7 +101,7 @@ def _worker(config: Config) -> None:
         def backward() -> None:
             loss(net(image), net.arrange(label), share).backward()
 
-        with Alive() as alive:  # gradients count by themselves
+        with MemoryCounter() as alive:  # gradients count by themselves
             ends = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in net.parameters()]
             backward()
         for end in ends:
@@ -116,7 +117,7 @@ def _worker(config: Config) -> None:
             optimiser.zero_grad()
             spent.append((time.process_time() - began, time.perf_counter() - clock))
         processor, clock = (min(times) for times in zip(*spent[1:]))
-        every = [json.loads(text) for text in tell_all(json.dumps([processor, clock, alive.most]), mesh.world)]
+        every = [json.loads(text) for text in gather_texts(json.dumps([processor, clock, alive.most]), mesh.world)]
         if mesh.is_first:
             names = "processor", "clock", "alive"
             print(json.dumps({name: max(values) for name, values in zip(names, zip(*every))}), flush=True)

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from seqpar.environment import Start
+from seqpar.environment import Launcher
 from seqpar.launch.inference.sliding_window import sliding_window, whole_volume
-from seqpar.launch.inference.windows import Course, Sliding
-from seqpar.launch.models.segmentation import build
+from seqpar.launch.inference.windows import Sliding, WindowGrid
+from seqpar.launch.models.build import build
 from seqpar.launch.settings.config import Config
-from seqpar.mesh import Group, join
+from seqpar.mesh import Group
+from seqpar.rendezvous import join
 
 SHAPE, TILES, OVERLAP = (240, 240, 155), (96, 64), 0.5
 NETWORK = Config(tile=(96, 96, 96), patch=16, embed_dim=192, depth=6, heads=6, decoder_width=32, positions="sincos")
@@ -57,13 +58,13 @@ def _apart(shape: tuple[int, ...], tile: int, config: Config, classes: int) -> d
 
 def _measure(answer: Any, shape: tuple[int, ...], tile: int, config: Config, classes: int) -> None:
     torch.set_num_threads(1)
-    mesh = join(Start("bench"), None, 1, torch.device("cpu"))
+    mesh = join(Launcher("bench"), None, 1, torch.device("cpu"))
     if tile:  # the same weights: sine and cosine positions fit every tile
         config = replace(config, tile=(tile,) * 3)
     net = build(config, 1, classes, Group("seq")).eval()
     image = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     sliding = Sliding((tile or config.tile[0],) * 3, OVERLAP)
-    course = Course.of(shape, sliding)
+    course = WindowGrid.of(shape, sliding)
     with torch.no_grad():
         net(torch.zeros(1, 1, *config.tile))  # what is done but once is no part of a row
     before, began = _peak(), time.process_time()

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from seqpar.launch.hardware.devices import known
-from seqpar.mesh import Group, pretend
+from seqpar.mesh import Group
+from seqpar.rendezvous import pretend
 from seqpar.vit.encoder import SeqParViT
 
 

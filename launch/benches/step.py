@@ -23,7 +23,8 @@ from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.saved_bytes import saved_bytes
 from seqpar.launch.weights.monai import load_monai
 from seqpar.losses import DiceCE
-from seqpar.mesh import Mesh, start
+from seqpar.mesh import Mesh
+from seqpar.rendezvous import start
 from seqpar.vit.encoder import SeqParViT
 
 TILE, PATCH, CHANNELS, CLASSES = 96, 16, 4, 4

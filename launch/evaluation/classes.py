@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.brats import MEANINGS
@@ -77,3 +78,14 @@ def find_declaration(truth: Path) -> Path | None:
     folder = truth if truth.is_dir() else truth.parent
     places = folder / "dataset.json", folder.resolve().parent / "dataset.json"
     return next((place for place in places if place.exists()), None)
+
+
+SETTINGS = {"nsd_tolerance": 1.0, "lesion_wise": False, "empty": "skip"}
+
+
+def labels_in_files(described: Mapping[str, Any]) -> Labels:
+    """Returns the labels and regions of a run in the files' values."""
+    values, ignore = described["values"], described["ignore_label"]
+    labels = {name: values[n] for name, n in described["labels"].items()}
+    regions = {name: tuple(values[n] for n in ids) for name, ids in described["regions"].items()}
+    return of_declared(labels, regions, None if ignore is None else values[ignore])

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from seqpar.collectives import agree, all_gather, all_reduce, exchange_rows, tell_all
+from seqpar.collectives import all_gather, all_reduce, exchange_rows
+from seqpar.consensus import agree, gather_texts
 from seqpar.mesh import Group, Mesh
 
 KINDS = ("all_gather", "all_to_all", "all_reduce")
@@ -89,10 +90,10 @@ def time_of(act: Act, mesh: Mesh, budget_s: float = 0.1) -> float:
 
 
 def _once(act: Act, mesh: Mesh) -> float:
-    mesh.settle()
+    mesh.synchronize()
     began = time.perf_counter()
     act()
-    mesh.settle()
+    mesh.synchronize()
     return time.perf_counter() - began
 
 
@@ -117,6 +118,6 @@ def clock_offsets(mesh: Mesh, rounds: int = 5) -> list[float]:
     found = []
     for _ in range(rounds):
         agree(0, mesh.world)
-        clocks = [float(text) for text in tell_all(repr(time.time()), mesh.world)]
+        clocks = [float(text) for text in gather_texts(repr(time.time()), mesh.world)]
         found.append([clock - clocks[0] for clock in clocks])
     return [statistics.median(of_rank) for of_rank in zip(*found)]

@@ -1,4 +1,5 @@
 """Kinds of operations and what they cost: multiply-adds and bytes."""
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from seqpar.collectives import agree, post
-from seqpar.launch.inference.sliding_window import Slab, join_rows, to_labels
+from seqpar.consensus import agree
+from seqpar.launch.inference.sliding_window import Slab, join_rows
 from seqpar.mesh import Mesh
+from seqpar.messages import post
 
 AT_ONCE = 8  # rows at the case's own resolution
 
@@ -135,3 +136,26 @@ def _mixed(x: Tensor, dim: int, first: Tensor, second: Tensor, weight: Tensor) -
     below, above = x.index_select(dim, first.to(x.device)), x.index_select(dim, second.to(x.device))
     shaped = weight.to(x).view(-1, *[1] * (x.ndim - 1 - dim))
     return below + (above - below) * shaped
+
+
+def to_labels(logits: Tensor, regions_class_order: Sequence[int] = ()) -> Tensor:
+    """Returns class ids ``w D H`` of logits ``k w D H``: the largest, or, where the classes are regions that may
+    overlap, those of the regions above one half, written over each other in the order given."""
+    if not regions_class_order:
+        return logits.argmax(0)
+    if len(regions_class_order) != len(logits):
+        raise ValueError(f"{len(logits)} regions were predicted, but regions_class_order is {regions_class_order}")
+    ids = torch.zeros(logits.shape[1:], dtype=torch.int64, device=logits.device)
+    for region, label in zip(logits, regions_class_order):
+        ids[region > 0] = label  # a logit above 0 is a probability above one half
+    return ids
+
+
+def join_labels(slabs: Iterator[Slab], mesh: Mesh, regions_class_order: Sequence[int] = ()) -> Tensor:
+    """Returns the class ids ``W D H`` of all slabs, on the CPU of every rank, as uint8 (int16 beyond 256 classes)."""
+    rows = []
+    for slab in slabs:
+        ids = to_labels(slab.logits, regions_class_order)
+        small = max(len(slab.logits), *regions_class_order, 0) <= 256
+        rows.append(join_rows(ids.to(torch.uint8 if small else torch.int16), slab.bounds, mesh))
+    return torch.cat(rows)

@@ -18,14 +18,15 @@ import numpy as np
 from torch import Tensor
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Case, read_json
+from seqpar.data.files import read_json
+from seqpar.data.formats.dataset import Case
 from seqpar.data.preparation.case import Properties, channel_to_source
 from seqpar.data.volumes import SUFFIXES, replace_file, write_volume
 
 RECORD, PROBABILITIES = "prediction.json", "probabilities"
 
 
-class Answers:
+class PredictionFolder:
     """Writes what was predicted; used by the first rank alone. ``outputs`` name the probabilities, if any."""
 
     def __init__(self, folder: Path, outputs: Sequence[str] = ()) -> None:

@@ -3,10 +3,7 @@
 Legend: c channels, k classes, W D H voxels.
 """
 
-import json
-import math
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,20 +12,21 @@ import nibabel
 import numpy as np
 import torch
 from nibabel.spatialimages import SpatialImage
-from scipy import ndimage
 from torch import Tensor
 
-from seqpar.collectives import all_gather, tell_all
-from seqpar.data.errors import DataError
+from seqpar.collectives import all_gather
 from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import Geometry, geometry_of, make_geometry, to_canonical
 from seqpar.data.preparation.case import Loaded, Prepared, Properties, labels_to_source, prepare_loaded
 from seqpar.launch.inference.logits_to_labels import Keep, decide
 from seqpar.launch.inference.sliding_window import Image, sliding_window, whole_volume
+from seqpar.launch.inference.small_components import drop_small, smallest
 from seqpar.launch.inference.windows import Sliding
+from seqpar.launch.job.first_rank import by_first
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.runs.trained_run import Run, find_weights, load_nets, read_run
-from seqpar.mesh import Mesh, start
+from seqpar.mesh import Mesh
+from seqpar.rendezvous import start
 
 WINDOWS = ("sliding", "whole")
 
@@ -53,15 +51,6 @@ class Settings:
     def sliding(self, tile: Sequence[int]) -> Sliding:
         """Returns the windows over a volume."""
         return Sliding(tuple(tile), self.overlap, self.weights, self.window_batch, self.mirror)
-
-
-def smallest(text: str, voxel_mm3: float) -> int:
-    """Returns the voxels of the smallest component that stays, from mm3 or voxels in words."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(voxels|mm3|)", text)
-    if match is None:
-        raise ValueError(f"--min-component {text}: give a volume in mm3, such as 50, or a count, such as 20voxels")
-    number = float(match[1]) if match[2] == "voxels" else float(match[1]) / voxel_mm3
-    return math.ceil(number - 1e-6)
 
 
 class Predictor:
@@ -136,49 +125,6 @@ class Predictor:
         mine = torch.empty(0, *shape[1:]) if prepared is None else torch.from_numpy(prepared.image)
         sizes = [shape[0], *[0] * (self.mesh.world.size - 1)]
         return all_gather(mine, self.mesh.world, 0, sizes, "images"), tuple(box_shape), prepared
-
-
-def by_first(act: Callable[[], Any], mesh: Mesh) -> Any:
-    """Returns on every rank what the first one's ``act`` returned, as JSON has it; its error is raised on all."""
-    error: ValueError | None = None
-    told = ""
-    if mesh.is_first:
-        try:
-            told = json.dumps({"value": act()})
-        except ValueError as problem:
-            error = problem
-            kept = isinstance(problem, DataError)
-            told = json.dumps({"problem": [problem.path, problem.problem] if kept else [str(problem)]})  # type: ignore[attr-defined]
-    answer = json.loads(tell_all(told, mesh.world)[0])
-    if error is not None:
-        raise error
-    if "problem" in answer:
-        raise (DataError if len(answer["problem"]) > 1 else ValueError)(*answer["problem"])
-    return answer["value"]
-
-
-def drop_small(
-    ids: np.ndarray, least: int, regions: Collection[Sequence[int]] = (), regions_class_order: Sequence[int] = ()
-) -> np.ndarray:
-    """Returns class ids without what is too small: connected voxels (corners touch) of a region, or else of a class.
-
-    A voxel that falls out of a region gets the label of the last region in the order that it stays in, so that no
-    region loses a voxel to another's filter; where it stays in none, it is background.
-    """
-    if least <= 1:
-        return ids
-    if not regions:
-        regions_class_order = [value for value in np.unique(ids).tolist() if value]
-        regions = [(value,) for value in regions_class_order]
-    left, lost = np.zeros_like(ids), np.zeros(ids.shape, bool)
-    for members, label in zip(regions, regions_class_order):
-        mask = np.isin(ids, members)
-        components, _ = ndimage.label(mask, np.ones((3,) * ids.ndim, bool))
-        small = np.bincount(components.reshape(-1)) < least
-        small[0] = False  # what lies between components
-        lost |= small[components]
-        left[mask & ~small[components]] = label
-    return np.where(lost, left, ids)
 
 
 def _listed(images: SpatialImage | Sequence[SpatialImage]) -> list[SpatialImage]:

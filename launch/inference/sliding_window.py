@@ -14,9 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.collectives import agree, all_gather
-from seqpar.launch.inference.window_sums import Block, Sums
-from seqpar.launch.inference.windows import Course, Region, Sliding, flipped, mirrors, whole_box, window_weights, within
+from seqpar.collectives import all_gather
+from seqpar.consensus import agree
+from seqpar.launch.inference.window_sums import Block, WindowSums
+from seqpar.launch.inference.windows import (
+    Region,
+    Sliding,
+    WindowGrid,
+    flipped,
+    mirrors,
+    whole_box,
+    window_weights,
+    within,
+)
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.layout import Layout, to_patches
 from seqpar.mesh import Mesh
@@ -37,7 +47,7 @@ def sliding_window(nets: Sequence[SegmentationNet], image: Image, sliding: Slidi
     ``image`` is ``c W D H`` on every rank (a mapped array is read window by window). All ranks get equally many
     slabs. Sums are taken in float32 at least and in window order, however many groups there are.
     """
-    course = Course.of(image.shape[1:], sliding, mesh.world.size)
+    course = WindowGrid.of(image.shape[1:], sliding, mesh.world.size)
     weights = window_weights(sliding.tile, sliding.weights)
     batch = fitting_batch(nets, min(sliding.batch, len(course.corners)))
     return _walk(_views(nets, course, sliding.mirror, batch, mesh), image, course, weights, batch, mesh)
@@ -53,7 +63,7 @@ def whole_volume(
     shape = tuple(image.shape[1:])
     tile = padded_shape(shape, nets[0].encoder.layout) if nets else shape
     starts = tuple((-((padded - side) // 2),) for padded, side in zip(tile, shape))
-    course = Course(shape, tile, starts, mesh.world.size)
+    course = WindowGrid(shape, tile, starts, mesh.world.size)
     weights, batch = window_weights(tile, "constant"), fitting_batch(nets, 1)
     return _walk(_views(nets, course, mirror, batch, mesh), image, course, weights, batch, mesh)
 
@@ -61,29 +71,6 @@ def whole_volume(
 def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
     """Returns the voxels of a whole pass over a volume of that shape."""
     return tuple(max(tile, -(-side // p) * p) for side, tile, p in zip(shape, layout.tile, layout.patch))
-
-
-def to_labels(logits: Tensor, regions_class_order: Sequence[int] = ()) -> Tensor:
-    """Returns class ids ``w D H`` of logits ``k w D H``: the largest, or, where the classes are regions that may
-    overlap, those of the regions above one half, written over each other in the order given."""
-    if not regions_class_order:
-        return logits.argmax(0)
-    if len(regions_class_order) != len(logits):
-        raise ValueError(f"{len(logits)} regions were predicted, but regions_class_order is {regions_class_order}")
-    ids = torch.zeros(logits.shape[1:], dtype=torch.int64, device=logits.device)
-    for region, label in zip(logits, regions_class_order):
-        ids[region > 0] = label  # a logit above 0 is a probability above one half
-    return ids
-
-
-def join_labels(slabs: Iterator[Slab], mesh: Mesh, regions_class_order: Sequence[int] = ()) -> Tensor:
-    """Returns the class ids ``W D H`` of all slabs, on the CPU of every rank, as uint8 (int16 beyond 256 classes)."""
-    rows = []
-    for slab in slabs:
-        ids = to_labels(slab.logits, regions_class_order)
-        small = max(len(slab.logits), *regions_class_order, 0) <= 256
-        rows.append(join_rows(ids.to(torch.uint8 if small else torch.int16), slab.bounds, mesh))
-    return torch.cat(rows)
 
 
 def join_rows(rows: Tensor, bounds: Sequence[int], mesh: Mesh, dim: int = 0) -> Tensor:
@@ -108,7 +95,7 @@ def fitting_batch(nets: Sequence[SegmentationNet], batch: int) -> int:
 
 
 def _views(
-    nets: Sequence[SegmentationNet], course: Course, mirror: Sequence[int], batch: int, mesh: Mesh
+    nets: Sequence[SegmentationNet], course: WindowGrid, mirror: Sequence[int], batch: int, mesh: Mesh
 ) -> list[_View]:
     """Returns every network with every mixture of flips; refuses what cannot pass, alike on all ranks."""
     if not nets:
@@ -128,13 +115,13 @@ def _views(
 
 
 def _walk(
-    views: Sequence[_View], image: Image, course: Course, weights: Tensor, batch: int, mesh: Mesh
+    views: Sequence[_View], image: Image, course: WindowGrid, weights: Tensor, batch: int, mesh: Mesh
 ) -> Iterator[Slab]:
     """Yields the slabs of a course: in each round, every group sees some windows through every view."""
     num_windows, groups = len(course.corners), mesh.data.size
     blocks = [_find_blocks(view, batch, mesh) for view in views]
     dtype = torch.promote_types(next(views[0].net.parameters()).dtype, torch.float32)
-    sums: Sums | None = None
+    sums: WindowSums | None = None
     finished = 0
     for first in range(0, num_windows, groups * batch):
         end = min(first + groups * batch, num_windows)
@@ -144,7 +131,7 @@ def _walk(
             logits = _predict(view, image, course, turns[mesh.data.index], batch, mesh)
             if sums is None:  # a group without a window learns the number of classes from the others
                 num_classes = agree(0 if logits is None else logits.shape[1], mesh.world)
-                sums = Sums(course, weights.to(mesh.device, dtype), num_classes, mesh)
+                sums = WindowSums(course, weights.to(mesh.device, dtype), num_classes, mesh)
             if number == 0:
                 sums.open(range(first, end))
             sums.deliver(logits, held, turns)
@@ -174,7 +161,7 @@ def _find_blocks(view: _View, batch: int, mesh: Mesh) -> list[Block]:
 
 
 def _predict(
-    view: _View, image: Image, course: Course, windows: Sequence[int], batch: int, mesh: Mesh
+    view: _View, image: Image, course: WindowGrid, windows: Sequence[int], batch: int, mesh: Mesh
 ) -> Tensor | None:
     """Returns this rank's logits ``b k W/s D/s H/s`` of its group's windows, flipped back; None without windows."""
     if not windows:

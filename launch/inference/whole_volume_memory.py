@@ -12,7 +12,7 @@ import torch
 
 from seqpar.launch.inference.sliding_window import fitting_batch, padded_shape
 from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.launch.planning.memory_counter import Alive
+from seqpar.launch.planning.memory_counter import MemoryCounter
 from seqpar.launch.planning.step_counter import without_numbers
 from seqpar.mesh import Mesh
 
@@ -46,7 +46,7 @@ def footprint(net: SegmentationNet, shape: Sequence[int], num_classes: int, mesh
     layout = bare.encoder.layout.of_tile(padded_shape(shape, bare.encoder.layout))
     first = next(bare.parameters())
     channels = bare.encoder.patch_embed.proj.weight.shape[1]
-    with torch.no_grad(), Alive() as alive:
+    with torch.no_grad(), MemoryCounter() as alive:
         alive.phase = "encoder"
         counted = layout.counts[bare.encoder.group.index]
         part = torch.empty(fitting_batch([net], 1), counted, channels, *layout.patch, dtype=first.dtype, device="meta")

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.collectives import post
-from seqpar.launch.inference.windows import Course, Region, whole_box, within
+from seqpar.launch.inference.windows import Region, WindowGrid, whole_box, within
 from seqpar.mesh import Mesh
+from seqpar.messages import post
 
 
 class Block(NamedTuple):
@@ -33,10 +33,10 @@ class _Route(NamedTuple):
     region: Region
 
 
-class Sums:
+class WindowSums:
     """The slabs under way on this rank: weighted logits, and the weights, of its rows."""
 
-    def __init__(self, course: Course, weights: Tensor, num_classes: int, mesh: Mesh) -> None:
+    def __init__(self, course: WindowGrid, weights: Tensor, num_classes: int, mesh: Mesh) -> None:
         self.course, self.weights, self.num_classes, self.mesh = course, weights, num_classes, mesh
         self._slabs: dict[int, tuple[Tensor, Tensor]] = {}  # k w/s D H, w/s D H
         self._regions: dict[tuple[int, int], Region] = {}  # of this round, by (window, slab)

@@ -74,7 +74,7 @@ def window_weights(tile: Sequence[int], kind: str = "gaussian") -> Tensor:
 
 
 @dataclass(frozen=True)
-class Course:
+class WindowGrid:
     """The windows over a volume in raster order, and the slabs of rows that they complete one after another.
 
     A slab reaches from the start of one layer of windows to that of the next, so that it is complete when its layer
@@ -87,7 +87,7 @@ class Course:
     num_ranks: int = 1
 
     @classmethod
-    def of(cls, shape: Sequence[int], sliding: Sliding, num_ranks: int = 1) -> "Course":
+    def of(cls, shape: Sequence[int], sliding: Sliding, num_ranks: int = 1) -> "WindowGrid":
         """Returns the course of sliding windows over a volume of that shape."""
         if len(shape) != len(sliding.tile) or min(shape) < 1:
             raise ValueError(f"a volume of shape {tuple(shape)} came for windows of {sliding.tile} voxels")

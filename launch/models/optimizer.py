@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from seqpar.launch.settings.config import Config
 
 
-def make_optimiser(config: Config, net: nn.Module) -> Optimizer:
+def make_optimizer(config: Config, net: nn.Module) -> Optimizer:
     """Returns the optimiser; matrices and kernels decay, norms, biases, positions and scales do not."""
     decayed = [p for name, p in net.named_parameters() if p.ndim > 1 and "pos_embed" not in name]
     chosen = {id(p) for p in decayed}

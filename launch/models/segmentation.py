@@ -4,24 +4,12 @@ Legend: b batch, c channels, n tokens, k classes, p voxels of a patch along a di
 this rank's share of the tokens.
 """
 
-import math
-
-import torch
 from torch import Tensor, nn
 
-from seqpar.attention.cost_model import Machine
-from seqpar.decoders.modes.choose import Mode, choose_mode
-from seqpar.decoders.plain import PlainDecoder
-from seqpar.decoders.primus import PrimusDecoder
-from seqpar.decoders.unetr import UnetrDecoder, taps
-from seqpar.launch.settings.config import Config
+from seqpar.decoders.modes.mode import Mode
 from seqpar.layout import Layout
-from seqpar.mesh import Group
+from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
-from seqpar.vit.tokens import DropoutKey
-
-Decoder = PlainDecoder | UnetrDecoder | PrimusDecoder
-DECODERS = ("plain", "unetr", "primus")
 
 
 class SegmentationNet(nn.Module):
@@ -54,69 +42,3 @@ class SegmentationNet(nn.Module):
     def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:
         """Returns the label part ``b n/s p p p`` where its logits are."""
         return self.mode.voxels(label, layout or self.encoder.layout)
-
-
-FOREGROUND = 0.02  # what a fresh network believes of every voxel: most of an image is background
-
-
-def build(
-    config: Config,
-    in_channels: int,
-    num_outputs: int,
-    group: Group,
-    has_regions: bool = False,
-    device: str = "cpu",
-    machine: Machine | None = None,
-) -> SegmentationNet:
-    """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks.
-
-    Its outputs are labels of which the first is background, or, with ``has_regions``, regions by themselves. On the
-    device "meta" it has shapes alone. ``machine`` is what attention that was left open is chosen for.
-    """
-    torch.manual_seed(config.seed)
-    with torch.device(device):
-        encoder, decoder, chosen = _parts(config, in_channels, num_outputs, group, machine)
-    assert decoder.classes.bias is not None
-    with torch.no_grad():
-        decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
-    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), chosen)
-
-
-def _parts(
-    config: Config, in_channels: int, num_outputs: int, group: Group, machine: Machine | None
-) -> tuple[SeqParViT, Decoder, tuple[int, ...]]:
-    """Returns encoder, decoder, and the encoder's blocks that the decoder takes."""
-    encoder = SeqParViT(
-        in_channels,
-        config.tile,
-        config.patch,
-        embed_dim=config.embed_dim,
-        depth=config.depth,
-        num_heads=config.heads,
-        mlp_ratio=config.mlp_ratio,
-        qkv_bias=config.qkv_bias,
-        mlp=config.mlp,
-        attention_norm=config.attention_norm,
-        positions=config.positions,
-        dropout=config.dropout,
-        drop_path=config.drop_path,
-        layer_scale=config.layer_scale or None,
-        keep_kv=config.keep_kv,
-        recompute=config.grad_checkpoint,
-        mlp_chunks=config.mlp_chunks,
-        attention=config.attention,
-        heads_per_chunk=config.heads_per_chunk or None,
-        machine=machine if config.attention == "auto" else None,
-        group=group,
-        split=config.split,
-    )
-    patch, chosen = encoder.layout.patch, tuple[int, ...]()
-    decoder: Decoder
-    if config.decoder == "unetr":
-        decoder = UnetrDecoder(in_channels, config.embed_dim, num_outputs, patch, config.decoder_width)
-        chosen = taps(config.depth, patch, config.skips)
-    elif config.decoder == "primus":
-        decoder = PrimusDecoder(config.embed_dim, num_outputs, patch)
-    else:
-        decoder = PlainDecoder(config.embed_dim, num_outputs, patch, config.decoder_width)
-    return encoder, decoder, chosen

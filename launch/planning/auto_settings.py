@@ -11,33 +11,36 @@ from typing import Any
 
 import torch
 
-from seqpar.environment import Start
+from seqpar.environment import Launcher
 from seqpar.launch.hardware.devices import Device, device_here, measured
 from seqpar.launch.job.local_ranks import PARENT
 from seqpar.launch.planning.batch_size import choose_batch
-from seqpar.launch.planning.needs import Plan, Run, largest_batch, plan, planned, refusal
+from seqpar.launch.planning.fit import largest_batch, refusal
+from seqpar.launch.planning.needs import Plan, Run, plan, planned
 from seqpar.launch.settings.config import AUTO, Config
 
 GIB = 2**30
 
 
-def choose(config: Config, begin: Start, channels: int, outputs: int) -> tuple[Config, dict[str, tuple[str, ...]]]:
+def choose(
+    config: Config, launcher: Launcher, channels: int, outputs: int
+) -> tuple[Config, dict[str, tuple[str, ...]]]:
     """Returns the config with its group's size and its batch, where they were left open, and why they are these.
 
     Of each choice there is a sentence first, then lines with figures.
     """
-    run = Run(config, _device(config, begin), channels, outputs, timed=False)
+    run = Run(config, _device(config, launcher), channels, outputs, timed=False)
     why = dict[str, tuple[str, ...]]()
     if config.seqpar == AUTO:
-        config, why["seqpar_choice"] = _choose_size(run, begin)
+        config, why["seqpar_choice"] = _choose_size(run, launcher)
     if not config.batch:
-        config, told = _choose_batch(replace(run, config=config), max(begin.world, config.seqpar))
+        config, told = _choose_batch(replace(run, config=config), max(launcher.world, config.seqpar))
         why["batch_choice"] = (told,)
     return config, why
 
 
 def choose_attention(
-    config: Config, begin: Start, channels: int, outputs: int, before: Mapping[str, Any] = MappingProxyType({})
+    config: Config, launcher: Launcher, channels: int, outputs: int, before: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[str, ...]:
     """Returns how attention crosses ranks, where it was left open, and why, a line each; () where there is no choice.
 
@@ -49,25 +52,25 @@ def choose_attention(
     kept = before.get("strategy", "")
     if kept and before["seqpar"] == config.seqpar and not (config.keep_kv and kept == "ulysses"):
         return kept, f"{kept}, as the run began"
-    ranks = max(begin.world, config.seqpar)
-    found = planned(Run(config, _device(config, begin), channels, outputs, timed=False), ranks)
+    ranks = max(launcher.world, config.seqpar)
+    found = planned(Run(config, _device(config, launcher), channels, outputs, timed=False), ranks)
     return found.config.attention, *found.attention_why
 
 
-def _device(config: Config, begin: Start) -> Device:
+def _device(config: Config, launcher: Launcher) -> Device:
     device = device_here(config.device)
     if config.measured:
         device = measured(config.measured, device, config.precision)
     if device.cores:  # other nodes have theirs
-        return replace(device, memory=device.memory * begin.num_nodes, cores=device.cores * begin.num_nodes)
+        return replace(device, memory=device.memory * launcher.num_nodes, cores=device.cores * launcher.num_nodes)
     # not local_world, which may differ from node to node
-    return replace(device, node=begin.world // begin.num_nodes if begin.world > 1 else _devices(config))
+    return replace(device, node=launcher.world // launcher.num_nodes if launcher.world > 1 else _devices(config))
 
 
-def _choose_size(run: Run, begin: Start) -> tuple[Config, tuple[str, ...]]:
+def _choose_size(run: Run, launcher: Launcher) -> tuple[Config, tuple[str, ...]]:
     found = []
-    for size in _sizes(run.config, begin):
-        ranks = max(begin.world, size)
+    for size in _sizes(run.config, launcher):
+        ranks = max(launcher.world, size)
         try:
             found.append(plan(replace(run, ranks=ranks), size))
         except ValueError as error:
@@ -98,12 +101,12 @@ def _choose_batch(run: Run, ranks: int) -> tuple[Config, str]:
     return replace(run.config, batch=batch), told
 
 
-def _sizes(config: Config, begin: Start) -> Sequence[int]:
+def _sizes(config: Config, launcher: Launcher) -> Sequence[int]:
     """Returns the sizes that the ranks allow; one process alone may start as many ranks as there are devices."""
     if PARENT in os.environ:  # the process that started these ranks has chosen
-        return [begin.world]
-    if begin.world > 1:
-        return [size for size in range(1, begin.world + 1) if begin.world % size == 0]
+        return [launcher.world]
+    if launcher.world > 1:
+        return [size for size in range(1, launcher.world + 1) if launcher.world % size == 0]
     return range(1, _devices(config) + 1)
 
 

@@ -1,7 +1,7 @@
 """What a piece of code holds and computes, counted operation by operation; it may run on tensors without data.
 
-``Alive`` sees every operation below autograd, backward too. ``as_autocast`` gives tensors without data the precision
-that autocast gives real ones.
+``MemoryCounter`` sees every operation below autograd, backward too. ``as_autocast`` gives tensors without data the
+precision that autocast gives real ones.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from seqpar.meta_tensors import casting_again
 Watch = Callable[[Operation], None]
 
 
-class Alive(TorchDispatchMode):
+class MemoryCounter(TorchDispatchMode):
     """Counts the bytes of all storages made since, those alive ``now`` and at the worst moment, ``most``.
 
     ``peaks`` are the worst moments of each ``phase``, whose name may be set at any time.
@@ -68,8 +68,6 @@ class Alive(TorchDispatchMode):
 
         self._known[key] = weakref.ref(storage, drop)
         return size
-
-
 
 
 class _Cast(TorchFunctionMode):

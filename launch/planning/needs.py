@@ -4,18 +4,18 @@ Memory and bytes are counted by running the network on tensors without data (``o
 what the device is said or measured to do.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from seqpar.attention.cost_model import Layer, Strategy, check_strategy, choose, cost
+from seqpar.attention.cost_model import Layer, choose, cost
+from seqpar.attention.strategies import Strategy, check_strategy
 from seqpar.launch.hardware.devices import DTYPES, Device
 from seqpar.launch.planning.feasibility import refuse, refuse_lonely
-from seqpar.launch.planning.step_counter import Step, count_step, extended
+from seqpar.launch.planning.step_counter import Step, count_step
 from seqpar.launch.settings.config import Config
 from seqpar.layout import Layout
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 GIB = 2**30
 BUCKET = 25 << 20  # DDP sums so many bytes of gradients at a time
 
@@ -72,15 +72,6 @@ class Plan:
         return sum(self.seconds.values())
 
 
-def plans(run: Run, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
-    """Yields the plan of each size of group."""
-    for size in sizes:
-        try:
-            yield plan(run, size)
-        except ValueError as error:
-            yield Plan(replace(run.config, seqpar=size), run.device, run.ranks or size, why=str(error))
-
-
 def plan(run: Run, size: int) -> Plan:
     """Returns what a group of that size needs; refuses what cannot run, or would cut nodes up."""
     ranks, node = run.ranks or size, run.device.node
@@ -127,21 +118,21 @@ def _layer(config: Config) -> Layer:
     return Layer(sizes, config.heads, config.embed_dim, config.batch, DTYPES[config.precision].itemsize, per_chunk)
 
 
-def _steps(run: Run, config: Config, device: Device, ranks: int) -> list[Step]:
+def steps_of(run: Run, config: Config, device: Device, ranks: int) -> list[Step]:
     """Returns what a step takes on each rank that may hold most."""
     how = run.channels, run.outputs, device.clock(config.precision), device.on_gpu, ranks // config.seqpar
     return [count_step(config, rank, *how) for rank in _fullest(config)]
 
 
-def _memory(step: Step, device: Device) -> dict[str, float]:
+def memory_of(step: Step, device: Device) -> dict[str, float]:
     parts = ("weights", "gradients", "optimiser", "input", "tokens", "decoder", "transient")
     memory: dict[str, float] = {name: getattr(step, name) for name in parts}
     return memory | {"apart": device.taken + device.slack * sum(memory.values())}
 
 
 def _plan(run: Run, config: Config, device: Device, ranks: int) -> Plan:
-    step = max(_steps(run, config, device, ranks), key=lambda s: s.tokens + s.decoder + s.transient)
-    memory = _memory(step, device)
+    step = max(steps_of(run, config, device, ranks), key=lambda s: s.tokens + s.decoder + s.transient)
+    memory = memory_of(step, device)
     sent = {"seq": step.sent.total() * config.accumulate, "world": _world_bytes(config, step, ranks)}
     found = Plan(config, device, ranks, memory, sent, scores=_scores(config, step.transient))
     if not run.timed:
@@ -214,68 +205,3 @@ def _seconds(config: Config, device: Device, step: Step, ranks: int) -> dict[str
         summing = _world_bytes(config, step, ranks) / link.bandwidth + rounds * 2 * (ranks - 1) * link.latency
         found["summing"] = max(0.0, summing - computing / 2) if device.on_gpu else summing  # under the backward
     return found
-
-
-def smallest(found: Iterable[Plan]) -> Plan | None:
-    """Returns the plan of the smallest group that fits, None where none does."""
-    return next((p for p in found if p.fits), None)
-
-
-def most_tiles(run: Run, p: Plan) -> int:
-    """Returns how many tiles a sequence group of ``p`` may take at once, by what one more of them adds.
-
-    Of tiles so small that one does not fill the loss's run of logits there may be some more.
-    """
-    unit = p.config.seqpar if p.config.mode == "swap" else 1
-    more = replace(p.config, batch=p.config.batch + unit)
-    pairs = list(zip(*(_steps(run, config, p.device, p.ranks) for config in (p.config, more))))
-
-    def fits(times: int) -> bool:
-        needs = (sum(_memory(extended(few, many, times), p.device).values()) for few, many in pairs)
-        return max(needs) <= p.device.memory
-
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return p.config.batch + low * unit
-
-
-def largest_batch(run: Run, ranks: int, wanted: int) -> Plan:
-    """Returns the plan of the largest batch up to ``wanted`` that fits; of one tile, or one for each rank, at least."""
-    unit = run.config.seqpar if run.config.mode == "swap" else 1
-
-    def of(tiles: int) -> Plan:
-        return planned(replace(run, config=replace(run.config, batch=tiles), timed=False), ranks)
-
-    found = of(wanted)
-    if found.fits or wanted == unit:
-        return found
-    least = of(unit)
-    while not found.fits and found.config.batch > unit:  # memory bends upwards: a chord lies above it
-        tiles = found.config.batch
-        each = (found.total - least.total) / (tiles - unit)
-        guess = unit + int((least.device.memory - least.total) / each / unit) * unit
-        found = of(max(unit, min(guess, tiles - unit)))
-    return found
-
-
-def refusal(found: Sequence[Plan]) -> str:
-    """Returns why nothing fits, and what would take less."""
-    possible = [p for p in found if not p.why]
-    if not possible:
-        return f"no group of ranks can run this: {found[0].why}"
-    least = min(possible, key=lambda p: p.total)
-    largest = max(("tokens", "decoder", "transient", "optimiser"), key=lambda name: least.memory[name])
-    advice = {
-        "tokens": "--grad-checkpoint full, or a larger --patch",
-        "decoder": "--mode halo" if least.config.mode == "gather" else "a smaller --decoder-width or --tile",
-        "transient": "--mode halo or a smaller --tile",
-        "optimiser": "a smaller --embed-dim or --depth",
-    }[largest]
-    return (
-        f"nothing fits: --seqpar {least.config.seqpar} needs {least.total / GIB:.1f} GiB on a rank of "
-        f"{least.device.name}, which has {least.device.memory / GIB:.1f}; most is for {largest}: try {advice}"
-    )

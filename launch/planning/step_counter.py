@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.launch.hardware.operations import Operation
-from seqpar.launch.models.optimizer import make_optimiser
-from seqpar.launch.models.segmentation import SegmentationNet, build
-from seqpar.launch.planning.memory_counter import Alive, as_autocast
+from seqpar.launch.models.build import build
+from seqpar.launch.models.optimizer import make_optimizer
+from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.planning.memory_counter import MemoryCounter, as_autocast
 from seqpar.launch.planning.saved_bytes import Saved
 from seqpar.launch.settings.config import Config
 from seqpar.losses import DiceCE
 from seqpar.mesh import Group
 from seqpar.meta_tensors import standing_for
-from seqpar.vit.tokens import DropoutKey
+from seqpar.vit.dropout import DropoutKey
 
 SHALLOW = (2, 3)  # blocks: the first one never drops its path, the others are alike
 Clock = Callable[[Operation], float]  # seconds of an operation
@@ -95,7 +96,7 @@ def _counted(config: Config, rank: int, channels: int, outputs: int, clock: Cloc
     layout, dtype = net.encoder.layout, next(net.parameters()).dtype
     work = _Work(clock)
     lower = torch.bfloat16 if config.precision == "bf16" else None
-    with standing_for("cuda" if on_gpu else "cpu"), Alive(work.watch) as alive:
+    with standing_for("cuda" if on_gpu else "cpu"), MemoryCounter(work.watch) as alive:
         tokens = (config.batch, layout.counts[rank])
         image = torch.empty(*tokens, channels, *layout.patch, dtype=dtype, device="meta")
         label = torch.empty(*tokens, *layout.patch, dtype=torch.uint8, device="meta")
@@ -155,7 +156,7 @@ class _Work:
         self.seconds[done.kind] += self._clock(done)  # type: ignore[assignment]
 
 
-def _name_phases(net: SegmentationNet, alive: Alive) -> None:
+def _name_phases(net: SegmentationNet, alive: MemoryCounter) -> None:
     """Lets the phase be known in which a moment lies: in each, a block more adds what it adds at its worst moment."""
 
     def begin(phase: str) -> Callable[[Tensor], None]:
@@ -175,11 +176,11 @@ def _let_go(p: Tensor) -> None:
     p.grad = None
 
 
-def _update(config: Config, net: nn.Module, alive: Alive, on_gpu: bool) -> tuple[int, int]:
+def _update(config: Config, net: nn.Module, alive: MemoryCounter, on_gpu: bool) -> tuple[int, int]:
     """Returns the bytes that the optimiser holds after its first step, and what more it takes while it runs."""
     for p in net.parameters():
         p.grad = torch.empty_like(p)
-    optimiser = make_optimiser(config, net)
+    optimiser = make_optimizer(config, net)
     for group in optimiser.param_groups:
         group["foreach"] = on_gpu and not config.shard_weights  # as torch does by itself: all at once, or in turn
     alive.phase, before = "update", alive.now

@@ -16,13 +16,11 @@ from seqpar.data.geometry import differs, to_canonical
 from seqpar.data.preparation import transforms
 from seqpar.data.preparation.cache import PreparedCase, PreparedDataset, open_cache
 from seqpar.data.volumes import Volume, read_volume
+from seqpar.launch.reporting.palette import COLOURS, PLANES
 from seqpar.launch.reporting.record import Record, ScoredCase
 from seqpar.launch.reporting.volumes import Bytes, encode, outline, png
 from seqpar.launch.training.pictures import fullest_planes
 
-COLOURS = ("#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00", "#f0e442", "#0072b2", "#b2df8a")  # told apart by all
-PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))
-SIDES = ("PASI", "LRSI", "LRAP")  # of the planes: what lies left, right, on top, at the bottom
 _MARGIN = 8  # voxels shown around the labels where there is no image
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import seqpar
-from seqpar.launch.reporting.cases import COLOURS, SIDES, Shown, draw_planes, favourite
+from seqpar.launch.reporting.cases import Shown, draw_planes, favourite
 from seqpar.launch.reporting.charts import Curve, draw_curves
+from seqpar.launch.reporting.palette import COLOURS, SIDES
 from seqpar.launch.reporting.record import Record, Scored, ScoredCase
 from seqpar.launch.reporting.tables import last_validation, metrics, number
 from seqpar.launch.reporting.volumes import GREYS, Embedded

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
-from seqpar.launch.evaluation.classes import Labels
+from seqpar.launch.evaluation.classes import SETTINGS, Labels, labels_in_files
 from seqpar.launch.evaluation.label_files import case_name, dataset_at, match, score_pairs
 from seqpar.launch.evaluation.scores import summarise
 from seqpar.launch.evaluation.summary_files import document
 from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.settings.config import read_config
-from seqpar.launch.training.validation_folder import SETTINGS, labels_in_files
+from seqpar.launch.runs.run_folder import read_config
 
 Row = Mapping[str, Any]
 

@@ -3,83 +3,16 @@
 import json
 import math
 import os
-import platform
 import resource
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
-import safetensors
 import torch
 
-import seqpar
 from seqpar.launch.runs.tensorboard import Board
-from seqpar.launch.settings.config import Config
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file whole or not at all."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(draft, path)
-
-
-def describe_run(config: Config, preset: str, dataset: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
-    """Returns what config.json holds: settings, data, layout, versions, commit, command."""
-    return {
-        "config": json.loads(config.to_json()),
-        "preset": preset,
-        "dataset": dataset,
-        "layout": layout,
-        "versions": {
-            "seqpar": seqpar.__version__,
-            "torch": torch.__version__,
-            "numpy": numpy.__version__,
-            "python": platform.python_version(),
-            "safetensors": safetensors.__version__,
-        },
-        "commit": _commit(),
-        "command": sys.argv,
-    }
-
-
-def _commit() -> str:
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return found.stdout.strip()
-
-
-class Status:
-    """A run's verdict, in ``status.json``: running, finished, preempted, or failed and why.
-
-    The first cause is kept: a rank that only lost its peers does not overwrite what a peer wrote.
-    """
-
-    def __init__(self, out: Path) -> None:
-        self.path = out / "status.json"
-        self.step = self.steps = 0  # where the run is, and where it will end
-
-    def write(self, state: str, why: str = "", code: int = 0) -> None:
-        content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
-        write_json(self.path, {**content, "time": time.time()})
-
-    def write_unless_over(self, state: str, why: str = "", code: int = 0) -> None:
-        """Writes, unless another rank has said how this run ended."""
-        try:
-            if json.loads(self.path.read_text())["state"] != "running":
-                return
-        except (OSError, ValueError, KeyError):
-            pass
-        self.write(state, why, code)
 
 
 class Journal:

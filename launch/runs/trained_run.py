@@ -9,11 +9,14 @@ import torch
 from seqpar.data.errors import DataError
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.launch.hardware.devices import device_here
-from seqpar.launch.models.segmentation import SegmentationNet, build
-from seqpar.launch.settings.config import Config, read_config
+from seqpar.launch.models.build import build
+from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.runs.run_folder import read_config
+from seqpar.launch.settings.config import Config
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.files import listed, read_weights
-from seqpar.mesh import Mesh, start
+from seqpar.mesh import Mesh
+from seqpar.rendezvous import start
 
 LAST = "model.safetensors"  # what a finished run leaves beside its checkpoints
 

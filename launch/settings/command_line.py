@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
 
-from seqpar.launch.settings.config import AUTO, PRESETS, Config, dashed
+from seqpar.launch.settings.config import AUTO, Config, dashed
+from seqpar.launch.settings.presets import PRESETS
 
 # What a run's weights and optimiser states depend on: these stay when it is continued.
 _FIXED = ("tile", "patch", "optimizer", "spacing")

@@ -4,15 +4,14 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from seqpar.attention.cost_model import NAMES, check_strategy
+from seqpar.attention.strategies import NAMES, check_strategy
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.layout import SPLITS, Layout
-from seqpar.mesh import START_S
+from seqpar.rendezvous import START_S
 from seqpar.vit.blocks import RECOMPUTED
 from seqpar.vit.tokens import POSITIONS
 
@@ -181,77 +180,6 @@ class Config:
         return replace(cls(), **plain)
 
 
-def paper() -> Config:
-    """Returns the paper's setting: ViT-B, tile 96, Adam, soft Dice + cross-entropy, fp32."""
-    return Config(augment="paper", fold="90:10", epochs=400)
-
-
-def modern() -> Config:
-    """Returns today's recipe for plain transformers on 3D images."""
-    return replace(
-        paper(),
-        patch=8,
-        optimizer="adamw",
-        lr=3e-4,
-        betas=(0.9, 0.98),
-        weight_decay=0.05,
-        warmup=10,
-        clip=1.0,
-        precision="bf16",
-        positions="rope",
-        drop_path=0.2,
-        layer_scale=0.1,
-        augment="full",
-        decoder="unetr",
-        decoder_width=16,
-    )
-
-
-def laptop() -> Config:
-    """Returns a run of a few minutes on two CPU cores."""
-    return Config(
-        mode="auto",
-        tile=(48, 48, 48),
-        patch=8,
-        depth=3,
-        embed_dim=96,
-        heads=4,
-        decoder="unetr",
-        decoder_width=8,
-        batch=2,
-        batch_dice=True,
-        epochs=9,
-        iterations=50,
-        lr=2e-3,
-        warmup=1,
-        clip=1.0,
-        val_every=3,
-        workers=1,
-    )
-
-
-def debug() -> Config:
-    """Returns fifty steps in well under a minute, for trying things out."""
-    return replace(
-        laptop(),
-        tile=(32, 32, 32),
-        depth=2,
-        embed_dim=48,
-        batch_dice=False,
-        foreground=1.0,
-        epochs=1,
-        iterations=50,
-        warmup=0,
-        phantoms=6,
-        val_every=1,
-        val_overlap=0.25,
-        workers=0,
-    )
-
-
-PRESETS: dict[str, Callable[[], Config]] = {p.__name__: p for p in (paper, laptop, debug, modern)}
-
-
 def dashed(name: str) -> str:
     """Returns a setting's name as it is written on the command line."""
     return name.replace("_", "-")
@@ -268,14 +196,3 @@ def seconds(text: str) -> float:
         raise ValueError(f"--time-limit {text}: give minutes (110) or H:MM:SS (1:50:00)")
     days, hours, minutes, rest = (int(piece or 0) for piece in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
-
-
-def read_config(run: str | Path) -> dict[str, Any]:
-    """Returns a run folder's config.json."""
-    path = Path(run) / "config.json"
-    try:
-        return dict(json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing, so {run} is no run folder: give what train wrote (--out)") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}): restore it or train again") from None

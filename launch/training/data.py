@@ -1,25 +1,22 @@
 """What a run trains on: the data set, prepared once by one process, its split, and how tiles are drawn from it."""
 
-import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from seqpar.data.formats.splits import split
-from seqpar.data.phantom.files import PhantomSettings, write_phantom
+from seqpar.data.phantom.builtin import phantom
 from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.prepare import PrepareSettings, prepared
-from seqpar.data.preparation.waiting import announced, run_token, wait_for
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.launch.evaluation.classes import of_declared
+from seqpar.launch.job.progress_bar import bar, silent
 from seqpar.launch.settings.config import Config
 
 
 @dataclass(frozen=True)
-class Material:
+class TrainingData:
     """A prepared data set with the ids to train on and to hold out."""
 
     dataset: PreparedDataset
@@ -62,47 +59,13 @@ class Material:
         return {**told, "recipe": recipe, "prepared": str(self.dataset.path.absolute()), **ids}
 
 
-def open_material(config: Config, is_first: bool) -> Material:
+def open_data(config: Config, is_first: bool) -> TrainingData:
     """Returns the config's material: the first process makes what is missing, the others wait for a file."""
-    folder = config.data or str(phantom(config, is_first))
-    settings, progress = PrepareSettings.spaced(config.spacing), _bar("preparing") if is_first else _silent
+    folder = config.data or str(phantom(config.phantoms, is_first, bar("making phantoms") if is_first else silent))
+    settings, progress = PrepareSettings.spaced(config.spacing), bar("preparing") if is_first else silent
     dataset = prepared(folder, config.cache or None, settings, is_first=is_first, progress=progress)
     fold: int | str = int(config.fold) if config.fold.isdigit() else config.fold
     train_ids, held_out_ids = split(dataset, fold)
-    material = Material(dataset, tuple(train_ids), tuple(held_out_ids))
+    material = TrainingData(dataset, tuple(train_ids), tuple(held_out_ids))
     material.tiles(config)  # refused now, before ranks meet
     return material
-
-
-def phantom(config: Config, is_first: bool) -> Path:
-    """Returns the folder of the built-in phantom data, made once in the cache."""
-    root = Path(os.environ.get("SEQPAR_CACHE") or Path.home() / ".cache" / "seqpar").expanduser()
-    out = root / "data" / f"phantom-{config.phantoms}"
-    settings, done = PhantomSettings(), out / "complete"
-    folder = settings.root(out)
-    if is_first:
-        if not done.exists():
-            shown = _bar("making phantoms")
-            with announced(out, run_token()) as announcement:
-
-                def tell(count: int, total: int) -> None:
-                    announcement.tell(count, total)
-                    shown(count, total)
-
-                write_phantom(out, config.phantoms, settings, min(4, os.cpu_count() or 1), tell)
-                done.touch()
-    else:
-        wait_for(out, done, run_token(), done.exists, 600.0, _silent)
-    return folder
-
-
-def _silent(done: int, total: int) -> None:
-    pass
-
-
-def _bar(text: str) -> Any:
-    def show(done: int, total: int) -> None:
-        if total and (sys.stderr.isatty() or done in (0, total)):
-            print(f"\r{text}: {done} of {total} cases", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-    return show

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from seqpar.launch.job import exit_codes
-from seqpar.launch.runs.journal import Status
+from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights.checkpoint import NotSaved
 from seqpar.mesh import Mesh

@@ -3,28 +3,28 @@
 import json
 import math
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.collectives import agree, all_reduce, expect, tell_all, whole
+from seqpar.collectives import all_reduce, whole
+from seqpar.consensus import agree, gather_texts
+from seqpar.data.files import write_json
 from seqpar.data.sampling.loader import Loader, MicroBatch
 from seqpar.launch.job.exit_codes import NonFinite
 from seqpar.launch.job.stop_request import Stopper
-from seqpar.launch.models.optimizer import learning_rate, make_optimiser, set_learning_rate
+from seqpar.launch.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.launch.runs.journal import Journal, Status, epoch_line, peak_memory_mb, write_json
+from seqpar.launch.runs.journal import Journal, epoch_line, peak_memory_mb
+from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.settings.config import Config
-from seqpar.launch.training.data import Material
+from seqpar.launch.training.data import TrainingData
+from seqpar.launch.training.data_parallel import at_hand, shard
 from seqpar.launch.training.pictures import draw_progress
 from seqpar.launch.training.stragglers import Stragglers
 from seqpar.launch.training.validation import Validation
@@ -34,7 +34,8 @@ from seqpar.launch.weights.files import write_weights
 from seqpar.launch.weights.states import whole_tensors
 from seqpar.losses import DiceCE
 from seqpar.mesh import Mesh, equal_weights
-from seqpar.vit.tokens import DropoutKey
+from seqpar.messages import expect
+from seqpar.vit.dropout import DropoutKey
 
 GO_ON, SAVE, LEAVE, BROKEN = range(4)
 
@@ -46,7 +47,7 @@ class Trainer:
         self,
         config: Config,
         mesh: Mesh,
-        material: Material,
+        material: TrainingData,
         net: SegmentationNet,
         status: Status,
         described: dict[str, Any],
@@ -66,7 +67,7 @@ class Trainer:
             shard(self.net, mesh)
         elif mesh.world.size > 1:
             self.stepped = self._ddp()
-        self.optimiser = make_optimiser(config, self.net)
+        self.optimiser = make_optimizer(config, self.net)
         self.loss = DiceCE(
             regions=material.regions, batch_dice=config.batch_dice, ignore_label=material.dataset.ignore_label
         )
@@ -172,7 +173,7 @@ class Trainer:
             row, decision = stepped
             rows.append(row)
             if self.progress.step == first + 1:
-                self.mesh.hasten(config.timeout)
+                self.mesh.set_timeout(config.timeout)
             step, epoch_ends = self.progress.step, self.progress.step % config.iterations == 0
             self.journal.record("train", step - 1, **row)
             pace = (time.monotonic() - began) / (step - first)
@@ -238,7 +239,7 @@ class Trainer:
                 expect("gradients", self.mesh.world)
             with nullcontext() if last else self._unsummed():
                 sums += self._backward(micro) / len(micros)
-        self.mesh.settle()
+        self.mesh.synchronize()
         data_wait_s = sum(micro.wait_s for micro in micros)
         busy_s = time.perf_counter() - began - self.mesh.world.watch.take_waited() + data_wait_s
         own_finite = bool(torch.isfinite(sums[0]))
@@ -317,9 +318,9 @@ class Trainer:
     def _report_broken(self, step: int, loss: float, micros: list[MicroBatch]) -> None:
         cases = ", ".join(sorted({case for micro in micros for case in micro.cases}))
         told = "" if math.isfinite(loss) else f"rank {self.mesh.world.index}: loss {loss} on {cases}"
-        causes = [text for text in tell_all(told, self.mesh.world) if text]
+        causes = [text for text in gather_texts(told, self.mesh.world) if text]
         if not causes:
-            batches = tell_all(cases, self.mesh.world)
+            batches = gather_texts(cases, self.mesh.world)
             causes = [f"the gradient is not finite; the batch held {', '.join(dict.fromkeys(batches))}"]
         raise NonFinite(
             f"step {step}: {'; '.join(causes)}. No weight was changed. Lower --lr, set --clip 1, use --precision fp32, "
@@ -344,38 +345,6 @@ class Trainer:
 
     def _write_status(self, state: str, why: str = "", code: int = 0) -> None:
         self.journal.attempt(lambda: self.status.write(state, why, code))
-
-
-def shard(net: SegmentationNet, mesh: Mesh) -> None:
-    """Leaves each rank of data x seq its share of the weights, and so of their gradients and optimiser states.
-
-    A block's weights come together for its forward and again for its backward; the rest is one such unit.
-    """
-    ranks = mesh.line()
-    # logits may be a view of the upsampled grid; nothing here writes into them
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-
-    def place(p: torch.nn.Parameter) -> Shard | None:
-        """Returns the direction that is cut where it is not the first one, which is too short."""
-        fits = [dim for dim, size in enumerate(p.shape) if size % mesh.world.size == 0]
-        return Shard(fits[0]) if p.shape[0] < mesh.world.size and fits else None
-
-    for block in net.encoder.blocks:
-        fully_shard(block, mesh=ranks, shard_placement_fn=place)
-    fully_shard(net, mesh=ranks, shard_placement_fn=place)
-
-
-@contextmanager
-def at_hand(net: SegmentationNet, mesh: Mesh) -> Iterator[None]:
-    """Where several groups see different numbers of windows, sharded weights are whole: none may wait for another."""
-    sharded = [module for module in net.modules() if isinstance(module, FSDPModule)]
-    for module in sharded if mesh.data.size > 1 else ():
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-    yield
-    for module in sharded:
-        module.reshard()
-        module.set_reshard_after_forward(module is not net, recurse=False)
 
 
 def global_batch(config: Config, mesh: Mesh) -> int:

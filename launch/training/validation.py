@@ -11,13 +11,14 @@ import torch
 from seqpar.collectives import all_reduce
 from seqpar.data.preparation.cache import PreparedCase
 from seqpar.launch.evaluation.scores import Scores, score, summarise
-from seqpar.launch.inference.sliding_window import join_rows, sliding_window, to_labels
+from seqpar.launch.inference.logits_to_labels import to_labels
+from seqpar.launch.inference.sliding_window import join_rows, sliding_window
 from seqpar.launch.inference.windows import Sliding
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.runs.journal import Journal
 from seqpar.launch.settings.config import Config
-from seqpar.launch.training.data import Material
+from seqpar.launch.training.data import TrainingData
 from seqpar.launch.training.pictures import Shown, draw_cases
 from seqpar.launch.training.validation_folder import HeldOut, true_files
 from seqpar.losses import DiceCE, LossParts
@@ -38,7 +39,7 @@ class Found:
 class Validation:
     """Loss and Dice per class and region on held-out cases; the same on all ranks."""
 
-    def __init__(self, config: Config, mesh: Mesh, material: Material, loss: DiceCE) -> None:
+    def __init__(self, config: Config, mesh: Mesh, material: TrainingData, loss: DiceCE) -> None:
         self.config, self.mesh, self.material, self.loss = config, mesh, material, loss
         self.ids = material.held_out_ids[: config.val_cases or None]
 

@@ -13,31 +13,21 @@ import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import recognise
+from seqpar.data.phantom.builtin import phantom
 from seqpar.data.preparation.cache import PreparedCase
 from seqpar.data.preparation.prepare import labels_to_source
 from seqpar.data.volumes import write_volume
-from seqpar.launch.evaluation.classes import Labels, of_declared
+from seqpar.launch.evaluation.classes import SETTINGS, labels_in_files
 from seqpar.launch.evaluation.label_files import Pair, score_pair
 from seqpar.launch.evaluation.scores import Scores, summarise
 from seqpar.launch.evaluation.summary_files import document, write
 from seqpar.launch.settings.config import Config
-from seqpar.launch.training.data import phantom
-
-SETTINGS = {"nsd_tolerance": 1.0, "lesion_wise": False, "empty": "skip"}
 
 
 def true_files(config: Config) -> dict[str, Path]:
     """Returns each case's label file."""
-    dataset = recognise(config.data or phantom(config, is_first=False))
+    dataset = recognise(config.data or phantom(config.phantoms, is_first=False))
     return {case.id: case.label.absolute() for case in dataset.cases if case.label is not None}
-
-
-def labels_in_files(described: Mapping[str, Any]) -> Labels:
-    """Returns the labels and regions of a run in the files' values."""
-    values, ignore = described["values"], described["ignore_label"]
-    labels = {name: values[n] for name, n in described["labels"].items()}
-    regions = {name: tuple(values[n] for n in ids) for name, ids in described["regions"].items()}
-    return of_declared(labels, regions, None if ignore is None else values[ignore])
 
 
 class HeldOut:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from seqpar.collectives import agree, tell_all
+from seqpar.consensus import agree, gather_texts
 from seqpar.launch.weights.states import (
     fill,
     fill_optimiser,
@@ -76,10 +76,10 @@ def save(
     agree(0, world)  # nobody writes before the folder is there
     if not problem:
         problem = _tried(lambda: _write(draft, model, states, progress, world.index, config))
-    problems = [text for text in tell_all(problem, world) if text]
+    problems = [text for text in gather_texts(problem, world) if text]
     if not problems:
         problem = _tried(lambda: _commit(draft, target, folder, is_best)) if is_first else ""
-        problems = [text for text in tell_all(problem, world) if text]
+        problems = [text for text in gather_texts(problem, world) if text]
     if problems:
         if is_first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -220,10 +220,10 @@ def find_together(folder: Path, world: Group) -> Path | None:
             found = str(find(folder))
         except DamagedCheckpoint as error:
             problem = str(error)
-    problem = tell_all(problem, world)[0]
+    problem = gather_texts(problem, world)[0]
     if problem:
         raise DamagedCheckpoint(problem)
-    found = tell_all(found, world)[0]
+    found = gather_texts(found, world)[0]
     return Path(found) if found else None
 
 

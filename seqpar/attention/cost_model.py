@@ -6,20 +6,11 @@ are an estimate from the link's bandwidth and latency and the processor's rate, 
 
 from dataclasses import dataclass
 
-CHUNK_BYTES = 4 << 20  # of keys and values of a chunk: below it, latency costs more than overlap gains
-CHUNK_ROWS = 1 << 15  # queries times batch times heads of a chunk that fill a GPU
-NAMES = ("gather-kv", "gather-x", "ulysses", "hybrid")
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """How attention crosses ranks; ``inner`` ranks exchange heads: 1 for gathers, all for ulysses."""
-
-    name: str
-    inner: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.name}:{self.inner}" if self.name == "hybrid" else self.name
+from seqpar.attention.strategies import (
+    Strategy,
+    heads_per_chunk,
+    inner_sizes,
+)
 
 
 @dataclass(frozen=True)
@@ -65,29 +56,6 @@ class Layer:
         return self.width // self.heads
 
 
-def check_strategy(name: str, ranks: int, heads: int, keep: bool) -> Strategy:
-    """Returns the strategy of a name, ``hybrid`` also as ``hybrid:U``; refuses what these ranks cannot do."""
-    kind, colon, number = name.partition(":")
-    if kind not in NAMES or (colon and (kind != "hybrid" or not number.isdecimal())):
-        raise ValueError(f"--attention {name}: choose auto, {', '.join(NAMES)} or hybrid:U (U ranks exchange heads)")
-    if ranks == 1:
-        return Strategy(kind)
-    if kind == "ulysses" and keep:
-        raise ValueError("--keep-kv has no effect with --attention ulysses, which gathers nothing: leave one of them")
-    if kind != "hybrid":
-        return Strategy(kind, ranks if kind == "ulysses" else 1)
-    between = _between(ranks)
-    inner = int(number) if colon else max(between, key=lambda u: (heads % u == 0, u), default=0)
-    if inner not in between:
-        choices = ", ".join(f"hybrid:{u}" for u in between) or "none: use auto, gather-x, gather-kv or ulysses"
-        raise ValueError(f"--attention {name}: {ranks} ranks allow {choices}")
-    return Strategy("hybrid", inner)
-
-
-def _between(ranks: int) -> list[int]:
-    return [u for u in range(2, ranks) if ranks % u == 0]
-
-
 @dataclass(frozen=True)
 class Sent:
     """Elements that a rank sends in one layer: to the ranks that exchange heads, and across in gathers."""
@@ -124,18 +92,6 @@ def sent(strategy: Strategy, layer: Layer, rank: int, keep: bool = False) -> Sen
         (to_heads + 3 * to_tokens) * width,
         (again * gather + reduce) * width,
     )
-
-
-def heads_per_chunk(heads: int, head_bytes: int, rows: int, on_gpu: bool) -> int:
-    """Returns how many of the heads that a rank holds go together: the fewest that are worth a message.
-
-    ``head_bytes`` are one head's whole keys and values, ``rows`` its queries times batch.
-    """
-    fewest = -(-CHUNK_BYTES // max(head_bytes, 1))
-    if on_gpu:
-        fewest = max(fewest, -(-CHUNK_ROWS // max(rows, 1)))
-    chunks = -(-heads // min(fewest, heads))
-    return -(-heads // chunks)
 
 
 @dataclass(frozen=True)
@@ -225,7 +181,7 @@ def choose(
     candidates = [Strategy("gather-x"), Strategy("gather-kv")]
     if not keep:  # it gathers nothing that could be kept
         candidates.append(Strategy("ulysses", layer.ranks))
-    candidates += [Strategy("hybrid", inner) for inner in _between(layer.ranks)]
+    candidates += [Strategy("hybrid", inner) for inner in inner_sizes(layer.ranks)]
     costs = {s: cost(s, layer, machine, keep) for s in candidates}
     needs = {s: depth * c.held + c.transient for s, c in costs.items()}
     fits = [s for s in candidates if memory_left is None or needs[s] <= memory_left]

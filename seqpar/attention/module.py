@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.attention.cost_model import Strategy
 from seqpar.attention.head_exchange import exchange
 from seqpar.attention.partition import Rotate
+from seqpar.attention.strategies import Strategy
 from seqpar.attention.token_gather import gather_x
 from seqpar.mesh import Group
 from seqpar.meta_tensors import autocast_dtype

@@ -14,9 +14,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from seqpar.attention.cost_model import heads_per_chunk
-from seqpar.collectives import Coming, Pending, post, start_filling, start_reduce_scatter
+from seqpar.attention.strategies import heads_per_chunk
+from seqpar.collectives import start_filling, start_reduce_scatter
 from seqpar.mesh import Group
+from seqpar.messages import Coming, Pending, post
 from seqpar.meta_tensors import device_type
 
 KIND = "attention"

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.attention.cost_model import heads_per_chunk
 from seqpar.attention.kernels import pick
 from seqpar.attention.partition import KIND, Rotate, heads_first, tokens_first
+from seqpar.attention.strategies import heads_per_chunk
 from seqpar.collectives import start_all_gather, start_reduce_scatter
 from seqpar.mesh import Group
 from seqpar.meta_tensors import device_type

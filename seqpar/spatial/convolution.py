@@ -16,9 +16,11 @@ from torch.autograd.function import once_differentiable
 from seqpar.halo_exchange import Interval
 from seqpar.mesh import Group
 from seqpar.meta_tensors import autocast_dtype
-from seqpar.spatial.box_grid import Halos, Reach, Spread, after, sliding, spreading
+from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.cpu_convolution import Sizes, convolve, gradients, is_halved
-from seqpar.spatial.pieces import channels_last, laid_out
+from seqpar.spatial.halos import Halos
+from seqpar.spatial.memory_format import channels_last, laid_out
+from seqpar.spatial.reach import Reach, after, sliding, spreading
 
 
 class Conv3d(nn.Conv3d):
@@ -33,7 +35,7 @@ class Conv3d(nn.Conv3d):
         _refuse_padding(self.padding_mode)
         self.keep_window = keep_window
 
-    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
         if self._is_local() and channels_last(x):
             assert spread is None or spread.fits(x), (x.shape, spread.sides)
@@ -85,7 +87,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
             raise ValueError(f"output_padding {self.output_padding} must be smaller than stride or dilation")
         self.keep_window = keep_window
 
-    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
         if spread is None:
             return laid_out(super().forward(x), x), None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.meta_tensors import device_type
-from seqpar.spatial.pieces import channels_last
+from seqpar.spatial.memory_format import channels_last
 
 _NATIVE = 20480  # channels x W x D up to which torch takes its own kernel
 Ints = tuple[int, ...]

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.collectives import all_reduce
 from seqpar.mesh import Group
-from seqpar.spatial.box_grid import Spread
-from seqpar.spatial.norms import Pool
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.norms import MomentGroups
 from seqpar.spatial.pieces import Pieces
 
 SLOPE = 0.01
@@ -35,8 +35,8 @@ class NormedActivation(nn.Module):
         self.eps, self.norm_other = eps, norm_other
 
     def forward(
-        self, x: Tensor, spread: Spread | None = None, other: Tensor | None = None
-    ) -> tuple[Tensor, Spread | None]:
+        self, x: Tensor, spread: BoxGrid | None = None, other: Tensor | None = None
+    ) -> tuple[Tensor, BoxGrid | None]:
         """Returns the activated volume ``b c W/s D/s H/s`` and its unchanged spread."""
         assert spread is None or spread.fits(x), (x.shape, spread.sides)
         assert other is not None or not self.norm_other
@@ -48,7 +48,7 @@ class NormedActivation(nn.Module):
 
 def _statistics(x: Tensor, eps: float, groups: Groups) -> tuple[Tensor, Tensor]:
     """Returns mean and scale of each row ``(b c)`` over all ranks, in float32 at least."""
-    counts, mean, squares = Pool(x.shape[1], False, groups).moments(x)
+    counts, mean, squares = MomentGroups(x.shape[1], False, groups).moments(x)
     wide = torch.promote_types(x.dtype, torch.float32)
     return mean.flatten().to(wide), (squares / counts + eps).rsqrt().flatten().to(wide)
 

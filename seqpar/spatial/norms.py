@@ -17,21 +17,22 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.collectives import all_gather, all_reduce
 from seqpar.mesh import Group
-from seqpar.spatial.box_grid import Spread
-from seqpar.spatial.pieces import Pieces, channels_last
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.memory_format import channels_last
+from seqpar.spatial.pieces import Pieces
 
 
 class InstanceNorm3d(nn.InstanceNorm3d):
     """Instance norm; statistics over all voxels of the whole volume, for each sample and channel."""
 
-    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns the normed volume and its unchanged spread."""
         own = self.training or not self.track_running_stats
         if not own or (spread is None and not channels_last(x)):  # torch's own would lay channels out anew
             return super().forward(x), spread
         _refuse_single(math.prod(x.shape[2:] if spread is None else spread.extents), self)
         groups = () if spread is None else (spread.group,)
-        y, mean, variance = _norm(x, self, Pool(self.num_features, False, groups), spread)
+        y, mean, variance = _norm(x, self, MomentGroups(self.num_features, False, groups), spread)
         if self.running_mean is not None and self.running_var is not None:
             factor = self.momentum or 0.0
             self.running_mean.lerp_(mean.mean(0).flatten(), factor)
@@ -46,7 +47,7 @@ class BatchNorm3d(nn.BatchNorm3d):
         super().__init__(num_features, *options, **more)
         self.data = data
 
-    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns the normed volume and its unchanged spread."""
         own = self.training or self.running_mean is None
         groups = (*([] if spread is None else [spread.group]), *([] if self.data is None else [self.data]))
@@ -54,7 +55,7 @@ class BatchNorm3d(nn.BatchNorm3d):
             return super().forward(x), spread
         voxels = spread.extents if spread is not None else x.shape[2:]
         _refuse_single(len(x) * math.prod(voxels) * (self.data.size if self.data else 1), self)
-        y, mean, variance = _norm(x, self, Pool(self.num_features, True, groups), spread)
+        y, mean, variance = _norm(x, self, MomentGroups(self.num_features, True, groups), spread)
         if self.training and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
@@ -67,11 +68,11 @@ class BatchNorm3d(nn.BatchNorm3d):
 class GroupNorm(nn.GroupNorm):
     """Group norm; statistics over all voxels and each group's channels."""
 
-    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns the normed volume and its unchanged spread."""
         if spread is None:
             return super().forward(x), None
-        return _norm(x, self, Pool(self.num_groups, False, (spread.group,)), spread)[0], spread
+        return _norm(x, self, MomentGroups(self.num_groups, False, (spread.group,)), spread)[0], spread
 
 
 class ChannelLayerNorm(nn.LayerNorm):
@@ -80,7 +81,7 @@ class ChannelLayerNorm(nn.LayerNorm):
     def __init__(self, num_channels: int, **options: Any) -> None:
         super().__init__(num_channels, **options)
 
-    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns the normed volume and its unchanged spread."""
         last = x.movedim(1, -1)
         return F.layer_norm(last, self.normalized_shape, self.weight, self.bias, self.eps).movedim(-1, 1), spread
@@ -92,7 +93,7 @@ def _refuse_single(count: int, norm: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Pool:
+class MomentGroups:
     """Which values share statistics: of a channel group, of the batch or of each sample, on all ranks of ``groups``."""
 
     num_groups: int
@@ -145,7 +146,7 @@ def _merged(moments: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _norm(
-    x: Tensor, norm: InstanceNorm3d | BatchNorm3d | GroupNorm, pool: Pool, spread: Spread | None
+    x: Tensor, norm: InstanceNorm3d | BatchNorm3d | GroupNorm, pool: MomentGroups, spread: BoxGrid | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the normed volume, and the mean and unbiased variance ``b g 1`` that all ranks share."""
     assert spread is None or spread.fits(x), (x.shape, spread.sides)
@@ -160,7 +161,7 @@ class _Norm(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, pool: Pool
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, pool: MomentGroups
     ) -> tuple[Tensor, Tensor, Tensor]:
         counts, mean, squares = pool.moments(x)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -190,7 +191,7 @@ class _Norm(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
-        pool: Pool = ctx.pool
+        pool: MomentGroups = ctx.pool
         mean, scale = pool.each(mean, x.shape), pool.each(scale, x.shape)  # (b c)
         pieces = Pieces(x)
         grad = grad.contiguous(memory_format=pieces.format)

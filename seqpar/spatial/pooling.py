@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.collectives import total
-from seqpar.spatial.box_grid import Halos, Reach, Spread, after, enlarging, sliding
+from seqpar.collectives import all_sum
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.halos import Halos
+from seqpar.spatial.reach import Reach, after, enlarging, sliding
 
 
 class MaxPool3d(nn.MaxPool3d):
@@ -25,7 +27,7 @@ class MaxPool3d(nn.MaxPool3d):
             raise ValueError("return_indices would number voxels of a box, not of the volume: leave it out")
         _refuse_padding(self, _three(self.dilation))
 
-    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
         if spread is None:
             return super().forward(x), None
@@ -44,7 +46,7 @@ class AvgPool3d(nn.AvgPool3d):
         super().__init__(*sizes, **options)
         _refuse_padding(self, (1, 1, 1))
 
-    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
         if spread is None:
             return super().forward(x), None
@@ -63,7 +65,7 @@ class AvgPool3d(nn.AvgPool3d):
             y = y / (w[:, None, None] * d[:, None] * h)
         return y, after(spread, reaches)
 
-    def _counts(self, dim: int, reach: Reach, spread: Spread) -> list[int]:
+    def _counts(self, dim: int, reach: Reach, spread: BoxGrid) -> list[int]:
         """Returns how many voxels torch divides by along ``dim``, for each of this rank's outputs."""
         kernel, stride = _three(self.kernel_size)[dim], _three(self.stride)[dim]
         padding, extent = _three(self.padding)[dim], spread.extents[dim]
@@ -89,7 +91,7 @@ class Upsample(nn.Upsample):
             raise ValueError(f"scale_factor {self.scale_factor}: boxes stay aligned for whole factors only")
         self.factors = tuple(int(factor) for factor in factors)
 
-    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:  # type: ignore[override]
+    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
         if spread is None:
             return super().forward(x), None
@@ -112,14 +114,14 @@ class GlobalMean(nn.AdaptiveAvgPool3d):
     def __init__(self) -> None:
         super().__init__(1)
 
-    def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
+    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
         """Returns the means, and None: they are whole on every rank."""
         if spread is None:
             return super().forward(x), None
         assert spread.fits(x), (x.shape, spread.sides)
         share = math.prod(spread.sides) / math.prod(spread.extents)
         mean = x.mean((2, 3, 4), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-        return total(mean * share, spread.group, "statistics").to(x.dtype), None
+        return all_sum(mean * share, spread.group, "statistics").to(x.dtype), None
 
 
 def _refuse_padding(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int]) -> None:
@@ -129,7 +131,7 @@ def _refuse_padding(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int]) -> Non
             raise ValueError(f"{pool}: padding must be at most half of the kernel")
 
 
-def _pool_reaches(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int], spread: Spread) -> list[Reach]:
+def _pool_reaches(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int], spread: BoxGrid) -> list[Reach]:
     kernel, stride, padding = _three(pool.kernel_size), _three(pool.stride), _three(pool.padding)
     return [
         sliding(edges, d * (k - 1) + 1, s, (p, p), str(pool), pool.ceil_mode)

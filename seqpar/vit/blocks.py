@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqpar.attention.module import Attention, Rotate
 from seqpar.meta_tensors import around_checkpoint
-from seqpar.vit.tokens import DropoutKey, keyed_drop_path, keyed_dropout
+from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
 
 ATTENTION_SITE, MLP_SITE, HIDDEN_SITE = range(3)
 MLPS = ("gelu", "swiglu")

@@ -11,20 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.attention.cost_model import CPU, GPU, Layer, Machine, Strategy, check_strategy, choose
+from seqpar.attention.cost_model import CPU, GPU, Layer, Machine, choose
 from seqpar.attention.module import Attention, Rotate
+from seqpar.attention.strategies import Strategy, check_strategy
 from seqpar.layout import Layout
 from seqpar.mesh import Group
 from seqpar.vit.blocks import MLPS, RECOMPUTED, Block, GatedMlp, Mlp
-from seqpar.vit.tokens import (
-    POSITIONS,
-    DropoutKey,
-    PatchEmbed,
-    Rotation,
-    keyed_dropout,
-    learned_positions,
-    sincos_positions,
-)
+from seqpar.vit.dropout import DropoutKey, keyed_dropout
+from seqpar.vit.tokens import POSITIONS, PatchEmbed, Rotation, learned_positions, sincos_positions
 
 
 class SeqParViT(nn.Module):

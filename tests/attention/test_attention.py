@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from seqpar.attention import kernels
-from seqpar.attention.cost_model import Strategy
 from seqpar.attention.module import Attention
+from seqpar.attention.strategies import Strategy
 from seqpar.mesh import Mesh
 from tests.support.ranks import relative
 

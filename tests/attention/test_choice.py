@@ -4,18 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from seqpar.attention.cost_model import (
-    CPU,
-    GPU,
-    Layer,
-    Machine,
-    Strategy,
-    check_strategy,
-    choose,
-    cost,
-    heads_per_chunk,
-    sent,
-)
+from seqpar.attention.cost_model import CPU, GPU, Layer, Machine, choose, cost, sent
+from seqpar.attention.strategies import Strategy, check_strategy, heads_per_chunk
 
 QUICK = Machine(bandwidth=1e9, latency=0.0, flops=1e18, overlaps=False)  # only bytes count
 

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.attention.cost_model import Layer, check_strategy, sent
+from seqpar.attention.cost_model import Layer, sent
 from seqpar.attention.module import Attention
+from seqpar.attention.strategies import check_strategy
 from seqpar.collectives import all_reduce
 from seqpar.layout import Layout
 from seqpar.mesh import Group, Mesh

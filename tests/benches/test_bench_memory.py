@@ -10,7 +10,8 @@ from seqpar.launch import bench
 from seqpar.launch.benches import attention, encoder, large, memory, plan, rank
 from seqpar.launch.hardware.devices import known
 from seqpar.launch.planning.feasibility import refuse
-from seqpar.mesh import Mesh, pretend
+from seqpar.mesh import Mesh
+from seqpar.rendezvous import pretend
 from tests.support.ranks import run_ranks
 
 TINY = replace(memory.SMALL, tile=(16, 16, 16), embed_dim=24, depth=2, heads=2, decoder_width=4)

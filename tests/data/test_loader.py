@@ -234,20 +234,21 @@ def test_signals_to_the_job_end_no_worker_and_run_no_handler_there(alone: Mesh, 
 
 
 SCRIPT = """
+
 import os, signal, sys, time
 from tests.support.cases import noise_source
 import torch
 import seqpar.data.sampling.loader as loader_module
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.loader import Loader
-from seqpar.environment import Start
+from seqpar.environment import Launcher
 from seqpar.layout import Layout
-from seqpar.mesh import join
+from seqpar.rendezvous import join
 
 if __name__ == "__main__":
     torch.set_num_threads(2)  # a threaded autograd before the fork, as training has it
     torch.nn.Conv3d(2, 8, 3)(torch.randn(2, 2, 24, 24, 24)).square().mean().backward()
-    mesh = join(Start("test"), None, 1, torch.device("cpu"))
+    mesh = join(Launcher("test"), None, 1, torch.device("cpu"))
     loader_module.start_method = lambda device: {method!r}
     source = noise_source(augment("paper", (8, 8, 8)), count=3, wait_s=0.5)
     loader = Loader(source, Layout.of(8, 4), mesh, batch=1, steps=range(100), workers=3)

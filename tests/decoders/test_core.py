@@ -17,13 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from seqpar.collectives import all_gather, all_reduce
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.plain import PlainDecoder
-from seqpar.environment import Start
+from seqpar.environment import Launcher
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.saved_bytes import saved_bytes
 from seqpar.losses import DiceCE
-from seqpar.mesh import Mesh, join
+from seqpar.mesh import Mesh
+from seqpar.rendezvous import join
+from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
-from seqpar.vit.tokens import DropoutKey
 from tests.support.ranks import GOLDEN, relative
 
 CLASSES, CHANNELS = 3, 2
@@ -113,7 +114,7 @@ def train(mesh: Mesh, case: Case) -> Outcome:
 
 
 def one_process(case: Case) -> Outcome:
-    return train(join(Start("test"), None, 1, torch.device("cpu")), case)
+    return train(join(Launcher("test"), None, 1, torch.device("cpu")), case)
 
 
 def run_all(mesh: Mesh, cases: list[Case]) -> list[Outcome]:
@@ -170,7 +171,7 @@ def parts_alone(mesh: Mesh, case: Case) -> tuple[float, float, list[bool]]:
     logits = net(part)
     loss = loss_of(logits, net.arrange(label_part), net.mode.share())
     whole_case = Case(**{**case.__dict__, "mode": "gather"})
-    alone = build(whole_case, join(Start("test"), None, 1, torch.device("cpu"))).eval()
+    alone = build(whole_case, join(Launcher("test"), None, 1, torch.device("cpu"))).eval()
     tokens = alone.encoder(image)[:, layout.token_ids(mesh.seq.index)]
     box = layout.box(mesh.seq.index)
     grid = tokens.transpose(1, 2).unflatten(2, [high - low for low, high in box])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from seqpar import collectives as c
-from seqpar import halo_exchange, remaps
+from seqpar import consensus, halo_exchange, remaps
 from seqpar.mesh import Group, Mesh
 from tests.support.ranks import relative
 
@@ -95,8 +95,8 @@ def check_total(mesh: Mesh) -> None:
     group = mesh.seq
     for shape in ((), (3,), (2, 5)):
         x = rows(group.index, *shape)
-        assert relative(c.total(x, group), sum(rows(q, *shape) for q in range(group.size))) < 1e-14
-        assert adjoint_gap(mesh, x, lambda x: c.total(x, group)) < 1e-14
+        assert relative(c.all_sum(x, group), sum(rows(q, *shape) for q in range(group.size))) < 1e-14
+        assert adjoint_gap(mesh, x, lambda x: c.all_sum(x, group)) < 1e-14
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -224,7 +224,7 @@ def check_dtypes(mesh: Mesh, dtype: torch.dtype) -> list[torch.dtype]:
     assert torch.equal(whole, torch.cat(parts))
     spread = c.scatter_sum(whole, group, 0, sizes)
     assert relative(spread.double(), parts[group.index].detach().double() * group.size) < 1e-2
-    c.total(spread.sum(), group).backward()
+    c.all_sum(spread.sum(), group).backward()
     assert mine.grad is not None and mine.grad.dtype == dtype
     return [whole.dtype, spread.dtype]
 
@@ -258,7 +258,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
     outputs = {
         "gather": c.gather(inputs, group, 1, [4]),
         "scatter": c.scatter_sum(inputs, group, 1, [4]),
-        "sum": c.total(inputs, group),
+        "sum": c.all_sum(inputs, group),
         "all_to_all": c.all_to_all(inputs, group, [2], [2]),
         "window": halo_exchange.window(inputs, group, 1, {0: (0, 4)}, {0: (0, 3)}),
         "remap": remaps.remap(inputs, group, 1, plan),
@@ -271,7 +271,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
 
 
 def check_agree(mesh: Mesh) -> int:
-    return c.agree(7 if mesh.seq.index == 1 else 0, mesh.seq)
+    return consensus.agree(7 if mesh.seq.index == 1 else 0, mesh.seq)
 
 
 def test_a_flag_of_one_rank_is_known_to_all(ranks: Callable[..., list]) -> None:
@@ -280,13 +280,13 @@ def test_a_flag_of_one_rank_is_known_to_all(ranks: Callable[..., list]) -> None:
 
 def check_words(mesh: Mesh) -> None:
     me, size = mesh.world.index, mesh.world.size
-    assert c.agree_all((me, -me, 7), mesh.world) == (size - 1, 0, 7)
-    assert c.agree(me, mesh.world) == size - 1
+    assert consensus.agree_all((me, -me, 7), mesh.world) == (size - 1, 0, 7)
+    assert consensus.agree(me, mesh.world) == size - 1
     for source in range(size):
-        text = c.tell(f"rank {me}: größer" if me == source else "", source, mesh.world)
+        text = consensus.tell(f"rank {me}: größer" if me == source else "", source, mesh.world)
         assert text == f"rank {source}: größer"
-    assert c.tell("", 0, mesh.world) == ""
-    assert c.tell(str(me), mesh.seq.size - 1, mesh.seq) == str(mesh.seq.ranks[-1])
+    assert consensus.tell("", 0, mesh.world) == ""
+    assert consensus.tell(str(me), mesh.seq.size - 1, mesh.seq) == str(mesh.seq.ranks[-1])
 
 
 @pytest.mark.parametrize("world, seqpar", [(1, 1), (3, 3), (4, 2)])
@@ -295,7 +295,7 @@ def test_all_learn_the_largest_flags_and_one_ranks_text(world: int, seqpar: int,
 
 
 def check_tell_all(mesh: Mesh) -> list[str]:
-    return c.tell_all(["", "zwölf", "b" * 50][mesh.seq.index], mesh.seq)
+    return consensus.gather_texts(["", "zwölf", "b" * 50][mesh.seq.index], mesh.seq)
 
 
 def test_texts_of_any_length_reach_all_in_rank_order(ranks: Callable[..., list]) -> None:

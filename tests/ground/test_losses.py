@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from seqpar import losses
 from seqpar.collectives import all_reduce
 from seqpar.launch.planning.saved_bytes import saved_bytes
-from seqpar.losses import DiceCE, Share
+from seqpar.losses import DiceCE, LossGroups
 from seqpar.mesh import Mesh
 from tests.support.new_tensors import NewTensors
 from tests.support.ranks import relative
@@ -90,7 +90,7 @@ def check_voxels(mesh: Mesh, sizes: list[int], options: dict) -> tuple[float, fl
     (grad,) = torch.autograd.grad(want, whole)
     group = mesh.seq
     part = logits.split(sizes, 2)[group.index].requires_grad_()
-    got = loss(part, label.split(sizes, 1)[group.index], Share(voxels=group))
+    got = loss(part, label.split(sizes, 1)[group.index], LossGroups(voxels=group))
     (mine,) = torch.autograd.grad(got, part)
     return relative(got, want), relative(mine / group.size, grad.split(sizes, 2)[group.index])
 
@@ -111,7 +111,7 @@ def check_samples(mesh: Mesh, options: dict, shared: bool) -> tuple[float, float
     (grad,) = torch.autograd.grad(want, whole)
     pick = lambda t, dim: t.chunk(2)[mesh.data.index].chunk(2, dim)[mesh.seq.index]  # noqa: E731
     part = pick(logits, 2).requires_grad_()
-    share = Share(mesh.seq, (mesh.data,) if shared else ())
+    share = LossGroups(mesh.seq, (mesh.data,) if shared else ())
     got = loss(part, pick(label, 1), share)
     (mine,) = torch.autograd.grad(got, part)
     mean = all_reduce(got, mesh.world) / mesh.world.size

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from seqpar.environment import Start
-from seqpar.mesh import Mesh, _meet, _warn_of_crossing, equal_weights, seed, start
+from seqpar.environment import Launcher
+from seqpar.mesh import Mesh, equal_weights, seed
+from seqpar.rendezvous import _meet, _warn_of_crossing, start
 
 
 def describe(mesh: Mesh) -> tuple[tuple[int, ...], int, tuple[int, ...], int, list[str]]:
@@ -72,8 +73,8 @@ def test_a_meeting_that_cannot_be_is_told_at_once() -> None:
 
 def test_a_rank_does_not_join_another_job_that_listens_at_its_port() -> None:
     other = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    begin = Start("openmpi", 1, 2, 1, 2, port=other.port, job="b")
-    ours, theirs = _meet(begin, 5), _meet(replace(begin, job="a"), 5)
+    launcher = Launcher("openmpi", 1, 2, 1, 2, port=other.port, job="b")
+    ours, theirs = _meet(launcher, 5), _meet(replace(launcher, job="a"), 5)
     theirs.set("host/0", "")
     assert not ours.check(["host/0"]) and theirs.check(["host/0"])
 
@@ -82,13 +83,13 @@ def test_all_steps_of_a_start_share_its_time(monkeypatch: pytest.MonkeyPatch) ->
     given: list[float] = []
     now = iter([0.0, 6.0])
 
-    def missing(begin: Start, store: object, timeout_s: float) -> None:
+    def missing(launcher: Launcher, store: object, timeout_s: float) -> None:
         given.append(timeout_s)
         raise TimeoutError
 
-    monkeypatch.setattr("seqpar.mesh.time", SimpleNamespace(monotonic=lambda: next(now)))
-    monkeypatch.setattr("seqpar.mesh._meet", lambda *of: object())
-    monkeypatch.setattr("seqpar.mesh._roll_call", missing)
+    monkeypatch.setattr("seqpar.rendezvous.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("seqpar.rendezvous._meet", lambda *of: object())
+    monkeypatch.setattr("seqpar.rendezvous._roll_call", missing)
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with pytest.raises(TimeoutError):
         start(env=env, device="cpu", timeout_s=10.0)
@@ -104,12 +105,13 @@ def test_a_group_that_crosses_nodes_is_warned_of(capsys: pytest.CaptureFixture[s
 
 
 SCRIPT = """
+
 import os, sys, torch
-from seqpar.mesh import start
-from seqpar.collectives import total
+from seqpar.rendezvous import start
+from seqpar.collectives import all_sum
 with start(seqpar=2, device="cpu", timeout_s=60) as mesh:
-    number = int(total(torch.tensor([float(mesh.world.index)]), mesh.seq))
-    open(f"{OUT}/{mesh.world.index}", "w").write(f"{mesh.begin.by} {mesh.seq.index} {number}")
+    number = int(all_sum(torch.tensor([float(mesh.world.index)]), mesh.seq))
+    open(f"{OUT}/{mesh.world.index}", "w").write(f"{mesh.launcher.by} {mesh.seq.index} {number}")
 if sys.platform == "linux":
     threads = [open(f"/proc/self/task/{number}/comm").read() for number in os.listdir("/proc/self/task")]
     assert not any("gloo" in name for name in threads), threads

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from seqpar.collectives import agree, all_gather, all_reduce, exchange_rows, tell, tell_all
+from seqpar.collectives import all_gather, all_reduce, exchange_rows
+from seqpar.consensus import agree, gather_texts, tell
 from seqpar.mesh import Mesh
 from seqpar.watchdog import judge, these
 from tests.support.ranks import RanksFailed, run_ranks
@@ -33,7 +34,7 @@ def work_until_one_stops(mesh: Mesh, kind: str, stop: Callable[[], None]) -> Non
             all_reduce(torch.ones(2), group)
 
     step()
-    mesh.hasten(STOPPED_S)
+    mesh.set_timeout(STOPPED_S)
     step()
     if mesh.world.index == 2:
         stop()
@@ -60,7 +61,7 @@ def test_a_process_that_is_frozen_is_named() -> None:
 
 def be_slow(mesh: Mesh) -> list[str]:
     heard: list[str] = []
-    mesh.hasten(LIMIT_S, heard.append)
+    mesh.set_timeout(LIMIT_S, heard.append)
     for _ in range(2):
         if mesh.world.index == 2:
             time.sleep(0.5 * LIMIT_S)
@@ -121,7 +122,7 @@ def differ(mesh: Mesh, fault: str, check: bool) -> str:
         else:
             assert fault == "nothing"
             all_gather(torch.ones(2), group, 0, [2] * 3)
-            agree(0, group), tell("a", 1, group), tell_all("b", group)
+            agree(0, group), tell("a", 1, group), gather_texts("b", group)
             exchange_rows(torch.ones(6, 2), group.part([0, 1, 2]), [2] * 3, [2] * 3)
     except RuntimeError as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from None

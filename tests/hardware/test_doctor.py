@@ -12,8 +12,9 @@ import pytest
 from seqpar.launch import doctor
 from seqpar.launch.hardware import link_speed
 from seqpar.launch.hardware.cluster_traps import TRAPS, Facts, find_traps
+from seqpar.launch.hardware.findings import judge
 from seqpar.launch.hardware.link_speed import fit
-from seqpar.launch.hardware.rank_facts import Self, judge
+from seqpar.launch.hardware.rank_facts import RankFacts
 from seqpar.launch.job.exit_codes import run
 from tests.support.training_runs import Launch, at
 
@@ -91,8 +92,8 @@ def test_two_masks_are_an_error_where_no_gpu_is_left():
     assert [trap.error for trap in found] == [True, True] and "Unset CUDA_VISIBLE_DEVICES" in str(found[1])
 
 
-def some_ranks(**more) -> list[Self]:
-    one = Self("a", 0, "cpu x", 2, {"float32": 1e9}, {"torch": "2.13"}, [], True)
+def some_ranks(**more) -> list[RankFacts]:
+    one = RankFacts("a", 0, "cpu x", 2, {"float32": 1e9}, {"torch": "2.13"}, [], True)
     return [one, replace(one, host="a", local_rank=1), replace(one, host="b"), replace(one, host="b", **more)]
 
 
@@ -143,8 +144,8 @@ def codes_of(world: int, arguments: str, out: Path, hook=None, **env: str) -> tu
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(link_speed, "SIZES", (2**12, 2**16))
-    monkeypatch.setattr("seqpar.launch.hardware.rank_facts.ROOM_BYTES", 0)
-    monkeypatch.setattr("seqpar.launch.hardware.rank_facts.SLOW_SHARE", 0.0)  # cores of a test machine are shared
+    monkeypatch.setattr("seqpar.launch.hardware.findings.ROOM_BYTES", 0)
+    monkeypatch.setattr("seqpar.launch.hardware.findings.SLOW_SHARE", 0.0)  # cores of a test machine are shared
 
 
 def test_a_sound_job_ends_with_0_and_the_planners_figures(tmp_path, quick):

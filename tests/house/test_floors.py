@@ -14,7 +14,8 @@ TOPS = {"seqpar": "seqpar", "decoders": "seqpar.decoders", "launch": "seqpar.lau
 # From the ground up. A floor is a line; its rooms may use each other where that makes no circle.
 GROUND = """
     environment watchdog mesh
-    collectives halo_exchange remaps
+    messages rendezvous
+    collectives consensus halo_exchange remaps
     layout meta_tensors losses
     attention spatial
     vit
@@ -22,6 +23,7 @@ GROUND = """
     data.formats
     data.preparation
     data.sampling data.phantom
+    decoders.levels
     decoders.modes decoders.plain decoders.unetr decoders.primus
     launch.job launch.hardware launch.settings launch.evaluation
     launch.models
@@ -31,15 +33,22 @@ GROUND = """
     launch.training
     launch.reporting launch.benches
 """
+
 ACTS = {"train", "predict", "evaluate", "prepare", "phantom", "plan", "bench", "doctor", "report"}
 FLOORS = [[f"seqpar.{room}" for room in line.split()] for line in GROUND.strip().splitlines()]
 FLOORS.append([f"seqpar.launch.{act}" for act in sorted(ACTS)])
 FREE = {"seqpar", "seqpar.data", "seqpar.decoders", "seqpar.launch"}  # hand names on, or hold nothing
 OWNERS = {
-    "torch.distributed": {"seqpar.mesh", "seqpar.collectives"},
-    "torch.nn.parallel": {"seqpar.launch.training.trainer"},
-    "torch.distributed.fsdp": {"seqpar.launch.training.trainer"},
-    "torch.distributed.tensor": {"seqpar.launch.training.trainer"},
+    "torch.distributed": {
+        "seqpar.mesh",
+        "seqpar.rendezvous",
+        "seqpar.messages",
+        "seqpar.collectives",
+        "seqpar.consensus",
+    },
+    "torch.nn.parallel": {"seqpar.launch.training.trainer", "seqpar.launch.training.data_parallel"},
+    "torch.distributed.fsdp": {"seqpar.launch.training.data_parallel"},
+    "torch.distributed.tensor": {"seqpar.launch.training.data_parallel"},
 }
 
 

@@ -8,28 +8,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqpar.collectives import total
-from seqpar.environment import Start
-from seqpar.mesh import Group, Mesh, _roll_call, warm_up
+from seqpar.collectives import all_sum
+from seqpar.environment import Launcher
+from seqpar.mesh import Group, Mesh
+from seqpar.rendezvous import _roll_call, warm_up
 from tests.support.ranks import RanksFailed, run_ranks
 
 
 def raise_on_one(mesh: Mesh) -> None:
     if mesh.seq.index == 1:
         raise RuntimeError("this one is broken")
-    total(torch.ones(1), mesh.seq)
+    all_sum(torch.ones(1), mesh.seq)
 
 
 def stay_away(mesh: Mesh) -> None:
     if mesh.seq.index == 2:
         time.sleep(60)
-    total(torch.ones(1), mesh.seq)
+    all_sum(torch.ones(1), mesh.seq)
 
 
 def die(mesh: Mesh) -> None:
     if mesh.seq.index == 0:
         os._exit(9)
-    total(torch.ones(1), mesh.seq)
+    all_sum(torch.ones(1), mesh.seq)
 
 
 def failure_of(work: Callable[[Mesh], None], timeout: float) -> tuple[str, float]:
@@ -58,7 +59,7 @@ def test_a_rank_that_dies_is_named() -> None:
 def test_missing_ranks_are_named_at_the_start(tmp_path: object) -> None:
     store = dist.FileStore(f"{tmp_path}/store", 3)
     with pytest.raises(TimeoutError, match="ranks 1, 2 did not start within 1 s"):
-        _roll_call(Start("test", 0, 3, 0, 3), store, 1.0)
+        _roll_call(Launcher("test", 0, 3, 0, 3), store, 1.0)
 
 
 def silent_group(mesh: Mesh, folder: str) -> str:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.plain import PlainDecoder
-from seqpar.launch.inference.sliding_window import join_labels, join_rows, sliding_window, to_labels, whole_volume
-from seqpar.launch.inference.windows import Course, Sliding, window_starts, window_weights
+from seqpar.launch.inference.logits_to_labels import join_labels, to_labels
+from seqpar.launch.inference.sliding_window import join_rows, sliding_window, whole_volume
+from seqpar.launch.inference.windows import Sliding, WindowGrid, window_starts, window_weights
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.layout import SPLITS
 from seqpar.mesh import Mesh
@@ -242,7 +243,7 @@ def test_memory_is_that_of_the_rows_under_a_window() -> None:
     """Each row has one owner, rows come in order, and those that lie open are fewer than two tiles hold."""
     shapes = [(50, 9, 9), (5, 9, 9), (64, 30, 8)]
     for shape, overlap, num_ranks in itertools.product(shapes, (0.0, 0.5, 0.7), (1, 3, 16)):
-        course = Course.of(shape, Sliding(TILE, overlap), num_ranks)
+        course = WindowGrid.of(shape, Sliding(TILE, overlap), num_ranks)
         rows = [row for bounds in course.bounds for row in range(bounds[0], bounds[-1])]
         assert rows == list(range(shape[0])) and all(len(bounds) == num_ranks + 1 for bounds in course.bounds)
         opened: set[int] = set()
@@ -266,7 +267,7 @@ def test_nothing_travels_twice(ranks) -> None:
     assert [*ranks(4, traffic, seqpar=4)] == [0, 0, 0, 0]
     spread = sum(ranks(4, traffic, seqpar=1))
     paired = sum(ranks(4, traffic, seqpar=2))
-    whole_windows = len(Course.of((19, 23, 13), Sliding(TILE)).corners) * CLASSES * math.prod(TILE) * 8
+    whole_windows = len(WindowGrid.of((19, 23, 13), Sliding(TILE)).corners) * CLASSES * math.prod(TILE) * 8
     assert 0 < paired < spread < whole_windows
 
 

@@ -25,13 +25,15 @@ from seqpar.data.preparation.case import prepare_case, scores_to_source
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.decoders.modes.choose import MODES
 from seqpar.launch import predict
+from seqpar.launch.inference import predict_cases
 from seqpar.launch.inference.logits_to_labels import decide
-from seqpar.launch.inference.predictor import drop_small, smallest
 from seqpar.launch.inference.sliding_window import Slab
+from seqpar.launch.inference.small_components import drop_small, smallest
 from seqpar.launch.inference.whole_volume_memory import footprint
 from seqpar.launch.job import exit_codes
-from seqpar.launch.models.segmentation import SegmentationNet, build
-from seqpar.launch.planning.memory_counter import Alive
+from seqpar.launch.models.build import build
+from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.planning.memory_counter import MemoryCounter
 from seqpar.launch.runs.trained_run import Run, load_nets, read_run
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights.files import write_weights
@@ -80,7 +82,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> None:
         net.decoder = Echo(run.recipe.values, tuple(members))
         return [net]
 
-    monkeypatch.setattr(predict, "load_nets", nets)
+    monkeypatch.setattr(predict_cases, "load_nets", nets)
 
 
 def labelled(shape: tuple[int, ...], values: tuple[int, ...]) -> np.ndarray:
@@ -240,7 +242,7 @@ def test_an_answer_that_is_not_finite_is_a_fault_of_its_case(images, tmp_path, c
             net.encoder.norm.weight.fill_(float("nan"))
         return [net]
 
-    monkeypatch.setattr(predict, "load_nets", nets)
+    monkeypatch.setattr(predict_cases, "load_nets", nets)
     assert act(tmp_path, make_run(tmp_path / "run")) == exit_codes.DATA
     assert capfd.readouterr().err.count("NaN") == 3
 
@@ -552,7 +554,7 @@ def test_a_volume_that_no_whole_pass_can_take_is_a_fault_on_all_ranks(ranks, ima
         return footprint(net, shape, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(predict, "footprint", count)
+        patch.setattr(predict_cases, "footprint", count)
         arguments = (str(run), "-i", str(images), "-o", str(tmp_path / "out"), "--window", "whole")
         assert ranks(2, on_ranks, *arguments, timeout=40) == [exit_codes.DATA] * 2
     assert capfd.readouterr().err.count("error: c_003") == 1
@@ -562,7 +564,7 @@ def test_a_volume_that_no_whole_pass_can_take_is_a_fault_on_all_ranks(ranks, ima
 def test_memory_is_counted_not_guessed(alone) -> None:
     """What is alive at once: on real tensors and on tensors without data the same, in a network as in a sum."""
     x = torch.ones(1000)
-    with Alive() as alive:
+    with MemoryCounter() as alive:
         y = x + 1
         z = (y * 2).sum()
         del y
@@ -570,7 +572,7 @@ def test_memory_is_counted_not_guessed(alone) -> None:
     assert alive.most == 2 * x.nbytes + 4 and alive.now == x.nbytes
     net = build(SMALL, 1, 2, Group("seq")).eval()
     found = footprint(net, (30, 32, 32), 2, alone)
-    with torch.no_grad(), Alive() as alive:
+    with torch.no_grad(), MemoryCounter() as alive:
         part, layout = net.encoder.place(torch.randn(1, 1, 30, 32, 32))
         alive.peaks.clear()
         net(part, layout)

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.environment import Start
+from seqpar.environment import Launcher
 from seqpar.launch import plan
 from seqpar.launch.hardware.devices import DEVICES, Device, Link, device_here, measured
 from seqpar.launch.planning import auto_settings
-from seqpar.launch.planning.needs import Run, most_tiles, planned, plans, smallest
+from seqpar.launch.planning.fit import most_tiles, plans, smallest
+from seqpar.launch.planning.needs import Run, planned
 from seqpar.launch.planning.needs import plan as plan_of
 from seqpar.launch.settings.command_line import parse
-from seqpar.launch.settings.config import AUTO, PRESETS, Config
+from seqpar.launch.settings.config import AUTO, Config
+from seqpar.launch.settings.presets import PRESETS
 from tests.support.training_runs import tiny_data
 
 ROOT = Path(__file__).parents[2]
@@ -150,9 +152,11 @@ def here(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_settings, "device_here", lambda wish: device)
 
 
-def auto(config: Config, begin: Start, gib: float, monkeypatch: pytest.MonkeyPatch, device: Device = CORES) -> Config:
+def auto(
+    config: Config, launcher: Launcher, gib: float, monkeypatch: pytest.MonkeyPatch, device: Device = CORES
+) -> Config:
     here(replace(device, memory=gib * 2**30, taken=0.0), monkeypatch)
-    chosen, why = auto_settings.choose(replace(config, seqpar=AUTO), begin, 2, 3)
+    chosen, why = auto_settings.choose(replace(config, seqpar=AUTO), launcher, 2, 3)
     told = why["seqpar_choice"]
     assert f"--seqpar {chosen.seqpar} is the smallest that fits" in told[0] and len(told) >= 2
     return chosen
@@ -160,7 +164,7 @@ def auto(config: Config, begin: Start, gib: float, monkeypatch: pytest.MonkeyPat
 
 def test_auto_takes_the_smallest_group_that_the_ranks_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(SMALL, tile=(64, 64, 64), mode="halo", embed_dim=96)
-    six = Start("test", 0, 6)
+    six = Launcher("test", 0, 6)
     assert auto(config, six, 8.0, monkeypatch).seqpar == 1
     each = {p.config.seqpar: p.total for p in plans(Run(config, GCD, 2, 3), (1, 2, 3, 4))}
     monkeypatch.setattr(auto_settings.os, "cpu_count", lambda: 4)
@@ -177,12 +181,15 @@ def test_auto_takes_the_smallest_group_that_the_ranks_allow(monkeypatch: pytest.
 def test_auto_takes_every_size_that_shares_the_nodes_that_are_there(
     world: int, nodes: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, begin = replace(SMALL, tile=(48, 48, 48), mode="halo", embed_dim=96), Start("t", 0, world, num_nodes=nodes)
+    config, launcher = (
+        replace(SMALL, tile=(48, 48, 48), mode="halo", embed_dim=96),
+        Launcher("t", 0, world, num_nodes=nodes),
+    )
     run = Run(config, replace(GCD, taken=0.0, node=world // nodes), 2, 3, ranks=world, timed=False)
     needs = [p.total for p in plans(run, sizes)]
     assert needs == sorted(needs, reverse=True) and needs[-1] > 0
     for size, need in zip(sizes, needs):
-        assert auto(config, begin, 1.001 * need / 2**30, monkeypatch, GCD).seqpar == size
+        assert auto(config, launcher, 1.001 * need / 2**30, monkeypatch, GCD).seqpar == size
 
 
 def test_on_the_cpu_there_are_as_many_ranks_as_cores_whatever_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,25 +197,25 @@ def test_on_the_cpu_there_are_as_many_ranks_as_cores_whatever_gpus_there_are(mon
     monkeypatch.setattr(auto_settings.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(auto_settings.torch.cuda, "device_count", lambda: 5)
     monkeypatch.setattr(auto_settings.os, "cpu_count", lambda: 3)
-    sizes = (list(auto_settings._sizes(replace(SMALL, device=name), Start("alone"))) for name in ("cpu", "auto"))
+    sizes = (list(auto_settings._sizes(replace(SMALL, device=name), Launcher("alone"))) for name in ("cpu", "auto"))
     assert tuple(map(len, sizes)) == (3, 5)
 
 
 def test_ranks_of_two_nodes_reach_each_other_by_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     here(GCD, monkeypatch)
-    far, near = (auto_settings._device(PAPER, Start("test", 0, 8, num_nodes=n)).link(8) for n in (2, 1))
+    far, near = (auto_settings._device(PAPER, Launcher("test", 0, 8, num_nodes=n)).link(8) for n in (2, 1))
     assert far == GCD.far and near == GCD.links[8]
 
 
 def test_the_batch_is_what_the_memory_holds_and_the_total_is_that_batchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    paper, alone = replace(PRESETS["paper"](), depth=2), Start("test")
+    paper, alone = replace(PRESETS["paper"](), depth=2), Launcher("test")
     here(GCD, monkeypatch)
     whole, why = auto_settings.choose(paper, alone, 2, 3)
     assert whole.batch == 32 and "and fits: " in why["batch_choice"][0]
     for mode, world in (("gather", 1), ("swap", 4)):
         small = replace(GCD, memory=4 * 2**30, node=world)
         here(small, monkeypatch)
-        found, why = auto_settings.choose(replace(paper, mode=mode, seqpar=world), Start("test", 0, world), 2, 3)
+        found, why = auto_settings.choose(replace(paper, mode=mode, seqpar=world), Launcher("test", 0, world), 2, 3)
         tiles = found.batch
         runs = [Run(replace(found, batch=n), small, 2, 3, timed=False) for n in (tiles, tiles + world)]
         real, more = (planned(run, world) for run in runs)
@@ -221,7 +228,7 @@ def test_the_batch_is_what_the_memory_holds_and_the_total_is_that_batchs(monkeyp
 
 def test_training_attends_as_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """By batch, the numbers' size, links, and what memory the plan leaves."""
-    begin, config = Start("test", 0, 4), replace(PAPER, depth=3, seqpar=4, mode="halo", heads=4, embed_dim=256)
+    launcher, config = Launcher("test", 0, 4), replace(PAPER, depth=3, seqpar=4, mode="halo", heads=4, embed_dim=256)
     slow, quick = (replace(GCD, links={8: link}) for link in (Link(1e7, 1e-4), Link(1e15, 0.0)))
     found = set()
     for device, wish in (
@@ -231,14 +238,14 @@ def test_training_attends_as_was_planned(monkeypatch: pytest.MonkeyPatch) -> Non
         (replace(GCD, memory=2**30), config),
     ):
         here(device, monkeypatch)
-        name, *why = auto_settings.choose_attention(wish, begin, 4, 4)
+        name, *why = auto_settings.choose_attention(wish, launcher, 4, 4)
         p = plan_of(Run(wish, replace(device, node=4), ranks=4), 4)
         assert (name, tuple(why)) == (p.config.attention, p.attention_why) and why[0].startswith(name)
         assert "of those that need at most" in why[0]
         found.add(name)
     assert len(found) > 2, found
-    assert auto_settings.choose_attention(replace(config, attention="gather-x"), begin, 4, 4) == ()
-    assert auto_settings.choose_attention(replace(config, seqpar=1), begin, 4, 4) == ()
+    assert auto_settings.choose_attention(replace(config, attention="gather-x"), launcher, 4, 4) == ()
+    assert auto_settings.choose_attention(replace(config, seqpar=1), launcher, 4, 4) == ()
 
 
 def doctors(folder: Path, bytes_per_s: float) -> Path:
@@ -253,9 +260,9 @@ def doctors(folder: Path, bytes_per_s: float) -> Path:
 
 def test_attention_is_chosen_by_measured_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here(GCD, monkeypatch)
-    config, begin = replace(PAPER, depth=2, seqpar=4, mode="halo", keep_kv=True), Start("test", 0, 4)
+    config, launcher = replace(PAPER, depth=2, seqpar=4, mode="halo", keep_kv=True), Launcher("test", 0, 4)
     slow, quick = (
-        auto_settings.choose_attention(replace(config, measured=str(doctors(tmp_path, rate))), begin, 4, 4)[0]
+        auto_settings.choose_attention(replace(config, measured=str(doctors(tmp_path, rate))), launcher, 4, 4)[0]
         for rate in (1e6, 1e15)
     )
     assert slow != quick
@@ -293,11 +300,11 @@ def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytes
 
 
 def test_a_run_that_goes_on_keeps_its_strategy_on_as_many_ranks() -> None:
-    begin, config = Start("test", 0, 4), replace(SMALL, seqpar=4)
+    launcher, config = Launcher("test", 0, 4), replace(SMALL, seqpar=4)
     before = {"seqpar": 4, "strategy": "ulysses"}
-    assert auto_settings.choose_attention(config, begin, 2, 3, before) == ("ulysses", "ulysses, as the run began")
+    assert auto_settings.choose_attention(config, launcher, 2, 3, before) == ("ulysses", "ulysses, as the run began")
     for now in (replace(config, keep_kv=True), replace(config, seqpar=2)):
-        assert "as the run began" not in auto_settings.choose_attention(now, begin, 2, 3, before)[1]
+        assert "as the run began" not in auto_settings.choose_attention(now, launcher, 2, 3, before)[1]
 
 
 def test_train_chooses_says_and_records(tmp_path: Path) -> None:

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from seqpar.launch.benches.memory import local_bytes
-from seqpar.launch.models.optimizer import make_optimiser
-from seqpar.launch.models.segmentation import build
-from seqpar.launch.planning.memory_counter import Alive
+from seqpar.launch.models.build import build
+from seqpar.launch.models.optimizer import make_optimizer
+from seqpar.launch.planning.memory_counter import MemoryCounter
 from seqpar.launch.planning.saved_bytes import saved_bytes
 from seqpar.launch.planning.step_counter import Step, count_step
 from seqpar.launch.settings.config import Config
-from seqpar.launch.training.trainer import shard
+from seqpar.launch.training.data_parallel import shard
 from seqpar.losses import DiceCE
 from seqpar.mesh import Mesh
 from seqpar.spatial import pieces
-from seqpar.vit.tokens import DropoutKey
+from seqpar.vit.dropout import DropoutKey
 
 SMALL = Config(tile=(16, 16, 16), patch=4, depth=2, embed_dim=24, heads=3, decoder_width=8, batch=1)
 CHANNELS, OUTPUTS = 2, 3
@@ -44,7 +44,7 @@ def taken(mesh: Mesh, config: Config) -> dict[str, Any]:
         losses.append(DiceCE(batch_dice=config.batch_dice)(logits, net.arrange(label), share))
         return losses[0]
 
-    with Alive() as alive:
+    with MemoryCounter() as alive:
         held = saved_bytes(net, run, [image, label])
         for p in net.parameters():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -52,12 +52,12 @@ def taken(mesh: Mesh, config: Config) -> dict[str, Any]:
         most = alive.most
     state, updates = 0, []
     for at_once in (False, True):  # as on a CPU, and as on a GPU
-        optimiser = make_optimiser(config, net)
+        optimiser = make_optimizer(config, net)
         for given in optimiser.param_groups:
             given["foreach"] = at_once
         for p in net.parameters():
             p.grad = torch.zeros_like(p)
-        with Alive() as alive:
+        with MemoryCounter() as alive:
             optimiser.step()
         state = sum(t.nbytes for own in optimiser.state.values() for t in own.values() if isinstance(t, torch.Tensor))
         updates.append(alive.most - state)
@@ -89,7 +89,7 @@ def in_shards(mesh: Mesh, config: Config) -> dict[str, int]:
     """Returns this rank's bytes of weights, gradients and optimiser states after a step with weights in shards."""
     net = build(config, CHANNELS, OUTPUTS, mesh.seq)
     shard(net, mesh)
-    optimiser, layout = make_optimiser(config, net), net.encoder.layout
+    optimiser, layout = make_optimizer(config, net), net.encoder.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])
     image, label = torch.randn(*tokens, CHANNELS, *layout.patch), torch.zeros(*tokens, *layout.patch, dtype=torch.uint8)
     DiceCE()(net(image), net.arrange(label), net.mode.share(None, config.batch)).backward()

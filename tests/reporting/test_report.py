@@ -18,7 +18,7 @@ from seqpar.launch.job.exit_codes import DATA, USAGE, run
 from seqpar.launch.reporting.charts import Curve, draw_curves, draw_strips
 from seqpar.launch.reporting.page import as_json
 from seqpar.launch.reporting.volumes import coarsen, coarsen_label, embed, encode, outline, png, sheet
-from seqpar.launch.settings.config import debug
+from seqpar.launch.settings.presets import debug
 from tests.support.reported_run import make_run
 
 NAMES = ["case-a", "case-b", 'case-<b>&"c"']

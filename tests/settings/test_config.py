@@ -14,19 +14,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpar.environment import Start
+from seqpar.environment import Launcher
 from seqpar.launch import train
 from seqpar.launch.job.stop_request import Stopper
-from seqpar.launch.models.optimizer import learning_rate, make_optimiser
-from seqpar.launch.models.segmentation import build
+from seqpar.launch.models.build import build
+from seqpar.launch.models.optimizer import learning_rate, make_optimizer
 from seqpar.launch.planning.batch_size import choose_batch, keep_global_batch
 from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.runs.journal import Status, describe_run
+from seqpar.launch.runs.run_folder import Status, describe_run
 from seqpar.launch.settings.command_line import continued, parse, refuse_idle
-from seqpar.launch.settings.config import PRESETS, Config, seconds
+from seqpar.launch.settings.config import Config, seconds
+from seqpar.launch.settings.presets import PRESETS
+from seqpar.launch.training import request
 from seqpar.launch.training import trainer as training
-from seqpar.launch.training.data import open_material
-from seqpar.mesh import Group, pick_device
+from seqpar.launch.training.data import open_data
+from seqpar.mesh import Group
+from seqpar.rendezvous import pick_device
 from tests.support.folders import nnunet, write_json
 from tests.support.training_runs import tiny_data
 
@@ -47,7 +50,7 @@ def net_of(config: Config):
 
 
 def trainer_of(config: Config, mesh, folder):
-    material = open_material(config, True)
+    material = open_data(config, True)
     net = build(config, material.num_channels, material.num_outputs, mesh.seq)
     return training.Trainer(config, mesh, material, net, Status(folder), describe_run(config, "", {}, {}))
 
@@ -57,7 +60,7 @@ def rates(config: Config) -> list[float]:
 
 
 def group_of(config: Config) -> dict:
-    return make_optimiser(config, net_of(config)).param_groups[0]
+    return make_optimizer(config, net_of(config)).param_groups[0]
 
 
 def shapes(config: Config) -> list[tuple]:
@@ -97,33 +100,33 @@ def windows_of(trainer) -> list:
 
 
 def phantom_cases(config: Config) -> list[int]:
-    from seqpar.launch.training import data
+    from seqpar.data.phantom import builtin
 
     made = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(data, "write_phantom", lambda out, cases, *of: made.append(cases))
+        patched.setattr(builtin, "write_phantom", lambda out, cases, *of: made.append(cases))
         with tempfile.TemporaryDirectory() as cache:
             patched.setenv("SEQPAR_CACHE", cache)
-            data.phantom(config, True)
+            builtin.phantom(config.phantoms, True)
     return made
 
 
 def tile_of(config: Config) -> torch.Tensor:
     from seqpar.data.sampling.tiles import TileKey
 
-    return torch.from_numpy(open_material(config, True).tiles(config).draw(TileKey(config.seed, 0, 0)).image)
+    return torch.from_numpy(open_data(config, True).tiles(config).draw(TileKey(config.seed, 0, 0)).image)
 
 
 # flag -> how it is given (beside the tiny run), and what is looked at. Those with "run" are seen by whole runs.
 ACTS = {
-    "data": ("--data {other} --cache {cache}", lambda c: len(open_material(c, True).dataset.ids)),
-    "cache": ("--cache {other}", lambda c: str(open_material(c, True).dataset.path)),
-    "spacing": ("--spacing 3,3,3 --cache {other}", lambda c: shapes_of(open_material(c, True))),
-    "fold": ("--fold 1", lambda c: open_material(c, True).held_out_ids),
+    "data": ("--data {other} --cache {cache}", lambda c: len(open_data(c, True).dataset.ids)),
+    "cache": ("--cache {other}", lambda c: str(open_data(c, True).dataset.path)),
+    "spacing": ("--spacing 3,3,3 --cache {other}", lambda c: shapes_of(open_data(c, True))),
+    "fold": ("--fold 1", lambda c: open_data(c, True).held_out_ids),
     "phantoms": ("--phantoms 9", phantom_cases),
     "augment": ("--augment full", lambda c: tile_of(c).tolist()),
     "synthesis": ("--foreground 1 --synthesis 1", lambda c: tile_of(c).tolist()),
-    "foreground": ("--foreground 0.5", lambda c: open_material(c, True).tiles(c).foreground),
+    "foreground": ("--foreground 0.5", lambda c: open_data(c, True).tiles(c).foreground),
     "attention": ("--seqpar 2 --attention ulysses", attention_of),
     "keep_kv": ("--seqpar 2 --keep-kv", attention_of),
     "heads_per_chunk": ("--seqpar 2 --heads-per-chunk 1", attention_of),
@@ -151,7 +154,7 @@ ACTS = {
     "epochs": ("--epochs 4", lambda c: c.steps),
     "iterations": ("--iterations 3", lambda c: c.steps),
     "lr": ("--lr 0.02", rates),
-    "optimizer": ("--optimizer sgd", lambda c: type(make_optimiser(c, net_of(c)))),
+    "optimizer": ("--optimizer sgd", lambda c: type(make_optimizer(c, net_of(c)))),
     "weight_decay": ("--weight-decay 0.1", lambda c: group_of(c)["weight_decay"]),
     "betas": ("--betas 0.8 0.9", lambda c: group_of(c)["betas"]),
     "schedule": ("--schedule constant", rates),
@@ -211,7 +214,7 @@ def test_the_flag_acts(flags, tmp_path, name):
 def test_full_augmentation_keeps_zero_background_where_scores_are_of_what_is_not_zero(flags, tmp_path):
     def kept(*more: str) -> bool:
         config = config_of(flags, *more)
-        return open_material(config, True).tiles(config).augmentation.keep_background
+        return open_data(config, True).tiles(config).augmentation.keep_background
 
     assert kept("--augment", "full") and not kept("--augment", "light")
     ct = nnunet(tmp_path / "D", cases=5, channels=("CT",))
@@ -222,7 +225,7 @@ def test_a_synthesis_that_the_labels_do_not_allow_is_refused_before_ranks_meet(f
     other = nnunet(tmp_path / "D", cases=5, labels={"background": 0, "hippocampus": 1})
     config = config_of([*flags, "--data", str(other), "--cache", str(tmp_path / "c"), "--synthesis", "0.5"])
     with pytest.raises(ValueError, match="--synthesis 0.5: the labels of D"):
-        open_material(config, True)
+        open_data(config, True)
 
 
 def test_a_data_sets_own_folds_may_be_more_than_five(tmp_path):
@@ -231,9 +234,9 @@ def test_a_data_sets_own_folds_may_be_more_than_five(tmp_path):
     write_json(root / "splits_final.json", splits)
     config = config_of(["--data", str(root), "--fold", "6"])
     refuse(config)
-    assert open_material(config, True).held_out_ids == ("c_006",)
+    assert open_data(config, True).held_out_ids == ("c_006",)
     with pytest.raises(ValueError, match="fold is 7; there are folds 0 to 6"):
-        open_material(replace(config, fold="7"), True)
+        open_data(replace(config, fold="7"), True)
 
 
 @pytest.mark.parametrize("name", TRAINER)
@@ -301,10 +304,10 @@ def test_weights_are_taken(flags, tmp_path, origin):
 
 
 def test_the_device_is_the_told_one():
-    assert pick_device(Start("alone"), "cpu").type == "cpu"
+    assert pick_device(Launcher("alone"), "cpu").type == "cpu"
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="use --device cpu"):
-            pick_device(Start("alone"), "cuda")
+            pick_device(Launcher("alone"), "cuda")
 
 
 def test_tensorboard_gets_the_journals_numbers(flags, tmp_path, monkeypatch, capsys):
@@ -436,7 +439,7 @@ def test_a_fine_tuned_run_goes_on_with_the_line_that_began_it_and_without_the_fi
 
 def test_another_preset_is_refused_in_a_run_that_goes_on_and_its_flags_are_judged_by_the_run(tmp_path):
     def order(line: str):
-        return train._order([*line.split(), "--out", str(tmp_path)], Start("alone"))
+        return request.read_request([*line.split(), "--out", str(tmp_path)], Launcher("alone"))
 
     began = order("--preset paper --depth 12 --batch 2")
     write_json(tmp_path / "config.json", describe_run(began.config, began.preset, {}, {"data": 1}))
@@ -460,9 +463,9 @@ WISHES = {"--batch 1": (1, 8), "--batch 8": (8, 1), "--accumulate 4": (2, 4), "-
 def test_a_run_goes_on_with_another_batch_or_accumulation_that_makes_its_tiles_a_step(tmp_path, wish):
     config = replace(PRESETS["debug"](), batch=2, out=str(tmp_path))
     write_json(tmp_path / "config.json", describe_run(config, "debug", {}, {"data": 4}))
-    order = train._order(["--resume", "--out", str(tmp_path), *wish.split()], Start("alone"))
+    order = request.read_request(["--resume", "--out", str(tmp_path), *wish.split()], Launcher("alone"))
     assert (order.config.batch, order.config.accumulate) == WISHES[wish]
-    line = train._first_line(order, Start("alone"))
+    line = train._first_line(order, Launcher("alone"))
     assert f"{WISHES[wish][0]} tile" in line and (f"{WISHES[wish][1]} times a step" in line) == (WISHES[wish][1] > 1)
 
 
@@ -534,7 +537,7 @@ def test_advice_on_memory_changes_no_result_where_something_else_helps():
 
 def test_ranks_wait_for_the_phantom_that_the_first_one_makes(tmp_path, monkeypatch):
     """In a fresh cache the others ask before anything is there."""
-    from seqpar.launch.training import data
+    from seqpar.data.phantom import builtin
 
     def make(out, cases, settings, workers, progress):
         time.sleep(1)
@@ -542,14 +545,14 @@ def test_ranks_wait_for_the_phantom_that_the_first_one_makes(tmp_path, monkeypat
         progress(cases, cases)
 
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
-    monkeypatch.setattr(data, "write_phantom", make)
+    monkeypatch.setattr(builtin, "write_phantom", make)
     config = config_of([])
     pid = os.fork()
     if not pid:
         signal.alarm(20)
-        folder = data.phantom(config, False)
+        folder = builtin.phantom(config.phantoms, False)
         os._exit(0 if (folder / "made").exists() else 1)
     time.sleep(0.5)
-    data.phantom(config, True)
+    builtin.phantom(config.phantoms, True)
     _, code = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(code) == 0

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 300.0  # seconds, for machines with much else to do
 
 CONF = """
+
 ClusterName=pretend
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root

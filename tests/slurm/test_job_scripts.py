@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.environment import Start
-from seqpar.launch import train
+from seqpar.data.files import write_json
+from seqpar.environment import Launcher
 from seqpar.launch.job import exit_codes
-from seqpar.launch.runs.journal import describe_run, write_json
+from seqpar.launch.runs.run_folder import describe_run
+from seqpar.launch.training import request
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "launch" / "slurm"
@@ -145,10 +146,10 @@ def test_a_chain_of_fine_tuning_jobs_goes_on_with_the_line_that_began_it(jobs: J
         jobs.job(code=75, state="preempted", said=75, flags=flags)
     first, second = jobs.calls("srun")
     assert second == f"{first} --resume"
-    began = train._order(first.split()[3:], Start("alone"))
+    began = request.read_request(first.split()[3:], Launcher("alone"))
     write_json(jobs.run / "config.json", describe_run(began.config, began.preset, {}, {"data": 1}))
     weights.unlink()  # a saved run needs it no more
-    assert train._order(second.split()[3:], Start("alone")).config.resume
+    assert request.read_request(second.split()[3:], Launcher("alone")).config.resume
 
 
 def test_a_verdict_of_an_earlier_chain_does_not_count(jobs: Jobs) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from seqpar.collectives import all_reduce
 from seqpar.mesh import Group, Mesh
 from seqpar.spatial import convolution, norms, pooling
-from seqpar.spatial.box_grid import Spread
+from seqpar.spatial.box_grid import BoxGrid
 from tests.support.ranks import RanksFailed
 
 WORLDS = [2, 3, 4, 8]
@@ -145,13 +145,13 @@ def together(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.float64), *(t.flatten() for t in tensors)])
 
 
-def box(spread: Spread) -> tuple[Any, ...]:
+def box(spread: BoxGrid) -> tuple[Any, ...]:
     return (..., *(slice(*side) for side in spread.box))
 
 
 def gap(case: Case, group: Group) -> tuple[float, Tensor]:
     """Returns the largest distance to torch's own of output, input gradient and buffers; the parameter gradients."""
-    spread = Spread(case.edges, group)
+    spread = BoxGrid(case.edges, group)
     part = case.whole[box(spread)].clone(memory_format=case.order).requires_grad_()
     y, after = case.module(part, spread)
     if after is not None:
@@ -226,7 +226,7 @@ def alone(kind: type[Any], *sizes: Any, **options: Any) -> Maker:
     """Returns an operation that acts on each box as if it were the volume."""
 
     class Alone(kind):
-        def forward(self, x: Tensor, spread: Spread | None = None) -> tuple[Tensor, Spread | None]:
+        def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
             y, _ = super().forward(x)
             return y, spread and spread.scaled(y.shape[2] // x.shape[2])
 
@@ -269,7 +269,7 @@ def check_data_norm(mesh: Mesh, spread_out: bool) -> float:
     alone, ours = norms.BatchNorm3d(3).double(), norms.BatchNorm3d(3, data=mesh.data).double()
     reference, _ = alone(whole)
     dx, *dweights = torch.autograd.grad(reference, [whole, *alone.parameters()], towards)
-    spread = Spread(((0, 2, 5), (0, 2), (0, 2)), mesh.seq) if spread_out else None
+    spread = BoxGrid(((0, 2, 5), (0, 2), (0, 2)), mesh.seq) if spread_out else None
     where = (slice(2 * mesh.data.index, 2 * mesh.data.index + 2), *(box(spread) if spread else (...,)))
     part = whole.detach()[where].clone().requires_grad_()
     y, after = ours(part, spread)
@@ -288,7 +288,7 @@ def test_batch_norm_over_the_data_group_too(spread_out: bool, ranks: Callable[..
 
 def check_running(mesh: Mesh) -> list[Tensor]:
     module = norms.BatchNorm3d(3, momentum=None)
-    spread = Spread(((0, 1, 4, 6), (0, 3), (0, 3)), mesh.seq)
+    spread = BoxGrid(((0, 1, 4, 6), (0, 3), (0, 3)), mesh.seq)
     for step in range(3):
         module(numbers(step, 2, 3, 6, 3, 3).float()[box(spread)], spread)
     module.eval()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from seqpar.collectives import all_reduce
 from seqpar.mesh import Group, Mesh
 from seqpar.spatial import convolution, norms, pooling
-from seqpar.spatial.box_grid import Spread
+from seqpar.spatial.box_grid import BoxGrid
 from tests.spatial.test_ops import box, numbers
 from tests.support.ranks import relative
 
@@ -33,7 +33,7 @@ HALOS = [  # with how many voxels before and behind a box, where boxes begin at 
 
 def check_bytes(mesh: Mesh, edges: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
     """Returns for each of HALOS what all ranks received forward and backward, and the formula."""
-    spread, results = Spread(edges, mesh.seq), []
+    spread, results = BoxGrid(edges, mesh.seq), []
     for module, low, high in HALOS:
         x = numbers(1, 2, 2, *spread.sides).requires_grad_()
         mesh.seq.traffic.clear()
@@ -66,7 +66,7 @@ def test_halos_move_the_bytes_of_the_formula(edges: tuple[tuple[int, ...], ...],
         assert (formula > 0) == (low + high > 0)
 
 
-def kept_bytes(module: nn.Module, x: Tensor, spread: Spread | None) -> int:
+def kept_bytes(module: nn.Module, x: Tensor, spread: BoxGrid | None) -> int:
     """Returns the bytes of distinct storages that are held for backward, parameters and buffers excluded."""
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
@@ -101,14 +101,14 @@ def kept_bytes(module: nn.Module, x: Tensor, spread: Spread | None) -> int:
 )
 def test_a_group_of_one_keeps_no_more_than_torch_itself(module: nn.Module, dtype: torch.dtype) -> None:
     module, x = copy.deepcopy(module).to(dtype), numbers(1, 2, 4, 6, 4, 4).to(dtype)
-    spread = Spread(((0, 6), (0, 4), (0, 4)), Group("seq"))
+    spread = BoxGrid(((0, 6), (0, 4), (0, 4)), Group("seq"))
     ours, torchs = kept_bytes(module, x, spread), kept_bytes(module, x, None)
     assert ours <= torchs and (torchs >= x.numel() * x.element_size() or isinstance(module, nn.Upsample))
 
 
 def check_kept(mesh: Mesh) -> list[tuple[int, int]]:
     """Returns the bytes kept with and without windows, and what the backward sends."""
-    spread, results = Spread(((0, 3, 8), (0, 4), (0, 4)), mesh.seq), []
+    spread, results = BoxGrid(((0, 3, 8), (0, 4), (0, 4)), mesh.seq), []
     for keep in (True, False):
         module = convolution.Conv3d(2, 2, 3, padding=1, keep_window=keep).double()
         x = numbers(1, 1, 2, *spread.sides)
@@ -129,7 +129,7 @@ def test_a_convolution_keeps_its_window_or_fetches_it_again(ranks: Callable[...,
 
 
 def check_autocast(mesh: Mesh) -> tuple[float, int, list[torch.dtype]]:
-    spread = Spread(((0, 3, 8), (0, 4), (0, 4)), mesh.seq)
+    spread = BoxGrid(((0, 3, 8), (0, 4), (0, 4)), mesh.seq)
     whole, norm = numbers(1, 1, 2, 8, 4, 4).float(), norms.InstanceNorm3d(2)
     module = convolution.Conv3d(2, 2, 3, padding=1)
     torch.default_generator.manual_seed(1)
@@ -154,7 +154,7 @@ def test_under_autocast_halos_travel_in_the_lower_precision(ranks: Callable[...,
 @pytest.mark.parametrize("make", [lambda: norms.InstanceNorm3d(2), lambda: norms.GroupNorm(1, 2)])
 def test_statistics_stay_accurate_where_the_mean_is_large(make: Callable[[], nn.Module]) -> None:
     x = numbers(1, 1, 2, 8, 8, 8).float() + 3e3
-    spread = Spread(((0, 8), (0, 8), (0, 8)), Group("seq"))
+    spread = BoxGrid(((0, 8), (0, 8), (0, 8)), Group("seq"))
     exact, _ = make().double()(x.double())
     ours, torchs = (relative(make()(x, s)[0].detach().double(), exact.detach()) for s in (spread, None))
     assert ours <= 2 * torchs + 1e-6 and ours < 1e-3
@@ -172,8 +172,8 @@ def test_statistics_stay_accurate_where_the_mean_is_large(make: Callable[[], nn.
         (lambda: pooling.MaxPool3d(2, return_indices=True), "leave it out"),
         (lambda: pooling.MaxPool3d(2, padding=2), "at most half"),
         (lambda: pooling.AvgPool3d(2, padding=2), "at most half"),
-        (lambda: Spread(((0, 2, 2), (0, 4)), Group("seq", (0, 1))), "every rank needs a box"),
-        (lambda: Spread(((0, 2, 4), (0, 4)), Group("seq", (0, 1, 2))), "make 2 boxes"),
+        (lambda: BoxGrid(((0, 2, 2), (0, 4)), Group("seq", (0, 1))), "every rank needs a box"),
+        (lambda: BoxGrid(((0, 2, 4), (0, 4)), Group("seq", (0, 1, 2))), "make 2 boxes"),
     ],
 )
 def test_what_cannot_be_right_is_refused_when_built(make: Callable[[], object], advice: str) -> None:
@@ -184,7 +184,7 @@ def test_what_cannot_be_right_is_refused_when_built(make: Callable[[], object], 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_rank_without_output_is_refused_by_all_before_any_message(rank: int) -> None:
     """The group has no process group: a message would fail otherwise."""
-    spread = Spread(((0, 3, 4, 8), (0, 2), (0, 2)), Group("seq", (0, 1, 2), rank))
+    spread = BoxGrid(((0, 3, 4, 8), (0, 2), (0, 2)), Group("seq", (0, 1, 2), rank))
     x = torch.zeros(1, 2, *spread.sides)
     for module in (convolution.Conv3d(2, 2, 3, stride=4, padding=1), pooling.MaxPool3d(2), pooling.AvgPool3d(2)):
         with pytest.raises(ValueError, match="a rank would hold no output; use a smaller --seqpar"):
@@ -192,4 +192,4 @@ def test_a_rank_without_output_is_refused_by_all_before_any_message(rank: int) -
     with pytest.raises(ValueError, match="leaves nothing of extent 2"):
         convolution.Conv3d(2, 2, 3)(x, spread)
     with pytest.raises(ValueError, match="one value per channel"):
-        norms.InstanceNorm3d(2)(torch.zeros(1, 2, 1, 1, 1), Spread(((0, 1),) * 3, Group("seq")))
+        norms.InstanceNorm3d(2)(torch.zeros(1, 2, 1, 1, 1), BoxGrid(((0, 1),) * 3, Group("seq")))

@@ -13,7 +13,7 @@ from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.layout import Layout
 from seqpar.losses import DiceCE
 from seqpar.mesh import Group, Mesh
-from seqpar.spatial.box_grid import Spread
+from seqpar.spatial.box_grid import BoxGrid
 from seqpar.vit.encoder import SeqParViT
 from tests.support.ranks import relative
 
@@ -159,7 +159,7 @@ def decode_boxes(
 
     decoder.to(dtype)
     boxes = [mine(tensor) for tensor in inputs]
-    box_output, spread = decoder(boxes[:-1], boxes[-1], Spread(layout.cuts, group))
+    box_output, spread = decoder(boxes[:-1], boxes[-1], BoxGrid(layout.cuts, group))
     found = torch.autograd.grad(
         (box_output * mine(slope)).sum(), [*(boxes if decoder.uses_image else boxes[:-1]), *learned]
     )

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from seqpar.environment import Start
-from seqpar.mesh import Mesh, join
+from seqpar.environment import Launcher
+from seqpar.mesh import Mesh
+from seqpar.rendezvous import join
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with Ctrl-C ignored
@@ -33,8 +34,8 @@ def _child(rank: int, world: int, seqpar: int, folder: str, answer: Connection, 
     faulthandler.disable()  # some are ended on purpose
     try:
         store = dist.FileStore(f"{folder}/store", world) if world > 1 else None
-        begin = Start("test", rank, world, rank, world)
-        mesh = join(begin, store, seqpar, torch.device("cpu"), timeout_s=60)
+        launcher = Launcher("test", rank, world, rank, world)
+        mesh = join(launcher, store, seqpar, torch.device("cpu"), timeout_s=60)
         result = work(mesh, *args)
         mesh.stop()
         letter = io.BytesIO()
@@ -97,4 +98,4 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 def alone_mesh() -> Mesh:
     """Returns the mesh of one process by itself."""
-    return join(Start("test"), None, 1, torch.device("cpu"))
+    return join(Launcher("test"), None, 1, torch.device("cpu"))

@@ -9,9 +9,9 @@ from scipy import ndimage
 
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.preparation.prepare import open_cache, prepare
-from seqpar.launch.runs.journal import Status
-from seqpar.launch.settings.config import debug
-from seqpar.launch.training.data import Material
+from seqpar.launch.runs.run_folder import Status
+from seqpar.launch.settings.presets import debug
+from seqpar.launch.training.data import TrainingData
 from seqpar.launch.training.validation_folder import HeldOut
 from tests.support.folders import NEW, save
 
@@ -43,7 +43,7 @@ def make_run(folder: Path, names: list[str]) -> Path:
     out, data = folder / "run", make_data(folder / "data", names)
     prepare(data, folder / "cache", workers=0)
     dataset = open_cache(folder / "cache")
-    material = Material(dataset, (), dataset.ids)
+    material = TrainingData(dataset, (), dataset.ids)
     config = dataclasses.replace(debug(), data=str(folder / "data"), out=str(out))
     out.mkdir()
     content = {"config": json.loads(config.to_json()), "dataset": material.describe(), "layout": {"ranks": 1}}

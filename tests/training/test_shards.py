@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from seqpar.launch.models.segmentation import build
+from seqpar.launch.models.build import build
 from seqpar.launch.planning.feasibility import refuse_lonely
 from seqpar.launch.runs.journal import read_metrics
 from seqpar.launch.settings.command_line import parse

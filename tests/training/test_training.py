@@ -19,7 +19,7 @@ from seqpar.data.errors import DataError
 from seqpar.launch import train
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import trainer, validation
+from seqpar.launch.training import request, trainer, validation
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.files import read_weights
 from tests.support.folders import nnunet
@@ -155,7 +155,7 @@ def test_what_one_rank_alone_refuses_it_says_with_its_name_and_code(flags, tmp_p
         raise DataError("/nvme/case", "no such file")
 
     def hook(rank: int) -> None:
-        at(train, "refuse", 1, refuse)(rank)
+        at(request, "refuse", 1, refuse)(rank)
         train.FIRST_S = 0.1
 
     with Launch(2, [*flags, "--seqpar", "2", "--start-timeout", "3"], tmp_path / "run", hook) as launch:
@@ -370,7 +370,7 @@ def test_the_time_limit_and_a_restart_by_the_scheduler(flags, undisturbed, tmp_p
 
 
 def test_before_there_is_work_a_signal_ends_at_once(flags, tmp_path):
-    hook = at(train, "open_material", 0, signalled(signal.SIGUSR1))
+    hook = at(train, "open_data", 0, signalled(signal.SIGUSR1))
     trained(1, flags, tmp_path / "run", expect=75, hook=hook)
     assert not (tmp_path / "run").exists()
 
@@ -432,6 +432,7 @@ def _runs(pid: int) -> bool:
 
 
 FIVE_LINES = """
+
 import seqpar, torch
 net = seqpar.load_run({run!r}, {which!r})
 with torch.no_grad():

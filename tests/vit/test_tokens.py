@@ -5,16 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from seqpar.layout import Layout
-from seqpar.vit.tokens import (
-    DropoutKey,
-    PatchEmbed,
-    Rotation,
-    keyed_drop_path,
-    keyed_dropout,
-    learned_positions,
-    sincos_positions,
-    to_grid,
-)
+from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
+from seqpar.vit.tokens import PatchEmbed, Rotation, learned_positions, sincos_positions, to_grid
 from tests.support.ranks import relative
 
 LAYOUT = Layout.of((12, 8, 16), 4)

@@ -1,9 +1,7 @@
 """The description that every format is reduced to: cases, modalities, labels, regions, splits."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from seqpar.data.errors import DataError
 
@@ -69,28 +67,3 @@ def _check_labels(dataset: Dataset) -> None:
             f"regions_class_order is {list(order)}; with the regions {list(dataset.regions)} it must name "
             "one of the labels for each, the one that the region's voxels get",
         )
-
-
-def read_json(path: Path) -> Any:
-    """Returns a JSON file's content; what cannot be read, or names a key twice, is a DataError."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
-        if twice:
-            raise DataError(path, f"names {twice[0]!r} twice; keep one of them")
-        return dict(pairs)
-
-    try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
-    except json.JSONDecodeError as error:
-        raise DataError(path, f"is no JSON: {error.msg} in line {error.lineno}; repair it") from error
-    except UnicodeDecodeError as error:
-        raise DataError(path, f"is no text in UTF-8 ({error.reason}); write it again") from error
-    except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror}); check the path and its rights") from error
-
-
-def strip_suffix(name: str) -> str:
-    """Returns a file's name without .nii or .nii.gz."""
-    return name.removesuffix(".gz").removesuffix(".nii")

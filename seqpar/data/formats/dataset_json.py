@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Case, read_json
+from seqpar.data.files import read_json
+from seqpar.data.formats.dataset import Case
 from seqpar.data.volumes import read_geometry
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Case, Dataset, strip_suffix
+from seqpar.data.files import strip_suffix
+from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.dataset_json import checked, content_of, labels_of, modalities_of, numbered, order_of, place
 from seqpar.data.volumes import SUFFIXES
 

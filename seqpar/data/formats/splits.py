@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Split, read_json
+from seqpar.data.files import read_json
+from seqpar.data.formats.dataset import Split
 
 FOLDS, SEED = 5, 12345  # nnU-Net's
 _PREPROCESSED = "nnUNet_preprocessed"

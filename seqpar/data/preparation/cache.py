@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Split, read_json
+from seqpar.data.files import read_json
+from seqpar.data.formats.dataset import Split
 from seqpar.data.preparation.case import Properties
 from seqpar.data.preparation.recipe import Recipe
 

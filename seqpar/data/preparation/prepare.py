@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Case, Dataset, read_json
+from seqpar.data.files import read_json
+from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.preparation.cache import (
     VERSION,

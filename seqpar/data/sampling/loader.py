@@ -15,7 +15,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from seqpar.collectives import agree_all, exchange_rows, tell
+from seqpar.collectives import exchange_rows
+from seqpar.consensus import agree_all, tell
 from seqpar.data.sampling.packing import Packing
 from seqpar.data.sampling.tiles import TileKey, TileSource
 from seqpar.data.sampling.worker_pool import Fault, Pool

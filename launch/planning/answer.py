@@ -1,0 +1,137 @@
+"""The planner's answer: its table, its command line, a dry run in words."""
+
+import dataclasses
+import math
+import os
+import shlex
+import textwrap
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from seqpar.launch.hardware.devices import GB
+from seqpar.launch.planning.fit import most_tiles
+from seqpar.launch.planning.needs import Plan, Run
+from seqpar.launch.planning.step_counter import count_step, outline
+from seqpar.launch.settings.config import Config, dashed
+from seqpar.launch.settings.presets import PRESETS
+from seqpar.mesh import Group
+
+
+def rehearsal(config: Config, num_ranks: int, chosen: Sequence[str] = ()) -> str:
+    """Returns in words what would run: network, tokens, memory per rank, steps, and how decoding is shared.
+
+    ``chosen`` is how attention would cross ranks, then why, where that was left open.
+    """
+    group = Group("seq", tuple(range(config.seqpar)))
+    net = outline(config, group)
+    encoder, decoder = (sum(p.numel() for p in part.parameters()) / 1e6 for part in (net.encoder, net.decoder))
+    layout, groups = net.encoder.layout, num_ranks // config.seqpar
+    counted = replace(config, attention=chosen[0]) if chosen else config
+    step = count_step(counted, 0, 1, 2, lambda done: 0.0, on_gpu=True, data=groups)
+    held, kept = step.tokens + step.decoder, step.weights + step.gradients + step.optimiser
+    return "\n".join(
+        [
+            f"would run on {num_ranks} ranks = data {groups} x seq {config.seqpar}; nothing was written",
+            f"  network   encoder {encoder:.2f} M + decoder {decoder:.2f} M parameters (one channel, two classes)",
+            f"  tokens    {layout.num_tokens} a tile; per rank {' '.join(map(str, layout.counts))}",
+            *(f"  attention {why}" for why in chosen[1:2]),
+            f"  decoding  {net.mode.check(layout, config.batch)}",
+            f"  memory    {held / 2**30:.2f} GiB for backward, {step.transient / 2**30:.2f} more at the worst moment, "
+            f"{kept / 2**30:.2f} for weights, gradients and optimiser: per rank",
+            f"  steps     {config.steps} of {groups * config.batch * config.accumulate} tiles",
+            config.to_json(),
+        ]
+    )
+
+
+MIB, GIB = 2**20, 2**30
+
+
+def header(run: Run, preset: str, tile: Sequence[int]) -> str:
+    config, device = run.config, run.device
+    tokens = math.prod(side // config.patch for side in config.tile)
+    padding = "" if tuple(tile) == config.tile else f" padded to {_by(config.tile)}"
+    shared = f", {device.cores} cores that ranks share" if device.cores else ""
+    return "\n".join(
+        [
+            f"plan: preset {preset}, {config.depth} blocks x {config.embed_dim}, {config.heads} heads; "
+            f"{config.decoder} decoder, mode {config.mode}; {config.precision}",
+            f"tile {_by(tile)}{padding}, patch {config.patch}: {tokens} tokens; {run.channels} channels, "
+            f"{run.outputs} classes",
+            f"{device.name}: {device.memory / GIB:.1f} GiB, {device.peak[config.precision] / 1e12:.3g} TFLOP/s"
+            f"{shared} ({device.told})",
+            "",
+        ]
+    )
+
+
+def table(found: Sequence[Plan]) -> str:
+    """Returns a row for each group size, in GiB a rank, GB a rank and step, and seconds."""
+    columns = f"{'':>6} {'':<10} | {'GiB on the fullest rank':^47} | {'GB sent':^13} | {'a step':^13}"
+    names = f"{'seqpar':>6} {'attention':<10} | {'model':>7}{'tokens':>8}{'decoder':>8}{'moment':>8}{'rest':>7}"
+    lines = [columns, f"{names}{'total':>9} | {'seq':>6} {'all':>6} | {'s':>7} {'MFU':>5}"]
+    return "\n".join([*lines, *map(_row, found)])
+
+
+def _row(p: Plan) -> str:
+    if p.why:
+        why = p.why if len(p.why) <= 88 else p.why[:87] + "…"
+        return f"{p.config.seqpar:>6} {why}"
+    size = {name: value / GIB for name, value in p.memory.items()}
+    model = size["weights"] + size["gradients"] + size["optimiser"]
+    strategy = p.config.attention if p.config.seqpar > 1 else "-"
+    seq, world = p.sent["seq"] / GB, p.sent["world"] / GB
+    too_much = " " if p.fits else "!"
+    return (
+        f"{p.config.seqpar:>6} {strategy:<10} | {model:>7.2f}{size['tokens']:>8.2f}{size['decoder']:>8.2f}"
+        f"{size['transient']:>8.2f}{size['input'] + size['apart']:>7.2f}{p.total / GIB:>8.2f}{too_much} | "
+        f"{seq:>6.2f} {world:>6.2f} | {p.step_seconds:>7.3g} {p.mfu:>5.0%}"
+    )
+
+
+def answer(run: Run, best: Plan, found: Sequence[Plan], preset: str) -> list[str]:
+    parts = ", ".join(f"{name} {value / MIB:.0f}" for name, value in best.memory.items())
+    spent = ", ".join(f"{name} {value:.3g}" for name, value in best.seconds.items())
+    size, tiles = best.config.seqpar, most_tiles(run, best)
+    fits = f"--seqpar {size} {'is the smallest of these that fits' if len(found) > 1 else 'fits'}"
+    unfused = next((p for p in found if p.fits_unfused), None)
+    if len(found) == 1:
+        needs = "would fit too" if unfused else "would not fit"
+    else:
+        needs = f"would need --seqpar {unfused.config.seqpar}" if unfused else "would fit none of them"
+    told = [
+        f"{fits}, with up to {tiles} tile{'s' if tiles > 1 else ''} a group; attention that is not fused {needs}",
+        f"MiB on the fullest rank: {parts}",
+        f"seconds a step: {spent}",
+    ]
+    return [*(textwrap.fill(line, 98, subsequent_indent="  ") for line in told), "", command(best, preset)]
+
+
+def command(p: Plan, preset: str) -> str:
+    """Returns the line that runs the plan."""
+    script = os.path.relpath(Path(__file__).with_name("train.py"))
+    config = replace(p.config, device="cpu") if p.device.cores else p.config  # else a GPU that is there is taken
+    line = f"{script} {shlex.join(flags(config, preset))}"
+    if p.ranks <= p.device.node:
+        return f"torchrun --nproc-per-node {p.ranks} {line}"
+    return f"srun -N {p.ranks // p.device.node} --ntasks-per-node {p.device.node} python {line}"
+
+
+def flags(config: Config, preset: str) -> list[str]:
+    """Returns the flags that make the config of the preset."""
+    start, found = PRESETS[preset](), ["--preset", preset]
+    for f in dataclasses.fields(Config):
+        value: Any = getattr(config, f.name)
+        if value == getattr(start, f.name) and f.name != "seqpar":
+            continue
+        if isinstance(value, bool):
+            found.append(f"--{'' if value else 'no-'}{dashed(f.name)}")
+        else:
+            found += [f"--{dashed(f.name)}", *map(str, value if isinstance(value, tuple) else [value])]
+    return found
+
+
+def _by(sides: Sequence[int]) -> str:
+    return "x".join(map(str, sides))

@@ -1,0 +1,81 @@
+"""The files of a run folder: config.json and status.json."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import safetensors
+import torch
+
+import seqpar
+from seqpar.data.files import write_json
+from seqpar.launch.settings.config import Config
+
+
+def read_config(run: str | Path) -> dict[str, Any]:
+    """Returns a run folder's config.json."""
+    path = Path(run) / "config.json"
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, so {run} is no run folder: give what train wrote (--out)") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it or train again") from None
+
+
+def describe_run(config: Config, preset: str, dataset: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+    """Returns what config.json holds: settings, data, layout, versions, commit, command."""
+    return {
+        "config": json.loads(config.to_json()),
+        "preset": preset,
+        "dataset": dataset,
+        "layout": layout,
+        "versions": {
+            "seqpar": seqpar.__version__,
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "python": platform.python_version(),
+            "safetensors": safetensors.__version__,
+        },
+        "commit": _commit(),
+        "command": sys.argv,
+    }
+
+
+def _commit() -> str:
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip()
+
+
+class Status:
+    """A run's verdict, in ``status.json``: running, finished, preempted, or failed and why.
+
+    The first cause is kept: a rank that only lost its peers does not overwrite what a peer wrote.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / "status.json"
+        self.step = self.steps = 0  # where the run is, and where it will end
+
+    def write(self, state: str, why: str = "", code: int = 0) -> None:
+        content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
+        write_json(self.path, {**content, "time": time.time()})
+
+    def write_unless_over(self, state: str, why: str = "", code: int = 0) -> None:
+        """Writes, unless another rank has said how this run ended."""
+        try:
+            if json.loads(self.path.read_text())["state"] != "running":
+                return
+        except (OSError, ValueError, KeyError):
+            pass
+        self.write(state, why, code)

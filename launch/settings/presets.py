@@ -1,0 +1,79 @@
+"""Presets: named sets of settings."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from seqpar.launch.settings.config import (
+    Config,
+)
+
+
+def paper() -> Config:
+    """Returns the paper's setting: ViT-B, tile 96, Adam, soft Dice + cross-entropy, fp32."""
+    return Config(augment="paper", fold="90:10", epochs=400)
+
+
+def modern() -> Config:
+    """Returns today's recipe for plain transformers on 3D images."""
+    return replace(
+        paper(),
+        patch=8,
+        optimizer="adamw",
+        lr=3e-4,
+        betas=(0.9, 0.98),
+        weight_decay=0.05,
+        warmup=10,
+        clip=1.0,
+        precision="bf16",
+        positions="rope",
+        drop_path=0.2,
+        layer_scale=0.1,
+        augment="full",
+        decoder="unetr",
+        decoder_width=16,
+    )
+
+
+def laptop() -> Config:
+    """Returns a run of a few minutes on two CPU cores."""
+    return Config(
+        mode="auto",
+        tile=(48, 48, 48),
+        patch=8,
+        depth=3,
+        embed_dim=96,
+        heads=4,
+        decoder="unetr",
+        decoder_width=8,
+        batch=2,
+        batch_dice=True,
+        epochs=9,
+        iterations=50,
+        lr=2e-3,
+        warmup=1,
+        clip=1.0,
+        val_every=3,
+        workers=1,
+    )
+
+
+def debug() -> Config:
+    """Returns fifty steps in well under a minute, for trying things out."""
+    return replace(
+        laptop(),
+        tile=(32, 32, 32),
+        depth=2,
+        embed_dim=48,
+        batch_dice=False,
+        foreground=1.0,
+        epochs=1,
+        iterations=50,
+        warmup=0,
+        phantoms=6,
+        val_every=1,
+        val_overlap=0.25,
+        workers=0,
+    )
+
+
+PRESETS: dict[str, Callable[[], Config]] = {p.__name__: p for p in (paper, laptop, debug, modern)}

@@ -1,0 +1,32 @@
+"""The built-in phantom data set, made once in the cache folder."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from seqpar.data.phantom.files import PhantomSettings, write_phantom
+from seqpar.data.preparation.waiting import announced, run_token, wait_for
+
+
+def phantom(cases: int, is_first: bool, progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
+    """Returns the folder of the built-in phantom data set of so many cases.
+
+    The first process makes it where it is missing, and calls ``progress`` with cases done and in all; the others wait.
+    """
+    root = Path(os.environ.get("SEQPAR_CACHE") or Path.home() / ".cache" / "seqpar").expanduser()
+    out = root / "data" / f"phantom-{cases}"
+    settings, done = PhantomSettings(), out / "complete"
+    folder = settings.root(out)
+    if is_first:
+        if not done.exists():
+            with announced(out, run_token()) as announcement:
+
+                def tell(count: int, total: int) -> None:
+                    announcement.tell(count, total)
+                    progress(count, total)
+
+                write_phantom(out, cases, settings, min(4, os.cpu_count() or 1), tell)
+                done.touch()
+    else:
+        wait_for(out, done, run_token(), done.exists, 600.0, progress)
+    return folder

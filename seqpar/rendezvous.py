@@ -1,0 +1,240 @@
+"""Starts and joins processes, picks the device, builds the groups."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from seqpar.environment import Launcher, read_launcher
+from seqpar.mesh import Group, Mesh
+from seqpar.watchdog import Watch, these
+
+START_S = 900.0  # hundreds of nodes that read one file system have been seen to need 600 s
+
+
+def start(
+    seqpar: int = 1,
+    env: Mapping[str, str] | None = None,
+    device: str = "auto",
+    timeout_s: float = START_S,
+    check: bool = False,
+) -> Mesh:
+    """Returns the mesh of the processes that torchrun, Slurm or MPI started, or of this one alone.
+
+    ``check`` announces every message and collective before it is sent: slow, and names ranks that differ.
+    """
+    launcher = read_launcher(os.environ if env is None else env)
+    check_seqpar(seqpar, launcher.world)
+    if launcher.warning:
+        print(f"warning: {launcher.warning}", file=sys.stderr, flush=True)
+    place = pick_device(launcher, device)
+    until = time.monotonic() + timeout_s
+    store = _meet(launcher, timeout_s) if launcher.world > 1 else None
+    return join(launcher, store, seqpar, place, timeout_s, check, until)
+
+
+def check_seqpar(seqpar: int, world: int) -> None:
+    """Refuses a sequence group that does not fit the ranks, naming the sizes that do."""
+    if seqpar < 1 or world % seqpar:
+        fits = [size for size in range(1, world + 1) if world % size == 0]
+        more = f", or start a multiple of {seqpar} ranks" if seqpar > 0 else ""
+        raise ValueError(
+            f"--seqpar {seqpar} does not fit the {world} started rank(s): "
+            f"use --seqpar {' or '.join(map(str, fits))}{more}"
+        )
+
+
+def pick_device(launcher: Launcher, wish: str = "auto") -> torch.device:
+    """Returns this rank's device and makes it current: index 0 where one is visible, else the local rank."""
+    if wish not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {wish}: choose auto, cpu or cuda (cuda is also AMD's name in torch)")
+    visible = torch.cuda.device_count() if wish != "cpu" else 0
+    if wish == "cuda" and visible == 0:
+        raise ValueError("--device cuda: this process sees no GPU; ask the scheduler for one or use --device cpu")
+    if visible == 0:
+        return torch.device("cpu")
+    if visible > 1 and launcher.local_rank >= visible:
+        raise ValueError(
+            f"local rank {launcher.local_rank} has no GPU of its own: {visible} are visible and "
+            f"{launcher.local_world} ranks run on this node; start at most {visible} ranks a node"
+        )
+    place = torch.device("cuda", 0 if visible == 1 else launcher.local_rank)
+    torch.cuda.set_device(place)
+    return place
+
+
+def _meet(launcher: Launcher, timeout_s: float) -> dist.Store:
+    limit = timedelta(seconds=timeout_s)
+    host = launcher.rank == 0 and not launcher.agent_store
+    _check_name(launcher)
+    if not host:
+        _await_listener(launcher, timeout_s)
+    try:
+        meeting = dist.TCPStore(
+            launcher.address, launcher.port, launcher.world, host, timeout=limit, wait_for_workers=False
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise ConnectionError(
+            f"rank {launcher.rank} ({launcher.by}): no meeting at {launcher.address}:{launcher.port}: another job may "
+            f"use this port, or MASTER_ADDR is not rank 0's; export another MASTER_PORT ({str(error).splitlines()[0]})"
+        ) from None
+    return dist.PrefixStore(f"seqpar/{launcher.job}/{launcher.attempt}", meeting)
+
+
+def _check_name(launcher: Launcher) -> None:
+    """Refuses an address that this host cannot look up, which torch would try for minutes."""
+    try:
+        socket.getaddrinfo(launcher.address, launcher.port)
+    except OSError as error:
+        raise ConnectionError(
+            f"rank {launcher.rank} ({launcher.by}) on {socket.gethostname()} does not know the host {launcher.address} "
+            f"({error.strerror}): export MASTER_ADDR=$(hostname -i) on the node of rank 0, before srun"
+        ) from None
+
+
+def _await_listener(launcher: Launcher, timeout_s: float) -> None:
+    """Waits until rank 0 listens; torch's own client would wait twice as long, and fill the log meanwhile."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(
+                (launcher.address, launcher.port), timeout=max(0.1, until - time.monotonic())
+            ).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ConnectionError(
+                    f"rank {launcher.rank} ({launcher.by}): rank 0 does not answer at "
+                    f"{launcher.address}:{launcher.port} within {timeout_s:.0f} s; check that rank 0 started, and "
+                    f"MASTER_ADDR and MASTER_PORT ({error.strerror})"
+                ) from None
+            time.sleep(0.1)
+
+
+def join(
+    launcher: Launcher,
+    store: dist.Store | None,
+    seqpar: int,
+    device: torch.device,
+    timeout_s: float = START_S,
+    check: bool = False,
+    until: float | None = None,
+) -> Mesh:
+    """Returns the mesh of ``launcher.world`` processes that meet at ``store`` (None where there is but one).
+
+    ``until``: when the time is over that was there for meeting too; each step gets what is left, a tenth at least.
+    """
+    until = time.monotonic() + timeout_s if until is None else until
+    check_seqpar(seqpar, launcher.world)
+    if store is None:
+        return Mesh(
+            launcher, device, Group("world"), Group("data"), Group("seq"), (launcher.host or socket.gethostname(),)
+        )
+    hosts = _roll_call(launcher, store, _left_s(until, timeout_s))
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("world", store),
+        rank=launcher.rank,
+        world_size=launcher.world,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if on_gpu else None,
+    )
+    everyone = tuple(range(launcher.world))
+    watch = Watch(launcher.rank, hosts, dist.PrefixStore("watch", store), check)
+    watch.start_limit_s = timeout_s
+    world = Group("world", everyone, launcher.rank, dist.group.WORLD, watch=watch)
+    seq = _split("seq", [everyone[at : at + seqpar] for at in range(0, launcher.world, seqpar)], watch)
+    data = _split("data", [everyone[at::seqpar] for at in range(seqpar)], watch)
+    if launcher.rank == 0:
+        _warn_of_crossing(hosts, seqpar)
+    groups = (world, seq, data)
+    warm = {g.name: warm_up(g, store, device, _left_s(until, timeout_s)) for g in groups if g.handle is not None}
+    own = store.clone() if hasattr(store, "clone") else store  # never busy with what the main thread waits for
+    return Mesh(launcher, device, world, data, seq, hosts, warm, dist.PrefixStore("beside", own))
+
+
+def pretend(size: int) -> Group:
+    """Returns a sequence group of which only the first rank is there: messages go nowhere and bring nothing.
+
+    It is for measuring that rank's own work, and can be had once in a process.
+    """
+    if size == 1:
+        return Group("seq")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    return Group("seq", tuple(range(size)), 0, dist.group.WORLD)
+
+
+def _roll_call(launcher: Launcher, store: dist.Store, timeout_s: float) -> tuple[str, ...]:
+    """Returns every rank's host; names those that never came."""
+    keys = [f"host/{rank}" for rank in range(launcher.world)]
+    store.set(keys[launcher.rank], launcher.host or socket.gethostname())
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except (dist.DistError, RuntimeError):
+        try:
+            missing = these([rank for rank, key in enumerate(keys) if not store.check([key])])
+        except (dist.DistError, RuntimeError):  # it counted the ranks, gave up first and names them
+            missing = "some, which rank 0 names,"
+        raise TimeoutError(
+            f"of {launcher.world} ranks, {missing} did not start within {timeout_s:.0f} s; "
+            "look at their logs, or start fewer"
+        ) from None
+    return tuple(store.get(key).decode() for key in keys)
+
+
+def _left_s(until: float, timeout_s: float) -> float:
+    return max(0.1 * timeout_s, until - time.monotonic())
+
+
+def _split(name: str, parts: Sequence[Sequence[int]], watch: Watch) -> Group:
+    """Returns the one of ``parts`` that holds this rank; every rank makes all process groups, in one order."""
+    mine: Group | None = None
+    limit = timedelta(seconds=watch.start_limit_s)  # else torch's, of half an hour
+    for ranks in parts:
+        handle = dist.new_group(list(ranks), timeout=limit) if len(ranks) > 1 else None
+        if watch.rank in ranks:
+            mine = Group(name, tuple(ranks), list(ranks).index(watch.rank), handle, watch=watch)
+    assert mine is not None
+    return mine
+
+
+def _warn_of_crossing(hosts: Sequence[str], seqpar: int) -> None:
+    for first in range(0, len(hosts), seqpar):
+        inside = list(dict.fromkeys(hosts[first : first + seqpar]))
+        if len(inside) > 1:
+            print(
+                f"warning: the sequence group of ranks {first}…{first + seqpar - 1} crosses nodes "
+                f"{', '.join(inside)}: every attention layer will use the network. Let --seqpar divide the "
+                "ranks of a node.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def warm_up(group: Group, store: dist.Store, device: torch.device, timeout_s: float) -> float:
+    """Returns the seconds of a first small sum over ``group``; names the group and the ranks that hang it."""
+    limit = timedelta(seconds=timeout_s)
+    keys = [f"warm/{group}/{rank}" for rank in group.ranks]
+    store.set(keys[group.index], "here")
+    began = time.perf_counter()
+    try:
+        store.wait(keys, limit)
+        for place in {torch.device("cpu"), device}:
+            work = dist.all_reduce(torch.ones(1, device=place), group=group.handle, async_op=True)
+            assert work is not None
+            work.wait(limit)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except (dist.DistError, RuntimeError) as error:
+        missing = [rank for rank, key in zip(group.ranks, keys) if not store.check([key])]
+        why = f"{these(missing)} never came" if missing else str(error).splitlines()[0]
+        raise TimeoutError(f"the {group} hangs in its first sum ({timeout_s:.0f} s): {why}") from None
+    return time.perf_counter() - began

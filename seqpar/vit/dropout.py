@@ -1,0 +1,80 @@
+"""Dropout keyed by global numbers: the same on any number of ranks."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+
+
+_STEP = 0x9E3779B97F4A7C15
+
+
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _scramble_number(number: int) -> int:
+    number = (number + _STEP) & _MASK64
+    number = ((number ^ (number >> 30)) * _FIRST) & _MASK64
+    number = ((number ^ (number >> 27)) * _SECOND) & _MASK64
+    return number ^ (number >> 31)
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """Returns splitmix64 of int64 numbers, whose arithmetic wraps; shifts are logical."""
+    x = x + _signed(_STEP)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_FIRST)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_SECOND)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """Names a draw by what it is for, not by who draws it: equal for any number of ranks.
+
+    ``samples`` are the numbers of this batch's tiles in the global batch.
+    """
+
+    seed: int
+    step: int
+    samples: tuple[int, ...]
+    micro_batch: int = 0
+    site: tuple[int, ...] = ()
+
+    def at(self, *site: int) -> "DropoutKey":
+        """Returns the key of a place in the network."""
+        return replace(self, site=self.site + site)
+
+    def _base(self, device: torch.device) -> Tensor:
+        number = 0
+        for word in (self.seed, self.step, self.micro_batch, len(self.site), *self.site):
+            number = _scramble_number(number ^ (word & _MASK64))
+        rows = [_signed(_scramble_number(number ^ sample)) for sample in self.samples]
+        return torch.tensor(rows, dtype=torch.int64, device=device)  # b
+
+
+def _kept(bits: Tensor, rate: float) -> Tensor:
+    return ((bits >> 11) & ((1 << 53) - 1)) >= int(rate * (1 << 53))
+
+
+def keyed_dropout(x: Tensor, rate: float, key: DropoutKey | None, token_ids: Tensor) -> Tensor:
+    """Returns ``b n/s e`` with elements dropped by (key, sample, global token, channel)."""
+    if key is None or rate == 0.0:
+        return x
+    base = key._base(x.device)[:, None, None]  # b 1 1
+    tokens = _scramble(base ^ token_ids.to(x.device)[None, :, None])  # b n/s 1
+    kept = _kept(_scramble(tokens ^ torch.arange(x.shape[2], device=x.device)), rate)  # b n/s e
+    return x * kept * (1 / (1 - rate))
+
+
+def keyed_drop_path(x: Tensor, rate: float, key: DropoutKey | None) -> Tensor:
+    """Returns a residual branch ``b n/s e`` with whole samples dropped by (key, sample)."""
+    if key is None or rate == 0.0:
+        return x
+    kept = _kept(_scramble(key._base(x.device)), rate)[:, None, None]
+    return x * kept * (1 / (1 - rate))
