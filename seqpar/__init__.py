@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 # Handed on lazily, so that `import seqpar` costs nothing and pulls in no room that is not used.
 _NAMES = {
-    "DropoutKey": "seqpar.vit.tokens",
+    "DropoutKey": "seqpar.vit.dropout",
     "Layout": "seqpar.layout",
     "Predictor": "seqpar.launch.inference.predictor",
     "SegmentationNet": "seqpar.launch.models.segmentation",

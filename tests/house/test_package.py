@@ -69,3 +69,11 @@ def test_the_readmes_example_runs() -> None:
     (example,) = [block for block in blocks if "SeqParViT" in block]
     assert len(example.splitlines()) < 40
     subprocess.run([sys.executable, "-c", example], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_every_name_that_the_package_offers_is_there() -> None:
+    import seqpar
+
+    assert len(dir(seqpar)) > 10
+    for name in dir(seqpar):
+        assert getattr(seqpar, name) is not None
