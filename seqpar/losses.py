@@ -32,7 +32,7 @@ class LossGroups:
     samples: tuple[Group, ...] = ()
 
     @property
-    def num_shares(self) -> int:
+    def num_sample_ranks(self) -> int:
         """Over how many ranks' losses the batch's loss is averaged, each of them holding only its own samples."""
         return math.prod(group.size for group in self.samples)
 
@@ -71,16 +71,16 @@ class DiceCE(nn.Module):
         self.background, self.batch_dice, self.smooth = background, batch_dice, smooth
         self.ignore_label, self.dice_weight, self.ce_weight = ignore_label, dice_weight, ce_weight
 
-    def forward(self, logits: Tensor, label: Tensor, share: LossGroups | None = None) -> Tensor:
+    def forward(self, logits: Tensor, label: Tensor, loss_groups: LossGroups | None = None) -> Tensor:
         """Returns the scalar loss of logits ``b k W D H`` and integer labels ``b W D H``."""
-        parts = self.parts(logits, label, share)
+        parts = self.parts(logits, label, loss_groups)
         return self.dice_weight * parts.dice + self.ce_weight * parts.cross_entropy
 
-    def parts(self, logits: Tensor, label: Tensor, share: LossGroups | None = None) -> LossParts:
+    def parts(self, logits: Tensor, label: Tensor, loss_groups: LossGroups | None = None) -> LossParts:
         """Returns the Dice and cross-entropy terms, unweighted."""
-        share = share or LossGroups()
+        loss_groups = loss_groups or LossGroups()
         sums = self._over_voxels(logits, label)
-        return LossParts(self._dice(sums[:, 1:], share), self._mean(sums[:, 0].sum(), label, share))
+        return LossParts(self._dice(sums[:, 1:], loss_groups), self._mean(sums[:, 0].sum(), label, loss_groups))
 
     def sums(self, logits: Tensor, label: Tensor) -> Tensor:
         """Returns what the loss of one sample is made of, to be added over any pieces of it: see ``of_sums``."""
@@ -132,29 +132,29 @@ class DiceCE(nn.Module):
         masks = [torch.isin(label, torch.tensor(region, device=label.device)) for region in self.regions]
         return torch.stack(masks, 1).to(dtype)
 
-    def _mean(self, summed: Tensor, label: Tensor, share: LossGroups) -> Tensor:
+    def _mean(self, summed: Tensor, label: Tensor, loss_groups: LossGroups) -> Tensor:
         """Returns the batch's mean over counted voxels; each of ``samples``' ranks adds its own samples' share."""
         count = self._count(label).to(summed.dtype)
         if self.ignore_label is None:  # every rank has as many samples, but boxes may differ
-            count *= share.num_shares
+            count *= loss_groups.num_sample_ranks
         else:
-            for group in share.samples:
+            for group in loss_groups.samples:
                 count = all_reduce(count, group)
-        if share.voxels is not None:
-            count = all_reduce(count, share.voxels)
-            summed = all_sum(summed, share.voxels)
-        return summed * share.num_shares / count.clamp(min=1)
+        if loss_groups.voxels is not None:
+            count = all_reduce(count, loss_groups.voxels)
+            summed = all_sum(summed, loss_groups.voxels)
+        return summed * loss_groups.num_sample_ranks / count.clamp(min=1)
 
-    def _dice(self, sums: Tensor, share: LossGroups) -> Tensor:
+    def _dice(self, sums: Tensor, loss_groups: LossGroups) -> Tensor:
         """Returns the Dice term of ``b 2k`` sums."""
         sums = torch.stack(sums.chunk(2, 1))  # 2 b k
         if not self.background and not self.regions:
             sums = sums[:, :, 1:]
-        if share.voxels is not None:
-            sums = all_sum(sums, share.voxels)
+        if loss_groups.voxels is not None:
+            sums = all_sum(sums, loss_groups.voxels)
         if self.batch_dice:
             sums = sums.sum(1, keepdim=True)
-            for group in share.samples:
+            for group in loss_groups.samples:
                 sums = all_sum(sums, group)
         return self._ratio(*sums)
 

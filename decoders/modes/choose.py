@@ -56,11 +56,11 @@ class Auto:
         """Returns the picked mode's spread."""
         return self.pick(batch).spread(layout, batch)
 
-    def share(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
         """Returns the picked mode's partial sums: they differ, so the batch must be told."""
         if batch is None:
             raise ValueError("--mode auto shares the loss by the batch: give its size")
-        return self.pick(batch).share(data, batch)
+        return self.pick(batch).loss_groups(data, batch)
 
 
 _KINDS: dict[str, type[Gather] | type[NoGather] | type[Halo] | type[Swap] | type[Auto]] = {

@@ -44,7 +44,7 @@ class Gather:
     def spread(self, layout: Layout, batch: int) -> None:
         """Returns None: every rank holds the whole."""
 
-    def share(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
         """Returns which sums of the loss are partial: those over the group over which tiles are spread."""
         return LossGroups(samples=real(data))
 
@@ -77,7 +77,7 @@ class NoGather:
     def spread(self, layout: Layout, batch: int) -> None:
         """Returns None: to the decoder, the part is all there is."""
 
-    def share(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
         """Returns which sums of the loss are partial: none over the sequence group, the loss is the part's own."""
         return LossGroups(samples=real(data))
 

@@ -44,7 +44,7 @@ class Halo:
         """Returns where the token grid is cut into the ranks' boxes."""
         return BoxGrid(_boxes(layout).voxel_cuts(), self.group)
 
-    def share(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
         """Returns which sums of the loss are partial: those over voxels, and over the group of other tiles."""
         return LossGroups(voxels=self.group, samples=real(data))
 

@@ -51,5 +51,5 @@ class Mode(Protocol):
     def spread(self, layout: Layout, batch: int) -> BoxGrid | None:
         """Returns how the token grid is spread over the group; None where each rank holds all that it decodes."""
 
-    def share(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
         """Returns which sums of the loss are partial, given the group over which tiles are spread."""

@@ -52,7 +52,7 @@ class Swap:
     def spread(self, layout: Layout, batch: int) -> None:
         """Returns None: every rank holds its samples whole."""
 
-    def share(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
         """Returns which sums of the loss are partial: those over samples."""
         return LossGroups(samples=(*real(self.group), *real(data)))
 

@@ -100,7 +100,7 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
         shard(net, mesh)
     else:
         net.to(mesh.device)
-    optimiser, loss, share = make_optimizer(config, net), DiceCE(), net.mode.share(mesh.data, config.batch)
+    optimiser, loss, loss_groups = make_optimizer(config, net), DiceCE(), net.mode.loss_groups(mesh.data, config.batch)
     layout = net.encoder.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])
     part = torch.randn(*tokens, 1, *layout.patch, device=mesh.device, dtype=next(net.parameters()).dtype)
@@ -113,7 +113,7 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
         with Saved(net) as saved:
             with torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
                 logits = net(part)
-            value = loss(logits, label, share)
+            value = loss(logits, label, loss_groups)
         held = float(saved.total)
         value.backward()
         del logits, value

@@ -96,10 +96,10 @@ def _worker(config: Config) -> None:
         tokens = (config.batch, layout.counts[mesh.seq.index])
         image = torch.randn(*tokens, CHANNELS, *layout.patch)
         label = torch.randint(0, CLASSES, (*tokens, *layout.patch), dtype=torch.uint8)
-        share = net.mode.share(None, config.batch)
+        loss_groups = net.mode.loss_groups(None, config.batch)
 
         def backward() -> None:
-            loss(net(image), net.arrange(label), share).backward()
+            loss(net(image), net.arrange(label), loss_groups).backward()
 
         with MemoryCounter() as alive:  # gradients count by themselves
             ends = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in net.parameters()]

@@ -103,16 +103,16 @@ class _Step:
     """Forward, loss and backward of one batch, and the sum of the gradients over the ranks (not overlapped)."""
 
     def __init__(self, net: nn.Module, image: Tensor, label: Tensor, mesh: Mesh) -> None:
-        self.net, self.loss, self.share, self.world = net, DiceCE(), None, mesh.world
+        self.net, self.loss, self.loss_groups, self.world = net, DiceCE(), None, mesh.world
         self.image, self.label = image, label
         if isinstance(net, SegmentationNet):
             layout = net.encoder.layout
             self.image, self.label = (layout.cut(whole, mesh.seq.index) for whole in (image, label))
-            self.share = net.mode.share(None, len(image))
+            self.loss_groups = net.mode.loss_groups(None, len(image))
 
     def _forward(self) -> Tensor:
         label = self.net.arrange(self.label) if isinstance(self.net, SegmentationNet) else self.label
-        return self.loss(self.net(self.image), label, self.share)  # type: ignore[no-any-return]
+        return self.loss(self.net(self.image), label, self.loss_groups)  # type: ignore[no-any-return]
 
     def __call__(self) -> None:
         self.net.zero_grad()

@@ -101,7 +101,7 @@ def _counted(config: Config, rank: int, channels: int, outputs: int, clock: Cloc
         image = torch.empty(*tokens, channels, *layout.patch, dtype=dtype, device="meta")
         label = torch.empty(*tokens, *layout.patch, dtype=torch.uint8, device="meta")
         given = image.nbytes + label.nbytes
-        share = net.mode.share(Group("data", tuple(range(data))), config.batch)
+        loss_groups = net.mode.loss_groups(Group("data", tuple(range(data))), config.batch)
         loss_of = DiceCE(batch_dice=config.batch_dice)
         for p in net.parameters():
             p.register_post_accumulate_grad_hook(_let_go)  # they are counted by themselves
@@ -111,7 +111,7 @@ def _counted(config: Config, rank: int, channels: int, outputs: int, clock: Cloc
             _name_phases(net, alive)
             with as_autocast(lower, on_gpu):
                 logits = net(image, None, DropoutKey(0, 0, tuple(range(config.batch))))
-            loss = loss_of(logits, net.arrange(label), share)
+            loss = loss_of(logits, net.arrange(label), loss_groups)
         del logits
         held, forward = saved.total, work.operations.total()
         alive.phase = "decoder backward"

@@ -71,7 +71,7 @@ class Trainer:
         self.loss = DiceCE(
             regions=material.regions, batch_dice=config.batch_dice, ignore_label=material.dataset.ignore_label
         )
-        self.share = self.net.mode.share(mesh.data, config.batch)
+        self.loss_groups = self.net.mode.loss_groups(mesh.data, config.batch)
         self.progress = Progress(global_batch=global_batch(config, mesh))
         self.validation = Validation(config, mesh, material, self.loss)
         self.journal = Journal(self.out, False, 0)
@@ -156,7 +156,7 @@ class Trainer:
         label = torch.zeros(*tokens, *layout.patch, device=self.mesh.device, dtype=torch.long)
         with self._arithmetic():
             logits = self.stepped(self._cast(image), None, DropoutKey(0, 0, tuple(range(config.batch))))
-        self.loss(logits, self.net.arrange(label), self.share).backward()
+        self.loss(logits, self.net.arrange(label), self.loss_groups).backward()
         self.optimiser.zero_grad()
 
     def _loop(self, loader: Loader, stopper: Stopper) -> bool:
@@ -273,7 +273,7 @@ class Trainer:
         label = self.net.arrange(micro.label)
         with self._arithmetic():
             logits = self.stepped(self._cast(micro.image), None, key)
-        parts = self.loss.parts(logits, label, self.share)
+        parts = self.loss.parts(logits, label, self.loss_groups)
         loss = parts.dice + parts.cross_entropy
         (loss / self.config.accumulate).backward()
         self.mesh.world.watch.count_since_ready()

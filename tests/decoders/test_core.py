@@ -83,7 +83,7 @@ def train(mesh: Mesh, case: Case) -> Outcome:
     """Returns one rank's outcome; its logits, loss and input gradient are those of the global batch."""
     net = build(case, mesh)
     layout, loss_of = net.encoder.layout, DiceCE(ignore_label=9)
-    share = net.mode.share(mesh.data)
+    loss_groups = net.mode.loss_groups(mesh.data)
     stepped = DistributedDataParallel(net) if mesh.world.size > 1 else net
     optimiser = torch.optim.Adam(net.parameters(), lr=1e-3)
     mine = torch.arange(case.samples).chunk(mesh.data.size)[mesh.data.index].tolist()
@@ -92,7 +92,7 @@ def train(mesh: Mesh, case: Case) -> Outcome:
         image, label = data(case, step)
         part = layout.cut(image[mine], mesh.seq.index).requires_grad_()
         logits = stepped(part, None, DropoutKey(1, step, tuple(mine)))
-        loss = loss_of(logits, net.arrange(layout.cut(label[mine], mesh.seq.index)), share)
+        loss = loss_of(logits, net.arrange(layout.cut(label[mine], mesh.seq.index)), loss_groups)
         optimiser.zero_grad()
         loss.backward()
         if first is None:
@@ -169,7 +169,7 @@ def parts_alone(mesh: Mesh, case: Case) -> tuple[float, float, list[bool]]:
     image, label = data(case)
     part, label_part = (layout.cut(t, mesh.seq.index) for t in (image, label))
     logits = net(part)
-    loss = loss_of(logits, net.arrange(label_part), net.mode.share())
+    loss = loss_of(logits, net.arrange(label_part), net.mode.loss_groups())
     whole_case = Case(**{**case.__dict__, "mode": "gather"})
     alone = build(whole_case, join(Launcher("test"), None, 1, torch.device("cpu"))).eval()
     tokens = alone.encoder(image)[:, layout.token_ids(mesh.seq.index)]

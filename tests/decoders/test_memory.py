@@ -26,7 +26,7 @@ def held(mesh: Mesh, side: int, patch: int, depth: int, mode: str, batch: int) -
     net = SegmentationNet(encoder, decoder, choose_mode(mode, mesh.seq), taps(depth, encoder.layout.patch))
     image, label = torch.randn(batch, 2, *tile), torch.randint(0, 3, (batch, *tile))
     part, truth = (encoder.layout.cut(t, mesh.seq.index) for t in (image, label))
-    return saved_bytes(net, lambda: DiceCE()(net(part), net.arrange(truth), net.mode.share(None, batch)))
+    return saved_bytes(net, lambda: DiceCE()(net(part), net.arrange(truth), net.mode.loss_groups(None, batch)))
 
 
 def all_cases(mesh: Mesh, cases: list[Case]) -> list[int]:

@@ -76,7 +76,7 @@ def check_mode(mesh: Mesh, mode: str, split: str, each: int, loss_name: str) -> 
     mine = slice(mesh.data.index * each, (mesh.data.index + 1) * each)
     image, label = (layout.cut(whole[mine], group.index) for whole in batch_of(size))
     logits = net(image.requires_grad_())
-    value = loss(logits, net.arrange(label), net.mode.share(mesh.data, each))
+    value = loss(logits, net.arrange(label), net.mode.loss_groups(mesh.data, each))
     dimage, *grads = torch.autograd.grad(value, [image, *net.parameters()])
     whole_input = layout.cut(expected["input"][mine], group.index)
     averaged = [all_reduce(grad, mesh.world) / mesh.world.size for grad in grads]
@@ -183,9 +183,9 @@ def test_auto_swaps_where_the_batch_divides_and_says_so() -> None:
     assert "takes halo: each of 4 ranks decodes one of 2 x 2 x 1 boxes" in mode.check(layout, 6)
     assert mode.chosen == "halo"
     assert mode.spread(layout, 4) is None and mode.spread(layout, 3) is not None
-    assert mode.share(None, 4).num_shares == 4 and mode.share(None, 3).voxels is mode.group
+    assert mode.loss_groups(None, 4).num_sample_ranks == 4 and mode.loss_groups(None, 3).voxels is mode.group
     with pytest.raises(ValueError, match="batch"):
-        mode.share()
+        mode.loss_groups()
 
 
 @pytest.mark.parametrize(("batch", "advice"), [(6, "--batch 4 or 8,"), (3, "--batch 4,"), (9, "--batch 8 or 12,")])

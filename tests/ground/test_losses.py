@@ -111,8 +111,8 @@ def check_samples(mesh: Mesh, options: dict, shared: bool) -> tuple[float, float
     (grad,) = torch.autograd.grad(want, whole)
     pick = lambda t, dim: t.chunk(2)[mesh.data.index].chunk(2, dim)[mesh.seq.index]  # noqa: E731
     part = pick(logits, 2).requires_grad_()
-    share = LossGroups(mesh.seq, (mesh.data,) if shared else ())
-    got = loss(part, pick(label, 1), share)
+    loss_groups = LossGroups(mesh.seq, (mesh.data,) if shared else ())
+    got = loss(part, pick(label, 1), loss_groups)
     (mine,) = torch.autograd.grad(got, part)
     mean = all_reduce(got, mesh.world) / mesh.world.size
     return relative(mean, want), relative(mine / mesh.world.size, pick(grad, 2))

@@ -35,13 +35,13 @@ def taken(mesh: Mesh, config: Config) -> dict[str, Any]:
     mesh.seq.traffic.clear(), mesh.seq.messages.clear()
     image = torch.randn(*tokens, CHANNELS, *layout.patch, dtype=dtype)
     label = torch.randint(0, OUTPUTS, (*tokens, *layout.patch), dtype=torch.uint8)
-    share, key = net.mode.share(None, config.batch), DropoutKey(0, 0, tuple(range(config.batch)))
+    loss_groups, key = net.mode.loss_groups(None, config.batch), DropoutKey(0, 0, tuple(range(config.batch)))
     losses = []
 
     def run() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, config.precision == "bf16"):
             logits = net(image, None, key)
-        losses.append(DiceCE(batch_dice=config.batch_dice)(logits, net.arrange(label), share))
+        losses.append(DiceCE(batch_dice=config.batch_dice)(logits, net.arrange(label), loss_groups))
         return losses[0]
 
     with MemoryCounter() as alive:
@@ -92,7 +92,7 @@ def in_shards(mesh: Mesh, config: Config) -> dict[str, int]:
     optimiser, layout = make_optimizer(config, net), net.encoder.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])
     image, label = torch.randn(*tokens, CHANNELS, *layout.patch), torch.zeros(*tokens, *layout.patch, dtype=torch.uint8)
-    DiceCE()(net(image), net.arrange(label), net.mode.share(None, config.batch)).backward()
+    DiceCE()(net(image), net.arrange(label), net.mode.loss_groups(None, config.batch)).backward()
     optimiser.step()
     return local_bytes(net, optimiser)
 

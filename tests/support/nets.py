@@ -50,14 +50,14 @@ def train(group: Group, make: Make, mode: str, split: str, samples: int, steps: 
     """Returns a rank's outcome; loss and gradients are averaged over the group."""
     net = build(make, group, mode, split)
     layout, at = net.encoder.layout, group.index
-    (image, label), share = batch(samples), net.mode.share(batch=samples)
+    (image, label), loss_groups = batch(samples), net.mode.loss_groups(batch=samples)
     part, target = layout.cut(image, at), net.arrange(layout.cut(label, at))
     learned = dict(net.named_parameters())
     optimiser = torch.optim.Adam(learned.values(), lr=1e-3)
     first: Outcome | None = None
     for _ in range(steps):
         logits = net(part)
-        loss = DiceCE()(logits, target, share)
+        loss = DiceCE()(logits, target, loss_groups)
         optimiser.zero_grad()
         loss.backward()
         _average(list(learned.values()), group)
