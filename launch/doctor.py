@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from seqpar.consensus import gather_texts, tell
+from seqpar.consensus import broadcast_text, gather_texts
 from seqpar.data.files import write_json
 from seqpar.environment import read_launcher
 from seqpar.launch.hardware.findings import described, folder_line, judge, print_groups, print_ranks
@@ -118,7 +118,7 @@ def _room(mesh: Mesh, out: str) -> dict[str, Any]:
             room |= write_speed(Path(out))
         except OSError as error:
             room["fault"] = f"--out {out} cannot be written ({error.strerror}): name another, or make room"
-    return json.loads(tell(json.dumps(room), 0, mesh.world))  # type: ignore[no-any-return]
+    return json.loads(broadcast_text(json.dumps(room), 0, mesh.world))  # type: ignore[no-any-return]
 
 
 def main() -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 
-from seqpar.consensus import gather_texts
+from seqpar.consensus import by_first, gather_texts
 from seqpar.environment import Launcher, flight_recorder, read_launcher
 from seqpar.launch.job import exit_codes
-from seqpar.launch.job.first_rank import raise_together
 from seqpar.launch.job.local_ranks import die_with_parent, run_local, visible_devices
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.planning.answer import rehearsal
@@ -74,7 +73,7 @@ def _run(order: RunRequest, launcher: Launcher) -> int:
             lambda why: status.write_unless_over("preempted", why, exit_codes.PREEMPTED) if mesh.is_first else None,
         )
         try:
-            raise_together(lambda: open_folder(status) if mesh.is_first else "", mesh)
+            by_first(lambda: open_folder(status), mesh.world)
             trainer = make_trainer(order, mesh, material, status)
             verdict = trainer.run(stopper)
         except (Exception, KeyboardInterrupt) as error:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+from seqpar.consensus import by_first
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.prediction_inputs import find_inputs
@@ -18,7 +19,6 @@ from seqpar.launch.inference.predictor import Predictor, Settings
 from seqpar.launch.inference.whole_volume_memory import footprint
 from seqpar.launch.inference.windows import WindowGrid
 from seqpar.launch.job import exit_codes
-from seqpar.launch.job.first_rank import by_first
 from seqpar.launch.runs.trained_run import Run, find_weights, fitting_mode, load_nets
 from seqpar.launch.weights.checkpoint import digest
 from seqpar.mesh import Mesh
@@ -49,7 +49,7 @@ def predict(options: argparse.Namespace, settings: Settings, run: Run, mesh: Mes
         print(f"predicting {len(cases)} cases{kept} by {named}; {_told(run, mode, mesh)}", flush=True)
         return [case.id for case in cases]
 
-    names = by_first(plan, mesh)
+    names = by_first(plan, mesh.world)
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr, flush=True)
     ahead = _Ahead(cases, run.recipe)
@@ -65,7 +65,7 @@ def predict(options: argparse.Namespace, settings: Settings, run: Run, mesh: Mes
     if mesh.is_first:
         told = f", faults {len(faults)}" if faults else ""
         print(f"cases {len(names)}{told}: {options.output}", flush=True)
-    return exit_codes.DATA if by_first(lambda: len(faults), mesh) else 0
+    return exit_codes.DATA if by_first(lambda: len(faults), mesh.world) else 0
 
 
 class _Ahead:
@@ -97,7 +97,7 @@ def _one(predictor: Predictor, answers: PredictionFolder, ahead: _Ahead, number:
     keep = (rows.keep if rows is not None else _drop) if answers.outputs else None
     try:
         ids = predictor.class_ids(image, shape, keep)
-        by_first(lambda: _write(predictor, answers, ahead.cases[number], prepared, ids.numpy(), rows), mesh)
+        by_first(lambda: _write(predictor, answers, ahead.cases[number], prepared, ids.numpy(), rows), mesh.world)
     finally:
         if rows is not None:
             rows.remove()

@@ -15,6 +15,7 @@ from nibabel.spatialimages import SpatialImage
 from torch import Tensor
 
 from seqpar.collectives import all_gather
+from seqpar.consensus import by_first
 from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import Geometry, geometry_of, make_geometry, to_canonical
 from seqpar.data.preparation.case import Loaded, Prepared, Properties, labels_to_source, prepare_loaded
@@ -22,7 +23,6 @@ from seqpar.launch.inference.logits_to_labels import Keep, decide
 from seqpar.launch.inference.sliding_window import Image, sliding_window, whole_volume
 from seqpar.launch.inference.small_components import drop_small, smallest
 from seqpar.launch.inference.windows import Sliding
-from seqpar.launch.job.first_rank import by_first
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.runs.trained_run import Run, find_weights, load_nets, read_run
 from seqpar.mesh import Mesh
@@ -121,7 +121,7 @@ class Predictor:
             prepared = prepare()
             return prepared.image.shape, prepared.properties.box_shape
 
-        shape, box_shape = by_first(shapes, self.mesh)
+        shape, box_shape = by_first(shapes, self.mesh.world)
         mine = torch.empty(0, *shape[1:]) if prepared is None else torch.from_numpy(prepared.image)
         sizes = [shape[0], *[0] * (self.mesh.world.size - 1)]
         return all_gather(mine, self.mesh.world, 0, sizes, "images"), tuple(box_shape), prepared

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from seqpar.consensus import gather_texts
-from seqpar.launch.job.first_rank import raise_together
+from seqpar.consensus import gather_texts, raise_together
 from seqpar.launch.models.build import build
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.auto_settings import choose_attention
@@ -26,14 +25,25 @@ def make_trainer(order: RunRequest, mesh: Mesh, material: TrainingData, status: 
     saved = checkpoint.find_together(out / "checkpoints", mesh.world) if config.resume else None
     net, attention_why = _built(config, mesh, material, read_config(out)["layout"] if saved else {})
     decoding = net.mode.check(net.encoder.layout, config.batch)
-    told = raise_together(lambda: start_from(net, config), mesh) if config.weights and not saved else ""
+    weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     layout |= {"strategy": str(net.encoder.attention), "attention": attention_why, **order.chosen}
     described = describe_run(config, order.preset, material.describe(), layout)
     if mesh.is_first:
         print(f"{_size_line(net, config, mesh)}; {decoding}", flush=True)
-        print(f"attention: {attention_why[0]}" + (f"\n{told}" if told else ""), flush=True)
+        print(f"attention: {attention_why[0]}" + (f"\n{weights_line}" if weights_line else ""), flush=True)
     return Trainer(config, mesh, material, net, status, described, saved)
+
+
+def _load_weights(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
+    """Returns the line of ``start_from``; what hinders it on one rank is raised on all."""
+    line, error = "", None
+    try:
+        line = start_from(net, config)
+    except ValueError as problem:
+        error = problem
+    raise_together(error, mesh.world)
+    return line
 
 
 def _built(
@@ -66,11 +76,12 @@ def _refuse_other_choices(config: Config, mesh: Mesh) -> None:
         raise ValueError(f"ranks have different memory and chose {' and '.join(every)}: give one of these")
 
 
-def open_folder(status: Status) -> str:
+def open_folder(status: Status) -> None:
+    """Makes the run folder and writes that the run has begun."""
     try:
         (status.path.parent / "checkpoints").mkdir(parents=True, exist_ok=True)
         status.write("running")
     except OSError as error:
-        told = f"--out {status.path.parent} cannot be written ({error.strerror}): name another, or make room"
-        raise ValueError(told) from None
-    return ""
+        raise ValueError(
+            f"--out {status.path.parent} cannot be written ({error.strerror}): name another, or make room"
+        ) from None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from seqpar import collectives as c
-from seqpar import consensus, halo_exchange, remaps
+from seqpar import halo_exchange, remaps
 from seqpar.mesh import Group, Mesh
 from tests.support.ranks import relative
 
@@ -268,35 +268,3 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
         assert node is not None
         with pytest.raises(AssertionError):
             type(node)._forward_cls.backward(node, wrong)  # type: ignore[attr-defined]
-
-
-def check_agree(mesh: Mesh) -> int:
-    return consensus.agree(7 if mesh.seq.index == 1 else 0, mesh.seq)
-
-
-def test_a_flag_of_one_rank_is_known_to_all(ranks: Callable[..., list]) -> None:
-    assert ranks(3, check_agree) == [7, 7, 7]
-
-
-def check_words(mesh: Mesh) -> None:
-    me, size = mesh.world.index, mesh.world.size
-    assert consensus.agree_all((me, -me, 7), mesh.world) == (size - 1, 0, 7)
-    assert consensus.agree(me, mesh.world) == size - 1
-    for source in range(size):
-        text = consensus.tell(f"rank {me}: größer" if me == source else "", source, mesh.world)
-        assert text == f"rank {source}: größer"
-    assert consensus.tell("", 0, mesh.world) == ""
-    assert consensus.tell(str(me), mesh.seq.size - 1, mesh.seq) == str(mesh.seq.ranks[-1])
-
-
-@pytest.mark.parametrize("world, seqpar", [(1, 1), (3, 3), (4, 2)])
-def test_all_learn_the_largest_flags_and_one_ranks_text(world: int, seqpar: int, ranks: Callable[..., list]) -> None:
-    ranks(world, check_words, seqpar=seqpar)
-
-
-def check_tell_all(mesh: Mesh) -> list[str]:
-    return consensus.gather_texts(["", "zwölf", "b" * 50][mesh.seq.index], mesh.seq)
-
-
-def test_texts_of_any_length_reach_all_in_rank_order(ranks: Callable[..., list]) -> None:
-    assert ranks(3, check_tell_all) == [["", "zwölf", "b" * 50]] * 3

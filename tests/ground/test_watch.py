@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from seqpar.collectives import all_gather, all_reduce, exchange_rows
-from seqpar.consensus import agree, gather_texts, tell
+from seqpar.consensus import agree, broadcast_text, gather_texts
 from seqpar.mesh import Mesh
 from seqpar.watchdog import judge, these
 from tests.support.ranks import RanksFailed, run_ranks
@@ -122,7 +122,7 @@ def differ(mesh: Mesh, fault: str, check: bool) -> str:
         else:
             assert fault == "nothing"
             all_gather(torch.ones(2), group, 0, [2] * 3)
-            agree(0, group), tell("a", 1, group), gather_texts("b", group)
+            agree(0, group), broadcast_text("a", 1, group), gather_texts("b", group)
             exchange_rows(torch.ones(6, 2), group.part([0, 1, 2]), [2] * 3, [2] * 3)
     except RuntimeError as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from None

@@ -6,7 +6,6 @@ same tiles however it is spread. A group's tiles are numbered over all steps, t;
 Legend: b tiles, c channels, n tokens, p voxels of a patch along one direction; ``n/s`` over the sequence group.
 """
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from seqpar.collectives import exchange_rows
-from seqpar.consensus import agree_all, tell
+from seqpar.consensus import agree_all, raise_together
 from seqpar.data.sampling.packing import Packing
 from seqpar.data.sampling.tiles import TileKey, TileSource
 from seqpar.data.sampling.worker_pool import Fault, Pool
@@ -167,13 +166,11 @@ class Loader:
     def _agree(self, fault: Fault | None, waited: float) -> float:
         """Returns the longest wait of all ranks; if any has a fault, all raise the first one's."""
         world = self.mesh.world
-        rank_from_end = 0 if fault is None else world.size - world.index
-        first, wait_us = agree_all((rank_from_end, round(waited * 1e6)), world)
-        if first:
-            source = world.size - first
-            told = Fault(*json.loads(tell(json.dumps(fault), source, world)))
+        failed, wait_us = agree_all((fault is not None, round(waited * 1e6)), world)
+        if failed:
             self.close()
-            raise told.error(f"rank {source} on {self.mesh.hosts[source]}")
+            here = f"rank {world.index} on {self.mesh.hosts[world.index]}"
+            raise_together(None if fault is None else fault.error(here), world, name_rank=False)
         return wait_us / 1e6
 
     def _exchange(self, tiles: list[Tensor], preparers: list[int]) -> Tensor:
