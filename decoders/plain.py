@@ -35,15 +35,15 @@ class PlainDecoder(nn.Module):
         self.classes = Conv3d(width, num_classes, 1)
 
     def forward(
-        self, features: Sequence[Tensor], image: Tensor | None, spread: BoxGrid | None = None
+        self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
-        """Returns logits ``b k W D H`` of the token grid ``b e w d h``, and how they are spread."""
+        """Returns logits ``b k W D H`` of the token grid ``b e w d h``, and their box grid."""
         x = for_convolutions(features[0])
         for stage, (conv, norm) in enumerate(zip(self.convs, self.norms)):
-            x, spread = conv(x, spread)
-            x, spread = norm(x, spread)
+            x, grid = conv(x, grid)
+            x, grid = norm(x, grid)
             x = F.leaky_relu(x, 0.01)
             if stage == len(self.convs) - 1:
-                x, spread = self.classes(x, spread)
-            x, spread = self.upsample(x, spread)
-        return x, spread
+                x, grid = self.classes(x, grid)
+            x, grid = self.upsample(x, grid)
+        return x, grid

@@ -35,11 +35,11 @@ class PrimusDecoder(nn.Module):
         self.classes = ConvTranspose3d(widths[-1], num_classes, 2, stride=2)
 
     def forward(
-        self, features: Sequence[Tensor], image: Tensor | None, spread: BoxGrid | None = None
+        self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
         """Returns logits ``b k W D H`` of the token grid ``b e w d h``."""
         (x,) = features
         for up, norm in zip(self.ups, self.norms):
-            x, spread = norm(*up(x, spread))
+            x, grid = norm(*up(x, grid))
             x = F.gelu(x)
-        return self.classes(x, spread)  # type: ignore[no-any-return]
+        return self.classes(x, grid)  # type: ignore[no-any-return]

@@ -45,13 +45,13 @@ class ResBlock(nn.Module):
         self.conv3 = Conv3d(channels, width, 1, bias=False) if widens else None
         self.activate1, self.activate2 = NormedActivation(), NormedActivation(norm_other=widens)
 
-    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
         """Returns the block's output on the same grid."""
-        y, _ = self.activate1(*self.conv1(x, spread))
-        y, _ = self.conv2(y, spread)
+        y, _ = self.activate1(*self.conv1(x, grid))
+        y, _ = self.conv2(y, grid)
         if self.conv3 is not None:
-            x, _ = self.conv3(x, spread)
-        return self.activate2(y, spread, x)  # type: ignore[no-any-return]
+            x, _ = self.conv3(x, grid)
+        return self.activate2(y, grid, x)  # type: ignore[no-any-return]
 
 
 class Branch(nn.Module):
@@ -64,12 +64,12 @@ class Branch(nn.Module):
         self.ups = nn.ModuleList(ConvTranspose3d(width, width, 2, stride=2, bias=False) for _ in later)
         self.blocks = nn.ModuleList(ResBlock(width, width) for _ in later)
 
-    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
         """Returns the skip of a token grid ``b e w d h``."""
-        x, spread = self.first(x, spread)
+        x, grid = self.first(x, grid)
         for up, block in zip(self.ups, self.blocks):
-            x, spread = block(*up(x, spread))
-        return x, spread
+            x, grid = block(*up(x, grid))
+        return x, grid
 
 
 class Stage(nn.Module):
@@ -80,10 +80,10 @@ class Stage(nn.Module):
         self.up = ConvTranspose3d(channels, width, 2, stride=2, bias=False)
         self.block = ResBlock(2 * width, width)
 
-    def forward(self, x: Tensor, skip: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
+    def forward(self, x: Tensor, skip: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
         """Returns the finer grid."""
-        x, spread = self.up(x, spread)
-        return self.block(torch.cat([x, skip], 1), spread)
+        x, grid = self.up(x, grid)
+        return self.block(torch.cat([x, skip], 1), grid)
 
 
 class UnetrDecoder(nn.Module):
@@ -108,17 +108,17 @@ class UnetrDecoder(nn.Module):
         self.classes = Conv3d(width, num_classes, 1)
 
     def forward(
-        self, features: Sequence[Tensor], image: Tensor | None, spread: BoxGrid | None = None
+        self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
         """Returns logits ``b k W D H`` of token grids ``b e w d h``, finest skip first, and the image."""
         assert image is not None and len(features) == self.num_features, (image is None, len(features))
         *middle, x = (for_convolutions(grid) for grid in features)
         image = for_convolutions(image)
-        at = spread
+        at = grid
         for level, stage in zip(reversed(range(self.num_features)), self.stages):
             if level:
-                skip, _ = self.branches[level - 1](middle[level - 1], spread)
+                skip, _ = self.branches[level - 1](middle[level - 1], grid)
             else:
-                skip, _ = self.stem(image, spread and spread.scaled(1 << self.num_features))
+                skip, _ = self.stem(image, grid and grid.scaled(1 << self.num_features))
             x, at = stage(x, skip, at)
         return self.classes(x, at)  # type: ignore[no-any-return]

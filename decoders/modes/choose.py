@@ -52,9 +52,9 @@ class Auto:
         """Returns the picked mode's volume."""
         return self.pick(len(part)).voxels(part, layout)
 
-    def spread(self, layout: Layout, batch: int) -> BoxGrid | None:
-        """Returns the picked mode's spread."""
-        return self.pick(batch).spread(layout, batch)
+    def box_grid(self, layout: Layout, batch: int) -> BoxGrid | None:
+        """Returns the picked mode's box grid."""
+        return self.pick(batch).box_grid(layout, batch)
 
     def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
         """Returns the picked mode's partial sums: they differ, so the batch must be told."""

@@ -41,7 +41,7 @@ class Gather:
         whole = gather(part, self.group, 1, layout.counts, equal_gradients=True, kind="voxels")
         return layout.join(whole.split(layout.counts, 1))
 
-    def spread(self, layout: Layout, batch: int) -> None:
+    def box_grid(self, layout: Layout, batch: int) -> None:
         """Returns None: every rank holds the whole."""
 
     def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
@@ -74,7 +74,7 @@ class NoGather:
         """Returns this rank's box of the image ``b c W/s D/s H/s`` or label ``b W/s D/s H/s``."""
         return volume(part, layout, self._grid(layout))
 
-    def spread(self, layout: Layout, batch: int) -> None:
+    def box_grid(self, layout: Layout, batch: int) -> None:
         """Returns None: to the decoder, the part is all there is."""
 
     def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:

@@ -33,14 +33,14 @@ class Halo:
 
     def features(self, tokens: Sequence[Tensor], layout: Layout) -> list[Tensor]:
         """Returns this rank's boxes ``b e w/s d/s h/s`` of tokens ``b n/s e``, in one message at most."""
-        box = self.spread(layout, 0).sides
+        box = self.box_grid(layout, 0).sides
         return grids(self._moved(together(tokens), layout, "remap"), tokens, box)
 
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
         """Returns this rank's box of the image ``b c W/s D/s H/s`` or label ``b W/s D/s H/s``."""
-        return volume(self._moved(part, layout, "voxels"), layout, self.spread(layout, 0).sides)
+        return volume(self._moved(part, layout, "voxels"), layout, self.box_grid(layout, 0).sides)
 
-    def spread(self, layout: Layout, batch: int) -> BoxGrid:
+    def box_grid(self, layout: Layout, batch: int) -> BoxGrid:
         """Returns where the token grid is cut into the ranks' boxes."""
         return BoxGrid(_boxes(layout).voxel_cuts(), self.group)
 

@@ -48,7 +48,7 @@ class Mode(Protocol):
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
         """Returns the image or label part where the logits are."""
 
-    def spread(self, layout: Layout, batch: int) -> BoxGrid | None:
+    def box_grid(self, layout: Layout, batch: int) -> BoxGrid | None:
         """Returns how the token grid is spread over the group; None where each rank holds all that it decodes."""
 
     def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:

@@ -49,7 +49,7 @@ class Swap:
         """Returns this rank's samples of the image ``b/s c W D H`` or label ``b/s W D H``."""
         return volume(self._moved(part, layout, "voxels"), layout, layout.grid)
 
-    def spread(self, layout: Layout, batch: int) -> None:
+    def box_grid(self, layout: Layout, batch: int) -> None:
         """Returns None: every rank holds its samples whole."""
 
     def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:

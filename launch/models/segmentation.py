@@ -34,9 +34,9 @@ class SegmentationNet(nn.Module):
         last, taken = self.encoder.forward_intermediates(part, self.taps, layout, key)
         features = self.mode.features([*taken, last], layout)
         image = self.mode.voxels(part, layout) if self.decoder.uses_image else None
-        spread = self.mode.spread(layout, len(part))
-        logits, after = self.decoder(features, image, spread)
-        assert after == (spread and spread.scaled(layout.patch)), (after, spread)
+        box_grid = self.mode.box_grid(layout, len(part))
+        logits, after = self.decoder(features, image, box_grid)
+        assert after == (box_grid and box_grid.scaled(layout.patch)), (after, box_grid)
         return logits if sides is None else logits[(..., *(slice(side) for side in sides))]
 
     def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:

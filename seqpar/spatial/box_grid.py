@@ -1,7 +1,7 @@
 """How a grid is spread over a group, which interval of it each rank needs for an operation, and how it comes.
 
 A dimension of extent L is cut at ``edges`` 0 < ... < L; ranks are the raster over the product of all dimensions'
-intervals, last dimension fastest, as in ``Layout.cuts``. The rules (``sliding``, ``spreading``, ``enlarging``) give
+intervals, last dimension fastest, as in ``Layout.cuts``. The rules (``reach.py``) give
 the output's edges and each rank's input interval from numbers that all ranks know: they refuse, or not, alike.
 """
 
@@ -65,7 +65,7 @@ class BoxGrid:
         return range(first, first + step * self.parts[dim], step)
 
     def scaled(self, times: int | Sequence[int]) -> "BoxGrid":
-        """Returns the spread of a grid with ``times`` as many points along each dimension."""
+        """Returns the box grid of a grid with ``times`` as many points along each dimension."""
         factors = (times,) * len(self.edges) if isinstance(times, int) else tuple(times)
         return BoxGrid(tuple(tuple(e * f for e in edges) for edges, f in zip(self.edges, factors)), self.group)
 

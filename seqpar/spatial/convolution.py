@@ -1,6 +1,6 @@
-"""Convolutions of volumes that are spread over a group; without a spread they are torch's own.
+"""Convolutions of volumes that are spread over a group; without a box grid they are torch's own.
 
-Each takes ``(x, spread)`` and returns ``(y, spread of y)``; parameters have torch's names. Legend: b batch, c
+Each takes ``(x, grid)`` and returns ``(y, grid of y)``; parameters have torch's names. Legend: b batch, c
 channels, W D H voxels; ``/s`` after the letter that is spread over the group.
 """
 
@@ -20,7 +20,7 @@ from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.cpu_convolution import Sizes, convolve, gradients, is_halved
 from seqpar.spatial.halos import Halos
 from seqpar.spatial.memory_format import channels_last, laid_out
-from seqpar.spatial.reach import Reach, after, sliding, spreading
+from seqpar.spatial.reach import Reach, output_grid, sliding_reach, transposed_reach
 
 
 class Conv3d(nn.Conv3d):
@@ -35,21 +35,21 @@ class Conv3d(nn.Conv3d):
         _refuse_padding(self.padding_mode)
         self.keep_window = keep_window
 
-    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
-        """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
+        """Returns ``b c W/s D/s H/s`` of the same, and its box grid."""
         if self._is_local() and channels_last(x):
-            assert spread is None or spread.fits(x), (x.shape, spread.sides)
-            return F.linear(x.movedim(1, -1), self.weight.flatten(1), self.bias).movedim(-1, 1), spread
-        if spread is None:
+            assert grid is None or grid.fits(x), (x.shape, grid.sides)
+            return F.linear(x.movedim(1, -1), self.weight.flatten(1), self.bias).movedim(-1, 1), grid
+        if grid is None:
             return self._whole(x), None
         reaches = [
-            sliding(edges, self._span(dim), self.stride[dim], self._pads(dim), str(self))
-            for dim, edges in enumerate(spread.edges)
+            sliding_reach(edges, self._span(dim), self.stride[dim], self._pads(dim), str(self))
+            for dim, edges in enumerate(grid.edges)
         ]
         padding = tuple(reach.padding for reach in reaches)
-        how = _Convolution(Halos.of(spread, reaches), Sizes.of(self, padding), self.keep_window)
-        assert spread.fits(x), (x.shape, spread.sides)
-        return _convolve(x, self.weight, self.bias, how), after(spread, reaches)
+        how = _Convolution(Halos.of(grid, reaches), Sizes.of(self, padding), self.keep_window)
+        assert grid.fits(x), (x.shape, grid.sides)
+        return _convolve(x, self.weight, self.bias, how), output_grid(grid, reaches)
 
     def _whole(self, x: Tensor) -> Tensor:
         """Returns the convolution of what is not spread."""
@@ -87,22 +87,22 @@ class ConvTranspose3d(nn.ConvTranspose3d):
             raise ValueError(f"output_padding {self.output_padding} must be smaller than stride or dilation")
         self.keep_window = keep_window
 
-    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
-        """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
-        if spread is None:
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
+        """Returns ``b c W/s D/s H/s`` of the same, and its box grid."""
+        if grid is None:
             return laid_out(super().forward(x), x), None
         options = zip(self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding)
         reaches = [
-            spreading(edges, *sizes, what=str(self))  # type: ignore[arg-type]
-            for edges, sizes in zip(spread.edges, options)
+            transposed_reach(edges, *sizes, what=str(self))  # type: ignore[arg-type]
+            for edges, sizes in zip(grid.edges, options)
         ]
-        result = after(spread, reaches)
-        given = [self._given(dim, reach, at) for dim, (reach, at) in enumerate(zip(reaches, spread.place))]
+        result = output_grid(grid, reaches)
+        given = [self._given(dim, reach, at) for dim, (reach, at) in enumerate(zip(reaches, grid.place))]
         padding = tuple(reach.padding for reach in reaches)
         more = tuple(e if reach.local else 0 for e, reach in zip(self.output_padding, reaches))
         sizes = replace(Sizes.of(self, padding), output_padding=more)
-        how = _Convolution(Halos.of(spread, reaches), sizes, self.keep_window, Halos.crop(given, result.box))
-        assert spread.fits(x), (x.shape, spread.sides)
+        how = _Convolution(Halos.of(grid, reaches), sizes, self.keep_window, Halos.crop(given, result.box))
+        assert grid.fits(x), (x.shape, grid.sides)
         return _convolve(x, self.weight, self.bias, how), result
 
     def _given(self, dim: int, reach: Reach, place: int) -> Interval:

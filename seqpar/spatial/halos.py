@@ -34,17 +34,17 @@ class Halos:
     margins: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
-    def of(cls, spread: BoxGrid, reaches: Sequence[Reach]) -> "Halos":
+    def of(cls, grid: BoxGrid, reaches: Sequence[Reach]) -> "Halos":
         """Returns the exchanges of ``reaches``; dimensions in which no rank needs another interval have none."""
         moves, margins = [], []
-        for dim, (edges, reach) in enumerate(zip(spread.edges, reaches)):
+        for dim, (edges, reach) in enumerate(zip(grid.edges, reaches)):
             owned = tuple(itertools.pairwise(edges))
             if not reach.local and reach.needed != owned:
-                line, volume = spread.line(dim), (0, edges[-1])
+                line, volume = grid.line(dim), (0, edges[-1])
                 inside = [_clip(needed, volume) for needed in reach.needed]
                 moves.append(Move(dim + 2, dict(zip(line, owned)), dict(zip(line, inside))))
-                margins.append((dim + 2, *_outside(reach.needed[spread.place[dim]], volume)))
-        return cls(spread.group, tuple(moves), tuple(m for m in margins if m[1:] != (0, 0)))
+                margins.append((dim + 2, *_outside(reach.needed[grid.place[dim]], volume)))
+        return cls(grid.group, tuple(moves), tuple(m for m in margins if m[1:] != (0, 0)))
 
     @classmethod
     def crop(cls, given: Sequence[Interval], wanted: Sequence[Interval]) -> "Halos":

@@ -35,15 +35,15 @@ class NormedActivation(nn.Module):
         self.eps, self.norm_other = eps, norm_other
 
     def forward(
-        self, x: Tensor, spread: BoxGrid | None = None, other: Tensor | None = None
+        self, x: Tensor, grid: BoxGrid | None = None, other: Tensor | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
-        """Returns the activated volume ``b c W/s D/s H/s`` and its unchanged spread."""
-        assert spread is None or spread.fits(x), (x.shape, spread.sides)
+        """Returns the activated volume ``b c W/s D/s H/s`` and its unchanged box grid."""
+        assert grid is None or grid.fits(x), (x.shape, grid.sides)
         assert other is not None or not self.norm_other
         step = _SumOfNormed if self.norm_other else _Normed
-        groups = () if spread is None else (spread.group,)
-        count = math.prod(x.shape[2:] if spread is None else spread.extents)
-        return step.apply(x, other, self.eps, groups, count), spread  # type: ignore[no-untyped-call]
+        groups = () if grid is None else (grid.group,)
+        count = math.prod(x.shape[2:] if grid is None else grid.extents)
+        return step.apply(x, other, self.eps, groups, count), grid  # type: ignore[no-untyped-call]
 
 
 def _statistics(x: Tensor, eps: float, groups: Groups) -> tuple[Tensor, Tensor]:

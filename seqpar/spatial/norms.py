@@ -1,4 +1,4 @@
-"""Norms with statistics of the whole volume where it is spread over a group; without a spread they are torch's own.
+"""Norms with statistics of the whole volume where it is spread over a group; without a box grid they are torch's own.
 
 Legend: b batch, c channels, g groups of channels, W D H voxels, v the voxels of a box; ``/s`` after the letter
 that is spread over the group.
@@ -25,19 +25,19 @@ from seqpar.spatial.pieces import Pieces
 class InstanceNorm3d(nn.InstanceNorm3d):
     """Instance norm; statistics over all voxels of the whole volume, for each sample and channel."""
 
-    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
-        """Returns the normed volume and its unchanged spread."""
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
+        """Returns the normed volume and its unchanged box grid."""
         own = self.training or not self.track_running_stats
-        if not own or (spread is None and not channels_last(x)):  # torch's own would lay channels out anew
-            return super().forward(x), spread
-        _refuse_single(math.prod(x.shape[2:] if spread is None else spread.extents), self)
-        groups = () if spread is None else (spread.group,)
-        y, mean, variance = _norm(x, self, MomentGroups(self.num_features, False, groups), spread)
+        if not own or (grid is None and not channels_last(x)):  # torch's own would lay channels out anew
+            return super().forward(x), grid
+        _refuse_single(math.prod(x.shape[2:] if grid is None else grid.extents), self)
+        groups = () if grid is None else (grid.group,)
+        y, mean, variance = _norm(x, self, MomentGroups(self.num_features, False, groups), grid)
         if self.running_mean is not None and self.running_var is not None:
             factor = self.momentum or 0.0
             self.running_mean.lerp_(mean.mean(0).flatten(), factor)
             self.running_var.lerp_(variance.mean(0).flatten(), factor)
-        return y, spread
+        return y, grid
 
 
 class BatchNorm3d(nn.BatchNorm3d):
@@ -47,32 +47,32 @@ class BatchNorm3d(nn.BatchNorm3d):
         super().__init__(num_features, *options, **more)
         self.data = data
 
-    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
-        """Returns the normed volume and its unchanged spread."""
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
+        """Returns the normed volume and its unchanged box grid."""
         own = self.training or self.running_mean is None
-        groups = (*([] if spread is None else [spread.group]), *([] if self.data is None else [self.data]))
+        groups = (*([] if grid is None else [grid.group]), *([] if self.data is None else [self.data]))
         if not groups or not own:
-            return super().forward(x), spread
-        voxels = spread.extents if spread is not None else x.shape[2:]
+            return super().forward(x), grid
+        voxels = grid.extents if grid is not None else x.shape[2:]
         _refuse_single(len(x) * math.prod(voxels) * (self.data.size if self.data else 1), self)
-        y, mean, variance = _norm(x, self, MomentGroups(self.num_features, True, groups), spread)
+        y, mean, variance = _norm(x, self, MomentGroups(self.num_features, True, groups), grid)
         if self.training and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean.flatten(), factor)
             self.running_var.lerp_(variance.flatten(), factor)
-        return y, spread
+        return y, grid
 
 
 class GroupNorm(nn.GroupNorm):
     """Group norm; statistics over all voxels and each group's channels."""
 
-    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
-        """Returns the normed volume and its unchanged spread."""
-        if spread is None:
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
+        """Returns the normed volume and its unchanged box grid."""
+        if grid is None:
             return super().forward(x), None
-        return _norm(x, self, MomentGroups(self.num_groups, False, (spread.group,)), spread)[0], spread
+        return _norm(x, self, MomentGroups(self.num_groups, False, (grid.group,)), grid)[0], grid
 
 
 class ChannelLayerNorm(nn.LayerNorm):
@@ -81,10 +81,10 @@ class ChannelLayerNorm(nn.LayerNorm):
     def __init__(self, num_channels: int, **options: Any) -> None:
         super().__init__(num_channels, **options)
 
-    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
-        """Returns the normed volume and its unchanged spread."""
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
+        """Returns the normed volume and its unchanged box grid."""
         last = x.movedim(1, -1)
-        return F.layer_norm(last, self.normalized_shape, self.weight, self.bias, self.eps).movedim(-1, 1), spread
+        return F.layer_norm(last, self.normalized_shape, self.weight, self.bias, self.eps).movedim(-1, 1), grid
 
 
 def _refuse_single(count: int, norm: nn.Module) -> None:
@@ -113,7 +113,7 @@ class MomentGroups:
         for piece in pieces.of([x]):
             (values,) = piece.values
             mean = piece.sum(values, wide).div_(piece.voxels)
-            squares = piece.sum((values - piece.spread(mean)).square_())
+            squares = piece.sum((values - piece.broadcast(mean)).square_())
             moments = torch.full_like(mean, piece.voxels, dtype=torch.float64), mean.double(), squares.double()
             found.setdefault(piece.rows.start, []).append(torch.stack(moments))
         local = torch.cat([_merged(torch.stack(same, 1), (0,)) for same in found.values()], 2)
@@ -146,10 +146,10 @@ def _merged(moments: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _norm(
-    x: Tensor, norm: InstanceNorm3d | BatchNorm3d | GroupNorm, pool: MomentGroups, spread: BoxGrid | None
+    x: Tensor, norm: InstanceNorm3d | BatchNorm3d | GroupNorm, pool: MomentGroups, grid: BoxGrid | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the normed volume, and the mean and unbiased variance ``b g 1`` that all ranks share."""
-    assert spread is None or spread.fits(x), (x.shape, spread.sides)
+    assert grid is None or grid.fits(x), (x.shape, grid.sides)
     return _Norm.apply(x, norm.weight, norm.bias, norm.eps, pool)  # type: ignore[no-any-return]
 
 

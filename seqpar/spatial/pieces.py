@@ -30,7 +30,7 @@ class Piece:
             return x.sum(1, dtype=dtype)
         return x.sum(0, dtype=dtype).view(-1, self.num_channels).sum(0)
 
-    def spread(self, column: Tensor) -> Tensor:
+    def broadcast(self, column: Tensor) -> Tensor:
         """Returns a column of this piece's rows beside its values."""
         if not self.num_channels:
             return column[:, None]

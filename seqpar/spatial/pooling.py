@@ -1,6 +1,6 @@
-"""Pooling and upsampling of volumes that are spread over a group; without a spread they are torch's own.
+"""Pooling and upsampling of volumes that are spread over a group; without a box grid they are torch's own.
 
-Each takes ``(x, spread)`` and returns ``(y, spread of y)``. Legend: b batch, c channels, W D H voxels; ``/s``
+Each takes ``(x, grid)`` and returns ``(y, grid of y)``. Legend: b batch, c channels, W D H voxels; ``/s``
 after the letter that is spread over the group.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from seqpar.collectives import all_sum
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.halos import Halos
-from seqpar.spatial.reach import Reach, after, enlarging, sliding
+from seqpar.spatial.reach import Reach, enlarging_reach, output_grid, sliding_reach
 
 
 class MaxPool3d(nn.MaxPool3d):
@@ -27,16 +27,16 @@ class MaxPool3d(nn.MaxPool3d):
             raise ValueError("return_indices would number voxels of a box, not of the volume: leave it out")
         _refuse_padding(self, _three(self.dilation))
 
-    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
-        """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
-        if spread is None:
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
+        """Returns ``b c W/s D/s H/s`` of the same, and its box grid."""
+        if grid is None:
             return super().forward(x), None
-        assert spread.fits(x), (x.shape, spread.sides)
-        reaches = _pool_reaches(self, _three(self.dilation), spread)
-        window = Halos.of(spread, reaches).fetch(x, -math.inf)
+        assert grid.fits(x), (x.shape, grid.sides)
+        reaches = _pool_reaches(self, _three(self.dilation), grid)
+        window = Halos.of(grid, reaches).fetch(x, -math.inf)
         padding = [reach.padding for reach in reaches]
         y = F.max_pool3d(window, self.kernel_size, self.stride, padding, self.dilation, self.ceil_mode)
-        return y, after(spread, reaches)
+        return y, output_grid(grid, reaches)
 
 
 class AvgPool3d(nn.AvgPool3d):
@@ -46,15 +46,15 @@ class AvgPool3d(nn.AvgPool3d):
         super().__init__(*sizes, **options)
         _refuse_padding(self, (1, 1, 1))
 
-    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
-        """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
-        if spread is None:
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
+        """Returns ``b c W/s D/s H/s`` of the same, and its box grid."""
+        if grid is None:
             return super().forward(x), None
-        assert spread.fits(x), (x.shape, spread.sides)
-        reaches = _pool_reaches(self, (1, 1, 1), spread)
-        window = Halos.of(spread, reaches).fetch(x)
+        assert grid.fits(x), (x.shape, grid.sides)
+        reaches = _pool_reaches(self, (1, 1, 1), grid)
+        window = Halos.of(grid, reaches).fetch(x)
         padding = [reach.padding for reach in reaches]
-        counts = [self._counts(dim, reach, spread) for dim, reach in enumerate(reaches)]
+        counts = [self._counts(dim, reach, grid) for dim, reach in enumerate(reaches)]
         divisor = self.divisor_override
         if divisor is None and all(len(set(count)) == 1 for count in counts):
             divisor = math.prod(count[0] for count in counts)
@@ -63,14 +63,14 @@ class AvgPool3d(nn.AvgPool3d):
         if divisor is None:
             w, d, h = (torch.tensor(count, dtype=y.dtype, device=y.device) for count in counts)
             y = y / (w[:, None, None] * d[:, None] * h)
-        return y, after(spread, reaches)
+        return y, output_grid(grid, reaches)
 
-    def _counts(self, dim: int, reach: Reach, spread: BoxGrid) -> list[int]:
+    def _counts(self, dim: int, reach: Reach, grid: BoxGrid) -> list[int]:
         """Returns how many voxels torch divides by along ``dim``, for each of this rank's outputs."""
         kernel, stride = _three(self.kernel_size)[dim], _three(self.stride)[dim]
-        padding, extent = _three(self.padding)[dim], spread.extents[dim]
+        padding, extent = _three(self.padding)[dim], grid.extents[dim]
         low, high = (0, extent) if not self.count_include_pad else (-padding, extent + padding)
-        at = spread.place[dim]
+        at = grid.place[dim]
         begins = [o * stride - padding for o in range(reach.edges[at], reach.edges[at + 1])]
         return [min(begin + kernel, high) - max(begin, low) for begin in begins]
 
@@ -91,21 +91,21 @@ class Upsample(nn.Upsample):
             raise ValueError(f"scale_factor {self.scale_factor}: boxes stay aligned for whole factors only")
         self.factors = tuple(int(factor) for factor in factors)
 
-    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
-        """Returns ``b c W/s D/s H/s`` of the same, and its spread."""
-        if spread is None:
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
+        """Returns ``b c W/s D/s H/s`` of the same, and its box grid."""
+        if grid is None:
             return super().forward(x), None
-        assert spread.fits(x), (x.shape, spread.sides)
+        assert grid.fits(x), (x.shape, grid.sides)
         reads = self.mode == "trilinear"
-        reaches = [enlarging(edges, f, int(reads and f > 1)) for edges, f in zip(spread.edges, self.factors)]
-        window = Halos.of(spread, reaches).fetch(x)
+        reaches = [enlarging_reach(edges, f, int(reads and f > 1)) for edges, f in zip(grid.edges, self.factors)]
+        window = Halos.of(grid, reaches).fetch(x)
         align = False if reads else None
         y = F.interpolate(window, scale_factor=[float(f) for f in self.factors], mode=self.mode, align_corners=align)
-        for dim, (reach, place, factor) in enumerate(zip(reaches, spread.place, self.factors)):
+        for dim, (reach, place, factor) in enumerate(zip(reaches, grid.place, self.factors)):
             begin, end = reach.edges[place], reach.edges[place + 1]
             if end - begin < y.shape[dim + 2]:
                 y = y.narrow(dim + 2, begin - reach.needed[place][0] * factor, end - begin)
-        return y, after(spread, reaches)
+        return y, output_grid(grid, reaches)
 
 
 class GlobalMean(nn.AdaptiveAvgPool3d):
@@ -114,14 +114,14 @@ class GlobalMean(nn.AdaptiveAvgPool3d):
     def __init__(self) -> None:
         super().__init__(1)
 
-    def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
         """Returns the means, and None: they are whole on every rank."""
-        if spread is None:
+        if grid is None:
             return super().forward(x), None
-        assert spread.fits(x), (x.shape, spread.sides)
-        share = math.prod(spread.sides) / math.prod(spread.extents)
+        assert grid.fits(x), (x.shape, grid.sides)
+        share = math.prod(grid.sides) / math.prod(grid.extents)
         mean = x.mean((2, 3, 4), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-        return all_sum(mean * share, spread.group, "statistics").to(x.dtype), None
+        return all_sum(mean * share, grid.group, "statistics").to(x.dtype), None
 
 
 def _refuse_padding(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int]) -> None:
@@ -131,11 +131,11 @@ def _refuse_padding(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int]) -> Non
             raise ValueError(f"{pool}: padding must be at most half of the kernel")
 
 
-def _pool_reaches(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int], spread: BoxGrid) -> list[Reach]:
+def _pool_reaches(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int], grid: BoxGrid) -> list[Reach]:
     kernel, stride, padding = _three(pool.kernel_size), _three(pool.stride), _three(pool.padding)
     return [
-        sliding(edges, d * (k - 1) + 1, s, (p, p), str(pool), pool.ceil_mode)
-        for edges, k, s, p, d in zip(spread.edges, kernel, stride, padding, dilation)
+        sliding_reach(edges, d * (k - 1) + 1, s, (p, p), str(pool), pool.ceil_mode)
+        for edges, k, s, p, d in zip(grid.edges, kernel, stride, padding, dilation)
     ]
 
 

@@ -23,7 +23,9 @@ class Reach:
     padding: int = 0
 
 
-def sliding(edges: Bounds, span: int, stride: int, pads: tuple[int, int], what: str, ceil_mode: bool = False) -> Reach:
+def sliding_reach(
+    edges: Bounds, span: int, stride: int, pads: tuple[int, int], what: str, ceil_mode: bool = False
+) -> Reach:
     """Returns the reach of a window of ``span`` voxels (kernel with its dilation) that moves by ``stride``.
 
     The output at o reads [o stride - pad, o stride - pad + span); a rank holds those whose o stride is in its box,
@@ -39,7 +41,7 @@ def sliding(edges: Bounds, span: int, stride: int, pads: tuple[int, int], what: 
     return Reach(cut, needed, local, pads[0] if local else 0)
 
 
-def spreading(
+def transposed_reach(
     edges: Bounds, kernel: int, stride: int, padding: int, dilation: int, output_padding: int, what: str
 ) -> Reach:
     """Returns the reach of a transposed convolution, whose input i adds to outputs i stride - padding + dilation t."""
@@ -54,7 +56,7 @@ def spreading(
     return Reach(cut, tuple(needed), len(edges) == 2, padding if len(edges) == 2 else 0)
 
 
-def enlarging(edges: Bounds, factor: int, halo: int) -> Reach:
+def enlarging_reach(edges: Bounds, factor: int, halo: int) -> Reach:
     """Returns the reach of an enlargement by ``factor`` that reads ``halo`` voxels of each neighbour."""
     needed = tuple((max(a - halo, 0), min(b + halo, edges[-1])) for a, b in itertools.pairwise(edges))
     return Reach(tuple(edge * factor for edge in edges), needed, len(edges) == 2)
@@ -73,6 +75,6 @@ def _cut_at(wanted: Sequence[int], count: int, edges: Bounds, what: str) -> Boun
     return cut
 
 
-def after(spread: BoxGrid, reaches: Sequence[Reach]) -> BoxGrid:
-    """Returns how an operation's output is spread."""
-    return BoxGrid(tuple(reach.edges for reach in reaches), spread.group)
+def output_grid(grid: BoxGrid, reaches: Sequence[Reach]) -> BoxGrid:
+    """Returns the box grid of an operation's output."""
+    return BoxGrid(tuple(reach.edges for reach in reaches), grid.group)

@@ -182,7 +182,7 @@ def test_auto_swaps_where_the_batch_divides_and_says_so() -> None:
     assert "takes swap: each of 4 ranks decodes 2 of" in mode.check(layout, 8) and mode.chosen == "swap"
     assert "takes halo: each of 4 ranks decodes one of 2 x 2 x 1 boxes" in mode.check(layout, 6)
     assert mode.chosen == "halo"
-    assert mode.spread(layout, 4) is None and mode.spread(layout, 3) is not None
+    assert mode.box_grid(layout, 4) is None and mode.box_grid(layout, 3) is not None
     assert mode.loss_groups(None, 4).num_sample_ranks == 4 and mode.loss_groups(None, 3).voxels is mode.group
     with pytest.raises(ValueError, match="batch"):
         mode.loss_groups()
@@ -227,7 +227,7 @@ def check_memory(mesh: Mesh, mode: str) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         (grid,) = net.mode.features([tokens], layout)
-        logits, _ = net.decoder([grid], None, net.mode.spread(layout, 2))
+        logits, _ = net.decoder([grid], None, net.mode.box_grid(layout, 2))
     assert logits.requires_grad
     return sum(kept.values())
 

@@ -174,8 +174,8 @@ class Echo(nn.Module):
 
     uses_image, num_features = True, 1
 
-    def forward(self, features, image: Tensor, spread: object = None) -> tuple[Tensor, object]:
-        return image, spread
+    def forward(self, features, image: Tensor, grid: object = None) -> tuple[Tensor, object]:
+        return image, grid
 
 
 def echo(mesh: Mesh, mode: str, split: str, mirror: tuple[int, ...]) -> list[float]:

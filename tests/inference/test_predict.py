@@ -65,11 +65,11 @@ class Echo(nn.Module):
         super().__init__()
         self.values, self.regions = values, regions
 
-    def forward(self, features: Any, image: Tensor, spread: Any = None) -> tuple[Tensor, Any]:
+    def forward(self, features: Any, image: Tensor, grid: Any = None) -> tuple[Tensor, Any]:
         if self.regions:
             is_in = [sum((image - value).abs() < 0.5 for value in members) for members in self.regions]
-            return torch.cat([2.0 * inside - 1.0 for inside in is_in], 1), spread and spread.scaled(4)
-        return torch.cat([-((image - value) ** 2) for value in self.values], 1), spread and spread.scaled(4)
+            return torch.cat([2.0 * inside - 1.0 for inside in is_in], 1), grid and grid.scaled(4)
+        return torch.cat([-((image - value) ** 2) for value in self.values], 1), grid and grid.scaled(4)
 
 
 @pytest.fixture

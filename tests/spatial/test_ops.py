@@ -145,22 +145,22 @@ def together(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.float64), *(t.flatten() for t in tensors)])
 
 
-def box(spread: BoxGrid) -> tuple[Any, ...]:
-    return (..., *(slice(*side) for side in spread.box))
+def box(grid: BoxGrid) -> tuple[Any, ...]:
+    return (..., *(slice(*side) for side in grid.box))
 
 
 def gap(case: Case, group: Group) -> tuple[float, Tensor]:
     """Returns the largest distance to torch's own of output, input gradient and buffers; the parameter gradients."""
-    spread = BoxGrid(case.edges, group)
-    part = case.whole[box(spread)].clone(memory_format=case.order).requires_grad_()
-    y, after = case.module(part, spread)
+    grid = BoxGrid(case.edges, group)
+    part = case.whole[box(grid)].clone(memory_format=case.order).requires_grad_()
+    y, after = case.module(part, grid)
     if after is not None:
         assert after.extents == case.output.shape[2:] and after.group is group, (case.module, case.edges)
         wanted, towards = case.output[box(after)], case.towards[0][box(after)]
     else:
         wanted, towards = case.output, case.towards[group.index]
     dpart, *dweights = torch.autograd.grad(y, [part, *case.module.parameters()], towards)
-    pairs = [(y.detach(), wanted), (dpart, case.gradients[0][box(spread)]), *zip(case.module.buffers(), case.buffers)]
+    pairs = [(y.detach(), wanted), (dpart, case.gradients[0][box(grid)]), *zip(case.module.buffers(), case.buffers)]
     return max(apart(ours, torchs) for ours, torchs in pairs), together(dweights)
 
 
@@ -226,9 +226,9 @@ def alone(kind: type[Any], *sizes: Any, **options: Any) -> Maker:
     """Returns an operation that acts on each box as if it were the volume."""
 
     class Alone(kind):
-        def forward(self, x: Tensor, spread: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
+        def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
             y, _ = super().forward(x)
-            return y, spread and spread.scaled(y.shape[2] // x.shape[2])
+            return y, grid and grid.scaled(y.shape[2] // x.shape[2])
 
     def maker(dice: random.Random) -> tuple[int, nn.Module]:
         return 2, Alone(*sizes, **options)
@@ -269,13 +269,13 @@ def check_data_norm(mesh: Mesh, spread_out: bool) -> float:
     alone, ours = norms.BatchNorm3d(3).double(), norms.BatchNorm3d(3, data=mesh.data).double()
     reference, _ = alone(whole)
     dx, *dweights = torch.autograd.grad(reference, [whole, *alone.parameters()], towards)
-    spread = BoxGrid(((0, 2, 5), (0, 2), (0, 2)), mesh.seq) if spread_out else None
-    where = (slice(2 * mesh.data.index, 2 * mesh.data.index + 2), *(box(spread) if spread else (...,)))
+    grid = BoxGrid(((0, 2, 5), (0, 2), (0, 2)), mesh.seq) if spread_out else None
+    where = (slice(2 * mesh.data.index, 2 * mesh.data.index + 2), *(box(grid) if grid else (...,)))
     part = whole.detach()[where].clone().requires_grad_()
-    y, after = ours(part, spread)
-    assert after is spread
+    y, after = ours(part, grid)
+    assert after is grid
     dpart, *dparts = torch.autograd.grad(y, [part, *ours.parameters()], towards[where])
-    sums = [all_reduce(d, mesh.world if spread else mesh.data) for d in dparts]
+    sums = [all_reduce(d, mesh.world if grid else mesh.data) for d in dparts]
     pairs = [(y.detach(), reference.detach()[where]), (dpart, dx[where]), *zip(sums, dweights)]
     pairs += [(mine.double(), other.double()) for mine, other in zip(ours.buffers(), alone.buffers())]
     return max(apart(*pair) for pair in pairs)
@@ -288,11 +288,11 @@ def test_batch_norm_over_the_data_group_too(spread_out: bool, ranks: Callable[..
 
 def check_running(mesh: Mesh) -> list[Tensor]:
     module = norms.BatchNorm3d(3, momentum=None)
-    spread = BoxGrid(((0, 1, 4, 6), (0, 3), (0, 3)), mesh.seq)
+    grid = BoxGrid(((0, 1, 4, 6), (0, 3), (0, 3)), mesh.seq)
     for step in range(3):
-        module(numbers(step, 2, 3, 6, 3, 3).float()[box(spread)], spread)
+        module(numbers(step, 2, 3, 6, 3, 3).float()[box(grid)], grid)
     module.eval()
-    y, _ = module(torch.ones(1, 3, *spread.sides), spread)
+    y, _ = module(torch.ones(1, 3, *grid.sides), grid)
     return [*module.buffers(), y[:, :, 0, 0, 0]]
 
 

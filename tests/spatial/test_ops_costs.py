@@ -33,15 +33,15 @@ HALOS = [  # with how many voxels before and behind a box, where boxes begin at 
 
 def check_bytes(mesh: Mesh, edges: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
     """Returns for each of HALOS what all ranks received forward and backward, and the formula."""
-    spread, results = BoxGrid(edges, mesh.seq), []
+    grid, results = BoxGrid(edges, mesh.seq), []
     for module, low, high in HALOS:
-        x = numbers(1, 2, 2, *spread.sides).requires_grad_()
+        x = numbers(1, 2, 2, *grid.sides).requires_grad_()
         mesh.seq.traffic.clear()
-        y, _ = module.double()(x, spread)
+        y, _ = module.double()(x, grid)
         forward = mesh.seq.traffic["window"]
         y.sum().backward()
         grown, received = 1, 0
-        for at, count, side in zip(spread.place, spread.parts, spread.sides):
+        for at, count, side in zip(grid.place, grid.parts, grid.sides):
             halo = low * (at > 0) + high * (at < count - 1)
             received, grown = received * side + grown * halo, grown * (side + halo)
         counts = torch.tensor([forward, mesh.seq.traffic["window"] - forward, received * 2 * 2 * 8])
@@ -66,7 +66,7 @@ def test_halos_move_the_bytes_of_the_formula(edges: tuple[tuple[int, ...], ...],
         assert (formula > 0) == (low + high > 0)
 
 
-def kept_bytes(module: nn.Module, x: Tensor, spread: BoxGrid | None) -> int:
+def kept_bytes(module: nn.Module, x: Tensor, grid: BoxGrid | None) -> int:
     """Returns the bytes of distinct storages that are held for backward, parameters and buffers excluded."""
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
@@ -77,7 +77,7 @@ def kept_bytes(module: nn.Module, x: Tensor, spread: BoxGrid | None) -> int:
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        y, _ = module(x.requires_grad_(), spread)
+        y, _ = module(x.requires_grad_(), grid)
     assert y.requires_grad
     return sum(kept.values())
 
@@ -101,19 +101,19 @@ def kept_bytes(module: nn.Module, x: Tensor, spread: BoxGrid | None) -> int:
 )
 def test_a_group_of_one_keeps_no_more_than_torch_itself(module: nn.Module, dtype: torch.dtype) -> None:
     module, x = copy.deepcopy(module).to(dtype), numbers(1, 2, 4, 6, 4, 4).to(dtype)
-    spread = BoxGrid(((0, 6), (0, 4), (0, 4)), Group("seq"))
-    ours, torchs = kept_bytes(module, x, spread), kept_bytes(module, x, None)
+    grid = BoxGrid(((0, 6), (0, 4), (0, 4)), Group("seq"))
+    ours, torchs = kept_bytes(module, x, grid), kept_bytes(module, x, None)
     assert ours <= torchs and (torchs >= x.numel() * x.element_size() or isinstance(module, nn.Upsample))
 
 
 def check_kept(mesh: Mesh) -> list[tuple[int, int]]:
     """Returns the bytes kept with and without windows, and what the backward sends."""
-    spread, results = BoxGrid(((0, 3, 8), (0, 4), (0, 4)), mesh.seq), []
+    grid, results = BoxGrid(((0, 3, 8), (0, 4), (0, 4)), mesh.seq), []
     for keep in (True, False):
         module = convolution.Conv3d(2, 2, 3, padding=1, keep_window=keep).double()
-        x = numbers(1, 1, 2, *spread.sides)
-        kept = kept_bytes(module, x, spread)
-        y, _ = module(x.requires_grad_(), spread)
+        x = numbers(1, 1, 2, *grid.sides)
+        kept = kept_bytes(module, x, grid)
+        y, _ = module(x.requires_grad_(), grid)
         mesh.seq.traffic.clear()
         y.sum().backward()
         results.append((kept, mesh.seq.traffic["window"]))
@@ -129,19 +129,19 @@ def test_a_convolution_keeps_its_window_or_fetches_it_again(ranks: Callable[...,
 
 
 def check_autocast(mesh: Mesh) -> tuple[float, int, list[torch.dtype]]:
-    spread = BoxGrid(((0, 3, 8), (0, 4), (0, 4)), mesh.seq)
+    grid = BoxGrid(((0, 3, 8), (0, 4), (0, 4)), mesh.seq)
     whole, norm = numbers(1, 1, 2, 8, 4, 4).float(), norms.InstanceNorm3d(2)
     module = convolution.Conv3d(2, 2, 3, padding=1)
     torch.default_generator.manual_seed(1)
     module.reset_parameters()
-    part = whole[box(spread)].clone().requires_grad_()
+    part = whole[box(grid)].clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        y, _ = norm(*module(part, spread))
+        y, _ = norm(*module(part, grid))
         reference, _ = norm(module(whole)[0])
     sent = mesh.seq.traffic["window"]
     y.float().square().sum().backward()
     assert part.grad is not None and module.weight.grad is not None
-    gap = relative(y.detach().float(), reference.detach().float()[box(spread)])
+    gap = relative(y.detach().float(), reference.detach().float()[box(grid)])
     return gap, sent, [y.dtype, reference.dtype, part.grad.dtype, module.weight.grad.dtype]
 
 
@@ -154,9 +154,9 @@ def test_under_autocast_halos_travel_in_the_lower_precision(ranks: Callable[...,
 @pytest.mark.parametrize("make", [lambda: norms.InstanceNorm3d(2), lambda: norms.GroupNorm(1, 2)])
 def test_statistics_stay_accurate_where_the_mean_is_large(make: Callable[[], nn.Module]) -> None:
     x = numbers(1, 1, 2, 8, 8, 8).float() + 3e3
-    spread = BoxGrid(((0, 8), (0, 8), (0, 8)), Group("seq"))
+    grid = BoxGrid(((0, 8), (0, 8), (0, 8)), Group("seq"))
     exact, _ = make().double()(x.double())
-    ours, torchs = (relative(make()(x, s)[0].detach().double(), exact.detach()) for s in (spread, None))
+    ours, torchs = (relative(make()(x, s)[0].detach().double(), exact.detach()) for s in (grid, None))
     assert ours <= 2 * torchs + 1e-6 and ours < 1e-3
 
 
@@ -184,12 +184,12 @@ def test_what_cannot_be_right_is_refused_when_built(make: Callable[[], object], 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_rank_without_output_is_refused_by_all_before_any_message(rank: int) -> None:
     """The group has no process group: a message would fail otherwise."""
-    spread = BoxGrid(((0, 3, 4, 8), (0, 2), (0, 2)), Group("seq", (0, 1, 2), rank))
-    x = torch.zeros(1, 2, *spread.sides)
+    grid = BoxGrid(((0, 3, 4, 8), (0, 2), (0, 2)), Group("seq", (0, 1, 2), rank))
+    x = torch.zeros(1, 2, *grid.sides)
     for module in (convolution.Conv3d(2, 2, 3, stride=4, padding=1), pooling.MaxPool3d(2), pooling.AvgPool3d(2)):
         with pytest.raises(ValueError, match="a rank would hold no output; use a smaller --seqpar"):
-            module(x, spread)
+            module(x, grid)
     with pytest.raises(ValueError, match="leaves nothing of extent 2"):
-        convolution.Conv3d(2, 2, 3)(x, spread)
+        convolution.Conv3d(2, 2, 3)(x, grid)
     with pytest.raises(ValueError, match="one value per channel"):
         norms.InstanceNorm3d(2)(torch.zeros(1, 2, 1, 1, 1), BoxGrid(((0, 1),) * 3, Group("seq")))

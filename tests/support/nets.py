@@ -144,8 +144,8 @@ def decode_boxes(
         return torch.randn(2, channels, *sides, generator=dice, dtype=torch.float64).requires_grad_()
 
     inputs = [*(whole(EMBED, 1) for _ in range(decoder.num_features)), whole(CHANNELS, patch)]
-    output, spread = decoder(inputs[:-1], inputs[-1])
-    assert spread is None
+    output, box_grid = decoder(inputs[:-1], inputs[-1])
+    assert box_grid is None
     slope = torch.randn(output.shape, generator=dice, dtype=torch.float64)
     names = [name for name, _ in decoder.named_parameters()]
     learned = list(decoder.parameters())
@@ -159,7 +159,7 @@ def decode_boxes(
 
     decoder.to(dtype)
     boxes = [mine(tensor) for tensor in inputs]
-    box_output, spread = decoder(boxes[:-1], boxes[-1], BoxGrid(layout.cuts, group))
+    box_output, box_grid = decoder(boxes[:-1], boxes[-1], BoxGrid(layout.cuts, group))
     found = torch.autograd.grad(
         (box_output * mine(slope)).sum(), [*(boxes if decoder.uses_image else boxes[:-1]), *learned]
     )
@@ -171,4 +171,4 @@ def decode_boxes(
             gaps[f"input {at}"] = float((a - mine(b)).abs().max() / b.abs().max())
         else:
             gaps[names[at - len(used)]] = relative(all_reduce(a, group), b)
-    return gaps, spread.extents, sent
+    return gaps, box_grid.extents, sent
