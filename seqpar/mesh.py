@@ -118,8 +118,9 @@ class Mesh:
     def stop(self) -> None:
         """Waits for all ranks, then leaves; without the barrier gloo aborts now and then."""
         if dist.is_initialized():
-            dist.all_reduce(torch.zeros(1), group=self.world.handle)  # on the CPU: gloo, also beside nccl
-            dist.barrier(group=self.world.handle)
+            with self.world.watch.waiting(False):
+                dist.all_reduce(torch.zeros(1), group=self.world.handle)  # on the CPU: gloo, also beside nccl
+                dist.barrier(group=self.world.handle)
             self.world.watch.end()
             dist.destroy_process_group()
             for group in (self.world, self.data, self.seq):
@@ -139,4 +140,5 @@ def equal_weights(module: nn.Module, group: Group) -> None:
         return
     group.watch.enter("first weights", group)
     for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.data, group.ranks[0], group=group.handle)
+        with group.watch.waiting(tensor.is_cuda):
+            dist.broadcast(tensor.data, group.ranks[0], group=group.handle)

@@ -1,9 +1,10 @@
-"""Watches over ranks that work together: what each entered last, how long it waited, who holds up the others.
+"""Watches over ranks that work together, and names those that hold up the others.
 
-A library's timeout says that something did not come, not from whom. Here every rank notes what it enters; when
-nothing has moved for long, a thread of each rank tells the others through the store where its main thread is, and
-those that are elsewhere, or tell nothing, are named. With ``check`` every message and collective is announced
-before it is sent, so that a mismatch is an error with names instead of a hang or a crash somewhere else.
+A library's timeout says that a message did not come, not from whom. Here every rank notes which collective it
+enters. When nothing has moved for long, a thread of each rank tells the others through the store where its main
+thread is; ranks that do not wait in a collective, or that do not answer, are named. With ``check`` every message and
+collective is announced before it is sent, so that a mismatch is an error with names instead of a hang or a crash
+somewhere else.
 """
 
 import json
@@ -11,42 +12,51 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+from seqpar.wait_clock import WaitClock
 
-# A main thread whose innermost frame lies here waits for its peers, or for a device that does.
-_WAITING = tuple(
-    f"seqpar.{name}" for name in ("messages", "collectives", "consensus", "mesh", "rendezvous", "watchdog")
-)
+# Where DDP, sharded weights and the device wait, which do so without ``Watch.waiting``.
 _WAITING_IN_TORCH = ("torch.distributed", "torch.autograd.graph", "torch.cuda")
+_GROUND = str(Path(__file__).parent)  # what crosses ranks lies beside this file
 
 
 class OutOfStep(RuntimeError):
     """Ranks entered different collectives, or the same with different sizes."""
 
 
+class Whereabouts(NamedTuple):
+    """What a rank tells the others about its main thread."""
+
+    waits: bool  # for other ranks
+    place: str  # the line that it is in
+    last: str  # the collective that it entered last
+
+
 class Watch:
-    """One for all groups of a process; of a process alone, it does nothing."""
+    """What one process knows of its own waiting; shared by all its groups, idle in a process alone.
+
+    ``hosts``: every rank's node. ``store``: through which ranks tell each other where they are. ``check``: announce
+    every message and collective before it is sent.
+    """
 
     def __init__(self, rank: int = 0, hosts: Sequence[str] = ("",), store: Any = None, check: bool = False) -> None:
         self.rank, self.hosts, self.check = rank, hosts, check
-        self.limit_s = 0.0  # 0: the library's own
+        self.limit_s = 0.0  # how long a collective may take; 0: the library's own limit
         self.start_limit_s = 0.0
-        self.timed = False  # whether waiting is measured: from ``measure`` to ``take_waited``
+        self.clock = WaitClock()
         self.finding = ""
-        self.speaks = True  # whether this rank is the one of those that found it that says it
+        self.speaks = True  # whether this is the rank that prints the finding
         self._store = store
         self._counts: Counter[str] = Counter()
         self._last: tuple[str, object] = ("nothing yet", "")
         self._beat = time.monotonic()
-        self._waited_s = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._ready: float | torch.cuda.Event | None = None
+        self._waits = 0  # how many ``waiting`` blocks are open
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
 
@@ -54,59 +64,25 @@ class Watch:
         """Notes that this rank enters a collective of a group."""
         self._last, self._beat = (kind, group), time.monotonic()
 
+    @contextmanager
+    def waiting(self, on_gpu: bool) -> Iterator[None]:
+        """Marks what happens inside as waiting for other ranks, and counts its time.
+
+        Every call that blocks until others come stands in such a block: a rank outside of one is taken for the cause
+        of a hang.
+        """
+        self._waits += 1
+        try:
+            with self.clock.waiting(on_gpu):
+                yield
+        finally:
+            self._waits -= 1
+        self._beat = time.monotonic()
+
     @property
     def patience(self) -> timedelta | None:
         """How long a message between two CPUs may take; gloo's own limit for them cannot be changed later."""
         return timedelta(seconds=self.limit_s) if self.limit_s else None
-
-    # Waiting, by the clock of the host or of the device -------------------------------------------------------
-
-    @contextmanager
-    def waiting(self, on_gpu: bool) -> Iterator[None]:
-        """Counts the time inside as waiting for others, of the device's stream or of this process."""
-        if not self.timed:
-            yield
-        elif on_gpu:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((begin, end))
-        else:
-            began = time.perf_counter()
-            yield
-            self._waited_s += time.perf_counter() - began
-        self._beat = time.monotonic()
-
-    def mark_ready(self, on_gpu: bool) -> None:
-        """Notes that this rank has done its own work; called again, only the last counts."""
-        if not self.timed:
-            return
-        if on_gpu:
-            self._ready = torch.cuda.Event(enable_timing=True)
-            self._ready.record()
-        else:
-            self._ready = time.perf_counter()
-
-    def count_since_ready(self) -> None:
-        """Counts the time since the mark as waiting."""
-        ready, self._ready = self._ready, None
-        if isinstance(ready, float):
-            self._waited_s += time.perf_counter() - ready
-        elif ready is not None:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-            self._events.append((ready, end))
-
-    def measure(self) -> None:
-        """Begins to count waiting."""
-        self.timed, self._waited_s, self._events, self._ready = True, 0.0, [], None
-
-    def take_waited(self) -> float:
-        """Returns the seconds waited since ``measure``, and counts no more; the device must have come to rest."""
-        seconds = self._waited_s + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
-        self.timed, self._events = False, []
-        return seconds
 
     # Announcing what is sent ----------------------------------------------------------------------------------
 
@@ -117,11 +93,16 @@ class Watch:
         number = self._counts[name]
         keys = {rank: f"check/{name}/{number}/{rank}" for rank in ranks}
         self._store.set(keys[self.rank], what)
-        said = {rank: self._heard(key, f"rank {rank} did not enter", what, group) for rank, key in keys.items()}
+        entered = {
+            rank: self._read(key, f"rank {rank} did not enter {what} in the {group} group")
+            for rank, key in keys.items()
+        }
         self._store.delete_key(f"check/{name}/{number - 2}/{self.rank}")  # all have read it: they were at the next one
-        if len(set(said.values())) > 1:
-            told = [f"{these([r for r in ranks if said[r] == one])}: {one}" for one in dict.fromkeys(said.values())]
-            raise OutOfStep(f"collective {number} of the {group} group differs: {'; '.join(told)}")
+        if len(set(entered.values())) > 1:
+            differing = [
+                f"{these([r for r in ranks if entered[r] == one])}: {one}" for one in _unique(entered.values())
+            ]
+            raise OutOfStep(f"collective {number} of the {group} group differs: {'; '.join(differing)}")
 
     def announce(self, group: str, sends: Mapping[int, str], receives: Mapping[int, str]) -> None:
         """Tells other ranks what they will get, and raises unless what they will send is what is expected."""
@@ -129,7 +110,7 @@ class Watch:
             self._store.set(self._channel(group, self.rank, rank), what)
         for rank, what in receives.items():
             key = self._channel(group, rank, self.rank)
-            coming = self._heard(key, f"rank {rank} did not send", what, group)
+            coming = self._read(key, f"rank {rank} did not send {what} in the {group} group")
             self._store.delete_key(key)
             if coming != what:
                 raise OutOfStep(f"rank {self.rank} expects {what} in the {group} group; rank {rank} sends {coming}")
@@ -139,20 +120,22 @@ class Watch:
         self._counts[name] += 1
         return f"check/{name}/{self._counts[name]}"
 
-    def _heard(self, key: str, fault: str, what: str, group: str) -> str:
+    def _read(self, key: str, problem: str) -> str:
+        """Returns another rank's announcement; ``problem`` is what is wrong where it does not come."""
         limit_s = 0.5 * (self.limit_s or self.start_limit_s)
         try:
-            self._store.wait([key], timedelta(seconds=limit_s))
-            return self._store.get(key).decode()
+            with self.waiting(False):
+                self._store.wait([key], timedelta(seconds=limit_s))
+            return self._store.get(key).decode()  # type: ignore[no-any-return]
         except RuntimeError:  # DistError is one
-            raise OutOfStep(f"{fault} {what} in the {group} group within {limit_s:.0f} s, or had left it") from None
+            raise OutOfStep(f"{problem} within {limit_s:.0f} s, or had left it") from None
 
     # Naming who holds up the others ---------------------------------------------------------------------------
 
     def begin(self, limit_s: float, act: Callable[[str], None] | None = None) -> None:
-        """From now on, when this rank has not moved for three quarters of the limit, tells the others why.
+        """Starts a thread that names who holds up the others once this rank has not moved for 3/4 of ``limit_s``.
 
-        What they find, where any waits, is handed to ``act``; without one, a single rank prints it.
+        ``act`` is called with that text on every rank, where any rank waits; without it, one rank prints the text.
         """
         self.limit_s = limit_s
         if self._store is None or self._thread is not None:
@@ -176,66 +159,75 @@ class Watch:
             self._thread.join(5)
 
     def _look(self, store: Any, main: int, act: Callable[[str], None]) -> None:
-        told_at = 0.0
+        reported = 0.0  # the beat after which nothing had moved
         while not self._over.wait(min(1.0, self.limit_s / 20)):
             beat = self._beat
             try:
-                if told_at and told_at != beat:
+                if reported and reported != beat:
                     store.delete_key(f"held/{self.rank}")
-                    self.finding, told_at = "", 0.0
-                if not told_at and time.monotonic() - beat > 0.75 * self.limit_s:
-                    self.finding, told_at = self._tell(store, main), beat
+                    self.finding, reported = "", 0.0
+                if not reported and time.monotonic() - beat > 0.75 * self.limit_s:
+                    self.finding, reported = self._ask(store, main), beat
                     if self.finding:
                         act(self.finding)
             except RuntimeError:  # the store is gone, and with it the rank that keeps it
                 return
 
-    def _tell(self, store: Any, main: int) -> str:
-        waits, place = whereabouts(sys._current_frames().get(main))
-        store.set(
-            f"held/{self.rank}",
-            json.dumps({"waits": waits, "place": place, "last": " of the ".join(map(str, self._last))}),
-        )
+    def _ask(self, store: Any, main: int) -> str:
+        """Tells the others where this rank is, hears where they are, and returns who holds up whom."""
+        store.set(f"held/{self.rank}", json.dumps(self.whereabouts(sys._current_frames().get(main))))
         keys = [f"held/{rank}" for rank in range(len(self.hosts))]
         until = time.monotonic() + min(10.0, 0.1 * self.limit_s)
         while not store.check(keys) and time.monotonic() < until:
             time.sleep(min(0.1, 0.01 * self.limit_s))
-        told = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
-        self.speaks = self.rank == min((rank for rank in told if told[rank]["waits"]), default=self.rank)
-        return judge(told, self.hosts, 0.75 * self.limit_s)
+        answers = {
+            rank: Whereabouts(*json.loads(store.get(key))) for rank, key in enumerate(keys) if store.check([key])
+        }
+        self.speaks = self.rank == min((rank for rank, answer in answers.items() if answer.waits), default=self.rank)
+        return judge(answers, self.hosts, 0.75 * self.limit_s)
+
+    def whereabouts(self, frame: FrameType | None) -> Whereabouts:
+        """Returns where the main thread is, whose innermost frame is ``frame``."""
+        in_torch = frame is not None and _module(frame).startswith(_WAITING_IN_TORCH)
+        return Whereabouts(self._waits > 0 or in_torch, place_of(frame), " of the ".join(map(str, self._last)))
 
 
-def judge(told: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], seconds: float) -> str:
-    """Returns who holds up whom, of what the ranks told about themselves; nothing where no rank waits."""
-    waiting = [rank for rank in told if told[rank]["waits"]]
+def place_of(frame: FrameType | None) -> str:
+    """Returns the innermost line of this package above the ground, which called what crosses ranks."""
+    if frame is None:
+        return "its end"
+    while frame.f_back and not _above_ground(frame):
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno} ({code.co_name})"
+
+
+def _above_ground(frame: FrameType) -> bool:
+    package = __name__.partition(".")[0]
+    return _module(frame).startswith(f"{package}.") and str(Path(frame.f_code.co_filename).parent) != _GROUND
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def judge(answers: Mapping[int, Whereabouts], hosts: Sequence[str], seconds: float) -> str:
+    """Returns who holds up whom, as the ranks that answered tell; "" where no rank waits."""
+    waiting = [rank for rank, answer in answers.items() if answer.waits]
     if not waiting:
         return ""
-    silent = [rank for rank in range(len(hosts)) if rank not in told]
-    away = [rank for rank in told if not told[rank]["waits"]]
+    silent = [rank for rank in range(len(hosts)) if rank not in answers]
     causes = [f"rank {rank} ({hosts[rank]}) does not answer" for rank in silent]
-    causes += [f"rank {rank} ({hosts[rank]}) stays at {told[rank]['place']}" for rank in away]
-    lasts = {last: [rank for rank in waiting if told[rank]["last"] == last] for last in _lasts(told, waiting)}
-    waits = "; ".join(f"{these(ranks)} in {last}" for last, ranks in lasts.items())
+    causes += [f"rank {rank} ({hosts[rank]}) stays at {one.place}" for rank, one in answers.items() if not one.waits]
+    collectives = _unique(answers[rank].last for rank in waiting)
+    waits = "; ".join(f"{these([r for r in waiting if answers[r].last == last])} in {last}" for last in collectives)
     if not causes:
         return f"for {seconds:.0f} s all ranks have waited for each other ({waits}): use --debug-collectives"
     return f"{' and '.join(causes)}, while for {seconds:.0f} s others have waited: {waits}"
 
 
-def _lasts(told: Mapping[int, Mapping[str, Any]], waiting: Sequence[int]) -> list[str]:
-    return list(dict.fromkeys(told[rank]["last"] for rank in waiting))
-
-
-def whereabouts(frame: FrameType | None) -> tuple[bool, str]:
-    """Returns whether a thread waits for its peers, and the innermost line of ours above that."""
-    if frame is None:
-        return False, "its end"
-    name = frame.f_globals.get("__name__", "")
-    waits = name in _WAITING or name.startswith(_WAITING_IN_TORCH)
-    while frame.f_back and (name in _WAITING or not name.startswith("seqpar.")):
-        frame = frame.f_back
-        name = frame.f_globals.get("__name__", "")
-    code = frame.f_code
-    return waits, f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno} ({code.co_name})"
+def _unique(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
 
 
 def these(ranks: Sequence[int]) -> str:

@@ -83,9 +83,9 @@ class Trainer:
 
     def _time_waiting(self) -> None:
         """Lets waiting for others be told from own work: after its last gradient a rank only waits, in DDP's sums."""
-        watch = self.mesh.world.watch
+        clock = self.mesh.world.watch.clock
         for parameter in self.net.parameters() if self.mesh.world.size > 1 else ():
-            parameter.register_post_accumulate_grad_hook(lambda p: watch.mark_ready(p.is_cuda))
+            parameter.register_post_accumulate_grad_hook(lambda p: clock.mark_ready(p.is_cuda))
 
     def _ddp(self) -> DistributedDataParallel:
         return DistributedDataParallel(
@@ -228,7 +228,7 @@ class Trainer:
         step = self.progress.step
         rate = learning_rate(config, step)
         set_learning_rate(self.optimiser, rate)
-        self.mesh.world.watch.measure()
+        self.mesh.world.watch.clock.measure()
         sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         for number, micro in enumerate(micros):
             last = number == len(micros) - 1
@@ -241,7 +241,7 @@ class Trainer:
                 sums += self._backward(micro) / len(micros)
         self.mesh.synchronize()
         data_wait_s = sum(micro.wait_s for micro in micros)
-        busy_s = time.perf_counter() - began - self.mesh.world.watch.take_waited() + data_wait_s
+        busy_s = time.perf_counter() - began - self.mesh.world.watch.clock.take_waited() + data_wait_s
         own_finite = bool(torch.isfinite(sums[0]))
         norm = whole(torch.nn.utils.clip_grad_norm_(self.net.parameters(), config.clip or math.inf))
         decision = self._decide(own_finite and bool(torch.isfinite(norm)), stopper)
@@ -276,7 +276,7 @@ class Trainer:
         parts = self.loss.parts(logits, label, self.loss_groups)
         loss = parts.dice + parts.cross_entropy
         (loss / self.config.accumulate).backward()
-        self.mesh.world.watch.count_since_ready()
+        self.mesh.world.watch.clock.count_since_ready()
         return torch.stack([loss, *parts]).detach().double()
 
     def _over_ranks(self, sums: Tensor, busy_s: float) -> Tensor:

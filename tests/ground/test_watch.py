@@ -1,18 +1,24 @@
 """A rank that stops, or does something else than the others, is named; one that is merely slow is not."""
 
+import ast
 import os
 import re
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from seqpar import watchdog
 from seqpar.collectives import all_gather, all_reduce, exchange_rows
 from seqpar.consensus import agree, broadcast_text, gather_texts
 from seqpar.mesh import Mesh
-from seqpar.watchdog import judge, these
+from seqpar.watchdog import Watch, Whereabouts, judge, place_of, these
+from tests.house.test_floors import OWNERS, modules
 from tests.support.ranks import RanksFailed, run_ranks
 
 LIMIT_S = 3.0
@@ -26,6 +32,7 @@ def freeze() -> None:
 
 def work_until_one_stops(mesh: Mesh, kind: str, stop: Callable[[], None]) -> None:
     group = mesh.seq
+    watchdog._WAITING_IN_TORCH = ()  # our own waits are known without a look at torch's
 
     def step() -> None:
         if kind == "messages":
@@ -75,17 +82,79 @@ def test_slow_ranks_and_long_computations_are_not_taken_for_a_hang(ranks: Callab
     assert ranks(3, be_slow) == [[], [], []]
 
 
-def told(waits: bool, last: str = "sum of the seq group", place: str = "x.py:1 (f)") -> dict:
-    return {"waits": waits, "last": last, "place": place}
+def test_a_rank_waits_as_long_as_a_block_of_waiting_is_open() -> None:
+    watch = Watch()
+
+    def waits() -> bool:
+        return watch.whereabouts(sys._getframe()).waits
+
+    assert not waits()
+    with pytest.raises(RuntimeError), watch.waiting(False):
+        with watch.waiting(False):
+            assert waits()
+        assert waits()
+        raise RuntimeError
+    assert not waits()
+
+
+CROSSING = OWNERS["torch.distributed"] - {"seqpar.rendezvous"}
+BLOCKING = {"all_reduce", "all_gather", "broadcast", "barrier", "wait", "_gather_single", "_scatter_single"}
+
+
+def blocking_calls(node: ast.AST, inside: bool = False) -> Iterator[tuple[ast.Call, bool]]:
+    """Returns calls of torch that block until others come, and whether they stand in a block of ``waiting``."""
+    if isinstance(node, ast.With):
+        inside |= any(".waiting(" in ast.unparse(item) for item in node.items)
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        ours = name.startswith(("dist.", "_gather", "_scatter", "work.", "self._store."))
+        at_once = any(keyword.arg == "async_op" for keyword in node.keywords)
+        if ours and name.rpartition(".")[2] in BLOCKING and not at_once:
+            yield node, inside
+    for child in ast.iter_child_nodes(node):
+        yield from blocking_calls(child, inside)
+
+
+def test_every_call_that_blocks_until_others_come_is_marked_as_waiting() -> None:
+    """But for the start's, which has limits of its own and ends before anybody watches."""
+    files = [modules()[name] for name in (*CROSSING, "seqpar.watchdog")]
+    calls = [call for file in files for call in blocking_calls(ast.parse(file.read_text()))]
+    assert len(calls) >= 10
+    assert not [ast.unparse(call) for call, inside in calls if not inside]
+
+
+def frame_in(file: Path, module: str, above: Callable[[Callable], Any] | None = None) -> Any:
+    """Returns a frame of code that lies in that file, called by ``above``."""
+    scope: dict[str, Any] = {"__name__": module, "sys": sys}
+    exec(
+        compile("def call(act):\n    return act()\ndef frame():\n    return sys._getframe()", str(file), "exec"), scope
+    )
+    return scope["call"] if above is None else above(scope["frame"])
+
+
+def test_the_place_that_is_named_is_the_line_that_called_what_crosses_ranks() -> None:
+    """Whichever file of ours sends or waits: one that moves away from the watchdog would be named itself."""
+    package = Path(watchdog.__file__).parent
+    caller = frame_in(package / "vit" / "blocks.py", "seqpar.vit.blocks")
+    own = frame_in(package / "vit" / "tokens.py", "seqpar.vit.tokens", caller)
+    assert place_of(own).startswith("tokens.py:4 (frame)")
+    for module in CROSSING:
+        inner = frame_in(modules()[module], module, caller)
+        assert place_of(inner) == "blocks.py:2 (call)", module
+    assert place_of(frame_in(Path("/lib/torch/nn.py"), "torch.nn", caller)) == "blocks.py:2 (call)"
+
+
+def at(waits: bool, last: str = "sum of the seq group") -> Whereabouts:
+    return Whereabouts(waits, "x.py:1 (f)", last)
 
 
 JUDGEMENTS = {
-    "one is silent": ({0: told(True), 1: told(True)}, r"^rank 2 \(c\) does not answer, .* ranks 0, 1 in sum"),
-    "one is elsewhere": ({0: told(True), 1: told(False), 2: told(True)}, r"^rank 1 \(b\) stays at x.py:1 \(f\), "),
-    "both": ({0: told(False), 1: told(True)}, r"^rank 2 .* and rank 0 \(a\) stays"),
-    "all wait": ({0: told(True), 1: told(True), 2: told(True, "agreement")}, r"each other \(ranks 0, 1 in sum .*debug"),
-    "all compute": ({0: told(False), 1: told(False), 2: told(False)}, "^$"),
-    "one computes, the rest is silent": ({0: told(False)}, "^$"),
+    "one is silent": ({0: at(True), 1: at(True)}, r"^rank 2 \(c\) does not answer, .* ranks 0, 1 in sum"),
+    "one is elsewhere": ({0: at(True), 1: at(False), 2: at(True)}, r"^rank 1 \(b\) stays at x.py:1 \(f\), "),
+    "both": ({0: at(False), 1: at(True)}, r"^rank 2 .* and rank 0 \(a\) stays"),
+    "all wait": ({0: at(True), 1: at(True), 2: at(True, "agreement")}, r"each other \(ranks 0, 1 in sum .*debug"),
+    "all compute": ({0: at(False), 1: at(False), 2: at(False)}, "^$"),
+    "one computes, the rest is silent": ({0: at(False)}, "^$"),
 }
 
 

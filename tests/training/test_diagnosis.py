@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from seqpar import watchdog
+from seqpar import wait_clock
 from seqpar.environment import flight_recorder
 from seqpar.launch import train
 from seqpar.launch.runs.journal import read_metrics
 from seqpar.launch.training import trainer
 from seqpar.launch.training.stragglers import FIRST, WINDOW, Stragglers
+from seqpar.wait_clock import WaitClock
 from tests.support.training_runs import at, status, tiny_data, trained, weights
 
 
@@ -89,8 +90,8 @@ def slow_down(slow: int):
     def hook(rank: int) -> None:
         now = [0.0]
         clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic, sleep=time.sleep)
-        trainer.time = watchdog.time = clock
-        backward, waiting, count = trainer.Trainer._backward, watchdog.Watch.waiting, watchdog.Watch.count_since_ready
+        trainer.time = wait_clock.time = clock
+        backward, waiting, count = trainer.Trainer._backward, WaitClock.waiting, WaitClock.count_since_ready
 
         def slower(self, micro):
             object.__setattr__(micro, "wait_s", 0.0)
@@ -107,8 +108,8 @@ def slow_down(slow: int):
             now[0] += 5
             count(self)
 
-        trainer.Trainer._backward, watchdog.Watch.waiting = slower, long_waiting
-        watchdog.Watch.count_since_ready = long_sums
+        trainer.Trainer._backward, WaitClock.waiting = slower, long_waiting
+        WaitClock.count_since_ready = long_sums
 
     return hook
 
