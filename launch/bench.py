@@ -15,7 +15,7 @@ import torch
 
 from seqpar.launch.job.exit_codes import run
 
-# subject → modules that have `rows()`; imported only when asked for
+# subject → modules of benches/ that have rows(), imported only when they are measured
 SUBJECTS = {
     "attention": ("attention",),
     "encoder": ("encoder", "rank"),
@@ -25,38 +25,46 @@ SUBJECTS = {
     "predict": ("predict",),
     "step": ("step",),
 }
-LARGE = {"memory": ("large",)}  # half an hour and longer
+LARGE = {"memory": ("memory",)}  # these have large_rows() too
 RESULTS = Path(__file__).parent / "benches" / "results"
 
 
 def act(arguments: Sequence[str]) -> int:
-    """Returns 0 when all subjects were measured."""
-    parser = argparse.ArgumentParser(prog="seqpar-bench", description=__doc__, allow_abbrev=False)
-    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"of {', '.join(SUBJECTS)}; none: all")
-    parser.add_argument("--large", action="store_true", help="the rows of memory that take half an hour, alone")
-    parser.add_argument("--write", action="store_true", help=f"append to {RESULTS.name}/ beside this script")
-    asked = parser.parse_args(arguments)
-    unknown = [name for name in asked.subjects if name not in SUBJECTS]
+    """Measures the subjects that the command line names and returns 0."""
+    options = _parser().parse_args(arguments)
+    unknown = [name for name in options.subjects if name not in SUBJECTS]
     if unknown:
-        raise ValueError(f"there is no bench of {unknown[0]}: choose of {', '.join(SUBJECTS)}")
-    modules = LARGE if asked.large else SUBJECTS
-    wanted = asked.subjects or list(modules)
-    if not set(wanted) <= modules.keys():
+        raise ValueError(f"there is no bench of {unknown[0]}: choose from {', '.join(SUBJECTS)}")
+    modules, function = (LARGE, "large_rows") if options.large else (SUBJECTS, "rows")
+    subjects = options.subjects or list(modules)
+    if not set(subjects) <= modules.keys():
         raise ValueError(f"--large has rows of {', '.join(LARGE)} alone: leave it out, or name only these")
-    for subject in wanted:
+    for subject in subjects:
         for module in modules[subject]:
-            rows = importlib.import_module(f"seqpar.launch.benches.{module}").rows()
-            text = f"## {subject} ({module}), {time.strftime('%Y-%m-%d')}\n\n{machine()}\n\n{table(rows)}\n"
+            rows = getattr(importlib.import_module(f"seqpar.launch.benches.{module}"), function)()
+            title = f"{subject} ({module}{', large' if options.large else ''}), {time.strftime('%Y-%m-%d')}"
+            text = f"## {title}\n\n{machine()}\n\n{table(rows)}\n"
             print(text, flush=True)
-            if asked.write:
+            if options.write:
                 RESULTS.mkdir(exist_ok=True)
                 with open(RESULTS / f"{subject}.md", "a") as file:
                     file.write(text + "\n")
     return 0
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="seqpar-bench", description=__doc__, allow_abbrev=False)
+    subjects = f"what to measure: {', '.join(SUBJECTS)} (default: all)"
+    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=subjects)
+    large = "measure the large cases instead, half an hour or more each; only memory has some"
+    parser.add_argument("--large", action="store_true", help=large)
+    write = "append each table to benches/results/SUBJECT.md beside this script, as well as printing it"
+    parser.add_argument("--write", action="store_true", help=write)
+    return parser
+
+
 def machine() -> str:
-    """Returns what the figures were measured on, and by which command."""
+    """Returns the command and the machine of this run, in one line."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     load = os.getloadavg()[0]
     commit = subprocess.run(
@@ -70,7 +78,7 @@ def machine() -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns rows as a Markdown table; columns in the order in which they first appear."""
+    """Returns rows as a Markdown table, with columns in the order of their first appearance."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns, ["---"] * len(columns)]
     lines += [[_cell(row.get(name, "")) for name in columns] for row in rows]

@@ -70,7 +70,7 @@ def rows(turns: int = 3, sizes: Sequence[Size] = SIZES) -> list[dict[str, Any]]:
 
 def _measured(name: str, ranks: int, size: Size) -> dict[str, float]:
     """Returns one run's seconds and saved bytes, measured in processes of their own."""
-    return measure_apart(__file__, [name, json.dumps(asdict(size))], ranks, CORES // ranks)
+    return measure_apart("encoder", [name, json.dumps(asdict(size))], ranks, CORES // ranks)
 
 
 def _monai(size: Size, flash: bool) -> nn.Module:

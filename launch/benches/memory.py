@@ -1,8 +1,8 @@
-"""Memory of a training step: what is held for backward, and how high all ranks rise together, option by option.
+"""Memory of a training step: bytes held for backward, and the peak of all ranks together, option by option.
 
-Each case runs in processes of its own, in turns; ratios are medians over turns, to the first case. ``held`` is
-counted; ``peak`` is the highest resident size of all ranks added up, interpreter, libraries and building included
-(on a GPU, what torch allocated). Rows that take half an hour are in ``bench_large``.
+Each case runs in new processes, in turns; ratios are medians over turns, to the first case. ``held`` is counted;
+``peak`` is the sum over ranks of the highest resident size, which includes the interpreter, its libraries and building
+the network (on a GPU: the most that torch allocated). ``--large`` measures steps that one process could hardly hold.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from seqpar.collectives import all_reduce
 from seqpar.consensus import agree
@@ -24,6 +25,7 @@ from seqpar.launch.benches.apart import measure_apart
 from seqpar.launch.hardware.devices import device_here
 from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import make_optimizer
+from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.saved_bytes import Saved
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.data_parallel import shard
@@ -46,12 +48,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A training step on ``ranks`` processes, and its name in the table."""
+    """A training step on ``ranks`` processes, and its name in the table. The last of ``steps`` is timed."""
 
     name: str
     config: Config
     ranks: int = 1
-    steps: int = 2  # the last one's time counts
+    steps: int = 2
+
+
+VIT_B = Config(
+    tile=(128, 128, 128), patch=4, seqpar=4, mode="halo", batch=1, device="cpu", precision="bf16", mlp_chunks=8,
+    attention="gather-x", decoder_width=32, shard_weights=True,
+)  # fmt: skip
+VOLUME = Config(
+    tile=(240, 240, 156), patch=4, seqpar=4, mode="halo", batch=1, device="cpu", precision="bf16", mlp_chunks=8,
+    attention="gather-x", embed_dim=64, depth=2, heads=2, decoder_width=16,
+)  # fmt: skip
+LARGE = (Case("a whole volume of 240 x 240 x 155", VOLUME, 4, 1), Case("tile 128, ViT-B", VIT_B, 4, 1))
 
 
 def rows(turns: int = 3, config: Config = SMALL, ranks: int = 2) -> list[dict[str, Any]]:
@@ -66,8 +79,18 @@ def rows(turns: int = 3, config: Config = SMALL, ranks: int = 2) -> list[dict[st
     return [row(case, [turn[at] for turn in measured], [turn[0] for turn in measured]) for at, case in enumerate(cases)]
 
 
+def large_rows(cases: Sequence[Case] = LARGE) -> list[dict[str, Any]]:
+    """Returns a row for ViT-B on a tile of 128 at patch 4, and one for a whole volume, each measured once."""
+    table = []
+    for case in cases:
+        runs = [measure(case)]
+        table.append(row(case, runs, runs))
+        print(table[-1], file=sys.stderr, flush=True)  # not lost if the next case is killed
+    return table
+
+
 def row(case: Case, runs: Sequence[dict[str, float]], first: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Returns a case's row of the table."""
+    """Returns a case's row of the table; ratios are to the runs of the ``first`` case."""
     config, mid = case.config, statistics.median
     return {
         "case": case.name,
@@ -85,26 +108,17 @@ def row(case: Case, runs: Sequence[dict[str, float]], first: Sequence[dict[str, 
 
 
 def measure(case: Case) -> dict[str, float]:
-    """Returns bytes and seconds of one run, in processes of their own."""
+    """Returns bytes and seconds of one run in new processes."""
     threads = max(1, (os.cpu_count() or 1) // case.ranks)
-    return measure_apart(__file__, [json.dumps(dataclasses.asdict(case.config)), str(case.steps)], case.ranks, threads)
+    return measure_apart("memory", [json.dumps(dataclasses.asdict(case.config)), str(case.steps)], case.ranks, threads)
 
 
 def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
-    """Returns what this rank's last step held and took, its weights' and states' bytes, and all ranks' peak."""
-    machine = device_here(mesh.device.type).machine(mesh.seq.size, config.precision)
-    net = build(config, 1, 2, mesh.seq, machine=machine).to(
-        torch.float64 if config.precision == "fp64" else torch.float32
-    )
-    if config.shard_weights:
-        shard(net, mesh)
-    else:
-        net.to(mesh.device)
-    optimiser, loss, loss_groups = make_optimizer(config, net), DiceCE(), net.mode.loss_groups(mesh.data, config.batch)
-    layout = net.encoder.layout
-    tokens = (config.batch, layout.counts[mesh.seq.index])
-    part = torch.randn(*tokens, 1, *layout.patch, device=mesh.device, dtype=next(net.parameters()).dtype)
-    label = net.arrange(torch.randint(0, 2, (*tokens, *layout.patch), device=mesh.device))
+    """Returns bytes held for backward and seconds of this rank's last step, bytes of its states, all ranks' peak."""
+    net = _build(config, mesh)
+    optimizer, loss_of = make_optimizer(config, net), DiceCE()
+    loss_groups = net.mode.loss_groups(mesh.data, config.batch)
+    part, label = _part(config, net, mesh)
     seconds = held = 0.0
     state = dict[str, int]()
     for _ in range(steps):
@@ -113,55 +127,79 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
         with Saved(net) as saved:
             with torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
                 logits = net(part)
-            value = loss(logits, label, loss_groups)
+            loss = loss_of(logits, label, loss_groups)
         held = float(saved.total)
-        value.backward()
-        del logits, value
-        for p in net.parameters() if mesh.world.size > 1 and not config.shard_weights else ():
-            if p.grad is not None:
-                p.grad = all_reduce(p.grad, mesh.world) / mesh.world.size
-        optimiser.step()
-        state = local_bytes(net, optimiser)
-        optimiser.zero_grad()
+        loss.backward()
+        del logits, loss
+        if not config.shard_weights:
+            average_gradients(net, mesh)
+        optimizer.step()
+        state = local_bytes(net, optimizer)
+        optimizer.zero_grad()
         agree(0, mesh.world)
         seconds = time.perf_counter() - began
     peak = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else resident_bytes("VmHWM")
-    together = float(all_reduce(torch.tensor(float(peak), dtype=torch.float64), mesh.world))
     return {
         "held": held,
         "state": float(sum(state.values())),
-        "peak": together,
+        "peak": float(all_reduce(torch.tensor(float(peak), dtype=torch.float64), mesh.world)),
         "seconds": seconds,
-        "tokens": layout.num_tokens,
+        "tokens": net.encoder.layout.num_tokens,
     }
 
 
-def local_bytes(net: torch.nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, int]:
-    """Returns this rank's bytes of weights, gradients and what the optimiser holds."""
+def _build(config: Config, mesh: Mesh) -> SegmentationNet:
+    machine = device_here(mesh.device.type).machine(mesh.seq.size, config.precision)
+    net = build(config, 1, 2, mesh.seq, machine=machine)
+    net.to(torch.float64 if config.precision == "fp64" else torch.float32)
+    if config.shard_weights:
+        shard(net, mesh)
+    else:
+        net.to(mesh.device)
+    return net
+
+
+def _part(config: Config, net: SegmentationNet, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Returns this rank's part of a random image and label."""
+    layout = net.encoder.layout
+    tokens = (config.batch, layout.counts[mesh.seq.index])
+    part = torch.randn(*tokens, 1, *layout.patch, device=mesh.device, dtype=next(net.parameters()).dtype)
+    return part, net.arrange(torch.randint(0, 2, (*tokens, *layout.patch), device=mesh.device))
+
+
+def average_gradients(net: nn.Module, mesh: Mesh) -> None:
+    """Averages gradients over all ranks, one parameter after the other."""
+    for p in net.parameters() if mesh.world.size > 1 else ():
+        if p.grad is not None:
+            p.grad = all_reduce(p.grad, mesh.world) / mesh.world.size
+
+
+def local_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Returns this rank's bytes of weights, gradients and optimizer states."""
 
     def size(tensors: Iterable[Any]) -> int:
-        own = [t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, torch.Tensor)]
+        own = [t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, Tensor)]
         return sum(t.numel() * t.element_size() for t in own)
 
     weights = list(net.parameters())
-    states = [t for held in optimiser.state.values() for t in held.values()]
-    return {"weights": size(weights), "gradients": size(p.grad for p in weights), "optimiser": size(states)}
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    return {"weights": size(weights), "gradients": size(p.grad for p in weights), "optimizer": size(states)}
 
 
 def resident_bytes(name: str) -> int:
-    """Returns a size of this process as Linux counts it: VmRSS now, VmHWM at its highest."""
+    """Returns a size of this process as Linux counts it: VmRSS is the one now, VmHWM the highest so far."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures on the ranks that were started; the first one prints what all came to."""
-    config = Config.from_dict(json.loads(arguments[0]))
+    """Measures a config, given as JSON, for some steps; every rank runs it and the first one prints the result."""
+    config, steps = Config.from_dict(json.loads(arguments[0])), int(arguments[1])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with start(config.seqpar, device=config.device, timeout_s=7200) as mesh:
-        found = step(config, mesh, int(arguments[1]))
+        result = step(config, mesh, steps)
         if mesh.is_first:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,23 @@
 """The planner against measurement on this machine: seconds a step and the bytes alive at the worst moment.
 
-One thread a rank. Steps are measured by the clock and by the processor time of the busiest rank; the least of some
-steps counts. What is said includes waiting for messages, so that the error to the clock is the one to look at where the
-machine does nothing else, the other one where it does. The calibration was chosen by the first nets, not by ``OTHERS``.
+One thread a rank. Steps are timed by the clock and by the processor time of the busiest rank; the fastest of some steps
+counts. The planned seconds include waiting for messages: on an idle machine compare them with the clock, on a busy one
+with the processor time. The planner was calibrated on the first nets, not on ``OTHERS``.
 """
 
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from seqpar.collectives import all_reduce
 from seqpar.consensus import gather_texts
 from seqpar.launch.benches.apart import measure_apart
+from seqpar.launch.benches.memory import average_gradients
 from seqpar.launch.hardware.cpu_speed import this_cpu
 from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import make_optimizer
@@ -23,6 +25,7 @@ from seqpar.launch.planning.memory_counter import MemoryCounter
 from seqpar.launch.planning.needs import Run, plan
 from seqpar.launch.settings.config import Config
 from seqpar.losses import DiceCE
+from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
 
 CHANNELS, CLASSES, STEPS = 2, 3, 4
@@ -50,20 +53,20 @@ EVERY = CASES + OTHERS
 
 
 def rows(turns: int = 2) -> list[dict[str, Any]]:
-    """Returns a row per case: predicted and measured seconds and bytes, and how far they lie apart."""
-    found: list[list[dict[str, float]]] = [[] for _ in EVERY]
-    predicted: list[list[float]] = [[] for _ in EVERY]
+    """Returns a row per case: planned and measured seconds and bytes, and their difference."""
+    measured: list[list[dict[str, float]]] = [[] for _ in EVERY]
+    planned: list[list[float]] = [[] for _ in EVERY]
     for _ in range(turns):  # the device is measured anew beside the steps
         device = this_cpu("fp32")
         for number, config in enumerate(EVERY):
             run = Run(config, replace(device, cores=config.seqpar), CHANNELS, CLASSES)
-            predicted[number].append(plan(run, config.seqpar).step_seconds)
-            found[number].append(_measured(number))
-    return [_row(config, said, runs) for config, said, runs in zip(EVERY, predicted, found)]
+            planned[number].append(plan(run, config.seqpar).step_seconds)
+            measured[number].append(_measured(number))
+    return [_row(config, seconds, runs) for config, seconds, runs in zip(EVERY, planned, measured)]
 
 
-def _row(config: Config, predicted: list[float], found: list[dict[str, float]]) -> dict[str, Any]:
-    said, (processor, clock) = min(predicted), (min(f[name] for f in found) for name in ("processor", "clock"))
+def _row(config: Config, planned: list[float], runs: list[dict[str, float]]) -> dict[str, Any]:
+    seconds, (processor, clock) = min(planned), (min(run[name] for run in runs) for name in ("processor", "clock"))
     memory = plan(Run(config, this_cpu("fp32"), CHANNELS, CLASSES), config.seqpar).memory
     alive = sum(memory[name] for name in ("input", "tokens", "decoder", "transient"))
     return {
@@ -73,54 +76,66 @@ def _row(config: Config, predicted: list[float], found: list[dict[str, float]]) 
         "width": config.embed_dim,
         "decoder": config.decoder,
         "attention": config.attention if config.seqpar > 1 else "",
-        "said s": said,
+        "planned s": seconds,
         "processor s": processor,
         "clock s": clock,
-        "error": f"{said / processor - 1:+.0%}",
-        "error to the clock": f"{said / clock - 1:+.0%}",
-        "said MB": alive / 1e6,
-        "alive MB": found[0]["alive"] / 1e6,
+        "error": f"{seconds / processor - 1:+.0%}",
+        "error to the clock": f"{seconds / clock - 1:+.0%}",
+        "planned MB": alive / 1e6,
+        "alive MB": runs[0]["alive"] / 1e6,
     }
 
 
 def _measured(number: int) -> dict[str, float]:
-    """Returns one run's seconds and bytes, measured in processes of their own."""
-    return measure_apart(__file__, [str(number)], EVERY[number].seqpar, 1)
+    """Returns one run's seconds and bytes, measured in new processes."""
+    return measure_apart("plan", [str(number)], EVERY[number].seqpar, 1)
 
 
 def _worker(config: Config) -> None:
+    """Measures one config; every rank runs it and the first one prints the maxima over ranks."""
     torch.set_num_threads(1)
     with start(config.seqpar, device="cpu") as mesh:
         net = build(config, CHANNELS, CLASSES, mesh.seq)
-        layout, optimiser, loss = net.encoder.layout, make_optimizer(config, net), DiceCE()
+        layout, loss_of = net.encoder.layout, DiceCE()
         tokens = (config.batch, layout.counts[mesh.seq.index])
         image = torch.randn(*tokens, CHANNELS, *layout.patch)
         label = torch.randint(0, CLASSES, (*tokens, *layout.patch), dtype=torch.uint8)
         loss_groups = net.mode.loss_groups(None, config.batch)
 
         def backward() -> None:
-            loss(net(image), net.arrange(label), loss_groups).backward()
+            loss_of(net(image), net.arrange(label), loss_groups).backward()
 
-        with MemoryCounter() as alive:  # gradients count by themselves
-            ends = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in net.parameters()]
-            backward()
-        for end in ends:
-            end.remove()
-        spent = []
-        for _ in range(STEPS):
-            began, clock = time.process_time(), time.perf_counter()
-            backward()
-            for p in net.parameters():
-                if p.grad is not None and mesh.world.size > 1:
-                    p.grad = all_reduce(p.grad, mesh.world) / mesh.world.size
-            optimiser.step()
-            optimiser.zero_grad()
-            spent.append((time.process_time() - began, time.perf_counter() - clock))
-        processor, clock = (min(times) for times in zip(*spent[1:]))
-        every = [json.loads(text) for text in gather_texts(json.dumps([processor, clock, alive.most]), mesh.world)]
+        alive = _bytes_alive(net, backward)
+        processor, clock = _fastest_step(config, net, backward, mesh)
+        ranks = [json.loads(text) for text in gather_texts(json.dumps([processor, clock, alive]), mesh.world)]
         if mesh.is_first:
             names = "processor", "clock", "alive"
-            print(json.dumps({name: max(values) for name, values in zip(names, zip(*every))}), flush=True)
+            print(json.dumps({name: max(values) for name, values in zip(names, zip(*ranks))}), flush=True)
+
+
+def _bytes_alive(net: nn.Module, backward: Callable[[], None]) -> int:
+    """Returns the most bytes alive in forward and backward, without gradients: those are planned by themselves."""
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in net.parameters()]
+    with MemoryCounter() as counter:
+        backward()
+    for hook in hooks:
+        hook.remove()
+    return counter.most
+
+
+def _fastest_step(config: Config, net: nn.Module, backward: Callable[[], None], mesh: Mesh) -> tuple[float, float]:
+    """Returns the least processor seconds and the least clock seconds of some steps; the first does not count."""
+    optimizer = make_optimizer(config, net)
+    times = []
+    for _ in range(STEPS):
+        processor, clock = time.process_time(), time.perf_counter()
+        backward()
+        average_gradients(net, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append((time.process_time() - processor, time.perf_counter() - clock))
+    least_processor, least_clock = map(min, zip(*times[1:]))
+    return least_processor, least_clock
 
 
 if __name__ == "__main__":

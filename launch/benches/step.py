@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.collectives import all_reduce
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.launch.benches.apart import measure_apart
+from seqpar.launch.benches.memory import average_gradients
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.saved_bytes import saved_bytes
 from seqpar.launch.weights.monai import load_monai
@@ -33,18 +33,18 @@ CORES, STEPS = 2, 3
 
 def rows(turns: int = 3, batches: tuple[int, ...] = (1, 2)) -> list[dict[str, Any]]:
     """Returns a row per contender and batch: median seconds a step, median ratio to the first, MB saved per rank."""
-    found = []
+    table = []
     for batch in batches:
         contenders = [("ours", 1, "gather"), ("ours", CORES, "halo" if batch % CORES else "swap")]
         if importlib.util.find_spec("monai"):
             contenders.insert(0, ("monai", 1, ""))
         measured: dict[tuple[str, int, str], list[dict[str, float]]] = {c: [] for c in contenders}
-        for _ in range(turns):  # alternating: what else the machine does meets all alike
+        for _ in range(turns):  # in turns: other load on the machine disturbs all alike
             for contender in contenders:
                 measured[contender].append(_measured(*contender, batch))
         base = measured[contenders[0]]
         for (name, ranks, mode), runs in measured.items():
-            found.append(
+            table.append(
                 {
                     "net": f"UNETR, {name}",
                     "batch": batch,
@@ -55,12 +55,12 @@ def rows(turns: int = 3, batches: tuple[int, ...] = (1, 2)) -> list[dict[str, An
                     "saved MB a rank": runs[0]["saved"] / 1e6,
                 }
             )
-    return found
+    return table
 
 
 def _measured(name: str, ranks: int, mode: str, batch: int) -> dict[str, float]:
-    """Returns one run's seconds and saved bytes, measured in processes of their own."""
-    return measure_apart(__file__, [name, mode, str(batch)], ranks, CORES // ranks)
+    """Returns one run's seconds and saved bytes, measured in new processes."""
+    return measure_apart("step", [name, mode, str(batch)], ranks, CORES // ranks)
 
 
 def _worker(name: str, mode: str, batch: int) -> None:
@@ -72,7 +72,7 @@ def _worker(name: str, mode: str, batch: int) -> None:
         image, label = torch.randn(batch, CHANNELS, *[TILE] * 3), torch.randint(0, CLASSES, (batch, *[TILE] * 3))
         step = _Step(net, image, label, mesh)
         saved = step.saved_bytes()
-        step()  # first times are longer
+        step()  # the first one takes longer
         clocks = [time.perf_counter()]
         for _ in range(STEPS):
             step()
@@ -100,10 +100,10 @@ def _ours(mode: str, mesh: Mesh) -> SegmentationNet:
 
 
 class _Step:
-    """Forward, loss and backward of one batch, and the sum of the gradients over the ranks (not overlapped)."""
+    """Forward, loss and backward of one batch; gradients are then averaged over the ranks, without overlap."""
 
     def __init__(self, net: nn.Module, image: Tensor, label: Tensor, mesh: Mesh) -> None:
-        self.net, self.loss, self.loss_groups, self.world = net, DiceCE(), None, mesh.world
+        self.net, self.loss_of, self.loss_groups, self.mesh = net, DiceCE(), None, mesh
         self.image, self.label = image, label
         if isinstance(net, SegmentationNet):
             layout = net.encoder.layout
@@ -112,14 +112,12 @@ class _Step:
 
     def _forward(self) -> Tensor:
         label = self.net.arrange(self.label) if isinstance(self.net, SegmentationNet) else self.label
-        return self.loss(self.net(self.image), label, self.loss_groups)  # type: ignore[no-any-return]
+        return self.loss_of(self.net(self.image), label, self.loss_groups)  # type: ignore[no-any-return]
 
     def __call__(self) -> None:
         self.net.zero_grad()
         self._forward().backward()
-        for p in self.net.parameters():
-            if p.grad is not None and self.world.size > 1:
-                p.grad = all_reduce(p.grad, self.world) / self.world.size
+        average_gradients(self.net, self.mesh)
 
     def saved_bytes(self) -> int:
         """Returns the bytes of distinct storages held for backward in a first step, parameters excluded."""

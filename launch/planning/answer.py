@@ -111,7 +111,7 @@ def answer(run: Run, best: Plan, found: Sequence[Plan], preset: str) -> list[str
 
 def command(p: Plan, preset: str) -> str:
     """Returns the line that runs the plan."""
-    script = os.path.relpath(Path(__file__).with_name("train.py"))
+    script = os.path.relpath(Path(__file__).parents[1] / "train.py")
     config = replace(p.config, device="cpu") if p.device.cores else p.config  # else a GPU that is there is taken
     line = f"{script} {shlex.join(flags(config, preset))}"
     if p.ranks <= p.device.node:

@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from seqpar.launch import bench
-from seqpar.launch.benches import attention, encoder, large, memory, plan, rank
+from seqpar.launch.benches import attention, encoder, memory, plan, rank
 from seqpar.launch.hardware.devices import known
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.mesh import Mesh
@@ -72,16 +73,18 @@ def test_the_plan_is_benched_on_nets_by_which_it_was_not_calibrated() -> None:
 
 
 def test_large_rows_can_run() -> None:
-    for config in (large.VIT_B, large.VOLUME):
+    for config in (case.config for case in memory.LARGE):
         refuse(config)
     assert 32**3 == 32768 and 60 * 60 * 39 == 140400
     with pytest.raises(ValueError, match="--large has rows of memory alone"):
         bench.act(["step", "--large"])
 
 
-def test_a_case_is_measured_in_processes_of_its_own() -> None:
-    found = memory.measure(memory.Case("alone", TINY, 1, 1))
-    assert found["held"] == run_ranks(1, step, {})[0]["held"] and found["tokens"] == 64
+def test_a_case_is_measured_in_new_processes_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    (row,) = memory.large_rows([memory.Case("alone", TINY, 1, 1)])
+    assert row["held MiB a rank"] == run_ranks(1, step, {})[0]["held"] / 2**20 and row["tokens"] == 64
 
 
 def encoders(mesh: Mesh) -> dict[str, float]:
