@@ -5,8 +5,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.errors import DataError
-from seqpar.data.files import write_whole
+from seqpar.data.errors import unwritable
+from seqpar.data.files import write_text
 from seqpar.launch.evaluation.classes import Labels
 from seqpar.launch.evaluation.label_files import Pair
 from seqpar.launch.evaluation.scores import Scores
@@ -47,9 +47,9 @@ def rows_of(cases: list[tuple[Pair, Scores]], labels: Labels) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Returns nothing; the file is the old one or the new one, at no moment half of it."""
+    """Writes a file whole or not at all, and the folders above it; raises DataError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text.encode())
+        write_text(path, text)
     except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror or error})") from error
+        raise unwritable(path, error) from error

@@ -5,7 +5,6 @@ FOLDER/CASE.nii.gz            label map; the last file of its case, so that a ca
 FOLDER/probabilities/…        CASE_OUTPUT.nii.gz, where asked for
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,10 +17,10 @@ import numpy as np
 from torch import Tensor
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_json
+from seqpar.data.files import read_json, write_json
 from seqpar.data.formats.dataset import Case
 from seqpar.data.preparation.case import Properties, channel_to_source
-from seqpar.data.volumes import SUFFIXES, replace_file, write_volume
+from seqpar.data.volumes import SUFFIXES, write_volume
 
 RECORD, PROBABILITIES = "prediction.json", "probabilities"
 
@@ -65,7 +64,7 @@ class PredictionFolder:
                         left.unlink()
             for case in () if keep else cases:
                 self.label(case).unlink(missing_ok=True)
-            replace_file(self.folder / RECORD, (json.dumps(record, indent=2) + "\n").encode())
+            write_json(self.folder / RECORD, record)
         return [case for case in cases if not self.label(case).is_file()]
 
     def label(self, case: Case) -> Path:

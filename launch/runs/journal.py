@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import resource
 import shutil
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from seqpar.data.files import write_text
 from seqpar.launch.runs.tensorboard import Board
 
 
@@ -49,9 +49,7 @@ class Journal:
             return
         rows = read_metrics(self.path)
         kept = [row for row in rows if row["step"] < step or row["kind"] == "val" and row["step"] == step == validated]
-        draft = self.path.with_suffix(".tmp")
-        draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(draft, self.path)
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def record(self, kind: str, step: int, **values: Any) -> None:
         row = json.dumps({"kind": kind, "step": step, **values}) + "\n"

@@ -1,6 +1,5 @@
 """What people look at: curves of a run, and held-out cases with truth and prediction outlined."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from seqpar.data.files import whole_file
 from seqpar.launch.runs.journal import read_metrics
 
 COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#42d4f4", "#bfef45", "#fabed4")
@@ -35,9 +35,8 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _save(figure: Any, path: Path) -> None:
-    draft = path.with_name(f".{path.name}.tmp")
-    figure.savefig(draft, format="png", dpi=100)
-    os.replace(draft, path)
+    with whole_file(path, durable=False) as temporary:  # drawn again from metrics.jsonl after every validation
+        figure.savefig(temporary, format="png", dpi=100)
 
 
 def draw_progress(out: Path) -> None:

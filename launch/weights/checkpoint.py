@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from seqpar.consensus import agree, gather_texts
+from seqpar.data.files import sync, write_text
 from seqpar.launch.weights.states import (
     fill,
     fill_optimiser,
@@ -117,13 +118,13 @@ def _write(draft: Path, model: State, states: State, progress: Progress, rank: i
 def _commit(draft: Path, target: Path, folder: Path, is_best: bool) -> None:
     digests = {path.name: digest(path) for path in sorted(draft.iterdir())}
     _write_text(draft / MANIFEST, json.dumps(digests, indent=2))
-    _sync_folder(draft)
+    sync(draft)
     if target.exists():  # a run that was left in validation saves that step again
         aside = target.with_suffix(".old")  # found too, should this be killed before the next rename
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(target, aside)
     os.rename(draft, target)
-    _sync_folder(folder)
+    sync(folder)
     point(folder / "latest", target.name)
     if is_best:
         point(folder / "best", target.name)
@@ -131,10 +132,7 @@ def _commit(draft: Path, target: Path, folder: Path, is_best: bool) -> None:
 
 def point(link: Path, name: str) -> None:
     """Makes the small file ``link`` name a directory, in one step."""
-    draft = link.with_suffix(".tmp")
-    _write_text(draft, name)
-    os.replace(draft, link)
-    _sync_folder(link.parent)
+    write_text(link, name)
 
 
 def _purge(folder: Path, newest: Path, keep: int = 2) -> None:
@@ -149,29 +147,20 @@ def _purge(folder: Path, newest: Path, keep: int = 2) -> None:
     for suffix in ("tmp", "old", "gone"):
         for path in folder.glob(f"step-*.{suffix}"):
             shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".*.tmp"):  # of a run that was killed as it turned ``latest`` over
+        path.unlink(missing_ok=True)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Writes a safetensors file and syncs it; shared storage is written out once for each name."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     save_file(plain, path, metadata={"format": "pt"})
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
 
 
 def _write_text(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    path.write_text(text)
+    sync(path)
 
 
 def digest(path: Path) -> str:

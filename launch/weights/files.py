@@ -4,7 +4,6 @@ Every fault of a file or of its keys is one ValueError that names them.
 """
 
 import logging
-import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from seqpar.data.errors import DataError
+from seqpar.data.files import whole_file
 from seqpar.vit.tokens import resize_positions
 
 log = logging.getLogger(__name__)
@@ -56,14 +56,8 @@ def write_weights(path: str | Path, net: nn.Module | State) -> None:
     path = Path(path)
     state = net.state_dict() if isinstance(net, nn.Module) else net
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file(tensors, part)
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file(path) as temporary:
+        save_file(tensors, temporary)
 
 
 def unwrap(state: Mapping[str, Any]) -> State:

@@ -12,3 +12,13 @@ class DataError(ValueError):
 
     def __reduce__(self) -> tuple[type["DataError"], tuple[str, str]]:
         return (type(self), (self.path, self.problem))  # worker processes hand it to their parent
+
+
+def unreadable(path: str | Path, error: OSError) -> DataError:
+    """Returns the DataError for a file that the system does not let us read."""
+    return DataError(path, f"cannot be read ({error.strerror or error}); check the path and its rights")
+
+
+def unwritable(path: str | Path, error: OSError) -> DataError:
+    """Returns the DataError for a file that the system does not let us write."""
+    return DataError(path, f"cannot be written ({error.strerror or error}); free space or choose another folder")

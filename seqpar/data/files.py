@@ -1,54 +1,88 @@
-"""Files that are there whole or not at all, whenever the process ends and whoever else writes the same one."""
+"""Files written whole or not at all, JSON read and written, and the name of a volume without its suffix."""
 
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unreadable
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file under a name that no other process takes, and gives it its own when it is safe on disk."""
+@contextmanager
+def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
+    """Yields a temporary path beside ``path`` to write to, and renames it to ``path`` when the block ends.
+
+    Whenever the process ends, and whoever else writes the same file, ``path`` is the old file or the new one. If
+    anything fails, the temporary file is removed; an OSError (a full disk) names ``path``.
+
+    durable: whether file and name are on disk, safe from a power cut, before this returns. False only where writing
+        is frequent and the newest content is worthless after a crash.
+    """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        if durable:
+            sync(temporary)
         os.replace(temporary, path)
+        if durable:
+            sync(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
+    """Writes a file whole or not at all; ``durable`` as in `whole_file`."""
+    with whole_file(path, durable) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_text(path: Path, content: str, durable: bool = True) -> None:
+    """Writes a file in UTF-8 whole or not at all; ``durable`` as in `whole_file`."""
+    write_bytes(path, content.encode(), durable)
+
+
+def write_json(path: Path, content: Any, durable: bool = True) -> None:
+    """Writes a JSON file whole or not at all; ``durable`` as in `whole_file`."""
+    write_text(path, json.dumps(content, indent=2) + "\n", durable)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(handle)
 
 
 def read_json(path: Path) -> Any:
-    """Returns a JSON file's content; what cannot be read, or names a key twice, is a DataError."""
+    """Returns a JSON file's content; raises DataError if it cannot be read or names a key twice."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
-        if twice:
-            raise DataError(path, f"names {twice[0]!r} twice; keep one of them")
-        return dict(pairs)
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            keys = [key for key, _ in pairs]
+            duplicate = min(key for key in keys if keys.count(key) > 1)
+            raise DataError(path, f"names {duplicate!r} twice; keep one of them")
+        return content
 
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
     except json.JSONDecodeError as error:
         raise DataError(path, f"is no JSON: {error.msg} in line {error.lineno}; repair it") from error
     except UnicodeDecodeError as error:
         raise DataError(path, f"is no text in UTF-8 ({error.reason}); write it again") from error
     except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror}); check the path and its rights") from error
+        raise unreadable(path, error) from error
 
 
 def strip_suffix(name: str) -> str:
     """Returns a file's name without .nii or .nii.gz."""
     return name.removesuffix(".gz").removesuffix(".nii")
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file whole or not at all."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(draft, path)

@@ -16,8 +16,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from nibabel.nifti2 import Nifti2Header
 
-from seqpar.data.errors import DataError
-from seqpar.data.files import write_whole
+from seqpar.data.errors import DataError, unreadable, unwritable
+from seqpar.data.files import write_bytes
 from seqpar.data.geometry import (
     Geometry,
     from_canonical,
@@ -35,7 +35,6 @@ __all__ = [
     "make_geometry",
     "read_geometry",
     "read_volume",
-    "replace_file",
     "to_canonical",
     "write_volume",
 ]
@@ -127,15 +126,10 @@ def write_volume(path: str | Path, array: np.ndarray, geometry: Geometry, dtype:
     body = header.binaryblock + bytes(header.single_vox_offset - header.sizeof_hdr) + stored.tobytes(order="F")
     if path.name.endswith(".gz"):
         body = gzip.compress(body, compresslevel=1, mtime=0)
-    replace_file(path, body)
-
-
-def replace_file(path: Path, body: bytes) -> None:
-    """Writes a file, whole or not at all; what goes wrong is a DataError."""
     try:
-        write_whole(path, body)
+        write_bytes(path, body)
     except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror}); free space or choose another folder") from error
+        raise unwritable(path, error) from error
 
 
 @contextmanager
@@ -158,7 +152,7 @@ def _opened(path: str | Path) -> Iterator[IO[bytes]]:
     except (EOFError, zlib.error) as error:
         raise DataError(path, f"is truncated or damaged ({error}); copy it again") from error
     except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror or error}); check the path and its rights") from error
+        raise unreadable(path, error) from error
 
 
 def _stored(array: np.ndarray, dtype: np.dtype, slope: float, inter: float, path: Path) -> np.ndarray:

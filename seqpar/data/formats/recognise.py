@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unreadable
 from seqpar.data.formats.brats import meaning_with, read_brats
 from seqpar.data.formats.case_lists import read_decathlon, read_fold_json
 from seqpar.data.formats.dataset import Case, Dataset, Split
@@ -87,7 +87,7 @@ def _read(root: Path, labelled: bool) -> Dataset:
             raise DataError(root, f"holds several lists of cases ({', '.join(p.name for p in lists)}); name one")
         found = read_fold_json(lists[0], labelled) if lists else read_images(root)
     except OSError as error:
-        raise DataError(root, f"cannot be read ({error.strerror}); check the path and its rights") from error
+        raise unreadable(root, error) from error
     if found is None:
         raise DataError(root, f"no cases were found in it; needed is {_KNOWN}")
     return found

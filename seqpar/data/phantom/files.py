@@ -15,7 +15,7 @@ import nibabel
 from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import write_whole
+from seqpar.data.files import write_bytes, write_json
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.brain import DEFAULT_SIZE, LABELS, MODALITIES, PhantomCase, make_case
 
@@ -87,7 +87,7 @@ def write_phantom(
             if report is not None:
                 report(done, cases)
         if settings.layout == "nnunet":
-            _write(root / "dataset.json", json.dumps(_nnunet_description(root), indent=2).encode())
+            write_json(root / "dataset.json", _nnunet_description(root))
     except OSError as error:
         raise DataError(
             error.filename or root,
@@ -109,7 +109,8 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
                 mark, f"holds a phantom of other settings ({found}), asked for is {record}; choose another --out"
             )
     else:
-        _write(mark, json.dumps(record, indent=2).encode())
+        root.mkdir(parents=True, exist_ok=True)
+        write_json(mark, record)
 
 
 def _each(out: Path, settings: PhantomSettings, indices: list[int], workers: int) -> Iterator[int]:
@@ -175,7 +176,8 @@ def _write_case(out: Path, settings: PhantomSettings, index: int) -> None:
     volumes = [*case.image, case.label]
     for path, volume in zip(settings.files(out, index), volumes):
         if not path.exists():
-            _write(path, _nifti(volume, case))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, _nifti(volume, case))
 
 
 def _nifti(volume: NDArray[Any], case: PhantomCase) -> bytes:
@@ -185,12 +187,6 @@ def _nifti(volume: NDArray[Any], case: PhantomCase) -> bytes:
     image.set_sform(case.affine, 1)
     image.set_qform(case.affine, 1)
     return gzip.compress(image.to_bytes(), compresslevel=1, mtime=0)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes a file and the folders above it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, content)
 
 
 def _nnunet_description(root: Path) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unreadable
+from seqpar.data.files import write_json
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.preparation.cache import VERSION, digest_of, read_index, read_record
-from seqpar.data.preparation.cache_writer import ELSEWHERE, reopen, writable, write_json
+from seqpar.data.preparation.cache_writer import ELSEWHERE, reopen, writable
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
 
 
@@ -94,7 +95,7 @@ def sources_of(case: Case) -> list[list[Any]]:
         try:
             stat = path.stat()
         except OSError as error:
-            raise DataError(path, f"cannot be read ({error.strerror}); check the path and its rights") from error
+            raise unreadable(path, error) from error
         found.append([path.name, stat.st_size, stat.st_mtime_ns])
     return found
 

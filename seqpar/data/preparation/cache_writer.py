@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import write_whole
+from seqpar.data.files import sync, write_json
 from seqpar.data.preparation.cache import VERSION
 from seqpar.data.preparation.case import Prepared
 from seqpar.data.preparation.recipe import Recipe
@@ -57,11 +56,6 @@ def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: l
         writing.rename(final)
         shutil.rmtree(old, ignore_errors=True)
         sync(final.parent)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file, whole or not at all."""
-    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def reopen(path: Path) -> None:
@@ -122,15 +116,6 @@ def writable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def sync(folder: Path) -> None:
-    """Makes the names in a folder safe on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _is_foreign(file: Path) -> bool:
     """Tells whether something in a folder without a lock is not of a preparation that ended before it took one."""
     if file.name == "cases" and file.is_dir():
@@ -177,6 +162,5 @@ def _save(path: Path, array: np.ndarray) -> tuple[int, str]:
     with open(path, "wb") as file:
         hashing = _Hashing(file)
         np.lib.format.write_array(hashing, array, allow_pickle=False)  # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell(), hashing.digest.hexdigest()
+    sync(path)  # here, not by `whole_file`: the folder around it is what gets its name at the end
+    return path.stat().st_size, hashing.digest.hexdigest()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_json
+from seqpar.data.files import read_json, write_json
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.preparation.cache import (
@@ -36,7 +36,6 @@ from seqpar.data.preparation.cache_writer import (
     reopen,
     writable,
     write_case,
-    write_json,
 )
 from seqpar.data.preparation.case import (
     Properties,

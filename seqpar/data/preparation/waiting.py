@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
-from seqpar.data.preparation.cache_writer import ELSEWHERE, STATE, writable, write_json
+from seqpar.data.files import write_json
+from seqpar.data.preparation.cache_writer import ELSEWHERE, STATE, writable
 
 _POLL, _GRACE, _BEAT = 0.2, 3.0, 2.0  # seconds
 _SHARED = (  # what all processes of one run have in common, and other runs do not
@@ -41,7 +42,8 @@ class Announcement:
         self.last, self.count = time.monotonic(), self.count + 1
         with writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            write_json(self.file, {"run": self.token, "beat": self.count, **content})
+            content = {"run": self.token, "beat": self.count, **content}
+            write_json(self.file, content, durable=False)  # frequent, and of no use after a crash
 
 
 @contextmanager
