@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
+from seqpar.data.boxes import crop, smallest_box
+
 Mask = NDArray[np.bool_]
 Distances = NDArray[np.float64]
 
@@ -74,15 +76,6 @@ def confusion(truth: Mask, prediction: Mask) -> Confusion:
     return Confusion(tp, fp, fn, truth.size - tp - fp - fn)
 
 
-def bounding_box(mask: Mask) -> tuple[slice, ...]:
-    """Returns the smallest box around a non-empty mask."""
-    box = []
-    for dim in range(mask.ndim):
-        inside = np.flatnonzero(mask.any(axis=tuple(other for other in range(mask.ndim) if other != dim)))
-        box.append(slice(int(inside[0]), int(inside[-1]) + 1))
-    return tuple(box)
-
-
 def surface(mask: Mask) -> Mask:
     """Returns the mask's voxels that share a face with the background; beyond the border is background."""
     return mask & ~ndimage.binary_erosion(mask)
@@ -99,8 +92,8 @@ def surface_distances(truth: Mask, prediction: Mask, spacing: Sequence[float]) -
     if not truth.any() or not prediction.any():
         lost = [np.full(int(surface(mask).sum()), np.inf) for mask in (prediction, truth)]
         return lost[0], lost[1]
-    box = bounding_box(truth | prediction)
-    true_surface, predicted_surface = surface(truth[box]), surface(prediction[box])
+    box = smallest_box(truth | prediction)
+    true_surface, predicted_surface = surface(crop(truth, box)), surface(crop(prediction, box))
     to_truth = ndimage.distance_transform_edt(~true_surface, sampling=tuple(spacing))[predicted_surface]
     to_prediction = ndimage.distance_transform_edt(~predicted_surface, sampling=tuple(spacing))[true_surface]
     return to_truth, to_prediction
@@ -171,8 +164,8 @@ def lesion_wise(
     if not (truth.any() or prediction.any()):
         return LesionScores(1.0, 0.0, 0, 0, 0)
     # No margin for the dilation: what touches outside the box around two voxels touches inside it too.
-    box = bounding_box(truth | prediction)
-    truth, prediction = truth[box], prediction[box]
+    box = smallest_box(truth | prediction)
+    truth, prediction = crop(truth, box), crop(prediction, box)
     neighbours = np.ones((3,) * truth.ndim, bool)
     step = ndimage.generate_binary_structure(truth.ndim, 2)
     # An iteration count of 0 would mean "until nothing changes" to scipy.

@@ -7,10 +7,12 @@ after the letter that is spread over all ranks.
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from seqpar.consensus import agree
+from seqpar.data.preparation.transforms import blend, neighbours, resample
 from seqpar.launch.inference.sliding_window import Slab, join_rows
 from seqpar.mesh import Mesh
 from seqpar.messages import post
@@ -77,8 +79,7 @@ class _Back:
     def __init__(self, shape: Sequence[int], to_shape: Sequence[int], mesh: Mesh) -> None:
         self.extent, self.to_shape, self.mesh = shape[0], tuple(to_shape), mesh
         self.same = tuple(shape) == self.to_shape
-        self.low, self.weight = between(shape[0], self.to_shape[0])
-        self.reached = torch.clamp(self.low + 1, max=shape[0] - 1)  # the last row that each new row needs
+        self.low, self.reached, self.weight = neighbours(shape[0], self.to_shape[0])  # each new row's two
         self.before: Tensor | None = None  # k 1 D H, on the first rank: the last row of the slab before
         self.begin = 0
         self.held = torch.empty(0)
@@ -92,8 +93,7 @@ class _Back:
         before = self._pass_on(slab)
         self.begin = slab.bounds[me] - (0 if before is None else 1)
         self.held = slab.logits if before is None else torch.cat([before, slab.logits], 1)
-        bounds = torch.searchsorted(self.reached, torch.tensor(slab.bounds))
-        return tuple(bounds.tolist())
+        return tuple(np.searchsorted(self.reached, slab.bounds).tolist())
 
     def _pass_on(self, slab: Slab) -> Tensor | None:
         """Returns the row before this rank's rows; the last row of the slab waits on the first rank for the next."""
@@ -118,24 +118,7 @@ class _Back:
             return self.held[:, low - self.begin : high - self.begin]
         first = self.low[low:high] - self.begin
         second = self.reached[low:high] - self.begin
-        rows = _mixed(self.held, 1, first, second, self.weight[low:high])
-        for dim in (2, 3):
-            at, weight = between(rows.shape[dim], self.to_shape[dim - 1])
-            rows = _mixed(rows, dim, at, torch.clamp(at + 1, max=rows.shape[dim] - 1), weight)
-        return rows
-
-
-def between(extent: int, to_extent: int) -> tuple[Tensor, Tensor]:
-    """Returns for each place of a new grid over the same extent the place before it, and how far it lies beyond."""
-    where = ((torch.arange(to_extent, dtype=torch.float64) + 0.5) * extent / to_extent - 0.5).clamp(0, extent - 1)
-    low = where.floor().long()
-    return low, (where - low).float()
-
-
-def _mixed(x: Tensor, dim: int, first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
-    below, above = x.index_select(dim, first.to(x.device)), x.index_select(dim, second.to(x.device))
-    shaped = weight.to(x).view(-1, *[1] * (x.ndim - 1 - dim))
-    return below + (above - below) * shaped
+        return resample(blend(self.held, 1, first, second, self.weight[low:high]), self.to_shape[1:])
 
 
 def to_labels(logits: Tensor, regions_class_order: Sequence[int] = ()) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from seqpar.collectives import all_gather
 from seqpar.consensus import agree
+from seqpar.data.boxes import read_box
 from seqpar.launch.inference.window_sums import Block, WindowSums
 from seqpar.launch.inference.windows import (
     Region,
@@ -25,7 +26,6 @@ from seqpar.launch.inference.windows import (
     mirrors,
     whole_box,
     window_weights,
-    within,
 )
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.layout import Layout, to_patches
@@ -177,23 +177,14 @@ def _cut(image: Image, corner: Sequence[int], view: _View, rank: int) -> Tensor:
     """Returns the rank's part ``n/s c p p p`` of the flipped window at ``corner``; outside the volume are zeros."""
     layout, turn = view.layout, [1 + direction for direction in view.flips]
     if not layout.is_box:
-        return layout.cut(read_box(image, corner, whole_box(layout.tile)).flip(turn)[None], rank)[0]
+        return layout.cut(_read(image, corner, whole_box(layout.tile)).flip(turn)[None], rank)[0]
     box = tuple((low * p, high * p) for (low, high), p in zip(layout.box(rank), layout.patch))
-    window = read_box(image, corner, flipped(box, layout.tile, view.flips)).flip(turn)
+    window = _read(image, corner, flipped(box, layout.tile, view.flips)).flip(turn)
     return to_patches(window, layout.patch).transpose(0, 1)
 
 
-def read_box(image: Image, corner: Sequence[int], box: Region) -> Tensor:
-    """Returns a box ``c W D H`` of the window at ``corner``; only what lies in the volume is read."""
-    begin = [at + low for at, (low, _) in zip(corner, box)]
-    sides = [high - low for low, high in box]
-    inside = tuple(
-        (low, max(low, min(at + side, extent)))
-        for low, at, side, extent in ((max(at, 0), at, side, e) for at, side, e in zip(begin, sides, image.shape[1:]))
-    )
-    read = image[(slice(None), *within(inside, [0] * len(box)))]
-    piece = read if isinstance(read, Tensor) else torch.from_numpy(np.array(read))
-    result = piece.new_zeros((piece.shape[0], *sides))
-    if piece.numel():
-        result[(slice(None), *within(inside, begin))] = piece
-    return result
+def _read(image: Image, corner: Sequence[int], box: Region) -> Tensor:
+    """Returns a box ``c W D H`` of the window at ``corner``, 0 outside the volume."""
+    first = [at + low for at, (low, _) in zip(corner, box)]
+    size = [high - low for low, high in box]
+    return read_box(image, first, size) if isinstance(image, Tensor) else torch.from_numpy(read_box(image, first, size))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from seqpar.data.boxes import crop, smallest_box
 from seqpar.data.errors import DataError
 from seqpar.data.geometry import differs, to_canonical
 from seqpar.data.preparation import transforms
@@ -62,9 +63,9 @@ def load(case: ScoredCase, record: Record, cache: PreparedDataset | None) -> Sho
         note = "The prepared image is not there any more; only the labels are shown."
     truth = _read_truth(case.truth, found)
     both = np.stack([to_canonical(v.array[0], v.geometry.orientation) for v in (truth, found)])
-    box = transforms.find_box(both)
+    box = smallest_box((both != 0).any(0))
     w, d, h = ((max(0, low - _MARGIN), min(side, high + _MARGIN)) for (low, high), side in zip(box, both.shape[1:]))
-    maps = [_numbered(transforms.crop(labels, (w, d, h)), numbers) for labels in both]
+    maps = [_numbered(crop(labels, (w, d, h)), numbers) for labels in both]
     return Shown(case.name, {}, maps[0], maps[1], found.geometry.canonical_spacing, note)
 
 
@@ -84,7 +85,7 @@ def _on_prepared(
 
     def arranged(volume: Volume) -> Bytes:
         whole = to_canonical(volume.array[0], volume.geometry.orientation)
-        return _numbered(transforms.resample_label(transforms.crop(whole, properties.box), properties.shape), numbers)
+        return _numbered(transforms.resample_label(crop(whole, properties.box), properties.shape), numbers)
 
     if case.truth.exists():
         truth = arranged(_read_truth(case.truth, found))

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from seqpar.data.boxes import uncrop
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.preparation import transforms
-from seqpar.data.preparation.case import Properties, image_to_source, labels_to_source, prepare_case, scores_to_source
+from seqpar.data.preparation.case import Properties, image_to_source, labels_to_source, prepare_case
 from seqpar.data.preparation.prepare import (
     PrepareSettings,
     Recipe,
@@ -17,15 +18,6 @@ from seqpar.data.preparation.prepare import (
 from seqpar.data.preparation.recipe import draft_recipe
 from seqpar.data.volumes import read_volume
 from tests.support.folders import OBLIQUE, image_array, label_array, nnunet, save
-
-
-def test_crop_and_its_inverse():
-    image = np.zeros((2, 7, 6, 5), np.float32)
-    image[0, 2, 3, 1], image[1, 4, 1, 4] = 1, -1
-    box = transforms.find_box(image)
-    assert box == ((2, 5), (1, 4), (1, 5))
-    np.testing.assert_array_equal(transforms.uncrop(transforms.crop(image, box), box, (7, 6, 5)), image)
-    assert transforms.uncrop(transforms.crop(image, box), box, (7, 6, 5), fill=9)[0, 0, 0, 0] == 9
 
 
 def test_normalise_is_a_z_score_inside_and_zero_outside_and_has_an_inverse():
@@ -41,13 +33,15 @@ def test_normalise_is_a_z_score_inside_and_zero_outside_and_has_an_inverse():
 
 
 @pytest.mark.parametrize("shape", [(5, 9, 4), (8, 6, 10), (13, 3, 7), (8, 6, 7)])
-def test_resampling_is_torchs_trilinear_and_its_slabs_are_parts_of_it(shape):
+def test_resampling_is_torchs_trilinear_for_arrays_and_tensors_and_rows_of_it_can_be_had_alone(shape):
     array = np.random.default_rng(0).normal(size=(2, 8, 6, 7)).astype(np.float32)
     reference = torch.nn.functional.interpolate(torch.from_numpy(array)[None], shape, mode="trilinear")[0]
     done = transforms.resample(array, shape)
     np.testing.assert_allclose(done, reference.numpy(), atol=1e-5)
-    for start, stop in ((0, 2), (2, 5), (shape[0] - 1, shape[0])):
-        np.testing.assert_array_equal(transforms.resample_slab(array, shape, start, stop), done[:, start:stop])
+    np.testing.assert_array_equal(transforms.resample(torch.from_numpy(array), shape).numpy(), done)
+    for rows in (slice(0, 2), slice(2, 5), slice(shape[0] - 1, shape[0])):
+        slab = transforms.blend(array, 1, *(part[rows] for part in transforms.neighbours(8, shape[0])))
+        np.testing.assert_array_equal(transforms.resample(slab, shape[1:]), done[:, rows])
 
 
 def test_label_resampling_never_invents_a_label():
@@ -80,11 +74,11 @@ def test_a_label_comes_back_to_its_file(shape, spacing, tmp_path):
         properties = Properties.from_json(json.loads(json.dumps(done.properties.to_json())))
         assert done.label is not None and done.image.shape[1:] == done.label.shape == properties.shape
         whole = properties.geometry.canonical_shape
-        assert transforms.uncrop(np.ones(properties.box_shape), properties.box, whole).sum() < np.prod(whole)
+        assert uncrop(np.ones(properties.box_shape), properties.box, whole).sum() < np.prod(whole)
         back = labels_to_source(done.label, properties)
         scores = np.stack([done.label == n for n in range(3)]).astype(np.float32)
-        slabs = scores_to_source(scores, properties, lambda slab: slab.argmax(0), slab=3)
-        np.testing.assert_array_equal(slabs, back)
+        ids = transforms.resample(scores, properties.box_shape).argmax(0)
+        np.testing.assert_array_equal(labels_to_source(ids, properties), back)
         if spacing is None:
             np.testing.assert_array_equal(back, label)
             np.testing.assert_allclose(image_to_source(done.image, properties)[0], image, rtol=1e-4)

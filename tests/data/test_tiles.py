@@ -14,7 +14,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.preparation.prepare import open_cache, prepare
 from seqpar.data.sampling.augmentation import augment
-from seqpar.data.sampling.tiles import Tile, TileKey, TileSource, position_bounds, read_box
+from seqpar.data.sampling.tiles import Tile, TileKey, TileSource, position_bounds
 from tests.support.cases import NoiseCase, PlaceCase, Telling, noise_source
 from tests.support.folders import nnunet
 
@@ -117,16 +117,6 @@ def test_what_lies_outside_of_a_case_is_zero_and_has_the_outside_label() -> None
         assert (label[inside] == 1).all() and (label[~inside] == 3).all()
         assert (image[:, inside] > 0).all() and (image[:, ~inside] == 0).all()
         assert image[0, low, 0, last] == 1 and image[2, low, 0, last] == 1
-
-
-def test_a_box_is_copied_whatever_part_of_it_lies_inside() -> None:
-    array = np.arange(1, 2 * 6 * 5 + 1).reshape(2, 6, 5)
-    wide = np.pad(array, [(0, 0), (20, 20), (20, 20)], constant_values=-1)
-    for low in range(-8, 8):
-        for size in (1, 4, 9):
-            box = read_box(array, (low, -low), (size, size), -1)
-            assert np.array_equal(box, wide[:, 20 + low : 20 + low + size, 20 - low : 20 - low + size])
-            assert not np.shares_memory(box, array)
 
 
 @dataclass

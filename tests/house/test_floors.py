@@ -19,7 +19,7 @@ GROUND = """
     layout meta_tensors losses
     attention spatial
     vit
-    data.errors data.files data.geometry data.volumes data.workers
+    data.boxes data.errors data.files data.geometry data.volumes data.workers
     data.formats
     data.preparation
     data.sampling data.phantom

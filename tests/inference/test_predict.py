@@ -21,8 +21,9 @@ from torch import Tensor, nn
 import seqpar
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
-from seqpar.data.preparation.case import prepare_case, scores_to_source
+from seqpar.data.preparation.case import labels_to_source, prepare_case
 from seqpar.data.preparation.recipe import Recipe
+from seqpar.data.preparation.transforms import resample
 from seqpar.decoders.modes.choose import MODES
 from seqpar.launch import predict
 from seqpar.launch.inference import predict_cases
@@ -213,7 +214,7 @@ def test_slabs_are_resampled_as_the_whole_is(ranks, alone, to_shape, tmp_path) -
     filled = np.arange(1, 1 + np.prod(to_shape), dtype=np.int16).reshape(to_shape)
     image = save(tmp_path / "b.nii.gz", filled, np.eye(4))
     properties = prepare_case(Case("b", (image,)), recipe).properties
-    expected = scores_to_source(scores.numpy(), properties, lambda rows: rows.argmax(0))
+    expected = labels_to_source(resample(scores.numpy(), properties.box_shape).argmax(0), properties)
     for cuts in ((0, 13), (0, 2, 3, 9, 13), tuple(range(14))):
         assert np.array_equal(cut_into_slabs(alone, scores, cuts, to_shape).numpy(), expected)
     for rank in ranks(3, cut_into_slabs, scores, (0, 2, 3, 9, 13), to_shape, seqpar=1):

@@ -3,13 +3,13 @@
 Legend: ``c`` channels, ``W D H`` voxels, ``k`` classes. "Prepared" arrays are canonical, cropped, resampled.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from seqpar.data.boxes import Box, crop, smallest_box, uncrop
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import Geometry, differs, from_canonical, to_canonical
@@ -23,7 +23,7 @@ class Properties:
     """Everything that is needed to take prepared arrays back to the geometry of the case's files."""
 
     geometry: Geometry  # of the first image's file
-    box: transforms.Box  # the crop, in canonical voxels of the file
+    box: Box  # the crop, in canonical voxels of the file
     shape: tuple[int, int, int]  # W D H as prepared
     spacing: tuple[float, float, float]  # as prepared, in mm
     schemes: tuple[str, ...]
@@ -35,8 +35,8 @@ class Properties:
     @property
     def box_shape(self) -> tuple[int, int, int]:
         """Returns the size of the crop at the file's spacing."""
-        (w0, w1), (d0, d1), (h0, h1) = self.box
-        return w1 - w0, d1 - d0, h1 - h0
+        w, d, h = (stop - start for start, stop in self.box)
+        return w, d, h
 
     def to_json(self) -> dict[str, Any]:
         """Returns what `from_json` reads."""
@@ -105,7 +105,7 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe) -> Prepared:
     """Returns arrays that are there already, prepared as `case`'s files would be; errors name the files."""
     image, ids, geometry, digests = loaded
     box = _find_box(image, ids, case)
-    image, ids = transforms.crop(image, box), None if ids is None else transforms.crop(ids, box)
+    image, ids = crop(image, box), None if ids is None else crop(ids, box)
     image, means, stds = _normalise(image, recipe, case)
     spacing, shape = geometry.canonical_spacing, image.shape[1:]
     if recipe.spacing is not None:
@@ -128,29 +128,13 @@ def labels_to_source(ids: np.ndarray, properties: Properties, fill: int = 0) -> 
     Class ids that lie on the crop's grid at the file's spacing already are taken as they are.
     """
     ids = transforms.resample_label(ids, properties.box_shape)
-    whole = transforms.uncrop(ids, properties.box, properties.geometry.canonical_shape, fill)
+    whole = uncrop(ids, properties.box, properties.geometry.canonical_shape, fill)
     return from_canonical(transforms.to_values(whole, properties.values), properties.geometry.orientation)
-
-
-def scores_to_source(
-    scores: np.ndarray, properties: Properties, decide: Callable[[np.ndarray], np.ndarray], slab: int = 8
-) -> np.ndarray:
-    """Returns the file's label values from prepared scores ``(k, W, D, H)``, in the file's geometry.
-
-    `decide` turns scores ``(k, w, D, H)`` into class ids ``(w, D, H)``; it sees `slab` rows at a time, so
-    that the scores of all classes never lie at the file's resolution at once.
-    """
-    shape = properties.box_shape
-    ids = np.zeros(shape, np.uint8 if len(properties.values) <= 256 else np.int16)
-    for start in range(0, shape[0], slab):
-        stop = min(start + slab, shape[0])
-        ids[start:stop] = decide(transforms.resample_slab(scores, shape, start, stop))
-    return labels_to_source(ids, properties)
 
 
 def channel_to_source(channel: np.ndarray, properties: Properties, fill: float = 0) -> np.ndarray:
     """Returns one prepared channel ``(W, D, H)``, a probability for instance, in the file's geometry."""
-    whole = transforms.uncrop(
+    whole = uncrop(
         transforms.resample(channel, properties.box_shape),
         properties.box,
         properties.geometry.canonical_shape,
@@ -189,12 +173,12 @@ def _class_ids(array: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
     return transforms.to_ids(label.astype(np.int64), recipe.values)
 
 
-def _find_box(image: np.ndarray, ids: np.ndarray | None, case: Case) -> transforms.Box:
+def _find_box(image: np.ndarray, ids: np.ndarray | None, case: Case) -> Box:
     """Returns the box of what is not zero in the image, or labelled: a label is never cut."""
     if not image.any():
         raise DataError(case.images[0], "every voxel is 0; put the image there")
-    present = image if ids is None else np.concatenate([image != 0, ids[None] != 0])
-    return transforms.find_box(present)
+    present = (image != 0).any(0)
+    return smallest_box(present if ids is None else present | (ids != 0))
 
 
 def _normalise(

@@ -44,7 +44,6 @@ from seqpar.data.preparation.case import (
     labels_to_source,
     load_case,
     prepare_case,
-    scores_to_source,
 )
 from seqpar.data.preparation.recipe import (
     Finding,
@@ -62,7 +61,7 @@ from seqpar.data.workers import Lost, each
 __all__ = [
     "PrepareSettings", "PreparedCase", "PreparedDataset", "Properties", "Recipe", "Report", "cache_folder",
     "channel_to_source", "check_cache", "image_to_source", "is_current", "labels_to_source", "open_cache",
-    "prepare", "prepare_case", "prepared", "scores_to_source",
+    "prepare", "prepare_case", "prepared",
 ]  # fmt: skip
 
 Progress = Callable[[int, int], None]  # cases done, cases in all

@@ -1,4 +1,4 @@
-"""The steps of preparation on arrays: crop, normalise, resample, renumber; the inverse of each beside it.
+"""The steps of preparation on arrays: normalise, resample, renumber; the inverse of each beside it.
 
 Legend: ``c`` channels, ``W D H`` voxels (canonical), ``k`` classes. Every step takes the last three dims.
 """
@@ -6,31 +6,10 @@ Legend: ``c`` channels, ``W D H`` voxels (canonical), ``k`` classes. Every step 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
-Box = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # from, to (excluded) along W, D, H
-
-
-def find_box(image: np.ndarray) -> Box:
-    """Returns the smallest box that holds every voxel in which a channel of ``(c, W, D, H)`` is not zero."""
-    found = (image != 0).any(0)
-    bounds = []
-    for dim in range(3):
-        rows = np.flatnonzero(found.any(tuple(other for other in range(3) if other != dim)))
-        bounds.append((int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, found.shape[dim]))
-    return bounds[0], bounds[1], bounds[2]
-
-
-def crop(array: np.ndarray, box: Box) -> np.ndarray:
-    """Returns the box of ``(…, W, D, H)``, a view."""
-    (w0, w1), (d0, d1), (h0, h1) = box
-    return array[..., w0:w1, d0:d1, h0:h1]
-
-
-def uncrop(array: np.ndarray, box: Box, shape: Sequence[int], fill: float = 0) -> np.ndarray:
-    """Returns an array of `shape` with `array` in its box and `fill` elsewhere: the inverse of `crop`."""
-    whole = np.full((*array.shape[:-3], *shape), fill, array.dtype)
-    crop(whole, box)[...] = array
-    return whole
+from seqpar.data.boxes import Array
 
 
 def measure(channel: np.ndarray) -> tuple[float, float]:
@@ -60,19 +39,32 @@ def new_shape(shape: Sequence[int], spacing: Sequence[float], target: Sequence[f
     return w, d, h
 
 
-def resample(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+def resample(array: Array, shape: Sequence[int]) -> Array:
     """Returns ``(…, W, D, H)`` on a grid of `shape` over the same extent, linearly."""
-    for dim in range(3):
-        array = _interpolate(array, array.ndim - 3 + dim, shape[dim], 0, shape[dim])
+    for dim, size in enumerate(shape, array.ndim - len(shape)):
+        if array.shape[dim] != size:
+            array = blend(array, dim, *neighbours(array.shape[dim], size))
     return array
 
 
-def resample_slab(array: np.ndarray, shape: Sequence[int], start: int, stop: int) -> np.ndarray:
-    """Returns rows start to stop along W of `resample`, without computing the others."""
-    array = _interpolate(array, array.ndim - 3, shape[0], start, stop)
-    for dim in (1, 2):
-        array = _interpolate(array, array.ndim - 3 + dim, shape[dim], 0, shape[dim])
-    return array
+def neighbours(extent: int, new_extent: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns for each voxel of a new grid the two old ones whose centres it lies between, and its share of the second.
+
+    Both grids span the same length; what lies outside of the first or last centre takes that voxel alone.
+    """
+    where = np.clip((np.arange(new_extent) + 0.5) * extent / new_extent - 0.5, 0, extent - 1)
+    below = np.floor(where).astype(np.int64)
+    return below, np.minimum(below + 1, extent - 1), (where - below).astype(np.float32)
+
+
+def blend(array: Array, dim: int, below: np.ndarray, above: np.ndarray, weight: np.ndarray) -> Array:
+    """Returns rows along one dim, each between the rows `below` and `above`: the linear step of all resampling."""
+    shape = (-1, *(1,) * (array.ndim - 1 - dim))
+    if isinstance(array, Tensor):
+        lower, upper = (array.index_select(dim, torch.from_numpy(rows).to(array.device)) for rows in (below, above))
+        return lower + (upper - lower) * torch.from_numpy(weight).to(array).view(shape)
+    first, second = array.take(below, dim), array.take(above, dim)
+    return first + (second - first) * weight.reshape(shape)
 
 
 def resample_label(label: np.ndarray, shape: Sequence[int]) -> np.ndarray:
@@ -98,15 +90,3 @@ def to_ids(label: np.ndarray, values: Sequence[int]) -> np.ndarray:
 def to_values(ids: np.ndarray, values: Sequence[int]) -> np.ndarray:
     """Returns the file's values for class ids: the inverse of `to_ids`."""
     return np.asarray(values, np.uint8 if max(values) <= 255 else np.int32)[ids]
-
-
-def _interpolate(array: np.ndarray, dim: int, size: int, start: int, stop: int) -> np.ndarray:
-    """Returns rows start to stop of `size` along one dim, linearly between voxel centres, edges held."""
-    old = array.shape[dim]
-    if old == size:
-        return array[(slice(None),) * dim + (slice(start, stop),)]
-    where = np.clip((np.arange(start, stop) + 0.5) * old / size - 0.5, 0, old - 1)
-    low = np.floor(where).astype(int)
-    weight = (where - low).astype(np.float32).reshape(-1, *(1,) * (array.ndim - 1 - dim))
-    below, above = array.take(low, dim), array.take(np.minimum(low + 1, old - 1), dim)
-    return below + (above - below) * weight

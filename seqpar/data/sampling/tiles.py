@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from seqpar.data.boxes import read_box
 from seqpar.data.errors import DataError
 from seqpar.data.preparation.cache import PreparedDataset
 
@@ -165,20 +166,6 @@ def position_bounds(extent: int, tile: int) -> tuple[int, int]:
     """Returns the least and the greatest first voxel of a tile; a case that is smaller lies in its middle."""
     lacking = max(0, tile - extent)
     return -((lacking + 1) // 2), max(0, extent - tile) - lacking // 2
-
-
-def read_box(array: np.ndarray, low: Sequence[int], size: Sequence[int], fill: int) -> np.ndarray:
-    """Returns a copy of a box along the last dimensions, ``fill`` where it reaches beyond the array."""
-    lead, shape = array.shape[: -len(size)], array.shape[-len(size) :]
-    inside = [(max(0, a), min(n, a + s)) for a, s, n in zip(low, size, shape)]
-    source: tuple[Any, ...] = (..., *(slice(a, max(a, b)) for a, b in inside))
-    if all(b - a == s for (a, b), s in zip(inside, size)):
-        return np.array(array[source])
-    box = np.full((*lead, *size), fill, array.dtype)
-    target: tuple[Any, ...] = (..., *(slice(a - first, b - first) for (a, b), first in zip(inside, low)))
-    if all(b > a for a, b in inside):
-        box[target] = array[source]
-    return box
 
 
 def _asked(case: CaseArrays, key: TileKey) -> str:

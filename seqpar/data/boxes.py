@@ -1,0 +1,55 @@
+"""Boxes of voxels: the smallest one around a mask, a box cut out and put back, a box read of a mapped array.
+
+A box is half-open, ``(from, to)`` per direction, and lies along the last dims of an array: ``W D H`` of ``c W D H``.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+Box = tuple[tuple[int, int], ...]
+Array = TypeVar("Array", np.ndarray, Tensor)
+
+
+def smallest_box(mask: np.ndarray) -> Box:
+    """Returns the smallest box that holds every voxel that is not zero; all of an empty mask."""
+    bounds = []
+    for dim, extent in enumerate(mask.shape):
+        inside = np.flatnonzero(mask.any(axis=tuple(other for other in range(mask.ndim) if other != dim)))
+        bounds.append((int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, extent))
+    return tuple(bounds)
+
+
+def crop(array: np.ndarray, box: Box) -> np.ndarray:
+    """Returns a box, a view."""
+    return array[_index(box)]
+
+
+def uncrop(array: np.ndarray, box: Box, shape: Sequence[int], fill: float = 0) -> np.ndarray:
+    """Returns an array of ``shape`` with ``array`` in its box and ``fill`` elsewhere: the inverse of `crop`."""
+    whole = np.full((*array.shape[: -len(box)], *shape), fill, array.dtype)
+    whole[_index(box)] = array
+    return whole
+
+
+def read_box(array: Array, first: Sequence[int], size: Sequence[int], fill: float = 0) -> Array:
+    """Returns a copy of a box that may reach beyond the array, ``fill`` there; of a mapped array no more is read.
+
+    first: the box's first voxel, negative where it begins before the array.
+    """
+    extents = array.shape[-len(size) :]
+    inside = [(max(0, at), max(0, at, min(extent, at + side))) for at, side, extent in zip(first, size, extents)]
+    part: Any = array[_index(inside)]
+    if all(stop - start == side for (start, stop), side in zip(inside, size)):
+        return part.clone() if isinstance(array, Tensor) else np.array(part)
+    shape = (*array.shape[: -len(size)], *size)
+    box = array.new_full(shape, fill) if isinstance(array, Tensor) else np.full(shape, fill, array.dtype)
+    if all(start < stop for start, stop in inside):
+        box[_index([(start - at, stop - at) for (start, stop), at in zip(inside, first)])] = part
+    return box
+
+
+def _index(box: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
+    return (..., *(slice(start, stop) for start, stop in box))
