@@ -7,17 +7,21 @@ __version__ = "0.1.0"
 
 # Handed on lazily, so that `import seqpar` costs nothing and pulls in no room that is not used.
 _NAMES = {
+    "DiceCE": "seqpar.losses",
     "DropoutKey": "seqpar.vit.dropout",
     "Layout": "seqpar.layout",
     "Predictor": "seqpar.launch.inference.predictor",
     "SegmentationNet": "seqpar.launch.models.segmentation",
     "SeqParViT": "seqpar.vit.encoder",
+    "UnetrDecoder": "seqpar.decoders.unetr",
+    "choose_mode": "seqpar.decoders.modes.choose",
     "export_monai": "seqpar.launch.weights.monai",
     "export_primus": "seqpar.launch.weights.primus",
     "load_monai": "seqpar.launch.weights.monai",
     "load_run": "seqpar.launch.runs.trained_run",
     "load_primus": "seqpar.launch.weights.primus",
     "read_weights": "seqpar.launch.weights.files",
+    "start": "seqpar.rendezvous",
     "write_weights": "seqpar.launch.weights.files",
 }
 

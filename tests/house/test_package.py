@@ -63,14 +63,6 @@ def test_every_act_has_a_console_script() -> None:
     assert set(scripts) == set(scripts.values()) == acts
 
 
-def test_the_readmes_example_runs() -> None:
-    """The plain-encoder example, word for word, without a launcher; it is short."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (example,) = [block for block in blocks if "SeqParViT" in block]
-    assert len(example.splitlines()) < 40
-    subprocess.run([sys.executable, "-c", example], check=True, cwd=ROOT, capture_output=True)
-
-
 def test_every_name_that_the_package_offers_is_there() -> None:
     import seqpar
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster, lacking
 from tests.slurm.desk import FRONTIER, Desk, status, weights
+from tests.support.pages import CLUSTER, readme_commands
 
 LACKING = lacking()
 pytestmark = pytest.mark.skipif(bool(LACKING), reason=LACKING)
@@ -166,3 +167,16 @@ def test_a_job_that_is_too_long_is_rejected_before_it_waits(desk: Desk) -> None:
     desk.cluster.ask(*test_only, FRONTIER)
     with pytest.raises(AssertionError, match="[Tt]ime limit"):
         desk.cluster.ask(*test_only, "-t", "03:00:00", FRONTIER)
+
+
+@pytest.mark.parametrize("command", readme_commands(*CLUSTER))
+def test_readmes_lines_hand_in_runs_that_finish(desk: Desk, command: str) -> None:
+    """As they stand, but for the data, sizes that a test can wait for, and a second job of the chain."""
+    program, *rest = command.split()
+    run = desk.folder / f"readme-{Path(program).stem}"
+    arguments = [{"DATA": desk.flags[-3], "8": "2", "runs/first": str(run)}.get(word, word) for word in rest]
+    arguments += desk.flags
+    jobs = [desk.submit("-N2", *arguments)] if program == "sbatch" else desk.chain(2, "-N2", *arguments)
+    for job in jobs:
+        desk.ended(job, 0)
+    assert status(run)["state"] == "finished"

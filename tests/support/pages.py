@@ -1,0 +1,21 @@
+"""The pages that people read, and the commands in them."""
+
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "launch/README.md", "seqpar/README.md", "launch/slurm/README.md")]
+CLUSTER = ("sbatch", "launch/slurm/chain.sh")  # these hand in jobs
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Returns a page's fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
+
+
+def readme_commands(*starts: str) -> list[str]:
+    """Returns the commands in the pages' shell blocks, without comments, that begin with one of ``starts`` (or all)."""
+    every = [line for page in PAGES[:3] for block in blocks(page, "bash") for line in block.splitlines()]
+    commands = [shlex.join(words) for words in (shlex.split(line, comments=True) for line in every) if words]
+    return [command for command in commands if not starts or command.startswith(starts)]
