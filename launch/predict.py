@@ -5,16 +5,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from seqpar.decoders.modes.choose import MODES
 from seqpar.environment import read_launcher
-from seqpar.launch.inference.predict_cases import predict
+from seqpar.launch.inference.predict_cases import Request, predict_cases
 from seqpar.launch.inference.predictor import WINDOWS, Settings
 from seqpar.launch.inference.windows import WEIGHTS
 from seqpar.launch.job import exit_codes
 from seqpar.launch.job.local_ranks import die_with_parent
 from seqpar.launch.runs.trained_run import Run, read_run
+from seqpar.launch.settings.command_line import Parser
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
 
@@ -22,80 +22,87 @@ DIRECTIONS = "WDH"
 
 
 def act(arguments: Sequence[str]) -> int:
-    """Returns the exit code: 0, or 3 where a case could not be predicted; a user's errors are raised."""
+    """Returns the exit code: 0, or 3 if a case could not be predicted; raises what the user has to correct."""
     die_with_parent()
     options = _parser().parse_args(list(arguments))
-    settings = _settings(options)
-    run = read_run(options.run)
-    world = read_launcher(os.environ).world
-    with start(options.seqpar or fitting_seqpar(run, settings, world), device=options.device) as mesh:
+    request, settings, run = _request(options), _settings(options), read_run(options.run)
+    seqpar = options.seqpar or fitting_seqpar(run, settings, read_launcher(os.environ).world)
+    with start(seqpar, device=options.device) as mesh:
         try:
-            return predict(options, settings, run, mesh)
+            faults = predict_cases(request, settings, run, mesh)
         except Exception as error:
-            return _end(error, mesh)
+            return _exit_code(error, mesh)
+    return exit_codes.DATA if faults else 0
 
 
 def fitting_seqpar(run: Run, settings: Settings, world: int) -> int:
-    """Returns how many ranks share a window: up to as many as in training; all share a whole volume."""
-    wish = world if settings.window == "whole" else run.config.seqpar
-    return max(size for size in range(1, world + 1) if world % size == 0 and size <= wish)
+    """Returns how many ranks share a window: at most as many as in training; all ranks share a whole volume."""
+    most = world if settings.window == "whole" else run.config.seqpar
+    return max(size for size in range(1, world + 1) if world % size == 0 and size <= most)
 
 
-def _end(error: Exception, mesh: Mesh) -> int:
-    """Returns the exit code of an error that all ranks met alike; on any other this rank ends at once.
+def _exit_code(error: Exception, mesh: Mesh) -> int:
+    """Returns the exit code of an error that all ranks raise alike; on any other error ends this process at once.
 
-    Its peers may be waiting for it, and it cannot wait for them.
+    The other ranks may be waiting for this one in a collective, so it must not wait for them.
     """
-    code, alike = exit_codes.code_of(error), isinstance(error, ValueError)
+    code, on_all_ranks = exit_codes.code_of(error), isinstance(error, ValueError)
     if mesh.world.size == 1 or code is None:
         raise error
-    if mesh.is_first or not alike:
-        where = "" if alike else f"rank {mesh.world.index}: "
+    if mesh.is_first or not on_all_ranks:
+        where = "" if on_all_ranks else f"rank {mesh.world.index}: "
         print(f"error: {where}{error}", file=sys.stderr, flush=True)
-    if not alike:
+    if not on_all_ranks:
         os._exit(code)
     return code
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (--help lists all)")
-
-
-def _settings(options: argparse.Namespace) -> Settings:
-    mirror = options.mirror if options.mirror != [] else list(DIRECTIONS)
-    sliding = {name: getattr(options, name) for name in ("overlap", "weights", "window_batch")}
-    given = {name: value for name, value in sliding.items() if value is not None}
-    if given and options.window == "whole":
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"{named}: a whole pass has no windows; leave it out, or use --window sliding")
-    return Settings(
-        window=options.window,
-        mirror=tuple(sorted({DIRECTIONS.index(direction) for direction in mirror or ()})),
-        min_component=options.min_component,
-        **given,
+def _request(options: argparse.Namespace) -> Request:
+    return Request(
+        inputs=tuple(options.input),
+        output=options.output,
+        checkpoints=tuple(options.checkpoint or ["best"]),
+        mode=options.mode,
+        probabilities=options.probabilities,
+        resume=options.resume,
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("predict", description="Predicts label maps with a trained run.", allow_abbrev=False)
+def _settings(options: argparse.Namespace) -> Settings:
+    values = {name: getattr(options, name) for name in ("overlap", "weights", "window_batch")}
+    sliding = {name: value for name, value in values.items() if value is not None}
+    if sliding and options.window == "whole":
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sliding)
+        raise ValueError(f"{flags}: a whole pass has no windows; leave it out, or use --window sliding")
+    flips = DIRECTIONS if options.mirror == [] else options.mirror or ()
+    mirror = tuple(sorted({DIRECTIONS.index(direction) for direction in flips}))
+    return Settings(window=options.window, mirror=mirror, min_component=options.min_component, **sliding)
+
+
+def _parser() -> Parser:
+    parser = Parser("predict", description="Predicts label maps with a trained run.", allow_abbrev=False)
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="folder that train wrote")
+    add("run", type=Path, metavar="RUN", help="run folder that train wrote")
     add("-i", "--input", nargs="+", required=True, metavar="PATH", help="data set, folder or list of images, or files")
-    add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="where label maps are written")
-    add("--checkpoint", nargs="+", action="extend", metavar="WHICH", help="best (default), latest or a file; several: "
-        "the mean of their logits")  # fmt: skip
-    add("--window", choices=WINDOWS, default="sliding", help="windows as in training, or the whole volume in one pass")
-    add("--overlap", type=float, help="share of a window that the next one covers again (default 0.5)")
-    add("--weights", choices=WEIGHTS, help="how windows are weighted (default gaussian)")
-    add("--window-batch", type=int, metavar="N", help="windows that a sequence group sees at a time (default 1)")
-    add("--mirror", nargs="*", choices=list(DIRECTIONS), help="average over flips of these directions, or of all")
-    add("--probabilities", action="store_true", help="write each output's probabilities too")
-    add("--min-component", default="0", metavar="SIZE", help="drop smaller components: 50 (mm3) or 20voxels")
-    add("--continue", action="store_true", dest="go_on", help="skip the cases that are done")
-    add("--seqpar", type=int, default=0, metavar="N", help="ranks that share a window (default: as in training)")
-    add("--mode", choices=MODES, default="", help="how ranks decode a window they share (default: the thriftiest)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write the label maps to")
+    add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
+        help="best (default), latest or a file of weights; several are an ensemble: mean of logits")  # fmt: skip
+    add("--window", choices=WINDOWS, default="sliding",
+        help="sliding windows of the training tile, or the whole volume in one pass (default sliding)")  # fmt: skip
+    add("--overlap", type=float, help="overlap of neighbouring windows, as a share of the window (default 0.5)")
+    add("--weights", choices=WEIGHTS, help="weights of a window's voxels in the mean over windows (default gaussian)")
+    add("--window-batch", type=int, metavar="N", help="windows that a sequence group predicts at once (default 1)")
+    add("--mirror", nargs="*", choices=list(DIRECTIONS),
+        help="average over flips along these directions, all three if none is named (default: no flips)")  # fmt: skip
+    add("--probabilities", action="store_true", help="also write a volume of probabilities per network output")
+    add("--min-component", default="0", metavar="SIZE",
+        help="remove connected components below this size: 50 (mm3) or 20voxels (default 0: keep all)")  # fmt: skip
+    add("--continue", action="store_true", dest="resume", help="skip the cases that are already predicted")
+    add("--seqpar", type=int, default=0, metavar="N",
+        help="ranks that share a window (default: as in training; all ranks for a whole volume)")  # fmt: skip
+    add("--mode", choices=MODES, default="",
+        help="how ranks decode a window that they share (default: the mode that needs the least memory)")  # fmt: skip
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to predict on (default auto)")
     return parser
 
 

@@ -1,11 +1,12 @@
 """From slabs of logits to class ids on the grid of the case's own crop, a few rows at a time.
 
-Where a case was resampled for the network, its logits are taken back first, linearly and slab by slab: those of all
-classes never lie at the case's own resolution at once. Legend: k classes, w rows of a slab, W D H voxels; ``/s``
+Where a case was resampled for the network, its logits are resampled back first, linearly and slab by slab: those of
+all classes never lie at the case's own resolution at once. Legend: k classes, w rows of a slab, W D H voxels; ``/s``
 after the letter that is spread over all ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,113 +18,119 @@ from seqpar.launch.inference.sliding_window import Slab, join_rows
 from seqpar.mesh import Mesh
 from seqpar.messages import post
 
-AT_ONCE = 8  # rows at the case's own resolution
+ROWS_AT_ONCE = 8  # at the case's own resolution
 
-Keep = Callable[[int, Tensor], None]  # takes rows ``k w D H`` of probabilities that begin at a row
+WriteRows = Callable[[int, Tensor], None]  # takes the first row's number and rows ``k w D H`` of probabilities
 
 
 class NotFinite(ValueError):
-    """A network that answered with NaN or infinity."""
+    """A network whose logits are NaN or infinite."""
 
 
-def decide(
+def slabs_to_labels(
     slabs: Iterator[Slab],
     shape: Sequence[int],
     to_shape: Sequence[int],
     mesh: Mesh,
     regions_class_order: Sequence[int] = (),
-    keep: Keep | None = None,
+    write_rows: WriteRows | None = None,
 ) -> Tensor:
     """Returns class ids ``W D H`` on the grid ``to_shape``, of logits on the grid ``shape``; the same on all ranks.
 
-    ``keep`` is given the probabilities, on the first rank only, but must be given on all ranks or none.
+    ``write_rows`` takes the probabilities; pass it on all ranks or none, it is called on the first one alone.
     """
-    back = _Back(shape, to_shape, mesh)
-    found, finite = list[Tensor](), True
+    resampler = _SlabResampler(shape, to_shape, mesh)
+    ids, finite = list[Tensor](), True
     for slab in slabs:
-        bounds = back.take(slab)
-        widest = max(high - low for low, high in zip(bounds, bounds[1:]))
-        pieces = []
-        for offset in range(0, widest, AT_ONCE):
-            ends = [min(offset, high - low) for low, high in zip(bounds, bounds[1:])]
-            parts = [(low + end, min(low + end + AT_ONCE, high)) for low, high, end in zip(bounds, bounds[1:], ends)]
-            logits = back.rows(*parts[mesh.world.index])
+        bounds = resampler.add(slab)
+        longest = max(high - low for low, high in pairwise(bounds))
+        own_ids = []
+        for offset in range(0, longest, ROWS_AT_ONCE):
+            starts = [min(low + offset, high) for low, high in pairwise(bounds)]
+            ends = [min(low + offset + ROWS_AT_ONCE, high) for low, high in pairwise(bounds)]
+            logits = resampler.rows(starts[mesh.world.index], ends[mesh.world.index])
             finite &= bool(torch.isfinite(logits).all())
-            pieces.append(to_labels(logits, regions_class_order).to(torch.int16))
-            if keep is not None:
+            own_ids.append(to_labels(logits, regions_class_order).to(torch.int16))
+            if write_rows is not None:
                 probabilities = logits.sigmoid() if regions_class_order else logits.softmax(0)
-                _bring(probabilities, parts, mesh, keep)
-        if pieces:
-            found.append(join_rows(torch.cat(pieces), bounds, mesh))
+                _send_to_first(probabilities, list(zip(starts, ends)), mesh, write_rows)
+        if own_ids:
+            ids.append(join_rows(torch.cat(own_ids), bounds, mesh))
     if agree(not finite, mesh.world):
-        raise NotFinite("the network answers with NaN or infinity: look at the intensities, or take another checkpoint")
-    return torch.cat(found)
+        raise NotFinite("the network's logits are NaN or infinite: check the intensities, or take another checkpoint")
+    return torch.cat(ids)
 
 
-def _bring(rows: Tensor, parts: Sequence[tuple[int, int]], mesh: Mesh, keep: Keep) -> None:
-    """Hands all ranks' rows ``k w D H`` to ``keep`` on the first rank."""
+def _send_to_first(rows: Tensor, intervals: Sequence[tuple[int, int]], mesh: Mesh, write_rows: WriteRows) -> None:
+    """Hands every rank's rows ``k w D H`` to ``write_rows`` on the first rank; ``intervals`` says which each has."""
     world, rows = mesh.world, rows.contiguous()
     if not mesh.is_first:
         post({0: rows}, {}, world, "probabilities").wait()
         return
-    coming = {q: rows.new_empty((len(rows), parts[q][1] - parts[q][0], *rows.shape[2:])) for q in world.peers}
-    post({}, coming, world, "probabilities").wait()
-    for q, piece in sorted({0: rows, **coming}.items()):
+    received = {
+        rank: rows.new_empty((len(rows), intervals[rank][1] - intervals[rank][0], *rows.shape[2:]))
+        for rank in world.peers
+    }
+    post({}, received, world, "probabilities").wait()
+    for rank, piece in sorted({0: rows, **received}.items()):
         if piece.numel():
-            keep(parts[q][0], piece)
+            write_rows(intervals[rank][0], piece)
 
 
-class _Back:
-    """Takes logits back to another grid, rows first; a rank needs the row before its own, and gets it."""
+class _SlabResampler:
+    """Resamples logits to another grid, slab by slab; a rank gets the row before its own from the rank that has it."""
 
     def __init__(self, shape: Sequence[int], to_shape: Sequence[int], mesh: Mesh) -> None:
-        self.extent, self.to_shape, self.mesh = shape[0], tuple(to_shape), mesh
-        self.same = tuple(shape) == self.to_shape
-        self.low, self.reached, self.weight = neighbours(shape[0], self.to_shape[0])  # each new row's two
-        self.before: Tensor | None = None  # k 1 D H, on the first rank: the last row of the slab before
-        self.begin = 0
-        self.held = torch.empty(0)
+        self.to_shape, self.mesh = tuple(to_shape), mesh
+        self.is_identity = tuple(shape) == self.to_shape
+        self.lower, self.upper, self.weight = neighbours(shape[0], self.to_shape[0])  # of each new row
+        self._slab_end: Tensor | None = None  # k 1 D H, on the first rank: the last row of the slab before
+        self._logits = torch.empty(0)  # k w/s D H, the rows from which this rank interpolates
+        self._first_row = 0  # the number of the first of them
 
-    def take(self, slab: Slab) -> tuple[int, ...]:
-        """Returns the bounds, in new rows, of what each rank can now make of a slab."""
-        if self.same:
-            self.begin, self.held = slab.bounds[self.mesh.world.index], slab.logits
+    def add(self, slab: Slab) -> tuple[int, ...]:
+        """Takes a slab; returns the bounds, in new rows, of what each rank can interpolate now."""
+        rank = self.mesh.world.index
+        if self.is_identity:
+            self._first_row, self._logits = slab.bounds[rank], slab.logits
             return slab.bounds
-        me = self.mesh.world.index
-        before = self._pass_on(slab)
-        self.begin = slab.bounds[me] - (0 if before is None else 1)
-        self.held = slab.logits if before is None else torch.cat([before, slab.logits], 1)
-        return tuple(np.searchsorted(self.reached, slab.bounds).tolist())
+        row_before = self._exchange_last_rows(slab)
+        self._first_row = slab.bounds[rank] - (0 if row_before is None else 1)
+        self._logits = slab.logits if row_before is None else torch.cat([row_before, slab.logits], 1)
+        return tuple(np.searchsorted(self.upper, slab.bounds).tolist())
 
-    def _pass_on(self, slab: Slab) -> Tensor | None:
-        """Returns the row before this rank's rows; the last row of the slab waits on the first rank for the next."""
-        world, bounds = self.mesh.world, slab.bounds
-        busy = sum(low < high for low, high in zip(bounds, bounds[1:]))  # the first ranks
-        last = slab.logits[:, -1:].contiguous()
-        following = (world.index + 1) % busy
-        sends = {following: last} if world.index < busy and following != world.index else {}
+    def _exchange_last_rows(self, slab: Slab) -> Tensor | None:
+        """Returns the row before this rank's rows; the first rank keeps the slab's last row for the next slab."""
+        world = self.mesh.world
+        num_busy = sum(low < high for low, high in pairwise(slab.bounds))  # the first ranks have rows
+        last_row = slab.logits[:, -1:].contiguous()
+        next_rank = (world.index + 1) % num_busy
+        sends = {next_rank: last_row} if world.index < num_busy and next_rank != world.index else {}
         receives = {}
-        if world.index < busy and busy > 1:
-            receives = {(world.index - 1) % busy: slab.logits.new_empty((len(last), 1, *last.shape[2:]))}
+        if world.index < num_busy and num_busy > 1:
+            receives = {(world.index - 1) % num_busy: last_row.new_empty((len(last_row), 1, *last_row.shape[2:]))}
         post(sends, receives, world, "rows").wait()
-        came = next(iter(receives.values()), last if busy == 1 and world.index == 0 else None)
+        received = next(iter(receives.values()), last_row if num_busy == 1 and world.index == 0 else None)
         if world.index > 0:
-            return came
-        before, self.before = self.before, came
-        return before
+            return received
+        row_before, self._slab_end = self._slab_end, received
+        return row_before
 
     def rows(self, low: int, high: int) -> Tensor:
         """Returns logits ``k w D H`` of the new rows low to high."""
-        if self.same:
-            return self.held[:, low - self.begin : high - self.begin]
-        first = self.low[low:high] - self.begin
-        second = self.reached[low:high] - self.begin
-        return resample(blend(self.held, 1, first, second, self.weight[low:high]), self.to_shape[1:])
+        if self.is_identity:
+            return self._logits[:, low - self._first_row : high - self._first_row]
+        lower, upper = (index[low:high] - self._first_row for index in (self.lower, self.upper))
+        rows = blend(self._logits, 1, lower, upper, self.weight[low:high])
+        return resample(rows, self.to_shape[1:])
 
 
 def to_labels(logits: Tensor, regions_class_order: Sequence[int] = ()) -> Tensor:
-    """Returns class ids ``w D H`` of logits ``k w D H``: the largest, or, where the classes are regions that may
-    overlap, those of the regions above one half, written over each other in the order given."""
+    """Returns class ids ``w D H`` of logits ``k w D H``: the class with the largest logit.
+
+    Where the outputs are regions that may overlap, ``regions_class_order`` names each region's label: every region
+    with a probability above one half writes its label, later ones over earlier ones.
+    """
     if not regions_class_order:
         return logits.argmax(0)
     if len(regions_class_order) != len(logits):
@@ -132,13 +139,3 @@ def to_labels(logits: Tensor, regions_class_order: Sequence[int] = ()) -> Tensor
     for region, label in zip(logits, regions_class_order):
         ids[region > 0] = label  # a logit above 0 is a probability above one half
     return ids
-
-
-def join_labels(slabs: Iterator[Slab], mesh: Mesh, regions_class_order: Sequence[int] = ()) -> Tensor:
-    """Returns the class ids ``W D H`` of all slabs, on the CPU of every rank, as uint8 (int16 beyond 256 classes)."""
-    rows = []
-    for slab in slabs:
-        ids = to_labels(slab.logits, regions_class_order)
-        small = max(len(slab.logits), *regions_class_order, 0) <= 256
-        rows.append(join_rows(ids.to(torch.uint8 if small else torch.int16), slab.bounds, mesh))
-    return torch.cat(rows)

@@ -1,12 +1,14 @@
 """Predicts case after case: the next one is prepared while this one is predicted and written."""
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from seqpar.consensus import by_first
 from seqpar.data.errors import DataError
@@ -18,112 +20,144 @@ from seqpar.launch.inference.prediction_folder import PredictionFolder
 from seqpar.launch.inference.predictor import Predictor, Settings
 from seqpar.launch.inference.whole_volume_memory import footprint
 from seqpar.launch.inference.windows import WindowGrid
-from seqpar.launch.job import exit_codes
 from seqpar.launch.runs.trained_run import Run, find_weights, fitting_mode, load_nets
 from seqpar.launch.weights.checkpoint import digest
 from seqpar.mesh import Mesh
 
 
-def predict(options: argparse.Namespace, settings: Settings, run: Run, mesh: Mesh) -> int:
-    """Returns the exit code of predicting everything that is still to be done."""
-    files = [find_weights(run, which) for which in options.checkpoint or ["best"]]
-    predictor = Predictor(run, load_nets(run, files, mesh, options.mode), settings, mesh)
-    mode = options.mode or fitting_mode(run)
-    answers = PredictionFolder(options.output, run.outputs if options.probabilities else ())
-    cases, faults = list[Case](), list[str]()
+@dataclass(frozen=True)
+class Request:
+    """Which cases to predict with which weights, and where to write the predictions.
 
-    def plan() -> list[str]:
-        found, wrong = find_inputs(options.input, run.recipe.modalities)
-        record: dict[str, Any] = {
-            "run": str(run.path.absolute()),
-            "weights": {str(path): digest(path) for path in files},
-            "settings": {**asdict(settings), "mirror": list(settings.mirror)},
-            "probabilities": options.probabilities,
-        }
-        if mode == "nogather":  # what a rank does not see depends on how many there are
-            record["seqpar"] = mesh.seq.size
-        cases.extend(answers.begin(found, record, options.go_on))
-        faults.extend(str(fault) for fault in wrong)
-        kept = f" ({len(found) - len(cases)} are done)" if len(cases) < len(found) else ""
-        named = ", ".join(map(str, files))
-        print(f"predicting {len(cases)} cases{kept} by {named}; {_told(run, mode, mesh)}", flush=True)
-        return [case.id for case in cases]
+    ``inputs`` name a data set, a folder or list of images, or files. ``checkpoints`` are "best", "latest" or files of
+    weights; several are an ensemble. ``mode`` says how ranks decode a window that they share, "" that the run decides.
+    ``resume`` skips the cases that are already predicted.
+    """
 
-    names = by_first(plan, mesh.world)
-    for fault in faults:
-        print(f"error: {fault}", file=sys.stderr, flush=True)
-    ahead = _Ahead(cases, run.recipe)
-    for number, name in enumerate(names):
+    inputs: tuple[str, ...]
+    output: Path
+    checkpoints: tuple[str, ...] = ("best",)
+    mode: str = ""
+    probabilities: bool = False
+    resume: bool = False
+
+
+def predict_cases(request: Request, settings: Settings, run: Run, mesh: Mesh) -> list[str]:
+    """Predicts the requested cases that are not done yet; returns what went wrong, a line per fault, on all ranks.
+
+    A case that fails does not stop the others; a folder that cannot be written to does.
+    """
+    weights = [find_weights(run, name) for name in request.checkpoints]
+    predictor = Predictor(run, load_nets(run, weights, mesh, request.mode), settings, mesh)
+    folder = PredictionFolder(request.output, run.outputs if request.probabilities else ())
+    # Only the first rank reads the inputs and the folder; the others get the cases from it.
+    plan = by_first(lambda: _plan(folder, request, _record(request, settings, run, weights, mesh), run), mesh.world)
+    cases = [Case(name, tuple(map(Path, images))) for name, images in plan["cases"]]
+    faults: list[str] = list(plan["faults"])
+    if mesh.is_first:
+        done = f" ({plan['num_done']} are done)" if plan["num_done"] else ""
+        files = ", ".join(map(str, weights))
+        print(f"predicting {len(cases)} cases{done} by {files}; {_ranks_line(request, run, mesh)}", flush=True)
+        for fault in faults:
+            print(f"error: {fault}", file=sys.stderr, flush=True)
+    prepared_cases = _PreparedCases(cases, run.recipe)
+    for number, case in enumerate(cases):
         try:
-            _one(predictor, answers, ahead, number, name)
+            _predict_case(predictor, folder, prepared_cases, number)
         except ValueError as error:
-            if isinstance(error, DataError) and error.path == str(options.output):
+            if isinstance(error, DataError) and error.path == str(request.output):
                 raise
-            faults.append(str(error) if isinstance(error, DataError) else f"{name}: {error}")
+            faults.append(str(error) if isinstance(error, DataError) else f"{case.id}: {error}")
             if mesh.is_first:
                 print(f"error: {faults[-1]}", file=sys.stderr, flush=True)
     if mesh.is_first:
-        told = f", faults {len(faults)}" if faults else ""
-        print(f"cases {len(names)}{told}: {options.output}", flush=True)
-    return exit_codes.DATA if by_first(lambda: len(faults), mesh.world) else 0
+        failed = f", faults {len(faults)}" if faults else ""
+        print(f"cases {len(cases)}{failed}: {request.output}", flush=True)
+    return faults
 
 
-class _Ahead:
-    """Prepares a case while the network is busy with the one before."""
+def _record(request: Request, settings: Settings, run: Run, weights: Sequence[Path], mesh: Mesh) -> dict[str, Any]:
+    """Returns the content of prediction.json: all that the predictions depend on."""
+    record: dict[str, Any] = {
+        "run": str(run.path.absolute()),
+        "weights": {str(path): digest(path) for path in weights},
+        "settings": {**asdict(settings), "mirror": list(settings.mirror)},
+        "probabilities": request.probabilities,
+    }
+    if (request.mode or fitting_mode(run)) == "nogather":  # what a rank sees then depends on the size of the group
+        record["seqpar"] = mesh.seq.size
+    return record
+
+
+def _plan(folder: PredictionFolder, request: Request, record: dict[str, Any], run: Run) -> dict[str, Any]:
+    """Opens the folder; returns the cases to predict, how many are done, and what is wrong with others, as JSON."""
+    cases, faults = find_inputs(request.inputs, run.recipe.modalities)
+    left = folder.open(cases, record, request.resume)
+    return {
+        "cases": [[case.id, list(map(str, case.images))] for case in left],
+        "num_done": len(cases) - len(left),
+        "faults": list(map(str, faults)),
+    }
+
+
+def _ranks_line(request: Request, run: Run, mesh: Mesh) -> str:
+    """Returns how the ranks are grouped, with a warning where nogather runs on other parts than it was trained on."""
+    ranks = f"{mesh.world.size} rank{'s' if mesh.world.size > 1 else ''}"
+    line = f"{ranks} = data {mesh.data.size} x seq {mesh.seq.size}"
+    here = request.mode or fitting_mode(run), mesh.seq.size
+    if run.config.mode == "nogather" and here != ("nogather", run.config.seqpar):
+        line += f" (trained in mode nogather on seq {run.config.seqpar}: parts now see other borders)"
+    return line
+
+
+class _PreparedCases:
+    """The cases, each prepared in a thread while the network is busy with the one before; for the first rank."""
 
     def __init__(self, cases: Sequence[Case], recipe: Recipe) -> None:
         self.cases, self.recipe = cases, recipe
         self._pool = ThreadPoolExecutor(1)
-        self._begun: dict[int, Future[Prepared]] = {}
+        self._started: dict[int, Future[Prepared]] = {}
 
     def take(self, number: int) -> Prepared:
-        """Returns the case with that number, prepared, and begins with the next."""
-        for at in range(number, min(number + 2, len(self.cases))):
-            if at not in self._begun:
-                self._begun[at] = self._pool.submit(prepare_case, self.cases[at], self.recipe)
-        return self._begun.pop(number).result()
+        """Returns the case with that number once it is prepared, and starts to prepare the next one."""
+        for index in range(number, min(number + 2, len(self.cases))):
+            if index not in self._started:
+                self._started[index] = self._pool.submit(prepare_case, self.cases[index], self.recipe)
+        return self._started.pop(number).result()
 
 
-def _one(predictor: Predictor, answers: PredictionFolder, ahead: _Ahead, number: int, name: str) -> None:
-    """Predicts one case and writes its files; every error is alike on all ranks."""
-    mesh, settings, run = predictor.mesh, predictor.settings, predictor.run
-    began = time.perf_counter()
-    image, shape, prepared = predictor.share(lambda: ahead.take(number))
+def _predict_case(predictor: Predictor, folder: PredictionFolder, prepared_cases: _PreparedCases, number: int) -> None:
+    """Predicts one case and writes its files; what fails on one rank is raised on all."""
+    mesh, settings, run, case = predictor.mesh, predictor.settings, predictor.run, prepared_cases.cases[number]
+    started = time.perf_counter()
+    image, shape, prepared = predictor.distribute(lambda: prepared_cases.take(number))
+    voxels = "x".join(map(str, image.shape[1:]))
     if settings.window == "whole":
-        need = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), mesh)
+        memory = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), mesh)
         if mesh.is_first:
-            print(f"{name}: a whole pass over {_by(image.shape[1:])} voxels takes {need}", flush=True)
-    rows = answers.rows(ahead.cases[number], shape, not run.regions) if mesh.is_first else None
-    keep = (rows.keep if rows is not None else _drop) if answers.outputs else None
+            print(f"{case.id}: a whole pass over {voxels} voxels takes {memory}", flush=True)
+    probabilities = folder.probability_file(case, shape, not run.regions) if mesh.is_first else None
+    write_rows = None
+    if folder.outputs:
+        write_rows = _ignore_rows if probabilities is None else probabilities.write_rows
     try:
-        ids = predictor.class_ids(image, shape, keep)
-        by_first(lambda: _write(predictor, answers, ahead.cases[number], prepared, ids.numpy(), rows), mesh.world)
+        ids = predictor.class_ids(image, shape, write_rows)
+
+        def write() -> None:
+            assert prepared is not None
+            labels = predictor.to_source(ids.numpy(), prepared.properties)
+            folder.write(case, labels, prepared.properties, probabilities)
+
+        by_first(write, mesh.world)
     finally:
-        if rows is not None:
-            rows.remove()
+        if probabilities is not None:
+            probabilities.remove()
     if mesh.is_first:
-        course = WindowGrid.of(image.shape[1:], settings.sliding(run.config.tile))
-        count = len(course.corners)
+        count = len(WindowGrid.of(image.shape[1:], settings.sliding(run.config.tile)).corners)
         windows = "one pass" if settings.window == "whole" else f"{count} window{'s' if count > 1 else ''}"
-        took = time.perf_counter() - began
-        where = answers.label(ahead.cases[number])
-        print(f"{name}: {_by(image.shape[1:])} voxels, {windows}, {took:.1f} s: {where}", flush=True)
+        seconds = time.perf_counter() - started
+        print(f"{case.id}: {voxels} voxels, {windows}, {seconds:.1f} s: {folder.label_path(case)}", flush=True)
 
 
-def _write(predictor: Predictor, answers: PredictionFolder, case: Case, prepared: Any, ids: Any, rows: Any) -> None:
-    answers.write(case, predictor.to_source(ids, prepared.properties), prepared.properties, rows)
-
-
-def _drop(first: int, rows: Any) -> None:
-    """Takes rows on a rank that writes nothing."""
-
-
-def _by(sides: Sequence[int]) -> str:
-    return "x".join(map(str, sides))
-
-
-def _told(run: Run, mode: str, mesh: Mesh) -> str:
-    told = f"{mesh.world.size} rank{'s' if mesh.world.size > 1 else ''} = data {mesh.data.size} x seq {mesh.seq.size}"
-    if run.config.mode == "nogather" and (mode, mesh.seq.size) != ("nogather", run.config.seqpar):
-        told += f" (trained in mode nogather on seq {run.config.seqpar}: parts now see other borders)"
-    return told
+def _ignore_rows(first_row: int, rows: Tensor) -> None:
+    """Stands for the writer of probabilities on the ranks that write nothing."""

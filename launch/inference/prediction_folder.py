@@ -1,7 +1,7 @@
-"""The folder that predictions are written to: each file whole or not there, and what was done is not done again.
+"""The folder that predictions are written to: a file is there whole or not at all, and finished cases can be skipped.
 
 FOLDER/prediction.json        how everything in it was predicted; written before anything else
-FOLDER/CASE.nii.gz            label map; the last file of its case, so that a case that has it is done
+FOLDER/CASE.nii.gz            label map; the last file of its case: a case that has it is done
 FOLDER/probabilities/…        CASE_OUTPUT.nii.gz, where asked for
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from einops import rearrange
 from torch import Tensor
 
 from seqpar.data.errors import DataError
@@ -26,78 +27,97 @@ RECORD, PROBABILITIES = "prediction.json", "probabilities"
 
 
 class PredictionFolder:
-    """Writes what was predicted; used by the first rank alone. ``outputs`` name the probabilities, if any."""
+    """The folder of a prediction, written by the first rank alone.
+
+    ``outputs`` names the network outputs whose probabilities are written too, if any.
+    """
 
     def __init__(self, folder: Path, outputs: Sequence[str] = ()) -> None:
         self.folder, self.outputs = folder, tuple(outputs)
 
-    def begin(self, cases: Sequence[Case], record: dict[str, Any], go_on: bool) -> list[Case]:
-        """Returns the cases that are still to be done, after all that could be in their way is gone."""
-        inputs = {path.absolute() for case in cases for path in case.images}
-        for case in cases:
-            if self.label(case).absolute() in inputs:
-                raise DataError(self.label(case), "is an input and would be overwritten; choose another --output")
-        before = self._record()
-        files = [path for case in cases for path in (self.label(case), *self.probabilities(case))]
-        if twice := next((path for path, times in Counter(files).items() if times > 1), None):
-            raise DataError(
-                twice, f"would hold two of the outputs {', '.join(self.outputs)}: file names do not tell them apart; "
-                "leave --probabilities out, or rename an output in config.json of the run"
-            )  # fmt: skip
-        if before is None and (foreign := [path for path in files if path.exists()]):
-            raise DataError(
-                foreign[0], f"would be overwritten, and no {RECORD} beside it says that predict wrote it; "
-                "choose another --output"
-            )  # fmt: skip
-        if go_on and before is not None and before != record:
-            changed = [name for name in record if before.get(name) != record[name]]
+    def open(self, cases: Sequence[Case], record: dict[str, Any], resume: bool) -> list[Case]:
+        """Returns the cases that are still to be predicted; removes what predictions of other settings left of them.
+
+        ``record`` is the content of prediction.json. ``resume`` keeps finished cases, which needs an equal record.
+        """
+        previous = self._read_record()
+        self._refuse_to_overwrite(cases, previous)
+        if resume and previous is not None and previous != record:
+            changed = [name for name in record if previous.get(name) != record[name]]
             raise DataError(
                 self.folder, f"was predicted with other settings ({', '.join(changed)}); choose another --output, or "
                 "leave --continue out to predict everything again"
             )  # fmt: skip
-        keep = go_on and before == record
         with self._writable():
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name in (RECORD, *(case.id for case in cases)):
-                for place in (self.folder, self.folder / PROBABILITIES):
-                    for left in place.glob(f".{escape(name)}[._]*.tmp"):  # of a killed run
-                        left.unlink()
-            for case in () if keep else cases:
-                self.label(case).unlink(missing_ok=True)
+            self._remove_temporary_files(cases)
+            if not (resume and previous == record):
+                for case in cases:
+                    self.label_path(case).unlink(missing_ok=True)
             write_json(self.folder / RECORD, record)
-        return [case for case in cases if not self.label(case).is_file()]
+        return [case for case in cases if not self.label_path(case).is_file()]
 
-    def label(self, case: Case) -> Path:
-        """Returns where a case's label map lies: named as the case, packed as its first image."""
+    def _refuse_to_overwrite(self, cases: Sequence[Case], previous: dict[str, Any] | None) -> None:
+        """Raises where a file would overwrite an input, another output, or a file that predict did not write."""
+        inputs = {path.absolute() for case in cases for path in case.images}
+        for case in cases:
+            if self.label_path(case).absolute() in inputs:
+                raise DataError(self.label_path(case), "is an input and would be overwritten; choose another --output")
+        files = [path for case in cases for path in (self.label_path(case), *self.probability_paths(case))]
+        if twice := next((path for path, count in Counter(files).items() if count > 1), None):
+            raise DataError(
+                twice, f"would hold two of the outputs {', '.join(self.outputs)}: file names do not tell them apart; "
+                "leave --probabilities out, or rename an output in config.json of the run"
+            )  # fmt: skip
+        if previous is None and (foreign := [path for path in files if path.exists()]):
+            raise DataError(
+                foreign[0], f"would be overwritten, and no {RECORD} beside it says that predict wrote it; "
+                "choose another --output"
+            )  # fmt: skip
+
+    def _remove_temporary_files(self, cases: Sequence[Case]) -> None:
+        """Removes what a killed run left half written."""
+        for name in (RECORD, *(case.id for case in cases)):
+            for place in (self.folder, self.folder / PROBABILITIES):
+                for temporary in place.glob(f".{escape(name)}[._]*.tmp"):
+                    temporary.unlink()
+
+    def label_path(self, case: Case) -> Path:
+        """Returns the path of a case's label map: named as the case, compressed as its first image."""
         suffix = next(suffix for suffix in SUFFIXES if case.images[0].name.endswith(suffix))
         return self.folder / f"{case.id}{suffix}"
 
-    def probabilities(self, case: Case) -> list[Path]:
-        """Returns where the probabilities of a case's outputs lie."""
+    def probability_paths(self, case: Case) -> list[Path]:
+        """Returns the path of each output's probabilities."""
         names = [re.sub(r"[^\w.-]+", "-", name) for name in self.outputs]
         return [self.folder / PROBABILITIES / f"{case.id}_{name}.nii.gz" for name in names]
 
-    def rows(self, case: Case, shape: Sequence[int], softmax: bool) -> "Rows | None":
-        """Returns where a case's probabilities wait, on the grid of its crop; None where nobody asked for them."""
+    def probability_file(self, case: Case, shape: Sequence[int], softmax: bool) -> "ProbabilityFile | None":
+        """Returns the temporary file of a case's probabilities on its crop ``shape``; None if none are written.
+
+        ``softmax`` says that the outputs are labels, the first of them background, and not regions.
+        """
         if not self.outputs:
             return None
-        return Rows(self.folder / f".{case.id}.rows.tmp", (len(self.outputs), *shape), softmax)
+        return ProbabilityFile(self.folder / f".{case.id}.rows.tmp", (len(self.outputs), *shape), softmax)
 
-    def write(self, case: Case, labels: np.ndarray, properties: Properties, rows: "Rows | None") -> None:
-        """Writes a case's probabilities, if it has some, and then its label map."""
+    def write(
+        self, case: Case, labels: np.ndarray, properties: Properties, probabilities: "ProbabilityFile | None"
+    ) -> None:
+        """Writes a case's probabilities, if it has some, and then its label map ``W D H`` in the source's geometry."""
         with self._writable():
-            if rows is not None:
-                if rows.problem is not None:
-                    raise rows.problem
+            if probabilities is not None:
+                if probabilities.error is not None:
+                    raise probabilities.error
                 (self.folder / PROBABILITIES).mkdir(exist_ok=True)
-                for number, path in enumerate(self.probabilities(case)):
-                    outside = float(rows.softmax and number == 0)  # beyond the crop all is background
-                    channel = channel_to_source(rows.channel(number), properties, outside)
+                for number, path in enumerate(self.probability_paths(case)):
+                    outside = float(probabilities.softmax and number == 0)  # beyond the crop all is background
+                    channel = channel_to_source(probabilities.read_output(number), properties, outside)
                     write_volume(path, channel, properties.geometry, np.float32)
-                rows.remove()
-            write_volume(self.label(case), labels, properties.geometry, labels.dtype)
+                probabilities.remove()
+            write_volume(self.label_path(case), labels, properties.geometry, labels.dtype)
 
-    def _record(self) -> dict[str, Any] | None:
+    def _read_record(self) -> dict[str, Any] | None:
         if not (self.folder / RECORD).is_file():
             return None
         record: dict[str, Any] = read_json(self.folder / RECORD)
@@ -105,7 +125,7 @@ class PredictionFolder:
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Makes whatever goes wrong inside it an error of the folder: no other case would fare better."""
+        """Raises whatever fails inside as an error of the folder: no other case would fare better."""
         try:
             yield
         except (OSError, DataError) as error:
@@ -114,27 +134,27 @@ class PredictionFolder:
                               "--output, and go on with --continue") from error  # fmt: skip
 
 
-class Rows:
-    """Probabilities ``k W D H`` on their way to their files: rows come in any order and wait on the disk."""
+class ProbabilityFile:
+    """Probabilities ``k W D H`` of a case in a temporary file: rows arrive slab by slab, outputs are read whole."""
 
     def __init__(self, path: Path, shape: Sequence[int], softmax: bool) -> None:
         self.path, self.shape, self.softmax = path, tuple(shape), softmax
-        self.problem: OSError | None = None  # told once all ranks have done their part of the case
+        self.error: OSError | None = None  # raised when the case is written, once all ranks have done their part
         self._file: IO[bytes] | None = None
 
-    def keep(self, first: int, rows: Tensor) -> None:
-        """Takes rows ``k w D H`` that begin at row ``first``."""
-        if self.problem is not None:
+    def write_rows(self, first_row: int, rows: Tensor) -> None:
+        """Writes rows ``k w D H``, of which the first is row ``first_row`` of the volume."""
+        if self.error is not None:
             return
         try:
             self._file = self._file or open(self.path, "wb")  # noqa: SIM115
-            body = rows.float().cpu().transpose(0, 1).contiguous().numpy()  # w k D H
-            self._file.seek(first * body[0].nbytes)
+            body = rearrange(rows.float().cpu(), "k w D H -> w k D H").contiguous().numpy()
+            self._file.seek(first_row * body[0].nbytes)
             self._file.write(body.data)
         except OSError as error:
-            self.problem = error
+            self.error = error
 
-    def channel(self, number: int) -> np.ndarray:
+    def read_output(self, number: int) -> np.ndarray:
         """Returns the probabilities ``W D H`` of one output."""
         if self._file is not None:
             self._file.close()
@@ -143,7 +163,7 @@ class Rows:
         return np.array(whole[:, number])
 
     def remove(self) -> None:
-        """Removes what waits on the disk."""
+        """Closes and removes the temporary file."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()

@@ -1,4 +1,4 @@
-"""Predicts cases with the networks of a run: prepared as the run's data were, answered in the source's geometry.
+"""Predicts a case with the networks of a run: prepares it as in training, returns labels in the source's geometry.
 
 Legend: c channels, k classes, W D H voxels.
 """
@@ -19,9 +19,9 @@ from seqpar.consensus import by_first
 from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import Geometry, geometry_of, make_geometry, to_canonical
 from seqpar.data.preparation.case import Loaded, Prepared, Properties, labels_to_source, prepare_loaded
-from seqpar.launch.inference.logits_to_labels import Keep, decide
+from seqpar.launch.inference.logits_to_labels import WriteRows, slabs_to_labels
 from seqpar.launch.inference.sliding_window import Image, sliding_window, whole_volume
-from seqpar.launch.inference.small_components import drop_small, smallest
+from seqpar.launch.inference.small_components import drop_small_components, parse_min_component
 from seqpar.launch.inference.windows import Sliding
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.runs.trained_run import Run, find_weights, load_nets, read_run
@@ -33,7 +33,13 @@ WINDOWS = ("sliding", "whole")
 
 @dataclass(frozen=True)
 class Settings:
-    """How cases are predicted; ``min_component`` is a volume in mm3, or a number such as "20voxels"."""
+    """How cases are predicted.
+
+    ``window`` is "sliding" or "whole" (one pass over the volume). ``overlap`` (a share of the window), ``weights`` and
+    ``window_batch`` (windows at once) are for sliding windows. ``mirror`` names the directions (0 W, 1 D, 2 H) over
+    whose flips logits are averaged. ``min_component`` is a volume in mm3 such as "50", or a count such as "20voxels":
+    smaller connected components are removed.
+    """
 
     window: str = "sliding"
     overlap: float = 0.5
@@ -45,18 +51,18 @@ class Settings:
     def __post_init__(self) -> None:
         if self.window not in WINDOWS:
             raise ValueError(f"--window {self.window}: choose {' or '.join(WINDOWS)}")
-        smallest(self.min_component, 1.0)
-        self.sliding((1, 1, 1))
+        parse_min_component(self.min_component, 1.0)
+        self.sliding((1, 1, 1))  # checks the settings of sliding windows
 
     def sliding(self, tile: Sequence[int]) -> Sliding:
-        """Returns the windows over a volume."""
+        """Returns the settings of sliding windows of ``tile`` voxels."""
         return Sliding(tuple(tile), self.overlap, self.weights, self.window_batch, self.mirror)
 
 
 class Predictor:
-    """The networks of a run (several: the mean of their logits) with the settings to predict by.
+    """Predicts cases with the networks of a run; several networks are an ensemble, whose logits are averaged.
 
-    On several ranks every method is called on all of them alike.
+    With several ranks, call every method on all of them.
     """
 
     def __init__(self, run: Run, nets: Sequence[SegmentationNet], settings: Settings, mesh: Mesh) -> None:
@@ -70,71 +76,81 @@ class Predictor:
         settings: Settings | None = None,
         mesh: Mesh | None = None,
     ) -> "Predictor":
-        """Returns the predictor of a folder that train wrote; without a mesh this process is alone."""
-        found, mesh = read_run(run), mesh or start(1, env={})
-        files = [find_weights(found, which) for which in checkpoints]
-        return cls(found, load_nets(found, files, mesh), settings or Settings(), mesh)
+        """Returns the predictor of a run folder.
+
+        ``checkpoints`` are "best", "latest" or files of weights. Without a mesh this process is the only rank.
+        """
+        opened, mesh = read_run(run), mesh or start(1, env={})
+        files = [find_weights(opened, name) for name in checkpoints]
+        return cls(opened, load_nets(opened, files, mesh), settings or Settings(), mesh)
 
     def predict(
         self, images: SpatialImage | Sequence[SpatialImage] | np.ndarray, affine: np.ndarray | None = None
     ) -> Any:
-        """Returns the label map of one case: a NIfTI image of images (one, or one a modality), else an array.
+        """Returns the label map of one case: a NIfTI image for images, an array for an array.
 
-        An array is ``c W D H`` or ``W D H``, with an ``affine`` that says where it lies (else RAS at 1 mm).
+        ``images`` is one image, one per modality, or an array ``c W D H`` or ``W D H``. ``affine`` places an array in
+        space (without it: RAS, voxels of 1 mm).
         """
         loaded = _from_array(images, affine) if isinstance(images, np.ndarray) else _from_images(images)
         needed = len(self.run.recipe.modalities)
         if len(loaded.image) != needed:
-            named = ", ".join(self.run.recipe.modalities)
-            raise ValueError(f"{len(loaded.image)} channels came; the network needs {needed}: {named}")
-        place = Path("the image")
-        prepared = prepare_loaded(loaded, Case("image", (place,)), self.run.recipe)
+            names = ", ".join(self.run.recipe.modalities)
+            raise ValueError(f"{len(loaded.image)} channels came; the network needs {needed}: {names}")
+        prepared = prepare_loaded(loaded, Case("image", (Path("the image"),)), self.run.recipe)
         ids = self.class_ids(prepared.image, prepared.properties.box_shape)
         labels = self.to_source(ids.numpy(), prepared.properties)
         if isinstance(images, np.ndarray):
             return labels
-        header = nibabel.Nifti1Image.from_image(_listed(images)[0]).header.copy()
+        header = nibabel.Nifti1Image.from_image(_as_list(images)[0]).header.copy()
         header.set_data_dtype(labels.dtype)
         return nibabel.Nifti1Image(labels, loaded.geometry.affine, header)
 
-    def class_ids(self, image: Image, to_shape: Sequence[int], keep: Keep | None = None) -> Tensor:
-        """Returns class ids on the grid ``to_shape`` of a prepared image ``c W D H``, the same on all ranks."""
+    def class_ids(self, image: Image, to_shape: Sequence[int], write_rows: WriteRows | None = None) -> Tensor:
+        """Returns the class ids of a prepared image ``c W D H``, resampled to ``to_shape``; the same on all ranks.
+
+        ``write_rows`` takes the probabilities; pass it on all ranks or none, it is called on the first one alone.
+        """
         settings, tile = self.settings, self.nets[0].encoder.layout.tile
         if settings.window == "whole":
             slabs = whole_volume(self.nets, image, self.mesh, settings.mirror)
         else:
             slabs = sliding_window(self.nets, image, settings.sliding(tile), self.mesh)
-        return decide(slabs, image.shape[1:], to_shape, self.mesh, self.run.regions_class_order, keep)
+        order = self.run.regions_class_order
+        return slabs_to_labels(slabs, image.shape[1:], to_shape, self.mesh, order, write_rows)
 
     def to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
-        """Returns the file's label values in the file's geometry, without components that are too small."""
-        least = smallest(self.settings.min_component, float(np.prod(properties.geometry.spacing)))
-        kept = drop_small(ids, least, self.run.regions.values(), self.run.regions_class_order)
-        return labels_to_source(kept, properties)
+        """Returns the file's label values in the file's geometry, without small components, from class ids."""
+        min_voxels = parse_min_component(self.settings.min_component, float(np.prod(properties.geometry.spacing)))
+        regions, order = self.run.regions.values(), self.run.regions_class_order
+        return labels_to_source(drop_small_components(ids, min_voxels, regions, order), properties)
 
-    def share(self, prepare: Callable[[], Prepared]) -> tuple[Image, tuple[int, ...], Prepared | None]:
-        """Returns a case's image and the shape of its crop on every rank, prepared by the first one alone."""
+    def distribute(self, prepare: Callable[[], Prepared]) -> tuple[Image, tuple[int, ...], Prepared | None]:
+        """Prepares a case on the first rank; returns on every rank its image ``c W D H`` and the shape of its crop.
+
+        The prepared case itself is returned on the first rank only, None on the others.
+        """
         prepared: Prepared | None = None
 
-        def shapes() -> Any:
+        def prepare_and_measure() -> Any:
             nonlocal prepared
             prepared = prepare()
             return prepared.image.shape, prepared.properties.box_shape
 
-        shape, box_shape = by_first(shapes, self.mesh.world)
-        mine = torch.empty(0, *shape[1:]) if prepared is None else torch.from_numpy(prepared.image)
-        sizes = [shape[0], *[0] * (self.mesh.world.size - 1)]
-        return all_gather(mine, self.mesh.world, 0, sizes, "images"), tuple(box_shape), prepared
+        shape, crop_shape = by_first(prepare_and_measure, self.mesh.world)
+        channels = torch.empty(0, *shape[1:]) if prepared is None else torch.from_numpy(prepared.image)
+        num_channels = [shape[0], *[0] * (self.mesh.world.size - 1)]  # all lie on the first rank
+        return all_gather(channels, self.mesh.world, 0, num_channels, "images"), tuple(crop_shape), prepared
 
 
-def _listed(images: SpatialImage | Sequence[SpatialImage]) -> list[SpatialImage]:
+def _as_list(images: SpatialImage | Sequence[SpatialImage]) -> list[SpatialImage]:
     return [images] if isinstance(images, SpatialImage) else list(images)
 
 
 def _from_images(images: SpatialImage | Sequence[SpatialImage]) -> Loaded:
     channels: list[np.ndarray] = []
     first: Geometry | None = None
-    for image in _listed(images):
+    for image in _as_list(images):
         nifti = nibabel.Nifti1Image.from_image(image)
         nifti.update_header()
         geometry = geometry_of(nifti.header.binaryblock, "the image")
@@ -145,7 +161,7 @@ def _from_images(images: SpatialImage | Sequence[SpatialImage]) -> Loaded:
         array = np.moveaxis(array, 3, 0) if geometry.ndim == 4 else array[None]
         channels += list(to_canonical(array, geometry.orientation))
     if first is None:
-        raise ValueError("no image came: give one, or one a modality")
+        raise ValueError("no image came: give one, or one per modality")
     return Loaded(np.stack(channels), None, first, ())
 
 

@@ -1,8 +1,8 @@
-"""Whole volumes through a network that sees tiles: sliding windows, or all of it in one sequence-parallel pass.
+"""Predicts whole volumes with a network of tiles: by sliding windows, or in one sequence-parallel pass.
 
-Windows go to sequence groups, each window's parts to the ranks of its group; what the network says travels to the
-ranks that add up the rows it lies in. Legend: b windows, c channels, n tokens, k classes, p voxels of a patch along
-a direction, W D H voxels of the volume, w rows of a slab; ``/s`` after the letter that is spread over ranks.
+Windows go to sequence groups, each window's parts to the ranks of its group; logits travel to the ranks that add up
+the rows they lie in. Legend: b windows, c channels, n tokens, k classes, p voxels of a patch along a direction, W D H
+voxels of the volume, w rows of a slab; ``/s`` after the letter that is spread over ranks.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from seqpar.collectives import all_gather
@@ -35,7 +36,7 @@ Image = Tensor | np.ndarray
 
 
 class Slab(NamedTuple):
-    """Finished rows of a volume: rank r of all holds rows ``bounds[r]…bounds[r + 1]``, none where they are equal."""
+    """Finished rows of a volume: rank r holds the rows ``bounds[r]`` to ``bounds[r + 1]``, none if they are equal."""
 
     bounds: tuple[int, ...]
     logits: Tensor  # k w/s D H
@@ -44,32 +45,32 @@ class Slab(NamedTuple):
 def sliding_window(nets: Sequence[SegmentationNet], image: Image, sliding: Sliding, mesh: Mesh) -> Iterator[Slab]:
     """Yields the weighted mean of the networks' logits over all windows, slab by slab along W.
 
-    ``image`` is ``c W D H`` on every rank (a mapped array is read window by window). All ranks get equally many
-    slabs. Sums are taken in float32 at least and in window order, however many groups there are.
+    ``image`` is ``c W D H`` on every rank; a memory-mapped array is read window by window. All ranks get the same
+    number of slabs. Sums are taken in float32 or better and in window order, whatever the number of groups.
     """
-    course = WindowGrid.of(image.shape[1:], sliding, mesh.world.size)
+    window_grid = WindowGrid.of(image.shape[1:], sliding, mesh.world.size)
     weights = window_weights(sliding.tile, sliding.weights)
-    batch = fitting_batch(nets, min(sliding.batch, len(course.corners)))
-    return _walk(_views(nets, course, sliding.mirror, batch, mesh), image, course, weights, batch, mesh)
+    batch = fitting_batch(nets, min(sliding.batch, len(window_grid.corners)))
+    return _walk(_views(nets, window_grid, sliding.mirror, batch, mesh), image, window_grid, weights, batch, mesh)
 
 
 def whole_volume(
     nets: Sequence[SegmentationNet], image: Image, mesh: Mesh, mirror: Sequence[int] = ()
 ) -> Iterator[Slab]:
-    """Yields the logits of one pass over the whole volume, of which each rank of a sequence group holds a part.
+    """Yields the logits of one pass over the whole volume, each rank of a sequence group holding a part of it.
 
-    Directions shorter than the network's tile are padded to it, as for sliding windows; longer ones to the patch.
+    Directions shorter than the network's tile are padded to it, as for sliding windows; longer ones to whole patches.
     """
     shape = tuple(image.shape[1:])
     tile = padded_shape(shape, nets[0].encoder.layout) if nets else shape
     starts = tuple((-((padded - side) // 2),) for padded, side in zip(tile, shape))
-    course = WindowGrid(shape, tile, starts, mesh.world.size)
+    window_grid = WindowGrid(shape, tile, starts, mesh.world.size)
     weights, batch = window_weights(tile, "constant"), fitting_batch(nets, 1)
-    return _walk(_views(nets, course, mirror, batch, mesh), image, course, weights, batch, mesh)
+    return _walk(_views(nets, window_grid, mirror, batch, mesh), image, window_grid, weights, batch, mesh)
 
 
 def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-    """Returns the voxels of a whole pass over a volume of that shape."""
+    """Returns the shape to which ``whole_volume`` pads a volume."""
     return tuple(max(tile, -(-side // p) * p) for side, tile, p in zip(shape, layout.tile, layout.patch))
 
 
@@ -81,7 +82,7 @@ def join_rows(rows: Tensor, bounds: Sequence[int], mesh: Mesh, dim: int = 0) -> 
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """A network that looks at windows flipped along some directions."""
+    """A network that sees windows flipped along some directions."""
 
     net: SegmentationNet
     layout: Layout
@@ -89,17 +90,17 @@ class _View:
 
 
 def fitting_batch(nets: Sequence[SegmentationNet], batch: int) -> int:
-    """Returns how many windows a group sees at a time: where its ranks decode whole ones, as many for each."""
+    """Returns how many windows a group predicts at once: a multiple of its size where each rank decodes whole ones."""
     sizes = [net.encoder.group.size for net in nets if net.mode.name == "swap"]
     return math.lcm(*sizes) * -(-batch // math.lcm(*sizes))
 
 
 def _views(
-    nets: Sequence[SegmentationNet], course: WindowGrid, mirror: Sequence[int], batch: int, mesh: Mesh
+    nets: Sequence[SegmentationNet], window_grid: WindowGrid, mirror: Sequence[int], batch: int, mesh: Mesh
 ) -> list[_View]:
-    """Returns every network with every mixture of flips; refuses what cannot pass, alike on all ranks."""
+    """Returns every network with every combination of flips; what cannot pass is refused on all ranks alike."""
     if not nets:
-        raise ValueError("no network came: give one or, as an ensemble, several")
+        raise ValueError("there is no network: give one or, as an ensemble, several")
     views = []
     for net in nets:
         if net.training:
@@ -108,83 +109,84 @@ def _views(
             raise ValueError(
                 f"the network was built for a sequence group of {net.encoder.group.size}, the mesh has {mesh.seq.size}"
             )
-        layout = net.encoder.layout.of_tile(course.tile)
+        layout = net.encoder.layout.of_tile(window_grid.tile)
         net.mode.check(layout, batch)
-        views += [_View(net, layout, flips) for flips in mirrors(mirror, len(course.tile))]
+        views += [_View(net, layout, flips) for flips in mirrors(mirror, len(window_grid.tile))]
     return views
 
 
 def _walk(
-    views: Sequence[_View], image: Image, course: WindowGrid, weights: Tensor, batch: int, mesh: Mesh
+    views: Sequence[_View], image: Image, window_grid: WindowGrid, weights: Tensor, batch: int, mesh: Mesh
 ) -> Iterator[Slab]:
-    """Yields the slabs of a course: in each round, every group sees some windows through every view."""
-    num_windows, groups = len(course.corners), mesh.data.size
+    """Yields the slabs of a window grid: in each round, every group predicts some windows with every view."""
+    num_windows, groups = len(window_grid.corners), mesh.data.size
     blocks = [_find_blocks(view, batch, mesh) for view in views]
     dtype = torch.promote_types(next(views[0].net.parameters()).dtype, torch.float32)
     sums: WindowSums | None = None
-    finished = 0
+    num_complete = 0
     for first in range(0, num_windows, groups * batch):
         end = min(first + groups * batch, num_windows)
-        # Whole batches go to groups, so that a window has the same company however many groups there are.
-        turns = [range(min(at, end), min(at + batch, end)) for at in range(first, first + groups * batch, batch)]
-        for number, (view, held) in enumerate(zip(views, blocks)):
-            logits = _predict(view, image, course, turns[mesh.data.index], batch, mesh)
-            if sums is None:  # a group without a window learns the number of classes from the others
+        # Whole batches go to groups: a window shares its batch with the same ones, however many groups there are.
+        starts = range(first, first + groups * batch, batch)
+        turns = [range(min(start, end), min(start + batch, end)) for start in starts]
+        for number, (view, view_blocks) in enumerate(zip(views, blocks)):
+            logits = _predict(view, image, window_grid, turns[mesh.data.index], batch, mesh)
+            if sums is None:  # a group without a window gets the number of classes from the others
                 num_classes = agree(0 if logits is None else logits.shape[1], mesh.world)
-                sums = WindowSums(course, weights.to(mesh.device, dtype), num_classes, mesh)
+                sums = WindowSums(window_grid, weights.to(mesh.device, dtype), num_classes, mesh)
             if number == 0:
                 sums.open(range(first, end))
-            sums.deliver(logits, held, turns)
+            sums.deliver(logits, view_blocks, turns)
         assert sums is not None
         sums.close()
-        for slab in range(finished, course.num_finished(end)):
-            yield Slab(course.bounds[slab], sums.finish(slab, len(views)))
-        finished = course.num_finished(end)
+        for slab in range(num_complete, window_grid.num_complete(end)):
+            yield Slab(window_grid.bounds[slab], sums.finish(slab, len(views)))
+        num_complete = window_grid.num_complete(end)
 
 
 def _find_blocks(view: _View, batch: int, mesh: Mesh) -> list[Block]:
-    """Returns where each rank of a group finds its logits, by letting the mode arrange the tokens' numbers."""
+    """Returns which logits each rank of a group holds: lets the network's mode move the numbers of the tokens."""
     layout, group = view.layout, mesh.seq
     tokens = Layout(layout.grid, (1,) * len(layout.grid), layout.num_ranks, layout.split)
     sides = (batch, *layout.grid)
     numbers = torch.arange(math.prod(sides), device=mesh.device).reshape(sides)
-    held = view.net.arrange(tokens.cut(numbers, group.index), tokens).flatten()
-    ends = all_gather(held[[0, -1]][None], group, 0, [1] * group.size, "plan").cpu()
+    own_numbers = view.net.arrange(tokens.cut(numbers, group.index), tokens).flatten()
+    first_and_last = all_gather(own_numbers[[0, -1]][None], group, 0, [1] * group.size, "plan").cpu()
     blocks = []
-    for first, last in torch.stack(torch.unravel_index(ends, sides), 2).tolist():
-        samples, *intervals = ((low, high + 1) for low, high in zip(first, last))
+    for first, last in torch.stack(torch.unravel_index(first_and_last, sides), 2).tolist():
+        windows, *intervals = ((low, high + 1) for low, high in zip(first, last))
         box = tuple((low * p, high * p) for (low, high), p in zip(intervals, layout.patch))
-        blocks.append(Block(samples, flipped(box, layout.tile, view.flips)))
+        blocks.append(Block(windows, flipped(box, layout.tile, view.flips)))
     (low, high), box = blocks[group.index]
-    assert len(held) * math.prod(layout.patch) == (high - low) * math.prod(b - a for a, b in box), "no box"
+    assert len(own_numbers) * math.prod(layout.patch) == (high - low) * math.prod(b - a for a, b in box), "no box"
     return blocks
 
 
 def _predict(
-    view: _View, image: Image, course: WindowGrid, windows: Sequence[int], batch: int, mesh: Mesh
+    view: _View, image: Image, window_grid: WindowGrid, windows: Sequence[int], batch: int, mesh: Mesh
 ) -> Tensor | None:
     """Returns this rank's logits ``b k W/s D/s H/s`` of its group's windows, flipped back; None without windows."""
     if not windows:
         return None
-    parts = [_cut(image, course.corners[window], view, mesh.seq.index) for window in windows]
-    parts += parts[-1:] * (batch - len(parts))  # always the same shape, so always the same arithmetic
+    parts = [_cut(image, window_grid.corners[window], view, mesh.seq.index) for window in windows]
+    parts += parts[-1:] * (batch - len(parts))  # always the same shape, so that kernels round alike
     with torch.no_grad():
         logits = view.net(torch.stack(parts).to(mesh.device, next(view.net.parameters()).dtype), view.layout)
     return logits.flip([2 + direction for direction in view.flips])
 
 
 def _cut(image: Image, corner: Sequence[int], view: _View, rank: int) -> Tensor:
-    """Returns the rank's part ``n/s c p p p`` of the flipped window at ``corner``; outside the volume are zeros."""
-    layout, turn = view.layout, [1 + direction for direction in view.flips]
+    """Returns the rank's part ``n/s c p p p`` of the flipped window at ``corner``, zeros outside the volume."""
+    layout, flip_dims = view.layout, [1 + direction for direction in view.flips]
     if not layout.is_box:
-        return layout.cut(_read(image, corner, whole_box(layout.tile)).flip(turn)[None], rank)[0]
+        return layout.cut(_read(image, corner, whole_box(layout.tile)).flip(flip_dims)[None], rank)[0]
     box = tuple((low * p, high * p) for (low, high), p in zip(layout.box(rank), layout.patch))
-    window = _read(image, corner, flipped(box, layout.tile, view.flips)).flip(turn)
-    return to_patches(window, layout.patch).transpose(0, 1)
+    window = _read(image, corner, flipped(box, layout.tile, view.flips)).flip(flip_dims)
+    return rearrange(to_patches(window, layout.patch), "c n ... -> n c ...")
 
 
 def _read(image: Image, corner: Sequence[int], box: Region) -> Tensor:
     """Returns a box ``c W D H`` of the window at ``corner``, 0 outside the volume."""
-    first = [at + low for at, (low, _) in zip(corner, box)]
+    first = [start + low for start, (low, _) in zip(corner, box)]
     size = [high - low for low, high in box]
     return read_box(image, first, size) if isinstance(image, Tensor) else torch.from_numpy(read_box(image, first, size))

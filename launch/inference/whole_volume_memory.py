@@ -1,7 +1,6 @@
 """How much memory a whole-volume pass takes on each rank, counted before it starts.
 
-The network runs on tensors without data and what is alive is counted. Legend: b batch, n tokens, c channels, k
-classes, p voxels of a patch.
+The network runs on meta tensors, and the bytes that are alive are counted.
 """
 
 import math
@@ -19,7 +18,7 @@ from seqpar.mesh import Mesh
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on a rank."""
+    """Bytes that a whole-volume pass takes on a rank."""
 
     encoder: int
     decoder: int
@@ -28,30 +27,31 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """Encoder and decoder run one after the other."""
+        """The larger of encoder and decoder, which run one after the other, with what stays during both."""
         return max(self.encoder, self.decoder) + self.sums + self.weights
 
     def __str__(self) -> str:
         parts = {"encoder": self.encoder, "decoder": self.decoder, "sums": self.sums, "weights": self.weights}
-        told = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts.items())
-        return f"about {self.total / 2**20:.1f} MiB on each rank ({told})"
+        sizes = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts.items())
+        return f"about {self.total / 2**20:.1f} MiB on each rank ({sizes})"
 
 
 def footprint(net: SegmentationNet, shape: Sequence[int], num_classes: int, mesh: Mesh) -> Footprint:
     """Returns what one pass over a whole volume of that shape takes on this rank.
 
-    A volume that the network cannot pass is refused, as the pass would: so that all ranks say so, all must ask.
+    A volume that the network cannot pass raises ValueError, as the pass would; call it on all ranks, so that all do.
     """
-    bare = without_numbers(net).eval()
-    layout = bare.encoder.layout.of_tile(padded_shape(shape, bare.encoder.layout))
-    first = next(bare.parameters())
-    channels = bare.encoder.patch_embed.proj.weight.shape[1]
-    with torch.no_grad(), MemoryCounter() as alive:
-        alive.phase = "encoder"
-        counted = layout.counts[bare.encoder.group.index]
-        part = torch.empty(fitting_batch([net], 1), counted, channels, *layout.patch, dtype=first.dtype, device="meta")
-        bare.decoder.register_forward_pre_hook(lambda *_: setattr(alive, "phase", "decoder"))
-        bare(part, layout)
-    sums = (2 * num_classes + 1) * -(-math.prod(shape) // mesh.world.size) * max(first.element_size(), 4)
+    meta_net = without_numbers(net).eval()
+    layout = meta_net.encoder.layout.of_tile(padded_shape(shape, meta_net.encoder.layout))
+    dtype = next(meta_net.parameters()).dtype
+    num_tokens = layout.counts[meta_net.encoder.group.index]
+    num_channels = meta_net.encoder.patch_embed.proj.weight.shape[1]
+    with torch.no_grad(), MemoryCounter() as counter:
+        counter.phase = "encoder"
+        part_shape = fitting_batch([net], 1), num_tokens, num_channels, *layout.patch  # b n/s c p p p
+        part = torch.empty(part_shape, dtype=dtype, device="meta")
+        meta_net.decoder.register_forward_pre_hook(lambda *_: setattr(counter, "phase", "decoder"))
+        meta_net(part, layout)
+    sums = (2 * num_classes + 1) * -(-math.prod(shape) // mesh.world.size) * max(dtype.itemsize, 4)
     weights = sum(p.nbytes for p in net.parameters())
-    return Footprint(alive.peaks["encoder"], alive.peaks["decoder"], sums, weights)
+    return Footprint(counter.peaks["encoder"], counter.peaks["decoder"], sums, weights)

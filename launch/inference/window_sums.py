@@ -1,4 +1,4 @@
-"""Weighted sums of windows over a volume, each rank adding up its own rows; what it needs comes from the others.
+"""Weighted sums of windows over a volume: each rank adds up its own rows, and gets what lies in them from the others.
 
 Legend: b windows, k classes, W D H voxels, w rows; ``/s`` after the letter that is spread over ranks.
 """
@@ -17,131 +17,144 @@ from seqpar.messages import post
 
 
 class Block(NamedTuple):
-    """Where logits lie on a rank of a group: which of the group's windows, and which box of each."""
+    """Which logits a rank of a group holds: from the first to the last (excluded) of its windows, a box of each."""
 
-    samples: tuple[int, int]
+    windows: tuple[int, int]  # numbers among the group's windows
     box: Region
 
 
-class _Route(NamedTuple):
-    """A piece of a window's logits on its way from the rank ``source``."""
+class _Piece(NamedTuple):
+    """A piece of a window's logits that the rank ``source`` sends."""
 
     source: int
-    sample: int  # in the source's block
+    sample: int  # the window's number in the source's logits
     window: int
     slab: int
     region: Region
 
 
 class WindowSums:
-    """The slabs under way on this rank: weighted logits, and the weights, of its rows."""
+    """The slabs that are not complete yet: on each rank the weighted logits of its rows, and the sums of weights.
 
-    def __init__(self, course: WindowGrid, weights: Tensor, num_classes: int, mesh: Mesh) -> None:
-        self.course, self.weights, self.num_classes, self.mesh = course, weights, num_classes, mesh
+    The windows come in rounds: ``open`` names the windows of a round, ``deliver`` takes their logits, once for each
+    view (a network with its flips), ``close`` adds them up. ``weights`` ``W D H`` are those of a window's voxels.
+    """
+
+    def __init__(self, window_grid: WindowGrid, weights: Tensor, num_classes: int, mesh: Mesh) -> None:
+        self.window_grid, self.weights, self.num_classes, self.mesh = window_grid, weights, num_classes, mesh
         self._slabs: dict[int, tuple[Tensor, Tensor]] = {}  # k w/s D H, w/s D H
-        self._regions: dict[tuple[int, int], Region] = {}  # of this round, by (window, slab)
-        self._windows: dict[tuple[int, int], Tensor] = {}  # sums over the views, in these regions
+        self._regions: dict[tuple[int, int], Region] = {}  # of this round, by window and slab
+        self._logits: dict[tuple[int, int], Tensor] = {}  # the sums over views in these regions
 
     def open(self, windows: Sequence[int]) -> None:
         """Begins a round over ``windows``."""
+        whole_window = whole_box(self.window_grid.tile)
         for window in windows:
-            for slab, region in self.course.pieces(window, whole_box(self.course.tile), self.mesh.world.index):
+            for slab, region in self.window_grid.pieces(window, whole_window, self.mesh.world.index):
                 self._regions[window, slab] = region
 
     def deliver(self, logits: Tensor | None, blocks: Sequence[Block], turns: Sequence[Sequence[int]]) -> None:
-        """Takes this rank's logits of its group's windows, ``b k W/s D/s H/s``, to the ranks that need them.
+        """Sends this rank's logits ``b k W/s D/s H/s`` of its group's windows to the ranks that add them up.
 
-        ``blocks`` says where each rank of a group has logits; ``turns`` are the windows of each group.
+        ``logits`` is None where the group has no window. ``blocks`` says which logits each rank of a group holds,
+        ``turns`` lists the windows of each group.
         """
-        world, group = self.mesh.world, self.mesh.data.index
-        mine, wide = blocks[self.mesh.seq.index], self.weights.dtype
+        rank, group = self.mesh.world.index, self.mesh.data.index
         sends: dict[int, list[Tensor]] = {}
-        for target in range(world.size):
-            routes = [r for r in self._routes(blocks, turns[group], group, target) if r.source == world.index]
-            sends[target] = []
-            for route in routes:
-                assert logits is not None
-                corner = [at + low for at, (low, _) in zip(self.course.corners[route.window], mine.box)]
-                piece = logits[route.sample][(slice(None), *within(route.region, corner))]
-                sends[target].append(piece.to(wide))
-        coming: dict[int, list[_Route]] = defaultdict(list)
+        for target in range(self.mesh.world.size):
+            pieces = [p for p in self._pieces(blocks, turns[group], group, target) if p.source == rank]
+            sends[target] = [self._cut(logits, blocks[self.mesh.seq.index].box, piece) for piece in pieces]
+        awaited: dict[int, list[_Piece]] = defaultdict(list)
         for number, turn in enumerate(turns):
-            for route in self._routes(blocks, turn, number, world.index):
-                coming[route.source].append(route)
-        pieces = self._exchange(sends, coming)
-        for source, routes in sorted(coming.items()):
-            for route, piece in zip(routes, pieces[source]):
-                self._add(route, piece)
+            for piece in self._pieces(blocks, turn, number, rank):
+                awaited[piece.source].append(piece)
+        received = self._exchange(sends, awaited)
+        for source, pieces in sorted(awaited.items()):
+            for piece, values in zip(pieces, received[source]):
+                self._add(piece, values)
 
-    def _add(self, route: _Route, piece: Tensor) -> None:
-        at = route.window, route.slab
-        region = self._regions[at]
-        if at not in self._windows and route.region == region:
-            self._windows[at] = piece
+    def _cut(self, logits: Tensor | None, box: Region, piece: _Piece) -> Tensor:
+        """Returns a piece of this rank's logits, which lie in ``box`` of each window."""
+        assert logits is not None
+        corner = [start + low for start, (low, _) in zip(self.window_grid.corners[piece.window], box)]
+        return logits[piece.sample][(slice(None), *within(piece.region, corner))].to(self.weights.dtype)
+
+    def _add(self, piece: _Piece, values: Tensor) -> None:
+        """Adds a piece to the round's logits; the first one that fills its region is taken without a copy."""
+        key = piece.window, piece.slab
+        region = self._regions[key]
+        if key not in self._logits and piece.region == region:
+            self._logits[key] = values
             return
-        if at not in self._windows:
-            self._windows[at] = self._zeros(region)
-        self._windows[at][(slice(None), *within(route.region, [low for low, _ in region]))] += piece
+        if key not in self._logits:
+            self._logits[key] = self._zeros(region)
+        self._logits[key][(slice(None), *within(piece.region, [low for low, _ in region]))] += values
 
-    def _routes(self, blocks: Sequence[Block], turn: Sequence[int], group: int, target: int) -> Iterator[_Route]:
-        """Yields the pieces of a group's windows that ``target`` needs.
+    def _pieces(self, blocks: Sequence[Block], turn: Sequence[int], group: int, target: int) -> Iterator[_Piece]:
+        """Yields the pieces of a group's windows that the rank ``target`` needs.
 
-        Where several ranks hold the same logits, those that need a piece have it, and the others are served by
-        turns: nothing travels twice.
+        Where several ranks hold the same logits, a rank that needs a piece and holds it keeps it, and the others are
+        served by these ranks in turn: nothing travels twice.
         """
-        size = self.mesh.seq.size
         holders: dict[Block, list[int]] = defaultdict(list)
-        for place, block in enumerate(blocks):
-            holders[block].append(group * size + place)
+        for number, block in enumerate(blocks):
+            holders[block].append(group * self.mesh.seq.size + number)
         for block, ranks in holders.items():
             source = target if target in ranks else ranks[target % len(ranks)]
-            first, end = block.samples
-            for sample in range(first, min(end, len(turn))):
-                for slab, region in self.course.pieces(turn[sample], block.box, target):
-                    yield _Route(source, sample - first, turn[sample], slab, region)
+            first, end = block.windows
+            for number in range(first, min(end, len(turn))):
+                for slab, region in self.window_grid.pieces(turn[number], block.box, target):
+                    yield _Piece(source, number - first, turn[number], slab, region)
 
-    def _exchange(self, sends: dict[int, list[Tensor]], coming: dict[int, list[_Route]]) -> dict[int, Sequence[Tensor]]:
-        """Returns what came from each rank, piece by piece; between two ranks it is one message."""
+    def _exchange(
+        self, sends: dict[int, list[Tensor]], awaited: dict[int, list[_Piece]]
+    ) -> dict[int, Sequence[Tensor]]:
+        """Returns the awaited pieces by source, its own included; two ranks exchange one message."""
         world = self.mesh.world
-        going = {q: torch.cat([piece.flatten() for piece in sends[q]]) for q in world.peers if sends[q]}
-        shapes = {
-            q: [(self.num_classes, *(high - low for low, high in route.region)) for route in routes]
-            for q, routes in coming.items()
+        messages = {rank: torch.cat([x.flatten() for x in sends[rank]]) for rank in world.peers if sends[rank]}
+        shapes = {source: [self._shape(piece.region) for piece in pieces] for source, pieces in awaited.items()}
+        buffers = {
+            source: self.weights.new_empty(sum(map(math.prod, shapes[source])))
+            for source in awaited
+            if source != world.index
         }
-        buffers = {q: self.weights.new_empty(sum(map(math.prod, shapes[q]))) for q in coming if q != world.index}
-        post(going, buffers, world, "windows").wait()
-        pieces: dict[int, Sequence[Tensor]] = {world.index: sends[world.index]}
-        for q, buffer in buffers.items():
-            cut = buffer.split([math.prod(shape) for shape in shapes[q]])
-            pieces[q] = [piece.view(shape) for piece, shape in zip(cut, shapes[q])]
-        return pieces
+        post(messages, buffers, world, "windows").wait()
+        received: dict[int, Sequence[Tensor]] = {world.index: sends[world.index]}
+        for source, buffer in buffers.items():
+            flat = buffer.split([math.prod(shape) for shape in shapes[source]])
+            received[source] = [values.view(shape) for values, shape in zip(flat, shapes[source])]
+        return received
 
     def close(self) -> None:
-        """Ends a round: its windows are weighted and added, in window order."""
+        """Ends a round: weights its windows and adds them up, in window order."""
         for (window, slab), region in self._regions.items():
-            if len(self.course.corners) == 1:  # a mean of one needs no weights
-                self._slabs[slab] = self._windows[window, slab], self.weights.new_ones(())
+            if len(self.window_grid.corners) == 1:  # a mean of one needs no weights
+                self._slabs[slab] = self._logits[window, slab], self.weights.new_ones(())
                 continue
             if slab not in self._slabs:
-                bounds, at = self.course.bounds[slab], self.mesh.world.index
-                empty = self._zeros(((bounds[at], bounds[at + 1]), *whole_box(self.course.shape[1:])))
-                self._slabs[slab] = empty, torch.zeros_like(empty[0])
+                zeros = self._zeros(self._slab_region(slab))
+                self._slabs[slab] = zeros, torch.zeros_like(zeros[0])
             logits, weights = self._slabs[slab]
-            weight = self.weights[within(region, self.course.corners[window])]
-            rows = self.course.bounds[slab][self.mesh.world.index]
-            here = within(region, [rows, *[0] * (len(region) - 1)])
+            weight = self.weights[within(region, self.window_grid.corners[window])]
+            place = within(region, [low for low, _ in self._slab_region(slab)])
             # Product and sum apart: fused, they round otherwise at the end of a vector than within it.
-            logits[(slice(None), *here)] += weight * self._windows[window, slab]
-            weights[here] += weight
-        self._regions, self._windows = {}, {}
+            logits[(slice(None), *place)] += weight * self._logits[window, slab]
+            weights[place] += weight
+        self._regions, self._logits = {}, {}
 
     def finish(self, slab: int, num_views: int) -> Tensor:
-        """Returns the mean logits ``k w/s D H`` of a slab whose windows have all been added, and forgets it."""
-        bounds, at = self.course.bounds[slab], self.mesh.world.index
-        if slab not in self._slabs:
-            return self._zeros(((bounds[at], bounds[at + 1]), *whole_box(self.course.shape[1:])))
+        """Returns the mean logits ``k w/s D H`` of a complete slab, and forgets it."""
+        if slab not in self._slabs:  # this rank has no rows of it
+            return self._zeros(self._slab_region(slab))
         logits, weights = self._slabs.pop(slab)
         return logits.div_(weights.mul_(num_views))
 
+    def _slab_region(self, slab: int) -> Region:
+        """Returns this rank's rows of a slab, as a region of the volume."""
+        return (self.window_grid.rows(slab, self.mesh.world.index), *whole_box(self.window_grid.shape[1:]))
+
+    def _shape(self, region: Region) -> tuple[int, ...]:
+        return (self.num_classes, *(high - low for low, high in region))
+
     def _zeros(self, region: Region) -> Tensor:
-        return self.weights.new_zeros((self.num_classes, *(high - low for low, high in region)))
+        return self.weights.new_zeros(self._shape(region))

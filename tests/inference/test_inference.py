@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.plain import PlainDecoder
-from seqpar.launch.inference.logits_to_labels import join_labels, to_labels
+from seqpar.launch.inference.logits_to_labels import slabs_to_labels, to_labels
 from seqpar.launch.inference.sliding_window import join_rows, sliding_window, whole_volume
 from seqpar.launch.inference.windows import Sliding, WindowGrid, window_starts, window_weights
 from seqpar.launch.models.segmentation import SegmentationNet
@@ -126,7 +126,7 @@ def compare(mesh: Mesh) -> tuple[list[Tensor], list[Tensor]]:
         image = volume(*shape)
         logits.append(slide(mesh, image, sliding))
         net = build(mesh).float()
-        labels.append(join_labels(sliding_window([net], image.float(), sliding, mesh), mesh))
+        labels.append(slabs_to_labels(sliding_window([net], image.float(), sliding, mesh), shape, shape, mesh))
     logits.append(slide(mesh, volume(11, 14, 9), Sliding(TILE, mirror=(1, 2)), nets=2))
     logits.append(slide(mesh, volume(11, 14, 9), Sliding(TILE, mirror=(0,)), "gather", "ordered"))
     return logits, labels
@@ -243,18 +243,18 @@ def test_memory_is_that_of_the_rows_under_a_window() -> None:
     """Each row has one owner, rows come in order, and those that lie open are fewer than two tiles hold."""
     shapes = [(50, 9, 9), (5, 9, 9), (64, 30, 8)]
     for shape, overlap, num_ranks in itertools.product(shapes, (0.0, 0.5, 0.7), (1, 3, 16)):
-        course = WindowGrid.of(shape, Sliding(TILE, overlap), num_ranks)
-        rows = [row for bounds in course.bounds for row in range(bounds[0], bounds[-1])]
-        assert rows == list(range(shape[0])) and all(len(bounds) == num_ranks + 1 for bounds in course.bounds)
+        window_grid = WindowGrid.of(shape, Sliding(TILE, overlap), num_ranks)
+        rows = [row for bounds in window_grid.bounds for row in range(bounds[0], bounds[-1])]
+        assert rows == list(range(shape[0])) and all(len(bounds) == num_ranks + 1 for bounds in window_grid.bounds)
         opened: set[int] = set()
-        for window in range(len(course.corners)):
+        for window in range(len(window_grid.corners)):
             for rank in range(num_ranks):
-                opened |= {slab for slab, _ in course.pieces(window, tuple((0, side) for side in TILE), rank)}
-            assert min(opened) >= course.num_finished(window)  # what is finished is not touched again
-            opened -= set(range(course.num_finished(window + 1)))
-            held = sum(course.bounds[slab][-1] - course.bounds[slab][0] for slab in opened)
+                opened |= {slab for slab, _ in window_grid.pieces(window, tuple((0, side) for side in TILE), rank)}
+            assert min(opened) >= window_grid.num_complete(window)  # what is finished is not touched again
+            opened -= set(range(window_grid.num_complete(window + 1)))
+            held = sum(window_grid.bounds[slab][-1] - window_grid.bounds[slab][0] for slab in opened)
             assert held < 2 * TILE[0]
-        assert not opened and course.num_finished(len(course.corners)) == course.num_slabs
+        assert not opened and window_grid.num_complete(len(window_grid.corners)) == len(window_grid.bounds)
 
 
 def traffic(mesh: Mesh) -> int:

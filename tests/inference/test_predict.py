@@ -27,9 +27,9 @@ from seqpar.data.preparation.transforms import resample
 from seqpar.decoders.modes.choose import MODES
 from seqpar.launch import predict
 from seqpar.launch.inference import predict_cases
-from seqpar.launch.inference.logits_to_labels import decide
+from seqpar.launch.inference.logits_to_labels import slabs_to_labels
 from seqpar.launch.inference.sliding_window import Slab
-from seqpar.launch.inference.small_components import drop_small, smallest
+from seqpar.launch.inference.small_components import drop_small_components, parse_min_component
 from seqpar.launch.inference.whole_volume_memory import footprint
 from seqpar.launch.job import exit_codes
 from seqpar.launch.models.build import build
@@ -155,7 +155,10 @@ def voxels(path: Path) -> np.ndarray:
 
 def on_ranks(mesh: Mesh, *arguments: str) -> int:
     options = predict._parser().parse_args(list(arguments))
-    return predict.predict(options, predict._settings(options), read_run(options.run), mesh)
+    faults = predict_cases.predict_cases(
+        predict._request(options), predict._settings(options), read_run(options.run), mesh
+    )
+    return exit_codes.DATA if faults else 0
 
 
 @pytest.fixture
@@ -199,7 +202,7 @@ def cut_into_slabs(mesh: Mesh, scores: Tensor, cuts: tuple[int, ...], to_shape: 
             yield Slab(bounds, scores[:, bounds[mesh.world.index] : bounds[mesh.world.index + 1]])
 
     kept: list[tuple[int, Tensor]] = []
-    ids = decide(slabs(), scores.shape[1:], to_shape, mesh, keep=lambda first, rows: kept.append((first, rows)))
+    ids = slabs_to_labels(slabs(), scores.shape[1:], to_shape, mesh, (), lambda first, rows: kept.append((first, rows)))
     if mesh.is_first:
         kept.sort(key=lambda pair: pair[0])
         whole = torch.cat([rows for _, rows in kept], 1)
@@ -478,10 +481,10 @@ def test_outputs_that_would_share_a_file_are_refused_before_anything(names: Any,
 def test_small_components_become_background() -> None:
     ids = np.zeros((9, 9, 9), np.int16)
     ids[0:2, 0:2, 0:2], ids[2, 2, 2], ids[5, 5, 5], ids[7:9, 7:9, 8] = 1, 1, 1, 2
-    found = drop_small(ids, 4)
+    found = drop_small_components(ids, 4)
     assert found[2, 2, 2] == 1 and found[5, 5, 5] == 0 and (found == 2).sum() == 4 and (found == 1).sum() == 9
-    assert (drop_small(ids, 5) == 2).sum() == 0 and np.array_equal(drop_small(ids, 1), ids)
-    assert [smallest(text, 0.5) for text in ("0", "50", "50mm3", "20voxels", "0.7")] == [0, 100, 100, 20, 2]
+    assert (drop_small_components(ids, 5) == 2).sum() == 0 and np.array_equal(drop_small_components(ids, 1), ids)
+    assert [parse_min_component(text, 0.5) for text in ("0", "50", "50mm3", "20voxels", "0.7")] == [0, 100, 100, 20, 2]
 
 
 REGIONS = {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}
@@ -495,13 +498,13 @@ def test_a_small_component_of_a_region_costs_no_other_region_a_voxel() -> None:
     ids[2, 2, 2:4] = 3  # ET in the oedema: a core of two voxels, WT alone keeps them
     ids[11, 2, 2] = 1  # the same without ET
     ids[15, 11, 10:12] = (3, 1)  # a tumour of two voxels
-    found = drop_small(ids, 5, REGIONS.values(), (2, 1, 3))
+    found = drop_small_components(ids, 5, REGIONS.values(), (2, 1, 3))
     assert found.dtype == ids.dtype and found[6, 6, 6] == 1 and not found[15].any()
     assert (found[2, 2, 2:4] == 2).all() and found[11, 2, 2] == 2
     assert np.array_equal(found[:14] > 0, ids[:14] > 0) and np.isin(found, REGIONS["TC"]).sum() == 125
-    assert np.array_equal(drop_small(ids, 2, REGIONS.values(), (2, 1, 3)) == 0, ids == 0)
+    assert np.array_equal(drop_small_components(ids, 2, REGIONS.values(), (2, 1, 3)) == 0, ids == 0)
     odd = np.where(ids == 3, 9, ids)  # what no region holds stays as it is
-    assert (drop_small(odd, 5, [(1, 2)], [2])[6, 6, 6]) == 9
+    assert (drop_small_components(odd, 5, [(1, 2)], [2])[6, 6, 6]) == 9
 
 
 def test_regions_are_filtered_in_the_file(tmp_path, echo) -> None:
