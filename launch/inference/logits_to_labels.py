@@ -83,7 +83,7 @@ class _SlabResampler:
     def __init__(self, shape: Sequence[int], to_shape: Sequence[int], mesh: Mesh) -> None:
         self.to_shape, self.mesh = tuple(to_shape), mesh
         self.is_identity = tuple(shape) == self.to_shape
-        self.lower, self.upper, self.weight = neighbours(shape[0], self.to_shape[0])  # of each new row
+        self.below, self.above, self.weight = neighbours(shape[0], self.to_shape[0])  # of each new row
         self._slab_end: Tensor | None = None  # k 1 D H, on the first rank: the last row of the slab before
         self._logits = torch.empty(0)  # k w/s D H, the rows from which this rank interpolates
         self._first_row = 0  # the number of the first of them
@@ -97,7 +97,7 @@ class _SlabResampler:
         row_before = self._exchange_last_rows(slab)
         self._first_row = slab.bounds[rank] - (0 if row_before is None else 1)
         self._logits = slab.logits if row_before is None else torch.cat([row_before, slab.logits], 1)
-        return tuple(np.searchsorted(self.upper, slab.bounds).tolist())
+        return tuple(np.searchsorted(self.above, slab.bounds).tolist())
 
     def _exchange_last_rows(self, slab: Slab) -> Tensor | None:
         """Returns the row before this rank's rows; the first rank keeps the slab's last row for the next slab."""
@@ -120,8 +120,8 @@ class _SlabResampler:
         """Returns logits ``k w D H`` of the new rows low to high."""
         if self.is_identity:
             return self._logits[:, low - self._first_row : high - self._first_row]
-        lower, upper = (index[low:high] - self._first_row for index in (self.lower, self.upper))
-        rows = blend(self._logits, 1, lower, upper, self.weight[low:high])
+        below, above = (index[low:high] - self._first_row for index in (self.below, self.above))
+        rows = blend(self._logits, 1, below, above, self.weight[low:high])
         return resample(rows, self.to_shape[1:])
 
 
