@@ -1,6 +1,10 @@
-"""Intervals of a dimension that is spread over ranks, as other ranks need them: halos, with their adjoint."""
+"""The halo exchange: the rows that a rank needs of a dimension that is spread over ranks, with its adjoint.
+
+A rank's *part* is what it owns of the dimension, its *window* what an operation reads there.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,144 +15,131 @@ from torch.autograd.function import once_differentiable
 from seqpar.mesh import Group
 from seqpar.messages import post
 
-Interval = tuple[int, int]
+Interval = tuple[int, int]  # half-open
+Rows = Mapping[int, Interval]  # by place in the group
 Margins = Sequence[tuple[int, int, int]]  # dimension, how many before, how many behind
 
 
-def window(
-    x: Tensor,
-    group: Group,
-    dim: int,
-    owned: Mapping[int, Interval],
-    needed: Mapping[int, Interval],
-    kind: str = "window",
-    fill: float = 0.0,
-    margins: Margins = (),
-) -> Tensor:
-    """Returns the interval ``needed[me]`` of a dimension of which each rank holds ``owned``.
+@dataclass(frozen=True)
+class HaloPlan:
+    """Which rows of dimension ``dim`` this rank sends and receives; the adjoint swaps the two.
 
-    The mappings go from places in ``group`` to half-open intervals; ranks that are not in them take no part.
-    Needs may be smaller than what is owned, lie elsewhere, or reach over several neighbours. ``margins`` of
-    ``fill`` are laid around the result, along any dimensions, without another copy.
-
-    *forward:* each rank sends what of its interval others need.
-    *backward:* the gradient of every received slice goes back and is added.
+    ``send``: for each place in the group, the rows of this rank's part that it needs. ``receive``: the rows of this
+    rank's window that it owns. This rank itself is among both with the rows that it keeps; ranks that exchange
+    nothing are left out. ``margins`` are laid around the window, along any dimensions, and sent nowhere.
     """
-    return _Window.apply(x, group, dim, dict(owned), dict(needed), kind, fill, margins)  # type: ignore[no-any-return]
+
+    dim: int
+    part_extent: int
+    window_extent: int  # without margins
+    send: Rows
+    receive: Rows
+    margins: Margins = ()
+
+    @classmethod
+    def of(cls, group: Group, dim: int, owned: Rows, needed: Rows, margins: Margins = ()) -> "HaloPlan":
+        """Returns the plan of a dimension of which each rank holds ``owned`` and needs ``needed``.
+
+        Both are intervals of the whole dimension by place in ``group``; ranks that are not in them take no part.
+        What a rank needs may be smaller than what it owns, lie elsewhere, or reach over several neighbours.
+        """
+        part, window = owned[group.index], needed[group.index]
+        send = {place: _rows_of(part, needed[place]) for place in owned}
+        receive = {place: _rows_of(window, owned[place]) for place in owned}
+        return cls(
+            dim, part[1] - part[0], window[1] - window[0], _without_empty(send), _without_empty(receive), tuple(margins)
+        )
+
+
+def window(x: Tensor, group: Group, plan: HaloPlan, kind: str = "window", fill: float = 0.0) -> Tensor:
+    """Returns this rank's window, of which ``x`` is its part; the margins around it hold ``fill``.
+
+    *forward:* each rank sends the rows of its part that others need.
+    *backward:* the gradient of every received row goes back to its owner, which adds up what comes.
+    """
+    return _Window.apply(x, group, plan, kind, fill)  # type: ignore[no-any-return]
 
 
 class _Window(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        group: Group,
-        dim: int,
-        owned: dict[int, Interval],
-        needed: dict[int, Interval],
-        kind: str,
-        fill: float,
-        margins: Margins,
-    ) -> Tensor:
-        ctx.how = group, dim, owned, needed, kind, margins
+    def forward(ctx: Any, x: Tensor, group: Group, plan: HaloPlan, kind: str, fill: float) -> Tensor:
+        ctx.how = group, plan, kind
         ctx.shape = x.shape
-        return open_window(x, group, dim, owned, needed, kind, fill, margins)
+        return open_window(x, group, plan, kind, fill)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         result = close_window(grad, *ctx.how)
         assert result.shape == ctx.shape, (result.shape, ctx.shape)
-        return result, None, None, None, None, None, None, None
+        return result, None, None, None, None
 
 
-def _overlap(a: Interval, b: Interval) -> Interval:
-    low = max(a[0], b[0])
-    return low, max(low, min(a[1], b[1]))
+def open_window(x: Tensor, group: Group, plan: HaloPlan, kind: str = "window", fill: float = 0.0) -> Tensor:
+    """Returns ``window``'s result, without a gradient."""
+    assert x.shape[plan.dim] == plan.part_extent, (x.shape, plan)
+    shape = list(x.shape)
+    shape[plan.dim] = plan.window_extent
+    for dim, before, behind in plan.margins:
+        shape[dim] += before + behind
+    result = inner = _empty_like(x, shape)
+    for dim, before, behind in plan.margins:
+        inner.narrow(dim, 0, before).fill_(fill)
+        inner.narrow(dim, shape[dim] - behind, behind).fill_(fill)
+        inner = inner.narrow(dim, before, shape[dim] - before - behind)
+    _exchange(x, plan.send, inner, plan.receive, group, plan.dim, kind, add=False)
+    return result
 
 
-def _room(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns an empty tensor of that shape whose values lie in the order of those of ``x``."""
+def close_window(grad: Tensor, group: Group, plan: HaloPlan, kind: str = "window") -> Tensor:
+    """Returns the adjoint of ``open_window``: what all ranks' windows have for this rank's part, added."""
+    for dim, before, behind in plan.margins:
+        grad = grad.narrow(dim, before, grad.shape[dim] - before - behind)
+    assert grad.shape[plan.dim] == plan.window_extent, (grad.shape, plan)
+    shape = list(grad.shape)
+    shape[plan.dim] = plan.part_extent
+    result = _empty_like(grad, shape).zero_()
+    _exchange(grad, plan.receive, result, plan.send, group, plan.dim, kind, add=True)
+    return result
+
+
+def _exchange(
+    source: Tensor, send: Rows, target: Tensor, receive: Rows, group: Group, dim: int, kind: str, add: bool
+) -> None:
+    """Sends rows of ``source``, and writes those that come into ``target``, or adds them in the order of ranks.
+
+    The rows that this rank keeps are always written: ``target`` holds zeros where others are added.
+    """
+    pieces = {place: source.narrow(dim, low, high - low) for place, (low, high) in send.items()}
+    slots = {place: target.narrow(dim, low, high - low) for place, (low, high) in receive.items()}
+    if group.index in slots:
+        slots.pop(group.index).copy_(pieces.pop(group.index))
+    buffers = {
+        place: slot
+        if slot.is_contiguous() and not add
+        else torch.empty_like(slot, memory_format=torch.contiguous_format)
+        for place, slot in slots.items()
+    }
+    post({place: piece.contiguous() for place, piece in pieces.items()}, buffers, group, kind).wait()
+    for place in sorted(slots):
+        if add:
+            slots[place].add_(buffers[place])
+        elif buffers[place] is not slots[place]:
+            slots[place].copy_(buffers[place])
+
+
+def _rows_of(interval: Interval, other: Interval) -> Interval:
+    """Returns which rows of ``interval``, counted from its begin, lie in ``other`` too."""
+    low = max(interval[0], other[0])
+    return low - interval[0], max(low, min(interval[1], other[1])) - interval[0]
+
+
+def _without_empty(rows: Rows) -> Rows:
+    return {place: (low, high) for place, (low, high) in rows.items() if high > low}
+
+
+def _empty_like(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns an empty tensor of that shape in the memory format of ``x``."""
     last = x.ndim == 5 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
     order = torch.channels_last_3d if last else torch.contiguous_format
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order)
-
-
-def open_window(
-    x: Tensor,
-    group: Group,
-    dim: int,
-    owned: Mapping[int, Interval],
-    needed: Mapping[int, Interval],
-    kind: str = "window",
-    fill: float = 0.0,
-    margins: Margins = (),
-) -> Tensor:
-    """Returns ``window``'s result, without a gradient."""
-    me, mine, want = group.index, owned[group.index], needed[group.index]
-    assert x.shape[dim] == mine[1] - mine[0], (x.shape, dim, owned)
-    shape = list(x.shape)
-    shape[dim] = want[1] - want[0]
-    for side, before, behind in margins:
-        shape[side] += before + behind
-    whole = result = _room(x, shape)
-    for side, before, behind in margins:
-        result.narrow(side, 0, before).fill_(fill)
-        result.narrow(side, shape[side] - behind, behind).fill_(fill)
-        result = result.narrow(side, before, shape[side] - before - behind)
-    sends, receives, places = {}, {}, {}
-    for q in owned:
-        low, high = _overlap(mine, needed[q])
-        piece = x.narrow(dim, low - mine[0], high - low) if high > low else None
-        low, high = _overlap(owned[q], want)
-        place = result.narrow(dim, low - want[0], high - low) if high > low else None
-        if q == me:
-            if place is not None and piece is not None:
-                place.copy_(piece)
-            continue
-        if piece is not None:
-            sends[q] = piece.contiguous()
-        if place is not None:
-            receives[q], places[q] = place.contiguous(), place
-    post(sends, receives, group, kind).wait()
-    for q, place in places.items():
-        if receives[q].data_ptr() != place.data_ptr():
-            place.copy_(receives[q])
-    return whole
-
-
-def close_window(
-    grad: Tensor,
-    group: Group,
-    dim: int,
-    owned: Mapping[int, Interval],
-    needed: Mapping[int, Interval],
-    kind: str = "window",
-    margins: Margins = (),
-) -> Tensor:
-    """Returns the adjoint of ``open_window``: what all ranks have for this one's interval, added."""
-    for side, before, behind in margins:
-        grad = grad.narrow(side, before, grad.shape[side] - before - behind)
-    me, mine, want = group.index, owned[group.index], needed[group.index]
-    assert grad.shape[dim] == want[1] - want[0], (grad.shape, dim, needed)
-    shape = list(grad.shape)
-    shape[dim] = mine[1] - mine[0]
-    result = _room(grad, shape).zero_()
-    sends, receives, places = {}, {}, {}
-    for q in owned:
-        low, high = _overlap(owned[q], want)
-        piece = grad.narrow(dim, low - want[0], high - low) if high > low else None
-        low, high = _overlap(mine, needed[q])
-        place = result.narrow(dim, low - mine[0], high - low) if high > low else None
-        if q == me:
-            if place is not None and piece is not None:
-                place.copy_(piece)
-            continue
-        if piece is not None:
-            sends[q] = piece.contiguous()
-        if place is not None:
-            receives[q], places[q] = torch.empty_like(place, memory_format=torch.contiguous_format), place
-    post(sends, receives, group, kind).wait()
-    for q in sorted(places):
-        places[q].add_(receives[q])
-    return result

@@ -145,7 +145,7 @@ class _Convolve(Function):
         window = how.halos.open(x)
         ctx.how, ctx.biased = how, bias is not None
         ctx.save_for_backward(window if how.keep_window else x, weight)
-        inner_bias = None if how.crop.moves else bias  # places that no input reaches hold the bias too
+        inner_bias = None if how.crop.plans else bias  # places that no input reaches hold the bias too
         y = laid_out(convolve(window, weight, inner_bias, how.sizes), x)
         ctx.frame = y.shape
         y = how.crop.open(y)
@@ -162,7 +162,7 @@ class _Convolve(Function):
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
         whole_grad = how.crop.close(grad)  # of all that the window gives
         assert whole_grad.shape == ctx.frame, (whole_grad.shape, ctx.frame)
-        inner_bias = for_bias and not how.crop.moves
+        inner_bias = for_bias and not how.crop.plans
         wanted = for_x, for_weight, inner_bias
         dx, dweight, dbias = gradients(whole_grad, window, weight, ctx.biased, how.sizes, wanted)
         if for_bias and not inner_bias:

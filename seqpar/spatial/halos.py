@@ -1,24 +1,17 @@
 """The halo exchanges of one operation."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from seqpar.halo_exchange import Interval, Margins, close_window, open_window, window
+from seqpar.halo_exchange import HaloPlan, Interval, Rows, close_window, open_window, window
 from seqpar.mesh import Group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.reach import Reach
 
-
-@dataclass(frozen=True)
-class Move:
-    """One exchange: along which dimension of ``b c W D H``, what each rank holds of it and what it needs."""
-
-    dim: int
-    owned: Mapping[int, Interval]
-    needed: Mapping[int, Interval]
+_Move = tuple[int, Rows, Rows]  # dimension of ``b c W D H``, what each rank holds of it, what it needs
 
 
 @dataclass(frozen=True)
@@ -30,8 +23,7 @@ class Halos:
     """
 
     group: Group
-    moves: tuple[Move, ...] = ()
-    margins: tuple[tuple[int, int, int], ...] = ()
+    plans: tuple[HaloPlan, ...] = ()
 
     @classmethod
     def of(cls, grid: BoxGrid, reaches: Sequence[Reach]) -> "Halos":
@@ -42,21 +34,25 @@ class Halos:
             if not reach.local and reach.needed != owned:
                 line, volume = grid.line(dim), (0, edges[-1])
                 inside = [_clip(needed, volume) for needed in reach.needed]
-                moves.append(Move(dim + 2, dict(zip(line, owned)), dict(zip(line, inside))))
+                moves.append((dim + 2, dict(zip(line, owned)), dict(zip(line, inside))))
                 margins.append((dim + 2, *_outside(reach.needed[grid.place[dim]], volume)))
-        return cls(grid.group, tuple(moves), tuple(m for m in margins if m[1:] != (0, 0)))
+        return cls._of_moves(grid.group, moves, margins)
 
     @classmethod
     def crop(cls, given: Sequence[Interval], wanted: Sequence[Interval]) -> "Halos":
         """Returns the move, without any message, from what this rank has to the part of it that counts."""
         differ = [(dim + 2, have, want) for dim, (have, want) in enumerate(zip(given, wanted)) if have != want]
-        moves = [Move(dim, {0: have}, {0: _clip(want, have)}) for dim, have, want in differ]
+        moves = [(dim, {0: have}, {0: _clip(want, have)}) for dim, have, want in differ]
         margins = [(dim, *_outside(want, have)) for dim, have, want in differ]
-        return cls(Group("self"), tuple(moves), tuple(m for m in margins if m[1:] != (0, 0)))
+        return cls._of_moves(Group("self"), moves, margins)
 
-    def _each(self) -> Iterator[tuple[Move, Margins]]:
-        for move in self.moves:
-            yield move, self.margins if move is self.moves[-1] else ()
+    @classmethod
+    def _of_moves(cls, group: Group, moves: Sequence[_Move], margins: Sequence[tuple[int, int, int]]) -> "Halos":
+        around = [margin for margin in margins if margin[1:] != (0, 0)]
+        last = len(moves) - 1
+        return cls(
+            group, tuple(HaloPlan.of(group, *move, around if at == last else ()) for at, move in enumerate(moves))
+        )
 
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Returns the window of ``x``, filled outside of the volume.
@@ -64,20 +60,20 @@ class Halos:
         *forward:* ``window`` along each dimension.
         *backward:* their adjoints, in reverse.
         """
-        for move, margins in self._each():
-            x = window(x, self.group, move.dim, move.owned, move.needed, fill=fill, margins=margins)
+        for plan in self.plans:
+            x = window(x, self.group, plan, fill=fill)
         return x
 
     def open(self, x: Tensor) -> Tensor:
         """Returns the window of ``x`` with zeros outside of the volume, without a gradient."""
-        for move, margins in self._each():
-            x = open_window(x, self.group, move.dim, move.owned, move.needed, margins=margins)
+        for plan in self.plans:
+            x = open_window(x, self.group, plan)
         return x
 
     def close(self, grad: Tensor) -> Tensor:
         """Returns the adjoint of ``open``."""
-        for move, margins in reversed(list(self._each())):
-            grad = close_window(grad, self.group, move.dim, move.owned, move.needed, margins=margins)
+        for plan in reversed(self.plans):
+            grad = close_window(grad, self.group, plan)
         return grad
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from seqpar import collectives as c
-from seqpar import halo_exchange, remaps
+from seqpar import remaps
+from seqpar.halo_exchange import HaloPlan, window
 from seqpar.mesh import Group, Mesh
 from tests.support.ranks import relative
 
@@ -136,11 +137,12 @@ def check_window(mesh: Mesh) -> None:
         x = whole.narrow(dim, low, high - low)
         want = whole.narrow(dim, needed[group.index][0], needed[group.index][1] - needed[group.index][0])
         group.traffic.clear()
-        assert torch.equal(halo_exchange.window(x, group, dim, owned, needed), want)
+        plan = HaloPlan.of(group, dim, owned, needed)
+        assert torch.equal(window(x, group, plan), want)
         overlaps = [min(high, b) - max(low, a) for q, (a, b) in needed.items() if q != group.index]
         expected = sum(max(0, n) for n in overlaps) * whole.numel() // extent * 8
         assert group.traffic["window"] == expected
-        assert adjoint_gap(mesh, x, lambda x: halo_exchange.window(x, group, dim, owned, needed)) < 1e-14
+        assert adjoint_gap(mesh, x, lambda x: window(x, group, plan)) < 1e-14
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -155,10 +157,10 @@ def check_margins(mesh: Mesh) -> None:
     low, high = needed[group.index]
     whole, mine = rows(5, 2 * group.size, 3), slice(*owned[group.index])
     margins = ((0, group.index, 1), (1, 0, 2))
-    got = halo_exchange.window(whole[mine], group, 0, owned, needed, fill=7.0, margins=margins)
+    plan = HaloPlan.of(group, 0, owned, needed, margins)
+    got = window(whole[mine], group, plan, fill=7.0)
     assert torch.equal(got, torch.nn.functional.pad(whole[low:high], (0, 2, group.index, 1), value=7.0))
-    zeros = lambda x: halo_exchange.window(x, group, 0, owned, needed, margins=margins)  # noqa: E731  linear without the fill
-    assert adjoint_gap(mesh, whole[mine], zeros) < 1e-14
+    assert adjoint_gap(mesh, whole[mine], lambda x: window(x, group, plan)) < 1e-14  # linear without the fill
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -175,8 +177,9 @@ def check_lines(mesh: Mesh) -> None:
     whole = rows(group.index % 2, 5, 2)
     low, high = owned[group.index]
     a, b = needed[group.index]
-    assert torch.equal(halo_exchange.window(whole[low:high], group, 0, owned, needed), whole[a:b])
-    assert adjoint_gap(mesh, whole[low:high], lambda x: halo_exchange.window(x, group, 0, owned, needed)) < 1e-14
+    plan = HaloPlan.of(group, 0, owned, needed)
+    assert torch.equal(window(whole[low:high], group, plan), whole[a:b])
+    assert adjoint_gap(mesh, whole[low:high], lambda x: window(x, group, plan)) < 1e-14
 
 
 def test_window_along_one_direction_of_a_grid_of_boxes(ranks: Callable[..., list]) -> None:
@@ -260,7 +263,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
         "scatter": c.scatter_sum(inputs, group, 1, [4]),
         "sum": c.all_sum(inputs, group),
         "all_to_all": c.all_to_all(inputs, group, [2], [2]),
-        "window": halo_exchange.window(inputs, group, 1, {0: (0, 4)}, {0: (0, 3)}),
+        "window": window(inputs, group, HaloPlan.of(group, 1, {0: (0, 4)}, {0: (0, 3)})),
         "remap": remaps.remap(inputs, group, 1, plan),
     }
     for output in outputs.values():
