@@ -274,10 +274,9 @@ class Trainer:
         with self._arithmetic():
             logits = self.stepped(self._cast(micro.image), None, key)
         parts = self.loss.parts(logits, label, self.loss_groups)
-        loss = parts.dice + parts.cross_entropy
-        (loss / self.config.accumulate).backward()
+        (parts.total / self.config.accumulate).backward()
         self.mesh.world.watch.clock.count_since_ready()
-        return torch.stack([loss, *parts]).detach().double()
+        return torch.stack(parts).detach().double()
 
     def _over_ranks(self, sums: Tensor, busy_s: float) -> Tensor:
         """Returns the sums over all ranks; on the way each rank's own seconds are compared, and a slow one named."""

@@ -106,7 +106,13 @@ class Validation:
             "dice_loss": float(torch.stack([parts.dice for parts in losses]).mean()),
             "ce_loss": float(torch.stack([parts.cross_entropy for parts in losses]).mean()),
         }
-        row = {"loss": sum(terms.values()), **terms, "dice": dice, "global_dice": pooled, "cases": len(rows)}
+        row = {
+            "loss": self.loss.weighted(*terms.values()),
+            **terms,
+            "dice": dice,
+            "global_dice": pooled,
+            "cases": len(rows),
+        }
         known = [value for value in dice.values() if value is not None]
         cells = [(name, dice[name], pooled[name]) for name in dice]
         width = max(len(name) for name in dice)

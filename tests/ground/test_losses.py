@@ -164,6 +164,17 @@ def test_the_loss_holds_logits_and_labels_alone() -> None:
     assert 0 <= held - logits_alone - 4 * 3 * label.numel() - 8 * label.numel() < 1000  # some sums of each class
 
 
+def test_the_weights_of_the_terms_act_wherever_the_loss_is_taken() -> None:
+    logits, label = (t[:1] for t in example())
+    loss = DiceCE(dice_weight=0.25, ce_weight=2.0, ignore_label=9)
+    plain = DiceCE(ignore_label=9).parts(logits, label)
+    want = 0.25 * plain.dice + 2.0 * plain.cross_entropy
+    assert plain.total == plain.dice + plain.cross_entropy != want
+    for parts in (loss.parts(logits, label), loss.of_sums(loss.sums(logits, label))):
+        assert relative(parts.total, want) < 1e-13 and relative(parts.dice, plain.dice) < 1e-13
+    assert loss(logits, label) == want and loss.weighted(1.0, 1.0) == 2.25
+
+
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="loss weights"):
         DiceCE(dice_weight=0, ce_weight=0)
