@@ -1,13 +1,12 @@
-"""What crosses ranks, each with its adjoint beside it and counted in bytes; `windows` and `remaps` are built on it.
+"""Collectives, each with its adjoint beside it, counted in bytes; halo exchange and remaps stand on the same messages.
 
-The gradient rule: every backward here is the true adjoint of its forward (gather <-> reduce-scatter, sum <->
-sum, window <-> window-add, all-to-all <-> the reversed one, remap <-> the reversed one, adding). Every rank holds
-a loss whose mean over ``data x seq`` is the loss, and parameter gradients are averaged over ``data x seq``. There
-is no other scale factor anywhere. Backward so differentiates the sum of all ranks' losses: the gradient at a
-part's input is the group's size times the one of a single process.
+The gradient rule: every backward here is the true adjoint of its forward (gather <-> reduce-scatter, sum <-> sum,
+all-to-all <-> the reversed one). Every rank holds a loss whose mean over ``data x seq`` is the loss, and parameter
+gradients are averaged over ``data x seq``. There is no other scale factor anywhere. Backward so differentiates the
+sum of all ranks' losses: the gradient at a part's input is the group's size times the one of a single process.
 
 All traffic between pairs goes through ``post``: on gloo that is faster than its own gathers at the same bytes, it
-takes uneven sizes, and sums come in rank order, so that they do not depend on timing. On a GPU, even gathers and
+takes uneven sizes, and sums are added in rank order, so that they do not depend on timing. On a GPU, even gathers and
 scatters use the library's own. A group of one moves nothing; tensors without data ("meta") are counted, not sent.
 """
 
@@ -29,7 +28,10 @@ _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "gather") -> Tensor:
-    """Returns all ranks' ``x`` joined along ``dim``, without a gradient; ``sizes`` are their extents there."""
+    """Returns all ranks' ``x`` joined along ``dim``, without a gradient.
+
+    ``sizes``: every rank's extent along ``dim``. ``kind``: under which name the bytes are counted.
+    """
     whole, pending = start_all_gather(x, group, dim, sizes, kind)
     pending.wait()
     return whole
@@ -38,7 +40,7 @@ def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: st
 def start_all_gather(
     x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "gather"
 ) -> tuple[Tensor, Pending]:
-    """Returns the whole tensor, filled once the messages beside it have been waited for."""
+    """Starts ``all_gather``; returns the whole tensor, which is filled once the messages have been waited for."""
     assert x.shape[dim] == sizes[group.index] and len(sizes) == group.size, (x.shape, dim, sizes)
     if group.size == 1:
         return x, Pending((), ())
@@ -49,7 +51,7 @@ def start_all_gather(
 
 
 def start_filling(whole: Tensor, group: Group, sizes: Sequence[int], kind: str) -> Pending:
-    """Returns the messages that fill ``whole`` with all ranks' rows; this rank's own lie in their place already."""
+    """Starts to fill ``whole`` with all ranks' rows, of which this rank's own are there already."""
     pieces = whole.split(list(sizes))
     mine = pieces[group.index]
     if _has_native(whole, group, sizes):
@@ -73,7 +75,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind
 
 
 def start_reduce_scatter(rows: Tensor, group: Group, sizes: Sequence[int], kind: str) -> Coming[Tensor]:
-    """Returns this rank's rows, under way, of the sum of all ranks' ``rows``, which must stay until then."""
+    """Starts ``reduce_scatter`` along dimension 0; ``rows`` must not change until the result is waited for."""
     pieces = rows.split(list(sizes))
     mine = pieces[group.index]
     if _has_native(rows, group, sizes):
@@ -102,9 +104,11 @@ def gather(
 ) -> Tensor:
     """Returns all ranks' ``x`` joined along ``dim``.
 
+    ``equal_gradients``: all ranks are known to hold the same gradient, as each computes the same of the whole.
+
     *forward:* all-gather.
-    *backward:* reduce-scatter (sum); where all ranks are known to hold the same gradient (each computes the same
-    function of the whole), this rank's slice times the group's size: the same number without communication.
+    *backward:* reduce-scatter (sum). With ``equal_gradients`` this rank's slice times the group's size, which is the
+    same number without communication.
     """
     return _Gather.apply(x, group, dim, tuple(sizes), equal_gradients, kind)  # type: ignore[no-any-return]
 
@@ -131,34 +135,6 @@ class _Gather(Function):
             mine = reduce_scatter(grad, group, dim, sizes, kind)
         assert mine.shape == part, (mine.shape, part)
         return mine, None, None, None, None, None
-
-
-def scatter_sum(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "scatter") -> Tensor:
-    """Returns this rank's piece along ``dim`` of the sum of all ranks' ``x``.
-
-    *forward:* reduce-scatter (sum).
-    *backward:* all-gather.
-    """
-    return _ScatterSum.apply(x, group, dim, tuple(sizes), kind)  # type: ignore[no-any-return]
-
-
-class _ScatterSum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: tuple[int, ...], kind: str) -> Tensor:
-        ctx.how = group, dim, sizes, kind
-        mine = reduce_scatter(x, group, dim, sizes, kind)
-        ctx.shapes = x.shape, mine.shape
-        return mine.view_as(mine)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, dim, sizes, kind = ctx.how
-        whole, part = ctx.shapes
-        assert grad.shape == part, (grad.shape, part)
-        result = all_gather(grad, group, dim, sizes, kind)
-        assert result.shape == whole, (result.shape, whole)
-        return result, None, None, None, None
 
 
 def all_sum(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
@@ -199,21 +175,27 @@ def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
     return result
 
 
-def all_to_all(x: Tensor, group: Group, give: Sequence[int], take: Sequence[int], kind: str = "all_to_all") -> Tensor:
-    """Returns what each rank has for this one, in rank order along dim 0; ``give`` and ``take`` are row counts.
+def all_to_all(
+    x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], kind: str = "all_to_all"
+) -> Tensor:
+    """Returns the rows that each rank has for this one, in rank order along dimension 0.
+
+    ``send``: how many rows of ``x`` each rank gets, in rank order. ``receive``: how many come from each.
 
     *forward:* all-to-all.
     *backward:* the reversed all-to-all.
     """
-    return _AllToAll.apply(x, group, tuple(give), tuple(take), kind)  # type: ignore[no-any-return]
+    return _AllToAll.apply(x, group, tuple(send), tuple(receive), kind)  # type: ignore[no-any-return]
 
 
 class _AllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, give: tuple[int, ...], take: tuple[int, ...], kind: str) -> Tensor:
-        ctx.how = group, take, give, kind
+    def forward(
+        ctx: Any, x: Tensor, group: Group, send: tuple[int, ...], receive: tuple[int, ...], kind: str
+    ) -> Tensor:
+        ctx.how = group, receive, send, kind
         ctx.shape = x.shape
-        return exchange_rows(x, group, give, take, kind)
+        return exchange_rows(x, group, send, receive, kind)
 
     @staticmethod
     @once_differentiable
@@ -225,20 +207,20 @@ class _AllToAll(Function):
 
 
 def exchange_rows(
-    x: Tensor, group: Group, give: Sequence[int], take: Sequence[int], kind: str = "all_to_all"
+    x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], kind: str = "all_to_all"
 ) -> Tensor:
-    """Returns the all-to-all of rows of dim 0, without a gradient."""
-    assert len(give) == len(take) == group.size and x.shape[0] == sum(give), (x.shape, give, take)
-    assert give[group.index] == take[group.index], (give, take)
+    """Returns ``all_to_all``'s result, without a gradient."""
+    assert len(send) == len(receive) == group.size and x.shape[0] == sum(send), (x.shape, send, receive)
+    assert send[group.index] == receive[group.index], (send, receive)
     rows = x.contiguous()
-    result = rows.new_empty((sum(take), *rows.shape[1:]))
-    outgoing, incoming = rows.split(list(give)), result.split(list(take))
+    result = rows.new_empty((sum(receive), *rows.shape[1:]))
+    outgoing, incoming = rows.split(list(send)), result.split(list(receive))
     incoming[group.index].copy_(outgoing[group.index])
     post({q: outgoing[q] for q in group.peers}, {q: incoming[q] for q in group.peers}, group, kind).wait()
     return result
 
 
 def whole(x: Tensor) -> Tensor:
-    """Returns all of a tensor of which every rank may hold a shard only (torch's DTensor), without a gradient."""
+    """Returns the whole of a tensor that may be sharded over ranks (torch's DTensor), without a gradient."""
     full: Callable[[], Tensor] | None = getattr(x, "full_tensor", None)
     return x.detach() if full is None else full().detach()

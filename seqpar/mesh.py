@@ -1,7 +1,7 @@
-"""Starts and stops processes, picks the device, builds the groups ``data`` x ``seq``, seeds.
+"""The mesh ``data`` x ``seq`` of all processes and its groups of ranks; equal seeds and first weights.
 
 ``seq`` is innermost: consecutive ranks share a tile, so that a sequence group stays inside a node. A group of
-one needs no process group; everything above takes the same path with it.
+one needs no process group, and everything above takes the same path with it. ``rendezvous`` builds a mesh.
 """
 
 import random
@@ -24,20 +24,16 @@ from seqpar.watchdog import Watch, these
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Ranks that share something, in order; ``index`` is this process's place among them.
-
-    ``places`` is set where the group is a part of another, and talks in pairs through that one's process group:
-    it says where the members stand there.
-    """
+    """Ranks that work together, in order, one of which is this process."""
 
     name: str
     ranks: tuple[int, ...] = (0,)
-    index: int = 0
+    index: int = 0  # this process's place among the ranks
     handle: dist.ProcessGroup | None = None
     traffic: Counter[str] = field(default_factory=Counter)  # bytes that this rank sent, by kind
-    places: tuple[int, ...] | None = None
+    places: tuple[int, ...] | None = None  # of a part: where its members stand in the group whose handle it uses
     watch: Watch = field(default_factory=Watch)
-    messages: Counter[str] = field(default_factory=Counter)  # how many that was, by kind
+    messages: Counter[str] = field(default_factory=Counter)  # that this rank sent, by kind
 
     @property
     def size(self) -> int:
@@ -45,11 +41,14 @@ class Group:
 
     @property
     def peers(self) -> list[int]:
-        """The other members' places, each rank beginning behind itself so that no one is asked by all at once."""
+        """The other members' places; each rank begins behind itself, so that no rank is asked by all at once."""
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
     def part(self, members: Sequence[int]) -> "Group":
-        """Returns the members at these places, this process among them, as a group that counts its bytes here."""
+        """Returns the members at these places as a group of its own, whose bytes are counted in this one.
+
+        This process must be among them. Such a group sends messages between pairs only.
+        """
         if list(members) == list(range(self.size)):
             return self
         ranks = tuple(self.ranks[place] for place in members)
@@ -58,12 +57,12 @@ class Group:
         return Group(self.name, ranks, place, self.handle, self.traffic, places, self.watch, self.messages)
 
     def count(self, kind: str, sent: int, messages: int) -> None:
-        """Adds what this rank sends."""
+        """Counts the bytes and messages that this rank sends."""
         self.traffic[kind] += sent
         self.messages[kind] += messages
 
     def leave(self) -> None:
-        """Lets the process group go, and its threads with it: one that outlives Python itself aborts the process."""
+        """Drops the process group and its threads: one that outlives Python aborts the process."""
         object.__setattr__(self, "handle", None)
 
     def __str__(self) -> str:
@@ -72,15 +71,14 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """All processes as ``data`` x ``seq``; a context manager that stops what ``start`` began."""
+    """All processes as ``data`` x ``seq``; a context manager that stops what ``rendezvous.start`` began."""
 
     launcher: Launcher
     device: torch.device
     world: Group
     data: Group
     seq: Group
-    hosts: tuple[str, ...] = ()
-    warm_up_s: dict[str, float] = field(default_factory=dict)
+    hosts: tuple[str, ...] = ()  # every rank's node
     store: Any = None  # for a thread beside the main one; None in a process alone
 
     @property
@@ -88,14 +86,14 @@ class Mesh:
         return self.world.index == 0
 
     def line(self) -> DeviceMesh:
-        """Returns all ranks, ``data`` x ``seq``, as torch's own mesh of one direction."""
+        """Returns all ranks, ``data`` x ``seq``, as a one-dimensional ``DeviceMesh`` of torch."""
         assert self.world.handle is not None
         return DeviceMesh.from_group(self.world.handle, self.device.type)
 
     def set_timeout(self, limit_s: float, act: Callable[[str], None] | None = None) -> None:
-        """From now on a rank that keeps the others waiting longer than this ends the run, and is named to ``act``.
+        """Limits every collective from now on to ``limit_s`` seconds; who keeps the others longer is named to ``act``.
 
-        Called by all ranks once everything has run once: starting, compiling and searching for kernels take longer
+        All ranks call this once everything has run once: starting, compiling and searching for kernels take longer
         than anything that comes later.
         """
         for group in (self.world, self.seq, self.data):
@@ -104,7 +102,7 @@ class Mesh:
         self.world.watch.begin(limit_s, act)
 
     def synchronize(self) -> None:
-        """Waits until the device has done all that it was given."""
+        """Waits until the device has done all its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -116,7 +114,7 @@ class Mesh:
             self.stop()
 
     def stop(self) -> None:
-        """Waits for all ranks, then leaves; without the barrier gloo aborts now and then."""
+        """Waits for all ranks and leaves the process group; without the barrier gloo aborts now and then."""
         if dist.is_initialized():
             with self.world.watch.waiting(False):
                 dist.all_reduce(torch.zeros(1), group=self.world.handle)  # on the CPU: gloo, also beside nccl
@@ -128,14 +126,14 @@ class Mesh:
 
 
 def seed(number: int) -> None:
-    """Seeds python, numpy and torch alike on every rank, so that all build equal weights."""
+    """Seeds Python, NumPy and torch; called alike on all ranks, so that they build equal weights."""
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number)
 
 
 def equal_weights(module: nn.Module, group: Group) -> None:
-    """Gives every rank of ``group`` the first one's parameters and buffers."""
+    """Copies the first rank's parameters and buffers to every rank of ``group``."""
     if group.size == 1:
         return
     group.watch.enter("first weights", group)

@@ -1,4 +1,4 @@
-"""Starts and joins processes, picks the device, builds the groups."""
+"""How processes find each other: the store where they meet, each rank's device, the groups of the mesh."""
 
 import os
 import socket
@@ -26,20 +26,22 @@ def start(
 ) -> Mesh:
     """Returns the mesh of the processes that torchrun, Slurm or MPI started, or of this one alone.
 
-    ``check`` announces every message and collective before it is sent: slow, and names ranks that differ.
+    ``seqpar``: ranks per sequence group. ``env``: the variables of the launcher, this process's own where None.
+    ``device``: auto, cpu or cuda. ``timeout_s``: for all steps of the start together. ``check``: announce every
+    message and collective before it is sent, which is slow and names ranks that differ.
     """
     launcher = read_launcher(os.environ if env is None else env)
     check_seqpar(seqpar, launcher.world)
     if launcher.warning:
         print(f"warning: {launcher.warning}", file=sys.stderr, flush=True)
-    place = pick_device(launcher, device)
+    own_device = pick_device(launcher, device)
     until = time.monotonic() + timeout_s
     store = _meet(launcher, timeout_s) if launcher.world > 1 else None
-    return join(launcher, store, seqpar, place, timeout_s, check, until)
+    return join(launcher, store, seqpar, own_device, timeout_s, check, until)
 
 
 def check_seqpar(seqpar: int, world: int) -> None:
-    """Refuses a sequence group that does not fit the ranks, naming the sizes that do."""
+    """Raises unless ``seqpar`` divides the number of ranks; names the sizes that do."""
     if seqpar < 1 or world % seqpar:
         fits = [size for size in range(1, world + 1) if world % size == 0]
         more = f", or start a multiple of {seqpar} ranks" if seqpar > 0 else ""
@@ -49,12 +51,15 @@ def check_seqpar(seqpar: int, world: int) -> None:
         )
 
 
-def pick_device(launcher: Launcher, wish: str = "auto") -> torch.device:
-    """Returns this rank's device and makes it current: index 0 where one is visible, else the local rank."""
-    if wish not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device {wish}: choose auto, cpu or cuda (cuda is also AMD's name in torch)")
-    visible = torch.cuda.device_count() if wish != "cpu" else 0
-    if wish == "cuda" and visible == 0:
+def pick_device(launcher: Launcher, kind: str = "auto") -> torch.device:
+    """Returns this rank's device and makes it current: index 0 where one GPU is visible, else the local rank.
+
+    ``kind``: auto, cpu or cuda.
+    """
+    if kind not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {kind}: choose auto, cpu or cuda (cuda is also AMD's name in torch)")
+    visible = torch.cuda.device_count() if kind != "cpu" else 0
+    if kind == "cuda" and visible == 0:
         raise ValueError("--device cuda: this process sees no GPU; ask the scheduler for one or use --device cpu")
     if visible == 0:
         return torch.device("cpu")
@@ -63,9 +68,9 @@ def pick_device(launcher: Launcher, wish: str = "auto") -> torch.device:
             f"local rank {launcher.local_rank} has no GPU of its own: {visible} are visible and "
             f"{launcher.local_world} ranks run on this node; start at most {visible} ranks a node"
         )
-    place = torch.device("cuda", 0 if visible == 1 else launcher.local_rank)
-    torch.cuda.set_device(place)
-    return place
+    device = torch.device("cuda", 0 if visible == 1 else launcher.local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _meet(launcher: Launcher, timeout_s: float) -> dist.Store:
@@ -87,7 +92,7 @@ def _meet(launcher: Launcher, timeout_s: float) -> dist.Store:
 
 
 def _check_name(launcher: Launcher) -> None:
-    """Refuses an address that this host cannot look up, which torch would try for minutes."""
+    """Raises where this host cannot look up the address, which torch would try for minutes."""
     try:
         socket.getaddrinfo(launcher.address, launcher.port)
     except OSError as error:
@@ -98,7 +103,7 @@ def _check_name(launcher: Launcher) -> None:
 
 
 def _await_listener(launcher: Launcher, timeout_s: float) -> None:
-    """Waits until rank 0 listens; torch's own client would wait twice as long, and fill the log meanwhile."""
+    """Waits until rank 0 listens; torch's own client waits twice as long and fills the log meanwhile."""
     until = time.monotonic() + timeout_s
     while True:
         try:
@@ -125,9 +130,10 @@ def join(
     check: bool = False,
     until: float | None = None,
 ) -> Mesh:
-    """Returns the mesh of ``launcher.world`` processes that meet at ``store`` (None where there is but one).
+    """Returns the mesh of ``launcher.world`` processes that meet at ``store``, which is None for a process alone.
 
-    ``until``: when the time is over that was there for meeting too; each step gets what is left, a tenth at least.
+    ``until``: when ``timeout_s`` ends, by ``time.monotonic``, where meeting has used some of it. Each step gets the
+    time that is left, and a tenth of ``timeout_s`` at least.
     """
     until = time.monotonic() + timeout_s if until is None else until
     check_seqpar(seqpar, launcher.world)
@@ -154,15 +160,17 @@ def join(
     if launcher.rank == 0:
         _warn_of_crossing(hosts, seqpar)
     groups = (world, seq, data)
-    warm = {g.name: warm_up(g, store, device, _left_s(until, timeout_s)) for g in groups if g.handle is not None}
+    for group in groups:
+        if group.handle is not None:
+            warm_up(group, store, device, _left_s(until, timeout_s))
     own = store.clone() if hasattr(store, "clone") else store  # never busy with what the main thread waits for
-    return Mesh(launcher, device, world, data, seq, hosts, warm, dist.PrefixStore("beside", own))
+    return Mesh(launcher, device, world, data, seq, hosts, dist.PrefixStore("beside", own))
 
 
 def pretend(size: int) -> Group:
-    """Returns a sequence group of which only the first rank is there: messages go nowhere and bring nothing.
+    """Returns a sequence group of which only the first rank exists: messages go nowhere and bring nothing.
 
-    It is for measuring that rank's own work, and can be had once in a process.
+    It serves to measure that rank's own work, and can be made once in a process.
     """
     if size == 1:
         return Group("seq")
@@ -173,7 +181,7 @@ def pretend(size: int) -> Group:
 
 
 def _roll_call(launcher: Launcher, store: dist.Store, timeout_s: float) -> tuple[str, ...]:
-    """Returns every rank's host; names those that never came."""
+    """Returns every rank's host; raises with the names of the ranks that never came."""
     keys = [f"host/{rank}" for rank in range(launcher.world)]
     store.set(keys[launcher.rank], launcher.host or socket.gethostname())
     try:
@@ -195,7 +203,7 @@ def _left_s(until: float, timeout_s: float) -> float:
 
 
 def _split(name: str, parts: Sequence[Sequence[int]], watch: Watch) -> Group:
-    """Returns the one of ``parts`` that holds this rank; every rank makes all process groups, in one order."""
+    """Returns the group among ``parts`` that this rank is in; every rank makes all process groups, in one order."""
     mine: Group | None = None
     limit = timedelta(seconds=watch.start_limit_s)  # else torch's, of half an hour
     for ranks in parts:
@@ -219,12 +227,11 @@ def _warn_of_crossing(hosts: Sequence[str], seqpar: int) -> None:
             )
 
 
-def warm_up(group: Group, store: dist.Store, device: torch.device, timeout_s: float) -> float:
-    """Returns the seconds of a first small sum over ``group``; names the group and the ranks that hang it."""
+def warm_up(group: Group, store: dist.Store, device: torch.device, timeout_s: float) -> None:
+    """Takes a first small sum over ``group``; raises with its name and the absent ranks where that hangs."""
     limit = timedelta(seconds=timeout_s)
     keys = [f"warm/{group}/{rank}" for rank in group.ranks]
     store.set(keys[group.index], "here")
-    began = time.perf_counter()
     try:
         store.wait(keys, limit)
         for place in {torch.device("cpu"), device}:
@@ -237,4 +244,3 @@ def warm_up(group: Group, store: dist.Store, device: torch.device, timeout_s: fl
         missing = [rank for rank, key in zip(group.ranks, keys) if not store.check([key])]
         why = f"{these(missing)} never came" if missing else str(error).splitlines()[0]
         raise TimeoutError(f"the {group} hangs in its first sum ({timeout_s:.0f} s): {why}") from None
-    return time.perf_counter() - began
