@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from seqpar.data.phantom.brain import DEFAULT_SIZE
 from seqpar.data.phantom.files import LAYOUTS, PhantomSettings, write_phantom
 from seqpar.launch.job.exit_codes import run
+from seqpar.launch.job.progress_bar import ProgressBar
 
 
 def act(arguments: Sequence[str]) -> int:
-    """Returns 0 when the asked cases are there."""
+    """Writes the cases; returns exit code 0."""
     parser = argparse.ArgumentParser(prog="seqpar-phantom", description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", required=True, help="folder that receives the data set")
     parser.add_argument("--cases", type=int, default=24, help="number of patients (%(default)s)")
@@ -28,17 +29,12 @@ def act(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--workers", type=int, default=min(4, os.cpu_count() or 1), help="processes that write (%(default)s)"
     )
-    asked = parser.parse_args(arguments)
-    width, depth, height = asked.size
-    settings = PhantomSettings(asked.layout, (width, depth, height), asked.seed)
-    root = write_phantom(asked.out, asked.cases, settings, asked.workers, _report)
-    print(f"{asked.cases} cases in {root}")
+    options = parser.parse_args(arguments)
+    width, depth, height = options.size
+    settings = PhantomSettings(options.layout, (width, depth, height), options.seed)
+    root = write_phantom(options.out, options.cases, settings, options.workers, ProgressBar("phantom"))
+    print(f"{options.cases} cases in {root}")
     return 0
-
-
-def _report(done: int, cases: int) -> None:
-    end = "\n" if done == cases or not sys.stderr.isatty() else "\r"
-    print(f"phantom: {done} of {cases} cases", end=end, file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import Dataset, recognise
 from seqpar.data.preparation.prepare import PrepareSettings, Report, cache_folder, check_cache, is_current, prepare
 from seqpar.launch.job.exit_codes import DATA, run
-from seqpar.launch.job.progress_bar import Bar
+from seqpar.launch.job.progress_bar import ProgressBar
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -24,7 +24,7 @@ def act(arguments: Sequence[str]) -> int:
     if given.check:
         return _listed(_check(dataset, out, settings), "cache")
     try:
-        report = prepare(dataset, out, settings, given.workers, Bar())
+        report = prepare(dataset, out, settings, given.workers, ProgressBar("preparing"))
     except KeyboardInterrupt:
         print(
             "\ninterrupted; what is finished is kept, and the same command goes on",

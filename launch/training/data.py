@@ -10,8 +10,9 @@ from seqpar.data.preparation.prepare import PrepareSettings, prepared
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
+from seqpar.data.workers import silent
 from seqpar.launch.evaluation.classes import of_declared
-from seqpar.launch.job.progress_bar import bar, silent
+from seqpar.launch.job.progress_bar import ProgressBar
 from seqpar.launch.settings.config import Config
 
 
@@ -61,8 +62,10 @@ class TrainingData:
 
 def open_data(config: Config, is_first: bool) -> TrainingData:
     """Returns the config's material: the first process makes what is missing, the others wait for a file."""
-    folder = config.data or str(phantom(config.phantoms, is_first, bar("making phantoms") if is_first else silent))
-    settings, progress = PrepareSettings.spaced(config.spacing), bar("preparing") if is_first else silent
+    folder = config.data or str(
+        phantom(config.phantoms, is_first, ProgressBar("making phantoms") if is_first else silent)
+    )
+    settings, progress = PrepareSettings.spaced(config.spacing), ProgressBar("preparing") if is_first else silent
     dataset = prepared(folder, config.cache or None, settings, is_first=is_first, progress=progress)
     fold: int | str = int(config.fold) if config.fold.isdigit() else config.fold
     train_ids, held_out_ids = split(dataset, fold)

@@ -16,6 +16,11 @@ from seqpar.data.errors import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Progress = Callable[[int, int], None]  # is told how many items are done, and how many there are
+
+
+def silent(done: int, total: int) -> None:
+    """Shows no progress."""
 
 
 class Lost(Exception):

@@ -67,7 +67,7 @@ def test_joined_parts_are_the_same_tiles_for_any_ranks_and_workers(
             group = [parts[data * seqpar + rank][turn] for rank in range(seqpar)]
             assert len(group[0]) == len(steps) * accumulate
             for same in zip(*group):
-                assert len({(p.step, p.micro, p.samples, p.cases) for p in same}) == 1
+                assert len({(p.step, p.samples, p.cases) for p in same}) == 1
                 image, label = joined(list(same), layout)
                 for b, sample in enumerate(same[0].samples):
                     seen[same[0].step, sample] += 1

@@ -1,14 +1,14 @@
 """The built-in phantom data set, made once in the cache folder."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from seqpar.data.phantom.files import PhantomSettings, write_phantom
 from seqpar.data.preparation.waiting import announced, run_token, wait_for
+from seqpar.data.workers import Progress, silent
 
 
-def phantom(cases: int, is_first: bool, progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
+def phantom(cases: int, is_first: bool, progress: Progress = silent) -> Path:
     """Returns the folder of the built-in phantom data set of so many cases.
 
     The first process makes it where it is missing, and calls ``progress`` with cases done and in all; the others wait.

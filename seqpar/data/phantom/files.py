@@ -5,7 +5,7 @@ import json
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,6 +18,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import write_bytes, write_json
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.brain import DEFAULT_SIZE, LABELS, MODALITIES, PhantomCase, make_case
+from seqpar.data.workers import Progress, silent
 
 LAYOUTS = ("brats", "nnunet")
 DATASET = "Dataset999_Phantom"
@@ -71,7 +72,7 @@ def write_phantom(
     cases: int,
     settings: PhantomSettings = PhantomSettings(),  # noqa: B008 (frozen)
     workers: int = 1,
-    report: Callable[[int, int], None] | None = None,
+    progress: Progress = silent,
 ) -> Path:
     """Returns the dataset's folder, where cases 0 to ``cases - 1`` are there; those found are kept."""
     if cases < 1 or workers < 1:
@@ -84,8 +85,7 @@ def write_phantom(
         done = cases - len(missing)
         for _ in _each(out, settings, missing, min(workers, len(missing))):
             done += 1
-            if report is not None:
-                report(done, cases)
+            progress(done, cases)
         if settings.layout == "nnunet":
             write_json(root / "dataset.json", _nnunet_description(root))
     except OSError as error:

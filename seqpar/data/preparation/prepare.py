@@ -56,15 +56,13 @@ from seqpar.data.preparation.recipe import (
 )
 from seqpar.data.preparation.waiting import announced, run_token, wait_for
 from seqpar.data.volumes import digest_file
-from seqpar.data.workers import Lost, each
+from seqpar.data.workers import Lost, Progress, each, silent
 
 __all__ = [
     "PrepareSettings", "PreparedCase", "PreparedDataset", "Properties", "Recipe", "Report", "cache_folder",
     "channel_to_source", "check_cache", "image_to_source", "is_current", "labels_to_source", "open_cache",
     "prepare", "prepare_case", "prepared",
 ]  # fmt: skip
-
-Progress = Callable[[int, int], None]  # cases done, cases in all
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def prepare(
     out: str | Path,
     settings: PrepareSettings | None = None,
     workers: int | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = silent,
     replace: bool = True,
 ) -> Report:
     """Returns what was done to bring the cache in `out` up to date; bad cases are reported, not raised.
@@ -152,7 +150,7 @@ def prepared(
     workers: int | None = None,
     token: str | None = None,
     deadline: float = 600.0,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = silent,
 ) -> PreparedDataset:
     """Returns the cache for training: the first process prepares what is missing, the others poll a file.
 

@@ -12,6 +12,7 @@ from typing import Any
 from seqpar.data.errors import DataError
 from seqpar.data.files import write_json
 from seqpar.data.preparation.cache_writer import ELSEWHERE, STATE, writable
+from seqpar.data.workers import Progress
 
 _POLL, _GRACE, _BEAT = 0.2, 3.0, 2.0  # seconds
 _SHARED = (  # what all processes of one run have in common, and other runs do not
@@ -68,7 +69,7 @@ def wait_for(
     token: str,
     is_ready: Callable[[], bool],
     deadline: float,
-    progress: Callable[[int, int], None],
+    progress: Progress,
 ) -> None:
     """Returns when what is made in ``path`` is ready; raises what its making raised, or `deadline` s of silence.
 

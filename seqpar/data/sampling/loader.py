@@ -28,7 +28,6 @@ class MicroBatch:
     """This rank's part of the tiles of one micro-batch."""
 
     step: int
-    micro: int  # which of the step's micro-batches
     image: Tensor  # b n/s c p p p, float32
     label: Tensor  # b n/s p p p, class ids
     samples: tuple[int, ...]  # the tiles' numbers in the step's global batch
@@ -111,7 +110,7 @@ class Loader:
         image, label = self.packing.unpack(rows)
         keys = self._keys(step, micro)
         samples, cases = tuple(key.sample for key in keys), tuple(self.source.case_of(key) for key in keys)
-        return MicroBatch(step, micro, image, label, samples, cases, wait_s)
+        return MicroBatch(step, image, label, samples, cases, wait_s)
 
     def close(self) -> None:
         """Ends the workers; what is prepared ahead is lost."""

@@ -3,13 +3,13 @@
 Legend: b tiles, c channels, n tokens, p voxels of a patch along one direction; ``n/s`` the tokens of one rank.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from seqpar.data.sampling.tiles import Tile
@@ -50,10 +50,11 @@ class Packing:
 
     def _cells(self, whole: np.ndarray) -> Tensor:
         """Returns the voxels of each token, n (c p p p), of c W D H: one copy, where layout's would be two."""
-        sides = list(zip(self.layout.grid, self.layout.patch))
-        split = torch.from_numpy(whole).reshape(-1, *itertools.chain(*sides))
-        tokens, voxels = range(1, 2 * len(sides), 2), range(2, 2 * len(sides) + 1, 2)
-        return split.permute(*tokens, 0, *voxels).reshape(self.layout.num_tokens, -1)
+        names = "wdh"[: len(self.layout.patch)]
+        tokens, voxels = " ".join(names), " ".join(f"p{name}" for name in names)
+        sides = " ".join(f"({name} p{name})" for name in names)  # c (w pw) (d pd) (h ph) -> (w d h) (c pw pd ph)
+        patch = {f"p{name}": side for name, side in zip(names, self.layout.patch)}
+        return rearrange(torch.from_numpy(whole), f"c {sides} -> ({tokens}) (c {voxels})", **patch)
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns image ``b n/s c p p p`` and label ``b n/s p p p`` of rows ``b n/s bytes``, on their device."""
