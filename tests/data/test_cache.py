@@ -12,9 +12,11 @@ from seqpar.data.preparation.case import labels_to_source
 from seqpar.data.preparation.prepare import (
     PrepareSettings,
     Recipe,
+    cache_folder,
     check_cache,
     open_cache,
     prepare,
+    prepared,
 )
 from tests.support.folders import NEW, OLD, brats, image_array, label_array, nnunet, save, tree
 
@@ -164,3 +166,22 @@ def test_brats_of_2023_needs_no_renumbering(tmp_path):
     prepare(recognise(root), tmp_path / "c", workers=0)
     cache = open_cache(tmp_path / "c")
     assert cache.recipe.values == (0, 1, 2, 3) and cache.regions["TC"] == (1, 3)
+
+
+def test_the_default_folder_lies_beside_the_data_or_where_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.delenv("SEQPAR_CACHE", raising=False)
+    data = recognise(nnunet(tmp_path / "D", 1))
+    assert cache_folder(data) == tmp_path / "D.prepared"
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "caches"))
+    assert cache_folder(data).parent == tmp_path / "caches" and cache_folder(data).name.startswith("D-")
+    assert cache_folder(data, tmp_path / "x") == tmp_path / "x"
+
+
+def test_data_sets_of_one_name_in_two_places_have_a_cache_each(tmp_path, monkeypatch):
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "caches"))
+    roots = [nnunet(tmp_path / place / "train", cases) for place, cases in (("a", 2), ("b", 3))]
+    caches = [prepared(root, is_first=True, workers=0) for root in roots]
+    assert [len(cache.ids) for cache in caches] == [2, 3]
+    assert all(case.image.shape[0] == 1 for cache in caches for case in cache.cases.values())
+    (tmp_path / "link").symlink_to(roots[0])
+    assert cache_folder(recognise(tmp_path / "link" / ".." / "train")) == caches[0].path

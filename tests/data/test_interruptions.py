@@ -3,9 +3,7 @@
 import os
 import resource
 import signal
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +12,14 @@ import pytest
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import recognise
-from seqpar.data.preparation.cache_writer import CacheError, clean
+from seqpar.data.preparation.cache_writer import CacheError
 from seqpar.data.preparation.prepare import (
     PrepareSettings,
-    cache_folder,
     check_cache,
     open_cache,
     prepare,
     prepared,
 )
-from seqpar.data.preparation.waiting import Announcement
 from seqpar.data.workers import each
 from seqpar.launch.job.exit_codes import run
 from seqpar.launch.prepare import act
@@ -37,7 +33,7 @@ def test_prepare_killed_at_random_moments_ends_with_the_undisturbed_cache(tmp_pa
     took = time.monotonic() - began
     rng, killed = np.random.default_rng(0), 0
     for _ in range(100):
-        if killed == 10:
+        if killed == 6:
             break
         pid = child(lambda: prepare(data, tmp_path / "c", workers=2))
         time.sleep(rng.uniform(0.05, 0.9) * took)
@@ -50,7 +46,7 @@ def test_prepare_killed_at_random_moments_ends_with_the_undisturbed_cache(tmp_pa
         if (tmp_path / "c/cache.json").exists():  # finished: some of it is lost, so that there is work to kill
             for path in (tmp_path / "c/cases").glob("c_00[024]/label.npy"):
                 path.unlink()
-    assert killed == 10
+    assert killed == 6
     assert not prepare(data, tmp_path / "c", workers=2).faults
     assert tree(tmp_path / "c") == tree(tmp_path / "whole")
 
@@ -212,68 +208,6 @@ def test_what_a_preparation_leaves_that_ended_at_once_is_no_obstacle(left, tmp_p
     assert prepare(recognise(nnunet(tmp_path / "D", 1)), tmp_path / "c", workers=0).prepared == ("c_000",)
 
 
-def test_the_default_folder_lies_beside_the_data_or_where_the_environment_says(tmp_path, monkeypatch):
-    monkeypatch.delenv("SEQPAR_CACHE", raising=False)
-    data = recognise(nnunet(tmp_path / "D", 1))
-    assert cache_folder(data) == tmp_path / "D.prepared"
-    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "caches"))
-    assert cache_folder(data).parent == tmp_path / "caches" and cache_folder(data).name.startswith("D-")
-    assert cache_folder(data, tmp_path / "x") == tmp_path / "x"
-
-
-def test_data_sets_of_one_name_in_two_places_have_a_cache_each(tmp_path, monkeypatch):
-    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "caches"))
-    roots = [nnunet(tmp_path / place / "train", cases) for place, cases in (("a", 2), ("b", 3))]
-    caches = [prepared(root, is_first=True, workers=0) for root in roots]
-    assert [len(cache.ids) for cache in caches] == [2, 3]
-    assert all(case.image.shape[0] == 1 for cache in caches for case in cache.cases.values())
-    (tmp_path / "link").symlink_to(roots[0])
-    assert cache_folder(recognise(tmp_path / "link" / ".." / "train")) == caches[0].path
-
-
-def test_the_others_wait_until_the_first_has_prepared(tmp_path):
-    root = nnunet(tmp_path / "D", 3)
-    pid = child(lambda: (time.sleep(0.5), prepared(root, tmp_path / "c", is_first=True, workers=0)))
-    start = time.monotonic()
-    cache = prepared(root, tmp_path / "c", is_first=False, deadline=30)
-    assert cache.ids == ("c_000", "c_001", "c_002") and time.monotonic() - start > 0.4
-    assert exit_code(pid) == 0
-    assert not list((tmp_path / "c").glob("state*"))
-
-
-def test_the_others_see_the_firsts_error(tmp_path):
-    root = nnunet(tmp_path / "D", 3)
-    (root / "imagesTr/c_001_0000.nii.gz").write_text("x")
-    errors: dict[bool, str] = {}
-
-    def go(is_first: bool) -> None:
-        try:
-            prepared(root, tmp_path / "c", is_first=is_first, workers=0, token="run", deadline=30)
-        except DataError as error:
-            errors[is_first] = str(error)
-
-    threads = [threading.Thread(target=go, args=(is_first,)) for is_first in (False, True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert errors[True] == errors[False] and "c_001_0000.nii.gz" in errors[True]
-
-
-def test_an_earlier_runs_failure_is_not_taken_for_this_ones(tmp_path):
-    root = nnunet(tmp_path / "D", 2)
-    Announcement(tmp_path / "c", "old").write(state="failed", path="x", problem="old")
-    pid = child(lambda: (time.sleep(1), prepared(root, tmp_path / "c", is_first=True, workers=0, token="new")))
-    assert len(prepared(root, tmp_path / "c", is_first=False, token="new", deadline=30).ids) == 2
-    assert exit_code(pid) == 0
-
-
-def test_waiting_for_nobody_ends_at_the_deadline(tmp_path):
-    root = nnunet(tmp_path / "D", 1)
-    with pytest.raises(DataError, match="silent for 1 s"):
-        prepared(root, tmp_path / "c", is_first=False, deadline=1)
-
-
 def test_two_runs_into_one_folder_do_not_meet(tmp_path):
     data = recognise(nnunet(tmp_path / "D", 4))
     pids = [child(lambda: prepare(data, tmp_path / "c", workers=2)) for _ in range(2)]
@@ -281,32 +215,6 @@ def test_two_runs_into_one_folder_do_not_meet(tmp_path):
     assert exit_code(child(lambda: prepare(data, tmp_path / "d", workers=-1))) == 1, "no control"
     prepare(data, tmp_path / "d", workers=0)
     assert tree(tmp_path / "c") == tree(tmp_path / "d") and check_cache(tmp_path / "c") == []
-
-
-def test_two_jobs_that_start_on_the_same_data_prepare_it_once(tmp_path, monkeypatch):
-    root, out = nnunet(tmp_path / "D", 3), tmp_path / "c"
-    write, walked = prepare.__globals__["write_case"], tmp_path / "walked"
-
-    def slow(*given: object) -> None:
-        (tmp_path / "holds").touch()
-        _until((tmp_path / "waits").exists)
-        write(*given)
-
-    def first() -> None:
-        monkeypatch.setitem(prepare.__globals__, "write_case", slow)
-        prepared(root, out, is_first=True, workers=0, token="a")
-
-    def second() -> None:
-        def progress(done: int, total: int) -> None:
-            ((tmp_path / "waits") if done == 0 else walked).touch()
-
-        _until((tmp_path / "holds").exists)
-        prepared(root, out, is_first=True, workers=0, token="b", progress=progress)
-
-    others = [lambda token=token: prepared(root, out, is_first=False, token=token, deadline=30) for token in "aabb"]
-    started = [child(work) for work in (first, second, *others)]
-    assert [exit_code(pid) for pid in started] == [0] * 6
-    assert (tmp_path / "waits").exists() and not walked.exists()
 
 
 def test_a_cache_stays_finished_until_a_case_has_to_be_made_again(tmp_path):
@@ -324,44 +232,3 @@ def test_a_cache_stays_finished_until_a_case_has_to_be_made_again(tmp_path):
     prepare(recognise(root), out, None, 0, look)
     assert all(finished.values()), "the bad case has gone already"
     assert open_cache(out).ids == ("c_000", "c_002")
-
-
-def test_runs_that_wait_for_one_folder_do_not_take_each_others_files(tmp_path):
-    def beat(token: str) -> None:
-        announcement = Announcement(tmp_path / "c", token)
-        for n in range(300):
-            announcement.write(state="preparing", done=n, total=300)
-
-    (tmp_path / "c/cases").mkdir(parents=True)
-    started = [child(lambda token=token: beat(token)) for token in "ab"]
-    started.append(child(lambda: [clean(tmp_path / "c", set()) for _ in range(3000)]))
-    assert [exit_code(pid) for pid in started] == [0, 0, 0]
-    left = [path for path in (tmp_path / "c").iterdir() if path.is_file()]
-    assert len(left) == 2 and all(path.suffix == ".json" for path in left)
-    for path in left:
-        os.utime(path, (1, 1))
-    clean(tmp_path / "c", set())
-    assert not any(path.exists() for path in left), "what old runs left is removed"
-
-
-def test_a_failure_is_not_lost_where_another_run_goes_on_in_the_same_folder(tmp_path):
-    root = nnunet(tmp_path / "D", 1)
-
-    def go_on() -> None:
-        other, end = Announcement(tmp_path / "c", "b"), time.monotonic() + 8
-        Announcement(tmp_path / "c", "a").write(state="failed", path="c_001.nii.gz", problem="is truncated")
-        while time.monotonic() < end:
-            other.write(state="preparing", done=0, total=1)
-            time.sleep(0.05)
-
-    pid = child(go_on)
-    with pytest.raises(DataError, match="c_001.nii.gz: is truncated"):
-        prepared(root, tmp_path / "c", is_first=False, token="a", deadline=9)
-    assert exit_code(pid) == 0
-
-
-def _until(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.02)

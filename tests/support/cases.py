@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,10 @@ from threadpoolctl import threadpool_info
 
 from seqpar.data.errors import DataError
 from seqpar.data.sampling.augmentation import Augmentation, augment
+from seqpar.data.sampling.loader import Loader
 from seqpar.data.sampling.tiles import TileSource
+from seqpar.layout import Layout
+from seqpar.mesh import Mesh
 
 SHAPE = (30, 26, 28)
 
@@ -65,15 +69,15 @@ class PlaceCase:
     shape: tuple[int, ...]
     places: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()  # class and its voxels
 
-    @property
+    @cached_property
     def image(self) -> np.ndarray:
         return np.stack(np.meshgrid(*(np.arange(1.0, n + 1) for n in self.shape), indexing="ij")).astype(np.float32)
 
-    @property
+    @cached_property
     def label(self) -> np.ndarray:
         return np.ones(self.shape, np.uint8)
 
-    @property
+    @cached_property
     def locations(self) -> dict[int, np.ndarray]:
         return {name: np.array(rows, np.int32).reshape(-1, len(self.shape)) for name, rows in self.places}
 
@@ -101,6 +105,12 @@ def noise_source(augmentation: Augmentation | Telling | None = None, count: int 
     cases = [NoiseCase(str(n)) for n in range(count)]
     cases[0] = NoiseCase("0", **first)  # type: ignore[arg-type]
     return TileSource(tuple(cases), augmentation or augment("none", (8, 8, 8)), channels=2, num_values=3)
+
+
+def load(mesh: Mesh, source: TileSource, split: str = "spatial", patch: int = 4, **how: Any) -> Loader:
+    """Returns a loader of ``source``'s tiles; ``how`` replaces what it is made with."""
+    how = {"batch": 1, "steps": range(2), "workers": 0, **how}
+    return Loader(source, Layout.of(source.tile_size, patch, mesh.seq.size, split), mesh, **how)
 
 
 def lines(path: Path) -> list[str]:
