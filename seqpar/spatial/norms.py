@@ -5,20 +5,19 @@ that is spread over the group.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.collectives import all_gather, all_reduce
 from seqpar.mesh import Group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.memory_format import channels_last
+from seqpar.spatial.moments import MomentGroups
 from seqpar.spatial.pieces import Pieces
 
 
@@ -92,97 +91,45 @@ def _refuse_single(count: int, norm: nn.Module) -> None:
         raise ValueError(f"{norm} has one value per channel to norm: use a larger --tile or batch")
 
 
-@dataclass(frozen=True)
-class MomentGroups:
-    """Which values share statistics: of a channel group, of the batch or of each sample, on all ranks of ``groups``."""
-
-    num_groups: int
-    over_batch: bool
-    groups: tuple[Group, ...]
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The dimensions of ``b g c`` that share them."""
-        return (0, 2) if self.over_batch else (2,)
-
-    def moments(self, x: Tensor) -> Tensor:
-        """Returns count, mean and sum of squared deviations, ``3 b g 1`` (``3 1 g 1`` over the batch), of all ranks."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        pieces = Pieces(x)
-        found: dict[int, list[Tensor]] = {}  # by the first of their rows
-        for piece in pieces.of([x]):
-            (values,) = piece.values
-            mean = piece.sum(values, wide).div_(piece.voxels)
-            squares = piece.sum((values - piece.broadcast(mean)).square_())
-            moments = torch.full_like(mean, piece.voxels, dtype=torch.float64), mean.double(), squares.double()
-            found.setdefault(piece.rows.start, []).append(torch.stack(moments))
-        local = torch.cat([_merged(torch.stack(same, 1), (0,)) for same in found.values()], 2)
-        merged = _merged(local.view(3, len(x), self.num_groups, -1), self.dims)
-        for group in self.groups:
-            every = all_gather(merged[:, None], group, 1, [1] * group.size, "statistics")
-            merged = _merged(every, (0,))[:, 0]
-        return merged
-
-    def sums(self, x: Tensor) -> Tensor:
-        """Returns sums ``2 b g 1`` over all ranks of what this rank has, ``2 b c``."""
-        sums = x.view(2, -1, self.num_groups, x.shape[-1] // self.num_groups)
-        sums = sums.sum([dim + 1 for dim in self.dims], keepdim=True)
-        for group in self.groups:
-            sums = all_reduce(sums, group, "statistics")
-        return sums
-
-    def each(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns a statistic ``b g 1`` for each row ``(b c)`` of a volume of that shape."""
-        return x.expand(shape[0], -1, shape[1] // self.num_groups).flatten()
-
-
-def _merged(moments: Tensor, dims: Sequence[int]) -> Tensor:
-    """Returns the moments of the union of sets that lie along ``dims`` (Chan, Golub, LeVeque)."""
-    counts, means, squares = moments
-    count = counts.sum(dims, keepdim=True)
-    mean = (counts * means).sum(dims, keepdim=True) / count
-    squares = (squares + counts * (means - mean) ** 2).sum(dims, keepdim=True)
-    return torch.stack([count, mean, squares])
-
-
 def _norm(
-    x: Tensor, norm: InstanceNorm3d | BatchNorm3d | GroupNorm, pool: MomentGroups, grid: BoxGrid | None
+    x: Tensor, norm: InstanceNorm3d | BatchNorm3d | GroupNorm, moment_groups: MomentGroups, grid: BoxGrid | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the normed volume, and the mean and unbiased variance ``b g 1`` that all ranks share."""
     assert grid is None or grid.fits(x), (x.shape, grid.sides)
-    return _Norm.apply(x, norm.weight, norm.bias, norm.eps, pool)  # type: ignore[no-any-return]
+    return _Norm.apply(x, norm.weight, norm.bias, norm.eps, moment_groups)  # type: ignore[no-any-return]
 
 
 class _Norm(Function):
-    """*forward:* merges all ranks' moments. *backward:* sums over all ranks what the statistics owe to each value.
+    """*forward:* norms with the moments of all ranks' boxes.
 
-    Kept are the input and two statistics; the normed values are made again.
+    *backward:* sums over all ranks what the loss owes to mean and variance, and takes it from each voxel's gradient.
+
+    Kept are the input and two statistics; the normed values are computed again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, pool: MomentGroups
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, moment_groups: MomentGroups
     ) -> tuple[Tensor, Tensor, Tensor]:
-        counts, mean, squares = pool.moments(x)
+        count, mean, squares = moment_groups.moments(x)
         wide = torch.promote_types(x.dtype, torch.float32)
-        scale = (squares / counts + eps).rsqrt().to(wide)
-        mean = mean.to(wide, copy=True)  # not a view that keeps all three
-        ctx.pool, ctx.count = pool, counts.flatten()[0].to(wide, copy=True)
+        mean, scale = mean.to(wide), (squares / count + eps).rsqrt().to(wide)
+        ctx.moment_groups, ctx.count = moment_groups, count.flatten()[0].to(wide)
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.biased = bias is not None
-        times = pool.each(scale, x.shape)
+        factor = moment_groups.to_rows(scale, x.shape)
         if weight is not None:
-            times = times * weight.to(wide).repeat(len(x))
-        shift = torch.zeros_like(times) if bias is None else bias.to(wide).repeat(len(x))
+            factor = factor * weight.to(wide).repeat(len(x))
+        shift = torch.zeros_like(factor) if bias is None else bias.to(wide).repeat(len(x))
         pieces = Pieces(x)
         y = pieces.empty(x.dtype)
-        for piece in pieces.of([x, y], [pool.each(mean, x.shape), times, shift]):
-            (source, out), (m, a, b) = piece.values, piece.columns
-            normed = torch.sub(source, m, out=out if out.dtype == wide else None)
-            normed.mul_(a).add_(b)
+        for piece in pieces.of([x, y], [moment_groups.to_rows(mean, x.shape), factor, shift]):
+            (source, out), (row_mean, row_factor, row_shift) = piece.values, piece.columns
+            normed = torch.sub(source, row_mean, out=out if out.dtype == wide else None)
+            normed.mul_(row_factor).add_(row_shift)
             if normed is not out:
                 out.copy_(normed)
-        variance = (squares / (counts - 1)).to(wide)
+        variance = (squares / (count - 1)).to(wide)
         ctx.mark_non_differentiable(mean, variance)
         ctx.set_materialize_grads(False)
         return y, mean, variance
@@ -191,29 +138,30 @@ class _Norm(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
-        pool: MomentGroups = ctx.pool
-        mean, scale = pool.each(mean, x.shape), pool.each(scale, x.shape)  # (b c)
+        moment_groups: MomentGroups = ctx.moment_groups
+        mean, scale = (moment_groups.to_rows(statistic, x.shape) for statistic in (mean, scale))
         pieces = Pieces(x)
         grad = grad.contiguous(memory_format=pieces.format)
-        totals = scale.new_zeros(2, pieces.num_rows)
+        row_sums = scale.new_zeros(2, pieces.num_rows)
+        grad_sum, product_sum = row_sums  # of the gradient, and of its product with the normed values
         for piece in pieces.of([x, grad], [mean]):
-            (source, g), (m,) = piece.values, piece.columns
-            totals[0, piece.rows] += piece.sum(g, scale.dtype)
-            totals[1, piece.rows] += piece.sum((source - m).mul_(g))
-        totals[1] *= scale
-        sums = totals.view(2, *x.shape[:2])  # 2 b c: of the gradient, and of its product with the normed values
-        times = scale if weight is None else scale * weight.to(scale.dtype).repeat(len(x))
-        dx = None
-        if ctx.needs_input_grad[0]:
-            weighted = sums if weight is None else sums * weight.to(scale.dtype)
-            level, slope = (pool.each(s / ctx.count, x.shape) * scale for s in pool.sums(weighted))
-            dx = pieces.empty(x.dtype)
-            for piece in pieces.of([x, grad, dx], [mean, times, -level, -slope * scale]):
-                (source, g, out), (m, a, b, c) = piece.values, piece.columns
-                owed = torch.sub(source, m, out=out if out.dtype == mean.dtype else None)
-                owed.mul_(c).add_(b).addcmul_(g, a)
-                if owed is not out:
-                    out.copy_(owed)
+            (source, g), (row_mean,) = piece.values, piece.columns
+            grad_sum[piece.rows] += piece.sum(g, scale.dtype)
+            product_sum[piece.rows] += piece.sum((source - row_mean).mul_(g))
+        product_sum *= scale
+        sums = rearrange(row_sums, "two (b c) -> two b c", b=len(x))
         dweight = None if weight is None else sums[1].sum(0).to(weight.dtype)
         dbias = sums[0].sum(0).to(weight.dtype) if weight is not None and ctx.biased else None
+        if not ctx.needs_input_grad[0]:
+            return None, dweight, dbias, None, None
+        factor = scale if weight is None else scale * weight.to(scale.dtype).repeat(len(x))
+        weighted = sums if weight is None else sums * weight.to(scale.dtype)
+        level, slope = (moment_groups.to_rows(s / ctx.count, x.shape) * scale for s in moment_groups.sums(weighted))
+        dx = pieces.empty(x.dtype)
+        for piece in pieces.of([x, grad, dx], [mean, factor, -level, -slope * scale]):
+            (source, g, out), (row_mean, row_factor, row_shift, row_slope) = piece.values, piece.columns
+            owed = torch.sub(source, row_mean, out=out if out.dtype == mean.dtype else None)
+            owed.mul_(row_slope).add_(row_shift).addcmul_(g, row_factor)
+            if owed is not out:
+                out.copy_(owed)
         return dx, dweight, dbias, None, None
