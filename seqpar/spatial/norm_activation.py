@@ -6,7 +6,6 @@ channel of one sample, ``(b c)``; ``/s`` after the letter that is spread over th
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from seqpar.collectives import all_reduce
 from seqpar.mesh import Group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.moments import MomentGroups
-from seqpar.spatial.pieces import Pieces
+from seqpar.spatial.pieces import Piece, Pieces
 
 SLOPE = 0.01
 
@@ -86,14 +85,7 @@ class _NormedActivation(Function):
         pieces = Pieces(x)
         y, normed = pieces.empty(x.dtype), pieces.empty(x.dtype) if keeps_normed else None
         for piece in pieces.of([x, other, y, normed], [mean, scale, other_mean, other_scale]):
-            source, addend, out, kept = piece.values
-            row_mean, row_scale, addend_mean, addend_scale = piece.columns
-            total = (source - row_mean).mul_(row_scale)
-            if kept is not None:
-                kept.copy_(total)
-            if norm.norm_other:
-                addend = (addend - addend_mean).mul_(addend_scale)
-            out.copy_(F.leaky_relu_(total if addend is None else total.add_(addend), SLOPE))
+            _activate(*piece.values, *piece.columns)
         ctx.norm = norm
         ctx.save_for_backward(y, None if keeps_normed else other, normed, scale, other_scale)
         return y
@@ -106,40 +98,83 @@ class _NormedActivation(Function):
         pieces = Pieces(y)
         volumes = [y, grad.contiguous(memory_format=pieces.format), other, normed]
         row_sums = scale.new_zeros(3 if norm.norm_other else 2, pieces.num_rows)
-        grad_sum, product_sum = row_sums[:2]  # of the gradient, and of its product with the normed values
         for piece in pieces.of(volumes):
-            g, total, normed_x = _before_activation(piece.values, scale.dtype)
-            grad_sum[piece.rows] += piece.sum(g)
-            if norm.norm_other:
-                row_sums[2, piece.rows] += piece.sum(total.sub_(normed_x).mul_(g))
-            product_sum[piece.rows] += piece.sum(torch.mul(normed_x, g, out=total))
+            _add_sums(row_sums, piece)
         level, slope, *other_slope = norm.means(row_sums)
         dx = pieces.empty(y.dtype)
         dother = pieces.empty(y.dtype) if other is not None or normed is not None else None
         columns = [scale, level, slope, other_scale, *(other_slope or [None])]
         for piece in pieces.of([*volumes, dx, dother], columns):
-            *values, to_x, to_other = piece.values
-            row_scale, row_level, row_slope, addend_scale, addend_slope = piece.columns
-            g, total, normed_x = _before_activation(values, scale.dtype)
-            if to_other is not None and not norm.norm_other:
-                to_other.copy_(g)
-            g.sub_(row_level)
-            if norm.norm_other:
-                to_other.copy_((g - total.sub_(normed_x).mul_(addend_slope)).mul_(addend_scale))
-            to_x.copy_(g.sub_(torch.mul(normed_x, row_slope, out=total)).mul_(row_scale))
+            _write_gradients(*piece.values, *piece.columns)
         return dx, dother, None
 
 
-def _before_activation(values: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+# Each of these runs on one piece; what it makes is gone when it returns, before the next piece needs as much.
+
+
+def _activate(
+    x: Tensor,
+    other: Tensor | None,
+    out: Tensor,
+    kept: Tensor | None,
+    mean: Tensor,
+    scale: Tensor,
+    other_mean: Tensor | None,
+    other_scale: Tensor | None,
+) -> None:
+    """Writes the output of a piece to ``out``, and the normed ``x`` to ``kept``."""
+    total = (x - mean).mul_(scale)
+    if kept is not None:
+        kept.copy_(total)
+    if other is not None:
+        total.add_(other if other_mean is None or other_scale is None else (other - other_mean).mul_(other_scale))
+    out.copy_(F.leaky_relu_(total, SLOPE))
+
+
+def _add_sums(row_sums: Tensor, piece: Piece) -> None:
+    """Adds a piece's sums: of the gradient, and of its products with the normed ``x`` and the normed addend."""
+    grad, total, normed = _before_activation(row_sums.dtype, *piece.values)
+    grad_sum, product_sum, *addend_sum = row_sums[:, piece.rows]
+    grad_sum += piece.sum(grad)
+    for product in addend_sum:
+        product += piece.sum(total.sub_(normed).mul_(grad))
+    product_sum += piece.sum(torch.mul(normed, grad, out=total))
+
+
+def _write_gradients(
+    y: Tensor,
+    grad: Tensor,
+    other: Tensor | None,
+    kept: Tensor | None,
+    dx: Tensor,
+    dother: Tensor | None,
+    scale: Tensor,
+    level: Tensor,
+    slope: Tensor,
+    other_scale: Tensor | None,
+    other_slope: Tensor | None,
+) -> None:
+    """Writes a piece's gradients; ``level`` and slopes are means of what ``_add_sums`` has added."""
+    grad, total, normed = _before_activation(scale.dtype, y, grad, other, kept)
+    if dother is not None and other_scale is None:
+        dother.copy_(grad)
+    grad.sub_(level)
+    if dother is not None and other_scale is not None and other_slope is not None:
+        dother.copy_((grad - total.sub_(normed).mul_(other_slope)).mul_(other_scale))
+    dx.copy_(grad.sub_(torch.mul(normed, slope, out=total)).mul_(scale))
+
+
+def _before_activation(
+    dtype: torch.dtype, y: Tensor, grad: Tensor, other: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradient before the activation, what was activated, and the normed ``x``; the first two are new.
 
-    ``values`` of the output, its gradient, the addend and the normed ``x``, of the last two at most one. Where the
-    normed ``x`` was not kept, it takes the place of what was activated.
+    Where the normed ``x`` was not kept, it takes the place of what was activated.
     """
-    y, grad, addend, normed = values
     grad, y = grad.to(dtype), y.to(dtype)
     grad = torch.ops.aten.leaky_relu_backward(grad, y, SLOPE, True)
     total = F.leaky_relu(y, 1 / SLOPE)
-    if normed is None:
-        normed = total if addend is None else total.sub_(addend)
+    if kept is not None:
+        return grad, total, kept
+    normed = total if other is None else total.sub_(other)
     return grad, total, normed

@@ -114,7 +114,7 @@ class _Norm(Function):
         count, mean, squares = moment_groups.moments(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         mean, scale = mean.to(wide), (squares / count + eps).rsqrt().to(wide)
-        ctx.moment_groups, ctx.count = moment_groups, count.flatten()[0].to(wide)
+        ctx.moment_groups, ctx.count = moment_groups, count.flatten()[0].to(wide, copy=True)
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.biased = bias is not None
         factor = moment_groups.to_rows(scale, x.shape)

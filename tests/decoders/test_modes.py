@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.collectives import all_reduce
-from seqpar.decoders.modes.choose import MODES, Auto, choose_mode
+from seqpar.decoders.modes.auto import Auto
+from seqpar.decoders.modes.choose import MODES, choose_mode
 from seqpar.decoders.modes.mode import Mode
 from seqpar.decoders.plain import PlainDecoder
 from seqpar.launch.models.segmentation import SegmentationNet

@@ -1,0 +1,57 @@
+"""Auto: swap or halo, chosen for each batch."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from seqpar.decoders.modes.halo import Halo
+from seqpar.decoders.modes.swap import Swap
+from seqpar.layout import Layout
+from seqpar.losses import LossGroups
+from seqpar.mesh import Group
+from seqpar.spatial.box_grid import BoxGrid
+
+
+class Auto:
+    """Swap if the batch divides by the group, else halo.
+
+    ``chosen`` is the name of the mode for the batch that was checked last.
+    """
+
+    name = "auto"
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.chosen: str | None = None
+        self._halo, self._swap = Halo(group), Swap(group)
+
+    def pick(self, batch: int) -> Halo | Swap:
+        """Returns the mode for a batch of so many samples."""
+        return self._halo if batch % self.group.size else self._swap
+
+    def check(self, layout: Layout, batch: int | None = None) -> str:
+        """Returns which mode it picks and how that decodes; raises ValueError if that mode does."""
+        if batch is None:
+            return f"{self.name}: swap where the batch divides by {self.group.size}, else halo"
+        mode = self.pick(batch)
+        sentence = f"{self.name}: batch {batch} on {self.group.size} ranks takes {mode.check(layout, batch)}"
+        self.chosen = mode.name
+        return sentence
+
+    def features(self, tokens: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+        """Returns the picked mode's grids."""
+        return self.pick(len(tokens[0])).features(tokens, layout)
+
+    def voxels(self, part: Tensor, layout: Layout) -> Tensor:
+        """Returns the picked mode's image or label."""
+        return self.pick(len(part)).voxels(part, layout)
+
+    def box_grid(self, layout: Layout, batch: int) -> BoxGrid | None:
+        """Returns the picked mode's box grid."""
+        return self.pick(batch).box_grid(layout, batch)
+
+    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+        """Returns the picked mode's groups; they depend on the batch, which must be given."""
+        if batch is None:
+            raise ValueError("--mode auto shares the loss by the batch: give its size")
+        return self.pick(batch).loss_groups(data, batch)

@@ -1,0 +1,51 @@
+"""No-gather: each rank decodes its own part as if there were no other.
+
+Legend: b batch, c channels, e embedding, W D H voxels, w d h tokens; ``/s`` after the letter that is spread over the
+sequence group.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from seqpar.decoders.modes.mode import join_patches, with_peers
+from seqpar.layout import Layout
+from seqpar.losses import LossGroups
+from seqpar.mesh import Group
+from seqpar.vit.tokens import to_grid
+
+
+class NoGather:
+    """Each rank decodes its own part alone, and its loss is that part's own: not exact, on purpose."""
+
+    name = "nogather"
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def check(self, layout: Layout, batch: int | None = None) -> str:
+        """Returns how it decodes; raises ValueError if a rank's part is no box."""
+        if not layout.is_box:
+            raise ValueError(
+                f"--mode nogather needs boxes, but --split {layout.split} cuts the grid {layout.grid} into "
+                f"{layout.num_ranks} chunks that are none: {layout.box_advice()}"
+            )
+        return f"{self.name}: each of {self.group.size} ranks decodes its own box alone; not exact"
+
+    def features(self, tokens: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+        """Returns this rank's grids ``b e w/s d/s h/s``, without a message."""
+        return [to_grid(x, self._sides(layout)) for x in tokens]
+
+    def voxels(self, part: Tensor, layout: Layout) -> Tensor:
+        """Returns this rank's box of the image ``b c W/s D/s H/s`` or label ``b W/s D/s H/s``."""
+        return join_patches(part, layout, self._sides(layout))
+
+    def box_grid(self, layout: Layout, batch: int) -> None:
+        """Returns None: to the decoder, the part is all there is."""
+
+    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+        """Returns ``data`` alone: no sum runs over the other parts of the tile."""
+        return LossGroups(samples=with_peers(data))
+
+    def _sides(self, layout: Layout) -> tuple[int, ...]:
+        return tuple(high - low for low, high in layout.box(self.group.index))
