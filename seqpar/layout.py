@@ -1,7 +1,7 @@
-"""Who owns which tokens and voxels. Pure arithmetic: nothing here communicates.
+"""Layout: which rank owns which tokens and voxels. Nothing here communicates.
 
-Legend: b batch, c channels, n tokens, p voxels of a patch along one direction; W D H voxels, w d h tokens. The
-number of directions is that of ``tile``.
+Legend: b batch, c channels, n tokens, p q r voxels of a patch per direction, all written p where they are alike;
+W D H voxels, w d h tokens. There are as many directions as ``tile`` has numbers.
 """
 
 import itertools
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 Box = tuple[tuple[int, int], ...]  # half-open token interval per direction
@@ -56,7 +57,7 @@ class Layout:
     def of(
         cls, tile: int | Sequence[int], patch: int | Sequence[int], num_ranks: int = 1, split: str = "spatial"
     ) -> "Layout":
-        """Returns the layout of a tile given as one number (a cube) or one per direction."""
+        """Returns the layout of a tile and patch, each one number for a cube or one per direction."""
         sides = (tile,) * 3 if isinstance(tile, int) else tuple(tile)
         cube = (patch,) * len(sides) if isinstance(patch, int) else tuple(patch)
         return cls(sides, cube, num_ranks, split)
@@ -72,7 +73,7 @@ class Layout:
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """Into how many intervals ``spatial`` cuts each direction."""
+        """How many intervals ``spatial`` cuts each direction into."""
         return cut_counts(self.num_ranks, self.grid)
 
     @cached_property
@@ -107,19 +108,13 @@ class Layout:
         return flat.reshape(self.grid)
 
     def coordinates(self, rank: int) -> Tensor:
-        """Returns the rank's tokens' places in the whole grid: one row a token, one column a direction."""
+        """Returns where the rank's tokens lie in the whole grid: one row per token, one column per direction."""
         steps = [math.prod(self.grid[dim + 1 :]) for dim in range(len(self.grid))]
         return torch.stack([self._ids[rank] // step % side for step, side in zip(steps, self.grid)], 1)
 
     @cached_property
     def _boxes(self) -> tuple[Box | None, ...]:
-        found: list[Box | None] = []
-        for rank in range(self.num_ranks):
-            at = self.coordinates(rank)
-            low, high = at.amin(0).tolist(), (at.amax(0) + 1).tolist()
-            full = math.prod(h - l for l, h in zip(low, high)) == len(at)  # noqa: E741
-            found.append(tuple(zip(low, high)) if full else None)
-        return tuple(found)
+        return tuple(_box_of(self.coordinates(rank)) for rank in range(self.num_ranks))
 
     @property
     def is_box(self) -> bool:
@@ -127,7 +122,7 @@ class Layout:
         return None not in self._boxes
 
     def box(self, rank: int) -> Box:
-        """Returns the rank's token intervals; only where its part is a box."""
+        """Returns the rank's token intervals; raises where its part is no box."""
         box = self._boxes[rank]
         if box is None:
             raise ValueError(f"rank {rank}'s part of grid {self.grid} is no box: {self.box_advice()}")
@@ -141,7 +136,7 @@ class Layout:
 
     @cached_property
     def cuts(self) -> tuple[Bounds, ...] | None:
-        """Token bounds per direction where the parts are a grid of boxes in rank order, else None."""
+        """Token bounds per direction if the parts are a grid of boxes in rank order, else None."""
         boxes = [box for box in self._boxes if box is not None]
         if len(boxes) < self.num_ranks:
             return None
@@ -166,38 +161,41 @@ class Layout:
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """Returns the rank's part ``b n c p p p`` of an image ``b c W D H``, ``b n p p p`` of a label ``b W D H``."""
-        cells = to_patches(whole, self.patch)
-        cells = cells.index_select(whole.ndim - len(self.tile), self._ids[rank].to(whole.device))
-        return cells.transpose(1, 2) if whole.ndim == len(self.tile) + 2 else cells
+        is_image = whole.ndim == len(self.tile) + 2
+        cells = to_patches(whole, self.patch).index_select(2 if is_image else 1, self._ids[rank].to(whole.device))
+        return rearrange(cells, "b c n ... -> b n c ...") if is_image else cells
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the whole image or label of all ranks' parts, the inverse of ``cut``."""
         order = torch.argsort(torch.cat(self._ids))
         cells = torch.cat(list(parts), 1).index_select(1, order.to(parts[0].device))
-        if cells.ndim == len(self.tile) + 3:
-            cells = cells.transpose(1, 2)
-        return from_patches(cells, self.grid)
+        is_image = cells.ndim == len(self.tile) + 3
+        return from_patches(rearrange(cells, "b n c ... -> b c n ...") if is_image else cells, self.grid)
+
+
+def _box_of(coordinates: Tensor) -> Box | None:
+    """Returns the box that these tokens fill, None where they fill none."""
+    box = tuple(zip(coordinates.amin(0).tolist(), (coordinates.amax(0) + 1).tolist()))
+    return box if math.prod(high - low for low, high in box) == len(coordinates) else None
 
 
 def to_patches(whole: Tensor, patch: Sequence[int]) -> Tensor:
     """Returns ``... n p p p`` of ``... W D H``, tokens in raster order."""
-    dims = len(patch)
-    lead = whole.shape[: whole.ndim - dims]
-    grid = [side // p for side, p in zip(whole.shape[-dims:], patch)]
-    cells = whole.reshape(*lead, *itertools.chain(*zip(grid, patch)))
-    first = len(lead)
-    order = [*range(first), *range(first, first + 2 * dims, 2), *range(first + 1, first + 2 * dims, 2)]
-    return cells.permute(order).reshape(*lead, math.prod(grid), *patch)
+    voxels, cells = _patterns(len(patch))
+    return rearrange(whole, f"{voxels} -> {cells}", **dict(zip("pqr", patch)))
 
 
 def from_patches(cells: Tensor, grid: Sequence[int]) -> Tensor:
     """Returns ``... W D H`` of ``... n p p p``, the inverse of ``to_patches``."""
-    dims = len(grid)
-    lead, patch = cells.shape[: cells.ndim - dims - 1], cells.shape[-dims:]
-    first = len(lead)
-    order = [*range(first), *itertools.chain(*((first + d, first + dims + d) for d in range(dims)))]
-    spread = cells.reshape(*lead, *grid, *patch).permute(order)
-    return spread.reshape(*lead, *(g * p for g, p in zip(grid, patch)))
+    voxels, cells_pattern = _patterns(len(grid))
+    return rearrange(cells, f"{cells_pattern} -> {voxels}", **dict(zip("wdh", grid)))
+
+
+def _patterns(num_directions: int) -> tuple[str, str]:
+    """Returns the patterns of voxels and patches: for three ``... (w p) (d q) (h r)`` and ``... (w d h) p q r``."""
+    tokens, inside = "wdh"[:num_directions], "pqr"[:num_directions]
+    voxels = " ".join(f"({token} {voxel})" for token, voxel in zip(tokens, inside))
+    return f"... {voxels}", f"... ({' '.join(tokens)}) {' '.join(inside)}"
 
 
 def even_bounds(extent: int, count: int) -> Bounds:

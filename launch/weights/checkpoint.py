@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from seqpar.consensus import agree, gather_texts
+from seqpar.consensus import agree, by_first, raise_together
 from seqpar.data.files import sync, write_text
 from seqpar.launch.weights.states import (
     fill,
@@ -75,19 +75,25 @@ def save(
     draft = target.with_suffix(".tmp")
     problem = _tried(lambda: _fresh(draft)) if is_first else ""
     agree(0, world)  # nobody writes before the folder is there
-    if not problem:
-        problem = _tried(lambda: _write(draft, model, states, progress, world.index, config))
-    problems = [text for text in gather_texts(problem, world) if text]
-    if not problems:
+    problem = problem or _tried(lambda: _write(draft, model, states, progress, world.index, config))
+    try:
+        raise_together(_not_saved(target, problem, world), world, name_rank=False)
         problem = _tried(lambda: _commit(draft, target, folder, is_best)) if is_first else ""
-        problems = [text for text in gather_texts(problem, world) if text]
-    if problems:
+        raise_together(_not_saved(target, problem, world), world, name_rank=False)
+    except NotSaved:
         if is_first:
             shutil.rmtree(draft, ignore_errors=True)
-        raise NotSaved(f"{target} could not be saved: {problems[0]}; what was saved before is kept")
+        raise
     if is_first and (problem := _tried(lambda: _purge(folder, target))):
         print(f"warning: old checkpoints in {folder} stay: {problem}", file=sys.stderr, flush=True)
     return target
+
+
+def _not_saved(target: Path, problem: str, world: Group) -> NotSaved | None:
+    where = f"rank {world.ranks[world.index]}: " if world.size > 1 else ""
+    return (
+        NotSaved(f"{target} could not be saved: {where}{problem}; what was saved before is kept") if problem else None
+    )
 
 
 def _tried(act: Callable[[], None]) -> str:
@@ -203,16 +209,7 @@ def _whole(folder: Path) -> list[Path]:
 
 def find_together(folder: Path, world: Group) -> Path | None:
     """Returns what the first rank finds, on every rank; None where nothing was ever saved."""
-    found = problem = ""
-    if world.index == 0 and _whole(folder):
-        try:
-            found = str(find(folder))
-        except DamagedCheckpoint as error:
-            problem = str(error)
-    problem = gather_texts(problem, world)[0]
-    if problem:
-        raise DamagedCheckpoint(problem)
-    found = gather_texts(found, world)[0]
+    found = by_first(lambda: str(find(folder)) if _whole(folder) else "", world)
     return Path(found) if found else None
 
 
