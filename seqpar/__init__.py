@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 
 # Handed on lazily, so that `import seqpar` costs nothing and pulls in no room that is not used.
 _NAMES = {
+    "AttentionOptions": "seqpar.attention.strategies",
     "DiceCE": "seqpar.losses",
     "DropoutKey": "seqpar.vit.dropout",
     "Layout": "seqpar.layout",

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from seqpar.attention.cost_model import CPU, Layer, choose
-from seqpar.attention.head_exchange import exchange
+from seqpar.attention.head_exchange import exchange_heads
 from seqpar.attention.strategies import check_strategy
 from seqpar.attention.token_gather import gather_x
 from seqpar.consensus import agree
@@ -75,7 +75,7 @@ def _exchanged(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:
     inner = check_strategy(name, group.size, HEADS, False).inner
     qkv = torch.randn(1, sizes[group.index], 3, HEADS, WIDTH // HEADS, requires_grad=True)
     weight = torch.randn(1, sizes[group.index], HEADS, WIDTH // HEADS)
-    return lambda: torch.autograd.grad(exchange(qkv, group, sizes, inner), qkv, weight)
+    return lambda: torch.autograd.grad(exchange_heads(qkv, group, sizes, inner), qkv, weight)
 
 
 def _tokens(mesh: Mesh, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +95,7 @@ def _projected(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:
 
     def act() -> object:
         qkv = torch.nn.functional.linear(x, matrix).unflatten(2, (3, HEADS, -1))
-        return torch.autograd.grad(exchange(qkv, mesh.seq, sizes, inner), (x, matrix), weight)
+        return torch.autograd.grad(exchange_heads(qkv, mesh.seq, sizes, inner), (x, matrix), weight)
 
     return act
 

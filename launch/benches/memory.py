@@ -26,6 +26,7 @@ from seqpar.launch.hardware.devices import device_here
 from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.planning.attention_choice import choose_quickest
 from seqpar.launch.planning.saved_bytes import Saved
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.data_parallel import shard
@@ -149,8 +150,7 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
 
 
 def _build(config: Config, mesh: Mesh) -> SegmentationNet:
-    machine = device_here(mesh.device.type).machine(mesh.seq.size, config.precision)
-    net = build(config, 1, 2, mesh.seq, machine=machine)
+    net = build(choose_quickest(config, device_here(mesh.device.type)), 1, 2, mesh.seq)
     net.to(torch.float64 if config.precision == "fp64" else torch.float32)
     if config.shard_weights:
         shard(net, mesh)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from seqpar.attention.cost_model import Machine
+from seqpar.attention.strategies import AttentionOptions
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.plain import PlainDecoder
 from seqpar.decoders.primus import PrimusDecoder
@@ -30,16 +30,15 @@ def build(
     group: Group,
     has_regions: bool = False,
     device: str = "cpu",
-    machine: Machine | None = None,
 ) -> SegmentationNet:
     """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks.
 
     Its outputs are labels of which the first is background, or, with ``has_regions``, regions by themselves. On the
-    device "meta" it has shapes alone. ``machine`` is what attention that was left open is chosen for.
+    device "meta" it has shapes alone.
     """
     torch.manual_seed(config.seed)
     with torch.device(device):
-        encoder, decoder, chosen = _parts(config, in_channels, num_outputs, group, machine)
+        encoder, decoder, chosen = _parts(config, in_channels, num_outputs, group)
     assert decoder.classes.bias is not None
     with torch.no_grad():
         decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
@@ -47,7 +46,7 @@ def build(
 
 
 def _parts(
-    config: Config, in_channels: int, num_outputs: int, group: Group, machine: Machine | None
+    config: Config, in_channels: int, num_outputs: int, group: Group
 ) -> tuple[SeqParViT, Decoder, tuple[int, ...]]:
     """Returns encoder, decoder, and the encoder's blocks that the decoder takes."""
     encoder = SeqParViT(
@@ -65,12 +64,9 @@ def _parts(
         dropout=config.dropout,
         drop_path=config.drop_path,
         layer_scale=config.layer_scale or None,
-        keep_kv=config.keep_kv,
         recompute=config.grad_checkpoint,
         mlp_chunks=config.mlp_chunks,
-        attention=config.attention,
-        heads_per_chunk=config.heads_per_chunk or None,
-        machine=machine if config.attention == "auto" else None,
+        attention=AttentionOptions(config.attention, config.keep_kv, config.heads_per_chunk or None),
         group=group,
         split=config.split,
     )

@@ -6,11 +6,11 @@ what the device is said or measured to do.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
-from seqpar.attention.cost_model import Layer, choose, cost
-from seqpar.attention.strategies import Strategy, check_strategy
-from seqpar.launch.hardware.devices import DTYPES, Device
+from seqpar.attention.cost_model import cost
+from seqpar.launch.hardware.devices import Device
+from seqpar.launch.planning.attention_choice import choose_within_memory, is_open, layer_of, saved_layers, strategy_of
 from seqpar.launch.planning.feasibility import refuse, refuse_lonely
 from seqpar.launch.planning.step_counter import Step, count_step
 from seqpar.launch.settings.config import Config
@@ -90,32 +90,14 @@ def plan(run: Run, size: int) -> Plan:
 def planned(run: Run, ranks: int) -> Plan:
     """Returns what a complete config needs on so many ranks; attention that is left open is chosen.
 
-    It is the quickest that fits, and which one that is follows from the plan of the quickest of all: training asks the
-    same, so that it does what was planned.
+    Training asks the same, so that it runs what was planned.
     """
     config, device = run.config, run.device.of(ranks)
-    if config.attention != "auto" or config.seqpar == 1:
+    if not is_open(config):
         return _plan(run, config, device, ranks)
-    layer, machine = _layer(config), device.machine(config.seqpar, config.precision)
-    quickest, _ = choose(layer, machine, config.keep_kv)
-    found = _plan(run, replace(config, attention=str(quickest)), device, ranks)
-    needs, depth = cost(quickest, layer, machine, config.keep_kv), _held_layers(config)
-    left = (device.memory - found.total) / (1 + device.slack) + depth * needs.held + needs.transient
-    best, why = choose(layer, machine, config.keep_kv, left, depth)
-    if best != quickest:
-        found = _plan(run, replace(config, attention=str(best)), device, ranks)
-    return replace(found, attention_why=why)
-
-
-def _held_layers(config: Config) -> int:
-    """Returns how many layers hold what attention needs for backward at a time."""
-    return config.depth if config.grad_checkpoint == Config().grad_checkpoint else 1
-
-
-def _layer(config: Config) -> Layer:
-    sizes = Layout.of(config.tile, config.patch, config.seqpar, config.split).counts
-    per_chunk = config.heads_per_chunk or None
-    return Layer(sizes, config.heads, config.embed_dim, config.batch, DTYPES[config.precision].itemsize, per_chunk)
+    plan_of = cache(lambda named: _plan(run, named, device, ranks))
+    config, why = choose_within_memory(config, device, lambda named: plan_of(named).total)
+    return replace(plan_of(config), attention_why=why)
 
 
 def steps_of(run: Run, config: Config, device: Device, ranks: int) -> list[Step]:
@@ -160,15 +142,9 @@ def _fullest(config: Config) -> Iterator[int]:
 
     fullest = max(range(layout.num_ranks), key=lambda rank: (layout.counts[rank], inside(rank)))
     yield fullest
-    inner = _strategy(config).inner
+    inner = strategy_of(config).inner
     if fullest and inner > 1 and config.heads % inner:
         yield 0  # the first places take one head more
-
-
-def _strategy(config: Config) -> Strategy:
-    if config.seqpar == 1 or config.attention == "auto":
-        return Strategy("gather-kv")
-    return check_strategy(config.attention, config.seqpar, config.heads, config.keep_kv)
 
 
 def _scores(config: Config, transient: int) -> float:
@@ -177,9 +153,9 @@ def _scores(config: Config, transient: int) -> float:
     Each layer holds softmax's output of this rank's queries and all keys until its backward, which makes the gradients
     of that and of the scores.
     """
-    layer = _layer(config)
+    layer = layer_of(config)
     one = layer.batch * layer.heads * max(layer.sizes) * sum(layer.sizes) * layer.element
-    return _held_layers(config) * one + max(0, 2 * one - transient)
+    return saved_layers(config) * one + max(0, 2 * one - transient)
 
 
 def _world_bytes(config: Config, step: Step, ranks: int) -> float:
@@ -195,7 +171,7 @@ def _seconds(config: Config, device: Device, step: Step, ranks: int) -> dict[str
     size, link = config.seqpar, device.link(config.seqpar)
     if size > 1:
         machine = device.machine(size, config.precision)
-        waiting = cost(_strategy(config), _layer(config), machine, config.keep_kv).waiting * config.depth
+        waiting = cost(strategy_of(config), layer_of(config), machine, config.keep_kv).waiting * config.depth
         others = [kind for kind in step.sent if kind != "attention"]
         waiting += sum(step.sent[k] / link.bandwidth + step.messages[k] * link.latency for k in others)
         found["waiting"] = waiting * config.accumulate

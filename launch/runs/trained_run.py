@@ -11,6 +11,7 @@ from seqpar.data.preparation.recipe import Recipe
 from seqpar.launch.hardware.devices import device_here
 from seqpar.launch.models.build import build
 from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.planning.attention_choice import choose_quickest
 from seqpar.launch.runs.run_folder import read_config
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights import checkpoint
@@ -79,11 +80,11 @@ def fitting_mode(run: Run) -> str:
 
 def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[SegmentationNet]:
     """Returns the run's network with each file's weights, ready to predict; ``mode`` may be another than trained."""
-    config = replace(run.config, mode=mode or fitting_mode(run))
-    machine = device_here(mesh.device.type).machine(mesh.seq.size, config.precision)
+    config = replace(run.config, mode=mode or fitting_mode(run), seqpar=mesh.seq.size)
+    config = choose_quickest(config, device_here(mesh.device.type))
     nets = []
     for path in files:
-        net = build(config, len(run.recipe.modalities), len(run.outputs), mesh.seq, machine=machine)
+        net = build(config, len(run.recipe.modalities), len(run.outputs), mesh.seq)
         state = read_weights(path)
         wanted = net.state_dict()
         wrong = [name for name in {**wanted, **state} if _shape(wanted, name) != _shape(state, name)]

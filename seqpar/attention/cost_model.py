@@ -1,24 +1,23 @@
-"""Which attention strategy moves and holds least: a cost model of one layer, pure arithmetic.
+"""What each attention strategy sends, holds and takes in one layer, and which of them is the quickest that fits.
 
-u = tokens x width / ranks elements. What a rank sends is exact, for tokens and heads that do not divide too; times
-are an estimate from the link's bandwidth and latency and the processor's rate, good for an order of strategies.
+Pure arithmetic. u = tokens x width / ranks elements. What a rank sends is exact, also where tokens and heads do not
+divide. Times are estimates from the links' bandwidth and latency and the processor's rate: good for an order.
 """
 
 from dataclasses import dataclass
 
-from seqpar.attention.strategies import (
-    Strategy,
-    heads_per_chunk,
-    inner_sizes,
-)
+from seqpar.attention.strategies import Strategy, check_strategy, choose_heads_per_chunk, inner_sizes
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank has: bytes a second to other ranks, seconds a message takes beside, and operations a second.
+    """The speed of a rank and of its links.
 
-    ``overlaps`` says whether messages travel under computation; ``node`` ranks share the fast links, others are
-    reached at ``far_bandwidth``.
+    - ``bandwidth``, ``latency``: bytes a second to other ranks of the node, and seconds that each message adds
+    - ``flops``: floating-point operations a second
+    - ``overlaps``: whether messages travel while the rank computes
+    - ``node``: how many ranks share the fast links
+    - ``far_bandwidth``: bytes a second to ranks of other nodes; None: as inside a node
     """
 
     bandwidth: float
@@ -35,9 +34,13 @@ GPU = Machine(bandwidth=1e11, latency=2e-5, flops=2e14, overlaps=True, far_bandw
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer: all ranks' token counts, heads, width, samples a step, bytes a number.
+    """The sizes of one attention layer.
 
-    ``per_chunk`` is how many heads go together, None: as many as ``heads_per_chunk`` says.
+    - ``sizes``: the token counts of all ranks
+    - ``width``: the embedding, of all heads together
+    - ``batch``: samples in a step
+    - ``element``: bytes of a number
+    - ``per_chunk``: heads that are attended at a time; None: as ``choose_heads_per_chunk`` says
     """
 
     sizes: tuple[int, ...]
@@ -58,7 +61,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Sent:
-    """Elements that a rank sends in one layer: to the ranks that exchange heads, and across in gathers."""
+    """Elements that a rank sends in one layer: inside, among the ranks that exchange heads, and across, in gathers."""
 
     inside_forward: int
     across_forward: int
@@ -74,18 +77,18 @@ class Sent:
         return self.inside_backward + self.across_backward
 
 
-def sent(strategy: Strategy, layer: Layer, rank: int, keep: bool = False) -> Sent:
-    """Returns what ``rank`` sends, exactly; ``keep`` spares the second gather."""
+def sent(strategy: Strategy, layer: Layer, rank: int, keep_kv: bool = False) -> Sent:
+    """Returns what ``rank`` sends, exactly; with ``keep_kv`` the backward does not gather again."""
     ranks, inner, width = layer.ranks, strategy.inner, layer.head_width * layer.batch
-    mine, tokens, again = layer.sizes[rank], sum(layer.sizes), 0 if keep else 1
+    own, tokens, again = layer.sizes[rank], sum(layer.sizes), 0 if keep_kv else 1
     if strategy.name == "gather-x":
-        gather, reduce = mine * (ranks - 1), tokens - mine
+        gather, reduce = own * (ranks - 1), tokens - own
         return Sent(0, gather * layer.heads * width, 0, (again * gather + reduce) * layer.heads * width)
     first, place = rank - rank % inner, rank % inner
     near = sum(layer.sizes[first : first + inner])
-    held = layer.heads // inner + (place < layer.heads % inner)
-    to_heads, to_tokens = mine * (layer.heads - held), (near - mine) * held
-    gather, reduce = 2 * near * held * (ranks // inner - 1), 2 * (tokens - near) * held
+    heads = layer.heads // inner + (place < layer.heads % inner)
+    to_heads, to_tokens = own * (layer.heads - heads), (near - own) * heads
+    gather, reduce = 2 * near * heads * (ranks // inner - 1), 2 * (tokens - near) * heads
     return Sent(
         (3 * to_heads + to_tokens) * width,
         gather * width,
@@ -96,56 +99,49 @@ def sent(strategy: Strategy, layer: Layer, rank: int, keep: bool = False) -> Sen
 
 @dataclass(frozen=True)
 class Cost:
-    """Of the rank that has most to do, in one layer: bytes sent, held for backward, and more while it runs; seconds.
+    """What one layer costs the rank that has most to do.
 
-    ``waiting`` is how much of the seconds is communication that no computation hides.
+    - ``forward``, ``backward``: bytes sent
+    - ``saved``: bytes held for the backward
+    - ``transient``: bytes that there are beside these while the layer runs
+    - ``seconds``, ``waiting``: forward and backward, and how much of it is communication that no computation hides
     """
 
     forward: int
     backward: int
-    held: int
+    saved: int
     transient: int
     seconds: float
     waiting: float
 
     def __str__(self) -> str:
-        sizes = (self.forward, self.backward, self.held, self.transient)
-        sent_forward, sent_backward, held, transient = (f"{size / 2**20:.1f}" for size in sizes)
+        sizes = (self.forward, self.backward, self.saved, self.transient)
+        forward, backward, saved, transient = (f"{size / 2**20:.1f}" for size in sizes)
         return (
-            f"sends {sent_forward} + {sent_backward} MiB, holds {held} MiB, {transient} MiB more while it runs, "
+            f"sends {forward} + {backward} MiB, holds {saved} MiB, {transient} MiB more while it runs, "
             f"{1e3 * self.seconds:.2f} ms"
         )
 
+    def memory(self, depth: int) -> int:
+        """Returns the bytes of ``depth`` layers, one of which runs."""
+        return depth * self.saved + self.transient
 
-def cost(strategy: Strategy, layer: Layer, machine: Machine, keep: bool = False) -> Cost:
-    """Returns what a layer costs; memory and time are estimates."""
-    tokens, most, inner, across = sum(layer.sizes), max(layer.sizes), strategy.inner, layer.ranks // strategy.inner
-    near = max(sum(layer.sizes[low : low + inner]) for low in range(0, layer.ranks, inner))
-    heads = -(-layer.heads // inner)
-    number = layer.batch * layer.element  # bytes a token and feature
-    whole_head = 2 * tokens * layer.head_width * number
-    together = min(layer.per_chunk or heads, heads)
-    if layer.per_chunk is None:
-        together = heads_per_chunk(heads, whole_head, near * layer.batch, machine.overlaps)
-    chunks, pair = -(-heads // together), together * whole_head
-    operations = 14.0 * near * tokens * heads * layer.head_width * layer.batch  # 4 forward, 10 backward
-    u = most * layer.width * number
+
+def cost(strategy: Strategy, layer: Layer, machine: Machine, keep_kv: bool = False) -> Cost:
+    """Returns what a layer costs; bytes sent are exact, memory and time are estimates."""
+    near, heads = _near_tokens(strategy, layer), -(-layer.heads // strategy.inner)
+    chunks = -(-heads // _heads_at_a_time(strategy, layer, machine))
+    saved, transient = _memory(strategy, layer, machine, keep_kv)
+    operations = 14.0 * near * sum(layer.sizes) * heads * layer.head_width * layer.batch  # 4 forward, 10 backward
+    inner, across = strategy.inner, layer.ranks // strategy.inner
+    gathers = 2 if keep_kv else 3  # with the reduce-scatter of the backward
     if strategy.name == "gather-x":
-        held = 2 * u + keep * tokens * layer.width * number  # tokens, output
-        transient = 2 * tokens * layer.width * number + 3 * u + 2 * pair
-        messages = (2 if keep else 3) * (layer.ranks - 1)
-        operations += layer.batch * layer.width**2 * (12.0 * (tokens - most) + 4.0 * tokens)
-        chunks = 1  # nothing travels under attention
+        others, tokens = sum(layer.sizes) - max(layer.sizes), sum(layer.sizes)
+        operations += layer.batch * layer.width**2 * (12.0 * others + 4.0 * tokens)
+        messages, chunks = gathers * (layer.ranks - 1), 1  # nothing travels under attention
     else:
-        held = (5 if inner == 1 else 6) * u  # tokens, q, k, v, output, which exchanged lies in both orders
-        transient = 4 * u
-        if across > 1:
-            held += keep * heads * whole_head
-            transient += 5 * pair
-        if inner > 1:
-            transient += 16 * near * together * layer.head_width * number
-        messages = chunks * (4 * (inner - 1) + (2 if keep else 3) * (across - 1))
-    amounts = [sent(strategy, layer, rank, keep) for rank in range(layer.ranks)]
+        messages = chunks * (4 * (inner - 1) + gathers * (across - 1))
+    amounts = [sent(strategy, layer, rank, keep_kv) for rank in range(layer.ranks)]
     far = machine.far_bandwidth or machine.bandwidth
     inside = machine.bandwidth if inner <= machine.node else far
     outside = machine.bandwidth if layer.ranks <= machine.node else far
@@ -158,32 +154,64 @@ def cost(strategy: Strategy, layer: Layer, machine: Machine, keep: bool = False)
     return Cost(
         layer.element * max(a.forward for a in amounts),
         layer.element * max(a.backward for a in amounts),
-        held,
+        saved,
         transient,
         compute + wire - hidden,
         wire - hidden,
     )
 
 
+def _near_tokens(strategy: Strategy, layer: Layer) -> int:
+    """Returns the most tokens that ranks which exchange heads hold together."""
+    return max(sum(layer.sizes[low : low + strategy.inner]) for low in range(0, layer.ranks, strategy.inner))
+
+
+def _heads_at_a_time(strategy: Strategy, layer: Layer, machine: Machine) -> int:
+    heads = -(-layer.heads // strategy.inner)
+    if layer.per_chunk is not None:
+        return min(layer.per_chunk or heads, heads)
+    head_bytes = 2 * sum(layer.sizes) * layer.head_width * layer.batch * layer.element
+    return choose_heads_per_chunk(heads, head_bytes, _near_tokens(strategy, layer) * layer.batch, machine.overlaps)
+
+
+def _memory(strategy: Strategy, layer: Layer, machine: Machine, keep_kv: bool) -> tuple[int, int]:
+    """Returns the bytes that a layer holds for the backward, and those that there are beside them while it runs."""
+    number = layer.batch * layer.element  # bytes of one feature of one token
+    tokens, inner, heads = sum(layer.sizes), strategy.inner, -(-layer.heads // strategy.inner)
+    u = max(layer.sizes) * layer.width * number
+    whole_head = 2 * tokens * layer.head_width * number
+    together = _heads_at_a_time(strategy, layer, machine)
+    pair = together * whole_head
+    if strategy.name == "gather-x":
+        saved = 2 * u + keep_kv * tokens * layer.width * number  # tokens, output
+        return saved, 2 * tokens * layer.width * number + 3 * u + 2 * pair
+    saved, transient = (
+        (5 if inner == 1 else 6) * u,
+        4 * u,
+    )  # tokens, q, k, v, output, which exchanged lies in both orders
+    if inner < layer.ranks:
+        saved += keep_kv * heads * whole_head
+        transient += 5 * pair
+    if inner > 1:
+        transient += 16 * _near_tokens(strategy, layer) * together * layer.head_width * number
+    return saved, transient
+
+
 def choose(
-    layer: Layer,
-    machine: Machine,
-    keep: bool = False,
-    memory_left: float | None = None,
-    depth: int = 1,
+    layer: Layer, machine: Machine, keep_kv: bool = False, memory_left: float | None = None, depth: int = 1
 ) -> tuple[Strategy, tuple[str, ...]]:
-    """Returns the quickest strategy whose ``depth`` layers fit the memory left, and why: a line for each.
+    """Returns the quickest strategy whose ``depth`` layers fit the memory left, and why: a line for each candidate.
 
     Where none fits, the smallest is returned, and the first line says so.
     """
     if layer.ranks == 1:
         return Strategy("gather-kv"), ("gather-kv: one rank has all tokens, nothing moves",)
     candidates = [Strategy("gather-x"), Strategy("gather-kv")]
-    if not keep:  # it gathers nothing that could be kept
+    if not keep_kv:  # it gathers nothing that could be kept
         candidates.append(Strategy("ulysses", layer.ranks))
     candidates += [Strategy("hybrid", inner) for inner in inner_sizes(layer.ranks)]
-    costs = {s: cost(s, layer, machine, keep) for s in candidates}
-    needs = {s: depth * c.held + c.transient for s, c in costs.items()}
+    costs = {s: cost(s, layer, machine, keep_kv) for s in candidates}
+    needs = {s: c.memory(depth) for s, c in costs.items()}
     fits = [s for s in candidates if memory_left is None or needs[s] <= memory_left]
     if fits:
         best, why = min(fits, key=lambda s: costs[s].seconds), "the quickest"
@@ -193,3 +221,13 @@ def choose(
         why += f" of those that need at most {memory_left / 2**20:.0f} MiB in {depth} layers"
     lines = [f"{s}: {costs[s]}" + ("" if s in fits else ", too large") for s in candidates]
     return best, (f"{best} is {why}", *lines)
+
+
+def resolve(
+    strategy: Strategy | str, layer: Layer, machine: Machine, keep_kv: bool = False
+) -> tuple[Strategy, tuple[str, ...]]:
+    """Returns the strategy that a name stands for in this layer, "auto" being the quickest, and why it is this one."""
+    if strategy == "auto":
+        return choose(layer, machine, keep_kv)
+    strategy = check_strategy(str(strategy), layer.ranks, layer.heads, keep_kv)
+    return strategy, (f"{strategy} was asked for",)

@@ -6,52 +6,59 @@ of its inside group, c the heads of a chunk.
 U of the P ranks change shares of tokens for shares of heads; keys and values are gathered across the other
 R = P/U. With u = tokens x embedding / ranks elements, a rank sends 8(U-1)/U u + 6(R-1)u in a layer, or 4(R-1)u with
 whole keys and values kept, where tokens and heads divide. U = 1 is the paper's gather, U = P is Ulysses. Heads go in
-chunks: while one is attended, the next one's messages and the last one's gradients travel, and no more than two
-chunks' whole keys and values are there.
+chunks: while one is attended, the next one's messages and the last one's results travel, and there are whole keys
+and values of two chunks at most.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from einops import rearrange
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.attention.kernels import pick
+from seqpar.attention.kernels import State, pick
 from seqpar.attention.partition import (
-    Buffers,
-    Rotate,
-    Spread,
+    ChunkBuffers,
+    HeadPartition,
+    Prefetch,
+    Rotary,
     heads_first,
-    one_ahead,
-    one_behind,
+    rotate_in_place,
     tokens_first,
-    turn_in_place,
 )
 from seqpar.mesh import Group
+from seqpar.messages import Coming
 
 
-def exchange(
+def exchange_heads(
     qkv: Tensor,
     group: Group,
     sizes: Sequence[int],
     inner: int = 1,
-    rotate: Rotate | None = None,
-    keep: bool = False,
+    rotary: Rotary | None = None,
+    keep_kv: bool = False,
     per_chunk: int | None = None,
 ) -> Tensor:
-    """Returns softmax(q Kᵀ/√f) V ``b n/s a f`` for keys and values of all ranks, of ``qkv``, ``b n/s 3 a f``.
+    """Returns softmax(q Kᵀ/√f) V, ``b n/s a f``, for keys and values of all ranks.
 
     *forward:* all-to-all among ``inner`` ranks from shares of tokens to shares of heads, all-gather of keys and
     values across the others, attention, all-to-all back.
-    *backward:* each reversed: all-to-all of the gradient, the same gather again (unless ``keep``), reduce-scatter
-    of keys' and values' gradients, all-to-all back.
+    *backward:* each reversed: all-to-all of the gradient, the same gather again (unless ``keep_kv``),
+    reduce-scatter of keys' and values' gradients, all-to-all back.
+
+    - ``qkv``: this rank's queries, keys and values ``b n/s 3 a f``
+    - ``sizes``: the token counts of all ranks
+    - ``rotary``: rotary positions of this rank's tokens
+    - ``keep_kv``: hold the gathered keys and values until the backward
+    - ``per_chunk``: heads that are attended at a time; None: by size
     """
-    return _Exchange.apply(qkv, group, tuple(sizes), inner, rotate, keep, per_chunk)  # type: ignore[no-any-return]
+    return _HeadExchange.apply(qkv, group, tuple(sizes), inner, rotary, keep_kv, per_chunk)  # type: ignore[no-any-return]
 
 
-class _Exchange(Function):
+class _HeadExchange(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -59,44 +66,39 @@ class _Exchange(Function):
         group: Group,
         sizes: tuple[int, ...],
         inner: int,
-        rotate: Rotate | None,
-        keep: bool,
+        rotary: Rotary | None,
+        keep_kv: bool,
         per_chunk: int | None,
     ) -> Tensor:
-        x = qkv.transpose(0, 1)  # n/s b 3 a f
-        spread = Spread(group, sizes, inner, x, per_chunk)
-        kernel = pick(qkv, spread.head_dim)
-        keep = keep and spread.across.size > 1  # else nothing is gathered
+        x = rearrange(qkv, "b n m a f -> n b m a f")
+        partition = HeadPartition(group, sizes, inner, x, per_chunk)
+        kernel, num_chunks = pick(qkv, partition.head_dim), partition.num_chunks
+        keep_kv = keep_kv and partition.across.size > 1  # else nothing is gathered
         out = qkv.new_empty((*qkv.shape[:2], *qkv.shape[3:]))  # b n/s a f
-        place = out.transpose(0, 1).unsqueeze(2)  # n/s b 1 a f
-        parts: list[Tensor] = []
-        pairs: list[Tensor] = []
-        outs: list[Tensor] = []
-        states: list[tuple[Any, ...]] = []
-        buffers = None if keep else Buffers(x)
-        came = one_ahead(spread.start_to_heads(x, at, rotate) for at in range(spread.num_chunks))
-        gathered = one_ahead(spread.start_gather(part, at, buffers) for at, part in enumerate(came))
-
-        def attended() -> Iterator[Tensor]:
-            for at, (part, pair) in enumerate(gathered):
-                mine, state = kernel.forward(*(heads_first(t) for t in (part[:, :, 0], *pair.unbind(2))))
-                states.append(state)
-                if spread.inside.size > 1:
-                    held = tokens_first(mine).contiguous().unsqueeze(2)  # as the kernel wrote it, where it can
-                    parts.append(part)
-                    outs.append(held)
-                else:  # both lie in qkv and out
-                    held = spread.room(place, at)
-                    held[:, :, 0] = tokens_first(mine)
-                if keep:
-                    pairs.append(pair)
-                yield held
-
-        for _ in one_ahead(spread.start_to_tokens(held, place, at) for at, held in enumerate(attended())):
-            pass
-        if spread.inside.size == 1:
+        target = rearrange(out, "b n a f -> n b 1 a f")
+        buffers = None if keep_kv else ChunkBuffers(x)
+        heads = Prefetch(lambda at: partition.start_to_heads(x, at, rotary), num_chunks)
+        gathered = Prefetch(lambda at: partition.start_gather(heads.take(at), at, buffers), num_chunks)
+        returning = _Returning(partition, target)
+        parts, outs, pairs, states = list[Tensor](), list[Tensor](), list[Tensor](), list[State]()
+        for at in range(num_chunks):
+            part, pair = gathered.take(at)
+            attended, state = kernel.forward(*(heads_first(t) for t in (part[:, :, 0], *pair.unbind(2))))
+            states.append(state)
+            if partition.inside.size > 1:
+                out_part = tokens_first(attended).contiguous().unsqueeze(2)  # as the kernel wrote it, where it can
+                parts.append(part)
+                outs.append(out_part)
+            else:  # both lie in qkv and out
+                out_part = partition.new_part(target, at)
+                out_part[:, :, 0] = tokens_first(attended)
+            if keep_kv:
+                pairs.append(pair)
+            returning.put(out_part, at)
+        returning.finish()
+        if partition.inside.size == 1:
             parts, outs = [qkv], [out]
-        ctx.how = spread, kernel, rotate, keep
+        ctx.options = partition, kernel, rotary, keep_kv
         ctx.counts = [len(tensors) for tensors in (parts, outs, pairs, *states)]
         ctx.shape = qkv.shape
         ctx.save_for_backward(*parts, *outs, *pairs, *(t for state in states for t in state))
@@ -105,41 +107,65 @@ class _Exchange(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        spread, kernel, rotate, keep = ctx.how
+        partition, kernel, rotary, keep_kv = ctx.options
         parts, outs, pairs, *states = _split(ctx.saved_tensors, ctx.counts)
         assert grad.shape == (*ctx.shape[:2], *ctx.shape[3:]), (grad.shape, ctx.shape)
         dqkv = grad.new_empty(ctx.shape)
-        dx = dqkv.transpose(0, 1)  # n/s b 3 a f
-        buffers = Buffers(dqkv)
-        chunks = range(spread.num_chunks)
-        gives = grad.transpose(0, 1).unsqueeze(2)  # n/s b 1 a f
-        grads = one_ahead(spread.start_to_heads(gives, at) for at in chunks)
-        if spread.inside.size > 1:
-            mine: Iterator[Tensor] = iter(parts)
-        else:
-            own = parts[0].transpose(0, 1)
-            mine = (spread.start_to_heads(own, at, rotate).wait() for at in chunks)
-            outs = [outs[0].transpose(0, 1).unsqueeze(2)[:, :, :, spread.mine(at)] for at in chunks]
-        if keep:
-            gathered: Iterator[tuple[Tensor, Tensor]] = zip(mine, pairs)
-        else:
-            gathered = one_ahead(spread.start_gather(part, at, buffers) for at, part in enumerate(mine))
+        dx = rearrange(dqkv, "b n m a f -> n b m a f")
+        dout = rearrange(grad, "b n a f -> n b 1 a f")
+        num_chunks, buffers = partition.num_chunks, ChunkBuffers(dqkv)
+        if partition.inside.size == 1:  # forward saved qkv and out as they are
+            x = rearrange(parts[0], "b n m a f -> n b m a f")
+            outs = [rearrange(outs[0], "b n a f -> n b 1 a f")[:, :, :, partition.own(at)] for at in range(num_chunks)]
 
-        def differentiated() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-            for at, (grad_out, (part, pair)) in enumerate(zip(grads, gathered)):
-                tensors = (grad_out[:, :, 0], part[:, :, 0], *pair.unbind(2), outs[at][:, :, 0])
-                dq, dk, dv = kernel.backward(*(heads_first(t) for t in tensors), states[at])
-                target = spread.room(dx, at)
-                target[:, :, 0] = tokens_first(dq)
-                del dq, tensors, grad_out, pair
-                yield dk, dv, target
+        def part_of(at: int) -> Tensor:  # n/r b 3 c f
+            return partition.start_to_heads(x, at, rotary).wait() if partition.inside.size == 1 else parts[at]
 
-        summed = one_behind(differentiated(), lambda made: spread.start_reduce(*made, buffers))
-        for at, _ in enumerate(one_ahead(spread.start_to_tokens(held, dx, at) for at, held in enumerate(summed))):
-            if rotate is not None:
-                for heads_of in spread.slices(at):
-                    turn_in_place(dx[:, :, :, heads_of], partial(rotate, back=True))
+        grads = Prefetch(lambda at: partition.start_to_heads(dout, at), num_chunks)
+        gathered = Prefetch(lambda at: partition.start_gather(part_of(at), at, buffers), num_chunks)
+        reducing: Coming[Tensor] | None = None
+        returning = _Returning(partition, dx, rotary)
+        for at in range(num_chunks):
+            grad_out = grads.take(at)
+            part, pair = (part_of(at), pairs[at]) if keep_kv else gathered.take(at)
+            tensors = (grad_out[:, :, 0], part[:, :, 0], *pair.unbind(2), outs[at][:, :, 0])
+            dq, dk, dv = kernel.backward(*(heads_first(t) for t in tensors), states[at])
+            target = partition.new_part(dx, at)
+            target[:, :, 0] = tokens_first(dq)
+            del dq, tensors, grad_out, part, pair
+            if reducing is not None:  # has travelled while this chunk was computed
+                returning.put(reducing.wait(), at - 1)
+            reducing = partition.start_reduce(dk, dv, target, buffers)
+            del dk, dv, target
+        assert reducing is not None
+        returning.put(reducing.wait(), num_chunks - 1)
+        returning.finish()
         return dqkv, None, None, None, None, None, None
+
+
+class _Returning:
+    """Moves chunks back to their tokens, each while the next one is computed, and rotates gradients back there."""
+
+    def __init__(self, partition: HeadPartition, x: Tensor, rotary: Rotary | None = None) -> None:
+        """``x``, ``n/s b m a f``, is where the chunks go."""
+        self._partition, self._x, self._rotary = partition, x, rotary
+        self._under_way: tuple[int, Coming[None]] | None = None
+
+    def put(self, part: Tensor, chunk: int) -> None:
+        """Starts the move of a chunk ``n/r b m c f``, then waits for the one before."""
+        started = chunk, self._partition.start_to_tokens(part, self._x, chunk)
+        self.finish()
+        self._under_way = started
+
+    def finish(self) -> None:
+        """Waits for the chunk that is under way."""
+        if self._under_way is None:
+            return
+        chunk, coming = self._under_way
+        coming.wait()
+        if self._rotary is not None:
+            for heads in self._partition.slices(chunk):
+                rotate_in_place(self._x[:, :, :, heads], partial(self._rotary, back=True))
 
 
 def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:

@@ -2,32 +2,37 @@
 
 Legend: b batch, n tokens, e embedding, a heads, f features per head; ``n/s`` is this rank's share of the tokens.
 
-``cost_model`` names the strategies and says what each moves and holds; ``head_exchange`` and ``token_gather``
-carry them out. Nothing of whole-sequence size is held for the backward unless ``keep`` asks for it.
+``strategies`` names the strategies, ``cost_model`` says what each sends and holds; ``head_exchange`` and
+``token_gather`` carry them out. Nothing of whole-sequence size is held for the backward unless ``keep_kv`` asks for it.
 """
 
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.attention.head_exchange import exchange
-from seqpar.attention.partition import Rotate
+from seqpar.attention.head_exchange import exchange_heads
+from seqpar.attention.partition import Rotary
 from seqpar.attention.strategies import Strategy
 from seqpar.attention.token_gather import gather_x
 from seqpar.mesh import Group
 from seqpar.meta_tensors import autocast_dtype
 
-__all__ = ["Attention", "Rotate"]
+__all__ = ["Attention", "Rotary"]
 
 
 class Attention(nn.Module):
     """Multi-head self-attention of the tokens of all ranks, computed for this rank's queries.
 
     Keys have no bias: softmax does not see it, its gradient is zero, and Adam would amplify that zero's noise.
-    ``norm_eps`` asks for a LayerNorm over the joined heads, before the projection. ``keep`` holds what was gathered
-    until the backward; ``per_chunk`` is how many heads go together, chosen by size where it is None.
+
+    - ``qkv_bias``: whether queries and values have one
+    - ``norm_eps``: epsilon of a LayerNorm over the joined heads, before the projection; None: no such norm
+    - ``strategy``: how attention crosses ranks; None: gather-kv
+    - ``keep_kv``: hold what was gathered until the backward
+    - ``heads_per_chunk``: heads that are attended at a time; None: by size
     """
 
     def __init__(
@@ -35,19 +40,19 @@ class Attention(nn.Module):
         embed_dim: int,
         num_heads: int,
         qkv_bias: bool = True,
-        group: Group | None = None,
-        keep: bool = False,
         norm_eps: float | None = None,
+        group: Group | None = None,
         strategy: Strategy | None = None,
-        per_chunk: int | None = None,
+        keep_kv: bool = False,
+        heads_per_chunk: int | None = None,
     ) -> None:
         super().__init__()
         if embed_dim % num_heads:
             fits = [h for h in range(1, embed_dim + 1) if embed_dim % h == 0 and h <= 2 * num_heads]
             raise ValueError(f"--heads {num_heads} does not divide --embed-dim {embed_dim}: use {fits[-3:]}")
-        if per_chunk is not None and not 1 <= per_chunk <= num_heads:
-            raise ValueError(f"--heads-per-chunk {per_chunk}: choose 1 to {num_heads}, or leave it to the size")
-        self.num_heads, self.keep, self.per_chunk = num_heads, keep, per_chunk
+        if heads_per_chunk is not None and not 1 <= heads_per_chunk <= num_heads:
+            raise ValueError(f"--heads-per-chunk {heads_per_chunk}: choose 1 to {num_heads}, or leave it to the size")
+        self.num_heads, self.keep_kv, self.heads_per_chunk = num_heads, keep_kv, heads_per_chunk
         self.group = group or Group("seq")
         self.strategy = strategy or Strategy("gather-kv")
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
@@ -56,24 +61,27 @@ class Attention(nn.Module):
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if norm_eps is not None else nn.Identity()
         self.proj = nn.Linear(embed_dim, embed_dim)
 
-    def forward(self, x: Tensor, sizes: Sequence[int], rotate: Rotate | None = None) -> Tensor:
-        """Returns the attended tokens; ``sizes`` are all ranks' token counts, ``rotate`` turns queries and keys."""
-        if self.strategy.name == "gather-x":
-            out = self._gathered(x, sizes, rotate)
-        else:
-            out = self._exchanged(x, sizes, rotate)
-        return self.proj(self.norm(out.flatten(2)))
+    def forward(self, x: Tensor, sizes: Sequence[int], rotary: Rotary | None = None) -> Tensor:
+        """Returns the attended tokens ``b n/s e``.
 
-    def _exchanged(self, x: Tensor, sizes: Sequence[int], rotate: Rotate | None) -> Tensor:
+        - ``sizes``: the token counts of all ranks
+        - ``rotary``: rotary positions of this rank's tokens
+        """
+        attend = self._gather_tokens if self.strategy.name == "gather-x" else self._exchange_heads
+        return self.proj(self.norm(rearrange(attend(x, sizes, rotary), "b n a f -> b n (a f)")))
+
+    def _exchange_heads(self, x: Tensor, sizes: Sequence[int], rotary: Rotary | None) -> Tensor:
         bias = None
         if self.q_bias is not None and self.v_bias is not None:
             bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = F.linear(x, self.qkv.weight, bias).unflatten(2, (3, self.num_heads, -1))  # b n/s 3 a f
-        return exchange(qkv, self.group, sizes, self.strategy.inner, rotate, self.keep, self.per_chunk)
+        qkv = rearrange(F.linear(x, self.qkv.weight, bias), "b n (m a f) -> b n m a f", m=3, a=self.num_heads)
+        inner = self.strategy.inner
+        return exchange_heads(qkv, self.group, sizes, inner, rotary, self.keep_kv, self.heads_per_chunk)
 
-    def _gathered(self, x: Tensor, sizes: Sequence[int], rotate: Rotate | None) -> Tensor:
-        given = (x, self.qkv.weight, self.q_bias, self.v_bias)
+    def _gather_tokens(self, x: Tensor, sizes: Sequence[int], rotary: Rotary | None) -> Tensor:
+        projection = self.qkv.weight, self.q_bias, self.v_bias
         dtype = autocast_dtype(x)
         if dtype is not None:  # before the gather, as a linear layer would
-            given = tuple(t if t is None else t.to(dtype) for t in given)  # type: ignore[assignment]
-        return gather_x(*given, self.num_heads, self.group, sizes, rotate, self.keep, self.per_chunk)
+            x = x.to(dtype)
+            projection = tuple(t if t is None else t.to(dtype) for t in projection)  # type: ignore[assignment]
+        return gather_x(x, *projection, self.num_heads, self.group, sizes, rotary, self.keep_kv, self.heads_per_chunk)

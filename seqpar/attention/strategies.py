@@ -1,19 +1,19 @@
-"""The strategies of attention over a spread sequence: their names, which of them ranks allow, heads per chunk."""
+"""The strategies of attention over a sequence group: their names, which of them a group allows, heads per chunk."""
 
 from dataclasses import dataclass
 
-CHUNK_BYTES = 4 << 20  # of keys and values of a chunk: below it, latency costs more than overlap gains
-
-
-CHUNK_ROWS = 1 << 15  # queries times batch times heads of a chunk that fill a GPU
-
-
 NAMES = ("gather-kv", "gather-x", "ulysses", "hybrid")
+CHUNK_BYTES = 4 << 20  # keys and values of a chunk: in smaller ones, latency costs more than overlap gains
+CHUNK_ROWS = 1 << 15  # queries x batch x heads of a chunk: fewer do not fill a GPU
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How attention crosses ranks; ``inner`` ranks exchange heads: 1 for gathers, all for ulysses."""
+    """How attention crosses ranks.
+
+    - ``name``: one of ``NAMES``
+    - ``inner``: how many ranks exchange heads: 1 for the gathers, the whole group for ulysses
+    """
 
     name: str
     inner: int = 1
@@ -22,14 +22,28 @@ class Strategy:
         return f"{self.name}:{self.inner}" if self.name == "hybrid" else self.name
 
 
-def check_strategy(name: str, ranks: int, heads: int, keep: bool) -> Strategy:
-    """Returns the strategy of a name, ``hybrid`` also as ``hybrid:U``; refuses what these ranks cannot do."""
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How an encoder attends over its sequence group. Every choice is exact; they differ in speed and memory.
+
+    - ``strategy``: a ``Strategy``, its name, or "auto": the quickest by the cost model for the device here
+    - ``keep_kv``: hold what was gathered until the backward, instead of gathering it again
+    - ``heads_per_chunk``: heads that are attended at a time; None: by size
+    """
+
+    strategy: Strategy | str = "auto"
+    keep_kv: bool = False
+    heads_per_chunk: int | None = None
+
+
+def check_strategy(name: str, ranks: int, heads: int, keep_kv: bool) -> Strategy:
+    """Returns the strategy of a name, ``hybrid`` also as ``hybrid:U``; refuses what a group of ``ranks`` cannot do."""
     kind, colon, number = name.partition(":")
     if kind not in NAMES or (colon and (kind != "hybrid" or not number.isdecimal())):
         raise ValueError(f"--attention {name}: choose auto, {', '.join(NAMES)} or hybrid:U (U ranks exchange heads)")
     if ranks == 1:
         return Strategy(kind)
-    if kind == "ulysses" and keep:
+    if kind == "ulysses" and keep_kv:
         raise ValueError("--keep-kv has no effect with --attention ulysses, which gathers nothing: leave one of them")
     if kind != "hybrid":
         return Strategy(kind, ranks if kind == "ulysses" else 1)
@@ -42,13 +56,16 @@ def check_strategy(name: str, ranks: int, heads: int, keep: bool) -> Strategy:
 
 
 def inner_sizes(ranks: int) -> list[int]:
+    """Returns how many of ``ranks`` may exchange heads in a hybrid: the divisors between 1 and all."""
     return [u for u in range(2, ranks) if ranks % u == 0]
 
 
-def heads_per_chunk(heads: int, head_bytes: int, rows: int, on_gpu: bool) -> int:
-    """Returns how many of the heads that a rank holds go together: the fewest that are worth a message.
+def choose_heads_per_chunk(heads: int, head_bytes: int, rows: int, on_gpu: bool) -> int:
+    """Returns how many of a rank's heads are attended at a time: the fewest that are worth a message, evenly.
 
-    ``head_bytes`` are one head's whole keys and values, ``rows`` its queries times batch.
+    - ``heads``: the heads that the rank attends
+    - ``head_bytes``: keys and values of one head, of the whole sequence
+    - ``rows``: the rank's queries x batch
     """
     fewest = -(-CHUNK_BYTES // max(head_bytes, 1))
     if on_gpu:

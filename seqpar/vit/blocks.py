@@ -1,9 +1,9 @@
-"""A transformer block on this rank's tokens, and how much of it is held for the backward.
+"""A transformer block on this rank's tokens, and what of it the backward computes again.
 
 Legend: b batch, n tokens, e embedding; ``n/s`` is this rank's share of the tokens.
 
-What a block draws is keyed, so that what is computed again draws the same: random states need no replay. Ranks
-compute again in one order, so that their messages meet.
+Dropout is keyed, so that a recomputed block draws the same without its random state being kept. All ranks recompute
+in the same order, so that their messages meet.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqpar.attention.module import Attention, Rotate
+from seqpar.attention.module import Attention, Rotary
 from seqpar.meta_tensors import around_checkpoint
 from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
 
@@ -23,7 +23,7 @@ RECOMPUTED = ("none", "attention", "full")
 
 
 class Mlp(nn.Module):
-    """Two linear layers with GELU between, on each token by itself."""
+    """Two linear layers with GELU between."""
 
     def __init__(self, embed_dim: int, hidden_dim: int, dropout: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Mlp(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """SwiGLU with a norm inside, as in EVA-02: SiLU of one linear layer times another, on each token by itself."""
+    """SwiGLU with a norm inside, as in EVA-02: SiLU of one linear layer times another."""
 
     def __init__(self, embed_dim: int, hidden_dim: int, dropout: float, norm_eps: float) -> None:
         super().__init__()
@@ -66,9 +66,11 @@ class LayerScale(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block on this rank's tokens.
 
-    ``recompute`` is what the backward computes again from its input: nothing, the attention branch, or all. With
-    ``mlp_chunks`` above 1 the MLP branch goes over so many runs of tokens in turn, of each of which the backward
-    computes it again: nothing of the MLP's width is held, and of one run only is it there.
+    - ``dropout``, ``drop_path``: rates of both residual branches
+    - ``layer_scale``: the start of a learned factor on each branch; None: no such factor
+    - ``recompute``: what the backward computes again from its input: "none", the "attention" branch, or "full"
+    - ``mlp_chunks``: above 1, the MLP takes so many runs of tokens in turn and the backward computes each again, so
+      that its hidden layer exists for one run at a time and is never held
     """
 
     def __init__(
@@ -94,26 +96,30 @@ class Block(nn.Module):
         self.recompute, self.mlp_chunks = recompute, mlp_chunks
 
     def forward(
-        self, x: Tensor, sizes: Sequence[int], token_ids: Tensor, rotate: Rotate | None, key: DropoutKey | None
+        self, x: Tensor, sizes: Sequence[int], token_ids: Tensor, rotary: Rotary | None, key: DropoutKey | None
     ) -> Tensor:
-        """Returns the tokens ``b n/s e`` after both branches; ``sizes`` are all ranks' token counts."""
-        return _run(self._both, self.recompute == "full", x, sizes, token_ids, rotate, key)
+        """Returns the tokens ``b n/s e`` after both branches.
 
-    def _both(
-        self, x: Tensor, sizes: Sequence[int], token_ids: Tensor, rotate: Rotate | None, key: DropoutKey | None
+        - ``sizes``: the token counts of all ranks
+        - ``token_ids``: the global numbers of this rank's tokens, which key the dropout
+        """
+        return _run(self._both_branches, self.recompute == "full", x, sizes, token_ids, rotary, key)
+
+    def _both_branches(
+        self, x: Tensor, sizes: Sequence[int], token_ids: Tensor, rotary: Rotary | None, key: DropoutKey | None
     ) -> Tensor:
-        x = _run(self._attend, self.recompute == "attention", x, sizes, token_ids, rotate, key)
+        x = _run(self._attention_branch, self.recompute == "attention", x, sizes, token_ids, rotary, key)
         if self.mlp_chunks == 1:
-            return self._transform(x, token_ids, key)
+            return self._mlp_branch(x, token_ids, key)
         runs = zip(x.tensor_split(self.mlp_chunks, 1), token_ids.tensor_split(self.mlp_chunks))
-        return torch.cat([_run(self._transform, True, mine, ids, key) for mine, ids in runs], 1)
+        return torch.cat([_run(self._mlp_branch, True, tokens, ids, key) for tokens, ids in runs], 1)
 
-    def _attend(
-        self, x: Tensor, sizes: Sequence[int], token_ids: Tensor, rotate: Rotate | None, key: DropoutKey | None
+    def _attention_branch(
+        self, x: Tensor, sizes: Sequence[int], token_ids: Tensor, rotary: Rotary | None, key: DropoutKey | None
     ) -> Tensor:
-        return x + self._drop(self.ls1(self.attn(self.norm1(x), sizes, rotate)), ATTENTION_SITE, token_ids, key)
+        return x + self._drop(self.ls1(self.attn(self.norm1(x), sizes, rotary)), ATTENTION_SITE, token_ids, key)
 
-    def _transform(self, x: Tensor, token_ids: Tensor, key: DropoutKey | None) -> Tensor:
+    def _mlp_branch(self, x: Tensor, token_ids: Tensor, key: DropoutKey | None) -> Tensor:
         return x + self._drop(self.ls2(self.mlp(self.norm2(x), key, token_ids)), MLP_SITE, token_ids, key)
 
     def _drop(self, branch: Tensor, site: int, token_ids: Tensor, key: DropoutKey | None) -> Tensor:
@@ -121,11 +127,11 @@ class Block(nn.Module):
         return keyed_drop_path(keyed_dropout(branch, self.dropout, here, token_ids), self.drop_path, here)
 
 
-def _run(act: Callable[..., Tensor], again: bool, *inputs: object) -> Tensor:
-    """Returns what ``act`` makes of its inputs, which alone are held where it is to run ``again`` in the backward."""
-    if not (again and torch.is_grad_enabled()):
-        return act(*inputs)
+def _run(fn: Callable[..., Tensor], recompute: bool, *inputs: object) -> Tensor:
+    """Returns ``fn(*inputs)``; with ``recompute`` holds only the inputs, and runs ``fn`` again in the backward."""
+    if not (recompute and torch.is_grad_enabled()):
+        return fn(*inputs)
     result: Tensor = checkpoint(
-        act, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=around_checkpoint
+        fn, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=around_checkpoint
     )
     return result

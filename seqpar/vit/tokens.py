@@ -1,7 +1,7 @@
-"""Voxels to tokens and back to a grid; positions from global coordinates; dropout keyed by global numbers.
+"""Voxels to tokens and back to a grid; positions from global coordinates.
 
-Legend: b batch, c channels, n tokens, e embedding, f features per head, p voxels of a patch along a direction,
-w d h tokens per direction; ``n/s`` is this rank's share.
+Legend: b batch, c channels, n tokens, e embedding, a heads, f features per head, p voxels of a patch along a
+direction, w d h tokens per direction; ``n/s`` is this rank's share of the tokens.
 """
 
 import math
@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from seqpar.layout import Layout
@@ -19,7 +20,7 @@ _MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
 class PatchEmbed(nn.Module):
-    """Tokens of this rank's patches; the weight has the shape of the convolution that this is."""
+    """The patch embedding as a linear layer; its weight has the shape of the strided convolution that this is."""
 
     def __init__(self, in_channels: int, patch: Sequence[int], embed_dim: int) -> None:
         super().__init__()
@@ -27,34 +28,37 @@ class PatchEmbed(nn.Module):
         self.proj.weight = nn.Parameter(self.proj.weight.detach().view(embed_dim, in_channels, *patch))
 
     def forward(self, part: Tensor) -> Tensor:
-        """Returns ``b n/s e`` of ``b n/s c p p p``."""
+        """Returns the tokens ``b n/s e`` of a part ``b n/s c p p p``."""
         if part.shape[2:] != self.proj.weight.shape[1:]:
-            wanted = tuple(self.proj.weight.shape[1:])
-            raise ValueError(f"a part's patches are {tuple(part.shape[2:])} (channels, voxels), not {wanted}")
-        return F.linear(part.flatten(2), self.proj.weight.flatten(1), self.proj.bias)
+            needed = tuple(self.proj.weight.shape[1:])
+            raise ValueError(f"a part's patches are {tuple(part.shape[2:])} (channels, voxels), not {needed}")
+        patches, weight = rearrange(part, "b n ... -> b n (...)"), rearrange(self.proj.weight, "e ... -> e (...)")
+        return F.linear(patches, weight, self.proj.bias)
 
 
 def learned_positions(table: Tensor, grid: Sequence[int], layout: Layout, rank: int) -> Tensor:
-    """Returns ``1 n/s e``: rows of a table made for ``grid``, resized (linearly) where the layout's grid differs."""
+    """Returns this rank's rows ``1 n/s e`` of a table of positions.
+
+    - ``table``: ``1 n e``, for all tokens of ``grid`` in raster order; resized where the layout's grid is another
+    """
     table = resize_positions(table, grid, layout.grid)
     return table.index_select(1, layout.token_ids(rank).to(table.device))
 
 
-def resize_positions(table: Tensor, grid: Sequence[int], wanted: Sequence[int]) -> Tensor:
-    """Returns a table ``1 n e`` of the tokens of ``grid`` as one of the tokens of ``wanted``, linearly."""
-    if tuple(grid) == tuple(wanted):
+def resize_positions(table: Tensor, grid: Sequence[int], new_grid: Sequence[int]) -> Tensor:
+    """Returns a table ``1 n e`` of positions, resized linearly from the tokens of ``grid`` to those of ``new_grid``."""
+    if tuple(grid) == tuple(new_grid):
         return table
-    image = table.transpose(1, 2).unflatten(2, tuple(grid))  # 1 e w d h
-    image = F.interpolate(image, size=tuple(wanted), mode=_MODES[len(grid)], align_corners=False)
-    return image.flatten(2).transpose(1, 2)
+    image = F.interpolate(to_grid(table, grid), size=tuple(new_grid), mode=_MODES[len(grid)], align_corners=False)
+    return rearrange(image, "b e ... -> b (...) e")
 
 
 def sincos_positions(layout: Layout, rank: int, embed_dim: int) -> Tensor:
     """Returns ``1 n/s e`` in float64: sine, then cosine, of each direction in turn; features left over are zero."""
-    at = layout.coordinates(rank).double()  # n/s directions
-    bands = embed_dim // (2 * at.shape[1])
-    angles = at[:, :, None] * _frequencies(bands)
-    waves = torch.stack([angles.sin(), angles.cos()], 2).flatten(1)
+    coordinates = layout.coordinates(rank).double()  # n/s directions
+    bands = embed_dim // (2 * coordinates.shape[1])
+    angles = coordinates[:, :, None] * _frequencies(bands)  # n/s directions bands
+    waves = rearrange(torch.stack([angles.sin(), angles.cos()], 2), "n direction wave band -> n (direction wave band)")
     return F.pad(waves, (0, embed_dim - waves.shape[1]))[None]
 
 
@@ -62,41 +66,49 @@ def _frequencies(bands: int) -> Tensor:
     return 10000.0 ** (-torch.arange(bands, dtype=torch.float64, device="cpu") / max(bands, 1))
 
 
-class Rotation:
-    """Rotary positions, axial over all directions: each gets an equal share of the rotated features.
+class RotaryPositions:
+    """Rotary positions, axial: each direction rotates an equal share of a head's features.
 
     Where the head width is no multiple of twice the directions, the largest multiple is rotated.
     """
 
     def __init__(self, layout: Layout, rank: int | None, head_dim: int, like: Tensor) -> None:
-        """Of the tokens of ``rank``; of all tokens, in the order of ranks, where it is None."""
+        """Makes the sines and cosines of a rank's tokens.
+
+        - ``rank``: None: all tokens, in the order of ranks
+        - ``like``: a tensor of the precision and device to have them in
+        """
         ranks = range(layout.num_ranks) if rank is None else [rank]
-        at = torch.cat([layout.coordinates(r) for r in ranks]).double()
-        bands = head_dim // (2 * at.shape[1])
+        coordinates = torch.cat([layout.coordinates(r) for r in ranks]).double()  # n/s directions
+        directions = coordinates.shape[1]
+        bands = head_dim // (2 * directions)
         if bands == 0:
             raise ValueError(
-                f"a head of width {head_dim} is too narrow to rotate in {at.shape[1]} directions: it needs "
-                f"{2 * at.shape[1]}; use fewer --heads or other --positions"
+                f"a head of width {head_dim} is too narrow to rotate in {directions} directions: it needs "
+                f"{2 * directions}; use fewer --heads or other --positions"
             )
-        angles = (at[:, :, None] * _frequencies(bands)).flatten(1).repeat_interleave(2, 1)  # n/s rotated
+        angles = (coordinates[:, :, None] * _frequencies(bands)).flatten(1).repeat_interleave(2, 1)  # n/s rotated
         self.width = angles.shape[1]
         self.cos, self.sin = angles.cos().to(like), angles.sin().to(like)
-        self._whole = lambda: self if rank is None else Rotation(layout, None, head_dim, like)
+        self._make_whole = lambda: self if rank is None else RotaryPositions(layout, None, head_dim, like)
 
     @cached_property
-    def whole(self) -> "Rotation":
-        """The same of all tokens, in the order of ranks."""
-        return self._whole()
+    def whole(self) -> "RotaryPositions":
+        """The same for all tokens, in the order of ranks."""
+        return self._make_whole()
 
     def __call__(self, x: Tensor, back: bool = False) -> Tensor:
-        """Returns ``b a n/s f`` with neighbouring pairs of features turned by their token's angle, or back by it."""
-        turned, rest = x[..., : self.width], x[..., self.width :]
-        pairs = turned.unflatten(-1, (-1, 2))
-        crossed = torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(-2)
+        """Returns ``b a n/s f`` with neighbouring pairs of features rotated by their token's angles.
+
+        - ``back``: rotate by the opposite angles: the adjoint
+        """
+        rotated, rest = x[..., : self.width], x[..., self.width :]
+        pairs = rearrange(rotated, "b a n (pair two) -> b a n pair two", two=2)
+        crossed = rearrange(torch.stack([-pairs[..., 1], pairs[..., 0]], -1), "b a n pair two -> b a n (pair two)")
         cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
-        return torch.cat([turned * cos + crossed * (-sin if back else sin), rest], -1)
+        return torch.cat([rotated * cos + crossed * (-sin if back else sin), rest], -1)
 
 
 def to_grid(tokens: Tensor, grid: Sequence[int]) -> Tensor:
     """Returns ``b e w d h`` of a box's tokens ``b n e`` in raster order."""
-    return tokens.transpose(1, 2).unflatten(2, tuple(grid))
+    return rearrange(tokens, "b n e -> b e n").unflatten(2, tuple(grid))  # a grid of two directions or three

@@ -31,7 +31,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="--heads 5 does not divide --embed-dim 12"):
         Attention(12, 5)
     with pytest.raises(ValueError, match="--heads-per-chunk 4: choose 1 to 3"):
-        Attention(12, 3, per_chunk=4)
+        Attention(12, 3, heads_per_chunk=4)
 
 
 def given(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from seqpar.attention.cost_model import CPU, GPU, Layer, Machine, choose, cost, sent
-from seqpar.attention.strategies import Strategy, check_strategy, heads_per_chunk
+from seqpar.attention.strategies import Strategy, check_strategy, choose_heads_per_chunk
 
 QUICK = Machine(bandwidth=1e9, latency=0.0, flops=1e18, overlaps=False)  # only bytes count
 
@@ -47,10 +47,10 @@ def test_across_nodes_heads_are_exchanged_inside_a_node() -> None:
 def test_the_memory_left_rules_out_what_is_larger() -> None:
     here = layer(4)
     costs = {name: cost(check_strategy(name, 4, 12, False), here, QUICK) for name in ("gather-x", "gather-kv")}
-    needs = {name: 12 * c.held + c.transient for name, c in costs.items()}
+    needs = {name: c.memory(12) for name, c in costs.items()}
     assert needs["gather-x"] < needs["gather-kv"]  # it holds two of five
     assert costs["gather-x"].transient > costs["gather-kv"].transient
-    one_layer = {name: c.held + c.transient for name, c in costs.items()}
+    one_layer = {name: c.saved + c.transient for name, c in costs.items()}
     assert one_layer["gather-kv"] < one_layer["gather-x"]
     best, reasons = choose(here, QUICK, memory_left=one_layer["gather-kv"])
     assert str(best) == "gather-kv" and "of those that need at most" in reasons[0]
@@ -62,7 +62,7 @@ def test_the_memory_left_rules_out_what_is_larger() -> None:
 def test_keeping_spares_bytes_and_costs_memory() -> None:
     for strategy in (Strategy("gather-kv"), Strategy("gather-x"), Strategy("hybrid", 2)):
         free, kept = (cost(strategy, layer(4), CPU, keep) for keep in (False, True))
-        assert kept.forward == free.forward and kept.backward < free.backward and kept.held > free.held
+        assert kept.forward == free.forward and kept.backward < free.backward and kept.saved > free.saved
     assert cost(Strategy("ulysses", 4), layer(4), CPU, True) == cost(Strategy("ulysses", 4), layer(4), CPU, False)
 
 
@@ -100,12 +100,12 @@ def test_all_that_is_sent_is_received() -> None:
 
 
 def test_chunks_are_few_where_tokens_are_few_and_even() -> None:
-    assert heads_per_chunk(12, 4 << 20, 2048, False) == 1  # 8192 tokens in float32
-    assert heads_per_chunk(12, 2 << 20, 1024, False) == 2
-    assert heads_per_chunk(12, 1 << 16, 256, False) == 12
-    assert heads_per_chunk(12, 1 << 19, 256, False) == 6  # not 8 and 4
-    assert heads_per_chunk(12, 4 << 20, 8192, True) == 4  # a GPU wants more rows at a time
-    assert heads_per_chunk(1, 1, 1, True) == 1
+    assert choose_heads_per_chunk(12, 4 << 20, 2048, False) == 1  # 8192 tokens in float32
+    assert choose_heads_per_chunk(12, 2 << 20, 1024, False) == 2
+    assert choose_heads_per_chunk(12, 1 << 16, 256, False) == 12
+    assert choose_heads_per_chunk(12, 1 << 19, 256, False) == 6  # not 8 and 4
+    assert choose_heads_per_chunk(12, 4 << 20, 8192, True) == 4  # a GPU wants more rows at a time
+    assert choose_heads_per_chunk(1, 1, 1, True) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from seqpar.attention.cost_model import Layer, sent
 from seqpar.attention.module import Attention
-from seqpar.attention.strategies import check_strategy
+from seqpar.attention.strategies import AttentionOptions, check_strategy
 from seqpar.collectives import all_reduce
 from seqpar.layout import Layout
 from seqpar.mesh import Group, Mesh
 from seqpar.vit.encoder import SeqParViT
-from seqpar.vit.tokens import Rotation
+from seqpar.vit.tokens import RotaryPositions
 from tests.support.ranks import relative, run_ranks
 
 
@@ -47,7 +47,12 @@ def module(case: Case, group: Group | None = None) -> Attention:
     torch.manual_seed(0)
     strategy = check_strategy(case.name, group.size if group else 1, case.heads, case.keep)
     net = Attention(
-        case.heads * case.head_dim, case.heads, group=group, keep=case.keep, strategy=strategy, per_chunk=case.per_chunk
+        case.heads * case.head_dim,
+        case.heads,
+        group=group,
+        strategy=strategy,
+        keep_kv=case.keep,
+        heads_per_chunk=case.per_chunk,
     )
     with torch.no_grad():
         for bias in (net.q_bias, net.v_bias):
@@ -92,7 +97,7 @@ def check(mesh: Mesh, case: Case) -> Found:
     want_out, want_dx, want_grads = torchs_own(case, Layout((case.tokens,), (1,)))
     net, (whole_x, whole_weight) = module(case, group), tensors(case)
     x = whole_x.split(sizes, 1)[me].contiguous().requires_grad_()
-    rotate = Rotation(layout, me, case.head_dim, x) if case.rotates else None
+    rotate = RotaryPositions(layout, me, case.head_dim, x) if case.rotates else None
     held: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
 
@@ -240,17 +245,19 @@ def encoder_gaps(mesh: Mesh) -> list[tuple[str, float]]:
     tile = (7, 4, 4)
     toss = torch.Generator().manual_seed(2)
     image, weight = (torch.randn(shape, generator=toss, dtype=torch.float64) for shape in ((2, 1, *tile), (2, 112, 24)))
-    for name, more in [(n, {}) for n in ["auto", *names(mesh.seq.size)]] + [
-        ("gather-x", {"recompute": "full"}),
-        ("hybrid:2", {"recompute": "attention", "heads_per_chunk": 1}),
-        ("gather-kv", {"keep_kv": True, "heads_per_chunk": 2}),
+    plain: list[tuple[str | AttentionOptions, str]] = [(name, "none") for name in ["auto", *names(mesh.seq.size)]]
+    for attention, recompute in [
+        *plain,
+        ("gather-x", "full"),
+        (AttentionOptions("hybrid:2", heads_per_chunk=1), "attention"),
+        (AttentionOptions("gather-kv", keep_kv=True, heads_per_chunk=2), "none"),
     ]:
         gaps: list[Tensor] = []
         for group in (None, mesh.seq):
             torch.manual_seed(0)
             sizes = dict(embed_dim=24, depth=2, num_heads=3, positions="learned+rope", split="ordered")
-            named = {"attention": name, **more} if group else {}
-            net = SeqParViT(1, tile, 1, group=group, **sizes, **named).double()  # type: ignore[arg-type]
+            crossing = {"attention": attention, "recompute": recompute} if group else {}
+            net = SeqParViT(1, tile, 1, group=group, **sizes, **crossing).double()  # type: ignore[arg-type]
             layout, rank = net.layout, mesh.seq.index if group else 0
             part = layout.cut(image, rank).requires_grad_()
             out = net(part)
@@ -263,7 +270,7 @@ def encoder_gaps(mesh: Mesh) -> list[tuple[str, float]]:
                 assert net.attention_choice[0].startswith(str(net.attention))
                 gaps = [out, part.grad, *(all_reduce(p.grad, mesh.seq) for p in net.parameters() if p.grad is not None)]
         assert len(gaps) == len(want)
-        found.append((name, max(relative(a, b) for a, b in zip(gaps, want))))
+        found.append((str(attention), max(relative(a, b) for a, b in zip(gaps, want))))
     return found
 
 
@@ -276,5 +283,5 @@ def test_the_encoder_is_one_process_by_every_strategy() -> None:
 def test_the_encoder_refuses_what_it_cannot_attend_by() -> None:
     with pytest.raises(ValueError, match="--attention ring: choose auto"):
         SeqParViT(1, 8, 4, embed_dim=24, depth=1, num_heads=3, attention="ring")
-    with pytest.raises(ValueError, match="choose for --attention auto"):
-        SeqParViT(1, 8, 4, embed_dim=24, depth=1, num_heads=3, attention="gather-kv", memory_left=1.0)
+    with pytest.raises(ValueError, match="--heads-per-chunk 4: choose 1 to 3"):
+        SeqParViT(1, 8, 4, embed_dim=24, depth=1, num_heads=3, attention=AttentionOptions(heads_per_chunk=4))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from seqpar.attention.strategies import AttentionOptions
 from seqpar.collectives import all_gather, all_reduce
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.plain import PlainDecoder
@@ -249,7 +250,9 @@ def test_fifty_steps_follow_the_recorded_losses(world: int, ranks: Callable[...,
 def encoder_bytes(mesh: Mesh, keep: bool) -> tuple[int, int, int]:
     torch.manual_seed(0)
     tile = (24, 32, 32)
-    net = SeqParViT(2, tile, 4, embed_dim=24, depth=3, num_heads=4, group=mesh.seq, keep_kv=keep, attention="gather-kv")
+    net = SeqParViT(
+        2, tile, 4, embed_dim=24, depth=3, num_heads=4, group=mesh.seq, attention=AttentionOptions("gather-kv", keep)
+    )
     part = net.layout.cut(torch.randn(1, 2, *tile), mesh.seq.index)
     mesh.seq.traffic.clear()
     tokens = net(part)

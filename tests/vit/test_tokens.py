@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from seqpar.layout import Layout
 from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
-from seqpar.vit.tokens import PatchEmbed, Rotation, learned_positions, sincos_positions, to_grid
+from seqpar.vit.tokens import PatchEmbed, RotaryPositions, learned_positions, sincos_positions, to_grid
 from tests.support.ranks import relative
 
 LAYOUT = Layout.of((12, 8, 16), 4)
@@ -40,7 +40,7 @@ def test_sincos_gives_each_direction_a_third_of_the_features() -> None:
 
 def test_rotation_makes_scores_depend_on_distances_only() -> None:
     like = torch.zeros(1, dtype=torch.float64)
-    rotate = Rotation(LAYOUT, 0, 20, like)
+    rotate = RotaryPositions(LAYOUT, 0, 20, like)
     assert rotate.width == 18  # the largest multiple of 6
     q, k = (torch.randn(20, dtype=torch.float64).expand(1, 1, 24, 20) for _ in range(2))
     turned_q, turned_k = rotate(q)[0, 0], rotate(k)[0, 0]
@@ -53,7 +53,7 @@ def test_rotation_makes_scores_depend_on_distances_only() -> None:
             assert torch.allclose(scores[i, j], seen.setdefault(gap, scores[i, j]))
     assert len({round(float(s), 9) for s in seen.values()}) > 40  # and they do differ
     with pytest.raises(ValueError, match="too narrow"):
-        Rotation(LAYOUT, 0, 4, like)
+        RotaryPositions(LAYOUT, 0, 4, like)
 
 
 def test_dropout_of_a_part_is_the_part_of_the_dropout() -> None:
