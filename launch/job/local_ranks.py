@@ -1,7 +1,8 @@
-"""Starts the ranks of a sequence group on this machine, for people who started one process."""
+"""Starts the ranks of a sequence group on this machine, where only one process was started."""
 
 import ctypes
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -12,18 +13,43 @@ from types import FrameType
 
 import torch
 
-PARENT = "SEQPAR_PARENT"
-_OURS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_", "TORCH_NCCL_")
+from seqpar.environment import Launcher
+
+PARENT = "SEQPAR_PARENT"  # variable with the id of the process that started these ranks
+_LAUNCHER_VARIABLES = (
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "ROLE_",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+)
+
+
+def start_missing_ranks(count: int, script: str, arguments: Sequence[str], launcher: Launcher) -> int:
+    """Returns the exit code of ``count`` ranks of ``script``, started here by a single process outside of any job.
+
+    Under a launcher it raises ``ValueError`` with the command that starts enough ranks.
+    """
+    typed, script_path = shlex.join(arguments), os.path.relpath(script)
+    line = f"torchrun --nproc-per-node {count} {script_path} {typed}"
+    lacking = f"--seqpar {count} needs {count} ranks, and {launcher.world} came"
+    if "SLURM_JOB_ID" in os.environ:
+        raise ValueError(f"{lacking}; in this Slurm job use: srun -n {count} python {script_path} {typed}")
+    if launcher.world > 1:
+        raise ValueError(f"{lacking}; use: {line}")
+    started = f"--seqpar {count} needs {count} ranks and 1 was started: starting {count} here"
+    print(f"{started} ({_devices()}); the same as: {line}", flush=True)
+    return run_local(count, [script, *arguments])
 
 
 def run_local(count: int, command: Sequence[str]) -> int:
-    """Returns the exit code of ``count`` ranks of ``command``: the first that is not 0 ends the others."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
-    port = _free_port()
-    threads = max(1, (os.cpu_count() or 1) // count)
+    """Returns the exit code of ``count`` ranks of ``command``; the first one that fails ends the others."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
     env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(port), PARENT: str(os.getpid())}
-    env.setdefault("OMP_NUM_THREADS", str(threads))
+    env |= {"MASTER_PORT": str(_free_port()), PARENT: str(os.getpid())}
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     ranks = [
         subprocess.Popen(
             [sys.executable, *command],
@@ -44,7 +70,7 @@ def run_local(count: int, command: Sequence[str]) -> int:
 
 
 def _wait(ranks: list[subprocess.Popen], grace_s: float = 25.0) -> int:
-    """Returns the code that says most; once a rank failed, the others get time to leave, then are ended."""
+    """Returns the most telling exit code; once a rank failed, the others have ``grace_s`` to leave."""
     deadline = None
     while any(rank.poll() is None for rank in ranks):
         if deadline is None and any(rank.returncode for rank in ranks):
@@ -53,7 +79,7 @@ def _wait(ranks: list[subprocess.Popen], grace_s: float = 25.0) -> int:
             for rank in ranks:
                 rank.kill()
         time.sleep(0.05)
-    # 2, 3, 4, 5, 75 and signals say more than a peer's loss of contact.
+    # 2, 3, 4, 5, 75 and signals say more than 1, which a rank returns that lost its peers.
     codes = sorted((rank.returncode for rank in ranks if rank.returncode), key=lambda code: (code == 1, -code))
     code = codes[0] if codes else 0
     return code if code >= 0 else 128 - code
@@ -66,7 +92,7 @@ def _free_port() -> int:
 
 
 def die_with_parent() -> None:
-    """Ends this rank when the process that started it is gone, however it went (Linux; elsewhere no promise)."""
+    """Lets the kernel kill this rank when the process that started it ends, for whatever reason (Linux only)."""
     parent = os.environ.get(PARENT)
     if parent is None or not sys.platform.startswith("linux"):
         return
@@ -75,7 +101,6 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def visible_devices() -> str:
-    """Returns what this machine offers, in words."""
+def _devices() -> str:
     count = torch.cuda.device_count()
     return f"{count} GPU{'s' if count > 1 else ''}" if count else f"{os.cpu_count()} CPU cores"

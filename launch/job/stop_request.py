@@ -1,4 +1,4 @@
-"""When to leave: a signal, the time limit, or Slurm's end of the job. One rank's wish becomes all ranks' decision."""
+"""When a run has to leave: a signal, the time limit, or the end of a Slurm job; all ranks leave together."""
 
 import os
 import signal
@@ -9,87 +9,91 @@ from contextlib import suppress
 from types import FrameType
 
 from seqpar.launch.job.exit_codes import PREEMPTED
-from seqpar.launch.job.stop_agreement import Agreement
+from seqpar.launch.job.stop_agreement import StopAgreement
 from seqpar.mesh import Mesh
 
 
 class Stopper:
-    """Notes signals and the clock; ``here`` tells all ranks the same.
+    """Watches for signals and the clock; ``should_leave`` returns the same on all ranks.
 
-    Until ``there_is_work`` nothing could be lost: a signal then ends this process at once. A second Ctrl-C always
-    does. Signals are read from a pipe too: the handler itself waits for the main thread, which may be in a kernel.
+    Before ``begin`` there is nothing to save, and a signal ends this process at once. A second Ctrl-C always does.
+    Signals are read from a pipe too, because a Python handler waits for the main thread, which may be in a kernel.
+
+    ``time_limit_s``: of the run; ``margin_s``: how long before that, or before the end of the Slurm job, it leaves.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self, time_limit_s: float, margin_s: float = 90.0) -> None:
-        self._noted = ""
+        self._reason = ""  # why this rank needs to leave
         self._interrupts = 0
         self._pipe: int | None = None
-        self._agreement: Agreement | None = None
-        self._until = time.monotonic() + time_limit_s - min(margin_s, 0.1 * time_limit_s)
-        left = slurm_seconds_left()
-        if left is not None:
-            self._until = min(self._until, time.monotonic() + left - margin_s)
+        self._agreement: StopAgreement | None = None
+        self._deadline = time.monotonic() + time_limit_s - min(margin_s, 0.1 * time_limit_s)
+        left_s = slurm_seconds_left()
+        if left_s is not None:
+            self._deadline = min(self._deadline, time.monotonic() + left_s - margin_s)
         for number in self.SIGNALS:
-            signal.signal(number, self._note)
+            signal.signal(number, self._handle)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._agreement is None:
             raise SystemExit(PREEMPTED)
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             raise KeyboardInterrupt
-        self._noted = self._noted or signal.Signals(number).name
+        self._reason = self._reason or signal.Signals(number).name
 
-    def there_is_work(self, mesh: Mesh, lost: Callable[[str], None]) -> None:
-        """From now on signals are noted, and answered at the next place where the run can be left.
+    def begin(self, mesh: Mesh, on_lost: Callable[[str], None]) -> None:
+        """From now on a signal is kept, and all ranks leave at the next place where the run can be left.
 
-        ``lost`` hears why, when this rank has to leave alone.
+        ``on_lost`` is called with the reason when this rank has to leave alone.
         """
         if mesh.store is not None:
             self._pipe, writes = os.pipe()
             os.set_blocking(self._pipe, False)
             os.set_blocking(writes, False)
             signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-        self._agreement = Agreement(self._wish, mesh.world.index, mesh.world.size, mesh.store, lost)
+        self._agreement = StopAgreement(self.own_reason, mesh.world.index, mesh.world.size, mesh.store, on_lost)
 
     @property
     def reason(self) -> str:
-        """Why all leave: a signal and its rank, or the time limit; and how soon all knew."""
-        assert self._agreement is not None
-        reason, seconds = self._agreement.reason, self._agreement.seconds
-        return f"{reason}, agreed in {seconds:.1f} s" if seconds else reason
+        """Why all leave: a signal and its rank, or the time limit; and how soon all ranks knew."""
+        agreement = self._begun()
+        return f"{agreement.reason}, agreed in {agreement.seconds:.1f} s" if agreement.seconds else agreement.reason
 
-    def here(self) -> bool:
-        """Returns whether all ranks leave at this place, the same on all: one of those that come in one order."""
-        assert self._agreement is not None
-        return self._agreement.here()
+    def should_leave(self) -> bool:
+        """Returns whether all ranks leave here; called at every place where a run can be left, in the same order."""
+        return self._begun().should_leave()
 
-    def end(self) -> None:
-        """Says that no further place will come."""
-        assert self._agreement is not None
-        self._agreement.end()
+    def finish(self) -> None:
+        """Declares that no further place comes where the run can be left."""
+        self._begun().finish()
 
     def close(self) -> None:
-        """Ends what listens for the others' wishes; all ranks have met behind their last place."""
-        assert self._agreement is not None
-        self._agreement.close()
+        """Ends the thread that listens to the other ranks, once all have finished."""
+        self._begun().close()
 
-    def ignore(self) -> None:
-        """Lets the signals of a job that is being ended no longer interrupt the way out."""
+    def ignore_signals(self) -> None:
+        """Ignores further signals, so that those of a job that is being ended do not interrupt saving."""
         for number in self.SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
-    def _wish(self) -> str:
-        """Returns why this rank would leave now, "" if it would not."""
+    def own_reason(self) -> str:
+        """Returns why this rank needs to leave now, "" if it need not."""
         if self._pipe is not None:
             with suppress(BlockingIOError):
-                came = [signal.Signals(number) for number in os.read(self._pipe, 64)]
-                self._noted = self._noted or next((one.name for one in came if one in self.SIGNALS), "")
-        if not self._noted and time.monotonic() > self._until:
-            self._noted = "time limit"
-        return self._noted
+                numbers = os.read(self._pipe, 64)
+                self._reason = self._reason or next(
+                    (signal.Signals(number).name for number in numbers if number in self.SIGNALS), ""
+                )
+        if not self._reason and time.monotonic() > self._deadline:
+            self._reason = "time limit"
+        return self._reason
+
+    def _begun(self) -> StopAgreement:
+        assert self._agreement is not None, "begin comes first"
+        return self._agreement
 
 
 def slurm_seconds_left() -> float | None:
@@ -101,15 +105,15 @@ def slurm_seconds_left() -> float | None:
     if not job or os.environ.get("SLURM_PROCID", "0") != "0":
         return None
     try:
-        asked = subprocess.run(
+        squeue = subprocess.run(
             ["squeue", "-h", "-j", job, "-o", "%L"], capture_output=True, text=True, timeout=20, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return _duration(asked.stdout.strip())
+    return slurm_duration(squeue.stdout.strip())
 
 
-def _duration(text: str) -> float | None:
+def slurm_duration(text: str) -> float | None:
     """Returns seconds of Slurm's ``[days-][hours:]minutes:seconds``, None for UNLIMITED and the like."""
     days, _, clock = text.rpartition("-")
     pieces = clock.split(":")

@@ -1,4 +1,4 @@
-"""What a run writes down: config.json, metrics.jsonl, status.json, and the lines that people watch."""
+"""The journal of a run: metrics.jsonl, TensorBoard where asked for, and the lines that people watch."""
 
 import json
 import math
@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from seqpar.data.files import write_text
-from seqpar.launch.runs.tensorboard import Board
+from seqpar.launch.runs.tensorboard import TensorBoard
 
 
 class Journal:
-    """The first rank's notes; every other rank's are silent.
+    """Records metrics and prints on the first rank (``active``); on the others it does nothing.
 
-    What people watch must not end what they watch: a note that cannot be written is a warning, told once.
+    ``first_step``: where the run goes on; ``validated``: the step whose validation is complete, -1 for none.
+    What cannot be written is one warning and ends no run.
     """
 
     def __init__(
@@ -26,14 +27,14 @@ class Journal:
     ) -> None:
         self.path, self.active = out / "metrics.jsonl", active
         self._line_open = self._warned = False
-        self._board: Board | None = None
+        self._tensorboard: TensorBoard | None = None
         if active:
             self._drop_from(first_step, validated)
             self._file = open(self.path, "a", buffering=1)  # noqa: SIM115  open for the run's whole life
-            self._board = Board(out / "tensorboard", first_step) if tensorboard else None
+            self._tensorboard = TensorBoard(out / "tensorboard", first_step) if tensorboard else None
 
     def attempt(self, act: Callable[[], object]) -> None:
-        """Does what only the first rank does for people to look at."""
+        """Calls ``act`` on the first rank; an ``OSError`` is a warning, once."""
         if not self.active:
             return
         try:
@@ -44,7 +45,7 @@ class Journal:
                 self.say(f"warning: {self.path.parent} cannot be written ({error.strerror}); training goes on")
 
     def _drop_from(self, step: int, validated: int) -> None:
-        """A resumed run writes its steps and validations once: what came after the checkpoint is taken out."""
+        """Removes the rows of steps and validations that a resumed run repeats."""
         if not self.path.exists():
             return
         rows = read_metrics(self.path)
@@ -52,14 +53,15 @@ class Journal:
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def record(self, kind: str, step: int, **values: Any) -> None:
+        """Adds a row to metrics.jsonl, and its numbers to TensorBoard; ``kind``: train, val or slow."""
         row = json.dumps({"kind": kind, "step": step, **values}) + "\n"
         self.attempt(lambda: self._file.write(row))
-        if self._board is not None:
-            board = self._board
-            self.attempt(lambda: board.record(kind, step, values))
+        if self._tensorboard is not None:
+            tensorboard = self._tensorboard
+            self.attempt(lambda: tensorboard.record(kind, step, values))
 
     def say(self, text: str) -> None:
-        """Prints a line of its own."""
+        """Prints text on lines of its own."""
         if self.active:
             if self._line_open:
                 print(flush=True)
@@ -67,7 +69,7 @@ class Journal:
             print(text, flush=True)
 
     def progress(self, text: str, last: bool) -> None:
-        """Shows an epoch's progress: one line that changes on a terminal, the last one in a log."""
+        """Prints an epoch's line: rewritten in place on a terminal; in a log, only the ``last`` one."""
         if not self.active:
             return
         if sys.stdout.isatty():
@@ -79,12 +81,12 @@ class Journal:
 
     def close(self) -> None:
         self.attempt(lambda: self._file.close())
-        if self._board is not None:
-            self.attempt(self._board.close)
+        if self._tensorboard is not None:
+            self.attempt(self._tensorboard.close)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of metrics.jsonl; a last line that was cut off by a kill is left out."""
+    """Returns the rows of metrics.jsonl, without a last line that a kill cut off."""
     rows = []
     for line in path.read_bytes().splitlines():
         try:
@@ -96,14 +98,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def epoch_line(epoch: int, epochs: int, done: float, rows: list[dict[str, Any]], left_s: float) -> str:
-    """Returns a line with bar, losses, speed, waiting, memory and the time left."""
-    width = 12
+def epoch_line(step: int, epochs: int, iterations: int, rows: list[dict[str, Any]], left_s: float) -> str:
+    """Returns an epoch's line: bar, mean losses, tokens per second, waiting for data, memory, time left.
+
+    ``step``: steps done so far; ``iterations``: steps of an epoch; ``rows``: those of this epoch.
+    """
+    width, epoch, done = 12, (step - 1) // iterations + 1, ((step - 1) % iterations + 1) / iterations
     bar = "█" * round(done * width) + "·" * (width - round(done * width))
     mean = {name: sum(row[name] for row in rows) / len(rows) for name in ("loss", "dice_loss", "tokens_per_s")}
     waited = sum(row["data_wait_s"] for row in rows)
     return (
-        f"epoch {epoch + 1}/{epochs} {bar} loss {mean['loss']:.4f}  dice {1 - mean['dice_loss']:.3f}  "
+        f"epoch {epoch}/{epochs} {bar} loss {mean['loss']:.4f}  dice {1 - mean['dice_loss']:.3f}  "
         f"{mean['tokens_per_s']:,.0f} tokens/s  waited {waited:.1f} s  {rows[-1]['peak_mem_mb'] / 1024:.2f} GB  "
         f"{clock(left_s)} left"
     )
@@ -119,7 +124,7 @@ def clock(seconds: float) -> str:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Returns the most memory that this rank has used: of the GPU, or of the process."""
+    """Returns the peak memory of this rank in MiB: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -23,13 +23,15 @@ def read_config(run: str | Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing, so {run} is no run folder: give what train wrote (--out)") from None
+        raise ValueError(
+            f"{path} is missing, so {run} is no run folder: name the folder that train wrote (--out)"
+        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}): restore it or train again") from None
 
 
 def describe_run(config: Config, preset: str, dataset: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
-    """Returns what config.json holds: settings, data, layout, versions, commit, command."""
+    """Returns the content of config.json: settings, data set, layout of the ranks, versions, commit, command."""
     return {
         "config": json.loads(config.to_json()),
         "preset": preset,
@@ -48,31 +50,40 @@ def describe_run(config: Config, preset: str, dataset: dict[str, Any], layout: d
 
 
 def _commit() -> str:
+    """Returns the git commit of this code, "" where it is no checkout."""
     try:
-        found = subprocess.run(
+        git = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return found.stdout.strip()
+    return git.stdout.strip()
+
+
+def result_files(run: Path) -> list[Path]:
+    """Returns the files that a finished run leaves for people, those that are there."""
+    names = ["progress.png", "validation.png", "validation/summary.json", "metrics.jsonl"]
+    names += ["model.safetensors", "config.json"]
+    return [run / name for name in names if (run / name).exists()]
 
 
 class Status:
-    """A run's verdict, in ``status.json``: running, finished, preempted, or failed and why.
+    """Writes ``status.json``: whether a run is running, finished, preempted or failed, and why.
 
-    The first cause is kept: a rank that only lost its peers does not overwrite what a peer wrote.
+    ``step`` is where the run is, ``steps`` where it ends.
     """
 
     def __init__(self, out: Path) -> None:
         self.path = out / "status.json"
-        self.step = self.steps = 0  # where the run is, and where it will end
+        self.step = self.steps = 0
 
     def write(self, state: str, why: str = "", code: int = 0) -> None:
+        """Writes the state; ``code``: the exit code that goes with it."""
         content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
         write_json(self.path, {**content, "time": time.time()})
 
     def write_unless_over(self, state: str, why: str = "", code: int = 0) -> None:
-        """Writes, unless another rank has said how this run ended."""
+        """Writes, unless another rank has written how the run ended: the first cause is kept."""
         try:
             if json.loads(self.path.read_text())["state"] != "running":
                 return

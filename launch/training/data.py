@@ -1,4 +1,4 @@
-"""What a run trains on: the data set, prepared once by one process, its split, and how tiles are drawn from it."""
+"""TrainingData: the prepared data set, its split into cases to train on and to hold out, and its tiles."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,12 @@ from seqpar.launch.settings.config import Config
 
 @dataclass(frozen=True)
 class TrainingData:
-    """A prepared data set with the ids to train on and to hold out."""
+    """A prepared data set, the ids of its training and held-out cases, and the source of training tiles."""
 
     dataset: PreparedDataset
     train_ids: tuple[str, ...]
     held_out_ids: tuple[str, ...]
+    tiles: TileSource
 
     @property
     def num_channels(self) -> int:
@@ -30,7 +31,7 @@ class TrainingData:
 
     @property
     def regions(self) -> tuple[tuple[int, ...], ...]:
-        """The data set's regions, each learned by a sigmoid of its own; none: labels, by a softmax."""
+        """The labels of each region, learned by sigmoids; empty where single labels are learned, by a softmax."""
         return tuple(self.dataset.regions.values())
 
     @property
@@ -39,36 +40,42 @@ class TrainingData:
 
     @property
     def classes(self) -> dict[str, tuple[int, ...]]:
-        """What is scored, by name: each label but the background, and each region."""
+        """The scored classes by name: each label but the background, and each region."""
         return of_declared(self.dataset.labels, self.dataset.regions, None).classes
 
-    def tiles(self, config: Config) -> TileSource:
-        """Returns what draws tiles for training; what the data set does not allow is refused."""
-        dataset = self.dataset
-        synthesis = TumourSynthesis.of(dataset, config.synthesis) if config.synthesis else None
-        keep = config.augment == "full" and "zscore" in dataset.recipe.schemes  # as nnU-Net does with such modalities
-        change = augment(
-            config.augment, config.tile, synthesis, outside_label=dataset.ignore_label or 0, keep_background=keep
-        )
-        return TileSource.of(self.dataset, self.train_ids, change, config.foreground)
-
     def describe(self) -> dict[str, Any]:
-        """Returns the data set's description and preparation for the run folder."""
-        told = {name: value for name, value in self.dataset.described.items() if name != "splits"}
+        """Returns what config.json records of the data: description, preparation, split."""
+        description = {name: value for name, value in self.dataset.described.items() if name != "splits"}
         ids = {"train": self.train_ids, "held_out": self.held_out_ids}
         recipe = self.dataset.recipe.to_json()
-        return {**told, "recipe": recipe, "prepared": str(self.dataset.path.absolute()), **ids}
+        return {**description, "recipe": recipe, "prepared": str(self.dataset.path.absolute()), **ids}
 
 
 def open_data(config: Config, is_first: bool) -> TrainingData:
-    """Returns the config's material: the first process makes what is missing, the others wait for a file."""
+    """Returns the data of a run; the first process prepares what is missing, the others wait for its files.
+
+    Needs no process group. Raises ``ValueError`` where the data do not allow the config's split or augmentation.
+    """
     folder = config.data or str(
         phantom(config.phantoms, is_first, ProgressBar("making phantoms") if is_first else silent)
     )
     settings, progress = PrepareSettings.spaced(config.spacing), ProgressBar("preparing") if is_first else silent
     dataset = prepared(folder, config.cache or None, settings, is_first=is_first, progress=progress)
     fold: int | str = int(config.fold) if config.fold.isdigit() else config.fold
-    train_ids, held_out_ids = split(dataset, fold)
-    material = TrainingData(dataset, tuple(train_ids), tuple(held_out_ids))
-    material.tiles(config)  # refused now, before ranks meet
-    return material
+    train_ids, held_out_ids = (tuple(ids) for ids in split(dataset, fold))
+    return TrainingData(dataset, train_ids, held_out_ids, training_tiles(dataset, train_ids, config))
+
+
+def training_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Config) -> TileSource:
+    """Returns the source of augmented tiles of the cases ``ids``."""
+    synthesis = TumourSynthesis.of(dataset, config.synthesis) if config.synthesis else None
+    # as nnU-Net does with modalities whose background is 0
+    keep_background = config.augment == "full" and "zscore" in dataset.recipe.schemes
+    augmentation = augment(
+        config.augment,
+        config.tile,
+        synthesis,
+        outside_label=dataset.ignore_label or 0,
+        keep_background=keep_background,
+    )
+    return TileSource.of(dataset, ids, augmentation, config.foreground)

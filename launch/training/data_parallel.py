@@ -1,39 +1,61 @@
-"""Data parallelism: DDP, or weights in shards."""
+"""Data parallelism over all ranks: DDP, or weights in shards (FSDP2)."""
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.mesh import Mesh
 
 
-def shard(net: SegmentationNet, mesh: Mesh) -> None:
-    """Leaves each rank of data x seq its share of the weights, and so of their gradients and optimiser states.
+def data_parallel(net: SegmentationNet, mesh: Mesh, shard_weights: bool) -> nn.Module:
+    """Returns the module to call in training, whose backward averages gradients over all ranks.
 
-    A block's weights come together for its forward and again for its backward; the rest is one such unit.
+    DDP around ``net``; ``net`` itself where its weights are sharded, or where there is one rank.
+    """
+    if shard_weights:
+        shard(net, mesh)
+        return net
+    if mesh.world.size == 1:
+        return net
+    return DistributedDataParallel(net, process_group=mesh.world.handle, gradient_as_bucket_view=True)
+
+
+def no_sync(module: nn.Module) -> AbstractContextManager[None]:
+    """Returns a context in which DDP adds gradients up on this rank alone; shards are reduced in every backward."""
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def shard(net: SegmentationNet, mesh: Mesh) -> None:
+    """Leaves each rank of data x seq its shard of the weights, and so of the gradients and optimizer states.
+
+    The weights of a block are gathered for its forward and again for its backward; all others form one such unit.
     """
     ranks = mesh.line()
     # logits may be a view of the upsampled grid; nothing here writes into them
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
 
-    def place(p: torch.nn.Parameter) -> Shard | None:
-        """Returns the direction that is cut where it is not the first one, which is too short."""
-        fits = [dim for dim, size in enumerate(p.shape) if size % mesh.world.size == 0]
-        return Shard(fits[0]) if p.shape[0] < mesh.world.size and fits else None
+    def sharded_dim(p: nn.Parameter) -> Shard | None:
+        """Returns the dimension to cut where the first one is too short, None for the first one."""
+        divisible = [dim for dim, size in enumerate(p.shape) if size % mesh.world.size == 0]
+        return Shard(divisible[0]) if p.shape[0] < mesh.world.size and divisible else None
 
     for block in net.encoder.blocks:
-        fully_shard(block, mesh=ranks, shard_placement_fn=place)
-    fully_shard(net, mesh=ranks, shard_placement_fn=place)
+        fully_shard(block, mesh=ranks, shard_placement_fn=sharded_dim)
+    fully_shard(net, mesh=ranks, shard_placement_fn=sharded_dim)
 
 
 @contextmanager
-def at_hand(net: SegmentationNet, mesh: Mesh) -> Iterator[None]:
-    """Where several groups see different numbers of windows, sharded weights are whole: none may wait for another."""
+def gathered(net: SegmentationNet, mesh: Mesh) -> Iterator[None]:
+    """Keeps sharded weights gathered where there are several sequence groups, as in validation.
+
+    They predict different numbers of windows, so none may wait for another to gather weights.
+    """
     sharded = [module for module in net.modules() if isinstance(module, FSDPModule)]
     for module in sharded if mesh.data.size > 1 else ():
         module.set_reshard_after_forward(False, recurse=False)

@@ -1,4 +1,4 @@
-"""How a run ends that cannot go on: status.json says why, stderr says it in a line, the exit code says it once more."""
+"""How a run ends that cannot go on: the cause in status.json, in a line on stderr, and in the exit code."""
 
 import os
 import signal
@@ -18,18 +18,21 @@ INTERRUPTED = 130
 
 
 def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoReturn:
-    """Leaves at once: peers may be gone, or wait in a sum for this rank, and learn from its end that it is over."""
+    """Writes the cause and ends this process at once.
+
+    Peers may be gone, or wait in a collective for this rank: its end tells them that the run is over.
+    """
     rank = mesh.world.index
-    code, text, everyone = _judge(error, config, rank, mesh.world.watch.finding)
+    code, text, is_own = _judge(error, config, rank, mesh.world.watch.finding)
     try:
         with suppress(OSError):  # a full disk must not hide the cause
             status.write_unless_over("failed", text, code)
-        if text == "" or (code == 1 and not _expected(error)):
+        if text == "" or (code == 1 and not _is_expected(error)):
             traceback.print_exception(error)
-        elif everyone or mesh.is_first:
+        elif is_own or mesh.is_first:
             print(f"error: {text}", file=sys.stderr, flush=True)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if isinstance(error, exit_codes.NonFinite):  # agreed by all ranks, so all come here
+        if isinstance(error, exit_codes.NonFinite):  # raised on all ranks, so the barrier in stop returns
             with suppress(Exception):
                 mesh.stop()
         for stream in (sys.stdout, sys.stderr):
@@ -39,7 +42,10 @@ def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoR
 
 
 def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -> tuple[int, str, bool]:
-    """Returns exit code, text, and whether it is this rank's own news rather than every rank's."""
+    """Returns exit code, text, and whether the cause is this rank's own rather than every rank's.
+
+    ``finding``: what the watchdog says about a rank that holds up the others.
+    """
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted twice: left without saving", False
     lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -47,12 +53,12 @@ def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -
     if code == exit_codes.MEMORY:
         if isinstance(error, MemoryError) and "workers" in lines[0]:  # the loader's, which knows what to change
             return code, str(error), False
-        return code, f"out of memory on rank {rank}: {thriftier(config)} ({lines[0][:120]})", True
+        return code, f"out of memory on rank {rank}: {save_memory(config)} ({lines[0][:120]})", True
     if code is not None:
         return code, str(error), False
     if isinstance(error, OutOfStep):
         return 1, str(error), True
-    if lost_contact(error):
+    if is_lost_contact(error):
         cause = f"; {finding}" if finding else ""
         return 1, f"rank {rank} lost contact with its peers: {lines[0][:160]}{cause}", True
     if isinstance(error, NotSaved):
@@ -62,19 +68,19 @@ def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -
     return 1, f"rank {rank}: {type(error).__name__}: {lines[0]}", True
 
 
-def _expected(error: BaseException) -> bool:
-    return isinstance(error, (OSError, OutOfStep)) or lost_contact(error)
+def _is_expected(error: BaseException) -> bool:
+    return isinstance(error, (OSError, OutOfStep)) or is_lost_contact(error)
 
 
-def lost_contact(error: BaseException) -> bool:
+def is_lost_contact(error: BaseException) -> bool:
     """Returns whether a collective failed because a peer is gone."""
     marks = ("Connection closed", "Connection reset", "Timed out", "timeout", "peer", "Broken pipe", "NCCL")
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
 
 
-def thriftier(config: Config) -> str:
-    """Returns which flags hold less in memory, the ones that change no result first."""
-    if config.batch > 1 and not config.batch_dice:  # whose Dice is over the tiles that are computed together
+def save_memory(config: Config) -> str:
+    """Returns the flags that need less memory; those that change no result come first."""
+    if config.batch > 1 and not config.batch_dice:  # whose Dice runs over the tiles of a micro-batch
         batch = max(size for size in range(1, config.batch) if config.batch % size == 0)
         return f"use --batch {batch} --accumulate {config.batch // batch * config.accumulate}"
     if config.grad_checkpoint != "full":

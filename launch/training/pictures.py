@@ -1,4 +1,4 @@
-"""What people look at: curves of a run, and held-out cases with truth and prediction outlined."""
+"""Pictures of a run: its curves in progress.png, held-out cases with both outlines in validation.png."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#42d4f4", "#b
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A case to draw: one modality ``W D H``, and the class maps of truth and prediction."""
+class PicturedCase:
+    """A case to draw: one modality ``W D H`` and the class ids of truth and prediction."""
 
     name: str
     image: NDArray[Any]
@@ -40,10 +40,10 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def draw_progress(out: Path) -> None:
-    """Draws losses, Dice and learning rate over the run into ``progress.png``."""
+    """Draws losses, Dice and learning rate of all steps so far into ``progress.png``."""
     rows = read_metrics(out / "metrics.jsonl")
     train = [row for row in rows if row["kind"] == "train"]
-    held_out = [row for row in rows if row["kind"] == "val"]
+    validations = [row for row in rows if row["kind"] == "val"]
     if not train:
         return
     figure = _figure(12, 4)
@@ -57,11 +57,13 @@ def draw_progress(out: Path) -> None:
         values = [row[name] for row in train]
         losses.plot(steps, values, color=colour, alpha=0.2, linewidth=0.8)
         losses.plot(steps, _smooth(values), color=colour, label=text)
-    if held_out:
-        at = [row["step"] for row in held_out]
-        losses.plot(at, [row["loss"] for row in held_out], "o--", color="#888888", label="held-out loss", markersize=4)
-        for index, name in enumerate(held_out[-1]["dice"]):
-            values = [_number(row["dice"].get(name)) for row in held_out]
+    if validations:
+        at = [row["step"] for row in validations]
+        losses.plot(
+            at, [row["loss"] for row in validations], "o--", color="#888888", label="held-out loss", markersize=4
+        )
+        for index, name in enumerate(validations[-1]["dice"]):
+            values = [_number(row["dice"].get(name)) for row in validations]
             dices.plot(at, values, "o-", color=COLOURS[index % len(COLOURS)], label=name, markersize=4)
         dices.legend(fontsize=8, loc="upper left")
     else:
@@ -89,22 +91,22 @@ def _smooth(values: Sequence[float], window: int = 25) -> NDArray[np.float64]:
     return smoothed
 
 
-def draw_cases(path: Path, cases: Sequence[Shown], classes: Sequence[str]) -> None:
-    """Draws three planes of each case: the image with truth (solid) and prediction (dashed) outlined."""
+def draw_cases(path: Path, cases: Sequence[PicturedCase], classes: Sequence[str]) -> None:
+    """Draws three planes of each case with the outlines of truth (solid) and prediction (dashed)."""
     figure = _figure(11, 3.6 * len(cases) + 0.5)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
         centre = fullest_planes(case.truth if case.truth.any() else case.prediction)
-        body = case.image[case.image != 0]  # prepared images are 0 outside of the body alone
+        body = case.image[case.image != 0]  # prepared images are 0 only outside the body
         low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
         shade = np.where(case.image == 0, low, case.image)
         for dim, (panel, plane) in enumerate(zip(row, ("sagittal", "coronal", "axial"))):
-            image, truth, found = (np.take(t, centre[dim], dim).T for t in (shade, case.truth, case.prediction))
+            image, truth, prediction = (np.take(t, centre[dim], dim).T for t in (shade, case.truth, case.prediction))
             across, up = [case.spacing[d] for d in range(3) if d != dim]
             panel.imshow(image, cmap="gray", origin="lower", vmin=low, vmax=max(high, low + 1e-6), aspect=up / across)
             for label in range(1, len(classes) + 1):
                 colour = COLOURS[(label - 1) % len(COLOURS)]
-                for mask, style in ((truth == label, "solid"), (found == label, "dashed")):
+                for mask, style in ((truth == label, "solid"), (prediction == label, "dashed")):
                     if mask.any() and not mask.all():
                         panel.contour(mask, levels=[0.5], colors=[colour], linewidths=1.2, linestyles=style)
             panel.set_title(f"{case.name}  {plane} {centre[dim]}" if dim == 0 else f"{plane} {centre[dim]}", fontsize=9)
@@ -120,7 +122,7 @@ def draw_cases(path: Path, cases: Sequence[Shown], classes: Sequence[str]) -> No
 
 
 def fullest_planes(mask: NDArray[Any]) -> tuple[int, ...]:
-    """Returns, per direction, the plane that holds most of the mask, else the middle one."""
+    """Returns the index of the plane with most of the mask in each direction; the middle ones of an empty mask."""
     if not mask.any():
         return tuple(side // 2 for side in mask.shape)
     others = [tuple(d for d in range(mask.ndim) if d != dim) for dim in range(mask.ndim)]

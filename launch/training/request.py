@@ -1,9 +1,10 @@
-"""What a run is asked to do: command line, resumed settings, and what was left open."""
+"""RunRequest: the settings of a run, from its command line, the run that it resumes, and the planner's choices."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,61 +15,99 @@ from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.runs.run_folder import read_config
 from seqpar.launch.settings.command_line import continued, parse, refuse_idle
 from seqpar.launch.settings.config import AUTO, Config
-from seqpar.launch.training.data import open_data
+from seqpar.launch.training.data import TrainingData, open_data
+
+DRY_RUN_SIZES = 4, 4  # channels and outputs that a dry run counts with: it opens no data
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What was asked for: the settings, and where they came from."""
+    """The resolved settings of a run, and where they came from.
+
+    ``preset_reason`` says why the preset is this one. ``choices`` holds what the planner chose, by name: a sentence,
+    then lines with figures. ``data`` is set where the planner needed its channels, so that it is opened once.
+    """
 
     config: Config
     preset: str
-    why: str
-    chosen: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what was left open, and why it is what it is
+    preset_reason: str
+    choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    data: TrainingData | None = None
 
-    @property
-    def told(self) -> list[str]:
-        """The first line on each choice."""
-        return [lines[0] for lines in self.chosen.values()]
+
+@dataclass(frozen=True)
+class _CommandLine:
+    """The command line: its config, the names of the flags in it, and the preset."""
+
+    config: Config
+    flags: set[str]
+    preset: str
+    preset_reason: str
+    names_preset: bool
 
 
 def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
-    default = "paper" if torch.cuda.is_available() else "laptop"
-    preset, config, given = parse(arguments, default)
-    told = any(text.startswith("--preset") for text in arguments)
-    why = "as told" if told else f"the default where there is {'an' if default == 'paper' else 'no'} accelerator"
-    if not config.resume and _is_restart(launcher) and _holds_run(config.out):
-        config = replace(config, resume=True)  # the scheduler runs the same line again
+    """Returns the resolved settings: command line, resumed run, planner's choices; refuses what cannot work."""
+    line = _read_line(arguments, launcher)
+    config, preset, reason = line.config, line.preset, line.preset_reason
+    new_batch: dict[str, int] = {}
+    tiles_per_step = 0
     if config.resume:
-        if not config.out:
-            raise ValueError("--resume needs --out, the run folder to continue")
-        content = read_config(config.out)
-        began = content.get("preset", preset)
-        if told and preset != began:
-            raise ValueError(f"--preset {preset}: the run in {config.out} goes on as it began, {began}: leave it out")
-        wish: dict[str, int] = {name: getattr(config, name) for name in ("batch", "accumulate") if name in given}
-        config = continued(Config.from_dict(content["config"]), config, given - {"resume", *wish})
-        tiles = content["layout"]["data"] * config.batch * config.accumulate
-        preset, why = began, f"as the run in {config.out} began"
-    refuse_idle(config, given)
-    chosen = dict[str, tuple[str, ...]]()
-    if config.seqpar == AUTO or not config.batch:
-        if config.seqpar != AUTO:
-            refuse(config)  # before data is prepared
-        config, chosen = choose(config, launcher, *channels_of(config, launcher))
+        saved = _read_saved(line)
+        new_batch = {name: getattr(config, name) for name in ("batch", "accumulate") if name in line.flags}
+        config = continued(Config.from_dict(saved["config"]), config, line.flags - {"resume", *new_batch})
+        tiles_per_step = saved["layout"]["data"] * config.batch * config.accumulate
+        preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
+    refuse_idle(config, line.flags)
+    config, choices, data = _choose_open_settings(config, launcher)
     if config.resume:
-        groups = max(launcher.world, config.seqpar) // config.seqpar
-        config = keep_global_batch(config, tiles, groups, wish)
+        num_groups = max(launcher.world, config.seqpar) // config.seqpar
+        config = keep_global_batch(config, tiles_per_step, num_groups, new_batch)
     refuse(config)
-    return RunRequest(config, preset, why, chosen)
+    return RunRequest(config, preset, reason, choices, data)
 
 
-def channels_of(config: Config, launcher: Launcher) -> tuple[int, int]:
-    """Returns the channels of images and outputs of the network."""
-    if config.dry_run:
-        return 4, 4  # no data is prepared
-    material = open_data(config, launcher.rank == 0)
-    return material.num_channels, material.num_outputs
+def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
+    """Returns the command line; where a scheduler starts a run's line again, it resumes that run."""
+    has_gpu = torch.cuda.is_available()
+    preset, config, flags = parse(arguments, "paper" if has_gpu else "laptop")
+    names_preset = any(text.startswith("--preset") for text in arguments)
+    reason = "as told" if names_preset else f"the default where there is {'an' if has_gpu else 'no'} accelerator"
+    if not config.resume and _is_restart(launcher) and _holds_run(config.out):
+        config = replace(config, resume=True)
+    return _CommandLine(config, flags, preset, reason, names_preset)
+
+
+def _read_saved(line: _CommandLine) -> dict[str, Any]:
+    """Returns the config.json of the run that the command line resumes."""
+    out = line.config.out
+    if not out:
+        raise ValueError("--resume needs --out, the run folder to continue")
+    content = read_config(out)
+    preset = content.get("preset", line.preset)
+    if line.names_preset and line.preset != preset:
+        raise ValueError(f"--preset {line.preset}: the run in {out} goes on as it began, {preset}: leave it out")
+    return content
+
+
+def _choose_open_settings(
+    config: Config, launcher: Launcher
+) -> tuple[Config, dict[str, tuple[str, ...]], TrainingData | None]:
+    """Returns the config with group size and batch filled in, why they are these, and the data if it was needed."""
+    if config.seqpar != AUTO and config.batch:
+        return config, {}, None
+    if config.seqpar != AUTO:
+        refuse(config)  # before data is prepared
+    data = None if config.dry_run else open_data(config, launcher.rank == 0)
+    sizes = (data.num_channels, data.num_outputs) if data else DRY_RUN_SIZES
+    config, choices = choose(config, launcher, *sizes)
+    return config, choices, data
+
+
+def refuse_other_run(config: Config) -> None:
+    """Refuses a run folder that holds a run already, unless that one is resumed."""
+    if not config.resume and _holds_run(config.out):
+        raise ValueError(f"--out {config.out} holds a run already: add --resume to continue it, or name another folder")
 
 
 def _is_restart(launcher: Launcher) -> bool:
@@ -77,8 +116,3 @@ def _is_restart(launcher: Launcher) -> bool:
 
 def _holds_run(out: str) -> bool:
     return bool(out) and (Path(out) / "config.json").exists()
-
-
-def refuse_other_run(config: Config) -> None:
-    if not config.resume and _holds_run(config.out):
-        raise ValueError(f"--out {config.out} holds a run already: add --resume to continue it, or name another folder")

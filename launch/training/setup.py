@@ -1,10 +1,11 @@
-"""Builds the trainer and prints what it will do."""
+"""Sets a run up: its folder, its network and its trainer, and the lines that say what it will do."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from seqpar.consensus import gather_texts, raise_together
+from seqpar.consensus import broadcast_text, gather_texts, raise_together
+from seqpar.environment import Launcher
 from seqpar.launch.models.build import build
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.auto_settings import choose_attention
@@ -18,62 +19,18 @@ from seqpar.launch.weights.pretrained import start_from
 from seqpar.mesh import Mesh
 
 
-def make_trainer(order: RunRequest, mesh: Mesh, material: TrainingData, status: Status) -> Trainer:
-    """Returns the trainer, and has said and written what it will do."""
-    config, out = order.config, status.path.parent
-    _refuse_other_choices(config, mesh)
-    saved = checkpoint.find_together(out / "checkpoints", mesh.world) if config.resume else None
-    net, attention_why = _built(config, mesh, material, read_config(out)["layout"] if saved else {})
-    decoding = net.mode.check(net.encoder.layout, config.batch)
-    weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
-    layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
-    layout |= {"strategy": str(net.encoder.attention), "attention": attention_why, **order.chosen}
-    described = describe_run(config, order.preset, material.describe(), layout)
-    if mesh.is_first:
-        print(f"{_size_line(net, config, mesh)}; {decoding}", flush=True)
-        print(f"attention: {attention_why[0]}" + (f"\n{weights_line}" if weights_line else ""), flush=True)
-    return Trainer(config, mesh, material, net, status, described, saved)
-
-
-def _load_weights(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
-    """Returns the line of ``start_from``; what hinders it on one rank is raised on all."""
-    line, error = "", None
-    try:
-        line = start_from(net, config)
-    except ValueError as problem:
-        error = problem
-    raise_together(error, mesh.world)
-    return line
-
-
-def _built(
-    config: Config, mesh: Mesh, material: TrainingData, before: Mapping[str, Any]
-) -> tuple[SegmentationNet, Sequence[str]]:
-    """Returns the network, and why attention crosses ranks as it does: where that was open, by the first rank's word.
-
-    ``before`` is what was recorded of the ranks of a run that goes on.
-    """
-    sizes = material.num_channels, material.num_outputs
-    chosen = choose_attention(config, mesh.launcher, *sizes, before)
-    strategy, *why = gather_texts("\n".join(chosen), mesh.world)[0].split("\n")
-    net = build(replace(config, attention=strategy or config.attention), *sizes, mesh.seq, bool(material.regions))
-    return net, why or net.encoder.attention_choice
-
-
-def _size_line(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
-    encoder, decoder = (sum(p.numel() for p in part.parameters()) / 1e6 for part in (net.encoder, net.decoder))
-    layout = net.encoder.layout
-    return (
-        f"network: encoder {encoder:.2f} M + decoder {decoder:.2f} M parameters; {layout.num_tokens} tokens a tile, "
-        f"{max(layout.counts)} per rank; {config.steps} steps of {global_batch(config, mesh)} tiles"
+def first_lines(request: RunRequest, launcher: Launcher) -> str:
+    """Returns what a run prints first: each choice of the planner, then preset, ranks and main settings."""
+    config, world = request.config, launcher.world
+    line = (
+        f"seqpar: preset {request.preset} ({request.preset_reason}); {world} rank{'s' if world > 1 else ''} = "
+        f"data {world // config.seqpar} x seq {config.seqpar}, started by {launcher.by}; "
+        f"tile {'x'.join(map(str, config.tile))}, patch {config.patch}, decoder {config.decoder}, mode {config.mode}, "
+        f"{config.precision}, {config.batch} tile{'s' if config.batch > 1 else ''} per sequence group"
     )
-
-
-def _refuse_other_choices(config: Config, mesh: Mesh) -> None:
-    """Refuses ranks that chose differently, for the memory of their devices is not the same."""
-    every = dict.fromkeys(gather_texts(f"--seqpar {config.seqpar} --batch {config.batch}", mesh.world))
-    if len(every) > 1:
-        raise ValueError(f"ranks have different memory and chose {' and '.join(every)}: give one of these")
+    if config.accumulate > 1:
+        line += f", {config.accumulate} times a step"
+    return "\n".join([*(lines[0] for lines in request.choices.values()), line])
 
 
 def open_folder(status: Status) -> None:
@@ -85,3 +42,62 @@ def open_folder(status: Status) -> None:
         raise ValueError(
             f"--out {status.path.parent} cannot be written ({error.strerror}): name another, or make room"
         ) from None
+
+
+def make_trainer(request: RunRequest, mesh: Mesh, data: TrainingData, status: Status) -> Trainer:
+    """Returns the trainer, after printing the network's size and how attention crosses ranks."""
+    config, out = request.config, status.path.parent
+    _refuse_unequal_choices(config, mesh)
+    saved = checkpoint.find_together(out / "checkpoints", mesh.world) if config.resume else None
+    net, attention_reasons = _build_net(config, mesh, data, read_config(out)["layout"] if saved else {})
+    mode_line = net.mode.check(net.encoder.layout, config.batch)
+    weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
+    layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
+    layout |= {"strategy": str(net.encoder.attention), "attention": attention_reasons, **request.choices}
+    description = describe_run(config, request.preset, data.describe(), layout)
+    if mesh.is_first:
+        print(f"{_size_line(net, config, mesh)}; {mode_line}", flush=True)
+        print(f"attention: {attention_reasons[0]}" + (f"\n{weights_line}" if weights_line else ""), flush=True)
+    return Trainer(config, mesh, data, net, status, description, saved)
+
+
+def _build_net(
+    config: Config, mesh: Mesh, data: TrainingData, saved_layout: Mapping[str, Any]
+) -> tuple[SegmentationNet, Sequence[str]]:
+    """Returns the network, and the reasons for its attention strategy.
+
+    Where the strategy is left open, the first rank's choice holds on all. ``saved_layout`` is the ``layout`` of the
+    resumed run's config.json, which keeps its strategy.
+    """
+    sizes = data.num_channels, data.num_outputs
+    choice = choose_attention(config, mesh.launcher, *sizes, saved_layout)
+    strategy, *reasons = broadcast_text("\n".join(choice), 0, mesh.world).split("\n")
+    net = build(replace(config, attention=strategy or config.attention), *sizes, mesh.seq, bool(data.regions))
+    return net, reasons or net.encoder.attention_choice
+
+
+def _load_weights(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
+    """Returns the line of ``start_from``; an error on one rank is raised on all."""
+    line, error = "", None
+    try:
+        line = start_from(net, config)
+    except ValueError as problem:
+        error = problem
+    raise_together(error, mesh.world)
+    return line
+
+
+def _size_line(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
+    encoder, decoder = (sum(p.numel() for p in part.parameters()) / 1e6 for part in (net.encoder, net.decoder))
+    layout = net.encoder.layout
+    return (
+        f"network: encoder {encoder:.2f} M + decoder {decoder:.2f} M parameters; {layout.num_tokens} tokens a tile, "
+        f"{max(layout.counts)} per rank; {config.steps} steps of {global_batch(config, mesh)} tiles"
+    )
+
+
+def _refuse_unequal_choices(config: Config, mesh: Mesh) -> None:
+    """Refuses ranks that chose differently, because the memory of their devices differs."""
+    choices = dict.fromkeys(gather_texts(f"--seqpar {config.seqpar} --batch {config.batch}", mesh.world))
+    if len(choices) > 1:
+        raise ValueError(f"ranks have different memory and chose {' and '.join(choices)}: give one of these")

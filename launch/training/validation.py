@@ -19,17 +19,17 @@ from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.runs.journal import Journal
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.data import TrainingData
-from seqpar.launch.training.pictures import Shown, draw_cases
-from seqpar.launch.training.validation_folder import HeldOut, true_files
+from seqpar.launch.training.pictures import PicturedCase, draw_cases
+from seqpar.launch.training.validation_folder import ValidationFolder, label_files
 from seqpar.losses import DiceCE, LossParts
 from seqpar.mesh import Mesh
 
-PICTURED = 3  # cases in validation.png
+NUM_PICTURED = 3  # cases in validation.png
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a validation says: the journal's row, the table, and the number by which the best is kept."""
+class ValidationResult:
+    """The row of metrics.jsonl, the printed table, and the score by which the best checkpoint is kept."""
 
     row: dict[str, Any]
     text: str
@@ -39,93 +39,93 @@ class Found:
 class Validation:
     """Loss and Dice per class and region on held-out cases; the same on all ranks."""
 
-    def __init__(self, config: Config, mesh: Mesh, material: TrainingData, loss: DiceCE) -> None:
-        self.config, self.mesh, self.material, self.loss = config, mesh, material, loss
-        self.ids = material.held_out_ids[: config.val_cases or None]
+    def __init__(self, config: Config, mesh: Mesh, data: TrainingData, loss: DiceCE) -> None:
+        self.config, self.mesh, self.data, self.loss = config, mesh, data, loss
+        self.ids = data.held_out_ids[: config.val_cases or None]
 
-    def run(self, net: SegmentationNet, journal: Journal, stopper: Stopper, keep: bool = False) -> Found | None:
-        """Returns the result, None where the run has to leave first; ``keep`` leaves label maps and all scores."""
-        out, labels = journal.path.parent, self.material.dataset.labels
+    def run(
+        self, net: SegmentationNet, journal: Journal, stopper: Stopper, keep: bool = False
+    ) -> ValidationResult | None:
+        """Returns the result, None where all ranks leave before its end; ``keep``: writes RUN/validation too."""
+        out, dataset = journal.path.parent, self.data.dataset
         net.eval()
-        kept = self._keep(out) if keep and self.mesh.is_first else None
-        rows: list[Scores] = []
+        folder = self._folder(out) if keep and self.mesh.is_first else None
+        scores: list[Scores] = []
         losses: list[LossParts] = []
-        shown: list[Shown] = []
+        pictured: list[PicturedCase] = []
         for name in self.ids:
-            case = self.material.dataset.cases[name]
-            predicted = self._predict(net, case, stopper)
-            if predicted is None:
+            case = dataset.cases[name]
+            prediction = self._predict(net, case, stopper)
+            if prediction is None:
                 net.train()
                 return None
-            found, parts = predicted
+            ids, parts = prediction
             losses.append(parts)
-            if kept:
-                kept.add(case, found)
+            if folder:
+                folder.add(case, ids)
             truth, spacing = np.asarray(case.label), case.properties.spacing
-            ignored = self.material.dataset.ignore_label
-            rows.append(score(truth, found, self.material.classes, spacing, ignore=ignored, surfaces=False))
-            if self.mesh.is_first and len(shown) < PICTURED:
-                shown.append(Shown(name, np.asarray(case.image[self._channel()]), truth, found, spacing))
+            scores.append(score(truth, ids, self.data.classes, spacing, ignore=dataset.ignore_label, surfaces=False))
+            if self.mesh.is_first and len(pictured) < NUM_PICTURED:
+                pictured.append(PicturedCase(name, np.asarray(case.image[self._channel()]), truth, ids, spacing))
         net.train()
-        journal.attempt(lambda: draw_cases(out / "validation.png", shown, [name for name, v in labels.items() if v]))
-        result = self._summary(rows, losses)
-        return replace(result, text="\n".join([result.text, *kept.close()])) if kept else result
+        classes = [name for name, value in dataset.labels.items() if value]
+        journal.attempt(lambda: draw_cases(out / "validation.png", pictured, classes))
+        result = self._summary(scores, losses)
+        return replace(result, text="\n".join([result.text, *folder.close()])) if folder else result
 
-    def _keep(self, out: Path) -> HeldOut:
-        described = self.material.describe()
-        return HeldOut(out / "validation", described, lambda: true_files(self.config), self.config.steps)
+    def _folder(self, out: Path) -> ValidationFolder:
+        return ValidationFolder(
+            out / "validation", self.data.describe(), lambda: label_files(self.config), self.config.steps
+        )
 
     def _predict(
         self, net: SegmentationNet, case: PreparedCase, stopper: Stopper
     ) -> tuple[np.ndarray, LossParts] | None:
-        """Returns the case's class ids, and its loss."""
+        """Returns the class ids of a case and its loss, None where all ranks leave before its end."""
         sliding = Sliding(self.config.tile, self.config.val_overlap)
-        label, order = case.label, self.material.dataset.regions_class_order
+        order = self.data.dataset.regions_class_order if self.data.regions else ()
         sums, rows = torch.zeros((), dtype=torch.float64, device=self.mesh.device), list[torch.Tensor]()
         for slab in sliding_window([net], case.image, sliding, self.mesh):
-            if stopper.here():
+            if stopper.should_leave():
                 return None
             low, high = slab.bounds[self.mesh.world.index : self.mesh.world.index + 2]
-            truth = torch.from_numpy(np.array(label[low:high])).to(self.mesh.device)
+            truth = torch.from_numpy(np.array(case.label[low:high])).to(self.mesh.device)
             sums = sums + self.loss.sums(slab.logits[None], truth[None])
-            ids = to_labels(slab.logits, order if self.material.regions else ())
+            ids = to_labels(slab.logits, order)
             rows.append(join_rows(ids.to(torch.int16), slab.bounds, self.mesh))
         parts = self.loss.of_sums(all_reduce(sums, self.mesh.world))
         return torch.cat(rows).numpy(), parts
 
     def _channel(self) -> int:
-        """Returns the modality on which a tumour is seen best, the first where none is known."""
-        names = [name.lower() for name in self.material.dataset.modalities]
+        """Returns the modality that shows a tumour best: FLAIR, or the first one."""
+        names = [name.lower() for name in self.data.dataset.modalities]
         return next((i for i, name in enumerate(names) if name in ("flair", "t2f", "t2-flair")), 0)
 
-    def _summary(self, rows: Sequence[Scores], losses: Sequence[LossParts]) -> Found:
-        summary = summarise(rows)
-        dice = {name: _plain(mean["Dice"]) for name, mean in summary["mean"].items()}
-        pooled = {name: _plain(found["Dice"]) for name, found in summary["global"].items()}
-        terms = {
-            "dice_loss": float(torch.stack([parts.dice for parts in losses]).mean()),
-            "ce_loss": float(torch.stack([parts.cross_entropy for parts in losses]).mean()),
-        }
+    def _summary(self, scores: Sequence[Scores], losses: Sequence[LossParts]) -> ValidationResult:
+        summary = summarise(scores)
+        dice = {name: _nan_to_none(mean["Dice"]) for name, mean in summary["mean"].items()}
+        global_dice = {name: _nan_to_none(pooled["Dice"]) for name, pooled in summary["global"].items()}
+        mean = LossParts(*(torch.stack(terms).mean() for terms in zip(*losses)))
+        terms = {"dice_loss": float(mean.dice), "ce_loss": float(mean.cross_entropy)}
         row = {
             "loss": self.loss.weighted(*terms.values()),
             **terms,
             "dice": dice,
-            "global_dice": pooled,
-            "cases": len(rows),
+            "global_dice": global_dice,
+            "cases": len(scores),
         }
         known = [value for value in dice.values() if value is not None]
-        cells = [(name, dice[name], pooled[name]) for name in dice]
         width = max(len(name) for name in dice)
-        lines = [f"validation on {len(rows)} held-out cases: loss {row['loss']:.4f}"]
+        lines = [f"validation on {len(scores)} held-out cases: loss {row['loss']:.4f}"]
         lines.append(f"  {'class':{width}}  Dice  global")
-        lines += [f"  {name:{width}}  {_shown(mean)}  {_shown(whole)}" for name, mean, whole in cells]
-        return Found(row, "\n".join(lines), sum(known) / len(known) if known else 0.0)
+        lines += [f"  {name:{width}}  {_cell(dice[name])}  {_cell(global_dice[name])}" for name in dice]
+        return ValidationResult(row, "\n".join(lines), sum(known) / len(known) if known else 0.0)
 
 
-def _plain(value: float) -> float | None:
-    """Returns a number that JSON knows: NaN (no case has the class) becomes null."""
+def _nan_to_none(value: float) -> float | None:
+    """Returns None, which JSON knows, for NaN: no case has the class."""
     return None if np.isnan(value) else float(value)
 
 
-def _shown(value: float | None) -> str:
+def _cell(value: float | None) -> str:
     return " –   " if value is None else f"{value:.3f}"

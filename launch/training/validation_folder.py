@@ -1,7 +1,7 @@
-"""What the last validation leaves in a run folder: RUN/validation with label maps and summary.json.
+"""RUN/validation: label maps of the last validation and their scores in summary.json.
 
-The maps lie in the geometry of the cases' own files and are scored from disk as evaluate does it, so that both say
-the same. summary.json comes last: a folder without it is unfinished. What cannot be written is told, and ends no run.
+The maps lie in the geometry of the cases' own files and are scored from disk, as evaluate does, so both agree.
+summary.json is written last: a folder without it is unfinished. What cannot be written is a warning and ends no run.
 """
 
 import json
@@ -24,47 +24,51 @@ from seqpar.launch.evaluation.summary_files import document, write
 from seqpar.launch.settings.config import Config
 
 
-def true_files(config: Config) -> dict[str, Path]:
-    """Returns each case's label file."""
+def label_files(config: Config) -> dict[str, Path]:
+    """Returns the label file of each case of the run's data set."""
     dataset = recognise(config.data or phantom(config.phantoms, is_first=False))
     return {case.id: case.label.absolute() for case in dataset.cases if case.label is not None}
 
 
-class HeldOut:
-    """The folder while the first rank fills it, case after case."""
+class ValidationFolder:
+    """Writes the folder, one case after the other; used by the first rank.
+
+    ``description``: of the data set, as in config.json; ``find_labels`` returns each case's label file; ``step``: of
+    the run, for summary.json.
+    """
 
     def __init__(
-        self, folder: Path, described: Mapping[str, Any], true: Callable[[], Mapping[str, Path]], step: int
+        self, folder: Path, description: Mapping[str, Any], find_labels: Callable[[], Mapping[str, Path]], step: int
     ) -> None:
-        self.folder, self.labels, self.step = folder, labels_in_files(described), step
-        self.cases: list[tuple[Pair, Scores]] = []
+        self.folder, self.labels, self.step = folder, labels_in_files(description), step
+        self.scored: list[tuple[Pair, Scores]] = []
         self.faults: list[DataError] = []
-        self.true: Mapping[str, Path] = {}
+        self.label_files: Mapping[str, Path] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "summary.json").unlink(missing_ok=True)  # it is of other label maps from here on
-            self.true = true()
+            (folder / "summary.json").unlink(missing_ok=True)  # it describes other label maps from here on
+            self.label_files = find_labels()
         except DataError as error:
             self.faults.append(error)
         except OSError as error:
             self.faults.append(DataError(folder, f"cannot be written ({error.strerror})"))
 
     def add(self, case: PreparedCase, ids: np.ndarray) -> None:
-        """Writes and scores one prediction, given as prepared class ids ``W D H``."""
-        if case.id not in self.true:
+        """Writes and scores one prediction; ``ids``: prepared class ids ``W D H``."""
+        if case.id not in self.label_files:
             return
-        pair = Pair(case.id, self.true[case.id], self.folder / f"{case.id}.nii.gz")
+        pair = Pair(case.id, self.label_files[case.id], self.folder / f"{case.id}.nii.gz")
         try:
             label = labels_to_source(ids, case.properties)
             write_volume(pair.prediction, label, case.properties.geometry, dtype=label.dtype)
-            self.cases.append((pair, score_pair(pair, self.labels, SETTINGS)))
+            self.scored.append((pair, score_pair(pair, self.labels, SETTINGS)))
         except DataError as error:
             self.faults.append(error)
 
     def close(self) -> list[str]:
-        """Writes summary.json; returns a line for each thing that went wrong."""
-        if self.cases:
-            content = document(self.cases, self.labels, summarise([scores for _, scores in self.cases]))
+        """Writes summary.json and returns a warning for each fault."""
+        if self.scored:
+            content = document(self.scored, self.labels, summarise([scores for _, scores in self.scored]))
             content |= {"settings": SETTINGS, "faults": list(map(str, self.faults)), "step": self.step}
             try:
                 write(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")

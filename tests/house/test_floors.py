@@ -46,7 +46,7 @@ OWNERS = {
         "seqpar.collectives",
         "seqpar.consensus",
     },
-    "torch.nn.parallel": {"seqpar.launch.training.trainer", "seqpar.launch.training.data_parallel"},
+    "torch.nn.parallel": {"seqpar.launch.training.data_parallel"},
     "torch.distributed.fsdp": {"seqpar.launch.training.data_parallel"},
     "torch.distributed.tensor": {"seqpar.launch.training.data_parallel"},
 }

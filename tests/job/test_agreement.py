@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from seqpar.launch.job.stop_agreement import Agreement
+from seqpar.launch.job.stop_agreement import StopAgreement
 from seqpar.mesh import Mesh
 
 PLACES = 400  # more than a slow machine passes before all have agreed
@@ -22,15 +22,15 @@ def check_pace(mesh: Mesh, wishers: tuple[int, ...], seed: int) -> tuple[int, st
     rank, dice = mesh.world.index, random.Random(f"{seed} {mesh.world.index}")
     wants = {w: random.Random(f"{seed} {w} wish").uniform(0, 0.4) for w in wishers}
     began = time.monotonic()
-    agreement = Agreement(
+    agreement = StopAgreement(
         lambda: "TERM" if time.monotonic() - began > wants.get(rank, 1e9) else "", rank, mesh.world.size, mesh.store
     )
     for place in range(1, PLACES + 1):
         time.sleep(dice.choice([0, 0.01, 0.05]))
-        if agreement.here():
-            assert agreement.here(), "and at every later one"
+        if agreement.should_leave():
+            assert agreement.should_leave(), "and at every later one"
             return place, agreement.reason
-    agreement.end()
+    agreement.finish()
     time.sleep(0.5)  # as the end of a run: others may still ask
     return PLACES + 1, agreement.reason
 
@@ -49,10 +49,10 @@ def test_without_a_wish_nobody_leaves(ranks: Callable[..., list]) -> None:
 
 
 def check_calm(mesh: Mesh) -> bool:
-    agreement = Agreement(lambda: "", mesh.world.index, 2, mesh.store)
-    left = any(agreement.here() for _ in range(PLACES))
+    agreement = StopAgreement(lambda: "", mesh.world.index, 2, mesh.store)
+    left = any(agreement.should_leave() for _ in range(PLACES))
     time.sleep(0.5)
-    left = left or agreement.here()
+    left = left or agreement.should_leave()
     assert "seqpar-agreement" in [thread.name for thread in threading.enumerate()]
     agreement.close()
     assert threading.enumerate() == [threading.main_thread()], "a thread that asks while Python ends aborts the process"
@@ -62,12 +62,12 @@ def check_calm(mesh: Mesh) -> bool:
 def check_ended(mesh: Mesh) -> bool:
     """Returns whether a rank leaves at the last place, when another has passed that one before it was asked."""
     through, late = mesh.world.index == 1, threading.Event()
-    agreement = Agreement(lambda: "TERM" if late.is_set() else "", mesh.world.index, 2, mesh.store)
+    agreement = StopAgreement(lambda: "TERM" if late.is_set() else "", mesh.world.index, 2, mesh.store)
     if not through:
         mesh.store.wait(["passed"])
         late.set()
-    left = agreement.here()
-    agreement.end()
+    left = agreement.should_leave()
+    agreement.finish()
     if through:
         mesh.store.set("passed", "")
     mesh.store.wait(["target"])  # its thread has answered
@@ -84,7 +84,9 @@ def test_a_rank_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     pid = os.fork()
     if not pid:
         store = dist.FileStore(str(tmp_path / "store"), 2)
-        Agreement(lambda: "TERM", 0, 2, store, lambda why: said.write_text(why) and None, patience_s=0.5).here()
+        StopAgreement(
+            lambda: "TERM", 0, 2, store, lambda why: said.write_text(why) and None, patience_s=0.5
+        ).should_leave()
         os._exit(0)
     _, code = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(code) == 75
@@ -102,10 +104,10 @@ def test_a_wish_after_the_store_is_gone_is_granted() -> None:
     if not pid:
         signal.alarm(20)
         wish = threading.Event()
-        agreement = Agreement(lambda: "TERM" if wish.is_set() else "", 0, 2, Gone())
+        agreement = StopAgreement(lambda: "TERM" if wish.is_set() else "", 0, 2, Gone())
         time.sleep(0.3)
         wish.set()
-        agreement.here()
+        agreement.should_leave()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
 
@@ -124,13 +126,13 @@ def test_what_goes_wrong_on_the_way_out_keeps_no_process(store: object) -> None:
     pid = os.fork()
     if not pid:
         signal.alarm(20)
-        Agreement(lambda: "TERM", 0, 2, store, full).here()
+        StopAgreement(lambda: "TERM", 0, 2, store, full).should_leave()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
 
 
 def test_alone_the_wish_is_the_decision() -> None:
     wishes = iter(["", "", "TERM", ""])
-    agreement = Agreement(lambda: next(wishes))
-    assert [agreement.here() for _ in range(4)] == [False, False, True, True]
+    agreement = StopAgreement(lambda: next(wishes))
+    assert [agreement.should_leave() for _ in range(4)] == [False, False, True, True]
     assert agreement.reason == "TERM"

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from seqpar.environment import Launcher
-from seqpar.launch import train
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer
@@ -28,6 +27,7 @@ from seqpar.launch.settings.presets import PRESETS
 from seqpar.launch.training import request
 from seqpar.launch.training import trainer as training
 from seqpar.launch.training.data import open_data
+from seqpar.launch.training.setup import first_lines
 from seqpar.mesh import Group
 from seqpar.rendezvous import pick_device
 from tests.support.folders import nnunet, write_json
@@ -114,7 +114,7 @@ def phantom_cases(config: Config) -> list[int]:
 def tile_of(config: Config) -> torch.Tensor:
     from seqpar.data.sampling.tiles import TileKey
 
-    return torch.from_numpy(open_data(config, True).tiles(config).draw(TileKey(config.seed, 0, 0)).image)
+    return torch.from_numpy(open_data(config, True).tiles.draw(TileKey(config.seed, 0, 0)).image)
 
 
 # flag -> how it is given (beside the tiny run), and what is looked at. Those with "run" are seen by whole runs.
@@ -126,7 +126,7 @@ ACTS = {
     "phantoms": ("--phantoms 9", phantom_cases),
     "augment": ("--augment full", lambda c: tile_of(c).tolist()),
     "synthesis": ("--foreground 1 --synthesis 1", lambda c: tile_of(c).tolist()),
-    "foreground": ("--foreground 0.5", lambda c: open_data(c, True).tiles(c).foreground),
+    "foreground": ("--foreground 0.5", lambda c: open_data(c, True).tiles.foreground),
     "attention": ("--seqpar 2 --attention ulysses", attention_of),
     "keep_kv": ("--seqpar 2 --keep-kv", attention_of),
     "heads_per_chunk": ("--seqpar 2 --heads-per-chunk 1", attention_of),
@@ -214,7 +214,7 @@ def test_the_flag_acts(flags, tmp_path, name):
 def test_full_augmentation_keeps_zero_background_where_scores_are_of_what_is_not_zero(flags, tmp_path):
     def kept(*more: str) -> bool:
         config = config_of(flags, *more)
-        return open_data(config, True).tiles(config).augmentation.keep_background
+        return open_data(config, True).tiles.augmentation.keep_background
 
     assert kept("--augment", "full") and not kept("--augment", "light")
     ct = nnunet(tmp_path / "D", cases=5, channels=("CT",))
@@ -253,10 +253,10 @@ def test_clipping_bounds_what_the_optimiser_sees(flags, tmp_path, alone):
     for clip in ("0", "0.001"):
         trainer = trainer_of(config_of(flags, "--clip", clip), alone, tmp_path)
         net = trainer.net
-        trainer.optimiser.step = lambda: norms.append(
+        trainer.optimizer.step = lambda: norms.append(
             math.sqrt(sum(float(p.grad.square().sum()) for p in net.parameters()))
         )
-        tiles = trainer.material.tiles(trainer.config)
+        tiles = trainer.data.tiles
         with Loader(tiles, net.encoder.layout, alone, batch=2, steps=range(1), workers=0) as loader:
             row, _ = trainer._step([next(loader)], _Calm())
         assert row["grad_norm"] > 0.01
@@ -264,7 +264,7 @@ def test_clipping_bounds_what_the_optimiser_sees(flags, tmp_path, alone):
 
 
 class _Calm:
-    def here(self) -> bool:
+    def should_leave(self) -> bool:
         return False
 
 
@@ -465,7 +465,7 @@ def test_a_run_goes_on_with_another_batch_or_accumulation_that_makes_its_tiles_a
     write_json(tmp_path / "config.json", describe_run(config, "debug", {}, {"data": 4}))
     order = request.read_request(["--resume", "--out", str(tmp_path), *wish.split()], Launcher("alone"))
     assert (order.config.batch, order.config.accumulate) == WISHES[wish]
-    line = train._first_line(order, Launcher("alone"))
+    line = first_lines(order, Launcher("alone"))
     assert f"{WISHES[wish][0]} tile" in line and (f"{WISHES[wish][1]} times a step" in line) == (WISHES[wish][1] > 1)
 
 
@@ -496,10 +496,10 @@ def test_help_is_read_in_a_minute(capsys):
 
 
 def test_time_limits_and_slurms_durations():
-    from seqpar.launch.job.stop_request import _duration
+    from seqpar.launch.job.stop_request import slurm_duration
 
     assert [seconds(text) for text in ("", "110", "1:50:00", "2-00:00:01")] == [math.inf, 6600, 6600, 172801]
-    assert [_duration(text) for text in ("1-02:03:04", "5:06", "UNLIMITED", "")] == [93784, 306, None, None]
+    assert [slurm_duration(text) for text in ("1-02:03:04", "5:06", "UNLIMITED", "")] == [93784, 306, None, None]
 
 
 def test_slurms_end_time_is_seen(monkeypatch):
@@ -508,9 +508,9 @@ def test_slurms_end_time_is_seen(monkeypatch):
 
     monkeypatch.setattr(signal, "signal", lambda *of: None)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 30))
-    assert Stopper(math.inf)._wish() == "time limit", "30 s are less than the margin"
+    assert Stopper(math.inf).own_reason() == "time limit", "30 s are less than the margin"
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
-    assert not Stopper(math.inf)._wish()
+    assert not Stopper(math.inf).own_reason()
 
 
 def test_a_local_launcher_passes_on_the_code_that_says_most(tmp_path):
@@ -526,13 +526,13 @@ def test_a_local_launcher_passes_on_the_code_that_says_most(tmp_path):
 
 
 def test_advice_on_memory_changes_no_result_where_something_else_helps():
-    from seqpar.launch.training.failure import thriftier
+    from seqpar.launch.training.failure import save_memory
 
     config = replace(PRESETS["debug"](), batch=4, accumulate=2)
-    assert thriftier(config) == "use --batch 2 --accumulate 4"
+    assert save_memory(config) == "use --batch 2 --accumulate 4"
     pooled = replace(config, batch_dice=True)
-    assert thriftier(pooled) == "use --grad-checkpoint full, or a larger --seqpar"
-    assert thriftier(replace(pooled, grad_checkpoint="full")).startswith("use --shard-weights, a larger --seqpar")
+    assert save_memory(pooled) == "use --grad-checkpoint full, or a larger --seqpar"
+    assert save_memory(replace(pooled, grad_checkpoint="full")).startswith("use --shard-weights, a larger --seqpar")
 
 
 def test_ranks_wait_for_the_phantom_that_the_first_one_makes(tmp_path, monkeypatch):

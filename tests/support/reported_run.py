@@ -11,8 +11,8 @@ from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.preparation.prepare import open_cache, prepare
 from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.settings.presets import debug
-from seqpar.launch.training.data import TrainingData
-from seqpar.launch.training.validation_folder import HeldOut
+from seqpar.launch.training.data import TrainingData, training_tiles
+from seqpar.launch.training.validation_folder import ValidationFolder
 from tests.support.folders import NEW, save
 
 SHAPE = (26, 30, 22)
@@ -43,10 +43,10 @@ def make_run(folder: Path, names: list[str]) -> Path:
     out, data = folder / "run", make_data(folder / "data", names)
     prepare(data, folder / "cache", workers=0)
     dataset = open_cache(folder / "cache")
-    material = TrainingData(dataset, (), dataset.ids)
     config = dataclasses.replace(debug(), data=str(folder / "data"), out=str(out))
+    training_data = TrainingData(dataset, (), dataset.ids, training_tiles(dataset, dataset.ids, config))
     out.mkdir()
-    content = {"config": json.loads(config.to_json()), "dataset": material.describe(), "layout": {"ranks": 1}}
+    content = {"config": json.loads(config.to_json()), "dataset": training_data.describe(), "layout": {"ranks": 1}}
     (out / "config.json").write_text(json.dumps(content))
     status = Status(out)
     status.step = status.steps = config.steps
@@ -55,11 +55,14 @@ def make_run(folder: Path, names: list[str]) -> Path:
     dice = {"NCR": 0.5, "ED": None}
     rows.append({"kind": "val", "step": config.steps, "loss": 0.4, "dice": dice, "global_dice": dice, "cases": 2})
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held_out = HeldOut(
-        out / "validation", material.describe(), lambda: {c.id: c.label for c in data.cases if c.label}, config.steps
+    validation = ValidationFolder(
+        out / "validation",
+        training_data.describe(),
+        lambda: {c.id: c.label for c in data.cases if c.label},
+        config.steps,
     )
     for number, name in enumerate(dataset.ids):
         case = dataset.cases[name]
-        held_out.add(case, ndimage.shift(np.array(case.label), (number, 0, 0), order=0))
-    assert held_out.close() == []
+        validation.add(case, ndimage.shift(np.array(case.label), (number, 0, 0), order=0))
+    assert validation.close() == []
     return out

@@ -17,7 +17,7 @@ import torch._dynamo  # noqa: F401  an optimiser imports it: once here, not in e
 from seqpar.launch import train
 from seqpar.launch.job import exit_codes
 from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import trainer, validation
+from seqpar.launch.training import after_step, trainer, validation
 from seqpar.launch.weights import checkpoint
 from tests.support.folders import nnunet
 
@@ -177,7 +177,7 @@ def moments(last: int) -> dict[str, Hook]:
     """Returns hooks that kill a rank: rank ``last`` where every rank acts, the first where it alone does."""
     return {
         "in a step": at(trainer.Trainer, "_backward", last, die, call=2),
-        "before a step is agreed": at(trainer.Trainer, "_decide", last, die, call=2),
+        "before a step is agreed": at(after_step.AfterStep, "decide", last, die, call=2),
         "in validation": at(validation.Validation, "_predict", last, die),
         "before a write": at(checkpoint, "_write", last, die),
         "amid a write": at(checkpoint, "write_tensors", 0, die, call=2),

@@ -12,10 +12,10 @@ from seqpar import wait_clock
 from seqpar.environment import flight_recorder
 from seqpar.launch import train
 from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import trainer
-from seqpar.launch.training.stragglers import FIRST, WINDOW, Stragglers
+from seqpar.launch.training import stragglers, trainer
+from seqpar.launch.training.stragglers import SKIPPED, WINDOW, Stragglers
 from seqpar.wait_clock import WaitClock
-from tests.support.training_runs import at, status, tiny_data, trained, weights
+from tests.support.training_runs import Launch, at, status, tiny_data, trained, weights
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,6 @@ def leave_late() -> None:
 
 
 def codes_of(flags: list[str], out: Path, hook, world: int = 3) -> tuple[list[int], str]:
-    from tests.support.training_runs import Launch
-
     with Launch(world, flags, out, hook) as launch:
         return launch.wait(), launch.said()
 
@@ -59,13 +57,13 @@ def add_one_more(x, group, *more):
     return original(x.new_zeros(len(x) + 1), group, *more)
 
 
-original = trainer.all_reduce
+original = stragglers.all_reduce
 
 
 def test_checked_ranks_that_differ_are_named(flags, tmp_path):
     def hook(rank: int) -> None:
         if rank == 2:
-            trainer.all_reduce = add_one_more
+            stragglers.all_reduce = add_one_more
 
     run = [*flags, "--seqpar", "3", "--split", "ordered"]
     codes, said = codes_of([*run, "--debug-collectives"], tmp_path / "checked", hook)
@@ -116,7 +114,7 @@ def slow_down(slow: int):
 
 @pytest.mark.parametrize("layout", ["--seqpar 3 --split ordered", "--seqpar 1"])
 def test_a_slow_rank_is_reported_once_and_nobody_else(flags, tmp_path, layout):
-    steps = FIRST + WINDOW
+    steps = SKIPPED + WINDOW
     run = [*flags, *f"{layout} --iterations {steps} --epochs 1 --val-every 0 --val-cases 1".split()]
     for name, hook, ranks in (("slow", slow_down(1), [1]), ("even", slow_down(-1), [])):
         launch = trained(3, run, tmp_path / name, hook=hook)
@@ -144,7 +142,7 @@ def steps_of(own: list[float], count: int = WINDOW) -> list[list[float]]:
 )
 def test_a_rank_is_slow_by_its_median_against_the_others(own, found):
     judge = Stragglers([f"host{rank}" for rank in range(len(own))])
-    for _ in range(FIRST):
+    for _ in range(SKIPPED):
         assert judge.note([9.0, *own[1:]]) == []
     told = [slow for seconds in steps_of(own) for slow in judge.note(seconds)]
     assert [(slow.rank, slow.factor) for slow in told] == found

@@ -15,7 +15,7 @@ from seqpar.launch.planning.feasibility import refuse_lonely
 from seqpar.launch.runs.journal import read_metrics
 from seqpar.launch.settings.command_line import parse
 from seqpar.launch.settings.config import Config
-from seqpar.launch.training import trainer
+from seqpar.launch.training import after_step, data_parallel
 from seqpar.launch.weights.states import fill, optimiser_tensors, whole_tensors
 from seqpar.mesh import Mesh
 from tests.support.ranks import relative
@@ -65,7 +65,7 @@ def test_a_sharded_run_goes_on_to_the_same_bits_and_on_any_ranks(flags: list[str
     run = [*flags, "--seqpar", "2", "--shard-weights"]
     trained(2, run, tmp_path / "whole")
     left = tmp_path / "left"
-    trained(2, run, left, expect=75, hook=at(trainer.Trainer, "_decide", 1, signalled(signal.SIGUSR1), call=3))
+    trained(2, run, left, expect=75, hook=at(after_step.AfterStep, "decide", 1, signalled(signal.SIGUSR1), call=3))
     goes_on = {
         "the same": (2, ""),
         "alone, not sharded": (1, "--seqpar 1 --no-shard-weights"),
@@ -103,7 +103,7 @@ def held(mesh: Mesh, sharded: bool, flags: str) -> tuple[dict[str, int], bool]:
     net = build(config, 2, 3, mesh.seq)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     if sharded:
-        trainer.shard(net, mesh)
+        data_parallel.shard(net, mesh)
     joined = whole_tensors(net.state_dict(), keep=True)
     same = all(torch.equal(joined[name], before[name]) for name in before)
     for name, tensor in net.state_dict().items():

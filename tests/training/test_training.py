@@ -19,7 +19,7 @@ from seqpar.data.errors import DataError
 from seqpar.launch import train
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import request, trainer, validation
+from seqpar.launch.training import after_step, request, trainer, validation
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.files import read_weights
 from tests.support.folders import nnunet
@@ -119,7 +119,7 @@ def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tm
     def twice(rank: int) -> None:
         hook(rank)
         if "USR1 to one" in name and rank == 1:
-            at(trainer.Trainer, "_decide", 1, signalled(signal.SIGTERM), call=3)(rank)
+            at(after_step.AfterStep, "decide", 1, signalled(signal.SIGTERM), call=3)(rank)
 
     left = trained(world, [*flags, *more.split()], out, expect=75, hook=twice)
     said = status(out)
@@ -140,7 +140,7 @@ def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tm
 
 def test_a_run_that_cannot_go_on_with_other_data_keeps_its_folder(flags, undisturbed, tmp_path):
     out, data = tmp_path / "run", nnunet(tmp_path / "Dataset002_Two", 5, ("CT", "MR"))
-    trained(1, flags, out, expect=75, hook=at(trainer.Trainer, "_decide", 0, signalled(signal.SIGTERM), call=3))
+    trained(1, flags, out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), call=3))
     before = (out / "config.json").read_bytes()
     refused = trained(1, ["--resume", "--data", str(data), "--cache", str(tmp_path / "cache")], out, expect=2)
     assert "holds another network" in refused.said() and (out / "config.json").read_bytes() == before
@@ -156,7 +156,7 @@ def test_what_one_rank_alone_refuses_it_says_with_its_name_and_code(flags, tmp_p
 
     def hook(rank: int) -> None:
         at(request, "refuse", 1, refuse)(rank)
-        train.FIRST_S = 0.1
+        train.FIRST_RANK_S = 0.1
 
     with Launch(2, [*flags, "--seqpar", "2", "--start-timeout", "3"], tmp_path / "run", hook) as launch:
         assert launch.wait() == [1, 3]
@@ -168,7 +168,7 @@ def test_what_one_rank_fails_of_while_it_loads_is_the_runs_verdict(flags, tmp_pa
         raise torch.OutOfMemoryError("HIP out of memory")
 
     out, more = tmp_path / "run", [*flags, "--seqpar", "2"]
-    trained(2, more, out, expect=75, hook=at(trainer.Trainer, "_decide", 0, signalled(signal.SIGTERM), call=3))
+    trained(2, more, out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), call=3))
     with Launch(2, ["--resume"], out, at(checkpoint, "load", 1, exhaust)) as launch:
         assert launch.wait() == [1, 4]
     assert (status(out)["state"], status(out)["code"]) == ("failed", 4)
@@ -176,7 +176,9 @@ def test_what_one_rank_fails_of_while_it_loads_is_the_runs_verdict(flags, tmp_pa
 
 def test_a_validation_that_is_repeated_after_a_kill_is_there_once(flags, tmp_path):
     out, slow = tmp_path / "run", ["--lr", "1e-7"]  # no second validation is the best, which would save
-    trained(1, [*flags, *slow], out, expect=75, hook=at(trainer.Trainer, "_decide", 0, signalled(signal.SIGTERM), 4))
+    trained(
+        1, [*flags, *slow], out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), 4)
+    )
     assert status(out)["step"] == 4
     with Launch(1, ["--resume"], out, at(trainer.Trainer, "_backward", 0, die)) as killed:
         assert killed.wait() == [-signal.SIGKILL]
@@ -203,7 +205,7 @@ def test_ranks_agree_to_leave_while_a_long_step_lasts(flags, tmp_path):
 def test_a_run_goes_on_with_other_ranks_and_workers(flags, tmp_path):
     run = [*flags, "--precision", "fp64", "--batch", "4", "--dropout", "0.1"]
     left = tmp_path / "left"
-    hook = at(trainer.Trainer, "_decide", 1, signalled(signal.SIGUSR1), call=3)
+    hook = at(after_step.AfterStep, "decide", 1, signalled(signal.SIGUSR1), call=3)
     trained(2, [*run, "--seqpar", "2"], left, expect=75, hook=hook)
     trained(1, run, tmp_path / "whole")
     for world, more in (1, "--seqpar 1 --workers 1 --accumulate 2"), (4, "--seqpar 2"), (3, "--seqpar 3"):
