@@ -37,7 +37,7 @@ def this_cpu(precision: str) -> Device:
         CONVOLUTION: _rate(2.0 * 32 * 32 * 27 * 24**3, lambda: F.conv3d(volume, kernel, padding=1)),
         OTHER: math.sqrt(fresh * known),  # a step has some of both
     }
-    return replace(cpu(rates, "measured here"), tried=_Tried().rate)
+    return replace(cpu(rates, "measured here"), measured_rate=_MeasuredRates().rate)
 
 
 def _rate(amount: float, run: Callable[[], Any], within_s: float = 0.25) -> float:
@@ -56,7 +56,7 @@ def _rate(amount: float, run: Callable[[], Any], within_s: float = 0.25) -> floa
     return amount / best
 
 
-class _Tried:
+class _MeasuredRates:
     """Rates of convolutions and attention, forward and backward, each tried once."""
 
     def __init__(self) -> None:

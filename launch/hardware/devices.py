@@ -1,6 +1,6 @@
-"""What a rank's device can do: makers' figures with the share of them that is usually reached, or measured ones.
+"""What a rank's device can do: its maker's figures with the share of them that is usually reached, or measured ones.
 
-A rank is one GPU, one die of an MI250X, or its share of this machine's cores.
+A rank has one GPU, one die of an MI250X, or its share of this machine's cores.
 """
 
 import json
@@ -16,12 +16,12 @@ from seqpar.attention.cost_model import CPU, Machine
 from seqpar.launch.hardware.operations import ATTENTION, CONVOLUTION, KINDS, MATMUL, OTHER, Operation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-GB, GIB = 10**9, 2**30
+GB, MIB, GIB = 10**9, 2**20, 2**30
 
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes a second that a rank sends to the others of a group, and seconds that a message takes beside."""
+    """How a rank reaches the others of a group: bytes a second, and seconds of latency for each message."""
 
     bandwidth: float
     latency: float
@@ -29,11 +29,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """A rank's memory in bytes, operations a second by precision, and how it reaches others.
+    """A rank's memory in bytes, its operations a second by precision, and its links to other ranks.
 
-    ``shares`` of ``peak`` are what each kind of operation reaches; ``bandwidth`` is its memory's. ``links`` are by
-    group size, up to ``node`` ranks, ``far`` beyond. ``taken`` bytes, and ``slack`` of the rest, are no tensors'.
-    ``cores`` of a machine are shared by its ranks, as its memory is; 0: a rank has a device of its own.
+    Attributes:
+        peak: operations a second by precision.
+        shares: the share of ``peak`` that each kind of operation reaches.
+        bandwidth: bytes a second of its memory.
+        links: by the size of the group, up to ``node`` ranks; ``far`` is the link beyond.
+        reserved_bytes: memory that libraries take.
+        fragmentation: memory that the allocator loses, as a share of the tensors'.
+        launch_seconds: time to start one operation.
+        cores: of the machine whose ranks share them, and its memory; 0: each rank has a device of its own.
+        share_of_cores: how many of them this rank has.
+        measured_rate: returns operations a second of a convolution or an attention on one core; None: use ``peak``.
+        source: where the figures come from, in words.
     """
 
     name: str
@@ -44,47 +53,52 @@ class Device:
     links: Mapping[int, Link]
     far: Link
     node: int = 8
-    taken: float = 1.0 * GIB
-    slack: float = 0.05
-    each: float = 5e-6  # seconds that starting an operation takes
+    reserved_bytes: float = 1.0 * GIB
+    fragmentation: float = 0.05
+    launch_seconds: float = 5e-6
     cores: int = 0
-    part: float = 1.0  # of the cores a rank has so many
-    tried: Callable[[Operation], float] | None = None  # operations a second of a convolution or attention on a core
-    told: str = "the maker's figures"
+    share_of_cores: float = 1.0
+    measured_rate: Callable[[Operation], float] | None = None
+    source: str = "the maker's figures"
 
     @property
     def on_gpu(self) -> bool:
         return not self.cores
 
     def of(self, ranks: int) -> "Device":
-        """Returns what one of so many ranks has."""
+        """Returns what each of so many ranks has."""
         if not self.cores:
             return self
-        part = self.cores / ranks
-        peak = {name: rate * part for name, rate in self.peak.items()}
-        return replace(self, memory=self.memory / ranks, peak=peak, bandwidth=self.bandwidth * part, part=part)
+        cores = self.cores / ranks
+        return replace(
+            self,
+            memory=self.memory / ranks,
+            peak={name: rate * cores for name, rate in self.peak.items()},
+            bandwidth=self.bandwidth * cores,
+            share_of_cores=cores,
+        )
 
     def link(self, size: int) -> Link:
-        """Returns how a rank reaches the others of a group of that size."""
+        """Returns the link between ranks of a group of that size."""
         if size > self.node:
             return self.far
         return self.links[min((known for known in self.links if known >= size), default=max(self.links))]
 
     def machine(self, size: int, precision: str) -> Machine:
-        """Returns what the choice of an attention strategy looks at."""
+        """Returns what the choice of an attention strategy depends on."""
         near, far = self.link(min(size, self.node)), self.far
         rate = self.peak[precision] * self.shares[ATTENTION]
         return Machine(near.bandwidth, near.latency, rate, self.on_gpu, self.node, far.bandwidth)
 
     def clock(self, precision: str) -> Callable[[Operation], float]:
-        """Returns the seconds of an operation: those of its arithmetic or of its memory, whichever is longer."""
+        """Returns a function from an operation to its seconds: of arithmetic or of memory, whichever takes longer."""
         rates = {kind: self.peak[precision] * self.shares[kind] for kind in KINDS if kind != OTHER}
 
-        def seconds(done: Operation) -> float:
-            if done.kind in (CONVOLUTION, ATTENTION) and self.tried is not None:
-                return done.count / (self.tried(done) * self.part)
-            arithmetic = done.count / rates[done.kind] if done.count else 0.0
-            return max(arithmetic, done.size / self.bandwidth) + self.each
+        def seconds(operation: Operation) -> float:
+            if operation.kind in (CONVOLUTION, ATTENTION) and self.measured_rate is not None:
+                return operation.count / (self.measured_rate(operation) * self.share_of_cores)
+            arithmetic = operation.count / rates[operation.kind] if operation.count else 0.0
+            return max(arithmetic, operation.size / self.bandwidth) + self.launch_seconds
 
         return seconds
 
@@ -92,11 +106,11 @@ class Device:
 def _gpu(
     name: str, memory: float, peak: tuple[float, float, float], bandwidth: float, links: dict[int, float], far: float
 ) -> Device:
-    """Of peaks in fp32, bf16 and fp64; GPUs reach half of them in large products, less elsewhere."""
+    """Returns a GPU by its peaks in fp32, bf16, fp64: large products reach half of them, other kinds less."""
     rates = dict(zip(("fp32", "bf16", "fp64"), peak))
-    reached = {size: Link(rate, 2e-5) for size, rate in links.items()}
+    near = {size: Link(rate, 2e-5) for size, rate in links.items()}
     shares = {MATMUL: 0.55, CONVOLUTION: 0.35, ATTENTION: 0.40}
-    return Device(name, memory, rates, shares, 0.8 * bandwidth, reached, Link(far, 4e-5))
+    return Device(name, memory, rates, shares, 0.8 * bandwidth, near, Link(far, 4e-5))
 
 
 DEVICES: dict[str, Device] = {
@@ -109,24 +123,24 @@ DEVICES: dict[str, Device] = {
 }
 
 
-def device_here(wish: str = "auto") -> Device:
+def device_here(device: str = "auto") -> Device:
     """Returns the device that training would use here, the same on all ranks: memory in whole GiB, nothing measured.
 
-    How quick it is, is the maker's word, or a guess where the device is not known.
+    Its speed is the maker's figure, or a guess where torch's name of it is not known. ``device`` is the flag of train.
     """
-    if wish == "cpu" or not torch.cuda.is_available():
+    if device == "cpu" or not torch.cuda.is_available():
         return cpu(dict.fromkeys(KINDS, CPU.flops) | {OTHER: 1e10}, "not measured")
-    found = torch.cuda.get_device_properties(0)
-    return replace(known(found.name) or DEVICES["a100"], name=found.name, memory=float(found.total_memory // GIB * GIB))
+    gpu = torch.cuda.get_device_properties(0)
+    return replace(known(gpu.name) or DEVICES["a100"], name=gpu.name, memory=float(gpu.total_memory // GIB * GIB))
 
 
 def known(name: str) -> Device | None:
-    """Returns the GPU that torch calls by such a name; an MI250X shows as two."""
+    """Returns the GPU that torch calls by such a name; an MI250X shows as two devices."""
     return next((device for key, device in DEVICES.items() if key in name.lower().replace(" ", "")), None)
 
 
-def cpu(rates: Mapping[str, float], told: str) -> Device:
-    """Returns this machine by one core's rates."""
+def cpu(rates: Mapping[str, float], source: str) -> Device:
+    """Returns this machine by one core's rates: operations a second by kind, and of ``OTHER`` bytes a second."""
     peak = rates[MATMUL]
     link = Link(CPU.bandwidth, CPU.latency)
     return Device(
@@ -138,14 +152,19 @@ def cpu(rates: Mapping[str, float], told: str) -> Device:
         {CPU.node: link},
         link,
         CPU.node,
-        taken=0.4 * GIB,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        told=told,
+        reserved_bytes=0.4 * GIB,
+        cores=usable_cores(),
+        source=source,
     )
 
 
+def usable_cores() -> int:
+    """Returns how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _memory_here() -> int:
-    """Returns this machine's bytes, or what the container may use of them."""
+    """Returns this machine's bytes of memory, or those that its container may use."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -154,20 +173,20 @@ def _memory_here() -> int:
 
 
 def measured(path: str, base: Device, precision: str) -> Device:
-    """Returns the device with what the doctor measured and wrote: memory, matrix products, ranks of a node, links."""
+    """Returns ``base`` with what the doctor's JSON file says of memory, matrix products, ranks of a node and links."""
     try:
-        found = json.loads(Path(path).read_text())
-        rates, world, nodes = found["matmul_flops_per_s"], int(found.get("world", 1)), int(found.get("nodes", 1))
-        groups = {name: found["groups"][name] for name in ("data", "world", "seq") if name in found.get("groups", {})}
-        links = {int(group["size"]): _link(group) for group in groups.values() if group["size"] > 1}
+        record = json.loads(Path(path).read_text())
+        rates, world, nodes = record["matmul_flops_per_s"], int(record.get("world", 1)), int(record.get("nodes", 1))
+        groups = {name: record["groups"][name] for name in ("data", "world", "seq") if name in record.get("groups", {})}
+        links = {int(group["size"]): _slowest_link(group) for group in groups.values() if group["size"] > 1}
         rate = rates.get(str(DTYPES[precision]).removeprefix("torch."), 0.0) if isinstance(rates, dict) else rates
-        memory = float(found.get("memory_bytes", 0))
+        memory = float(record.get("memory_bytes", 0))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--measured {path} is not what launch/doctor.py writes as JSON: {error}") from None
     shares = base.shares
-    if rate:  # what it measured of products holds for the rest in proportion
-        of_a_core = world / base.cores if base.cores else 1.0
-        times = rate * of_a_core / (base.peak[precision] * base.shares[MATMUL])
+    if rate:  # other kinds of operations are scaled as matrix products are
+        ranks_a_core = world / base.cores if base.cores else 1.0
+        times = rate * ranks_a_core / (base.peak[precision] * base.shares[MATMUL])
         shares = {kind: share * times for kind, share in base.shares.items()}
     crosses = nodes > 1 and "world" in groups
     return replace(
@@ -176,13 +195,13 @@ def measured(path: str, base: Device, precision: str) -> Device:
         shares=shares,
         memory=memory if memory and not base.cores else base.memory,
         links=links or base.links,
-        far=_link(groups["world"]) if crosses else base.far,
-        told=f"measured, {path}",
+        far=_slowest_link(groups["world"]) if crosses else base.far,
+        source=f"measured, {path}",
     )
 
 
-def _link(group: Mapping[str, Any]) -> Link:
-    """Returns the slowest of a group's collectives; one of them is a message to each of the others."""
+def _slowest_link(group: Mapping[str, Any]) -> Link:
+    """Returns the slowest of a group's collectives; each of them sends a message to every other rank."""
     kinds = [group[kind] for kind in ("all_gather", "all_to_all", "all_reduce") if kind in group]
     latency = max(float(kind["latency_s"]) for kind in kinds) / max(int(group["size"]) - 1, 1)
     return Link(min(float(kind["bytes_per_s"]) for kind in kinds), latency)

@@ -12,7 +12,7 @@ import torch
 from seqpar.launch.inference.sliding_window import fitting_batch, padded_shape
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.memory_counter import MemoryCounter
-from seqpar.launch.planning.step_counter import without_numbers
+from seqpar.launch.planning.outline import without_numbers
 from seqpar.mesh import Mesh
 
 

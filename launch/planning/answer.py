@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from seqpar.launch.hardware.devices import GB
+from seqpar.launch.hardware.devices import GB, GIB, MIB
 from seqpar.launch.planning.fit import most_tiles
 from seqpar.launch.planning.needs import Plan, Run
-from seqpar.launch.planning.step_counter import count_step, outline
+from seqpar.launch.planning.outline import outline
+from seqpar.launch.planning.step_counter import StepSetup, count_step
 from seqpar.launch.settings.config import Config, dashed
 from seqpar.launch.settings.presets import PRESETS
 from seqpar.mesh import Group
@@ -29,8 +30,8 @@ def rehearsal(config: Config, num_ranks: int, chosen: Sequence[str] = ()) -> str
     encoder, decoder = (sum(p.numel() for p in part.parameters()) / 1e6 for part in (net.encoder, net.decoder))
     layout, groups = net.encoder.layout, num_ranks // config.seqpar
     counted = replace(config, attention=chosen[0]) if chosen else config
-    step = count_step(counted, 0, 1, 2, lambda done: 0.0, on_gpu=True, data=groups)
-    held, kept = step.tokens + step.decoder, step.weights + step.gradients + step.optimiser
+    step = count_step(StepSetup(counted, data_groups=groups))
+    held, kept = step.tokens + step.decoder, step.weights + step.gradients + step.optimizer
     return "\n".join(
         [
             f"would run on {num_ranks} ranks = data {groups} x seq {config.seqpar}; nothing was written",
@@ -38,15 +39,12 @@ def rehearsal(config: Config, num_ranks: int, chosen: Sequence[str] = ()) -> str
             f"  tokens    {layout.num_tokens} a tile; per rank {' '.join(map(str, layout.counts))}",
             *(f"  attention {why}" for why in chosen[1:2]),
             f"  decoding  {net.mode.check(layout, config.batch)}",
-            f"  memory    {held / 2**30:.2f} GiB for backward, {step.transient / 2**30:.2f} more at the worst moment, "
-            f"{kept / 2**30:.2f} for weights, gradients and optimiser: per rank",
+            f"  memory    {held / GIB:.2f} GiB for backward, {step.transient / GIB:.2f} more at the worst moment, "
+            f"{kept / GIB:.2f} for weights, gradients and optimiser: per rank",
             f"  steps     {config.steps} of {groups * config.batch * config.accumulate} tiles",
             config.to_json(),
         ]
     )
-
-
-MIB, GIB = 2**20, 2**30
 
 
 def header(run: Run, preset: str, tile: Sequence[int]) -> str:
@@ -61,7 +59,7 @@ def header(run: Run, preset: str, tile: Sequence[int]) -> str:
             f"tile {_by(tile)}{padding}, patch {config.patch}: {tokens} tokens; {run.channels} channels, "
             f"{run.outputs} classes",
             f"{device.name}: {device.memory / GIB:.1f} GiB, {device.peak[config.precision] / 1e12:.3g} TFLOP/s"
-            f"{shared} ({device.told})",
+            f"{shared} ({device.source})",
             "",
         ]
     )
@@ -80,7 +78,7 @@ def _row(p: Plan) -> str:
         why = p.why if len(p.why) <= 88 else p.why[:87] + "…"
         return f"{p.config.seqpar:>6} {why}"
     size = {name: value / GIB for name, value in p.memory.items()}
-    model = size["weights"] + size["gradients"] + size["optimiser"]
+    model = size["weights"] + size["gradients"] + size["optimizer"]
     strategy = p.config.attention if p.config.seqpar > 1 else "-"
     seq, world = p.sent["seq"] / GB, p.sent["world"] / GB
     too_much = " " if p.fits else "!"

@@ -52,7 +52,9 @@ def choose_within_memory(
     quickest, _ = choose(layer, machine, config.keep_kv)
     depth = saved_layers(config)
     needed = cost(quickest, layer, machine, config.keep_kv).memory(depth)
-    left = (device.memory - planned_bytes(replace(config, attention=str(quickest)))) / (1 + device.slack) + needed
+    left = (device.memory - planned_bytes(replace(config, attention=str(quickest)))) / (
+        1 + device.fragmentation
+    ) + needed
     strategy, why = choose(layer, machine, config.keep_kv, left, depth)
     return replace(config, attention=str(strategy)), why
 

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from seqpar.environment import Launcher
-from seqpar.launch.hardware.devices import Device, device_here, measured
+from seqpar.launch.hardware.devices import GIB, Device, device_here, measured
 from seqpar.launch.job.local_ranks import PARENT
 from seqpar.launch.planning.batch_size import choose_batch
 from seqpar.launch.planning.fit import largest_batch, refusal
 from seqpar.launch.planning.needs import Plan, Run, plan, planned
 from seqpar.launch.settings.config import AUTO, Config
-
-GIB = 2**30
 
 
 def choose(

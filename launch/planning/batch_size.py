@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from seqpar.launch.planning.step_counter import count_step
+from seqpar.launch.planning.step_counter import StepSetup, count_step
 from seqpar.launch.settings.config import Config
 
 PAPER_BATCH, PAPER_TILE, PAPER_PATCH = 32, 96, 16
@@ -59,5 +59,5 @@ def keep_global_batch(
 def held_per_tile(config: Config) -> float:
     """Returns the bytes that the first rank holds for backward per tile."""
     batch = config.batch or (config.seqpar if config.mode == "swap" else 1)
-    step = count_step(replace(config, batch=batch), 0, 1, 2, lambda done: 0.0, on_gpu=True)
+    step = count_step(StepSetup(replace(config, batch=batch)))
     return (step.tokens + step.decoder) / batch

@@ -5,7 +5,7 @@ import os
 
 from seqpar.decoders.modes.choose import MODES, choose_mode
 from seqpar.launch.models.build import DECODERS
-from seqpar.launch.planning.step_counter import outline
+from seqpar.launch.planning.outline import outline
 from seqpar.launch.settings.config import Config
 from seqpar.layout import Layout
 from seqpar.mesh import Group

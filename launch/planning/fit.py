@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from seqpar.launch.hardware.devices import GIB
 from seqpar.launch.planning.needs import (
-    GIB,
     Plan,
     Run,
     memory_of,
@@ -78,12 +78,12 @@ def refusal(found: Sequence[Plan]) -> str:
     if not possible:
         return f"no group of ranks can run this: {found[0].why}"
     least = min(possible, key=lambda p: p.total)
-    largest = max(("tokens", "decoder", "transient", "optimiser"), key=lambda name: least.memory[name])
+    largest = max(("tokens", "decoder", "transient", "optimizer"), key=lambda name: least.memory[name])
     advice = {
         "tokens": "--grad-checkpoint full, or a larger --patch",
         "decoder": "--mode halo" if least.config.mode == "gather" else "a smaller --decoder-width or --tile",
         "transient": "--mode halo or a smaller --tile",
-        "optimiser": "a smaller --embed-dim or --depth",
+        "optimizer": "a smaller --embed-dim or --depth",
     }[largest]
     return (
         f"nothing fits: --seqpar {least.config.seqpar} needs {least.total / GIB:.1f} GiB on a rank of "

@@ -12,11 +12,10 @@ from seqpar.attention.cost_model import cost
 from seqpar.launch.hardware.devices import Device
 from seqpar.launch.planning.attention_choice import choose_within_memory, is_open, layer_of, saved_layers, strategy_of
 from seqpar.launch.planning.feasibility import refuse, refuse_lonely
-from seqpar.launch.planning.step_counter import Step, count_step
+from seqpar.launch.planning.step_counter import Step, StepSetup, count_step
 from seqpar.launch.settings.config import Config
 from seqpar.layout import Layout
 
-GIB = 2**30
 BUCKET = 25 << 20  # DDP sums so many bytes of gradients at a time
 
 
@@ -102,14 +101,15 @@ def planned(run: Run, ranks: int) -> Plan:
 
 def steps_of(run: Run, config: Config, device: Device, ranks: int) -> list[Step]:
     """Returns what a step takes on each rank that may hold most."""
-    how = run.channels, run.outputs, device.clock(config.precision), device.on_gpu, ranks // config.seqpar
-    return [count_step(config, rank, *how) for rank in _fullest(config)]
+    groups, clock = ranks // config.seqpar, device.clock(config.precision)
+    setup = StepSetup(config, 0, run.channels, run.outputs, groups, device.on_gpu, clock)
+    return [count_step(replace(setup, rank=rank)) for rank in _fullest(config)]
 
 
 def memory_of(step: Step, device: Device) -> dict[str, float]:
-    parts = ("weights", "gradients", "optimiser", "input", "tokens", "decoder", "transient")
+    parts = ("weights", "gradients", "optimizer", "input", "tokens", "decoder", "transient")
     memory: dict[str, float] = {name: getattr(step, name) for name in parts}
-    return memory | {"apart": device.taken + device.slack * sum(memory.values())}
+    return memory | {"apart": device.reserved_bytes + device.fragmentation * sum(memory.values())}
 
 
 def _plan(run: Run, config: Config, device: Device, ranks: int) -> Plan:
@@ -129,7 +129,7 @@ def _plan(run: Run, config: Config, device: Device, ranks: int) -> Plan:
 @lru_cache(maxsize=4)
 def _forward_operations(config: Config, channels: int, outputs: int) -> float:
     """Returns what one process does forward: what is done twice or on each rank counts once."""
-    return count_step(config, 0, channels, outputs, lambda done: 0.0, True).forward_operations
+    return count_step(StepSetup(config, channels=channels, outputs=outputs)).forward_operations
 
 
 def _fullest(config: Config) -> Iterator[int]:

@@ -1,11 +1,11 @@
-"""The network without its numbers: built, run and counted on tensors that have shapes alone.
+"""Counts one training step without data: memory, messages, operations and seconds of one rank.
 
-The very code that trains runs, on one rank's part, with a group that sends nothing: so what is held, moved and
-computed is what the code does, whatever decoder, mode or attention. Blocks are alike, so that those of a deep
-network are counted in two shallow ones. Legend: b batch, c channels, n tokens, p voxels of a patch.
+The network is built and runs forward, loss, backward and update on meta tensors, on one rank's part and with a group
+that sends nothing. The code is the one that trains, so the count holds for every decoder, mode and attention. All
+blocks but the first are alike: a deep network is counted by two shallow ones. Legend: b batch, c channels, n tokens, p
+voxels of a patch.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.launch.hardware.operations import Operation
-from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.memory_counter import MemoryCounter, as_autocast
+from seqpar.launch.planning.outline import outline
 from seqpar.launch.planning.saved_bytes import Saved
 from seqpar.launch.settings.config import Config
 from seqpar.losses import DiceCE
@@ -26,22 +26,45 @@ from seqpar.mesh import Group
 from seqpar.meta_tensors import standing_for
 from seqpar.vit.dropout import DropoutKey
 
-SHALLOW = (2, 3)  # blocks: the first one never drops its path, the others are alike
+SHALLOW = (2, 3)  # depths of the two: the first block never drops its path, the others are alike
 Clock = Callable[[Operation], float]  # seconds of an operation
+
+
+def untimed(operation: Operation) -> float:
+    """Returns 0 seconds for every operation: the clock where only memory is wanted."""
+    return 0.0
+
+
+@dataclass(frozen=True)
+class StepSetup:
+    """The step to count.
+
+    ``rank`` is the place in the sequence group, ``channels`` are the image's, ``outputs`` the logits'; ``data_groups``
+    sequence groups share the batch. ``on_gpu`` follows autocast and the optimizer of a GPU, else of a CPU; ``clock``
+    returns an operation's seconds.
+    """
+
+    config: Config
+    rank: int = 0
+    channels: int = 1
+    outputs: int = 2
+    data_groups: int = 1
+    on_gpu: bool = True
+    clock: Clock = untimed
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes on one rank: bytes held, sent by kind, operations and seconds by kind.
+    """What a step takes on one rank: bytes in memory, bytes sent by kind, operations and seconds by kind.
 
-    ``tokens`` and ``decoder`` are held for backward when the loss is known; ``peaks`` is all that is alive at the worst
-    moment of each phase, the update among them, without weights, gradients and what the optimiser holds.
+    ``tokens`` and ``decoder`` are saved for backward when the loss is known; ``peaks`` are the most bytes alive in each
+    phase, the update among them, without weights, gradients and optimizer states.
     """
 
     parameters: int = 0
     weights: int = 0
     gradients: int = 0
-    optimiser: int = 0
+    optimizer: int = 0
     input: int = 0
     tokens: int = 0
     decoder: int = 0
@@ -55,90 +78,46 @@ class Step:
 
     @property
     def transient(self) -> int:
-        """What more there is at the worst moment than input and what is held for backward."""
+        """Bytes at the worst moment beyond the input and what is saved for backward."""
         return max(0, max(self.peaks.values()) - self.input - self.tokens - self.decoder)
 
 
-def outline(config: Config, group: Group, channels: int = 1, outputs: int = 2) -> SegmentationNet:
-    """Returns the network without its numbers: built as always, so that every part refuses what it cannot."""
-    state = torch.get_rng_state()
-    net = build(config, channels, outputs, group, device="meta")
-    torch.set_rng_state(state)
-    return net.double() if config.precision == "fp64" else net
-
-
-def without_numbers(net: SegmentationNet) -> SegmentationNet:
-    """Returns a copy of a network that has shapes alone, and whose group sends nothing."""
-    known: dict[int, object] = {id(t): torch.empty_like(t, device="meta") for t in net.buffers()}
-    known |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in net.parameters()}
-    groups = {id(g): g for module in net.modules() for g in vars(module).values() if isinstance(g, Group)}
-    groups[id(net.mode.group)] = net.mode.group
-    known |= {place: Group(g.name, g.ranks, g.index) for place, g in groups.items()}
-    return copy.deepcopy(net, known)
-
-
-def count_step(
-    config: Config, rank: int, channels: int, outputs: int, clock: Clock, on_gpu: bool, data: int = 1
-) -> Step:
-    """Returns what a step of ``config`` takes on that rank of a sequence group; ``data`` groups share the batch."""
-    few, more = SHALLOW
-    how = rank, channels, outputs, clock, on_gpu, data
+def count_step(setup: StepSetup) -> Step:
+    """Returns what a step takes on one rank of a sequence group."""
+    config, (few, more) = setup.config, SHALLOW
     if config.depth <= more:
-        return _counted(config, *how)
-    first, second = (_counted(replace(config, depth=depth), *how) for depth in SHALLOW)
+        return count_whole_step(setup)
+    first, second = (count_whole_step(replace(setup, config=replace(config, depth=depth))) for depth in SHALLOW)
     return extended(first, second, config.depth - few)
 
 
-def _counted(config: Config, rank: int, channels: int, outputs: int, clock: Clock, on_gpu: bool, data: int) -> Step:
-    """Returns what is counted in one forward, loss, backward and update."""
-    group = Group("seq", tuple(range(config.seqpar)), rank)
-    net = outline(config, group, channels, outputs)
-    layout, dtype = net.encoder.layout, next(net.parameters()).dtype
-    work = _Work(clock)
-    lower = torch.bfloat16 if config.precision == "bf16" else None
-    with standing_for("cuda" if on_gpu else "cpu"), MemoryCounter(work.watch) as alive:
-        tokens = (config.batch, layout.counts[rank])
-        image = torch.empty(*tokens, channels, *layout.patch, dtype=dtype, device="meta")
-        label = torch.empty(*tokens, *layout.patch, dtype=torch.uint8, device="meta")
-        given = image.nbytes + label.nbytes
-        loss_groups = net.mode.loss_groups(Group("data", tuple(range(data))), config.batch)
-        loss_of = DiceCE(batch_dice=config.batch_dice)
-        for p in net.parameters():
-            p.register_post_accumulate_grad_hook(_let_go)  # they are counted by themselves
-        with Saved(net, (image, label)) as saved:
-            at_decoder = list[int]()
-            net.decoder.register_forward_pre_hook(lambda *_: at_decoder.append(saved.total))
-            _name_phases(net, alive)
-            with as_autocast(lower, on_gpu):
-                logits = net(image, None, DropoutKey(0, 0, tuple(range(config.batch))))
-            loss = loss_of(logits, net.arrange(label), loss_groups)
-        del logits
-        held, forward = saved.total, work.operations.total()
-        alive.phase = "decoder backward"
-        loss.backward()
-        del loss
-        peaks = Counter(alive.peaks)
+def count_whole_step(setup: StepSetup) -> Step:
+    """Counts a step with all its blocks."""
+    config, on_gpu = setup.config, setup.on_gpu
+    group = Group("seq", tuple(range(config.seqpar)), setup.rank)
+    net = outline(config, group, setup.channels, setup.outputs)
+    work = _Work(setup.clock)
+    with standing_for("cuda" if on_gpu else "cpu"):
+        with MemoryCounter(work.watch) as counter:
+            image, label = _part(setup, net)
+            tokens, saved, forward_operations = _forward_and_backward(setup, net, image, label, counter, work)
         step_seconds, work.seconds = work.seconds, Counter[str]()
-        optimiser, more = _update(config, net, alive, on_gpu)
-    size, owners, block, rest = sum(p.nbytes for p in net.parameters()), 1, 0, 0
-    if config.shard_weights:  # together are those of the block that runs, of the next one, and of all that is no block
-        owners = data * config.seqpar
-        block = sum(p.nbytes for p in net.encoder.blocks[0].parameters())
-        rest = size - config.depth * block
-    peaks["update"] = given + more // owners
+        optimizer, update = _update(config, net, work, on_gpu)
+    owners, weights, gradients = _weights_and_gradients(setup, net)
+    inputs = image.nbytes + label.nbytes
     return Step(
-        parameters=size,
-        weights=size // owners + 2 * block + rest + sum(b.nbytes for b in net.buffers()),
-        gradients=size // owners + block + rest,
-        optimiser=optimiser // owners,
-        input=given,
-        tokens=at_decoder[0],
-        decoder=held - at_decoder[0],
-        peaks=peaks,
+        parameters=sum(p.nbytes for p in net.parameters()),
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer // owners,
+        input=inputs,
+        tokens=tokens,
+        decoder=saved - tokens,
+        peaks=Counter({**counter.peaks, "update": inputs + update // owners}),
         sent=Counter(group.traffic),
         messages=Counter(group.messages),
         operations=work.operations,
-        forward_operations=forward,
+        forward_operations=forward_operations,
         seconds=step_seconds,
         update_seconds=work.seconds.total(),
     )
@@ -151,46 +130,94 @@ class _Work:
         self._clock = clock
         self.operations, self.seconds = Counter[str](), Counter[str]()
 
-    def watch(self, done: Operation) -> None:
-        self.operations[done.kind] += done.count  # type: ignore[assignment]
-        self.seconds[done.kind] += self._clock(done)  # type: ignore[assignment]
+    def watch(self, operation: Operation) -> None:
+        self.operations[operation.kind] += operation.count  # type: ignore[assignment]
+        self.seconds[operation.kind] += self._clock(operation)  # type: ignore[assignment]
 
 
-def _name_phases(net: SegmentationNet, alive: MemoryCounter) -> None:
-    """Lets the phase be known in which a moment lies: in each, a block more adds what it adds at its worst moment."""
+def _part(setup: StepSetup, net: SegmentationNet) -> tuple[Tensor, Tensor]:
+    """Returns the rank's image ``b n c p p p`` and label ``b n p p p``."""
+    config, layout = setup.config, net.encoder.layout
+    tokens, dtype = (config.batch, layout.counts[setup.rank]), next(net.parameters()).dtype
+    image = torch.empty(*tokens, setup.channels, *layout.patch, dtype=dtype, device="meta")
+    return image, torch.empty(*tokens, *layout.patch, dtype=torch.uint8, device="meta")
+
+
+def _forward_and_backward(
+    setup: StepSetup, net: SegmentationNet, image: Tensor, label: Tensor, counter: MemoryCounter, work: _Work
+) -> tuple[int, int, float]:
+    """Returns the bytes saved for backward before the decoder and in all, and the operations forward."""
+    config = setup.config
+    loss_groups = net.mode.loss_groups(Group("data", tuple(range(setup.data_groups))), config.batch)
+    loss_of = DiceCE(batch_dice=config.batch_dice)
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(_drop_gradient)  # gradients are counted by themselves
+    with Saved(net, (image, label)) as saved:
+        at_decoder = list[int]()
+        net.decoder.register_forward_pre_hook(lambda *_: at_decoder.append(saved.total))
+        _name_phases(net, counter)
+        with as_autocast(torch.bfloat16 if config.precision == "bf16" else None, setup.on_gpu):
+            logits = net(image, None, DropoutKey(0, 0, tuple(range(config.batch))))
+        loss = loss_of(logits, net.arrange(label), loss_groups)
+    del logits
+    forward_operations = work.operations.total()
+    counter.phase = "decoder backward"
+    loss.backward()
+    return at_decoder[0], saved.total, forward_operations
+
+
+def _name_phases(net: SegmentationNet, counter: MemoryCounter) -> None:
+    """Sets the counter's phase as the step goes on: within a phase, a block more adds what it adds at its peak."""
 
     def begin(phase: str) -> Callable[[Tensor], None]:
-        return lambda grad: setattr(alive, "phase", phase)
+        return lambda grad: setattr(counter, "phase", phase)
 
-    alive.phase = "forward"
-    net.encoder.norm.register_forward_hook(lambda module, given, made: _hook(made, begin("blocks backward")))
+    counter.phase = "forward"
+    net.encoder.norm.register_forward_hook(lambda module, args, output: _hook(output, begin("blocks backward")))
     first = net.encoder.blocks[0]
-    first.register_forward_pre_hook(lambda module, given: _hook(given[0], begin("embedding backward")))
+    first.register_forward_pre_hook(lambda module, args: _hook(args[0], begin("embedding backward")))
 
 
 def _hook(tensor: Tensor, act: Callable[[Tensor], None]) -> None:
     tensor.register_hook(act)
 
 
-def _let_go(p: Tensor) -> None:
+def _drop_gradient(p: Tensor) -> None:
     p.grad = None
 
 
-def _update(config: Config, net: nn.Module, alive: MemoryCounter, on_gpu: bool) -> tuple[int, int]:
-    """Returns the bytes that the optimiser holds after its first step, and what more it takes while it runs."""
-    for p in net.parameters():
-        p.grad = torch.empty_like(p)
-    optimiser = make_optimizer(config, net)
-    for group in optimiser.param_groups:
-        group["foreach"] = on_gpu and not config.shard_weights  # as torch does by itself: all at once, or in turn
-    alive.phase, before = "update", alive.now
-    optimiser.step()
-    state = sum(t.nbytes for held in optimiser.state.values() for t in held.values() if isinstance(t, Tensor))
-    return state, alive.peaks["update"] - before - state
+def _update(config: Config, net: nn.Module, work: _Work, on_gpu: bool) -> tuple[int, int]:
+    """Returns the bytes of the optimizer's states after its first step, and what more is alive while it runs.
+
+    It has a counter of its own: what is left over from the backward, and may go meanwhile, does not matter.
+    """
+    with MemoryCounter(work.watch) as counter:
+        for p in net.parameters():
+            p.grad = torch.empty_like(p)
+        optimizer = make_optimizer(config, net)
+        for group in optimizer.param_groups:
+            group["foreach"] = on_gpu and not config.shard_weights  # torch's own choice: all at once, or in turn
+        before, counter.phase = counter.now, "update"
+        optimizer.step()
+    states = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
+    return states, counter.peaks["update"] - before - states
+
+
+def _weights_and_gradients(setup: StepSetup, net: SegmentationNet) -> tuple[int, int, int]:
+    """Returns how many ranks share the weights, and this rank's bytes of weights and gradients."""
+    config, size = setup.config, sum(p.nbytes for p in net.parameters())
+    buffers = sum(b.nbytes for b in net.buffers())
+    if not config.shard_weights:
+        return 1, size + buffers, size
+    # whole at a time: the block that runs, the next one, and all that is in no block
+    owners = setup.data_groups * config.seqpar
+    block = sum(p.nbytes for p in net.encoder.blocks[0].parameters())
+    rest = size - config.depth * block
+    return owners, size // owners + 2 * block + rest + buffers, size // owners + block + rest
 
 
 def extended(few: Step, more: Step, times: int) -> Step:
-    """Returns ``few`` with so many blocks or samples more, each of which adds what ``more`` has above ``few``."""
+    """Returns ``few`` with so many more blocks or samples, each of which adds what ``more`` has above ``few``."""
 
     def along(a: float, b: float) -> float:
         return a + times * (b - a)

@@ -6,7 +6,7 @@ direction, w d h tokens per direction; ``n/s`` is this rank's share of the token
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -90,11 +90,13 @@ class RotaryPositions:
         angles = (coordinates[:, :, None] * _frequencies(bands)).flatten(1).repeat_interleave(2, 1)  # n/s rotated
         self.width = angles.shape[1]
         self.cos, self.sin = angles.cos().to(like), angles.sin().to(like)
-        self._make_whole = lambda: self if rank is None else RotaryPositions(layout, None, head_dim, like)
+        # not a lambda that names self: such a circle keeps ``like`` alive until the garbage collector comes
+        self._make_whole = None if rank is None else partial(RotaryPositions, layout, None, head_dim, like)
 
     @cached_property
     def whole(self) -> "RotaryPositions":
         """The same for all tokens, in the order of ranks."""
+        assert self._make_whole is not None, "these are all tokens already"
         return self._make_whole()
 
     def __call__(self, x: Tensor, back: bool = False) -> Tensor:

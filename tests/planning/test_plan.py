@@ -119,7 +119,7 @@ def test_every_flag_acts() -> None:
     assert first.sent["world"] == 2 * 7 / 8 * whole
     (shared,) = plans(replace(base, config=replace(SMALL, shard_weights=True)), (2,))
     assert shared.sent["world"] == 3 * 7 / 8 * whole  # weights come twice, gradients go once
-    assert shared.memory["optimiser"] == first.memory["optimiser"] // 8
+    assert shared.memory["optimizer"] == first.memory["optimizer"] // 8
     wide = replace(base, config=replace(SMALL, embed_dim=192, depth=12))
     first, shared = (
         next(plans(replace(wide, config=replace(wide.config, shard_weights=s)), (2,))) for s in (False, True)
@@ -155,7 +155,7 @@ def here(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 def auto(
     config: Config, launcher: Launcher, gib: float, monkeypatch: pytest.MonkeyPatch, device: Device = CORES
 ) -> Config:
-    here(replace(device, memory=gib * 2**30, taken=0.0), monkeypatch)
+    here(replace(device, memory=gib * 2**30, reserved_bytes=0.0), monkeypatch)
     chosen, why = auto_settings.choose(replace(config, seqpar=AUTO), launcher, 2, 3)
     told = why["seqpar_choice"]
     assert f"--seqpar {chosen.seqpar} is the smallest that fits" in told[0] and len(told) >= 2
@@ -169,7 +169,9 @@ def test_auto_takes_the_smallest_group_that_the_ranks_allow(monkeypatch: pytest.
     each = {p.config.seqpar: p.total for p in plans(Run(config, GCD, 2, 3), (1, 2, 3, 4))}
     monkeypatch.setattr(auto_settings.os, "cpu_count", lambda: 4)
     whole = device_here("cpu")
-    needs = [next(plans(Run(config, replace(whole, taken=0.0, cores=4), 2, 3), (size,))).total for size in (1, 2, 3)]
+    needs = [
+        next(plans(Run(config, replace(whole, reserved_bytes=0.0, cores=4), 2, 3), (size,))).total for size in (1, 2, 3)
+    ]
     assert needs[0] > needs[1] > needs[2] and len(each) == 4
     chosen = auto(config, six, 6 * 1.01 * needs[1] / 2**30, monkeypatch)
     assert chosen.seqpar == 2 and chosen.attention == "auto"
@@ -185,7 +187,7 @@ def test_auto_takes_every_size_that_shares_the_nodes_that_are_there(
         replace(SMALL, tile=(48, 48, 48), mode="halo", embed_dim=96),
         Launcher("t", 0, world, num_nodes=nodes),
     )
-    run = Run(config, replace(GCD, taken=0.0, node=world // nodes), 2, 3, ranks=world, timed=False)
+    run = Run(config, replace(GCD, reserved_bytes=0.0, node=world // nodes), 2, 3, ranks=world, timed=False)
     needs = [p.total for p in plans(run, sizes)]
     assert needs == sorted(needs, reverse=True) and needs[-1] > 0
     for size, need in zip(sizes, needs):

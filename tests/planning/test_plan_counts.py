@@ -1,5 +1,6 @@
 """The planner's numbers are the run's: bytes held, sent and kept by the optimiser, counted with data and without."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +13,13 @@ from seqpar.launch.benches.memory import local_bytes
 from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.planning.memory_counter import MemoryCounter
+from seqpar.launch.planning.outline import outline
 from seqpar.launch.planning.saved_bytes import saved_bytes
-from seqpar.launch.planning.step_counter import Step, count_step
+from seqpar.launch.planning.step_counter import Step, StepSetup, count_step, count_whole_step
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.data_parallel import shard
 from seqpar.losses import DiceCE
-from seqpar.mesh import Mesh
+from seqpar.mesh import Group, Mesh
 from seqpar.spatial import pieces
 from seqpar.vit.dropout import DropoutKey
 
@@ -69,7 +71,7 @@ def taken(mesh: Mesh, config: Config) -> dict[str, Any]:
         "messages": dict(mesh.seq.messages),
         "weights": sum(t.nbytes for t in [*net.parameters(), *net.buffers()]),
         "gradients": sum(p.grad.nbytes for p in net.parameters() if p.grad is not None),
-        "optimiser": state,
+        "optimizer": state,
     }
 
 
@@ -77,8 +79,12 @@ def all_taken(mesh: Mesh, configs: list[Config]) -> list[dict[str, Any]]:
     return [taken(mesh, config) for config in configs]
 
 
+def setup(config: Config, rank: int, on_gpu: bool = False) -> StepSetup:
+    return StepSetup(config, rank, CHANNELS, OUTPUTS, on_gpu=on_gpu)
+
+
 def counted(config: Config, rank: int, on_gpu: bool = False) -> Step:
-    return count_step(config, rank, CHANNELS, OUTPUTS, lambda done: 0.0, on_gpu)
+    return count_step(setup(config, rank, on_gpu))
 
 
 def updating(step: Step) -> int:
@@ -103,7 +109,7 @@ def test_shards_are_a_share_of_what_is_counted(ranks: Callable[..., list]) -> No
     alone = replace(config, shard_weights=False)
     for rank, found in enumerate(ranks(2, in_shards, config)):
         said, whole = counted(config, rank), counted(alone, rank)
-        assert found["optimiser"] == pytest.approx(said.optimiser, rel=0.02)
+        assert found["optimizer"] == pytest.approx(said.optimizer, rel=0.02)
         assert found["weights"] == pytest.approx(whole.weights / 2, rel=0.02)
         assert found["gradients"] == pytest.approx(whole.gradients / 2, rel=0.02)
         assert found["weights"] < said.weights and found["gradients"] < said.gradients  # some come together
@@ -161,16 +167,28 @@ def test_what_is_counted_without_data_is_what_a_step_takes(world: int, ranks: Ca
             assert most == pytest.approx(real["most"], rel=0.05), config
             assert said.sent == Counter(real["sent"]) and said.messages == Counter(real["messages"]), config
             assert (said.weights, said.gradients) == (real["weights"], real["gradients"]), config
-            assert said.optimiser == real["optimiser"], config
+            assert said.optimizer == real["optimizer"], config
+
+
+def test_no_tensor_of_a_step_waits_for_the_garbage_collector() -> None:
+    """Else memory would depend on when it comes."""
+    net = outline(replace(SMALL, positions="rope"), Group("seq"), CHANNELS, OUTPUTS)
+    gc.disable()
+    try:
+        with MemoryCounter() as counter:
+            net(torch.empty(1, 64, CHANNELS, 4, 4, 4, device="meta")).sum().backward()
+            left = counter.now
+            gc.collect()
+            assert counter.now == left
+    finally:
+        gc.enable()
 
 
 def test_a_deep_network_is_counted_in_two_shallow_ones() -> None:
     """Seven blocks, extrapolated, against seven that ran; also where a block holds little, being computed again."""
-    from seqpar.launch.planning import step_counter
-
     for config in (replace(SMALL, depth=7), replace(SMALL, depth=7, grad_checkpoint="full", embed_dim=48)):
         short = counted(config, 0)
-        whole = step_counter._counted(config, 0, CHANNELS, OUTPUTS, lambda done: 1.0, False, 1)
+        whole = count_whole_step(setup(config, 0))
         assert (short.tokens, short.decoder, short.weights) == (whole.tokens, whole.decoder, whole.weights)
         assert short.transient == whole.transient and short.operations == whole.operations
 
