@@ -1,4 +1,4 @@
-"""Compares predicted label maps with the true ones: python launch/evaluate.py TRUTH PREDICTION."""
+"""Compares predicted label maps with the true ones: ``python launch/evaluate.py TRUTH PREDICTION``."""
 
 import argparse
 import json
@@ -9,50 +9,81 @@ from pathlib import Path
 from typing import get_args
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import Dataset
-from seqpar.launch.evaluation.classes import (
-    BRATS,
-    Labels,
-    find_declaration,
-    of_brats,
-    of_classes,
-    of_dataset,
-    read_labels_of,
-)
-from seqpar.launch.evaluation.label_files import Pair, dataset_at, match, score_pairs
-from seqpar.launch.evaluation.scores import Empty, Scores, summarise, table
-from seqpar.launch.evaluation.summary_files import document, rows_of, write
+from seqpar.launch.evaluation.classes import BRATS, Labels, choose_labels
+from seqpar.launch.evaluation.label_files import Pair, dataset_at, match_cases, score_pairs
+from seqpar.launch.evaluation.scores import EmptyPolicy, Scores, format_table, summarise
+from seqpar.launch.evaluation.summary_files import csv_text, summary_content, write_output
 from seqpar.launch.job.exit_codes import DATA, run
 
 
-def region(text: str) -> tuple[str, tuple[int, ...]]:
-    """Returns a region's name and labels from NAME=1,2,3."""
-    name, _, values = text.partition("=")
-    try:
-        labels = tuple(sorted({int(value) for value in values.split(",")}))
-    except ValueError:
-        labels = ()
-    if not name or not labels:
-        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE,VALUE…, such as TC=1,3")
-    return name, labels
+def act(arguments: Sequence[str]) -> int:
+    """Scores the cases and prints a line per case, a table, the faults and one line that sums up; returns the code."""
+    options = _parse(arguments)
+    dataset = dataset_at(options.truth)
+    pairs, faults = match_cases(options.truth, options.prediction, dataset)
+    for folder in (options.json.parent, options.csv.parent):  # now, rather than after an hour of distances
+        if folder.exists() and not os.access(folder, os.W_OK):
+            raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
+    labels = choose_labels(options.truth, dataset, options.dataset, options.regions or (), options.brats)
+    settings = {name: getattr(options, name) for name in ("nsd_tolerance", "lesion_wise", "empty")}
+    cases: list[tuple[Pair, Scores]] = []
+    for pair, result in score_pairs(pairs, labels, settings, min(options.workers, max(len(pairs), 1))):
+        if isinstance(result, DataError):
+            faults.append(result)
+            continue
+        cases.append((pair, result))
+        dices = ", ".join(f"{name} {row['Dice']:.4f}" for name, row in result.items())
+        print(f"{pair.case}: Dice {dices}", flush=True)
+    last_line = _write(options, cases, labels, settings, faults) if cases else "no case could be scored"
+    for fault in faults:
+        print(f"error: {fault}", file=sys.stderr, flush=True)
+    print(last_line + (f"; faults {len(faults)}" if faults else ""), flush=True)
+    return DATA if faults else 0
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _write(
+    options: argparse.Namespace,
+    cases: list[tuple[Pair, Scores]],
+    labels: Labels,
+    settings: dict[str, object],
+    faults: list[DataError],
+) -> str:
+    """Prints the table and writes both files, a failure being one more fault; returns the line that sums up."""
+    summary = summarise([scores for _, scores in cases])
+    print(f"\n{format_table(summary, labels.classes)}\n", flush=True)
+    content = summary_content(cases, labels, summary) | {"settings": settings, "faults": list(map(str, faults))}
+    texts = {options.json: json.dumps(content, indent=2) + "\n", options.csv: csv_text(cases, labels)}
+    for path, text in texts.items():
+        try:
+            write_output(path, text)
+        except DataError as error:
+            faults.append(error)
+    mean = summary["foreground_mean"]
+    line = f"cases {len(cases)}, classes {len(labels.classes)}: mean Dice {mean['Dice']:.4f}, "
+    line += f"HD95 {mean['HD95']:.2f} mm, NSD {mean['NSD']:.4f} at {options.nsd_tolerance:g} mm"
+    return f"{line}; {options.json}, {options.csv}"
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the command line, checked."""
-    p = argparse.ArgumentParser(prog="evaluate.py", description=__doc__, allow_abbrev=False)
-    p.add_argument("truth", type=Path, help="data set, folder of NIfTI label maps, or one file")
-    p.add_argument("prediction", type=Path, help="folder with files named as the cases, or one file")
-    p.add_argument("--dataset", type=Path, help="dataset.json with the labels (else: of TRUTH, in or above it)")
-    p.add_argument("--regions", type=region, action="append", metavar="NAME=1,2", help="a class; repeat")
-    p.add_argument("--brats", choices=sorted(BRATS), help="its regions in the label values of that year")
-    p.add_argument("--nsd-tolerance", type=float, default=1.0, help="of the surface Dice, mm (%(default)s)")
-    p.add_argument("--lesion-wise", action="store_true", help="add the lesion-wise scores of BraTS 2023")
-    p.add_argument("--empty", choices=get_args(Empty), help="how empty masks count (skip; brats for --brats)")
-    p.add_argument("--json", type=Path, help="where to write (summary.json in the prediction's folder)")
-    p.add_argument("--csv", type=Path, help="where to write (metrics.csv in the prediction's folder)")
+    parser = argparse.ArgumentParser(
+        prog="evaluate.py", description="Compares predicted label maps with the true ones.", allow_abbrev=False
+    )
+    add = parser.add_argument
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    p.add_argument("--workers", type=int, default=min(8, cores), help="processes (%(default)s)")
-    options = p.parse_args(arguments)
+    add("truth", type=Path, metavar="TRUTH", help="data set, folder of NIfTI label maps, or one label map")
+    add("prediction", type=Path, metavar="PREDICTION", help="folder of label maps named as the cases, or one label map")
+    add("--dataset", type=Path, metavar="FILE", help="dataset.json with the labels (default: of TRUTH, in or above it)")
+    add("--regions", type=_region, action="append", metavar="NAME=1,2", help="a class and its labels; can be repeated")
+    add("--brats", choices=sorted(BRATS), help="score the regions of BraTS, in the label values of that year")
+    add("--nsd-tolerance", type=float, default=1.0, metavar="MM", help="tolerance of the surface Dice (%(default)s mm)")
+    add("--lesion-wise", action="store_true", help="add the lesion-wise scores of BraTS 2023")
+    add("--empty", choices=get_args(EmptyPolicy),
+        help="class that a case lacks: leave out, or count as BraTS does (skip; brats with --brats)")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="summary to write (default: summary.json in PREDICTION's folder)")
+    add("--csv", type=Path, metavar="FILE", help="table to write (default: metrics.csv in PREDICTION's folder)")
+    add("--workers", type=int, default=min(8, cores), metavar="N", help="processes that score cases (%(default)s)")
+    options = parser.parse_args(arguments)
     if options.brats and (options.dataset or options.regions):
         raise ValueError("--brats declares the labels: drop --dataset and --regions, or --brats")
     if not 0 <= options.nsd_tolerance < float("inf"):
@@ -65,69 +96,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def choose_labels(options: argparse.Namespace, dataset: Dataset | None) -> Labels:
-    """Returns the labels that the command line or the data set declares."""
-    if options.brats:
-        return of_brats(options.brats)
-    if dataset is not None and not options.dataset:
-        declared: Labels | None = of_dataset(dataset)
-    else:
-        path = options.dataset or find_declaration(options.truth)
-        declared = read_labels_of(path) if path else None
-    if not options.regions:
-        if not declared:
-            where = f"there is no dataset.json in {options.truth} or above it"
-            raise ValueError(f"{where}: declare the labels by --dataset, --regions or --brats")
-        return declared
-    if len({name for name, _ in options.regions}) < len(options.regions):
-        raise ValueError("--regions names a region twice")
-    labels = of_classes(dict(options.regions))
-    if declared:
-        return Labels(labels.classes, labels.declared | declared.declared, declared.ignore)
-    return labels
-
-
-def act(arguments: Sequence[str]) -> int:
-    """Returns the exit code; prints a line per case, the table, what is wrong, and one line that sums up."""
-    options = parse(arguments)
-    dataset = dataset_at(options.truth)
-    pairs, faults = match(options.truth, options.prediction, dataset)
-    for folder in (options.json.parent, options.csv.parent):  # now, rather than after an hour of distances
-        if folder.exists() and not os.access(folder, os.W_OK):
-            raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
-    labels = choose_labels(options, dataset)
-    settings = {name: getattr(options, name) for name in ("nsd_tolerance", "lesion_wise", "empty")}
-    cases: list[tuple[Pair, Scores]] = []
-    for pair, result in score_pairs(pairs, labels, settings, min(options.workers, max(len(pairs), 1))):
-        if isinstance(result, DataError):
-            faults.append(result)
-            continue
-        cases.append((pair, result))
-        found = ", ".join(f"{name} {row['Dice']:.4f}" for name, row in result.items())
-        print(f"{pair.case}: Dice {found}", flush=True)
-    closing = "no case could be scored"
-    if cases:
-        summary = summarise([scores for _, scores in cases])
-        print(f"\n{table(summary, labels.classes)}\n", flush=True)
-        content = document(cases, labels, summary) | {"settings": settings, "faults": list(map(str, faults))}
-        texts = json.dumps(content, indent=2) + "\n", rows_of(cases, labels)
-        for path, text in zip((options.json, options.csv), texts):
-            try:
-                write(path, text)
-            except DataError as error:
-                faults.append(error)
-        mean = summary["foreground_mean"]
-        closing = f"cases {len(cases)}, classes {len(labels.classes)}: mean Dice {mean['Dice']:.4f}, "
-        closing += f"HD95 {mean['HD95']:.2f} mm, NSD {mean['NSD']:.4f} at {options.nsd_tolerance:g} mm"
-        closing += f"; {options.json}, {options.csv}"
-    for fault in faults:
-        print(f"error: {fault}", file=sys.stderr, flush=True)
-    print(closing + (f"; faults {len(faults)}" if faults else ""), flush=True)
-    return DATA if faults else 0
+def _region(text: str) -> tuple[str, tuple[int, ...]]:
+    """Returns a region's name and labels from NAME=1,2,3."""
+    name, _, values = text.partition("=")
+    try:
+        labels = tuple(sorted({int(value) for value in values.split(",")}))
+    except ValueError:
+        labels = ()
+    if not name or not labels:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE,VALUE…, such as TC=1,3")
+    return name, labels
 
 
 def main() -> None:
-    """Returns never: the console script."""
+    """Ends the process with the act's exit code."""
     sys.exit(run(act))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from seqpar.data.errors import DataError
-from seqpar.launch.evaluation.summary_files import write
+from seqpar.launch.evaluation.summary_files import write_output
 from seqpar.launch.job.exit_codes import DATA, run
 from seqpar.launch.reporting import page
 from seqpar.launch.reporting.cases import Shown, find_cache, load
@@ -51,7 +51,7 @@ def act(arguments: Sequence[str]) -> int:
             gaps.append(f"There are no scores of single cases: {error}.")
     shown = show(record, scored, options.cases, gaps) if scored else []
     cases, volumes = section(record, scored, shown) if scored and shown else ("<p>No case is shown.</p>", {})
-    write(options.out, page.page(record, scored, cases, volumes, gaps))
+    write_output(options.out, page.page(record, scored, cases, volumes, gaps))
     faults = scored.faults if scored and options.truth is not None else ()
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr, flush=True)

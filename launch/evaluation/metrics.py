@@ -1,13 +1,11 @@
 """Scores of a predicted mask against the true one: boolean arrays of any number of dims, spacing in mm.
 
-Where there is nothing to measure a score is NaN: 0 / 0 (both masks empty) and distances between two empty
-masks. Where exactly one mask is empty, overlaps and the surface Dice are 0 and distances infinite. What such
-values count for in a mean is a policy, which the caller of this file states.
+If both masks are empty, overlaps (0 / 0) and distances are NaN. If only one is, overlaps and the surface Dice are 0
+and distances infinite. How such values count in a mean is the caller's choice.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +18,13 @@ Distances = NDArray[np.float64]
 
 
 def check(truth: Mask, prediction: Mask, spacing: Sequence[float] | None = None) -> None:
-    """Returns nothing; raises where two masks cannot be compared."""
+    """Raises ValueError if two masks cannot be compared."""
     if truth.dtype != np.bool_ or prediction.dtype != np.bool_:
         raise ValueError(f"masks are {truth.dtype} and {prediction.dtype}: pass boolean arrays (labels == 1)")
     if truth.shape != prediction.shape:
         raise ValueError(f"truth has shape {truth.shape}, prediction {prediction.shape}: they must be equal")
     if spacing is not None and (len(spacing) != truth.ndim or not all(0 < s < np.inf for s in spacing)):
-        raise ValueError(f"spacing is {tuple(spacing)}: give {truth.ndim} positive numbers, one a dim, in mm")
+        raise ValueError(f"spacing is {tuple(spacing)}: give {truth.ndim} positive numbers, one per dim, in mm")
 
 
 def ratio(numerator: float, denominator: float) -> float:
@@ -36,7 +34,7 @@ def ratio(numerator: float, denominator: float) -> float:
 
 @dataclass(frozen=True)
 class Confusion:
-    """Voxel counts; the sum over cases gives the global scores, whose voxels all weigh the same."""
+    """Voxel counts; their sum over cases gives the global scores, in which every voxel weighs the same."""
 
     tp: int = 0
     fp: int = 0
@@ -64,7 +62,7 @@ class Confusion:
 
     @property
     def volume_error(self) -> float:
-        """(predicted − true) / true volume: signed; NaN where the truth is empty."""
+        """(predicted − true) / true volume, signed; NaN if the truth is empty."""
         return ratio(self.fp - self.fn, self.tp + self.fn)
 
 
@@ -77,21 +75,21 @@ def confusion(truth: Mask, prediction: Mask) -> Confusion:
 
 
 def surface(mask: Mask) -> Mask:
-    """Returns the mask's voxels that share a face with the background; beyond the border is background."""
+    """Returns the mask's voxels that share a face with the background; outside the array is background."""
     return mask & ~ndimage.binary_erosion(mask)
 
 
 def surface_distances(truth: Mask, prediction: Mask, spacing: Sequence[float]) -> tuple[Distances, Distances]:
-    """Returns distances in mm, from each surface voxel of the prediction to the truth's surface, and back.
+    """Returns the distances in mm from each surface voxel of the prediction to the truth's surface, and the reverse.
 
-    Taken in the box around both masks, which is exact: all surface voxels lie in it, and what it cuts off is
-    background, as is everything beyond a volume's border. A distance transform, not a search tree: the
-    tree is two to eight times faster on smooth shapes, but nine times slower on scattered predictions.
+    They are computed in the box around both masks, which is exact: all surface voxels lie in it, and what it cuts off
+    is background, as is everything outside the array. A search tree instead of the distance transform is two to eight
+    times faster on smooth shapes, but nine times slower on scattered predictions.
     """
     check(truth, prediction, spacing)
     if not truth.any() or not prediction.any():
-        lost = [np.full(int(surface(mask).sum()), np.inf) for mask in (prediction, truth)]
-        return lost[0], lost[1]
+        infinite = [np.full(int(surface(mask).sum()), np.inf) for mask in (prediction, truth)]
+        return infinite[0], infinite[1]
     box = smallest_box(truth | prediction)
     true_surface, predicted_surface = surface(crop(truth, box)), surface(crop(prediction, box))
     to_truth = ndimage.distance_transform_edt(~true_surface, sampling=tuple(spacing))[predicted_surface]
@@ -129,71 +127,3 @@ def hd95(truth: Mask, prediction: Mask, spacing: Sequence[float]) -> float:
 def nsd(truth: Mask, prediction: Mask, spacing: Sequence[float], tolerance: float) -> float:
     """Returns the normalised surface Dice at a tolerance in mm."""
     return surface_dice(surface_distances(truth, prediction, spacing), tolerance)
-
-
-class LesionScores(NamedTuple):
-    """Lesion-wise Dice and HD95 of a case, and its numbers of found, missed and falsely predicted lesions."""
-
-    dice: float
-    hd95: float
-    found: int
-    missed: int
-    false: int
-
-
-def lesion_wise(
-    truth: Mask,
-    prediction: Mask,
-    spacing: Sequence[float],
-    dilation: int = 3,
-    min_volume: float = 50.0,
-    lost: float = 374.0,
-) -> LesionScores:
-    """Returns the scores of the BraTS 2023 challenge, whose lesions count alike, however large.
-
-    True components (neighbours by face, edge or corner) whose dilations touch are one lesion. A lesion's
-    match is every predicted component that touches its dilation; the two are compared undilated. Lesions of
-    up to ``min_volume`` mm³ do not count, though what matches them is no false positive; any other unmatched
-    predicted component is one, of whatever size, with Dice 0 and HD95 ``lost``, as has a missed lesion.
-    Without lesions and false positives the scores are 1 and 0. The challenge takes dilation 1 for meningioma
-    and metastases, and volume 2 for metastases. Its HD95 weighs surface voxels by area, ours counts them.
-    """
-    check(truth, prediction, spacing)
-    if dilation < 0 or min_volume < 0:
-        raise ValueError(f"dilation is {dilation}, min_volume {min_volume}: neither can be negative")
-    if not (truth.any() or prediction.any()):
-        return LesionScores(1.0, 0.0, 0, 0, 0)
-    # No margin for the dilation: what touches outside the box around two voxels touches inside it too.
-    box = smallest_box(truth | prediction)
-    truth, prediction = crop(truth, box), crop(prediction, box)
-    neighbours = np.ones((3,) * truth.ndim, bool)
-    step = ndimage.generate_binary_structure(truth.ndim, 2)
-    # An iteration count of 0 would mean "until nothing changes" to scipy.
-    dilated = ndimage.binary_dilation(truth, step, iterations=dilation) if dilation else truth
-    grown, num_lesions = ndimage.label(dilated, neighbours)
-    parts, num_parts = ndimage.label(prediction, neighbours)
-    touching = (grown > 0) & (parts > 0)
-    matches = np.unique(np.stack([grown[touching], parts[touching]]), axis=1)
-    false = num_parts - len(np.unique(matches[1]))
-
-    volumes = np.bincount(grown[truth], minlength=num_lesions + 1) * float(np.prod(spacing))
-    grown_boxes, part_boxes = ndimage.find_objects(grown), ndimage.find_objects(parts)
-    dices, distances, num_found = [], [], 0
-    for lesion in np.flatnonzero(volumes > min_volume):
-        match = matches[1][matches[0] == lesion]
-        around = hull([grown_boxes[lesion - 1], *(part_boxes[part - 1] for part in match)])
-        its_truth = truth[around] & (grown[around] == lesion)
-        its_match = np.isin(parts[around], match)
-        dices.append(confusion(its_truth, its_match).dice)
-        distances.append(hd95(its_truth, its_match, spacing) if len(match) else lost)
-        num_found += len(match) > 0
-    count = len(dices) + false
-    if not count:
-        return LesionScores(1.0, 0.0, 0, 0, 0)
-    distance = (sum(distances) + lost * false) / count
-    return LesionScores(sum(dices) / count, distance, num_found, len(dices) - num_found, false)
-
-
-def hull(boxes: Sequence[tuple[slice, ...]]) -> tuple[slice, ...]:
-    """Returns the smallest box around several."""
-    return tuple(slice(min(s.start for s in dim), max(s.stop for s in dim)) for dim in zip(*boxes))

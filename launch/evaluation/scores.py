@@ -1,11 +1,11 @@
-"""Scores of label maps in memory: one case, and the summary of many; validation and evaluation both use it.
+"""Scores of label maps in memory: of one case, and the summary of many; validation and evaluation both use it.
 
-Empty cases count by a stated policy, since a region that is in neither mask has no Dice and no distance:
-``skip``   what has no value (0 / 0) is NaN and left out of means, as in nnU-Net; where one mask alone is
-           empty the distance is the volume's diagonal, which no distance exceeds.
-``brats``  the challenge's: nothing predicted where nothing is scores 1 (HD95 and volume error 0); where one
-           mask alone is empty the distance is 374 mm, and where it is the true one the sensitivity is 0.
-The lesion-wise scores state their own rules for this.
+A class that is in neither mask has no Dice and no distance. How it counts is a choice:
+``skip``   what has no value (0 / 0) is NaN and left out of means, as in nnU-Net; if only one mask is empty, the
+           distance is the volume's diagonal, which no distance exceeds.
+``brats``  as in the challenge: two empty masks score 1 (HD95 and volume error 0); if only one mask is empty, the
+           distance is 374 mm, and the sensitivity is 0 if it is the true one.
+The lesion-wise scores have their own rules for this.
 """
 
 import math
@@ -16,21 +16,21 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.launch.evaluation import metrics
+from seqpar.launch.evaluation import lesions, metrics
 from seqpar.launch.evaluation.metrics import Confusion, Mask
 
-Empty = Literal["skip", "brats"]
+EmptyPolicy = Literal["skip", "brats"]
 Classes = Mapping[str, tuple[int, ...]]  # the labels that make up each class: one, or several for a region
 Scores = dict[str, dict[str, float]]  # per class: metric → value
 
-BRATS_LOST = 374.0  # mm, the rounded diagonal of a BraTS volume
+BRATS_DISTANCE = 374.0  # mm, the rounded diagonal of a BraTS volume
 COUNTS = ("TP", "FP", "FN", "TN")
 COLUMNS = ("Dice", "IoU", "HD95", "NSD", "VolumeError", "Sensitivity", "Specificity")
 LESION_COLUMNS = ("LesionDice", "LesionHD95")
 
 
-def select(labels: NDArray[Any], values: Iterable[int]) -> Mask:
-    """Returns where a label map has one of some values."""
+def class_mask(labels: NDArray[Any], values: Iterable[int]) -> Mask:
+    """Returns the mask of the voxels whose label is one of ``values``."""
     mask = np.zeros(labels.shape, bool)
     for value in values:
         mask |= labels == value
@@ -46,34 +46,34 @@ def score(
     ignore: int | None = None,
     nsd_tolerance: float = 1.0,
     lesion_wise: bool = False,
-    empty: Empty = "skip",
+    empty: EmptyPolicy = "skip",
     surfaces: bool = True,
 ) -> Scores:
-    """Returns the scores of one case per class; voxels whose true label is ``ignore`` belong to no class.
+    """Returns the scores of one case per class. Distances, ``spacing`` and ``nsd_tolerance`` are in mm.
 
-    Without ``surfaces``, ``HD95`` and ``NSD`` are left out: they take most of the time.
-
-    ``VolumeError`` is relative and signed, ``VolumeErrorMl`` in ml; distances and the tolerance are in mm.
+    ``ignore`` is a true label whose voxels belong to no class. ``lesion_wise`` adds the scores of BraTS 2023.
+    ``surfaces=False`` leaves out ``HD95`` and ``NSD``, which take most of the time. ``VolumeError`` is relative and
+    signed, ``VolumeErrorMl`` is in ml.
     """
     if truth.shape != prediction.shape:
         raise ValueError(f"truth has shape {truth.shape}, prediction {prediction.shape}: they must be equal")
-    if empty not in get_args(Empty):
-        raise ValueError(f"empty is {empty!r}: choose one of {', '.join(get_args(Empty))}")
+    if empty not in get_args(EmptyPolicy):
+        raise ValueError(f"empty is {empty!r}: choose one of {', '.join(get_args(EmptyPolicy))}")
     if not classes:
         raise ValueError("there is no class to score: give at least one, such as {'tumour': (1,)}")
     counted = None if ignore is None else truth != ignore
     diagonal = math.dist([0.0] * truth.ndim, [size * step for size, step in zip(truth.shape, spacing)])
     scores = {}
     for name, labels in classes.items():
-        true_mask, mask = select(truth, labels), select(prediction, labels)
+        true_mask, mask = class_mask(truth, labels), class_mask(prediction, labels)
         if counted is not None:
             true_mask &= counted
             mask &= counted
         row = score_masks(true_mask, mask, spacing, nsd_tolerance, counted, surfaces)
-        settle(row, empty, diagonal)
+        apply_empty_policy(row, empty, diagonal)
         if lesion_wise:
-            lesions = metrics.lesion_wise(true_mask, mask, spacing, lost=BRATS_LOST)
-            row |= {f"Lesion{key}": value for key, value in zip(("Dice", "HD95", "TP", "FN", "FP"), lesions)}
+            lesion_scores = lesions.lesion_wise(true_mask, mask, spacing, missed_distance=BRATS_DISTANCE)
+            row |= {f"Lesion{key}": value for key, value in zip(("Dice", "HD95", "TP", "FN", "FP"), lesion_scores)}
         scores[name] = row
     return scores
 
@@ -86,9 +86,9 @@ def score_masks(
     counted: Mask | None,
     surfaces: bool = True,
 ) -> dict[str, float]:
-    """Returns the scores of one class, as the definitions give them: NaN and infinity included."""
+    """Returns the scores of one class as defined, with NaN and infinity; ``counted`` masks the voxels that count."""
     c = metrics.confusion(truth, prediction)
-    if counted is not None:  # both masks are empty where nothing counts, so that only TN holds too much
+    if counted is not None:  # both masks are empty where nothing counts, so only TN is too large
         c = Confusion(c.tp, c.fp, c.fn, c.tn - int(np.count_nonzero(~counted)))
     row = {
         "Dice": c.dice,
@@ -110,10 +110,10 @@ def score_masks(
     return row
 
 
-def settle(row: dict[str, float], empty: Empty, diagonal: float) -> None:
-    """Returns nothing; puts into one class's scores what the policy says for empty masks."""
+def apply_empty_policy(row: dict[str, float], empty: EmptyPolicy, diagonal: float) -> None:
+    """Replaces the scores of a class that is missing in one or both masks by those of the policy."""
     if math.isinf(row.get("HD95", 0.0)):
-        row["HD95"] = BRATS_LOST if empty == "brats" else diagonal
+        row["HD95"] = BRATS_DISTANCE if empty == "brats" else diagonal
     if empty == "brats" and not row["n_ref"]:
         if row["n_pred"]:
             row["Sensitivity"] = 0.0
@@ -123,17 +123,17 @@ def settle(row: dict[str, float], empty: Empty, diagonal: float) -> None:
 
 
 def summarise(rows: Sequence[Scores]) -> dict[str, Any]:
-    """Returns, over the cases' scores: mean, median and number of values per class and metric, global scores.
+    """Returns mean, median and number of values over the cases, per class and metric, and global scores.
 
-    Global scores pool the voxels of all cases, so that a case weighs by its size (``mean`` weighs cases
-    alike). ``foreground_mean`` is the mean over classes of the means. NaN is left out everywhere.
+    ``mean`` weighs all cases the same; ``global`` pools the voxels of all cases, so that a case weighs by its size.
+    ``foreground_mean`` is the mean of the classes' means. NaN is left out everywhere.
     """
     if not rows:
         raise ValueError("there is no case to summarise")
     summary: dict[str, Any] = {"num_cases": len(rows)}
     summary |= {kind: {} for kind in ("mean", "median", "num_values", "global")}
     for name, first in rows[0].items():
-        values = {metric: present(row[name][metric] for row in rows) for metric in first}
+        values = {metric: without_nan(row[name][metric] for row in rows) for metric in first}
         summary["mean"][name] = {metric: fmean(v) if v else math.nan for metric, v in values.items()}
         summary["median"][name] = {metric: median(v) if v else math.nan for metric, v in values.items()}
         summary["num_values"][name] = {metric: len(v) for metric, v in values.items()}
@@ -141,32 +141,35 @@ def summarise(rows: Sequence[Scores]) -> dict[str, Any]:
         summary["global"][name] = {"Dice": pooled.dice, "IoU": pooled.iou, "Sensitivity": pooled.sensitivity}
         summary["global"][name] |= {"Specificity": pooled.specificity, "VolumeError": pooled.volume_error}
     means = list(summary["mean"].values())
-    over_classes = {metric: present(mean[metric] for mean in means) for metric in means[0]}
+    over_classes = {metric: without_nan(mean[metric] for mean in means) for metric in means[0]}
     summary["foreground_mean"] = {metric: fmean(v) if v else math.nan for metric, v in over_classes.items()}
     return summary
 
 
-def present(values: Iterable[float]) -> list[float]:
+def without_nan(values: Iterable[float]) -> list[float]:
     """Returns the values that are not NaN."""
     return [value for value in values if not math.isnan(value)]
 
 
-def table(summary: dict[str, Any], classes: Classes) -> str:
-    """Returns a summary as text: per class mean, median and global scores, and how many cases have a Dice."""
+def format_table(summary: dict[str, Any], classes: Classes) -> str:
+    """Returns a summary as a text table: mean, median and global scores per class, and how many cases have a Dice."""
     first = next(iter(summary["mean"].values()))
     columns = [c for c in (*COLUMNS, *LESION_COLUMNS) if c in first]
     lines = [["class", "labels", "", *columns, "cases"]]
     for name, labels in classes.items():
         for number, kind in enumerate(("mean", "median", "global")):
             cells = [name, "+".join(map(str, labels))] if number == 0 else ["", ""]
-            found = summary[kind][name]
+            scores = summary[kind][name]
             places = {column: 2 if column.endswith("HD95") else 4 for column in columns}
-            cells += [kind, *(f"{found[c]:.{n}f}" if c in found else "" for c, n in places.items())]
-            num = f"{summary['num_values'][name]['Dice']}/{summary['num_cases']}"
-            lines.append([*cells, num if number == 0 else ""])
+            cells += [kind, *(f"{scores[c]:.{n}f}" if c in scores else "" for c, n in places.items())]
+            cases = f"{summary['num_values'][name]['Dice']}/{summary['num_cases']}"
+            lines.append([*cells, cases if number == 0 else ""])
     widths = [max(map(len, column)) for column in zip(*lines)]
     rows = []
     for line in lines:  # the first three columns are text, the others numbers
         cells = [cell.rjust(w) if i > 2 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths))]
         rows.append("  ".join(cells).rstrip())
     return "\n".join(rows)
+
+
+DEFAULT_SETTINGS = {"nsd_tolerance": 1.0, "lesion_wise": False, "empty": "skip"}

@@ -1,4 +1,4 @@
-"""What evaluation leaves on disk: summary.json in nnU-Net's schema and metrics.csv, each whole or not at all."""
+"""The files of an evaluation: summary.json in nnU-Net's schema, and metrics.csv."""
 
 import csv
 import io
@@ -12,14 +12,14 @@ from seqpar.launch.evaluation.label_files import Pair
 from seqpar.launch.evaluation.scores import Scores
 
 
-def key(labels: tuple[int, ...]) -> str:
-    """Returns nnU-Net's name for a label or region in a summary."""
+def class_key(labels: tuple[int, ...]) -> str:
+    """Returns nnU-Net's key for a class in a summary: its label, or the tuple of a region's labels."""
     return str(labels[0] if len(labels) == 1 else labels)
 
 
-def document(cases: list[tuple[Pair, Scores]], labels: Labels, summary: dict[str, Any]) -> dict[str, Any]:
-    """Returns the content of summary.json: nnU-Net's schema (NaN as it writes it), and what it lacks."""
-    keys = {name: key(values) for name, values in labels.classes.items()}
+def summary_content(cases: list[tuple[Pair, Scores]], labels: Labels, summary: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of summary.json: nnU-Net's schema (NaN as it writes it), and the scores that it lacks."""
+    keys = {name: class_key(values) for name, values in labels.classes.items()}
     per_case = [
         {
             "metrics": {keys[name]: row for name, row in scores.items()},
@@ -34,7 +34,7 @@ def document(cases: list[tuple[Pair, Scores]], labels: Labels, summary: dict[str
     return content
 
 
-def rows_of(cases: list[tuple[Pair, Scores]], labels: Labels) -> str:
+def csv_text(cases: list[tuple[Pair, Scores]], labels: Labels) -> str:
     """Returns the content of metrics.csv: a line per case and class."""
     text = io.StringIO(newline="")
     first = next(iter(cases[0][1].values()))
@@ -42,12 +42,12 @@ def rows_of(cases: list[tuple[Pair, Scores]], labels: Labels) -> str:
     writer.writerow(["case", "class", "labels", *first])
     for pair, scores in cases:
         for name, row in scores.items():
-            writer.writerow([pair.case, name, key(labels.classes[name]), *row.values()])
+            writer.writerow([pair.case, name, class_key(labels.classes[name]), *row.values()])
     return text.getvalue()
 
 
-def write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, and the folders above it; raises DataError if it cannot be written."""
+def write_output(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, and makes the folders above it; raises DataError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)

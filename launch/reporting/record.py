@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
-from seqpar.launch.evaluation.classes import SETTINGS, Labels, labels_in_files
-from seqpar.launch.evaluation.label_files import case_name, dataset_at, match, score_pairs
-from seqpar.launch.evaluation.scores import summarise
-from seqpar.launch.evaluation.summary_files import document
+from seqpar.data.files import strip_suffix
+from seqpar.launch.evaluation.classes import Labels, labels_of_run
+from seqpar.launch.evaluation.label_files import dataset_at, match_cases, score_pairs
+from seqpar.launch.evaluation.scores import DEFAULT_SETTINGS, summarise
+from seqpar.launch.evaluation.summary_files import summary_content
 from seqpar.launch.runs.journal import read_metrics
 from seqpar.launch.runs.run_folder import read_config
 
@@ -78,7 +79,7 @@ def read_record(run: Path) -> Record:
     content, gaps = read_config(run), list[str]()
     try:
         told = content["dataset"]
-        labels = labels_in_files(told)
+        labels = labels_of_run(told)
         names = {int(told["values"][n]): str(name) for name, n in told["labels"].items() if n}
         dict(content["config"])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -115,17 +116,17 @@ def read_scored(run: Path) -> Scored:
 
 def score_folders(truth: Path, prediction: Path, labels: Labels, workers: int) -> Scored:
     """Returns the scores of two folders of label maps; what is wrong with single files is among its faults."""
-    pairs, faults = match(truth, prediction, dataset_at(truth))
+    pairs, faults = match_cases(truth, prediction, dataset_at(truth))
     cases = []
-    for pair, found in score_pairs(pairs, labels, SETTINGS, max(1, min(workers, len(pairs)))):
+    for pair, found in score_pairs(pairs, labels, DEFAULT_SETTINGS, max(1, min(workers, len(pairs)))):
         if isinstance(found, DataError):
             faults.append(found)
         else:
             cases.append((pair, found))
     if not cases:
         raise faults[0]
-    content = document(cases, labels, summarise([row for _, row in cases]))
-    content |= {"settings": SETTINGS, "faults": list(map(str, faults))}
+    content = summary_content(cases, labels, summarise([row for _, row in cases]))
+    content |= {"settings": DEFAULT_SETTINGS, "faults": list(map(str, faults))}
     return scored(content, f"{prediction} against {truth}", None)
 
 
@@ -138,7 +139,7 @@ def scored(content: Mapping[str, Any], source: str, folder: Path | None) -> Scor
         prediction = Path(entry["prediction_file"])
         rows = {name: _numbers(entry["metrics"][key]) for name, key in keys.items()}
         where = prediction if folder is None else folder / prediction.name  # a run folder may have moved
-        cases.append(ScoredCase(case_name(prediction), Path(entry["reference_file"]), where, rows))
+        cases.append(ScoredCase(strip_suffix(prediction.name), Path(entry["reference_file"]), where, rows))
     cases.sort(key=lambda case: (math.inf if math.isnan(case.dice) else case.dice, case.name))
     kinds = ("mean", "median", "global", "num_values")
     summary = {

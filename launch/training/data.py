@@ -11,7 +11,7 @@ from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.workers import silent
-from seqpar.launch.evaluation.classes import of_declared
+from seqpar.launch.evaluation.classes import labels_of_declaration
 from seqpar.launch.job.progress_bar import ProgressBar
 from seqpar.launch.settings.config import Config
 
@@ -41,7 +41,7 @@ class TrainingData:
     @property
     def classes(self) -> dict[str, tuple[int, ...]]:
         """The scored classes by name: each label but the background, and each region."""
-        return of_declared(self.dataset.labels, self.dataset.regions, None).classes
+        return labels_of_declaration(self.dataset.labels, self.dataset.regions, None).classes
 
     def describe(self) -> dict[str, Any]:
         """Returns what config.json records of the data: description, preparation, split."""

@@ -17,10 +17,10 @@ from seqpar.data.phantom.builtin import phantom
 from seqpar.data.preparation.cache import PreparedCase
 from seqpar.data.preparation.prepare import labels_to_source
 from seqpar.data.volumes import write_volume
-from seqpar.launch.evaluation.classes import SETTINGS, labels_in_files
+from seqpar.launch.evaluation.classes import labels_of_run
 from seqpar.launch.evaluation.label_files import Pair, score_pair
-from seqpar.launch.evaluation.scores import Scores, summarise
-from seqpar.launch.evaluation.summary_files import document, write
+from seqpar.launch.evaluation.scores import DEFAULT_SETTINGS, Scores, summarise
+from seqpar.launch.evaluation.summary_files import summary_content, write_output
 from seqpar.launch.settings.config import Config
 
 
@@ -40,7 +40,7 @@ class ValidationFolder:
     def __init__(
         self, folder: Path, description: Mapping[str, Any], find_labels: Callable[[], Mapping[str, Path]], step: int
     ) -> None:
-        self.folder, self.labels, self.step = folder, labels_in_files(description), step
+        self.folder, self.labels, self.step = folder, labels_of_run(description), step
         self.scored: list[tuple[Pair, Scores]] = []
         self.faults: list[DataError] = []
         self.label_files: Mapping[str, Path] = {}
@@ -61,17 +61,17 @@ class ValidationFolder:
         try:
             label = labels_to_source(ids, case.properties)
             write_volume(pair.prediction, label, case.properties.geometry, dtype=label.dtype)
-            self.scored.append((pair, score_pair(pair, self.labels, SETTINGS)))
+            self.scored.append((pair, score_pair(pair, self.labels, DEFAULT_SETTINGS)))
         except DataError as error:
             self.faults.append(error)
 
     def close(self) -> list[str]:
         """Writes summary.json and returns a warning for each fault."""
         if self.scored:
-            content = document(self.scored, self.labels, summarise([scores for _, scores in self.scored]))
-            content |= {"settings": SETTINGS, "faults": list(map(str, self.faults)), "step": self.step}
+            content = summary_content(self.scored, self.labels, summarise([scores for _, scores in self.scored]))
+            content |= {"settings": DEFAULT_SETTINGS, "faults": list(map(str, self.faults)), "step": self.step}
             try:
-                write(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
+                write_output(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
             except DataError as error:
                 self.faults.append(error)
         return [f"warning: {fault}" for fault in self.faults]

@@ -20,7 +20,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.brats import MEANINGS
 from seqpar.data.formats.recognise import recognise
 from seqpar.launch import evaluate
-from seqpar.launch.evaluation.classes import BRATS, of_dataset, read_labels_of
+from seqpar.launch.evaluation.classes import BRATS, labels_of_dataset, read_declared_labels
 from seqpar.launch.evaluation.scores import score
 from seqpar.launch.job.exit_codes import DATA, USAGE, run
 from tests.support.folders import NEW, brats, decathlon, nnunet, write_json
@@ -129,7 +129,7 @@ def test_single_files_need_not_share_a_name(folders: tuple[Path, Path]) -> None:
 
 
 def test_the_act_runs_as_a_script(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    repository = Path(__file__).parent.parent
+    repository = Path(__file__).parents[2]
     command = [sys.executable, repository / "launch" / "evaluate.py", *folders]
     environment = os.environ | {"PYTHONPATH": str(repository)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -153,7 +153,7 @@ def test_dataset_json_declares_labels_regions_and_ignored_voxels(
 ) -> None:
     path = tmp_path / "dataset.json"
     path.write_text(json.dumps({"labels": content}))
-    labels = read_labels_of(path)
+    labels = read_declared_labels(path)
     assert (labels.classes, labels.ignore) == (classes, ignore)
     assert labels.declared == {0}.union(*classes.values())
 
@@ -163,7 +163,7 @@ def test_a_damaged_dataset_json_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "dataset.json"
     path.write_text(text)
     with pytest.raises(DataError, match=r"dataset\.json: "):
-        read_labels_of(path)
+        read_declared_labels(path)
 
 
 def test_ignored_voxels_are_left_out_and_cannot_be_predicted(folders: tuple[Path, Path]) -> None:
@@ -207,14 +207,14 @@ def test_every_meaning_of_brats_is_a_preset(year: str, tmp_path: Path) -> None:
 def test_what_a_list_declares_is_scored_as_it_is_trained(tmp_path: Path) -> None:
     """The decathlon's labels of a brain tumour bring their regions, before or after training; nnU-Net's do not."""
     root = decathlon(tmp_path / "Task01")
-    labels = read_labels_of(root / "dataset.json")
-    assert labels.classes == of_dataset(recognise(root)).classes == {
+    labels = read_declared_labels(root / "dataset.json")
+    assert labels.classes == labels_of_dataset(recognise(root)).classes == {
         "WT": (1, 2, 3), "TC": (2, 3), "ET": (3,), "edema": (1,), "non-enhancing tumor": (2,),
     }  # fmt: skip
     assert evaluate_folders((root / "labelsTr", root / "labelsTr")) == 0
     assert set(summary_of((root, root / "labelsTr"))["classes"]) == set(labels.classes)
     raw = nnunet(tmp_path / "raw", labels={"background": 0, "edema": 1, "core": 2})
-    assert read_labels_of(raw / "dataset.json").classes == {"edema": (1,), "core": (2,)}
+    assert read_declared_labels(raw / "dataset.json").classes == {"edema": (1,), "core": (2,)}
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from seqpar.launch.evaluation.metrics import LesionScores, Mask, hd95, lesion_wise
+from seqpar.launch.evaluation.lesions import LesionScores, lesion_wise
+from seqpar.launch.evaluation.metrics import Mask, hd95
 
 MM = (1.0, 1.0, 1.0)
 
@@ -149,4 +150,4 @@ def test_nothing_there_and_nothing_predicted_is_perfect() -> None:
 def test_one_empty_mask_scores_zero_and_374_mm() -> None:
     assert lesion_wise(boxes(CUBE), boxes(), MM) == LesionScores(0.0, 374.0, 0, 1, 0)
     assert lesion_wise(boxes(), boxes(CUBE), MM) == LesionScores(0.0, 374.0, 0, 0, 1)
-    assert lesion_wise(boxes(CUBE), boxes(), MM, lost=500.0).hd95 == 500.0
+    assert lesion_wise(boxes(CUBE), boxes(), MM, missed_distance=500.0).hd95 == 500.0

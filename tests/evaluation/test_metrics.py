@@ -8,6 +8,7 @@ import pytest
 from scipy import ndimage
 
 from seqpar.launch.evaluation import metrics
+from seqpar.launch.evaluation.lesions import lesion_wise
 from seqpar.launch.evaluation.metrics import Mask
 
 SPACINGS = [(1.0, 1.0, 1.0), (0.5, 1.1, 3.0), (2.0, 0.7, 0.7)]
@@ -153,7 +154,7 @@ def test_empty_space_around_the_masks_changes_nothing(score: str) -> None:
             assert ours(*wide, (1, 2, 3), 2.0) == ours(truth, prediction, (1, 2, 3), 2.0)
         else:
             spacing = (1, 2, 3)
-            assert metrics.lesion_wise(*wide, spacing) == metrics.lesion_wise(truth, prediction, spacing)
+            assert lesion_wise(*wide, spacing) == lesion_wise(truth, prediction, spacing)
 
 
 def test_two_dims_work() -> None:
@@ -161,7 +162,7 @@ def test_two_dims_work() -> None:
     truth[2:8, 2:8], prediction[2:8, 3:9] = True, True
     expected = by_hand(truth, prediction, (1.0, 2.0), 1.0)
     np.testing.assert_allclose(ours(truth, prediction, (1.0, 2.0), 1.0), expected, rtol=1e-12)
-    assert metrics.lesion_wise(truth, prediction, (1.0, 2.0)).dice == expected[0]
+    assert lesion_wise(truth, prediction, (1.0, 2.0)).dice == expected[0]
 
 
 def test_counts_and_overlaps_by_hand() -> None:
@@ -192,4 +193,4 @@ def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ValueError, match="tolerance"):
         metrics.nsd(mask, mask, (1, 1), -1.0)
     with pytest.raises(ValueError, match="negative"):
-        metrics.lesion_wise(mask, mask, (1, 1), dilation=-1)
+        lesion_wise(mask, mask, (1, 1), dilation=-1)

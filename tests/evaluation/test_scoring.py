@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from seqpar.launch.evaluation import metrics
-from seqpar.launch.evaluation.scores import score, summarise, table
+from seqpar.launch.evaluation.lesions import lesion_wise
+from seqpar.launch.evaluation.scores import format_table, score, summarise
 
 
 def random_labels(seed: int, shape: tuple[int, ...] = (12, 11, 9)) -> np.ndarray:
@@ -34,7 +35,7 @@ def test_a_case_is_scored_per_region_with_the_metrics_of_its_masks() -> None:
         assert row["VolumeError"] == counts.volume_error
         assert row["HD95"] == metrics.hd95(*masks, spacing)
         assert row["NSD"] == metrics.nsd(*masks, spacing, 1.5)
-        lesions = metrics.lesion_wise(*masks, spacing)
+        lesions = lesion_wise(*masks, spacing)
         assert [row[f"Lesion{k}"] for k in ("Dice", "HD95", "TP", "FN", "FP")] == list(lesions)
     assert "LesionDice" not in score(truth, prediction, classes, spacing)["core"]
 
@@ -88,6 +89,6 @@ def test_a_summary_weighs_cases_alike_and_global_scores_weigh_voxels() -> None:
     assert summary["global"]["a"]["Sensitivity"] == pytest.approx(106 / 120)
     assert math.isnan(summary["mean"]["b"]["Dice"]) and summary["num_values"]["b"]["Dice"] == 0
     assert summary["foreground_mean"]["Dice"] == summary["mean"]["a"]["Dice"]
-    assert "3/4" in table(summary, {"a": (1,), "b": (2,)})
+    assert "3/4" in format_table(summary, {"a": (1,), "b": (2,)})
     with pytest.raises(ValueError, match="no case"):
         summarise([])
