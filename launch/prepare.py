@@ -15,16 +15,16 @@ from seqpar.launch.job.progress_bar import ProgressBar
 
 def act(arguments: Sequence[str]) -> int:
     """Returns the exit code of preparing (or checking) one data set: 0, or 3 where something was wrong."""
-    given = _parser().parse_args(arguments)
-    settings = PrepareSettings.spaced(given.spacing)
-    dataset = recognise(given.data)
-    out = cache_folder(dataset, given.out)
+    options = _parser().parse_args(arguments)
+    settings = PrepareSettings.spaced(options.spacing)
+    dataset = recognise(options.data)
+    out = cache_folder(dataset, options.out)
     names = ", ".join(dataset.modalities)
     print(f"{dataset.name}: {dataset.layout}, {len(dataset.cases)} cases, {names} -> {out}")
-    if given.check:
+    if options.check:
         return _listed(_check(dataset, out, settings), "cache")
     try:
-        report = prepare(dataset, out, settings, given.workers, ProgressBar("preparing"))
+        report = prepare(dataset, out, settings, options.workers, ProgressBar("preparing"))
     except KeyboardInterrupt:
         print(
             "\ninterrupted; what is finished is kept, and the same command goes on",

@@ -53,8 +53,8 @@ class Geometry:
 
     def to_json(self) -> dict[str, Any]:
         """Returns what `from_json` reads (the header), and beside it what people read."""
-        seen = {"shape": self.shape, "spacing": self.spacing, "orientation": self.orientation}
-        return {**seen, "dtype": self.dtype, "header": base64.b64encode(self.header).decode()}
+        readable = {"shape": self.shape, "spacing": self.spacing, "orientation": self.orientation}
+        return {**readable, "dtype": self.dtype, "header": base64.b64encode(self.header).decode()}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Geometry":

@@ -1,4 +1,4 @@
-"""BraTS folders: their naming schemes, and the one table of what their label values mean in which year."""
+"""Reads BraTS folders: their naming schemes, and the meaning of label values by year."""
 
 import os
 import re
@@ -22,7 +22,7 @@ _DEPTH = 3  # HGG/CASE/file of 2018 to 2020 lies deepest
 
 @dataclass(frozen=True)
 class Meaning:
-    """What the label values stand for: names, regions, and the label that a region's own voxels get."""
+    """The meaning of label values: names, regions, and the label that each region's voxels get."""
 
     labels: dict[str, int]
     regions: dict[str, tuple[int, ...]]
@@ -55,7 +55,7 @@ MEANINGS = {
 
 
 def meaning_with(labels: dict[str, int]) -> Meaning | None:
-    """Returns the meaning that has exactly these labels, None where none has."""
+    """Returns the meaning with exactly these labels, or None."""
     return next((meaning for meaning in MEANINGS.values() if meaning.labels == labels), None)
 
 
@@ -76,7 +76,7 @@ def meaning_of(name: str, kind: str, place: Path) -> str:
 
 
 def kind_of(file: Path) -> tuple[str, str] | None:
-    """Returns the case's id and the ending of a BraTS file's name, None for another file."""
+    """Returns case id and ending of a BraTS file name; None for other names."""
     match = _NAME.match(file.name)
     if match:
         return match[1], match[2].lower()
@@ -86,19 +86,20 @@ def kind_of(file: Path) -> tuple[str, str] | None:
 
 
 def read_brats(root: Path, labelled: bool = True) -> Dataset | None:
-    """Returns the data set in a folder of BraTS cases, flat or one folder a case; None where it is none."""
-    found: dict[str, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
+    """Returns the data set in a folder of BraTS cases, flat or a folder per case; None if there are no such cases."""
+    files_of: dict[str, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for file in _files(root):
         named = kind_of(file)
         if named:
-            found[named[0]][named[1]].append(file)
-    if not any(set(kinds) & (set(KINDS) - {"seg"}) for kinds in found.values()):
+            files_of[named[0]][named[1]].append(file)
+    if not any(set(kinds) & (set(KINDS) - {"seg"}) for kinds in files_of.values()):
         return None
-    labelled = labelled and any("seg" in kinds for kinds in found.values())
+    labelled = labelled and any("seg" in kinds for kinds in files_of.values())
     cases, faults, meanings = [], [], set()
-    for name, kinds in sorted(found.items()):
-        told = [(kind, files[0]) for kind, files in kinds.items() if labelled and KINDS.get(kind) in MODALITIES]
-        meanings |= {meaning_of(name, kind, file) for kind, file in told}
+    for name, kinds in sorted(files_of.items()):
+        if labelled:
+            images = [(kind, files[0]) for kind, files in kinds.items() if KINDS.get(kind) in MODALITIES]
+            meanings |= {meaning_of(name, kind, file) for kind, file in images}
         try:
             cases.append(_case(name, kinds, labelled))
         except DataError as fault:
@@ -116,8 +117,8 @@ def read_brats(root: Path, labelled: bool = True) -> Dataset | None:
 
 
 def _case(name: str, kinds: dict[str, list[Path]], labelled: bool) -> Case:
-    """Returns one case of exactly one file per modality, and a label where the others have one."""
-    held: dict[str, Path] = {}
+    """Returns the case of these files: exactly one per modality, and one label if the data set is labelled."""
+    file_of: dict[str, Path] = {}
     for kind, files in kinds.items():
         role = KINDS.get(kind)
         if role == "label" and not labelled:
@@ -125,18 +126,18 @@ def _case(name: str, kinds: dict[str, list[Path]], labelled: bool) -> Case:
         if role is None:
             raise DataError(files[0], f"is an extra modality {kind!r} of case {name}; take it out of the folder")
         for file in files:
-            if role in held:
-                raise DataError(file, f"is a duplicate: case {name} has {role} in {held[role]} too; remove one")
-            held[role] = file
+            if role in file_of:
+                raise DataError(file, f"is a duplicate: case {name} has {role} in {file_of[role]} too; remove one")
+            file_of[role] = file
     for role in (*MODALITIES, *(["label"] if labelled else [])):
-        if role not in held:
-            folder = next(iter(held.values())).parent
+        if role not in file_of:
+            folder = next(iter(file_of.values())).parent
             raise DataError(folder, f"case {name} has no {role} ({', '.join(_endings(role))}); add the file")
-    return Case(name, tuple(held[role] for role in MODALITIES), held.get("label"))
+    return Case(name, tuple(file_of[role] for role in MODALITIES), file_of.get("label"))
 
 
 def _endings(role: str) -> list[str]:
-    return [f"{kind}.nii.gz" for kind, held in KINDS.items() if held == role]
+    return [f"{kind}.nii.gz" for kind, content in KINDS.items() if content == role]
 
 
 def _is_brats(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Lists of cases in JSON, as MSD/Decathlon and MONAI write them: each reader returns a Dataset."""
+"""Reads lists of cases in JSON, as MSD (Decathlon) and MONAI write them."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from seqpar.data.formats.dataset_json import checked, content_of, labels_of, mod
 
 Declared = tuple[dict[str, int], dict[str, tuple[int, ...]], tuple[int, ...], int | None]
 
-_NOTHING: Declared = ({}, {}, (), None)  # what images to predict declare of labels
+_NOTHING: Declared = ({}, {}, (), None)  # of images without labels
 
 
 def read_decathlon(root: Path, labelled: bool = True) -> Dataset:
@@ -30,14 +30,14 @@ def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
     """Returns the data set of a MONAI list: ``training`` with folds, or with ``validation``."""
     content = content_of(path)
     cases, folds, faults = _listed(content["training"], "training", path, labelled)
-    held, _, wrong = _listed(
+    held_out, _, more_faults = _listed(
         content.get("validation", []), "validation", path, labelled, next(iter(cases.values()), None)
     )
     if not cases:
         raise (faults or [DataError(path, "lists no cases; fill its training list")])[0]
-    every = cases | held
-    if labelled and (both := sorted(set(cases) & set(held))):
-        wrong.append(DataError(path, f"lists case {both[0]} for training and for validation; keep one of them"))
+    all_cases = cases | held_out
+    if labelled and (both := sorted(set(cases) & set(held_out))):
+        more_faults.append(DataError(path, f"lists case {both[0]} for training and for validation; keep one of them"))
     first = next(iter(cases.values()))
     named = [kind for kind in map(kind_of, first.images) if kind and kind[1] in KINDS]
     if not labelled:
@@ -55,15 +55,15 @@ def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
         modalities = tuple(KINDS[kind] for _, kind in named)
     else:
         modalities = numbered(first.images)
-    splits: tuple[Split, ...] = ((tuple(cases), tuple(held)),) if held else ()
+    splits: tuple[Split, ...] = ((tuple(cases), tuple(held_out)),) if held_out else ()
     return Dataset(
-        str(content.get("name") or path.stem), path.parent, "MONAI list", tuple(every.values()), modalities,
-        labels, regions, order, ignore, _splits(folds) or splits, tuple(faults + wrong),
+        str(content.get("name") or path.stem), path.parent, "MONAI list", tuple(all_cases.values()), modalities,
+        labels, regions, order, ignore, _splits(folds) or splits, tuple(faults + more_faults),
     )  # fmt: skip
 
 
 def _declared(content: dict[str, Any], path: Path) -> Declared:
-    """Returns labels, regions, their order and the ignore label; BraTS labels bring their regions."""
+    """Returns labels, regions, their order and the ignore label; labels of BraTS get the regions of BraTS."""
     labels, regions, ignore = labels_of(content, path)
     if regions:
         return labels, regions, order_of(content, path), ignore
@@ -74,9 +74,9 @@ def _declared(content: dict[str, Any], path: Path) -> Declared:
 def _listed(
     entries: Any, key: str, path: Path, labelled: bool, first: Case | None = None
 ) -> tuple[dict[str, Case], dict[str, int], list[DataError]]:
-    """Returns the cases of a list of image and label, their fold numbers, and what is wrong with others.
+    """Returns the usable cases of a list, their fold numbers, and the faults of the others.
 
-    ``first`` is the case whose order of modalities all follow; none: the first in this list.
+    first: the case whose order of modalities all follow (default: the first of this list).
     """
     if not isinstance(entries, list):
         raise DataError(path, f'"{key}" is no list; list the cases in it')
@@ -85,8 +85,8 @@ def _listed(
     faults: list[DataError] = []
     for entry in entries:
         try:
-            given = entry["image"] if isinstance(entry["image"], list) else [entry["image"]]
-            images = tuple(place(path.parent, image) for image in given)
+            paths = entry["image"] if isinstance(entry["image"], list) else [entry["image"]]
+            images = tuple(place(path.parent, image) for image in paths)
             named = kind_of(images[0])
             name = named[0] if named and len(images) > 1 else strip_suffix(images[0].name)
             if name in cases:
@@ -111,24 +111,26 @@ def _listed(
 
 
 def _in_order(images: tuple[Path, ...], first: Case) -> tuple[Path, ...]:
-    """Returns a case's images in the first case's order of modalities, as they are where names do not tell it."""
-    wanted, found = _roles(first.images), _roles(images)
-    if not wanted or not found:
+    """Returns a case's images in the first case's order of modalities; unchanged if their names do not say it."""
+    first_roles, roles = _roles(first.images), _roles(images)
+    if not first_roles or not roles:
         return images
-    if sorted(wanted) != sorted(found):
-        raise DataError(images[0], f"its case has {', '.join(found)}, but case {first.id} has {', '.join(wanted)}; "
-                        "give all cases the same modalities")  # fmt: skip
-    return tuple(sorted(images, key=lambda image: wanted.index(_roles((image,))[0])))
+    if sorted(first_roles) != sorted(roles):
+        raise DataError(
+            images[0], f"its case has {', '.join(roles)}, but case {first.id} has {', '.join(first_roles)}; "
+            "give all cases the same modalities"
+        )  # fmt: skip
+    return tuple(sorted(images, key=lambda image: first_roles.index(_roles((image,))[0])))
 
 
 def _roles(images: tuple[Path, ...]) -> list[str]:
-    """Returns what each file holds by its BraTS name; nothing where one has no such name."""
+    """Returns the modality of each file from its BraTS name; empty if one has no such name."""
     named = [kind_of(image) for image in images]
     return [KINDS[kind[1]] for kind in named if kind] if all(kind and kind[1] in KINDS for kind in named) else []
 
 
 def _splits(folds: dict[str, int]) -> tuple[Split, ...]:
-    """Returns a split per fold number, in their order: its cases are those to validate on."""
+    """Returns one split per fold number, in order: the cases of the fold are its validation cases."""
     return tuple(
         (
             tuple(name for name, n in folds.items() if n != fold),

@@ -1,4 +1,4 @@
-"""The description that every format is reduced to: cases, modalities, labels, regions, splits."""
+"""Case and Dataset: the one description that all formats are read into."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +19,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What the program knows of a folder of images; values of labels are those in the files."""
+    """A data set as its files have it: cases, modalities, and labels by their values in the files."""
 
     name: str
     root: Path
     layout: str  # the format that was recognised, in words
     cases: tuple[Case, ...]
     modalities: tuple[str, ...]
-    labels: dict[str, int]  # background 0 first; empty where there is nothing but images
+    labels: dict[str, int]  # background 0 first; empty if there are only images
     regions: dict[str, tuple[int, ...]] = field(default_factory=dict)
     regions_class_order: tuple[int, ...] = ()  # per region, the label that its voxels get
     ignore_label: int | None = None
-    splits: tuple[Split, ...] = ()  # as the data set brings them; empty where they are to be computed
+    splits: tuple[Split, ...] = ()  # those that the data set defines; empty if they are computed
     faults: tuple[DataError, ...] = ()  # what is wrong with single cases, which `cases` leaves out
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Dataset:
 
 
 def _check_labels(dataset: Dataset) -> None:
-    """Raises where labels, regions, their order and the ignore label do not fit each other."""
+    """Raises DataError if labels, regions, their order and the ignore label contradict each other."""
     values, root = list(dataset.labels.values()), dataset.root
     if values[0] != 0 or min(values) < 0 or len(set(values)) != len(values):
         raise DataError(root, f"its labels are {dataset.labels}; background 0 is needed and each value once")

@@ -1,4 +1,4 @@
-"""What a data set's JSON file declares: modalities, labels, regions and paths, each checked as it is read."""
+"""Modalities, labels, regions and paths declared in a data set's JSON file, each checked when read."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from seqpar.data.volumes import read_geometry
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    """Returns the object that a JSON file holds."""
+    """Returns the content of a JSON file, which must be an object."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise DataError(path, f"holds a {type(content).__name__}; an object with the data set's keys is needed")
@@ -21,31 +21,31 @@ def content_of(path: Path) -> dict[str, Any]:
 
 
 def modalities_of(content: dict[str, Any], path: Path) -> tuple[str, ...]:
-    """Returns the channels' names in their order."""
-    given = content.get("channel_names", content.get("modality"))
-    names: dict[str, Any] = given if isinstance(given, dict) else {}
+    """Returns the names of the channels, in order."""
+    channel_names = content.get("channel_names", content.get("modality"))
+    names: dict[str, Any] = channel_names if isinstance(channel_names, dict) else {}
     numbers = [str(n) for n in range(len(names))]
     if not numbers or set(numbers) != set(names):
-        raise DataError(path, f'channel_names is {given!r}; give each modality its number from 0, as {{"0": "T1"}}')
+        raise DataError(path, f'channel_names is {channel_names!r}; number the modalities from 0: {{"0": "T1", …}}')
     return tuple(str(names[number]) for number in numbers)
 
 
 def labels_of(content: dict[str, Any], path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:
     """Returns labels, regions and ignore label from either spelling: name to value, or value to name."""
-    given = content.get("labels")
-    if not isinstance(given, dict) or not given:
-        raise DataError(path, f'labels is {given!r}; {{"background": 0, "tumour": 1}} is needed')
-    if all(key.isdigit() for key in given):
-        many: dict[str, tuple[int, ...]] = {str(name): (int(value),) for value, name in given.items()}
+    declared = content.get("labels")
+    if not isinstance(declared, dict) or not declared:
+        raise DataError(path, f'labels is {declared!r}; {{"background": 0, "tumour": 1}} is needed')
+    if all(key.isdigit() for key in declared):
+        many: dict[str, tuple[int, ...]] = {str(name): (int(value),) for value, name in declared.items()}
     else:
-        many = {name: _whole(value, path) for name, value in given.items()}
+        many = {name: _whole(value, path) for name, value in declared.items()}
     ignore = many.pop("ignore", (None,))[0]
     values = sorted({value for members in many.values() for value in members})
     single = {members[0]: name for name, members in many.items() if len(members) == 1}
     labels = {single.get(value, f"label {value}"): value for value in values}
-    if not any(isinstance(value, list) for value in given.values()):
-        if len(labels) != len(given) - (ignore is not None):
-            raise DataError(path, f"labels {given!r} name a value or a label twice; give each label its own")
+    if not any(isinstance(value, list) for value in declared.values()):
+        if len(labels) != len(declared) - (ignore is not None):
+            raise DataError(path, f"labels {declared!r} name a value or a label twice; give each label its own")
         return labels, {}, ignore
     return labels, {name: members for name, members in many.items() if members != (0,)}, ignore
 
@@ -59,7 +59,7 @@ def _whole(value: Any, path: Path) -> tuple[int, ...]:
 
 
 def order_of(content: dict[str, Any], path: Path) -> tuple[int, ...]:
-    """Returns the label that each region's voxels get, as nnU-Net spells it."""
+    """Returns regions_class_order: for each region, the label that its voxels get."""
     order = content.get("regions_class_order")
     if not isinstance(order, list) or not all(isinstance(value, int) for value in order):
         raise DataError(path, f"regions_class_order is {order!r}; regions need a list with a label for each")
@@ -67,12 +67,12 @@ def order_of(content: dict[str, Any], path: Path) -> tuple[int, ...]:
 
 
 def numbered(images: tuple[Path, ...]) -> tuple[str, ...]:
-    """Returns names for modalities that nobody named, as many as the files hold channels."""
+    """Returns "channel 0", "channel 1", … for all channels of some files that declare no names."""
     return tuple(f"channel {n}" for n in range(sum(read_geometry(image)[1] for image in images)))
 
 
 def checked(case: Case, path: Path) -> Case:
-    """Returns the case where all the files that a list names for it are there."""
+    """Returns the case; raises DataError if one of its files is missing."""
     for file in (*case.images, case.label):
         if file is not None and not file.exists():
             raise DataError(file, f"is missing; {path.name} names it for case {case.id}")
@@ -80,5 +80,5 @@ def checked(case: Case, path: Path) -> Case:
 
 
 def place(root: Path, name: str) -> Path:
-    """Returns the path that a list gives, relative to the list's folder unless it is absolute."""
+    """Returns the path of a file named in a list, relative to the list's folder."""
     return root / os.path.expandvars(name)

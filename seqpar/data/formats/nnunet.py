@@ -46,10 +46,10 @@ def of_images(root: Path, files: list[Path], names: tuple[str, ...] = ()) -> Dat
     """Returns a data set without labels from image files, grouped by channel numbers where one has 0000."""
     faults: list[DataError] = []
     if any(match[2] == "0000" for file in files if (match := _CHANNEL.match(file.name))):
-        found, faults = _numbered_files(files)
-        modalities = names or tuple(f"channel {n}" for n in range(max(map(len, found.values()))))
+        channels_of, faults = _numbered_files(files)
+        modalities = names or tuple(f"channel {n}" for n in range(max(map(len, channels_of.values()))))
         cases: list[Case] = []
-        for name, channels in found.items():
+        for name, channels in channels_of.items():
             _collect(cases, faults, root, name, channels, modalities)
     else:
         cases = [Case(strip_suffix(file.name), (file,)) for file in files]
@@ -83,28 +83,28 @@ def _scanned(
             raise DataError(folder, "is missing; an nnU-Net raw folder has imagesTr and labelsTr")
     cases: list[Case] = []
     files = [file for file in sorted(images.iterdir()) if file.name.endswith(ending) and file.name[0] != "."]
-    found, faults = _numbered_files(files)
-    for name, channels in found.items():
+    channels_of, faults = _numbered_files(files)
+    for name, channels in channels_of.items():
         label = labels / f"{name}{ending}" if labelled else None
         _collect(cases, faults, images, name, channels, modalities, label)
     for file in sorted(labels.iterdir()) if labelled else ():
         name = file.name.removesuffix(ending)
-        if file.name.endswith(ending) and file.name[0] != "." and name not in found:
+        if file.name.endswith(ending) and file.name[0] != "." and name not in channels_of:
             faults.append(DataError(file, f"is a label without images; add {name}_0000{ending} or remove it"))
     return cases, faults
 
 
 def _numbered_files(files: list[Path]) -> tuple[dict[str, dict[int, Path]], list[DataError]]:
     """Returns case to channel number to file, for names such as CASE_0000.nii.gz; other names are faults."""
-    found: dict[str, dict[int, Path]] = defaultdict(dict)
+    channels_of: dict[str, dict[int, Path]] = defaultdict(dict)
     faults: list[DataError] = []
     for file in files:
         if match := _CHANNEL.match(file.name):
-            found[match[1]][int(match[2])] = file
+            channels_of[match[1]][int(match[2])] = file
         else:
             ending = ".nii.gz" if file.name.endswith(".gz") else ".nii"
             faults.append(DataError(file, f"has no channel number; name it CASE_0000{ending}, or take it out"))
-    return found, faults
+    return channels_of, faults
 
 
 def _collect(

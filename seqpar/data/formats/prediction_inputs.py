@@ -12,9 +12,9 @@ from seqpar.data.formats.recognise import describe, find
 from seqpar.data.volumes import SUFFIXES
 
 
-def find_inputs(given: Sequence[str | Path], modalities: Sequence[str]) -> tuple[list[Case], list[DataError]]:
-    """Returns the cases to predict, their files in the order of ``modalities``, and what is wrong with others."""
-    places = [find(path) for path in given]
+def find_inputs(paths: Sequence[str | Path], modalities: Sequence[str]) -> tuple[list[Case], list[DataError]]:
+    """Returns the cases to predict, with their files in the order of ``modalities``, and the faults of other cases."""
+    places = [find(path) for path in paths]
     if all(place.is_file() and place.name.endswith(SUFFIXES) for place in places):
         dataset = of_images(places[0].parent, places, tuple(modalities))
     elif len(places) == 1:
@@ -29,14 +29,17 @@ def find_inputs(given: Sequence[str | Path], modalities: Sequence[str]) -> tuple
     return sorted(cases, key=lambda case: case.id), list(dataset.faults)
 
 
-def _ordered(case: Case, named: Sequence[str], wanted: Sequence[str]) -> Case:
-    """Returns the case with its files in the order that the network knows; unnamed channels are taken as they come."""
-    given, needed = [name.casefold() for name in named], [name.casefold() for name in wanted]
-    if given == needed or all(name.startswith("channel ") for name in given):
+def _ordered(case: Case, modalities: Sequence[str], trained: Sequence[str]) -> Case:
+    """Returns the case with its files in the network's order of modalities; unnamed channels keep theirs.
+
+    trained: the modalities that the network was trained on.
+    """
+    names, needed = [name.casefold() for name in modalities], [name.casefold() for name in trained]
+    if names == needed or all(name.startswith("channel ") for name in names):
         return case
-    if sorted(given) != sorted(needed) or len(case.images) != len(needed) or len(set(given)) < len(given):
+    if sorted(names) != sorted(needed) or len(case.images) != len(needed) or len(set(names)) < len(names):
         raise DataError(
-            case.images[0], f"its modalities are {', '.join(named)}; the network knows {', '.join(wanted)}: "
+            case.images[0], f"its modalities are {', '.join(modalities)}; the network knows {', '.join(trained)}: "
             "give these, a file each"
         )  # fmt: skip
-    return replace(case, images=tuple(case.images[given.index(name)] for name in needed))
+    return replace(case, images=tuple(case.images[names.index(name)] for name in needed))

@@ -1,4 +1,4 @@
-"""Data sets, recognised by themselves: a folder, a JSON list or an nnU-Net name becomes one description."""
+"""Recognises the format of a data set (a folder, a JSON list or an nnU-Net name) and reads its description."""
 
 import os
 from collections import Counter
@@ -23,7 +23,7 @@ _KNOWN = (
 
 
 def recognise(path_or_name: str | Path | int) -> Dataset:
-    """Returns the description of a data set: cases, modalities, labels, regions, splits, and bad cases."""
+    """Returns the description of a data set, with its splits if it defines any."""
     dataset = describe(path_or_name)
     if dataset.splits or not dataset.labels:
         return dataset
@@ -34,9 +34,9 @@ def recognise(path_or_name: str | Path | int) -> Dataset:
 
 
 def describe(path_or_name: str | Path | int, labelled: bool = True) -> Dataset:
-    """Returns all of a data set but the splits that lie beside it; unlabelled, as prediction needs it, no label either.
+    """Returns the description of a data set, without the splits of splits_final.json.
 
-    What is wrong with what is not asked for is no fault.
+    labelled: whether labels are read. Prediction does not need them, and then ignores what is wrong with them.
     """
     root = find(path_or_name)
     dataset = _read(root, labelled)
@@ -47,7 +47,7 @@ def describe(path_or_name: str | Path | int, labelled: bool = True) -> Dataset:
 
 
 def declared_in(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:
-    """Returns labels, regions and ignore label of a data set's JSON file, whatever else it lacks."""
+    """Returns labels, regions and ignore label declared in a JSON file; other keys may be missing."""
     content = content_of(path)
     labels, regions, ignore = labels_of(content, path)
     if not regions and content.get("training") and not has_channel_files(path.parent):
@@ -57,7 +57,7 @@ def declared_in(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]],
 
 
 def find(path_or_name: str | Path | int) -> Path:
-    """Returns where a data set lies: the path itself, or a name or number under nnUNet_raw."""
+    """Returns the path of a data set, given as a path or as a name or number under nnUNet_raw."""
     path = Path(str(path_or_name)).expanduser()
     if path.exists():
         return path.absolute()
@@ -66,10 +66,10 @@ def find(path_or_name: str | Path | int) -> Path:
         raise DataError(path, f"does not exist; needed is {_KNOWN} (names: set nnUNet_raw)")
     name = str(path_or_name)
     pattern = f"Dataset{int(name):03d}_*" if name.isdigit() else name
-    found = sorted(Path(raw).glob(pattern)) if len(path.parts) == 1 else []
-    if len(found) != 1:
-        raise DataError(path, f"{len(found)} folders {pattern} lie under nnUNet_raw = {raw}; exactly one is needed")
-    return found[0].absolute()
+    folders = sorted(Path(raw).glob(pattern)) if len(path.parts) == 1 else []
+    if len(folders) != 1:
+        raise DataError(path, f"{len(folders)} folders {pattern} lie under nnUNet_raw = {raw}; exactly one is needed")
+    return folders[0].absolute()
 
 
 def _read(root: Path, labelled: bool) -> Dataset:
@@ -85,16 +85,16 @@ def _read(root: Path, labelled: bool) -> Dataset:
         lists = [path for path in sorted(root.glob("*.json")) if _is_list(path)]
         if len(lists) > 1:
             raise DataError(root, f"holds several lists of cases ({', '.join(p.name for p in lists)}); name one")
-        found = read_fold_json(lists[0], labelled) if lists else read_images(root)
+        dataset = read_fold_json(lists[0], labelled) if lists else read_images(root)
     except OSError as error:
         raise unreadable(root, error) from error
-    if found is None:
+    if dataset is None:
         raise DataError(root, f"no cases were found in it; needed is {_KNOWN}")
-    return found
+    return dataset
 
 
 def _from_json(path: Path, labelled: bool) -> Dataset:
-    """Returns the data set that a JSON file describes; its keys tell the three formats apart."""
+    """Returns the data set of a JSON file: its keys say whether it is MSD's, MONAI's or nnU-Net's."""
     content = content_of(path)
     training = content.get("training")
     folded = any(isinstance(entry, dict) and "fold" in entry for entry in training or [])
@@ -108,5 +108,5 @@ def _from_json(path: Path, labelled: bool) -> Dataset:
 
 
 def _is_list(path: Path) -> bool:
-    """Tells whether a JSON file lists cases; one that is broken is reported, not passed over."""
+    """Returns whether a JSON file lists cases; raises DataError for a broken one."""
     return "training" in content_of(path)

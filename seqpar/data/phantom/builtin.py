@@ -21,11 +21,11 @@ def phantom(cases: int, is_first: bool, progress: Progress = silent) -> Path:
         if not done.exists():
             with announced(out, run_token()) as announcement:
 
-                def tell(count: int, total: int) -> None:
+                def show(count: int, total: int) -> None:
                     announcement.tell(count, total)
                     progress(count, total)
 
-                write_phantom(out, cases, settings, min(4, os.cpu_count() or 1), tell)
+                write_phantom(out, cases, settings, min(4, os.cpu_count() or 1), show)
                 done.touch()
     else:
         wait_for(out, done, run_token(), done.exists, 600.0, progress)

@@ -101,12 +101,12 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
     mark, record = root / SETTINGS_FILE, settings.record()
     if mark.exists():
         try:
-            found = json.loads(mark.read_text())
+            recorded = json.loads(mark.read_text())
         except ValueError as error:
             raise DataError(mark, f"is no phantom description ({error}); choose another --out") from error
-        if found != record:
+        if recorded != record:
             raise DataError(
-                mark, f"holds a phantom of other settings ({found}), asked for is {record}; choose another --out"
+                mark, f"holds a phantom of other settings ({recorded}), asked for is {record}; choose another --out"
             )
     else:
         root.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The cache of prepared cases: plain .npy files that are mapped, and JSON; whole or not there at all.
+"""Reads the cache of prepared cases: .npy files that are memory-mapped, and JSON.
 
 OUT/cache.json                what is in it; written last, so that a cache without it is unfinished
 OUT/cases/ID/image.npy        c W D H float32        OUT/cases/ID/label.npy      W D H class ids
@@ -23,7 +23,7 @@ VERSION = 1  # of what preparation computes and how it is stored: a change prepa
 
 @dataclass(frozen=True)
 class PreparedCase:
-    """One case of a cache; its arrays are mapped at each access, so that a tile costs a tile's reading."""
+    """One case of a cache; its arrays are mapped on access, so that reading a tile reads no more than the tile."""
 
     id: str
     folder: Path
@@ -40,16 +40,16 @@ class PreparedCase:
 
     @property
     def locations(self) -> dict[int, np.ndarray]:
-        """Returns class id to a map of voxels (n, 3); classes that are not there are no keys."""
-        rows, found, start = _mapped(self.folder / "locations.npy"), {}, 0
+        """Returns stored voxels (n, 3) of each class id that occurs in the case."""
+        rows, locations_of, start = _mapped(self.folder / "locations.npy"), {}, 0
         for name, count in self._record["locations"].items():
-            found[int(name)] = rows[start : start + count]
+            locations_of[int(name)] = rows[start : start + count]
             start += count
-        return found
+        return locations_of
 
     @property
     def properties(self) -> Properties:
-        """Returns what takes prepared arrays back to the case's files."""
+        """Returns what is needed to take prepared arrays back to the geometry of the case's files."""
         return Properties.from_json(self._record["properties"])
 
     @property
@@ -72,7 +72,7 @@ class PreparedDataset:
     splits: tuple[Split, ...]
     recipe: Recipe
     cases: dict[str, PreparedCase]
-    described: dict[str, Any]  # all that the index said of the data set when it was opened
+    described: dict[str, Any]  # the data set's description in the index
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -86,24 +86,24 @@ def open_cache(path: str | Path) -> PreparedDataset:
     index = read_index(path)
     if index is None:
         raise DataError(path, "holds no finished cache of this version; run prepare with --out on it")
-    told = index["dataset"]
+    description = index["dataset"]
     return PreparedDataset(
         path=path,
-        name=told["name"],
-        modalities=tuple(told["modalities"]),
-        labels=told["labels"],
-        regions={name: tuple(members) for name, members in told["regions"].items()},
-        regions_class_order=tuple(told["regions_class_order"]),
-        ignore_label=told["ignore_label"],
-        splits=tuple((tuple(train), tuple(held)) for train, held in told["splits"]),
+        name=description["name"],
+        modalities=tuple(description["modalities"]),
+        labels=description["labels"],
+        regions={name: tuple(members) for name, members in description["regions"].items()},
+        regions_class_order=tuple(description["regions_class_order"]),
+        ignore_label=description["ignore_label"],
+        splits=tuple((tuple(train), tuple(held_out)) for train, held_out in description["splits"]),
         recipe=Recipe.from_json(index["recipe"]),
         cases={name: PreparedCase(name, path / "cases" / name) for name in index["cases"]},
-        described=told,
+        described=description,
     )
 
 
 def read_index(path: Path) -> dict[str, Any] | None:
-    """Returns what cache.json says, None where there is no finished cache of this version."""
+    """Returns the content of cache.json; None without a finished cache of this version."""
     try:
         index: dict[str, Any] = read_json(path / "cache.json")
         return index if index["version"] == VERSION else None
@@ -112,7 +112,7 @@ def read_index(path: Path) -> dict[str, Any] | None:
 
 
 def read_record(path: Path, name: str) -> dict[str, Any] | None:
-    """Returns what is stored about a case whose files are all there in their full size, else None."""
+    """Returns the record of a case; None if a file of it is missing or has another size."""
     folder = path / "cases" / name
     try:
         record: dict[str, Any] = read_json(folder / "case.json")
@@ -123,7 +123,7 @@ def read_record(path: Path, name: str) -> dict[str, Any] | None:
 
 
 def check_cache(path: str | Path) -> list[DataError]:
-    """Returns what is damaged in a cache: each file's bytes are compared with their digest."""
+    """Returns an error for each damaged file of a cache, by comparing bytes with digests."""
     path = Path(path)
     index, faults = read_index(path), list[DataError]()
     for name in open_cache(path).ids if index else ():

@@ -1,4 +1,4 @@
-"""The cache's index: what it records of data set, settings and files, and whether that is so now."""
+"""The cache's index: the data set, settings and files that it was made of, and whether they are unchanged."""
 
 import json
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from seqpar.data.preparation.recipe import PrepareSettings, Recipe
 
 
 def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
-    """Tells whether the cache holds every case of the data set as its files and the settings are now."""
+    """Returns whether the cache holds every case of the data set, made of the current files with these settings."""
     index = read_index(out)
     if index is None or index["settings"] != plain(asdict(settings)) or index["dataset"] != described(dataset):
         return False
@@ -30,7 +30,7 @@ def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
 
 
 def refuse_other(dataset: Dataset, out: Path, settings: PrepareSettings | None) -> None:
-    """Raises where a folder holds the cache of another data set, or of other settings, which would be lost."""
+    """Raises DataError if a folder holds the cache of another data set or of other settings: it would be lost."""
     index = read_index(out)
     if index is None:
         return
@@ -42,12 +42,12 @@ def refuse_other(dataset: Dataset, out: Path, settings: PrepareSettings | None) 
 
 
 def _typed(value: Any) -> str:
-    """Returns a setting as it is given on the command line."""
+    """Returns a setting as typed on the command line."""
     return ",".join(f"{size:g}" for size in value) if isinstance(value, list) else str(value)
 
 
 def write_index(dataset: Dataset, out: Path, settings: PrepareSettings, recipe: Recipe) -> None:
-    """Writes cache.json, by which the cache is finished; none where there is no usable case."""
+    """Writes cache.json, which marks the cache as finished; removes it if there is no usable case."""
     cases = {}
     for name in dataset.ids:
         if (record := read_record(out, name)) is not None:
@@ -67,7 +67,7 @@ def write_index(dataset: Dataset, out: Path, settings: PrepareSettings, recipe: 
 
 
 def described(dataset: Dataset) -> dict[str, Any]:
-    """Returns a data set's description in class ids, as JSON gives it back."""
+    """Returns a data set's description in class ids, as it comes back from JSON."""
     ids = {value: n for n, value in enumerate(dataset.labels.values())}
     described = {
         "name": dataset.name,
@@ -89,17 +89,17 @@ def files_of(case: Case) -> tuple[Path, ...]:
 
 
 def sources_of(case: Case) -> list[list[Any]]:
-    """Returns name, size and time of change of a case's files."""
-    found = []
+    """Returns name, size and modification time of each of a case's files."""
+    sources = []
     for path in files_of(case):
         try:
             stat = path.stat()
         except OSError as error:
             raise unreadable(path, error) from error
-        found.append([path.name, stat.st_size, stat.st_mtime_ns])
-    return found
+        sources.append([path.name, stat.st_size, stat.st_mtime_ns])
+    return sources
 
 
 def plain(value: Any) -> Any:
-    """Returns a value as JSON gives it back, so that both can be compared."""
+    """Returns a value as it comes back from JSON, to be compared with one that does."""
     return json.loads(json.dumps(value))

@@ -1,4 +1,4 @@
-"""Writing of the cache: a case is whole or not there at all, whenever the process ends."""
+"""Writes the cache: each case whole or not at all, whenever the process ends."""
 
 import errno
 import fcntl
@@ -26,11 +26,11 @@ _WRITING, _OLD = ".writing-", ".old-"
 
 
 class CacheError(DataError):
-    """The cache's folder cannot be written: no other case would fare better."""
+    """The cache's folder cannot be written, so preparation ends: the next case would fail too."""
 
 
 def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: list[list[Any]]) -> None:
-    """Writes a case's folder under another name, and gives it its own once it is safe on disk."""
+    """Writes a case's folder under a temporary name, and renames it once it is safe on disk."""
     writing, final, old = (path / "cases" / f"{before}{name}" for before in (_WRITING, "", _OLD))
     rows = [np.zeros((0, 3), np.int32), *case.locations.values()]
     arrays = {"image.npy": case.image, "label.npy": case.label, "locations.npy": np.concatenate(rows)}
@@ -59,12 +59,12 @@ def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: l
 
 
 def reopen(path: Path) -> None:
-    """Takes the index away, so that the cache counts as unfinished until what changes in it is whole again."""
+    """Removes the index, so that the cache counts as unfinished while it changes."""
     (path / "cache.json").unlink(missing_ok=True)
 
 
 def clean(path: Path, names: set[str]) -> None:
-    """Removes what a killed run left half written, and cases that are no longer wanted."""
+    """Removes what killed runs left half written, and all cases but ``names``."""
     for folder in (path / "cases").iterdir():
         if folder.name not in names:
             if not folder.name.startswith((_WRITING, _OLD)):
@@ -76,7 +76,7 @@ def clean(path: Path, names: set[str]) -> None:
 
 
 def discard(path: Path, name: str) -> None:
-    """Removes a case that the cache holds as its files were before they went bad."""
+    """Removes a case whose files can no longer be prepared."""
     with writable(path):
         if (path / "cases" / name).exists():
             reopen(path)
@@ -84,16 +84,19 @@ def discard(path: Path, name: str) -> None:
 
 
 @contextmanager
-def locked(path: Path, beat: Callable[[], None]) -> Iterator[None]:
-    """Keeps other processes from preparing into the same folder; waits until they are done."""
+def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Holds the lock of a cache folder; waits while another process prepares into it.
+
+    waiting: called again and again meanwhile.
+    """
     with writable(path):
         path.mkdir(parents=True, exist_ok=True)
-        if not (path / ".lock").exists() and (found := sorted(filter(_is_foreign, path.iterdir()))):
-            raise CacheError(path, f"holds {found[0].name} and no cache; {ELSEWHERE}, so that nothing is lost")
+        if not (path / ".lock").exists() and (foreign := sorted(filter(_is_foreign, path.iterdir()))):
+            raise CacheError(path, f"holds {foreign[0].name} and no cache; {ELSEWHERE}, so that nothing is lost")
         handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # first: by it the folder is known to be ours
     try:
         while not _lock(handle):
-            beat()
+            waiting()
             time.sleep(0.2)
         with writable(path):
             (path / "cases").mkdir(exist_ok=True)
@@ -104,7 +107,7 @@ def locked(path: Path, beat: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Makes whatever goes wrong with the disk inside it one clear error."""
+    """Turns an OSError of the block into a CacheError that says what to do."""
     try:
         yield
     except OSError as error:
@@ -117,7 +120,7 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def _is_foreign(file: Path) -> bool:
-    """Tells whether something in a folder without a lock is not of a preparation that ended before it took one."""
+    """Returns whether a file in a folder without a lock was not written by a preparation that was killed early."""
     if file.name == "cases" and file.is_dir():
         return any(file.iterdir())
     return not _is_state(file) and not (file.name.startswith(".") and file.name.endswith(".tmp"))
@@ -136,7 +139,7 @@ def _age(file: Path) -> float:
 
 
 def _lock(handle: int) -> bool:
-    """Tells whether the lock is ours; a file system without locks has none to wait for."""
+    """Returns whether the lock is ours; on a file system without locks it always is."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -147,7 +150,7 @@ def _lock(handle: int) -> bool:
 
 
 class _Hashing:
-    """A file that is written to, and the digest of what was."""
+    """A file being written, and the digest of its bytes so far."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.digest = file, hashlib.blake2b(digest_size=16)
@@ -158,7 +161,7 @@ class _Hashing:
 
 
 def _save(path: Path, array: np.ndarray) -> tuple[int, str]:
-    """Returns size and digest of an array's file, which is safe on disk."""
+    """Writes an array to disk; returns the size and the digest of its file."""
     with open(path, "wb") as file:
         hashing = _Hashing(file)
         np.lib.format.write_array(hashing, array, allow_pickle=False)  # type: ignore[arg-type]

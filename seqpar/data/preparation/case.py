@@ -75,9 +75,9 @@ def load_case(case: Case, recipe: Recipe) -> Loaded:
     first: Geometry | None = None
     for path in case.images:
         array, geometry, digest = read_volume(path)
-        wanted = len(recipe.modalities) if len(case.images) == 1 else 1
-        if len(array) != wanted:
-            raise DataError(path, f"holds {len(array)} channels; {wanted} needed: {', '.join(recipe.modalities)}")
+        num_channels = len(recipe.modalities) if len(case.images) == 1 else 1
+        if len(array) != num_channels:
+            raise DataError(path, f"holds {len(array)} channels; {num_channels} needed: {', '.join(recipe.modalities)}")
         first = first or geometry
         if (how := differs(geometry, first)) is not None:
             raise DataError(path, f"does not fit {case.images[0].name}: {how}; register or resample it")
@@ -160,15 +160,15 @@ def _class_ids(array: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
         if (fractions := int((whole != label).sum())) > 0:
             raise DataError(path, f"{fractions} voxels are no whole numbers; resample labels with nearest neighbour")
         label = whole
-    found = np.unique(label)
-    if undeclared := [int(value) for value in found if value not in recipe.values]:
+    values = np.unique(label)
+    if undeclared := [int(value) for value in values if value not in recipe.values]:
         new = path.name.lower().startswith("brats-")  # named as from 2023 on: a 4 there is no enhancing tumour
         hint = "" if new or undeclared != [4] else " (BraTS up to 2021 calls enhancing tumour 4, from 2023 on 3)"
         raise DataError(
             path,
             f"has voxels of value {undeclared}; declared are {list(recipe.values)}{hint}: correct one",
         )
-    if recipe.ignore_id is not None and found.tolist() == [recipe.values[recipe.ignore_id]]:
+    if recipe.ignore_id is not None and values.tolist() == [recipe.values[recipe.ignore_id]]:
         raise DataError(path, "every voxel has the ignore label; label some, or remove the case")
     return transforms.to_ids(label.astype(np.int64), recipe.values)
 
@@ -215,11 +215,11 @@ def _normalise(
 
 def _locate(name: str, ids: np.ndarray, recipe: Recipe) -> dict[int, np.ndarray]:
     """Returns up to `recipe.locations` voxels (n, 3) of each class that is there, background left out."""
-    found = {}
+    locations = {}
     for n in range(1, len(recipe.values)):
         places = np.flatnonzero(ids == n) if n != recipe.ignore_id else np.zeros(0, int)
         if len(places) > recipe.locations:
             places = np.sort(generator(name, n).choice(places, recipe.locations, replace=False))
         if len(places):
-            found[n] = np.stack(np.unravel_index(places, ids.shape), 1).astype(np.int32)
-    return found
+            locations[n] = np.stack(np.unravel_index(places, ids.shape), 1).astype(np.int32)
+    return locations

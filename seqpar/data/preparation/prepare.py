@@ -123,9 +123,9 @@ def prepare(
 
 def _run(work: "_Work", dataset: Dataset, workers: int, progress: Progress) -> tuple[list[str], list[DataError]]:
     """Returns the ids that were prepared and the faults of the others; a folder that is full ends it all."""
-    total, ended, made = len(dataset.cases), list[str](), list[str]()
+    total, ended_ids, prepared_ids = len(dataset.cases), list[str](), list[str]()
     faults: list[DataError] = []
-    with closing(each(work, dataset.cases, workers, lambda: progress(len(ended), total))) as outcomes:
+    with closing(each(work, dataset.cases, workers, lambda: progress(len(ended_ids), total))) as outcomes:
         for case, outcome in outcomes:
             if isinstance(outcome, CacheError):
                 raise outcome
@@ -135,10 +135,10 @@ def _run(work: "_Work", dataset: Dataset, workers: int, progress: Progress) -> t
                 faults.append(outcome)
                 discard(work.out, case.id)
             elif outcome:
-                made.append(case.id)
-            ended.append(case.id)
-            progress(len(ended), total)
-    return made, faults
+                prepared_ids.append(case.id)
+            ended_ids.append(case.id)
+            progress(len(ended_ids), total)
+    return prepared_ids, faults
 
 
 def prepared(
@@ -169,11 +169,11 @@ def prepared(
     elif not is_current(dataset, folder, settings):
         with announced(folder, token) as announcement:
 
-            def tell(done: int, total: int) -> None:
+            def show(done: int, total: int) -> None:
                 announcement.tell(done, total)
                 progress(done, total)
 
-            _raise(prepare(dataset, folder, settings, workers, tell, replace=False).faults)
+            _raise(prepare(dataset, folder, settings, workers, show, replace=False).faults)
     return open_cache(folder)
 
 
@@ -236,29 +236,29 @@ def _recipe(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int
             return Recipe.from_json(stored["recipe"])
     except (DataError, KeyError, TypeError):
         pass  # none yet, or a file that cannot be read: its case is reported below
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     with closing(each(_Survey(draft), dataset.cases, workers, beat)) as outcomes:
         for case, outcome in outcomes:
             if isinstance(outcome, Lost):
                 raise _lost(case, outcome)
             if isinstance(outcome, Finding):
-                found[case.id] = outcome
-    findings = [found[name] for name in sorted(found)]  # not in the order in which they ended
-    recipe = finish_recipe(draft, dataset, settings, findings)
+                findings[case.id] = outcome
+    in_order = [findings[name] for name in sorted(findings)]  # not in the order in which they ended
+    recipe = finish_recipe(draft, dataset, settings, in_order)
     with writable(out):
         write_json(out / "recipe.json", {"key": key, "recipe": recipe.to_json()})
     return recipe
 
 
-def _report(dataset: Dataset, out: Path, made: list[str], faults: list[DataError]) -> Report:
+def _report(dataset: Dataset, out: Path, prepared_ids: list[str], faults: list[DataError]) -> Report:
     """Returns the report; that no case has any foreground is a fault of the whole."""
     records = {name: record for name in dataset.ids if (record := read_record(out, name)) is not None}
     background = [name for name, record in records.items() if not record["locations"]]
     if records and len(background) == len(records):
         faults = [*faults, DataError(dataset.root, "no case has a labelled voxel; there is nothing to learn")]
-    kept = tuple(name for name in records if name not in made)
-    every = sorted((*dataset.faults, *faults), key=lambda fault: fault.path)
-    return Report(out, tuple(sorted(made)), kept, tuple(background), tuple(every))
+    kept = tuple(name for name in records if name not in prepared_ids)
+    all_faults = sorted((*dataset.faults, *faults), key=lambda fault: fault.path)
+    return Report(out, tuple(sorted(prepared_ids)), kept, tuple(background), tuple(all_faults))
 
 
 def _lost(case: Case, lost: Lost) -> DataError:

@@ -122,11 +122,11 @@ def finish_recipe(recipe: Recipe, dataset: Dataset, settings: PrepareSettings, f
         raise DataError(dataset.root, "no case could be read, so there is nothing to learn from; repair them")
     intensities: list[Intensity | None] = []
     for n, scheme in enumerate(recipe.schemes):
-        inside = np.concatenate([found.samples[n] for found in findings])
+        inside = np.concatenate([finding.samples[n] for finding in findings])
         intensities.append(_intensity(inside, dataset, n) if scheme == "ct" else None)
     spacing = recipe.spacing
     if settings.spacing == "median":
-        w, d, h = np.median([found.spacing for found in findings], axis=0)
+        w, d, h = np.median([finding.spacing for finding in findings], axis=0)
         spacing = (float(w), float(d), float(h))
     return replace(recipe, intensities=tuple(intensities), spacing=spacing)
 

@@ -1,4 +1,4 @@
-"""One process prepares and the others wait: they poll a file, because a collective would time out."""
+"""One process prepares while the others poll a file: a collective would time out."""
 
 import hashlib
 import json
@@ -22,24 +22,24 @@ _SHARED = (  # what all processes of one run have in common, and other runs do n
 
 
 def run_token() -> str:
-    """Returns a name of this run that all of its processes know without talking to each other."""
+    """Returns a name for this run, the same in all its processes: it is made of the launcher's variables."""
     return "/".join(os.environ.get(name, "") for name in _SHARED)
 
 
 class Announcement:
-    """What the preparing process says to those who wait: how far it is, and that it is alive."""
+    """The file by which the preparing process says how far it is, and that it is alive."""
 
     def __init__(self, path: Path, token: str) -> None:
         self.path, self.token, self.last, self.count = path, token, 0.0, 0
         self.file = _state_file(path, token)
 
     def tell(self, done: int, total: int) -> None:
-        """Says how many cases are done; called often, it writes every few seconds."""
+        """Records how many cases are done; writes every few seconds at most."""
         if done == total or time.monotonic() - self.last > _BEAT:
             self.write(state="preparing", done=done, total=total)
 
     def write(self, **content: Any) -> None:
-        """Replaces what the file says."""
+        """Replaces the content of the file."""
         self.last, self.count = time.monotonic(), self.count + 1
         with writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ class Announcement:
 
 @contextmanager
 def announced(path: Path, token: str) -> Iterator[Announcement]:
-    """Returns the announcement; what goes wrong inside is handed on to those who wait, then raised."""
+    """Yields the announcement; an error of the block is passed on to the waiting processes, then raised."""
     announcement = Announcement(path, token)
     announcement.write(state="preparing", done=0, total=0)
     try:
@@ -71,24 +71,25 @@ def wait_for(
     deadline: float,
     progress: Progress,
 ) -> None:
-    """Returns when what is made in ``path`` is ready; raises what its making raised, or `deadline` s of silence.
+    """Waits until another process has made what belongs in ``path``; raises the error that it met.
 
-    ``marker`` is the file that is written last: whether all is ready is asked at first, and when that file changes.
+    marker: the file that is written last; ``is_ready`` is called at first, and whenever this file changes.
+    deadline: seconds without news after which the other process counts as lost.
     """
     changed = time.monotonic()
     state: dict[str, Any] | None = None
     index: tuple[int, int] | None = None
-    asked = False
+    is_checked = False
     while True:
-        if not asked or _stamp(marker) != index:
-            asked, index = True, _stamp(marker)
+        if not is_checked or _stamp(marker) != index:
+            is_checked, index = True, _stamp(marker)
             if is_ready():
                 return
         now = time.monotonic()
-        seen = _read(_state_file(path, token))
-        if seen is not None and seen != state:
-            state, changed = seen, now
-            progress(seen.get("done", 0), seen.get("total", 0))
+        announced_state = _read(_state_file(path, token))
+        if announced_state is not None and announced_state != state:
+            state, changed = announced_state, now
+            progress(announced_state.get("done", 0), announced_state.get("total", 0))
         if state and state["state"] == "failed" and now - changed > _GRACE:
             raise DataError(state["path"], state["problem"])  # an earlier run's would be replaced by now
         if not os.access(_existing(path), os.W_OK):
@@ -96,23 +97,23 @@ def wait_for(
         if now - changed > deadline:
             raise DataError(
                 path,
-                f"the process that prepares it has been silent for {deadline:.0f} s; look what it printed, "
+                f"the process that prepares it has been silent for {deadline:.0f} s; see what it printed, "
                 "and run prepare by itself",
             )
         time.sleep(_POLL)
 
 
 def _state_file(path: Path, token: str) -> Path:
-    """Returns the file of one run: another's in the same folder would replace what it says."""
+    """Returns the file of one run; each run has its own, since several may share a folder."""
     return path / f"{STATE}{hashlib.blake2b(token.encode(), digest_size=4).hexdigest()}.json"
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -72,7 +72,7 @@ class TumourSynthesis:
         others = sorted(set(dataset.labels.values()) - lesions - {0})
         for (name, members), drawn in zip(dataset.regions.items(), dataset.regions_class_order):
             if _WHOLE.fullmatch(name):  # nested labels: a fake one is of the outermost alone
-                found = cls((0,), members, drawn, probability)
+                synthesis = cls((0,), members, drawn, probability)
                 break
         else:
             if dataset.regions or len(lesions) != 1 or len(others) > 1:
@@ -81,13 +81,13 @@ class TumourSynthesis:
                     "tell a lesion from healthy tissue; needed are a region WT (whole tumour), or one label named "
                     "tumour, lesion or cancer and at most one other, the organ: leave it out"
                 )
-            found = cls(tuple(others) or (0,), tuple(lesions), None, probability)
-        if found.healthy == (0,) and set(dataset.recipe.schemes) != {"zscore"}:
+            synthesis = cls(tuple(others) or (0,), tuple(lesions), None, probability)
+        if synthesis.healthy == (0,) and set(dataset.recipe.schemes) != {"zscore"}:
             raise ValueError(
                 f"--synthesis {probability:g}: {dataset.name} labels no organ, and without z-scores ("
                 f"{', '.join(dataset.recipe.schemes)}) zero does not tell tissue from air: leave it out"
             )
-        return found
+        return synthesis
 
     def _region(self, rng: np.random.Generator, size: tuple[int, ...]) -> NDArray[np.bool_]:
         """Returns the lowest voxels of smooth noise, a share of all that is drawn too."""
