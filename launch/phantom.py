@@ -14,21 +14,19 @@ from seqpar.launch.job.progress_bar import ProgressBar
 def act(arguments: Sequence[str]) -> int:
     """Writes the cases; returns exit code 0."""
     parser = argparse.ArgumentParser(prog="seqpar-phantom", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--out", required=True, help="folder that receives the data set")
+    parser.add_argument("--out", required=True, help="folder to write the data set to")
     parser.add_argument("--cases", type=int, default=24, help="number of patients (%(default)s)")
-    parser.add_argument("--layout", choices=LAYOUTS, default="brats", help="folder convention (%(default)s)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="brats", help="names of folders and files (%(default)s)")
     parser.add_argument(
         "--size",
         type=int,
         nargs=3,
         metavar=("W", "D", "H"),
         default=DEFAULT_SIZE,
-        help="voxels per direction of the same field of view (%(default)s)",
+        help="voxels per direction; the field of view stays the same (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="another seed, other patients (%(default)s)")
-    parser.add_argument(
-        "--workers", type=int, default=min(4, os.cpu_count() or 1), help="processes that write (%(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random patients (%(default)s)")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="processes (%(default)s)")
     options = parser.parse_args(arguments)
     width, depth, height = options.size
     settings = PhantomSettings(options.layout, (width, depth, height), options.seed)

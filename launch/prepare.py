@@ -14,7 +14,7 @@ from seqpar.launch.job.progress_bar import ProgressBar
 
 
 def act(arguments: Sequence[str]) -> int:
-    """Returns the exit code of preparing (or checking) one data set: 0, or 3 where something was wrong."""
+    """Prepares or checks a data set; returns exit code 0, or 3 if something is wrong."""
     options = _parser().parse_args(arguments)
     settings = PrepareSettings.spaced(options.spacing)
     dataset = recognise(options.data)
@@ -22,7 +22,7 @@ def act(arguments: Sequence[str]) -> int:
     names = ", ".join(dataset.modalities)
     print(f"{dataset.name}: {dataset.layout}, {len(dataset.cases)} cases, {names} -> {out}")
     if options.check:
-        return _listed(_check(dataset, out, settings), "cache")
+        return _print_faults(_check(dataset, out, settings), "cache")
     try:
         report = prepare(dataset, out, settings, options.workers, ProgressBar("preparing"))
     except KeyboardInterrupt:
@@ -32,27 +32,27 @@ def act(arguments: Sequence[str]) -> int:
             flush=True,
         )
         return 128 + signal.SIGINT
-    _tell(report)
-    return _listed(report.faults, "data set")
+    _print_report(report)
+    return _print_faults(report.faults, "data set")
 
 
 def _check(dataset: Dataset, out: Path, settings: PrepareSettings) -> list[DataError]:
-    """Returns what is damaged in the cache, or that it is out of date."""
+    """Returns the faults of a cache: what is damaged, or that it is out of date."""
     faults = [*dataset.faults, *check_cache(out)]
     if not faults and not is_current(dataset, out, settings):
         faults = [DataError(out, "is not what the data set and settings are now; run prepare again")]
     return faults
 
 
-def _tell(report: Report) -> None:
-    """Prints what was done in one line."""
+def _print_report(report: Report) -> None:
+    """Prints in one line what was done."""
     without = f", {len(report.empty)} of them without foreground" if report.empty else ""
     done = f"{len(report.prepared)} prepared, {len(report.kept)} already there{without}"
     print(f"{done}, {len(report.faults)} faults")
 
 
-def _listed(faults: Sequence[DataError], what: str) -> int:
-    """Returns the exit code for faults, after a line for each."""
+def _print_faults(faults: Sequence[DataError], what: str) -> int:
+    """Prints a line for each fault; returns the exit code."""
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr, flush=True)
     if not faults:
@@ -62,16 +62,26 @@ def _listed(faults: Sequence[DataError], what: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prepare", description="Prepares a data set for training.")
-    parser.add_argument("data", help="folder, list (.json), or name or number under nnUNet_raw")
-    parser.add_argument("--out", help="folder of the cache (default: in $SEQPAR_CACHE, else DATA.prepared)")
-    parser.add_argument("--spacing", default="source", help="source, median, or R,A,S in mm (default: source)")
-    parser.add_argument("--workers", type=int, help="processes; 0 works in this one (default: cores, at most 8)")
-    parser.add_argument("--check", action="store_true", help="verify the cache's digests and change nothing")
+    parser.add_argument(
+        "data", help="folder of the data set, list of cases (.json), or name or number under nnUNet_raw"
+    )
+    parser.add_argument(
+        "--out", help="folder of the cache (default: a folder in $SEQPAR_CACHE if set, else DATA.prepared)"
+    )
+    parser.add_argument(
+        "--spacing", default="source", help="voxel size: source, median, or R,A,S in mm (default: source)"
+    )
+    parser.add_argument(
+        "--workers", type=int, help="processes; 0: none but this one (default: number of cores, at most 8)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only compare the cache with its digests and with the data; change nothing"
+    )
     return parser
 
 
 def main() -> None:
-    """Ends the process with the act's exit code."""
+    """Prepares what the command line says and exits with its code."""
     sys.exit(run(act))
 
 

@@ -19,7 +19,7 @@ from seqpar.data.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Where a volume lies in space and how its file stores it: all that is needed to write it back."""
+    """Where a volume lies in space and how its file stores it: what is needed to write it back."""
 
     affine: np.ndarray  # voxel to mm, 4 × 4
     shape: tuple[int, int, int]
@@ -52,7 +52,7 @@ class Geometry:
         return self.spacing[a], self.spacing[b], self.spacing[c]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what `from_json` reads (the header), and beside it what people read."""
+        """Returns what `from_json` reads (the header), and values for people to read."""
         readable = {"shape": self.shape, "spacing": self.spacing, "orientation": self.orientation}
         return {**readable, "dtype": self.dtype, "header": base64.b64encode(self.header).decode()}
 
@@ -63,7 +63,7 @@ class Geometry:
 
 
 def make_geometry(shape: tuple[int, int, int], affine: np.ndarray, dtype: Any = "<f4") -> Geometry:
-    """Returns the geometry of a volume that comes from no file."""
+    """Returns the geometry of a volume that was not read from a file."""
     header = Nifti1Header()
     header.set_data_dtype(dtype)
     header.set_data_shape(shape)
@@ -74,7 +74,7 @@ def make_geometry(shape: tuple[int, int, int], affine: np.ndarray, dtype: Any = 
 
 
 def geometry_of(head: bytes, path: str | Path) -> Geometry:
-    """Returns the geometry that a NIfTI header's bytes hold; every value in it has been checked."""
+    """Returns the geometry in a NIfTI header's bytes; raises DataError for values that cannot be used."""
     header = parse_header(head, path)
     ndim, shape = int(header["dim"][0]), tuple(int(n) for n in header["dim"][1 : 1 + int(header["dim"][0])])
     if ndim not in (3, 4):
@@ -115,7 +115,7 @@ def geometry_of(head: bytes, path: str | Path) -> Geometry:
 
 
 def parse_header(head: bytes, path: str | Path) -> Any:
-    """Returns the header as it is stored: nibabel's own repairs would hide a bad spacing."""
+    """Returns the header as stored, without nibabel's repairs, which would hide a bad spacing."""
     for kind in (Nifti1Header, Nifti2Header):
         for endian, name in (("<", "little"), (">", "big")):
             if len(head) >= kind.sizeof_hdr and int.from_bytes(head[:4], name) == kind.sizeof_hdr:  # type: ignore[arg-type]
@@ -129,14 +129,14 @@ def parse_header(head: bytes, path: str | Path) -> Any:
 
 
 def to_canonical(array: np.ndarray, orientation: str) -> np.ndarray:
-    """Returns a view whose last three dims grow to the right, to the front, upwards (RAS)."""
+    """Returns a view whose last three dims run to the right, to the front and upwards (RAS)."""
     axes, flips = _axes(orientation)
     lead = array.ndim - 3
     return np.flip(array.transpose(*range(lead), *(lead + a for a in axes)), tuple(lead + k for k in flips))
 
 
 def from_canonical(array: np.ndarray, orientation: str) -> np.ndarray:
-    """Returns a view whose last three dims lie as `orientation` says: the inverse of `to_canonical`."""
+    """Returns a view whose last three dims run as ``orientation`` says: the inverse of `to_canonical`."""
     axes, flips = _axes(orientation)
     lead = array.ndim - 3
     back = (lead + int(a) for a in np.argsort(axes))
@@ -144,7 +144,7 @@ def from_canonical(array: np.ndarray, orientation: str) -> np.ndarray:
 
 
 def differs(first: Geometry, second: Geometry) -> str | None:
-    """Returns how two volumes lie differently in space once both are canonical, None where they agree."""
+    """Returns how the positions of two volumes in space differ, in words; None if they agree."""
     if first.canonical_shape != second.canonical_shape:
         return f"its shape is {second.canonical_shape}, the other's {first.canonical_shape} (both as RAS)"
     ends = np.array(np.meshgrid(*([0, n - 1] for n in first.canonical_shape))).reshape(3, -1)

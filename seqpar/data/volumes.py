@@ -1,4 +1,4 @@
-"""Volumes: NIfTI files in and out as arrays ``(c, W, D, H)`` with the geometry that they came with.
+"""Reads and writes NIfTI files as arrays ``(c, W, D, H)`` with their geometry.
 
 Legend: ``c`` channels, ``W D H`` voxels, in the file's own order of dims until `to_canonical` turns them to
 RAS. What is read can be written back voxel for voxel with the same affine, qform, sform and number type.
@@ -60,7 +60,7 @@ def read_geometry(path: str | Path) -> tuple[Geometry, int]:
 
 
 def read_volume(path: str | Path) -> Volume:
-    """Returns a file's voxels ``(c, W, D, H)`` and geometry; a file that cannot be used is a DataError."""
+    """Returns a file's voxels ``(c, W, D, H)`` and geometry; raises DataError for a file that cannot be used."""
     size = os.path.getsize(path) if os.path.isfile(path) else 0
     with _opened(path) as file:
         head = file.read(Nifti2Header.sizeof_hdr)
@@ -90,7 +90,7 @@ def read_volume(path: str | Path) -> Volume:
 
 
 def digest_file(path: str | Path) -> str:
-    """Returns the digest of a file's unpacked bytes, as `read_volume` does."""
+    """Returns the digest of a file's unpacked bytes, the same as `read_volume`'s."""
     digest = hashlib.blake2b(digest_size=16)
     with _opened(path) as file:
         while block := file.read(1 << 20):
@@ -134,7 +134,7 @@ def write_volume(path: str | Path, array: np.ndarray, geometry: Geometry, dtype:
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[IO[bytes]]:
-    """Returns the file, unpacked where its name ends in .gz; what goes wrong inside is a DataError."""
+    """Opens a file, unpacking .gz; turns what goes wrong in the block into a DataError."""
     try:
         if not str(path).endswith(SUFFIXES):
             raise DataError(path, f"is no {' or '.join(SUFFIXES)}; convert it to NIfTI")
@@ -156,7 +156,7 @@ def _opened(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def _stored(array: np.ndarray, dtype: np.dtype, slope: float, inter: float, path: Path) -> np.ndarray:
-    """Returns the numbers that the file stores for these values: the inverse of `read_volume`'s scaling."""
+    """Returns the numbers to store for these values: the inverse of `read_volume`'s scaling."""
     if (slope, inter) != (1.0, 0.0):
         array = (array.astype(np.float64) - inter) / slope
     if dtype.kind in "iu":

@@ -1,4 +1,4 @@
-"""Work on many items in processes that never outlive their parent, and whose loss costs one item."""
+"""Runs work on many items in processes: they never outlive their parent, and losing one loses one item."""
 
 import ctypes
 import multiprocessing
@@ -24,11 +24,11 @@ def silent(done: int, total: int) -> None:
 
 
 class Lost(Exception):
-    """A process that ended without an answer: killed, most often for want of memory."""
+    """A process that ended without a result: killed, most often for lack of memory."""
 
 
 class Crash(Exception):
-    """A mistake of our own in a process, with its traceback as text."""
+    """An unexpected exception in a process, with its traceback as text."""
 
 
 def each(
@@ -37,10 +37,12 @@ def each(
     workers: int,
     beat: Callable[[], None] = lambda: None,
 ) -> Generator[tuple[Item, Result | DataError | Lost], None, None]:
-    """Returns every item with its result, or with what was wrong, in the order in which they end.
+    """Yields each item with its result or its error, in the order in which they end.
 
-    Each item has a process of its own (none with 0 workers): one that is killed takes no other along.
-    `beat` is called about once a second.
+    Each item has a process of its own, so that one that is killed takes no other along.
+
+    workers: processes at a time; 0 works in this process.
+    beat: called about once a second.
     """
     if workers == 0:
         for item in items:
@@ -69,7 +71,7 @@ def each(
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes this process end when its parent does, by whatever signal."""
+    """Makes this process end when its parent ends, however that happens."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -104,7 +106,7 @@ def _outcome(work: Callable[[Item], Result], item: Item) -> Result | DataError |
 
 
 def _received(pipe: Connection, process: Any) -> Any:
-    """Returns what a process answered; a crash is raised here, with the traceback from there."""
+    """Returns the result that a process sent; raises RuntimeError with its traceback if it crashed."""
     try:
         answer = pipe.recv()
     except (EOFError, OSError):  # nothing, or half an answer

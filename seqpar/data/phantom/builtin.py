@@ -1,4 +1,4 @@
-"""The built-in phantom data set, made once in the cache folder."""
+"""The built-in phantom data set, written once into the cache folder."""
 
 import os
 from pathlib import Path
@@ -9,9 +9,9 @@ from seqpar.data.workers import Progress, silent
 
 
 def phantom(cases: int, is_first: bool, progress: Progress = silent) -> Path:
-    """Returns the folder of the built-in phantom data set of so many cases.
+    """Returns the folder of the built-in phantom data set with this number of cases.
 
-    The first process makes it where it is missing, and calls ``progress`` with cases done and in all; the others wait.
+    The first process writes it if it is missing, the others wait for it.
     """
     root = Path(os.environ.get("SEQPAR_CACHE") or Path.home() / ".cache" / "seqpar").expanduser()
     out = root / "data" / f"phantom-{cases}"

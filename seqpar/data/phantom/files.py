@@ -1,4 +1,4 @@
-"""Phantom cases as NIfTI files in the layouts of BraTS 2023 and nnU-Net, whole or not at all."""
+"""Writes phantom cases as NIfTI files in the layouts of BraTS 2023 and nnU-Net."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ VERSION = 1  # of the pictures: another generator never mixes with old files
 
 @dataclass(frozen=True)
 class PhantomSettings:
-    """What the files of one phantom folder have in common."""
+    """Settings that all files of a phantom folder share."""
 
     layout: str = "brats"
     size: tuple[int, int, int] = DEFAULT_SIZE
@@ -43,7 +43,7 @@ class PhantomSettings:
             raise ValueError(f"a phantom's seed is 0 or more, got {self.seed}")
 
     def root(self, out: Path) -> Path:
-        """Returns the folder that a reader of this layout is pointed at."""
+        """Returns the data set's folder: what is given as --data."""
         return out / DATASET if self.layout == "nnunet" else out
 
     def files(self, out: Path, index: int) -> list[Path]:
@@ -57,7 +57,7 @@ class PhantomSettings:
         return [*images, root / "labelsTr" / f"{name}.nii.gz"]
 
     def record(self) -> dict[str, Any]:
-        """Returns what is written beside the files, to know them again."""
+        """Returns the content of phantom.json, by which the folder is recognised."""
         return {
             "version": VERSION,
             "layout": self.layout,
@@ -74,7 +74,7 @@ def write_phantom(
     workers: int = 1,
     progress: Progress = silent,
 ) -> Path:
-    """Returns the dataset's folder, where cases 0 to ``cases - 1`` are there; those found are kept."""
+    """Writes the missing ones of cases 0 to ``cases - 1``; returns the data set's folder."""
     if cases < 1 or workers < 1:
         raise ValueError(f"cases and workers are 1 or more, got --cases {cases} and --workers {workers}")
     out = Path(out)
@@ -97,7 +97,7 @@ def write_phantom(
 
 
 def _claim(root: Path, settings: PhantomSettings) -> None:
-    """Marks the folder with its settings; a folder of other settings is refused."""
+    """Writes phantom.json; raises DataError if the folder has other settings."""
     mark, record = root / SETTINGS_FILE, settings.record()
     if mark.exists():
         try:
@@ -106,7 +106,8 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
             raise DataError(mark, f"is no phantom description ({error}); choose another --out") from error
         if recorded != record:
             raise DataError(
-                mark, f"holds a phantom of other settings ({recorded}), asked for is {record}; choose another --out"
+                mark,
+                f"holds a phantom of other settings ({recorded}), the command asks for {record}; choose another --out",
             )
     else:
         root.mkdir(parents=True, exist_ok=True)
@@ -114,7 +115,7 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
 
 
 def _each(out: Path, settings: PhantomSettings, indices: list[int], workers: int) -> Iterator[int]:
-    """Yields each index when its case is written, by ``workers`` processes where that is more than one."""
+    """Writes cases and yields the index of each when it is done; two or more workers are processes."""
     if workers < 2:
         for index in indices:
             _write_case(out, settings, index)
@@ -181,7 +182,7 @@ def _write_case(out: Path, settings: PhantomSettings, index: int) -> None:
 
 
 def _nifti(volume: NDArray[Any], case: PhantomCase) -> bytes:
-    """Returns a compressed NIfTI file, the same bytes whenever it is made."""
+    """Returns a compressed NIfTI file; the bytes do not depend on the time."""
     image = nibabel.Nifti1Image(volume, case.affine, dtype=volume.dtype)
     image.header.set_xyzt_units("mm")
     image.set_sform(case.affine, 1)
@@ -190,7 +191,7 @@ def _nifti(volume: NDArray[Any], case: PhantomCase) -> bytes:
 
 
 def _nnunet_description(root: Path) -> dict[str, Any]:
-    """Returns dataset.json with the regions of BraTS, each drawn over the one before."""
+    """Returns the content of dataset.json, with the regions of BraTS, each drawn over the one before."""
     return {
         "name": "Phantom",
         "description": "generated brains with tumours, four modalities",

@@ -1,4 +1,4 @@
-"""One case: from its files to arrays as the network sees them, and from there back to the files' geometry.
+"""One case: from its files to the arrays that a network takes, and from predictions back to the files' geometry.
 
 Legend: ``c`` channels, ``W D H`` voxels, ``k`` classes. "Prepared" arrays are canonical, cropped, resampled.
 """
@@ -20,7 +20,7 @@ from seqpar.data.volumes import read_volume
 
 @dataclass(frozen=True, eq=False)
 class Properties:
-    """Everything that is needed to take prepared arrays back to the geometry of the case's files."""
+    """What is needed to take prepared arrays back to the geometry of the case's files."""
 
     geometry: Geometry  # of the first image's file
     box: Box  # the crop, in canonical voxels of the file
@@ -51,7 +51,7 @@ class Properties:
 
 
 class Prepared(NamedTuple):
-    """A case as the network sees it."""
+    """A prepared case: what a network takes."""
 
     image: np.ndarray  # c W D H, float32
     label: np.ndarray | None  # W D H, class ids
@@ -61,7 +61,7 @@ class Prepared(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A case's files: checked, canonical, whole."""
+    """A case's files as canonical arrays, checked but not yet prepared."""
 
     image: np.ndarray  # c W D H, the files' numbers
     ids: np.ndarray | None  # W D H, class ids
@@ -70,7 +70,7 @@ class Loaded(NamedTuple):
 
 
 def load_case(case: Case, recipe: Recipe) -> Loaded:
-    """Returns a case's files as canonical arrays; what does not fit the recipe or itself is a DataError."""
+    """Returns a case's files as canonical arrays; raises DataError if they do not fit each other or the recipe."""
     channels, digests = [], []
     first: Geometry | None = None
     for path in case.images:
@@ -97,12 +97,12 @@ def load_case(case: Case, recipe: Recipe) -> Loaded:
 
 
 def prepare_case(case: Case, recipe: Recipe) -> Prepared:
-    """Returns a case cropped, normalised and resampled, with what is needed to go back."""
+    """Reads a case and returns it cropped, normalised and resampled."""
     return prepare_loaded(load_case(case, recipe), case, recipe)
 
 
 def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe) -> Prepared:
-    """Returns arrays that are there already, prepared as `case`'s files would be; errors name the files."""
+    """Returns loaded arrays cropped, normalised and resampled; errors name the files of ``case``."""
     image, ids, geometry, digests = loaded
     box = _find_box(image, ids, case)
     image, ids = crop(image, box), None if ids is None else crop(ids, box)
@@ -125,7 +125,7 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe) -> Prepared:
 def labels_to_source(ids: np.ndarray, properties: Properties, fill: int = 0) -> np.ndarray:
     """Returns prepared class ids ``(W, D, H)`` as the file's label values in the file's geometry.
 
-    Class ids that lie on the crop's grid at the file's spacing already are taken as they are.
+    Class ids that already have the crop's shape at the file's spacing are not resampled.
     """
     ids = transforms.resample_label(ids, properties.box_shape)
     whole = uncrop(ids, properties.box, properties.geometry.canonical_shape, fill)
@@ -133,7 +133,7 @@ def labels_to_source(ids: np.ndarray, properties: Properties, fill: int = 0) -> 
 
 
 def channel_to_source(channel: np.ndarray, properties: Properties, fill: float = 0) -> np.ndarray:
-    """Returns one prepared channel ``(W, D, H)``, a probability for instance, in the file's geometry."""
+    """Returns one prepared channel ``(W, D, H)``, such as a probability, in the file's geometry."""
     whole = uncrop(
         transforms.resample(channel, properties.box_shape),
         properties.box,
@@ -151,7 +151,7 @@ def image_to_source(image: np.ndarray, properties: Properties) -> np.ndarray:
 
 
 def _class_ids(array: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
-    """Returns class ids ``(W, D, H)`` of a label file's values, all of which must be declared."""
+    """Returns the class ids ``(W, D, H)`` of a label file; raises DataError for a value that is not declared."""
     if len(array) != 1:
         raise DataError(path, f"holds {len(array)} channels; a label has one value per voxel")
     label = array[0]
@@ -174,7 +174,7 @@ def _class_ids(array: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
 
 
 def _find_box(image: np.ndarray, ids: np.ndarray | None, case: Case) -> Box:
-    """Returns the box of what is not zero in the image, or labelled: a label is never cut."""
+    """Returns the smallest box that holds the image's voxels that are not zero, and all labelled ones."""
     if not image.any():
         raise DataError(case.images[0], "every voxel is 0; put the image there")
     present = (image != 0).any(0)
@@ -184,7 +184,7 @@ def _find_box(image: np.ndarray, ids: np.ndarray | None, case: Case) -> Box:
 def _normalise(
     image: np.ndarray, recipe: Recipe, case: Case
 ) -> tuple[np.ndarray, tuple[float, ...], tuple[float, ...]]:
-    """Returns the normalised image, and the means and deviations that were used."""
+    """Returns the normalised image, with the mean and standard deviation of each channel."""
     done, means, stds = np.empty(image.shape, np.float32), [], []
     for n, (scheme, intensity) in enumerate(zip(recipe.schemes, recipe.intensities)):
         channel, mean, std = image[n], 0.0, 1.0
@@ -214,7 +214,7 @@ def _normalise(
 
 
 def _locate(name: str, ids: np.ndarray, recipe: Recipe) -> dict[int, np.ndarray]:
-    """Returns up to `recipe.locations` voxels (n, 3) of each class that is there, background left out."""
+    """Returns up to `recipe.locations` voxels (n, 3) of each class id in the case but background and ignore label."""
     locations = {}
     for n in range(1, len(recipe.values)):
         places = np.flatnonzero(ids == n) if n != recipe.ignore_id else np.zeros(0, int)

@@ -1,4 +1,4 @@
-"""Preparation of a data set: every case once into a cache that training maps; resumed and kept up to date."""
+"""Prepares a data set: each case once, into a cache that training maps; resumes, and updates what changed."""
 
 import hashlib
 import os
@@ -67,7 +67,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Report:
-    """What a preparation did: ids prepared and kept, ids without foreground, and all that was wrong."""
+    """What a preparation did: ids prepared, kept and without foreground, and all faults."""
 
     path: Path
     prepared: tuple[str, ...]
@@ -77,7 +77,10 @@ class Report:
 
 
 def cache_folder(dataset: Dataset, out: str | Path | None = None) -> Path:
-    """Returns where a data set's cache lies: `out`, in $SEQPAR_CACHE (its name tells the place too), or beside it."""
+    """Returns the folder of a data set's cache: ``out``, else one in $SEQPAR_CACHE, else one beside the data.
+
+    In $SEQPAR_CACHE the folder's name contains a digest of the data set's path: names may repeat.
+    """
     if out is not None:
         return Path(out).expanduser().absolute()
     if "SEQPAR_CACHE" in os.environ:
@@ -94,9 +97,10 @@ def prepare(
     progress: Progress = silent,
     replace: bool = True,
 ) -> Report:
-    """Returns what was done to bring the cache in `out` up to date; bad cases are reported, not raised.
+    """Brings the cache in ``out`` up to date; returns a report, which lists bad cases instead of raising them.
 
-    Cases that were prepared with other settings are prepared again, or, without `replace`, an error.
+    workers: processes; 0 works in this one (default: the number of cores, at most 8).
+    replace: whether cases prepared with other settings are prepared again; otherwise they are an error.
     """
     settings, out = settings or PrepareSettings(), Path(out)
     workers = _default_workers() if workers is None else workers
@@ -122,7 +126,7 @@ def prepare(
 
 
 def _run(work: "_Work", dataset: Dataset, workers: int, progress: Progress) -> tuple[list[str], list[DataError]]:
-    """Returns the ids that were prepared and the faults of the others; a folder that is full ends it all."""
+    """Returns the prepared ids, and the faults of other cases; raises CacheError if the folder cannot be written."""
     total, ended_ids, prepared_ids = len(dataset.cases), list[str](), list[str]()
     faults: list[DataError] = []
     with closing(each(work, dataset.cases, workers, lambda: progress(len(ended_ids), total))) as outcomes:
@@ -152,11 +156,13 @@ def prepared(
     deadline: float = 600.0,
     progress: Progress = silent,
 ) -> PreparedDataset:
-    """Returns the cache for training: the first process prepares what is missing, the others poll a file.
+    """Returns the cache for training: the first process prepares what is missing, the others wait for it.
 
-    A bad case is an error here, and the same one in all processes; so is a cache that was made with other
-    settings, because another run may be reading it. `token` names the run (by default from
-    torchrun's and Slurm's environment); `deadline` is how long the preparing process may be silent, in s.
+    A bad case raises, the same error in all processes; so does a cache that was made with other settings, since
+    another run may be reading it.
+
+    token: a name of this run (default: made of the variables of torchrun or Slurm).
+    deadline: seconds without news after which the preparing process counts as lost.
     """
     settings, dataset = settings or PrepareSettings(), recognise(path)
     folder, token = cache_folder(dataset, out), run_token() if token is None else token
@@ -178,7 +184,7 @@ def prepared(
 
 
 def _raise(faults: tuple[DataError, ...]) -> None:
-    """Raises the first of several faults, and says where the others are listed."""
+    """Raises the first of the faults, if any, and says how to see the others."""
     if faults:
         more = f" (and {len(faults) - 1} more: run prepare to see them all)" if len(faults) > 1 else ""
         raise DataError(faults[0].path, faults[0].problem + more)
@@ -186,7 +192,7 @@ def _raise(faults: tuple[DataError, ...]) -> None:
 
 @dataclass(frozen=True)
 class _Work:
-    """Brings one case up to date; tells whether it had to be prepared."""
+    """Brings one case of the cache up to date; returns whether it had to be prepared."""
 
     out: Path
     recipe: Recipe
@@ -219,7 +225,7 @@ class _Survey:
 
 
 def _recipe(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int, beat: Callable[[], None]) -> Recipe:
-    """Returns the recipe; a survey of unchanged files is not made twice."""
+    """Returns the recipe; surveys the files if it depends on them and they changed since the last survey."""
     draft = draft_recipe(dataset, settings)
     if not needs_survey(dataset, settings):
         return draft
@@ -251,7 +257,7 @@ def _recipe(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int
 
 
 def _report(dataset: Dataset, out: Path, prepared_ids: list[str], faults: list[DataError]) -> Report:
-    """Returns the report; that no case has any foreground is a fault of the whole."""
+    """Returns the report; it is a fault of the data set if no case has foreground."""
     records = {name: record for name in dataset.ids if (record := read_record(out, name)) is not None}
     background = [name for name, record in records.items() if not record["locations"]]
     if records and len(background) == len(records):

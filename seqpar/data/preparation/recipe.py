@@ -1,4 +1,4 @@
-"""The recipe: what preparation does to every case of a data set, decided once from settings and a survey."""
+"""The recipe: what preparation does to every case, decided once from the settings and a survey of the cases."""
 
 import zlib
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ SAMPLES = 10_000  # intensities that a case adds to the statistics of CT
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What a person can choose: spacing is "source", "median" or three sizes in mm (R, A, S)."""
+    """Settings of a preparation; ``spacing`` is "source", "median" or three sizes in mm (R, A, S)."""
 
     spacing: str | tuple[float, float, float] = "source"
-    locations: int = 10_000  # voxels that are remembered per class and case, to centre tiles on
+    locations: int = 10_000  # voxels stored per class and case, to centre tiles on
 
     def __post_init__(self) -> None:
         if self.locations < 1:
@@ -32,7 +32,7 @@ class PrepareSettings:
 
     @staticmethod
     def spaced(text: str) -> "PrepareSettings":
-        """Returns the settings for a spacing as it is typed: source, median, or three sizes as 1,1,1."""
+        """Returns the settings for a spacing as typed on the command line: source, median, or sizes as 1,1,1."""
         try:
             if "," not in text:
                 return PrepareSettings(text)
@@ -54,7 +54,7 @@ class Intensity:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to each case; a network that was trained on it needs the same for prediction."""
+    """What is done to each case, in training and in prediction alike."""
 
     modalities: tuple[str, ...]
     schemes: tuple[str, ...]  # per modality: "zscore", "ct" or "none"
@@ -66,7 +66,7 @@ class Recipe:
 
     @property
     def ignore_id(self) -> int | None:
-        """Returns the class id of voxels to ignore, None where there are none."""
+        """Returns the class id of the ignore label, if there is one."""
         return len(self.values) - 1 if self.has_ignore else None
 
     def to_json(self) -> dict[str, Any]:
@@ -84,25 +84,25 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """What a survey learns from one case: spacing (R, A, S), and CT intensities inside its labels."""
+    """The survey of one case: its spacing (R, A, S), and CT intensities inside its labels."""
 
     spacing: tuple[float, float, float]
     samples: tuple[np.ndarray, ...]  # one array per modality, empty where it is no CT
 
 
 def schemes_of(modalities: Sequence[str]) -> tuple[str, ...]:
-    """Returns how each modality is normalised, by its name as nnU-Net does."""
+    """Returns how each modality is normalised: by its name, as in nnU-Net."""
     known = {"ct": "ct", "nonorm": "none"}
     return tuple(known.get(name.lower(), "zscore") for name in modalities)
 
 
 def needs_survey(dataset: Dataset, settings: PrepareSettings) -> bool:
-    """Tells whether the recipe depends on what is in the files."""
+    """Returns whether the recipe depends on the content of the files."""
     return settings.spacing == "median" or "ct" in schemes_of(dataset.modalities)
 
 
 def draft_recipe(dataset: Dataset, settings: PrepareSettings) -> Recipe:
-    """Returns the recipe as far as it needs no survey."""
+    """Returns the recipe without what only a survey can say."""
     schemes = schemes_of(dataset.modalities)
     ignore = () if dataset.ignore_label is None else (dataset.ignore_label,)
     return Recipe(
@@ -117,7 +117,7 @@ def draft_recipe(dataset: Dataset, settings: PrepareSettings) -> Recipe:
 
 
 def finish_recipe(recipe: Recipe, dataset: Dataset, settings: PrepareSettings, findings: Sequence[Finding]) -> Recipe:
-    """Returns the recipe with what the survey of the cases found: median spacing, intensities of CT."""
+    """Returns the recipe completed by a survey of the cases: median spacing and CT intensities."""
     if not findings:
         raise DataError(dataset.root, "no case could be read, so there is nothing to learn from; repair them")
     intensities: list[Intensity | None] = []
@@ -132,7 +132,7 @@ def finish_recipe(recipe: Recipe, dataset: Dataset, settings: PrepareSettings, f
 
 
 def survey(case: Case, image: np.ndarray | None, ids: np.ndarray | None, recipe: Recipe) -> Finding:
-    """Returns a case's finding; image ``(c, W, D, H)`` and class ids are needed for CT only."""
+    """Returns the survey of a case; image ``(c, W, D, H)`` and class ids are needed for CT only."""
     spacing = read_geometry(case.images[0])[0].canonical_spacing
     if image is None or ids is None:
         return Finding(spacing, tuple(np.zeros(0) for _ in recipe.schemes))
@@ -149,7 +149,7 @@ def survey(case: Case, image: np.ndarray | None, ids: np.ndarray | None, recipe:
 
 
 def generator(*key: str | int) -> np.random.Generator:
-    """Returns random numbers that depend on the key alone, not on order or process."""
+    """Returns a random generator seeded by the key alone: the same in any order and process."""
     return np.random.default_rng([zlib.crc32(str(part).encode()) for part in key])
 
 

@@ -13,13 +13,13 @@ from seqpar.data.boxes import Array
 
 
 def measure(channel: np.ndarray) -> tuple[float, float]:
-    """Returns mean and deviation over the voxels that are not zero; (0, 0) where there are none."""
+    """Returns mean and standard deviation of the voxels that are not zero; (0, 0) if all are."""
     inside = channel[channel != 0].astype(np.float64)
     return (float(inside.mean()), float(inside.std())) if inside.size else (0.0, 0.0)
 
 
 def normalise(channel: np.ndarray, mean: float, std: float, keep_zero: bool) -> np.ndarray:
-    """Returns (x − mean) / std; with `keep_zero` just what is zero (outside the body) is zero after it."""
+    """Returns (x − mean) / std; with ``keep_zero``, exactly the voxels that were 0 (outside the body) are 0."""
     scaled = ((channel - mean) / std).astype(np.float32)
     if not keep_zero:
         return scaled
@@ -34,7 +34,7 @@ def denormalise(channel: np.ndarray, mean: float, std: float, keep_zero: bool) -
 
 
 def new_shape(shape: Sequence[int], spacing: Sequence[float], target: Sequence[float]) -> tuple[int, int, int]:
-    """Returns the number of voxels of another spacing over the same extent."""
+    """Returns the number of voxels per direction after a change of spacing."""
     w, d, h = (max(1, round(n * old / new)) for n, old, new in zip(shape, spacing, target))
     return w, d, h
 
@@ -68,7 +68,7 @@ def blend(array: Array, dim: int, below: np.ndarray, above: np.ndarray, weight: 
 
 
 def resample_label(label: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """Returns ``(W, D, H)`` on another grid; each voxel gets the label with most weight, never a new one."""
+    """Returns a label ``(W, D, H)`` on another grid; each voxel gets the label with the largest linear weight."""
     if tuple(shape) == label.shape:
         return label
     best = np.full(tuple(shape), -1, np.float32)

@@ -1,4 +1,4 @@
-"""Augmentation of one tile: what happens to it follows from its seed alone.
+"""Augments a tile; what happens to it depends on its seed alone.
 
 A recipe says how often each step acts and how strongly; a step that does not act costs nothing. First the
 source (a crop that is larger than the tile) is warped or only cropped, then intensities change, then
@@ -28,14 +28,14 @@ INTENSITY_STEPS = ("noise", "blur", "brightness", "contrast", "low_resolution", 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Maps a source and its label to a tile; ``augment`` makes one by name."""
+    """Makes a tile of a source (a larger crop) and its label; ``augment`` builds one by name."""
 
     recipe: Recipe
     tile_size: Size
     synthesis: TumourSynthesis | None = None
     order: int = 1  # of the image's interpolation
     outside_label: int = 0
-    keep_background: bool = False  # voxels that are 0 in all channels stay so
+    keep_background: bool = False  # voxels that are 0 in all channels stay 0
 
     def __post_init__(self) -> None:
         if len(self.tile_size) not in (2, 3) or min(self.tile_size) < 1:
@@ -48,7 +48,7 @@ class Augmentation:
 
     @property
     def source_size(self) -> Size:
-        """Returns the largest crop that a tile is made of; voxels beyond it count as outside."""
+        """Returns the size of the largest crop that a tile may need; voxels beyond it count as outside."""
         turn, scale = self.recipe.rotation, self.recipe.scaling
         if not (turn.probability or scale.probability or self.recipe.elastic.probability):
             return self.tile_size
@@ -56,7 +56,7 @@ class Augmentation:
         return rotated_size(self.tile_size, degrees, 0.85)  # nnU-Net's bound: rare corners are cut
 
     def needed_size(self, seed: int) -> Size:
-        """Returns the crop that this seed's tile is made of, often no more than the tile."""
+        """Returns the size of the crop that the tile of this seed needs, often the tile itself."""
         draws = self._draws(seed)
         if "synthesis" in draws:
             return self.source_size
@@ -67,7 +67,7 @@ class Augmentation:
         return tuple(self._draws(seed))
 
     def __call__(self, image: Image, label: Label, seed: int | np.random.Generator) -> tuple[Image, Label]:
-        """Returns the tile in the middle of a source of ``source_size`` or, the same, of ``needed_size``."""
+        """Returns the tile in the middle of a source; ``source_size`` and ``needed_size`` give the same tile."""
         if image.shape[1:] != label.shape or any(n < t for n, t in zip(label.shape, self.tile_size)):
             raise ValueError(
                 f"a tile {self.tile_size} needs image and label of that size or larger, "
@@ -102,7 +102,7 @@ class Augmentation:
                 yield field.name, chance
 
     def _draws(self, seed: int) -> dict[str, np.random.Generator]:
-        """Returns the steps that act, each with randomness of its own: none shifts another's."""
+        """Returns the steps that act, each with a generator of its own, so that no step shifts another's draws."""
         rng = np.random.default_rng(seed)
         steps = [("synthesis", self.synthesis.probability if self.synthesis else 0.0)]
         for name, chance in self._chances():
@@ -114,7 +114,7 @@ class Augmentation:
         }
 
     def _warp(self, draws: dict[str, np.random.Generator]) -> Warp | None:
-        """Returns the drawn deformation, None if the tile is a mere crop."""
+        """Returns the drawn deformation; None if the tile is only cropped."""
         dims, matrix, offsets = len(self.tile_size), np.eye(len(self.tile_size)), None
         if not {"rotation", "scaling", "elastic"} & draws.keys():
             return None
@@ -169,7 +169,7 @@ def augment(
 
 
 def _crop(image: Image, label: Label, size: Size) -> tuple[Image, Label]:
-    """Returns the middle, at most ``size``; what is cut is of one parity, so the middle stays the middle."""
+    """Returns the middle, at most ``size``; an even number of voxels is cut off, so that the centre stays."""
     size = tuple(min(s, n - (n - s) % 2) for s, n in zip(size, label.shape))
     middle = tuple(slice((n - s) // 2, (n - s) // 2 + s) for s, n in zip(size, label.shape))
     return image[(slice(None), *middle)], label[middle]
@@ -183,7 +183,7 @@ def _around_one(rng: np.random.Generator, chance: Chance) -> float:
 
 
 def _lower_resolution(image: Image, chance: Chance, rng: np.random.Generator) -> None:
-    """Replaces channels by what is left of them after nearest down- and linear upsampling."""
+    """Replaces channels by themselves after nearest downsampling and linear upsampling."""
     for channel in image:
         if rng.random() < 0.5:
             zoom = rng.uniform(chance.low, chance.high)
@@ -209,7 +209,7 @@ def _transform(name: str, strength: tuple[float, float]) -> Any:
 
 @contextlib.contextmanager
 def _global_seed(seed: int) -> Iterator[None]:
-    """Seeds the global generators that batchgenerators draws from, and gives them back as they were."""
+    """Seeds the global generators that batchgenerators draws from, and restores their states afterwards."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     np.random.seed(seed)
     random.seed(seed)

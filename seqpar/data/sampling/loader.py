@@ -1,4 +1,4 @@
-"""This rank's parts of tiles that a sequence group prepares together: each tile is read and augmented once.
+"""Loads this rank's parts of tiles; the ranks of a sequence group share the work, each tile is prepared once.
 
 Micro-batch m of data index d holds the samples (m D + d) B + p, p < B, of its step: the global batch D B A is the
 same tiles however it is spread. A group's tiles are numbered over all steps, t; rank t % size prepares tile t.
@@ -37,7 +37,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class _Preparation:
-    """Draws a tile and packs it into a slot."""
+    """The workers' task: draws a tile and packs it into a slot."""
 
     source: TileSource
     packing: Packing
@@ -50,10 +50,14 @@ class _Preparation:
 
 
 class Loader:
-    """An iterator over the micro-batches of ``steps``, in order; a context manager that ends the workers.
+    """An iterator over micro-batches, in order; a context manager that ends its workers.
 
-    ``batch``: tiles of a sequence group in a micro-batch; ``accumulate``: micro-batches of a step; ``workers``: of
-    this rank, 0 prepares in this process with the same result; ``prefetch``: tiles each worker has ready or at work.
+    layout: how a tile is cut into the parts of the ranks.
+    batch: tiles per sequence group in a micro-batch.
+    steps: the steps to load, as a range.
+    accumulate: micro-batches per step.
+    workers: processes of this rank; 0 prepares in this process, with the same result.
+    prefetch: tiles that each worker prepares ahead.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class Loader:
         return self.mesh.data.size * self.batch * self.accumulate
 
     def __len__(self) -> int:
-        """Returns how many micro-batches there are from here on."""
+        """Returns how many micro-batches are left."""
         return len(self.steps) * self.accumulate - self._at
 
     def __iter__(self) -> "Loader":
@@ -113,7 +117,7 @@ class Loader:
         return MicroBatch(step, image, label, samples, cases, wait_s)
 
     def close(self) -> None:
-        """Ends the workers; what is prepared ahead is lost."""
+        """Ends the workers; drops what they prepared ahead."""
         self._at = len(self.steps) * self.accumulate
         self._pool.close()
 
@@ -124,7 +128,7 @@ class Loader:
         self.close()
 
     def _keys(self, step: int, micro: int) -> list[TileKey]:
-        """Returns the tiles of the group's micro-batch."""
+        """Returns the keys of the tiles in the group's micro-batch."""
         first = (micro * self.mesh.data.size + self.mesh.data.index) * self.batch
         return [TileKey(self.seed, step, first + p) for p in range(self.batch)]
 
@@ -141,7 +145,7 @@ class Loader:
                         yield key
 
     def _prepare(self, preparers: list[int]) -> tuple[Tensor, float]:
-        """Returns this rank's rows of all tiles ``b n/s bytes``, and the seconds that training waited for them."""
+        """Returns this rank's rows ``b n/s bytes`` of all tiles, and the seconds that ranks waited for workers."""
         tiles: list[Tensor] = []  # n bytes, tokens in the order of their owners
         fault, waited = None, 0.0
         for _ in range(preparers.count(self.mesh.seq.index)):
@@ -163,7 +167,7 @@ class Loader:
         return rows.pin_memory().to(self.mesh.device, non_blocking=True)
 
     def _agree(self, fault: Fault | None, waited: float) -> float:
-        """Returns the longest wait of all ranks; if any has a fault, all raise the first one's."""
+        """Returns the longest wait of all ranks; if any rank has a fault, all raise that of the first one."""
         world = self.mesh.world
         failed, wait_us = agree_all((fault is not None, round(waited * 1e6)), world)
         if failed:
@@ -173,13 +177,13 @@ class Loader:
         return wait_us / 1e6
 
     def _exchange(self, tiles: list[Tensor], preparers: list[int]) -> Tensor:
-        """Returns this rank's rows of all tiles ``b n/s bytes`` of those that it prepared: one all-to-all."""
+        """Returns this rank's rows ``b n/s bytes`` of all tiles, given those that it prepared, by one all-to-all."""
         group, counts = self.mesh.seq, self.layout.counts
         mine = counts[group.index]
         pieces = [tile.split(counts) for tile in tiles]
         rows = [piece[rank] for rank in range(group.size) for piece in pieces]
         nothing = torch.empty((0, self.packing.row_bytes), dtype=torch.uint8, device=self.mesh.device)
-        got = exchange_rows(
+        received = exchange_rows(
             torch.cat(rows or [nothing]),
             group,
             [len(tiles) * count for count in counts],
@@ -187,13 +191,13 @@ class Loader:
             "tiles",
         ).view(len(preparers), mine, self.packing.row_bytes)
         if preparers == sorted(preparers):
-            return got
-        came = sorted(range(len(preparers)), key=preparers.__getitem__)  # tiles in the order in which they lie
-        return torch.stack([got[came.index(p)] for p in range(len(preparers))])
+            return received
+        arrival = sorted(range(len(preparers)), key=preparers.__getitem__)  # tiles in the order in which they lie
+        return torch.stack([received[arrival.index(p)] for p in range(len(preparers))])
 
 
 def start_method(device: torch.device) -> str:
-    """Returns how workers start: a fork of a process that uses a GPU is not safe."""
+    """Returns how workers start; a process that uses a GPU must not be forked."""
     return "fork" if device.type == "cpu" else "forkserver"
 
 
@@ -208,7 +212,7 @@ def _check(
     prefetch: int,
     seed: int,
 ) -> None:
-    """Refuses, on all ranks alike, what cannot be loaded."""
+    """Raises ValueError, on all ranks alike, for arguments that do not fit."""
     for name, value, least in (
         ("batch", batch, 1), ("accumulate", accumulate, 1), ("workers", workers, 0), ("prefetch", prefetch, 1),
         ("seed", seed, 0),

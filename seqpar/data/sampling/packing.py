@@ -1,4 +1,4 @@
-"""A tile as rows of bytes, one a token, owner after owner: what one message can carry, cut and typed again.
+"""Packs a tile as rows of bytes, one per token, owner after owner, so that one message carries image and label.
 
 Legend: b tiles, c channels, n tokens, p voxels of a patch along one direction; ``n/s`` the tokens of one rank.
 """
@@ -34,7 +34,7 @@ class Packing:
 
     @property
     def row_bytes(self) -> int:
-        return self.image_bytes + -(-self.label_bytes // 4) * 4  # so that every row begins where a float32 may
+        return self.image_bytes + -(-self.label_bytes // 4) * 4  # aligned: every row starts at a multiple of 4
 
     @property
     def tile_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Drawing of tiles: tile j of step i follows from (seed, i, j) alone, whoever draws it, and where and when.
+"""Draws tiles: tile j of step i depends on (seed, i, j) alone, whichever process draws it and when.
 
 Legend: c channels, W D H voxels.
 """
@@ -21,7 +21,7 @@ FOREGROUND = 1 / 3  # nnU-Net's 33 % rule
 
 
 class CaseArrays(Protocol):
-    """A prepared case, its arrays mapped where they are asked for."""
+    """A prepared case, whose arrays are mapped on access."""
 
     @property
     def id(self) -> str: ...
@@ -34,7 +34,7 @@ class CaseArrays(Protocol):
 
 
 class Augmenting(Protocol):
-    """Makes a tile of a crop that is centred on it; what happens follows from the seed alone."""
+    """Makes a tile of a crop that is centred on it; the result depends on crop and seed alone."""
 
     @property
     def tile_size(self) -> tuple[int, ...]: ...
@@ -58,7 +58,7 @@ class TileKey(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a sequence group shares: image ``c W D H`` float32, label ``W D H`` class ids."""
+    """A tile: image ``c W D H`` float32, label ``W D H`` class ids."""
 
     image: np.ndarray
     label: np.ndarray
@@ -66,7 +66,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class TileSource:
-    """Where tiles come from; holds no open file, so that it can be sent to a worker.
+    """Draws tiles from cases; holds no open file, so that it can be sent to a worker.
 
     A case is drawn uniformly; with probability ``foreground`` a class of those in the case, then one of its stored
     voxels as the tile's centre; otherwise, and where a case has no foreground, a uniform position.
@@ -115,11 +115,11 @@ class TileSource:
         return np.dtype(np.uint8 if self.num_values <= 256 else np.int16)
 
     def case_of(self, key: TileKey) -> str:
-        """Returns the id of the case that the tile is cut from; reads nothing."""
+        """Returns the id of the case that the tile is cut from, without reading it."""
         return self._choose(np.random.default_rng(key.seeds()[0])).id
 
     def draw(self, key: TileKey) -> Tile:
-        """Returns the tile; what is wrong with its case is a DataError that names it."""
+        """Returns the tile; raises DataError with the case's id if its files cannot be used."""
         place_seed, augmentation_seed, global_seed = key.seeds()
         rng = np.random.default_rng(place_seed)
         case = self._choose(rng)
@@ -127,10 +127,10 @@ class TileSource:
             with _seeded(global_seed):
                 return self._cut(case, rng, augmentation_seed)
         except DataError as fault:
-            raise DataError(fault.path, f"{fault.problem} ({_asked(case, key)})") from fault
+            raise DataError(fault.path, f"{fault.problem} ({_which_tile(case, key)})") from fault
         except OSError as error:
             path = error.filename or f"case {case.id}"
-            raise DataError(path, f"cannot be read ({error.strerror or error}; {_asked(case, key)})") from error
+            raise DataError(path, f"cannot be read ({error.strerror or error}; {_which_tile(case, key)})") from error
 
     def _choose(self, rng: np.random.Generator) -> CaseArrays:
         return self.cases[int(rng.integers(len(self.cases)))]
@@ -151,7 +151,7 @@ class TileSource:
         return Tile(np.ascontiguousarray(image, np.float32), np.ascontiguousarray(label, self.label_dtype))
 
     def _place(self, case: CaseArrays, shape: tuple[int, ...], rng: np.random.Generator) -> list[int]:
-        """Returns the tile's first voxel; as in nnU-Net, only the lower bound holds back a tile with foreground."""
+        """Returns the tile's first voxel; as in nnU-Net, a tile centred on foreground keeps to the lower bound only."""
         bounds = [position_bounds(n, t) for n, t in zip(shape, self.tile_size)]
         if rng.random() < self.foreground:
             locations = {name: rows for name, rows in sorted(case.locations.items()) if len(rows)}
@@ -163,18 +163,18 @@ class TileSource:
 
 
 def position_bounds(extent: int, tile: int) -> tuple[int, int]:
-    """Returns the least and the greatest first voxel of a tile; a case that is smaller lies in its middle."""
+    """Returns the smallest and largest first voxel of a tile along one direction; a smaller case is centred in it."""
     lacking = max(0, tile - extent)
     return -((lacking + 1) // 2), max(0, extent - tile) - lacking // 2
 
 
-def _asked(case: CaseArrays, key: TileKey) -> str:
+def _which_tile(case: CaseArrays, key: TileKey) -> str:
     return f"case {case.id}, for sample {key.sample} of step {key.step}"
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seeds the global generators, in case a transform draws from them, and gives them back as they were."""
+    """Seeds the global generators for transforms that draw from them, and restores their states afterwards."""
     numpy_state, python_state, torch_state = np.random.get_state(), random.getstate(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)

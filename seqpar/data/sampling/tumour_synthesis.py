@@ -1,4 +1,4 @@
-"""Synthetic tumours after Hou et al.: the real lesion's contrast is taken away and put elsewhere."""
+"""Synthetic tumours after Hou et al.: removes the real lesion's contrast and adds it elsewhere."""
 
 import re
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class TumourSynthesis:
     def __call__(
         self, image: NDArray[np.float32], label: NDArray[Any], rng: np.random.Generator
     ) -> tuple[NDArray[np.float32], NDArray[Any]]:
-        """Returns the changed copies, or the same arrays where a lesion or healthy tissue is missing."""
+        """Returns changed copies, or the same arrays if lesion or healthy tissue is missing."""
         real, healthy = np.isin(label, self.lesion), np.isin(label, self.healthy)
         if 0 in self.healthy:
             healthy &= image.any(0)
@@ -90,7 +90,7 @@ class TumourSynthesis:
         return synthesis
 
     def _region(self, rng: np.random.Generator, size: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Returns the lowest voxels of smooth noise, a share of all that is drawn too."""
+        """Returns the mask of a fake lesion: the lowest voxels of smooth noise, a drawn share of all."""
         share = np.clip(rng.normal(0.01, 0.01) + rng.normal(0, 0.05), self.smallest, self.smallest + 0.2)
         block = _block(size)
         coarse = [max(1, n // block) for n in size]

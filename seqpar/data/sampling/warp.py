@@ -1,4 +1,4 @@
-"""Rotation, scaling and elastic deformation of a tile, in one resampling or none.
+"""Rotates, scales and deforms a tile, in one resampling.
 
 A warp maps a voxel of the tile, counted from the tile's middle, to a place in the source, counted from the
 source's middle, both in voxels.

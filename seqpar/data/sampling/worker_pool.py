@@ -1,6 +1,6 @@
-"""Work in order, ahead of need, in processes that never outlive this one and whose death is an answer too.
+"""Runs tasks ahead of need in processes; they never outlive this one, and a killed one is reported as a fault.
 
-Results lie in memory that all share, not in pipes: a worker prepares ahead while nobody reads.
+Results lie in shared memory, not in pipes, so that workers prepare ahead while nobody reads.
 """
 
 import mmap
@@ -34,14 +34,14 @@ _PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 class Work(Protocol[Consumed]):
-    """What workers do: fills ``slot``, bytes, with the task's result."""
+    """What workers do: writes the result of a task into ``slot``, as bytes."""
 
     def __call__(self, task: Consumed, slot: Tensor) -> None: ...
     def describe(self, task: Consumed) -> str: ...
 
 
 class Fault(NamedTuple):
-    """What was wrong with a task, as plain text that can travel."""
+    """Why a task failed, as text that can be sent between processes."""
 
     kind: str  # data, memory or crash
     path: str
@@ -49,7 +49,7 @@ class Fault(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception, what: str) -> "Fault":
-        """Returns the fault that an exception is."""
+        """Returns the fault of an exception."""
         if isinstance(error, DataError):
             return cls("data", error.path, error.problem)
         if isinstance(error, MemoryError):
@@ -58,7 +58,7 @@ class Fault(NamedTuple):
 
     @classmethod
     def of_exit(cls, code: int | None, what: str) -> "Fault":
-        """Returns the fault of a worker that ended with ``code`` at its work."""
+        """Returns the fault of a worker process that ended with ``code``."""
         if code == -signal.SIGKILL:
             return cls("memory", "", f"a worker was killed at {what}, as happens when memory runs out: {_MEMORY}")
         if code == -signal.SIGBUS:
@@ -67,7 +67,7 @@ class Fault(NamedTuple):
         return cls("crash", "", f"a worker ended with exit code {code} at {what}")
 
     def error(self, where: str) -> Exception:
-        """Returns the exception; data is the same everywhere, all else happened somewhere."""
+        """Returns the fault as an exception; it names ``where`` unless the data is at fault."""
         if self.kind == "data":
             return DataError(self.path, self.text)
         return (MemoryError if self.kind == "memory" else RuntimeError)(f"{where}: {self.text}")
@@ -77,7 +77,7 @@ _MEMORY = "use fewer --workers, or ask for more memory"
 
 
 class Slots:
-    """``count`` times ``size`` bytes that processes share; gone with the last of them, whatever ended it."""
+    """Memory that processes share: ``count`` slots of ``size`` bytes, freed when the last process ends."""
 
     def __init__(self, count: int, size: int, fd: int | None = None) -> None:
         if fd is None:
@@ -102,9 +102,14 @@ def _attach(fd: Any, count: int, size: int) -> Slots:
 
 
 class Pool(Generic[Task]):
-    """Results of tasks in their order; ``workers`` processes keep up to ``depth`` each ready, none works inline.
+    """Yields the results of tasks in order, prepared ahead by worker processes.
 
-    Task k is worker k % workers' and lies in slot k % slots, so that nothing depends on who is faster.
+    Worker k % workers does task k and writes it into slot k % slots: nothing depends on which worker is faster.
+
+    size: bytes of a result.
+    workers: processes; 0 works in this one.
+    depth: results that each worker prepares ahead.
+    method: how processes start, as in multiprocessing.
     """
 
     def __init__(
@@ -121,7 +126,7 @@ class Pool(Generic[Task]):
             self._send(number)
 
     def take(self) -> Tensor | Fault:
-        """Returns the next task's result, bytes that are whole until ``release``, or what was wrong with it."""
+        """Returns the next result, bytes that stay valid until ``release``, or why the task failed."""
         slot = self._slots[self._taken]
         if not self._staff:
             return attempt(self._work, next(self._tasks), slot) or slot
@@ -129,7 +134,7 @@ class Pool(Generic[Task]):
         return worker.answer(self._work.describe(self._sent[self._taken])) or slot
 
     def release(self) -> None:
-        """Gives the slot of the last result to the task that is next in it."""
+        """Frees the slot of the last result for the next task."""
         if self._staff:
             del self._sent[self._taken]
             self._send(self._taken + self._slots.count)
@@ -191,7 +196,7 @@ def _stop(staff: list[_Worker]) -> None:
 
 
 def attempt(work: Work[Task], task: Task, slot: Tensor) -> Fault | None:
-    """Returns what went wrong with a task, None if its result is in ``slot``."""
+    """Runs a task; returns why it failed, or None if its result is in ``slot``."""
     try:
         work(task, slot)
     except Exception as error:
@@ -200,7 +205,7 @@ def attempt(work: Work[Task], task: Task, slot: Tensor) -> Fault | None:
 
 
 def _serve(pipe: Connection, work: Work[Any], slots: Slots, parent: int | None) -> None:
-    """Answers tasks until the process at the other end is gone; ``parent`` is its id if we are its fork."""
+    """Runs the tasks that arrive until the other process is gone; ``parent`` is its id if we are its fork."""
     if parent is not None:
         die_with_parent(parent)
     threading.Thread(target=_watch, args=(pipe.fileno(),), daemon=True).start()
