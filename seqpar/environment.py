@@ -1,7 +1,7 @@
-"""How this process was started: read from the variables of torchrun, Slurm, OpenMPI or PMI. Pure, no torch.
+"""How this process was started, read from the variables of torchrun, Slurm, OpenMPI or PMI; needs no torch.
 
-A Slurm step is known by its own variables: the batch shell and an ``salloc`` shell carry ``SLURM_NTASKS``
-of the whole job, and whoever believes it waits for ranks that nobody started.
+A Slurm step is recognised by its own variables: the batch shell and an ``salloc`` shell carry ``SLURM_NTASKS``
+of the whole job, and a process that believed it would wait for ranks that nobody started.
 """
 
 import os
@@ -15,7 +15,7 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, interactive and extern steps are numbe
 
 @dataclass(frozen=True)
 class Launcher:
-    """This process's place among its siblings, and where they meet."""
+    """Who started this process, its rank, and where all ranks meet."""
 
     by: str
     rank: int = 0
@@ -28,12 +28,12 @@ class Launcher:
     agent_store: bool = False  # torchrun's agent already listens at address:port
     attempt: int = 0
     warning: str = ""
-    host: str = ""  # this node's name, where the launcher has one of its own for it
-    job: str = ""  # what tells these processes from another job's that meets at the same port
+    host: str = ""  # the launcher's own name for this node, if it has one
+    job: str = ""  # tells these processes from those of another job that meets at the same port
 
 
 def read_launcher(env: Mapping[str, str]) -> Launcher:
-    """Returns how this process was started; torchrun's variables win over a Slurm step's, those over MPI's.
+    """Returns how this process was started; torchrun's variables win over a Slurm step's, and those over MPI's.
 
     Inside Slurm, ``mpirun`` starts its daemons with srun, and their step's numbers reach the ranks: where MPI
     counts otherwise than the step, MPI is right.
@@ -121,8 +121,7 @@ def _from_mpi(
             f"{world} ranks on several nodes were started by {by}, which does not say where they meet: "
             "export MASTER_ADDR=<host of rank 0> (and MASTER_PORT), or start with srun or torchrun"
         )
-    told = [env[name] for name in (*_MPI_JOBS, "SLURM_JOB_ID") if env.get(name)]
-    job = "".join(told[:1])
+    job = next((env[name] for name in (*_MPI_JOBS, "SLURM_JOB_ID") if env.get(name)), "")
     return Launcher(
         by,
         rank,
@@ -153,18 +152,18 @@ def _absent_srun(env: Mapping[str, str]) -> str:
 
 
 def flight_recorder(env: Mapping[str, str], folder: str, torch_version: str) -> dict[str, str]:
-    """Returns what makes NCCL write its last collectives into a folder when one times out, where env does not say.
+    """Returns the variables, of those that ``env`` does not set, with which NCCL records its last collectives.
 
-    Read them with ``python -m torch.distributed.flight_recorder.fr_trace``. Two of the variables were renamed, and
-    newer torch warns of the old names.
+    It writes them into ``folder`` when one times out; ``python -m torch.distributed.flight_recorder.fr_trace`` reads
+    them. Two of the variables were renamed, and newer torch warns of the old names.
     """
     major, minor = (int(piece) for piece in torch_version.split(".")[:2])
     renamed = (major, minor) >= (2, 9)
-    wanted = {("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000", ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1"}
+    settings = {("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000", ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1"}
     if folder:
-        place = os.path.join(os.path.abspath(folder), "flight_rank_")
-        wanted["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = place
-    unset = {names: value for names, value in wanted.items() if not any(name in env for name in names)}
+        prefix = os.path.join(os.path.abspath(folder), "flight_rank_")
+        settings["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = prefix
+    unset = {names: value for names, value in settings.items() if not any(name in env for name in names)}
     return {name: value for names, value in unset.items() for name in (names[:1] if renamed else names)}
 
 

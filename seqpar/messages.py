@@ -1,4 +1,4 @@
-"""Point-to-point messages under way, counted."""
+"""Point-to-point messages: posted, counted in bytes, and waited for."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class Pending:
-    """Messages under way; keeps their tensors alive until ``wait``."""
+    """Messages that were posted; keeps their tensors alive until ``wait``."""
 
     def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor], watch: Watch | None = None) -> None:
         self._works, self._tensors, self._watch = works, tensors, watch
@@ -29,7 +29,10 @@ class Pending:
 
 
 class Coming(Generic[Result]):
-    """A result under way: what ``finish`` makes once ``pending`` has arrived. It is handed out once, and let go."""
+    """A result whose messages are still to arrive; ``wait`` may be called once.
+
+    ``finish``: makes the result when ``pending`` has arrived; dropped then, with the tensors that it holds.
+    """
 
     def __init__(self, pending: Pending, finish: Callable[[], Result]) -> None:
         self._pending, self._finish = pending, finish
@@ -42,29 +45,36 @@ class Coming(Generic[Result]):
 
 
 def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Group, kind: str) -> Pending:
-    """Returns the messages to and from other places of ``group``; empty ones are left out on both sides."""
-    going = [(q, t) for q, t in sends.items() if t.numel()]
-    coming = [(q, t) for q, t in receives.items() if t.numel()]
-    assert all(t.is_contiguous() for _, t in going + coming)
-    group.count(kind, sum(t.numel() * t.element_size() for _, t in going), len(going))
-    if any(t.is_meta for _, t in going + coming):
+    """Starts messages to and from other places of ``group``, one each way for each pair.
+
+    ``sends``: by place, what goes there. ``receives``: by place, the tensor that what comes from there fills.
+    Empty tensors are left out on both sides. ``kind``: under which name the bytes are counted.
+    """
+    outgoing = [(q, t) for q, t in sends.items() if t.numel()]
+    incoming = [(q, t) for q, t in receives.items() if t.numel()]
+    assert all(t.is_contiguous() for _, t in outgoing + incoming)
+    group.count(kind, sum(t.numel() * t.element_size() for _, t in outgoing), len(outgoing))
+    if any(t.is_meta for _, t in outgoing + incoming):
         return Pending((), ())
     place = group.places or range(group.size)
-    ops = [dist.P2POp(dist.isend, t, group=group.handle, group_peer=place[q]) for q, t in going]
-    ops += [dist.P2POp(dist.irecv, t, group=group.handle, group_peer=place[q]) for q, t in coming]
+    ops = [dist.P2POp(dist.isend, t, group=group.handle, group_peer=place[q]) for q, t in outgoing]
+    ops += [dist.P2POp(dist.irecv, t, group=group.handle, group_peer=place[q]) for q, t in incoming]
     group.watch.enter(kind, group)
     if group.watch.check:
-        told = [{group.ranks[q]: f"{kind} of {t.numel()} {t.dtype}" for q, t in side} for side in (going, coming)]
-        group.watch.announce(group.name, *told)
-    return Pending(dist.batch_isend_irecv(ops) if ops else (), [t for _, t in going + coming], group.watch)
+        described_sides = (
+            {group.ranks[q]: f"{kind} of {t.numel()} {t.dtype}" for q, t in side} for side in (outgoing, incoming)
+        )
+        group.watch.announce(group.name, *described_sides)
+    return Pending(dist.batch_isend_irecv(ops) if ops else (), [t for _, t in outgoing + incoming], group.watch)
 
 
 def expect(kind: str, group: Group, what: str = "") -> None:
-    """Notes that all ranks of the group now enter something together; where they are checked, that they do."""
+    """Notes that this rank enters a collective; where collectives are checked, raises unless all ranks enter it."""
     group.watch.enter(kind, group)
     if group.watch.check and group.size > 1:
         group.watch.compare(group.name, group.ranks, f"{kind} {what}".strip())
 
 
 def described(x: Tensor) -> str:
+    """Returns a tensor's shape and type in words."""
     return f"of {' x '.join(map(str, x.shape)) or 'a number'} {x.dtype}"

@@ -1,4 +1,4 @@
-"""Tensors without data ("meta") stand for ones on some device, so that what a network would do there can be counted."""
+"""Tensors without data ("meta") in place of ones on a device, so that what a network does there can be counted."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +14,7 @@ _casts = ContextVar[AbstractContextManager[Any] | None]("casts", default=None)
 
 @contextmanager
 def standing_for(device_type: str) -> Iterator[None]:
-    """Lets tensors without data stand for ones on such a device."""
+    """Lets tensors without data stand for ones on a device of that kind, such as cuda."""
     before = _stood_for.set(device_type)
     try:
         yield
@@ -24,7 +24,7 @@ def standing_for(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def casting_again(casts: AbstractContextManager[Any]) -> Iterator[None]:
-    """Lets what is computed here be cast, and cast alike where backward computes it again."""
+    """Enters ``casts`` here, and again where backward recomputes what was computed here."""
     before = _casts.set(casts)
     try:
         with casts:
@@ -34,7 +34,10 @@ def casting_again(casts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def around_checkpoint() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Returns what torch's checkpoint enters forward, and in backward, where it restores autocast, but no mode."""
+    """Returns the contexts that torch's checkpoint enters in forward and in recomputation.
+
+    It restores autocast by itself, but no other mode, such as that of ``casting_again``.
+    """
     return nullcontext(), _casts.get() or nullcontext()
 
 
@@ -44,9 +47,9 @@ def device_type(x: Tensor) -> str:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Returns the precision that autocast asks for where ``x`` lies, None where it asks for none, as for float64.
+    """Returns the type that autocast gives ``x``, None where it gives none, as to float64.
 
-    Tensors without data, for which torch knows no autocast, follow the CPU's.
+    Tensors without data, for which torch has no autocast, follow the CPU's.
     """
     if x.dtype == torch.float64:
         return None
