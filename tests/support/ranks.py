@@ -1,6 +1,7 @@
 """A function on n forked gloo ranks; what "equal" means here."""
 
 import faulthandler
+import functools
 import io
 import multiprocessing
 import os
@@ -84,6 +85,18 @@ def _collect(world: int, readers: list[Connection], deadline: float) -> list:
                 raise RanksFailed(f"rank {rank} of {world} raised:\n{letter}")
             results[rank] = torch.load(io.BytesIO(letter), weights_only=False)
     return [results[rank] for rank in range(world)]
+
+
+def once_per_world(*checks: Callable[[Mesh], Any]) -> Callable[[int], list[dict[str, Any]]]:
+    """Returns a function from a number of ranks to what each rank's checks return there, by their names.
+
+    All of them run in one start: tests that show one fact each may look up their own.
+    """
+
+    def run(mesh: Mesh) -> dict[str, Any]:
+        return {check.__name__: check(mesh) for check in checks}
+
+    return functools.cache(lambda world: run_ranks(world, run))
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
