@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from seqpar.consensus import agree, broadcast_text, gather_texts
 from seqpar.mesh import Mesh
 from seqpar.watchdog import Watch, Whereabouts, judge, place_of, these
 from tests.house.test_floors import OWNERS, modules
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import RanksFailed, run_ranks, started_ranks
 
 LIMIT_S = 3.0
 STOPPED_S = 6.0  # a tenth of it is the time that a busy machine may take to name who stopped
@@ -51,18 +52,31 @@ def work_until_one_stops(mesh: Mesh, kind: str, stop: Callable[[], None]) -> Non
         raise RuntimeError(f"FOUND {mesh.world.watch.finding} BY {str(error).splitlines()[0]}") from None
 
 
+@pytest.fixture(scope="module")
+def results() -> Iterator[dict[str, Callable[[], list]]]:
+    """All that lasts as long as a limit, side by side: it sleeps, and takes hardly any processor."""
+    works: dict[str, tuple[Any, ...]] = {
+        "messages": (work_until_one_stops, "messages", lambda: time.sleep(50)),
+        "sums": (work_until_one_stops, "sums", lambda: time.sleep(50)),
+        "frozen": (work_until_one_stops, "sums", freeze),
+        "slow": (be_slow,),
+    }
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(started_ranks(3, *work, timeout=25)) for name, work in works.items()}
+
+
 @pytest.mark.parametrize("kind", ["messages", "sums"])
-def test_a_rank_that_stops_after_the_first_step_is_named_within_the_short_limit(kind: str) -> None:
+def test_a_rank_that_stops_after_the_first_step_is_named_within_the_short_limit(kind: str, results: dict) -> None:
     """The start's limit is 60 s here, which gloo's messages would keep."""
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(3, work_until_one_stops, kind, lambda: time.sleep(50), timeout=25)
+        results[kind]()
     text = str(caught.value)
     assert re.search(r"FOUND .*\brank 2 \(.* stays at .*, while for 4 s others have waited.*Timed out", text), text
 
 
-def test_a_process_that_is_frozen_is_named() -> None:
+def test_a_process_that_is_frozen_is_named(results: dict) -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(3, work_until_one_stops, "sums", freeze, timeout=25)
+        results["frozen"]()
     assert re.search(r"FOUND .*\brank 2 \([^ ]* does not answer", str(caught.value))
 
 
@@ -78,8 +92,8 @@ def be_slow(mesh: Mesh) -> list[str]:
     return heard
 
 
-def test_slow_ranks_and_long_computations_are_not_taken_for_a_hang(ranks: Callable[..., list]) -> None:
-    assert ranks(3, be_slow) == [[], [], []]
+def test_slow_ranks_and_long_computations_are_not_taken_for_a_hang(results: dict) -> None:
+    assert results["slow"]() == [[], [], []]
 
 
 def test_a_rank_waits_as_long_as_a_block_of_waiting_is_open() -> None:
@@ -216,7 +230,7 @@ def test_checked_collectives_name_the_rank_that_differs(fault: str) -> None:
 def test_unchecked_ones_say_nothing_or_die(fault: str) -> None:
     """The control: gloo adds what does not fit, or ends the process that gets more than it expects."""
     try:
-        found = str(run_ranks(3, differ, fault, False, timeout=3))
+        found = str(run_ranks(3, differ, fault, False, timeout=2))
     except RanksFailed as error:
         found = str(error)
     assert "OutOfStep" not in found and "rank 2 expects" not in found and "rank 2 sends" not in found

@@ -47,7 +47,7 @@ def test_a_rank_that_raises_fails_the_test_at_once_with_its_name_and_traceback()
 
 
 def test_a_rank_that_never_arrives_is_killed_and_named() -> None:
-    message, seconds = failure_of(stay_away, timeout=6)
+    message, seconds = failure_of(stay_away, timeout=3)
     assert "did not end in time" in message and "2" in message and seconds < 20
 
 
@@ -65,7 +65,7 @@ def test_missing_ranks_are_named_at_the_start(tmp_path: object) -> None:
 def silent_group(mesh: Mesh, folder: str) -> str:
     store = dist.FileStore(f"{folder}/store", 2)
     if mesh.seq.index == 1:
-        time.sleep(3)
+        time.sleep(2)
         return ""
     try:
         warm_up(Group("seq", (4, 5), 0, mesh.seq.handle), store, torch.device("cpu"), 1.0)

@@ -9,7 +9,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,15 @@ def _child(rank: int, world: int, seqpar: int, folder: str, answer: Connection, 
 
 def run_ranks(world: int, work: Callable[..., Any], *args: Any, seqpar: int | None = None, timeout: float = 60) -> list:
     """Returns ``work(mesh, *args)`` of each rank; the first failure ends all, a hang is killed and named."""
+    with started_ranks(world, work, *args, seqpar=seqpar, timeout=timeout) as results:
+        return results()
+
+
+@contextmanager
+def started_ranks(
+    world: int, work: Callable[..., Any], *args: Any, seqpar: int | None = None, timeout: float = 60
+) -> Iterator[Callable[[], list]]:
+    """Starts ``work`` on each rank and yields what waits for the results, so that several may run side by side."""
     with tempfile.TemporaryDirectory() as folder:
         pipes = [FORK.Pipe(duplex=False) for _ in range(world)]
         children = [  # no daemons: those may not start workers
@@ -60,7 +70,8 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, seqpar: int | No
         for _, sender in pipes:
             sender.close()
         try:
-            return _collect(world, [reader for reader, _ in pipes], time.monotonic() + timeout)
+            deadline = time.monotonic() + timeout
+            yield lambda: _collect(world, [reader for reader, _ in pipes], deadline)
         finally:
             for child in children:
                 child.kill()
