@@ -1,0 +1,73 @@
+"""Norms on boxes: statistics over all ranks, of one voxel a rank, over the data group too, the same bits everywhere."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqpar.collectives import all_reduce
+from seqpar.mesh import Group, Mesh
+from seqpar.spatial import norms
+from seqpar.spatial.box_grid import BoxGrid
+from tests.support.boxes import apart, box, check_cases, make_case, numbers
+from tests.support.ranks import relative
+
+
+def check_one_voxel(mesh: Mesh) -> tuple[int, int]:
+    edges = (tuple(range(mesh.seq.size + 1)), (0, 1), (0, 1))
+    whole = numbers(1, 2, 3, mesh.seq.size, 1, 1)
+    module = norms.InstanceNorm3d(3, affine=True).double()
+    return check_cases(mesh, [make_case(module, edges, whole, mesh.seq.size)], 1)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_instance_norm_of_one_voxel_on_each_rank(world: int, ranks: Callable[..., list]) -> None:
+    assert ranks(world, check_one_voxel) == [(1, 1)] * world
+
+
+def check_data_norm(mesh: Mesh, spread_out: bool) -> float:
+    """Batch norm over two data ranks, with and without boxes, against one process with the whole batch."""
+    whole, towards = numbers(1, 4, 3, 5, 2, 2).requires_grad_(), numbers(2, 4, 3, 5, 2, 2)
+    alone, ours = norms.BatchNorm3d(3).double(), norms.BatchNorm3d(3, data=mesh.data).double()
+    reference, _ = alone(whole)
+    dx, *dweights = torch.autograd.grad(reference, [whole, *alone.parameters()], towards)
+    grid = BoxGrid(((0, 2, 5), (0, 2), (0, 2)), mesh.seq) if spread_out else None
+    where = (slice(2 * mesh.data.index, 2 * mesh.data.index + 2), *(box(grid) if grid else (...,)))
+    part = whole.detach()[where].clone().requires_grad_()
+    y, after = ours(part, grid)
+    assert after is grid
+    dpart, *dparts = torch.autograd.grad(y, [part, *ours.parameters()], towards[where])
+    sums = [all_reduce(d, mesh.world if grid else mesh.data) for d in dparts]
+    pairs = [(y.detach(), reference.detach()[where]), (dpart, dx[where]), *zip(sums, dweights)]
+    pairs += [(mine.double(), other.double()) for mine, other in zip(ours.buffers(), alone.buffers())]
+    return max(apart(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("spread_out", [True, False])
+def test_batch_norm_over_the_data_group_too(spread_out: bool, ranks: Callable[..., list]) -> None:
+    assert max(ranks(4 if spread_out else 2, check_data_norm, spread_out, seqpar=2 if spread_out else 1)) < 1e-12
+
+
+def check_running(mesh: Mesh) -> list[Tensor]:
+    module = norms.BatchNorm3d(3, momentum=None)
+    grid = BoxGrid(((0, 1, 4, 6), (0, 3), (0, 3)), mesh.seq)
+    for step in range(3):
+        module(numbers(step, 2, 3, 6, 3, 3).float()[box(grid)], grid)
+    module.eval()
+    y, _ = module(torch.ones(1, 3, *grid.sides), grid)
+    return [*module.buffers(), y[:, :, 0, 0, 0]]
+
+
+def test_running_statistics_are_the_same_bits_on_all_ranks(ranks: Callable[..., list]) -> None:
+    first, *others = ranks(3, check_running)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other))
+
+
+@pytest.mark.parametrize("make", [lambda: norms.InstanceNorm3d(2), lambda: norms.GroupNorm(1, 2)])
+def test_statistics_stay_accurate_where_the_mean_is_large(make: Callable[[], nn.Module]) -> None:
+    x = numbers(1, 1, 2, 8, 8, 8).float() + 3e3
+    grid = BoxGrid(((0, 8), (0, 8), (0, 8)), Group("seq"))
+    exact, _ = make().double()(x.double())
+    ours, torchs = (relative(make()(x, s)[0].detach().double(), exact.detach()) for s in (grid, None))
+    assert ours <= 2 * torchs + 1e-6 and ours < 1e-3
