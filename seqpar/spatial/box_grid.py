@@ -1,8 +1,7 @@
-"""How a grid is spread over a group, which interval of it each rank needs for an operation, and how it comes.
+"""A grid of boxes: where a volume is cut, and which box each rank holds.
 
-A dimension of extent L is cut at ``edges`` 0 < ... < L; ranks are the raster over the product of all dimensions'
-intervals, last dimension fastest, as in ``Layout.cuts``. The rules (``reach.py``) give
-the output's edges and each rank's input interval from numbers that all ranks know: they refuse, or not, alike.
+A dimension of extent L is cut at ``edges`` 0 < ... < L. Each rank holds the product of one interval per dimension;
+ranks are numbered in raster order of these products, last dimension fastest, as in ``Layout.cuts``.
 """
 
 import itertools
@@ -20,7 +19,10 @@ from seqpar.mesh import Group
 
 @dataclass(frozen=True)
 class BoxGrid:
-    """The boxes that the ranks of ``group`` hold of a grid: where each spatial dimension is cut."""
+    """The boxes of a volume that the ranks of ``group`` hold.
+
+    ``edges``: where each spatial dimension is cut, from 0 to its extent.
+    """
 
     edges: tuple[Bounds, ...]
     group: Group
@@ -34,12 +36,12 @@ class BoxGrid:
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """Into how many intervals each dimension is cut."""
+        """How many intervals each dimension is cut into."""
         return tuple(len(edges) - 1 for edges in self.edges)
 
     @cached_property
     def extents(self) -> tuple[int, ...]:
-        """The whole grid's extents."""
+        """The extents of the whole volume."""
         return tuple(edges[-1] for edges in self.edges)
 
     @cached_property
@@ -59,16 +61,16 @@ class BoxGrid:
         return tuple(high - low for low, high in self.box)
 
     def line(self, dim: int) -> range:
-        """Returns the places in the group whose boxes differ from this rank's along ``dim`` only, in order."""
+        """Returns, in order along ``dim``, the places in the group whose boxes differ from this rank's in it alone."""
         step = math.prod(self.parts[dim + 1 :])
         first = self.group.index - self.place[dim] * step
         return range(first, first + step * self.parts[dim], step)
 
     def scaled(self, times: int | Sequence[int]) -> "BoxGrid":
-        """Returns the box grid of a grid with ``times`` as many points along each dimension."""
+        """Returns the box grid of a volume with ``times`` as many voxels along each dimension."""
         factors = (times,) * len(self.edges) if isinstance(times, int) else tuple(times)
         return BoxGrid(tuple(tuple(e * f for e in edges) for edges, f in zip(self.edges, factors)), self.group)
 
     def fits(self, x: Tensor) -> bool:
-        """Returns whether ``b c W D H`` holds this rank's box."""
+        """Returns whether ``b c W D H`` has the extents of this rank's box."""
         return x.ndim == len(self.edges) + 2 and tuple(x.shape[2:]) == self.sides

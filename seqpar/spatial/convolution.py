@@ -1,4 +1,4 @@
-"""Convolutions of volumes that are spread over a group; without a box grid they are torch's own.
+"""Convolutions of volumes that are cut into boxes; without a box grid they are torch's own.
 
 Each takes ``(x, grid)`` and returns ``(y, grid of y)``; parameters have torch's names. Legend: b batch, c
 channels, W D H voxels; ``/s`` after the letter that is spread over the group.
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -17,17 +18,17 @@ from seqpar.halo_exchange import Interval
 from seqpar.mesh import Group
 from seqpar.meta_tensors import autocast_dtype
 from seqpar.spatial.box_grid import BoxGrid
-from seqpar.spatial.cpu_convolution import Sizes, convolve, gradients, is_halved
+from seqpar.spatial.cpu_convolution import ConvOptions, convolve, gradients, is_halved
 from seqpar.spatial.halos import Halos
-from seqpar.spatial.memory_format import channels_last, laid_out
+from seqpar.spatial.memory_format import in_format_of, is_channels_last
 from seqpar.spatial.reach import Reach, output_grid, sliding_reach, transposed_reach
 
 
 class Conv3d(nn.Conv3d):
     """A convolution that fetches its halos; any kernel, stride, zero padding, dilation and groups.
 
-    ``keep_window``: keep the box with its halos for backward (the only copy of the input that is kept); if not,
-    the input is kept and its halos are fetched again, which holds no second copy where the input is kept anyway.
+    ``keep_window``: keep the box with its halos for backward. If not, keep the input alone and fetch its halos again:
+    this needs no memory if something else keeps the input anyway.
     """
 
     def __init__(self, *sizes: Any, keep_window: bool = True, **options: Any) -> None:
@@ -37,9 +38,10 @@ class Conv3d(nn.Conv3d):
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its box grid."""
-        if self._is_local() and channels_last(x):
+        if self._is_local() and is_channels_last(x):
             assert grid is None or grid.fits(x), (x.shape, grid.sides)
-            return F.linear(x.movedim(1, -1), self.weight.flatten(1), self.bias).movedim(-1, 1), grid
+            y = F.linear(rearrange(x, "b c w d h -> b w d h c"), self.weight.flatten(1), self.bias)
+            return rearrange(y, "b w d h c -> b c w d h"), grid
         if grid is None:
             return self._whole(x), None
         reaches = [
@@ -47,20 +49,20 @@ class Conv3d(nn.Conv3d):
             for dim, edges in enumerate(grid.edges)
         ]
         padding = tuple(reach.padding for reach in reaches)
-        how = _Convolution(Halos.of(grid, reaches), Sizes.of(self, padding), self.keep_window)
+        how = _Convolution(Halos.of(grid, reaches), ConvOptions.of(self, padding), self.keep_window)
         assert grid.fits(x), (x.shape, grid.sides)
         return _convolve(x, self.weight, self.bias, how), output_grid(grid, reaches)
 
     def _whole(self, x: Tensor) -> Tensor:
-        """Returns the convolution of what is not spread."""
+        """Returns the convolution of a whole volume."""
         pads = [self._pads(dim) for dim in range(3)]
-        sizes = Sizes.of(self, tuple(before for before, _ in pads))
-        if all(before == behind for before, behind in pads) and is_halved(x, self.weight, sizes):
-            return _convolve(x, self.weight, self.bias, _Convolution(Halos(Group("self")), sizes, True))
-        return laid_out(super().forward(x), x)
+        conv_options = ConvOptions.of(self, tuple(before for before, _ in pads))
+        if all(before == behind for before, behind in pads) and is_halved(x, self.weight, conv_options):
+            return _convolve(x, self.weight, self.bias, _Convolution(Halos(Group("self")), conv_options, True))
+        return in_format_of(super().forward(x), x)
 
     def _is_local(self) -> bool:
-        """Returns whether each voxel is multiplied by a matrix, and that is all."""
+        """Returns whether this is a matrix product at each voxel, without neighbours."""
         plain = self.groups == 1 and not any(sum(self._pads(dim)) for dim in range(3))
         return plain and math.prod(self.kernel_size) == 1 == math.prod(self.stride)
 
@@ -75,7 +77,7 @@ class Conv3d(nn.Conv3d):
 
 
 class ConvTranspose3d(nn.ConvTranspose3d):
-    """A transposed convolution that fetches its halos; none are needed where kernel and stride are equal.
+    """A transposed convolution that fetches its halos; it needs none where kernel and stride are equal.
 
     ``keep_window`` as in ``Conv3d``.
     """
@@ -90,23 +92,23 @@ class ConvTranspose3d(nn.ConvTranspose3d):
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its box grid."""
         if grid is None:
-            return laid_out(super().forward(x), x), None
+            return in_format_of(super().forward(x), x), None
         options = zip(self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding)
         reaches = [
             transposed_reach(edges, *sizes, what=str(self))  # type: ignore[arg-type]
             for edges, sizes in zip(grid.edges, options)
         ]
         result = output_grid(grid, reaches)
-        given = [self._given(dim, reach, at) for dim, (reach, at) in enumerate(zip(reaches, grid.place))]
+        computed = [self._computed(dim, reach, at) for dim, (reach, at) in enumerate(zip(reaches, grid.place))]
         padding = tuple(reach.padding for reach in reaches)
-        more = tuple(e if reach.local else 0 for e, reach in zip(self.output_padding, reaches))
-        sizes = replace(Sizes.of(self, padding), output_padding=more)
-        how = _Convolution(Halos.of(grid, reaches), sizes, self.keep_window, Halos.crop(given, result.box))
+        output_padding = tuple(e if reach.local else 0 for e, reach in zip(self.output_padding, reaches))
+        conv_options = replace(ConvOptions.of(self, padding), output_padding=output_padding)
+        how = _Convolution(Halos.of(grid, reaches), conv_options, self.keep_window, Halos.crop(computed, result.box))
         assert grid.fits(x), (x.shape, grid.sides)
         return _convolve(x, self.weight, self.bias, how), result
 
-    def _given(self, dim: int, reach: Reach, place: int) -> Interval:
-        """Returns which outputs the convolution of this rank's window makes."""
+    def _computed(self, dim: int, reach: Reach, place: int) -> Interval:
+        """Returns the interval of outputs that this rank's window yields."""
         if reach.local:
             return 0, reach.edges[-1]
         low, high = reach.needed[place]
@@ -122,10 +124,10 @@ def _refuse_padding(mode: str) -> None:
 
 @dataclass(frozen=True)
 class _Convolution:
-    """One rank's convolution: the window to fetch, then torch's numbers, then the part of the result to take."""
+    """One rank's convolution: the window that it fetches, its options, and the crop of what the window yields."""
 
     halos: Halos
-    sizes: Sizes
+    options: ConvOptions
     keep_window: bool
     crop: Halos = Halos(Group("self"))
 
@@ -138,7 +140,10 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution)
 
 
 class _Convolve(Function):
-    """*forward:* fetches halos and convolves. *backward:* adds the halos' gradients where they came from."""
+    """*forward:* fetches halos and convolves.
+
+    *backward:* the halos' gradients go back to their owners, who add them.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution) -> Tensor:
@@ -146,8 +151,8 @@ class _Convolve(Function):
         ctx.how, ctx.biased = how, bias is not None
         ctx.save_for_backward(window if how.keep_window else x, weight)
         inner_bias = None if how.crop.plans else bias  # places that no input reaches hold the bias too
-        y = laid_out(convolve(window, weight, inner_bias, how.sizes), x)
-        ctx.frame = y.shape
+        y = in_format_of(convolve(window, weight, inner_bias, how.options), x)
+        ctx.window_shape = y.shape
         y = how.crop.open(y)
         if bias is not None and inner_bias is None:
             y += bias.view(-1, *[1] * (y.ndim - 2))
@@ -160,11 +165,11 @@ class _Convolve(Function):
         kept, weight = ctx.saved_tensors
         window = kept if how.keep_window else how.halos.open(kept)
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        whole_grad = how.crop.close(grad)  # of all that the window gives
-        assert whole_grad.shape == ctx.frame, (whole_grad.shape, ctx.frame)
+        window_grad = how.crop.close(grad)  # of all outputs that the window yields
+        assert window_grad.shape == ctx.window_shape, (window_grad.shape, ctx.window_shape)
         inner_bias = for_bias and not how.crop.plans
-        wanted = for_x, for_weight, inner_bias
-        dx, dweight, dbias = gradients(whole_grad, window, weight, ctx.biased, how.sizes, wanted)
+        needs = for_x, for_weight, inner_bias
+        dx, dweight, dbias = gradients(window_grad, window, weight, ctx.biased, how.options, needs)
         if for_bias and not inner_bias:
             dbias = grad.sum([0, *range(2, grad.ndim)])
         return None if dx is None else how.halos.close(dx), dweight, dbias, None

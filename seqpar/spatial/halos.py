@@ -1,4 +1,4 @@
-"""The halo exchanges of one operation."""
+"""The halo exchanges that one operation on boxes needs: one per dimension."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ _Move = tuple[int, Rows, Rows]  # dimension of ``b c W D H``, what each rank hol
 class Halos:
     """The exchanges, dimension after dimension, that turn a box into the window that an operation reads.
 
-    Later ones act on boxes that are already wider, so that corners come without messages of their own. What lies
-    outside of the volume travels nowhere: the last exchange makes room for it along all dimensions.
+    Later exchanges act on boxes that are already wider, so that corners need no messages of their own. Padding outside
+    of the volume is never sent: the last exchange leaves room for it along all dimensions.
     """
 
     group: Group
@@ -27,7 +27,7 @@ class Halos:
 
     @classmethod
     def of(cls, grid: BoxGrid, reaches: Sequence[Reach]) -> "Halos":
-        """Returns the exchanges of ``reaches``; dimensions in which no rank needs another interval have none."""
+        """Returns the exchanges of ``reaches``; a dimension has none if every rank needs just what it holds."""
         moves, margins = [], []
         for dim, (edges, reach) in enumerate(zip(grid.edges, reaches)):
             owned = tuple(itertools.pairwise(edges))
@@ -39,9 +39,12 @@ class Halos:
         return cls._of_moves(grid.group, moves, margins)
 
     @classmethod
-    def crop(cls, given: Sequence[Interval], wanted: Sequence[Interval]) -> "Halos":
-        """Returns the move, without any message, from what this rank has to the part of it that counts."""
-        differ = [(dim + 2, have, want) for dim, (have, want) in enumerate(zip(given, wanted)) if have != want]
+    def crop(cls, owned: Sequence[Interval], kept: Sequence[Interval]) -> "Halos":
+        """Returns the step, without any message, from the intervals that this rank has to those that it keeps.
+
+        Kept intervals may reach out of what there is: the margins are zeros.
+        """
+        differ = [(dim + 2, have, want) for dim, (have, want) in enumerate(zip(owned, kept)) if have != want]
         moves = [(dim, {0: have}, {0: _clip(want, have)}) for dim, have, want in differ]
         margins = [(dim, *_outside(want, have)) for dim, have, want in differ]
         return cls._of_moves(Group("self"), moves, margins)
@@ -78,11 +81,11 @@ class Halos:
 
 
 def _clip(needed: Interval, there: Interval) -> Interval:
-    """Returns the part of an interval that is there, possibly empty."""
+    """Returns the part of the ``needed`` interval that lies in ``there``, possibly empty."""
     low, high = (min(max(edge, there[0]), there[1]) for edge in needed)
     return low, high
 
 
 def _outside(needed: Interval, there: Interval) -> tuple[int, int]:
-    """Returns how much of an interval lies before and behind what is there."""
+    """Returns how much of the ``needed`` interval lies before and behind ``there``."""
     return max(min(needed[1], there[0]) - needed[0], 0), max(needed[1] - max(needed[0], there[1]), 0)

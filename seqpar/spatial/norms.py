@@ -1,4 +1,4 @@
-"""Norms with statistics of the whole volume where it is spread over a group; without a box grid they are torch's own.
+"""Norms with statistics of the whole volume, of which each rank has a box; without a box grid they are torch's own.
 
 Legend: b batch, c channels, g groups of channels, W D H voxels, v the voxels of a box; ``/s`` after the letter
 that is spread over the group.
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.mesh import Group
 from seqpar.spatial.box_grid import BoxGrid
-from seqpar.spatial.memory_format import channels_last
+from seqpar.spatial.memory_format import is_channels_last
 from seqpar.spatial.moments import MomentGroups
 from seqpar.spatial.pieces import Pieces
 
@@ -27,7 +27,7 @@ class InstanceNorm3d(nn.InstanceNorm3d):
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns the normed volume and its unchanged box grid."""
         own = self.training or not self.track_running_stats
-        if not own or (grid is None and not channels_last(x)):  # torch's own would lay channels out anew
+        if not own or (grid is None and not is_channels_last(x)):  # torch's own would return another memory format
             return super().forward(x), grid
         _refuse_single(math.prod(x.shape[2:] if grid is None else grid.extents), self)
         groups = () if grid is None else (grid.group,)
@@ -40,7 +40,7 @@ class InstanceNorm3d(nn.InstanceNorm3d):
 
 
 class BatchNorm3d(nn.BatchNorm3d):
-    """Batch norm; statistics over all voxels and samples, and over ``data``'s ranks where one is given."""
+    """Batch norm; statistics over all voxels and samples, of all ranks of ``data`` too if it is given."""
 
     def __init__(self, num_features: int, *options: Any, data: Group | None = None, **more: Any) -> None:
         super().__init__(num_features, *options, **more)
@@ -82,8 +82,9 @@ class ChannelLayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns the normed volume and its unchanged box grid."""
-        last = x.movedim(1, -1)
-        return F.layer_norm(last, self.normalized_shape, self.weight, self.bias, self.eps).movedim(-1, 1), grid
+        y = rearrange(x, "b c w d h -> b w d h c")
+        y = F.layer_norm(y, self.normalized_shape, self.weight, self.bias, self.eps)
+        return rearrange(y, "b w d h c -> b c w d h"), grid
 
 
 def _refuse_single(count: int, norm: nn.Module) -> None:

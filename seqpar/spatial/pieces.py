@@ -11,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from seqpar.spatial.memory_format import channels_last
+from seqpar.spatial.memory_format import is_channels_last
 
 _AT_ONCE = 1 << 18  # values
 _LINE = 1024  # values beside each other, where channels lie innermost
@@ -48,7 +48,7 @@ class Pieces:
     """Cuts volumes of the shape of ``x`` into pieces, in the order in which ``x`` lies in memory."""
 
     def __init__(self, x: Tensor) -> None:
-        self.last = channels_last(x)
+        self.last = is_channels_last(x)
         self.format = torch.channels_last_3d if self.last else torch.contiguous_format
         self.shape, self.device = x.shape, x.device
         self.num_rows = x.shape[0] * x.shape[1]

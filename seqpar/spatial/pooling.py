@@ -1,4 +1,4 @@
-"""Pooling and upsampling of volumes that are spread over a group; without a box grid they are torch's own.
+"""Pooling and upsampling of volumes that are cut into boxes; without a box grid they are torch's own.
 
 Each takes ``(x, grid)`` and returns ``(y, grid of y)``. Legend: b batch, c channels, W D H voxels; ``/s``
 after the letter that is spread over the group.
@@ -40,7 +40,7 @@ class MaxPool3d(nn.MaxPool3d):
 
 
 class AvgPool3d(nn.AvgPool3d):
-    """Average-pooling that fetches its halos and divides by what torch counts at the volume's borders."""
+    """Average-pooling that fetches its halos; at the volume's borders it divides by the count that torch uses."""
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -76,7 +76,7 @@ class AvgPool3d(nn.AvgPool3d):
 
 
 class Upsample(nn.Upsample):
-    """Nearest or trilinear upsampling by whole factors; trilinear reads one voxel of each neighbour."""
+    """Nearest or trilinear upsampling by whole factors; trilinear fetches one voxel of each neighbour."""
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -96,10 +96,10 @@ class Upsample(nn.Upsample):
         if grid is None:
             return super().forward(x), None
         assert grid.fits(x), (x.shape, grid.sides)
-        reads = self.mode == "trilinear"
-        reaches = [enlarging_reach(edges, f, int(reads and f > 1)) for edges, f in zip(grid.edges, self.factors)]
+        interpolates = self.mode == "trilinear"
+        reaches = [enlarging_reach(edges, f, int(interpolates and f > 1)) for edges, f in zip(grid.edges, self.factors)]
         window = Halos.of(grid, reaches).fetch(x)
-        align = False if reads else None
+        align = False if interpolates else None
         y = F.interpolate(window, scale_factor=[float(f) for f in self.factors], mode=self.mode, align_corners=align)
         for dim, (reach, place, factor) in enumerate(zip(reaches, grid.place, self.factors)):
             begin, end = reach.edges[place], reach.edges[place + 1]
@@ -109,23 +109,23 @@ class Upsample(nn.Upsample):
 
 
 class GlobalMean(nn.AdaptiveAvgPool3d):
-    """The mean over the whole volume, ``b c 1 1 1``, the same on all ranks: no longer spread."""
+    """The mean over the whole volume, ``b c 1 1 1``, the same on all ranks."""
 
     def __init__(self) -> None:
         super().__init__(1)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Returns the means, and None: they are whole on every rank."""
+        """Returns the means, and None: they are not cut into boxes."""
         if grid is None:
             return super().forward(x), None
         assert grid.fits(x), (x.shape, grid.sides)
-        share = math.prod(grid.sides) / math.prod(grid.extents)
+        fraction = math.prod(grid.sides) / math.prod(grid.extents)
         mean = x.mean((2, 3, 4), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-        return all_sum(mean * share, grid.group, "statistics").to(x.dtype), None
+        return all_sum(mean * fraction, grid.group, "statistics").to(x.dtype), None
 
 
 def _refuse_padding(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int]) -> None:
-    """Refuses what torch would refuse in its turn, but on boxes only where it pads itself."""
+    """Raises ValueError for what torch refuses on whole volumes; on boxes it would not see it."""
     for k, p, d in zip(_three(pool.kernel_size), _three(pool.padding), dilation):
         if 2 * p > d * (k - 1) + 1:
             raise ValueError(f"{pool}: padding must be at most half of the kernel")

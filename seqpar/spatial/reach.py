@@ -1,4 +1,7 @@
-"""Which input interval each output interval of an operation needs."""
+"""Which input interval each rank's output interval needs, one dimension at a time.
+
+Reaches follow from numbers that all ranks know, so that all ranks raise ValueError, or none.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -11,10 +14,10 @@ from seqpar.spatial.box_grid import BoxGrid
 
 @dataclass(frozen=True)
 class Reach:
-    """What an operation does to one dimension: where its output is cut, and the input that each interval needs.
+    """Where the output of an operation is cut along one dimension, and which input interval each rank needs for it.
 
-    ``local`` where the dimension is whole on every rank and the operation itself pads it by ``padding`` each side;
-    otherwise all that it needs is in ``needed``, reaching out of the volume where it pads.
+    ``needed`` reaches out of the volume where the operation pads. Where the dimension is not cut, the reach may be
+    ``local``: nothing is fetched, and the operation itself pads both sides by ``padding``.
     """
 
     edges: Bounds
@@ -28,8 +31,8 @@ def sliding_reach(
 ) -> Reach:
     """Returns the reach of a window of ``span`` voxels (kernel with its dilation) that moves by ``stride``.
 
-    The output at o reads [o stride - pad, o stride - pad + span); a rank holds those whose o stride is in its box,
-    the last one all that remain.
+    The output at ``o`` reads ``[o * stride - pad, o * stride - pad + span)``. A rank holds the outputs whose
+    ``o * stride`` lies in its box, the last rank all that remain. ``what`` names the operation in errors.
     """
     extent = edges[-1]
     count = (extent + sum(pads) - span + (stride - 1 if ceil_mode else 0)) // stride + 1
@@ -44,7 +47,10 @@ def sliding_reach(
 def transposed_reach(
     edges: Bounds, kernel: int, stride: int, padding: int, dilation: int, output_padding: int, what: str
 ) -> Reach:
-    """Returns the reach of a transposed convolution, whose input i adds to outputs i stride - padding + dilation t."""
+    """Returns the reach of a transposed convolution.
+
+    Its input ``i`` adds to the outputs ``i * stride - padding + dilation * t`` of each kernel element ``t``.
+    """
     extent, span = edges[-1], dilation * (kernel - 1)
     count = (extent - 1) * stride - 2 * padding + span + output_padding + 1
     cut = _cut_at([edge * stride for edge in edges], count, edges, what)
@@ -57,16 +63,16 @@ def transposed_reach(
 
 
 def enlarging_reach(edges: Bounds, factor: int, halo: int) -> Reach:
-    """Returns the reach of an enlargement by ``factor`` that reads ``halo`` voxels of each neighbour."""
+    """Returns the reach of an upsampling by ``factor`` that reads ``halo`` voxels of each neighbour."""
     needed = tuple((max(a - halo, 0), min(b + halo, edges[-1])) for a, b in itertools.pairwise(edges))
     return Reach(tuple(edge * factor for edge in edges), needed, len(edges) == 2)
 
 
-def _cut_at(wanted: Sequence[int], count: int, edges: Bounds, what: str) -> Bounds:
-    """Returns the output's edges; refuses an empty output, and ranks that would hold none of it."""
+def _cut_at(targets: Sequence[int], count: int, edges: Bounds, what: str) -> Bounds:
+    """Returns the output's edges; raises ValueError if the output, or a rank's interval of it, is empty."""
     if count < 1:
         raise ValueError(f"{what} leaves nothing of extent {edges[-1]}: use a larger --tile or a smaller kernel")
-    cut = (*(min(at, count) for at in wanted[:-1]), count)
+    cut = (*(min(at, count) for at in targets[:-1]), count)
     if any(a >= b for a, b in itertools.pairwise(cut)):
         raise ValueError(
             f"{what} turns the intervals at {edges} into ones at {cut}: a rank would hold no output; use a smaller "

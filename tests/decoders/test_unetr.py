@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.launch.weights.monai import load_monai, monai_names
-from seqpar.spatial.memory_format import channels_last
+from seqpar.spatial.memory_format import is_channels_last
 from tests.support import nets, references
 from tests.support.ranks import relative
 
@@ -103,7 +103,7 @@ def test_float32_computes_channels_last_and_the_same(ranks, world: int) -> None:
         assert max(gaps.values()) < 1e-4, gaps
     image = torch.randn(1, nets.CHANNELS, 16, 12, 16)
     logits, _ = make()([torch.randn(1, nets.EMBED, 4, 3, 4) for _ in range(2)], image)
-    assert channels_last(logits)
+    assert is_channels_last(logits)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])

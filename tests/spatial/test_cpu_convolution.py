@@ -7,17 +7,17 @@ from torch import Tensor
 
 from seqpar.meta_tensors import standing_for
 from seqpar.spatial.convolution import Conv3d
-from seqpar.spatial.cpu_convolution import Sizes, convolve, gradients, is_halved
+from seqpar.spatial.cpu_convolution import ConvOptions, convolve, gradients, is_halved
 from tests.support.ranks import relative
 
 
-def numbers(stride: int = 1, padding: int = 1, dilation: int = 1) -> Sizes:
-    return Sizes((stride,) * 3, (padding,) * 3, (dilation,) * 3, False, (0,) * 3, 1)
+def numbers(stride: int = 1, padding: int = 1, dilation: int = 1) -> ConvOptions:
+    return ConvOptions((stride,) * 3, (padding,) * 3, (dilation,) * 3, False, (0,) * 3, 1)
 
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(
-    "shape, kernel, sizes",
+    "shape, kernel, options",
     [
         ((6, 5, 4), 3, numbers()),
         ((5, 6, 4), 3, numbers()),  # the first dimension is odd
@@ -26,25 +26,25 @@ def numbers(stride: int = 1, padding: int = 1, dilation: int = 1) -> Sizes:
         ((9, 9, 8), 3, numbers(padding=2, dilation=2)),
     ],
 )
-def test_halves_are_the_whole(shape: tuple, kernel: int, sizes: Sizes, last: bool) -> None:
+def test_halves_are_the_whole(shape: tuple, kernel: int, options: ConvOptions, last: bool) -> None:
     order = torch.channels_last_3d if last else torch.contiguous_format
     x = torch.randn(1, 3, *shape).contiguous(memory_format=order).requires_grad_()
     weight, bias = torch.randn(4, 3, *[kernel] * 3, requires_grad=True), torch.randn(4, requires_grad=True)
-    y = F.conv3d(x.double(), weight.double(), bias.double(), *(n[0] for n in (sizes.stride, sizes.padding)),
-                 dilation=sizes.dilation)  # fmt: skip
+    y = F.conv3d(x.double(), weight.double(), bias.double(), *(n[0] for n in (options.stride, options.padding)),
+                 dilation=options.dilation)  # fmt: skip
     grad = torch.randn(y.shape)
     want = torch.autograd.grad((y * grad).sum(), (x, weight, bias))
-    assert is_halved(x, weight, sizes)
+    assert is_halved(x, weight, options)
     with torch.no_grad():
-        assert relative(convolve(x, weight, bias, sizes).double(), y.detach()) < 1e-5
-        got = gradients(grad, x, weight, True, sizes, (True, True, True))
+        assert relative(convolve(x, weight, bias, options).double(), y.detach()) < 1e-5
+        got = gradients(grad, x, weight, True, options, (True, True, True))
     assert all(relative(a.double(), b.double()) < 1e-5 for a, b in zip(got, want))  # type: ignore[union-attr]
-    assert gradients(grad, x.detach(), weight.detach(), False, sizes, (False, True, False))[0] is None
+    assert gradients(grad, x.detach(), weight.detach(), False, options, (False, True, False))[0] is None
 
 
 def test_only_what_torch_convolves_natively_is_halved() -> None:
-    def asked(x: Tensor, side: int = 3, sizes: Sizes | None = None) -> bool:
-        return is_halved(x, torch.empty(4, x.shape[1], *[side] * 3, device=x.device), sizes or numbers())
+    def asked(x: Tensor, side: int = 3, options: ConvOptions | None = None) -> bool:
+        return is_halved(x, torch.empty(4, x.shape[1], *[side] * 3, device=x.device), options or numbers())
 
     small = torch.empty(1, 128, 12, 12, 12)
     assert asked(small)
