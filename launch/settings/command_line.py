@@ -1,4 +1,4 @@
-"""The command line of a run, made from the settings; a flag that could not act is refused."""
+"""The command line of a run, generated from Config; flags without effect are refused."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any, NoReturn, get_type_hints
 from seqpar.launch.settings.config import AUTO, Config, dashed
 from seqpar.launch.settings.presets import PRESETS
 
-# What a run's weights and optimiser states depend on: these stay when it is continued.
+# Beside the network's settings, what a resumed run cannot change: its weights or optimizer states depend on it.
 _FIXED = ("tile", "patch", "optimizer", "spacing")
 
 
@@ -20,14 +20,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str], default_preset: str) -> tuple[str, Config, set[str]]:
-    """Returns the preset's name, the config, and the names that were given on the command line."""
-    given = vars(_parser(default_preset).parse_args(list(arguments)))
-    preset = given.pop("preset", None) or default_preset
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    """Returns the preset's name, the config, and the names of the settings that the command line has."""
+    parsed = vars(_parser(default_preset).parse_args(list(arguments)))
+    preset = parsed.pop("preset", None) or default_preset
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()
+    }
     if len(values.get("tile", ())) == 1:
         values["tile"] *= 3
     if values.get("weights"):
-        values["weights"] = os.path.abspath(values["weights"])  # a run may go on from another folder
+        values["weights"] = os.path.abspath(values["weights"])  # the run may be resumed from another folder
     return preset, replace(PRESETS[preset](), **values), set(values)
 
 
@@ -36,44 +38,45 @@ def _parser(default_preset: str) -> Parser:
         "train",
         usage="train [--preset NAME] [--seqpar N] [--patch N] [--data FOLDER] [--out FOLDER] [any flag below]",
         description="Trains a sequence-parallel segmentation network; without --data on built-in phantom brains.",
-        epilog="Numbers in brackets are the default here. It ends with 0 finished, 75 left early and resumable; "
-        "else 2 usage, 3 data, 4 memory, 5 a loss that is no number: status.json says why.",
+        epilog="Defaults here are in brackets. Exit codes: 0 finished, 75 left early and resumable; "
+        "2 usage, 3 data, 4 memory, 5 a loss that is not finite: status.json says why.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
-    parser.add_argument("--preset", choices=list(PRESETS), help=f"where the settings start ({default_preset})")
+    parser.add_argument("--preset", choices=list(PRESETS), help=f"named settings to start from ({default_preset})")
     topics: dict[str, argparse._ArgumentGroup] = {}
     hints, shown = get_type_hints(Config), PRESETS[default_preset]()
     for f in dataclasses.fields(Config):
         topic = f.metadata["topic"]
         if topic not in topics:
             topics[topic] = parser.add_argument_group(topic)
-        described = _argument(f, hints[f.name], getattr(shown, f.name))
-        topics[topic].add_argument(f"--{dashed(f.name)}", dest=f.name, default=argparse.SUPPRESS, **described)
+        options = _argument(f, hints[f.name], getattr(shown, f.name))
+        topics[topic].add_argument(f"--{dashed(f.name)}", dest=f.name, default=argparse.SUPPRESS, **options)
     return parser
 
 
 def _argument(f: dataclasses.Field, kind: Any, default: Any) -> dict[str, Any]:
+    """Returns the arguments of ``add_argument`` for a setting; ``kind``: its type."""
     text = f.metadata["help"].replace("%", "%%")
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction, "help": f"{text} ({'yes' if default else 'no'})"}
     if default not in ("", ()):
-        told = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        text = f"{text} ({told})"
-    described: dict[str, Any] = {"help": text}
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        text = f"{text} ({shown})"
+    options: dict[str, Any] = {"help": text}
     if kind in (tuple[int, ...], tuple[float, ...]):
-        described |= {"nargs": "+", "type": int if kind == tuple[int, ...] else float}
+        options |= {"nargs": "+", "type": int if kind == tuple[int, ...] else float}
     else:
-        described["type"] = _size if f.name == "seqpar" else kind
+        options["type"] = _size if f.name == "seqpar" else kind
     if f.metadata["choices"]:
-        described["choices"] = f.metadata["choices"]
+        options["choices"] = f.metadata["choices"]
     else:
-        described["metavar"] = {int: "N", _size: "N", float: "X"}.get(described["type"], "NAME")
-    return described
+        options["metavar"] = f.metadata["metavar"] or {float: "X"}.get(options["type"], "N")
+    return options
 
 
 def _size(text: str) -> int:
-    """Returns a number of ranks; "auto" is left open."""
+    """Returns a number of ranks, AUTO for "auto"."""
     if text == "auto":
         return AUTO
     number = int(text)
@@ -82,32 +85,35 @@ def _size(text: str) -> int:
     return number
 
 
-def refuse_idle(config: Config, given: set[str]) -> None:
-    """Refuses flags that were given and could not act; ``config`` is the one that will run."""
-    open_ = config.seqpar == AUTO or not config.batch or (config.seqpar > 1 and config.attention == "auto")
+def refuse_idle(config: Config, names: set[str]) -> None:
+    """Refuses settings on the command line (``names``) without effect on the run of ``config``."""
+    is_open = config.seqpar == AUTO or not config.batch or (config.seqpar > 1 and config.attention == "auto")
     for name, acts, why in (
         ("phantoms", not config.data, "--data is there: leave one of both out"),
         ("skips", config.decoder == "unetr", f"--decoder {config.decoder} takes no skips: leave it out"),
         ("decoder_width", config.decoder != "primus", "--decoder primus finds its width itself: leave it out"),
-        ("measured", open_, "size, batch and attention are given, so that nothing is chosen by it: leave it out"),
+        ("measured", is_open, "size, batch and attention are given, so that nothing is chosen by it: leave it out"),
     ):
-        if name in given and not acts:
+        if name in names and not acts:
             raise ValueError(f"--{dashed(name)} would do nothing: {why}")
 
 
-def continued(saved: Config, now: Config, given: set[str]) -> Config:
-    """Returns the settings of a run that goes on: the saved ones, with what the command line says now."""
+def continued(saved: Config, now: Config, names: set[str]) -> Config:
+    """Returns the settings of a resumed run: the saved ones, changed by the command line.
+
+    ``now``: the config of the command line; ``names``: the settings in it.
+    """
     fixed = [f.name for f in dataclasses.fields(Config) if f.metadata["topic"] == "network" or f.name in _FIXED]
     for name in fixed:
-        if name in given and getattr(now, name) != getattr(saved, name):
+        if name in names and getattr(now, name) != getattr(saved, name):
             raise ValueError(
                 f"--{dashed(name)} cannot change in a run that goes on ({getattr(saved, name)} so far): leave it out, "
                 f"or begin another run with --weights {now.out}/model.safetensors"
             )
-    if "weights" in given and now.weights != (saved.weights and os.path.abspath(saved.weights)):
+    if "weights" in names and now.weights != (saved.weights and os.path.abspath(saved.weights)):
         began = f"from {saved.weights}" if saved.weights else "without"
         raise ValueError(
             f"--weights {now.weights} would do nothing: --resume goes on with the run's own weights, which began "
             f"{began}: leave one of both out, or name another --out"
         )
-    return replace(saved, **{name: getattr(now, name) for name in given}, resume=True, dry_run=now.dry_run)
+    return replace(saved, **{name: getattr(now, name) for name in names}, resume=True, dry_run=now.dry_run)
