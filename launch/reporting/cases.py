@@ -1,6 +1,6 @@
-"""The cases of a report: truth, prediction and image on one grid, and their slices as inline SVG.
+"""Loads the cases of a report, truth, prediction and image on one grid, and draws their slices as inline SVG.
 
-Legend: ``W D H`` voxels; canonical, so that they grow to the right, to the front, upwards.
+Legend: ``W D H`` voxels in canonical orientation: they grow to the right, to the front, upwards.
 """
 
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ _MARGIN = 8  # voxels shown around the labels where there is no image
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A case on one grid: grey images by modality, and label numbers (1 is the first label) of both maps."""
+class ShownCase:
+    """A case on one grid: grey images by modality, and both label maps as numbers from 1 (the first label) on."""
 
     name: str
-    images: dict[str, Bytes]  # W D H each; none where the prepared image is not there
+    images: dict[str, Bytes]  # W D H each; empty if there is no prepared image
     truth: Bytes
     prediction: Bytes
     spacing: tuple[float, float, float]
@@ -38,57 +38,57 @@ class Shown:
 
 
 def find_cache(record: Record) -> PreparedDataset | None:
-    """Returns the run's prepared data, None where it is no longer there."""
-    place = record.dataset.get("prepared")
+    """Returns the run's prepared data, None if they are no longer there."""
+    folder = record.dataset.get("prepared")
     try:
-        return open_cache(Path(str(place))) if place else None
+        return open_cache(Path(str(folder))) if folder else None
     except DataError:
         return None
 
 
-def load(case: ScoredCase, record: Record, cache: PreparedDataset | None) -> Shown:
-    """Returns a case's volumes; without its prepared image just the labels. A DataError where a map is missing."""
+def load(case: ScoredCase, record: Record, cache: PreparedDataset | None) -> ShownCase:
+    """Returns a case's volumes, without its prepared image only the labels; raises DataError if a map is missing."""
     numbers = {value: n + 1 for n, value in enumerate(record.label_names)}
     prepared = cache.cases.get(case.name) if cache else None
-    found = read_volume(case.prediction)
+    prediction = read_volume(case.prediction)
     if prepared is not None:
         try:
-            wrong = differs(found.geometry, prepared.properties.geometry)
-            if wrong is None:
-                return _on_prepared(case, found, prepared, numbers, list(record.dataset["modalities"]))
-            note = f"The prepared image lies elsewhere ({wrong}); only the labels are shown."
+            difference = differs(prediction.geometry, prepared.properties.geometry)
+            if difference is None:
+                return _on_prepared_grid(case, prediction, prepared, numbers, list(record.dataset["modalities"]))
+            note = f"The prepared image lies elsewhere ({difference}); only the labels are shown."
         except DataError as error:
             note = f"The prepared image cannot be used ({error}); only the labels are shown."
     else:
         note = "The prepared image is not there any more; only the labels are shown."
-    truth = _read_truth(case.truth, found)
-    both = np.stack([to_canonical(v.array[0], v.geometry.orientation) for v in (truth, found)])
+    truth = _read_truth(case.truth, prediction)
+    both = np.stack([to_canonical(v.array[0], v.geometry.orientation) for v in (truth, prediction)])
     box = smallest_box((both != 0).any(0))
     w, d, h = ((max(0, low - _MARGIN), min(side, high + _MARGIN)) for (low, high), side in zip(box, both.shape[1:]))
     maps = [_numbered(crop(labels, (w, d, h)), numbers) for labels in both]
-    return Shown(case.name, {}, maps[0], maps[1], found.geometry.canonical_spacing, note)
+    return ShownCase(case.name, {}, maps[0], maps[1], prediction.geometry.canonical_spacing, note)
 
 
 def _read_truth(path: Path, prediction: Volume) -> Volume:
     truth = read_volume(path)
-    wrong = differs(truth.geometry, prediction.geometry)
-    if wrong is not None:
-        raise DataError(path, f"does not lie on its prediction: {wrong}")
+    difference = differs(truth.geometry, prediction.geometry)
+    if difference is not None:
+        raise DataError(path, f"does not lie on its prediction: {difference}")
     return truth
 
 
-def _on_prepared(
-    case: ScoredCase, found: Volume, prepared: PreparedCase, numbers: dict[int, int], modalities: list[str]
-) -> Shown:
-    """Returns a case on the grid of its prepared image; the truth too comes from there where its file is gone."""
+def _on_prepared_grid(
+    case: ScoredCase, prediction: Volume, prepared: PreparedCase, numbers: dict[int, int], modalities: list[str]
+) -> ShownCase:
+    """Returns a case on the grid of its prepared image, with the prepared truth if the file of the truth is gone."""
     properties = prepared.properties
 
-    def arranged(volume: Volume) -> Bytes:
+    def to_grid(volume: Volume) -> Bytes:
         whole = to_canonical(volume.array[0], volume.geometry.orientation)
         return _numbered(transforms.resample_label(crop(whole, properties.box), properties.shape), numbers)
 
     if case.truth.exists():
-        truth = arranged(_read_truth(case.truth, found))
+        truth = to_grid(_read_truth(case.truth, prediction))
     else:
         truth = _numbered(transforms.to_values(np.asarray(prepared.label), properties.values), numbers)
     image = prepared.image
@@ -96,18 +96,18 @@ def _on_prepared(
         name: to_grey(np.asarray(channel), scheme == "zscore")
         for name, channel, scheme in zip(modalities, image, properties.schemes)
     }
-    return Shown(case.name, pictures, truth, arranged(found), properties.spacing)
+    return ShownCase(case.name, pictures, truth, to_grid(prediction), properties.spacing)
 
 
 def _numbered(values: NDArray[Any], numbers: dict[int, int]) -> Bytes:
-    made = np.zeros(values.shape, np.uint8)
+    numbered = np.zeros(values.shape, np.uint8)
     for value, number in numbers.items():
-        made[values == value] = number
-    return made
+        numbered[values == value] = number
+    return numbered
 
 
 def to_grey(channel: NDArray[Any], zero_is_outside: bool) -> Bytes:
-    """Returns a prepared channel as grey levels, its brightest and darkest half percent clipped."""
+    """Returns a prepared channel as grey levels; the brightest and darkest half percent are clipped."""
     outside = channel == 0 if zero_is_outside else np.zeros(channel.shape, bool)
     body = channel[~outside]
     low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
@@ -117,24 +117,24 @@ def to_grey(channel: NDArray[Any], zero_is_outside: bool) -> Bytes:
 
 
 def plane_of(volume: NDArray[Any], dim: int, at: int) -> NDArray[Any]:
-    """Returns a plane as a picture ``[y, x]``, the higher of both directions upwards."""
+    """Returns a plane as a picture ``[y, x]``; voxel numbers grow upwards and to the right."""
     return np.take(volume, at, dim).T[::-1]
 
 
 def favourite(names: list[str]) -> str:
-    """Returns the modality on which a tumour is seen best, the first where none is known."""
+    """Returns the modality on which a tumour is seen best: FLAIR, or else the first one."""
     return next((name for name in names if name.lower() in ("flair", "t2f", "t2-flair")), names[0] if names else "")
 
 
-def draw_planes(case: Shown) -> tuple[list[str], tuple[int, ...]]:
-    """Returns three planes as SVG, and where they lie: those that hold most of the truth, or of the prediction."""
+def draw_planes(case: ShownCase) -> tuple[list[str], tuple[int, ...]]:
+    """Returns a case's three planes as SVG, and where they lie: through most of the truth, else of the prediction."""
     at = fullest_planes(case.truth if case.truth.any() else case.prediction)
     return [_draw_plane(case, plane, dim, at[dim]) for plane, dim in PLANES], at
 
 
-def _draw_plane(case: Shown, plane: str, dim: int, at: int) -> str:
+def _draw_plane(case: ShownCase, plane: str, dim: int, at: int) -> str:
     across, up = (step for n, step in enumerate(case.spacing) if n != dim)
-    truth, found = plane_of(case.truth, dim, at), plane_of(case.prediction, dim, at)
+    truth, prediction = plane_of(case.truth, dim, at), plane_of(case.prediction, dim, at)
     rows, columns = truth.shape
     width, height = columns * across, rows * up
     parts = [f'<rect width="{width:.6g}" height="{height:.6g}" fill="#000"/>']
@@ -143,7 +143,7 @@ def _draw_plane(case: Shown, plane: str, dim: int, at: int) -> str:
         size = f'width="{width:.6g}" height="{height:.6g}" preserveAspectRatio="none"'
         parts.append(f'<image {size} href="data:image/png;base64,{encode(png(np.ascontiguousarray(picture)))}"/>')
     parts.append(f'<g transform="scale({across:.6g} {up:.6g})" fill="none" stroke-width="1.5">')
-    for kind, labels in (("truth", truth), ("prediction", found)):
+    for kind, labels in (("truth", truth), ("prediction", prediction)):
         for number in np.unique(labels[labels > 0]).tolist():
             colour = COLOURS[(number - 1) % len(COLOURS)]
             parts.append(f'<path class="{kind}" stroke="{colour}" d="{outline(labels == number)}"/>')

@@ -1,7 +1,7 @@
-"""Charts of a report as inline SVG: curves over steps, and one strip of dots per class. Colours come from the page."""
+"""Charts as inline SVG: curves over steps, and one strip of dots per class. The page's style sheet colours them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import median
@@ -11,14 +11,14 @@ import numpy as np
 from seqpar.launch.reporting.palette import COLOURS
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 340, 210, 46, 30, 10, 12
-BUCKETS = 240  # points of a curve: a longer one is shown by the mean and the range of its pieces
-LONGEST = 40  # letters of a class's name beside its strip
-NAMED = 200  # dots of a strip that tell their case
+BUCKETS = 240  # points of a curve: a longer one is drawn by the mean and the range of its pieces
+MAX_NAME = 40  # letters of a class's name beside its strip
+MAX_TITLES = 200  # a strip of more dots does not name their cases
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over steps; NaN is a gap. ``dots`` marks each value, for what is measured now and then."""
+    """Values over steps; NaN is a gap. ``dots`` marks each value, for what is measured only now and then."""
 
     name: str
     steps: Sequence[float]
@@ -36,7 +36,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def draw_curves(title: str, curves: Sequence[Curve], high: float | None = None) -> str:
-    """Returns a chart over steps from 0 up, with its legend; nothing where there is no value."""
+    """Returns a chart over steps, from 0 to ``high`` (else the largest value), with its legend; "" without values."""
     values = [v for curve in curves for v in curve.values if math.isfinite(v)]
     if not values:
         return ""
@@ -69,8 +69,8 @@ def draw_curves(title: str, curves: Sequence[Curve], high: float | None = None) 
     return f'<figure class="chart"><figcaption>{escape(title)}</figcaption>{chart}{legend}</figure>'
 
 
-def _draw_curve(curve: Curve, colour: str, place: object) -> list[str]:
-    assert callable(place)
+def _draw_curve(curve: Curve, colour: str, place: Callable[[float, float], str]) -> list[str]:
+    """Returns the parts of one curve; ``place`` turns step and value into "x,y"."""
     known = [(step, value) for step, value in zip(curve.steps, curve.values) if math.isfinite(value)]
     if not known:
         return []
@@ -89,11 +89,11 @@ def _draw_curve(curve: Curve, colour: str, place: object) -> list[str]:
 
 
 def draw_strips(title: str, rows: dict[str, list[tuple[float, str]]], low: float, high: float) -> str:
-    """Returns a dot per case and class, with the box of the middle half and the median; NaN is left out."""
+    """Returns a strip per class: a dot per (value, case name), quartiles and median; "" without values."""
     known = {name: [pair for pair in pairs if math.isfinite(pair[0])] for name, pairs in rows.items()}
     if not any(known.values()):
         return ""
-    shown = {name: name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in rows}
+    shown = {name: name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…" for name in rows}
     left = 12 + 6.4 * max(map(len, shown.values()))
     width, line = 520.0, 30
     height = line * len(rows) + 26
@@ -113,9 +113,9 @@ def draw_strips(title: str, rows: dict[str, list[tuple[float, str]]], low: float
             parts.append(f'<rect class="box" x="{first:.1f}" y="{y - 9}" width="{third - first:.1f}" height="18"/>')
             parts.append(f'<line class="median" x1="{middle:.1f}" x2="{middle:.1f}" y1="{y - 11}" y2="{y + 11}"/>')
         for number, (value, case) in enumerate(pairs):
-            spread = (number * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
-            told = f"<title>{escape(case)}: {value:.4g}</title>" if len(pairs) <= NAMED else ""
+            shift = (number * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
+            title_of_dot = f"<title>{escape(case)}: {value:.4g}</title>" if len(pairs) <= MAX_TITLES else ""
             x = left + (value - low) * scale
-            parts.append(f'<circle cx="{x:.1f}" cy="{y + spread:.1f}" r="3" fill="{colour}">{told}</circle>')
+            parts.append(f'<circle cx="{x:.1f}" cy="{y + shift:.1f}" r="3" fill="{colour}">{title_of_dot}</circle>')
     body = f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
     return f'<figure class="strip"><figcaption>{escape(title)}</figcaption>{body}</figure>'

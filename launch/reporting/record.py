@@ -1,4 +1,4 @@
-"""What a run folder tells a report: settings, verdict, journal, and the scores of cases; gaps are named, not raised."""
+"""Reads what a report shows of a run folder: settings, verdict, journal, scores; gaps are named, not raised."""
 
 import json
 import math
@@ -18,15 +18,22 @@ from seqpar.launch.runs.run_folder import read_config
 
 Row = Mapping[str, Any]
 
+SHOWN = {  # what a report shows of config.json
+    "config": ("tile", "patch", "mode", "depth", "embed_dim", "heads", "decoder", "epochs", "iterations", "optimizer",
+               "lr", "precision"),
+    "dataset": ("name", "layout", "modalities", "train", "held_out"),
+    "layout": ("ranks", "data", "seqpar"),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Record:
-    """A run as its folder tells it; ``gaps`` says what the folder lacks."""
+    """The contents of a run folder; ``gaps`` says what it lacks. config.json has every setting of ``SHOWN``."""
 
     path: Path
     content: dict[str, Any]  # of config.json
     labels: Labels
-    label_names: dict[int, str]  # the file's value to name, background left out
+    label_names: dict[int, str]  # by value in the files, without background
     status: dict[str, Any] = field(default_factory=dict)
     train: tuple[Row, ...] = ()
     held_out: tuple[Row, ...] = ()
@@ -40,10 +47,14 @@ class Record:
     def dataset(self) -> dict[str, Any]:
         return dict(self.content["dataset"])
 
+    @property
+    def layout(self) -> dict[str, Any]:
+        return dict(self.content["layout"])
+
 
 @dataclass(frozen=True)
 class ScoredCase:
-    """One case: its files, and per class and metric its score (NaN where it has none)."""
+    """One case: its files, and its score per class and metric (NaN where it has none)."""
 
     name: str
     truth: Path
@@ -53,11 +64,11 @@ class ScoredCase:
     @property
     def dice(self) -> float:
         """The mean over the classes that have a Dice, NaN where none has."""
-        return mean(row.get("Dice", math.nan) for row in self.scores.values())
+        return mean_of_numbers(row.get("Dice", math.nan) for row in self.scores.values())
 
 
 @dataclass(frozen=True)
-class Scored:
+class CaseScores:
     """Scores of cases, the worst first, and their summary per kind (mean, median, global), class and metric."""
 
     source: str
@@ -68,20 +79,22 @@ class Scored:
     faults: tuple[str, ...] = ()
 
 
-def mean(values: Iterable[float]) -> float:
-    """Returns the mean of the values that are numbers, NaN where none is."""
+def mean_of_numbers(values: Iterable[float]) -> float:
+    """Returns the mean of the values that are not NaN; NaN if there is none."""
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
 
 
 def read_record(run: Path) -> Record:
-    """Returns what a run folder tells; a folder that holds no run is an error."""
+    """Returns the contents of a run folder; raises DataError if it holds no run, or config.json lacks what is shown."""
     content, gaps = read_config(run), list[str]()
     try:
-        told = content["dataset"]
-        labels = labels_of_run(told)
-        names = {int(told["values"][n]): str(name) for name, n in told["labels"].items() if n}
-        dict(content["config"])
+        dataset = content["dataset"]
+        labels = labels_of_run(dataset)
+        names = {int(dataset["values"][n]): str(name) for name, n in dataset["labels"].items() if n}
+        for part, settings in SHOWN.items():
+            for name in settings:
+                content[part][name]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         problem = f"lacks what a report needs ({type(error).__name__}: {error}); give the folder of a training run"
         raise DataError(run / "config.json", problem) from None
@@ -101,52 +114,55 @@ def read_record(run: Path) -> Record:
     return Record(run, content, labels, names, status, train, held_out, tuple(gaps))
 
 
-def read_scored(run: Path) -> Scored:
-    """Returns the scores that the run's last validation left; where there are none, DataError says so."""
+def read_scores(run: Path) -> CaseScores:
+    """Returns the scores that the run's last validation left; raises DataError if there are none."""
     path = run / "validation" / "summary.json"
     try:
         content = json.loads(path.read_text())
         after = f", written after step {content['step']:,}" if "step" in content else ""
-        return scored(content, f"{path}{after}", path.parent)
+        return parse_scores(content, f"{path}{after}", path.parent)
     except FileNotFoundError:
         raise DataError(path, "is not there: only a run that came to its end leaves scores of all its cases") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(path, f"cannot be used ({type(error).__name__}: {error})") from None
 
 
-def score_folders(truth: Path, prediction: Path, labels: Labels, workers: int) -> Scored:
-    """Returns the scores of two folders of label maps; what is wrong with single files is among its faults."""
+def score_folders(truth: Path, prediction: Path, labels: Labels, workers: int) -> CaseScores:
+    """Returns the scores of two folders of label maps; what is wrong with single files is in ``faults``."""
     pairs, faults = match_cases(truth, prediction, dataset_at(truth))
     cases = []
-    for pair, found in score_pairs(pairs, labels, DEFAULT_SETTINGS, max(1, min(workers, len(pairs)))):
-        if isinstance(found, DataError):
-            faults.append(found)
+    for pair, result in score_pairs(pairs, labels, DEFAULT_SETTINGS, max(1, min(workers, len(pairs)))):
+        if isinstance(result, DataError):
+            faults.append(result)
         else:
-            cases.append((pair, found))
+            cases.append((pair, result))
     if not cases:
         raise faults[0]
     content = summary_content(cases, labels, summarise([row for _, row in cases]))
     content |= {"settings": DEFAULT_SETTINGS, "faults": list(map(str, faults))}
-    return scored(content, f"{prediction} against {truth}", None)
+    return parse_scores(content, f"{prediction} against {truth}", None)
 
 
-def scored(content: Mapping[str, Any], source: str, folder: Path | None) -> Scored:
-    """Returns a summary's content, its cases worst first; predictions lie in ``folder``, or where they are said to."""
+def parse_scores(content: Mapping[str, Any], source: str, folder: Path | None) -> CaseScores:
+    """Returns the scores in the content of a summary.json, the worst case first.
+
+    ``folder`` is where the predictions lie, None that the content says where. ``source`` says whose scores they are.
+    """
     per_case, keys = content["metric_per_case"], content.get("classes")
     keys = dict(keys) if keys else {key: key for key in content["mean"]}
     cases = []
     for entry in per_case:
         prediction = Path(entry["prediction_file"])
         rows = {name: _numbers(entry["metrics"][key]) for name, key in keys.items()}
-        where = prediction if folder is None else folder / prediction.name  # a run folder may have moved
-        cases.append(ScoredCase(strip_suffix(prediction.name), Path(entry["reference_file"]), where, rows))
+        path = prediction if folder is None else folder / prediction.name  # a run folder may have moved
+        cases.append(ScoredCase(strip_suffix(prediction.name), Path(entry["reference_file"]), path, rows))
     cases.sort(key=lambda case: (math.inf if math.isnan(case.dice) else case.dice, case.name))
     kinds = ("mean", "median", "global", "num_values")
     summary = {
         kind: {name: _numbers(content[kind][key]) for name, key in keys.items()} for kind in kinds if kind in content
     }
     settings, faults = dict(content.get("settings", {})), tuple(map(str, content.get("faults", ())))
-    return Scored(source, {str(n): str(k) for n, k in keys.items()}, tuple(cases), summary, settings, faults)
+    return CaseScores(source, {str(n): str(k) for n, k in keys.items()}, tuple(cases), summary, settings, faults)
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A report's tables of scores, and each class's distribution over the cases."""
+"""Tables of scores as HTML, and each class's distribution over the cases."""
 
 import math
 from collections.abc import Iterable
@@ -6,25 +6,25 @@ from html import escape
 from typing import Any
 
 from seqpar.launch.reporting.charts import draw_strips
-from seqpar.launch.reporting.record import Record, Scored
+from seqpar.launch.reporting.record import CaseScores, Record
 
 COLUMNS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
 
 
 def number(value: Any) -> float:
-    """Returns a value of the journal, NaN where it is none."""
+    """Returns a value of the journal as a number, NaN if it is none."""
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-def cell(value: float, places: int, more: str = "") -> str:
-    """Returns a table's cell that keeps the whole number beside the rounded one."""
+def cell(value: float, places: int, suffix: str = "") -> str:
+    """Returns a cell with a number rounded to ``places`` decimals; its attribute ``data-value`` is the exact one."""
     if math.isnan(value):
         return '<td class="number" data-value="">–</td>'
-    return f'<td class="number" data-value="{value!r}">{value:.{places}f}{more}</td>'
+    return f'<td class="number" data-value="{value!r}">{value:.{places}f}{suffix}</td>'
 
 
-def metrics(scored: Scored) -> str:
-    """Returns the summary per class, its distributions, and all cases."""
+def metrics_table(scored: CaseScores) -> str:
+    """Returns the summary per class, its distributions over the cases, and the table of all cases."""
     rows = []
     for name, key in scored.classes.items():
         cells = [
@@ -44,26 +44,26 @@ def metrics(scored: Scored) -> str:
     table = f'<table class="metrics" id="metrics"><thead>{head}<tr>{seconds}</tr></thead>'
     table += f"<tbody>{''.join(rows)}</tbody></table>"
     plural = "s" if len(scored.cases) > 1 else ""
-    told = f"Scores of {len(scored.cases)} case{plural}: {scored.source}. Mean and median weigh cases alike, "
-    told += "global pools their voxels; cases in which neither map has the class have no Dice and are left out."
+    note = f"Scores of {len(scored.cases)} case{plural}: {scored.source}. Mean and median weigh cases alike, "
+    note += "global pools their voxels; cases in which neither map has the class have no Dice and are left out."
     tolerance = scored.settings.get("nsd_tolerance")
     if isinstance(tolerance, (int, float)):
-        told += f" The surface Dice (NSD) is at {tolerance:g} mm."
+        note += f" The surface Dice (NSD) is at {tolerance:g} mm."
     return (
-        f'<div class="wide">{table}</div><p class="small">{escape(told)}</p>'
+        f'<div class="wide">{table}</div><p class="small">{escape(note)}</p>'
         f'<div class="charts two">{"".join(_strips(scored))}</div>'
         f"{_case_table(scored)}"
     )
 
 
-def _strips(scored: Scored) -> Iterable[str]:
+def _strips(scored: CaseScores) -> Iterable[str]:
     for metric, title, high in (("Dice", "Dice of each case", 1.0), ("HD95", "HD95 of each case, mm", None)):
         rows = {n: [(c.scores[n].get(metric, math.nan), c.name) for c in scored.cases] for n in scored.classes}
         values = [value for row in rows.values() for value, _ in row if math.isfinite(value)]
         yield draw_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0)
 
 
-def _case_table(scored: Scored) -> str:
+def _case_table(scored: CaseScores) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in scored.classes)
     rows = []
     for case in scored.cases:
@@ -77,18 +77,18 @@ def _case_table(scored: Scored) -> str:
 
 
 def last_validation(record: Record) -> str:
-    """Returns the scores in the journal, which training's validations leave there."""
+    """Returns the table of the last validation in the journal."""
     if not record.held_out:
         return "<p>There are no scores yet.</p>"
     row = record.held_out[-1]
     pooled = row.get("global_dice", {})
     cells = []
     for name, value in row.get("dice", {}).items():
-        told = f"<th>{escape(name)}</th>{cell(number(value), 3)}{cell(number(pooled.get(name)), 3)}"
-        cells.append(f'<tr data-class="{escape(name)}">{told}</tr>')
+        scores = f"{cell(number(value), 3)}{cell(number(pooled.get(name)), 3)}"
+        cells.append(f'<tr data-class="{escape(name)}"><th>{escape(name)}</th>{scores}</tr>')
     head = "<thead><tr><th>Class</th><th>Dice, mean</th><th>Dice, global</th></tr></thead>"
-    told = f"From the validation after step {row['step']} on {row.get('cases', '–')} held-out cases."
+    note = f"From the validation after step {row['step']} on {row.get('cases', '–')} held-out cases."
     return (
         f'<table class="metrics" id="metrics">{head}<tbody>{"".join(cells)}</tbody></table>'
-        f'<p class="small">{escape(told)}</p>'
+        f'<p class="small">{escape(note)}</p>'
     )

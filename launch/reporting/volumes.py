@@ -1,4 +1,4 @@
-"""Volumes as a page embeds them: coarsened to a budget of bytes, slice beside slice in one PNG sheet.
+"""Volumes as a page embeds them: coarsened to a budget of bytes, all slices side by side in one PNG sheet.
 
 Legend: ``W D H`` voxels as in canonical volumes. Voxel (w, d, h) lies in its sheet at column ``(h mod n) W + w`` and
 row ``(h div n) D + d``, where n is the number of slices side by side.
@@ -13,18 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from einops import rearrange
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Factors = tuple[int, int, int]
 
-GREYS = 64  # levels that an image keeps: finer ones are noise, and cost most of the bytes
+GREYS = 64  # levels that an image keeps: more would be noise, which costs most of the bytes
 _MARK = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """A case's volumes as base64 PNG sheets; ``factors`` says how many voxels became one, along W, D, H."""
+    """A case's volumes as base64 PNG sheets; ``factors`` says how many voxels along W, D, H became one."""
 
     shape: tuple[int, int, int]
     factors: Factors
@@ -39,19 +40,19 @@ class Embedded:
 
 
 def embed(images: Sequence[Bytes], truth: Bytes, prediction: Bytes, spacing: Sequence[float], budget: int) -> Embedded:
-    """Returns the volumes as finely as the budget of bytes allows."""
+    """Returns the volumes as finely as the budget of bytes allows; ``spacing`` is in mm."""
     factors: Factors = (1, 1, 1)
     while True:
-        guess = math.prod(-(-side // f) for side, f in zip(truth.shape, factors)) * len(images) / 6
-        if guess < budget:  # a sheet takes more than a byte for six voxels, else this is not tried
-            made = _embed(images, truth, prediction, factors)
-            if made.num_bytes <= budget or max(made.shape) == 1:
-                return made
+        estimate = math.prod(-(-side // f) for side, f in zip(truth.shape, factors)) * len(images) / 6
+        if estimate < budget:  # a sheet takes at least about a byte for six voxels: do not try what cannot fit
+            embedded = _embed(images, truth, prediction, factors)
+            if embedded.num_bytes <= budget or max(embedded.shape) == 1:
+                return embedded
         factors = coarser(factors, truth.shape, spacing)
 
 
 def coarser(factors: Factors, shape: Sequence[int], spacing: Sequence[float]) -> Factors:
-    """Returns the next coarser factors: along the direction that is resolved best."""
+    """Returns the next coarser factors: one more along the direction with the finest voxels."""
     steps = [s * f if f < side else math.inf for s, f, side in zip(spacing, factors, shape)]
     dim = steps.index(min(steps))
     w, d, h = (f + (n == dim) for n, f in enumerate(factors))
@@ -68,10 +69,10 @@ def _embed(images: Sequence[Bytes], truth: Bytes, prediction: Bytes, factors: Fa
 
 
 def levels(image: Bytes) -> Bytes:
-    """Returns an image in fewer levels, from 0 to 255 still."""
+    """Returns an image in ``GREYS`` levels from 0 to 255."""
     step = 255 / (GREYS - 1)
-    kept: Bytes = np.rint(np.rint(image / step) * step).astype(np.uint8)
-    return kept
+    rounded: Bytes = np.rint(np.rint(image / step) * step).astype(np.uint8)
+    return rounded
 
 
 def coarsen(volume: Bytes, factors: Factors) -> Bytes:
@@ -99,12 +100,11 @@ def sheet(volume: Bytes, columns: int) -> Bytes:
     rows = -(-h // columns)
     padded = np.zeros((w, d, rows * columns), np.uint8)
     padded[..., :h] = volume
-    ordered = padded.reshape(w, d, rows, columns).transpose(2, 1, 3, 0)
-    return np.ascontiguousarray(ordered).reshape(rows * d, columns * w)
+    return np.ascontiguousarray(rearrange(padded, "W D (row column) -> (row D) (column W)", column=columns))
 
 
 def png(picture: Bytes) -> bytes:
-    """Returns a grey picture as a PNG file; each row is stored as differences to what predicts it best."""
+    """Returns a grey picture as a PNG file; each row is stored by the filter that leaves the smallest differences."""
     rows, columns = picture.shape
     left, above = np.zeros_like(picture), np.zeros_like(picture)
     left[:, 1:], above[1:] = picture[:, :-1], picture[:-1]
@@ -138,7 +138,7 @@ def outline(mask: NDArray[Any]) -> str:
         (inside[1:-1, :-2], (0, 1), (0, -1)),
     )
     for neighbour, (x0, y0), step in sides:
-        for y, x in zip(*(found.tolist() for found in np.nonzero(core & ~neighbour))):
+        for y, x in zip(*(index.tolist() for index in np.nonzero(core & ~neighbour))):
             turns.setdefault((x + x0, y + y0), []).append(step)
     path = []
     while turns:

@@ -16,7 +16,7 @@ import pytest
 from seqpar.launch import evaluate, report
 from seqpar.launch.job.exit_codes import DATA, USAGE, run
 from seqpar.launch.reporting.charts import Curve, draw_curves, draw_strips
-from seqpar.launch.reporting.page import as_json
+from seqpar.launch.reporting.page import as_json, fill
 from seqpar.launch.reporting.volumes import coarsen, coarsen_label, embed, encode, outline, png, sheet
 from seqpar.launch.settings.presets import debug
 from tests.support.reported_run import make_run
@@ -369,3 +369,16 @@ def test_what_cannot_be_reported_on_is_one_clear_line(finished: Path, tmp_path: 
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4 and all(line.startswith("error: ") for line in lines)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_template_gets_just_the_pieces_that_it_names(finished: Path, tmp_path: Path, capsys) -> None:
+    with pytest.raises(KeyError, match="note"):
+        fill("viewer.html", {"legend": ""})
+    with pytest.raises(KeyError, match="other"):
+        fill("viewer.html", {"legend": "", "note": "", "other": ""})
+    assert "<p>{{note}}</p>" in fill("viewer.html", {"legend": "<p>{{note}}</p>", "note": ""})  # filled only once
+    content = json.loads((finished / "config.json").read_text())
+    del content["config"]["heads"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert run(report.act, [str(tmp_path)]) == DATA
+    assert "config.json: lacks what a report needs (KeyError: 'heads')" in capsys.readouterr().err

@@ -46,7 +46,11 @@ def make_run(folder: Path, names: list[str]) -> Path:
     config = dataclasses.replace(debug(), data=str(folder / "data"), out=str(out))
     training_data = TrainingData(dataset, (), dataset.ids, training_tiles(dataset, dataset.ids, config))
     out.mkdir()
-    content = {"config": json.loads(config.to_json()), "dataset": training_data.describe(), "layout": {"ranks": 1}}
+    content = {
+        "config": json.loads(config.to_json()),
+        "dataset": training_data.describe(),
+        "layout": {"ranks": 1, "data": 1, "seqpar": 1},
+    }
     (out / "config.json").write_text(json.dumps(content))
     status = Status(out)
     status.step = status.steps = config.steps

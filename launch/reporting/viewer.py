@@ -1,0 +1,110 @@
+"""The section of cases: a viewer of their volumes, and three planes of each, the worst case first."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from seqpar.data.errors import DataError
+from seqpar.launch.reporting.cases import ShownCase, draw_planes, favourite, find_cache, load
+from seqpar.launch.reporting.page import fill
+from seqpar.launch.reporting.palette import COLOURS, PLANES, SIDES
+from seqpar.launch.reporting.record import CaseScores, Record, ScoredCase
+from seqpar.launch.reporting.volumes import GREYS, Embedded, embed
+
+BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
+
+
+def load_worst(record: Record, scored: CaseScores, count: int, gaps: list[str]) -> list[tuple[ShownCase, Embedded]]:
+    """Returns the ``count`` worst cases with their volumes.
+
+    A case that cannot be read is named in ``gaps``, to which lines are added, and the next one takes its place.
+    """
+    cache, shown = find_cache(record), list[tuple[ShownCase, Embedded]]()
+    if cache is None and count:
+        gaps.append("The prepared data are not where the run had them: cases are shown without their images.")
+    budget = BUDGET // max(1, min(count, len(scored.cases)))
+    for case in scored.cases:
+        if len(shown) == count:
+            break
+        try:
+            loaded = load(case, record, cache)
+        except DataError as error:
+            gaps.append(f"Case {case.name} cannot be shown: {error}.")
+            continue
+        images = list(loaded.images.values())
+        shown.append((loaded, embed(images, loaded.truth, loaded.prediction, loaded.spacing, budget)))
+    return shown
+
+
+def section(record: Record, scored: CaseScores, shown: list[tuple[ShownCase, Embedded]]) -> tuple[str, dict[str, Any]]:
+    """Returns the section of the cases, and the data that its viewer reads."""
+    by_name = {case.name: case for case in scored.cases}
+    keys = legend(record)
+    viewer = fill("viewer.html", {"legend": keys, "note": viewer_note([embedded for _, embedded in shown])})
+    note = '<p class="small">Planes that hold most of the truth; worst cases first.</p>'
+    planes = "".join(case_section(by_name[case.name], case) for case, _ in shown)
+    return viewer + keys + note + planes, viewer_data(record, shown)
+
+
+def case_section(case: ScoredCase, shown: ShownCase) -> str:
+    """Returns one case with its scores and three planes."""
+    planes, at = draw_planes(shown)
+    figures = "".join(
+        f"<figure>{plane}<figcaption>{name} {place + 1} / {side}</figcaption></figure>"  # as the viewer counts
+        for plane, name, place, side in zip(planes, [plane for plane, _ in PLANES], at, shown.truth.shape)
+    )
+    dice = ", ".join(
+        f"{name} {'–' if math.isnan(value) else f'{value:.3f}'}"
+        for name, value in ((name, row.get("Dice", math.nan)) for name, row in case.scores.items())
+    )
+    modality = f" · shown on {favourite(list(shown.images))}" if shown.images else ""
+    note = f'<p class="small">{escape(shown.note)}</p>' if shown.note else ""
+    head = f'<h3>{escape(case.name)}</h3><p class="small">Dice: {escape(dice + modality)}</p>'
+    w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
+    scale = f'style="grid-template-columns: {d:.6g}fr {w:.6g}fr {w:.6g}fr"'  # a mm takes as many pixels in each plane
+    body = f'{head}{note}<div class="planes" {scale}>{figures}</div>'
+    return f'<article class="case" data-case="{escape(case.name)}">{body}</article>'
+
+
+def legend(record: Record) -> str:
+    """Returns the legend: the colour of each label, and the line styles of truth and prediction."""
+    keys = "".join(
+        f'<span><i style="background:{COLOURS[n % len(COLOURS)]}"></i>{escape(name)}</span>'
+        for n, name in enumerate(record.label_names.values())
+    )
+    lines = '<span><i class="solid"></i>truth</span><span><i class="dashed"></i>prediction</span>'
+    return f'<p class="keys">{keys}{lines}</p>'
+
+
+def viewer_data(record: Record, cases: Sequence[tuple[ShownCase, Embedded]]) -> dict[str, Any]:
+    """Returns the data that the viewer reads: labels with colours, and each case's sheets."""
+    labels = [{"name": n, "colour": COLOURS[k % len(COLOURS)]} for k, n in enumerate(record.label_names.values())]
+    entries = [
+        {
+            "name": shown.name,
+            "shape": embedded.shape,
+            "factors": embedded.factors,
+            "spacing": [s * f for s, f in zip(shown.spacing, embedded.factors)],
+            "columns": embedded.columns,
+            "modalities": list(shown.images),
+            "favourite": favourite(list(shown.images)),
+            "images": embedded.images,
+            "truth": embedded.truth,
+            "prediction": embedded.prediction,
+        }
+        for shown, embedded in cases
+    ]
+    return {"labels": labels, "sides": SIDES, "cases": entries}
+
+
+def viewer_note(volumes: Sequence[Embedded]) -> str:
+    """Returns a note of what was left out to keep the page small."""
+    num_bytes = sum(volume.num_bytes for volume in volumes)
+    note = f"Volumes are cropped to the body and kept in {GREYS} grey levels: {num_bytes / 1e6:.1f} MB of at most "
+    note += f"{BUDGET / 1e6:g} MB in this page."
+    factors = {volume.factors for volume in volumes}
+    if factors == {(1, 1, 1)}:
+        return note + " Every voxel is there."
+    blocks = "; ".join(sorted(" × ".join(map(str, block)) for block in factors))
+    return note + f" Blocks of {blocks} voxels became one (images by their mean, labels by their middle voxel)."
