@@ -69,11 +69,16 @@ def test_dropout_of_a_part_is_the_part_of_the_dropout() -> None:
 def test_every_word_of_the_key_changes_the_draw() -> None:
     x = torch.ones(2, 50, 40)
     keys = [KEY, KEY.at(1), KEY.at(1, 0), KEY.at(0, 1), DropoutKey(4, 5, (8, 9)), DropoutKey(3, 6, (8, 9))]
-    keys += [DropoutKey(3, 5, (9, 8)), DropoutKey(3, 5, (8, 9), micro_batch=1)]
+    keys += [DropoutKey(3, 5, (9, 8))]
     masks = [keyed_dropout(x, 0.5, key, torch.arange(50)) > 0 for key in keys]
     for i, a in enumerate(masks):
         for b in masks[:i]:
             assert 0.4 < float((a == b).float().mean()) < 0.6
+
+
+def test_draws_are_those_of_runs_made_before() -> None:
+    kept = keyed_dropout(torch.ones(2, 3, 8), 0.5, KEY.at(1, 0), torch.arange(3)) > 0
+    assert [int("".join(str(int(bit)) for bit in row), 2) for row in kept.flatten(1).tolist()] == [7958581, 3915502]
 
 
 def test_rates_hold_and_kept_values_are_scaled() -> None:
