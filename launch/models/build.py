@@ -1,6 +1,10 @@
-"""Builds the network of a Config."""
+"""Builds the network of a Config: the encoder, and the decoder that ``--decoder`` names.
+
+A new decoder is one entry of ``DECODERS`` and one function that makes it.
+"""
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -15,12 +19,9 @@ from seqpar.mesh import Group
 from seqpar.vit.encoder import SeqParViT
 
 Decoder = PlainDecoder | UnetrDecoder | PrimusDecoder
-
-
-DECODERS = ("plain", "unetr", "primus")
-
-
-FOREGROUND = 0.02  # what a fresh network believes of every voxel: most of an image is background
+Patch = tuple[int, ...]
+Taps = tuple[int, ...]  # the encoder's blocks whose tokens the decoder takes beside the last ones
+FOREGROUND = 0.02  # the probability that a fresh network gives every foreground class: most of an image is background
 
 
 def build(
@@ -33,23 +34,21 @@ def build(
 ) -> SegmentationNet:
     """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks.
 
-    Its outputs are labels of which the first is background, or, with ``has_regions``, regions by themselves. On the
-    device "meta" it has shapes alone.
+    - ``has_regions``: outputs are regions by themselves; else they are classes, of which the first is background
+    - ``device``: on "meta" the network has shapes alone
     """
     torch.manual_seed(config.seed)
     with torch.device(device):
-        encoder, decoder, chosen = _parts(config, in_channels, num_outputs, group)
+        encoder = _encoder(config, in_channels, group)
+        decoder, taken = DECODERS[config.decoder](config, in_channels, num_outputs, encoder.layout.patch)
     assert decoder.classes.bias is not None
     with torch.no_grad():
         decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
-    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), chosen)
+    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), taken)
 
 
-def _parts(
-    config: Config, in_channels: int, num_outputs: int, group: Group
-) -> tuple[SeqParViT, Decoder, tuple[int, ...]]:
-    """Returns encoder, decoder, and the encoder's blocks that the decoder takes."""
-    encoder = SeqParViT(
+def _encoder(config: Config, in_channels: int, group: Group) -> SeqParViT:
+    return SeqParViT(
         in_channels,
         config.tile,
         config.patch,
@@ -70,13 +69,23 @@ def _parts(
         group=group,
         split=config.split,
     )
-    patch, chosen = encoder.layout.patch, tuple[int, ...]()
-    decoder: Decoder
-    if config.decoder == "unetr":
-        decoder = UnetrDecoder(in_channels, config.embed_dim, num_outputs, patch, config.decoder_width)
-        chosen = taps(config.depth, patch, config.skips)
-    elif config.decoder == "primus":
-        decoder = PrimusDecoder(config.embed_dim, num_outputs, patch)
-    else:
-        decoder = PlainDecoder(config.embed_dim, num_outputs, patch, config.decoder_width)
-    return encoder, decoder, chosen
+
+
+def _plain(config: Config, in_channels: int, num_outputs: int, patch: Patch) -> tuple[Decoder, Taps]:
+    return PlainDecoder(config.embed_dim, num_outputs, patch, config.decoder_width), ()
+
+
+def _unetr(config: Config, in_channels: int, num_outputs: int, patch: Patch) -> tuple[Decoder, Taps]:
+    decoder = UnetrDecoder(in_channels, config.embed_dim, num_outputs, patch, config.decoder_width)
+    return decoder, taps(config.depth, patch, config.skips)
+
+
+def _primus(config: Config, in_channels: int, num_outputs: int, patch: Patch) -> tuple[Decoder, Taps]:
+    return PrimusDecoder(config.embed_dim, num_outputs, patch), ()
+
+
+DECODERS: dict[str, Callable[[Config, int, int, Patch], tuple[Decoder, Taps]]] = {
+    "plain": _plain,
+    "unetr": _unetr,
+    "primus": _primus,
+}

@@ -13,9 +13,10 @@ from seqpar.vit.encoder import SeqParViT
 
 
 class SegmentationNet(nn.Module):
-    """Logits of this rank's part, arranged as ``mode`` says; alone, also of a whole tile ``b c W D H``.
+    """An encoder and a decoder: logits of this rank's part, or, in a group of one, of a whole tile ``b c W D H``.
 
-    ``taps`` are the encoder's blocks whose tokens the decoder takes before the normed last ones.
+    - ``mode``: brings the tokens to where they are decoded
+    - ``taps``: the encoder's blocks whose tokens the decoder takes before the normed last ones
     """
 
     def __init__(self, encoder: SeqParViT, decoder: nn.Module, mode: Mode, taps: tuple[int, ...] = ()) -> None:
@@ -25,8 +26,8 @@ class SegmentationNet(nn.Module):
         assert decoder.num_features == len(taps) + 1, (decoder.num_features, taps)
 
     def forward(self, part: Tensor, layout: Layout | None = None, key: DropoutKey | None = None) -> Tensor:
-        """Returns logits ``b k W D H`` (their part, where the mode leaves them spread)."""
-        sides = None
+        """Returns logits ``b k W D H``, or this rank's share of them where the mode leaves them spread."""
+        sides = None  # of a whole tile, before it is padded to the patch
         if part.ndim == len(self.encoder.layout.tile) + 2:
             sides = part.shape[2:]
             part, layout = self.encoder.place(part)
@@ -40,5 +41,5 @@ class SegmentationNet(nn.Module):
         return logits if sides is None else logits[(..., *(slice(side) for side in sides))]
 
     def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:
-        """Returns the label part ``b n/s p p p`` where its logits are."""
+        """Returns the label ``b n/s p p p`` of a part as the logits are: their voxels, on the ranks that hold them."""
         return self.mode.voxels(label, layout or self.encoder.layout)

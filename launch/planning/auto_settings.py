@@ -1,6 +1,6 @@
-"""What a run leaves open, chosen by the planner for the device here: group size, batch, how attention crosses ranks.
+"""Chooses what a run leaves open, for the device here: the group's size, the batch, how attention crosses ranks.
 
-Nothing is measured here, and all ranks look at the same numbers, so that they choose alike before they talk.
+Nothing is measured, and all ranks look at the same numbers, so that they choose alike before they communicate.
 """
 
 import os
@@ -14,6 +14,7 @@ import torch
 from seqpar.environment import Launcher
 from seqpar.launch.hardware.devices import GIB, Device, device_here, measured
 from seqpar.launch.job.local_ranks import PARENT
+from seqpar.launch.planning.attention_choice import is_open
 from seqpar.launch.planning.batch_size import choose_batch
 from seqpar.launch.planning.fit import largest_batch, refusal
 from seqpar.launch.planning.needs import Plan, Run, plan, planned
@@ -23,36 +24,36 @@ from seqpar.launch.settings.config import AUTO, Config
 def choose(
     config: Config, launcher: Launcher, channels: int, outputs: int
 ) -> tuple[Config, dict[str, tuple[str, ...]]]:
-    """Returns the config with its group's size and its batch, where they were left open, and why they are these.
+    """Returns the config with the group's size and the batch filled in where they are open, and the reasons.
 
-    Of each choice there is a sentence first, then lines with figures.
+    The reasons of a choice are a sentence, then lines with figures.
     """
     run = Run(config, _device(config, launcher), channels, outputs, timed=False)
     why = dict[str, tuple[str, ...]]()
     if config.seqpar == AUTO:
         config, why["seqpar_choice"] = _choose_size(run, launcher)
     if not config.batch:
-        config, told = _choose_batch(replace(run, config=config), max(launcher.world, config.seqpar))
-        why["batch_choice"] = (told,)
+        config, sentence = _choose_batch(replace(run, config=config), max(launcher.world, config.seqpar))
+        why["batch_choice"] = (sentence,)
     return config, why
 
 
 def choose_attention(
     config: Config, launcher: Launcher, channels: int, outputs: int, before: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[str, ...]:
-    """Returns how attention crosses ranks, where it was left open, and why, a line each; () where there is no choice.
+    """Returns the name of the attention strategy that the plan takes, then why, line by line; () where none is open.
 
-    ``before`` is what was recorded of the ranks of a run that goes on: with as many in a group it keeps its strategy,
-    for all are equal, but to rounding.
+    ``before`` is the recorded layout of a run that is resumed. On as many ranks in a group it keeps its strategy:
+    strategies differ by rounding.
     """
-    if config.attention != "auto" or config.seqpar == 1:
+    if not is_open(config):
         return ()
-    kept = before.get("strategy", "")
-    if kept and before["seqpar"] == config.seqpar and not (config.keep_kv and kept == "ulysses"):
-        return kept, f"{kept}, as the run began"
+    previous = before.get("strategy", "")
+    if previous and before["seqpar"] == config.seqpar and not (config.keep_kv and previous == "ulysses"):
+        return previous, f"{previous}, as the run began"
     ranks = max(launcher.world, config.seqpar)
-    found = planned(Run(config, _device(config, launcher), channels, outputs, timed=False), ranks)
-    return found.config.attention, *found.attention_why
+    best = planned(Run(config, _device(config, launcher), channels, outputs, timed=False), ranks)
+    return best.config.attention, *best.attention_why
 
 
 def _device(config: Config, launcher: Launcher) -> Device:
@@ -66,37 +67,39 @@ def _device(config: Config, launcher: Launcher) -> Device:
 
 
 def _choose_size(run: Run, launcher: Launcher) -> tuple[Config, tuple[str, ...]]:
-    found = []
+    tried = []
     for size in _sizes(run.config, launcher):
         ranks = max(launcher.world, size)
         try:
-            found.append(plan(replace(run, ranks=ranks), size))
+            tried.append(plan(replace(run, ranks=ranks), size))
         except ValueError as error:
-            found.append(Plan(replace(run.config, seqpar=size), run.device, ranks, why=str(error)))
-        if found[-1].fits:
+            tried.append(Plan(replace(run.config, seqpar=size), run.device, ranks, why=str(error)))
+        if tried[-1].fits:
             break
-    best = found[-1]
+    best = tried[-1]
     if not best.fits:
-        raise ValueError(f"--seqpar auto: {refusal(found)}")
-    lines = tuple(f"seqpar {p.config.seqpar}: {p.why or _needs(p)}" for p in found)
+        raise ValueError(f"--seqpar auto: {refusal(tried)}")
+    lines = tuple(f"seqpar {p.config.seqpar}: {p.why or _needs(p)}" for p in tried)
     size = best.config.seqpar
-    told = f"--seqpar {size} is the smallest that fits {run.device.name}: {_needs(best)}"
+    sentence = f"--seqpar {size} is the smallest that fits {run.device.name}: {_needs(best)}"
     if not run.config.batch:
-        told += f" with --batch {best.config.batch}"
-    return replace(run.config, seqpar=size), (told, *lines)
+        sentence += f" with --batch {best.config.batch}"
+    return replace(run.config, seqpar=size), (sentence, *lines)
 
 
 def _choose_batch(run: Run, ranks: int) -> tuple[Config, str]:
-    wanted = choose_batch(run.config)
-    found = largest_batch(run, ranks, wanted.batch)
-    batch = found.config.batch
-    if batch == wanted.batch and found.fits:
-        told = f"--batch {batch} holds at most what 32 tiles of 96 at patch 16 do, and fits: {_needs(found)}"
-    elif found.fits:
-        told = f"--batch {batch} is the largest that fits {found.device.name}: {_needs(found)}"
+    target = choose_batch(run.config)
+    best = largest_batch(run, ranks, target.batch)
+    batch = best.config.batch
+    if batch == target.batch and best.fits:
+        sentence = f"--batch {batch} holds at most what 32 tiles of 96 at patch 16 do, and fits: {_needs(best)}"
+    elif best.fits:
+        sentence = f"--batch {batch} is the largest that fits {best.device.name}: {_needs(best)}"
     else:
-        told = f"--batch {batch} is the least there can be, though it may not fit {found.device.name}: {_needs(found)}"
-    return replace(run.config, batch=batch), told
+        sentence = (
+            f"--batch {batch} is the least there can be, though it may not fit {best.device.name}: {_needs(best)}"
+        )
+    return replace(run.config, batch=batch), sentence
 
 
 def _sizes(config: Config, launcher: Launcher) -> Sequence[int]:

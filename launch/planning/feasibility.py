@@ -13,7 +13,7 @@ from seqpar.mesh import Group
 
 def refuse(config: Config) -> None:
     """Refuses a config that cannot work, before anything is allocated, naming the nearest that does."""
-    config.check(DECODERS, MODES)
+    config.check(tuple(DECODERS), MODES)
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("--tensorboard needs a package that is not here: pip install 'seqpar[tensorboard]'")
     if config.weights and not config.resume and not os.path.exists(config.weights):  # a saved run needs them no more
