@@ -8,16 +8,7 @@ import pytest
 from seqpar.launch.evaluation import metrics
 from seqpar.launch.evaluation.lesions import lesion_wise
 from seqpar.launch.evaluation.scores import format_table, score, summarise
-
-
-def random_labels(seed: int, shape: tuple[int, ...] = (12, 11, 9)) -> np.ndarray:
-    """Labels 0, 1, 2 in nested boxes at random places."""
-    rng = np.random.default_rng(seed)
-    labels = np.zeros(shape, np.uint8)
-    low = rng.integers(0, 3, 3)
-    labels[tuple(slice(a, a + 6) for a in low)] = 1
-    labels[tuple(slice(a + 1, a + 4) for a in low)] = 2
-    return labels
+from tests.support.label_folders import random_labels
 
 
 def test_a_case_is_scored_per_region_with_the_metrics_of_its_masks() -> None:

@@ -1,12 +1,9 @@
 """A report is one well-formed page that loads nothing, says what the run says, and shows the slices that it claims."""
 
-import base64
 import json
 import math
 import re
 import shutil
-import zlib
-from html.parser import HTMLParser
 from pathlib import Path
 
 import nibabel
@@ -15,99 +12,9 @@ import pytest
 
 from seqpar.launch import evaluate, report
 from seqpar.launch.job.exit_codes import DATA, USAGE, run
-from seqpar.launch.reporting.charts import Curve, draw_curves, draw_strips
 from seqpar.launch.reporting.page import as_json, fill
-from seqpar.launch.reporting.volumes import coarsen, coarsen_label, embed, encode, outline, png, sheet
 from seqpar.launch.settings.presets import debug
-from tests.support.reported_run import make_run
-
-NAMES = ["case-a", "case-b", 'case-<b>&"c"']
-VOID = {"meta", "input", "link", "br", "img"}
-
-
-class Page(HTMLParser):
-    """Checks that elements are closed in order; gathers attributes, cells and scripts."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open, self.attributes, self.scripts = list[str](), list[tuple[str, str, str]](), dict[str, str]()
-        self.cells: dict[tuple[str, str], list[float]] = {}
-        self.script, self.row, self.cases = "", ("", ""), list[str]()
-        self.text = ""
-        self.feed(text)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list) -> None:
-        found = dict(attrs)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag == "table":
-            self.table = found.get("id", "")
-        if tag == "tr":
-            self.row = (self.table, found.get("data-class") or found.get("data-case") or "")
-        if tag == "td" and "data-value" in found:
-            value = found["data-value"]
-            self.cells.setdefault(self.row, []).append(float(value) if value else math.nan)
-        if tag == "article":
-            self.cases.append(found["data-case"])
-        if tag == "script":
-            self.script = found.get("id", "code")
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list) -> None:
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "script":
-            self.scripts[self.script] = data
-        else:
-            self.text += data
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("finished"), NAMES)
-
-
-def written(out: Path, *arguments: object) -> Page:
-    target = out / "report.html"
-    assert run(report.act, [str(out), *map(str, arguments)]) == 0
-    return Page(target.read_text())
-
-
-@pytest.fixture(scope="module")
-def page(finished: Path) -> Page:
-    return written(finished)
-
-
-def decode(data: bytes) -> np.ndarray:
-    """Returns a grey PNG's pixels, by the format's rules and not by ours."""
-    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
-    assert data[24:29] == bytes([8, 0, 0, 0, 0])
-    start = data.index(b"IDAT") + 4
-    body = zlib.decompress(data[start : start + int.from_bytes(data[start - 8 : start - 4], "big")])
-    rows = np.frombuffer(body, np.uint8).reshape(height, width + 1).astype(int)
-    pixels = np.zeros((height, width), int)
-    for y, (kind, *values) in enumerate(rows.tolist()):
-        for x, value in enumerate(values):
-            before = {0: 0, 1: pixels[y, x - 1] if x else 0, 2: pixels[y - 1, x] if y else 0}[kind]
-            pixels[y, x] = (value + before) % 256
-    return pixels.astype(np.uint8)
-
-
-def unroll(text: str, shape: list[int], columns: int) -> np.ndarray:
-    """Returns the volume of a sheet."""
-    w, d, h = shape
-    pixels = decode(base64.b64decode(text))
-    made = np.zeros(shape, np.uint8)
-    for n in range(h):
-        top, left = n // columns * d, n % columns * w
-        made[..., n] = pixels[top : top + d, left : left + w].T
-    return made
+from tests.support.report_page import NAMES, Page, unroll, written
 
 
 def test_the_page_is_well_formed_and_loads_nothing(page: Page, finished: Path) -> None:
@@ -181,73 +88,6 @@ def test_embedded_volumes_are_the_cases_slices(page: Page, finished: Path) -> No
         assert len(case["images"]) == len(case["modalities"]) == 4
 
 
-def test_a_budget_of_bytes_is_kept() -> None:
-    generator = np.random.default_rng(0)
-    image = generator.integers(0, 256, (40, 50, 30), np.uint8)
-    truth = (image > 200).astype(np.uint8)
-    free = embed([image] * 2, truth, truth, (1, 1, 2), 10**7)
-    assert free.factors == (1, 1, 1)
-    for budget in (40_000, 9_000, 1_500):
-        made = embed([image] * 2, truth, truth, (1, 1, 2), budget)
-        assert made.num_bytes <= budget < free.num_bytes
-        assert made.factors[2] <= min(made.factors[:2])  # the thick slices are thinned out last
-        assert made.shape == tuple(-(-side // f) for side, f in zip(image.shape, made.factors))
-        found = unroll(made.truth, list(made.shape), made.columns)
-        assert np.array_equal(found, coarsen_label(truth, made.factors))
-
-
-def test_coarse_images_are_means_of_blocks() -> None:
-    image = np.random.default_rng(1).integers(0, 256, (5, 4, 3), np.uint8)
-    made = coarsen(image, (2, 3, 1))
-    assert made.shape == (3, 2, 3)
-    assert made[0, 0, 1] == np.rint(image[:2, :3, 1].mean())
-    assert made[2, 1, 2] == np.rint(image[4:, 3:, 2].mean())
-
-
-def test_a_sheet_can_be_unrolled() -> None:
-    volume = np.random.default_rng(2).integers(0, 256, (7, 5, 11), np.uint8)
-    assert np.array_equal(unroll(encode(png(sheet(volume, 4))), [7, 5, 11], 4), volume)
-
-
-@pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
-def test_an_outline_encloses_just_the_mask(density: float) -> None:
-    mask = np.random.default_rng(3).random((9, 7)) < density
-    area, edges = 0, 0
-    for line in re.findall(r"M(\d+) (\d+)([^z]*)z", outline(mask)):
-        x, y = int(line[0]), int(line[1])
-        for kind, length in re.findall(r"([hv])(-?\d+)", line[2]):
-            edges += abs(int(length))
-            if kind == "h":
-                area -= int(length) * y  # Green's theorem, inside on the right with y downwards
-                x += int(length)
-            else:
-                y += int(length)
-        assert (x, y) == (int(line[0]), int(line[1]))
-    padded = np.pad(mask, 1).astype(int)
-    assert area == mask.sum()
-    assert edges == np.abs(np.diff(padded, axis=0)).sum() + np.abs(np.diff(padded, axis=1)).sum()
-
-
-def test_strips_show_each_case_that_has_a_value() -> None:
-    text = draw_strips("Dice", {"a&b": [(0.25, "x<"), (math.nan, "y")], "c": [(math.nan, "x<")]}, 0, 1)
-    assert text.count("<circle") == 1 and "x&lt;: 0.25" in text and "a&amp;b" in text
-    assert draw_strips("Dice", {"c": [(math.nan, "x")]}, 0, 1) == ""
-
-
-def test_a_value_alone_is_seen() -> None:
-    """A run that was ended after its first step, or validated once."""
-    assert draw_curves("Loss", [Curve("training", [1], [0.5])]).count("<circle") == 1
-    assert "<circle" not in draw_curves("Loss", [Curve("training", [1, 2], [0.5, 0.4])])
-    assert draw_curves("Dice", [Curve("ET", [1], [math.nan], dots=True)]) == ""
-
-
-def test_a_long_name_leaves_room_for_its_dots() -> None:
-    text = draw_strips("Dice", {"n" * 90: [(0.25, "a"), (0.75, "b")], "short": [(1.0, "a")]}, 0, 1)
-    places = [float(x) for x in re.findall(r'cx="([-.0-9]+)"', text)]
-    assert len(places) == 3 and 200 < places[0] < places[1] < places[2] < 520
-    assert min(float(w) for w in re.findall(r'<rect[^>]*width="([-.0-9]+)"', text)) >= 0
-
-
 def test_planes_are_counted_as_in_the_viewer(page: Page) -> None:
     entry = json.loads(page.scripts["volumes"])["cases"][0]
     truth = unroll(entry["truth"], entry["shape"], entry["columns"]) > 0
@@ -277,11 +117,6 @@ def test_validation_leaves_what_evaluate_would_say(finished: Path, tmp_path: Pat
     for kind in ("mean", "median", "global", "num_values", "foreground_mean"):
         assert json.dumps(told[kind]) == json.dumps(wanted[kind])
     assert told["faults"] == []
-
-
-@pytest.fixture
-def copied(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "moved"))
 
 
 def test_without_validation_the_journal_speaks(copied: Path) -> None:

@@ -1,0 +1,125 @@
+"""Prediction on several ranks, whole passes and their memory, and the script itself."""
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from seqpar.decoders.modes.choose import MODES
+from seqpar.launch.inference import predict_cases
+from seqpar.launch.inference.whole_volume_memory import footprint
+from seqpar.launch.job import exit_codes
+from seqpar.launch.models.build import build
+from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.planning.memory_counter import MemoryCounter
+from seqpar.mesh import Group
+from tests.support.folders import image_array, save, tree
+from tests.support.predictions import RECIPE, ROOT, SMALL, act, make_run, on_ranks, voxels, write_images
+
+
+def test_label_files_are_the_same_on_any_number_of_ranks(ranks, images, tmp_path) -> None:
+    recipe = replace(RECIPE, spacing=(1.5, 0.8, 1.0))
+    for how, given in (("as they are", RECIPE), ("resampled", recipe)):
+        run = make_run(tmp_path / how, given)
+        for window, worlds in (("sliding", ((1, 1), (2, 1), (4, 1))), ("whole", ((1, 1), (2, 2)))):
+            found = []
+            for world, size in worlds:
+                out = tmp_path / f"{how}-{window}-{world}"
+                more = ("--window", window, "--probabilities")
+                codes = ranks(world, on_ranks, str(run), "-i", str(images), "-o", str(out), *more, seqpar=size)
+                assert codes == [0] * world
+                found.append(tree(out))
+            assert len(found[0]) == 1 + 3 + 6
+            if window == "sliding":
+                labels = [{name: body for name, body in one.items() if "/" not in name} for one in found]
+                assert all(one == labels[0] for one in labels)
+            for case, n in itertools.product(range(3), range(2)):
+                folders = [tmp_path / f"{how}-{window}-{world}" for world, _ in worlds]
+                parts = [voxels(out / "probabilities" / f"c_{case:03d}_label-{n}.nii.gz") for out in folders]
+                assert all(np.abs(part - parts[0]).max() < 1e-5 for part in parts)
+                ids = [voxels(out / f"c_{case:03d}.nii.gz") for out in folders]
+                assert all((one == ids[0])[np.abs(parts[0] - 0.5) > 1e-4].all() for one in ids)
+
+
+def test_a_whole_pass_says_what_it_takes(images, tmp_path, capsys) -> None:
+    run = make_run(tmp_path / "run")
+    assert act(tmp_path, run, "--window", "whole") == 0
+    assert capsys.readouterr().out.count("MiB on each rank") == 3
+
+
+@pytest.fixture(scope="module")
+def predicted_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images, a run, and what one process predicts in a whole pass."""
+    place = tmp_path_factory.mktemp("alone")
+    write_images(place / "images")
+    assert act(place, make_run(place / "run"), "--window", "whole", out="alone") == 0
+    return place
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_whole_pass_of_every_mode_ends_alike_on_two_ranks(mode: str, ranks, predicted_alone, tmp_path, capfd) -> None:
+    """What one rank cannot do, all say together; the exact modes write what one process does."""
+    run = predicted_alone / "run"
+    more = ("-i", str(predicted_alone / "images"), "--window", "whole")
+    capfd.readouterr()
+    out = tmp_path / "out"
+    assert ranks(2, on_ranks, str(run), *more, "-o", str(out), "--mode", mode, timeout=40) == [0, 0]
+    assert capfd.readouterr().out.count("MiB on each rank") == 3
+    for name in ("c_000.nii.gz", "c_001.nii.gz", "c_002.nii.gz"):
+        same = voxels(out / name) == voxels(predicted_alone / "alone" / name)
+        assert mode == "nogather" or same.mean() > 1 - 1e-3
+
+
+def test_a_volume_that_no_whole_pass_can_take_is_a_fault_on_all_ranks(ranks, images, tmp_path, capfd) -> None:
+    run = make_run(tmp_path / "run")
+    save(images / "c_003_0000.nii.gz", image_array(3, (14, 29, 10)))
+
+    def count(net: SegmentationNet, shape: Any, *more: Any) -> Any:
+        if shape[1] > 20:
+            raise ValueError("too large")
+        return footprint(net, shape, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predict_cases, "footprint", count)
+        arguments = (str(run), "-i", str(images), "-o", str(tmp_path / "out"), "--window", "whole")
+        assert ranks(2, on_ranks, *arguments, timeout=40) == [exit_codes.DATA] * 2
+    assert capfd.readouterr().err.count("error: c_003") == 1
+    assert len(list((tmp_path / "out").glob("*.nii.gz"))) == 3
+
+
+def test_memory_is_counted_not_guessed(alone) -> None:
+    """What is alive at once: on real tensors and on tensors without data the same, in a network as in a sum."""
+    x = torch.ones(1000)
+    with MemoryCounter() as alive:
+        y = x + 1
+        z = (y * 2).sum()
+        del y
+        z = z + x
+    assert alive.most == 2 * x.nbytes + 4 and alive.now == x.nbytes
+    net = build(SMALL, 1, 2, Group("seq")).eval()
+    found = footprint(net, (30, 32, 32), 2, alone)
+    with torch.no_grad(), MemoryCounter() as alive:
+        part, layout = net.encoder.place(torch.randn(1, 1, 30, 32, 32))
+        alive.peaks.clear()
+        net(part, layout)
+    assert max(found.encoder, found.decoder) == pytest.approx(alive.most, rel=0.02)
+    small = footprint(net, (16,) * 3, 2, alone)
+    assert 7 < found.decoder / small.decoder < 9 and 7 < found.encoder / small.encoder < 9
+    assert found.weights == small.weights == sum(p.nbytes for p in net.parameters())
+    assert all(not p.is_meta for p in net.parameters())
+
+
+def test_the_script_runs_alone_from_any_folder(images, tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    line = [sys.executable, ROOT / "launch" / "predict.py", run, "-i", images, "-o", "out", "--mirror", "W", "H"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "3 cases" in done.stdout and len(list((tmp_path / "out").glob("*.nii.gz"))) == 3
