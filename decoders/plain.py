@@ -1,6 +1,6 @@
-"""The paper's decoder: token grid to classes by convolution and x2 upsampling, without skips.
+"""The paper's decoder: convolutions and x2 upsampling from the token grid to classes, without skips.
 
-Legend: b batch, e embedding, k classes, w d h tokens, W D H voxels; of a rank's box where they are spread.
+Legend: b batch, e embedding, k classes, w d h tokens, W D H voxels; with a box grid, those of this rank's box.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from seqpar.spatial.pooling import Upsample
 class PlainDecoder(nn.Module):
     """log2(patch) stages of 3x3x3 convolution, norm, activation and x2 trilinear upsampling, then classes.
 
-    The last upsampling and the classifier are both linear and act on different axes, so the classifier comes
-    first: the same function, without ``width`` channels at full resolution.
+    The last upsampling and the classifier are linear and act on different axes, so that they commute: the classifier
+    comes first, and nothing has ``width`` channels at full resolution.
     """
 
     uses_image = False

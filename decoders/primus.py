@@ -1,4 +1,4 @@
-"""Primus's decoder: each token becomes its voxels by itself, so ranks have nothing to exchange.
+"""Primus's decoder: each token is upsampled to its voxels by itself, so that ranks exchange nothing.
 
 Legend: b batch, e embedding, k classes, w d h tokens, W D H voxels.
 """
@@ -15,7 +15,7 @@ from seqpar.spatial.norms import ChannelLayerNorm
 
 
 def primus_widths(embed_dim: int, num_classes: int, stages: int) -> list[int]:
-    """Returns the channels between the stages: a geometric fall from the embedding, in multiples of 8."""
+    """Returns the channels between the stages: they fall geometrically from the embedding, in multiples of 8."""
     ratio = (embed_dim / (2 * num_classes)) ** (1 / stages)
     return [max(8, 8 * round((embed_dim / ratio**stage + 1e-6) / 8)) for stage in range(1, stages)]
 
@@ -37,7 +37,7 @@ class PrimusDecoder(nn.Module):
     def forward(
         self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
-        """Returns logits ``b k W D H`` of the token grid ``b e w d h``."""
+        """Returns logits ``b k W D H`` of the token grid ``b e w d h``, and their box grid."""
         (x,) = features
         for up, norm in zip(self.ups, self.norms):
             x, grid = norm(*up(x, grid))

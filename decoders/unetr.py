@@ -1,7 +1,7 @@
-"""UNETR's decoder: skips from the image and from the encoder's middle, each brought up to its scale.
+"""UNETR's decoder: skips from the image and from middle blocks of the encoder, each upsampled to its level.
 
-Legend: b batch, c channels, e embedding, k classes, w d h tokens, W D H voxels. A patch is 2^L voxels a side, and
-level l has 2^l voxels a point: level L is the tokens' grid, level 0 the image's.
+Legend: b batch, c channels, e embedding, k classes, w d h tokens, W D H voxels. A patch is 2^L voxels a side;
+a point of level l covers 2^l voxels a side: level L is the tokens' grid, level 0 the image's.
 """
 
 from collections.abc import Sequence
@@ -19,22 +19,24 @@ SKIPS = ("monai", "paper")
 
 
 def taps(depth: int, patch: Sequence[int], skips: str = "monai") -> tuple[int, ...]:
-    """Returns the blocks, from 0, whose outputs the decoder takes before the last: shallow and fine ones first.
+    """Returns the middle blocks, counted from 0, whose outputs the decoder takes as skips, the finest level first.
 
-    ``paper``: behind each L-th of the depth (of 12 blocks and patch 16: z3, z6, z9), rounded up. ``monai``: one
-    block later, as MONAI's UNETR has it, so that its weights fit.
+    ``paper``: after each L-th of the depth, rounded up (z3, z6, z9 for 12 blocks and patch 16). ``monai``: one block
+    later, as in MONAI's UNETR, so that its weights fit.
     """
     if skips not in SKIPS:
         raise ValueError(f"--skips {skips}: choose {' or '.join(SKIPS)}")
     levels = num_doublings(patch)
-    ends = [-(-depth * level // levels) for level in range(1, levels)]  # after so many blocks, at least one
+    ends = [
+        -(-depth * level // levels) for level in range(1, levels)
+    ]  # a skip comes after so many blocks, at least one
     return tuple(end - 1 if skips == "paper" else min(end, depth - 1) for end in ends)
 
 
 class ResBlock(nn.Module):
-    """Two 3x3x3 convolutions with instance norm beside a shortcut; the shortcut is a convolution if widths differ.
+    """Two 3x3x3 convolutions with instance norm, and a shortcut, which is a convolution if the widths differ.
 
-    Where something else keeps a convolution's input (the shortcut, the activation), no second copy with halos is kept.
+    Where the shortcut or the activation keeps a convolution's input anyway, that convolution keeps no copy with halos.
     """
 
     def __init__(self, channels: int, width: int) -> None:
@@ -46,7 +48,7 @@ class ResBlock(nn.Module):
         self.activate1, self.activate2 = NormedActivation(), NormedActivation(norm_other=widens)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
-        """Returns the block's output on the same grid."""
+        """Returns the block's output and its unchanged box grid."""
         y, _ = self.activate1(*self.conv1(x, grid))
         y, _ = self.conv2(y, grid)
         if self.conv3 is not None:
@@ -55,7 +57,7 @@ class ResBlock(nn.Module):
 
 
 class Branch(nn.Module):
-    """Tokens of a middle block brought up ``doublings`` levels: a skip."""
+    """A skip: the tokens of a middle block, upsampled by ``doublings`` levels."""
 
     def __init__(self, embed_dim: int, width: int, doublings: int) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class Branch(nn.Module):
         self.blocks = nn.ModuleList(ResBlock(width, width) for _ in later)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
-        """Returns the skip of a token grid ``b e w d h``."""
+        """Returns the skip of a token grid ``b e w d h``, and its box grid."""
         x, grid = self.first(x, grid)
         for up, block in zip(self.ups, self.blocks):
             x, grid = block(*up(x, grid))
@@ -73,7 +75,7 @@ class Branch(nn.Module):
 
 
 class Stage(nn.Module):
-    """One level up, joined with that level's skip."""
+    """Upsamples by one level and joins that level's skip."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class Stage(nn.Module):
         self.block = ResBlock(2 * width, width)
 
     def forward(self, x: Tensor, skip: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
-        """Returns the finer grid."""
+        """Returns the volume of the finer level, and its box grid."""
         x, grid = self.up(x, grid)
         return self.block(torch.cat([x, skip], 1), grid)
 
@@ -89,8 +91,8 @@ class Stage(nn.Module):
 class UnetrDecoder(nn.Module):
     """UNETR's decoder for any patch of 2^L voxels a side; for L = 4 it is MONAI's, weight for weight.
 
-    It takes the grids of the blocks ``taps(depth, patch)`` and the last tokens; ``width`` is the number of
-    channels at full resolution, doubled with each level.
+    It takes the grids of the blocks ``taps(depth, patch)`` and of the last tokens. ``width``: channels at full
+    resolution, doubled with each level.
     """
 
     uses_image = True
@@ -110,15 +112,18 @@ class UnetrDecoder(nn.Module):
     def forward(
         self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
-        """Returns logits ``b k W D H`` of token grids ``b e w d h``, finest skip first, and the image."""
+        """Returns logits ``b k W D H`` and their box grid.
+
+        ``features``: token grids ``b e w d h``, the finest skip first, the last tokens last. ``image``: ``b c W D H``.
+        """
         assert image is not None and len(features) == self.num_features, (image is None, len(features))
-        *middle, x = (for_convolutions(grid) for grid in features)
+        *middle, x = (for_convolutions(tokens) for tokens in features)
         image = for_convolutions(image)
-        at = grid
+        level_grid = grid
         for level, stage in zip(reversed(range(self.num_features)), self.stages):
             if level:
                 skip, _ = self.branches[level - 1](middle[level - 1], grid)
             else:
                 skip, _ = self.stem(image, grid and grid.scaled(1 << self.num_features))
-            x, at = stage(x, skip, at)
-        return self.classes(x, at)  # type: ignore[no-any-return]
+            x, level_grid = stage(x, skip, level_grid)
+        return self.classes(x, level_grid)  # type: ignore[no-any-return]

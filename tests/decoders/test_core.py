@@ -86,7 +86,7 @@ def train(mesh: Mesh, case: Case) -> Outcome:
     layout, loss_of = net.encoder.layout, DiceCE(ignore_label=9)
     loss_groups = net.mode.loss_groups(mesh.data)
     stepped = DistributedDataParallel(net) if mesh.world.size > 1 else net
-    optimiser = torch.optim.Adam(net.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     mine = torch.arange(case.samples).chunk(mesh.data.size)[mesh.data.index].tolist()
     first: Outcome | None = None
     for step in range(case.steps):
@@ -94,13 +94,13 @@ def train(mesh: Mesh, case: Case) -> Outcome:
         part = layout.cut(image[mine], mesh.seq.index).requires_grad_()
         logits = stepped(part, None, DropoutKey(1, step, tuple(mine)))
         loss = loss_of(logits, net.arrange(layout.cut(label[mine], mesh.seq.index)), loss_groups)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         if first is None:
             assert part.grad is not None
             grads = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
             first = Outcome(logits.detach(), loss.detach(), part.grad / mesh.world.size, grads, {})
-        optimiser.step()
+        optimizer.step()
     assert first is not None
     first.weights = {name: p.detach().clone() for name, p in net.named_parameters()}
     parts = all_gather(first.image_grad, mesh.seq, 1, layout.counts).split(layout.counts, 1)
@@ -217,7 +217,7 @@ def fifty_steps(mesh: Mesh) -> list[float]:
     case = Case((16, 16, 16), 4, samples=2)
     net = build(case, mesh)
     stepped = DistributedDataParallel(net) if mesh.world.size > 1 else net
-    layout, loss_of, optimiser = net.encoder.layout, DiceCE(), torch.optim.Adam(net.parameters(), lr=5e-3)
+    layout, loss_of, optimizer = net.encoder.layout, DiceCE(), torch.optim.Adam(net.parameters(), lr=5e-3)
     losses = []
     for step in range(50):
         toss = torch.Generator().manual_seed(step)
@@ -231,9 +231,9 @@ def fifty_steps(mesh: Mesh) -> list[float]:
         image[:, 1] += 3.0 * (label > 1)
         logits = stepped(layout.cut(image, mesh.seq.index), None, DropoutKey(7, step, (0, 1)))
         loss = loss_of(logits, net.arrange(layout.cut(label, mesh.seq.index)))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(float(loss.detach()))
     return losses
 

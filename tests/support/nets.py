@@ -53,12 +53,12 @@ def train(group: Group, make: Make, mode: str, split: str, samples: int, steps: 
     (image, label), loss_groups = batch(samples), net.mode.loss_groups(batch=samples)
     part, target = layout.cut(image, at), net.arrange(layout.cut(label, at))
     learned = dict(net.named_parameters())
-    optimiser = torch.optim.Adam(learned.values(), lr=1e-3)
+    optimizer = torch.optim.Adam(learned.values(), lr=1e-3)
     first: Outcome | None = None
     for _ in range(steps):
         logits = net(part)
         loss = DiceCE()(logits, target, loss_groups)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         _average(list(learned.values()), group)
         if first is None:
@@ -66,7 +66,7 @@ def train(group: Group, make: Make, mode: str, split: str, samples: int, steps: 
             voxels = net.arrange(layout.cut(torch.arange(label.numel()).view_as(label), at)).flatten()
             flat = logits.detach().movedim(1, -1).flatten(0, 3)
             first = Outcome(flat, voxels, all_reduce(loss.detach(), group) / group.size, grads, {})
-        optimiser.step()
+        optimizer.step()
     assert first is not None
     first.weights = {name: parameter.detach() for name, parameter in learned.items()}
     return first
@@ -102,14 +102,14 @@ def differences(
     for at, case in enumerate(cases):
         want = one_process(make, _samples(world, case[0]), steps)
         assert all(float(grad.abs().max()) > 1e-9 for grad in want.grads.values()), "a gradient that compares nothing"
-        found = results[case] = {"logits": 0.0, "loss": 0.0, "gradients": 0.0, "weights": 0.0}
+        worst = results[case] = {"logits": 0.0, "loss": 0.0, "gradients": 0.0, "weights": 0.0}
         for got in (outcomes[at] for outcomes in every):
             gap = float((got.logits - want.logits[got.voxels]).abs().max() / want.logits.abs().max())
-            found["logits"] = max(found["logits"], gap)
-            found["loss"] = max(found["loss"], relative(got.loss, want.loss))
+            worst["logits"] = max(worst["logits"], gap)
+            worst["loss"] = max(worst["loss"], relative(got.loss, want.loss))
             assert got.grads.keys() == want.grads.keys()
-            found["gradients"] = max(found["gradients"], *(relative(got.grads[n], want.grads[n]) for n in want.grads))
-            found["weights"] = max(found["weights"], *(relative(got.weights[n], want.weights[n]) for n in want.weights))
+            worst["gradients"] = max(worst["gradients"], *(relative(got.grads[n], want.grads[n]) for n in want.grads))
+            worst["weights"] = max(worst["weights"], *(relative(got.weights[n], want.weights[n]) for n in want.weights))
         seen = torch.cat([outcomes[at].voxels for outcomes in every]).unique()
         assert torch.equal(seen, torch.arange(len(want.logits))), "some voxels have no logits"
     return results
@@ -128,7 +128,7 @@ def check_exact(ranks: Callable[..., list], world: int, make: Make) -> None:
 def decode_boxes(
     mesh: Mesh, make: Callable[[], nn.Module], grid: Sequence[int], patch: int, dtype: torch.dtype = torch.float64
 ) -> tuple:
-    """Returns the largest differences of a decoder on boxes to it on the whole, the spread's extents, bytes sent.
+    """Returns the largest differences of a decoder on boxes to it on the whole, the box grid's extents, bytes sent.
 
     On boxes it computes in ``dtype``, on the whole in float64.
     """
@@ -150,7 +150,7 @@ def decode_boxes(
     names = [name for name, _ in decoder.named_parameters()]
     learned = list(decoder.parameters())
     used = inputs if decoder.uses_image else inputs[:-1]
-    wanted = torch.autograd.grad((output * slope).sum(), [*used, *learned])
+    whole_gradients = torch.autograd.grad((output * slope).sum(), [*used, *learned])
 
     def mine(tensor: Tensor) -> Tensor:
         times = tensor.shape[2] // grid[0]
@@ -160,12 +160,12 @@ def decode_boxes(
     decoder.to(dtype)
     boxes = [mine(tensor) for tensor in inputs]
     box_output, box_grid = decoder(boxes[:-1], boxes[-1], BoxGrid(layout.cuts, group))
-    found = torch.autograd.grad(
+    box_gradients = torch.autograd.grad(
         (box_output * mine(slope)).sum(), [*(boxes if decoder.uses_image else boxes[:-1]), *learned]
     )
     sent = dict(group.traffic)  # before the sums below
     gaps = {"output": relative(box_output, mine(output))}
-    for at, (a, b) in enumerate(zip(found, wanted)):
+    for at, (a, b) in enumerate(zip(box_gradients, whole_gradients)):
         a = a.double()
         if at < len(used):
             gaps[f"input {at}"] = float((a - mine(b)).abs().max() / b.abs().max())

@@ -17,9 +17,9 @@ def draw(shapes: dict[str, tuple[int, ...]], seed: int = 0, dtype: torch.dtype =
     dice = torch.Generator().manual_seed(seed)
     state = {}
     for name, shape in shapes.items():
-        spread = 0.3 if len(shape) == 1 else (math.prod(shape[1:])) ** -0.5
+        std = 0.3 if len(shape) == 1 else (math.prod(shape[1:])) ** -0.5
         center = 1.0 if "norm" in name and name.endswith("weight") or ".1.weight" in name and len(shape) == 1 else 0.0
-        state[name] = (torch.randn(shape, generator=dice, dtype=torch.float64) * spread + center).to(dtype)
+        state[name] = (torch.randn(shape, generator=dice, dtype=torch.float64) * std + center).to(dtype)
     return state
 
 
@@ -118,15 +118,15 @@ def unetr(state: State, image: Tensor, heads: int, skips: tuple[int, ...] = (3, 
     tokens = {name: tensor for name, tensor in state.items() if name.startswith("vit.")}
     last, hidden = vit(tokens, image, heads, "vit.")
     fold = [z.transpose(1, 2).reshape(z.shape[0], -1, *grid) for z in (*(hidden[at] for at in skips), last)]
-    found = {1: block("encoder1.layer", image)}
+    skip_at = {1: block("encoder1.layer", image)}
     for at in range(2, levels + 1):
         x = up(f"encoder{at}.transp_conv_init", fold[at - 2])
         for j in range(levels - at):
             x = block(f"encoder{at}.blocks.{j}.1", up(f"encoder{at}.blocks.{j}.0", x))
-        found[at] = x
+        skip_at[at] = x
     x = fold[-1]
     for at in range(levels + 1, 1, -1):
-        x = torch.cat([up(f"decoder{at}.transp_conv", x), found[at - 1]], 1)
+        x = torch.cat([up(f"decoder{at}.transp_conv", x), skip_at[at - 1]], 1)
         x = block(f"decoder{at}.conv_block", x)
     return F.conv3d(x, state["out.conv.conv.weight"], state["out.conv.conv.bias"])
 
