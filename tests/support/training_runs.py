@@ -137,6 +137,16 @@ def losses(out: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
+def farthest(a: list[float], b: list[float]) -> float:
+    """Returns the largest relative difference of two runs' losses."""
+    assert len(a) == len(b) > 0
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b))
+
+
+def scores(out: Path) -> list[dict[str, Any]]:
+    return [row["dice"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "val"]
+
+
 def weights(out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
 

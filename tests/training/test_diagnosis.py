@@ -15,15 +15,7 @@ from seqpar.launch.runs.journal import read_metrics
 from seqpar.launch.training import stragglers, trainer
 from seqpar.launch.training.stragglers import SKIPPED, WINDOW, Stragglers
 from seqpar.wait_clock import WaitClock
-from tests.support.training_runs import Launch, at, status, tiny_data, trained, weights
-
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory) -> list[str]:
-    root = tmp_path_factory.mktemp("diagnosis")
-    given = tiny_data(root)
-    trained(1, [*given, "--iterations", "1", "--epochs", "1"], root / "first")  # prepares the cache
-    return given
+from tests.support.training_runs import Launch, at, status, trained, weights
 
 
 def leave_late() -> None:

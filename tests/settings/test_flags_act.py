@@ -1,0 +1,182 @@
+"""Every flag acts: what changes when it is given."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqpar.launch.models.optimizer import learning_rate, make_optimizer
+from seqpar.launch.planning.batch_size import keep_global_batch
+from seqpar.launch.settings.config import Config, seconds
+from seqpar.launch.training.data import open_data
+from tests.support.configs import NoStop, config_of, net_of, trainer_of
+from tests.support.folders import nnunet
+
+ROOT = Path(__file__).parents[2]
+
+
+def rates(config: Config) -> list[float]:
+    return [learning_rate(config, step) for step in range(config.steps)]
+
+
+def group_of(config: Config) -> dict:
+    return make_optimizer(config, net_of(config)).param_groups[0]
+
+
+def shapes(config: Config) -> list[tuple]:
+    return [tuple(p.shape) for p in net_of(config).parameters()]
+
+
+def attention_of(config: Config) -> list[str]:
+    return [str(value) for _, value in sorted(vars(net_of(config).encoder.blocks[0].attn).items()) if _plain(value)]
+
+
+def _plain(value: object) -> bool:
+    return value is None or type(value).__name__ in ("bool", "int", "str", "Strategy")
+
+
+def shapes_of(material) -> list[tuple]:
+    return [case.label.shape for case in material.dataset.cases.values()]
+
+
+def drops(config: Config) -> list[float]:
+    return [value for m in net_of(config).modules() for key, value in vars(m).items() if key == "dropout"]
+
+
+def windows_of(trainer) -> list:
+    from seqpar.launch.training import validation
+
+    seen = []
+
+    def stop(nets, image, sliding, mesh):
+        seen.append(sliding)
+        raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(validation, "sliding_window", stop)
+        with pytest.raises(InterruptedError):
+            trainer.validation.run(trainer.net, trainer.journal, NoStop())
+    return seen
+
+
+def phantom_cases(config: Config) -> list[int]:
+    from seqpar.data.phantom import builtin
+
+    made = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(builtin, "write_phantom", lambda out, cases, *of: made.append(cases))
+        with tempfile.TemporaryDirectory() as cache:
+            patched.setenv("SEQPAR_CACHE", cache)
+            builtin.phantom(config.phantoms, True)
+    return made
+
+
+def tile_of(config: Config) -> torch.Tensor:
+    from seqpar.data.sampling.tiles import TileKey
+
+    return torch.from_numpy(open_data(config, True).tiles.draw(TileKey(config.seed, 0, 0)).image)
+
+
+# flag -> how it is given (beside the tiny run), and what is looked at. Those with "run" are seen by whole runs.
+ACTS = {
+    "data": ("--data {other} --cache {cache}", lambda c: len(open_data(c, True).dataset.ids)),
+    "cache": ("--cache {other}", lambda c: str(open_data(c, True).dataset.path)),
+    "spacing": ("--spacing 3,3,3 --cache {other}", lambda c: shapes_of(open_data(c, True))),
+    "fold": ("--fold 1", lambda c: open_data(c, True).held_out_ids),
+    "phantoms": ("--phantoms 9", phantom_cases),
+    "augment": ("--augment full", lambda c: tile_of(c).tolist()),
+    "synthesis": ("--foreground 1 --synthesis 1", lambda c: tile_of(c).tolist()),
+    "foreground": ("--foreground 0.5", lambda c: open_data(c, True).tiles.foreground),
+    "attention": ("--seqpar 2 --attention ulysses", attention_of),
+    "keep_kv": ("--seqpar 2 --keep-kv", attention_of),
+    "heads_per_chunk": ("--seqpar 2 --heads-per-chunk 1", attention_of),
+    "seqpar": ("--seqpar 2", lambda c: net_of(c).encoder.layout.counts),
+    "split": ("--split ordered --seqpar 2", lambda c: net_of(c).encoder.layout.split),
+    "mode": ("--mode halo", lambda c: net_of(c).mode.name),
+    "tile": ("--tile 24", lambda c: net_of(c).encoder.layout.num_tokens),
+    "patch": ("--patch 4", lambda c: net_of(c).encoder.layout.num_tokens),
+    "decoder": ("--decoder unetr", lambda c: type(net_of(c).decoder)),
+    "depth": ("--depth 2", lambda c: len(net_of(c).encoder.blocks)),
+    "embed_dim": ("--embed-dim 24", shapes),
+    "heads": ("--heads 3", lambda c: net_of(c).encoder.blocks[0].attn.num_heads),
+    "mlp_ratio": ("--mlp-ratio 2", shapes),
+    "mlp": ("--mlp swiglu", lambda c: type(net_of(c).encoder.blocks[0].mlp)),
+    "qkv_bias": ("--no-qkv-bias", lambda c: len(shapes(c))),
+    "attention_norm": ("--attention-norm", lambda c: len(shapes(c))),
+    "positions": ("--positions rope", lambda c: len(shapes(c))),
+    "skips": ("--decoder unetr --depth 6 --patch 8 --skips paper", lambda c: net_of(c).taps),
+    "dropout": ("--dropout 0.5", drops),
+    "drop_path": ("--drop-path 0.5 --depth 2", lambda c: [b.drop_path for b in net_of(c).encoder.blocks]),
+    "layer_scale": ("--layer-scale 0.1", lambda c: len(shapes(c))),
+    "decoder_width": ("--decoder-width 8", shapes),
+    "batch": ("--batch 1", lambda c: keep_global_batch(c, 4, 1).accumulate),
+    "accumulate": ("--accumulate 2", lambda c: c.batch * c.accumulate),
+    "epochs": ("--epochs 4", lambda c: c.steps),
+    "iterations": ("--iterations 3", lambda c: c.steps),
+    "lr": ("--lr 0.02", rates),
+    "optimizer": ("--optimizer sgd", lambda c: type(make_optimizer(c, net_of(c)))),
+    "weight_decay": ("--weight-decay 0.1", lambda c: group_of(c)["weight_decay"]),
+    "betas": ("--betas 0.8 0.9", lambda c: group_of(c)["betas"]),
+    "schedule": ("--schedule constant", rates),
+    "warmup": ("--warmup 1", rates),
+    "time_limit": ("--time-limit 1:00:00", lambda c: seconds(c.time_limit)),
+    "seed": ("--seed 5", lambda c: tile_of(c).tolist()),
+}
+
+# Seen in the trainer that a config makes.
+TRAINER = {
+    "precision": ("--precision fp64", lambda t: next(t.net.parameters()).dtype),
+    "batch_dice": ("--batch-dice", lambda t: t.loss.batch_dice),
+    "val_cases": ("--fold all --val-cases 2", lambda t: len(t.validation.ids)),
+    "val_overlap": ("--val-overlap 0.5", lambda t: windows_of(t)),
+    "grad_checkpoint": ("--grad-checkpoint full", lambda t: t.net.encoder.blocks[0].recompute),
+    "mlp_chunks": ("--mlp-chunks 2", lambda t: t.net.encoder.blocks[0].mlp_chunks),
+    "compile": ("--compile", lambda t: t.net.encoder.blocks[0].mlp._compiled_call_impl is None),
+}
+
+# Seen elsewhere: tests/test_training.py and the tests below.
+ELSEWHERE = {
+    "out": "test_what_people_watch", "workers": "test_workers_die_with_a_killed_trainer",
+    "clip": "test_clipping_bounds_what_the_optimiser_sees", "val_every": "test_validation_comes_as_often_as_told",
+    "weights": "test_weights_are_taken", "resume": "test_a_run_that_had_to_leave_goes_on_to_the_same_bits",
+    "checkpoint_minutes": "test_a_run_that_loses_a_rank_at_every_moment_in_turn_ends_with_the_same_bits",
+    "shard_weights": "test_sharded_weights_become_what_replicated_ones_become",
+    "measured": "test_attention_is_chosen_by_measured_links",
+    "device": "test_the_device_is_the_told_one", "dry_run": "test_a_dry_run_writes_nothing",
+    "tensorboard": "test_tensorboard_gets_the_journals_numbers",
+    "start_timeout": "test_a_rank_that_does_not_start_is_named",
+    "timeout": "test_a_rank_that_stops_ends_the_run_by_name",
+    "debug_collectives": "test_checked_ranks_that_differ_are_named",
+}  # fmt: skip
+
+
+def test_every_flag_has_a_row():
+    rows = [*ACTS, *TRAINER, *ELSEWHERE]
+    assert sorted(rows) == sorted(f.name for f in dataclasses.fields(Config))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert all(f"def {name}(" in tests for name in ELSEWHERE.values())
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_the_flag_acts(flags, tmp_path, name):
+    given, look = ACTS[name]
+    if "{other}" in given:
+        nnunet(tmp_path / "Dataset002_Other", cases=6)
+        other = tmp_path / ("Dataset002_Other" if name == "data" else "cache")
+        given = given.format(other=other, cache=tmp_path / "cache")
+    more = given.split()
+    own = [f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"]
+    at = next(i for i, text in enumerate(more) if text in own)
+    rest = more[:at] if name != "split" else more[2:]
+    if name in ("drop_path",):
+        rest = more[2:]
+    assert look(config_of(flags, *more)) != look(config_of(flags, *rest))
+
+
+@pytest.mark.parametrize("name", TRAINER)
+def test_the_flag_acts_on_the_trainer(flags, tmp_path, alone, name):
+    given, look = TRAINER[name]
+    with_it = look(trainer_of(config_of(flags, *given.split()), alone, tmp_path))
+    assert with_it != look(trainer_of(config_of(flags), alone, tmp_path))

@@ -1,0 +1,165 @@
+"""Flags whose effect shows in data, in a step, in weights or in the journal."""
+
+import math
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from seqpar.environment import Launcher
+from seqpar.launch.models.build import build
+from seqpar.launch.planning.feasibility import refuse
+from seqpar.launch.training import trainer as training
+from seqpar.launch.training.data import open_data
+from seqpar.mesh import Group
+from seqpar.rendezvous import pick_device
+from tests.support.configs import NoStop, config_of, trainer_of
+from tests.support.folders import nnunet, write_json
+
+
+def test_full_augmentation_keeps_zero_background_where_scores_are_of_what_is_not_zero(flags, tmp_path):
+    def kept(*more: str) -> bool:
+        config = config_of(flags, *more)
+        return open_data(config, True).tiles.augmentation.keep_background
+
+    assert kept("--augment", "full") and not kept("--augment", "light")
+    ct = nnunet(tmp_path / "D", cases=5, channels=("CT",))
+    assert not kept("--augment", "full", "--data", str(ct), "--cache", str(tmp_path / "c"))
+
+
+def test_a_synthesis_that_the_labels_do_not_allow_is_refused_before_ranks_meet(flags, tmp_path):
+    other = nnunet(tmp_path / "D", cases=5, labels={"background": 0, "hippocampus": 1})
+    config = config_of([*flags, "--data", str(other), "--cache", str(tmp_path / "c"), "--synthesis", "0.5"])
+    with pytest.raises(ValueError, match="--synthesis 0.5: the labels of D"):
+        open_data(config, True)
+
+
+def test_a_data_sets_own_folds_may_be_more_than_five(tmp_path):
+    root, names = nnunet(tmp_path / "D", cases=7), [f"c_{n:03d}" for n in range(7)]
+    splits = [{"train": [name for name in names if name != held], "val": [held]} for held in names]
+    write_json(root / "splits_final.json", splits)
+    config = config_of(["--data", str(root), "--fold", "6"])
+    refuse(config)
+    assert open_data(config, True).held_out_ids == ("c_006",)
+    with pytest.raises(ValueError, match="fold is 7; there are folds 0 to 6"):
+        open_data(replace(config, fold="7"), True)
+
+
+def test_clipping_bounds_what_the_optimiser_sees(flags, tmp_path, alone):
+    from seqpar.data.sampling.loader import Loader
+
+    norms = []
+    for clip in ("0", "0.001"):
+        trainer = trainer_of(config_of(flags, "--clip", clip), alone, tmp_path)
+        net = trainer.net
+        trainer.optimizer.step = lambda: norms.append(
+            math.sqrt(sum(float(p.grad.square().sum()) for p in net.parameters()))
+        )
+        tiles = trainer.data.tiles
+        with Loader(tiles, net.encoder.layout, alone, batch=2, steps=range(1), workers=0) as loader:
+            row, _ = trainer._step([next(loader)], NoStop())
+        assert row["grad_norm"] > 0.01
+    assert norms[0] > 0.01 and norms[1] == pytest.approx(0.001, rel=1e-2)
+
+
+def test_validation_comes_as_often_as_told(flags, tmp_path, alone, monkeypatch):
+    steps = []
+    trainer = trainer_of(config_of(flags, *["--val-every", "2", "--epochs", "5"]), alone, tmp_path)
+    trainer.journal = training.Journal(tmp_path, False, 0)
+    monkeypatch.setattr(trainer.validation, "run", lambda *of, **more: steps.append(trainer.progress.step))
+    for step in range(1, 11):
+        trainer.progress.step = step
+        if step % 2 == 0:
+            trainer._end_epoch(NoStop())
+    assert steps == [4, 8, 10]
+
+
+@pytest.mark.parametrize("origin", ["seqpar", "MONAI"])
+def test_weights_are_taken(flags, tmp_path, origin):
+    from seqpar import export_monai, write_weights
+    from seqpar.launch.weights.pretrained import start_from
+
+    more = ["--decoder", "unetr", "--patch", "16", "--depth", "12"] if origin == "MONAI" else []
+    more += ["--tile", "32"] if origin == "MONAI" else []
+    source = build(config_of(flags, *more, "--seed", "9"), 1, 2, Group("seq"))
+    file = tmp_path / "weights"
+    if origin == "seqpar":
+        write_weights(file, source)
+    else:
+        torch.save({"state_dict": export_monai(source)}, file)
+    config = config_of(flags, *more, "--weights", str(file))
+    net = build(config, 1, 2, Group("seq"))
+    told = start_from(net, config)
+    assert f"({origin})" in told
+    for name, tensor in source.encoder.state_dict().items():
+        assert torch.equal(net.encoder.state_dict()[name], tensor), name
+    with pytest.raises(ValueError, match="do not fit the encoder.*--depth"):
+        start_from(build(replace(config, embed_dim=24), 1, 2, Group("seq")), replace(config, embed_dim=24))
+
+
+def test_the_device_is_the_told_one():
+    assert pick_device(Launcher("alone"), "cpu").type == "cpu"
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="use --device cpu"):
+            pick_device(Launcher("alone"), "cuda")
+
+
+def test_tensorboard_gets_the_journals_numbers(flags, tmp_path, monkeypatch, capsys):
+    import sys
+    import types
+
+    seen = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            seen.append((folder, purge_step))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            seen.append((name, value, step))
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    fake = types.ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    journal = training.Journal(tmp_path, True, 3, tensorboard=True)
+    journal.record("train", 3, epoch=1, loss=0.5)
+    journal.record("val", 4, dice={"WT": 0.8, "ET": None})
+    journal.close()
+    assert seen == [(str(tmp_path / "tensorboard"), 3), ("train/loss", 0.5, 3), ("val/dice/WT", 0.8, 4), "closed"]
+    monkeypatch.setattr(Writer, "add_scalar", lambda *of: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(Writer, "close", lambda self: self.add_scalar())
+    full = training.Journal(tmp_path, True, 3, tensorboard=True)
+    full.record("train", 3, loss=0.5)
+    full.close()
+    assert "cannot be written (No space left); training goes on" in capsys.readouterr().out
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'seqpar\[tensorboard\]'"):
+        refuse(config_of(flags, "--tensorboard"))
+
+
+def test_ranks_wait_for_the_phantom_that_the_first_one_makes(tmp_path, monkeypatch):
+    """In a fresh cache the others ask before anything is there."""
+    from seqpar.data.phantom import builtin
+
+    def make(out, cases, settings, workers, progress):
+        time.sleep(1)
+        (out / "made").touch()
+        progress(cases, cases)
+
+    monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(builtin, "write_phantom", make)
+    config = config_of([])
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        folder = builtin.phantom(config.phantoms, False)
+        os._exit(0 if (folder / "made").exists() else 1)
+    time.sleep(0.5)
+    builtin.phantom(config.phantoms, True)
+    _, code = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(code) == 0

@@ -1,0 +1,96 @@
+"""Settings of a resumed run: what it keeps, what may change, and its tiles per step."""
+
+from dataclasses import replace
+
+import pytest
+
+from seqpar.environment import Launcher
+from seqpar.launch.planning.batch_size import keep_global_batch
+from seqpar.launch.planning.feasibility import refuse
+from seqpar.launch.runs.run_folder import describe_run
+from seqpar.launch.settings.command_line import continued, parse, refuse_idle
+from seqpar.launch.settings.presets import PRESETS
+from seqpar.launch.training import request
+from seqpar.launch.training.setup import first_lines
+from tests.support.configs import config_of
+from tests.support.folders import write_json
+
+
+def test_a_run_that_goes_on_keeps_its_network_and_takes_new_wishes(flags):
+    saved = config_of(flags)
+    _, now, given = parse(["--out", "x", "--resume", "--epochs", "9", "--workers", "3"], "laptop")
+    found = continued(saved, now, given - {"resume"})
+    assert (found.epochs, found.workers, found.depth, found.resume) == (9, 3, saved.depth, True)
+    _, now, given = parse(["--out", "x", "--resume", "--depth", "7"], "laptop")
+    with pytest.raises(ValueError, match="--depth cannot change .* --weights x/model.safetensors"):
+        continued(saved, now, given)
+
+
+def test_a_fine_tuned_run_goes_on_with_the_line_that_began_it_and_without_the_file(flags, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w.safetensors").touch()
+    line = [*flags, "--weights", "w.safetensors"]
+    saved = config_of(line)
+    refuse(saved)
+    monkeypatch.chdir("/")
+    (tmp_path / "w.safetensors").unlink()
+    for weights, fits in (("w.safetensors", False), (str(tmp_path / "w.safetensors"), True)):
+        _, now, given = parse([*flags, "--weights", weights, "--resume"], "debug")
+        if fits:
+            found = continued(saved, now, given - {"resume"})
+            refuse_idle(found, given)
+            refuse(found)
+        else:
+            with pytest.raises(ValueError, match="--weights /w.safetensors would do nothing: .* began from /"):
+                continued(saved, now, given - {"resume"})
+    with pytest.raises(ValueError, match="began without: leave one of both out"):
+        continued(config_of(flags), now, given - {"resume"})
+
+
+def test_another_preset_is_refused_in_a_run_that_goes_on_and_its_flags_are_judged_by_the_run(tmp_path):
+    def order(line: str):
+        return request.read_request([*line.split(), "--out", str(tmp_path)], Launcher("alone"))
+
+    began = order("--preset paper --depth 12 --batch 2")
+    write_json(tmp_path / "config.json", describe_run(began.config, began.preset, {}, {"data": 1}))
+    assert order("--preset paper --depth 12 --resume").config.depth == 12
+    with pytest.raises(ValueError, match="--preset debug: the run in .* goes on as it began, paper"):
+        order("--preset debug --resume")
+    with pytest.raises(ValueError, match="--skips would do nothing: --decoder plain"):
+        order("--skips monai --resume")  # the default preset here has another decoder
+
+
+@pytest.mark.parametrize(("groups", "expected"), [(1, (2, 4)), (2, (2, 2)), (4, (2, 1)), (8, (1, 1))])
+def test_the_global_batch_is_kept_on_other_ranks(groups, expected):
+    found = keep_global_batch(replace(PRESETS["debug"](), batch=2, accumulate=1), 8, groups)
+    assert (found.batch, found.accumulate) == expected
+
+
+WISHES = {"--batch 1": (1, 8), "--batch 8": (8, 1), "--accumulate 4": (2, 4), "--batch 0": (2, 4)}
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_a_run_goes_on_with_another_batch_or_accumulation_that_makes_its_tiles_a_step(tmp_path, wish):
+    config = replace(PRESETS["debug"](), batch=2, out=str(tmp_path))
+    write_json(tmp_path / "config.json", describe_run(config, "debug", {}, {"data": 4}))
+    order = request.read_request(["--resume", "--out", str(tmp_path), *wish.split()], Launcher("alone"))
+    assert (order.config.batch, order.config.accumulate) == WISHES[wish]
+    line = first_lines(order, Launcher("alone"))
+    assert f"{WISHES[wish][0]} tile" in line and (f"{WISHES[wish][1]} times a step" in line) == (WISHES[wish][1] > 1)
+
+
+def test_one_that_does_not_is_refused_with_those_that_do():
+    config = replace(PRESETS["debug"](), batch=2)
+    with pytest.raises(ValueError, match=r"--batch 3: the run has 4 .*: use --batch 1 --accumulate 4, --batch 2 --acc"):
+        keep_global_batch(config, 8, 2, {"batch": 3})
+    with pytest.raises(ValueError, match="--batch 2 --accumulate 4: the run has 4 tiles"):
+        keep_global_batch(config, 8, 2, {"batch": 2, "accumulate": 4})
+    with pytest.raises(ValueError, match="keep --accumulate 1"):
+        keep_global_batch(replace(config, batch_dice=True), 4, 2, {"batch": 1, "accumulate": 2})
+
+
+def test_a_global_batch_that_cannot_be_kept_is_refused():
+    with pytest.raises(ValueError, match="so many groups: 1, 2, 4"):
+        keep_global_batch(PRESETS["debug"](), 4, 3)
+    with pytest.raises(ValueError, match="--batch-dice"):
+        keep_global_batch(replace(PRESETS["debug"](), batch=2, batch_dice=True), 4, 1)

@@ -1,0 +1,31 @@
+"""Configs, networks and trainers of command lines, for the tests."""
+
+from seqpar.launch.models.build import build
+from seqpar.launch.planning.batch_size import choose_batch
+from seqpar.launch.runs.run_folder import Status, describe_run
+from seqpar.launch.settings.command_line import parse
+from seqpar.launch.settings.config import Config
+from seqpar.launch.training import trainer as training
+from seqpar.launch.training.data import open_data
+from seqpar.mesh import Group
+
+
+def config_of(flags: list[str], *more: str) -> Config:
+    return choose_batch(parse([*flags, *more], "debug")[1])
+
+
+def net_of(config: Config):
+    return build(config, 1, 2, Group("seq", tuple(range(config.seqpar))), "meta")
+
+
+def trainer_of(config: Config, mesh, folder):
+    material = open_data(config, True)
+    net = build(config, material.num_channels, material.num_outputs, mesh.seq)
+    return training.Trainer(config, mesh, material, net, Status(folder), describe_run(config, "", {}, {}))
+
+
+class NoStop:
+    """A stopper that never stops."""
+
+    def should_leave(self) -> bool:
+        return False

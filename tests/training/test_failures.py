@@ -1,0 +1,217 @@
+"""Failures of a run: lost ranks, losses that are not finite, full memory and disks, mistakes."""
+
+import errno
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqpar.data.errors import DataError
+from seqpar.launch import train
+from seqpar.launch.training import after_step, request, trainer, validation
+from seqpar.launch.weights import checkpoint
+from tests.support.training_runs import (
+    Launch,
+    at,
+    die,
+    losses,
+    moments,
+    signalled,
+    status,
+    trained,
+    weights,
+)
+
+EVERY_STEP = ["--checkpoint-minutes", "1e-9"]
+
+
+def test_what_one_rank_alone_refuses_it_says_with_its_name_and_code(flags, tmp_path):
+    """A folder on a node's own disk, say, or files that are gone."""
+
+    def refuse() -> None:
+        raise DataError("/nvme/case", "no such file")
+
+    def hook(rank: int) -> None:
+        at(request, "refuse", 1, refuse)(rank)
+        train.FIRST_RANK_S = 0.1
+
+    with Launch(2, [*flags, "--seqpar", "2", "--start-timeout", "3"], tmp_path / "run", hook) as launch:
+        assert launch.wait() == [1, 3]
+    assert launch.said(1).startswith(f"error: rank 1 ({socket.gethostname()}): /nvme/case: no such file")
+
+
+def test_what_one_rank_fails_of_while_it_loads_is_the_runs_verdict(flags, tmp_path):
+    def exhaust() -> None:
+        raise torch.OutOfMemoryError("HIP out of memory")
+
+    out, more = tmp_path / "run", [*flags, "--seqpar", "2"]
+    trained(2, more, out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), call=3))
+    with Launch(2, ["--resume"], out, at(checkpoint, "load", 1, exhaust)) as launch:
+        assert launch.wait() == [1, 4]
+    assert (status(out)["state"], status(out)["code"]) == ("failed", 4)
+
+
+@pytest.mark.parametrize(("world", "more"), [(2, "--seqpar 2"), (4, "--seqpar 2")])
+def test_a_run_that_loses_a_rank_at_every_moment_in_turn_ends_with_the_same_bits(
+    flags, undisturbed, tmp_path, world, more
+):
+    more = [*more.split(), *EVERY_STEP, "--epochs", "5", "--mode", "halo"]
+    out = tmp_path / "run"
+    arguments = [*flags, *more]
+    for moment, hook in moments(world - 1).items():
+        with Launch(world, arguments, out, hook) as launch:
+            codes = launch.wait(timeout=60)
+            assert codes.count(-signal.SIGKILL) == 1, f"{moment} was not reached: {codes}\n{launch.said()}"
+            assert codes.count(1) == world - 1, f"{moment}: {codes}\n{launch.said()}"
+            assert "lost contact" in launch.said()
+        assert status(out)["state"] == "failed"
+        if moment not in ("in a step", "before a step is agreed"):
+            checkpoint.find(out / "checkpoints")
+        arguments = ["--resume"]
+    trained(world, ["--resume"], out)
+    whole = undisturbed(world, *more)
+    assert weights(out) == weights(whole)
+    assert losses(out) == losses(whole)
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names[:2] == ["best", "latest"] and len(names) <= 5, f"leftovers stay: {names}"
+    assert status(out)["state"] == "finished"
+
+
+def test_survivors_of_a_lost_rank_leave_at_once(flags, tmp_path):
+    ended = []
+
+    def hook(rank: int) -> None:
+        at(trainer.Trainer, "_backward", 1, die, call=2)(rank)
+
+    with Launch(4, [*flags, "--seqpar", "4"], tmp_path / "run", hook) as launch:
+        while 1 not in launch.codes:
+            done, code = os.waitpid(launch.pids[1], os.WNOHANG)
+            if done:
+                launch.codes[1] = os.waitstatus_to_exitcode(code)
+            time.sleep(0.01)
+        began = time.monotonic()
+        os.kill(launch.pids[0], signal.SIGTERM)  # as a scheduler does that ends the job
+        launch.wait()
+        ended.append(time.monotonic() - began)
+    assert ended[0] < 30
+    assert not list((tmp_path / "run" / "checkpoints").iterdir()), "nobody saves when a peer is dead"
+
+
+def test_a_loss_that_is_no_number_on_one_rank_stops_all_before_the_weights_move(flags, undisturbed, tmp_path):
+    more = ["--batch", "1", *EVERY_STEP]
+
+    def hook(rank: int) -> None:
+        cast, calls = trainer.Trainer._cast, [0]
+
+        def spoiled(self, image):
+            calls[0] += 1
+            return cast(self, image) * (float("nan") if calls[0] == 4 else 1)  # the first is the rehearsal's
+
+        if rank == 1:
+            trainer.Trainer._cast = spoiled
+
+    out = tmp_path / "run"
+    stopped = trained(2, [*flags, *more], out, expect=5, hook=hook)
+    said = status(out)
+    assert (said["state"], said["code"], said["step"]) == ("failed", 5, 2)
+    assert "step 2: rank 1: loss nan on c_00" in said["why"] and "rank 0" not in said["why"]
+    assert stopped.said().count("error: step 2") == 1
+    assert len(losses(out)) == 2
+    trained(2, ["--resume"], out)
+    assert weights(out) == weights(undisturbed(2, *more))
+
+
+def test_a_gradient_that_is_no_number_names_the_batch(flags, tmp_path):
+    def hook(rank: int) -> None:
+        backward = trainer.Trainer._backward
+
+        def spoiled(self, micro):
+            parts = backward(self, micro)
+            next(self.net.parameters()).grad.fill_(float("inf"))
+            return parts
+
+        trainer.Trainer._backward = spoiled
+
+    trained(1, flags, tmp_path / "run", expect=5, hook=hook)
+    assert "the gradient is not finite; the batch held c_00" in status(tmp_path / "run")["why"]
+
+
+def test_out_of_memory_says_what_to_change(flags, tmp_path):
+    def exhaust() -> None:
+        raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 3 GiB")
+
+    hook = at(trainer.Trainer, "_backward", 1, exhaust, call=2)
+    with Launch(2, [*flags, "--seqpar", "2"], tmp_path / "run", hook) as launch:
+        assert launch.wait() == [1, 4]
+    said = status(tmp_path / "run")
+    assert (said["state"], said["code"]) == ("failed", 4)
+    assert "out of memory on rank 1: use --batch 1 --accumulate 2" in said["why"] and said["why"] in launch.said(1)
+
+
+def test_a_mistake_of_our_own_is_a_failed_run_with_a_traceback(flags, tmp_path):
+    def stumble() -> None:
+        raise KeyError("nothing")
+
+    hook = at(trainer.Trainer, "_backward", 0, stumble)
+    failed = trained(1, flags, tmp_path / "run", expect=1, hook=hook)
+    assert "Traceback" in failed.said() and "KeyError" in status(tmp_path / "run")["why"]
+
+
+def test_a_full_disk_costs_a_checkpoint_but_not_the_run(flags, undisturbed, tmp_path):
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out = tmp_path / "run"
+    hook = at(checkpoint, "_write", 1, full, call=2)
+    run = trained(2, [*flags, "--seqpar", "2", *EVERY_STEP], out, hook=hook)
+    assert "No space left on device; what was saved before is kept; going on" in run.said(0).replace("'", "")
+    assert weights(out) == weights(undisturbed(2, "--seqpar", "2"))
+
+
+def test_a_picture_that_cannot_be_written_costs_a_warning_but_not_the_run(flags, undisturbed, tmp_path):
+    def hook(rank: int) -> None:
+        def full(*of) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        validation.draw_cases = full
+
+    run = trained(1, flags, tmp_path / "run", hook=hook)
+    assert run.said().count("cannot be written (No space left on device); training goes on") == 1
+    assert weights(tmp_path / "run") == weights(undisturbed(1))
+
+
+def test_workers_die_with_a_killed_trainer(flags, tmp_path):
+    note = tmp_path / "pids"
+
+    def hook(rank: int) -> None:
+        loop = trainer.Trainer._loop
+
+        def told(self, loader, stopper):
+            note.write_text(" ".join(map(str, loader.worker_ids)))
+            time.sleep(60)
+            return loop(self, loader, stopper)
+
+        trainer.Trainer._loop = told
+
+    with Launch(1, [*flags, "--workers", "2"], tmp_path / "run", hook) as launch:
+        deadline = time.monotonic() + 60
+        while not (note.exists() and len(note.read_text().split()) == 2):
+            assert time.monotonic() < deadline, launch.said()
+            time.sleep(0.05)
+        os.kill(launch.pids[0], signal.SIGKILL)
+        launch.wait()
+    deadline = time.monotonic() + 30
+    while any(_runs(int(pid)) for pid in note.read_text().split()):
+        assert time.monotonic() < deadline, "workers outlive their trainer"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,159 @@
+"""Runs that have to leave: by signals, by time, by the scheduler; resumed they end with the same bits."""
+
+import errno
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from seqpar.launch import train
+from seqpar.launch.job.stop_request import Stopper
+from seqpar.launch.runs.journal import read_metrics
+from seqpar.launch.training import after_step, trainer, validation
+from seqpar.launch.weights import checkpoint
+from tests.support.folders import nnunet
+from tests.support.training_runs import (
+    Launch,
+    at,
+    die,
+    losses,
+    scores,
+    signalled,
+    status,
+    trained,
+    weights,
+)
+
+LEFT = {
+    "alone, TERM in a step": (1, "", at(trainer.Trainer, "_backward", 0, signalled(signal.SIGTERM), call=3)),
+    "seq 2, USR1 to one rank": (
+        2,
+        "--seqpar 2",
+        at(trainer.Trainer, "_backward", 1, signalled(signal.SIGUSR1), call=3),
+    ),
+    "seq 3, USR1 in validation": (
+        3,
+        "--seqpar 3 --split ordered",
+        at(validation.Validation, "_predict", 2, signalled(signal.SIGUSR1), call=1),
+    ),
+    "seq 2, TERM between two micro-batches": (
+        2,
+        "--seqpar 2 --accumulate 4",
+        at(trainer.Trainer, "_backward", 1, signalled(signal.SIGTERM), call=10),
+    ),
+    "data 2 x seq 2, TERM in a save": (
+        4,
+        "--seqpar 2 --checkpoint-minutes 1e-9",
+        at(checkpoint, "_write", 3, signalled(signal.SIGTERM), call=3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_run_that_had_to_leave_goes_on_to_the_same_bits(flags, undisturbed, tmp_path, name):
+    world, more, hook = LEFT[name]
+    out = tmp_path / "run"
+
+    def twice(rank: int) -> None:
+        hook(rank)
+        if "USR1 to one" in name and rank == 1:
+            at(after_step.AfterStep, "decide", 1, signalled(signal.SIGTERM), call=3)(rank)
+
+    left = trained(world, [*flags, *more.split()], out, expect=75, hook=twice)
+    said = status(out)
+    assert said["state"] == "preempted" and said["code"] == 75 and 1 < said["step"] < 6, said
+    assert re.fullmatch(r"SIG(TERM|USR1)( on rank \d, agreed in \d\.\d s)?", said["why"]), said
+    assert ("rank" in said["why"]) == (world > 1)
+    if "micro-batches" in name:
+        assert said["step"] == 2, "the step in which it came does not count"
+    assert not (out / "model.safetensors").exists()
+    assert f"go on with --resume --out {out}" in left.said(0)
+    trained(world, ["--resume"], out)
+    whole = undisturbed(world, *more.split())
+    assert weights(out) == weights(whole)
+    assert losses(out) == losses(whole)
+    assert status(out)["state"] == "finished"
+    assert scores(out) == scores(whole) and len(scores(out)) == 3, "each validation is there once"
+
+
+def test_a_run_that_cannot_go_on_with_other_data_keeps_its_folder(flags, undisturbed, tmp_path):
+    out, data = tmp_path / "run", nnunet(tmp_path / "Dataset002_Two", 5, ("CT", "MR"))
+    trained(1, flags, out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), call=3))
+    before = (out / "config.json").read_bytes()
+    refused = trained(1, ["--resume", "--data", str(data), "--cache", str(tmp_path / "cache")], out, expect=2)
+    assert "holds another network" in refused.said() and (out / "config.json").read_bytes() == before
+    trained(1, ["--resume"], out)
+    assert weights(out) == weights(undisturbed(1))
+
+
+def test_a_validation_that_is_repeated_after_a_kill_is_there_once(flags, tmp_path):
+    out, slow = tmp_path / "run", ["--lr", "1e-7"]  # no second validation is the best, which would save
+    trained(
+        1, [*flags, *slow], out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), 4)
+    )
+    assert status(out)["step"] == 4
+    with Launch(1, ["--resume"], out, at(trainer.Trainer, "_backward", 0, die)) as killed:
+        assert killed.wait() == [-signal.SIGKILL]
+    trained(1, ["--resume"], out)
+    assert [row["step"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "val"] == [2, 4, 6]
+
+
+def test_ranks_agree_to_leave_while_a_long_step_lasts(flags, tmp_path):
+    """The main thread gets no signal while it computes; the thread beside it does."""
+
+    def long_step() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, Stopper.SIGNALS)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(6)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, Stopper.SIGNALS)
+
+    out = tmp_path / "run"
+    trained(2, [*flags, "--seqpar", "2"], out, expect=75, hook=at(trainer.Trainer, "_backward", 1, long_step, call=3))
+    said = status(out)
+    seconds = re.fullmatch(r"SIGUSR1 on rank 1, agreed in (.*) s", said["why"])
+    assert seconds and float(seconds[1]) < 5 and said["step"] == 3, said
+
+
+def test_a_save_that_fails_when_the_run_must_leave_is_a_failure(flags, tmp_path):
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def hook(rank: int) -> None:
+        at(trainer.Trainer, "_backward", 0, signalled(signal.SIGTERM))(rank)
+        at(checkpoint, "_fresh", 0, full)(rank)
+
+    failed = trained(1, flags, tmp_path / "run", expect=1, hook=hook)
+    assert status(tmp_path / "run")["state"] == "failed" and "No space left" in status(tmp_path / "run")["why"]
+    assert "Traceback" not in failed.said()
+
+
+def test_the_time_limit_and_a_restart_by_the_scheduler(flags, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    trained(1, [*flags, "--time-limit", "0.0001"], out, expect=75)
+    assert status(out)["why"] == "time limit" and status(out)["step"] == 1
+    with Launch(1, flags, out) as again:
+        assert again.wait() == [2]
+    assert "holds a run already: add --resume" in again.said()
+    trained(1, [*flags, "--time-limit", "60"], out, SLURM_RESTART_COUNT="1")
+    assert weights(out) == weights(undisturbed(1))
+
+
+def test_before_there_is_work_a_signal_ends_at_once(flags, tmp_path):
+    hook = at(train, "open_data", 0, signalled(signal.SIGUSR1))
+    trained(1, flags, tmp_path / "run", expect=75, hook=hook)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_leaves_in_order_and_twice_at_once(flags, tmp_path):
+    interrupt = signalled(signal.SIGINT)
+    trained(1, flags, tmp_path / "a", expect=75, hook=at(trainer.Trainer, "_backward", 0, interrupt))
+    assert status(tmp_path / "a")["why"] == "SIGINT"
+
+    def twice() -> None:
+        interrupt()
+        interrupt()
+
+    trained(1, flags, tmp_path / "b", expect=130, hook=at(trainer.Trainer, "_backward", 0, twice))
+    assert status(tmp_path / "b")["state"] == "failed"
