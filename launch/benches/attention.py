@@ -50,12 +50,12 @@ def rows(
     memory_group: int = 4,
 ) -> Rows:
     """Returns a row per strategy, peer and size: median ms, the median ratio to auto's, MiB sent; then memory."""
-    found: Rows = []
+    result: Rows = []
     for size in groups:
-        found += _on_ranks(size, ["time", str(turns), *map(str, tokens)], {})
+        result += _on_ranks(size, ["time", str(turns), *map(str, tokens)], {})
     if memory_tokens:
-        found += _on_ranks(memory_group, ["memory", str(memory_tokens)], {"MALLOC_MMAP_THRESHOLD_": "65536"})
-    return found
+        result += _on_ranks(memory_group, ["memory", str(memory_tokens)], {"MALLOC_MMAP_THRESHOLD_": "65536"})
+    return result
 
 
 def _on_ranks(size: int, arguments: Sequence[str], env: dict[str, str]) -> Rows:
@@ -103,9 +103,9 @@ def _projected(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:
 def _makes(size: int) -> dict[str, Make]:
     """Returns what is measured on ``size`` ranks."""
     names = ["gather-kv", "ulysses"] + (["hybrid:2"] if size % 2 == 0 and size > 2 else [])
-    found: dict[str, Make] = {name: partial(_exchanged, name) for name in names}
-    found |= {f"{name}{PROJECTED}": partial(_projected, name) for name in names[:2]}
-    return {**found, f"gather-x{PROJECTED}": _gathered, **peers(HEADS, WIDTH // HEADS)}
+    result: dict[str, Make] = {name: partial(_exchanged, name) for name in names}
+    result |= {f"{name}{PROJECTED}": partial(_projected, name) for name in names[:2]}
+    return {**result, f"gather-x{PROJECTED}": _gathered, **peers(HEADS, WIDTH // HEADS)}
 
 
 def _shares(tokens: int, size: int) -> list[int]:
@@ -163,7 +163,7 @@ def _ratio(times: Sequence[float], base: Sequence[float] | None) -> str:
 
 
 def _growth(mesh: Mesh, tokens: int) -> Rows:
-    found = []
+    result = []
     for name, make in _makes(mesh.seq.size).items():
         make(mesh, _shares(64 * mesh.seq.size, mesh.seq.size))()  # connections and threads are there
         act = make(mesh, _shares(tokens, mesh.seq.size))
@@ -171,7 +171,7 @@ def _growth(mesh: Mesh, tokens: int) -> Rows:
         before = resident_bytes("VmRSS")
         act()
         peak = agree(resident_bytes("VmHWM") - before, mesh.seq)
-        found.append(
+        result.append(
             {
                 "measure": "memory",
                 "ranks": mesh.seq.size,
@@ -180,7 +180,7 @@ def _growth(mesh: Mesh, tokens: int) -> Rows:
                 "growth_mib": peak / 2**20,
             }
         )
-    return found
+    return result
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -190,11 +190,11 @@ def main(arguments: Sequence[str]) -> None:
         torch.manual_seed(mesh.seq.index)
         if measure == "time":
             turns, *tokens = map(int, numbers)
-            found = [row for count in tokens for row in _times(mesh, _fewer(turns, count), count)]
+            result = [row for count in tokens for row in _times(mesh, _fewer(turns, count), count)]
         else:
-            found = _growth(mesh, int(numbers[0]))
+            result = _growth(mesh, int(numbers[0]))
         if mesh.is_first:
-            Path(answer).write_text(json.dumps(found))
+            Path(answer).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -47,12 +47,12 @@ def rows(turns: int = 3, sizes: Sequence[Size] = SIZES) -> list[dict[str, Any]]:
     contenders = [("ours", 1), ("ours", CORES)]
     if importlib.util.find_spec("monai"):
         contenders = [("monai", 1), ("monai, flash", 1), *contenders]
-    found = []
+    result = []
     for size in sizes:
         measured = [[_measured(*contender, size) for contender in contenders] for _ in range(turns)]
         for at, (name, ranks) in enumerate(contenders):
             runs = [turn[at] for turn in measured]
-            found.append(
+            result.append(
                 {
                     "net": f"ViT {size.embed_dim} x {size.depth}, {name}",
                     "tile / patch": f"{size.tile} / {size.patch}",
@@ -65,7 +65,7 @@ def rows(turns: int = 3, sizes: Sequence[Size] = SIZES) -> list[dict[str, Any]]:
                     "saved MB a rank": runs[0]["saved"] / 1e6,
                 }
             )
-    return found
+    return result
 
 
 def _measured(name: str, ranks: int, size: Size) -> dict[str, float]:
@@ -74,7 +74,7 @@ def _measured(name: str, ranks: int, size: Size) -> dict[str, float]:
 
 
 def _monai(size: Size, flash: bool) -> nn.Module:
-    from monai.networks.nets import ViT  # type: ignore[import-not-found, unused-ignore]
+    from monai.networks.nets import ViT  # type: ignore[import-not-result, unused-ignore]
 
     hidden, cube = 4 * size.embed_dim, (size.tile,) * 3
     net: nn.Module = ViT(1, cube, (size.patch,) * 3, size.embed_dim, hidden, size.depth, size.heads)
@@ -118,9 +118,9 @@ def main(arguments: Sequence[str]) -> None:
     """Measures on the ranks that were started; the first one prints what it came to."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with start(int(os.environ["WORLD_SIZE"]), device="cpu") as mesh:
-        found = _worker(arguments[0], Size(**json.loads(arguments[1])), mesh)
+        result = _worker(arguments[0], Size(**json.loads(arguments[1])), mesh)
         if mesh.is_first:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

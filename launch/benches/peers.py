@@ -24,15 +24,15 @@ _TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 def peers(heads: int, head_dim: int) -> dict[str, Callable[[Mesh, Sequence[int]], Act]]:
     """Returns what makes an act (forward and backward) of each peer that is there."""
-    found: dict[str, Callable[[Mesh, Sequence[int]], Act]] = {}
+    makers: dict[str, Callable[[Mesh, Sequence[int]], Act]] = {}
     if importlib.util.find_spec("deepspeed") is not None:
-        found["DeepSpeed Ulysses"] = partial(_deepspeed, heads, head_dim)
+        makers["DeepSpeed Ulysses"] = partial(_deepspeed, heads, head_dim)
     if importlib.util.find_spec(_TORCH) is not None:
         ring = importlib.import_module(_TORCH)
         if hasattr(ring, "_templated_ring_attention_backward") and hasattr(ring, "set_rotate_method"):
-            found["torch ring, all-gather"] = partial(_torch_ring, ring, "allgather", heads, head_dim)
-            found["torch ring, all-to-all"] = partial(_torch_ring, ring, "alltoall", heads, head_dim)
-    return found
+            makers["torch ring, all-gather"] = partial(_torch_ring, ring, "allgather", heads, head_dim)
+            makers["torch ring, all-to-all"] = partial(_torch_ring, ring, "alltoall", heads, head_dim)
+    return makers
 
 
 def _inputs(shape: Sequence[int]) -> tuple[list[Tensor], Tensor]:

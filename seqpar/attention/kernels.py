@@ -53,11 +53,11 @@ def pick(like: Tensor, head_dim: int) -> Kernel:
     if like.device.type != "cuda":
         return PLAIN
     sample = like.new_empty((1, 8, 1, head_dim)).transpose(1, 2).requires_grad_()  # laid out as the kernels get it
-    given = torch.backends.cuda.SDPAParams(sample, sample, sample, None, 0.0, False, False)
-    if torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.can_use_flash_attention(given):
+    params = torch.backends.cuda.SDPAParams(sample, sample, sample, None, 0.0, False, False)
+    if torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.can_use_flash_attention(params):
         # the public call widens heads to a multiple of 8 first; here they must have that width
         return FLASH if head_dim % 8 == 0 else PLAIN
-    if torch.backends.cuda.mem_efficient_sdp_enabled() and torch.backends.cuda.can_use_efficient_attention(given):
+    if torch.backends.cuda.mem_efficient_sdp_enabled() and torch.backends.cuda.can_use_efficient_attention(params):
         return EFFICIENT
     return PLAIN
 

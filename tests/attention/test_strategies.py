@@ -68,9 +68,10 @@ def tensors(case: Case) -> tuple[Tensor, Tensor]:
     return x, weight
 
 
-def torchs_own(case: Case, layout: Layout) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+@cache
+def torchs_own(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Returns output, input gradient and parameter gradients of the same weights, in one process, by torch alone."""
-    net, (x, weight) = module(case), tensors(case)
+    net, (x, weight), layout = module(case), tensors(case), Layout((case.tokens,), (1,))
     x.requires_grad_()
     q, k, v = (F.linear(x, w) for w in net.qkv.weight.chunk(3))
     q, v = q + net.q_bias, v + net.v_bias
@@ -94,7 +95,7 @@ def check(mesh: Mesh, case: Case) -> Found:
     group = mesh.seq
     layout = Layout((case.tokens,), (1,), group.size, "ordered")
     sizes, me = layout.counts, group.index
-    want_out, want_dx, want_grads = torchs_own(case, Layout((case.tokens,), (1,)))
+    want_out, want_dx, want_grads = torchs_own(case)
     net, (whole_x, whole_weight) = module(case, group), tensors(case)
     x = whole_x.split(sizes, 1)[me].contiguous().requires_grad_()
     rotate = RotaryPositions(layout, me, case.head_dim, x) if case.rotates else None
@@ -175,6 +176,8 @@ Results = list[dict[Case, Found]]  # of each rank
 def results(world: int) -> Results:
     """Returns what all cases came to; starting ranks takes longer than a case, so that they run in one start."""
     runs = [*any_size(world), *dividing(world), *long(world), *imprecise(world)]
+    for case in runs:  # once, before the ranks are forked: they inherit what is cached
+        torchs_own(case)
     return [dict(zip(runs, found)) for found in run_ranks(world, check_all, runs, timeout=240)]
 
 
