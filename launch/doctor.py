@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 from seqpar.consensus import broadcast_text, gather_texts
 from seqpar.data.files import write_json
 from seqpar.environment import read_launcher
-from seqpar.launch.hardware.findings import described, folder_line, judge, print_groups, print_ranks
+from seqpar.launch.hardware.doctor_report import folder_line, print_groups, print_ranks, record
+from seqpar.launch.hardware.findings import judge
 from seqpar.launch.hardware.link_speed import clock_offsets, matmul_speeds, measure_groups
-from seqpar.launch.hardware.rank_facts import RankFacts, about_self, write_speed
+from seqpar.launch.hardware.rank_facts import RankFacts, facts_of_this_rank, write_speed
 from seqpar.launch.job import exit_codes
 from seqpar.launch.job.local_ranks import die_with_parent, run_local
 from seqpar.launch.settings.command_line import Parser
@@ -30,7 +31,7 @@ from seqpar.rendezvous import start
 
 
 def act(arguments: Sequence[str]) -> int:
-    """Returns 0 when the job may start, 1 when something stands in its way."""
+    """Examines the ranks that were started; returns 0 when the job may start, 1 when something stands in its way."""
     die_with_parent()
     began = time.monotonic()
     options = _parser().parse_args(list(arguments))
@@ -48,13 +49,13 @@ def act(arguments: Sequence[str]) -> int:
     clock.daemon = True
     clock.start()
     with start(options.seqpar, None, options.device, options.time_limit) as mesh:
-        clock.cancel()  # from here on the watch names who hangs
+        clock.cancel()  # from here on the watchdog names who hangs
         left_s = max(4.0, options.time_limit - (time.monotonic() - began))
         mesh.set_timeout(left_s, lambda finding: _leave(mesh, finding))
         try:
             code = examine(mesh, options)
         except RuntimeError as error:
-            if not mesh.world.watch.finding:  # else the watch is about to say it
+            if not mesh.world.watch.finding:  # else the watchdog is about to say it
                 print(f"error: rank {mesh.world.index} lost contact: {str(error).splitlines()[0]}", file=sys.stderr)
             time.sleep(2)
             os._exit(exit_codes.FAULT)
@@ -63,16 +64,33 @@ def act(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="seqpar-doctor", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--seqpar", type=int, default=1, help="ranks that share a tile, as in the job (1)")
-    parser.add_argument("--out", default="", help="the job's output folder: its room and speed are looked at")
-    parser.add_argument("--json", default="", help="write what was measured here, for launch/plan.py")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds after which a hang is named (60)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (auto)")
+    parser.add_argument(
+        "--seqpar", type=int, default=1, metavar="N", help="ranks that share a tile, as in the job (default: 1)"
+    )
+    parser.add_argument(
+        "--out",
+        default="",
+        metavar="FOLDER",
+        help="the job's output folder: its free space and speed are measured, and whether all ranks see it",
+    )
+    parser.add_argument(
+        "--json", default="", metavar="FILE", help="write the measured speeds to this file, for plan --measured"
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="a rank that hangs is named after so many seconds (default: 60)",
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="DEVICE", help="auto, cpu or cuda (default: auto, a GPU where there is one)"
+    )
     return parser
 
 
 def _leave(mesh: Mesh, finding: str) -> NoReturn:
-    """Ends this process from wherever it hangs; the first rank that waits says why, and all let each other find out."""
+    """Ends this process from wherever it hangs; one rank prints why, and all stay until each has seen it."""
     if mesh.world.watch.speaks:
         print(f"error: {finding}", file=sys.stderr, flush=True)
     time.sleep(2)
@@ -80,45 +98,45 @@ def _leave(mesh: Mesh, finding: str) -> NoReturn:
 
 
 def _overdue(who: str, limit_s: float) -> NoReturn:
-    """Ends a process that hangs where no step of the start could say for whom it waits."""
+    """Ends a process whose start hangs before the watchdog runs."""
     print(f"error: {who} has not got through its start within {limit_s:g} s: look at its node", file=sys.stderr)
     os._exit(exit_codes.FAULT)
 
 
 def examine(mesh: Mesh, options: argparse.Namespace) -> int:
-    """Returns the exit code; the first rank has printed all that was found."""
+    """Measures and judges; the first rank prints everything. Returns the exit code."""
     flops = matmul_speeds(mesh)
-    room = _room(mesh, options.out)
-    own = json.dumps(asdict(about_self(mesh, flops, room, options.device == "cpu")))
+    folder = _output_folder(mesh, options.out)
+    own = json.dumps(asdict(facts_of_this_rank(mesh, flops, folder, options.device == "cpu")))
     ranks = [RankFacts(**json.loads(text)) for text in gather_texts(own, mesh.world)]
     if mesh.is_first:
-        if room["file"]:
-            os.unlink(room["file"])  # all have looked
+        if folder["file"]:
+            os.unlink(folder["file"])  # all have looked
         print_ranks(mesh, ranks)
     offsets = clock_offsets(mesh)
     groups = measure_groups(mesh, options.time_limit / 3)
-    found = judge(mesh.seq.size, ranks, offsets, room)
+    findings = judge(mesh.seq.size, ranks, offsets, folder)
     if mesh.is_first:
         print_groups(groups)
-        print(folder_line(room) + f"clocks: {max(map(abs, offsets)) * 1e3:.1f} ms apart at most")
-        for trap in found:
+        print(folder_line(folder) + f"clocks: {max(map(abs, offsets)) * 1e3:.1f} ms apart at most")
+        for trap in findings:
             print(trap)
-        wrong = sum(trap.error for trap in found)
-        print(f"{wrong} error(s), {len(found) - wrong} warning(s)", flush=True)
+        wrong = sum(trap.error for trap in findings)
+        print(f"{wrong} error(s), {len(findings) - wrong} warning(s)", flush=True)
         if options.json:
-            write_json(Path(options.json), described(mesh, ranks, groups))
-    return exit_codes.FAULT if any(trap.error for trap in found) else 0
+            write_json(Path(options.json), record(mesh, ranks, groups))
+    return exit_codes.FAULT if any(trap.error for trap in findings) else 0
 
 
-def _room(mesh: Mesh, out: str) -> dict[str, Any]:
-    """Returns, the same on all ranks, what the first found in the output folder; its file there is for all to see."""
-    room: dict[str, Any] = {"out": out, "file": "", "free": 0, "bytes_per_s": 0.0, "fault": ""}
+def _output_folder(mesh: Mesh, out: str) -> dict[str, Any]:
+    """Returns what the first rank found in the output folder, on all ranks; it leaves a file there for them to see."""
+    folder: dict[str, Any] = {"out": out, "file": "", "free": 0, "bytes_per_s": 0.0, "fault": ""}
     if out and mesh.is_first:
         try:
-            room |= write_speed(Path(out))
+            folder |= write_speed(Path(out))
         except OSError as error:
-            room["fault"] = f"--out {out} cannot be written ({error.strerror}): name another, or make room"
-    return json.loads(broadcast_text(json.dumps(room), 0, mesh.world))  # type: ignore[no-any-return]
+            folder["fault"] = f"--out {out} cannot be written ({error.strerror}): name another, or make room"
+    return json.loads(broadcast_text(json.dumps(folder), 0, mesh.world))  # type: ignore[no-any-return]
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Says what a run needs before the queue does: ``python launch/plan.py --tile 128 --patch 4 --preset paper``.
+"""Plans a run before it is queued: ``python launch/plan.py --tile 128 --patch 4 --preset paper``.
 
-Memory by part, bytes sent, time and MFU for sequence groups of 1 to 64 ranks, and the command line of the smallest
-that fits. Takes the flags of train too.
+Prints memory by part, bytes sent, time and MFU for sequence groups of 1 to 64 ranks, and the command line of the
+smallest group that fits. Takes the flags of train too.
 """
 
 import argparse
@@ -23,22 +23,22 @@ from seqpar.launch.settings.config import AUTO, Config
 
 
 def act(arguments: Sequence[str]) -> int:
-    """Returns 0 when a group fits; refuses what nothing fits."""
+    """Prints the plan and returns 0; raises where no group fits."""
     own, rest = _parser().parse_known_args(list(arguments))
-    preset, config, given = parse(rest, "paper")
-    refuse_idle(config, given - {"measured"})  # seconds are planned with it in any case
+    preset, config, flags = parse(rest, "paper")
+    refuse_idle(config, flags - {"measured"})  # seconds are planned with it in any case
     tile = tuple(own.volume or config.tile)
     padded = tuple(math.ceil(side / config.patch) * config.patch for side in tile)
     config = replace(config, tile=padded)
     run = Run(config, _device(own, config), own.channels, own.classes, ranks=own.ranks)
-    sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in given else SIZES
-    found = list(plans(run, [size for size in sizes if size <= (own.ranks or size)]))
+    sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else SIZES
+    rows = list(plans(run, [size for size in sizes if size <= (own.ranks or size)]))
     print(header(run, preset, tile))
-    print(table(found))
-    best = smallest(found)
+    print(table(rows))
+    best = smallest(rows)
     if best is None:
-        raise ValueError(refusal(found))
-    print("\n".join(["", *answer(run, best, found, preset)]))
+        raise ValueError(refusal(rows))
+    print("\n".join(["", *answer(run, best, rows, preset)]))
     return 0
 
 
@@ -46,16 +46,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "plan", description=__doc__, allow_abbrev=False, epilog="All flags of train are taken as well: train --help."
     )
-    here = "the GPU here, else mi250x"
-    parser.add_argument(
-        "--device", choices=[*DEVICES, "cpu"], help=f"what to plan for ({here}); cpu: this machine, measured"
+    device = (
+        "device to plan for (default: the GPU of this machine, else mi250x); cpu: this machine, measured for seconds"
     )
-    parser.add_argument("--memory", type=float, metavar="GB", help="memory of a rank, if it is another")
-    parser.add_argument("--volume", type=int, nargs=3, metavar="N", help="a whole volume as the tile, in voxels")
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks in all (one sequence group)")
-    parser.add_argument("--node", type=int, metavar="N", help="ranks that a node has, if it is another number")
-    parser.add_argument("--channels", type=int, default=4, metavar="N", help="channels of the images (4)")
-    parser.add_argument("--classes", type=int, default=4, metavar="N", help="classes, background among them (4)")
+    parser.add_argument("--device", choices=[*DEVICES, "cpu"], help=device)
+    memory = "memory of a rank, in 10^9 bytes (default: the device's)"
+    parser.add_argument("--memory", type=float, metavar="GB", help=memory)
+    volume = "sides of a whole volume to take as the tile, in voxels (default: --tile)"
+    parser.add_argument("--volume", type=int, nargs=3, metavar="N", help=volume)
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of the run (default: one sequence group)")
+    node = "ranks on a node (default: 8; cpu: all)"
+    parser.add_argument("--node", type=int, metavar="N", help=node)
+    parser.add_argument("--channels", type=int, default=4, metavar="N", help="channels of the images (default: 4)")
+    classes = "classes, background included (default: 4)"
+    parser.add_argument("--classes", type=int, default=4, metavar="N", help=classes)
     return parser
 
 
@@ -66,20 +70,20 @@ def _device(own: argparse.Namespace, config: Config) -> Device:
             raise ValueError(f"--{name} {value}: it must be at least 1")
     name = own.device or ("" if torch.cuda.is_available() else "mi250x")
     if name == "cpu":
-        found = this_cpu(config.precision)
+        device = this_cpu(config.precision)
     else:
-        found = DEVICES[name] if name else device_here()
+        device = DEVICES[name] if name else device_here()
     if config.measured:
-        found = measured(config.measured, found, config.precision)
-    found = replace(found, memory=own.memory * GB) if own.memory else found
-    found = replace(found, node=own.node) if own.node else found
-    if own.ranks and own.ranks > found.node and own.ranks % found.node:
-        fits = own.ranks // found.node * found.node
+        device = measured(config.measured, device, config.precision)
+    device = replace(device, memory=own.memory * GB) if own.memory else device
+    device = replace(device, node=own.node) if own.node else device
+    if own.ranks and own.ranks > device.node and own.ranks % device.node:
+        fits = own.ranks // device.node * device.node
         raise ValueError(
-            f"--ranks {own.ranks} do not fill nodes of {found.node}: plan for {fits} or {fits + found.node}, or say "
+            f"--ranks {own.ranks} do not fill nodes of {device.node}: plan for {fits} or {fits + device.node}, or say "
             "with --node how many a node has"
         )
-    return found
+    return device
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""How fast a rank computes, and its groups talk: what the planner reckons with. Each figure is the slowest rank's.
+"""Measures matrix products, collectives and clocks for the planner. Each figure is the slowest rank's.
 
-A collective of few bytes gives the latency; the largest one, less the latency, gives the bytes that a rank sends in
-a second. So time = latency + bytes sent / bytes per second, the bytes being those that ``Group.traffic`` counts.
+The smallest collective gives the latency, the largest one, less the latency, the bytes a second that a rank sends: time
+= latency + bytes sent / bytes per second, where bytes are what ``Group.traffic`` counts.
 """
 
 import statistics
@@ -19,27 +19,27 @@ from seqpar.mesh import Group, Mesh
 KINDS = ("all_gather", "all_to_all", "all_reduce")
 SIZES = (2**12, 2**18, 2**22, 2**25)  # bytes that a rank holds
 PER_CALL_S = 0.5  # larger sizes are left out where one is expected to take longer
-Act = Callable[[], object]
+Collective = Callable[[], object]
 
 
 def measure_groups(mesh: Mesh, budget_s: float = 20.0) -> dict[str, dict[str, Any]]:
-    """Returns latency and speed of each kind of collective, by the name of the groups, which all measure at once."""
-    found: dict[str, dict[str, Any]] = {}
+    """Returns latency and bandwidth of each kind of collective by group name; all groups of a name measure at once."""
+    by_name: dict[str, dict[str, Any]] = {}
     until = time.monotonic() + budget_s
     for group in (mesh.seq, mesh.data, mesh.world):
         if mesh.world.size == 1 or group.size == 1:
             continue
         twin = next(
-            (other for other in (mesh.seq, mesh.data) if other.name in found and other.size == group.size), None
+            (other for other in (mesh.seq, mesh.data) if other.name in by_name and other.size == group.size), None
         )
-        found[group.name] = found[twin.name] if twin else measure(mesh, group, until)
-    return found
+        by_name[group.name] = by_name[twin.name] if twin else measure(mesh, group, until)
+    return by_name
 
 
 def measure(mesh: Mesh, group: Group, until: float) -> dict[str, Any]:
-    """Returns the group's size, and for each kind latency_s, bytes_per_s and the seconds of each number of bytes.
+    """Returns the group's size, and for each kind latency_s, bytes_per_s and the seconds by bytes sent.
 
-    Once the time is up, two sizes have to do.
+    After ``until``, on the monotonic clock, two sizes are enough.
     """
     result: dict[str, Any] = {"size": group.size}
     for kind in KINDS:
@@ -54,7 +54,7 @@ def measure(mesh: Mesh, group: Group, until: float) -> dict[str, Any]:
 
 
 def fit(points: list[tuple[int, float]]) -> dict[str, Any]:
-    """Returns latency and speed of (bytes, seconds), smallest first."""
+    """Fits latency and bandwidth to points (bytes sent, seconds), smallest first."""
     latency, (sent, seconds) = min(seconds for _, seconds in points), points[-1]
     moving = seconds - latency
     return {
@@ -65,15 +65,15 @@ def fit(points: list[tuple[int, float]]) -> dict[str, Any]:
 
 
 def _point(mesh: Mesh, group: Group, kind: str, size: int) -> tuple[int, float]:
-    """Returns the bytes that a rank sends in one such call, and its seconds."""
-    act = _act(mesh, group, kind, size)
+    """Returns the bytes that a rank sends in one collective of ``size`` bytes, and its seconds."""
+    call = _collective(mesh, group, kind, size)
     before = group.traffic[kind]
-    act()
+    call()
     sent = group.traffic[kind] - before
-    return sent, slowest(time_of(act, mesh), mesh)
+    return sent, slowest(time_of(call, mesh), mesh)
 
 
-def _act(mesh: Mesh, group: Group, kind: str, size: int) -> Act:
+def _collective(mesh: Mesh, group: Group, kind: str, size: int) -> Collective:
     rows = torch.zeros(max(1, size // 4 // group.size), group.size, device=mesh.device).t().contiguous()
     if kind == "all_gather":
         return lambda: all_gather(rows, group, 0, [group.size] * group.size, kind)
@@ -82,17 +82,17 @@ def _act(mesh: Mesh, group: Group, kind: str, size: int) -> Act:
     return lambda: all_reduce(rows, group, kind)
 
 
-def time_of(act: Act, mesh: Mesh, budget_s: float = 0.1) -> float:
-    """Returns the median of as many calls as fit into the budget, all ranks the same number."""
-    first = _once(act, mesh)
+def time_of(call: Collective, mesh: Mesh, budget_s: float = 0.1) -> float:
+    """Returns the median seconds of as many calls as fit into the budget, equally many on all ranks."""
+    first = _once(call, mesh)
     repeats = max(1, min(20, int(budget_s * 1e9 / max(1, agree(int(first * 1e9), mesh.world)))))
-    return statistics.median(_once(act, mesh) for _ in range(repeats))
+    return statistics.median(_once(call, mesh) for _ in range(repeats))
 
 
-def _once(act: Act, mesh: Mesh) -> float:
+def _once(call: Collective, mesh: Mesh) -> float:
     mesh.synchronize()
     began = time.perf_counter()
-    act()
+    call()
     mesh.synchronize()
     return time.perf_counter() - began
 
@@ -103,21 +103,21 @@ def slowest(seconds: float, mesh: Mesh) -> float:
 
 
 def matmul_speeds(mesh: Mesh) -> dict[str, float]:
-    """Returns this rank's floating-point operations per second in products of matrices, by their type."""
+    """Returns this rank's floating-point operations a second in matrix products, by the numbers' type."""
     on_gpu = mesh.device.type == "cuda"
-    side, found = 8192 if on_gpu else 768, {}
+    side, speeds = 8192 if on_gpu else 768, {}
     for dtype in (torch.float32, torch.bfloat16) if on_gpu else (torch.float32,):
         a = torch.randn(side, side, device=mesh.device, dtype=dtype)
         a @ a
-        found[str(dtype).removeprefix("torch.")] = 2 * side**3 / time_of(partial(torch.matmul, a, a), mesh, 0.3)
-    return found
+        speeds[str(dtype).removeprefix("torch.")] = 2 * side**3 / time_of(partial(torch.matmul, a, a), mesh, 0.3)
+    return speeds
 
 
 def clock_offsets(mesh: Mesh, rounds: int = 5) -> list[float]:
-    """Returns how many seconds each rank's clock is ahead of the first one's, to within a sum's duration."""
-    found = []
+    """Returns how many seconds each rank's clock is ahead of the first one's, to within the time of a collective."""
+    offsets = []
     for _ in range(rounds):
         agree(0, mesh.world)
         clocks = [float(text) for text in gather_texts(repr(time.time()), mesh.world)]
-        found.append([clock - clocks[0] for clock in clocks])
-    return [statistics.median(of_rank) for of_rank in zip(*found)]
+        offsets.append([clock - clocks[0] for clock in clocks])
+    return [statistics.median(of_rank) for of_rank in zip(*offsets)]

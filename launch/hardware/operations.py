@@ -1,4 +1,4 @@
-"""Kinds of operations and what they cost: multiply-adds and bytes."""
+"""Kinds of operations and their floating-point operations."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ MATMUL, CONVOLUTION, ATTENTION, OTHER = KINDS = ("matmul", "convolution", "atten
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: its kind, floating-point operations, bytes read and written, and how it was called."""
+    """One call of a torch operator: ``count`` floating-point operations, ``size`` bytes read and written."""
 
     kind: str
     count: float
@@ -21,7 +21,7 @@ class Operation:
 
 
 def operations_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, float]:
-    """Returns the kind of an operation and its floating-point operations."""
+    """Returns the kind of an operator's call and its floating-point operations."""
     packet = func._overloadpacket
     name = packet.__name__
     if name.startswith("_scaled_dot_product"):

@@ -1,4 +1,4 @@
-"""What each rank tells about itself and its node, and what of that stands in a job's way."""
+"""What each rank reports of itself and its node."""
 
 import os
 import platform
@@ -12,45 +12,54 @@ import torch
 
 import seqpar
 from seqpar.launch.hardware.cluster_traps import Facts, find_traps
+from seqpar.launch.hardware.devices import MIB, usable_cores
 from seqpar.mesh import Mesh
 
-SKEW_S = 1.0  # clocks that differ by more make time limits and file times wrong
-ROOM_BYTES = 10 * 2**30
-SLOW_SHARE = 0.7  # of the median speed
-WRITTEN_BYTES = 64 * 2**20
+WRITTEN_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank tells about itself."""
+    """What a rank reports: speeds by type of number, versions by library, traps as (is an error, text).
+
+    ``seen``: the file that the first rank wrote into the output folder is there for this rank too.
+    """
 
     host: str
     local_rank: int
     device: str
     cores: int
-    flops_per_s: dict[str, float]  # by type of number
+    flops_per_s: dict[str, float]
     versions: dict[str, str]
     traps: list[tuple[bool, str]]
-    seen: bool  # whether the first one's file in the output folder is there
+    seen: bool
 
 
-def about_self(mesh: Mesh, flops: dict[str, float], room: dict[str, Any], on_cpu: bool = False) -> RankFacts:
-    """Returns what this rank has to tell; ``on_cpu`` where GPUs are not wanted."""
+def facts_of_this_rank(
+    mesh: Mesh, flops_per_s: dict[str, float], folder: dict[str, Any], on_cpu: bool = False
+) -> RankFacts:
+    """Returns this rank's facts; ``folder`` is what the first rank found, ``on_cpu`` that no GPU is wanted."""
     on_gpu = mesh.device.type == "cuda"
     name = torch.cuda.get_device_name(mesh.device) if on_gpu else platform.machine()
-    seen = not room["file"] or os.path.exists(room["file"])
-    traps = [(trap.error, trap.text) for trap in find_traps(os.environ, _facts(mesh, on_cpu))]
-    host = mesh.hosts[mesh.world.index]
-    return RankFacts(host, mesh.launcher.local_rank, f"{mesh.device} {name}", _cores(), flops, versions(), traps, seen)
+    return RankFacts(
+        host=mesh.hosts[mesh.world.index],
+        local_rank=mesh.launcher.local_rank,
+        device=f"{mesh.device} {name}",
+        cores=usable_cores(),
+        flops_per_s=flops_per_s,
+        versions=versions(),
+        traps=[(trap.error, trap.text) for trap in find_traps(os.environ, _facts(mesh, on_cpu))],
+        seen=not folder["file"] or os.path.exists(folder["file"]),
+    )
 
 
 def versions() -> dict[str, str]:
     """Returns the versions that must be equal on all ranks."""
-    found = {"seqpar": seqpar.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    by_name = {"seqpar": seqpar.__version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.cuda.is_available():
-        found["ROCm" if torch.version.hip else "CUDA"] = str(torch.version.hip or torch.version.cuda)
-        found["RCCL" if torch.version.hip else "NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        by_name["ROCm" if torch.version.hip else "CUDA"] = str(torch.version.hip or torch.version.cuda)
+        by_name["RCCL" if torch.version.hip else "NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return by_name
 
 
 def _facts(mesh: Mesh, on_cpu: bool) -> Facts:
@@ -62,7 +71,7 @@ def _facts(mesh: Mesh, on_cpu: bool) -> Facts:
         num_gpus=torch.cuda.device_count(),
         num_nodes=mesh.launcher.num_nodes,
         local_world=mesh.launcher.local_world,
-        cores=_cores(),
+        cores=usable_cores(),
         host_cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         slingshot=os.path.isdir("/sys/class/cxi"),
@@ -71,14 +80,13 @@ def _facts(mesh: Mesh, on_cpu: bool) -> Facts:
     )
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def write_speed(out: Path) -> dict[str, Any]:
-    """Returns the folder's free bytes and how fast a file was written through to it; the file is left, emptied."""
+    """Writes a file through to the folder's disk; returns its path, the free bytes and bytes a second.
+
+    The file stays, emptied, for other ranks to look for.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    path, block = out / f"doctor.{os.getpid()}.tmp", os.urandom(2**20)
+    path, block = out / f"doctor.{os.getpid()}.tmp", os.urandom(MIB)
     began = time.perf_counter()
     try:
         with open(path, "wb") as file:
@@ -94,7 +102,7 @@ def write_speed(out: Path) -> dict[str, Any]:
     return {"file": str(path.absolute()), "free": shutil.disk_usage(out).free, "bytes_per_s": WRITTEN_BYTES / seconds}
 
 
-def memory_of(mesh: Mesh) -> int:
+def device_memory(mesh: Mesh) -> int:
     """Returns the bytes that this rank may fill: its GPU's, or its share of the node's."""
     if mesh.device.type == "cuda":
         return torch.cuda.get_device_properties(mesh.device).total_memory

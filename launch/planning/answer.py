@@ -1,4 +1,4 @@
-"""The planner's answer: its table, its command line, a dry run in words."""
+"""The planner's answer: its table, the command line that runs a plan, a dry run in words."""
 
 import dataclasses
 import math
@@ -21,9 +21,9 @@ from seqpar.mesh import Group
 
 
 def rehearsal(config: Config, num_ranks: int, chosen: Sequence[str] = ()) -> str:
-    """Returns in words what would run: network, tokens, memory per rank, steps, and how decoding is shared.
+    """Describes what would run: network, tokens, memory per rank, steps, and how decoding is shared.
 
-    ``chosen`` is how attention would cross ranks, then why, where that was left open.
+    ``chosen`` is the attention strategy and then why, where attention was left open.
     """
     group = Group("seq", tuple(range(config.seqpar)))
     net = outline(config, group)
@@ -31,7 +31,7 @@ def rehearsal(config: Config, num_ranks: int, chosen: Sequence[str] = ()) -> str
     layout, groups = net.encoder.layout, num_ranks // config.seqpar
     counted = replace(config, attention=chosen[0]) if chosen else config
     step = count_step(StepSetup(counted, data_groups=groups))
-    held, kept = step.tokens + step.decoder, step.weights + step.gradients + step.optimizer
+    saved, states = step.tokens + step.decoder, step.weights + step.gradients + step.optimizer
     return "\n".join(
         [
             f"would run on {num_ranks} ranks = data {groups} x seq {config.seqpar}; nothing was written",
@@ -39,8 +39,8 @@ def rehearsal(config: Config, num_ranks: int, chosen: Sequence[str] = ()) -> str
             f"  tokens    {layout.num_tokens} a tile; per rank {' '.join(map(str, layout.counts))}",
             *(f"  attention {why}" for why in chosen[1:2]),
             f"  decoding  {net.mode.check(layout, config.batch)}",
-            f"  memory    {held / GIB:.2f} GiB for backward, {step.transient / GIB:.2f} more at the worst moment, "
-            f"{kept / GIB:.2f} for weights, gradients and optimiser: per rank",
+            f"  memory    {saved / GIB:.2f} GiB for backward, {step.transient / GIB:.2f} more at the worst moment, "
+            f"{states / GIB:.2f} for weights, gradients and optimizer: per rank",
             f"  steps     {config.steps} of {groups * config.batch * config.accumulate} tiles",
             config.to_json(),
         ]
@@ -48,6 +48,7 @@ def rehearsal(config: Config, num_ranks: int, chosen: Sequence[str] = ()) -> str
 
 
 def header(run: Run, preset: str, tile: Sequence[int]) -> str:
+    """Returns the lines above the table: network, tile and device; ``tile`` is the one before padding."""
     config, device = run.config, run.device
     tokens = math.prod(side // config.patch for side in config.tile)
     padding = "" if tuple(tile) == config.tile else f" padded to {_by(config.tile)}"
@@ -65,12 +66,12 @@ def header(run: Run, preset: str, tile: Sequence[int]) -> str:
     )
 
 
-def table(found: Sequence[Plan]) -> str:
-    """Returns a row for each group size, in GiB a rank, GB a rank and step, and seconds."""
+def table(rows: Sequence[Plan]) -> str:
+    """Returns a row for each group size: GiB on the fullest rank, GB sent a step, seconds a step."""
     columns = f"{'':>6} {'':<10} | {'GiB on the fullest rank':^47} | {'GB sent':^13} | {'a step':^13}"
     names = f"{'seqpar':>6} {'attention':<10} | {'model':>7}{'tokens':>8}{'decoder':>8}{'moment':>8}{'rest':>7}"
     lines = [columns, f"{names}{'total':>9} | {'seq':>6} {'all':>6} | {'s':>7} {'MFU':>5}"]
-    return "\n".join([*lines, *map(_row, found)])
+    return "\n".join([*lines, *map(_row, rows)])
 
 
 def _row(p: Plan) -> str:
@@ -89,28 +90,29 @@ def _row(p: Plan) -> str:
     )
 
 
-def answer(run: Run, best: Plan, found: Sequence[Plan], preset: str) -> list[str]:
+def answer(run: Run, best: Plan, rows: Sequence[Plan], preset: str) -> list[str]:
+    """Returns the lines below the table: what the smallest group that fits needs, and its command line."""
     parts = ", ".join(f"{name} {value / MIB:.0f}" for name, value in best.memory.items())
-    spent = ", ".join(f"{name} {value:.3g}" for name, value in best.seconds.items())
+    seconds = ", ".join(f"{name} {value:.3g}" for name, value in best.seconds.items())
     size, tiles = best.config.seqpar, most_tiles(run, best)
-    fits = f"--seqpar {size} {'is the smallest of these that fits' if len(found) > 1 else 'fits'}"
-    unfused = next((p for p in found if p.fits_unfused), None)
-    if len(found) == 1:
+    fits = f"--seqpar {size} {'is the smallest of these that fits' if len(rows) > 1 else 'fits'}"
+    unfused = next((p for p in rows if p.fits_unfused), None)
+    if len(rows) == 1:
         needs = "would fit too" if unfused else "would not fit"
     else:
         needs = f"would need --seqpar {unfused.config.seqpar}" if unfused else "would fit none of them"
-    told = [
+    sentences = [
         f"{fits}, with up to {tiles} tile{'s' if tiles > 1 else ''} a group; attention that is not fused {needs}",
         f"MiB on the fullest rank: {parts}",
-        f"seconds a step: {spent}",
+        f"seconds a step: {seconds}",
     ]
-    return [*(textwrap.fill(line, 98, subsequent_indent="  ") for line in told), "", command(best, preset)]
+    return [*(textwrap.fill(line, 98, subsequent_indent="  ") for line in sentences), "", command(best, preset)]
 
 
 def command(p: Plan, preset: str) -> str:
-    """Returns the line that runs the plan."""
+    """Returns the command line that runs the plan."""
     script = os.path.relpath(Path(__file__).parents[1] / "train.py")
-    config = replace(p.config, device="cpu") if p.device.cores else p.config  # else a GPU that is there is taken
+    config = replace(p.config, device="cpu") if p.device.cores else p.config  # auto would take a GPU
     line = f"{script} {shlex.join(flags(config, preset))}"
     if p.ranks <= p.device.node:
         return f"torchrun --nproc-per-node {p.ranks} {line}"
@@ -118,17 +120,17 @@ def command(p: Plan, preset: str) -> str:
 
 
 def flags(config: Config, preset: str) -> list[str]:
-    """Returns the flags that make the config of the preset."""
-    start, found = PRESETS[preset](), ["--preset", preset]
+    """Returns the flags that turn the preset into the config."""
+    start, line = PRESETS[preset](), ["--preset", preset]
     for f in dataclasses.fields(Config):
         value: Any = getattr(config, f.name)
         if value == getattr(start, f.name) and f.name != "seqpar":
             continue
         if isinstance(value, bool):
-            found.append(f"--{'' if value else 'no-'}{dashed(f.name)}")
+            line.append(f"--{'' if value else 'no-'}{dashed(f.name)}")
         else:
-            found += [f"--{dashed(f.name)}", *map(str, value if isinstance(value, tuple) else [value])]
-    return found
+            line += [f"--{dashed(f.name)}", *map(str, value if isinstance(value, tuple) else [value])]
+    return line
 
 
 def _by(sides: Sequence[int]) -> str:

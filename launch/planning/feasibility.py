@@ -1,4 +1,4 @@
-"""What a config would run, found without data, weights or other ranks; what cannot work is refused here."""
+"""Refuses configs that cannot work, before data, weights or other ranks are there."""
 
 import importlib.util
 import os
@@ -25,6 +25,6 @@ def refuse(config: Config) -> None:
 
 
 def refuse_lonely(config: Config, num_ranks: int) -> None:
-    """Refuses what one rank cannot do."""
+    """Raises where a config needs several ranks and there is one."""
     if config.shard_weights and num_ranks == 1:
         raise ValueError("--shard-weights shares with other ranks, and 1 was started: start 2 or more, or leave it out")

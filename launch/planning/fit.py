@@ -18,7 +18,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def plans(run: Run, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
-    """Yields the plan of each size of group."""
+    """Yields the plan of each group size; one that cannot be says why."""
     for size in sizes:
         try:
             yield plan(run, size)
@@ -26,22 +26,22 @@ def plans(run: Run, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
             yield Plan(replace(run.config, seqpar=size), run.device, run.ranks or size, why=str(error))
 
 
-def smallest(found: Iterable[Plan]) -> Plan | None:
-    """Returns the plan of the smallest group that fits, None where none does."""
-    return next((p for p in found if p.fits), None)
+def smallest(rows: Iterable[Plan]) -> Plan | None:
+    """Returns the first plan that fits, None where none does; ``rows`` are in order of their group size."""
+    return next((p for p in rows if p.fits), None)
 
 
 def most_tiles(run: Run, p: Plan) -> int:
-    """Returns how many tiles a sequence group of ``p`` may take at once, by what one more of them adds.
+    """Returns the largest batch of a sequence group of ``p``, estimated by what one more tile adds.
 
-    Of tiles so small that one does not fill the loss's run of logits there may be some more.
+    Where a tile is smaller than the loss's run of logits, slightly more may fit.
     """
     unit = p.config.seqpar if p.config.mode == "swap" else 1
     more = replace(p.config, batch=p.config.batch + unit)
-    pairs = list(zip(*(steps_of(run, config, p.device, p.ranks) for config in (p.config, more))))
+    steps = list(zip(*(steps_of(run, config, p.device, p.ranks) for config in (p.config, more))))
 
     def fits(times: int) -> bool:
-        needs = (sum(memory_of(extended(few, many, times), p.device).values()) for few, many in pairs)
+        needs = (sum(memory_of(extended(few, many, times), p.device).values()) for few, many in steps)
         return max(needs) <= p.device.memory
 
     low, high = 0, 1
@@ -53,30 +53,33 @@ def most_tiles(run: Run, p: Plan) -> int:
     return p.config.batch + low * unit
 
 
-def largest_batch(run: Run, ranks: int, wanted: int) -> Plan:
-    """Returns the plan of the largest batch up to ``wanted`` that fits; of one tile, or one for each rank, at least."""
+def largest_batch(run: Run, ranks: int, most: int) -> Plan:
+    """Returns the plan of the largest batch up to ``most`` that fits; of the least batch where none does.
+
+    The least is one tile, or one tile a rank where mode swap deals them out.
+    """
     unit = run.config.seqpar if run.config.mode == "swap" else 1
 
     def of(tiles: int) -> Plan:
         return planned(replace(run, config=replace(run.config, batch=tiles), timed=False), ranks)
 
-    found = of(wanted)
-    if found.fits or wanted == unit:
-        return found
+    largest = of(most)
+    if largest.fits or most == unit:
+        return largest
     least = of(unit)
-    while not found.fits and found.config.batch > unit:  # memory bends upwards: a chord lies above it
-        tiles = found.config.batch
-        each = (found.total - least.total) / (tiles - unit)
-        guess = unit + int((least.device.memory - least.total) / each / unit) * unit
-        found = of(max(unit, min(guess, tiles - unit)))
-    return found
+    while not largest.fits and largest.config.batch > unit:  # memory is convex in the batch: a chord lies above it
+        tiles = largest.config.batch
+        per_tile = (largest.total - least.total) / (tiles - unit)
+        guess = unit + int((least.device.memory - least.total) / per_tile / unit) * unit
+        largest = of(max(unit, min(guess, tiles - unit)))
+    return largest
 
 
-def refusal(found: Sequence[Plan]) -> str:
-    """Returns why nothing fits, and what would take less."""
-    possible = [p for p in found if not p.why]
+def refusal(rows: Sequence[Plan]) -> str:
+    """Returns why no plan fits, and which flag would need less memory."""
+    possible = [p for p in rows if not p.why]
     if not possible:
-        return f"no group of ranks can run this: {found[0].why}"
+        return f"no group of ranks can run this: {rows[0].why}"
     least = min(possible, key=lambda p: p.total)
     largest = max(("tokens", "decoder", "transient", "optimizer"), key=lambda name: least.memory[name])
     advice = {

@@ -1,7 +1,7 @@
-"""What a piece of code holds and computes, counted operation by operation; it may run on tensors without data.
+"""Counts bytes alive and operations of a piece of code, operator by operator; meta tensors will do.
 
-``MemoryCounter`` sees every operation below autograd, backward too. ``as_autocast`` gives tensors without data the
-precision that autocast gives real ones.
+``MemoryCounter`` sees every operator below autograd, in backward too. ``as_autocast`` gives meta tensors the precision
+that autocast gives real ones.
 """
 
 import itertools
@@ -25,9 +25,10 @@ Watch = Callable[[Operation], None]
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Counts the bytes of all storages made since, those alive ``now`` and at the worst moment, ``most``.
+    """Counts the bytes of storages made inside: those alive ``now``, and the ``most`` that were.
 
-    ``peaks`` are the worst moments of each ``phase``, whose name may be set at any time.
+    ``peaks`` are the most in each ``phase``, whose name may be set at any time. ``watch`` is called with each operator
+    that computes something.
     """
 
     def __init__(self, watch: Watch | None = None) -> None:
@@ -42,21 +43,21 @@ class MemoryCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [t for t in itertools.chain(tree_leaves(args), tree_leaves(kwargs)) if isinstance(t, Tensor)]
-        for tensor in given:
-            self._note(tensor, 0)  # what was there before, if it is met for the first time
+        inputs = [t for t in itertools.chain(tree_leaves(args), tree_leaves(kwargs)) if isinstance(t, Tensor)]
+        for tensor in inputs:
+            self._note(tensor, 0)  # it was there before
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         new = sum(self._note(t, t.untyped_storage().nbytes()) for t in made)
         self.now += new
         self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
         if self._watch is not None and (new or func._schema.is_mutable):
             kind, count = operations_of(func, args, kwargs or {}, result)
-            size = sum(t.numel() * t.element_size() for t in given + made)
+            size = sum(t.numel() * t.element_size() for t in inputs + made)
             self._watch(Operation(kind, count, size, func, args, kwargs or {}))
         return result
 
     def _note(self, tensor: Tensor, size: int) -> int:
-        """Returns the size of a storage that was not known."""
+        """Returns ``size`` for a storage that was not known, else 0."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -71,7 +72,7 @@ class MemoryCounter(TorchDispatchMode):
 
 
 class _Cast(TorchFunctionMode):
-    """Casts what autocast would cast, for the calls that this package's networks make."""
+    """Casts what autocast would cast, for the functions that this package's networks call."""
 
     _LOWER = {F.linear, F.conv3d, F.conv_transpose3d, torch.matmul, F.scaled_dot_product_attention}
 
@@ -80,9 +81,9 @@ class _Cast(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._LOWER or func in self._full:
-            wanted = self._dtype if func in self._LOWER else torch.float32
-            args = [_cast(value, wanted) for value in args]
-            kwargs = {name: _cast(value, wanted) for name, value in (kwargs or {}).items()}
+            dtype = self._dtype if func in self._LOWER else torch.float32
+            args = [_cast(value, dtype) for value in args]
+            kwargs = {name: _cast(value, dtype) for name, value in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
 
 
@@ -94,9 +95,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def as_autocast(dtype: torch.dtype | None, on_gpu: bool) -> Iterator[None]:
-    """Makes tensors without data follow autocast: as on a GPU, where norms of tokens are float32, or on a CPU."""
+    """Makes meta tensors follow autocast, as on a GPU, where layer norms are float32, or as on a CPU."""
     with ExitStack() as stack:
         if dtype is not None:
-            stack.enter_context(torch.autocast("cpu", dtype))  # what custom operations ask
+            stack.enter_context(torch.autocast("cpu", dtype))  # for custom operations, which ask torch
             stack.enter_context(casting_again(_Cast(dtype, {F.layer_norm} if on_gpu else set())))
         yield

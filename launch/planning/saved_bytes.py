@@ -1,4 +1,4 @@
-"""How much is held for backward: counted, not guessed."""
+"""Counts the bytes that a forward pass saves for backward."""
 
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 class Saved:
-    """Counts the bytes of distinct storages held for backward by what runs inside; parameters and ``apart`` excluded.
+    """Counts the bytes of distinct storages that code run inside saves for backward, without parameters and ``apart``.
 
-    Parameters are looked up each time: sharded ones come together for their block alone, and hold nothing as shards.
+    Parameters are looked up at each tensor: sharded ones are gathered for their block alone.
     """
 
     def __init__(self, net: nn.Module, apart: Iterable[Tensor] = ()) -> None:
@@ -42,8 +42,8 @@ def _place(t: Tensor) -> int:
 
 
 def saved_bytes(net: nn.Module, run: Callable[[], Tensor], apart: Iterable[Tensor] = ()) -> int:
-    """Returns the bytes of distinct storages that ``run()``'s result holds for its backward, parameters excluded."""
+    """Returns the bytes of distinct storages that ``run()`` saves for backward, without parameters and ``apart``."""
     with Saved(net, apart) as saved:
         output = run()
-    assert output.requires_grad, "nothing is held for what has no gradient"
+    assert output.requires_grad, "nothing is saved where nothing has a gradient"
     return saved.total
