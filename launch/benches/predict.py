@@ -64,7 +64,7 @@ def _measure(answer: Any, shape: tuple[int, ...], tile: int, config: Config, cla
     net = build(config, 1, classes, Group("seq")).eval()
     image = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     sliding = Sliding((tile or config.tile[0],) * 3, OVERLAP)
-    course = WindowGrid.of(shape, sliding)
+    window_grid = WindowGrid.of(shape, sliding)
     with torch.no_grad():
         net(torch.zeros(1, 1, *config.tile))  # what is done but once is no part of a row
     before, began = _peak(), time.process_time()
@@ -73,11 +73,11 @@ def _measure(answer: Any, shape: tuple[int, ...], tile: int, config: Config, cla
     spent, peak = time.process_time() - began, _peak() - before
     probabilities = logits.softmax(0)
     jumps = (probabilities[:, 1:] - probabilities[:, :-1]).abs().mean((0, 2, 3))  # from each row to the next
-    edges = {at + side for at in course.starts[0] for side in (0, tile)} - {0, shape[0]}
+    edges = {at + side for at in window_grid.starts[0] for side in (0, tile)} - {0, shape[0]}
     border = torch.zeros(len(jumps), dtype=torch.bool)
     border[[edge - 1 for edge in sorted(edges)]] = True
     patch = config.patch
-    voxels = len(course.corners) * tile**3 if tile else math.prod(-(-side // patch) * patch for side in shape)
+    voxels = len(window_grid.corners) * tile**3 if tile else math.prod(-(-side // patch) * patch for side in shape)
     name = f"sliding {tile}, overlap {OVERLAP}" if tile else "whole"
     seam = float(jumps[border].mean() / jumps[~border].mean())
     answer.send({"name": name, "cpu_s": spent, "peak_mb": peak, "voxels": voxels, "seam": seam})

@@ -136,11 +136,11 @@ def curves(record: Record) -> str:
     def curve(name: str, rows: Sequence[Any], key: str, first: int, dots: bool = False) -> Curve:
         return Curve(name, [row["step"] + first for row in rows], [number(row.get(key)) for row in rows], dots)
 
-    train, held = record.train, record.held_out
-    losses = [curve("training", train, "loss", 1), curve("held out", held, "loss", 0, dots=True)]
-    names = list(held[-1].get("dice", {})) if held else []
-    steps = [row["step"] for row in held]
-    dices = [Curve(n, steps, [number(row.get("dice", {}).get(n)) for row in held], dots=True) for n in names]
+    train, validations = record.train, record.held_out
+    losses = [curve("training", train, "loss", 1), curve("held out", validations, "loss", 0, dots=True)]
+    names = list(validations[-1].get("dice", {})) if validations else []
+    steps = [row["step"] for row in validations]
+    dices = [Curve(n, steps, [number(row.get("dice", {}).get(n)) for row in validations], dots=True) for n in names]
     charts = [draw_curves("Loss (soft Dice + cross-entropy)", [c for c in losses if c.steps])]
     charts.append(draw_curves("Mean Dice on held-out cases", dices, high=1.0))
     charts.append(draw_curves("Learning rate", [curve("learning rate", train, "lr", 1)]))
