@@ -32,6 +32,7 @@ from seqpar.attention.token_gather import gather_x
 from seqpar.consensus import agree
 from seqpar.launch.benches.memory import resident_bytes
 from seqpar.launch.benches.peers import peers
+from seqpar.launch.hardware.devices import MIB
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
 
@@ -119,7 +120,7 @@ def _times(mesh: Mesh, turns: int, tokens: int) -> Rows:
     for name, act in acts.items():
         mesh.seq.traffic.clear()
         act()
-        moved[name] = mesh.seq.traffic["attention"] / 2**20 or None  # peers do not count theirs
+        moved[name] = mesh.seq.traffic["attention"] / MIB or None  # peers do not count theirs
     spent: dict[str, list[float]] = {name: [] for name in acts}
     worked: dict[str, list[float]] = {name: [] for name in acts}
     for _ in range(turns):
@@ -177,7 +178,7 @@ def _growth(mesh: Mesh, tokens: int) -> Rows:
                 "ranks": mesh.seq.size,
                 "tokens": tokens,
                 "strategy": name,
-                "growth_mib": peak / 2**20,
+                "growth_mib": peak / MIB,
             }
         )
     return result

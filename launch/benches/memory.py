@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from seqpar.collectives import all_reduce
 from seqpar.consensus import agree
 from seqpar.launch.benches.apart import measure_apart
-from seqpar.launch.hardware.devices import device_here
+from seqpar.launch.hardware.devices import MIB, device_here
 from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.models.segmentation import SegmentationNet
@@ -99,9 +99,9 @@ def row(case: Case, runs: Sequence[dict[str, float]], first: Sequence[dict[str, 
         "tile / patch": f"{'x'.join(map(str, config.tile))} / {config.patch}",
         "tokens": int(runs[0]["tokens"]),
         "ranks": case.ranks,
-        "held MiB a rank": mid(r["held"] for r in runs) / 2**20,
-        "weights, gradients, states MiB a rank": runs[0]["state"] / 2**20,
-        "peak MiB, all ranks": mid(r["peak"] for r in runs) / 2**20,
+        "held MiB a rank": mid(r["held"] for r in runs) / MIB,
+        "weights, gradients, states MiB a rank": runs[0]["state"] / MIB,
+        "peak MiB, all ranks": mid(r["peak"] for r in runs) / MIB,
         "peak ratio": mid(r["peak"] / f["peak"] for r, f in zip(runs, first)),
         "s a step": mid(r["seconds"] for r in runs),
         "time ratio": mid(r["seconds"] / f["seconds"] for r, f in zip(runs, first)),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from seqpar.launch.hardware.devices import MIB
 from seqpar.launch.inference.sliding_window import fitting_batch, padded_shape
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.memory_counter import MemoryCounter
@@ -32,8 +33,8 @@ class Footprint:
 
     def __str__(self) -> str:
         parts = {"encoder": self.encoder, "decoder": self.decoder, "sums": self.sums, "weights": self.weights}
-        sizes = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts.items())
-        return f"about {self.total / 2**20:.1f} MiB on each rank ({sizes})"
+        sizes = ", ".join(f"{name} {size / MIB:.1f}" for name, size in parts.items())
+        return f"about {self.total / MIB:.1f} MiB on each rank ({sizes})"
 
 
 def footprint(net: SegmentationNet, shape: Sequence[int], num_classes: int, mesh: Mesh) -> Footprint:

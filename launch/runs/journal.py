@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from seqpar.data.files import write_text
+from seqpar.launch.hardware.devices import MIB
 from seqpar.launch.runs.tensorboard import TensorBoard
 
 
@@ -126,5 +127,5 @@ def clock(seconds: float) -> str:
 def peak_memory_mb(device: torch.device) -> float:
     """Returns the peak memory of this rank in MiB: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+        return torch.cuda.max_memory_allocated(device) / MIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

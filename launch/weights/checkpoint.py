@@ -23,15 +23,15 @@ from seqpar.consensus import agree, by_first, raise_together
 from seqpar.data.files import sync, write_text
 from seqpar.launch.weights.states import (
     fill,
-    fill_optimiser,
-    optimiser_tensors,
+    fill_optimizer,
+    optimizer_tensors,
     random_states,
     set_random_states,
     whole_tensors,
 )
 from seqpar.mesh import Group
 
-MODEL, OPTIMISER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
+MODEL, OPTIMIZER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
 MANIFEST = "manifest.json"
 State = dict[str, Tensor]
 
@@ -58,7 +58,7 @@ class NotSaved(OSError):
 def save(
     folder: Path,
     net: nn.Module,
-    optimiser: Optimizer,
+    optimizer: Optimizer,
     progress: Progress,
     world: Group,
     config: str = "{}",
@@ -71,7 +71,7 @@ def save(
     target = folder / f"step-{progress.step:08d}"
     is_first = world.index == 0
     model = whole_tensors(net.state_dict(), is_first)
-    states = whole_tensors(optimiser_tensors(net, optimiser), is_first)
+    states = whole_tensors(optimizer_tensors(net, optimizer), is_first)
     draft = target.with_suffix(".tmp")
     problem = _tried(lambda: _fresh(draft)) if is_first else ""
     agree(0, world)  # nobody writes before the folder is there
@@ -116,7 +116,7 @@ def _write(draft: Path, model: State, states: State, progress: Progress, rank: i
     if rank:
         return
     write_tensors(draft / MODEL, model)
-    write_tensors(draft / OPTIMISER, states)
+    write_tensors(draft / OPTIMIZER, states)
     _write_text(draft / PROGRESS, json.dumps(asdict(progress)))
     _write_text(draft / "config.json", config)
 
@@ -218,7 +218,7 @@ def _problem(path: Path) -> str:
         digests = dict(json.loads((path / MANIFEST).read_text()))
     except (OSError, ValueError, TypeError):  # torn, or bytes that are no text
         return f"{path.name} is incomplete"
-    for name in (MODEL, OPTIMISER, PROGRESS):
+    for name in (MODEL, OPTIMIZER, PROGRESS):
         if name not in digests:
             return f"{path.name}/{MANIFEST} is damaged"
     for name, wanted in digests.items():
@@ -231,8 +231,8 @@ def _problem(path: Path) -> str:
     return ""
 
 
-def load(path: Path, net: nn.Module, optimiser: Optimizer, rank: int) -> Progress:
-    """Returns the progress of a checkpoint after filling net, optimiser and this rank's random states."""
+def load(path: Path, net: nn.Module, optimizer: Optimizer, rank: int) -> Progress:
+    """Returns the progress of a checkpoint after filling net, optimizer and this rank's random states."""
     wanted = net.state_dict()
     own, saved = {name: tuple(tensor.shape) for name, tensor in wanted.items()}, _shapes(path / MODEL)
     wrong = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
@@ -240,7 +240,7 @@ def load(path: Path, net: nn.Module, optimiser: Optimizer, rank: int) -> Progres
         raise ValueError(f"{path} holds another network: {', '.join(wrong[:4])} differ; resume with the run's settings")
     for name, tensor in _tensors(path / MODEL):
         fill(wanted[name], tensor)
-    fill_optimiser(net, optimiser, _tensors(path / OPTIMISER))
+    fill_optimizer(net, optimizer, _tensors(path / OPTIMIZER))
     states = path / f"random-{rank:05d}.json"
     if states.exists():  # all draws of a run are keyed by step; a rank that is new starts from its seed
         set_random_states(json.loads(states.read_text()))

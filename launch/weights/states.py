@@ -1,4 +1,4 @@
-"""States as plain tensors and JSON values: the optimiser's, and the random generators'."""
+"""States as plain tensors and JSON values: the optimizer's, and the random generators'."""
 
 import random
 from collections.abc import Iterable
@@ -12,18 +12,18 @@ from torch.optim import Optimizer
 from seqpar.collectives import whole
 
 
-def optimiser_tensors(net: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
-    """Returns the optimiser's state as tensors under ``parameter/entry``."""
+def optimizer_tensors(net: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Returns the optimizer's state as tensors under ``parameter/entry``."""
     found = {}
     for name, parameter in net.named_parameters():
-        for entry, value in optimiser.state.get(parameter, {}).items():
+        for entry, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
                 found[f"{name}/{entry}"] = torch.as_tensor(value)
     return found
 
 
-def fill_optimiser(net: nn.Module, optimiser: Optimizer, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Puts back what ``optimiser_tensors`` returned, as whole tensors; ranks with shards take theirs."""
+def fill_optimizer(net: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Puts back what ``optimizer_tensors`` returned, as whole tensors; ranks with shards take theirs."""
     parameters = dict(net.named_parameters())
     for key, value in tensors:
         name, _, entry = key.rpartition("/")
@@ -31,7 +31,7 @@ def fill_optimiser(net: nn.Module, optimiser: Optimizer, tensors: Iterable[tuple
         if entry != "step":
             kept = torch.zeros_like(parameters[name])
             fill(kept, value)
-        optimiser.state[parameters[name]][entry] = kept
+        optimizer.state[parameters[name]][entry] = kept
 
 
 def whole_tensors(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:

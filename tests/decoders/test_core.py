@@ -213,7 +213,7 @@ RECORDED = GOLDEN / "core_losses.json"
 
 
 def fifty_steps(mesh: Mesh) -> list[float]:
-    """Returns the losses of 50 steps on bright blobs in noise, one optimiser, dropout on."""
+    """Returns the losses of 50 steps on bright blobs in noise, one optimizer, dropout on."""
     case = Case((16, 16, 16), 4, samples=2)
     net = build(case, mesh)
     stepped = DistributedDataParallel(net) if mesh.world.size > 1 else net

@@ -1,4 +1,4 @@
-"""The planner's numbers are the run's: bytes held, sent and kept by the optimiser, counted with data and without."""
+"""The planner's numbers are the run's: bytes held, sent and kept by the optimizer, counted with data and without."""
 
 import gc
 from collections import Counter
@@ -54,14 +54,14 @@ def taken(mesh: Mesh, config: Config) -> dict[str, Any]:
         most = alive.most
     state, updates = 0, []
     for at_once in (False, True):  # as on a CPU, and as on a GPU
-        optimiser = make_optimizer(config, net)
-        for given in optimiser.param_groups:
-            given["foreach"] = at_once
+        optimizer = make_optimizer(config, net)
+        for parameters in optimizer.param_groups:
+            parameters["foreach"] = at_once
         for p in net.parameters():
             p.grad = torch.zeros_like(p)
         with MemoryCounter() as alive:
-            optimiser.step()
-        state = sum(t.nbytes for own in optimiser.state.values() for t in own.values() if isinstance(t, torch.Tensor))
+            optimizer.step()
+        state = sum(t.nbytes for own in optimizer.state.values() for t in own.values() if isinstance(t, torch.Tensor))
         updates.append(alive.most - state)
     return {
         "held": held,
@@ -92,15 +92,15 @@ def updating(step: Step) -> int:
 
 
 def in_shards(mesh: Mesh, config: Config) -> dict[str, int]:
-    """Returns this rank's bytes of weights, gradients and optimiser states after a step with weights in shards."""
+    """Returns this rank's bytes of weights, gradients and optimizer states after a step with weights in shards."""
     net = build(config, CHANNELS, OUTPUTS, mesh.seq)
     shard(net, mesh)
-    optimiser, layout = make_optimizer(config, net), net.encoder.layout
+    optimizer, layout = make_optimizer(config, net), net.encoder.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])
     image, label = torch.randn(*tokens, CHANNELS, *layout.patch), torch.zeros(*tokens, *layout.patch, dtype=torch.uint8)
     DiceCE()(net(image), net.arrange(label), net.mode.loss_groups(None, config.batch)).backward()
-    optimiser.step()
-    return local_bytes(net, optimiser)
+    optimizer.step()
+    return local_bytes(net, optimizer)
 
 
 def test_shards_are_a_share_of_what_is_counted(ranks: Callable[..., list]) -> None:
@@ -146,7 +146,7 @@ ATTENTION = [
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_what_is_counted_without_data_is_what_a_step_takes(world: int, ranks: Callable[..., list]) -> None:
-    """Bytes held within 1 %, alive at the worst moment within 5 %, all else exactly: sent, messages, optimiser states.
+    """Bytes held within 1 %, alive at the worst moment within 5 %, all else exactly: sent, messages, optimizer states.
 
     What alone differs when alive: in which order torch lays out some gradients of a convolution.
     """

@@ -48,7 +48,7 @@ def test_a_data_sets_own_folds_may_be_more_than_five(tmp_path):
         open_data(replace(config, fold="7"), True)
 
 
-def test_clipping_bounds_what_the_optimiser_sees(flags, tmp_path, alone):
+def test_clipping_bounds_what_the_optimizer_sees(flags, tmp_path, alone):
     from seqpar.data.sampling.loader import Loader
 
     norms = []

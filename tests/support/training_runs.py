@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # noqa: F401  an optimiser imports it: once here, not in every rank
+import torch._dynamo  # noqa: F401  an optimizer imports it: once here, not in every rank
 
 from seqpar.launch import train
 from seqpar.launch.job import exit_codes

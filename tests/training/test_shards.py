@@ -16,7 +16,7 @@ from seqpar.launch.runs.journal import read_metrics
 from seqpar.launch.settings.command_line import parse
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training import after_step, data_parallel
-from seqpar.launch.weights.states import fill, optimiser_tensors, whole_tensors
+from seqpar.launch.weights.states import fill, optimizer_tensors, whole_tensors
 from seqpar.mesh import Mesh
 from tests.support.ranks import relative
 from tests.support.training_runs import Launch, at, losses, signalled, tiny_data, trained, weights
@@ -110,14 +110,14 @@ def held(mesh: Mesh, sharded: bool, flags: str) -> tuple[dict[str, int], bool]:
         fill(tensor, before[name] + 1)
     joined = whole_tensors(net.state_dict(), keep=True)
     same = same and all(torch.equal(joined[name], before[name] + 1) for name in before)
-    optimiser = torch.optim.Adam(net.parameters())
+    optimizer = torch.optim.Adam(net.parameters())
     image = torch.zeros(1, net.encoder.layout.counts[mesh.seq.index], 2, 8, 8, 8)
     net(image).square().mean().backward()
-    optimiser.step()
+    optimizer.step()
     kinds = {
         "weights": list(net.parameters()),
         "gradients": [p.grad for p in net.parameters()],
-        "states": [t for name, t in optimiser_tensors(net, optimiser).items() if not name.endswith("/step")],
+        "states": [t for name, t in optimizer_tensors(net, optimizer).items() if not name.endswith("/step")],
     }
     local = {kind: [t.to_local() if hasattr(t, "to_local") else t for t in tensors] for kind, tensors in kinds.items()}
     found = {}

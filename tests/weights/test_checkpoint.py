@@ -13,7 +13,7 @@ from torch import nn
 
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.checkpoint import DamagedCheckpoint, NotSaved, Progress
-from seqpar.launch.weights.states import optimiser_tensors, random_states, set_random_states
+from seqpar.launch.weights.states import optimizer_tensors, random_states, set_random_states
 from seqpar.mesh import Group
 from tests.support.training_runs import at, die
 
@@ -33,17 +33,17 @@ def stepped(seed: int, kind: str = "adamw", steps: int = 2) -> tuple[nn.Module, 
         "adamw": lambda: torch.optim.AdamW(net.parameters(), lr=0.1),
         "sgd": lambda: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
     }
-    optimiser = makers[kind]()
+    optimizer = makers[kind]()
     for _ in range(steps):
         net(torch.randn(5, 3)).square().sum().backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    return net, optimiser
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer
 
 
 def save(folder, step: int, is_best: bool = False, **more):
-    net, optimiser = stepped(step)
-    return checkpoint.save(folder, net, optimiser, Progress(step, global_batch=2, **more), ALONE, "{}", is_best)
+    net, optimizer = stepped(step)
+    return checkpoint.save(folder, net, optimizer, Progress(step, global_batch=2, **more), ALONE, "{}", is_best)
 
 
 def names(folder) -> list[str]:
@@ -52,10 +52,10 @@ def names(folder) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_what_is_loaded_is_what_was_saved_to_the_last_bit(tmp_path, kind):
-    net, optimiser = stepped(1, kind)
+    net, optimizer = stepped(1, kind)
     progress = Progress(7, 0.5, 6, 6, 4)
     states = random_states()
-    path = checkpoint.save(tmp_path, net, optimiser, progress, ALONE, '{"config": 1}')
+    path = checkpoint.save(tmp_path, net, optimizer, progress, ALONE, '{"config": 1}')
     drawn = torch.rand(3), np.random.rand(3)
     other, empty = stepped(2, kind, steps=0)
     assert checkpoint.load(path, other, empty, 0) == progress
@@ -63,7 +63,7 @@ def test_what_is_loaded_is_what_was_saved_to_the_last_bit(tmp_path, kind):
     assert torch.equal(torch.rand(3), drawn[0]) and (np.random.rand(3) == drawn[1]).all()
     for name, tensor in net.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
-    saved, found = optimiser_tensors(net, optimiser), optimiser_tensors(other, empty)
+    saved, found = optimizer_tensors(net, optimizer), optimizer_tensors(other, empty)
     assert saved.keys() == found.keys() and len(saved) >= 6
     assert all(torch.equal(saved[name], found[name]) and saved[name].dtype == found[name].dtype for name in saved)
     assert (path / "config.json").read_text() == '{"config": 1}'
@@ -148,8 +148,8 @@ def test_killed_in_any_phase_a_whole_checkpoint_is_found_and_the_next_save_clear
     if not (again and phase in ("amid the purge", "amid a removal")):
         assert code == -signal.SIGKILL, "the phase was not reached"
     found = checkpoint.find(tmp_path)
-    net, optimiser = stepped(99, steps=0)
-    progress = checkpoint.load(found, net, optimiser, 0)
+    net, optimizer = stepped(99, steps=0)
+    progress = checkpoint.load(found, net, optimizer, 0)
     assert progress.step in (3, step)
     wanted = stepped(progress.step)[0].state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in net.state_dict().items()), "never a mixture"
@@ -253,9 +253,9 @@ def test_old_checkpoints_that_cannot_be_removed_are_a_warning_and_the_new_one_is
 
 
 def _one_fails(mesh, folder) -> str:
-    net, optimiser = stepped(1)
+    net, optimizer = stepped(1)
     progress = Progress(1)
-    checkpoint.save(folder, net, optimiser, progress, mesh.world)
+    checkpoint.save(folder, net, optimizer, progress, mesh.world)
     if mesh.world.index == 1:
         write = checkpoint._write_text
 
@@ -264,12 +264,12 @@ def _one_fails(mesh, folder) -> str:
 
         checkpoint._write_text = fail
     try:
-        checkpoint.save(folder, net, optimiser, replace(progress, step=2), mesh.world)
+        checkpoint.save(folder, net, optimizer, replace(progress, step=2), mesh.world)
     except NotSaved as error:
         told = str(error)
     if mesh.world.index == 1:
         checkpoint._write_text = write
-    checkpoint.save(folder, net, optimiser, replace(progress, step=3), mesh.world)
+    checkpoint.save(folder, net, optimizer, replace(progress, step=3), mesh.world)
     return told
 
 
