@@ -1,7 +1,8 @@
-"""Save and resume: safetensors and JSON, one directory a step, complete or absent.
+"""Saves and loads checkpoints: safetensors and JSON, one directory per saved step, complete or absent.
 
-A save writes ``checkpoints/step-N.tmp``, waits until every rank has, writes digests, syncs, renames, then turns
-``latest`` over in one system call, and only then removes old ones. Whatever kills it, what was last complete stays.
+A save writes ``checkpoints/step-N.tmp``, waits for all ranks, writes digests, syncs, renames the directory, points
+``latest`` to it in one system call, and only then removes old checkpoints. Whenever a save is killed, the last
+complete checkpoint stays.
 """
 
 import hashlib
@@ -38,12 +39,12 @@ State = dict[str, Tensor]
 
 @dataclass
 class Progress:
-    """Where a run stands: all that is not a tensor."""
+    """How far a run has come: everything in a checkpoint that is not a tensor."""
 
     step: int = 0
     best: float = -1.0
     best_step: int = -1
-    validated: int = -1  # the step after which validation last ran to its end
+    validated: int = -1  # the step of the last complete validation
     global_batch: int = 0
 
 
@@ -52,7 +53,7 @@ class DamagedCheckpoint(ValueError):
 
 
 class NotSaved(OSError):
-    """A save that some rank could not finish: told on all ranks alike; what was saved before is kept."""
+    """A save that some rank could not finish; all ranks raise it, and earlier checkpoints are kept."""
 
 
 def save(
@@ -64,27 +65,30 @@ def save(
     config: str = "{}",
     is_best: bool = False,
 ) -> Path:
-    """Returns the new checkpoint's directory; the same outcome on all ranks, ``NotSaved`` where any failed.
+    """Saves a checkpoint and returns its directory; if one rank fails, all raise ``NotSaved``.
 
-    ``config`` is the text of the run's config.json: a checkpoint says by itself what it is of.
+    - ``folder``: the run's folder of checkpoints
+    - ``world``: all ranks of the run
+    - ``config``: text of the run's config.json, so that the checkpoint can be read without the run folder
+    - ``is_best``: whether ``best`` shall name this checkpoint
     """
     target = folder / f"step-{progress.step:08d}"
     is_first = world.index == 0
     model = whole_tensors(net.state_dict(), is_first)
     states = whole_tensors(optimizer_tensors(net, optimizer), is_first)
     draft = target.with_suffix(".tmp")
-    problem = _tried(lambda: _fresh(draft)) if is_first else ""
-    agree(0, world)  # nobody writes before the folder is there
-    problem = problem or _tried(lambda: _write(draft, model, states, progress, world.index, config))
+    problem = _attempt(lambda: _make_draft(draft)) if is_first else ""
+    agree(0, world)  # no rank writes before the folder exists
+    problem = problem or _attempt(lambda: _write(draft, model, states, progress, world.index, config))
     try:
         raise_together(_not_saved(target, problem, world), world, name_rank=False)
-        problem = _tried(lambda: _commit(draft, target, folder, is_best)) if is_first else ""
+        problem = _attempt(lambda: _commit(draft, target, folder, is_best)) if is_first else ""
         raise_together(_not_saved(target, problem, world), world, name_rank=False)
     except NotSaved:
         if is_first:
             shutil.rmtree(draft, ignore_errors=True)
         raise
-    if is_first and (problem := _tried(lambda: _purge(folder, target))):
+    if is_first and (problem := _attempt(lambda: _purge(folder, target))):
         print(f"warning: old checkpoints in {folder} stay: {problem}", file=sys.stderr, flush=True)
     return target
 
@@ -96,7 +100,8 @@ def _not_saved(target: Path, problem: str, world: Group) -> NotSaved | None:
     )
 
 
-def _tried(act: Callable[[], None]) -> str:
+def _attempt(act: Callable[[], None]) -> str:
+    """Returns what went wrong with files while ``act`` ran, empty if nothing did."""
     try:
         act()
     except (OSError, SafetensorError) as error:
@@ -104,14 +109,14 @@ def _tried(act: Callable[[], None]) -> str:
     return ""
 
 
-def _fresh(draft: Path) -> None:
+def _make_draft(draft: Path) -> None:
     if draft.exists():
         shutil.rmtree(draft)
     draft.mkdir(parents=True)
 
 
 def _write(draft: Path, model: State, states: State, progress: Progress, rank: int, config: str) -> None:
-    """Every rank writes its own random states; the first one all that is equal on all."""
+    """Writes this rank's random states and, on the first rank, everything that is the same on all ranks."""
     _write_text(draft / f"random-{rank:05d}.json", json.dumps(random_states()))
     if rank:
         return
@@ -125,8 +130,8 @@ def _commit(draft: Path, target: Path, folder: Path, is_best: bool) -> None:
     digests = {path.name: digest(path) for path in sorted(draft.iterdir())}
     _write_text(draft / MANIFEST, json.dumps(digests, indent=2))
     sync(draft)
-    if target.exists():  # a run that was left in validation saves that step again
-        aside = target.with_suffix(".old")  # found too, should this be killed before the next rename
+    if target.exists():  # a run that stopped in validation saves that step again
+        aside = target.with_suffix(".old")  # ``find`` sees it too, if this process is killed before the next rename
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(target, aside)
     os.rename(draft, target)
@@ -137,28 +142,28 @@ def _commit(draft: Path, target: Path, folder: Path, is_best: bool) -> None:
 
 
 def point(link: Path, name: str) -> None:
-    """Makes the small file ``link`` name a directory, in one step."""
+    """Writes the name of a checkpoint into the file ``link``, atomically."""
     write_text(link, name)
 
 
 def _purge(folder: Path, newest: Path, keep: int = 2) -> None:
-    """Removes all but the newest checkpoints and the best; also what an abandoned course left behind."""
+    """Removes all checkpoints except the newest ``keep`` and the best, and what killed saves left behind."""
     best = _named(folder / "best")
     steps = sorted(path for path in folder.glob("step-*") if path.is_dir() and not path.suffix)
     past = [path for path in steps if path.name <= newest.name]
-    beyond = [path for path in steps if path.name > newest.name]  # the run went back before them
+    beyond = [path for path in steps if path.name > newest.name]  # saved before the run resumed from an earlier step
     for path in (*past[:-keep], *beyond):
         if path != best:
-            os.rename(path, path.with_suffix(".gone"))  # never half a checkpoint under a checkpoint's name
+            os.rename(path, path.with_suffix(".gone"))  # so that a killed removal leaves no half checkpoint
     for suffix in ("tmp", "old", "gone"):
         for path in folder.glob(f"step-*.{suffix}"):
             shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(".*.tmp"):  # of a run that was killed as it turned ``latest`` over
+    for path in folder.glob(".*.tmp"):  # of a run that was killed as it rewrote ``latest``
         path.unlink(missing_ok=True)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a safetensors file and syncs it; shared storage is written out once for each name."""
+    """Writes a safetensors file and syncs it; tensors that share storage are written once per name."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     save_file(plain, path, metadata={"format": "pt"})
     sync(path)
@@ -170,12 +175,12 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def digest(path: Path) -> str:
-    """Returns the hash of a file's bytes."""
-    seen = hashlib.blake2b(digest_size=16)
+    """Returns a hash of a file's bytes."""
+    bytes_hash = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
-            seen.update(block)
-    return seen.hexdigest()
+            bytes_hash.update(block)
+    return bytes_hash.hexdigest()
 
 
 def _named(link: Path) -> Path | None:
@@ -187,62 +192,68 @@ def _named(link: Path) -> Path | None:
 
 
 def find(folder: Path, which: str = "latest") -> Path:
-    """Returns the directory of a complete checkpoint; falls back to the newest undamaged one, saying so."""
+    """Returns the directory of a complete checkpoint; warns and takes the newest undamaged one if ``which`` is not.
+
+    - ``which``: latest or best
+    """
     named = _named(folder / which)
-    others = [path for path in _whole(folder) if path != named]
+    others = [path for path in _complete(folder) if path != named]
     others.sort(key=lambda path: (path.stem, not path.suffix), reverse=True)
-    tried: list[str] = []
+    problems: list[str] = []
     for path in [*([named] if named else []), *others]:
         problem = _problem(path)
         if not problem:
-            if tried:
-                print(f"warning: {'; '.join(tried)}: going back to {path.name}", file=sys.stderr, flush=True)
+            if problems:
+                print(f"warning: {'; '.join(problems)}: going back to {path.name}", file=sys.stderr, flush=True)
             return path
-        tried.append(problem)
-    raise DamagedCheckpoint(f"{folder}: no complete checkpoint ({'; '.join(tried) or 'the folder holds none'})")
+        problems.append(problem)
+    raise DamagedCheckpoint(f"{folder}: no complete checkpoint ({'; '.join(problems) or 'the folder holds none'})")
 
 
-def _whole(folder: Path) -> list[Path]:
-    """Returns what was once complete; a re-saved step lies aside for a moment."""
+def _complete(folder: Path) -> list[Path]:
+    """Returns the checkpoints that were once complete, among them those moved aside while their step is saved again."""
     return [path for path in folder.glob("step-*") if path.suffix in ("", ".old")]
 
 
 def find_together(folder: Path, world: Group) -> Path | None:
-    """Returns what the first rank finds, on every rank; None where nothing was ever saved."""
-    found = by_first(lambda: str(find(folder)) if _whole(folder) else "", world)
-    return Path(found) if found else None
+    """Returns the checkpoint that the first rank finds, on all ranks; None where nothing was ever saved."""
+    path = by_first(lambda: str(find(folder)) if _complete(folder) else "", world)
+    return Path(path) if path else None
 
 
 def _problem(path: Path) -> str:
+    """Returns what is wrong with a checkpoint, empty if nothing is."""
     try:
         digests = dict(json.loads((path / MANIFEST).read_text()))
-    except (OSError, ValueError, TypeError):  # torn, or bytes that are no text
+    except (OSError, ValueError, TypeError):  # absent, cut off or not JSON
         return f"{path.name} is incomplete"
     for name in (MODEL, OPTIMIZER, PROGRESS):
         if name not in digests:
             return f"{path.name}/{MANIFEST} is damaged"
-    for name, wanted in digests.items():
+    for name, saved_digest in digests.items():
         try:
-            found = digest(path / name)
+            file_digest = digest(path / name)
         except OSError:
             return f"{path.name}/{name} is missing"
-        if found != wanted:
+        if file_digest != saved_digest:
             return f"{path.name}/{name} is damaged"
     return ""
 
 
 def load(path: Path, net: nn.Module, optimizer: Optimizer, rank: int) -> Progress:
-    """Returns the progress of a checkpoint after filling net, optimizer and this rank's random states."""
-    wanted = net.state_dict()
-    own, saved = {name: tuple(tensor.shape) for name, tensor in wanted.items()}, _shapes(path / MODEL)
-    wrong = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
-    if wrong:
-        raise ValueError(f"{path} holds another network: {', '.join(wrong[:4])} differ; resume with the run's settings")
+    """Loads a checkpoint into net, optimizer and this rank's random generators; returns its progress."""
+    state = net.state_dict()
+    own, saved = {name: tuple(tensor.shape) for name, tensor in state.items()}, _shapes(path / MODEL)
+    differing = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
+    if differing:
+        raise ValueError(
+            f"{path} holds another network: {', '.join(differing[:4])} differ; resume with the run's settings"
+        )
     for name, tensor in _tensors(path / MODEL):
-        fill(wanted[name], tensor)
+        fill(state[name], tensor)
     fill_optimizer(net, optimizer, _tensors(path / OPTIMIZER))
     states = path / f"random-{rank:05d}.json"
-    if states.exists():  # all draws of a run are keyed by step; a rank that is new starts from its seed
+    if states.exists():  # a new rank has none: it starts from its seed, and all draws of a run are keyed by step
         set_random_states(json.loads(states.read_text()))
     return read_progress(path)
 
@@ -253,12 +264,12 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields a file's tensors one by one, so that no rank holds them all."""
+    """Yields the tensors of a file one by one, so that no rank holds all of them."""
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118
             yield name, file.get_tensor(name)
 
 
 def read_progress(path: Path) -> Progress:
-    """Returns where the run stood at a checkpoint."""
+    """Returns the progress that a checkpoint records."""
     return Progress(**json.loads((path / PROGRESS).read_text()))

@@ -1,6 +1,6 @@
-"""Weights as files, and what all foreign formats need: unwrapping, renaming, filling a network.
+"""Reads and writes files of weights; unwraps and renames state dicts and loads them into networks.
 
-Every fault of a file or of its keys is one ValueError that names them.
+Every problem with a file or its keys is one ValueError that names them.
 """
 
 import logging
@@ -29,7 +29,7 @@ _WRAPPERS = re.compile(rf"^((module|backbone|model|net|network|{_COMPILED})\.)+|
 
 
 def read_weights(path: str | Path) -> State:
-    """Returns the state dict of a safetensors or a torch file; no code in the file is ever run."""
+    """Returns the state dict in a safetensors or torch file; never runs code that the file holds."""
     path = Path(path)
     if not path.is_file():
         raise DataError(path, "no such file; give a safetensors or torch file of weights")
@@ -41,7 +41,7 @@ def read_weights(path: str | Path) -> State:
         return unwrap(torch.load(path, map_location="cpu", weights_only=True))
     except pickle.UnpicklingError as error:
         raise DataError(
-            path, f"it holds more than tensors ({_first_line(error)}); save its state_dict alone, then read that"
+            path, f"it holds more than tensors ({_first_line(error)}); save only its state_dict, and read that file"
         ) from error
     except (SafetensorError, RuntimeError, EOFError, OSError) as error:
         raise DataError(path, f"it cannot be read as weights ({_first_line(error)}); it may be cut off") from error
@@ -52,7 +52,7 @@ def _first_line(error: Exception) -> str:
 
 
 def write_weights(path: str | Path, net: nn.Module | State) -> None:
-    """Writes a network's weights as safetensors: the file is whole or, if anything fails, as it was."""
+    """Writes a network's weights as safetensors; if anything fails, an older file stays as it was."""
     path = Path(path)
     state = net.state_dict() if isinstance(net, nn.Module) else net
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
@@ -61,43 +61,46 @@ def write_weights(path: str | Path, net: nn.Module | State) -> None:
 
 
 def unwrap(state: Mapping[str, Any]) -> State:
-    """Returns the tensors of a checkpoint by bare name: out of its nest, without the prefixes of wrappers."""
+    """Returns the tensors of a checkpoint, taken out of its nested dict and without the prefixes of wrappers."""
     nest = next((name for name in NESTS if isinstance(state.get(name), Mapping)), None)
     if nest is not None:
         return unwrap(state[nest])
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if others or not state:
         raise ValueError(
-            f"a checkpoint with {listed(others) or 'nothing'} beside tensors came; needed is a state dict, or one "
-            f"under {', '.join(NESTS)}"
+            f"the checkpoint holds {listed(others) or 'nothing'} besides tensors; give a state dict, or a "
+            f"checkpoint with one under {', '.join(NESTS)}"
         )
     bare: State = {}
     for name, tensor in state.items():
         short = _WRAPPERS.sub("", name)
         if short in bare:
-            raise ValueError(f"{name} and another key are both {short} without prefixes: give one network's weights")
+            raise ValueError(
+                f"without prefixes, {name} and another key are both {short}: give the weights of one network"
+            )
         bare[short] = tensor
     return bare
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
-    """Returns names in a line, the first ``most`` of them."""
+    """Returns at most ``most`` names in a line, and how many more there are."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def weight_and_bias(theirs: str, ours: str) -> dict[str, str]:
-    """Returns the names of a layer's two parameters, ours for theirs."""
+    """Returns a mapping from their names of a layer's weight and bias to ours."""
     return {f"{theirs}.{kind}": f"{ours}.{kind}" for kind in ("weight", "bias")}
 
 
 def last_number(state: State, prefix: str) -> int:
-    """Returns the highest number that stands behind ``prefix``, a regular expression, in the keys; -1 for none."""
-    return max((int(found[1]) for name in state if (found := re.match(rf"{prefix}(\d+)\.", name))), default=-1)
+    """Returns the highest number after ``prefix`` (a regular expression) in the keys, -1 where there is none."""
+    matches = (re.match(rf"{prefix}(\d+)\.", name) for name in state)
+    return max((int(match[1]) for match in matches if match), default=-1)
 
 
 def drop(state: State, dead: Iterable[str], why: str) -> State:
-    """Returns the state without the keys ``dead``, and logs them."""
+    """Returns the state without the keys in ``dead``, and logs which it dropped and why."""
     dead = set(dead)
     if dead:
         log.info("%d keys dropped, %s: %s", len(dead), why, listed(sorted(dead)))
@@ -105,23 +108,30 @@ def drop(state: State, dead: Iterable[str], why: str) -> State:
 
 
 def rename(state: State, names: Mapping[str, str], what: str) -> State:
-    """Returns the state under our names; ``names`` has ours for theirs, all of which must be there and no other."""
+    """Returns the state under our names; raises unless its keys are exactly those of ``names``.
+
+    - ``names``: their names -> ours
+    - ``what``: whose weights these should be, for the message
+    """
     unknown = [name for name in state if name not in names]
     missing = [name for name in names if name not in state]
     if unknown or missing:
-        told = [f"{word}: {listed(keys)}" for word, keys in (("unknown", unknown), ("missing", missing)) if keys]
-        raise ValueError(f"these are no weights of {what}; {'; '.join(told)}")
+        faults = [f"{word}: {listed(keys)}" for word, keys in (("unknown", unknown), ("missing", missing)) if keys]
+        raise ValueError(f"these are not weights of {what}; {'; '.join(faults)}")
     return {names[theirs]: tensor for theirs, tensor in state.items()}
 
 
 def fill(net: nn.Module, state: State) -> None:
-    """Puts the state into the network, in the state's precision, but float32 at least; refuses other keys or shapes."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
-    faults = [f"{name} is unknown" for name in state if name not in wanted]
-    faults += [f"{name} is missing" for name in wanted if name not in state]
+    """Loads the state into the network; raises if a key or shape differs.
+
+    The network takes the state's precision, but at least float32.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
+    faults = [f"{name} is unknown" for name in state if name not in shapes]
+    faults += [f"{name} is missing" for name in shapes if name not in state]
     faults += [
         f"{name} is {tuple(state[name].shape)}, not {shape}"
-        for name, shape in wanted.items()
+        for name, shape in shapes.items()
         if name in state and tuple(state[name].shape) != shape
     ]
     if faults:
@@ -133,22 +143,23 @@ def fill(net: nn.Module, state: State) -> None:
 def fit_positions(
     table: Tensor, patch: Sequence[int], tile: Sequence[int], trained_tile: Sequence[int] | None
 ) -> Tensor:
-    """Returns learned positions ``1 n e`` for ``tile``'s grid, resized where they were trained on another.
+    """Returns learned positions ``1 n e`` for the grid of ``tile``, resized where they were trained on another grid.
 
-    Only their number is known: they are taken as ``trained_tile``'s, else as ``tile``'s, else as a cube's.
+    The table tells only their number. Its grid is that of ``trained_tile`` where one is named, else that of ``tile``
+    if the number fits, else a cube.
     """
     count = table.shape[1]
-    wanted = [side // p for side, p in zip(tile, patch)]
-    edge = round(count ** (1 / len(wanted)))
-    trained = wanted if trained_tile is None else [side // p for side, p in zip(trained_tile, patch)]
-    if trained_tile is None and torch.Size(wanted).numel() != count:
-        trained = [edge] * len(wanted)
-    if len(trained) != len(wanted) or torch.Size(trained).numel() != count:
+    grid = [side // p for side, p in zip(tile, patch)]
+    edge = round(count ** (1 / len(grid)))
+    trained_grid = grid if trained_tile is None else [side // p for side, p in zip(trained_tile, patch)]
+    if trained_tile is None and torch.Size(grid).numel() != count:
+        trained_grid = [edge] * len(grid)
+    if len(trained_grid) != len(grid) or torch.Size(trained_grid).numel() != count:
         raise ValueError(
             f"the weights have {count} positions: neither those of tile {tuple(tile)} at patch {tuple(patch)} nor of "
             f"{'a cube' if trained_tile is None else f'trained_tile {tuple(trained_tile)}'}; give the tile that they "
             "were trained on as trained_tile="
         )
-    if trained != wanted:
-        log.info("positions resized from a grid of %s to %s", tuple(trained), tuple(wanted))
-    return resize_positions(table, trained, wanted)
+    if trained_grid != grid:
+        log.info("positions resized from a grid of %s to %s", tuple(trained_grid), tuple(grid))
+    return resize_positions(table, trained_grid, grid)

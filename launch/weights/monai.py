@@ -1,4 +1,4 @@
-"""Weights of MONAI's ViT and UNETR, versions 0.7 to 1.6, in and out.
+"""Loads and exports weights of MONAI's ViT and UNETR, versions 0.7 to 1.6.
 
 Legend: e embedding, c channels, n tokens, p voxels of a patch along a direction.
 """
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 POSITIONS = "vit.patch_embedding.position_embeddings"
 EMBED = "vit.patch_embedding.patch_embeddings"
 STEM = "encoder1.layer.conv1.conv.weight"
-# Registered by some versions, used by none: a class token without classes, cross-attention beside every block.
+# Some versions register these, none uses them: a class token without classes, cross-attention in every block.
 _DEAD = re.compile(r"vit\.patch_embedding\.cls_token$|vit\.blocks\.\d+\.(norm_cross_attn|cross_attn)\.")
 
 
@@ -50,19 +50,22 @@ def load_monai(
     trained_tile: Sequence[int] | None = None,
     patch: Sequence[int] | None = None,
 ) -> SeqParViT | SegmentationNet:
-    """Returns a network with the weights of MONAI's ``UNETR`` (encoder, decoder in ``mode``) or ``ViT`` (encoder).
+    """Returns a network with the weights of MONAI's ``UNETR``, or an encoder with those of its ``ViT``.
 
-    All sizes but the heads are read off the shapes. ``trained_tile`` is needed where the weights were trained on
-    a tile that is neither ``tile`` nor a cube, ``patch`` where a ViT's perceptron embedding leaves it open.
+    All sizes except the number of heads are read off the shapes.
+
+    - ``mode``: of the decoder
+    - ``trained_tile``: needed where the weights were trained on a tile that is neither ``tile`` nor a cube
+    - ``patch``: needed where the perceptron embedding of a ViT does not show it
     """
     ours, levels = _translated(unwrap(state_dict), trained_tile or tile, patch)
     depth, has_bias = last_number(ours, r"encoder\.blocks\.") + 1, "encoder.blocks.0.attn.q_bias" in ours
     embed_dim, in_channels, *cube = ours["encoder.patch_embed.proj.weight"].shape
     if patch is not None and tuple(patch) != tuple(cube):
-        raise ValueError(f"patch {tuple(patch)} was given, but the weights have patch {tuple(cube)}")
+        raise ValueError(f"patch={tuple(patch)}, but the weights have patch {tuple(cube)}; leave patch= out")
     if levels and tuple(cube) != (1 << levels,) * 3:
-        wanted = (1 << levels,) * 3
-        raise ValueError(f"a 3D UNETR of {levels} levels has patch {wanted}, not the weights' {tuple(cube)}")
+        expected = (1 << levels,) * 3
+        raise ValueError(f"a 3D UNETR of {levels} levels has patch {expected}, but the weights have {tuple(cube)}")
     sides = (tile,) * len(cube) if isinstance(tile, int) else tuple(tile)
     hidden_dim = ours["encoder.blocks.0.mlp.fc1.weight"].shape[0]
     with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
@@ -82,11 +85,11 @@ def load_monai(
 
 
 def _translated(state: State, tile: int | Sequence[int], patch: Sequence[int] | None) -> tuple[State, int]:
-    """Returns the state by our names, and the decoder's number of levels, 0 for a ViT alone."""
+    """Returns the state under our names, and the number of levels of the decoder (0 for a ViT)."""
     has_decoder = any(re.match(r"(encoder|decoder)\d|out\.", name) for name in state)
     if not has_decoder:
         state = {f"vit.{name.removeprefix('vit.')}": tensor for name, tensor in state.items()}
-    state = drop(state, [*filter(_DEAD.match, state), *_idle_shortcuts(state)], "MONAI computes nothing with them")
+    state = drop(state, [*filter(_DEAD.match, state), *_idle_shortcuts(state)], "MONAI does not use them")
     state = _convolved(state, tile, patch)
     depth = max(1, last_number(state, r"vit\.blocks\.") + 1)
     levels = max(1, last_number(state, "encoder")) if has_decoder else 0
@@ -99,16 +102,21 @@ def _translated(state: State, tile: int | Sequence[int], patch: Sequence[int] | 
 
 
 def export_monai(net: nn.Module, version: str = "1.6") -> State:
-    """Returns the state dict that MONAI's ``UNETR`` (of a network) or ``ViT`` (of an encoder) loads strictly.
+    """Returns the weights as the state dict that MONAI's ``UNETR`` or ``ViT`` loads with ``strict=True``.
 
-    From ``version`` 1.4 on MONAI also asks for weights that it computes nothing with; they are zero.
+    From 1.4 on MONAI registers weights that it does not use; they are zero.
+
+    - ``net``: a network for ``UNETR``, an encoder for ``ViT``
+    - ``version``: of the MONAI that will load them
     """
     encoder = net.encoder if isinstance(net, SegmentationNet) else net
     if not isinstance(encoder, SeqParViT):
-        raise ValueError(f"a {type(net).__name__} came; MONAI has a place for a SeqParViT or a net of one and UNETR")
+        raise ValueError(
+            f"MONAI loads the weights of a SeqParViT or of a network of one and UNETR, not of a {type(net).__name__}"
+        )
     release = tuple(int(number) for number in version.split(".")[:2])
     if release < (1, 0):
-        raise ValueError(f"MONAI {version} came; weights are exported for 1.0 and later, and 0.7 and later load here")
+        raise ValueError(f"weights are exported for MONAI 1.0 and later, not for {version}")
     _refuse_foreign(net, encoder)
     has_decoder, depth = net is not encoder, len(encoder.blocks)
     state = {name if has_decoder else f"encoder.{name}": t.detach().clone() for name, t in net.state_dict().items()}
@@ -124,9 +132,12 @@ def export_monai(net: nn.Module, version: str = "1.6") -> State:
 
 
 def monai_names(depth: int, has_bias: bool, levels: int, wide_stem: bool) -> dict[str, str]:
-    """Returns our names for MONAI's; ``levels`` is 0 for a ViT, ``wide_stem``: the image's shortcut is a convolution.
+    """Returns a mapping from MONAI's names to ours.
 
-    ``attn.qkv.bias`` has no parameter of ours: it is that of queries, keys and values together.
+    Our ``attn.qkv.bias`` is no parameter here: it stands for the biases of queries, keys and values together.
+
+    - ``levels``: of the decoder, 0 for a ViT
+    - ``wide_stem``: whether the shortcut of the image's block is a convolution
     """
     names = {POSITIONS: "encoder.pos_embed"}
     names |= weight_and_bias(EMBED, "encoder.patch_embed.proj") | weight_and_bias("vit.norm", "encoder.norm")
@@ -167,13 +178,13 @@ def _widens(state: State, conv: str) -> bool:
 
 
 def _idle_shortcuts(state: State) -> list[str]:
-    """Returns the shortcut convolutions of blocks as wide as their input, which versions before 0.9 kept unused."""
+    """Returns the shortcut convolutions of blocks as wide as their input: MONAI before 0.9 never used them."""
     shortcuts = {name: name.replace(".conv3.", ".conv1.") for name in state if name.endswith(".conv3.conv.weight")}
     return [name for name, first in shortcuts.items() if first in state and not _widens(state, first)]
 
 
 def _convolved(state: State, tile: int | Sequence[int], patch: Sequence[int] | None) -> State:
-    """Returns the state with a perceptron embedding (channels fastest) as the convolution that it is."""
+    """Returns the state with a perceptron embedding (channels fastest) rewritten as the equal convolution."""
     if f"{EMBED}.1.weight" not in state:
         return state
     state = dict(state)
@@ -190,7 +201,7 @@ def _convolved(state: State, tile: int | Sequence[int], patch: Sequence[int] | N
     cube = (edge,) * dims if patch is None else tuple(patch)
     if edge**dims != per_patch and patch is None or not math.prod(cube) or weight.shape[1] % math.prod(cube):
         raise ValueError(
-            f"a perceptron embedding of {weight.shape[1]} inputs fits no cubic patch of tile {tile}: give patch=, "
+            f"a perceptron embedding of {weight.shape[1]} inputs fits no cubic patch of tile {tile}: give patch=, the "
             "voxels along each direction"
         )
     channels_last = weight.unflatten(1, (*cube, -1))  # e p p p c
@@ -199,7 +210,10 @@ def _convolved(state: State, tile: int | Sequence[int], patch: Sequence[int] | N
 
 
 def _split_biases(ours: State, depth: int) -> None:
-    """Turns biases of queries, keys and values into those that we have: without a rotation softmax sees no key's."""
+    """Replaces the biases of queries, keys and values by those of queries and values, in place.
+
+    Without a rotation, a key's bias adds the same number to all logits of a query, and softmax removes it.
+    """
     lost = 0.0
     for at in range(depth):
         q, k, v = ours.pop(f"encoder.blocks.{at}.attn.qkv.bias").chunk(3)
@@ -209,7 +223,7 @@ def _split_biases(ours: State, depth: int) -> None:
 
 
 def _refuse_foreign(net: nn.Module, encoder: SeqParViT) -> None:
-    """Refuses what MONAI's classes do not compute."""
+    """Raises if the network computes anything that MONAI's classes do not."""
     faults = []
     if encoder.rotates:
         faults.append(f"positions {encoder.positions} (it has learned ones)")
@@ -224,11 +238,11 @@ def _refuse_foreign(net: nn.Module, encoder: SeqParViT) -> None:
         if shape != ((16,) * 3, 12, (3, 6, 9)):
             faults.append(f"patch {shape[0]} with {shape[1]} blocks and taps {shape[2]} (only 16, 12, (3, 6, 9))")
     if faults:
-        raise ValueError(f"MONAI has no {', no '.join(faults)}; such a network keeps its weights with write_weights")
+        raise ValueError(f"MONAI has no {', no '.join(faults)}; save such a network with write_weights")
 
 
 def _position_table(encoder: SeqParViT) -> Tensor:
-    """Returns positions as MONAI has them, a table ``1 n e``."""
+    """Returns the positions as a table ``1 n e``, as MONAI stores them."""
     like, layout = encoder.norm.weight, Layout(encoder.layout.tile, encoder.layout.patch)
     if encoder.pos_embed is not None:
         return encoder.pos_embed.detach().clone()
@@ -238,7 +252,7 @@ def _position_table(encoder: SeqParViT) -> Tensor:
 
 
 def _dead_weights(encoder: SeqParViT, release: tuple[int, ...], has_bias: bool) -> State:
-    """Returns the parameters that MONAI registers in each block and never uses."""
+    """Returns zeros for the parameters that MONAI registers in each block and never uses."""
     wide, zeros = encoder.embed_dim, encoder.norm.weight.new_zeros
     shapes: dict[str, tuple[int, ...]] = {}
     if release >= (1, 4):

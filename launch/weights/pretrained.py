@@ -1,4 +1,4 @@
-"""Starting a run from weights that somebody trained: ours, MONAI's or Primus'."""
+"""Starts a run from pretrained weights: ours, MONAI's or those of Primus."""
 
 from collections.abc import Mapping
 
@@ -13,9 +13,10 @@ from seqpar.launch.weights.primus import load_primus
 
 
 def start_from(net: SegmentationNet, config: Config) -> str:
-    """Returns a line that says what was taken from ``config.weights``; the encoder must fit whole.
+    """Loads ``config.weights`` into the network; returns a line that says which tensors were loaded.
 
-    Decoder tensors are taken where they fit (other classes, another decoder: those start fresh).
+    All tensors of the encoder must fit. Decoder tensors are loaded where they fit; the others (of another decoder, or
+    for other classes) keep their initial values.
     """
     origin, state = _ours(read_weights(config.weights), config)
     own = net.state_dict()
@@ -36,12 +37,12 @@ def start_from(net: SegmentationNet, config: Config) -> str:
         for name in fitting:
             own[name].copy_(state[name])
     fresh = sorted(name for name in own if name not in fitting)
-    told = f"weights from {config.weights} ({origin}): {len(fitting)} of {len(own)} tensors"
-    return told + (f"; fresh: {listed(fresh, 4)}" if fresh else "")
+    summary = f"weights from {config.weights} ({origin}): {len(fitting)} of {len(own)} tensors"
+    return summary + (f"; fresh: {listed(fresh, 4)}" if fresh else "")
 
 
 def _ours(state: dict[str, Tensor], config: Config) -> tuple[str, dict[str, Tensor]]:
-    """Returns where the weights come from, and their tensors under our names."""
+    """Returns whose weights these are, and their tensors under our names."""
     if any(name.startswith("encoder.") and "blocks" in name for name in state):
         return "seqpar", dict(state)
     loaded: nn.Module
@@ -51,14 +52,14 @@ def _ours(state: dict[str, Tensor], config: Config) -> tuple[str, dict[str, Tens
         loaded, origin = load_primus(state, tile=config.tile, num_heads=config.heads), "Primus"
     else:
         raise ValueError(
-            f"--weights {config.weights}: neither seqpar's, MONAI's nor Primus' names ({listed(sorted(state), 3)})"
+            f"--weights {config.weights}: names of neither seqpar, MONAI nor Primus ({listed(sorted(state), 3)})"
         )
     prefix = "" if isinstance(loaded, SegmentationNet) else "encoder."
     return origin, {prefix + name: tensor for name, tensor in loaded.state_dict().items()}
 
 
 def _flags(state: Mapping[str, Tensor]) -> str:
-    """Returns the flags of the encoder that has these weights."""
+    """Returns the flags that make an encoder of these weights' sizes."""
     depth = 1 + max(int(name.split(".")[2]) for name in state if name.startswith("encoder.blocks."))
     embed_dim, _, patch, *_ = state["encoder.patch_embed.proj.weight"].shape
     hidden = state["encoder.blocks.0.mlp.fc1.weight"].shape[0]

@@ -1,4 +1,4 @@
-"""Weights of Primus in and out, by the names of the dynamic network architectures that nnU-Net trains.
+"""Loads and exports weights of Primus, by the names in dynamic-network-architectures, the networks of nnU-Net.
 
 Legend: e embedding, n tokens.
 """
@@ -26,7 +26,7 @@ from seqpar.mesh import Group
 from seqpar.vit.blocks import GatedMlp
 from seqpar.vit.encoder import SeqParViT
 
-HEADS = {396: 6, 792: 12, 864: 12, 1056: 16}  # of the published sizes S, B, M, L by their embedding
+HEADS = {396: 6, 792: 12, 864: 12, 1056: 16}  # embedding -> heads, of the published sizes S, B, M, L
 POSITIONS, MASK = "eva.pos_embed", "mask_token"
 
 
@@ -39,13 +39,15 @@ def load_primus(
     split: str = "spatial",
     trained_tile: Sequence[int] | None = None,
 ) -> SegmentationNet:
-    """Returns a network with the weights of a Primus (the first, with a patch embedding of one convolution).
+    """Returns a network with the weights of a Primus (version 1, whose patch embedding is one convolution).
 
-    All sizes but the heads are read off the shapes; a published size also names its heads. ``trained_tile`` is
-    needed where the weights were trained on a tile that is neither ``tile`` nor a cube.
+    All sizes except the number of heads are read off the shapes.
+
+    - ``num_heads``: needed only for sizes that were not published
+    - ``trained_tile``: needed where the weights were trained on a tile that is neither ``tile`` nor a cube
     """
     state = unwrap(state_dict)
-    state = drop(state, {MASK} & state.keys(), "it stands for tokens that pretraining hid")
+    state = drop(state, {MASK} & state.keys(), "they replace masked tokens in pretraining")
     depth = max(1, last_number(state, r"eva\.blocks\.") + 1)
     stages = max(1, last_number(state, r"up_projection\.decode\.") + 1)
     has = {piece: any(piece in name for name in state) for piece in _OPTIONS}
@@ -56,7 +58,7 @@ def load_primus(
     embed_dim, in_channels, *cube = ours["encoder.patch_embed.proj.weight"].shape
     heads = num_heads or HEADS.get(embed_dim)
     if heads is None:
-        raise ValueError(f"an embedding of {embed_dim} is no published Primus: give num_heads=")
+        raise ValueError(f"no published Primus has an embedding of {embed_dim}: give num_heads=")
     sides = (tile,) * len(cube) if isinstance(tile, int) else tuple(tile)
     hidden_dim = ours["encoder.blocks.0.mlp.fc1.weight"].shape[0]
     with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
@@ -74,9 +76,14 @@ def load_primus(
 
 
 def export_primus(net: nn.Module) -> State:
-    """Returns the state dict that Primus loads strictly, of a network as ``load_primus`` makes it."""
+    """Returns the network's weights as the state dict that Primus loads with ``strict=True``.
+
+    - ``net``: a network such as ``load_primus`` returns
+    """
     if not (isinstance(net, SegmentationNet) and isinstance(net.decoder, PrimusDecoder)):
-        raise ValueError(f"a {type(net).__name__} came; Primus has a place for a SegmentationNet with a PrimusDecoder")
+        raise ValueError(
+            f"Primus loads the weights of a SegmentationNet with a PrimusDecoder, not of a {type(net).__name__}"
+        )
     encoder = net.encoder
     _refuse_foreign(encoder)
     state = {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
@@ -91,7 +98,7 @@ def export_primus(net: nn.Module) -> State:
     return theirs | {MASK: encoder.norm.weight.new_zeros(1, 1, encoder.embed_dim)}
 
 
-# What a Primus may lack, by a piece of its key, with the parameter of ours that shows it.
+# Parameters that a Primus may lack: a piece of the key there -> a parameter that shows it here.
 _OPTIONS = {
     POSITIONS: "encoder.pos_embed",
     "gamma_1": "encoder.blocks.0.ls1.gamma",
@@ -101,9 +108,12 @@ _OPTIONS = {
 
 
 def primus_names(depth: int, stages: int, has: Mapping[str, bool]) -> dict[str, str]:
-    """Returns our names for Primus's; ``has`` says which of the optional parameters there are.
+    """Returns a mapping from Primus' names to ours.
 
     Its separate weights of queries, keys and values are rows of our ``attn.qkv.weight``.
+
+    - ``stages``: upsampling steps of the decoder
+    - ``has``: which of the optional parameters there are
     """
     names = weight_and_bias("down_projection.proj", "encoder.patch_embed.proj")
     names |= weight_and_bias("eva.norm", "encoder.norm")
@@ -129,7 +139,7 @@ def primus_names(depth: int, stages: int, has: Mapping[str, bool]) -> dict[str, 
 
 
 def _refuse_foreign(encoder: SeqParViT) -> None:
-    """Refuses what Primus does not compute."""
+    """Raises if the encoder computes anything that Primus does not."""
     faults = []
     if not encoder.rotates:
         faults.append(f"positions {encoder.positions} (it rotates)")
@@ -140,4 +150,4 @@ def _refuse_foreign(encoder: SeqParViT) -> None:
     if any(isinstance(module, nn.LayerNorm) and module.eps != 1e-5 for module in encoder.modules()):
         faults.append("norms of another eps than 1e-5")
     if faults:
-        raise ValueError(f"Primus has no {', no '.join(faults)}; such a network keeps its weights with write_weights")
+        raise ValueError(f"Primus has no {', no '.join(faults)}; save such a network with write_weights")

@@ -1,4 +1,4 @@
-"""States as plain tensors and JSON values: the optimizer's, and the random generators'."""
+"""The states of the optimizer and of the random generators, as plain tensors and JSON values."""
 
 import random
 from collections.abc import Iterable
@@ -13,39 +13,42 @@ from seqpar.collectives import whole
 
 
 def optimizer_tensors(net: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Returns the optimizer's state as tensors under ``parameter/entry``."""
-    found = {}
+    """Returns the optimizer's state as tensors, named ``parameter/entry``."""
+    state = {}
     for name, parameter in net.named_parameters():
         for entry, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
-                found[f"{name}/{entry}"] = torch.as_tensor(value)
-    return found
+                state[f"{name}/{entry}"] = torch.as_tensor(value)
+    return state
 
 
 def fill_optimizer(net: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Puts back what ``optimizer_tensors`` returned, as whole tensors; ranks with shards take theirs."""
+    """Restores the state that ``optimizer_tensors`` returned, from whole tensors; a rank with shards keeps its own."""
     parameters = dict(net.named_parameters())
     for key, value in tensors:
         name, _, entry = key.rpartition("/")
-        kept = value
+        own = value
         if entry != "step":
-            kept = torch.zeros_like(parameters[name])
-            fill(kept, value)
-        optimizer.state[parameters[name]][entry] = kept
+            own = torch.zeros_like(parameters[name])
+            fill(own, value)
+        optimizer.state[parameters[name]][entry] = own
 
 
 def whole_tensors(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Returns whole tensors where ``keep``, else nothing; every rank takes part, and joins one after the other."""
-    found = {}
+    """Returns the tensors gathered from their shards, or an empty dict on ranks without ``keep``.
+
+    Every rank takes part. Tensors are gathered one by one, so that only ranks with ``keep`` hold them all.
+    """
+    gathered = {}
     for name, tensor in tensors.items():
         joined = whole(tensor)
         if keep:
-            found[name] = joined.cpu() if hasattr(tensor, "full_tensor") else joined
-    return found
+            gathered[name] = joined.cpu() if hasattr(tensor, "full_tensor") else joined
+    return gathered
 
 
 def fill(target: Tensor, values: Tensor) -> None:
-    """Puts whole ``values`` into a tensor of the same size, of which this rank may hold a shard (torch's DTensor)."""
+    """Copies whole ``values`` into a tensor of the same size, or into this rank's shard of it (torch's DTensor)."""
     assert target.shape == values.shape, (target.shape, values.shape)
     own: Any = target.detach()
     if hasattr(own, "to_local"):
@@ -72,7 +75,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Puts back what ``random_states`` returned."""
+    """Restores the states that ``random_states`` returned."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = states["numpy"]

@@ -122,7 +122,7 @@ def test_a_save_that_fails_when_the_run_must_leave_is_a_failure(flags, tmp_path)
 
     def hook(rank: int) -> None:
         at(trainer.Trainer, "_backward", 0, signalled(signal.SIGTERM))(rank)
-        at(checkpoint, "_fresh", 0, full)(rank)
+        at(checkpoint, "_make_draft", 0, full)(rank)
 
     failed = trained(1, flags, tmp_path / "run", expect=1, hook=hook)
     assert status(tmp_path / "run")["state"] == "failed" and "No space left" in status(tmp_path / "run")["why"]

@@ -63,9 +63,9 @@ def test_what_is_loaded_is_what_was_saved_to_the_last_bit(tmp_path, kind):
     assert torch.equal(torch.rand(3), drawn[0]) and (np.random.rand(3) == drawn[1]).all()
     for name, tensor in net.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
-    saved, found = optimizer_tensors(net, optimizer), optimizer_tensors(other, empty)
-    assert saved.keys() == found.keys() and len(saved) >= 6
-    assert all(torch.equal(saved[name], found[name]) and saved[name].dtype == found[name].dtype for name in saved)
+    saved, loaded = optimizer_tensors(net, optimizer), optimizer_tensors(other, empty)
+    assert saved.keys() == loaded.keys() and len(saved) >= 6
+    assert all(torch.equal(saved[name], loaded[name]) and saved[name].dtype == loaded[name].dtype for name in saved)
     assert (path / "config.json").read_text() == '{"config": 1}'
     assert not [name for name in names(path) if not name.endswith((".safetensors", ".json"))], "no pickle"
 
@@ -147,12 +147,12 @@ def test_killed_in_any_phase_a_whole_checkpoint_is_found_and_the_next_save_clear
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if not (again and phase in ("amid the purge", "amid a removal")):
         assert code == -signal.SIGKILL, "the phase was not reached"
-    found = checkpoint.find(tmp_path)
+    path = checkpoint.find(tmp_path)
     net, optimizer = stepped(99, steps=0)
-    progress = checkpoint.load(found, net, optimizer, 0)
+    progress = checkpoint.load(path, net, optimizer, 0)
     assert progress.step in (3, step)
-    wanted = stepped(progress.step)[0].state_dict()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in net.state_dict().items()), "never a mixture"
+    saved = stepped(progress.step)[0].state_dict()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in net.state_dict().items()), "never a mixture"
     save(tmp_path, 5)
     save(tmp_path, 6)
     left = names(tmp_path)
@@ -227,8 +227,8 @@ def test_a_full_disk_keeps_the_last_good_one(tmp_path):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("phase", ["_fresh", "write_tensors", "_write_text", "point"])
-def test_a_write_that_fails_is_told_and_the_last_good_one_kept(tmp_path, monkeypatch, phase):
+@pytest.mark.parametrize("phase", ["_make_draft", "write_tensors", "_write_text", "point"])
+def test_a_write_that_fails_is_reported_and_the_last_good_one_kept(tmp_path, monkeypatch, phase):
     save(tmp_path, 1)
 
     def fail(*of, **more):
@@ -266,19 +266,19 @@ def _one_fails(mesh, folder) -> str:
     try:
         checkpoint.save(folder, net, optimizer, replace(progress, step=2), mesh.world)
     except NotSaved as error:
-        told = str(error)
+        message = str(error)
     if mesh.world.index == 1:
         checkpoint._write_text = write
     checkpoint.save(folder, net, optimizer, replace(progress, step=3), mesh.world)
-    return told
+    return message
 
 
 def test_a_rank_that_cannot_write_is_every_ranks_failure_and_the_next_save_works(ranks, tmp_path):
-    told = ranks(3, _one_fails, tmp_path)
-    assert len(set(told)) == 1 and "rank 1: [Errno 28] No space left" in told[0]
-    found = checkpoint.find(tmp_path)
-    assert found.name == "step-00000003"
-    assert sorted(path.name for path in found.glob("random-*")) == [f"random-0000{rank}.json" for rank in range(3)]
+    messages = ranks(3, _one_fails, tmp_path)
+    assert len(set(messages)) == 1 and "rank 1: [Errno 28] No space left" in messages[0]
+    path = checkpoint.find(tmp_path)
+    assert path.name == "step-00000003"
+    assert sorted(file.name for file in path.glob("random-*")) == [f"random-0000{rank}.json" for rank in range(3)]
 
 
 def test_another_network_is_refused_by_name(tmp_path):

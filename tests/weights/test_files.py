@@ -1,0 +1,72 @@
+"""Files of weights are read whole or refused by name, written whole or not at all, and wrappers are taken off."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from seqpar.launch.weights.files import read_weights, unwrap, write_weights
+from seqpar.launch.weights.monai import load_monai
+from tests.support.foreign_weights import HEADS, TILE, image, out, tiny_unetr
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "backbone.", "module._orig_mod.", "model.net."])
+def test_nests_and_prefixes_are_taken_off(prefix: str) -> None:
+    state = tiny_unetr()
+    saved = {"epoch": 3, "state_dict": {prefix + name: tensor for name, tensor in state.items()}}
+    assert unwrap(saved).keys() == state.keys()
+    one, other = (out(load_monai(weights, TILE, HEADS), image(*TILE)) for weights in (saved, state))
+    assert torch.equal(one, other)
+
+
+def test_files_come_back_as_they_went(tmp_path: Path) -> None:
+    net = load_monai(tiny_unetr(), TILE, HEADS)
+    write_weights(tmp_path / "net.safetensors", net)
+    back = read_weights(tmp_path / "net.safetensors")
+    assert back.keys() == net.state_dict().keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in net.state_dict().items())
+    torch.save({"state_dict": tiny_unetr(), "epoch": 1}, tmp_path / "net.pt")
+    assert read_weights(tmp_path / "net.pt").keys() == tiny_unetr().keys()
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["net.pt", "net.safetensors"]
+
+
+def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "net.safetensors"
+    write_weights(path, nn.Linear(2, 2))
+    before = path.read_bytes()
+
+    def stop(tensors: dict, part: Path) -> None:
+        Path(part).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(sys.modules["seqpar.launch.weights.files"], "save_file", stop)
+    with pytest.raises(OSError, match="disk full"):
+        write_weights(path, nn.Linear(3, 3))
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+class Surprise:
+    """Leaves a trace where it is unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (Path("ran"),))
+
+
+def test_files_that_are_no_weights_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_weights("whole.safetensors", nn.Linear(9, 9))
+    torch.save({"w": torch.zeros(99)}, "whole.pt")
+    torch.save({"w": Surprise()}, "code.pt")
+    Path("text.pt").write_text("no weights at all")
+    Path("empty.pt").touch()
+    for name in ("whole.safetensors", "whole.pt"):
+        Path(f"cut.{name}").write_bytes(Path(name).read_bytes()[:200])
+    for name in ("code.pt", "text.pt", "empty.pt", "cut.whole.safetensors", "cut.whole.pt", "absent.pt"):
+        with pytest.raises(ValueError, match=re.escape(name)):
+            read_weights(name)
+    with pytest.raises(ValueError, match="more than tensors"):
+        read_weights("code.pt")
+    assert not Path("ran").exists()

@@ -1,0 +1,82 @@
+"""MONAI's own classes give the same outputs as ours with the same weights, on one rank and on four."""
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqpar.launch.weights.monai import export_monai, load_monai
+from seqpar.mesh import Mesh
+from tests.support import references
+from tests.support.foreign_weights import HEADS, TILE, image, out, tiny_unetr
+
+
+def monai_net(dtype: torch.dtype, **options: object) -> nn.Module:
+    nets = pytest.importorskip("monai.networks.nets")
+    torch.manual_seed(0)
+    net = nets.UNETR(2, 3, TILE, feature_size=3, hidden_size=24, mlp_dim=40, num_heads=HEADS, **options)
+    net = net.to(dtype).eval()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return net
+
+
+@pytest.mark.parametrize("options", [{}, {"proj_type": "perceptron"}, {"qkv_bias": True}])
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 5e-5)])
+def test_monai_itself_agrees(options: dict, dtype: torch.dtype, bound: float) -> None:
+    theirs, x = monai_net(dtype, **options), image(*TILE, dtype=dtype)
+    ours = load_monai(theirs.state_dict(), TILE, HEADS)
+    assert (out(ours, x) - out(theirs, x)).abs().max() < bound
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_monai_itself_loads_what_is_exported(bias: bool) -> None:
+    theirs, x = monai_net(torch.float64, qkv_bias=bias), image(*TILE)
+    version = sys.modules["monai"].__version__
+    ours = load_monai(tiny_unetr(bias=bias), TILE, HEADS)
+    theirs.load_state_dict(export_monai(ours, version))
+    assert (out(ours, x) - out(theirs, x)).abs().max() < 1e-12
+    encoder = ours.encoder
+    vit = sys.modules["monai.networks.nets"].ViT(2, TILE, 16, 24, 40, 12, HEADS, qkv_bias=bias).double()
+    vit.load_state_dict(export_monai(encoder, version))
+    assert (out(encoder, x) - vit.eval()(x)[0]).abs().max() < 1e-12
+
+
+def spread_outputs(
+    mesh: Mesh, state: references.State, x: Tensor, modes: list[str], split: str
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns a rank's logits in each mode, with the numbers of the voxels that they belong to."""
+    outputs = []
+    for mode in modes:
+        net = load_monai(state, x.shape[2:], HEADS, mesh.seq, mode, split)
+        voxels = torch.arange(x[:, 0].numel()).view_as(x[:, 0])
+        layout = net.encoder.layout
+        logits = out(net, layout.cut(x, mesh.seq.index))
+        outputs.append((logits, net.arrange(layout.cut(voxels, mesh.seq.index))))
+    return outputs
+
+
+def check_spread(ranks, state: references.State, x: Tensor, whole: Tensor, split: str, bound: float) -> None:
+    """Holds the logits of four ranks against those of the whole tile, ``b k W D H``; none may be left out."""
+    modes = ["gather", "halo", "swap"]
+    rows = whole.movedim(1, -1).flatten(0, 3)  # voxels of all samples, classes
+    seen: dict[str, list[Tensor]] = {mode: [] for mode in modes}
+    for outputs in ranks(4, spread_outputs, state, x, modes, split):
+        for mode, (logits, voxels) in zip(modes, outputs):
+            assert (logits.movedim(1, -1) - rows[voxels]).abs().max() < bound, mode
+            seen[mode].append(voxels.flatten())
+    assert all(torch.cat(voxels).unique().numel() == len(rows) for voxels in seen.values())
+
+
+@pytest.mark.parametrize("split", ["spatial", "ordered"])
+def test_loaded_weights_give_the_reference_output_on_four_ranks(ranks, split: str) -> None:
+    state, x = tiny_unetr(), torch.cat([image(*TILE)] * 2)
+    check_spread(ranks, state, x, references.unetr(state, x, HEADS), split, 1e-12)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 5e-5)])
+def test_monai_itself_agrees_on_four_ranks(ranks, dtype: torch.dtype, bound: float) -> None:
+    theirs, x = monai_net(dtype), torch.cat([image(*TILE, dtype=dtype)] * 2)
+    check_spread(ranks, theirs.state_dict(), x, out(theirs, x), "spatial", bound)
