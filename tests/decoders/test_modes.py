@@ -111,7 +111,7 @@ def plain() -> tuple[nn.Module, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_plain_decoder_takes_equal_steps(world: int, ranks: Callable[..., list]) -> None:
+def test_the_plain_decoder_takes_ten_equal_steps(world: int, ranks: Callable[..., list]) -> None:
     nets.check_exact(ranks, world, plain)
 
 

@@ -15,7 +15,7 @@ from tests.support.boxes import Case, Maker, check_cases, draw_cases
 from tests.support.ranks import RanksFailed
 
 WORLDS = [2, 3, 4, 8]
-CASES = {"convolutions": 80, "resampling": 80, "norms": 40}  # a norm has few options, but many messages
+CASES = 150
 
 
 def draw(dice: random.Random, low: int, high: int) -> tuple[int, int, int]:
@@ -100,11 +100,10 @@ def check_each(mesh: Mesh, drawn: dict[str, list[Case]], count: int) -> dict[str
 def test_on_boxes_each_equals_torchs_own_on_the_joined_volume(
     world: int, kind: str, ranks: Callable[..., list]
 ) -> None:
-    count = CASES[kind]
     spare = 1 if kind == "norms" else 4  # some are refused: a rank would hold no output
-    drawn = {maker.__name__: draw_cases(maker, world, spare * count) for maker in MAKERS[kind]}
-    for checked in ranks(world, check_each, drawn, count, timeout=300):
-        assert checked == dict.fromkeys(drawn, (count, min(3, int(math.log2(world)))))
+    drawn = {maker.__name__: draw_cases(maker, world, spare * CASES) for maker in MAKERS[kind]}
+    for checked in ranks(world, check_each, drawn, CASES, timeout=300):
+        assert checked == dict.fromkeys(drawn, (CASES, min(3, int(math.log2(world)))))
 
 
 def alone(kind: type[Any], *sizes: Any, **options: Any) -> Maker:
