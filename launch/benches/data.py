@@ -1,7 +1,7 @@
-"""Tiles per second of augmentation, against batchgenerators alone with nnU-Net's default list.
+"""Measures the tiles per second of augmentation, against nnU-Net's default list in batchgenerators.
 
-All run in turns in one process on one thread, the same number of tiles each; times are CPU seconds, so that
-a busy machine disturbs them little. The first row is what the ratios compare with.
+All pipelines take turns in one process on one thread, with the same number of tiles each. Times are CPU seconds, so
+that a busy machine disturbs them little. Ratios are to the first row.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ TILE, CHANNELS = (96, 96, 96), 4
 
 
 def rows(rounds: int = 8, tiles: int = 10) -> list[dict[str, Any]]:
-    """Returns a row per pipeline: tiles a second, mean and median round in ms per tile, ratio to plain."""
+    """Returns a row per pipeline: tiles a second, ms per tile in the mean and the median round, speed ratio."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -37,51 +37,51 @@ def _rows(rounds: int, tiles: int) -> list[dict[str, Any]]:
     label = rng.integers(0, 4, [n // 8 + 1 for n in full.source_size], dtype=np.int16)
     for direction, n in enumerate(full.source_size):
         label = label.repeat(8, direction).take(range(n), direction)
-    acts: dict[str, Callable[[int], object]] = {
-        "batchgenerators, nnU-Net default, order 3/1": _plain(image, label, 3, 1),
-        "batchgenerators, nnU-Net default, order 1/0": _plain(image, label, 1, 0),
+    pipelines: dict[str, Callable[[int], object]] = {
+        "batchgenerators, nnU-Net default, order 3/1": _batchgenerators(image, label, 3, 1),
+        "batchgenerators, nnU-Net default, order 1/0": _batchgenerators(image, label, 1, 0),
         "none": _ours(augment("none", TILE), image, label),
         "light": _ours(augment("light", TILE), image, label),
         "full": _ours(full, image, label),
         "paper": _ours(augment("paper", TILE), image, label),
     }
     if importlib.util.find_spec("batchgeneratorsv2"):
-        acts["batchgeneratorsv2, nnU-Net default, linear"] = _second(image, label)
-    spent: dict[str, list[float]] = {name: [] for name in acts}
-    for act in acts.values():
-        act(0)
+        pipelines["batchgeneratorsv2, nnU-Net default, linear"] = _batchgeneratorsv2(image, label)
+    seconds: dict[str, list[float]] = {name: [] for name in pipelines}
+    for run in pipelines.values():
+        run(0)
     for turn in range(rounds):
-        for name, act in acts.items():
+        for name, run in pipelines.items():
             start = time.process_time()
             for seed in range(turn * tiles, (turn + 1) * tiles):
-                act(seed)
-            spent[name].append((time.process_time() - start) / tiles)
-    plain = statistics.mean(next(iter(spent.values())))
+                run(seed)
+            seconds[name].append((time.process_time() - start) / tiles)
+    first = statistics.mean(next(iter(seconds.values())))
     return [
         {
             "pipeline": name,
             "tiles_per_s": 1 / statistics.mean(times),
             "mean_ms": 1000 * statistics.mean(times),
             "median_round_ms": 1000 * statistics.median(times),
-            "ratio": plain / statistics.mean(times),
+            "ratio": first / statistics.mean(times),
         }
-        for name, times in spent.items()
+        for name, times in seconds.items()
     ]
 
 
 def _ours(augmentation: Augmentation, image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]:
-    """Returns what a loader does: crop what this seed needs, then augment."""
+    """Returns a function that does what the loader does: crops what the seed's augmentation needs, and augments it."""
 
-    def act(seed: int) -> object:
-        need = augmentation.needed_size(seed)
-        middle = tuple(slice((n - s) // 2, (n - s) // 2 + s) for n, s in zip(label.shape, need))
+    def run(seed: int) -> object:
+        size = augmentation.needed_size(seed)
+        middle = tuple(slice((n - s) // 2, (n - s) // 2 + s) for n, s in zip(label.shape, size))
         return augmentation(image[(slice(None), *middle)], label[middle], seed)
 
-    return act
+    return run
 
 
-def _plain(image: NDArray[Any], label: NDArray[Any], order: int, order_label: int) -> Callable[[int], object]:
-    """Returns nnU-Net's default list, made of batchgenerators' transforms only."""
+def _batchgenerators(image: NDArray[Any], label: NDArray[Any], order: int, order_label: int) -> Callable[[int], object]:
+    """Returns a function that runs nnU-Net's default list, made of batchgenerators' transforms."""
     from batchgenerators.transforms import color_transforms as color
     from batchgenerators.transforms import noise_transforms as noise
     from batchgenerators.transforms.abstract_transforms import Compose
@@ -120,16 +120,16 @@ def _plain(image: NDArray[Any], label: NDArray[Any], order: int, order_label: in
         ]
     )
 
-    def act(seed: int) -> object:
+    def run(seed: int) -> object:
         np.random.seed(seed)
         random.seed(seed)
         return whole(data=image[None], seg=label[None, None])  # its first transform makes new arrays
 
-    return act
+    return run
 
 
-def _second(image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]:
-    """Returns nnU-Net's default list in batchgenerators' successor, which is no dependency of ours."""
+def _batchgeneratorsv2(image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]:
+    """Returns a function that runs nnU-Net's default list in batchgeneratorsv2, which need not be installed."""
     from batchgeneratorsv2.transforms.intensity.brightness import MultiplicativeBrightnessTransform
     from batchgeneratorsv2.transforms.intensity.contrast import BGContrast, ContrastTransform
     from batchgeneratorsv2.transforms.intensity.gamma import GammaTransform
@@ -165,9 +165,9 @@ def _second(image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]
         ]
     )
 
-    def act(seed: int) -> object:
+    def run(seed: int) -> object:
         np.random.seed(seed)
         torch.manual_seed(seed)
         return whole(image=torch.from_numpy(image), segmentation=torch.from_numpy(label)[None])
 
-    return act
+    return run

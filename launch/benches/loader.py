@@ -1,8 +1,8 @@
-"""Tiles per second that reach training: two ranks of a sequence group against one, in one run.
+"""Measures the tiles per second that reach training, for a sequence group of one rank and of two.
 
-Ranks are forked on this machine, with one worker each; turns of one rank and of two alternate, and the fastest turn
-of each counts. Where other work takes the cores, wall time says little: then CPU seconds do, of the busiest process,
-which is what bounds the rate once each process has a core.
+Ranks are forked on this machine, with one worker each. Runs of one rank and of two alternate, and the fastest of each
+counts. On a busy machine wall time says little; the CPU seconds of the busiest process then bound the rate that is
+possible when each process has a core.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ TILE, PATCH, CHANNELS, VOLUME = 96, 8, 4, 128
 
 @dataclass(frozen=True)
 class MappedCase:
-    """Noise in files that are mapped, as a cache's are."""
+    """A case of noise in memory-mapped files, as in a cache."""
 
     id: str
     folder: Path
@@ -53,25 +53,28 @@ class MappedCase:
 
 
 def rows(rounds: int = 3, tiles: int = 24, augmentations: tuple[str, ...] = ("light", "full")) -> list[dict[str, Any]]:
-    """Returns a row per augmentation and group size: tiles a second of the group and their ratio to one rank's, by
-    wall time and by CPU seconds of the busiest process; and those seconds a tile, of worker and trainer."""
-    found = []
+    """Returns a row per augmentation and group size: tiles a second and their ratio to those of one rank.
+
+    Both come by wall time and by CPU seconds of the busiest process; CPU milliseconds a tile of worker and trainer
+    are added.
+    """
+    table = []
     with tempfile.TemporaryDirectory() as folder:
         cases = tuple(_make_cases(Path(folder)))
         for name in augmentations:
             source = TileSource(cases, augment(name, (TILE,) * 3), CHANNELS, 2)
             for sample in range(20):
-                source.draw(TileKey(0, 0, sample))  # files are read and libraries imported before clocks run
+                source.draw(TileKey(0, 0, sample))  # reads files and imports libraries before clocks run
             turns = [[_turn(source, size, tiles) for size in (1, 2)] for _ in range(rounds)]
             best = [_Rate(*map(min, zip(*same))) for same in zip(*turns)]
             for size, rate in zip((1, 2), best):
-                found.append({
+                table.append({
                     "augmentation": name, "ranks": size,
                     "tiles_per_s": 1 / rate.wall, "ratio": best[0].wall / rate.wall,
                     "tiles_per_cpu_s": 1 / rate.busiest, "cpu_ratio": best[0].busiest / rate.busiest,
                     "worker_ms": 1000 * rate.worker, "trainer_ms": 1000 * rate.trainer,
                 })  # fmt: skip
-    return found
+    return table
 
 
 def _make_cases(folder: Path, count: int = 2) -> Iterator[MappedCase]:
@@ -85,7 +88,7 @@ def _make_cases(folder: Path, count: int = 2) -> Iterator[MappedCase]:
 
 
 class _Rate(NamedTuple):
-    """Seconds a tile of the group: by the clock, and of each busiest process by its use of a core."""
+    """Seconds a tile of the group: wall time, and CPU time of the busiest worker and the busiest trainer."""
 
     wall: float
     worker: float
@@ -97,7 +100,7 @@ class _Rate(NamedTuple):
 
 
 def _turn(source: TileSource, size: int, tiles: int) -> _Rate:
-    """Returns the rate of one group of ``size`` ranks; the first tiles, prepared ahead, do not count."""
+    """Returns the rate of one group of ``size`` ranks, without the first tiles, which are prepared ahead."""
     context = multiprocessing.get_context("fork")
     pipes, port = [context.Pipe(duplex=False) for _ in range(size)], _free_port()
     ranks = [context.Process(target=_rank, args=(source, n, size, port, tiles, pipes[n][1])) for n in range(size)]
@@ -113,23 +116,23 @@ def _turn(source: TileSource, size: int, tiles: int) -> _Rate:
             rank.join()
 
 
-def _rank(source: TileSource, rank: int, size: int, port: int, tiles: int, answer: Connection) -> None:
+def _rank(source: TileSource, rank: int, size: int, port: int, tiles: int, result: Connection) -> None:
     env = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    alone = {} if size == 1 else {name: str(value) for name, value in env.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    ahead = 2 * size + 2  # more than is prepared ahead: workers have work before the clocks start and after they stop
+    environment = {} if size == 1 else {name: str(value) for name, value in env.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    ahead = 2 * size + 2  # more than the loader prepares ahead, so that workers are busy while the clocks run
     steps = range(ahead + tiles + ahead)
-    torch.set_num_threads(1)  # threads that the forking process had are not here: an operation on them would hang
+    torch.set_num_threads(1)  # the parent's threads do not survive the fork: an operation on them would hang
     with (
-        start(size, alone, "cpu") as mesh,
+        start(size, environment, "cpu") as mesh,
         Loader(source, Layout.of(TILE, PATCH, size), mesh, batch=1, steps=steps, workers=1) as loader,
     ):
         clocks = {part.step: _clocks(loader) for part in loader}
     began, ended = clocks[ahead - 1], clocks[ahead + tiles - 1]
-    answer.send([(now - then) / tiles for now, then in zip(ended, began)])
+    result.send([(now - then) / tiles for now, then in zip(ended, began)])
 
 
 def _clocks(loader: Loader) -> tuple[float, float, float]:
-    """Returns wall time, and CPU time of this rank's worker and of this process."""
+    """Returns the wall time and the CPU times of this rank's worker and of this process."""
     (pid,) = loader.worker_ids
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     worker = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,8 +1,9 @@
-"""Memory of a training step: bytes held for backward, and the peak of all ranks together, option by option.
+"""Measures the memory of a training step, option by option: bytes saved for backward, and the peak of all ranks.
 
-Each case runs in new processes, in turns; ratios are medians over turns, to the first case. ``held`` is counted;
-``peak`` is the sum over ranks of the highest resident size, which includes the interpreter, its libraries and building
-the network (on a GPU: the most that torch allocated). ``--large`` measures steps that one process could hardly hold.
+All cases run in new processes and take turns; ratios are medians over turns, to the first case. ``held`` counts the
+bytes saved for backward. ``peak`` is the sum over ranks of the highest resident size, which includes the interpreter,
+its libraries and building the network (on a GPU: the most that torch allocated). ``--large`` measures steps that one
+process could hardly hold.
 """
 
 import dataclasses
@@ -86,7 +87,7 @@ def large_rows(cases: Sequence[Case] = LARGE) -> list[dict[str, Any]]:
     for case in cases:
         runs = [measure(case)]
         table.append(row(case, runs, runs))
-        print(table[-1], file=sys.stderr, flush=True)  # not lost if the next case is killed
+        print(table[-1], file=sys.stderr, flush=True)  # so that it is not lost if the next case is killed
     return table
 
 
@@ -115,12 +116,12 @@ def measure(case: Case) -> dict[str, float]:
 
 
 def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
-    """Returns bytes held for backward and seconds of this rank's last step, bytes of its states, all ranks' peak."""
+    """Returns bytes saved for backward, bytes of states and seconds of this rank's last step, and all ranks' peak."""
     net = _build(config, mesh)
     optimizer, loss_of = make_optimizer(config, net), DiceCE()
     loss_groups = net.mode.loss_groups(mesh.data, config.batch)
     part, label = _part(config, net, mesh)
-    seconds = held = 0.0
+    seconds = saved_bytes = 0.0
     state = dict[str, int]()
     for _ in range(steps):
         agree(0, mesh.world)
@@ -129,7 +130,7 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
             with torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
                 logits = net(part)
             loss = loss_of(logits, label, loss_groups)
-        held = float(saved.total)
+        saved_bytes = float(saved.total)
         loss.backward()
         del logits, loss
         if not config.shard_weights:
@@ -141,7 +142,7 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
         seconds = time.perf_counter() - began
     peak = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else resident_bytes("VmHWM")
     return {
-        "held": held,
+        "held": saved_bytes,
         "state": float(sum(state.values())),
         "peak": float(all_reduce(torch.tensor(float(peak), dtype=torch.float64), mesh.world)),
         "seconds": seconds,
@@ -168,7 +169,7 @@ def _part(config: Config, net: SegmentationNet, mesh: Mesh) -> tuple[Tensor, Ten
 
 
 def average_gradients(net: nn.Module, mesh: Mesh) -> None:
-    """Averages gradients over all ranks, one parameter after the other."""
+    """Averages gradients over all ranks, parameter by parameter."""
     for p in net.parameters() if mesh.world.size > 1 else ():
         if p.grad is not None:
             p.grad = all_reduce(p.grad, mesh.world) / mesh.world.size
@@ -187,13 +188,16 @@ def local_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
 
 
 def resident_bytes(name: str) -> int:
-    """Returns a size of this process as Linux counts it: VmRSS is the one now, VmHWM the highest so far."""
+    """Returns this process's resident bytes as Linux counts them.
+
+    - ``name``: VmRSS for the size now, VmHWM for the highest so far
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures a config, given as JSON, for some steps; every rank runs it and the first one prints the result."""
+    """Measures some steps of a config in JSON; every rank runs this, and the first one prints the result."""
     config, steps = Config.from_dict(json.loads(arguments[0])), int(arguments[1])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with start(config.seqpar, device=config.device, timeout_s=7200) as mesh:

@@ -1,8 +1,8 @@
-"""One volume, one network: a whole pass against sliding windows, by time, memory, and seams at window borders.
+"""Compares a pass over a whole volume with sliding windows: time, memory, and seams at the borders of windows.
 
-Each row runs in a process of its own, so that its peak memory is its own; times are CPU seconds, so that a busy
-machine disturbs them little. The first row, the whole pass, is what the ratios compare with. ``seam`` is how much
-more the probabilities change from row to row at borders of windows than elsewhere.
+Each row is measured in a new process, so that its peak memory is its own. Times are CPU seconds, so that a busy machine
+disturbs them little. Ratios are to the first row, the whole pass. ``seam`` tells how many times more the probabilities
+change from one row of voxels to the next at borders of windows than elsewhere.
 """
 
 import math
@@ -31,13 +31,13 @@ def rows(
     shape: Sequence[int] = SHAPE, tiles: Sequence[int] = TILES, config: Config = NETWORK, classes: int = 4
 ) -> list[dict[str, Any]]:
     """Returns a row for the whole pass and for each tile: seconds, peak MiB, voxels that the network saw, seams."""
-    found: list[dict[str, Any]] = []
+    table: list[dict[str, Any]] = []
     for tile in (0, *tiles):
         row = _apart(tuple(shape), tile, config, classes)
-        first = found[0] if found else row
+        first = table[0] if table else row
         ratios = {name: row[name] / first[name] for name in ("cpu_s", "voxels")}
-        found.append({**row, "times_whole": ratios["cpu_s"], "voxels_times_whole": ratios["voxels"]})
-    return found
+        table.append({**row, "times_whole": ratios["cpu_s"], "voxels_times_whole": ratios["voxels"]})
+    return table
 
 
 def _apart(shape: tuple[int, ...], tile: int, config: Config, classes: int) -> dict[str, Any]:
@@ -50,13 +50,15 @@ def _apart(shape: tuple[int, ...], tile: int, config: Config, classes: int) -> d
     try:
         row: dict[str, Any] = reader.recv()
     except EOFError:
-        raise MemoryError(f"predicting {shape} voxels by tile {tile or 'whole'} ended without a word") from None
+        raise MemoryError(
+            f"predicting {shape} voxels by tile {tile or 'whole'} ended without a result, as when killed"
+        ) from None
     finally:
         child.join()
     return row
 
 
-def _measure(answer: Any, shape: tuple[int, ...], tile: int, config: Config, classes: int) -> None:
+def _measure(result: Any, shape: tuple[int, ...], tile: int, config: Config, classes: int) -> None:
     torch.set_num_threads(1)
     mesh = join(Launcher("bench"), None, 1, torch.device("cpu"))
     if tile:  # the same weights: sine and cosine positions fit every tile
@@ -66,11 +68,11 @@ def _measure(answer: Any, shape: tuple[int, ...], tile: int, config: Config, cla
     sliding = Sliding((tile or config.tile[0],) * 3, OVERLAP)
     window_grid = WindowGrid.of(shape, sliding)
     with torch.no_grad():
-        net(torch.zeros(1, 1, *config.tile))  # what is done but once is no part of a row
+        net(torch.zeros(1, 1, *config.tile))  # what happens only once is not measured
     before, began = _peak(), time.process_time()
     slabs = sliding_window([net], image, sliding, mesh) if tile else whole_volume([net], image, mesh)
     logits = torch.cat([slab.logits for slab in slabs], 1)
-    spent, peak = time.process_time() - began, _peak() - before
+    seconds, peak = time.process_time() - began, _peak() - before
     probabilities = logits.softmax(0)
     jumps = (probabilities[:, 1:] - probabilities[:, :-1]).abs().mean((0, 2, 3))  # from each row to the next
     edges = {at + side for at in window_grid.starts[0] for side in (0, tile)} - {0, shape[0]}
@@ -80,7 +82,7 @@ def _measure(answer: Any, shape: tuple[int, ...], tile: int, config: Config, cla
     voxels = len(window_grid.corners) * tile**3 if tile else math.prod(-(-side // patch) * patch for side in shape)
     name = f"sliding {tile}, overlap {OVERLAP}" if tile else "whole"
     seam = float(jumps[border].mean() / jumps[~border].mean())
-    answer.send({"name": name, "cpu_s": spent, "peak_mb": peak, "voxels": voxels, "seam": seam})
+    result.send({"name": name, "cpu_s": seconds, "peak_mb": peak, "voxels": voxels, "seam": seam})
 
 
 def _peak() -> float:

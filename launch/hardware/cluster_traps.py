@@ -1,4 +1,4 @@
-"""Known traps of clusters, each with its remedy: pure functions of a process's environment and of facts about it."""
+"""Known traps of clusters and their remedies, as pure functions of a process's environment and of facts about it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,25 +8,25 @@ Env = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Facts:
-    """What a trap depends on beside the environment."""
+    """Facts about a process, besides its environment, that a trap depends on."""
 
     on_gpu: bool = False
-    on_cpu: bool = False  # because that is wanted
+    on_cpu: bool = False  # the user chose the CPU
     rocm: bool = False
-    num_gpus: int = 0  # that this process sees
+    num_gpus: int = 0  # visible to this process
     num_nodes: int = 1
     local_world: int = 1
-    cores: int = 1  # that this process may use
+    cores: int = 1  # this process may use
     host_cores: int = 1
     threads: int = 1  # of torch
     slingshot: bool = False
     kernel: tuple[int, int] = (6, 0)
-    alone: str = ""  # what the start warned of
+    launch_warning: str = ""  # of the way ranks were started
 
 
 @dataclass(frozen=True)
 class Trap:
-    """What is wrong and what to do; an error is one with which the job cannot go well."""
+    """What is wrong and how to cure it; with an ``error`` the job cannot succeed."""
 
     text: str
     error: bool = False
@@ -40,8 +40,8 @@ def _two_masks(env: Env, facts: Facts) -> Trap | None:
     if not env.get("ROCR_VISIBLE_DEVICES") or not others:
         return None
     return Trap(
-        f"ROCR_VISIBLE_DEVICES and {others[0]} are both set: the second counts among what the first left, and torch "
-        f"may see no GPU. Unset {' and '.join(others)}",
+        f"ROCR_VISIBLE_DEVICES and {others[0]} are both set: the second counts among GPUs that the first leaves, and "
+        f"torch may see no GPU. Unset {' and '.join(others)}",
         error=facts.num_gpus == 0 and not facts.on_cpu,
     )
 
@@ -66,8 +66,8 @@ def _sockets(env: Env, facts: Facts) -> Trap | None:
     if any(word in env.get(name, "") for name in places for word in ("rccl-net", "ofi")):
         return None
     return Trap(
-        "no network plugin of RCCL is in sight, and without one it silently uses TCP, at a tenth of the speed: "
-        "module load rccl-net-plugin (after rocm), and NCCL_NET=OFI makes it fail instead of falling back"
+        "RCCL has no network plugin here, and without one it silently uses TCP, at a tenth of the speed: module load "
+        "rccl-net-plugin (after rocm), and set NCCL_NET=OFI, which fails instead of falling back"
     )
 
 
@@ -85,19 +85,19 @@ def _memhooks(env: Env, facts: Facts) -> Trap | None:
 
 def _expandable(env: Env, facts: Facts) -> Trap | None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    found = [name for name in names if "expandable_segments:true" in env.get(name, "").lower()]
-    if not found or not facts.rocm:
+    variables = [name for name in names if "expandable_segments:true" in env.get(name, "").lower()]
+    if not variables or not facts.rocm:
         return None
-    return Trap(f"{found[0]} asks for expandable_segments, which has hung ROCm: take it out")
+    return Trap(f"{variables[0]} asks for expandable_segments, which has hung ROCm: take it out")
 
 
 def _threads(env: Env, facts: Facts) -> Trap | None:
     fits = max(1, min(facts.cores, facts.host_cores // max(1, facts.local_world)))
     if facts.threads <= fits:
         return None
-    told = f"OMP_NUM_THREADS={env['OMP_NUM_THREADS']}" if "OMP_NUM_THREADS" in env else "OMP_NUM_THREADS is not set"
+    setting = f"OMP_NUM_THREADS={env['OMP_NUM_THREADS']}" if "OMP_NUM_THREADS" in env else "OMP_NUM_THREADS is not set"
     return Trap(
-        f"{told}: each rank computes with {facts.threads} threads where {fits} cores are its share ({facts.cores} "
+        f"{setting}: each rank computes with {facts.threads} threads where {fits} cores are its share ({facts.cores} "
         f"allowed, {facts.host_cores} on the node, {facts.local_world} ranks on it): export OMP_NUM_THREADS={fits}"
     )
 
@@ -113,17 +113,15 @@ def _one_core(env: Env, facts: Facts) -> Trap | None:
 
 
 def _absent_srun(env: Env, facts: Facts) -> Trap | None:
-    return Trap(facts.alone, error=True) if facts.alone else None
+    return Trap(facts.launch_warning, error=True) if facts.launch_warning else None
 
 
 def _never_ends(env: Env, facts: Facts) -> Trap | None:
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
-    found = [name for name in names if env.get(name) == "0"]
-    return (
-        Trap(f"{found[0]}=0: a rank that hangs is never ended, and the allocation runs out: unset it")
-        if found
-        else None
-    )
+    switched_off = [name for name in names if env.get(name) == "0"]
+    if not switched_off:
+        return None
+    return Trap(f"{switched_off[0]}=0: a rank that hangs is never ended, and the allocation runs out: unset it")
 
 
 def _channels_per_peer(env: Env, facts: Facts) -> Trap | None:
@@ -136,8 +134,8 @@ def _kernel_cache(env: Env, facts: Facts) -> Trap | None:
     if not (facts.rocm and facts.on_gpu) or facts.local_world < 2 or env.get("MIOPEN_USER_DB_PATH"):
         return None
     return Trap(
-        "MIOPEN_USER_DB_PATH is not set: all ranks write one database in the home folder; export it as a folder of "
-        "each rank in /tmp, and MIOPEN_CUSTOM_CACHE_DIR with it"
+        "MIOPEN_USER_DB_PATH is not set, so all ranks write to one database in the home folder: export it, and "
+        "MIOPEN_CUSTOM_CACHE_DIR, as a folder for each rank in /tmp"
     )
 
 
@@ -174,5 +172,5 @@ TRAPS: Sequence[Callable[[Env, Facts], Trap | None]] = (
 
 def find_traps(env: Env, facts: Facts) -> list[Trap]:
     """Returns the traps that apply, errors first."""
-    found = [trap for check in TRAPS if (trap := check(env, facts)) is not None]
-    return sorted(found, key=lambda trap: not trap.error)
+    traps = [trap for check in TRAPS if (trap := check(env, facts)) is not None]
+    return sorted(traps, key=lambda trap: not trap.error)

@@ -76,7 +76,7 @@ def _facts(mesh: Mesh, on_cpu: bool) -> Facts:
         threads=torch.get_num_threads(),
         slingshot=os.path.isdir("/sys/class/cxi"),
         kernel=(int(release[0]), int(release[1])) if release[0].isdigit() and release[1].isdigit() else (6, 0),
-        alone=mesh.launcher.warning,
+        launch_warning=mesh.launcher.warning,
     )
 
 

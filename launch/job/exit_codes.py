@@ -1,4 +1,4 @@
-"""Exit codes, and the one place where an exception becomes a line and a code."""
+"""Exit codes, and the one place that turns an exception into a message and a code."""
 
 import os
 import sys
@@ -14,11 +14,11 @@ FAULT, USAGE, DATA, MEMORY, NONFINITE, PREEMPTED = 1, 2, 3, 4, 5, 75
 
 
 class NonFinite(RuntimeError):
-    """A loss or gradient that is no number, on any rank."""
+    """A loss or gradient that is not finite, on any rank."""
 
 
 def code_of(error: BaseException) -> int | None:
-    """Returns the exit code of an error that a user can cause, None for a mistake of our own."""
+    """Returns the exit code of an error that a user can cause, None for a bug."""
     if isinstance(error, DataError):
         return DATA
     if isinstance(error, NonFinite):
@@ -27,34 +27,36 @@ def code_of(error: BaseException) -> int | None:
         return MEMORY
     if isinstance(error, ValueError):
         return USAGE
-    if isinstance(error, (ConnectionError, TimeoutError)):  # ranks that did not start, by name
+    if isinstance(error, (ConnectionError, TimeoutError)):  # names the ranks that did not start
         return FAULT
     return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether a GPU or this machine had no memory left (torch's CPU allocator raises a RuntimeError)."""
+    """Returns whether the error is a GPU or this machine running out of memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
+    # torch's CPU allocator raises no error of its own class
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code of ``act(arguments)``; a user's error is one line on stderr, no traceback.
+    """Calls ``act(arguments)`` and returns its exit code; an error by the user is one line on stderr, no traceback.
 
-    Who reads what it prints may leave before it ends (``| head``): that changes nothing.
+    A reader of its output may close the pipe early (``| head``); the act goes on, and its code stays the same.
     """
     with lasting():
-        code = _code(act, arguments)
+        code = _call(act, arguments)
     if code in (USAGE, DATA, MEMORY):
-        _leave_word(code)
+        _write_verdict(code)
     return code
 
 
-def _leave_word(code: int) -> None:
-    """Writes a user's error to the file that SEQPAR_VERDICT names, before this rank leaves.
+def _write_verdict(code: int) -> None:
+    """Writes the exit code to the file that SEQPAR_VERDICT names, unless another rank already has.
 
-    Its end makes the launcher end the others, with a signal's code; no status.json may be there yet. The first counts.
+    When this rank exits, the launcher kills the others and may report a signal's code, and status.json may not exist
+    yet.
     """
     path = os.environ.get("SEQPAR_VERDICT")
     if path:
@@ -62,7 +64,7 @@ def _leave_word(code: int) -> None:
             file.write(f"{code}\n")
 
 
-def _code(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
+def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
     try:
         return act(sys.argv[1:] if arguments is None else arguments)
     except Exception as error:

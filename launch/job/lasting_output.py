@@ -1,4 +1,4 @@
-"""Output that outlives its reader: nobody's closed pipe or full disk ends what takes days."""
+"""Output that survives its reader: a closed pipe or a full disk does not end a run of days."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Lasting:
-    """A stream that drops what cannot be written, and after its reader has gone everything."""
+    """A stream that drops what it cannot write, and everything once its reader has closed the pipe."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -24,10 +24,10 @@ class Lasting:
         try:
             act()
         except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # what is buffered, and the interpreter's end, find a way out
-            os.close(nowhere)
-        except (OSError, ValueError):  # a log's disk is full, or the stream was closed
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())  # the buffer is flushed once more, at the interpreter's exit at least
+            os.close(null)
+        except (OSError, ValueError):  # the disk of a log is full, or the stream is closed
             pass
 
     def __getattr__(self, name: str) -> Any:
@@ -36,7 +36,7 @@ class Lasting:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Lets stdout and stderr outlive their readers."""
+    """Keeps stdout and stderr writable within the block, even if their readers close them."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Lasting(before[0]), Lasting(before[1])
     try:

@@ -3,18 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from seqpar.launch.settings.config import (
-    Config,
-)
+from seqpar.launch.settings.config import Config
 
 
 def paper() -> Config:
-    """Returns the paper's setting: ViT-B, tile 96, Adam, soft Dice + cross-entropy, fp32."""
+    """Returns the settings of the paper: ViT-B, tile 96, Adam, soft Dice + cross-entropy, fp32."""
     return Config(augment="paper", fold="90:10", epochs=400)
 
 
 def modern() -> Config:
-    """Returns today's recipe for plain transformers on 3D images."""
+    """Returns a current recipe for plain transformers on 3D images."""
     return replace(
         paper(),
         patch=8,
@@ -35,7 +33,7 @@ def modern() -> Config:
 
 
 def laptop() -> Config:
-    """Returns a run of a few minutes on two CPU cores."""
+    """Returns settings for a run of a few minutes on two CPU cores."""
     return Config(
         mode="auto",
         tile=(48, 48, 48),
@@ -58,7 +56,7 @@ def laptop() -> Config:
 
 
 def debug() -> Config:
-    """Returns fifty steps in well under a minute, for trying things out."""
+    """Returns settings for fifty steps in well under a minute, to try things out."""
     return replace(
         laptop(),
         tile=(32, 32, 32),
@@ -76,4 +74,4 @@ def debug() -> Config:
     )
 
 
-PRESETS: dict[str, Callable[[], Config]] = {p.__name__: p for p in (paper, laptop, debug, modern)}
+PRESETS: dict[str, Callable[[], Config]] = {preset.__name__: preset for preset in (paper, laptop, debug, modern)}

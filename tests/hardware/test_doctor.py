@@ -26,7 +26,7 @@ NAMES = {"NCCL_SOCKET_IFNAME": "hsn0", "GLOO_SOCKET_IFNAME": "hsn0"}
 
 # name → environment and facts with which it applies, what it says, and the same without the cause
 SIGNS = {
-    "_absent_srun": ({}, Facts(alone="start with srun"), "error: start with srun", {}, Facts()),
+    "_absent_srun": ({}, Facts(launch_warning="start with srun"), "error: start with srun", {}, Facts()),
     "_no_gpu": (
         {"SLURM_STEP_GPUS": "0"},
         Facts(),
