@@ -1,8 +1,7 @@
-"""The healthy head of a phantom case: soft tissue memberships over the field of view.
+"""The healthy head of a phantom case: soft memberships of tissues over the field of view.
 
-Random fields are drawn as a few waves over the field of view and only then sampled on the voxels, so that the
-number of voxels does not change what is drawn. Axes are right-left, back-front, down-up in mm, the middle of
-the field of view is 0.
+Random fields are drawn as a few waves over the field of view and then sampled on the voxels, so that all numbers of
+voxels show the same field. Axes are right-left, back-front, down-up in mm, with 0 in the middle of the field of view.
 """
 
 from dataclasses import dataclass
@@ -20,22 +19,22 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a healthy head is made of: mm below the brain's surface, and memberships in 0..1."""
+    """A healthy head: its brain, and the membership of each voxel in each tissue, from 0 to 1."""
 
-    depth: Field
+    depth: Field  # mm below the brain's surface
     brain: Mask
     memberships: dict[str, Field]
 
 
 @dataclass(frozen=True)
 class _Head:
-    """Places in the head's own coordinates, and mm below the surface of its three lumps."""
+    """Each voxel's coordinates in the head, and its mm below the surface of the brain and of each of its parts."""
 
     x: Field
     y: Field
     z: Field
-    side: Field
-    upper: Field
+    side: Field  # mm from the midline
+    upper: Field  # of cerebrum with temporal lobes
     cerebellum: Field
     stem: Field
     depth: Field
@@ -48,7 +47,10 @@ def place_voxels(size: tuple[int, int, int]) -> list[Field]:
 
 
 def random_field(rng: np.random.Generator, size: tuple[int, ...], scale: float, band: bool = False) -> Field:
-    """Returns a smooth field of about unit variance, correlated over ``scale`` mm (band: without slow)."""
+    """Returns a smooth random field of about unit variance, correlated over ``scale`` mm.
+
+    - ``band``: leave out the slow waves too
+    """
     coarse = [max(4, 2 * round(mm / scale / 2.4)) for mm in FIELD_OF_VIEW]
     waves = fft.rfftn(rng.standard_normal(coarse, dtype=np.float32))
     steps = [mm / n for mm, n in zip(FIELD_OF_VIEW, coarse)]
@@ -63,17 +65,17 @@ def random_field(rng: np.random.Generator, size: tuple[int, ...], scale: float, 
     gain *= np.prod(size) / np.prod(coarse) / np.sqrt(np.mean(gain**2))
     waves = fft.fftshift(waves * gain, axes=(0, 1))
     for axis, (n, m) in enumerate(zip(coarse, size)):  # the same waves on more (or fewer) voxels
-        have, need = (n, m) if axis < 2 else (n // 2 + 1, m // 2 + 1)
-        start = (have // 2 - need // 2) if axis < 2 else 0
-        lower, upper = max(0, start), min(have, start + need)
+        from_size, to_size = (n, m) if axis < 2 else (n // 2 + 1, m // 2 + 1)
+        start = (from_size // 2 - to_size // 2) if axis < 2 else 0
+        lower, upper = max(0, start), min(from_size, start + to_size)
         pad = [(0, 0)] * 3
-        pad[axis] = (lower - start, start + need - upper)
+        pad[axis] = (lower - start, start + to_size - upper)
         waves = np.pad(waves.take(np.arange(lower, upper), axis=axis), pad)
     return fft.irfftn(fft.ifftshift(waves, axes=(0, 1)), s=size).astype(np.float32)
 
 
 def build_anatomy(rng: np.random.Generator, place: list[Field]) -> Anatomy:
-    """Returns a healthy head; no two are alike, none is symmetric."""
+    """Returns a random healthy head, which is not symmetric."""
     head = _head(rng, place)
     grey, csf = _cortex(rng, head)
     wide = rng.uniform(0.75, 1.5)
@@ -90,12 +92,12 @@ def build_anatomy(rng: np.random.Generator, place: list[Field]) -> Anatomy:
 
 
 def _soft(distance: Any, width: float) -> Field:
-    """Returns 1 where ``distance`` is well above 0, 0 well below, a ramp of ``width`` between."""
+    """Returns 1 where ``distance`` is well above 0, 0 where well below, and a ramp of ``width`` between."""
     return np.clip(np.asarray(distance, np.float32) / np.float32(width) + np.float32(0.5), 0, 1)
 
 
 def _inside(place: list[Any], centre: tuple[float, ...], radii: tuple[float, ...]) -> Field:
-    """Returns about the mm below the surface of an ellipsoid, negative outside."""
+    """Returns roughly the depth below the surface of an ellipsoid in mm, negative outside."""
     squares = sum(((p - c) / r) ** 2 for p, c, r in zip(place, centre, radii))
     return np.asarray((1 - np.sqrt(squares)) * min(radii), np.float32)
 
@@ -115,13 +117,15 @@ def _head(rng: np.random.Generator, place: list[Field]) -> _Head:
 
 
 def _cortex(rng: np.random.Generator, head: _Head) -> tuple[Field, Field]:
-    """Returns grey matter and CSF of the folded surface: sulci run along the zeros of a field."""
+    """Returns grey matter and CSF of the folded surface; sulci run along the zeros of a random field."""
     y, z = head.y, head.z
     reach = np.clip(1 - (head.depth - 5) / 18, 0, 1)
     fold = np.abs(random_field(rng, head.depth.shape, 4.6, band=True))
-    fold = fold + 0.6 * (1 - np.clip(5 * reach, 0, 1))  # and end in the depth
+    fold = fold + 0.6 * (1 - np.clip(5 * reach, 0, 1))  # deep in the brain they end
     callosum = _inside([y, np.minimum(z + 10, 0) * 0.3 + np.maximum(z + 10, 0)], (0, 0), (48, 26))
-    cleft = np.minimum(head.depth, np.where(callosum < 0, head.side, 30))  # around what joins the hemispheres
+    cleft = np.minimum(
+        head.depth, np.where(callosum < 0, head.side, 30)
+    )  # the corpus callosum joins the hemispheres below it
     open_sulci = rng.uniform(0.12, 0.3)
     grey = np.maximum(_soft(1.05 * reach - fold, 0.35), _soft(4.2 - cleft, 1.6))
     csf = np.maximum(_soft(open_sulci * reach - fold, 0.3), _soft(1.0 - cleft, 1.4))
@@ -135,9 +139,9 @@ def _cortex(rng: np.random.Generator, head: _Head) -> tuple[Field, Field]:
 
 
 def _ventricle(head: _Head, wide: float) -> Field:
-    """Returns about the mm below the surface of the ventricles, ``wide`` times as wide as usual."""
+    """Returns roughly the depth below the surface of the ventricles in mm; they are ``wide`` times as wide as usual."""
     side, y, z = head.side, head.y, head.z
-    bend = 0.006 * (y - 6) ** 2  # the horns leave the middle, the hinder ones go down
+    bend = 0.006 * (y - 6) ** 2  # the horns lead away from the midline, the posterior ones downwards
     body = _inside([side - bend, y, z + 0.5 * bend], (7 + 3 * wide, -4, 12), (5.5 * wide, 44, 8 * wide))
     horn = _inside([side + 0.3 * y, y, z], (21, -20, -12), (5 * wide, 22, 6 * wide))
     third = _inside([side, y, z], (0, -4, -4), (2.2 * wide, 13, 11))
@@ -145,7 +149,7 @@ def _ventricle(head: _Head, wide: float) -> Field:
 
 
 def _old_age(rng: np.random.Generator, head: _Head, ventricle: Field) -> Field:
-    """Returns what is bright in FLAIR without a tumour: spots in white matter, caps on the ventricles."""
+    """Returns lesions of old age, bright in FLAIR: spots in white matter and caps on the ventricles."""
     age = rng.uniform(0.0, 1.0)
     spots = _soft(random_field(rng, head.depth.shape, 4.5) - (3.3 - 1.1 * age), 0.5)
     caps = _soft(ventricle + 1.0 + 2.5 * age * random_field(rng, head.depth.shape, 7), 2.5)
@@ -153,7 +157,7 @@ def _old_age(rng: np.random.Generator, head: _Head, ventricle: Field) -> Field:
 
 
 def _vessels(rng: np.random.Generator, head: _Head) -> Field:
-    """Returns what is bright in T1ce without a tumour: arteries, the sinus along the top, the plexus."""
+    """Returns vessels, bright in T1ce: arteries, the sagittal sinus, the choroid plexus."""
     size, z = head.depth.shape, head.z
     course = np.hypot(random_field(rng, size, 9, band=True), random_field(rng, size, 9, band=True))
     sinus = 3.2 - np.hypot(head.x, np.minimum(head.upper, np.where(z > 0, 30, 90)) - 2)

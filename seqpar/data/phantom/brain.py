@@ -1,8 +1,8 @@
-"""Four-modality brains with tumours, made from (seed, case index) alone.
+"""Phantom brains with tumours in four modalities, each case a function of (seed, case index) alone.
 
-A case is a function of physical space: another size shows the same head more coarsely or finely (measurement
-noise excepted). Tissues are painted one over another with soft edges; what makes the task hard is painted
-like the tumour and not labelled: CSF (bright in T2), lesions of old age (FLAIR), vessels (T1ce).
+A case is defined in physical space: another size shows the same head more coarsely or finely, except for measurement
+noise. Tissues are painted over one another with soft edges. To make the task hard, some healthy tissue resembles tumour
+and is not labelled: CSF (bright in T2), lesions of old age (FLAIR), vessels (T1ce).
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from seqpar.data.phantom.anatomy import (
     random_field,
 )
 
-MODALITIES = ("t1n", "t1c", "t2w", "t2f")  # T1, T1ce, T2, FLAIR in the words of BraTS 2023
+MODALITIES = ("t1n", "t1c", "t2w", "t2f")  # T1, T1ce, T2, FLAIR under their BraTS 2023 names
 LABELS = {"background": 0, "NCR": 1, "ED": 2, "ET": 3}
 DEFAULT_SIZE = (96, 112, 96)  # 2 mm voxels
-HEALTHY_EVERY = 8  # one case in so many has no tumour
+HEALTHY_EVERY = 8  # every eighth case has no tumour
 
 #                           T1    T1ce  T2    FLAIR
 TISSUES = {
@@ -49,14 +49,14 @@ class PhantomCase:
 
     @property
     def affine(self) -> NDArray[np.float64]:
-        """Returns voxel index -> mm, with the middle of the volume at 0."""
+        """The matrix from voxel indices to mm, with the middle of the volume at 0."""
         affine = np.diag([*self.spacing, 1.0])
         affine[:3, 3] = [-s * (n - 1) / 2 for s, n in zip(self.spacing, self.label.shape)]
         return affine
 
 
 def make_case(seed: int, index: int, size: tuple[int, int, int] = DEFAULT_SIZE) -> PhantomCase:
-    """Returns case ``index`` of the phantom ``seed``; nothing else enters."""
+    """Returns case ``index`` of the phantom data set ``seed``, the same on every call."""
     if seed < 0 or index < 0:
         raise ValueError(f"a phantom's seed and case index are 0 or more, got {seed} and {index}")
     if len(size) != 3 or min(size) < 16:
@@ -64,49 +64,49 @@ def make_case(seed: int, index: int, size: tuple[int, int, int] = DEFAULT_SIZE) 
     shape_rng, tumour_rng, contrast_rng, noise_rng = (
         np.random.default_rng([seed, index, stream]) for stream in range(4)
     )
-    place = place_voxels(size)
-    anatomy = build_anatomy(shape_rng, place)
+    position = place_voxels(size)
+    anatomy = build_anatomy(shape_rng, position)
     healthy = (seed + index) % HEALTHY_EVERY == HEALTHY_EVERY - 1
-    label = np.zeros(size, np.uint8) if healthy else _tumours(tumour_rng, place, anatomy)
+    label = np.zeros(size, np.uint8) if healthy else _tumours(tumour_rng, position, anatomy)
     image = _intensities(contrast_rng, anatomy, label)
     spacing = tuple(mm / n for mm, n in zip(FIELD_OF_VIEW, size))
     return PhantomCase(_measure(noise_rng, image, anatomy.brain), label, spacing)  # type: ignore[arg-type]
 
 
-def _tumours(rng: np.random.Generator, place: list[Field], anatomy: Anatomy) -> NDArray[np.uint8]:
-    """Returns the label of one to three nested tumours: necrosis in an enhancing ring in oedema."""
+def _tumours(rng: np.random.Generator, position: list[Field], anatomy: Anatomy) -> NDArray[np.uint8]:
+    """Returns the label of one to three tumours: necrosis within an enhancing ring within oedema."""
     size = anatomy.depth.shape
     lumps, fingers = random_field(rng, size, 7), random_field(rng, size, 3.5)
     white = 1 - np.maximum(anatomy.memberships["grey"], anatomy.memberships["csf"])
     whole, core, necrosis = (np.zeros(size, bool) for _ in range(3))
-    solid = np.zeros(size, bool)  # cores of tumours that do not enhance
+    unenhanced = np.zeros(size, bool)  # cores of tumours that do not enhance
     for number in range(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2])):
         centre = _centre(rng, anatomy.depth)
         radius = rng.uniform(8, 14) if number == 0 else rng.uniform(5, 9)
         axes = rng.uniform(0.75, 1.25, 3)
-        turn = np.linalg.qr(rng.standard_normal((3, 3)))[0].astype(np.float32)
-        away = [sum(turn[i, j] * (place[j] - centre[j]) for j in range(3)) for i in range(3)]
-        distance = np.sqrt(sum((a / np.float32(r)) ** 2 for a, r in zip(away, axes)))
+        rotation = np.linalg.qr(rng.standard_normal((3, 3)))[0].astype(np.float32)
+        rotated = [sum(rotation[i, j] * (position[j] - centre[j]) for j in range(3)) for i in range(3)]
+        distance = np.sqrt(sum((a / np.float32(r)) ** 2 for a, r in zip(rotated, axes)))
         rough = distance / np.float32(radius) + 0.13 * lumps + 0.05 * fingers
-        this = (rough < 1) & anatomy.brain
+        tumour = (rough < 1) & anatomy.brain
         # oedema follows white matter
-        spread = rng.uniform(1.3, 2.0)
-        swollen = rough + 0.3 * fingers + 0.12 * lumps - 0.9 * (white - 0.6) < spread
+        extent = rng.uniform(1.3, 2.0)
+        swollen = rough + 0.3 * fingers + 0.12 * lumps - 0.9 * (white - 0.6) < extent
         whole |= swollen & (distance < 2.4 * radius)
         kind = rng.choice(["ring", "filled", "dull"], p=[0.68, 0.16, 0.16])
         if kind == "ring":
             necrosis |= rough < 1 - rng.uniform(3.0, 6.0) / radius + 0.08 * fingers
         elif kind == "dull":
-            solid |= this
-        core |= this
+            unenhanced |= tumour
+        core |= tumour
     whole = (whole & (anatomy.memberships["csf"] < 0.5) & anatomy.brain) | core
-    whole |= ndimage.binary_dilation(core) & anatomy.brain  # a core never lies bare
-    ring = core & ~(solid | (necrosis & ndimage.binary_erosion(core)))
+    whole |= ndimage.binary_dilation(core) & anatomy.brain  # at least one voxel of oedema around each core
+    ring = core & ~(unenhanced | (necrosis & ndimage.binary_erosion(core)))
     return np.select([ring, core, whole], [3, 1, 2], 0).astype(np.uint8)
 
 
 def _centre(rng: np.random.Generator, depth: Field) -> list[float]:
-    """Returns a place in mm within the upper brain, neither bare nor at the very middle."""
+    """Returns a random point in mm in the upper brain, neither near its surface nor near the midline."""
     while True:
         centre = [rng.uniform(-55, 55), rng.uniform(-70, 70), rng.uniform(-25, 50)]
         voxel = tuple(int((c / mm + 0.5) * n) for c, mm, n in zip(centre, FIELD_OF_VIEW, depth.shape))
@@ -115,7 +115,7 @@ def _centre(rng: np.random.Generator, depth: Field) -> list[float]:
 
 
 def _intensities(rng: np.random.Generator, anatomy: Anatomy, label: NDArray[np.uint8]) -> Field:
-    """Returns the noiseless image ``(c, W, D, H)``, each case with contrasts of its own."""
+    """Returns the image ``(c, W, D, H)`` without noise; contrasts differ from case to case."""
     size = label.shape
     values = {name: value * rng.normal(1, 0.04, 4) for name, value in TISSUES.items()}
     image = np.empty((4, *size), np.float32)
@@ -123,14 +123,14 @@ def _intensities(rng: np.random.Generator, anatomy: Anatomy, label: NDArray[np.u
     parts = dict(anatomy.memberships)
     vessel = parts.pop("vessel")
     texture = random_field(rng, size, 3)
-    clear = rng.uniform(0.7, 1.0)  # how far a tumour stands out in this case
+    contrast = rng.uniform(0.7, 1.0)  # of the tumour in this case
     spacing = [mm / n for mm, n in zip(FIELD_OF_VIEW, size)]
     for name, weight in parts.items():
         _paint(image, values[name], weight)
     patchy = {"NCR": 0.15, "ED": 0.2, "ET": 0.25}
     for name in ("ED", "ET", "NCR") if label.any() else ():
         edge = ndimage.gaussian_filter((label == LABELS[name]).astype(np.float32), [1.3 / s for s in spacing])
-        _paint(image, values[name], np.clip(edge * (1 + patchy[name] * texture) * clear, 0, 1))
+        _paint(image, values[name], np.clip(edge * (1 + patchy[name] * texture) * contrast, 0, 1))
     _paint(image, values["vessel"], vessel)
     image *= 1 + 0.03 * texture
     for modality in range(4):
@@ -144,7 +144,7 @@ def _paint(image: Field, value: NDArray[np.float64], weight: Field) -> None:
 
 
 def _measure(rng: np.random.Generator, image: Field, brain: Mask) -> NDArray[np.int16]:
-    """Returns what a scanner writes: blurred, noisy, in units of its own, 0 outside of the brain."""
+    """Returns the image as a scanner writes it: blurred, noisy, in arbitrary units, 0 outside the brain."""
     scale = rng.uniform(300, 1500, 4)
     noise = rng.uniform(0.025, 0.06, 4)
     out = np.zeros(image.shape, np.int16)
