@@ -1,4 +1,4 @@
-"""A run folder as prediction needs it: the settings, what the data mean, and the networks of its checkpoints."""
+"""Reads a run folder for prediction: its settings, what its data mean, and the networks of its checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ LAST = "model.safetensors"  # what a finished run leaves beside its checkpoints
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run was: its config, how its cases were prepared, and what its outputs stand for."""
+    """A training run: its config, how its cases were prepared, and what its outputs stand for."""
 
     path: Path
     config: Config
@@ -40,18 +40,18 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Returns the run in a folder that train wrote."""
+    """Reads the run in a folder that train wrote."""
     content = read_config(path)
     try:
-        told = content["dataset"]
-        regions = {name: tuple(members) for name, members in told["regions"].items()}
+        dataset = content["dataset"]
+        regions = {name: tuple(members) for name, members in dataset["regions"].items()}
         return Run(
             Path(path),
             Config.from_dict(content["config"]),
-            Recipe.from_json(told["recipe"]),
-            dict(told["labels"]),
+            Recipe.from_json(dataset["recipe"]),
+            dict(dataset["labels"]),
             regions,
-            tuple(told["regions_class_order"]) if regions else (),
+            tuple(dataset["regions_class_order"]) if regions else (),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -60,7 +60,10 @@ def read_run(path: str | Path) -> Run:
 
 
 def find_weights(run: Run, which: str = "best") -> Path:
-    """Returns the file of weights that ``which`` names: best, latest, or a file or checkpoint folder itself."""
+    """Returns a file of the run's weights.
+
+    - ``which``: best, latest, or the path of a file or checkpoint folder
+    """
     folder = run.path / "checkpoints"
     if which not in ("best", "latest"):
         path = Path(which)
@@ -74,22 +77,25 @@ def find_weights(run: Run, which: str = "best") -> Path:
 
 
 def fitting_mode(run: Run) -> str:
-    """Returns how the run's networks decode without being told: all modes but nogather are one function."""
+    """Returns the mode for prediction: auto, or nogather for a network trained so, as only that computes otherwise."""
     return "nogather" if run.config.mode == "nogather" else "auto"
 
 
 def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[SegmentationNet]:
-    """Returns the run's network with each file's weights, ready to predict; ``mode`` may be another than trained."""
+    """Returns the run's network with the weights of each file, ready to predict.
+
+    - ``mode``: of the decoder; by default ``fitting_mode``
+    """
     config = replace(run.config, mode=mode or fitting_mode(run), seqpar=mesh.seq.size)
     config = choose_quickest(config, device_here(mesh.device.type))
     nets = []
     for path in files:
         net = build(config, len(run.recipe.modalities), len(run.outputs), mesh.seq)
         state = read_weights(path)
-        wanted = net.state_dict()
-        wrong = [name for name in {**wanted, **state} if _shape(wanted, name) != _shape(state, name)]
-        if wrong:
-            raise DataError(path, f"holds weights of another network than {run.path}: {listed(wrong, 4)} differ")
+        own = net.state_dict()
+        differing = [name for name in {**own, **state} if _shape(own, name) != _shape(state, name)]
+        if differing:
+            raise DataError(path, f"holds weights of another network than {run.path}: {listed(differing, 4)} differ")
         net.load_state_dict(state)
         dtype = torch.float64 if run.config.precision == "fp64" else torch.float32
         nets.append(net.to(mesh.device, dtype).eval())

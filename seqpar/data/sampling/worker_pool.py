@@ -175,7 +175,7 @@ class _Worker:
         theirs.close()
 
     def ask(self, number: int, task: object) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it is dead: told when its answer is due
+        with suppress(BrokenPipeError, ConnectionResetError):  # it is dead: reported when its result is due
             self.pipe.send((number, task))
 
     def answer(self, what: str) -> Fault | None:
