@@ -81,15 +81,15 @@ def test_every_trap_has_its_signs():
 def test_a_trap_is_told_with_its_remedy_where_it_applies_and_only_there(name):
 
     env, facts, text, other_env, other_facts = SIGNS[name]
-    (found,) = find_traps(env, facts)
-    assert re.search(text, str(found))
+    (trap,) = find_traps(env, facts)
+    assert re.search(text, str(trap))
     assert find_traps(other_env, other_facts) == []
 
 
 def test_two_masks_are_an_error_where_no_gpu_is_left():
     env = {**FINE, "ROCR_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "3"}
-    found = find_traps(env, replace(NODES, num_gpus=0))
-    assert [trap.error for trap in found] == [True, True] and "Unset CUDA_VISIBLE_DEVICES" in str(found[1])
+    traps = find_traps(env, replace(NODES, num_gpus=0))
+    assert [trap.error for trap in traps] == [True, True] and "Unset CUDA_VISIBLE_DEVICES" in str(traps[1])
 
 
 def some_ranks(**more) -> list[RankFacts]:
@@ -125,14 +125,14 @@ JUDGED = {
 
 @pytest.mark.parametrize("case", JUDGED)
 def test_what_stands_in_the_way_is_told(case):
-    *given, text = JUDGED[case]
-    assert [str(found)[: len(text)] for found in judge(*given)] == ([text] if text else [])
+    *facts, text = JUDGED[case]
+    assert [str(finding)[: len(text)] for finding in judge(*facts)] == ([text] if text else [])
 
 
 def test_latency_and_speed_are_those_of_the_line():
     points = [(4096, 1e-4), (2**18, 2e-4), (2**25, 1e-4 + 2**25 / 1e9)]
-    found = fit(points)
-    assert found["latency_s"] == 1e-4 and found["bytes_per_s"] == pytest.approx(1e9)
+    link = fit(points)
+    assert link["latency_s"] == 1e-4 and link["bytes_per_s"] == pytest.approx(1e9)
     assert fit([(8, 1e-3), (800, 1e-3)])["bytes_per_s"] == 8e5
 
 
@@ -154,12 +154,12 @@ def test_a_sound_job_ends_with_0_and_the_planners_figures(tmp_path, quick):
     assert "4 rank(s) on 1 node(s) = data 2 x seq 2, by variables" in said and "GiB free" in said
     assert [line.split()[0] for line in said.splitlines() if " cpu " in line] == ["0", "1", "2", "3"]
     assert list((tmp_path / "run").iterdir()) == [], "its file is gone"
-    told = json.loads((tmp_path / "links.json").read_text())
-    assert told["world"] == 4 and told["seqpar"] == 2 and not told["seq_crosses_nodes"]
-    assert told["matmul_flops_per_s"]["float32"] > 1e8 and told["memory_bytes"] > 2**26
-    assert list(told["groups"]) == ["seq", "data", "world"]
+    links = json.loads((tmp_path / "links.json").read_text())
+    assert links["world"] == 4 and links["seqpar"] == 2 and not links["seq_crosses_nodes"]
+    assert links["matmul_flops_per_s"]["float32"] > 1e8 and links["memory_bytes"] > 2**26
+    assert list(links["groups"]) == ["seq", "data", "world"]
     for name, size in (("seq", 2), ("data", 2), ("world", 4)):
-        group = told["groups"][name]
+        group = links["groups"][name]
         assert group["size"] == size
         for kind, share in (("all_gather", size - 1), ("all_to_all", 1 - 1 / size), ("all_reduce", 2 - 2 / size)):
             assert group[kind]["latency_s"] > 0 and group[kind]["bytes_per_s"] > 0

@@ -41,8 +41,8 @@ def auto(
 ) -> Config:
     here(replace(device, memory=gib * 2**30, reserved_bytes=0.0), monkeypatch)
     chosen, why = auto_settings.choose(replace(config, seqpar=AUTO), launcher, 2, 3)
-    told = why["seqpar_choice"]
-    assert f"--seqpar {chosen.seqpar} is the smallest that fits" in told[0] and len(told) >= 2
+    reasons = why["seqpar_choice"]
+    assert f"--seqpar {chosen.seqpar} is the smallest that fits" in reasons[0] and len(reasons) >= 2
     return chosen
 
 
@@ -113,7 +113,7 @@ def test_training_attends_as_was_planned(monkeypatch: pytest.MonkeyPatch) -> Non
     """By batch, the numbers' size, links, and what memory the plan leaves."""
     launcher, config = Launcher("test", 0, 4), replace(PAPER, depth=3, seqpar=4, mode="halo", heads=4, embed_dim=256)
     slow, quick = (replace(GCD, links={8: link}) for link in (Link(1e7, 1e-4), Link(1e15, 0.0)))
-    found = set()
+    strategies = set()
     for device, open_config in (
         (GCD, config),
         (slow, replace(config, keep_kv=True)),
@@ -125,8 +125,8 @@ def test_training_attends_as_was_planned(monkeypatch: pytest.MonkeyPatch) -> Non
         p = plan_of(Run(open_config, replace(device, node=4), ranks=4, timed=False), 4)
         assert (name, tuple(why)) == (p.config.attention, p.attention_why) and why[0].startswith(name)
         assert "of those that need at most" in why[0]
-        found.add(name)
-    assert len(found) > 2, found
+        strategies.add(name)
+    assert len(strategies) > 2, strategies
     assert auto_settings.choose_attention(replace(config, attention="gather-x"), launcher, 4, 4) == ()
     assert auto_settings.choose_attention(replace(config, seqpar=1), launcher, 4, 4) == ()
 
@@ -150,9 +150,9 @@ def test_a_run_that_goes_on_keeps_its_strategy_on_as_many_ranks() -> None:
 
 
 def test_train_chooses_says_and_records(tmp_path: Path) -> None:
-    given = [*tiny_data(tmp_path), "--seqpar", "auto", "--out", tmp_path / "run"]
+    arguments = [*tiny_data(tmp_path), "--seqpar", "auto", "--out", tmp_path / "run"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, ROOT / "launch" / "train.py", *given]
+    line = [sys.executable, ROOT / "launch" / "train.py", *arguments]
     done = subprocess.run(list(map(str, line)), capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "--seqpar 1 is the smallest that fits this CPU" in done.stdout

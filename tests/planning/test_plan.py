@@ -25,17 +25,17 @@ SMALL = Config(tile=(16, 16, 16), patch=4, depth=2, embed_dim=24, heads=3, decod
 
 def test_the_paper_needs_four_ranks_where_attention_is_not_fused_and_one_here() -> None:
     """Its node has 8 ranks, so that groups are of 1, 2, 4 or 8. One layer's scores: 12 heads x 13,824² x 4 bytes."""
-    found = list(plans(Run(PAPER, GCD, ranks=8), (1, 2, 4, 8)))
-    assert [p.fits_unfused for p in found] == [False, False, True, True]
-    assert [p.fits for p in found] == [True] * 4
+    rows = list(plans(Run(PAPER, GCD, ranks=8), (1, 2, 4, 8)))
+    assert [p.fits_unfused for p in rows] == [False, False, True, True]
+    assert [p.fits for p in rows] == [True] * 4
     one_layer = 12 * 13824**2 * 4
-    assert found[0].scores - 12 * one_layer <= 2 * one_layer and found[0].scores > 12 * one_layer > GCD.memory
-    assert found[1].scores < 0.52 * found[0].scores
+    assert rows[0].scores - 12 * one_layer <= 2 * one_layer and rows[0].scores > 12 * one_layer > GCD.memory
+    assert rows[1].scores < 0.52 * rows[0].scores
 
 
 def test_the_command_is_taken_by_train_and_means_the_plan(capsys: pytest.CaptureFixture) -> None:
-    given = ["--tile", "120", "120", "78", "--patch", "4", "--preset", "modern", "--seqpar", "4", "--no-qkv-bias"]
-    assert plan.act([*given, "--device", "h200"]) == 0
+    arguments = ["--tile", "120", "120", "78", "--patch", "4", "--preset", "modern", "--seqpar", "4", "--no-qkv-bias"]
+    assert plan.act([*arguments, "--device", "h200"]) == 0
     said = capsys.readouterr().out
     assert max(map(len, said.split("\n\n")[1].splitlines())) <= 100, "the table is readable in 100 columns"
     assert "padded to 120x120x80" in said and "18000 tokens" in said
@@ -56,13 +56,13 @@ def test_sizes_that_cannot_be_say_why() -> None:
 
 def test_the_smallest_group_that_fits_is_chosen_and_less_memory_takes_more_ranks() -> None:
     run = Run(PAPER, GCD)
-    found = list(plans(run, (1, 2, 4, 8)))
-    needs = [p.total for p in found]
+    rows = list(plans(run, (1, 2, 4, 8)))
+    needs = [p.total for p in rows]
     assert needs == sorted(needs, reverse=True)
-    for p in found:
-        tight = [replace(each, device=replace(GCD, memory=p.total)) for each in found]
+    for p in rows:
+        tight = [replace(each, device=replace(GCD, memory=p.total)) for each in rows]
         assert smallest(tight).config.seqpar == p.config.seqpar
-    assert smallest([replace(each, device=replace(GCD, memory=2.0**30)) for each in found]) is None
+    assert smallest([replace(each, device=replace(GCD, memory=2.0**30)) for each in rows]) is None
 
 
 def test_the_most_tiles_fill_the_memory() -> None:
@@ -75,9 +75,9 @@ def test_the_most_tiles_fill_the_memory() -> None:
 
 
 def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
-    given = ["--tile", "128", "--patch", "4", "--seqpar", "8", "--mode", "halo", "--memory", "2", "--device", "a100"]
+    flags = ["--tile", "128", "--patch", "4", "--seqpar", "8", "--mode", "halo", "--memory", "2", "--device", "a100"]
     with pytest.raises(ValueError, match="nothing fits: --seqpar 8 .* try --grad-checkpoint full"):
-        plan.act(given)
+        plan.act(flags)
     with pytest.raises(ValueError, match="--ranks 12 do not fill nodes of 8: plan for 8 or 16, or say with --node"):
         plan.act(["--ranks", "12", "--device", "a100"])
     with pytest.raises(ValueError, match="--classes 0: it must be at least 1"):
@@ -87,8 +87,8 @@ def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
 
 
 def test_what_is_kept_can_be_planned_by_every_size() -> None:
-    found = plans(Run(replace(PAPER, keep_kv=True), GCD), (1, 2, 4, 8))
-    assert [p.why for p in found] == [""] * 4
+    rows = plans(Run(replace(PAPER, keep_kv=True), GCD), (1, 2, 4, 8))
+    assert [p.why for p in rows] == [""] * 4
 
 
 def test_every_flag_acts() -> None:
