@@ -97,15 +97,12 @@ def _packed(error: Exception) -> str:
 
 
 def by_first(act: Callable[[], Any], group: Group) -> Any:
-    """Returns on every rank what ``act`` returned on the first one, as JSON has it.
-
-    A ``ValueError`` of ``act``, which is what a user can cause, is raised on all ranks.
-    """
-    value, error = None, None
+    """Returns on every rank what ``act`` returned on the first one, as JSON has it; raises on all what it raises."""
+    text, error = "", None
     if group.index == 0:
         try:
-            value = act()
-        except ValueError as problem:
+            text = json.dumps(act())
+        except Exception as problem:
             error = problem
     raise_together(error, group, name_rank=False)
-    return json.loads(broadcast_text(json.dumps(value), 0, group))
+    return json.loads(broadcast_text(text, 0, group))

@@ -78,10 +78,11 @@ def _build_net(
 
 def _load_weights(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
     """Returns the line of ``start_from``; an error on one rank is raised on all."""
-    line, error = "", None
+    line: str = ""
+    error: Exception | None = None
     try:
         line = start_from(net, config)
-    except ValueError as problem:
+    except Exception as problem:
         error = problem
     raise_together(error, mesh.world)
     return line

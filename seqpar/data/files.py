@@ -28,7 +28,8 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
             sync(temporary)
         os.replace(temporary, path)
         if durable:
-            sync(path.parent)
+            with suppress(OSError):  # the file is there; some folders can be written but not opened
+                sync(path.parent)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -211,3 +211,7 @@ def test_several_bad_cases_are_all_reported_at_the_end_by_workers_too(tmp_path, 
     printed = capfd.readouterr().err
     assert printed.count("error: ") == 3 and all(f"c_00{n}" in printed for n in (1, 2, 3))
     assert open_cache(tmp_path / "cache").ids == ("c_000",)
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(ONE_CASE) >= 43

@@ -135,3 +135,7 @@ def test_a_wrong_flag_is_a_usage_error(tmp_path, capfd):
     for flags in (["--spacing", "coarse"], ["--spacing", "1,2"], ["--spacing", "1,0,1"], ["--workers", "-1"]):
         assert run(act, [str(root), "--out", str(tmp_path / "c"), *flags]) == 2
         assert flags[0].removeprefix("--") in capfd.readouterr().err
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(WHOLE_SET) >= 16

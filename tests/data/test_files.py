@@ -66,3 +66,17 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
         write_bytes(Path(tmp_path / "none/a"), b"")
     with pytest.raises(NotADirectoryError, match="file/a'"):
         write_bytes(Path(tmp_path / "file/a"), b"")
+
+
+def test_a_folder_that_can_be_written_but_not_opened_keeps_the_file(tmp_path, monkeypatch):
+    """The new file is in place by then: nothing is reported as failed."""
+    opened = os.open
+
+    def refuse(path, *flags, **more):
+        if Path(path) == tmp_path:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *flags, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    write_text(tmp_path / "a.txt", "new")
+    assert (tmp_path / "a.txt").read_text() == "new" and len(list(tmp_path.iterdir())) == 1

@@ -93,10 +93,17 @@ def check_by_first(mesh: Mesh) -> tuple[object, str, str]:
     def fail() -> None:
         raise DataError("b.nii", "is not there")
 
+    def fill_the_disk() -> None:
+        raise OSError(28, "No space left on device")
+
     value = by_first(act, mesh.world)
     assert calls == ([0] if mesh.is_first else [])
     with pytest.raises(DataError, match="^b.nii: is not there$") as caught:
         by_first(fail, mesh.world)
+    with pytest.raises(OSError, match="No space left"):  # whatever it is: none may wait for the first one
+        by_first(fill_the_disk, mesh.world)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        by_first(object, mesh.world)
     return value, caught.value.path, caught.value.problem
 
 
