@@ -40,20 +40,27 @@ class InstanceNorm3d(nn.InstanceNorm3d):
 
 
 class BatchNorm3d(nn.BatchNorm3d):
-    """Batch norm; statistics over all voxels and samples, of all ranks of ``data`` too if it is given."""
+    """Batch norm; statistics over all voxels and samples of the batch, whichever ranks hold them.
 
-    def __init__(self, num_features: int, *options: Any, data: Group | None = None, **more: Any) -> None:
+    - ``data``: ranks that hold other tiles of the batch
+    - ``peers``: ranks that hold other whole samples of it where the volume is not cut into boxes
+    """
+
+    def __init__(
+        self, num_features: int, *options: Any, data: Group | None = None, peers: Group | None = None, **more: Any
+    ) -> None:
         super().__init__(num_features, *options, **more)
-        self.data = data
+        self.data, self.peers = data, peers
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns the normed volume and its unchanged box grid."""
         own = self.training or self.running_mean is None
-        groups = (*([] if grid is None else [grid.group]), *([] if self.data is None else [self.data]))
+        groups = tuple(group for group in (self.peers if grid is None else grid.group, self.data) if group is not None)
         if not groups or not own:
             return super().forward(x), grid
         voxels = grid.extents if grid is not None else x.shape[2:]
-        _refuse_single(len(x) * math.prod(voxels) * (self.data.size if self.data else 1), self)
+        samples = len(x) * math.prod(group.size for group in groups if grid is None or group is not grid.group)
+        _refuse_single(samples * math.prod(voxels), self)
         y, mean, variance = _norm(x, self, MomentGroups(self.num_features, True, groups), grid)
         if self.training and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None

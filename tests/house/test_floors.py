@@ -18,13 +18,13 @@ GROUND = """
     collectives consensus halo_exchange remaps
     layout meta_tensors losses
     attention spatial
-    vit
+    vit pipeline
     data.boxes data.errors data.files data.geometry data.volumes data.workers
     data.formats
     data.preparation
     data.sampling data.phantom
     decoders.levels
-    decoders.modes decoders.plain decoders.unetr decoders.primus
+    decoders.modes decoders.plain decoders.unetr decoders.primus decoders.unets
     launch.job launch.hardware launch.settings launch.evaluation
     launch.models
     launch.weights launch.planning

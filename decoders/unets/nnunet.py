@@ -1,0 +1,163 @@
+"""nnU-Net's networks: PlainConvUNet and ResidualEncoderUNet, for a tile as its planner plans them, or of a plan."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from seqpar.decoders.unets.architecture import Architecture, Style, Three, three
+from seqpar.decoders.unets.blocks import ResidualBlock
+from seqpar.decoders.unets.unet import UNet
+
+FEATURES, MOST_FEATURES = 32, 320
+RESIDUAL_BLOCKS = (1, 3, 4, 6, 6, 6, 6, 6, 6, 6)  # of each stage's encoder
+CLASSES = {"PlainConvUNet": "plain", "ResidualEncoderUNet": "residual"}
+_SMALLEST = 4  # a side of the coarsest stage at least
+_REFUSED = ("dropout_op", "dropout_op_kwargs", "squeeze_excitation", "stochastic_depth_p")
+
+
+def topology(
+    tile: Sequence[int], spacing: Sequence[float] = (1, 1, 1)
+) -> tuple[tuple[Three, ...], tuple[Three, ...]]:
+    """Returns kernels and strides of each stage for a tile, as nnU-Net's planner chooses them.
+
+    A direction is halved while its side stays at least 4 and its voxels are less than twice as long as the shortest
+    ones; a direction alone, while its side is at least 12. Kernels are 1 along directions of longer voxels, until
+    these have been caught up with, and 3 in the last stage.
+    """
+    sides, sizes = list(tile), list(spacing)
+    kernel, kernels, strides = [1, 1, 1], list[Three](), [three(1)]
+    while True:
+        large = [at for at, side in enumerate(sides) if side >= 2 * _SMALLEST]
+        shortest = min((sizes[at] for at in large), default=0.0)
+        halved = [at for at in large if sizes[at] < 2 * shortest]
+        if not halved or (len(halved) == 1 and sides[halved[0]] < 3 * _SMALLEST):
+            break
+        kernel = [3 if k == 3 or size < 2 * min(sizes) else 1 for k, size in zip(kernel, sizes)]
+        kernels.append(three(kernel))
+        strides.append(three([2 if at in halved else 1 for at in range(3)]))
+        for at in halved:
+            sides[at], sizes[at] = -(-sides[at] // 2), sizes[at] * 2
+    if len(strides) == 1:
+        raise ValueError(f"tile {tuple(tile)} cannot be halved once: nnU-Net's networks need --tile 8 or more")
+    return (*kernels, three(3)), tuple(strides)
+
+
+def planned(
+    in_channels: int,
+    num_outputs: int,
+    kernels: Sequence[Three],
+    strides: Sequence[Three],
+    residual: bool = False,
+    features: int = FEATURES,
+) -> Architecture:
+    """Returns the architecture with these stages; ``features``: of the first one, doubled up to ten times as many."""
+    stages = len(strides)
+    most = MOST_FEATURES * features // FEATURES if features > FEATURES else MOST_FEATURES
+    return Architecture(
+        in_channels,
+        num_outputs,
+        tuple(min(features << stage, most) for stage in range(stages)),
+        tuple(kernels),
+        tuple(strides),
+        RESIDUAL_BLOCKS[:stages] if residual else (2,) * stages,
+        (1 if residual else 2,) * (stages - 1),
+        block="residual" if residual else "plain",
+        stem=features if residual else 0,
+        heads=stages - 1,
+    )
+
+
+def nnunet_plain(
+    in_channels: int,
+    num_outputs: int,
+    tile: int | Sequence[int] = 128,
+    spacing: Sequence[float] = (1, 1, 1),
+    features: int = FEATURES,
+    deep_supervision: bool = False,
+) -> UNet:
+    """Returns nnU-Net's PlainConvUNet as planned for a tile and the spacing of its voxels."""
+    return network(
+        planned(in_channels, num_outputs, *topology(three(tile), spacing), features=features), deep_supervision
+    )
+
+
+def nnunet_resenc(
+    in_channels: int,
+    num_outputs: int,
+    tile: int | Sequence[int] = 128,
+    spacing: Sequence[float] = (1, 1, 1),
+    features: int = FEATURES,
+    deep_supervision: bool = False,
+) -> UNet:
+    """Returns nnU-Net's ResidualEncoderUNet as planned for a tile and the spacing of its voxels."""
+    return network(
+        planned(in_channels, num_outputs, *topology(three(tile), spacing), True, features), deep_supervision
+    )
+
+
+def network(architecture: Architecture, deep_supervision: bool = False) -> UNet:
+    """Returns a network of nnU-Net's; deep supervision trains the logits of all levels but the coarsest.
+
+    Residual blocks begin as their shortcut: the last norm of each starts at 0.
+    """
+    net = UNet(architecture, max(1, architecture.heads - 1) if deep_supervision else 1)
+    for block in net.modules():
+        if isinstance(block, ResidualBlock) and block.convs[-1].norm is not None:
+            nn.init.zeros_(block.convs[-1].norm.weight)
+            nn.init.zeros_(block.convs[-1].norm.bias)
+    return net
+
+
+def of_plan(class_name: str, arguments: Mapping[str, Any], in_channels: int, num_outputs: int) -> Architecture:
+    """Returns the architecture of a plan; what is not built is refused by name.
+
+    - ``class_name``: the plan's ``network_class_name``, of which the last name counts
+    - ``arguments``: the plan's ``arch_kwargs``
+    """
+    name = class_name.rsplit(".", 1)[-1]
+    if name not in CLASSES:
+        raise ValueError(f"the plan's network is {class_name}: {' and '.join(CLASSES)} are built")
+    for refused in _REFUSED:
+        if arguments.get(refused):
+            raise ValueError(f"the plan's {name} has {refused} {arguments[refused]}: this is not built")
+    stages, residual = int(arguments["n_stages"]), CLASSES[name] == "residual"
+
+    def each(key: str, count: int = stages) -> list[Any]:
+        value = arguments[key]
+        return list(value) if isinstance(value, (list, tuple)) else [value] * count
+
+    narrow = arguments.get("bottleneck_channels") if residual else None
+    return Architecture(
+        in_channels,
+        num_outputs,
+        tuple(each("features_per_stage")),
+        tuple(three(kernel) for kernel in each("kernel_sizes")),
+        tuple(three(stride) for stride in each("strides")),
+        tuple(each("n_blocks_per_stage" if residual else "n_conv_per_stage")),
+        tuple(each("n_conv_per_stage_decoder", stages - 1)),
+        _style(arguments),
+        block="bottleneck" if narrow else CLASSES[name],
+        narrow=tuple(each("bottleneck_channels")) if narrow else (),
+        stem=(arguments.get("stem_channels") or each("features_per_stage")[0]) if residual else 0,
+        heads=stages - 1,
+    )
+
+
+def _style(arguments: Mapping[str, Any]) -> Style:
+    """Returns how a plan's layers look: instance or batch norm, leaky ReLU."""
+    norm, activation = (str(arguments.get(key)).rsplit(".", 1)[-1].rstrip("'>") for key in ("norm_op", "nonlin"))
+    norms = {"InstanceNorm3d": "instance", "BatchNorm3d": "batch"}
+    if norm not in norms or activation != "LeakyReLU":
+        raise ValueError(f"the plan's norm is {norm} and its activation {activation}: {', '.join(norms)} and LeakyReLU are built")
+    options, slope = arguments.get("norm_op_kwargs") or {}, arguments.get("nonlin_kwargs") or {}
+    if not options.get("affine", norm == "batch"):
+        raise ValueError(f"the plan's {norm} has no weights of its own (affine): this is not built")
+    return Style(
+        norms[norm],
+        eps=options.get("eps", 1e-5),
+        momentum=options.get("momentum", 0.1),
+        slope=slope.get("negative_slope", 0.01),
+        bias=bool(arguments["conv_bias"]),
+        up_bias=bool(arguments["conv_bias"]),
+    )

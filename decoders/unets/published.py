@@ -1,0 +1,124 @@
+"""The U-Nets of three papers: Hou's, DistMIS's and LAMP's, each as its text or its released code has it."""
+
+from seqpar.decoders.unets.architecture import Architecture, Style
+from seqpar.decoders.unets.unet import UNet
+from seqpar.mesh import Group
+
+HOU_LEVELS = {64: 3, 128: 4, 256: 5, 512: 6}
+LAMP_MOST_FEATURES = 1024
+SQUEEZE = 16  # how many times squeeze-excite reduces channels, as in its own paper
+
+
+def hou(
+    in_channels: int,
+    num_outputs: int,
+    resolution: int = 64,
+    features: int = 0,
+    data: Group | None = None,
+    peers: Group | None = None,
+) -> UNet:
+    """Returns the U-Net of Hou et al. for images of 64, 128, 256 or 512 voxels a side.
+
+    Four convolutions and max-pooling a level; 256 features in the first of three levels, doubled from level to level,
+    and levels of 128, 64 and 32 before them for larger images. Batch norm over all ranks and leaky ReLU of slope 0.1,
+    as in the released code, whose dropout is left out.
+
+    - ``features``: of the first level; 0: as published
+    - ``data``, ``peers``: see ``Style``
+    """
+    if resolution not in HOU_LEVELS:
+        raise ValueError(f"resolution {resolution}: choose one of {', '.join(map(str, HOU_LEVELS))}")
+    levels = HOU_LEVELS[resolution]
+    first = features or 256 >> (levels - 3)
+    style = Style("batch", eps=1e-6, slope=0.1, bias=False, up_bias=False, data=data, peers=peers)
+    widths = [first << level for level in range(levels)]
+    return UNet(
+        Architecture.of(in_channels, num_outputs, widths, encoder=4, decoder=4, style=style, down="max")
+    )
+
+
+def distmis(
+    in_channels: int,
+    num_outputs: int,
+    length: int = 152,
+    variant: str = "code",
+    features: int = 8,
+    data: Group | None = None,
+    peers: Group | None = None,
+) -> UNet:
+    """Returns DistMIS's U-Net: four levels of two convolutions, batch norm and ReLU; 8 features, doubled.
+
+    ``variant`` "text" is the paper's; "code" is what was run: kernels of 3 in transposed convolutions and in the last
+    one, and a batch norm that takes the last axis for channels, so that the axis cannot be cut and an image of
+    another length is another network. A transposed convolution of kernel 3 pads on the other side than theirs: mirror
+    kernels and image to get their function.
+
+    - ``length``: of the image's last axis; acts in the code's variant only
+    - ``data``, ``peers``: see ``Style``
+    """
+    if variant not in ("code", "text"):
+        raise ValueError(f"variant {variant!r}: choose 'code' or 'text'")
+    if variant == "code" and (length < 8 or length % 8):
+        raise ValueError(f"length {length}: it is halved three times, so use a multiple of 8")
+    is_code = variant == "code"
+    style = Style(
+        "last axis" if is_code else "batch",
+        eps=1e-3,
+        momentum=0.01,
+        length=length if is_code else 0,
+        activation="relu",
+        init="truncated",
+        data=data,
+        peers=peers,
+    )
+    kernels = {"up_kernel": 3, "head_kernel": 3} if is_code else {}
+    widths = [features << level for level in range(4)]
+    return UNet(Architecture.of(in_channels, num_outputs, widths, style=style, down="max", **kernels))
+
+
+def lamp(
+    in_channels: int,
+    num_outputs: int,
+    features: int = 32,
+    data: Group | None = None,
+    peers: Group | None = None,
+) -> UNet:
+    """Returns LAMP's U-Net of 32, 64 or 128 features: 22.9, 91.6 or 214.3 million parameters.
+
+    It begins with a stride, so that five strides lead to the coarsest of five stages; the last convolution of a stage
+    has no norm.
+
+    - ``data``, ``peers``: see ``Style``
+    """
+    return UNet(_lamp(in_channels, num_outputs, features, Style("batch", bias=False, data=data, peers=peers)))
+
+
+def se_lamp(
+    in_channels: int,
+    num_outputs: int,
+    features: int = 32,
+    data: Group | None = None,
+    peers: Group | None = None,
+) -> UNet:
+    """Returns LAMP's squeeze-excite U-Net in our reading, since it was not released.
+
+    It is LAMP's U-Net with a squeeze-excite block behind the convolutions of each stage, down and up.
+    """
+    style = Style("batch", bias=False, data=data, peers=peers)
+    return UNet(_lamp(in_channels, num_outputs, features, style, SQUEEZE))
+
+
+def _lamp(in_channels: int, num_outputs: int, features: int, style: Style, squeeze: int = 0) -> Architecture:
+    return Architecture.of(
+        in_channels,
+        num_outputs,
+        [min(features << stage, LAMP_MOST_FEATURES) for stage in range(5)],
+        strides=(2,) * 5,
+        encoder=(1, 2, 2, 2, 2),
+        style=style,
+        head_kernel=3,
+        squeeze=squeeze,
+        bare_last=True,
+        merge=True,
+        tail=max(1, min(features // 2, 32)),
+    )

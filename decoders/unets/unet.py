@@ -1,0 +1,126 @@
+"""A 3D U-Net on boxes, as a list of cells; in one process, a plain module.
+
+Legend: b batch, c channels, k classes, W D H voxels.
+"""
+
+from torch import Tensor, nn
+
+from seqpar.decoders.unets.architecture import ONE, Architecture, Three
+from seqpar.decoders.unets.blocks import ConvBlock, ResidualBlock, SqueezeExcite, Up, init_weights
+from seqpar.pipeline.cells import CellList, CellNet, Value
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.convolution import Conv3d
+from seqpar.spatial.memory_format import for_convolutions
+from seqpar.spatial.pooling import MaxPool3d
+
+
+class UNet(CellNet):
+    """The U-Net of an architecture.
+
+    - ``supervised``: levels whose logits training sees, the finest first. Heads beyond them are there, so that the
+      network's weights have all their names, but they are frozen and do not run
+    """
+
+    def __init__(self, architecture: Architecture, supervised: int = 1) -> None:
+        if not 1 <= supervised <= architecture.heads:
+            raise ValueError(f"supervised {supervised}: the network has logits on 1 to {architecture.heads} levels")
+        cells = CellList()
+        ends = _add_encoder(cells, architecture)
+        heads = _add_decoder(cells, architecture, ends)
+        super().__init__(cells.cells, heads[:supervised])
+        self.architecture = architecture
+        init_weights(self, architecture.style)
+        for number in heads[supervised:]:
+            self.cells[self.names[number]].requires_grad_(False)
+
+    def forward(self, image: Tensor) -> Tensor | list[Tensor]:
+        """Returns the logits ``b k W D H`` of a whole image ``b c W D H``.
+
+        In training, under deep supervision, a list: the logits of each supervised level, the finest first.
+        """
+        logits = [x for x, _ in self.on_boxes(image, None)]
+        return logits if self.training and len(logits) > 1 else logits[0]
+
+    def on_boxes(self, image: Tensor, grid: BoxGrid | None) -> list[Value]:
+        """Returns the logits of this rank's box of an image: of all supervised levels in training, else the finest."""
+        self.architecture.refuse_extents(image.shape[2:] if grid is None else grid.extents)
+        outputs = self.outputs if self.training else self.outputs[:1]
+        return self.run(for_convolutions(image), grid, outputs)
+
+    @property
+    def output_scales(self) -> tuple[Three, ...]:
+        """How many voxels a point of each supervised level's logits covers."""
+        return (ONE, *self.architecture.scales[1 : len(self.outputs)])
+
+
+def _add_encoder(cells: CellList, a: Architecture) -> list[int]:
+    """Adds the way down; returns the number of each stage's last cell."""
+    channels, ends = a.in_channels, []
+    if a.stem:
+        cells.add("stem", ConvBlock(a.style, channels, a.stem, a.kernels[0]))
+        channels = a.stem
+    stages = zip(a.features, a.kernels, a.strides, a.encoder, a.scales)
+    for stage, (width, kernel, stride, count, scale) in enumerate(stages):
+        pools = a.down == "max" and max(stride) > 1
+        if pools:
+            cells.add(f"pool{stage}", MaxPool3d(stride))
+            stride = ONE
+        for number in range(count):
+            first = (channels, stride) if number == 0 else (width, ONE)
+            name = f"encoder{stage}_{number}"
+            if a.block == "plain":
+                bare = a.bare_last and number == count - 1 > 0
+                cells.add(name, _conv(a, *first, width, kernel, scale, bare, keep_window=pools and number == 0))
+            else:
+                narrow = a.narrow[stage] if a.block == "bottleneck" else 0
+                channels_in, step = first
+                cells.add(name, ResidualBlock(a.style, channels_in, width, kernel, step, scale, narrow, a.squeeze))
+        if a.block == "plain" and a.squeeze:
+            cells.add(f"squeeze{stage}", SqueezeExcite(width, a.squeeze))
+        channels = width
+        ends.append(cells.last)
+    return ends
+
+
+def _add_decoder(cells: CellList, a: Architecture, ends: list[int]) -> list[int]:
+    """Adds the way up and the heads; returns the numbers of the heads, the finest first."""
+    heads, end = [], ends[-1]
+    for level, count in zip(reversed(range(len(a.features) - 1)), a.decoder):
+        width, below, kernel, scale = a.features[level], a.features[level + 1], a.kernels[level], a.scales[level]
+        up = cells.add(f"up{level}", Up(a.style, below, width, a.strides[level + 1], a.up, a.up_kernel), end)
+        takes: tuple[int, ...] = (up, ends[level])
+        channels = 2 * width
+        if a.merge:
+            block = ConvBlock(a.style, channels, below, ONE, has_norm=False, activates=False, keep_window=True)
+            takes, channels = (cells.add(f"merge{level}", block, *takes),), below
+        for number in range(count):
+            bare = a.bare_last and number == count - 1 > 0
+            block = _conv(a, channels, ONE, width, kernel, scale, bare, keep_window=number == 0)
+            takes, channels = (cells.add(f"decoder{level}_{number}", block, *takes),), width
+        if a.squeeze:
+            cells.add(f"squeeze_up{level}", SqueezeExcite(width, a.squeeze))
+        end = cells.last
+        if level < a.heads and not a.tail:
+            heads.append(cells.add(f"classes{level}", _head(a, width), end))
+    if a.tail:
+        cells.add("tail", Up(a.style, a.features[0], a.tail, a.strides[0], a.up, a.up_kernel, activates=True), end)
+        heads.append(cells.add("classes0", _head(a, a.tail)))
+    return heads[::-1]
+
+
+def _conv(
+    a: Architecture,
+    channels: int,
+    stride: Three,
+    width: int,
+    kernel: Three,
+    scale: Three,
+    bare: bool,
+    keep_window: bool,
+) -> ConvBlock:
+    options = {"has_norm": not bare, "activates": not bare, "keep_window": keep_window}
+    return ConvBlock(a.style, channels, width, kernel, stride, scale, **options)
+
+
+def _head(a: Architecture, width: int) -> nn.Module:
+    return Conv3d(width, a.num_outputs, a.head_kernel, padding=a.head_kernel // 2)

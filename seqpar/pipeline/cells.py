@@ -1,0 +1,93 @@
+"""Networks as lists of cells: the smallest pieces between which a pipeline may cut.
+
+A cell takes outputs of earlier cells, or the image, and gives one value: a volume and how it is cut into boxes.
+Legend: b batch, c channels, k classes, W D H voxels.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from seqpar.spatial.box_grid import BoxGrid
+
+Value = tuple[Tensor, BoxGrid | None]
+IMAGE = -1  # the number of what a network is given, beside those of its cells
+
+
+class Cell(NamedTuple):
+    """A cell: its name, its module, and the numbers of the cells whose outputs it takes.
+
+    The module is called with the first of them as ``x, grid``, and with each further one as a value: ``(x, grid)``.
+    """
+
+    name: str
+    module: nn.Module
+    takes: tuple[int, ...]
+
+
+class CellList:
+    """The cells of a network that is being built, in the order in which they run."""
+
+    def __init__(self) -> None:
+        self.cells: list[Cell] = []
+
+    @property
+    def last(self) -> int:
+        """The number of the last cell, ``IMAGE`` before the first."""
+        return len(self.cells) - 1
+
+    def add(self, name: str, module: nn.Module, *takes: int) -> int:
+        """Adds a cell that takes those outputs, by default the last cell's; returns its number."""
+        self.cells.append(Cell(name, module, takes or (self.last,)))
+        return self.last
+
+
+class CellNet(nn.Module):
+    """A network of cells, which runs them one after the other.
+
+    - ``cells``: each takes outputs of earlier ones
+    - ``outputs``: the numbers of the cells whose outputs the network returns
+    """
+
+    def __init__(self, cells: Iterable[Cell], outputs: Sequence[int]) -> None:
+        super().__init__()
+        names, modules, takes = zip(*cells)
+        self.names: tuple[str, ...] = names
+        self.takes: tuple[tuple[int, ...], ...] = takes
+        self.outputs = tuple(outputs)
+        assert len(set(names)) == len(names), "two cells have one name"
+        assert all(IMAGE <= source < number for number, sources in enumerate(takes) for source in sources), takes
+        self.cells = nn.ModuleDict(dict(zip(names, modules)))
+
+    def run_cell(self, number: int, inputs: Sequence[Value]) -> Value:
+        """Returns the output of a cell; ``inputs`` in the order of ``takes[number]``."""
+        (x, grid), *others = inputs
+        return self.cells[self.names[number]](x, grid, *others)  # type: ignore[no-any-return]
+
+    def run(self, image: Tensor, grid: BoxGrid | None = None, outputs: Sequence[int] | None = None) -> list[Value]:
+        """Returns the network's outputs, or those of the cells ``outputs``, of an image's box.
+
+        Cells on which no output depends do not run; a value is dropped after the last cell that takes it.
+        """
+        wanted = self.outputs if outputs is None else tuple(outputs)
+        needed = self.needed(wanted)
+        last_use = {source: number for number in needed for source in self.takes[number]}
+        values: dict[int, Value] = {IMAGE: (image, grid)}
+        for number in needed:
+            sources = self.takes[number]
+            values[number] = self.run_cell(number, [values[source] for source in sources])
+            for source in set(sources):
+                if last_use[source] == number and source not in wanted:
+                    del values[source]
+        return [values[number] for number in wanted]
+
+    def needed(self, outputs: Iterable[int]) -> list[int]:
+        """Returns the numbers of the cells on which these outputs depend, in order."""
+        needed, waiting = set[int](), list(outputs)
+        while waiting:
+            number = waiting.pop()
+            if number != IMAGE and number not in needed:
+                needed.add(number)
+                waiting += self.takes[number]
+        return sorted(needed)

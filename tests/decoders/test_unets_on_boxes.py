@@ -1,0 +1,92 @@
+"""U-Nets on boxes are the network on the whole image: outputs, input gradient, each gradient, running statistics."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from seqpar.decoders.unets import UNet, distmis
+from seqpar.mesh import Group, Mesh
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.memory_format import is_channels_last
+from tests.support import unets
+from tests.support.unets import Case
+
+UNEVEN = {
+    2: ((0, 8, 24), (0, 8), (0, 8)),
+    3: ((0, 8, 12, 24), (0, 8), (0, 8)),
+    4: ((0, 8, 16), (0, 4, 16), (0, 8)),
+    8: ((0, 4, 16), (0, 8, 12), (0, 4, 8)),
+}
+OFF_THE_STRIDE = {
+    2: ((0, 13, 24), (0, 8), (0, 8)),
+    3: ((0, 7, 14, 20), (0, 8), (0, 8)),
+    4: ((0, 7, 16), (0, 10, 16), (0, 8)),
+    8: ((0, 5, 16), (0, 9, 16), (0, 7, 16)),
+}
+LARGE = ("hou", "distmis text", "lamp", "se-lamp")  # of total strides 4, 8, 32, 32
+SMALL = [name for name in unets.MAKERS if name not in (*LARGE, "distmis")]
+WIDE = {2: ((0, 32, 96), (0, 32), (0, 32)), 4: ((0, 32, 64), (0, 32, 64), (0, 32))}
+
+
+def cases(world: int) -> list[Case]:
+    small = [Case(name, edges[world]) for edges in (UNEVEN, OFF_THE_STRIDE) for name in SMALL]
+    if world == 2:
+        return [*small, Case("distmis", ((0, 8, 24), (0, 8), (0, 16))), *(Case(name, WIDE[2]) for name in LARGE)]
+    if world == 4:
+        return [*small, Case("distmis", ((0, 8, 24), (0, 8, 16), (0, 16))), Case("hou", UNEVEN[4])]
+    return small
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_every_network_on_boxes_is_the_one_on_the_whole(world: int, ranks: Callable[..., list]) -> None:
+    every = cases(world)
+    for found in ranks(world, unets.check_all, every, timeout=240):
+        for case, gaps in zip(every, found):
+            assert max(gaps.values()) < 1e-12, (case, max(gaps, key=gaps.__getitem__), gaps)
+
+
+def test_batch_norm_runs_over_data_too(ranks: Callable[..., list]) -> None:
+    """Two tiles a sequence group, on 2 x 2 ranks, against four tiles in one process."""
+    every = [Case(name, UNEVEN[2]) for name in ("batch norm", "hou", "plain")]
+    every.append(Case("distmis", ((0, 8, 24), (0, 8), (0, 16))))
+    for found in ranks(4, unets.check_all, every, seqpar=2):
+        for case, gaps in zip(every, found):
+            assert max(gaps.values()) < 1e-12, (case, gaps)
+            assert (case.name == "plain") != any("running" in name for name in gaps)
+
+
+def test_boxes_that_know_nothing_of_each_other_are_another_function(ranks: Callable[..., list]) -> None:
+    assert min(ranks(2, unets.alone_on_boxes, Case("plain", UNEVEN[2]))) > 1e-2
+
+
+def whole_samples(mesh: Mesh) -> list[float]:
+    """Returns the gaps of a rank that holds one whole sample of two, with batch norm over both."""
+    one, many = unets.make("batch norm"), unets.make("batch norm")
+    for module in many.modules():
+        if hasattr(module, "peers"):
+            module.peers = mesh.seq
+    image = unets.numbers(1, 2, unets.CHANNELS, 16, 8, 8)
+    mine = slice(mesh.seq.index, mesh.seq.index + 1)
+    found = [unets.relative(many(image[mine]), one(image)[mine])]
+    return found + [unets.relative(a.double(), b.double()) for a, b in zip(many.buffers(), one.buffers())]
+
+
+def test_batch_norm_runs_over_ranks_that_hold_whole_samples(ranks: Callable[..., list]) -> None:
+    for found in ranks(2, whole_samples):
+        assert max(found) < 1e-12 and len(found) > 3
+
+
+def test_float32_computes_channels_last_from_one_channel_too() -> None:
+    for channels in (1, 2):
+        net = UNet(unets.Architecture.of(channels, 3, (4, 8)))
+        assert is_channels_last(net(torch.randn(1, channels, 8, 8, 8)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_cut_last_axis_is_refused_by_all_before_any_message(rank: int) -> None:
+    """The group has no process group: a message would fail otherwise."""
+    net = distmis(1, 1, 16, features=2)
+    grid = BoxGrid(((0, 8), (0, 8), (0, 8, 16)), Group("seq", (0, 1), rank))
+    with pytest.raises(ValueError, match="needs it whole"):
+        net.on_boxes(torch.zeros(1, 1, *grid.sides), grid)

@@ -1,0 +1,123 @@
+"""Small U-Nets of every kind on boxes, held against the same network on the whole image in one process."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.collectives import all_reduce
+from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp, se_lamp
+from seqpar.decoders.unets.nnunet import network
+from seqpar.mesh import Group, Mesh
+from seqpar.spatial.box_grid import BoxGrid
+from tests.support.boxes import box, numbers
+from tests.support.ranks import relative
+
+CHANNELS, CLASSES = 2, 3
+Edges = tuple[tuple[int, ...], ...]
+Make = Callable[[Group | None], UNet]  # of the group of data
+
+
+def of(data: Group | None, *, norm: str = "instance", supervised: int = 1, bias: bool = False, **more: object) -> UNet:
+    """Returns a small network of three stages; it has no bias before a norm unless it is asked for."""
+    style = Style(norm, num_groups=2, bias=bias, data=data)
+    options = {"features": (3, 4, 5), "encoder": (1, 2, 1), "decoder": (2, 1), "style": style, **more}
+    return UNet(Architecture.of(CHANNELS, CLASSES, **options), supervised)  # type: ignore[arg-type]
+
+
+ANISOTROPIC = {"kernels": ((1, 3, 3), (3, 3, 3), 3), "strides": (1, (1, 2, 2), (2, 1, 2))}
+MAKERS: dict[str, Make] = {
+    "plain": lambda data: of(data),
+    "with biases": lambda data: of(data, bias=True),
+    "anisotropic": lambda data: of(data, **ANISOTROPIC),
+    "deep supervision": lambda data: of(data, heads=2, supervised=2, **ANISOTROPIC),
+    "residual": lambda data: of(data, block="residual", stem=4, **ANISOTROPIC),
+    "bottleneck": lambda data: of(data, block="bottleneck", narrow=(2, 3, 2), squeeze=2),
+    "group norm": lambda data: of(data, norm="group", up="trilinear", features=(4, 4, 6)),
+    "batch norm": lambda data: of(data, norm="batch", down="max", up="nearest"),
+    "no norm": lambda data: of(data, norm="none", squeeze=2),
+    "hou": lambda data: hou(CHANNELS, CLASSES, features=2, data=data),
+    "distmis": lambda data: distmis(CHANNELS, CLASSES, 16, features=2, data=data),
+    "distmis text": lambda data: distmis(CHANNELS, CLASSES, variant="text", features=2, data=data),
+    "lamp": lambda data: lamp(CHANNELS, CLASSES, 2, data=data),
+    "se-lamp": lambda data: se_lamp(CHANNELS, CLASSES, 2, data=data),
+    "nnunet": lambda data: network(of(None, heads=2).architecture, True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, and where its image is cut."""
+
+    name: str
+    edges: Edges
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        return tuple(edges[-1] for edges in self.edges)
+
+
+def make(name: str, data: Group | None = None) -> UNet:
+    torch.manual_seed(0)
+    net = MAKERS[name](data).double().train()
+    with torch.no_grad():  # so that no weight begins at 0 and hides what lies behind it
+        for number, p in enumerate(net.parameters()):
+            p += 0.1 * numbers(1000 + number, *p.shape)
+    return net
+
+
+def outputs(net: UNet, image: Tensor, grid: BoxGrid | None) -> tuple[list[Tensor], list[BoxGrid | None]]:
+    values = net.on_boxes(image, grid)
+    return [x for x, _ in values], [after for _, after in values]
+
+
+def learned(net: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in net.named_parameters() if p.requires_grad}
+
+
+def gaps(mesh: Mesh, case: Case) -> dict[str, float]:
+    """Returns the relative differences of outputs, input gradient, parameter gradients and running statistics.
+
+    Each data index has two samples. What has no gradient but rounding, a bias before a norm, is compared to the
+    largest gradient of all.
+    """
+    one, many = make(case.name), make(case.name, mesh.data)
+    image = numbers(1, 2 * mesh.data.size, CHANNELS, *case.extents).requires_grad_()
+    wanted, _ = outputs(one, image, None)
+    slopes = [numbers(2 + level, *x.shape) for level, x in enumerate(wanted)]
+    parameters = learned(one)
+    total = sum((x * slope).sum() for x, slope in zip(wanted, slopes))
+    dimage, *expected = torch.autograd.grad(total, [image, *parameters.values()])  # type: ignore[arg-type]
+    grid = BoxGrid(case.edges, mesh.seq)
+    samples = slice(2 * mesh.data.index, 2 * mesh.data.index + 2)
+    part = image.detach()[samples][box(grid)].clone().requires_grad_()
+    got, grids = outputs(many, part, grid)
+    spread = sum((x * slope[samples][box(after)]).sum() for x, slope, after in zip(got, slopes, grids))  # type: ignore[arg-type]
+    dpart, *grads = torch.autograd.grad(spread, [part, *learned(many).values()])  # type: ignore[arg-type]
+    found = {
+        f"output {level}": relative(x, want[samples][box(after)])  # type: ignore[arg-type]
+        for level, (x, want, after) in enumerate(zip(got, wanted, grids))
+    }
+    found["input"] = float((dpart - dimage[samples][box(grid)]).abs().max() / dimage.abs().max())
+    largest = max(float(want.abs().max()) for want in expected)
+    for name, grad, want in zip(parameters, grads, expected):
+        gap = float((all_reduce(grad, mesh.world) - want).abs().max())
+        found[name] = gap / (largest if float(want.abs().max()) < 1e-10 * largest else float(want.abs().max()))
+    for (name, buffer), want in zip(many.named_buffers(), one.buffers()):
+        found[name] = relative(buffer.double(), want.double())
+    return found
+
+
+def check_all(mesh: Mesh, cases: list[Case]) -> list[dict[str, float]]:
+    return [gaps(mesh, case) for case in cases]
+
+
+def alone_on_boxes(mesh: Mesh, case: Case) -> float:
+    """Returns how far boxes that know nothing of each other are from the whole: the control."""
+    net = copy.deepcopy(make(case.name))
+    image, grid = numbers(1, 2, CHANNELS, *case.extents), BoxGrid(case.edges, mesh.seq)
+    (whole,), _ = outputs(net, image, None)
+    (own,), _ = outputs(net, image[box(grid)], None)
+    return relative(own, whole[box(grid)])
