@@ -114,7 +114,9 @@ class Architecture:
         if even:
             raise ValueError(f"kernel {even[0]}: even kernels would shift the volume: use odd ones")
         if (max(self.strides[0]) > 1) != (self.tail > 0):
-            raise ValueError(f"first stride {self.strides[0]} and tail {self.tail}: a first stage that strides needs a tail")
+            raise ValueError(
+                f"first stride {self.strides[0]} and tail {self.tail}: a first stage that strides needs a tail"
+            )
         if not 1 <= self.heads < stages:
             raise ValueError(f"heads {self.heads}: {stages} stages have 1 to {stages - 1}")
         if self.tail and self.heads > 1:
@@ -139,7 +141,7 @@ class Architecture:
 
     @property
     def unit(self) -> Three:
-        """What the sides of an image must be multiples of: the total stride, or the whole last axis if a norm needs it."""
+        """What the sides of an image must be multiples of: the total stride, the whole last axis for a norm over it."""
         w, d, h = self.scales[-1]
         return (w, d, self.style.length) if self.style.norm == "last axis" else (w, d, h)
 
@@ -155,7 +157,7 @@ class Architecture:
         decoder: int | Sequence[int] = 2,
         **more: object,
     ) -> "Architecture":
-        """Returns an architecture whose stages have their own numbers, or share one; strides are 2 unless they are given."""
+        """Returns an architecture whose stages have their own numbers, or share one; unless given, strides are 2."""
         stages = len(features)
         sizes = [kernels] * stages if isinstance(kernels, int) else kernels
         steps = strides or (1, *[2] * (stages - 1))
@@ -181,11 +183,19 @@ class Architecture:
                 + (f" and last axis {self.style.length}" if self.style.norm == "last axis" else "")
                 + f": the nearest that does is --tile {' '.join(map(str, nearest))}"
             )
-        if math.prod(side // scale for side, scale in zip(extents, self.scales[-1])) == 1 and self.style.norm == "instance":
+        if (
+            math.prod(side // scale for side, scale in zip(extents, self.scales[-1])) == 1
+            and self.style.norm == "instance"
+        ):
             raise ValueError(
                 f"an image of {_by(extents)} voxels is one point in the coarsest stage, which instance norm cannot "
                 f"norm: use a larger --tile than {' '.join(map(str, extents))}"
             )
+
+    def refuse_cut(self, edges: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError for boxes that this network cannot work on: a norm over the last axis needs it whole."""
+        if self.style.norm == "last axis" and len(edges[-1]) > 2:
+            raise ValueError(f"the last axis is cut at {tuple(edges[-1])}, but a norm over it needs it whole")
 
     def _has_other_length(self, extents: Sequence[int]) -> bool:
         return self.style.norm == "last axis" and extents[-1] != self.style.length

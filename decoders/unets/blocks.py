@@ -128,6 +128,11 @@ class ResidualBlock(nn.Module):
             self.project = ConvBlock(style, channels, width, ONE, ONE, scale, activates=False, bias=False)
         self.style = style
 
+    def begin_as_shortcut(self) -> None:
+        """Sets the last norm to 0, so that the block begins as its shortcut."""
+        for p in self.convs[-1].norm.parameters():  # type: ignore[union-attr]
+            nn.init.zeros_(p)
+
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> Value:
         """Returns the block's output and its box grid."""
         shortcut, shortcut_grid = x, grid

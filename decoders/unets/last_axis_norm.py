@@ -27,16 +27,10 @@ class LastAxisNorm(nn.Module):
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> Value:
         """Returns the normed volume and its unchanged box grid; the last axis may not be cut."""
-        length = self.norm.num_features
-        if x.shape[-1] != length:
-            raise ValueError(
-                f"a norm over the last axis was built for {length} positions, and {x.shape[-1]} came: an image of "
-                "another length is another network"
-            )
+        assert x.shape[-1] == self.norm.num_features, (x.shape, self.norm.num_features)
         turned_grid = None
         if grid is not None:
-            if grid.parts[-1] > 1:
-                raise ValueError(f"the last axis is cut at {grid.edges[-1]}, but a norm over it needs it whole")
+            assert grid.parts[-1] == 1, grid.edges
             turned_grid = BoxGrid(((0, x.shape[1]), *grid.edges[:-1]), grid.group)
         turned, _ = self.norm(rearrange(x, "b c w d h -> b h c w d").contiguous(), turned_grid)
         return rearrange(turned, "b h c w d -> b c w d h"), grid

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from seqpar.decoders.unets.architecture import Architecture, Style, Three, three
 from seqpar.decoders.unets.blocks import ResidualBlock
 from seqpar.decoders.unets.unet import UNet
@@ -16,9 +14,7 @@ _SMALLEST = 4  # a side of the coarsest stage at least
 _REFUSED = ("dropout_op", "dropout_op_kwargs", "squeeze_excitation", "stochastic_depth_p")
 
 
-def topology(
-    tile: Sequence[int], spacing: Sequence[float] = (1, 1, 1)
-) -> tuple[tuple[Three, ...], tuple[Three, ...]]:
+def topology(tile: Sequence[int], spacing: Sequence[float] = (1, 1, 1)) -> tuple[tuple[Three, ...], tuple[Three, ...]]:
     """Returns kernels and strides of each stage for a tile, as nnU-Net's planner chooses them.
 
     A direction is halved while its side stays at least 4 and its voxels are less than twice as long as the shortest
@@ -91,9 +87,7 @@ def nnunet_resenc(
     deep_supervision: bool = False,
 ) -> UNet:
     """Returns nnU-Net's ResidualEncoderUNet as planned for a tile and the spacing of its voxels."""
-    return network(
-        planned(in_channels, num_outputs, *topology(three(tile), spacing), True, features), deep_supervision
-    )
+    return network(planned(in_channels, num_outputs, *topology(three(tile), spacing), True, features), deep_supervision)
 
 
 def network(architecture: Architecture, deep_supervision: bool = False) -> UNet:
@@ -103,9 +97,8 @@ def network(architecture: Architecture, deep_supervision: bool = False) -> UNet:
     """
     net = UNet(architecture, max(1, architecture.heads - 1) if deep_supervision else 1)
     for block in net.modules():
-        if isinstance(block, ResidualBlock) and block.convs[-1].norm is not None:
-            nn.init.zeros_(block.convs[-1].norm.weight)
-            nn.init.zeros_(block.convs[-1].norm.bias)
+        if isinstance(block, ResidualBlock):
+            block.begin_as_shortcut()
     return net
 
 
@@ -149,7 +142,9 @@ def _style(arguments: Mapping[str, Any]) -> Style:
     norm, activation = (str(arguments.get(key)).rsplit(".", 1)[-1].rstrip("'>") for key in ("norm_op", "nonlin"))
     norms = {"InstanceNorm3d": "instance", "BatchNorm3d": "batch"}
     if norm not in norms or activation != "LeakyReLU":
-        raise ValueError(f"the plan's norm is {norm} and its activation {activation}: {', '.join(norms)} and LeakyReLU are built")
+        raise ValueError(
+            f"the plan's norm is {norm} and its activation {activation}: {', '.join(norms)} and LeakyReLU are built"
+        )
     options, slope = arguments.get("norm_op_kwargs") or {}, arguments.get("nonlin_kwargs") or {}
     if not options.get("affine", norm == "batch"):
         raise ValueError(f"the plan's {norm} has no weights of its own (affine): this is not built")

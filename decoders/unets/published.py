@@ -32,9 +32,7 @@ def hou(
     first = features or 256 >> (levels - 3)
     style = Style("batch", eps=1e-6, slope=0.1, bias=False, up_bias=False, data=data, peers=peers)
     widths = [first << level for level in range(levels)]
-    return UNet(
-        Architecture.of(in_channels, num_outputs, widths, encoder=4, decoder=4, style=style, down="max")
-    )
+    return UNet(Architecture.of(in_channels, num_outputs, widths, encoder=4, decoder=4, style=style, down="max"))
 
 
 def distmis(
@@ -71,9 +69,11 @@ def distmis(
         data=data,
         peers=peers,
     )
-    kernels = {"up_kernel": 3, "head_kernel": 3} if is_code else {}
+    up, head = (3, 3) if is_code else (0, 1)
     widths = [features << level for level in range(4)]
-    return UNet(Architecture.of(in_channels, num_outputs, widths, style=style, down="max", **kernels))
+    return UNet(
+        Architecture.of(in_channels, num_outputs, widths, style=style, down="max", up_kernel=up, head_kernel=head)
+    )
 
 
 def lamp(

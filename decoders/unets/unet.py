@@ -44,6 +44,8 @@ class UNet(CellNet):
     def on_boxes(self, image: Tensor, grid: BoxGrid | None) -> list[Value]:
         """Returns the logits of this rank's box of an image: of all supervised levels in training, else the finest."""
         self.architecture.refuse_extents(image.shape[2:] if grid is None else grid.extents)
+        if grid is not None:
+            self.architecture.refuse_cut(grid.edges)
         outputs = self.outputs if self.training else self.outputs[:1]
         return self.run(for_convolutions(image), grid, outputs)
 

@@ -24,34 +24,35 @@ OFF_THE_STRIDE = {
     4: ((0, 7, 16), (0, 10, 16), (0, 8)),
     8: ((0, 5, 16), (0, 9, 16), (0, 7, 16)),
 }
-LARGE = ("hou", "distmis text", "lamp", "se-lamp")  # of total strides 4, 8, 32, 32
-SMALL = [name for name in unets.MAKERS if name not in (*LARGE, "distmis")]
 WIDE = {2: ((0, 32, 96), (0, 32), (0, 32)), 4: ((0, 32, 64), (0, 32, 64), (0, 32))}
+WITHOUT_LAST = {2: ((0, 8, 24), (0, 8), (0, 16)), 4: ((0, 8, 24), (0, 8, 16), (0, 16))}
+OF_THREE_STAGES = [name for name in unets.MAKERS if name not in ("distmis", "distmis text", "lamp", "se-lamp")]
+CASES = {  # of each number of ranks
+    2: [
+        *(Case(name, UNEVEN[2]) for name in OF_THREE_STAGES),
+        Case("distmis text", WIDE[2]),
+        Case("se-lamp", WIDE[2], 2),
+    ],
+    3: [Case(name, OFF_THE_STRIDE[3]) for name in ("anisotropic", "bottleneck", "batch norm")],
+    4: [*(Case(name, OFF_THE_STRIDE[4]) for name in OF_THREE_STAGES), Case("distmis", WITHOUT_LAST[4])],
+    8: [Case("deep supervision", UNEVEN[8]), Case("residual", OFF_THE_STRIDE[8]), Case("batch norm", UNEVEN[8])],
+}
 
 
-def cases(world: int) -> list[Case]:
-    small = [Case(name, edges[world]) for edges in (UNEVEN, OFF_THE_STRIDE) for name in SMALL]
-    if world == 2:
-        return [*small, Case("distmis", ((0, 8, 24), (0, 8), (0, 16))), *(Case(name, WIDE[2]) for name in LARGE)]
-    if world == 4:
-        return [*small, Case("distmis", ((0, 8, 24), (0, 8, 16), (0, 16))), Case("hou", UNEVEN[4])]
-    return small
-
-
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("world", CASES)
 def test_every_network_on_boxes_is_the_one_on_the_whole(world: int, ranks: Callable[..., list]) -> None:
-    every = cases(world)
-    for found in ranks(world, unets.check_all, every, timeout=240):
-        for case, gaps in zip(every, found):
+    cases = [(case, unets.whole(case)) for case in CASES[world]]
+    for found in ranks(world, unets.check_all, cases, timeout=240):
+        for (case, _), gaps in zip(cases, found):
             assert max(gaps.values()) < 1e-12, (case, max(gaps, key=gaps.__getitem__), gaps)
 
 
 def test_batch_norm_runs_over_data_too(ranks: Callable[..., list]) -> None:
-    """Two tiles a sequence group, on 2 x 2 ranks, against four tiles in one process."""
-    every = [Case(name, UNEVEN[2]) for name in ("batch norm", "hou", "plain")]
-    every.append(Case("distmis", ((0, 8, 24), (0, 8), (0, 16))))
-    for found in ranks(4, unets.check_all, every, seqpar=2):
-        for case, gaps in zip(every, found):
+    """A tile for each of two sequence groups of two ranks, against two tiles in one process."""
+    names = {"batch norm": UNEVEN, "plain": UNEVEN, "lamp": WIDE, "distmis": WITHOUT_LAST}
+    cases = [(case, unets.whole(case)) for case in (Case(name, edges[2], 2) for name, edges in names.items())]
+    for found in ranks(4, unets.check_all, cases, seqpar=2, timeout=120):
+        for (case, _), gaps in zip(cases, found):
             assert max(gaps.values()) < 1e-12, (case, gaps)
             assert (case.name == "plain") != any("running" in name for name in gaps)
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -49,14 +50,27 @@ MAKERS: dict[str, Make] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A network, and where its image is cut."""
+    """A network, where its image is cut, and how many samples there are in all."""
 
     name: str
     edges: Edges
+    samples: int = 1
 
     @property
     def extents(self) -> tuple[int, ...]:
         return tuple(edges[-1] for edges in self.edges)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What one process makes of a case: outputs, gradients of image and parameters, buffers afterwards."""
+
+    outputs: list[Tensor]
+    slopes: list[Tensor]
+    image: Tensor
+    dimage: Tensor
+    grads: dict[str, Tensor]
+    buffers: list[Tensor]
 
 
 def make(name: str, data: Group | None = None) -> UNet:
@@ -77,41 +91,49 @@ def learned(net: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
 
 
-def gaps(mesh: Mesh, case: Case) -> dict[str, float]:
+@cache
+def whole(case: Case) -> Whole:
+    net = make(case.name)
+    image = numbers(1, case.samples, CHANNELS, *case.extents).requires_grad_()
+    results, _ = outputs(net, image, None)
+    slopes = [numbers(2 + level, *x.shape) for level, x in enumerate(results)]
+    total = sum((x * slope).sum() for x, slope in zip(results, slopes))
+    parameters = learned(net)
+    dimage, *grads = torch.autograd.grad(total, [image, *parameters.values()])  # type: ignore[arg-type]
+    buffers = [buffer.double() for buffer in net.buffers()]
+    return Whole([x.detach() for x in results], slopes, image.detach(), dimage, dict(zip(parameters, grads)), buffers)
+
+
+def gaps(mesh: Mesh, case: Case, want: Whole) -> dict[str, float]:
     """Returns the relative differences of outputs, input gradient, parameter gradients and running statistics.
 
-    Each data index has two samples. What has no gradient but rounding, a bias before a norm, is compared to the
-    largest gradient of all.
+    What has no gradient but rounding, a bias before a norm, is compared to the largest gradient of all.
     """
-    one, many = make(case.name), make(case.name, mesh.data)
-    image = numbers(1, 2 * mesh.data.size, CHANNELS, *case.extents).requires_grad_()
-    wanted, _ = outputs(one, image, None)
-    slopes = [numbers(2 + level, *x.shape) for level, x in enumerate(wanted)]
-    parameters = learned(one)
-    total = sum((x * slope).sum() for x, slope in zip(wanted, slopes))
-    dimage, *expected = torch.autograd.grad(total, [image, *parameters.values()])  # type: ignore[arg-type]
-    grid = BoxGrid(case.edges, mesh.seq)
-    samples = slice(2 * mesh.data.index, 2 * mesh.data.index + 2)
-    part = image.detach()[samples][box(grid)].clone().requires_grad_()
-    got, grids = outputs(many, part, grid)
-    spread = sum((x * slope[samples][box(after)]).sum() for x, slope, after in zip(got, slopes, grids))  # type: ignore[arg-type]
-    dpart, *grads = torch.autograd.grad(spread, [part, *learned(many).values()])  # type: ignore[arg-type]
+    net, grid = make(case.name, mesh.data), BoxGrid(case.edges, mesh.seq)
+    (samples,) = torch.arange(case.samples).chunk(mesh.data.size)[mesh.data.index : mesh.data.index + 1]
+    part = want.image[samples][box(grid)].clone().requires_grad_()
+    got, grids = outputs(net, part, grid)
+    boxes = [box(after) for after in grids if after is not None]
+    total = sum((x * slope[samples][at]).sum() for x, slope, at in zip(got, want.slopes, boxes))
+    dpart, *grads = torch.autograd.grad(total, [part, *learned(net).values()])  # type: ignore[arg-type]
     found = {
-        f"output {level}": relative(x, want[samples][box(after)])  # type: ignore[arg-type]
-        for level, (x, want, after) in enumerate(zip(got, wanted, grids))
+        f"output {level}": float((x - y[samples][at]).abs().max() / y.abs().max())
+        for level, (x, y, at) in enumerate(zip(got, want.outputs, boxes))
     }
-    found["input"] = float((dpart - dimage[samples][box(grid)]).abs().max() / dimage.abs().max())
-    largest = max(float(want.abs().max()) for want in expected)
-    for name, grad, want in zip(parameters, grads, expected):
-        gap = float((all_reduce(grad, mesh.world) - want).abs().max())
-        found[name] = gap / (largest if float(want.abs().max()) < 1e-10 * largest else float(want.abs().max()))
-    for (name, buffer), want in zip(many.named_buffers(), one.buffers()):
-        found[name] = relative(buffer.double(), want.double())
+    found["input"] = float((dpart - want.dimage[samples][box(grid)]).abs().max() / want.dimage.abs().max())
+    largest = max(float(grad.abs().max()) for grad in want.grads.values())
+    flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), mesh.world)
+    pieces = flat.split([grad.numel() for grad in grads])
+    for grad, (name, expected) in zip(pieces, want.grads.items()):
+        size = float(expected.abs().max())
+        found[name] = float((grad - expected.flatten()).abs().max()) / (size if size > 1e-10 * largest else largest)
+    for (name, buffer), expected in zip(net.named_buffers(), want.buffers):
+        found[name] = relative(buffer.double(), expected)
     return found
 
 
-def check_all(mesh: Mesh, cases: list[Case]) -> list[dict[str, float]]:
-    return [gaps(mesh, case) for case in cases]
+def check_all(mesh: Mesh, cases: list[tuple[Case, Whole]]) -> list[dict[str, float]]:
+    return [gaps(mesh, *case) for case in cases]
 
 
 def alone_on_boxes(mesh: Mesh, case: Case) -> float:
