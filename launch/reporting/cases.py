@@ -15,12 +15,11 @@ from seqpar.data.boxes import crop, smallest_box
 from seqpar.data.errors import DataError
 from seqpar.data.geometry import differs, to_canonical
 from seqpar.data.preparation import transforms
-from seqpar.data.preparation.cache import PreparedCase, PreparedDataset, open_cache
 from seqpar.data.volumes import Volume, read_volume
-from seqpar.launch.reporting.palette import COLOURS, PLANES
+from seqpar.launch.reporting.images import FoundImage, Images
 from seqpar.launch.reporting.record import Record, ScoredCase
 from seqpar.launch.reporting.volumes import Bytes, encode, outline, png
-from seqpar.launch.training.pictures import fullest_planes
+from seqpar.launch.training.planes import COLOURS, PLANES, favourite, fullest_planes, plane_of, sides
 
 _MARGIN = 8  # voxels shown around the labels where there is no image
 
@@ -37,30 +36,20 @@ class ShownCase:
     note: str = ""
 
 
-def find_cache(record: Record) -> PreparedDataset | None:
-    """Returns the run's prepared data, None if they are no longer there."""
-    folder = record.dataset.get("prepared")
-    try:
-        return open_cache(Path(str(folder))) if folder else None
-    except DataError:
-        return None
-
-
-def load(case: ScoredCase, record: Record, cache: PreparedDataset | None) -> ShownCase:
-    """Returns a case's volumes, without its prepared image only the labels; raises DataError if a map is missing."""
+def load(case: ScoredCase, record: Record, images: Images) -> ShownCase:
+    """Returns a case's volumes, without its image only the labels; raises DataError if a map is missing."""
     numbers = {value: n + 1 for n, value in enumerate(record.label_names)}
-    prepared = cache.cases.get(case.name) if cache else None
     prediction = read_volume(case.prediction)
-    if prepared is not None:
-        try:
-            difference = differs(prediction.geometry, prepared.properties.geometry)
+    try:
+        found = images.of(case.name)
+        note = images.missing(case.name)
+        if found is not None:
+            difference = differs(prediction.geometry, found.properties.geometry)
             if difference is None:
-                return _on_prepared_grid(case, prediction, prepared, numbers, list(record.dataset["modalities"]))
-            note = f"The prepared image lies elsewhere ({difference}); only the labels are shown."
-        except DataError as error:
-            note = f"The prepared image cannot be used ({error}); only the labels are shown."
-    else:
-        note = "The prepared image is not there any more; only the labels are shown."
+                return _on_prepared_grid(case, prediction, found, numbers, list(record.dataset["modalities"]))
+            note = f"The image lies elsewhere ({difference}); only the labels are shown."
+    except DataError as error:
+        note = f"The image cannot be used ({error}); only the labels are shown."
     truth = _read_truth(case.truth, prediction)
     both = np.stack([to_canonical(v.array[0], v.geometry.orientation) for v in (truth, prediction)])
     box = smallest_box((both != 0).any(0))
@@ -78,23 +67,22 @@ def _read_truth(path: Path, prediction: Volume) -> Volume:
 
 
 def _on_prepared_grid(
-    case: ScoredCase, prediction: Volume, prepared: PreparedCase, numbers: dict[int, int], modalities: list[str]
+    case: ScoredCase, prediction: Volume, found: FoundImage, numbers: dict[int, int], modalities: list[str]
 ) -> ShownCase:
     """Returns a case on the grid of its prepared image, with the prepared truth if the file of the truth is gone."""
-    properties = prepared.properties
+    properties = found.properties
 
     def to_grid(volume: Volume) -> Bytes:
         whole = to_canonical(volume.array[0], volume.geometry.orientation)
         return _numbered(transforms.resample_label(crop(whole, properties.box), properties.shape), numbers)
 
-    if case.truth.exists():
+    if case.truth.exists() or found.label is None:
         truth = to_grid(_read_truth(case.truth, prediction))
     else:
-        truth = _numbered(transforms.to_values(np.asarray(prepared.label), properties.values), numbers)
-    image = prepared.image
+        truth = _numbered(transforms.to_values(np.asarray(found.label), properties.values), numbers)
     pictures = {
         name: to_grey(np.asarray(channel), scheme == "zscore")
-        for name, channel, scheme in zip(modalities, image, properties.schemes)
+        for name, channel, scheme in zip(modalities, found.image, properties.schemes)
     }
     return ShownCase(case.name, pictures, truth, to_grid(prediction), properties.spacing)
 
@@ -116,30 +104,20 @@ def to_grey(channel: NDArray[Any], zero_is_outside: bool) -> Bytes:
     return grey
 
 
-def plane_of(volume: NDArray[Any], dim: int, at: int) -> NDArray[Any]:
-    """Returns a plane as a picture ``[y, x]``; voxel numbers grow upwards and to the right."""
-    return np.take(volume, at, dim).T[::-1]
-
-
-def favourite(names: list[str]) -> str:
-    """Returns the modality on which a tumour is seen best: FLAIR, or else the first one."""
-    return next((name for name in names if name.lower() in ("flair", "t2f", "t2-flair")), names[0] if names else "")
-
-
-def draw_planes(case: ShownCase) -> tuple[list[str], tuple[int, ...]]:
+def draw_planes(case: ShownCase, neurological: bool) -> tuple[list[str], tuple[int, ...]]:
     """Returns a case's three planes as SVG, and where they lie: through most of the truth, else of the prediction."""
     at = fullest_planes(case.truth if case.truth.any() else case.prediction)
-    return [_draw_plane(case, plane, dim, at[dim]) for plane, dim in PLANES], at
+    return [_draw_plane(case, plane, dim, at[dim], neurological) for plane, dim in PLANES], at
 
 
-def _draw_plane(case: ShownCase, plane: str, dim: int, at: int) -> str:
+def _draw_plane(case: ShownCase, plane: str, dim: int, at: int, neurological: bool) -> str:
     across, up = (step for n, step in enumerate(case.spacing) if n != dim)
-    truth, prediction = plane_of(case.truth, dim, at), plane_of(case.prediction, dim, at)
+    truth, prediction = (plane_of(labels, dim, at, neurological) for labels in (case.truth, case.prediction))
     rows, columns = truth.shape
     width, height = columns * across, rows * up
     parts = [f'<rect width="{width:.6g}" height="{height:.6g}" fill="#000"/>']
     if case.images:
-        picture = plane_of(case.images[favourite(list(case.images))], dim, at)
+        picture = plane_of(case.images[favourite(list(case.images))], dim, at, neurological)
         size = f'width="{width:.6g}" height="{height:.6g}" preserveAspectRatio="none"'
         parts.append(f'<image {size} href="data:image/png;base64,{encode(png(np.ascontiguousarray(picture)))}"/>')
     parts.append(f'<g transform="scale({across:.6g} {up:.6g})" fill="none" stroke-width="1.5">')
@@ -147,7 +125,16 @@ def _draw_plane(case: ShownCase, plane: str, dim: int, at: int) -> str:
         for number in np.unique(labels[labels > 0]).tolist():
             colour = COLOURS[(number - 1) % len(COLOURS)]
             parts.append(f'<path class="{kind}" stroke="{colour}" d="{outline(labels == number)}"/>')
-    parts.append("</g>")
+    size = max(side * step for side, step in zip(case.truth.shape, case.spacing)) / 24  # the same in all three planes
+    parts.append(f"</g>{_letters(sides(neurological)[dim], width, height, size)}")
     label = escape(f"{case.name}, {plane} plane {at + 1}")
     box = f'viewBox="0 0 {width:.6g} {height:.6g}" style="aspect-ratio:{width:.6g}/{height:.6g}"'
     return f'<svg {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _letters(letters: str, width: float, height: float, size: float) -> str:
+    """Returns what lies at the left, right, top and bottom of a plane; ``size`` is the letters' height in mm."""
+    far = 0.8 * size
+    places = ((far, height / 2), (width - far, height / 2), (width / 2, far), (width / 2, height - far))
+    texts = (f'<text x="{x:.6g}" y="{y:.6g}" dy="0.35em">{letter}</text>' for letter, (x, y) in zip(letters, places))
+    return f'<g class="sides" font-size="{size:.6g}" text-anchor="middle">{"".join(texts)}</g>'

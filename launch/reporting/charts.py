@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from seqpar.launch.reporting.palette import COLOURS
+from seqpar.launch.training.planes import COLOURS
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 340, 210, 46, 30, 10, 12
 BUCKETS = 240  # points of a curve: a longer one is drawn by the mean and the range of its pieces

@@ -6,50 +6,57 @@ from html import escape
 from typing import Any
 
 from seqpar.data.errors import DataError
-from seqpar.launch.reporting.cases import ShownCase, draw_planes, favourite, find_cache, load
+from seqpar.launch.reporting.cases import ShownCase, draw_planes, load
+from seqpar.launch.reporting.images import Images
 from seqpar.launch.reporting.page import fill
-from seqpar.launch.reporting.palette import COLOURS, PLANES, SIDES
 from seqpar.launch.reporting.record import CaseScores, Record, ScoredCase
 from seqpar.launch.reporting.volumes import GREYS, Embedded, embed
+from seqpar.launch.training.planes import COLOURS, LETTERS, PLANES, convention, favourite, sides
 
 BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
 
 
-def load_worst(record: Record, scored: CaseScores, count: int, gaps: list[str]) -> list[tuple[ShownCase, Embedded]]:
+def load_worst(
+    record: Record, scored: CaseScores, count: int, images: Images, gaps: list[str]
+) -> list[tuple[ShownCase, Embedded]]:
     """Returns the ``count`` worst cases with their volumes.
 
     A case that cannot be read is named in ``gaps``, to which lines are added, and the next one takes its place.
     """
-    cache, shown = find_cache(record), list[tuple[ShownCase, Embedded]]()
-    if cache is None and count:
-        gaps.append("The prepared data are not where the run had them: cases are shown without their images.")
+    shown = list[tuple[ShownCase, Embedded]]()
     budget = BUDGET // max(1, min(count, len(scored.cases)))
     for case in scored.cases:
         if len(shown) == count:
             break
         try:
-            loaded = load(case, record, cache)
+            loaded = load(case, record, images)
         except DataError as error:
             gaps.append(f"Case {case.name} cannot be shown: {error}.")
             continue
-        images = list(loaded.images.values())
-        shown.append((loaded, embed(images, loaded.truth, loaded.prediction, loaded.spacing, budget)))
+        volumes = list(loaded.images.values()), loaded.truth, loaded.prediction
+        shown.append((loaded, embed(*volumes, loaded.spacing, budget)))
     return shown
 
 
-def section(record: Record, scored: CaseScores, shown: list[tuple[ShownCase, Embedded]]) -> tuple[str, dict[str, Any]]:
-    """Returns the section of the cases, and the data that its viewer reads."""
+def section(
+    record: Record, scored: CaseScores, shown: list[tuple[ShownCase, Embedded]], neurological: bool
+) -> tuple[str, dict[str, Any]]:
+    """Returns the section of the cases, and the data that its viewer reads.
+
+    - ``neurological``: the patient's left is on the left of a picture, and not on the right
+    """
     by_name = {case.name: case for case in scored.cases}
     keys = legend(record)
     viewer = fill("viewer.html", {"legend": keys, "note": viewer_note([embedded for _, embedded in shown])})
+    told = f'<p class="small">{convention(neurological)}. {LETTERS}.</p>'
     note = '<p class="small">Planes that hold most of the truth; worst cases first.</p>'
-    planes = "".join(case_section(by_name[case.name], case) for case, _ in shown)
-    return viewer + keys + note + planes, viewer_data(record, shown)
+    planes = "".join(case_section(by_name[case.name], case, neurological) for case, _ in shown)
+    return told + viewer + keys + note + planes, viewer_data(record, shown, neurological)
 
 
-def case_section(case: ScoredCase, shown: ShownCase) -> str:
+def case_section(case: ScoredCase, shown: ShownCase, neurological: bool) -> str:
     """Returns one case with its scores and three planes."""
-    planes, at = draw_planes(shown)
+    planes, at = draw_planes(shown, neurological)
     figures = "".join(
         f"<figure>{plane}<figcaption>{name} {place + 1} / {side}</figcaption></figure>"  # as the viewer counts
         for plane, name, place, side in zip(planes, [plane for plane, _ in PLANES], at, shown.truth.shape)
@@ -77,7 +84,7 @@ def legend(record: Record) -> str:
     return f'<p class="keys">{keys}{lines}</p>'
 
 
-def viewer_data(record: Record, cases: Sequence[tuple[ShownCase, Embedded]]) -> dict[str, Any]:
+def viewer_data(record: Record, cases: Sequence[tuple[ShownCase, Embedded]], neurological: bool) -> dict[str, Any]:
     """Returns the data that the viewer reads: labels with colours, and each case's sheets."""
     labels = [{"name": n, "colour": COLOURS[k % len(COLOURS)]} for k, n in enumerate(record.label_names.values())]
     entries = [
@@ -95,7 +102,7 @@ def viewer_data(record: Record, cases: Sequence[tuple[ShownCase, Embedded]]) -> 
         }
         for shown, embedded in cases
     ]
-    return {"labels": labels, "sides": SIDES, "cases": entries}
+    return {"labels": labels, "sides": sides(neurological), "mirrored": not neurological, "cases": entries}
 
 
 def viewer_note(volumes: Sequence[Embedded]) -> str:

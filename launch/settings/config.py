@@ -127,6 +127,7 @@ class Config:
     val_cases: int = _watching(0, "held-out cases per validation; 0: all", bounds=NOT_NEGATIVE)
     val_overlap: float = _watching(0.5, "overlap of sliding windows in validation, as a share", bounds=BELOW_1)
     tensorboard: bool = _watching(False, "write curves for TensorBoard too")
+    neurological: bool = _watching(False, "show the patient's left on the left; default: on the right (radiological)")
 
     weights: str = _running("", "pretrained weights to start from (ours, MONAI's or Primus')", metavar="FILE")
     resume: bool = _running(False, "continue the run in --out exactly where it stopped")

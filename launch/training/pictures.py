@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from seqpar.data.files import whole_file
 from seqpar.launch.runs.journal import read_metrics
-
-COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#42d4f4", "#bfef45", "#fabed4")
+from seqpar.launch.training.planes import COLOURS, PLANES, convention, fullest_planes, plane_of, sides
 
 
 @dataclass(frozen=True)
@@ -91,39 +90,66 @@ def _smooth(values: Sequence[float], window: int = 25) -> NDArray[np.float64]:
     return smoothed
 
 
-def draw_cases(path: Path, cases: Sequence[PicturedCase], classes: Sequence[str]) -> None:
-    """Draws three planes of each case with the outlines of truth (solid) and prediction (dashed)."""
-    figure = _figure(11, 3.6 * len(cases) + 0.5)
+def draw_cases(path: Path, cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> None:
+    """Draws three planes of each case with the outlines of truth (solid) and prediction (dashed).
+
+    - ``neurological``: the patient's left is on the left of a picture, and not on the right
+    """
+    _save(figure_of_cases(cases, classes, neurological), path)
+
+
+def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> Any:
+    """Returns the figure of ``draw_cases``: a row of panels for each case."""
+    figure = _figure(11, 3.6 * len(cases) + 0.8)
+    figure.suptitle(convention(neurological), fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
-        centre = fullest_planes(case.truth if case.truth.any() else case.prediction)
+        at = fullest_planes(case.truth if case.truth.any() else case.prediction)
         body = case.image[case.image != 0]  # prepared images are 0 only outside the body
         low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
-        shade = np.where(case.image == 0, low, case.image)
-        for dim, (panel, plane) in enumerate(zip(row, ("sagittal", "coronal", "axial"))):
-            image, truth, prediction = (np.take(t, centre[dim], dim).T for t in (shade, case.truth, case.prediction))
-            across, up = [case.spacing[d] for d in range(3) if d != dim]
-            panel.imshow(image, cmap="gray", origin="lower", vmin=low, vmax=max(high, low + 1e-6), aspect=up / across)
-            for label in range(1, len(classes) + 1):
-                colour = COLOURS[(label - 1) % len(COLOURS)]
-                for mask, style in ((truth == label, "solid"), (prediction == label, "dashed")):
-                    if mask.any() and not mask.all():
-                        panel.contour(mask, levels=[0.5], colors=[colour], linewidths=1.2, linestyles=style)
-            panel.set_title(f"{case.name}  {plane} {centre[dim]}" if dim == 0 else f"{plane} {centre[dim]}", fontsize=9)
-            panel.set_xticks([])
-            panel.set_yticks([])
-    marks = [("truth", "solid", "#555555"), ("prediction", "dashed", "#555555")]
-    marks += [(name, "solid", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
+        greys = np.where(case.image == 0, low, case.image), low, max(high, low + 1e-6)
+        for (plane, dim), panel, letters in zip(PLANES, row, sides(neurological)):
+            _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
+            _mark_sides(panel, letters)
+            name = f"{plane} {at[dim] + 1} / {case.truth.shape[dim]}"  # as reports count
+            panel.set_title(f"{case.name}  {name}" if dim == 0 else name, fontsize=9)
+    marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
+    marks += [(name, "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
     from matplotlib.lines import Line2D
 
-    lines = [Line2D([], [], color=c, label=name, ls="--" if style == "dashed" else "-") for name, style, c in marks]
+    lines = [Line2D([], [], color=colour, label=name, ls=style) for name, style, colour in marks]
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=9)
-    _save(figure, path)
+    return figure
 
 
-def fullest_planes(mask: NDArray[Any]) -> tuple[int, ...]:
-    """Returns the index of the plane with most of the mask in each direction; the middle ones of an empty mask."""
-    if not mask.any():
-        return tuple(side // 2 for side in mask.shape)
-    others = [tuple(d for d in range(mask.ndim) if d != dim) for dim in range(mask.ndim)]
-    return tuple(int(np.argmax((mask > 0).sum(axis))) for axis in others)
+def _draw_plane(
+    panel: Any,
+    case: PicturedCase,
+    greys: tuple[NDArray[Any], float, float],
+    dim: int,
+    at: int,
+    num_classes: int,
+    neurological: bool,
+) -> None:
+    """Draws one plane with its outlines; ``greys``: the image, and what is black and white in it."""
+    volume, low, high = greys
+    image, truth, prediction = (plane_of(v, dim, at, neurological) for v in (volume, case.truth, case.prediction))
+    across, up = (step for n, step in enumerate(case.spacing) if n != dim)
+    panel.imshow(image, cmap="gray", vmin=low, vmax=high, aspect=up / across)
+    for label in range(1, num_classes + 1):
+        colour = COLOURS[(label - 1) % len(COLOURS)]
+        for mask, style in ((truth == label, "solid"), (prediction == label, "dashed")):
+            if mask.any() and not mask.all():
+                panel.contour(mask, levels=[0.5], colors=[colour], linewidths=1.2, linestyles=style)
+    panel.set_xticks([])
+    panel.set_yticks([])
+
+
+def _mark_sides(panel: Any, letters: str) -> None:
+    """Writes what lies at the left, right, top and bottom of a panel."""
+    shade = {"facecolor": "black", "alpha": 0.5, "linewidth": 0, "pad": 1.5}
+    places = ((0.03, 0.5), (0.97, 0.5), (0.5, 0.965), (0.5, 0.035))
+    for letter, (x, y) in zip(letters, places):
+        panel.text(
+            x, y, letter, transform=panel.transAxes, ha="center", va="center", fontsize=8, color="white", bbox=shade
+        )

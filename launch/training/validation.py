@@ -20,6 +20,7 @@ from seqpar.launch.runs.journal import Journal
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.data import TrainingData
 from seqpar.launch.training.pictures import PicturedCase, draw_cases
+from seqpar.launch.training.planes import favourite
 from seqpar.launch.training.validation_folder import ValidationFolder, label_files
 from seqpar.losses import DiceCE, LossParts
 from seqpar.mesh import Mesh
@@ -48,6 +49,7 @@ class Validation:
     ) -> ValidationResult | None:
         """Returns the result, None where all ranks leave before its end; ``keep``: writes RUN/validation too."""
         out, dataset = journal.path.parent, self.data.dataset
+        shown = dataset.modalities.index(favourite(dataset.modalities))
         net.eval()
         folder = self._folder(out) if keep and self.mesh.is_first else None
         scores: list[Scores] = []
@@ -66,10 +68,11 @@ class Validation:
             truth, spacing = np.asarray(case.label), case.properties.spacing
             scores.append(score(truth, ids, self.data.classes, spacing, ignore=dataset.ignore_label, surfaces=False))
             if self.mesh.is_first and len(pictured) < NUM_PICTURED:
-                pictured.append(PicturedCase(name, np.asarray(case.image[self._channel()]), truth, ids, spacing))
+                pictured.append(PicturedCase(name, np.asarray(case.image[shown]), truth, ids, spacing))
         net.train()
         classes = [name for name, value in dataset.labels.items() if value]
-        journal.attempt(lambda: draw_cases(out / "validation.png", pictured, classes))
+        picture = out / "validation.png"
+        journal.attempt(lambda: draw_cases(picture, pictured, classes, self.config.neurological))
         result = self._summary(scores, losses)
         return replace(result, text="\n".join([result.text, *folder.close()])) if folder else result
 
@@ -95,11 +98,6 @@ class Validation:
             rows.append(join_rows(ids.to(torch.int16), slab.bounds, self.mesh))
         parts = self.loss.of_sums(all_reduce(sums, self.mesh.world))
         return torch.cat(rows).numpy(), parts
-
-    def _channel(self) -> int:
-        """Returns the modality that shows a tumour best: FLAIR, or the first one."""
-        names = [name.lower() for name in self.data.dataset.modalities]
-        return next((i for i, name in enumerate(names) if name in ("flair", "t2f", "t2-flair")), 0)
 
     def _summary(self, scores: Sequence[Scores], losses: Sequence[LossParts]) -> ValidationResult:
         summary = summarise(scores)

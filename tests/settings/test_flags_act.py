@@ -61,6 +61,18 @@ def windows_of(trainer) -> list:
     return seen
 
 
+def pictures_of(trainer) -> list:
+    from seqpar.launch.training import validation
+
+    seen = []
+    trainer.validation.ids = trainer.validation.ids[:1]
+    trainer.journal.active = True
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(validation, "draw_cases", lambda *of: seen.append(of[-1]))
+        trainer.validation.run(trainer.net, trainer.journal, NoStop())
+    return seen
+
+
 def phantom_cases(config: Config) -> list[int]:
     from seqpar.data.phantom import builtin
 
@@ -131,6 +143,7 @@ TRAINER = {
     "batch_dice": ("--batch-dice", lambda t: t.loss.batch_dice),
     "val_cases": ("--fold all --val-cases 2", lambda t: len(t.validation.ids)),
     "val_overlap": ("--val-overlap 0.5", lambda t: windows_of(t)),
+    "neurological": ("--neurological", pictures_of),
     "grad_checkpoint": ("--grad-checkpoint full", lambda t: t.net.encoder.blocks[0].recompute),
     "mlp_chunks": ("--mlp-chunks 2", lambda t: t.net.encoder.blocks[0].mlp_chunks),
     "compile": ("--compile", lambda t: t.net.encoder.blocks[0].mlp._compiled_call_impl is None),

@@ -6,7 +6,7 @@
   if (!viewer || !told.cases) return;
   const get = (id) => document.getElementById(id);
   const NAMES = ["sagittal", "coronal", "axial"];
-  const ACROSS = [[1, 2], [0, 2], [0, 1]]; // of each plane: the directions that grow to the right and upwards
+  const ACROSS = [[1, 2], [0, 2], [0, 1]]; // of each plane: the directions that lie across and upwards
   const state = { case: 0, modality: "", at: [0, 0, 0], volumes: {}, turn: 0 };
   const current = () => told.cases[state.case];
 
@@ -32,6 +32,9 @@
     return volume;
   }
 
+  // Where voxel i of n along the direction across a plane lies in its picture, and the other way round.
+  const across = (i, n) => (told.mirrored ? n - 1 - i : i);
+
   function plane(volume, dim) { // rows from the top: the higher voxels first
     const shape = current().shape, [x, y] = ACROSS[dim];
     const stride = [1, shape[0], shape[0] * shape[1]];
@@ -39,7 +42,7 @@
     const made = new Uint8Array(shape[x] * shape[y]);
     for (let j = 0, n = 0; j < shape[y]; j++)
       for (let i = 0; i < shape[x]; i++, n++)
-        made[n] = volume[start + i * stride[x] + (shape[y] - 1 - j) * stride[y]];
+        made[n] = volume[start + across(i, shape[x]) * stride[x] + (shape[y] - 1 - j) * stride[y]];
     return made;
   }
 
@@ -198,7 +201,7 @@
       const [x, y] = ACROSS[dim], { shape } = current(), box = canvas.getBoundingClientRect();
       const right = Math.floor(((event.clientX - box.left) / box.width) * shape[x]);
       const down = Math.floor(((event.clientY - box.top) / box.height) * shape[y]);
-      state.at[x] = Math.min(Math.max(right, 0), shape[x] - 1);
+      state.at[x] = across(Math.min(Math.max(right, 0), shape[x] - 1), shape[x]);
       move(y, shape[y] - 1 - down);
     });
     get("slice-" + dim).addEventListener("input", (event) => move(dim, Number(event.target.value)));
