@@ -1,12 +1,8 @@
-"""Data parallelism over all ranks: DDP, or weights in shards (FSDP2)."""
+"""Data parallelism over all ranks: DDP, or weights in shards."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.launch.models.segmentation import SegmentationNet
@@ -19,7 +15,9 @@ def data_parallel(net: SegmentationNet, mesh: Mesh, shard_weights: bool) -> nn.M
     DDP around ``net``; ``net`` itself where its weights are sharded, or where there is one rank.
     """
     if shard_weights:
-        shard(net, mesh)
+        from seqpar.launch.training import sharded_weights
+
+        sharded_weights.shard(net, mesh)
         return net
     if mesh.world.size == 1:
         return net
@@ -31,36 +29,10 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
 
-def shard(net: SegmentationNet, mesh: Mesh) -> None:
-    """Leaves each rank of data x seq its shard of the weights, and so of the gradients and optimizer states.
+def gathered(net: SegmentationNet, mesh: Mesh, shard_weights: bool) -> AbstractContextManager[None]:
+    """Returns a context in which no forward waits for other sequence groups, as validation needs it."""
+    if not shard_weights:
+        return nullcontext()
+    from seqpar.launch.training import sharded_weights
 
-    The weights of a block are gathered for its forward and again for its backward; all others form one such unit.
-    """
-    ranks = mesh.line()
-    # logits may be a view of the upsampled grid; nothing here writes into them
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-
-    def sharded_dim(p: nn.Parameter) -> Shard | None:
-        """Returns the dimension to cut where the first one is too short, None for the first one."""
-        divisible = [dim for dim, size in enumerate(p.shape) if size % mesh.world.size == 0]
-        return Shard(divisible[0]) if p.shape[0] < mesh.world.size and divisible else None
-
-    for block in net.encoder.blocks:
-        fully_shard(block, mesh=ranks, shard_placement_fn=sharded_dim)
-    fully_shard(net, mesh=ranks, shard_placement_fn=sharded_dim)
-
-
-@contextmanager
-def gathered(net: SegmentationNet, mesh: Mesh) -> Iterator[None]:
-    """Keeps sharded weights gathered where there are several sequence groups, as in validation.
-
-    They predict different numbers of windows, so none may wait for another to gather weights.
-    """
-    sharded = [module for module in net.modules() if isinstance(module, FSDPModule)]
-    for module in sharded if mesh.data.size > 1 else ():
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-    yield
-    for module in sharded:
-        module.reshard()
-        module.set_reshard_after_forward(module is not net, recurse=False)
+    return sharded_weights.gathered(net, mesh)

@@ -245,7 +245,7 @@ class Trainer:
         is_due = is_last or every > 0 and step % every == 0
         if not is_due or self.progress.validated == step:
             return True
-        with gathered(self.net, self.mesh):
+        with gathered(self.net, self.mesh, self.config.shard_weights):
             result = self.validation.run(self.net, self.journal, stopper, keep=is_last)
         if result is None:
             return False

@@ -47,8 +47,8 @@ OWNERS = {
         "seqpar.consensus",
     },
     "torch.nn.parallel": {"seqpar.launch.training.data_parallel"},
-    "torch.distributed.fsdp": {"seqpar.launch.training.data_parallel"},
-    "torch.distributed.tensor": {"seqpar.launch.training.data_parallel"},
+    "torch.distributed.fsdp": {"seqpar.launch.training.sharded_weights"},
+    "torch.distributed.tensor": {"seqpar.launch.training.sharded_weights"},
 }
 
 

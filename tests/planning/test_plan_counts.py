@@ -17,7 +17,7 @@ from seqpar.launch.planning.outline import outline
 from seqpar.launch.planning.saved_bytes import saved_bytes
 from seqpar.launch.planning.step_counter import Step, StepSetup, count_step, count_whole_step
 from seqpar.launch.settings.config import Config
-from seqpar.launch.training.data_parallel import shard
+from seqpar.launch.training.sharded_weights import shard
 from seqpar.losses import DiceCE
 from seqpar.mesh import Group, Mesh
 from seqpar.spatial import pieces

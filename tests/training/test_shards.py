@@ -15,7 +15,7 @@ from seqpar.launch.planning.feasibility import refuse_lonely
 from seqpar.launch.runs.journal import read_metrics
 from seqpar.launch.settings.command_line import parse
 from seqpar.launch.settings.config import Config
-from seqpar.launch.training import after_step, data_parallel
+from seqpar.launch.training import after_step, sharded_weights
 from seqpar.launch.weights.states import fill, optimizer_tensors, whole_tensors
 from seqpar.mesh import Mesh
 from tests.support.ranks import relative
@@ -103,7 +103,7 @@ def held(mesh: Mesh, sharded: bool, flags: str) -> tuple[dict[str, int], bool]:
     net = build(config, 2, 3, mesh.seq)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     if sharded:
-        data_parallel.shard(net, mesh)
+        sharded_weights.shard(net, mesh)
     joined = whole_tensors(net.state_dict(), keep=True)
     same = all(torch.equal(joined[name], before[name]) for name in before)
     for name, tensor in net.state_dict().items():
