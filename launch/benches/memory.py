@@ -30,7 +30,7 @@ from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.attention_choice import choose_quickest
 from seqpar.launch.planning.saved_bytes import Saved
 from seqpar.launch.settings.config import Config
-from seqpar.launch.training.data_parallel import shard
+from seqpar.launch.training.sharded_weights import shard
 from seqpar.losses import DiceCE
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
