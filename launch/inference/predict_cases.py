@@ -136,7 +136,7 @@ def _predict_case(predictor: Predictor, folder: PredictionFolder, prepared_cases
         memory = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), mesh)
         if mesh.is_first:
             print(f"{case.id}: a whole pass over {voxels} voxels takes {memory}", flush=True)
-    probabilities = folder.probability_file(case, shape, not run.regions) if mesh.is_first else None
+    probabilities = folder.probability_file(case, shape, not run.learns_regions) if mesh.is_first else None
     write_rows = None
     if folder.outputs:
         write_rows = _ignore_rows if probabilities is None else probabilities.write_rows

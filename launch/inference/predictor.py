@@ -116,7 +116,7 @@ class Predictor:
             slabs = whole_volume(self.nets, image, self.mesh, settings.mirror)
         else:
             slabs = sliding_window(self.nets, image, settings.sliding(tile), self.mesh)
-        order = self.run.regions_class_order
+        order = self.run.output_order
         return slabs_to_labels(slabs, image.shape[1:], to_shape, self.mesh, order, write_rows)
 
     def to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:

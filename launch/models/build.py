@@ -21,7 +21,7 @@ from seqpar.vit.encoder import SeqParViT
 Decoder = PlainDecoder | UnetrDecoder | PrimusDecoder
 Patch = tuple[int, ...]
 Taps = tuple[int, ...]  # the encoder's blocks whose tokens the decoder takes beside the last ones
-FOREGROUND = 0.02  # the probability that a fresh network gives every foreground class: most of an image is background
+FOREGROUND = 0.02  # with --output-bias a fresh network gives every foreground class this probability: most is background
 
 
 def build(
@@ -41,9 +41,10 @@ def build(
     with torch.device(device):
         encoder = _encoder(config, in_channels, group)
         decoder, taken = DECODERS[config.decoder](config, in_channels, num_outputs, encoder.layout.patch)
-    assert decoder.classes.bias is not None
-    with torch.no_grad():
-        decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
+    if config.output_bias:
+        assert decoder.classes.bias is not None
+        with torch.no_grad():
+            decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
     return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), taken)
 
 

@@ -15,7 +15,7 @@ from seqpar.environment import Launcher
 from seqpar.launch.hardware.devices import GIB, Device, device_here, measured
 from seqpar.launch.job.local_ranks import PARENT
 from seqpar.launch.planning.attention_choice import is_open
-from seqpar.launch.planning.batch_size import choose_batch
+from seqpar.launch.planning.batch_size import choose_batch, papers_batch
 from seqpar.launch.planning.fit import largest_batch, refusal
 from seqpar.launch.planning.needs import Plan, Run, plan, planned
 from seqpar.launch.settings.config import AUTO, Config
@@ -92,7 +92,8 @@ def _choose_batch(run: Run, ranks: int) -> tuple[Config, str]:
     best = largest_batch(run, ranks, target.batch)
     batch = best.config.batch
     if batch == target.batch and best.fits:
-        sentence = f"--batch {batch} holds at most what 32 tiles of 96 at patch 16 do, and fits: {_needs(best)}"
+        why = "is the paper's" if papers_batch(run.config) else "holds at most what 32 tiles of 96 at patch 16 do"
+        sentence = f"--batch {batch} {why}, and fits: {_needs(best)}"
     elif best.fits:
         sentence = f"--batch {batch} is the largest that fits {best.device.name}: {_needs(best)}"
     else:

@@ -8,12 +8,18 @@ from seqpar.launch.planning.step_counter import StepSetup, count_step
 from seqpar.launch.settings.config import Config
 
 PAPER_BATCH, PAPER_TILE, PAPER_PATCH = 32, 96, 16
+PAPERS = {(96, 16, 0): 32, (128, 16, 0): 16, (96, 4, 4): 1}  # tile, patch, group (0: any): tiles a group in the paper
 
 
 def choose_batch(config: Config) -> Config:
-    """Fills in the batch where it is left open: as many tiles as need the memory of the paper's 32 at patch 16."""
+    """Fills in the batch where it is left open.
+
+    It is the paper's where the config is one of its; else as many tiles as need the memory of its 32 at patch 16.
+    """
     if config.batch:
         return config
+    if batch := papers_batch(config):
+        return replace(config, batch=batch)
     paper = replace(config, tile=(PAPER_TILE,) * 3, patch=PAPER_PATCH, seqpar=1, attention="auto", keep_kv=False)
     paper = replace(paper, grad_checkpoint="none", mlp_chunks=1)
     budget = PAPER_BATCH * saved_per_tile(paper)
@@ -21,6 +27,15 @@ def choose_batch(config: Config) -> Config:
     if config.mode == "swap":  # each rank decodes as many samples
         most = max(1, most // config.seqpar) * config.seqpar
     return replace(config, batch=most)
+
+
+def papers_batch(config: Config) -> int:
+    """Returns how many tiles a sequence group the paper trained such a config with; 0 if it did not."""
+    sizes = (config.depth, config.embed_dim, config.heads) == (12, 768, 12) and len(set(config.tile)) == 1
+    if not sizes or (config.decoder, config.precision) != ("plain", "fp32") or config.mode not in ("gather", "nogather"):
+        return 0
+    settings = config.tile[0], config.patch
+    return PAPERS.get((*settings, 0)) or PAPERS.get((*settings, config.seqpar), 0)
 
 
 def keep_global_batch(

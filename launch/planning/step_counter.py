@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.launch.hardware.operations import Operation
+from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.memory_counter import MemoryCounter, as_autocast
 from seqpar.launch.planning.outline import outline
 from seqpar.launch.planning.saved_bytes import Saved
 from seqpar.launch.settings.config import Config
-from seqpar.losses import DiceCE
 from seqpar.mesh import Group
 from seqpar.meta_tensors import standing_for
 from seqpar.vit.dropout import DropoutKey
@@ -149,7 +149,7 @@ def _forward_and_backward(
     """Returns the bytes saved for backward before the decoder and in all, and the operations forward."""
     config = setup.config
     loss_groups = net.mode.loss_groups(Group("data", tuple(range(setup.data_groups))), config.batch)
-    loss_of = DiceCE(batch_dice=config.batch_dice)
+    loss_fn = loss_of(config)
     for p in net.parameters():
         p.register_post_accumulate_grad_hook(_drop_gradient)  # gradients are counted by themselves
     with Saved(net, (image, label)) as saved:
@@ -158,7 +158,7 @@ def _forward_and_backward(
         _name_phases(net, counter)
         with as_autocast(torch.bfloat16 if config.precision == "bf16" else None, setup.on_gpu):
             logits = net(image, None, DropoutKey(0, 0, tuple(range(config.batch))))
-        loss = loss_of(logits, net.arrange(label), loss_groups)
+        loss = loss_fn(logits, net.arrange(label), loss_groups)
     del logits
     forward_operations = work.operations.total()
     counter.phase = "decoder backward"

@@ -13,6 +13,7 @@ import seqpar
 from seqpar.launch.reporting.charts import Curve, draw_curves
 from seqpar.launch.reporting.record import CaseScores, Record
 from seqpar.launch.reporting.tables import last_validation, metrics_table, number
+from seqpar.launch.runs.journal import loss_terms
 
 TEMPLATES = Path(__file__).parent / "template"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
@@ -141,7 +142,9 @@ def curves(record: Record) -> str:
     names = list(validations[-1].get("dice", {})) if validations else []
     steps = [row["step"] for row in validations]
     dices = [Curve(n, steps, [number(row.get("dice", {}).get(n)) for row in validations], dots=True) for n in names]
-    charts = [draw_curves("Loss (soft Dice + cross-entropy)", [c for c in losses if c.steps])]
+    terms = [curve(key.replace("_", " "), [row for row in train if key in row], key, 1) for key in loss_terms(train)]
+    charts = [draw_curves(f"Loss ({record.config.get('loss', 'dice-ce')})", [c for c in losses if c.steps])]
+    charts.append(draw_curves("Terms of the loss in training", terms))
     charts.append(draw_curves("Mean Dice on held-out cases", dices, high=1.0))
     charts.append(draw_curves("Learning rate", [curve("learning rate", train, "lr", 1)]))
     return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else "<p>No step has been recorded.</p>"

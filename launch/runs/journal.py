@@ -5,7 +5,7 @@ import math
 import resource
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def loss_terms(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns the keys of the loss's terms, such as dice_loss, in any row; a resumed run may take another loss."""
+    return list(dict.fromkeys(name for row in rows for name in row if name.endswith("_loss")))
+
+
 def epoch_line(step: int, epochs: int, iterations: int, rows: list[dict[str, Any]], left_s: float) -> str:
     """Returns an epoch's line: bar, mean losses, tokens per second, waiting for data, memory, time left.
 
@@ -106,10 +111,12 @@ def epoch_line(step: int, epochs: int, iterations: int, rows: list[dict[str, Any
     """
     width, epoch, done = 12, (step - 1) // iterations + 1, ((step - 1) % iterations + 1) / iterations
     bar = "█" * round(done * width) + "·" * (width - round(done * width))
-    mean = {name: sum(row[name] for row in rows) / len(rows) for name in ("loss", "dice_loss", "tokens_per_s")}
+    names = [name for name in ("loss", "dice_loss", "tokens_per_s") if name in rows[0]]
+    mean = {name: sum(row[name] for row in rows) / len(rows) for name in names}
+    dice = f"dice {1 - mean['dice_loss']:.3f}  " if "dice_loss" in mean else ""
     waited = sum(row["data_wait_s"] for row in rows)
     return (
-        f"epoch {epoch}/{epochs} {bar} loss {mean['loss']:.4f}  dice {1 - mean['dice_loss']:.3f}  "
+        f"epoch {epoch}/{epochs} {bar} loss {mean['loss']:.4f}  {dice}"
         f"{mean['tokens_per_s']:,.0f} tokens/s  waited {waited:.1f} s  {rows[-1]['peak_mem_mb'] / 1024:.2f} GB  "
         f"{clock(left_s)} left"
     )

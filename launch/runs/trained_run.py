@@ -31,12 +31,22 @@ class Run:
     recipe: Recipe
     labels: dict[str, int]  # class ids, as in the cache
     regions: dict[str, tuple[int, ...]]
-    regions_class_order: tuple[int, ...]  # class ids; empty where the outputs are labels
+    regions_class_order: tuple[int, ...]  # class ids
+
+    @property
+    def learns_regions(self) -> bool:
+        """Whether the networks' outputs are regions, which may overlap; else they are labels."""
+        return bool(self.regions) and self.config.targets == "regions"
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The networks' outputs by name: regions, or labels."""
-        return tuple(self.regions or self.labels)
+        return tuple(self.regions if self.learns_regions else self.labels)
+
+    @property
+    def output_order(self) -> tuple[int, ...]:
+        """The class id that each output's voxels get where outputs are regions; empty where they are labels."""
+        return self.regions_class_order if self.learns_regions else ()
 
 
 def read_run(path: str | Path) -> Run:

@@ -87,11 +87,17 @@ def _size(text: str) -> int:
 
 def refuse_idle(config: Config, names: set[str]) -> None:
     """Refuses settings on the command line (``names``) without effect on the run of ``config``."""
+    terms, calls = config.loss_terms, f"--loss {config.loss} has no"
     is_open = config.seqpar == AUTO or not config.batch or (config.seqpar > 1 and config.attention == "auto")
     for name, acts, why in (
         ("phantoms", not config.data, "--data is there: leave one of both out"),
         ("skips", config.decoder == "unetr", f"--decoder {config.decoder} takes no skips: leave it out"),
         ("decoder_width", config.decoder != "primus", "--decoder primus finds its width itself: leave it out"),
+        ("loss_weights", len(terms) > 1, f"--loss {config.loss} has one term: leave it out"),
+        ("dice", "dice" in terms, f"{calls} Dice: leave it out"),
+        ("dice_background", "dice" in terms, f"{calls} Dice: leave it out"),
+        ("batch_dice", "dice" in terms or not config.batch_dice, f"{calls} Dice: leave it out"),
+        ("focal_gamma", "focal" in terms, f"{calls} focal term: leave it out"),
         ("measured", is_open, "size, batch and attention are given, so that nothing is chosen by it: leave it out"),
     ):
         if name in names and not acts:

@@ -11,13 +11,18 @@ from typing import Any
 
 from seqpar.attention.strategies import NAMES, check_strategy
 from seqpar.data.preparation.recipe import PrepareSettings
+from seqpar.data.sampling.augmentation_presets import RECIPES
 from seqpar.layout import SPLITS, Layout
+from seqpar.losses.loss import check_weights
+from seqpar.losses.table import LOSSES, LossOptions
 from seqpar.rendezvous import START_S
 from seqpar.vit.blocks import RECOMPUTED
 from seqpar.vit.tokens import POSITIONS
 
 AUTO = 0  # value of --seqpar auto: the planner chooses
 PRECISIONS = ("fp32", "bf16", "fp64")
+TARGETS = ("regions", "labels")
+DICE = ("linear", "squared")
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ AT_LEAST_1 = Bounds(lambda value: value >= 1, "it must be at least 1")
 NOT_NEGATIVE = Bounds(lambda value: 0 <= value < math.inf, "it must not be negative")
 ABOVE_0 = Bounds(lambda value: 0 < value < math.inf, "it must be above 0")
 BELOW_1 = Bounds(lambda value: 0 <= value < 1, "it must lie in [0, 1)")
+GAMMA = Bounds(lambda value: value == 0 or 1 <= value < math.inf, "it must be 0, or at least 1; 2 is usual")
 
 
 def _share(usual: float) -> Bounds:
@@ -74,11 +80,16 @@ class Config:
     cache: str = _data("", "folder of prepared data; none: in $SEQPAR_CACHE, else DATA.prepared", metavar="FOLDER")
     fold: str = _data("0", "held-out fold: number of nnU-Net's or the data set's own, 90:10, or all", metavar="FOLD")
     workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE)
-    augment: str = _data("light", "augmentation", choices=("none", "light", "full", "paper"))
+    augment: str = _data("light", "augmentation", choices=tuple(RECIPES))
     synthesis: float = _data(
         0.0, "share of tiles that get a synthetic tumour in place of the real one", bounds=_share(0.5)
     )
     foreground: float = _data(0.33, "share of tiles centred on a labelled voxel (nnU-Net: 0.33)", bounds=_share(0.33))
+    targets: str = _data(
+        "regions",
+        "what is learned where the data declare regions: these, by sigmoids, or their labels, by a softmax",
+        choices=TARGETS,
+    )
     phantoms: int = _data(24, "number of phantom cases where no --data is given")
 
     seqpar: int = _layout(1, "ranks that share a tile; auto: the fewest whose memory suffices", bounds=AT_LEAST_1)
@@ -108,6 +119,8 @@ class Config:
     layer_scale: float = _network(0.0, "initial value of layer scale; 0: none", bounds=NOT_NEGATIVE)
     decoder_width: int = _network(128, "channels of the decoder (unetr: of its finest level)", bounds=AT_LEAST_1)
 
+    output_bias: bool = _network(True, "begin with biases of the outputs by which foreground is rare; else torch's own")
+
     batch: int = _training(0, "tiles per sequence group and micro-batch; 0: chosen by memory", bounds=NOT_NEGATIVE)
     accumulate: int = _training(1, "micro-batches per step", bounds=AT_LEAST_1)
     epochs: int = _training(200, "epochs", bounds=AT_LEAST_1)
@@ -120,6 +133,11 @@ class Config:
     warmup: int = _training(0, "epochs of linear warm-up", bounds=NOT_NEGATIVE)
     clip: float = _training(0.0, "largest global gradient norm; 0: no clipping", bounds=NOT_NEGATIVE)
     precision: str = _training("fp32", "arithmetic", choices=PRECISIONS)
+    loss: str = _training("dice-ce", "loss", choices=tuple(LOSSES))
+    loss_weights: tuple[float, ...] = _training((), "weights of the loss's terms, such as 0.9 0.1 (1 each)")
+    focal_gamma: float = _training(2.0, "exponent by which the focal loss spares voxels that are right", bounds=GAMMA)
+    dice: str = _training("linear", "denominator of soft Dice: probabilities, or their squares (V-Net)", choices=DICE)
+    dice_background: bool = _training(False, "Dice of the background too, where outputs exclude each other")
     batch_dice: bool = _training(False, "Dice over the batch instead of per tile")
     seed: int = _training(0, "seed of everything that is random", bounds=NOT_NEGATIVE)
 
@@ -179,6 +197,11 @@ class Config:
     def _check_run(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"--betas {' '.join(map(str, self.betas))}: two numbers in [0, 1), such as 0.9 0.999")
+        if self.loss_weights:
+            try:
+                check_weights(self.loss_weights, self.loss_terms)
+            except ValueError as error:
+                raise ValueError(f"--loss-weights with --loss {self.loss}: {error}") from None
         if self.warmup and self.warmup >= self.epochs:
             raise ValueError(f"--warmup {self.warmup} leaves no epoch of {self.epochs}: use --warmup {self.epochs - 1}")
         if self.fold not in ("90:10", "all") and not re.fullmatch("[0-9]+", self.fold):
@@ -187,6 +210,11 @@ class Config:
             raise ValueError(f"--phantoms {self.phantoms}: five folds need at least 5 cases")
         PrepareSettings.spaced(self.spacing)
         seconds(self.time_limit)
+
+    @property
+    def loss_terms(self) -> tuple[str, ...]:
+        """The names of the loss's terms."""
+        return tuple(term.name for term in LOSSES[self.loss](LossOptions()))
 
     @property
     def steps(self) -> int:

@@ -24,6 +24,7 @@ class TrainingData:
     train_ids: tuple[str, ...]
     held_out_ids: tuple[str, ...]
     tiles: TileSource
+    targets: str = "regions"
 
     @property
     def num_channels(self) -> int:
@@ -32,11 +33,16 @@ class TrainingData:
     @property
     def regions(self) -> tuple[tuple[int, ...], ...]:
         """The labels of each region, learned by sigmoids; empty where single labels are learned, by a softmax."""
-        return tuple(self.dataset.regions.values())
+        return tuple(self.dataset.regions.values()) if self.targets == "regions" else ()
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """What the network's outputs stand for: regions, or labels with the background first."""
+        return tuple(self.dataset.regions if self.regions else self.dataset.labels)
 
     @property
     def num_outputs(self) -> int:
-        return len(self.regions) or len(self.dataset.labels)
+        return len(self.output_names)
 
     @property
     def classes(self) -> dict[str, tuple[int, ...]]:
@@ -63,7 +69,8 @@ def open_data(config: Config, is_first: bool) -> TrainingData:
     dataset = prepared(folder, config.cache or None, settings, is_first=is_first, progress=progress)
     fold: int | str = int(config.fold) if config.fold.isdigit() else config.fold
     train_ids, held_out_ids = (tuple(ids) for ids in split(dataset, fold))
-    return TrainingData(dataset, train_ids, held_out_ids, training_tiles(dataset, train_ids, config))
+    tiles = training_tiles(dataset, train_ids, config)
+    return TrainingData(dataset, train_ids, held_out_ids, tiles, config.targets)
 
 
 def training_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Config) -> TileSource:

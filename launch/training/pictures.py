@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.data.files import whole_file
-from seqpar.launch.runs.journal import read_metrics
+from seqpar.launch.runs.journal import loss_terms, read_metrics
 from seqpar.launch.training.planes import COLOURS, PLANES, convention, fullest_planes, plane_of, sides
 
 
@@ -48,14 +48,11 @@ def draw_progress(out: Path) -> None:
     figure = _figure(12, 4)
     losses, dices, rates = figure.subplots(1, 3)
     steps = [row["step"] + 1 for row in train]
-    for name, text, colour in (
-        ("loss", "loss", "#222222"),
-        ("dice_loss", "1 − soft Dice", COLOURS[2]),
-        ("ce_loss", "cross-entropy", COLOURS[3]),
-    ):
-        values = [row[name] for row in train]
-        losses.plot(steps, values, color=colour, alpha=0.2, linewidth=0.8)
-        losses.plot(steps, _smooth(values), color=colour, label=text)
+    for name, colour in zip(["loss", *loss_terms(train)], ("#222222", *COLOURS[2:], *COLOURS)):
+        points = [(row["step"] + 1, row[name]) for row in train if name in row]
+        at, values = zip(*points)
+        losses.plot(at, values, color=colour, alpha=0.2, linewidth=0.8)
+        losses.plot(at, _smooth(values), color=colour, label=name.replace("_", " "))
     if validations:
         at = [row["step"] for row in validations]
         losses.plot(

@@ -56,7 +56,7 @@ def make_trainer(request: RunRequest, mesh: Mesh, data: TrainingData, status: St
     layout |= {"strategy": str(net.encoder.attention), "attention": attention_reasons, **request.choices}
     description = describe_run(config, request.preset, data.describe(), layout)
     if mesh.is_first:
-        print(f"{_size_line(net, config, mesh)}; {mode_line}", flush=True)
+        print(f"{_size_line(net, config, mesh)}; {mode_line}\n{_outputs_line(data)}", flush=True)
         print(f"attention: {attention_reasons[0]}" + (f"\n{weights_line}" if weights_line else ""), flush=True)
     return Trainer(config, mesh, data, net, status, description, saved)
 
@@ -95,6 +95,13 @@ def _size_line(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
         f"network: encoder {encoder:.2f} M + decoder {decoder:.2f} M parameters; {layout.num_tokens} tokens a tile, "
         f"{max(layout.counts)} per rank; {config.steps} steps of {global_batch(config, mesh)} tiles"
     )
+
+
+def _outputs_line(data: TrainingData) -> str:
+    """Returns what the network's outputs stand for."""
+    names, kind = data.output_names, "regions, by a sigmoid each" if data.regions else "labels, by a softmax"
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"outputs: {', '.join(names[:8])}{more} ({kind})"
 
 
 def _refuse_unequal_choices(config: Config, mesh: Mesh) -> None:

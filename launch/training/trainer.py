@@ -15,6 +15,7 @@ from seqpar.data.files import write_json
 from seqpar.data.sampling.loader import Loader, MicroBatch
 from seqpar.launch.job.exit_codes import PREEMPTED
 from seqpar.launch.job.stop_request import Stopper
+from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.runs.journal import Journal, epoch_line, peak_memory_mb
@@ -30,7 +31,6 @@ from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.checkpoint import Progress
 from seqpar.launch.weights.files import write_weights
 from seqpar.launch.weights.states import whole_tensors
-from seqpar.losses import DiceCE
 from seqpar.mesh import Mesh, equal_weights
 from seqpar.messages import expect
 from seqpar.vit.dropout import DropoutKey
@@ -63,7 +63,7 @@ class Trainer:
                 block.mlp.compile()  # type: ignore[union-attr]
         self.parallel_net = data_parallel(self.net, mesh, config.shard_weights)
         self.optimizer = make_optimizer(config, self.net)
-        self.loss = DiceCE(regions=data.regions, batch_dice=config.batch_dice, ignore_label=data.dataset.ignore_label)
+        self.loss = loss_of(config, data.regions, data.dataset.ignore_label)
         self.loss_groups = self.net.mode.loss_groups(mesh.data, config.batch)
         self.progress = Progress(global_batch=global_batch(config, mesh))
         self.validation = Validation(config, mesh, data, self.loss)
@@ -191,8 +191,7 @@ class Trainer:
         row = {
             "epoch": step // config.iterations,
             "loss": float(mean[0]),
-            "dice_loss": float(mean[1]),
-            "ce_loss": float(mean[2]),
+            **{f"{name}_loss": float(value) for name, value in zip(self.loss.weights, mean[1:])},
             "lr": rate,
             "grad_norm": float(norm),
             "tokens_per_s": self.progress.global_batch * self.net.encoder.layout.num_tokens / seconds,
@@ -202,11 +201,11 @@ class Trainer:
         return row, decision
 
     def _add_gradients(self, micros: list[MicroBatch], stopper: Stopper) -> Tensor | None:
-        """Returns the mean loss, Dice and cross-entropy of the micro-batches, None where all ranks leave between two.
+        """Returns the mean loss and terms of the micro-batches, None where all ranks leave between two.
 
         The last backward averages the gradients over the ranks.
         """
-        sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        sums = torch.zeros(1 + len(self.loss.terms), dtype=torch.float64, device=self.mesh.device)
         for number, micro in enumerate(micros):
             is_last = number == len(micros) - 1
             if number and stopper.should_leave():
@@ -218,7 +217,7 @@ class Trainer:
         return sums
 
     def _backward(self, micro: MicroBatch) -> Tensor:
-        """Returns loss, Dice and cross-entropy of a micro-batch after adding its gradients."""
+        """Returns the loss and its terms of a micro-batch after adding its gradients."""
         key = DropoutKey(self.config.seed, self.progress.step, micro.samples)
         label = self.net.arrange(micro.label)
         with self._autocast():
@@ -226,7 +225,7 @@ class Trainer:
         parts = self.loss.parts(logits, label, self.loss_groups)
         (parts.total / self.config.accumulate).backward()
         self.mesh.world.watch.clock.count_since_ready()
-        return torch.stack(parts).detach().double()
+        return torch.stack([parts.total, *parts.terms.values()]).detach().double()
 
     def _mean_over_ranks(self, sums: Tensor, own_s: float) -> Tensor:
         """Returns the mean over all ranks; a rank whose own seconds are many is reported on the way."""

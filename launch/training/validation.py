@@ -22,7 +22,7 @@ from seqpar.launch.training.data import TrainingData
 from seqpar.launch.training.pictures import PicturedCase, draw_cases
 from seqpar.launch.training.planes import favourite
 from seqpar.launch.training.validation_folder import ValidationFolder, label_files
-from seqpar.losses import DiceCE, LossParts
+from seqpar.losses import Loss, LossParts
 from seqpar.mesh import Mesh
 
 NUM_PICTURED = 3  # cases in validation.png
@@ -40,7 +40,7 @@ class ValidationResult:
 class Validation:
     """Loss and Dice per class and region on held-out cases; the same on all ranks."""
 
-    def __init__(self, config: Config, mesh: Mesh, data: TrainingData, loss: DiceCE) -> None:
+    def __init__(self, config: Config, mesh: Mesh, data: TrainingData, loss: Loss) -> None:
         self.config, self.mesh, self.data, self.loss = config, mesh, data, loss
         self.ids = data.held_out_ids[: config.val_cases or None]
 
@@ -103,11 +103,10 @@ class Validation:
         summary = summarise(scores)
         dice = {name: _nan_to_none(mean["Dice"]) for name, mean in summary["mean"].items()}
         global_dice = {name: _nan_to_none(pooled["Dice"]) for name, pooled in summary["global"].items()}
-        mean = LossParts(*(torch.stack(terms).mean() for terms in zip(*losses)))
-        terms = {"dice_loss": float(mean.dice), "ce_loss": float(mean.cross_entropy)}
+        terms = {name: float(torch.stack([one.terms[name] for one in losses]).mean()) for name in self.loss.weights}
         row = {
-            "loss": self.loss.weighted(*terms.values()),
-            **terms,
+            "loss": self.loss.weighted(terms),
+            **{f"{name}_loss": value for name, value in terms.items()},
             "dice": dice,
             "global_dice": global_dice,
             "cases": len(scores),

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar import losses
 from seqpar.collectives import all_reduce
 from seqpar.launch.planning.saved_bytes import saved_bytes
-from seqpar.losses import DiceCE, LossGroups
+from seqpar.losses import DiceCE, Loss, LossGroups, LossOptions, make_loss, voxels
 from seqpar.mesh import Mesh
 from tests.support.new_tensors import NewTensors
 from tests.support.ranks import relative
@@ -26,8 +25,10 @@ def example(samples: int = 2, width: int = 7) -> tuple[Tensor, Tensor]:
     return logits, label
 
 
-def by_hand(logits: Tensor, label: Tensor, regions: tuple, background: bool, batch_dice: bool) -> Tensor:
-    """Returns nnU-Net's Dice + cross-entropy, plus one, sample by sample and class by class."""
+def by_hand(
+    logits: Tensor, label: Tensor, regions: tuple, background: bool, batch_dice: bool, squared: bool = False
+) -> Tensor:
+    """Returns nnU-Net's Dice (V-Net's if squared) + cross-entropy, plus one, sample by sample and class by class."""
     seen = label != 9
     shares = logits.sigmoid() if regions else logits.softmax(1)
     classes = regions or [(k,) for k in range(logits.shape[1])]
@@ -36,7 +37,8 @@ def by_hand(logits: Tensor, label: Tensor, regions: tuple, background: bool, bat
         for k, members in enumerate(classes):
             truth = sum((label[b] == m) for m in members)[seen[b]].double()
             p = shares[b, k][seen[b]]
-            both[b, k], either[b, k] = (p * truth).sum(), p.sum() + truth.sum()
+            below = p * p if squared else p
+            both[b, k], either[b, k] = (p * truth).sum(), below.sum() + truth.sum()
     if not regions and not background:
         both, either = both[:, 1:], either[:, 1:]
     if batch_dice:
@@ -54,7 +56,7 @@ CASES = [
     for regions in ((), REGIONS)
     for background in (False, True)
     for batch in (False, True)
-]
+] + [dict(regions=regions, background=True, batch_dice=False, squared=True) for regions in ((), REGIONS)]
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -78,7 +80,9 @@ def test_the_loss_of_a_volume_comes_from_sums_over_its_pieces(options: dict) -> 
     loss = DiceCE(**options, ignore_label=9)
     pieces = zip(logits.split([3, 1, 3], 2), label.split([3, 1, 3], 1))
     got = loss.of_sums(torch.stack([loss.sums(*piece) for piece in pieces]).sum(0))
-    assert all(relative(a, b) < 1e-13 for a, b in zip(got, loss.parts(logits, label)))
+    want = loss.parts(logits, label)
+    assert relative(got.total, want.total) < 1e-13 and got.terms.keys() == want.terms.keys() == {"dice", "ce"}
+    assert all(relative(got.terms[name], want.terms[name]) < 1e-13 for name in want.terms)
 
 
 def gaps_of_voxels(mesh: Mesh) -> list[tuple[float, float]]:
@@ -104,11 +108,11 @@ def test_the_loss_of_unequal_parts_is_the_loss_of_the_tile(ranks: Callable[..., 
         assert all(max(gaps) < 1e-13 for gaps in of_rank), dict(zip(map(str, CASES), of_rank))
 
 
-def check_samples(mesh: Mesh, options: dict, shared: bool) -> tuple[float, float]:
+def check_samples(mesh: Mesh, options: dict, shared: bool, given: Loss | None = None) -> tuple[float, float]:
     """Samples over data, voxels over seq: the mean of all ranks' losses is the loss of the batch."""
     logits, label = example(samples=4, width=6)
     logits = logits[:, :3] if options["regions"] else logits
-    loss = DiceCE(**options, ignore_label=9)
+    loss = given or DiceCE(**options, ignore_label=9)
     whole = logits.clone().requires_grad_()
     want = loss(whole, label)
     (grad,) = torch.autograd.grad(want, whole)
@@ -140,7 +144,7 @@ def test_runs_of_rows_give_the_loss_and_the_gradient_of_all_voxels_at_once(
     logits = logits[:, :3] if options["regions"] else logits
     found = []
     for run in (1, 2 * logits[:, :, :1].numel(), 1 << 20):  # rows one by one, by two, all
-        monkeypatch.setattr(losses, "RUN", run)
+        monkeypatch.setattr(voxels, "RUN", run)
         leaf = logits.clone().requires_grad_()
         loss = DiceCE(**options, ignore_label=9)(leaf, label)
         found.append((loss, *torch.autograd.grad(loss, leaf)))
@@ -151,7 +155,7 @@ def test_runs_of_rows_give_the_loss_and_the_gradient_of_all_voxels_at_once(
 def test_beside_the_gradient_no_tensor_is_larger_than_a_run(regions: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, label = torch.randn(1, 3, 32, 8, 8), torch.randint(0, 4 if regions else 3, (1, 32, 8, 8))
     for rows in (2, 32):
-        monkeypatch.setattr(losses, "RUN", rows * 3 * 64)
+        monkeypatch.setattr(voxels, "RUN", rows * 3 * 64)
         leaf = logits.clone().requires_grad_()
         with NewTensors() as made:
             DiceCE(regions, ignore_label=9)(leaf, label).backward()
@@ -171,16 +175,62 @@ def test_the_weights_of_the_terms_act_wherever_the_loss_is_taken() -> None:
     logits, label = (t[:1] for t in example())
     loss = DiceCE(dice_weight=0.25, ce_weight=2.0, ignore_label=9)
     plain = DiceCE(ignore_label=9).parts(logits, label)
-    want = 0.25 * plain.dice + 2.0 * plain.cross_entropy
-    assert plain.total == plain.dice + plain.cross_entropy != want
+    want = 0.25 * plain.terms["dice"] + 2.0 * plain.terms["ce"]
+    assert plain.total == plain.terms["dice"] + plain.terms["ce"] != want
     for parts in (loss.parts(logits, label), loss.of_sums(loss.sums(logits, label))):
-        assert relative(parts.total, want) < 1e-13 and relative(parts.dice, plain.dice) < 1e-13
-    assert loss(logits, label) == want and loss.weighted(1.0, 1.0) == 2.25
+        assert relative(parts.total, want) < 1e-13 and relative(parts.terms["dice"], plain.terms["dice"]) < 1e-13
+    assert loss(logits, label) == want and loss.weighted({"dice": 1.0, "ce": 1.0}) == 2.25
+
+
+def focal_by_hand(logits: Tensor, label: Tensor, regions: tuple, gamma: float) -> Tensor:
+    """Returns the focal loss voxel by voxel; of regions, the mean over voxels and regions."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for place in (label != 9).nonzero():
+        b, *at = place.tolist()
+        z, truth = logits[(b, slice(None), *at)], int(label[(b, *at)])
+        if regions:
+            shares = [z[k].sigmoid() if truth in members else 1 - z[k].sigmoid() for k, members in enumerate(regions)]
+        else:
+            shares = [z.softmax(0)[truth]]
+        for p in shares:
+            total = total - (1 - p) ** gamma * p.log() / len(shares)
+        count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0, 2.0, 3.5])
+@pytest.mark.parametrize("regions", [(), REGIONS])
+def test_the_focal_loss_is_the_formula(regions: tuple, gamma: float) -> None:
+    logits, label = example()
+    logits = (logits[:, :3] if regions else logits).requires_grad_()
+    losses = [make_loss(name, LossOptions(gamma=gamma), (), regions, 9) for name in ("focal", "dice-focal", "dice-ce")]
+    focal, both, usual = (loss.parts(logits, label) for loss in losses)
+    want = focal_by_hand(logits, label, regions, gamma)
+    assert relative(focal.total, want) < 1e-12 and list(focal.terms) == ["focal"]
+    slopes = [torch.autograd.grad(total, logits)[0] for total in (focal.total, want)]
+    assert relative(*slopes) < 1e-12
+    assert list(both.terms) == ["dice", "focal"] and both.terms["dice"] == usual.terms["dice"]
+    assert both.total == usual.terms["dice"] + focal.total
+    assert gamma or relative(focal.total, usual.terms["ce"]) < 1e-13, "without exponent it is the cross-entropy"
+
+
+def gaps_of_focal(mesh: Mesh) -> list[tuple[float, float]]:
+    gaps = []
+    for regions in ((), REGIONS):
+        loss = make_loss("dice-focal", LossOptions(squared=True), (0.9, 0.1), regions, 9)
+        gaps.append(check_samples(mesh, {"regions": regions}, True, loss))
+    return gaps
+
+
+def test_the_focal_loss_of_parts_is_the_batchs(ranks: Callable[..., list]) -> None:
+    assert all(max(gaps) < 1e-13 for of_rank in ranks(4, gaps_of_focal, seqpar=2) for gaps in of_rank)
 
 
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="loss weights"):
         DiceCE(dice_weight=0, ce_weight=0)
+    with pytest.raises(ValueError, match="2 needed, for dice and ce"):
+        make_loss("dice-ce", LossOptions(), (0.9,))
     with pytest.raises(ValueError, match="region without labels"):
         DiceCE(regions=((1,), ()))
     with pytest.raises(ValueError, match="do not lie on"):

@@ -18,7 +18,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def nets(run: Run, files: Any, mesh: Mesh, mode: str = "") -> list[SegmentationNet]:
         (net,) = load_nets(run, files, mesh, mode)
-        members = [tuple(run.recipe.values[n] for n in ids) for ids in run.regions.values()]
+        members = [tuple(run.recipe.values[n] for n in ids) for ids in run.regions.values() if run.learns_regions]
         net.decoder = Echo(run.recipe.values, tuple(members))
         return [net]
 

@@ -74,6 +74,22 @@ def test_regions_become_labels_in_their_order(tmp_path, echo) -> None:
     assert np.array_equal(core > 0.5, np.isin(truth, (1, 4)))
 
 
+@pytest.mark.parametrize("targets", ["regions", "labels"])
+def test_a_run_predicts_what_it_learned_of_data_with_regions(targets, tmp_path, echo) -> None:
+    """Labels that exclude each other have probabilities that add up to one; regions have their own."""
+    truth = labelled((11, 9, 10), (0, 1, 2, 4))
+    save(tmp_path / "images" / "case.nii.gz", truth.astype(np.uint8))
+    regions = {"WT": [1, 2, 3], "TC": [1, 3], "ET": [3]}
+    recipe, config = replace(RECIPE, schemes=("none",), values=(0, 1, 2, 4)), replace(SMALL, targets=targets)
+    run = make_run(tmp_path / "run", recipe, config, regions=regions, regions_class_order=[2, 1, 3])
+    assert act(tmp_path, run, "--probabilities") == 0
+    assert np.array_equal(voxels(tmp_path / "out" / "case.nii.gz"), truth)
+    files = sorted((tmp_path / "out" / "probabilities").iterdir())
+    assert len(files) == {"regions": 3, "labels": 4}[targets]
+    total = sum(voxels(file) for file in files)
+    assert (np.abs(total - 1).max() < 1e-6) == (targets == "labels")
+
+
 def cut_into_slabs(mesh: Mesh, scores: Tensor, cuts: tuple[int, ...], to_shape: tuple[int, ...]) -> Tensor:
     def slabs():
         for low, high in zip(cuts, cuts[1:]):

@@ -18,7 +18,8 @@ from seqpar.launch.settings.config import Config
 from seqpar.launch.settings.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
-PAPER = replace(PRESETS["paper"](), patch=4, batch=1)  # "Long Sequence": ViT-B, tile 96, patch 4, batch 1, fp32
+# "Long Sequence": ViT-B, tile 96, patch 4, batch 1, fp32; the strategy is left open here
+PAPER = replace(PRESETS["paper"](), patch=4, batch=1, attention="auto")
 GCD = DEVICES["mi250x"]
 SMALL = Config(tile=(16, 16, 16), patch=4, depth=2, embed_dim=24, heads=3, decoder_width=8, batch=1)
 

@@ -140,7 +140,12 @@ ACTS = {
 # Seen in the trainer that a config makes.
 TRAINER = {
     "precision": ("--precision fp64", lambda t: next(t.net.parameters()).dtype),
-    "batch_dice": ("--batch-dice", lambda t: t.loss.batch_dice),
+    "loss": ("--loss focal", lambda t: list(t.loss.weights)),
+    "loss_weights": ("--loss-weights 0.9 0.1", lambda t: t.loss.weights),
+    "focal_gamma": ("--loss focal --focal-gamma 3", lambda t: getattr(t.loss.terms[0], "gamma", 2.0)),
+    "dice": ("--dice squared", lambda t: t.loss.terms[0].squared),
+    "dice_background": ("--dice-background", lambda t: t.loss.terms[0].background),
+    "batch_dice": ("--batch-dice", lambda t: t.loss.terms[0].batch),
     "val_cases": ("--fold all --val-cases 2", lambda t: len(t.validation.ids)),
     "val_overlap": ("--val-overlap 0.5", lambda t: windows_of(t)),
     "neurological": ("--neurological", pictures_of),
@@ -151,7 +156,8 @@ TRAINER = {
 
 # Seen elsewhere: tests/test_training.py and the tests below.
 ELSEWHERE = {
-    "out": "test_what_people_watch", "workers": "test_workers_die_with_a_killed_trainer",
+    "targets": "test_exclusive_labels_are_learned_by_a_softmax_and_tiles_are_drawn_anywhere",
+    "output_bias": "test_biases_of_the_outputs_are_torchs_own", "out": "test_what_people_watch", "workers": "test_workers_die_with_a_killed_trainer",
     "clip": "test_clipping_bounds_what_the_optimizer_sees", "val_every": "test_validation_comes_as_often_as_told",
     "weights": "test_weights_are_taken", "resume": "test_a_run_that_had_to_leave_goes_on_to_the_same_bits",
     "checkpoint_minutes": "test_a_run_that_loses_a_rank_at_every_moment_in_turn_ends_with_the_same_bits",

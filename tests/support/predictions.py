@@ -32,7 +32,7 @@ def make_run(out: Path, recipe: Recipe = RECIPE, config: Config = SMALL, **keys:
     dataset = {"labels": labels, "regions": {}, "regions_class_order": [], "recipe": recipe.to_json(), **keys}
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps({"config": asdict(config), "dataset": dataset}))
-    outputs = len(dataset["regions"] or labels)
+    outputs = len(dataset["regions"] if config.targets == "regions" and dataset["regions"] else labels)
     write_weights(out / "model.safetensors", build(config, len(recipe.modalities), outputs, Group("seq")))
     return out
 

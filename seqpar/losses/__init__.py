@@ -1,0 +1,7 @@
+"""Losses of parts that equal the loss of the whole tile: terms, their sums over ranks, and a table of names."""
+
+from seqpar.losses.groups import LossGroups
+from seqpar.losses.loss import Loss, LossParts
+from seqpar.losses.table import LOSSES, DiceCE, LossOptions, make_loss
+
+__all__ = ["LOSSES", "DiceCE", "Loss", "LossGroups", "LossOptions", "LossParts", "make_loss"]

@@ -1,0 +1,96 @@
+"""The terms that losses are made of: means over voxels, and means over classes of what their sums say.
+
+A new term is a class like these, here or in a file of its own. Legend: b batch, k classes or regions, ``...`` voxels.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.losses.voxels import Voxels
+
+
+class VoxelTerm(ABC):
+    """The mean of a loss of each voxel; ``name`` is its curve's."""
+
+    name: str
+
+    @abstractmethod
+    def each(self, voxels: Voxels) -> Tensor:
+        """Returns the loss of each voxel ``b ...``; where the outputs are regions, of each region ``b k ...``."""
+
+
+class ClassTerm(ABC):
+    """One minus the mean score of samples and classes, which follows from sums over voxels.
+
+    ``background``: whether the first of several classes counts. ``batch``: sums run over the batch instead of each
+    sample.
+    """
+
+    name: str
+    num_sums: int
+    background: bool
+    batch: bool
+
+    @abstractmethod
+    def each(self, voxels: Voxels) -> Sequence[Tensor]:
+        """Returns ``num_sums`` tensors ``b k ...`` that are to be summed over voxels."""
+
+    @abstractmethod
+    def score(self, sums: Tensor) -> Tensor:
+        """Returns each class's score ``b k``, 1 for perfect, of its sums ``num_sums b k``."""
+
+
+class Dice(ClassTerm):
+    """Soft Dice: twice the common over the sum of both; ``squared`` as in V-Net squares the probabilities below.
+
+    ``smooth``: added to numerator and denominator, so that a class that is absent and not predicted is perfect.
+    """
+
+    name, num_sums = "dice", 2
+
+    def __init__(
+        self, squared: bool = False, background: bool = False, batch: bool = False, smooth: float = 1e-5
+    ) -> None:
+        self.squared, self.background, self.batch, self.smooth = squared, background, batch, smooth
+
+    def each(self, voxels: Voxels) -> tuple[Tensor, Tensor]:
+        """Returns probability x target, and probability (squared) + target (which is its own square)."""
+        probability, target = voxels.probability, voxels.target
+        return probability * target, (probability.square() if self.squared else probability) + target
+
+    def score(self, sums: Tensor) -> Tensor:
+        """Returns the Dice of each class."""
+        both, either = sums
+        return (2 * both + self.smooth) / (either + self.smooth).clamp(min=1e-8)
+
+
+class CrossEntropy(VoxelTerm):
+    """Cross-entropy of a softmax over classes, or of a sigmoid for each region."""
+
+    name = "ce"
+
+    def each(self, voxels: Voxels) -> Tensor:
+        """Returns minus the logarithm of the truth's probability."""
+        if voxels.regions:
+            return F.binary_cross_entropy_with_logits(voxels.logits, voxels.target, reduction="none")
+        return F.cross_entropy(voxels.logits, voxels.label, reduction="none")
+
+
+class Focal(VoxelTerm):
+    """Cross-entropy in which a voxel weighs (1 - p) ** ``gamma``, p being the truth's probability (Lin et al.)."""
+
+    name = "focal"
+
+    def __init__(self, gamma: float = 2.0) -> None:
+        if gamma != 0 and not 1 <= gamma < float("inf"):
+            raise ValueError(f"gamma {gamma:g}: 0, or 1 and more, where the slope at p = 1 is finite; 2 is usual")
+        self.gamma = gamma
+
+    def each(self, voxels: Voxels) -> Tensor:
+        """Returns the weighted cross-entropy."""
+        minus_log = CrossEntropy().each(voxels)
+        return (-torch.expm1(-minus_log)).clamp(min=0).pow(self.gamma) * minus_log

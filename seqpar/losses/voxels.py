@@ -1,0 +1,82 @@
+"""Voxels: what a loss looks at; and sums over all voxels, a run of rows after the other.
+
+Legend: b batch, k classes or regions, W D H voxels, s sums.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+RUN = 1 << 20  # logits of which probabilities and targets are held at a time
+
+SumsOfRun = Callable[[Tensor, Tensor], Tensor]  # takes logits and labels of a run, returns b s
+
+
+class Voxels:
+    """A run of voxels: logits ``b k ...`` and labels ``b ...``, and what follows from them when it is asked for.
+
+    ``regions``: the label values of each output, which then is a sigmoid of its own; without them the outputs are
+    classes that exclude each other, by a softmax.
+    """
+
+    def __init__(self, logits: Tensor, label: Tensor, regions: Sequence[Sequence[int]] = ()) -> None:
+        self.logits, self.label, self.regions = logits, label, regions
+
+    @cached_property
+    def target(self) -> Tensor:
+        """``b k ...``: 1 where the voxel belongs to the class or region, else 0."""
+        label, dtype = self.label, self.logits.dtype
+        if self.regions:
+            masks = [torch.isin(label, torch.tensor(region, device=label.device)) for region in self.regions]
+            return torch.stack(masks, 1).to(dtype)
+        classes = torch.arange(self.logits.shape[1], device=label.device).view(-1, *[1] * (label.ndim - 1))
+        return (label[:, None] == classes).to(dtype)
+
+    @cached_property
+    def probability(self) -> Tensor:
+        """``b k ...``, of each class or region."""
+        return self.logits.sigmoid() if self.regions else self.logits.softmax(1)
+
+
+def sum_over_voxels(logits: Tensor, label: Tensor, sums_of_run: SumsOfRun) -> Tensor:
+    """Returns what ``sums_of_run`` returns for all voxels, ``b s``, while it sees a run of them at a time.
+
+    Probabilities, targets and their products exist for one run at a time. Only logits and labels are saved for
+    backward, which goes through the runs again.
+    """
+    return _OverVoxels.apply(logits, label, sums_of_run)  # type: ignore[no-any-return]
+
+
+class _OverVoxels(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, label: Tensor, sums_of_run: SumsOfRun) -> Tensor:
+        ctx.sums_of_run = sums_of_run
+        ctx.save_for_backward(logits, label)
+        first, *rest = (sums_of_run(*run) for run in runs(logits, label))
+        for more in rest:
+            first += more
+        return first
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, label = ctx.saved_tensors
+        dlogits = torch.empty_like(logits)
+        for (run, truth), (drun, _) in zip(runs(logits, label), runs(dlogits, label)):
+            with torch.enable_grad():
+                leaf = run.detach().requires_grad_()
+                (dleaf,) = torch.autograd.grad(ctx.sums_of_run(leaf, truth), leaf, grad)
+            drun.copy_(dleaf)
+        return dlogits, None, None
+
+
+def runs(logits: Tensor, label: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Returns logits ``b k W D H`` and labels in runs along W of at most ``RUN`` logits, a row at least."""
+    row = logits[:, :, :1].numel()
+    rows = max(1, RUN // max(row, 1))
+    return zip(logits.split(rows, 2), label.split(rows, 1))
