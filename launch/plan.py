@@ -30,7 +30,9 @@ def act(arguments: Sequence[str]) -> int:
     tile = tuple(own.volume or config.tile)
     padded = tuple(math.ceil(side / config.patch) * config.patch for side in tile)
     config = replace(config, tile=padded)
-    run = Run(config, _device(own, config), own.channels, own.classes, ranks=own.ranks)
+    fixed = {name: getattr(config, name) for name in flags & {"batch", "accumulate"}}
+    sizes_of_data = own.channels, own.classes
+    run = Run(config, _device(own, config), *sizes_of_data, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)
     sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else SIZES
     rows = list(plans(run, [size for size in sizes if size <= (own.ranks or size)]))
     print(header(run, preset, tile))
@@ -54,7 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", type=float, metavar="GB", help=memory)
     volume = "sides of a whole volume to take as the tile, in voxels (default: --tile)"
     parser.add_argument("--volume", type=int, nargs=3, metavar="N", help=volume)
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of the run (default: one sequence group)")
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument("--ranks", type=int, metavar="N", help="ranks of the run (default: those of its groups)")
+    groups = "sequence groups of the run, as many at every size, so that more ranks share a tile (default: 1)"
+    ranks.add_argument("--groups", type=int, metavar="N", help=groups)
     node = "ranks on a node (default: 8; cpu: all)"
     parser.add_argument("--node", type=int, metavar="N", help=node)
     parser.add_argument("--channels", type=int, default=4, metavar="N", help="channels of the images (default: 4)")
@@ -64,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _device(own: argparse.Namespace, config: Config) -> Device:
-    for name in ("ranks", "node", "channels", "classes", "memory"):
+    for name in ("ranks", "groups", "node", "channels", "classes", "memory"):
         value = getattr(own, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value}: it must be at least 1")

@@ -41,10 +41,18 @@ def rehearsal(config: Config, num_ranks: int, chosen: Sequence[str] = ()) -> str
             f"  decoding  {net.mode.check(layout, config.batch)}",
             f"  memory    {saved / GIB:.2f} GiB for backward, {step.transient / GIB:.2f} more at the worst moment, "
             f"{states / GIB:.2f} for weights, gradients and optimizer: per rank",
-            f"  steps     {config.steps} of {groups * config.batch * config.accumulate} tiles",
+            f"  steps     {config.steps}; {tiles_a_step(config, num_ranks)}",
             config.to_json(),
         ]
     )
+
+
+def tiles_a_step(config: Config, num_ranks: int) -> str:
+    """Returns the global batch of a config on so many ranks, and what it is made of."""
+    groups = num_ranks // config.seqpar
+    factors = f"{groups} group{'s' if groups > 1 else ''} x batch {config.batch} x accumulate {config.accumulate}"
+    tiles = groups * config.batch * config.accumulate
+    return f"global batch {tiles} tile{'s' if tiles > 1 else ''} = {factors}"
 
 
 def header(run: Run, preset: str, tile: Sequence[int]) -> str:
@@ -102,11 +110,25 @@ def answer(run: Run, best: Plan, rows: Sequence[Plan], preset: str) -> list[str]
     else:
         needs = f"would need --seqpar {unfused.config.seqpar}" if unfused else "would fit none of them"
     sentences = [
+        *batches(run, rows),
         f"{fits}, with up to {tiles} tile{'s' if tiles > 1 else ''} a group; attention that is not fused {needs}",
         f"MiB on the fullest rank: {parts}",
         f"seconds a step: {seconds}",
     ]
     return [*(textwrap.fill(line, 98, subsequent_indent="  ") for line in sentences), "", command(best, preset)]
+
+
+def batches(run: Run, rows: Sequence[Plan]) -> list[str]:
+    """Returns a sentence on the global batch of each size that can be."""
+    sizes = dict[str, list[str]]()
+    for p in rows:
+        if not p.why:
+            sizes.setdefault(tiles_a_step(p.config, p.ranks), []).append(str(p.config.seqpar))
+    lines = [f"seqpar {', '.join(group)}: {text}" for text, group in sizes.items()]
+    numbers = {p.ranks // p.config.seqpar * p.config.batch * p.config.accumulate for p in rows if not p.why}
+    if len(numbers) > 1:
+        lines.append("--global-batch N holds it by accumulation, --groups N by as many groups at every size")
+    return lines
 
 
 def command(p: Plan, preset: str) -> str:
@@ -116,7 +138,9 @@ def command(p: Plan, preset: str) -> str:
     line = f"{script} {shlex.join(flags(config, preset))}"
     if p.ranks <= p.device.node:
         return f"torchrun --nproc-per-node {p.ranks} {line}"
-    return f"srun -N {p.ranks // p.device.node} --ntasks-per-node {p.device.node} python {line}"
+    nodes, rest = divmod(p.ranks, p.device.node)
+    tasks = f"-N {nodes + 1} -n {p.ranks}" if rest else f"-N {nodes} --ntasks-per-node {p.device.node}"
+    return f"srun {tasks} python {line}"
 
 
 def flags(config: Config, preset: str) -> list[str]:

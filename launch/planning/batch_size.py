@@ -47,22 +47,11 @@ def keep_global_batch(
     - ``flags``: batch and accumulate, where the command line sets them
     """
     if global_batch % num_groups:
-        fits = ", ".join(str(count) for count in range(1, global_batch + 1) if global_batch % count == 0)
         raise ValueError(
-            f"the run has {global_batch} tiles a step, which {num_groups} sequence groups cannot share evenly: "
-            f"resume on so many groups: {fits} (with a larger --seqpar the same ranks make fewer)"
+            f"the run has {global_batch} tiles a step, which {num_groups} sequence groups cannot share evenly: resume "
+            f"on so many groups: {_divisors(global_batch)} (with a larger --seqpar the same ranks make fewer)"
         )
-    each = global_batch // num_groups
-    pairs = [(size, each // size) for size in range(1, each + 1) if each % size == 0]
-    required = flags.get("batch", 0), flags.get("accumulate", 0)
-    fitting = [pair for pair in pairs if all(number in (0, kept) for number, kept in zip(required, pair))]
-    if not fitting:
-        line = " ".join(f"--{name} {number}" for name, number in flags.items())
-        fits = ", ".join(f"--batch {size} --accumulate {count}" for size, count in pairs)
-        raise ValueError(f"{line}: the run has {each} tiles a step for each of {num_groups} groups: use {fits}")
-    batch, accumulate = config.batch, config.accumulate
-    if (batch, accumulate) not in fitting:
-        batch, accumulate = max((pair for pair in fitting if pair[0] <= batch), default=fitting[0])
+    batch, accumulate = _choose_pair(config, global_batch // num_groups, num_groups, flags, "the run has")
     if config.batch_dice and accumulate != config.accumulate:
         raise ValueError(
             "with --batch-dice the loss depends on which tiles are computed together, "
@@ -70,6 +59,47 @@ def keep_global_batch(
             "ranks as before"
         )
     return replace(config, batch=batch, accumulate=accumulate)
+
+
+def hold_global_batch(config: Config, num_groups: int, flags: Mapping[str, int] = MappingProxyType({})) -> Config:
+    """Returns the config with the batch and accumulation that make ``--global-batch`` tiles a step.
+
+    - ``flags``: batch and accumulate, where the command line sets them
+    """
+    number, flags = config.global_batch, {name: size for name, size in flags.items() if size}
+    if number % num_groups:
+        below = number // num_groups * num_groups
+        nearest = " or ".join(f"--global-batch {size}" for size in (below, below + num_groups) if size)
+        raise ValueError(
+            f"--global-batch {number}: {num_groups} sequence groups cannot share it evenly: use {nearest}, or so many "
+            f"groups: {_divisors(number)}"
+        )
+    if config.batch_dice and not flags:  # micro-batches are apart in Dice, so that no more of them are made
+        flags = {"accumulate": config.accumulate}
+    each = number // num_groups
+    batch, accumulate = _choose_pair(config, each, num_groups, flags, f"--global-batch {number} is")
+    return replace(config, batch=batch, accumulate=accumulate)
+
+
+def _choose_pair(
+    config: Config, each: int, num_groups: int, flags: Mapping[str, int], has: str
+) -> tuple[int, int]:
+    """Returns batch and accumulation of ``each`` tiles of a group: the config's, else the largest batch below its."""
+    unit = config.seqpar if config.mode == "swap" and each % config.seqpar == 0 else 1
+    pairs = [(size, each // size) for size in range(unit, each + 1, unit) if each % size == 0]
+    required = flags.get("batch", 0), flags.get("accumulate", 0)
+    fitting = [pair for pair in pairs if all(number in (0, kept) for number, kept in zip(required, pair))]
+    if not fitting:
+        line = " ".join(f"--{name} {number}" for name, number in flags.items())
+        fits = ", ".join(f"--batch {size} --accumulate {count}" for size, count in pairs)
+        raise ValueError(f"{line}: {has} {each} tiles a step for each of {num_groups} groups: use {fits}")
+    if (config.batch, config.accumulate) in fitting:
+        return config.batch, config.accumulate
+    return max((pair for pair in fitting if pair[0] <= config.batch), default=fitting[0])
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(count) for count in range(1, number + 1) if number % count == 0)
 
 
 def saved_per_tile(config: Config) -> float:

@@ -23,7 +23,7 @@ def plans(run: Run, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
         try:
             yield plan(run, size)
         except ValueError as error:
-            yield Plan(replace(run.config, seqpar=size), run.device, run.ranks or size, why=str(error))
+            yield Plan(replace(run.config, seqpar=size), run.device, run.ranks_of(size), why=str(error))
 
 
 def smallest(rows: Iterable[Plan]) -> Plan | None:

@@ -4,13 +4,14 @@ Memory and bytes are counted by running the network on tensors without data (``s
 the device's figures.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
 from seqpar.attention.cost_model import cost
 from seqpar.launch.hardware.devices import Device
 from seqpar.launch.planning.attention_choice import choose_within_memory, is_open, layer_of, saved_layers, strategy_of
+from seqpar.launch.planning.batch_size import hold_global_batch
 from seqpar.launch.planning.feasibility import refuse, refuse_lonely
 from seqpar.launch.planning.step_counter import Step, StepSetup, count_step
 from seqpar.launch.settings.config import Config
@@ -21,8 +22,10 @@ BUCKET = 25 << 20  # bytes of gradients that DDP sums at a time
 
 @dataclass(frozen=True)
 class Run:
-    """The run to plan: its settings, its device, channels and outputs of its data, all ranks (None: one group).
+    """The run to plan: its settings, its device, channels and outputs of its data, and its ranks.
 
+    ``ranks``: of the run, None where it has ``groups`` sequence groups, whatever their size. ``fixed``: batch and
+    accumulate, where a global batch must be made with these.
     ``timed``: estimate seconds and MFU too, which takes as long again as the memory.
     """
 
@@ -32,6 +35,12 @@ class Run:
     outputs: int = 4
     ranks: int | None = None
     timed: bool = True
+    groups: int = 1
+    fixed: Mapping[str, int] = field(default_factory=dict)
+
+    def ranks_of(self, size: int) -> int:
+        """Returns all ranks of the run with groups of ``size``."""
+        return self.ranks or self.groups * size
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Plan:
 
 def plan(run: Run, size: int) -> Plan:
     """Returns the plan of a group size; raises where it cannot run, or groups would share nodes unevenly."""
-    ranks, node = run.ranks or size, run.device.node
+    ranks, node = run.ranks_of(size), run.device.node
     if ranks % size:
         raise ValueError(f"does not divide {ranks} ranks")
     if size > 1 and node < 1 << 20 and node % size and size % node:
@@ -82,6 +91,8 @@ def plan(run: Run, size: int) -> Plan:
     config = replace(run.config, seqpar=size)
     if not config.batch:  # plan for the least
         config = replace(config, batch=size if config.mode == "swap" else 1)
+    if config.global_batch:
+        config = hold_global_batch(config, ranks // size, run.fixed)
     refuse(config)
     refuse_lonely(config, ranks)
     return planned(replace(run, config=config), ranks)

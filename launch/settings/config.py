@@ -123,6 +123,11 @@ class Config:
 
     batch: int = _training(0, "tiles per sequence group and micro-batch; 0: chosen by memory", bounds=NOT_NEGATIVE)
     accumulate: int = _training(1, "micro-batches per step", bounds=AT_LEAST_1)
+    global_batch: int = _training(
+        0,
+        "tiles a step over all ranks, which --accumulate (and --batch) then make, on any ranks; 0: not held",
+        bounds=NOT_NEGATIVE,
+    )
     epochs: int = _training(200, "epochs", bounds=AT_LEAST_1)
     iterations: int = _training(50, "steps per epoch", bounds=AT_LEAST_1)
     lr: float = _training(1e-4, "highest learning rate", bounds=ABOVE_0)

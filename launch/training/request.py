@@ -10,7 +10,7 @@ import torch
 
 from seqpar.environment import Launcher
 from seqpar.launch.planning.auto_settings import choose
-from seqpar.launch.planning.batch_size import keep_global_batch
+from seqpar.launch.planning.batch_size import hold_global_batch, keep_global_batch
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.runs.run_folder import read_config
 from seqpar.launch.settings.command_line import continued, parse, refuse_idle
@@ -45,6 +45,10 @@ class _CommandLine:
     preset_reason: str
     names_preset: bool
 
+    def numbers(self, *names: str) -> dict[str, int]:
+        """Returns those of the settings that the command line has, and leaves them not open (0)."""
+        return {name: getattr(self.config, name) for name in names if name in self.flags and getattr(self.config, name)}
+
 
 def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
     """Returns the resolved settings: command line, resumed run, planner's choices; refuses what cannot work."""
@@ -54,15 +58,23 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
     tiles_per_step = 0
     if config.resume:
         saved = _read_saved(line)
-        new_batch = {name: getattr(config, name) for name in ("batch", "accumulate") if name in line.flags}
-        config = continued(Config.from_dict(saved["config"]), config, line.flags - {"resume", *new_batch})
+        new_batch = line.numbers("batch", "accumulate")
+        kept = line.flags - {"resume", "batch", "accumulate"}
+        config = continued(Config.from_dict(saved["config"]), config, kept)
         tiles_per_step = saved["layout"]["data"] * config.batch * config.accumulate
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     refuse_idle(config, line.flags)
     config, choices, data = _choose_open_settings(config, launcher)
+    num_groups = max(launcher.world, config.seqpar) // config.seqpar
     if config.resume:
-        num_groups = max(launcher.world, config.seqpar) // config.seqpar
+        if "global_batch" in line.flags and config.global_batch != tiles_per_step:
+            raise ValueError(
+                f"--global-batch {config.global_batch}: the run in {config.out} has {tiles_per_step} tiles a step, "
+                "which it keeps on any ranks: leave it out"
+            )
         config = keep_global_batch(config, tiles_per_step, num_groups, new_batch)
+    elif config.global_batch:
+        config = hold_global_batch(config, num_groups, line.numbers("batch", "accumulate"))
     refuse(config)
     return RunRequest(config, preset, reason, choices, data)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer
-from seqpar.launch.planning.batch_size import keep_global_batch
+from seqpar.launch.planning.batch_size import hold_global_batch, keep_global_batch
 from seqpar.launch.settings.config import Config, seconds
 from seqpar.launch.training.data import open_data
 from tests.support.configs import NoStop, config_of, net_of, trainer_of
@@ -125,6 +125,7 @@ ACTS = {
     "decoder_width": ("--decoder-width 8", shapes),
     "batch": ("--batch 1", lambda c: keep_global_batch(c, 4, 1).accumulate),
     "accumulate": ("--accumulate 2", lambda c: c.batch * c.accumulate),
+    "global_batch": ("--global-batch 8", lambda c: c.global_batch and hold_global_batch(c, 2).accumulate),
     "epochs": ("--epochs 4", lambda c: c.steps),
     "iterations": ("--iterations 3", lambda c: c.steps),
     "lr": ("--lr 0.02", rates),

@@ -1,0 +1,118 @@
+"""The tiles of a step over all ranks: said before a run, and held while ``--seqpar`` grows."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from seqpar.environment import Launcher
+from seqpar.launch import plan, train
+from seqpar.launch.hardware.devices import DEVICES
+from seqpar.launch.planning.batch_size import hold_global_batch
+from seqpar.launch.planning.fit import plans
+from seqpar.launch.planning.needs import Run
+from seqpar.launch.runs.run_folder import describe_run
+from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.presets import debug, laptop
+from seqpar.launch.training.request import read_request
+from tests.support.folders import write_json
+from tests.support.training_runs import losses, trained
+
+SIZES = "--preset debug --tile 16 --patch 8 --depth 1 --embed-dim 12 --heads 2 --decoder-width 4"
+SMALL = Config(tile=(16, 16, 16), patch=4, depth=2, embed_dim=24, heads=3, decoder_width=8)
+GCD = DEVICES["mi250x"]
+
+
+def request(line: str, world: int = 1) -> Config:
+    return read_request([*SIZES.split(), *line.split()], Launcher("test", 0, world)).config
+
+
+@pytest.mark.parametrize(
+    ("line", "world", "expected"),
+    [
+        ("--seqpar 1 --batch 4", 8, (4, 1)),  # the batch fits as it is
+        ("--seqpar 2 --batch 4", 8, (4, 2)),
+        ("--seqpar 8 --batch 4", 8, (4, 8)),
+        ("--seqpar 8", 8, (2, 16)),  # the preset's batch is 2
+        ("--seqpar 4 --accumulate 2", 8, (8, 2)),
+        ("--seqpar 4 --batch 0", 8, (16, 1)),  # by memory, which has room for all
+        ("--seqpar 4 --mode swap --batch 8", 8, (8, 2)),
+    ],
+)
+def test_a_sweep_over_seqpar_holds_it_by_accumulation(line: str, world: int, expected: tuple[int, int]) -> None:
+    config = request(f"{line} --global-batch 32", world)
+    assert (config.batch, config.accumulate) == expected
+    assert world // config.seqpar * config.batch * config.accumulate == 32
+    assert (request(line, world).accumulate == 1) == ("accumulate" not in line), "the control: it is not held by itself"
+
+
+def test_what_does_not_make_it_is_refused_with_what_does() -> None:
+    with pytest.raises(ValueError, match="32: 3 sequence groups .*: use --global-batch 30 or .* 33, or so many groups: 1"):
+        request("--global-batch 32", 3)
+    with pytest.raises(ValueError, match="--batch 3: --global-batch 32 is 8 tiles a step for each of 4 groups: use --b"):
+        request("--global-batch 32 --batch 3", 4)
+    with pytest.raises(ValueError, match="must not be negative"):
+        request("--global-batch -1")
+
+
+def test_tiles_that_share_their_dice_stay_together() -> None:
+    config = replace(laptop(), global_batch=8)
+    assert config.batch_dice and (hold_global_batch(config, 1).batch, hold_global_batch(config, 2).batch) == (8, 4)
+    assert hold_global_batch(config, 2, {"batch": 2}).accumulate == 2, "unless it is asked for"
+
+
+def test_a_run_that_goes_on_keeps_its_own(tmp_path: Path) -> None:
+    out = ["--resume", "--out", str(tmp_path)]
+    write_json(tmp_path / "config.json", describe_run(replace(debug(), batch=2), "debug", {}, {"data": 4}))
+    for line in ([], ["--global-batch", "8"]):
+        config = read_request([*out, *line], Launcher("alone")).config
+        assert config.batch * config.accumulate == 8
+    with pytest.raises(ValueError, match="--global-batch 4: the run in .* has 8 tiles a step"):
+        read_request([*out, "--global-batch", "4"], Launcher("alone"))
+
+
+def test_the_plan_says_it_and_holds_it_either_way(capsys: pytest.CaptureFixture) -> None:
+    def said(*more: str) -> str:
+        assert plan.act(["--tile", "32", "--depth", "1", "--patch", "8", "--device", "a100", *more]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    free = said("--ranks", "4", "--batch", "2")
+    for size, groups in ((1, 4), (2, 2), (4, 1)):
+        plural = "s" if groups > 1 else ""
+        assert f"seqpar {size}: global batch {2 * groups} tiles = {groups} group{plural} x batch 2 x accumulate 1" in free
+    assert "--global-batch N holds it" in free
+    held = said("--ranks", "4", "--batch", "2", "--global-batch", "8")
+    assert "seqpar 2: global batch 8 tiles = 2 groups x batch 2 x accumulate 2" in held and "holds it" not in held
+    wider = said("--groups", "4", "--batch", "2", "--seqpar", "2")
+    assert "seqpar 2: global batch 8 tiles = 4 groups x batch 2 x accumulate 1" in wider
+    assert "torchrun --nproc-per-node 8 " in wider
+    assert "srun -N 2 -n 12 python" in said("--groups", "3", "--batch", "2", "--seqpar", "4")
+    with pytest.raises(ValueError, match="--groups 0: it must be at least 1"):
+        said("--groups", "0")
+
+
+def test_more_groups_are_more_ranks_and_accumulation_takes_its_time() -> None:
+    config = replace(SMALL, batch=2)
+    rows = {size: [p for p in plans(Run(config, GCD, groups=4), (1, 2))][size - 1] for size in (1, 2)}
+    assert [rows[size].ranks for size in (1, 2)] == [4, 8]
+    (twice,) = plans(Run(replace(config, global_batch=16), GCD, groups=4), (1,))
+    assert twice.config.accumulate == 2
+    assert twice.seconds["computing"] == pytest.approx(2 * rows[1].seconds["computing"])
+
+
+def test_a_dry_run_says_it(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    assert train.act([*SIZES.split(), "--seqpar", "2", "--global-batch", "6", "--dry-run"]) == 0
+    assert "steps     50; global batch 6 tiles = 1 group x batch 2 x accumulate 3" in capsys.readouterr().out
+
+
+def test_runs_of_a_sweep_take_the_same_steps(tmp_path: Path) -> None:
+    from tests.support.training_runs import tiny_data
+
+    flags = [*tiny_data(tmp_path), "--precision", "fp64", "--global-batch", "4", "--epochs", "1"]
+    for world, size in ((1, 1), (2, 2), (2, 1)):
+        trained(world, [*flags, "--seqpar", str(size)], tmp_path / f"{world} {size}")
+    first, *others = (losses(tmp_path / name) for name in ("1 1", "2 2", "2 1"))
+    assert all(other == pytest.approx(first, rel=1e-12) for other in others)
+    kept = json.loads((tmp_path / "2 1" / "config.json").read_text())["config"]
+    assert (kept["global_batch"], kept["batch"], kept["accumulate"]) == (4, 2, 1)
