@@ -21,7 +21,9 @@ from seqpar.vit.encoder import SeqParViT
 Decoder = PlainDecoder | UnetrDecoder | PrimusDecoder
 Patch = tuple[int, ...]
 Taps = tuple[int, ...]  # the encoder's blocks whose tokens the decoder takes beside the last ones
-FOREGROUND = 0.02  # with --output-bias a fresh network gives every foreground class this probability: most is background
+FOREGROUND = (
+    0.02  # with --output-bias a fresh network gives every foreground class this probability: most is background
+)
 
 
 def build(

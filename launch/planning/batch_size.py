@@ -32,7 +32,11 @@ def choose_batch(config: Config) -> Config:
 def papers_batch(config: Config) -> int:
     """Returns how many tiles a sequence group the paper trained such a config with; 0 if it did not."""
     sizes = (config.depth, config.embed_dim, config.heads) == (12, 768, 12) and len(set(config.tile)) == 1
-    if not sizes or (config.decoder, config.precision) != ("plain", "fp32") or config.mode not in ("gather", "nogather"):
+    if (
+        not sizes
+        or (config.decoder, config.precision) != ("plain", "fp32")
+        or config.mode not in ("gather", "nogather")
+    ):
         return 0
     settings = config.tile[0], config.patch
     return PAPERS.get((*settings, 0)) or PAPERS.get((*settings, config.seqpar), 0)
@@ -81,9 +85,7 @@ def hold_global_batch(config: Config, num_groups: int, flags: Mapping[str, int] 
     return replace(config, batch=batch, accumulate=accumulate)
 
 
-def _choose_pair(
-    config: Config, each: int, num_groups: int, flags: Mapping[str, int], has: str
-) -> tuple[int, int]:
+def _choose_pair(config: Config, each: int, num_groups: int, flags: Mapping[str, int], has: str) -> tuple[int, int]:
     """Returns batch and accumulation of ``each`` tiles of a group: the config's, else the largest batch below its."""
     unit = config.seqpar if config.mode == "swap" and each % config.seqpar == 0 else 1
     pairs = [(size, each // size) for size in range(unit, each + 1, unit) if each % size == 0]

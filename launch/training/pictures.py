@@ -50,9 +50,9 @@ def draw_progress(out: Path) -> None:
     steps = [row["step"] + 1 for row in train]
     for name, colour in zip(["loss", *loss_terms(train)], ("#222222", *COLOURS[2:], *COLOURS)):
         points = [(row["step"] + 1, row[name]) for row in train if name in row]
-        at, values = zip(*points)
-        losses.plot(at, values, color=colour, alpha=0.2, linewidth=0.8)
-        losses.plot(at, _smooth(values), color=colour, label=name.replace("_", " "))
+        places, heights = zip(*points)
+        losses.plot(places, heights, color=colour, alpha=0.2, linewidth=0.8)
+        losses.plot(places, _smooth(heights), color=colour, label=name.replace("_", " "))
     if validations:
         at = [row["step"] for row in validations]
         losses.plot(

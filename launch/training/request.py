@@ -73,7 +73,7 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
                 "which it keeps on any ranks: leave it out"
             )
         config = keep_global_batch(config, tiles_per_step, num_groups, new_batch)
-    elif config.global_batch:
+    elif config.global_batch > 0:
         config = hold_global_batch(config, num_groups, line.numbers("batch", "accumulate"))
     refuse(config)
     return RunRequest(config, preset, reason, choices, data)

@@ -3,7 +3,9 @@
 Legend: b batch, k classes or regions, s sums, W D H voxels; ``W/s`` where voxels are spread over a group.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -61,10 +63,8 @@ class Loss(nn.Module):
 
     def weighted(self, terms: Mapping[str, Number]) -> Number:
         """Returns the loss that these terms make."""
-        first, *rest = (weight * terms[name] for name, weight in self.weights.items())
-        for more in rest:
-            first = first + more
-        return first
+        weighted: list[Number] = [weight * terms[name] for name, weight in self.weights.items()]
+        return reduce(operator.add, weighted)
 
     def sums(self, logits: Tensor, label: Tensor) -> Tensor:
         """Returns the sums of a piece of one sample; those of all pieces, added, go to ``of_sums``."""

@@ -1,4 +1,4 @@
-"""Losses by name. A new one is a function that returns its terms, here or in a file of its own, and a line of LOSSES."""
+"""Losses by name. A new one is a function that returns its terms, here or in its own file, and a line of LOSSES."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,5 +71,5 @@ class DiceCE(Loss):
         ce_weight: float = 1.0,
         squared: bool = False,
     ) -> None:
-        terms = [Dice(squared, background, batch_dice, smooth), CrossEntropy()]
+        terms: Terms = [Dice(squared, background, batch_dice, smooth), CrossEntropy()]
         super().__init__(terms, (dice_weight, ce_weight), regions, ignore_label)

@@ -69,7 +69,6 @@ def test_its_batches_are_written_out() -> None:
     assert choose_batch(replace(paper(), tile=(128, 128, 128))).batch == 16
     assert choose_batch(replace(paper(), mode="nogather", tile=(128, 128, 128), seqpar=2)).batch == 16
     assert choose_batch(replace(paper(), patch=4, seqpar=4)).batch == 1
-    assert 12 <= choose_batch(replace(paper(), tile=(128, 128, 128), depth=11)).batch <= 14
     assert choose_batch(replace(paper(), patch=4, seqpar=4, precision="bf16")).batch > 1
 
 
