@@ -1,9 +1,12 @@
 """Lesion-wise scores of a predicted mask, as in the BraTS 2023 challenge."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import ndimage
 
 from seqpar.data.boxes import crop, smallest_box
@@ -13,6 +16,14 @@ from seqpar.launch.evaluation.metrics import (
     confusion,
     hd95,
 )
+
+
+class Detection(NamedTuple):
+    """How many lesions of a case are found, missed, and predicted where there is none."""
+
+    found: int
+    missed: int
+    false: int
 
 
 class LesionScores(NamedTuple):
@@ -44,40 +55,83 @@ def lesion_wise(
     The challenge takes dilation 1 for meningioma and metastases, and volume 2 for metastases. Its HD95 weighs surface
     voxels by area, ours counts them.
     """
+    matching = _match(truth, prediction, spacing, dilation, min_volume)
+    dices, distances = [], []
+    for lesion in matching.counted:
+        lesion_mask, match_mask = matching.masks(lesion)
+        dices.append(confusion(lesion_mask, match_mask).dice)
+        distances.append(hd95(lesion_mask, match_mask, spacing) if match_mask.any() else missed_distance)
+    detection = matching.detection
+    count = len(dices) + detection.false
+    if not count:
+        return LesionScores(1.0, 0.0, 0, 0, 0)
+    distance = (sum(distances) + missed_distance * detection.false) / count
+    return LesionScores(sum(dices) / count, distance, *detection)
+
+
+def detect(
+    truth: Mask, prediction: Mask, spacing: Sequence[float], dilation: int = 3, min_volume: float = 50.0
+) -> Detection:
+    """Returns how many lesions are found, missed and falsely predicted, by the rules of ``lesion_wise``."""
+    return _match(truth, prediction, spacing, dilation, min_volume).detection
+
+
+@dataclass(frozen=True, eq=False)
+class _Matching:
+    """Which predicted components match which true lesions.
+
+    ``lesions`` and ``components`` number voxels; ``matches`` holds pairs of such numbers, ``counted`` the lesions that
+    are large enough to count.
+    """
+
+    truth: Mask
+    lesions: NDArray[Any]
+    components: NDArray[Any]
+    matches: NDArray[Any]  # 2 n
+    counted: list[int]
+
+    @property
+    def detection(self) -> Detection:
+        found = len(set(self.counted) & set(self.matches[0].tolist()))
+        false = int(self.components.max(initial=0)) - len(np.unique(self.matches[1]))
+        return Detection(found, len(self.counted) - found, false)
+
+    def masks(self, lesion: int) -> tuple[Mask, Mask]:
+        """Returns a lesion and what matches it, in the box around both."""
+        match = self.matches[1][self.matches[0] == lesion]
+        parts = (self._lesion_boxes[lesion - 1], *(self._component_boxes[number - 1] for number in match))
+        box = enclosing_box(parts)
+        return self.truth[box] & (self.lesions[box] == lesion), np.isin(self.components[box], match)
+
+    @cached_property
+    def _lesion_boxes(self) -> list[tuple[slice, ...]]:
+        return list(ndimage.find_objects(self.lesions))
+
+    @cached_property
+    def _component_boxes(self) -> list[tuple[slice, ...]]:
+        return list(ndimage.find_objects(self.components))
+
+
+def _match(truth: Mask, prediction: Mask, spacing: Sequence[float], dilation: int, min_volume: float) -> _Matching:
     check(truth, prediction, spacing)
     if dilation < 0 or min_volume < 0:
         raise ValueError(f"dilation is {dilation}, min_volume {min_volume}: neither can be negative")
-    if not (truth.any() or prediction.any()):
-        return LesionScores(1.0, 0.0, 0, 0, 0)
-    # No margin for the dilation: what touches outside the box around two voxels touches inside it too.
-    box = smallest_box(truth | prediction)
-    truth, prediction = crop(truth, box), crop(prediction, box)
+    if truth.any() or prediction.any():
+        # No margin for the dilation: what touches outside the box around two voxels touches inside it too.
+        box = smallest_box(truth | prediction)
+        truth, prediction = crop(truth, box), crop(prediction, box)
     neighbours = np.ones((3,) * truth.ndim, bool)
+    components, _ = ndimage.label(prediction, neighbours)
+    if not truth.any():  # nothing to dilate
+        return _Matching(truth, np.zeros(truth.shape, np.int32), components, np.zeros((2, 0), np.int32), [])
     step = ndimage.generate_binary_structure(truth.ndim, 2)
     # An iteration count of 0 would mean "until nothing changes" to scipy.
     dilated = ndimage.binary_dilation(truth, step, iterations=dilation) if dilation else truth
     lesions, num_lesions = ndimage.label(dilated, neighbours)
-    components, num_components = ndimage.label(prediction, neighbours)
     touching = (lesions > 0) & (components > 0)
     matches = np.unique(np.stack([lesions[touching], components[touching]]), axis=1)
-    false = num_components - len(np.unique(matches[1]))
-
     volumes = np.bincount(lesions[truth], minlength=num_lesions + 1) * float(np.prod(spacing))
-    lesion_boxes, component_boxes = ndimage.find_objects(lesions), ndimage.find_objects(components)
-    dices, distances, num_found = [], [], 0
-    for lesion in np.flatnonzero(volumes > min_volume):
-        match = matches[1][matches[0] == lesion]
-        around = enclosing_box([lesion_boxes[lesion - 1], *(component_boxes[number - 1] for number in match)])
-        lesion_mask = truth[around] & (lesions[around] == lesion)
-        match_mask = np.isin(components[around], match)
-        dices.append(confusion(lesion_mask, match_mask).dice)
-        distances.append(hd95(lesion_mask, match_mask, spacing) if len(match) else missed_distance)
-        num_found += len(match) > 0
-    count = len(dices) + false
-    if not count:
-        return LesionScores(1.0, 0.0, 0, 0, 0)
-    distance = (sum(distances) + missed_distance * false) / count
-    return LesionScores(sum(dices) / count, distance, num_found, len(dices) - num_found, false)
+    return _Matching(truth, lesions, components, matches, np.flatnonzero(volumes > min_volume).tolist())
 
 
 def enclosing_box(boxes: Sequence[tuple[slice, ...]]) -> tuple[slice, ...]:

@@ -52,8 +52,9 @@ def score(
     """Returns the scores of one case per class. Distances, ``spacing`` and ``nsd_tolerance`` are in mm.
 
     ``ignore`` is a true label whose voxels belong to no class. ``lesion_wise`` adds the scores of BraTS 2023.
-    ``surfaces=False`` leaves out ``HD95`` and ``NSD``, which take most of the time. ``VolumeError`` is relative and
-    signed, ``VolumeErrorMl`` is in ml.
+    ``surfaces=False`` leaves out what takes most of the time: ``HD95``, ``NSD``, and how many lesions are found
+    (``LesionTP``), missed (``LesionFN``) and false (``LesionFP``). ``VolumeError`` is relative and signed,
+    ``VolumeErrorMl``, ``VolumeMl`` and ``TrueVolumeMl`` are in ml.
     """
     if truth.shape != prediction.shape:
         raise ValueError(f"truth has shape {truth.shape}, prediction {prediction.shape}: they must be equal")
@@ -71,6 +72,9 @@ def score(
             mask &= counted
         row = score_masks(true_mask, mask, spacing, nsd_tolerance, counted, surfaces)
         apply_empty_policy(row, empty, diagonal)
+        if surfaces:
+            found = lesions.detect(true_mask, mask, spacing)
+            row |= {"LesionTP": found.found, "LesionFN": found.missed, "LesionFP": found.false}
         if lesion_wise:
             lesion_scores = lesions.lesion_wise(true_mask, mask, spacing, missed_distance=BRATS_DISTANCE)
             row |= {f"Lesion{key}": value for key, value in zip(("Dice", "HD95", "TP", "FN", "FP"), lesion_scores)}
@@ -90,6 +94,7 @@ def score_masks(
     c = metrics.confusion(truth, prediction)
     if counted is not None:  # both masks are empty where nothing counts, so only TN is too large
         c = Confusion(c.tp, c.fp, c.fn, c.tn - int(np.count_nonzero(~counted)))
+    voxel = math.prod(spacing)  # mm³
     row = {
         "Dice": c.dice,
         "IoU": c.iou,
@@ -100,7 +105,9 @@ def score_masks(
         "n_pred": c.tp + c.fp,
         "n_ref": c.tp + c.fn,
         "VolumeError": c.volume_error,
-        "VolumeErrorMl": (c.fp - c.fn) * math.prod(spacing) / 1000,
+        "VolumeErrorMl": (c.fp - c.fn) * voxel / 1000,
+        "VolumeMl": (c.tp + c.fp) * voxel / 1000,
+        "TrueVolumeMl": (c.tp + c.fn) * voxel / 1000,
         "Sensitivity": c.sensitivity,
         "Specificity": c.specificity,
     }

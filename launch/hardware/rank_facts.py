@@ -39,18 +39,28 @@ def facts_of_this_rank(
     mesh: Mesh, flops_per_s: dict[str, float], folder: dict[str, Any], on_cpu: bool = False
 ) -> RankFacts:
     """Returns this rank's facts; ``folder`` is what the first rank found, ``on_cpu`` that no GPU is wanted."""
-    on_gpu = mesh.device.type == "cuda"
-    name = torch.cuda.get_device_name(mesh.device) if on_gpu else platform.machine()
     return RankFacts(
         host=mesh.hosts[mesh.world.index],
         local_rank=mesh.launcher.local_rank,
-        device=f"{mesh.device} {name}",
+        device=f"{mesh.device} {device_name(mesh.device)}",
         cores=usable_cores(),
         flops_per_s=flops_per_s,
         versions=versions(),
         traps=[(trap.error, trap.text) for trap in find_traps(os.environ, _facts(mesh, on_cpu))],
         seen=not folder["file"] or os.path.exists(folder["file"]),
     )
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the name of a GPU, or of this machine's CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str]:

@@ -3,6 +3,7 @@
 Legend: ``W D H`` voxels in canonical orientation: they grow to the right, to the front, upwards.
 """
 
+import math
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -126,7 +127,7 @@ def _draw_plane(case: ShownCase, plane: str, dim: int, at: int, neurological: bo
             colour = COLOURS[(number - 1) % len(COLOURS)]
             parts.append(f'<path class="{kind}" stroke="{colour}" d="{outline(labels == number)}"/>')
     size = max(side * step for side, step in zip(case.truth.shape, case.spacing)) / 24  # the same in all three planes
-    parts.append(f"</g>{_letters(sides(neurological)[dim], width, height, size)}")
+    parts.append(f"</g>{_letters(sides(neurological)[dim], width, height, size)}{_scale_bar(width, height, size)}")
     label = escape(f"{case.name}, {plane} plane {at + 1}")
     box = f'viewBox="0 0 {width:.6g} {height:.6g}" style="aspect-ratio:{width:.6g}/{height:.6g}"'
     return f'<svg {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'
@@ -138,3 +139,17 @@ def _letters(letters: str, width: float, height: float, size: float) -> str:
     places = ((far, height / 2), (width - far, height / 2), (width / 2, far), (width / 2, height - far))
     texts = (f'<text x="{x:.6g}" y="{y:.6g}" dy="0.35em">{letter}</text>' for letter, (x, y) in zip(letters, places))
     return f'<g class="sides" font-size="{size:.6g}" text-anchor="middle">{"".join(texts)}</g>'
+
+
+def bar_length(width: float) -> float:
+    """Returns the length of a scale bar in mm, a round number of at most a quarter of a picture's width."""
+    power = 10.0 ** math.floor(math.log10(width / 4))
+    return max(power * factor for factor in (1, 2, 5) if power * factor <= width / 4)
+
+
+def _scale_bar(width: float, height: float, size: float) -> str:
+    """Returns a scale bar in the lower left corner; ``size`` is the height of its text in mm."""
+    length, left, y = bar_length(width), 0.5 * size, height - 0.5 * size
+    line = f'<line x1="{left:.6g}" x2="{left + length:.6g}" y1="{y:.6g}" y2="{y:.6g}"/>'
+    text = f'<text x="{left:.6g}" y="{y - 0.4 * size:.6g}">{length:g} mm</text>'
+    return f'<g class="scale" font-size="{0.8 * size:.6g}">{line}{text}</g>'

@@ -4,16 +4,20 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import seqpar
+from seqpar.launch.evaluation.intervals import interval_of_mean
+from seqpar.launch.evaluation.scores import without_nan
 from seqpar.launch.reporting.charts import Curve, draw_curves
 from seqpar.launch.reporting.record import CaseScores, Record
 from seqpar.launch.reporting.tables import last_validation, metrics_table, number
-from seqpar.launch.runs.journal import loss_terms
+from seqpar.launch.runs.journal import clock, loss_terms
 
 TEMPLATES = Path(__file__).parent / "template"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
@@ -86,15 +90,27 @@ def verdict(record: Record) -> str:
 
 
 def headline(record: Record, scored: CaseScores | None) -> str:
-    """Returns the mean Dice of each class in large numbers."""
+    """Returns the mean Dice of each class in large numbers, with its interval and the number of cases."""
+    tiles = list[tuple[str, float, str]]()
+    note = "Mean Dice over cases"
     if scored:
-        rows = {name: row.get("Dice", math.nan) for name, row in scored.summary["mean"].items()}
-    else:
-        dice = record.held_out[-1].get("dice", {}) if record.held_out else {}
-        rows = {name: math.nan if value is None else float(value) for name, value in dice.items()}
-    tiles = [(name, "–" if math.isnan(value) else f"{value:.3f}") for name, value in rows.items()]
-    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{value}</dd></div>" for name, value in tiles)
-    return f'<dl class="tiles" aria-label="mean Dice per class">{items}</dl>' if items else ""
+        note += ", its 95 % confidence interval (Student's t), and the number n of cases that have a Dice"
+        for name in scored.classes:
+            values = without_nan(case.scores[name].get("Dice", math.nan) for case in scored.cases)
+            interval = interval_of_mean(values, low=0.0, high=1.0)
+            range_text = f"{interval[0]:.3f} – {interval[1]:.3f}, " if interval else ""
+            tiles.append((name, scored.summary["mean"][name].get("Dice", math.nan), f"{range_text}n = {len(values)}"))
+    elif record.held_out:
+        last = record.held_out[-1]
+        note += f" in the validation after step {last['step']:,}"
+        tiles = [(n, number(value), f"n ≤ {last.get('cases', '–')}") for n, value in last.get("dice", {}).items()]
+    items = "".join(
+        f'<div data-class="{escape(name)}"><dt>{escape(name)}</dt><dd>{"–" if math.isnan(value) else f"{value:.3f}"}'
+        f'</dd><dd class="small">{escape(more)}</dd></div>'
+        for name, value, more in tiles
+    )
+    label = 'aria-label="mean Dice per class"'
+    return f'<dl class="tiles" {label}>{items}</dl><p class="small">{escape(note)}.</p>' if items else ""
 
 
 def configuration(record: Record) -> str:
@@ -108,14 +124,46 @@ def configuration(record: Record) -> str:
         "tile and patch": f"{tile} voxels, patch {config['patch']}",
         "network": f"depth {config['depth']}, width {config['embed_dim']}, {config['heads']} heads, "
         f"decoder {config['decoder']}",
+        "parameters": parameters(layout),
         "training": f"{config['epochs']} epochs × {config['iterations']} steps, {config['optimizer']}, "
         f"learning rate {config['lr']}, {config['precision']}",
         "ranks": f"{layout['ranks']} = data {layout['data']} × seq {layout['seqpar']}, mode {config['mode']}",
+        "hardware": hardware(layout),
+        "training time": training_time(record),
     }
+    versions = record.content.get("versions", {})
     every = {"preset": record.content.get("preset"), "commit": record.content.get("commit")}
-    every |= dict(record.content.get("versions", {}))
+    every |= {f"version of {name}": version for name, version in versions.items()}  # seqpar is a setting too
     every |= {"command": " ".join(map(str, record.content.get("command", ()))), **config}
     return _settings(main) + f"<details><summary>All settings</summary>{_settings(every)}</details>"
+
+
+def parameters(layout: Mapping[str, Any]) -> str:
+    """Returns the numbers of parameters in words, "" where the run did not record them."""
+    counts = layout.get("parameters", {})
+    parts = " + ".join(f"{name} {count / 1e6:.2f} M" for name, count in counts.items())
+    return f"{sum(counts.values()) / 1e6:.2f} M: {parts}" if counts else ""
+
+
+def hardware(layout: Mapping[str, Any]) -> str:
+    """Returns the devices of the ranks and the number of nodes in words, "" where the run did not record them."""
+    devices, nodes = Counter(layout.get("devices", ())), len(set(layout.get("hosts", ())))
+    names = ", ".join(f"{count} × {name}" for name, count in devices.items())
+    return f"{names} on {nodes} node{'s' if nodes > 1 else ''}" if names else ""
+
+
+def training_time(record: Record) -> str:
+    """Returns how long all steps and validations took, "" where the journal does not say."""
+    steps, validations = (
+        [row["seconds"] for row in rows if isinstance(row.get("seconds"), (int, float))]
+        for rows in (record.train, record.held_out)
+    )
+    if not steps:
+        return ""
+    times = f"{len(steps):,} steps {clock(sum(steps))} (median {median(steps):.3g} s)"
+    if validations:
+        times += f", {len(validations)} validation{'s' if len(validations) > 1 else ''} {clock(sum(validations))}"
+    return f"{clock(sum(steps) + sum(validations))}: {times}"
 
 
 def _settings(rows: dict[str, Any]) -> str:

@@ -10,6 +10,8 @@ from seqpar.launch.reporting.record import CaseScores, Record
 
 COLUMNS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
 
+SIZES = ("TrueVolumeMl", "VolumeMl", "LesionTP", "LesionFN", "LesionFP")
+
 
 def number(value: Any) -> float:
     """Returns a value of the journal as a number, NaN if it is none."""
@@ -52,8 +54,48 @@ def metrics_table(scored: CaseScores) -> str:
     return (
         f'<div class="wide">{table}</div><p class="small">{escape(note)}</p>'
         f'<div class="charts two">{"".join(_strips(scored))}</div>'
-        f"{_case_table(scored)}"
+        f"{_case_table(scored)}{size_tables(scored)}"
     )
+
+
+def size_tables(scored: CaseScores) -> str:
+    """Returns volumes and found lesions per class, and volumes of each case; "" where they were not recorded."""
+    if not any(set(SIZES) <= row.keys() for case in scored.cases for row in case.scores.values()):
+        return ""
+    rows = []
+    for name in scored.classes:
+        cases = [case.scores[name] for case in scored.cases if set(SIZES) <= case.scores[name].keys()]
+        if not cases:
+            continue
+        true_ml, ml, found, missed, false = (sum(row[key] for row in cases) for key in SIZES)
+        error = sum(abs(row["VolumeErrorMl"]) for row in cases) / len(cases)
+        cells = [cell(value / len(cases), 2) for value in (true_ml, ml)] + [cell(error, 2)]
+        cells += [cell(found, 0, f" of {found + missed:.0f}"), cell(false, 0)]
+        cells += [cell(found / whole if whole else math.nan, 3) for whole in (found + missed, found + false)]
+        rows.append(f'<tr data-class="{escape(name)}"><th>{escape(name)}</th>{"".join(cells)}</tr>')
+    head = '<tr><th rowspan="2">Class</th><th colspan="3">Volume of a case, ml</th><th colspan="4">Lesions</th></tr>'
+    names = "truth", "prediction", "mean error", "found", "false", "sensitivity", "precision"
+    head += f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
+    table = f'<table class="metrics" id="sizes"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
+    note = (
+        "Volumes are means over cases, their error without its sign. A lesion is a connected region of more than "
+        "50 mm³, parts at most 6 voxels apart being one; it is found where a predicted region touches it or the 3 "
+        "voxels around it; a false one touches none (the rules of BraTS 2023)."
+    )
+    return f'<div class="wide">{table}</div><p class="small">{escape(note)}</p>{_case_volumes(scored)}'
+
+
+def _case_volumes(scored: CaseScores) -> str:
+    head = "".join(f'<th colspan="2">{escape(name)}</th>' for name in scored.classes)
+    kinds = "<th>truth</th><th>prediction</th>" * len(scored.classes)
+    rows = []
+    for case in scored.cases:
+        sizes = (case.scores[name].get(key, math.nan) for name in scored.classes for key in SIZES[:2])
+        rows.append(f'<tr data-case="{escape(case.name)}"><th>{escape(case.name)}</th>'
+                    f'{"".join(cell(value, 2) for value in sizes)}</tr>')  # fmt: skip
+    table = f'<table class="metrics" id="volumes-per-case"><thead><tr><th rowspan="2">Case</th>{head}</tr>'
+    table += f"<tr>{kinds}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<details><summary>Volumes of every case, ml</summary><div class="wide">{table}</div></details>'
 
 
 def _strips(scored: CaseScores) -> Iterable[str]:

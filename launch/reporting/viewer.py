@@ -67,11 +67,22 @@ def case_section(case: ScoredCase, shown: ShownCase, neurological: bool) -> str:
     )
     modality = f" · shown on {favourite(list(shown.images))}" if shown.images else ""
     note = f'<p class="small">{escape(shown.note)}</p>' if shown.note else ""
-    head = f'<h3>{escape(case.name)}</h3><p class="small">Dice: {escape(dice + modality)}</p>'
+    told = f"Dice: {dice}{modality} · voxels of {' × '.join(f'{step:.3g}' for step in shown.spacing)} mm"
+    head = f'<h3>{escape(case.name)}</h3><p class="small">{escape(told)}{escape(volumes_of(case))}</p>'
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
     scale = f'style="grid-template-columns: {d:.6g}fr {w:.6g}fr {w:.6g}fr"'  # a mm takes as many pixels in each plane
     body = f'{head}{note}<div class="planes" {scale}>{figures}</div>'
     return f'<article class="case" data-case="{escape(case.name)}">{body}</article>'
+
+
+def volumes_of(case: ScoredCase) -> str:
+    """Returns the true and predicted volume of each class in words, "" where they were not recorded."""
+    parts = [
+        f"{name} {row['TrueVolumeMl']:.3g} → {row['VolumeMl']:.3g}"
+        for name, row in case.scores.items()
+        if {"TrueVolumeMl", "VolumeMl"} <= row.keys()
+    ]
+    return f" · ml, truth → prediction: {', '.join(parts)}" if parts else ""
 
 
 def legend(record: Record) -> str:
@@ -91,6 +102,7 @@ def viewer_data(record: Record, cases: Sequence[tuple[ShownCase, Embedded]], neu
         {
             "name": shown.name,
             "shape": embedded.shape,
+            "whole": shown.truth.shape,
             "factors": embedded.factors,
             "spacing": [s * f for s, f in zip(shown.spacing, embedded.factors)],
             "columns": embedded.columns,

@@ -6,6 +6,7 @@ from typing import Any
 
 from seqpar.consensus import broadcast_text, gather_texts, raise_together
 from seqpar.environment import Launcher
+from seqpar.launch.hardware.rank_facts import device_name
 from seqpar.launch.models.build import build
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.auto_settings import choose_attention
@@ -53,6 +54,7 @@ def make_trainer(request: RunRequest, mesh: Mesh, data: TrainingData, status: St
     mode_line = net.mode.check(net.encoder.layout, config.batch)
     weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
+    layout |= {"devices": gather_texts(device_name(mesh.device), mesh.world), "parameters": _count_parameters(net)}
     layout |= {"strategy": str(net.encoder.attention), "attention": attention_reasons, **request.choices}
     description = describe_run(config, request.preset, data.describe(), layout)
     if mesh.is_first:
@@ -88,8 +90,13 @@ def _load_weights(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
     return line
 
 
+def _count_parameters(net: SegmentationNet) -> dict[str, int]:
+    parts = {"encoder": net.encoder, "decoder": net.decoder}
+    return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+
+
 def _size_line(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
-    encoder, decoder = (sum(p.numel() for p in part.parameters()) / 1e6 for part in (net.encoder, net.decoder))
+    encoder, decoder = (count / 1e6 for count in _count_parameters(net).values())
     layout = net.encoder.layout
     return (
         f"network: encoder {encoder:.2f} M + decoder {decoder:.2f} M parameters; {layout.num_tokens} tokens a tile, "

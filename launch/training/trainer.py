@@ -195,6 +195,7 @@ class Trainer:
             "lr": rate,
             "grad_norm": float(norm),
             "tokens_per_s": self.progress.global_batch * self.net.encoder.layout.num_tokens / seconds,
+            "seconds": seconds,
             "data_wait_s": data_wait_s,
             "peak_mem_mb": peak_memory_mb(self.mesh.device),
         }
@@ -244,11 +245,13 @@ class Trainer:
         is_due = is_last or every > 0 and step % every == 0
         if not is_due or self.progress.validated == step:
             return True
+        began = time.monotonic()
         with gathered(self.net, self.mesh, self.config.shard_weights):
             result = self.validation.run(self.net, self.journal, stopper, keep=is_last)
         if result is None:
             return False
-        self.journal.record("val", step, epoch=(step - 1) // self.config.iterations, **result.row)
+        seconds = time.monotonic() - began
+        self.journal.record("val", step, epoch=(step - 1) // self.config.iterations, **result.row, seconds=seconds)
         self.journal.say(result.text)
         self.progress.validated = step
         if result.score > self.progress.best:

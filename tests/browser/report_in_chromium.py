@@ -2,58 +2,14 @@
 
 import base64
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from seqpar.launch import report
 from tests.browser.chromium import Chromium, find
-from tests.support.reported_run import make_run
-
-NAMES = ["case-a", 'case-<b>&"c"']
-PLANE = "document.getElementById('plane-2').toDataURL()"
-TOLD = "document.getElementById('told-2').textContent"
+from tests.browser.viewer import NAMES, PLANE, TOLD, middle, press
 
 pytestmark = pytest.mark.skipif(find() is None, reason="Chromium is not installed (Debian: chromium)")
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    run = make_run(tmp_path_factory.mktemp("run"), NAMES)
-    assert report.act([str(run)]) == 0
-    return (run / "report.html").as_uri()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    program = find()
-    assert program
-    chromium = Chromium(program)
-    yield chromium
-    chromium.close()
-
-
-@pytest.fixture
-def page(browser: Chromium, url: str) -> Iterator[Chromium]:
-    browser.complaints.clear()
-    browser.requests.clear()
-    browser.open(url)
-    yield browser
-    assert browser.complaints == []
-    assert [asked for asked in browser.requests if not asked.startswith(("data:", "file:"))] == []
-
-
-def press(page: Chromium, key: str, on: str = "plane-2") -> None:
-    page.value(f"document.getElementById('{on}').focus()")
-    for kind in ("rawKeyDown", "keyUp"):
-        page.ask("Input.dispatchKeyEvent", type=kind, key=key)
-
-
-def middle(page: Chromium, element: str) -> dict[str, float]:
-    page.value(f"document.getElementById('{element}').scrollIntoView({{block: 'center', behavior: 'instant'}})")
-    box = page.value(f"document.getElementById('{element}').getBoundingClientRect().toJSON()")
-    return {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
 
 
 def test_what_must_be_noticed_is_noticed(browser: Chromium, url: str) -> None:

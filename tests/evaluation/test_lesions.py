@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from seqpar.launch.evaluation.lesions import LesionScores, lesion_wise
+from seqpar.launch.evaluation.lesions import LesionScores, detect, lesion_wise
 from seqpar.launch.evaluation.metrics import Mask, hd95
 
 MM = (1.0, 1.0, 1.0)
@@ -151,3 +151,18 @@ def test_one_empty_mask_scores_zero_and_374_mm() -> None:
     assert lesion_wise(boxes(CUBE), boxes(), MM) == LesionScores(0.0, 374.0, 0, 1, 0)
     assert lesion_wise(boxes(), boxes(CUBE), MM) == LesionScores(0.0, 374.0, 0, 0, 1)
     assert lesion_wise(boxes(CUBE), boxes(), MM, missed_distance=500.0).hd95 == 500.0
+
+
+def test_lesions_are_counted_as_they_are_scored() -> None:
+    generator, nothing = np.random.default_rng(0), boxes()
+    cases = [(nothing, nothing), (nothing, boxes(CUBE)), (boxes(CUBE), nothing)]
+    for _ in range(20):
+        truth, prediction = (
+            boxes(*((a, a + 5, b, b + 4, c, c + 4) for a, b, c in generator.integers(0, (54, 20, 20), (4, 3))))
+            for _ in range(2)
+        )
+        cases.append((truth, prediction))
+    counts = [detect(truth, prediction, MM) for truth, prediction in cases]
+    assert counts == [lesion_wise(truth, prediction, MM)[2:] for truth, prediction in cases]
+    assert counts[:3] == [(0, 0, 0), (0, 0, 1), (0, 1, 0)]
+    assert all(len(set(kind)) > 2 for kind in zip(*counts)), "found, missed and false ones all differ from case to case"

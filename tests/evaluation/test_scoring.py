@@ -23,12 +23,15 @@ def test_a_case_is_scored_per_region_with_the_metrics_of_its_masks() -> None:
         assert (row["Dice"], row["IoU"]) == (counts.dice, counts.iou)
         assert (row["Sensitivity"], row["Specificity"]) == (counts.sensitivity, counts.specificity)
         assert row["VolumeErrorMl"] == (int(masks[1].sum()) - int(masks[0].sum())) * 1.0 / 1000
+        assert (row["TrueVolumeMl"], row["VolumeMl"]) == (masks[0].sum() / 1000, masks[1].sum() / 1000)
         assert row["VolumeError"] == counts.volume_error
         assert row["HD95"] == metrics.hd95(*masks, spacing)
         assert row["NSD"] == metrics.nsd(*masks, spacing, 1.5)
         lesions = lesion_wise(*masks, spacing)
         assert [row[f"Lesion{k}"] for k in ("Dice", "HD95", "TP", "FN", "FP")] == list(lesions)
-    assert "LesionDice" not in score(truth, prediction, classes, spacing)["core"]
+    counted = {f"Lesion{kind}" for kind in ("TP", "FN", "FP")}
+    assert {key for key in score(truth, prediction, classes, spacing)["core"] if "Lesion" in key} == counted
+    assert not counted & score(truth, prediction, classes, spacing, surfaces=False)["core"].keys()
 
 
 def test_empty_masks_count_by_the_policy() -> None:

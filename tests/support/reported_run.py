@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from scipy import ndimage
 
+import seqpar
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.preparation.prepare import open_cache, prepare
 from seqpar.launch.runs.run_folder import Status
@@ -49,15 +50,24 @@ def make_run(folder: Path, names: list[str]) -> Path:
     content = {
         "config": json.loads(config.to_json()),
         "dataset": training_data.describe(),
-        "layout": {"ranks": 1, "data": 1, "seqpar": 1},
+        "layout": {
+            "ranks": 2,
+            "data": 2,
+            "seqpar": 1,
+            "hosts": ["a", "b"],
+            "devices": ["Chip 1", "Chip 1"],
+            "parameters": {"encoder": 2_500_000, "decoder": 10_000},
+        },
+        "versions": {"seqpar": seqpar.__version__},
     }
     (out / "config.json").write_text(json.dumps(content))
     status = Status(out)
     status.step = status.steps = config.steps
     status.write("finished")
-    rows = [{"kind": "train", "step": n, "loss": 2 / (n + 1), "lr": 1e-3} for n in range(config.steps)]
+    rows = [{"kind": "train", "step": n, "loss": 2 / (n + 1), "lr": 1e-3, "seconds": 2.0} for n in range(config.steps)]
     dice = {"NCR": 0.5, "ED": None}
-    rows.append({"kind": "val", "step": config.steps, "loss": 0.4, "dice": dice, "global_dice": dice, "cases": 2})
+    scores = {"loss": 0.4, "dice": dice, "global_dice": dice, "cases": 2, "seconds": 65.0}
+    rows.append({"kind": "val", "step": config.steps, **scores})
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     validation = ValidationFolder(
         out / "validation",

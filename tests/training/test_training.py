@@ -1,5 +1,6 @@
 """Training: equal losses on any ranks, exact resume on others, and what a run leaves for people."""
 
+import json
 import shutil
 import signal
 import sys
@@ -73,7 +74,7 @@ def test_five_lines_load_a_run_of_many_ranks_without_a_process_group(undisturbed
     assert state and all(torch.equal(state[name], tensor) for name, tensor in kept.items())
 
 
-KEYS = "step epoch loss dice_loss ce_loss lr grad_norm tokens_per_s data_wait_s peak_mem_mb"
+KEYS = "step epoch loss dice_loss ce_loss lr grad_norm tokens_per_s seconds data_wait_s peak_mem_mb"
 
 
 def test_what_people_watch(flags, tmp_path):
@@ -84,6 +85,11 @@ def test_what_people_watch(flags, tmp_path):
     assert len(train_rows) == 6 and all(set(KEYS.split()) <= row.keys() for row in train_rows)
     assert all(row["loss"] == pytest.approx(row["dice_loss"] + row["ce_loss"]) for row in train_rows)
     assert [row["step"] for row in val_rows] == [2, 4, 6] and val_rows[0]["dice"].keys() == {"tumour"}
+    assert all(0 < row["seconds"] < 60 for row in rows), "what the report adds up"
+    layout = json.loads((out / "config.json").read_text())["layout"]
+    assert len(layout["devices"]) == 2 and all(layout["devices"])
+    weights = sum(tensor.numel() for tensor in read_weights(out / "model.safetensors").values())
+    assert sum(layout["parameters"].values()) == weights
     for name in ("progress.png", "validation.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     said = run.said(0).splitlines()

@@ -7,6 +7,7 @@
   const get = (id) => document.getElementById(id);
   const NAMES = ["sagittal", "coronal", "axial"];
   const ACROSS = [[1, 2], [0, 2], [0, 1]]; // of each plane: the directions that lie across and upwards
+  const LOOK = ["window", "level", "zoom", "fill", "lines"];
   const state = { case: 0, modality: "", at: [0, 0, 0], volumes: {}, turn: 0 };
   const current = () => told.cases[state.case];
 
@@ -80,54 +81,94 @@
     return lines;
   }
 
-  function draw(dim) {
-    const entry = current(), [x, y] = ACROSS[dim], { shape, spacing } = entry;
-    const width = shape[x], height = shape[y], canvas = get("plane-" + dim);
-    const ratio = (height * spacing[y]) / (width * spacing[x]);
-    const wide = Math.round((canvas.clientWidth || 340) * (window.devicePixelRatio || 1));
-    canvas.width = wide;
-    canvas.height = Math.round(wide * ratio);
-    const context = canvas.getContext("2d");
+  const look = (name) => Number(get(name).value);
+
+  function region(dim) { // the part of a plane that is seen: zoomed, it stays around the voxel where the planes meet
+    const [x, y] = ACROSS[dim], { shape } = current();
+    const width = shape[x] / look("zoom"), height = shape[y] / look("zoom");
+    const place = (middle, side, whole) => Math.min(Math.max(middle + 0.5 - side / 2, 0), whole - side);
+    const left = place(across(state.at[x], shape[x]), width, shape[x]);
+    return { left, top: place(shape[y] - 1 - state.at[y], height, shape[y]), width, height };
+  }
+
+  function greys(dim) { // a picture of the plane, window and level applied
+    const [x, y] = ACROSS[dim], { shape } = current();
     const small = document.createElement("canvas");
-    small.width = width;
-    small.height = height;
-    const pixels = new ImageData(width, height);
-    const greys = state.volumes.image ? plane(state.volumes.image, dim) : new Uint8Array(width * height);
-    for (let n = 0; n < greys.length; n++) {
-      pixels.data[4 * n] = pixels.data[4 * n + 1] = pixels.data[4 * n + 2] = greys[n];
-      pixels.data[4 * n + 3] = 255;
+    small.width = shape[x];
+    small.height = shape[y];
+    const pixels = new ImageData(small.width, small.height), values = state.volumes.image && plane(state.volumes.image, dim);
+    const low = look("level") - 0.5 - look("window") / 2, times = 255 / look("window");
+    for (let n = 0; n < small.width * small.height; n++) {
+      const grey = values ? Math.round((values[n] - low) * times) : 0; // clamped by the array
+      pixels.data.set([grey, grey, grey, 255], 4 * n);
     }
     small.getContext("2d").putImageData(pixels, 0, 0);
-    context.drawImage(small, 0, 0, canvas.width, canvas.height);
+    return small;
+  }
+
+  function draw(dim) {
+    const entry = current(), [x, y] = ACROSS[dim], { shape, spacing } = entry;
+    const canvas = get("plane-" + dim), { left, top, width, height } = region(dim);
+    const density = window.devicePixelRatio || 1;
+    canvas.width = Math.round((canvas.clientWidth || 340) * density);
+    canvas.height = Math.round((canvas.width * shape[y] * spacing[y]) / (shape[x] * spacing[x]));
+    const context = canvas.getContext("2d");
+    context.drawImage(greys(dim), left, top, width, height, 0, 0, canvas.width, canvas.height);
     const sx = canvas.width / width, sy = canvas.height / height;
     for (const kind of ["truth", "prediction"]) {
       if (!get(kind).checked) continue;
       const labels = plane(state.volumes[kind], dim);
       context.setLineDash(kind === "truth" ? [] : [5, 4]);
-      context.lineWidth = 1.6 * (window.devicePixelRatio || 1);
+      context.lineWidth = 1.6 * density;
       told.labels.forEach((label, n) => {
-        context.strokeStyle = label.colour;
+        context.strokeStyle = context.fillStyle = label.colour;
         context.beginPath();
-        for (const line of outline(labels, n + 1, width, height)) {
-          line.forEach(([i, j], k) => (k ? context.lineTo(i * sx, j * sy) : context.moveTo(i * sx, j * sy)));
+        for (const line of outline(labels, n + 1, shape[x], shape[y])) {
+          line.forEach(([i, j], k) => context[k ? "lineTo" : "moveTo"]((i - left) * sx, (j - top) * sy));
           context.closePath();
         }
+        context.globalAlpha = look("fill") / 100;
+        context.fill();
+        context.globalAlpha = look("lines") / 100;
         context.stroke();
       });
     }
+    context.globalAlpha = 1;
     mark(context, canvas, told.sides[dim]);
-    get("told-" + dim).textContent = `${NAMES[dim]} ${state.at[dim] + 1} / ${shape[dim]}`;
+    drawScale(context, canvas, (width * spacing[x]) / canvas.width);
+    const factor = entry.factors[dim], number = Math.min(state.at[dim] * factor + (factor >> 1), entry.whole[dim] - 1) + 1;
+    const mm = [x, y].map((axis) => Number(spacing[axis].toPrecision(3))).join(" × ");
+    get("told-" + dim).textContent = `${NAMES[dim]} ${number} / ${entry.whole[dim]} · ${mm} mm`;
     get("slice-" + dim).value = state.at[dim];
+  }
+
+  function write(context, text, x, y) { // white with a dark edge, to be read on any grey
+    context.setLineDash([]);
+    context.lineWidth = 3 * (window.devicePixelRatio || 1);
+    context.strokeStyle = "#000";
+    context.strokeText(text, x, y);
+    context.fillStyle = "#fff";
+    context.fillText(text, x, y);
+  }
+
+  function drawScale(context, canvas, mm) { // a bar of a round length, at most a quarter of the picture; mm of a pixel
+    const most = (canvas.width * mm) / 4, power = 10 ** Math.floor(Math.log10(most));
+    const length = power * [5, 2, 1].find((factor) => power * factor <= most);
+    const size = 11 * (window.devicePixelRatio || 1), y = canvas.height - size / 2;
+    context.font = `${size}px sans-serif`;
+    context.textAlign = "left";
+    context.textBaseline = "bottom";
+    write(context, `${Number(length.toPrecision(2))} mm`, size / 2, y - 2);
+    context.fillRect(size / 2, y - 1, length / mm, 2);
   }
 
   function mark(context, canvas, sides) {
     const size = 12 * (window.devicePixelRatio || 1), { width, height } = canvas;
     const places = [[size, height / 2], [width - size, height / 2], [width / 2, size], [width / 2, height - size]];
     context.font = `${size}px sans-serif`;
-    context.fillStyle = "#aab2bb";
     context.textAlign = "center";
     context.textBaseline = "middle";
-    places.forEach(([x, y], n) => context.fillText(sides[n], x, y));
+    places.forEach(([x, y], n) => write(context, sides[n], x, y));
   }
 
   function drawAll() {
@@ -135,6 +176,7 @@
     const parts = { case: current().name, modality: state.modality, at: state.at.join(",") };
     parts.truth = Number(get("truth").checked);
     parts.prediction = Number(get("prediction").checked);
+    parts.look = LOOK.map(look).join(",");
     try {
       history.replaceState(null, "", "#" + new URLSearchParams(parts));
     } catch { /* a page without an address cannot remember its place */ }
@@ -186,6 +228,11 @@
     let rest = 0;
     canvas.addEventListener("wheel", (event) => {
       event.preventDefault();
+      if (event.ctrlKey) {
+        get("zoom").value = look("zoom") - Math.sign(event.deltaY) * 0.5;
+        drawAll();
+        return;
+      }
       rest += event.deltaMode ? event.deltaY * 30 : event.deltaY;
       const steps = Math.trunc(rest / 30);
       rest -= steps * 30;
@@ -198,9 +245,9 @@
       move(dim, state.at[dim] + by);
     });
     canvas.addEventListener("click", (event) => {
-      const [x, y] = ACROSS[dim], { shape } = current(), box = canvas.getBoundingClientRect();
-      const right = Math.floor(((event.clientX - box.left) / box.width) * shape[x]);
-      const down = Math.floor(((event.clientY - box.top) / box.height) * shape[y]);
+      const [x, y] = ACROSS[dim], { shape } = current(), box = canvas.getBoundingClientRect(), seen = region(dim);
+      const right = Math.floor(seen.left + ((event.clientX - box.left) / box.width) * seen.width);
+      const down = Math.floor(seen.top + ((event.clientY - box.top) / box.height) * seen.height);
       state.at[x] = across(Math.min(Math.max(right, 0), shape[x] - 1), shape[x]);
       move(y, shape[y] - 1 - down);
     });
@@ -213,6 +260,11 @@
     drawAll();
   });
   for (const id of ["truth", "prediction"]) get(id).addEventListener("change", drawAll);
+  for (const id of LOOK) get(id).addEventListener("input", drawAll);
+  get("reset").addEventListener("click", () => {
+    for (const id of LOOK) get(id).value = get(id).defaultValue;
+    drawAll();
+  });
   get("case").addEventListener("change", (event) => open(event.target.selectedIndex, state.modality));
   get("modality").addEventListener("change", (event) => open(state.case, event.target.value, state.at));
   window.addEventListener("resize", drawAll);
@@ -220,6 +272,8 @@
   const asked = new URLSearchParams(location.hash.slice(1));
   get("case").replaceChildren(...told.cases.map((entry) => new Option(entry.name)));
   for (const id of ["truth", "prediction"]) if (asked.has(id)) get(id).checked = asked.get(id) === "1";
+  const looks = (asked.get("look") || "").split(",");
+  if (looks.length === LOOK.length) LOOK.forEach((id, n) => (get(id).value = looks[n]));
   const at = (asked.get("at") || "").split(",").map(Number);
   viewer.hidden = false;
   const index = Math.max(told.cases.findIndex((entry) => entry.name === asked.get("case")), 0);

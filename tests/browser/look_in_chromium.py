@@ -1,0 +1,98 @@
+"""How planes are looked at in a report's viewer: sides, grey levels, zoom, fill, and what is written on them."""
+
+from pathlib import Path
+
+import pytest
+
+from seqpar.launch import report
+from tests.browser.chromium import Chromium, find
+from tests.browser.viewer import PLANE, TOLD, middle, press
+from tests.support.reported_run import make_run
+
+pytestmark = pytest.mark.skipif(find() is None, reason="Chromium is not installed (Debian: chromium)")
+
+PIXELS = """(() => { const c = document.getElementById('plane-2'), d = c.getContext('2d')
+  .getImageData(0, 0, c.width, c.height).data, grey = [], coloured = [];
+  for (let y = 0; y < c.height; y += 4) for (let x = 0; x < c.width; x += 4) {
+    const i = 4 * (y * c.width + x);
+    if (Math.abs(d[i] - d[i + 2]) > 40) coloured.push([x / c.width, y / c.height]); else grey.push(d[i]); }
+  const mean = (list, at) => list.reduce((sum, one) => sum + (at === undefined ? one : one[at]), 0) / list.length;
+  return { grey: mean(grey), black: grey.filter(g => g === 0).length / grey.length, count: coloured.length,
+           x: mean(coloured, 0), y: mean(coloured, 1) }; })()"""
+
+
+def look(page: Chromium, **settings: float) -> dict[str, float]:
+    for name, value in settings.items():
+        page.value(f"e = document.getElementById('{name}'); e.value = {value}; e.dispatchEvent(new Event('input'))")
+    return dict(page.value(PIXELS))
+
+
+def test_window_and_level_change_greys_as_on_a_workstation(page: Chromium) -> None:
+    press(page, "t")
+    press(page, "p")
+    usual = look(page)
+    assert look(page, level=250)["grey"] < usual["grey"] - 20, "a higher level darkens"
+    assert look(page, level=20)["grey"] > usual["grey"] + 20
+    narrow = look(page, level=128, window=10)
+    assert narrow["black"] > usual["black"], "a narrow window cuts more off"
+    page.value("document.getElementById('reset').click()")
+    assert look(page) == usual
+
+
+def test_fill_and_outlines_have_their_own_strength(page: Chromium) -> None:
+    usual = look(page)
+    assert look(page, fill=60)["count"] > 2 * usual["count"]
+    assert look(page, fill=0, lines=0)["count"] == 0
+    assert look(page, lines=100) == usual
+
+
+def test_zoom_enlarges_around_the_place_where_the_planes_meet(page: Chromium) -> None:
+    """A click in a zoomed plane comes to the voxel that is seen there."""
+    far = look(page, fill=100)
+    near = look(page, zoom=2)
+    assert near["count"] > 3 * far["count"]
+    told = "document.getElementById('told-{}').textContent"
+    before = [int(page.value(told.format(dim)).split()[1]) for dim in (0, 1)]
+    spot = middle(page, "plane-2")
+    box = page.value("document.getElementById('plane-2').getBoundingClientRect().toJSON()")
+    shape = page.value("JSON.parse(document.getElementById('volumes').textContent).cases[0].shape")
+    voxel = [2 * box["width"] / shape[0], 2 * box["height"] / shape[1]]  # pixels of a voxel at zoom 2
+    press_at = {"x": spot["x"] + 3 * voxel[0], "y": spot["y"] - 2 * voxel[1]}
+    for kind in ("mousePressed", "mouseReleased"):
+        page.ask("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **press_at)
+    after = [int(page.value(told.format(dim)).split()[1]) for dim in (0, 1)]
+    assert abs(after[0] - (before[0] - 3)) <= 1, "to the right in the picture is the patient's left"
+    assert abs(after[1] - (before[1] + 2)) <= 1
+
+
+def test_ctrl_and_wheel_zoom(page: Chromium) -> None:
+    slice_before = page.value(TOLD)
+    place = middle(page, "plane-2")
+    page.ask("Input.dispatchMouseEvent", type="mouseWheel", **place, deltaX=0, deltaY=-60, modifiers=2)
+    page.wait("document.getElementById('zoom').value === '1.5'")
+    assert page.value(TOLD) == slice_before
+
+
+def test_planes_tell_their_spacing_and_an_address_keeps_the_look(page: Chromium, url: str) -> None:
+    width, depth, _ = page.value("JSON.parse(document.getElementById('volumes').textContent).cases[0].spacing")
+    assert page.value(TOLD).endswith(f"· {width:.3g} × {depth:.3g} mm") and width != depth
+    look(page, window=90, level=100, zoom=3, fill=20)
+    address, pixels = page.value("location.href"), page.value(PLANE)
+    page.open(address)
+    assert page.value(PLANE) == pixels
+    page.open(url)
+    assert page.value(PLANE) != pixels
+
+
+def test_the_patients_left_is_on_the_right_unless_wanted_otherwise(browser: Chromium, tmp_path: Path) -> None:
+    """The label's ball lies off the middle towards the patient's left in this run, shifted in its predictions."""
+    run, seen = make_run(tmp_path, ["one", "two"]), {}
+    for name, flag in (("radiological", "--no-neurological"), ("neurological", "--neurological")):
+        assert report.act([str(run), flag, "--out", str(tmp_path / f"{name}.html")]) == 0
+        browser.open((tmp_path / f"{name}.html").as_uri())
+        seen[name] = look(browser, fill=100)
+        seen[name] |= {"sides": browser.value("JSON.parse(document.getElementById('volumes').textContent).sides[2]")}
+    assert seen["radiological"]["sides"] == "RLAP" and seen["neurological"]["sides"] == "LRAP"
+    assert seen["radiological"]["x"] + seen["neurological"]["x"] == pytest.approx(1, abs=0.02)
+    assert abs(seen["radiological"]["x"] - 0.5) > 0.02, "else the comparison could not fail"
+    assert seen["radiological"]["y"] == pytest.approx(seen["neurological"]["y"], abs=0.02)
