@@ -21,6 +21,11 @@ class PlainDecoder(nn.Module):
 
     The last upsampling and the classifier are linear and act on different axes, so that they commute: the classifier
     comes first, and nothing has ``width`` channels at full resolution.
+
+    - ``embed_dim``: of the tokens
+    - ``num_classes``: channels of the logits
+    - ``patch``: voxels of a token along each direction
+    - ``width``: channels of every stage
     """
 
     uses_image = False

@@ -21,7 +21,12 @@ def primus_widths(embed_dim: int, num_classes: int, stages: int) -> list[int]:
 
 
 class PrimusDecoder(nn.Module):
-    """log2(patch) transposed convolutions of kernel and stride 2, norm over channels and GELU between them."""
+    """log2(patch) transposed convolutions of kernel and stride 2, norm over channels and GELU between them.
+
+    - ``embed_dim``: of the tokens
+    - ``num_classes``: channels of the logits
+    - ``patch``: voxels of a token along each direction
+    """
 
     uses_image = False
     num_features = 1

@@ -91,8 +91,13 @@ class Stage(nn.Module):
 class UnetrDecoder(nn.Module):
     """UNETR's decoder for any patch of 2^L voxels a side; for L = 4 it is MONAI's, weight for weight.
 
-    It takes the grids of the blocks ``taps(depth, patch)`` and of the last tokens. ``width``: channels at full
-    resolution, doubled with each level.
+    It takes the grids of the blocks ``taps(depth, patch)`` and of the last tokens.
+
+    - ``in_channels``: of the image
+    - ``embed_dim``: of the tokens
+    - ``num_classes``: channels of the logits
+    - ``patch``: voxels of a token along each direction
+    - ``width``: channels at full resolution, doubled with each level
     """
 
     uses_image = True
@@ -116,7 +121,9 @@ class UnetrDecoder(nn.Module):
 
         ``features``: token grids ``b e w d h``, the finest skip first, the last tokens last. ``image``: ``b c W D H``.
         """
-        assert image is not None and len(features) == self.num_features, (image is None, len(features))
+        if image is None or len(features) != self.num_features:
+            came = f"{len(features)} and {'no image' if image is None else 'an image'}"
+            raise ValueError(f"this decoder takes {self.num_features} token grids and the image; {came} came")
         *middle, x = (for_convolutions(tokens) for tokens in features)
         image = for_convolutions(image)
         level_grid = grid

@@ -22,10 +22,15 @@ SPLITS = ("spatial", "ordered")
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tokens of ``tile``'s grid each of ``num_ranks`` ranks owns.
+    """Which tokens of a tile each rank of a sequence group owns; an encoder's is ``encoder.layout``.
 
-    ``spatial``: boxes; the prime factors of ``num_ranks``, largest first, cut W, D, H in turn. ``ordered``:
-    consecutive chunks of the raster with H fastest, which need not be boxes.
+    ``cut`` gives a rank its part of an image or label, ``join`` puts all parts together again.
+
+    - ``tile``: voxels along each direction, a multiple of ``patch``; ``Layout.of`` takes one number for a cube
+    - ``patch``: voxels of a token along each direction
+    - ``num_ranks``: of the group
+    - ``split``: ``spatial``: boxes; the prime factors of ``num_ranks``, largest first, cut W, D, H in turn.
+      ``ordered``: consecutive chunks of the raster with H fastest, which need not be boxes
     """
 
     tile: tuple[int, ...]

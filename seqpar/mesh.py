@@ -5,6 +5,7 @@ one needs no process group, and everything above takes the same path with it. ``
 """
 
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,57 @@ class Group:
 
     def __str__(self) -> str:
         return f"{self.name} group of {these(self.ranks)}"
+
+
+AnyGroup = Group | dist.ProcessGroup | DeviceMesh  # what a library's user may have; ``as_group`` makes it ours
+
+
+def as_group(group: AnyGroup | None, name: str = "seq") -> Group:
+    """Returns ranks as a group of ours; every function that takes ``group`` from a user calls it.
+
+    - ``group``: ours, torch's ``ProcessGroup``, or a ``DeviceMesh`` of one direction; None: this process alone
+    - ``name``: how messages and errors call the ranks
+    """
+    if group is None:
+        return Group(name)
+    if isinstance(group, Group):
+        return group
+    if isinstance(group, DeviceMesh):
+        group = _line_of(group)
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"the {name} group does not hold this process: give each rank the group that it is in")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group={group!r} is no group of ranks: give mesh.seq of seqpar.start, a ProcessGroup of torch, or a "
+            "DeviceMesh of one direction"
+        )
+    ranks, watch = tuple(dist.get_process_group_ranks(group)), Watch(dist.get_rank())
+    return Group(name, ranks, dist.get_rank(group), group if len(ranks) > 1 else None, watch=watch)
+
+
+def _line_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Returns the process group of a mesh of one direction."""
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        one = f"mesh[{names[-1]!r}]" if names else "one with mesh_dim_names=(..., 'seq'), as mesh['seq']"
+        raise ValueError(f"a DeviceMesh of {mesh.ndim} directions came, where ranks in a line are needed: give {one}")
+    if mesh.get_coordinate() is None:
+        raise ValueError("the DeviceMesh does not hold this process: give each rank the mesh that it is in")
+    return mesh.get_group()
+
+
+def notice_that_none_shares(what: str) -> None:
+    """Warns, on the first of several ranks, that ``what`` was given no group and so shares no tile.
+
+    That is right for plain data parallelism, and a costly mistake where ranks were meant to share a tile.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
+        warnings.warn(
+            f"{what} trains on {dist.get_world_size()} ranks without group=: each computes everything, as is right "
+            "where each has a tile of its own. To share a tile, give group=: mesh.seq of seqpar.start, a ProcessGroup, "
+            "or a DeviceMesh of one direction",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,9 +26,15 @@ def start(
 ) -> Mesh:
     """Returns the mesh of the processes that torchrun, Slurm or MPI started, or of this one alone.
 
-    ``seqpar``: ranks per sequence group. ``env``: the variables of the launcher, this process's own where None.
-    ``device``: auto, cpu or cuda. ``timeout_s``: for all steps of the start together. ``check``: announce every
-    message and collective before it is sent, which is slow and names ranks that differ.
+    A context manager: at its end all ranks wait for each other and leave. Its groups are ``seq`` (ranks that share a
+    tile), ``data`` (ranks at the same place of other tiles) and ``world``; each has ``index``, ``size`` and torch's
+    process group, ``handle``.
+
+    - ``seqpar``: ranks per sequence group
+    - ``env``: the variables of the launcher; None: this process's own
+    - ``device``: auto, cpu or cuda
+    - ``timeout_s``: for all steps of the start together
+    - ``check``: announce every message and collective before it is sent, which is slow and names ranks that differ
     """
     launcher = read_launcher(os.environ if env is None else env)
     check_seqpar(seqpar, launcher.world)

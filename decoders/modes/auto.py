@@ -8,7 +8,7 @@ from seqpar.decoders.modes.halo import Halo
 from seqpar.decoders.modes.swap import Swap
 from seqpar.layout import Layout
 from seqpar.losses import LossGroups
-from seqpar.mesh import Group
+from seqpar.mesh import AnyGroup, Group
 from seqpar.spatial.box_grid import BoxGrid
 
 
@@ -50,7 +50,7 @@ class Auto:
         """Returns the picked mode's box grid."""
         return self.pick(batch).box_grid(layout, batch)
 
-    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+    def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
         """Returns the picked mode's groups; they depend on the batch, which must be given."""
         if batch is None:
             raise ValueError("--mode auto shares the loss by the batch: give its size")

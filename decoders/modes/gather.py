@@ -13,7 +13,7 @@ from seqpar.collectives import gather
 from seqpar.decoders.modes.mode import concat_blocks, split_blocks, with_peers
 from seqpar.layout import Layout
 from seqpar.losses import LossGroups
-from seqpar.mesh import Group
+from seqpar.mesh import AnyGroup, Group
 
 
 class Gather:
@@ -47,6 +47,6 @@ class Gather:
     def box_grid(self, layout: Layout, batch: int) -> None:
         """Returns None: every rank holds the whole."""
 
-    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+    def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
         """Returns ``data`` alone: each rank of a sequence group has the whole tile."""
         return LossGroups(samples=with_peers(data))

@@ -12,7 +12,7 @@ from torch import Tensor
 from seqpar.decoders.modes.mode import concat_blocks, join_patches, split_blocks, with_peers
 from seqpar.layout import Layout
 from seqpar.losses import LossGroups
-from seqpar.mesh import Group
+from seqpar.mesh import AnyGroup, Group
 from seqpar.remaps import Remap, plan_remap, remap
 from seqpar.spatial.box_grid import BoxGrid
 
@@ -48,7 +48,7 @@ class Halo:
         """Returns where the token grid is cut into the ranks' boxes."""
         return BoxGrid(_boxed(layout).voxel_cuts(), self.group)
 
-    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+    def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
         """Returns the sequence group for sums over voxels, and ``data`` for sums over samples."""
         return LossGroups(voxels=self.group, samples=with_peers(data))
 

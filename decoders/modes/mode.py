@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqpar.layout import Layout, from_patches
 from seqpar.losses import LossGroups
-from seqpar.mesh import Group
+from seqpar.mesh import AnyGroup, Group, as_group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.vit.tokens import to_grid
 
@@ -41,13 +41,13 @@ class Mode(Protocol):
     def box_grid(self, layout: Layout, batch: int) -> BoxGrid | None:
         """Returns how the token grid is cut into boxes; None if each rank holds all that it decodes."""
 
-    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+    def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
         """Returns over which ranks the loss sums; ``data``: the group whose ranks have other tiles."""
 
 
-def with_peers(*groups: Group | None) -> tuple[Group, ...]:
+def with_peers(*groups: AnyGroup | None) -> tuple[Group, ...]:
     """Returns those groups that have more than one rank."""
-    return tuple(group for group in groups if group is not None and group.size > 1)
+    return tuple(group for group in map(as_group, groups) if group.size > 1)
 
 
 def concat_blocks(tokens: Sequence[Tensor]) -> Tensor:

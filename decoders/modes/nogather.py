@@ -11,7 +11,7 @@ from torch import Tensor
 from seqpar.decoders.modes.mode import join_patches, with_peers
 from seqpar.layout import Layout
 from seqpar.losses import LossGroups
-from seqpar.mesh import Group
+from seqpar.mesh import AnyGroup, Group
 from seqpar.vit.tokens import to_grid
 
 
@@ -43,7 +43,7 @@ class NoGather:
     def box_grid(self, layout: Layout, batch: int) -> None:
         """Returns None: to the decoder, the part is all there is."""
 
-    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+    def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
         """Returns ``data`` alone: no sum runs over the other parts of the tile."""
         return LossGroups(samples=with_peers(data))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from seqpar.decoders.modes.mode import concat_blocks, join_patches, split_blocks, with_peers
 from seqpar.layout import Layout
 from seqpar.losses import LossGroups
-from seqpar.mesh import Group
+from seqpar.mesh import AnyGroup, Group
 from seqpar.remaps import Remap, plan_remap, remap
 
 
@@ -53,7 +53,7 @@ class Swap:
     def box_grid(self, layout: Layout, batch: int) -> None:
         """Returns None: every rank holds its samples whole."""
 
-    def loss_groups(self, data: Group | None = None, batch: int | None = None) -> LossGroups:
+    def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
         """Returns the sequence group and ``data`` for sums over samples."""
         return LossGroups(samples=with_peers(self.group, data))
 

@@ -62,7 +62,13 @@ class Settings:
 class Predictor:
     """Predicts cases with the networks of a run; several networks are an ensemble, whose logits are averaged.
 
-    With several ranks, call every method on all of them.
+    ``Predictor.from_run(folder)`` makes one, ``predict(image)`` returns the label map. With several ranks, call every
+    method on all of them.
+
+    - ``run``: the run folder, as ``read_run`` reads it
+    - ``nets``: its networks with trained weights
+    - ``settings``: windows, flips, small components
+    - ``mesh``: the ranks that predict together
     """
 
     def __init__(self, run: Run, nets: Sequence[SegmentationNet], settings: Settings, mesh: Mesh) -> None:
@@ -78,7 +84,10 @@ class Predictor:
     ) -> "Predictor":
         """Returns the predictor of a run folder.
 
-        ``checkpoints`` are "best", "latest" or files of weights. Without a mesh this process is the only rank.
+        - ``run``: the folder that train wrote
+        - ``checkpoints``: "best", "latest" or files of weights
+        - ``settings``: windows, flips, small components; None: sliding windows of the training tile
+        - ``mesh``: the ranks, from ``seqpar.start``; None: this process alone, without a process group
         """
         opened, mesh = read_run(run), mesh or start(1, env={})
         files = [find_weights(opened, name) for name in checkpoints]

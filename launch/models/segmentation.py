@@ -15,7 +15,10 @@ from seqpar.vit.encoder import SeqParViT
 class SegmentationNet(nn.Module):
     """An encoder and a decoder: logits of this rank's part, or, in a group of one, of a whole tile ``b c W D H``.
 
-    - ``mode``: brings the tokens to where they are decoded
+    - ``encoder``: gives each rank the tokens of its part
+    - ``decoder``: ``(features, image, grid) -> (logits, grid)``, as ``PlainDecoder``; ``num_features`` says how many
+      token grids it takes, ``uses_image`` whether it takes the image, else None comes
+    - ``mode``: brings the tokens to where they are decoded (``choose_mode``)
     - ``taps``: the encoder's blocks whose tokens the decoder takes before the normed last ones
     """
 
@@ -23,7 +26,11 @@ class SegmentationNet(nn.Module):
         super().__init__()
         self.encoder, self.decoder, self.mode, self.taps = encoder, decoder, mode, taps
         mode.check(encoder.layout)
-        assert decoder.num_features == len(taps) + 1, (decoder.num_features, taps)
+        if decoder.num_features != len(taps) + 1:
+            raise ValueError(
+                f"{type(decoder).__name__} takes {decoder.num_features} token grids; taps={taps} and the last tokens "
+                f"make {len(taps) + 1}: give as many taps as it takes, less one"
+            )
 
     def forward(self, part: Tensor, layout: Layout | None = None, key: DropoutKey | None = None) -> Tensor:
         """Returns logits ``b k W D H``, or this rank's share of them where the mode leaves them spread."""

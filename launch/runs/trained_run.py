@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from seqpar.attention.strategies import check_strategy
 from seqpar.data.errors import DataError
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.launch.hardware.devices import device_here
@@ -96,7 +97,7 @@ def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> li
 
     - ``mode``: of the decoder; by default ``fitting_mode``
     """
-    config = replace(run.config, mode=mode or fitting_mode(run), seqpar=mesh.seq.size)
+    config = _with_fitting_attention(replace(run.config, mode=mode or fitting_mode(run), seqpar=mesh.seq.size))
     config = choose_quickest(config, device_here(mesh.device.type))
     nets = []
     for path in files:
@@ -112,11 +113,26 @@ def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> li
     return nets
 
 
+def _with_fitting_attention(config: Config) -> Config:
+    """Returns the config with attention left open where the trained strategy is none of this group's: all are exact."""
+    if config.attention == "auto":
+        return config
+    try:
+        check_strategy(config.attention, config.seqpar, config.heads, config.keep_kv)
+    except ValueError:
+        return replace(config, attention="auto")
+    return config
+
+
 def _shape(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
     return tuple(state[name].shape) if name in state else None
 
 
 def load_run(path: str | Path, which: str = "best") -> SegmentationNet:
-    """Returns the network of a run folder, ready to predict, in this process alone: no process group is needed."""
+    """Returns the network of a run folder, ready to predict, in this process alone: no process group is needed.
+
+    - ``path``: the folder that train wrote
+    - ``which``: best, latest, or the path of a file or checkpoint folder
+    """
     run = read_run(path)
     return load_nets(run, [find_weights(run, which)], start(1, env={}))[0]

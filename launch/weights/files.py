@@ -52,7 +52,10 @@ def _first_line(error: Exception) -> str:
 
 
 def write_weights(path: str | Path, net: nn.Module | State) -> None:
-    """Writes a network's weights as safetensors; if anything fails, an older file stays as it was."""
+    """Writes weights as safetensors; if anything fails, an older file stays as it was.
+
+    - ``net``: a network or a state dict
+    """
     path = Path(path)
     state = net.state_dict() if isinstance(net, nn.Module) else net
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}

@@ -26,7 +26,7 @@ from seqpar.launch.weights.files import (
     weight_and_bias,
 )
 from seqpar.layout import Layout
-from seqpar.mesh import Group
+from seqpar.mesh import AnyGroup
 from seqpar.vit.blocks import Mlp
 from seqpar.vit.encoder import SeqParViT
 from seqpar.vit.tokens import sincos_positions
@@ -44,7 +44,7 @@ def load_monai(
     state_dict: Mapping[str, Any],
     tile: int | Sequence[int] = (96, 96, 96),
     num_heads: int = 12,
-    group: Group | None = None,
+    group: AnyGroup | None = None,
     mode: str = "auto",
     split: str = "spatial",
     trained_tile: Sequence[int] | None = None,
@@ -54,6 +54,7 @@ def load_monai(
 
     All sizes except the number of heads are read off the shapes.
 
+    - ``group``: the ranks that share a tile: ours or torch's; None: this process alone
     - ``mode``: of the decoder
     - ``trained_tile``: needed where the weights were trained on a tile that is neither ``tile`` nor a cube
     - ``patch``: needed where the perceptron embedding of a ViT does not show it

@@ -22,7 +22,7 @@ from seqpar.launch.weights.files import (
     unwrap,
     weight_and_bias,
 )
-from seqpar.mesh import Group
+from seqpar.mesh import AnyGroup
 from seqpar.vit.blocks import GatedMlp
 from seqpar.vit.encoder import SeqParViT
 
@@ -34,7 +34,7 @@ def load_primus(
     state_dict: Mapping[str, Any],
     tile: int | Sequence[int] = (96, 96, 96),
     num_heads: int | None = None,
-    group: Group | None = None,
+    group: AnyGroup | None = None,
     mode: str = "auto",
     split: str = "spatial",
     trained_tile: Sequence[int] | None = None,
@@ -44,6 +44,8 @@ def load_primus(
     All sizes except the number of heads are read off the shapes.
 
     - ``num_heads``: needed only for sizes that were not published
+    - ``group``: the ranks that share a tile: ours or torch's; None: this process alone
+    - ``mode``: of the decoder
     - ``trained_tile``: needed where the weights were trained on a tile that is neither ``tile`` nor a cube
     """
     state = unwrap(state_dict)

@@ -14,20 +14,25 @@ from torch import Tensor
 
 from seqpar.halo_exchange import Interval
 from seqpar.layout import Bounds
-from seqpar.mesh import Group
+from seqpar.mesh import Group, as_group
 
 
 @dataclass(frozen=True)
 class BoxGrid:
     """The boxes of a volume that the ranks of ``group`` hold.
 
-    ``edges``: where each spatial dimension is cut, from 0 to its extent.
+    A mode makes it (``mode.box_grid``), or ``BoxGrid(layout.voxel_cuts(), encoder.group)``; torch's own groups are
+    taken too.
+
+    - ``edges``: where each spatial dimension is cut, from 0 to its extent
+    - ``group``: the ranks, as many as there are boxes
     """
 
     edges: tuple[Bounds, ...]
     group: Group
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "group", as_group(self.group))
         for edges in self.edges:
             if len(edges) < 2 or edges[0] != 0 or any(a >= b for a, b in itertools.pairwise(edges)):
                 raise ValueError(f"edges {edges} must begin at 0 and ascend: every rank needs a box with voxels")

@@ -25,9 +25,12 @@ SLOPE = 0.01
 
 
 class NormedActivation(nn.Module):
-    """LeakyReLU of the instance-normed ``x``, or of its sum with ``other``, which ``norm_other`` norms too.
+    """LeakyReLU of the instance-normed ``x``, or of its sum with ``other``, as in a residual block.
 
     It has no parameters. Statistics are the whole volume's, for each sample and channel.
+
+    - ``eps``: added to the variance
+    - ``norm_other``: norm ``other`` too
     """
 
     def __init__(self, eps: float = 1e-5, norm_other: bool = False) -> None:

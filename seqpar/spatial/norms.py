@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.mesh import Group
+from seqpar.mesh import AnyGroup, as_group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.memory_format import is_channels_last
 from seqpar.spatial.moments import MomentGroups
@@ -42,15 +42,17 @@ class InstanceNorm3d(nn.InstanceNorm3d):
 class BatchNorm3d(nn.BatchNorm3d):
     """Batch norm; statistics over all voxels and samples of the batch, whichever ranks hold them.
 
+    - ``num_features`` and other options: torch's
     - ``data``: ranks that hold other tiles of the batch
     - ``peers``: ranks that hold other whole samples of it where the volume is not cut into boxes
     """
 
     def __init__(
-        self, num_features: int, *options: Any, data: Group | None = None, peers: Group | None = None, **more: Any
+        self, num_features: int, *options: Any, data: AnyGroup | None = None, peers: AnyGroup | None = None, **more: Any
     ) -> None:
         super().__init__(num_features, *options, **more)
-        self.data, self.peers = data, peers
+        self.data = None if data is None else as_group(data, "data")
+        self.peers = None if peers is None else as_group(peers)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns the normed volume and its unchanged box grid."""
@@ -82,7 +84,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 class ChannelLayerNorm(nn.LayerNorm):
-    """Layer norm over the channels of ``b c W D H``: local to a voxel."""
+    """Layer norm over the ``num_channels`` channels of ``b c W D H``: local to a voxel; other options are torch's."""
 
     def __init__(self, num_channels: int, **options: Any) -> None:
         super().__init__(num_channels, **options)

@@ -39,8 +39,9 @@ def _scramble(x: Tensor) -> Tensor:
 class DropoutKey:
     """What a draw is for, not who draws it: equal for any number of ranks.
 
+    - ``seed``, ``step``: of the run
     - ``samples``: the numbers of this batch's tiles in the step's global batch, over all micro-batches
-    - ``site``: the place in the network
+    - ``site``: the place in the network; modules fill it in
     """
 
     seed: int

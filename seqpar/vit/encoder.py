@@ -15,7 +15,7 @@ from seqpar.attention.cost_model import CPU, GPU, Layer, resolve
 from seqpar.attention.module import Attention, Rotary
 from seqpar.attention.strategies import AttentionOptions, Strategy
 from seqpar.layout import Layout
-from seqpar.mesh import Group
+from seqpar.mesh import AnyGroup, as_group, notice_that_none_shares
 from seqpar.vit.blocks import MLPS, RECOMPUTED, Block, GatedMlp, Mlp
 from seqpar.vit.dropout import DropoutKey, keyed_dropout
 from seqpar.vit.tokens import POSITIONS, PatchEmbed, RotaryPositions, learned_positions, sincos_positions
@@ -36,7 +36,8 @@ class SeqParViT(nn.Module):
       quickest for the default tile on the device here. ``attention_choice`` says why. It changes no result
     - ``recompute``: what the backward computes again: "none", "attention" or "full" blocks. It changes no result
     - ``mlp_chunks``: the MLP takes so many runs of tokens in turn and computes them again. It changes no result
-    - ``group``: the ranks that share a tile; None: this process alone
+    - ``group``: the ranks that share a tile: ours (``start(...).seq``), torch's ``ProcessGroup``, or a ``DeviceMesh``
+      of one direction; None: this process alone
     - ``split``: how tokens are divided over ranks, "spatial" (boxes) or "ordered" (runs of the raster order)
     """
 
@@ -60,12 +61,13 @@ class SeqParViT(nn.Module):
         attention: str | Strategy | AttentionOptions = "auto",
         recompute: str = "none",
         mlp_chunks: int = 1,
-        group: Group | None = None,
+        group: AnyGroup | None = None,
         split: str = "spatial",
     ) -> None:
         super().__init__()
         _refuse_unknown(positions, mlp, recompute, dropout, drop_path)
-        self.group = group or Group("seq")
+        self.group = as_group(group)
+        self._notices = group is None  # nobody said whether ranks share a tile: training says so, once
         self.layout = Layout.of(tile, patch, self.group.size, split)
         if not 1 <= mlp_chunks <= min(self.layout.counts):
             least = min(self.layout.counts)
@@ -118,6 +120,9 @@ class SeqParViT(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Returns the normed tokens and, un-normed, the outputs of the blocks ``indices`` (from 0)."""
         depth = len(self.blocks)
+        if self._notices and self.training:
+            self._notices = False
+            notice_that_none_shares(type(self).__name__)
         chosen = [index + depth if index < 0 else index for index in indices]
         if any(not 0 <= index < depth for index in chosen):
             raise ValueError(f"blocks {list(indices)} were asked for, but the encoder has {depth}: 0…{depth - 1}")

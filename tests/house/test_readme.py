@@ -3,21 +3,26 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import nibabel
 import pytest
 import torch
 
 from tests.support.folders import nnunet
 from tests.support.pages import CLUSTER, PAGES, ROOT, blocks, readme_commands
 from tests.support.ranks import relative
+from tests.support.scripts import run_script
 from tests.support.training_runs import TINY
 
 MAKE = ("make train", "make test")  # run by .ci/run, in a fresh clone
 
 
+EXACT = "import torch\ntorch.set_default_dtype(torch.float64)\n"
+WRAPPED = "DistributedDataParallel(net, process_group=mesh.world.handle)"
 COMMANDS = readme_commands()
 HERE = [line for line in COMMANDS if not line.startswith((*CLUSTER, *MAKE))]
 
@@ -81,17 +86,52 @@ def test_the_loop_on_two_ranks_is_that_of_one_process(place: Path) -> None:
     _, loop = blocks(ROOT / "README.md", "python")
     assert len(loop.splitlines()) <= 25
     save = "\ntorch.save(net.state_dict(), f'{mesh.world.size}.pt') if mesh.is_first else None\n"
-    wrapped = "DistributedDataParallel(net, process_group=mesh.world.handle)"
-    assert "start(seqpar=2)" in loop and wrapped in loop
-    alone = loop.replace("start(seqpar=2)", "start()").replace(wrapped, "net")
-    for name, code in (("loop", loop), ("alone", alone)):
-        (place / f"{name}.py").write_text(f"import torch\ntorch.set_default_dtype(torch.float64)\n{code}{save}")
-    for command in ([sys.executable, "alone.py"], ["torchrun", "--standalone", "--nproc-per-node", "2", "loop.py"]):
-        done = run(command, place)
-        assert done.returncode == 0, done.stdout + done.stderr
+    assert "start(seqpar=2)" in loop and WRAPPED in loop
+    alone = loop.replace("start(seqpar=2)", "start()").replace(WRAPPED, "net")
+    (place / "loop.py").write_text(f"{EXACT}{loop}{save}")
+    done = run(["torchrun", "--standalone", "--nproc-per-node", "2", "loop.py"], place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(1, f"{EXACT}{alone}{save}", place)
     one, two = (torch.load(place / f"{size}.pt", weights_only=True) for size in (1, 2))
     assert one.keys() == two.keys()
     assert max(relative(two[name], one[name]) for name in one) < 1e-10
+
+
+RECIPES = ["every rank has all features", "a decoder on boxes", "MONAI's UNETR"]
+
+
+@pytest.mark.parametrize("number", range(3), ids=RECIPES)
+def test_each_recipe_of_a_loop_on_two_ranks_is_that_of_one_process(number: int, tmp_path: Path) -> None:
+    code = blocks(ROOT / "seqpar" / "README.md", "python")[number]
+    if "monai" in code:
+        pytest.importorskip("monai.networks.nets")  # here, not in every rank
+    alone = code.replace("seqpar=2", "seqpar=1").replace(WRAPPED, "net")
+    assert "DistributedDataParallel(net" in code and ("seqpar=2" in code) == (alone != code)
+    one, two = weights_of(1, alone, tmp_path), weights_of(2, code, tmp_path)
+    assert one.keys() == two.keys() and any("encoder.blocks" in name for name in one)
+    assert max(relative(two[name], one[name]) for name in one) < 1e-10
+    if "monai" in code:  # its own net, with its own encoder
+        own = weights_of(1, re.sub(r"net\.vit = .*", "pass", alone), tmp_path)
+        decoder = [name for name in own if not name.startswith("vit.")]
+        assert len(decoder) > 20 and max(relative(one[name], own[name]) for name in decoder) < 1e-10
+
+
+def weights_of(world: int, script: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Returns the weights that a script trains in float64 on so many ranks."""
+    save = "import os\nif os.environ['RANK'] == '0':\n    torch.save(net.state_dict(), 'weights.pt')\n"
+    run_script(world, f"{EXACT}{script}{save}", folder)
+    weights: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
+    return weights
+
+
+def test_the_recipe_of_prediction_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the run that README's commands have trained."""
+    monkeypatch.chdir(place)
+    first = sorted((place / "Dataset001_BrainTumour" / "imagesTs").iterdir())[0]
+    shutil.copy(first, "scan.nii.gz")
+    exec(blocks(ROOT / "seqpar" / "README.md", "python")[-1], {})
+    image, labels = nibabel.load("scan.nii.gz"), nibabel.load("labels.nii.gz")
+    assert labels.shape == image.shape and (labels.affine == image.affine).all()
 
 
 def named(page: Path) -> list[tuple[str, str]]:

@@ -48,6 +48,18 @@ def test_label_files_are_the_same_on_any_number_of_ranks(ranks, images, tmp_path
                 assert all((one == ids[0])[np.abs(parts[0] - 0.5) > 1e-4].all() for one in ids)
 
 
+def test_a_run_predicts_on_groups_that_cannot_have_its_strategy(ranks, images, tmp_path) -> None:
+    """hybrid:2 takes 4 ranks, or another multiple of 2: a choice of training that changes no number."""
+    run = make_run(tmp_path / "run", config=replace(SMALL, seqpar=4, attention="hybrid:2"))
+    written = []
+    for world in (1, 2, 3):
+        out = tmp_path / str(world)
+        codes = ranks(world, on_ranks, str(run), "-i", str(images), "-o", str(out), "--window", "whole")
+        assert codes == [0] * world
+        written.append(tree(out))
+    assert len(written[0]) == 1 + 3 and all(one.keys() == written[0].keys() for one in written)
+
+
 def test_a_whole_pass_says_what_it_takes(images, tmp_path, capsys) -> None:
     run = make_run(tmp_path / "run")
     assert act(tmp_path, run, "--window", "whole") == 0
