@@ -1,21 +1,19 @@
-"""Measures speed and memory as ratios within one run: ``python launch/bench.py data step … [--write]``."""
+"""Measures speed and memory as ratios within one run: ``python launch/bench.py data step … [--quick] [--write]``."""
 
 import argparse
 import importlib
-import os
-import platform
-import subprocess
+import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import torch
-
+from seqpar.launch.benches.series import Progress, Series, run_series
+from seqpar.launch.benches.table import Table
 from seqpar.launch.job.exit_codes import run
+from seqpar.launch.runs.journal import clock
 
-# subject → modules of benches/ that have rows(), imported only when they are measured
+# subject → modules of benches/ that have series(), imported only when they are measured
 SUBJECTS = {
     "attention": ("attention",),
     "encoder": ("encoder", "rank"),
@@ -25,71 +23,89 @@ SUBJECTS = {
     "predict": ("predict",),
     "step": ("step",),
 }
-LARGE = {"memory": ("memory",)}  # these have large_rows() too
+LARGE = {"memory": ("memory",)}  # these have large_series() too
 RESULTS = Path(__file__).parent / "benches" / "results"
+CUT_SHORT = 130
+
+
+class Planned(NamedTuple):
+    """A series to measure, and where its table goes."""
+
+    subject: str
+    module: str
+    series: Series
+    turns: int
+
+    @property
+    def seconds(self) -> float:
+        return self.turns * self.series.turn_s
 
 
 def act(arguments: Sequence[str]) -> int:
-    """Measures the subjects that the command line names and returns 0."""
+    """Measures the subjects that the command line names; returns 0, or 130 where Ctrl-C cut it short."""
     options = _parser().parse_args(arguments)
-    unknown = [name for name in options.subjects if name not in SUBJECTS]
+    planned = plan_series(options.subjects, options.quick, options.large, options.turns)
+    print(estimate(planned), file=sys.stderr, flush=True)
+    for one in planned:
+        title = f"{one.subject} ({one.module}{', large' if options.large else ''})"
+        table = Table(
+            f"{title}, {one.series.in_words(one.turns)}", RESULTS / f"{one.subject}.md" if options.write else None
+        )
+        finished = run_series(one.series, one.turns, table.add, Progress())
+        table.close("" if finished else "Cut short: the rows are of the turns that were done.")
+        if not finished:
+            return CUT_SHORT
+    return 0
+
+
+def plan_series(subjects: Sequence[str], quick: bool, large: bool, turns: int | None) -> list[Planned]:
+    """Returns what is to be measured, in order; ``turns``: of every series, None for its own number."""
+    unknown = [name for name in subjects if name not in SUBJECTS]
     if unknown:
         raise ValueError(f"there is no bench of {unknown[0]}: choose from {', '.join(SUBJECTS)}")
-    modules, function = (LARGE, "large_rows") if options.large else (SUBJECTS, "rows")
-    subjects = options.subjects or list(modules)
+    if turns is not None and turns < 1:
+        raise ValueError(f"--turns {turns}: it must be at least 1")
+    if quick and large:
+        raise ValueError("--quick and --large are opposites: leave one of both out")
+    modules = LARGE if large else SUBJECTS
     if not set(subjects) <= modules.keys():
         raise ValueError(f"--large has rows of {', '.join(LARGE)} alone: leave it out, or name only these")
-    for subject in subjects:
-        for module in modules[subject]:
-            rows = getattr(importlib.import_module(f"seqpar.launch.benches.{module}"), function)()
-            title = f"{subject} ({module}{', large' if options.large else ''}), {time.strftime('%Y-%m-%d')}"
-            text = f"## {title}\n\n{machine()}\n\n{table(rows)}\n"
-            print(text, flush=True)
-            if options.write:
-                RESULTS.mkdir(exist_ok=True)
-                with open(RESULTS / f"{subject}.md", "a") as file:
-                    file.write(text + "\n")
-    return 0
+    result = []
+    for subject in subjects or modules:
+        for name in modules[subject]:
+            module = importlib.import_module(f"seqpar.launch.benches.{name}")
+            every: list[Series] = module.large_series() if large else module.series(quick)
+            result += [Planned(subject, name, one, turns or one.turns) for one in every]
+    return result
+
+
+def estimate(planned: Sequence[Planned]) -> str:
+    """Returns how long it takes, in all and by subject."""
+    seconds: dict[str, float] = {}
+    for one in planned:
+        seconds[one.subject] = seconds.get(one.subject, 0.0) + one.seconds
+    parts = ", ".join(f"{subject} {clock(spent)}" for subject, spent in seconds.items())
+    shorter = "Ctrl-C keeps the rows so far; --quick and --turns 1 are shorter"
+    return f"about {clock(sum(seconds.values()))} on 2 idle CPU cores ({parts}). {shorter}"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="seqpar-bench", description=__doc__, allow_abbrev=False)
     subjects = f"what to measure: {', '.join(SUBJECTS)} (default: all)"
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=subjects)
+    quick = "measure smaller cases in fewer turns: at most 3 minutes a subject on 2 CPU cores"
+    parser.add_argument("--quick", action="store_true", help=quick)
     large = "measure the large cases instead, half an hour or more each; only memory has some"
     parser.add_argument("--large", action="store_true", help=large)
+    turns = "how often each case is measured (default: as often as its times vary)"
+    parser.add_argument("--turns", type=int, metavar="N", help=turns)
     write = "append each table to benches/results/SUBJECT.md beside this script, as well as printing it"
     parser.add_argument("--write", action="store_true", help=write)
     return parser
 
 
-def machine() -> str:
-    """Returns the command and the machine of this run, in one line."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    load = os.getloadavg()[0]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
-    ).stdout.strip()
-    return (
-        f"`{' '.join(['python', os.path.relpath(sys.argv[0]), *sys.argv[1:]])}` at {commit or 'no commit'}; torch "
-        f"{torch.__version__}, python {platform.python_version()}, {os.cpu_count()} cores {platform.machine()}"
-        f"{', ' + ', '.join(gpus) if gpus else ''}, load {load:.1f} at the end"
-    )
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns rows as a Markdown table, with columns in the order of their first appearance."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[_cell(row.get(name, "")) for name in columns] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it keeps the rows so far
     sys.exit(run(act))
 
 

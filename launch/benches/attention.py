@@ -1,23 +1,21 @@
-"""Attention over a sequence group: time of each strategy against peers in one run, and how far memory rises.
+"""Attention over a sequence group: the time of each strategy and of peers, and how far memory rises.
 
-Ranks are processes of this machine, one thread each. Times are forward and backward of one attention, from what a
-strategy starts with to the gradients there: the projected queries, keys and values; rows that say ``projected``
-begin and end with the tokens and hold the projections too, as ``gather-x`` cannot do without. Strategies run in
-turns; a ratio is the median over turns of a time to that of the strategy which ``auto`` takes, with the least and
-the most of them: of ``projected`` rows to its ``projected`` one, of others to its other, none where it has no such.
-``cpu_ms`` is what the first rank worked, messages too: a busy machine disturbs it little. Memory is the highest
-resident size of a rank less what it held before, inputs and their gradients' weights among it, where freed memory goes
-back at once.
+Ranks are processes of this machine, one thread each. A time is forward and backward of one attention, from queries,
+keys and values to their gradients; in rows that say ``projected``, from tokens to their gradients, projections
+included, because ``gather-x`` cannot be timed without them. ``ratio`` is the median over turns of the time over that of
+the strategy that ``auto`` chooses, with the smallest and the largest; projected rows are compared with the projected
+one, others with the other; the cell is empty where ``auto``'s choice has no such row. ``cpu_ms`` is the first rank's
+CPU time, messages included, which a busy machine disturbs little. Memory is the highest resident size of a rank minus
+its size before; freed memory is returned at once there.
 """
 
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,45 +28,82 @@ from seqpar.attention.head_exchange import exchange_heads
 from seqpar.attention.strategies import check_strategy
 from seqpar.attention.token_gather import gather_x
 from seqpar.consensus import agree
+from seqpar.launch.benches.apart import stream_apart
 from seqpar.launch.benches.memory import resident_bytes
 from seqpar.launch.benches.peers import peers
+from seqpar.launch.benches.series import Row, Runs, Series
 from seqpar.launch.hardware.devices import MIB
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
 
 WIDTH, HEADS = 768, 12
 PROJECTED = ", projected"
-Act = Callable[[], object]  # forward and backward, returning the gradients
+Act = Callable[[], object]  # forward and backward; returns the gradients
 Make = Callable[[Mesh, Sequence[int]], Act]
-Rows = list[dict[str, Any]]
+TURN_S = {1024: 1.0, 4096: 10.0, 8192: 30.0}  # of all strategies and peers, by tokens
+# freed memory goes back at once; DeepSpeed looks for no GPU
+ENV = {"MALLOC_MMAP_THRESHOLD_": "65536"}, {"DS_ACCELERATOR": "cpu"}
 
 
-def rows(
-    tokens: Sequence[int] = (1024, 4096, 8192),
-    groups: Sequence[int] = (2, 4),
-    turns: int = 60,
-    memory_tokens: int = 8192,
-    memory_group: int = 4,
-) -> Rows:
-    """Returns a row per strategy, peer and size: median ms, the median ratio to auto's, MiB sent; then memory."""
-    result: Rows = []
-    for size in groups:
-        result += _on_ranks(size, ["time", str(turns), *map(str, tokens)], {})
-    if memory_tokens:
-        result += _on_ranks(memory_group, ["memory", str(memory_tokens)], {"MALLOC_MMAP_THRESHOLD_": "65536"})
-    return result
+def series(quick: bool = False, memory_tokens: int = 8192) -> list[Series]:
+    """Returns a series of times per group and number of tokens, then one of memory on four ranks."""
+    tokens, turns = ((1024,), 15) if quick else ((1024, 4096, 8192), 60)
+    times = [_times(size, count, fewer_turns(turns, count)) for size in (2, 4) for count in tokens]
+    return [*times, _growth(4, 4096 if quick else memory_tokens)]
 
 
-def _on_ranks(size: int, arguments: Sequence[str], env: dict[str, str]) -> Rows:
-    """Returns the rows of one run on ``size`` new processes; the allocator reads its settings when one starts."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "rows.json")
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        command = [sys.executable, *torchrun, "-m", "seqpar.launch.benches.attention", str(answer), *arguments]
-        ours = {**os.environ, **env, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        subprocess.run(command, env=ours, check=True)
-        result: Rows = json.loads(answer.read_text())
-        return result
+def fewer_turns(turns: int, tokens: int) -> int:
+    """Returns the turns of long sequences, whose times vary less and take long."""
+    return max(min(turns, 5), round(turns * min(1.0, 1024 / tokens) ** 2))
+
+
+def _times(ranks: int, tokens: int, turns: int) -> Series:
+    what = f"forward and backward of one attention, {tokens} tokens on {ranks} ranks"
+    measure, row = partial(_stream, "time", ranks, tokens), partial(time_row, ranks, tokens)
+    return Series(what, tuple(_makes(ranks)), turns, TURN_S.get(tokens, 30.0), measure, row)
+
+
+def _growth(ranks: int, tokens: int) -> Series:
+    def row(case: str, runs: Runs) -> Row:
+        growth = statistics.median(run["growth"] for run in runs[case]) / MIB
+        return {"ranks": ranks, "tokens": tokens, "strategy": case, "growth_mib": growth}
+
+    what = f"growth of memory in forward and backward of one attention, {tokens} tokens on {ranks} ranks"
+    return Series(what, tuple(_makes(ranks)), 1, 60.0, partial(_stream, "memory", ranks, tokens), row)
+
+
+def _stream(measure: str, ranks: int, tokens: int, turns: int) -> Generator[tuple[str, Any], None, None]:
+    """Yields strategies and what they came to, as the ranks measure them."""
+    settings = ENV[1] if measure == "time" else {**ENV[0], **ENV[1]}
+    with closing(stream_apart("attention", [measure, str(turns), str(tokens)], ranks, 1, settings)) as lines:
+        for line in lines:
+            yield line.pop("case"), line
+
+
+def time_row(ranks: int, tokens: int, case: str, runs: Runs) -> Row:
+    """Returns a strategy's row; ratios are to what ``auto`` takes, in the same turns."""
+    auto = runs[case][0]["auto"]
+    base = f"{auto}{PROJECTED}" if case.endswith(PROJECTED) else auto
+    values = {name: [run[name] for run in runs[case]] for name in ("ms", "cpu_ms")}
+    bases = {name: [run[name] for run in runs.get(base, ())] for name in values}
+    sent = runs[case][0]["sent"]
+    return {
+        "ranks": ranks,
+        "tokens": tokens,
+        "strategy": f"{case} (auto)" if case == base else case,
+        "turns": len(runs[case]),
+        "median_ms": statistics.median(values["ms"]),
+        "ratio": _spread(values["ms"], bases["ms"]),
+        "cpu_ms": statistics.median(values["cpu_ms"]),
+        "cpu_ratio": _spread(values["cpu_ms"], bases["cpu_ms"]),
+        "sent_mib": sent / MIB if sent else "",  # peers do not count theirs
+    }
+
+
+def _spread(times: Sequence[float], base: Sequence[float]) -> str:
+    """Returns the median ratio over turns with the smallest and the largest, "" without a base."""
+    ratios = [t / b for t, b in zip(times, base)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 def _exchanged(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:
@@ -80,9 +115,9 @@ def _exchanged(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:
 
 
 def _tokens(mesh: Mesh, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    here = sizes[mesh.seq.index]
-    x, matrix = torch.randn(1, here, WIDTH, requires_grad=True), torch.randn(3 * WIDTH, WIDTH) / WIDTH**0.5
-    return x, matrix.requires_grad_(), torch.randn(1, here, HEADS, WIDTH // HEADS)
+    own = sizes[mesh.seq.index]
+    x, matrix = torch.randn(1, own, WIDTH, requires_grad=True), torch.randn(3 * WIDTH, WIDTH) / WIDTH**0.5
+    return x, matrix.requires_grad_(), torch.randn(1, own, HEADS, WIDTH // HEADS)
 
 
 def _gathered(mesh: Mesh, sizes: Sequence[int]) -> Act:
@@ -102,7 +137,7 @@ def _projected(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:
 
 
 def _makes(size: int) -> dict[str, Make]:
-    """Returns what is measured on ``size`` ranks."""
+    """Returns the strategies and peers to measure on ``size`` ranks."""
     names = ["gather-kv", "ulysses"] + (["hybrid:2"] if size % 2 == 0 and size > 2 else [])
     result: dict[str, Make] = {name: partial(_exchanged, name) for name in names}
     result |= {f"{name}{PROJECTED}": partial(_projected, name) for name in names[:2]}
@@ -113,89 +148,47 @@ def _shares(tokens: int, size: int) -> list[int]:
     return [tokens // size + (rank < tokens % size) for rank in range(size)]
 
 
-def _times(mesh: Mesh, turns: int, tokens: int) -> Rows:
+def measure_times(mesh: Mesh, turns: int, tokens: int) -> Generator[dict[str, Any], None, None]:
+    """Yields each strategy's times on this rank, turn after turn, with ``auto``'s choice and the bytes sent."""
     sizes = _shares(tokens, mesh.seq.size)
     acts = {name: make(mesh, sizes) for name, make in _makes(mesh.seq.size).items()}
-    moved = {}
+    auto = str(choose(Layer(tuple(sizes), HEADS, WIDTH), CPU)[0])
+    sent = {}
     for name, act in acts.items():
         mesh.seq.traffic.clear()
         act()
-        moved[name] = mesh.seq.traffic["attention"] / MIB or None  # peers do not count theirs
-    spent: dict[str, list[float]] = {name: [] for name in acts}
-    worked: dict[str, list[float]] = {name: [] for name in acts}
+        sent[name] = mesh.seq.traffic["attention"]
     for _ in range(turns):
         for name, act in acts.items():
             agree(0, mesh.seq)
-            began, work = time.perf_counter(), time.process_time()
+            began, cpu_began = time.perf_counter(), time.process_time()
             act()
-            worked[name].append(1e3 * (time.process_time() - work))
+            cpu_ms = 1e3 * (time.process_time() - cpu_began)
             agree(0, mesh.seq)  # done when the last rank is
-            spent[name].append(1e3 * (time.perf_counter() - began))
-    auto = str(choose(Layer(tuple(sizes), HEADS, WIDTH), CPU)[0])
-    bases = {name: f"{auto}{PROJECTED}" if name.endswith(PROJECTED) else auto for name in acts}
-    return [
-        {
-            "measure": "time",
-            "ranks": mesh.seq.size,
-            "tokens": tokens,
-            "strategy": f"{name} (auto)" if name == bases[name] else name,
-            "turns": turns,
-            "median_ms": statistics.median(times),
-            "ratio": _ratio(times, spent.get(bases[name])),
-            "cpu_ms": statistics.median(worked[name]),
-            "cpu_ratio": _ratio(worked[name], worked.get(bases[name])),
-            "sent_mib": moved[name],
-        }
-        for name, times in spent.items()
-    ]
+            ms = 1e3 * (time.perf_counter() - began)
+            yield {"case": name, "auto": auto, "sent": sent[name], "ms": ms, "cpu_ms": cpu_ms}
 
 
-def _fewer(turns: int, tokens: int) -> int:
-    """Returns the turns of long sequences, whose times vary less and take long."""
-    return max(min(turns, 5), round(turns * min(1.0, 1024 / tokens) ** 2))
-
-
-def _ratio(times: Sequence[float], base: Sequence[float] | None) -> str:
-    """Returns how long one took to the other, "" where auto's does not begin and end with the same."""
-    if base is None:
-        return ""
-    ratios = [t / b for t, b in zip(times, base)]
-    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
-def _growth(mesh: Mesh, tokens: int) -> Rows:
-    result = []
-    for name, make in _makes(mesh.seq.size).items():
-        make(mesh, _shares(64 * mesh.seq.size, mesh.seq.size))()  # connections and threads are there
-        act = make(mesh, _shares(tokens, mesh.seq.size))
-        Path("/proc/self/clear_refs").write_text("5")  # the highest size begins anew
-        before = resident_bytes("VmRSS")
-        act()
-        peak = agree(resident_bytes("VmHWM") - before, mesh.seq)
-        result.append(
-            {
-                "measure": "memory",
-                "ranks": mesh.seq.size,
-                "tokens": tokens,
-                "strategy": name,
-                "growth_mib": peak / MIB,
-            }
-        )
-    return result
+def measure_growth(mesh: Mesh, turns: int, tokens: int) -> Generator[dict[str, Any], None, None]:
+    """Yields by how much each strategy raises the resident size of the rank where it grows most."""
+    for _ in range(turns):
+        for name, make in _makes(mesh.seq.size).items():
+            make(mesh, _shares(64 * mesh.seq.size, mesh.seq.size))()  # makes connections and threads
+            act = make(mesh, _shares(tokens, mesh.seq.size))
+            Path("/proc/self/clear_refs").write_text("5")  # resets the highest size
+            before = resident_bytes("VmRSS")
+            act()
+            yield {"case": name, "growth": agree(resident_bytes("VmHWM") - before, mesh.seq)}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures on the ranks that torchrun started, and writes the first one's rows."""
-    answer, measure, *numbers = arguments
+    """Measures on the ranks that were started; the first one prints a line of JSON for each measurement."""
+    measure, turns, tokens = arguments[0], *map(int, arguments[1:])
     with start(int(os.environ["WORLD_SIZE"]), device="cpu") as mesh:
         torch.manual_seed(mesh.seq.index)
-        if measure == "time":
-            turns, *tokens = map(int, numbers)
-            result = [row for count in tokens for row in _times(mesh, _fewer(turns, count), count)]
-        else:
-            result = _growth(mesh, int(numbers[0]))
-        if mesh.is_first:
-            Path(answer).write_text(json.dumps(result))
+        for line in (measure_times if measure == "time" else measure_growth)(mesh, turns, tokens):
+            if mesh.is_first:
+                print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Measures the tiles per second of augmentation, against nnU-Net's default list in batchgenerators.
 
-All pipelines take turns in one process on one thread, with the same number of tiles each. Times are CPU seconds, so
-that a busy machine disturbs them little. Ratios are to the first row.
+All pipelines run in one process on one thread. Times are CPU seconds, so that a busy machine disturbs them little.
+Ratios are speeds over that of the first row.
 """
 
 import importlib.util
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,57 +17,75 @@ import torch
 from numpy.typing import NDArray
 
 from seqpar.data.sampling.augmentation import Augmentation, augment
+from seqpar.launch.benches.series import Row, Runs, Series
 
 TILE, CHANNELS = (96, 96, 96), 4
+BATCHGENERATORS = {  # orders of interpolation of image and label
+    "batchgenerators, nnU-Net default, order 3/1": (3, 1),
+    "batchgenerators, nnU-Net default, order 1/0": (1, 0),
+}
+VERSION_2 = "batchgeneratorsv2, nnU-Net default, linear"
 
 
-def rows(rounds: int = 8, tiles: int = 10) -> list[dict[str, Any]]:
-    """Returns a row per pipeline: tiles a second, ms per tile in the mean and the median round, speed ratio."""
+def series(quick: bool = False) -> list[Series]:
+    """Returns one series: every pipeline takes its turns with the same number of tiles."""
+    names = [*BATCHGENERATORS, "none", "light", "full", "paper"]
+    if importlib.util.find_spec("batchgeneratorsv2"):
+        names.append(VERSION_2)
+    measure = partial(_measure, names, 5 if quick else 10)
+    return [
+        Series(
+            f"augmentation of tiles of {TILE[0]}", tuple(names), 2 if quick else 8, 5.0 if quick else 9.0, measure, _row
+        )
+    ]
+
+
+def _row(case: str, runs: Runs) -> Row:
+    """Returns a pipeline's row: tiles a second, ms per tile in the mean and the median turn, how many times as fast."""
+    mean = statistics.mean(runs[case])
+    return {
+        "pipeline": case,
+        "tiles_per_s": 1 / mean,
+        "mean_ms": 1000 * mean,
+        "median_round_ms": 1000 * statistics.median(runs[case]),
+        "ratio": statistics.mean(runs[next(iter(BATCHGENERATORS))]) / mean,
+    }
+
+
+def _measure(names: Sequence[str], tiles: int, turns: int) -> Generator[tuple[str, float], None, None]:
+    """Yields each pipeline with its CPU seconds per tile, turn after turn, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _rows(rounds, tiles)
+        pipelines = _pipelines(names)
+        for run in pipelines.values():
+            run(0)  # imports libraries
+        for turn in range(turns):
+            for name, run in pipelines.items():
+                began = time.process_time()
+                for seed in range(turn * tiles, (turn + 1) * tiles):
+                    run(seed)
+                yield name, (time.process_time() - began) / tiles
     finally:
         torch.set_num_threads(threads)
 
 
-def _rows(rounds: int, tiles: int) -> list[dict[str, Any]]:
-    full = augment("full", TILE)
-    rng = np.random.default_rng(0)
-    image = rng.standard_normal((CHANNELS, *full.source_size), dtype=np.float32)
-    label = rng.integers(0, 4, [n // 8 + 1 for n in full.source_size], dtype=np.int16)
-    for direction, n in enumerate(full.source_size):
+def _pipelines(names: Sequence[str]) -> dict[str, Callable[[int], object]]:
+    """Returns what augments the tile of a seed, by the pipeline's name."""
+    rng, size = np.random.default_rng(0), augment("full", TILE).source_size
+    image = rng.standard_normal((CHANNELS, *size), dtype=np.float32)
+    label = rng.integers(0, 4, [n // 8 + 1 for n in size], dtype=np.int16)
+    for direction, n in enumerate(size):
         label = label.repeat(8, direction).take(range(n), direction)
-    pipelines: dict[str, Callable[[int], object]] = {
-        "batchgenerators, nnU-Net default, order 3/1": _batchgenerators(image, label, 3, 1),
-        "batchgenerators, nnU-Net default, order 1/0": _batchgenerators(image, label, 1, 0),
-        "none": _ours(augment("none", TILE), image, label),
-        "light": _ours(augment("light", TILE), image, label),
-        "full": _ours(full, image, label),
-        "paper": _ours(augment("paper", TILE), image, label),
-    }
-    if importlib.util.find_spec("batchgeneratorsv2"):
-        pipelines["batchgeneratorsv2, nnU-Net default, linear"] = _batchgeneratorsv2(image, label)
-    seconds: dict[str, list[float]] = {name: [] for name in pipelines}
-    for run in pipelines.values():
-        run(0)
-    for turn in range(rounds):
-        for name, run in pipelines.items():
-            start = time.process_time()
-            for seed in range(turn * tiles, (turn + 1) * tiles):
-                run(seed)
-            seconds[name].append((time.process_time() - start) / tiles)
-    first = statistics.mean(next(iter(seconds.values())))
-    return [
-        {
-            "pipeline": name,
-            "tiles_per_s": 1 / statistics.mean(times),
-            "mean_ms": 1000 * statistics.mean(times),
-            "median_round_ms": 1000 * statistics.median(times),
-            "ratio": first / statistics.mean(times),
-        }
-        for name, times in seconds.items()
-    ]
+    pipelines: dict[str, Callable[[int], object]] = {}
+    for name in names:
+        if name in BATCHGENERATORS:
+            pipelines[name] = _batchgenerators(image, label, *BATCHGENERATORS[name])
+        elif name == VERSION_2:
+            pipelines[name] = _batchgeneratorsv2(image, label)
+        else:
+            pipelines[name] = _ours(augment(name, TILE), image, label)
+    return pipelines
 
 
 def _ours(augmentation: Augmentation, image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]:

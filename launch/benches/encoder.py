@@ -1,7 +1,7 @@
-"""An encoder's forward and backward: MONAI's ViT in one process against ours on as many cores, in turns.
+"""An encoder's forward and backward: MONAI's ViT in one process against ours on as many cores.
 
-MONAI comes with the extra ``bench``; without it its rows are left out. Ratios are medians over turns, to the first
-row of a size; ``saved`` is counted.
+Gradients are summed over the ranks after each backward, without overlap. Ratios are medians over turns, to the first
+row; ``saved`` is counted. MONAI comes with the extra ``bench``; without it its rows are left out.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from seqpar.collectives import all_reduce
 from seqpar.consensus import agree
 from seqpar.launch.benches.apart import measure_apart
+from seqpar.launch.benches.series import Row, Runs, Series, alternate, ratio
 from seqpar.launch.planning.saved_bytes import saved_bytes
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
@@ -38,39 +39,43 @@ class Size:
     depth: int
     heads: int
 
+    @property
+    def tokens(self) -> int:
+        return int((self.tile // self.patch) ** 3)
+
 
 SIZES = (Size(96, 16, 768, 12, 12), Size(64, 4, 192, 4, 6))
 
 
-def rows(turns: int = 3, sizes: Sequence[Size] = SIZES) -> list[dict[str, Any]]:
-    """Returns a row per contender and size: median seconds, ratio to the first, MB saved per rank."""
-    contenders = [("ours", 1), ("ours", CORES)]
+def series(quick: bool = False) -> list[Series]:
+    """Returns a series per size: MONAI's ViT, plain and with fused attention, ours on one rank and on two."""
+    return [_of_size(size, turns=1 if quick else 3) for size in SIZES]
+
+
+def _of_size(size: Size, turns: int) -> Series:
+    contenders = {"ours, 1 rank": ("ours", 1), f"ours, {CORES} ranks": ("ours", CORES)}
     if importlib.util.find_spec("monai"):
-        contenders = [("monai", 1), ("monai, flash", 1), *contenders]
-    result = []
-    for size in sizes:
-        measured = [[_measured(*contender, size) for contender in contenders] for _ in range(turns)]
-        for at, (name, ranks) in enumerate(contenders):
-            runs = [turn[at] for turn in measured]
-            result.append(
-                {
-                    "net": f"ViT {size.embed_dim} x {size.depth}, {name}",
-                    "tile / patch": f"{size.tile} / {size.patch}",
-                    "tokens": (size.tile // size.patch) ** 3,
-                    "ranks x threads": f"{ranks} x {CORES // ranks}",
-                    "s forward + backward": statistics.median(run["seconds"] for run in runs),
-                    "ratio": statistics.median(
-                        run["seconds"] / turn[0]["seconds"] for run, turn in zip(runs, measured)
-                    ),
-                    "saved MB a rank": runs[0]["saved"] / 1e6,
-                }
-            )
-    return result
+        contenders = {"monai": ("monai", 1), "monai, flash": ("monai, flash", 1), **contenders}
+    base = next(iter(contenders))
 
+    def measure(case: str) -> dict[str, float]:
+        name, ranks = contenders[case]
+        return measure_apart("encoder", [name, json.dumps(asdict(size))], ranks, CORES // ranks)
 
-def _measured(name: str, ranks: int, size: Size) -> dict[str, float]:
-    """Returns one run's seconds and saved bytes, measured in processes of their own."""
-    return measure_apart("encoder", [name, json.dumps(asdict(size))], ranks, CORES // ranks)
+    def row(case: str, runs: Runs) -> Row:
+        (name, ranks), seconds = contenders[case], {case: [run["seconds"] for run in runs[case]] for case in runs}
+        return {
+            "net": f"ViT {size.embed_dim} x {size.depth}, {name}",
+            "tile / patch": f"{size.tile} / {size.patch}",
+            "tokens": size.tokens,
+            "ranks x threads": f"{ranks} x {CORES // ranks}",
+            "s forward + backward": statistics.median(seconds[case]),
+            "ratio": ratio(seconds[case], seconds[base]),
+            "saved MB a rank": runs[case][0]["saved"] / 1e6,
+        }
+
+    what = f"forward and backward of an encoder, {size.tokens} tokens, {size.depth} blocks of width {size.embed_dim}"
+    return Series(what, tuple(contenders), turns, 60.0, partial(alternate, tuple(contenders), measure), row)
 
 
 def _monai(size: Size, flash: bool) -> nn.Module:
@@ -101,7 +106,7 @@ def _worker(name: str, size: Size, mesh: Mesh) -> dict[str, float]:
 
     saved = saved_bytes(net, forward)
     seconds = 0.0
-    for _ in range(2):  # first times are longer
+    for _ in range(2):  # the first pass takes longer
         agree(0, mesh.world)
         began = time.perf_counter()
         forward().backward()
@@ -115,7 +120,7 @@ def _worker(name: str, size: Size, mesh: Mesh) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures on the ranks that were started; the first one prints what it came to."""
+    """Measures on the ranks that were started; the first one prints seconds and saved bytes."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with start(int(os.environ["WORLD_SIZE"]), device="cpu") as mesh:
         result = _worker(arguments[0], Size(**json.loads(arguments[1])), mesh)

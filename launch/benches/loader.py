@@ -1,20 +1,20 @@
 """Measures the tiles per second that reach training, for a sequence group of one rank and of two.
 
-Ranks are forked on this machine, with one worker each. Runs of one rank and of two alternate, and the fastest of each
-counts. On a busy machine wall time says little; the CPU seconds of the busiest process then bound the rate that is
-possible when each process has a core.
+Ranks are forked on this machine, with one worker each; the fastest turn counts. On a busy machine wall time says
+little; the CPU seconds of the busiest process then bound the rate that is possible when each process has a core.
 """
 
 import multiprocessing
 import os
+import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ import torch
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.loader import Loader
 from seqpar.data.sampling.tiles import TileKey, TileSource
+from seqpar.launch.benches.series import Row, Runs, Series, alternate
 from seqpar.layout import Layout
 from seqpar.rendezvous import start
 
@@ -52,29 +53,38 @@ class MappedCase:
         return array
 
 
-def rows(rounds: int = 3, tiles: int = 24, augmentations: tuple[str, ...] = ("light", "full")) -> list[dict[str, Any]]:
-    """Returns a row per augmentation and group size: tiles a second and their ratio to those of one rank.
+def series(quick: bool = False) -> list[Series]:
+    """Returns a series per augmentation: a sequence group of one rank and one of two."""
+    tiles, turns = (12, 2) if quick else (24, 3)
+    return [_of_augmentation(name, tiles, turns) for name in ("light", "full")]
 
-    Both come by wall time and by CPU seconds of the busiest process; CPU milliseconds a tile of worker and trainer
-    are added.
-    """
-    table = []
-    with tempfile.TemporaryDirectory() as folder:
-        cases = tuple(_make_cases(Path(folder)))
-        for name in augmentations:
-            source = TileSource(cases, augment(name, (TILE,) * 3), CHANNELS, 2)
+
+def _of_augmentation(name: str, tiles: int, turns: int) -> Series:
+    cases = {"1 rank": 1, "2 ranks": 2}
+
+    def row(case: str, runs: Runs) -> Row:
+        best = {name: _Rate(*map(min, zip(*rates))) for name, rates in runs.items() if rates}
+        one, rate = best["1 rank"], best[case]
+        return {
+            "augmentation": name,
+            "ranks": cases[case],
+            "tiles_per_s": 1 / rate.wall,
+            "ratio": one.wall / rate.wall,
+            "tiles_per_cpu_s": 1 / rate.busiest,
+            "cpu_ratio": one.busiest / rate.busiest,
+            "worker_ms": 1000 * rate.worker,
+            "trainer_ms": 1000 * rate.trainer,
+        }
+
+    def measure(turns: int) -> Generator[tuple[str, _Rate], None, None]:
+        with tempfile.TemporaryDirectory() as folder:
+            source = TileSource(tuple(_make_cases(Path(folder))), augment(name, (TILE,) * 3), CHANNELS, 2)
             for sample in range(20):
                 source.draw(TileKey(0, 0, sample))  # reads files and imports libraries before clocks run
-            turns = [[_turn(source, size, tiles) for size in (1, 2)] for _ in range(rounds)]
-            best = [_Rate(*map(min, zip(*same))) for same in zip(*turns)]
-            for size, rate in zip((1, 2), best):
-                table.append({
-                    "augmentation": name, "ranks": size,
-                    "tiles_per_s": 1 / rate.wall, "ratio": best[0].wall / rate.wall,
-                    "tiles_per_cpu_s": 1 / rate.busiest, "cpu_ratio": best[0].busiest / rate.busiest,
-                    "worker_ms": 1000 * rate.worker, "trainer_ms": 1000 * rate.trainer,
-                })  # fmt: skip
-    return table
+            yield from alternate(tuple(cases), lambda case: _turn(source, cases[case], tiles), turns)
+
+    what = f"tiles of {TILE} that reach training, augmentation {name}"
+    return Series(what, tuple(cases), turns, 15.0, measure, row)
 
 
 def _make_cases(folder: Path, count: int = 2) -> Iterator[MappedCase]:
@@ -111,12 +121,18 @@ def _turn(source: TileSource, size: int, tiles: int) -> _Rate:
         return _Rate(*map(max, zip(*(ours.recv() for ours, _ in pipes))))
     except EOFError:
         raise RuntimeError("a rank of the measurement ended without a result") from None
+    except KeyboardInterrupt:
+        for rank in ranks:
+            rank.terminate()
+        raise
     finally:
         for rank in ranks:
             rank.join()
 
 
 def _rank(source: TileSource, rank: int, size: int, port: int, tiles: int, result: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     env = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     environment = {} if size == 1 else {name: str(value) for name, value in env.items()} | {"MASTER_ADDR": "127.0.0.1"}
     ahead = 2 * size + 2  # more than the loader prepares ahead, so that workers are busy while the clocks run
@@ -143,8 +159,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-if __name__ == "__main__":
-    for row in rows():
-        print(*(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()))

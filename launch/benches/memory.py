@@ -1,7 +1,7 @@
 """Measures the memory of a training step, option by option: bytes saved for backward, and the peak of all ranks.
 
-All cases run in new processes and take turns; ratios are medians over turns, to the first case. ``held`` counts the
-bytes saved for backward. ``peak`` is the sum over ranks of the highest resident size, which includes the interpreter,
+All cases run in new processes; ratios are medians over turns, to the first case. ``held`` counts the bytes saved for
+backward. ``peak`` is the sum over ranks of the highest resident size, which includes the interpreter,
 its libraries and building the network (on a GPU: the most that torch allocated). ``--large`` measures steps that one
 process could hardly hold.
 """
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from seqpar.collectives import all_reduce
 from seqpar.consensus import agree
 from seqpar.launch.benches.apart import measure_apart
+from seqpar.launch.benches.series import Row, Runs, Series, alternate, ratio
 from seqpar.launch.hardware.devices import MIB, device_here
 from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import make_optimizer
@@ -69,30 +71,37 @@ VOLUME = Config(
 LARGE = (Case("a whole volume of 240 x 240 x 155", VOLUME, 4, 1), Case("tile 128, ViT-B", VIT_B, 4, 1))
 
 
-def rows(turns: int = 3, config: Config = SMALL, ranks: int = 2) -> list[dict[str, Any]]:
-    """Returns a row per option on one rank and on a group, then weights replicated and in shards."""
+def series(quick: bool = False) -> list[Series]:
+    """Returns one series: every option on one rank and on a group, then weights in shards; the group alone if quick."""
+    config, ranks = (replace(SMALL, tile=(32, 32, 32)), 2) if quick else (SMALL, 2)
     cases = [
         Case(name, replace(config, seqpar=size, **options), size)
-        for size in (1, ranks)
+        for size in ((ranks,) if quick else (1, ranks))
         for name, options in OPTIONS.items()
     ]
     cases.append(Case("full, shards", replace(config, seqpar=ranks, grad_checkpoint="full", shard_weights=True), ranks))
-    measured = [[measure(case) for case in cases] for _ in range(turns)]
-    return [row(case, [turn[at] for turn in measured], [turn[0] for turn in measured]) for at, case in enumerate(cases)]
+    what = f"memory of a training step, option by option, tile {'x'.join(map(str, config.tile))}"
+    return [_series(what, cases, 1 if quick else 3, 12.0 if quick else 25.0)]
 
 
-def large_rows(cases: Sequence[Case] = LARGE) -> list[dict[str, Any]]:
-    """Returns a row for ViT-B on a tile of 128 at patch 4, and one for a whole volume, each measured once."""
-    table = []
-    for case in cases:
-        runs = [measure(case)]
-        table.append(row(case, runs, runs))
-        print(table[-1], file=sys.stderr, flush=True)  # so that it is not lost if the next case is killed
-    return table
+def large_series(cases: Sequence[Case] = LARGE) -> list[Series]:
+    """Returns one series: a whole volume, and ViT-B on a tile of 128 at patch 4."""
+    return [_series("memory of a training step that one process could hardly hold", cases, 1, 1900.0)]
 
 
-def row(case: Case, runs: Sequence[dict[str, float]], first: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Returns a case's row of the table; ratios are to the runs of the ``first`` case."""
+def _series(what: str, cases: Sequence[Case], turns: int, case_s: float) -> Series:
+    by_name = {f"{case.name}, {case.ranks} ranks": case for case in cases}
+    names = tuple(by_name)
+
+    def row_of(name: str, runs: Runs) -> Row:
+        return row(by_name[name], runs[name], runs[names[0]])
+
+    alternated = partial(alternate, names, lambda name: measure(by_name[name]))
+    return Series(what, names, turns, case_s * len(names), alternated, row_of)
+
+
+def row(case: Case, runs: Sequence[dict[str, float]], first: Sequence[dict[str, float]]) -> Row:
+    """Returns a case's row of the table; ratios are to the runs of the ``first`` case in the same turns."""
     config, mid = case.config, statistics.median
     return {
         "case": case.name,
@@ -103,9 +112,9 @@ def row(case: Case, runs: Sequence[dict[str, float]], first: Sequence[dict[str, 
         "held MiB a rank": mid(r["held"] for r in runs) / MIB,
         "weights, gradients, states MiB a rank": runs[0]["state"] / MIB,
         "peak MiB, all ranks": mid(r["peak"] for r in runs) / MIB,
-        "peak ratio": mid(r["peak"] / f["peak"] for r, f in zip(runs, first)),
+        "peak ratio": ratio([r["peak"] for r in runs], [f["peak"] for f in first]),
         "s a step": mid(r["seconds"] for r in runs),
-        "time ratio": mid(r["seconds"] / f["seconds"] for r, f in zip(runs, first)),
+        "time ratio": ratio([r["seconds"] for r in runs], [f["seconds"] for f in first]),
     }
 
 

@@ -1,7 +1,7 @@
-"""Peers' attention over a group, for the bench: those that can be imported here and run on a CPU.
+"""Other libraries' attention over a group, for the bench: those that are installed and run on a CPU.
 
-DeepSpeed's ``DistributedAttention`` (Ulysses), and the inside of torch's context parallelism (a ring), with torch's
-own kernel of the CPU put in, since its public call refuses the CPU. They are looked up by name: none is needed.
+DeepSpeed's ``DistributedAttention`` (Ulysses), and the ring inside torch's context parallelism, called with torch's CPU
+kernel because its public function refuses the CPU. Both are optional.
 """
 
 import importlib
@@ -23,7 +23,7 @@ _TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
 def peers(heads: int, head_dim: int) -> dict[str, Callable[[Mesh, Sequence[int]], Act]]:
-    """Returns what makes an act (forward and backward) of each peer that is there."""
+    """Returns, for each peer that is installed, what makes its forward and backward."""
     makers: dict[str, Callable[[Mesh, Sequence[int]], Act]] = {}
     if importlib.util.find_spec("deepspeed") is not None:
         makers["DeepSpeed Ulysses"] = partial(_deepspeed, heads, head_dim)
@@ -42,9 +42,9 @@ def _inputs(shape: Sequence[int]) -> tuple[list[Tensor], Tensor]:
 def _deepspeed(heads: int, head_dim: int, mesh: Mesh, sizes: Sequence[int]) -> Act:
     layer = importlib.import_module("deepspeed.sequence.layer")
     inside: Any = importlib.import_module("deepspeed.comm.torch")
-    inside.build_shm_op = lambda: None  # compiles a sum through shared memory, which exchanging heads does not use
+    inside.build_shm_op = lambda: None  # it would compile a sum through shared memory, which Ulysses does not use
     comm = importlib.import_module("deepspeed.comm")
-    comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)  # takes over the group that is there
+    comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)  # uses the process group that exists
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # b n a f
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -77,7 +77,7 @@ class _Ring(Function):
 
 def _torch_ring(ring: ModuleType, rotation: str, heads: int, head_dim: int, mesh: Mesh, sizes: Sequence[int]) -> Act:
     leaves, weight = _inputs((1, heads, sizes[mesh.seq.index], head_dim))
-    ring._cp_options.enable_load_balance = False  # all see all: nothing to balance, and it is refused
+    ring._cp_options.enable_load_balance = False  # without a causal mask there is nothing to balance
 
     def act() -> object:
         ring.set_rotate_method(rotation)

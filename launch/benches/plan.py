@@ -6,11 +6,11 @@ with the processor time. The planner was calibrated on the first nets, not on ``
 """
 
 import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch import nn
 from seqpar.consensus import gather_texts
 from seqpar.launch.benches.apart import measure_apart
 from seqpar.launch.benches.memory import average_gradients
+from seqpar.launch.benches.series import Row, Series
 from seqpar.launch.hardware.cpu_speed import this_cpu
 from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import make_optimizer
@@ -52,36 +53,47 @@ OTHERS = (
 EVERY = CASES + OTHERS
 
 
-def rows(turns: int = 2) -> list[dict[str, Any]]:
-    """Returns a row per case: planned and measured seconds and bytes, and their difference."""
-    measured: list[list[dict[str, float]]] = [[] for _ in EVERY]
-    planned: list[list[float]] = [[] for _ in EVERY]
-    for _ in range(turns):  # the device is measured anew beside the steps
-        device = this_cpu("fp32")
-        for number, config in enumerate(EVERY):
-            run = Run(config, replace(device, cores=config.seqpar), CHANNELS, CLASSES)
-            planned[number].append(plan(run, config.seqpar).step_seconds)
-            measured[number].append(_measured(number))
-    return [_row(config, seconds, runs) for config, seconds, runs in zip(EVERY, planned, measured)]
+def series(quick: bool = False) -> list[Series]:
+    """Returns one series: every net, or those by which the planner was not calibrated if quick."""
+    configs = OTHERS if quick else EVERY
+    cases = {_name(config): config for config in configs}
+
+    def measure(turns: int) -> Generator[tuple[str, dict[str, float]], None, None]:
+        for _ in range(turns):
+            device = this_cpu("fp32")  # anew in each turn, beside the steps
+            for name, config in cases.items():
+                need = plan(Run(config, replace(device, cores=config.seqpar), CHANNELS, CLASSES), config.seqpar)
+                alive = sum(need.memory[kind] for kind in ("input", "tokens", "decoder", "transient"))
+                yield name, {"planned_s": need.step_seconds, "planned_bytes": alive, **_measured(EVERY.index(config))}
+
+    turns = 1 if quick else 2
+    what = "the planner's seconds and bytes of a training step against measured ones"
+    return [
+        Series(what, tuple(cases), turns, 12.0 * len(cases), measure, lambda name, runs: _row(cases[name], runs[name]))
+    ]
 
 
-def _row(config: Config, planned: list[float], runs: list[dict[str, float]]) -> dict[str, Any]:
-    seconds, (processor, clock) = min(planned), (min(run[name] for run in runs) for name in ("processor", "clock"))
-    memory = plan(Run(config, this_cpu("fp32"), CHANNELS, CLASSES), config.seqpar).memory
-    alive = sum(memory[name] for name in ("input", "tokens", "decoder", "transient"))
+def _name(config: Config) -> str:
+    name = f"{config.decoder}, tile {'x'.join(map(str, config.tile))}, patch {config.patch}, width {config.embed_dim}"
+    return f"{name}, {config.seqpar} ranks, {config.attention}" if config.seqpar > 1 else name
+
+
+def _row(config: Config, runs: Sequence[dict[str, float]]) -> Row:
+    """Returns a net's row; the fastest turn counts, of the plan and of the steps."""
+    planned, processor, clock = (min(run[name] for run in runs) for name in ("planned_s", "processor", "clock"))
     return {
         "calibrated": "on it" if config in CASES else "on others",
         "ranks": config.seqpar,
-        "tokens": int(torch.tensor([side // config.patch for side in config.tile]).prod()),
+        "tokens": math.prod(side // config.patch for side in config.tile),
         "width": config.embed_dim,
         "decoder": config.decoder,
         "attention": config.attention if config.seqpar > 1 else "",
-        "planned s": seconds,
+        "planned s": planned,
         "processor s": processor,
         "clock s": clock,
-        "error": f"{seconds / processor - 1:+.0%}",
-        "error to the clock": f"{seconds / clock - 1:+.0%}",
-        "planned MB": alive / 1e6,
+        "error": f"{planned / processor - 1:+.0%}",
+        "error to the clock": f"{planned / clock - 1:+.0%}",
+        "planned MB": runs[0]["planned_bytes"] / 1e6,
         "alive MB": runs[0]["alive"] / 1e6,
     }
 

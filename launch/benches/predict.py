@@ -1,21 +1,25 @@
 """Compares a pass over a whole volume with sliding windows: time, memory, and seams at the borders of windows.
 
-Each row is measured in a new process, so that its peak memory is its own. Times are CPU seconds, so that a busy machine
-disturbs them little. Ratios are to the first row, the whole pass. ``seam`` tells how many times more the probabilities
+Each run has a new process, so that its peak memory is its own. Times are CPU seconds, so that a busy machine disturbs
+them little. Ratios are to the first row, the whole pass. ``seam`` tells how many times more the probabilities
 change from one row of voxels to the next at borders of windows than elsewhere.
 """
 
 import math
 import multiprocessing
 import resource
+import signal
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from seqpar.environment import Launcher
+from seqpar.launch.benches.series import Row, Runs, Series, alternate, ratio
 from seqpar.launch.inference.sliding_window import sliding_window, whole_volume
 from seqpar.launch.inference.windows import Sliding, WindowGrid
 from seqpar.launch.models.build import build
@@ -27,43 +31,60 @@ SHAPE, TILES, OVERLAP = (240, 240, 155), (96, 64), 0.5
 NETWORK = Config(tile=(96, 96, 96), patch=16, embed_dim=192, depth=6, heads=6, decoder_width=32, positions="sincos")
 
 
-def rows(
-    shape: Sequence[int] = SHAPE, tiles: Sequence[int] = TILES, config: Config = NETWORK, classes: int = 4
-) -> list[dict[str, Any]]:
-    """Returns a row for the whole pass and for each tile: seconds, peak MiB, voxels that the network saw, seams."""
-    table: list[dict[str, Any]] = []
-    for tile in (0, *tiles):
-        row = _apart(tuple(shape), tile, config, classes)
-        first = table[0] if table else row
-        ratios = {name: row[name] / first[name] for name in ("cpu_s", "voxels")}
-        table.append({**row, "times_whole": ratios["cpu_s"], "voxels_times_whole": ratios["voxels"]})
-    return table
+def series(
+    quick: bool = False,
+    shape: Sequence[int] = SHAPE,
+    tiles: Sequence[int] = TILES,
+    config: Config = NETWORK,
+    num_classes: int = 4,
+) -> list[Series]:
+    """Returns one series: a whole pass, and sliding windows of each tile, or of the first one if quick."""
+    cases = {_name(tile): tile for tile in (0, *(tiles[:1] if quick else tiles))}
+
+    def row(case: str, runs: Runs) -> Row:
+        def to_whole(column: str) -> float | str:
+            return ratio(*([run[column] for run in runs[name]] for name in (case, _name(0))))
+
+        columns = {name: statistics.median(run[name] for run in runs[case]) for name in runs[case][0]}
+        return {"name": case, **columns, "times_whole": to_whole("cpu_s"), "voxels_times_whole": to_whole("voxels")}
+
+    what = f"prediction of {'x'.join(map(str, shape))} voxels, by a whole pass and by sliding windows"
+    measure = partial(alternate, tuple(cases), lambda case: _apart(tuple(shape), cases[case], config, num_classes))
+    return [Series(what, tuple(cases), 1, 15.0 * len(cases), measure, row)]
 
 
-def _apart(shape: tuple[int, ...], tile: int, config: Config, classes: int) -> dict[str, Any]:
-    """Returns a row, measured in a fresh process."""
+def _name(tile: int) -> str:
+    return f"sliding {tile}, overlap {OVERLAP}" if tile else "whole"
+
+
+def _apart(shape: tuple[int, ...], tile: int, config: Config, num_classes: int) -> dict[str, Any]:
+    """Returns what a new process measures."""
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
-    child = context.Process(target=_measure, args=(writer, shape, tile, config, classes))
+    child = context.Process(target=_measure, args=(writer, shape, tile, config, num_classes))
     child.start()
     writer.close()
     try:
-        row: dict[str, Any] = reader.recv()
+        run: dict[str, Any] = reader.recv()
     except EOFError:
         raise MemoryError(
             f"predicting {shape} voxels by tile {tile or 'whole'} ended without a result, as when killed"
         ) from None
+    except KeyboardInterrupt:
+        child.kill()
+        raise
     finally:
         child.join()
-    return row
+    return run
 
 
-def _measure(result: Any, shape: tuple[int, ...], tile: int, config: Config, classes: int) -> None:
+def _measure(result: Any, shape: tuple[int, ...], tile: int, config: Config, num_classes: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     torch.set_num_threads(1)
     mesh = join(Launcher("bench"), None, 1, torch.device("cpu"))
     if tile:  # the same weights: sine and cosine positions fit every tile
         config = replace(config, tile=(tile,) * 3)
-    net = build(config, 1, classes, Group("seq")).eval()
+    net = build(config, 1, num_classes, Group("seq")).eval()
     image = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     sliding = Sliding((tile or config.tile[0],) * 3, OVERLAP)
     window_grid = WindowGrid.of(shape, sliding)
@@ -80,9 +101,8 @@ def _measure(result: Any, shape: tuple[int, ...], tile: int, config: Config, cla
     border[[edge - 1 for edge in sorted(edges)]] = True
     patch = config.patch
     voxels = len(window_grid.corners) * tile**3 if tile else math.prod(-(-side // patch) * patch for side in shape)
-    name = f"sliding {tile}, overlap {OVERLAP}" if tile else "whole"
     seam = float(jumps[border].mean() / jumps[~border].mean())
-    result.send({"name": name, "cpu_s": seconds, "peak_mb": peak, "voxels": voxels, "seam": seam})
+    result.send({"cpu_s": seconds, "peak_mb": peak, "voxels": voxels, "seam": seam})
 
 
 def _peak() -> float:

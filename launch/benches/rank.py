@@ -1,21 +1,24 @@
-"""One rank's own work in a larger sequence group, on one device: its queries against all keys, messages left out.
+"""One rank's own work in a sequence group, on one device: its queries against all keys, without messages.
 
-Every row is a step of the encoder, forward and backward, in a process of its own: the group is pretended, so that
-the code is the one of a real group while nothing travels. ``MFU`` counts the operations of the model, without what
-is computed again, over the dense rate of the device where that is known; ``peak`` is what torch allocated on a GPU.
+Each run is forward and backward of the encoder in a new process. The group is a stand-in that sends nothing, so the
+code is that of a real group. ``MFU`` divides the model's operations, recomputation not counted, by the device's dense
+rate where that is known; ``peak`` is what torch allocated on a GPU.
 """
 
 import json
+import math
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from seqpar.launch.benches.series import Row, Runs, Series, alternate
 from seqpar.launch.hardware.devices import known
 from seqpar.mesh import Group
 from seqpar.rendezvous import pretend
@@ -24,7 +27,7 @@ from seqpar.vit.encoder import SeqParViT
 
 @dataclass(frozen=True)
 class Work:
-    """An encoder on one of ``ranks``, and how it holds less."""
+    """An encoder on one of ``ranks`` ranks, and how it saves memory; the median of ``steps`` counts."""
 
     tile: tuple[int, ...] = (128, 128, 128)
     patch: int = 4
@@ -39,29 +42,48 @@ class Work:
 
 
 VOLUME = (240, 240, 156)
+FULL = "out of memory"
+MEASURED = ("attention", "s a step", "TFLOP/s", "MFU", "peak GiB")
 SMALL = Work((48, 48, 48), 4, 192, 2, 6, precision="fp32", steps=3)  # where there is no GPU
 
 
-def rows(groups: Sequence[int] = (1, 2, 4, 8)) -> list[dict[str, Any]]:
-    """Returns a row per size of the group and setting; those that do not fit say so."""
+def series(quick: bool = False) -> list[Series]:
+    """Returns one series: a case per size of the group and setting; those that do not fit say so."""
+    groups = (1, 4) if quick else (1, 2, 4, 8)
     if torch.cuda.is_available():
         settings = [("none", 1), ("none", 8), ("attention", 8), ("full", 1)]
         works = [Work(t, ranks=p, recompute=r, mlp_chunks=c)
                  for t in ((128,) * 3, VOLUME) for p in groups for r, c in settings]  # fmt: skip
     else:
         works = [Work(**{**asdict(SMALL), "ranks": ranks}) for ranks in groups]
-    return [_apart(work) for work in works]
+    cases = {str(work): work for work in works}
+
+    def row(case: str, runs: Runs) -> Row:
+        by_time = sorted(runs[case], key=lambda run: math.inf if run["s a step"] == FULL else run["s a step"])
+        return {**described(cases[case]), **by_time[len(by_time) // 2]}
+
+    what = "one rank's own work in an encoder's step, messages left out"
+    return [
+        Series(
+            what,
+            tuple(cases),
+            1,
+            10.0 * len(cases),
+            partial(alternate, tuple(cases), lambda case: _apart(cases[case])),
+            row,
+        )
+    ]
 
 
 def _apart(work: Work) -> dict[str, Any]:
-    """Returns a row, measured in a process of its own: a group can be pretended once in each."""
+    """Returns what a new process measures; only one group can be pretended in each."""
     code = [sys.executable, "-m", "seqpar.launch.benches.rank", json.dumps(asdict(work))]
-    done = subprocess.run(code, capture_output=True, text=True)
-    if done.returncode:
-        if "out of memory" in done.stderr.lower():
-            return {**described(work), "s a step": "out of memory"}
-        raise RuntimeError(f"{work} failed:\n{done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    process = subprocess.run(code, capture_output=True, text=True)
+    if process.returncode:
+        if "out of memory" in process.stderr.lower():
+            return dict.fromkeys(MEASURED, "") | {"s a step": FULL}
+        raise RuntimeError(f"{work} failed:\n{process.stderr[-2000:]}")
+    return dict(json.loads(process.stdout.strip().splitlines()[-1]))
 
 
 def described(work: Work) -> dict[str, Any]:
@@ -76,7 +98,7 @@ def described(work: Work) -> dict[str, Any]:
 
 
 def measure(work: Work, group: Group, device: torch.device) -> dict[str, Any]:
-    """Returns the row of the first rank of ``group``."""
+    """Returns what a step of the first rank of ``group`` comes to."""
     torch.manual_seed(0)
     with device:
         net = SeqParViT(
@@ -95,32 +117,30 @@ def measure(work: Work, group: Group, device: torch.device) -> dict[str, Any]:
             p.grad = None
         return _now(device) - began
 
-    act()  # first times are longer
+    act()  # the first one takes longer
     seconds = statistics.median(act() for _ in range(work.steps))
     on_gpu = device.type == "cuda"
-    done = operations(net.layout.counts[0], net.layout.num_tokens, work)
-    what = known(torch.cuda.get_device_name(device)) if on_gpu else None
-    rate = what.peak[work.precision] if what else None
-    return {
-        **described(work),
-        "attention": str(net.attention),
-        "s a step": seconds,
-        "TFLOP/s": done / seconds / 1e12,
-        "MFU": done / seconds / rate if rate else "",
-        "peak GiB": torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else "",
-    }
+    num_operations = operations(net.layout.counts[0], net.layout.num_tokens, work)
+    known_device = known(torch.cuda.get_device_name(device)) if on_gpu else None
+    rate = known_device.peak[work.precision] if known_device else None
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else ""
+    per_second = num_operations / seconds
+    return dict(
+        zip(MEASURED, (str(net.attention), seconds, per_second / 1e12, per_second / rate if rate else "", peak))
+    )
 
 
-def operations(mine: int, tokens: int, work: Work, mlp_ratio: float = 4.0) -> float:
-    """Returns the operations of a rank's step: its tokens through all matrices, its queries against all keys.
+def operations(own: int, tokens: int, work: Work, mlp_ratio: float = 4.0) -> float:
+    """Returns the operations of a rank's step: ``own`` of all ``tokens`` through all matrices, their queries against
+    all keys.
 
-    Forward and twice as much backward; a product and a sum are two operations. What a rank projects of others'
-    tokens is not counted: it is the price of a strategy.
+    Backward takes twice as many as forward; a product and a sum are two operations. Projecting other ranks' tokens is
+    not counted: it is what a strategy costs, no work of the model.
     """
-    linear = 2 * mine * work.embed_dim**2 * (4 + 2 * mlp_ratio)
-    attention = 4 * mine * tokens * work.embed_dim
-    embedding = 2 * mine * work.patch ** len(work.tile) * work.embed_dim
-    return 3.0 * (work.depth * (linear + attention)) + 2.0 * embedding  # no gradient at the image
+    linear = 2 * own * work.embed_dim**2 * (4 + 2 * mlp_ratio)
+    attention = 4 * own * tokens * work.embed_dim
+    embedding = 2 * own * work.patch ** len(work.tile) * work.embed_dim
+    return 3.0 * (work.depth * (linear + attention)) + 2.0 * embedding  # the image needs no gradient
 
 
 def _now(device: torch.device) -> float:
@@ -130,7 +150,7 @@ def _now(device: torch.device) -> float:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the row of the work that the argument describes."""
+    """Measures the work that the argument describes, and prints what it comes to."""
     values = json.loads(arguments[0])
     work = Work(**{**values, "tile": tuple(values["tile"])})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,6 +1,7 @@
-"""One training step of UNETR: MONAI's in one process against ours on as many cores, with the same weights.
+"""Forward, loss and backward of UNETR: MONAI's in one process against ours on as many cores, with the same weights.
 
-MONAI comes with the extra ``bench``; without it its rows are left out.
+Gradients are averaged over the ranks; there is no optimizer. Each run has new processes. MONAI comes with the extra
+``bench``; without it its rows are left out.
 """
 
 import importlib.util
@@ -10,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.launch.benches.apart import measure_apart
 from seqpar.launch.benches.memory import average_gradients
+from seqpar.launch.benches.series import Row, Runs, Series, alternate, ratio
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.saved_bytes import saved_bytes
 from seqpar.launch.weights.monai import load_monai
@@ -31,36 +33,40 @@ TILE, PATCH, CHANNELS, CLASSES = 96, 16, 4, 4
 CORES, STEPS = 2, 3
 
 
-def rows(turns: int = 3, batches: tuple[int, ...] = (1, 2)) -> list[dict[str, Any]]:
-    """Returns a row per contender and batch: median seconds a step, median ratio to the first, MB saved per rank."""
-    table = []
-    for batch in batches:
-        contenders = [("ours", 1, "gather"), ("ours", CORES, "halo" if batch % CORES else "swap")]
-        if importlib.util.find_spec("monai"):
-            contenders.insert(0, ("monai", 1, ""))
-        measured: dict[tuple[str, int, str], list[dict[str, float]]] = {c: [] for c in contenders}
-        for _ in range(turns):  # in turns: other load on the machine disturbs all alike
-            for contender in contenders:
-                measured[contender].append(_measured(*contender, batch))
-        base = measured[contenders[0]]
-        for (name, ranks, mode), runs in measured.items():
-            table.append(
-                {
-                    "net": f"UNETR, {name}",
-                    "batch": batch,
-                    "ranks x threads": f"{ranks} x {CORES // ranks}",
-                    "mode": mode,
-                    "s a step": statistics.median(run["seconds"] for run in runs),
-                    "ratio": statistics.median(a["seconds"] / b["seconds"] for a, b in zip(runs, base)),
-                    "saved MB a rank": runs[0]["saved"] / 1e6,
-                }
-            )
-    return table
+def series(quick: bool = False) -> list[Series]:
+    """Returns a series per batch: MONAI's net, ours on one rank, ours on two."""
+    return [_of_batch(batch, turns=1 if quick else 3) for batch in ((1,) if quick else (1, 2))]
 
 
-def _measured(name: str, ranks: int, mode: str, batch: int) -> dict[str, float]:
-    """Returns one run's seconds and saved bytes, measured in new processes."""
-    return measure_apart("step", [name, mode, str(batch)], ranks, CORES // ranks)
+def _of_batch(batch: int, turns: int) -> Series:
+    contenders = {
+        "ours, 1 rank": ("ours", 1, "gather"),
+        "ours, 2 ranks": ("ours", CORES, "swap" if batch > 1 else "halo"),
+    }
+    if importlib.util.find_spec("monai"):
+        contenders = {"monai": ("monai", 1, ""), **contenders}
+    base = next(iter(contenders))
+
+    def measure(case: str) -> dict[str, float]:
+        name, ranks, mode = contenders[case]
+        return measure_apart("step", [name, mode, str(batch)], ranks, CORES // ranks)
+
+    def row(case: str, runs: Runs) -> Row:
+        (name, ranks, mode), seconds = contenders[case], {case: [run["seconds"] for run in runs[case]] for case in runs}
+        return {
+            "net": f"UNETR, {name}",
+            "batch": batch,
+            "ranks x threads": f"{ranks} x {CORES // ranks}",
+            "mode": mode,
+            "s forward, loss, backward": statistics.median(seconds[case]),
+            "ratio": ratio(seconds[case], seconds[base]),
+            "saved MB a rank": runs[case][0]["saved"] / 1e6,
+        }
+
+    what = f"forward, loss and backward of UNETR, tile {TILE}, batch {batch}"
+    return Series(
+        what, tuple(contenders), turns, 45.0 + 45.0 * batch, partial(alternate, tuple(contenders), measure), row
+    )
 
 
 def _worker(name: str, mode: str, batch: int) -> None:

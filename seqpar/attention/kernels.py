@@ -1,12 +1,12 @@
-"""Attention of given queries over given keys and values, with its backward: one process, no communication.
+"""Attention kernels, forward and backward, without communication.
 
-Legend: b batch, a heads, n queries, m keys, f features per head. A kernel runs forward and hands out what its
-backward needs beside q, k, v and the output (its log-sum-exp), so that whoever holds those can run the backward
-without the forward. ``pick`` says which kernel serves given tensors: torch's own on the CPU and, in half precision
-or float32, on GPUs; ``PLAIN`` runs torch's public call again, under autograd, wherever no kernel hands that out.
+Legend: b batch, a heads, n queries, m keys, f features per head. A kernel's forward also returns what its backward
+needs beside q, k, v and the output (the log-sum-exp), so that a caller who keeps those can run the backward alone.
+``pick`` chooses: torch's kernels on the CPU and, in half precision or float32, on GPUs. ``PLAIN`` is for everything
+else: its backward runs torch's public function again, under autograd.
 
-Kernels of GPUs get q, k, v, the output and its gradient in one memory order, ``b n a f``: AMD's backward takes the
-strides of one for those of another.
+GPU kernels get q, k, v, the output and its gradient in one memory order, ``b n a f``: AMD's backward applies the
+strides of one of them to another.
 """
 
 from collections.abc import Callable
@@ -24,15 +24,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Kernel:
-    """A forward and a backward of attention; tensors are ``b a n f`` and ``b a m f``, in any memory order."""
+    """Attention forward and backward on tensors ``b a n f`` and ``b a m f`` of any memory order."""
 
     name: str
     _forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, State]]
     _backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, State], Grads]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
-        """Returns softmax(q Kᵀ/√f) V and what the backward needs beside it."""
-        if q.numel() == 0:  # no head or no query fell to this rank
+        """Returns softmax(q Kᵀ/√f) V and what else the backward needs."""
+        if q.numel() == 0:  # this rank has no head or no query
             return torch.empty_like(q), ()
         return self._forward(q, k, v)
 
@@ -48,14 +48,14 @@ class Kernel:
 
 def pick(like: Tensor, head_dim: int) -> Kernel:
     """Returns the kernel for heads of this width on the device and in the precision of ``like``."""
-    if like.device.type in ("cpu", "meta"):  # without data, for its shapes: those of all fused kernels
+    if like.device.type in ("cpu", "meta"):  # meta tensors: the shapes are those of every fused kernel
         return CPU_FLASH
     if like.device.type != "cuda":
         return PLAIN
-    sample = like.new_empty((1, 8, 1, head_dim)).transpose(1, 2).requires_grad_()  # laid out as the kernels get it
+    sample = like.new_empty((1, 8, 1, head_dim)).transpose(1, 2).requires_grad_()  # in the kernels' memory order
     params = torch.backends.cuda.SDPAParams(sample, sample, sample, None, 0.0, False, False)
     if torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.can_use_flash_attention(params):
-        # the public call widens heads to a multiple of 8 first; here they must have that width
+        # torch's public function pads heads to a multiple of 8 first; this kernel needs such heads
         return FLASH if head_dim % 8 == 0 else PLAIN
     if torch.backends.cuda.mem_efficient_sdp_enabled() and torch.backends.cuda.can_use_efficient_attention(params):
         return EFFICIENT
@@ -98,7 +98,7 @@ def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
         v,
         out,
         log_sum,
-        cum_seq_q=None,  # those of ragged batches, of which this is none
+        cum_seq_q=None,  # for ragged batches only
         cum_seq_k=None,
         max_q=q.shape[2],
         max_k=k.shape[2],

@@ -9,6 +9,7 @@ import torch
 
 from seqpar.launch import bench
 from seqpar.launch.benches import attention, encoder, memory, plan, rank
+from seqpar.launch.benches.series import Progress, run_series
 from seqpar.launch.hardware.devices import known
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.mesh import Mesh
@@ -35,7 +36,7 @@ def test_options_hold_less_and_shards_a_share() -> None:
     assert 0.5 <= share < 0.52
     assert all(row["peak MiB, all ranks"] > 0 and row["s a step"] > 0 and row["tokens"] == 64 for row in rows.values())
     assert rows["all"]["peak ratio"] == rows["all"]["time ratio"] == 1
-    assert bench.table(list(rows.values())).count("\n") == 4
+    assert all(list(row) == list(rows["all"]) for row in rows.values()), "one table has one set of columns"
 
 
 def both_steps(mesh: Mesh) -> tuple[float, float]:
@@ -52,12 +53,17 @@ def test_gathered_weights_do_not_count_as_held() -> None:
 def attention_times(mesh: Mesh, auto: str) -> list[dict]:
     attention.choose = lambda *how: (auto, ())  # this process ends with the test
     attention.peers = lambda *how: {}
-    return attention._times(mesh, 1, 64)
+    return list(attention.measure_times(mesh, 2, 64))
 
 
 @pytest.mark.parametrize("auto", ["gather-x", "ulysses"])
 def test_attention_is_compared_with_what_begins_and_ends_with_the_same(auto: str) -> None:
-    rows = {row["strategy"]: row["ratio"] for row in run_ranks(2, attention_times, auto)[0]}
+    runs: dict[str, list] = {}
+    for line in run_ranks(2, attention_times, auto)[0]:
+        runs.setdefault(line["case"], []).append(line)
+    every = [attention.time_row(2, 64, case, runs) for case in runs]
+    assert {row["turns"] for row in every} == {2} and all(list(row) == list(every[0]) for row in every)
+    rows = {row["strategy"]: row["ratio"] for row in every}
     assert rows[f"{auto}, projected (auto)"].startswith("1.000 ") and "gather-kv, projected" in rows
     assert all(ratio for name, ratio in rows.items() if "projected" in name)
     assert bool(rows["gather-kv"]) == ("ulysses (auto)" in rows) == (auto == "ulysses")
@@ -67,9 +73,13 @@ def test_the_plan_is_benched_on_nets_by_which_it_was_not_calibrated() -> None:
     for config in plan.EVERY:
         refuse(config)
     assert len(plan.OTHERS) >= 4 and not set(plan.OTHERS) & set(plan.CASES)
-    said, spent = [1.1], [{"processor": 1.0, "clock": 2.0, "alive": 1e6}]
-    row = plan._row(plan.OTHERS[0], said, spent)
+    run = {"planned_s": 1.1, "planned_bytes": 2e6, "processor": 1.0, "clock": 2.0, "alive": 1e6}
+    row = plan._row(plan.OTHERS[0], [run, {**run, "processor": 3.0}])
     assert (row["error"], row["error to the clock"], row["calibrated"]) == ("+10%", "-45%", "on others")
+    assert (row["planned MB"], row["alive MB"]) == (2, 1)
+    for quick, configs in ((True, plan.OTHERS), (False, plan.EVERY)):
+        (series,) = plan.series(quick)
+        assert len(set(series.cases)) == len(configs), "each net has a name of its own"
 
 
 def test_large_rows_can_run() -> None:
@@ -83,7 +93,10 @@ def test_large_rows_can_run() -> None:
 def test_a_case_is_measured_in_new_processes_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
-    (row,) = memory.large_rows([memory.Case("alone", TINY, 1, 1)])
+    rows: list[dict] = []
+    (series,) = memory.large_series([memory.Case("alone", TINY, 1, 1)])
+    assert run_series(series, 1, rows.append, Progress())
+    (row,) = rows
     assert row["held MiB a rank"] == run_ranks(1, step, {})[0]["held"] / 2**20 and row["tokens"] == 64
 
 
@@ -102,10 +115,16 @@ def a_rank_of(mesh: Mesh, ranks: int) -> dict:
 
 
 def test_a_ranks_own_work_is_measured_without_the_others() -> None:
-    rows = {ranks: run_ranks(1, a_rank_of, ranks)[0] for ranks in (1, 4)}
-    assert rows[4]["rank of"] == 4 and rows[4]["attention"] in ("gather-x", "gather-kv", "ulysses", "hybrid:2")
-    assert all(row["s a step"] > 0 and row["MFU"] == row["peak GiB"] == "" for row in rows.values())
-    json.dumps(rows)
+    runs = {ranks: run_ranks(1, a_rank_of, ranks)[0] for ranks in (1, 4)}
+    assert runs[4]["attention"] in ("gather-x", "gather-kv", "ulysses", "hybrid:2")
+    assert all(run["s a step"] > 0 and run["MFU"] == run["peak GiB"] == "" for run in runs.values())
+    json.dumps(runs)
+    (series,) = rank.series(quick=True)
+    full = {**dict.fromkeys(rank.MEASURED, ""), "s a step": rank.FULL}
+    four = [{**runs[4], "s a step": seconds} for seconds in (3.0, 10.0, 2.0)]
+    rows = [series.row(case, dict(zip(series.cases, [[full], four]))) for case in series.cases]
+    assert [row["s a step"] for row in rows] == [rank.FULL, 3.0] and [row["rank of"] for row in rows] == [1, 4]
+    assert list(rows[0]) == list(rows[1])
 
 
 def test_operations_are_the_formula_and_a_ranks_share() -> None:
@@ -122,5 +141,5 @@ def test_dense_rates_are_known_by_the_devices_name() -> None:
 
 
 def test_long_sequences_take_fewer_turns() -> None:
-    assert [attention._fewer(60, tokens) for tokens in (1024, 2048, 8192)] == [60, 15, 5]
-    assert attention._fewer(1, 8192) == 1
+    assert [attention.fewer_turns(60, tokens) for tokens in (1024, 2048, 8192)] == [60, 15, 5]
+    assert attention.fewer_turns(1, 8192) == 1

@@ -3,12 +3,16 @@
 from dataclasses import replace
 
 from seqpar.launch.benches import predict
+from seqpar.launch.benches.series import Progress, run_series
 
 
 def test_rows_compare_a_whole_pass_with_sliding_windows() -> None:
     """Six windows of 16 voxels a side over 28 x 20 x 16: each voxel ratio is exact, whatever the times."""
     config = replace(predict.NETWORK, tile=(16, 16, 16), patch=4, embed_dim=12, heads=2, depth=1, decoder_width=4)
-    whole, sliding = predict.rows((28, 20, 16), (16,), config, 2)
+    (series,) = predict.series(False, (28, 20, 16), (16,), config, 2)
+    rows: list[dict] = []
+    assert run_series(series, 1, rows.append, Progress())
+    whole, sliding = rows
     assert (whole["name"], whole["voxels"]) == ("whole", 28 * 20 * 16)
     assert sliding["voxels"] == 6 * 16**3 and sliding["voxels_times_whole"] == sliding["voxels"] / whole["voxels"]
     assert sliding["cpu_s"] > 0 and sliding["peak_mb"] >= 0 and sliding["seam"] > 0

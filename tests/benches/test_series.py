@@ -1,0 +1,119 @@
+"""A bench says what it measures and how long that takes, prints rows as they come, and keeps them where it is cut."""
+
+import os
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from seqpar.launch import bench
+from seqpar.launch.benches.apart import stream_apart
+from seqpar.launch.benches.series import Progress, Row, Runs, Series, ratio, run_series
+from seqpar.launch.benches.table import Table
+
+
+def counting(stop_after: int = 99, turns: int = 3) -> tuple[Series, list[str]]:
+    """Returns a series of two cases whose runs are 1, 2, 3, ..., interrupted behind some, and what happened when."""
+    events: list[str] = []
+
+    def measure(turns: int) -> Generator[tuple[str, float], None, None]:
+        number = 0
+        try:
+            for _ in range(turns):
+                for case in ("a", "b"):
+                    if number == stop_after:
+                        raise KeyboardInterrupt
+                    number += 1
+                    events.append(f"measured {case}")
+                    yield case, float(number)
+        finally:
+            events.append("ended")
+
+    def row(case: str, runs: Runs) -> Row:
+        return {"case": case, "turns": len(runs[case]), "last": runs[case][-1], "ratio": ratio(runs[case], runs["a"])}
+
+    return Series("counting", ("a", "b"), turns, 60.0, measure, row), events
+
+
+def test_each_row_comes_as_soon_as_its_last_turn_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    series, events = counting()
+    rows: list[Row] = []
+    assert run_series(series, 2, lambda row: (rows.append(row), events.append(f"row {row['case']}")), Progress())
+    assert events[:5] == ["measured a", "measured b", "measured a", "row a", "measured b"] and events[5] == "row b"
+    assert [(row["turns"], row["last"]) for row in rows] == [(2, 3.0), (2, 4.0)]
+    assert rows[1]["ratio"] == (2 / 1 + 4 / 3) / 2
+    first, *turns = capsys.readouterr().err.splitlines()
+    assert first == "counting: 2 cases, 2 turns, about 2:00 on 2 idle CPU cores"
+    assert [line.split(":")[0] for line in turns] == ["  turn 1 of 2", "  turn 2 of 2"] and "left" in turns[0]
+
+
+@pytest.mark.parametrize(("stop_after", "expected"), [(5, {"a": 3, "b": 2}), (1, {"a": 1}), (0, {})])
+def test_what_is_cut_short_keeps_the_rows_of_the_turns_so_far(stop_after: int, expected: dict[str, int]) -> None:
+    series, events = counting(stop_after)
+    rows: list[Row] = []
+    assert not run_series(series, 3, rows.append, Progress())
+    assert {row["case"]: row["turns"] for row in rows} == expected and len(rows) == len(expected)
+    assert events[-1] == "ended"
+
+
+def test_rows_reach_the_file_one_by_one_and_the_exit_code_says_that_it_was_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    series, _ = counting(5)
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(bench, "plan_series", lambda *how: [bench.Planned("step", "step", series, 3)])
+    sizes = []
+    original = Table.add
+
+    def add(table: Table, row: Row) -> None:
+        original(table, row)
+        sizes.append(len((tmp_path / "results" / "step.md").read_text().splitlines()))
+
+    monkeypatch.setattr(Table, "add", add)
+    assert bench.act(["step", "--write"]) == bench.CUT_SHORT == 130
+    text, said = (tmp_path / "results" / "step.md").read_text(), capsys.readouterr()
+    assert sizes == [7, 8] and said.out.strip() == text.strip()
+    assert text.startswith("## step (step), counting: 2 cases, 3 turns, 20") and text.count("| ---") == 4
+    assert "| b | 2 | 4 |" in text and text.rstrip().endswith("Cut short: the rows are of the turns that were done.")
+    assert said.err.startswith("about 3:00 on 2 idle CPU cores (step 3:00)")
+
+
+def test_every_subject_has_an_estimate_and_a_quick_form_of_three_minutes_at_most() -> None:
+    for subject in bench.SUBJECTS:
+        whole, quick, once = (
+            sum(one.seconds for one in bench.plan_series([subject], *how))
+            for how in ((False, False, None), (True, False, None), (False, False, 1))
+        )
+        assert 0 < quick <= 180 and quick < whole and once <= whole, (subject, quick, whole)
+
+
+def test_turns_are_those_that_were_asked_for() -> None:
+    assert {one.turns for one in bench.plan_series([], False, False, 2)} == {2}
+    assert {one.subject for one in bench.plan_series([], True, False, None)} == set(bench.SUBJECTS)
+    assert [one.subject for one in bench.plan_series([], False, True, None)] == ["memory"]
+    for how, word in (
+        ((["speed"], False, False, None), "no bench of speed"),
+        ((["step"], False, False, 0), "--turns 0: it must be at least 1"),
+        (([], True, True, None), "--quick and --large are opposites"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            bench.plan_series(*how)
+
+
+def children(pid: int) -> list[int]:
+    own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return own + [grandchild for child in own for grandchild in children(child)]
+
+
+def test_what_is_cut_short_leaves_no_process_behind() -> None:
+    before = set(children(os.getpid()))
+    lines = stream_apart("attention", ["time", "100000", "64"], 2, 1, {"DS_ACCELERATOR": "cpu"})
+    first = next(lines)
+    started = set(children(os.getpid())) - before
+    assert first["case"] == "gather-kv" and first["ms"] > 0 and len(started) >= 3
+    lines.close()  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
