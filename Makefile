@@ -5,7 +5,7 @@ BIN = .venv/bin
 .PHONY: train test lint bench clean
 
 train: .venv/ready
-	$(BIN)/python launch/train.py --out runs/phantom
+	$(BIN)/python launch/train.py --out runs/phantom --again
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile

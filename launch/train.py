@@ -65,7 +65,7 @@ def _train(request: RunRequest, launcher: Launcher) -> int:
 
         def write_preempted(why: str) -> None:
             if mesh.is_first:
-                status.write_unless_over("preempted", why, exit_codes.PREEMPTED)
+                status.write_unless_over("preempted", why, exit_codes.PREEMPTED, durable=False)
 
         stopper.begin(mesh, write_preempted)
         try:

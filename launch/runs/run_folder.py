@@ -77,16 +77,21 @@ class Status:
         self.path = out / "status.json"
         self.step = self.steps = 0
 
-    def write(self, state: str, why: str = "", code: int = 0) -> None:
-        """Writes the state; ``code``: the exit code that goes with it."""
-        content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
-        write_json(self.path, {**content, "time": time.time()})
+    def write(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
+        """Writes the state.
 
-    def write_unless_over(self, state: str, why: str = "", code: int = 0) -> None:
+        - ``code``: the exit code that goes with it
+        - ``durable``: wait until it is on disk. False where this process ends in trouble: its peers wait for that end,
+          the disk may be what does not answer, and other processes read the new file at once anyway
+        """
+        content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
+        write_json(self.path, {**content, "time": time.time()}, durable)
+
+    def write_unless_over(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
         """Writes, unless another rank has written how the run ended: the first cause is kept."""
         try:
             if json.loads(self.path.read_text())["state"] != "running":
                 return
         except (OSError, ValueError, KeyError):
             pass
-        self.write(state, why, code)
+        self.write(state, why, code, durable)

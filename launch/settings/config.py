@@ -153,7 +153,10 @@ class Config:
     neurological: bool = _watching(False, "show the patient's left on the left; default: on the right (radiological)")
 
     weights: str = _running("", "pretrained weights to start from (ours, MONAI's or Primus')", metavar="FILE")
-    resume: bool = _running(False, "continue the run in --out exactly where it stopped")
+    resume: bool = _running(False, "continue the run in --out from its last checkpoint")
+    again: bool = _running(
+        False, "where --out holds a run: continue it if it was interrupted; if it has ended, use OUT-2, OUT-3, ..."
+    )
     time_limit: str = _running("", "save and leave before this time has passed: minutes or H:MM:SS", metavar="TIME")
     checkpoint_minutes: float = _running(15.0, "minutes between checkpoints", bounds=ABOVE_0)
     grad_checkpoint: str = _running("none", "what backward recomputes: less memory, more time", choices=RECOMPUTED)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import traceback
 from contextlib import suppress
 from typing import NoReturn
@@ -15,6 +16,7 @@ from seqpar.mesh import Mesh
 from seqpar.watchdog import OutOfStep
 
 INTERRUPTED = 130
+WRITE_S = 10.0  # how long status.json may take
 
 
 def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoReturn:
@@ -25,8 +27,7 @@ def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoR
     rank = mesh.world.index
     code, text, is_own = _judge(error, config, rank, mesh.world.watch.finding)
     try:
-        with suppress(OSError):  # a full disk must not hide the cause
-            status.write_unless_over("failed", text, code)
+        _write_in_time(status, text, code)
         if text == "" or (code == 1 and not _is_expected(error)):
             traceback.print_exception(error)
         elif is_own or mesh.is_first:
@@ -39,6 +40,18 @@ def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoR
             stream.flush()
     finally:
         os._exit(code)
+
+
+def _write_in_time(status: Status, text: str, code: int) -> None:
+    """Writes the cause; a disk that is full hides it nowhere else, one that does not answer holds up no rank."""
+
+    def write() -> None:
+        with suppress(OSError):
+            status.write_unless_over("failed", text, code, durable=False)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(WRITE_S)
 
 
 def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -> tuple[int, str, bool]:

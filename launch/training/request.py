@@ -1,5 +1,6 @@
 """RunRequest: the settings of a run, from its command line, the run that it resumes, and the planner's choices."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from seqpar.environment import Launcher
+from seqpar.launch.job import exit_codes
 from seqpar.launch.planning.auto_settings import choose
 from seqpar.launch.planning.batch_size import hold_global_batch, keep_global_batch
 from seqpar.launch.planning.feasibility import refuse
@@ -17,6 +19,7 @@ from seqpar.launch.settings.command_line import continued, parse, refuse_idle
 from seqpar.launch.settings.config import AUTO, Config
 from seqpar.launch.training.data import TrainingData, open_data
 
+COME_AGAIN = (exit_codes.USAGE, exit_codes.DATA, exit_codes.MEMORY, exit_codes.NONFINITE)
 DRY_RUN_SIZES = 4, 4  # channels and outputs that a dry run counts with: it opens no data
 
 
@@ -44,6 +47,7 @@ class _CommandLine:
     preset: str
     preset_reason: str
     names_preset: bool
+    asked_out: str  # the folder on the command line; another one may be taken
 
     def numbers(self, *names: str) -> dict[str, int]:
         """Returns those of the settings that the command line has, and leaves them not open (0)."""
@@ -59,12 +63,15 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
     if config.resume:
         saved = _read_saved(line)
         new_batch = line.numbers("batch", "accumulate")
-        kept = line.flags - {"resume", "batch", "accumulate"}
+        kept = line.flags - {"resume", "again", "batch", "accumulate"}
         config = continued(Config.from_dict(saved["config"]), config, kept)
         tiles_per_step = saved["layout"]["data"] * config.batch * config.accumulate
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     refuse_idle(config, line.flags)
     config, choices, data = _choose_open_settings(config, launcher)
+    if line.config.out != line.asked_out:
+        sentence = f"--again: {line.asked_out} holds a run that has ended, so this one goes into {config.out}"
+        choices = {"out_choice": (sentence,), **choices}
     num_groups = max(launcher.world, config.seqpar) // config.seqpar
     if config.resume:
         if "global_batch" in line.flags and config.global_batch != tiles_per_step:
@@ -83,11 +90,35 @@ def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     """Returns the command line; where a scheduler starts a run's line again, it resumes that run."""
     has_gpu = torch.cuda.is_available()
     preset, config, flags = parse(arguments, "paper" if has_gpu else "laptop")
+    asked_out = config.out
     names_preset = any(text.startswith("--preset") for text in arguments)
     reason = "as told" if names_preset else f"the default where there is {'an' if has_gpu else 'no'} accelerator"
     if not config.resume and _is_restart(launcher) and _holds_run(config.out):
         config = replace(config, resume=True)
-    return _CommandLine(config, flags, preset, reason, names_preset)
+    elif config.again:
+        config = _again(config)
+    return _CommandLine(config, flags, preset, reason, names_preset, asked_out)
+
+
+def _again(config: Config) -> Config:
+    """Returns the config of ``--again``: it continues an interrupted run, or takes the next folder without one."""
+    if config.resume or not config.out:
+        needed = "--out, the folder of the first run" if not config.out else "no --resume: leave one of both out"
+        raise ValueError(f"--again needs {needed}")
+    out, number = config.out, 1
+    while _holds_run(out) and _has_ended(out):
+        number += 1
+        out = f"{config.out}-{number}"
+    return replace(config, out=out, resume=_holds_run(out), again=False)
+
+
+def _has_ended(out: str) -> bool:
+    """Returns whether a run has finished, or failed of what would come again if it went on."""
+    try:
+        status = json.loads((Path(out) / "status.json").read_text())
+        return status["state"] == "finished" or (status["state"] == "failed" and status["code"] in COME_AGAIN)
+    except (OSError, ValueError, KeyError, TypeError):  # it was killed as it began
+        return False
 
 
 def _read_saved(line: _CommandLine) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from seqpar.consensus import broadcast_text, gather_texts, raise_together
+from seqpar.data.files import remove_leftovers
 from seqpar.environment import Launcher
 from seqpar.launch.hardware.rank_facts import device_name
 from seqpar.launch.models.build import build
@@ -35,14 +36,15 @@ def first_lines(request: RunRequest, launcher: Launcher) -> str:
 
 
 def open_folder(status: Status) -> None:
-    """Makes the run folder and writes that the run has begun."""
+    """Makes the run folder, clears it of what a killed run was writing, and writes that the run has begun."""
+    out = status.path.parent
     try:
-        (status.path.parent / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        for folder in (out, out / "validation"):
+            remove_leftovers(folder)
         status.write("running")
     except OSError as error:
-        raise ValueError(
-            f"--out {status.path.parent} cannot be written ({error.strerror}): name another, or make room"
-        ) from None
+        raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None
 
 
 def make_trainer(request: RunRequest, mesh: Mesh, data: TrainingData, status: Status) -> Trainer:

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,35 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def remove_leftovers(folder: Path, idle_s: float = 3600.0) -> None:
+    """Removes the temporary files that killed writers of ``whole_file`` left in a folder.
+
+    - ``idle_s``: how long nobody may have written to one of another host; on this host its process must be gone
+    """
+    for path in folder.glob(".*.tmp"):
+        owner, _, pid = path.name.removesuffix(".tmp").rpartition(".")
+        with suppress(OSError):  # another process may remove it too
+            if not pid.isdigit():
+                continue
+            if owner.endswith(f".{socket.gethostname()}"):
+                is_left = not _runs(int(pid))
+            else:
+                is_left = time.time() - path.stat().st_mtime > idle_s
+            if is_left:
+                path.unlink()
+
+
+def _runs(pid: int) -> bool:
+    """Returns whether a process of this host exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:

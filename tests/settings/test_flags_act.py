@@ -160,6 +160,7 @@ ELSEWHERE = {
     "targets": "test_exclusive_labels_are_learned_by_a_softmax_and_tiles_are_drawn_anywhere",
     "output_bias": "test_biases_of_the_outputs_are_torchs_own", "out": "test_what_people_watch",
     "workers": "test_workers_die_with_a_killed_trainer",
+    "again": "test_make_train_again_continues_what_was_interrupted_and_else_takes_the_next_folder",
     "clip": "test_clipping_bounds_what_the_optimizer_sees", "val_every": "test_validation_comes_as_often_as_told",
     "weights": "test_weights_are_taken", "resume": "test_a_run_that_had_to_leave_goes_on_to_the_same_bits",
     "checkpoint_minutes": "test_a_run_that_loses_a_rank_at_every_moment_in_turn_ends_with_the_same_bits",

@@ -1,5 +1,6 @@
 """Settings of a resumed run: what it keeps, what may change, and its tiles per step."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from seqpar.launch.training import request
 from seqpar.launch.training.setup import first_lines
 from tests.support.configs import config_of
 from tests.support.folders import write_json
+from tests.support.pages import ROOT
 
 
 def test_a_run_that_goes_on_keeps_its_network_and_takes_new_wishes(flags):
@@ -58,6 +60,39 @@ def test_another_preset_is_refused_in_a_run_that_goes_on_and_its_flags_are_judge
         order("--preset debug --resume")
     with pytest.raises(ValueError, match="--skips would do nothing: --decoder plain"):
         order("--skips monai --resume")  # the default preset here has another decoder
+
+
+def test_make_train_again_continues_what_was_interrupted_and_else_takes_the_next_folder(tmp_path, monkeypatch):
+    (line,) = re.findall(r"launch/train\.py (.*)", (ROOT / "Makefile").read_text())
+    monkeypatch.chdir(tmp_path)
+
+    def order(*more: str) -> tuple[str, bool, str]:
+        asked = request.read_request([*line.split(), "--preset", "debug", *more], Launcher("alone"))
+        assert not asked.config.again, "a saved run would take another folder again"
+        request.refuse_other_run(asked.config)
+        return asked.config.out, asked.config.resume, first_lines(asked, Launcher("alone")).splitlines()[0]
+
+    def leave(out: str, state: str, code: int = 0) -> None:
+        config = replace(PRESETS["debug"](), batch=2, out=out)
+        write_json(tmp_path / out / "config.json", describe_run(config, "debug", {}, {"data": 1}))
+        write_json(tmp_path / out / "status.json", {"state": state, "code": code})
+
+    assert order()[:2] == ("runs/phantom", False)
+    for state, code in (("running", 0), ("preempted", 75), ("failed", 1)):
+        leave("runs/phantom", state, code)
+        assert order()[:2] == ("runs/phantom", True)
+    leave("runs/phantom", "finished")
+    out, resumes, first = order()
+    assert (out, resumes) == ("runs/phantom-2", False)
+    assert first == "--again: runs/phantom holds a run that has ended, so this one goes into runs/phantom-2"
+    leave("runs/phantom-2", "failed", 5)
+    assert order()[:2] == ("runs/phantom-3", False)
+    leave("runs/phantom-2", "preempted", 75)
+    assert order()[:2] == ("runs/phantom-2", True)
+    with pytest.raises(ValueError, match="--again needs no --resume"):
+        order("--resume")
+    with pytest.raises(ValueError, match="--again needs --out"):
+        request.read_request(["--again"], Launcher("alone"))
 
 
 @pytest.mark.parametrize(("groups", "expected"), [(1, (2, 4)), (2, (2, 2)), (4, (2, 1)), (8, (1, 1))])

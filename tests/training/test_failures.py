@@ -12,7 +12,8 @@ import torch
 
 from seqpar.data.errors import DataError
 from seqpar.launch import train
-from seqpar.launch.training import after_step, request, trainer, validation
+from seqpar.launch.runs.run_folder import Status
+from seqpar.launch.training import after_step, failure, request, setup, trainer, validation
 from seqpar.launch.weights import checkpoint
 from tests.support.training_runs import (
     Launch,
@@ -159,6 +160,39 @@ def test_a_mistake_of_our_own_is_a_failed_run_with_a_traceback(flags, tmp_path):
     hook = at(trainer.Trainer, "_backward", 0, stumble)
     failed = trained(1, flags, tmp_path / "run", expect=1, hook=hook)
     assert "Traceback" in failed.said() and "KeyError" in status(tmp_path / "run")["why"]
+
+
+@pytest.mark.parametrize("stuck", ["syncing", "writing"])
+def test_a_disk_that_does_not_answer_holds_up_no_rank_that_fails(flags, tmp_path, stuck):
+    def hang(*of: object, **more: object) -> None:
+        time.sleep(100)
+
+    def stumble() -> None:
+        if stuck == "syncing":
+            os.fsync = hang
+        else:
+            failure.Status.write, failure.WRITE_S = hang, 0.5
+        raise KeyError("nothing")
+
+    hook = at(trainer.Trainer, "_backward", 0, stumble)
+    with Launch(1, flags, tmp_path / "run", hook) as launch:
+        assert launch.wait(30) == [1] and "KeyError" in launch.said()
+    assert status(tmp_path / "run")["state"] == ("failed" if stuck == "syncing" else "running")
+
+
+def test_what_a_killed_run_was_writing_is_cleared_when_its_folder_is_opened(flags, tmp_path):
+    out = tmp_path / "run"
+    (out / "validation").mkdir(parents=True)
+    host = socket.gethostname()
+    gone = [out / f".progress.png.{host}.{2**22 + 1}.tmp", out / "validation" / f".c_000.nii.gz.{host}.{2**22 + 1}.tmp"]
+    gone.append(out / ".status.json.another.host.7.tmp")
+    stay = [out / f".progress.png.{host}.{os.getpid()}.tmp", out / ".status.json.another.host.8.tmp", out / ".mine.tmp"]
+    for path in gone + stay:
+        path.touch()
+    os.utime(gone[-1], (0, 0))
+    setup.open_folder(Status(out))
+    assert not [path for path in gone if path.exists()] and all(path.exists() for path in stay)
+    assert status(out)["state"] == "running"
 
 
 def test_a_full_disk_costs_a_checkpoint_but_not_the_run(flags, undisturbed, tmp_path):
