@@ -24,7 +24,8 @@ def undocumented(offered: Callable[..., Any]) -> list[str]:
     makers = [offered.__init__] if inspect.isclass(offered) else []  # type: ignore[misc]
     if any(maker.__module__.startswith("torch.") for maker in makers):
         return []
-    texts = [offered.__doc__ or "", *(maker.__doc__ or "" for maker in makers)]
+    classes = [one for one in inspect.getmro(offered) if one.__module__.startswith("seqpar")] if makers else [offered]
+    texts = [one.__doc__ or "" for one in (*classes, *makers)]
     named = set(re.findall(r"``(\w+)``", " ".join(texts)))
     own = [
         p.name
