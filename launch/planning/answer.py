@@ -148,7 +148,7 @@ def flags(config: Config, preset: str) -> list[str]:
     start, line = PRESETS[preset](), ["--preset", preset]
     for f in dataclasses.fields(Config):
         value: Any = getattr(config, f.name)
-        if value == getattr(start, f.name) and f.name != "seqpar":
+        if value == getattr(start, f.name) and f.name != "seqpar" or value == ():
             continue
         if isinstance(value, bool):
             line.append(f"--{'' if value else 'no-'}{dashed(f.name)}")

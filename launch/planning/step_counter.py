@@ -18,6 +18,7 @@ from seqpar.launch.hardware.operations import Operation
 from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.optimization.optimizers import OPTIMIZERS
 from seqpar.launch.planning.memory_counter import MemoryCounter, as_autocast
 from seqpar.launch.planning.outline import outline
 from seqpar.launch.planning.saved_bytes import Saved
@@ -196,7 +197,8 @@ def _update(config: Config, net: nn.Module, work: _Work, on_gpu: bool) -> tuple[
             p.grad = torch.empty_like(p)
         optimizer = make_optimizer(config, net)
         for group in optimizer.param_groups:
-            group["foreach"] = on_gpu and not config.shard_weights  # torch's own choice: all at once, or in turn
+            # torch's own choice: all at once, or in turn
+            group["foreach"] = on_gpu and not config.shard_weights and not OPTIMIZERS[config.optimizer].whole
         before, counter.phase = counter.now, "update"
         optimizer.step()
     states = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))

@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
 
+from seqpar.launch.optimization.optimizers import OPTIMIZERS
 from seqpar.launch.settings.config import AUTO, Config, dashed
 from seqpar.launch.settings.presets import PRESETS
 
 # Beside the network's settings, what a resumed run cannot change: its weights or optimizer states depend on it.
-_FIXED = ("tile", "patch", "optimizer", "spacing")
+_FIXED = ("tile", "patch", "targets", "optimizer", "amsgrad", "spacing")
+
+
+# How ranks share a tile.
+_OF_GROUPS = ("split", "mode", "attention", "keep_kv", "heads_per_chunk")
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,11 +31,14 @@ def parse(arguments: Sequence[str], default_preset: str) -> tuple[str, Config, s
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()
     }
+    start = PRESETS[preset]()
+    if len({values.get("optimizer", start.optimizer), start.optimizer} | {"adam", "adamw"}) > 2:
+        values.setdefault("betas", ())  # a preset's are its optimizer's
     if len(values.get("tile", ())) == 1:
         values["tile"] *= 3
     if values.get("weights"):
         values["weights"] = os.path.abspath(values["weights"])  # the run may be resumed from another folder
-    return preset, replace(PRESETS[preset](), **values), set(values)
+    return preset, replace(start, **values), set(parsed)
 
 
 def _parser(default_preset: str) -> Parser:
@@ -87,12 +95,19 @@ def _size(text: str) -> int:
 
 def refuse_idle(config: Config, names: set[str]) -> None:
     """Refuses settings on the command line (``names``) without effect on the run of ``config``."""
+    kind = OPTIMIZERS[config.optimizer]
+    takes = "one number, its momentum: give it alone" if len(kind.betas) == 1 else "none: leave it out"
     terms, calls = config.loss_terms, f"--loss {config.loss} has no"
     is_open = config.seqpar == AUTO or not config.batch or (config.seqpar > 1 and config.attention == "auto")
     for name, acts, why in (
         ("phantoms", not config.data, "--data is there: leave one of both out"),
         ("skips", config.decoder == "unetr", f"--decoder {config.decoder} takes no skips: leave it out"),
         ("decoder_width", config.decoder != "primus", "--decoder primus finds its width itself: leave it out"),
+        ("interpolation", config.augment != "none", "--augment none deforms nothing: leave it out"),
+        ("betas", len(config.betas) <= len(kind.betas), f"--optimizer {config.optimizer} takes {takes}"),
+        ("amsgrad", kind.has_amsgrad or not config.amsgrad, "only adam and adamw have it: leave it out"),
+        ("decay_epochs", config.schedule == "step", f"--schedule {config.schedule} has no steps: leave it out"),
+        ("decay_factor", config.schedule == "step", f"--schedule {config.schedule} has no steps: leave it out"),
         ("loss_weights", len(terms) > 1, f"--loss {config.loss} has one term: leave it out"),
         ("dice", "dice" in terms, f"{calls} Dice: leave it out"),
         ("dice_background", "dice" in terms, f"{calls} Dice: leave it out"),
@@ -102,6 +117,15 @@ def refuse_idle(config: Config, names: set[str]) -> None:
     ):
         if name in names and not acts:
             raise ValueError(f"--{dashed(name)} would do nothing: {why}")
+
+
+def idle_in_groups_of_one(config: Config, names: set[str]) -> str:
+    """Returns a line on settings of the command line (``names``) that do nothing where no ranks share a tile.
+
+    They are not refused, since a sweep over ``--seqpar`` begins there; "" where there is none.
+    """
+    idle = [f"--{dashed(name)}" for name in _OF_GROUPS if name in names]
+    return f"{', '.join(idle)}: no effect with --seqpar 1" if idle and config.seqpar == 1 else ""
 
 
 def continued(saved: Config, now: Config, names: set[str]) -> Config:
@@ -116,6 +140,11 @@ def continued(saved: Config, now: Config, names: set[str]) -> Config:
                 f"--{dashed(name)} cannot change in a run that goes on ({getattr(saved, name)} so far): leave it out, "
                 f"or begin another run with --weights {now.out}/model.safetensors"
             )
+    began_without = saved.optimizer == "rmsprop" and not any(saved.betas[:1])
+    if "betas" in names and began_without and now.betas[0] > 0:
+        raise ValueError(
+            "--betas cannot begin with a momentum in a run that goes on without: rmsprop has no state of it"
+        )
     if "weights" in names and now.weights != (saved.weights and os.path.abspath(saved.weights)):
         began = f"from {saved.weights}" if saved.weights else "without"
         raise ValueError(

@@ -11,7 +11,9 @@ from typing import Any
 
 from seqpar.attention.strategies import NAMES, check_strategy
 from seqpar.data.preparation.recipe import PrepareSettings
-from seqpar.data.sampling.augmentation_presets import RECIPES
+from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES
+from seqpar.launch.optimization.optimizers import OPTIMIZERS
+from seqpar.launch.optimization.schedules import SCHEDULES
 from seqpar.layout import SPLITS, Layout
 from seqpar.losses.loss import check_weights
 from seqpar.losses.table import LOSSES, LossOptions
@@ -38,6 +40,9 @@ NOT_NEGATIVE = Bounds(lambda value: 0 <= value < math.inf, "it must not be negat
 ABOVE_0 = Bounds(lambda value: 0 < value < math.inf, "it must be above 0")
 BELOW_1 = Bounds(lambda value: 0 <= value < 1, "it must lie in [0, 1)")
 GAMMA = Bounds(lambda value: value == 0 or 1 <= value < math.inf, "it must be 0, or at least 1; 2 is usual")
+_OWN_BETAS = ", ".join(
+    f"{name} {' '.join(f'{beta:g}' for beta in kind.betas)}" for name, kind in OPTIMIZERS.items() if kind.betas
+)
 
 
 def _share(usual: float) -> Bounds:
@@ -81,6 +86,9 @@ class Config:
     fold: str = _data("0", "held-out fold: number of nnU-Net's or the data set's own, 90:10, or all", metavar="FOLD")
     workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE)
     augment: str = _data("light", "augmentation", choices=tuple(RECIPES))
+    interpolation: str = _data(
+        "linear", "how a deformed image is interpolated; batchgenerators takes cubic", choices=tuple(ORDERS)
+    )
     synthesis: float = _data(
         0.0, "share of tiles that get a synthetic tumour in place of the real one", bounds=_share(0.5)
     )
@@ -131,10 +139,15 @@ class Config:
     epochs: int = _training(200, "epochs", bounds=AT_LEAST_1)
     iterations: int = _training(50, "steps per epoch", bounds=AT_LEAST_1)
     lr: float = _training(1e-4, "highest learning rate", bounds=ABOVE_0)
-    optimizer: str = _training("adam", "optimizer", choices=("adam", "adamw", "sgd"))
+    optimizer: str = _training("adam", "optimizer", choices=tuple(OPTIMIZERS))
     weight_decay: float = _training(0.0, "weight decay (not of norms, biases, positions)", bounds=NOT_NEGATIVE)
-    betas: tuple[float, ...] = _training((0.9, 0.999), "Adam's two decay rates (sgd: the first is its momentum)")
-    schedule: str = _training("cosine", "learning rate schedule", choices=("cosine", "poly", "constant"))
+    betas: tuple[float, ...] = _training(
+        (), f"decay rates: two of Adam, sgd's momentum, rmsprop's momentum and decay ({_OWN_BETAS})"
+    )
+    amsgrad: bool = _training(False, "divide by the largest of Adam's second moments so far")
+    schedule: str = _training("cosine", "learning rate schedule", choices=tuple(SCHEDULES))
+    decay_epochs: int = _training(0, "with --schedule step: epochs after which the rate falls", bounds=NOT_NEGATIVE)
+    decay_factor: float = _training(0.1, "with --schedule step: by what it is multiplied then", bounds=ABOVE_0)
     warmup: int = _training(0, "epochs of linear warm-up", bounds=NOT_NEGATIVE)
     clip: float = _training(0.0, "largest global gradient norm; 0: no clipping", bounds=NOT_NEGATIVE)
     precision: str = _training("fp32", "arithmetic", choices=PRECISIONS)
@@ -203,8 +216,18 @@ class Config:
             check_strategy(self.attention, self.seqpar, self.heads, self.keep_kv)
 
     def _check_run(self) -> None:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"--betas {' '.join(map(str, self.betas))}: two numbers in [0, 1), such as 0.9 0.999")
+        kind = OPTIMIZERS[self.optimizer]
+        if self.betas and (len(self.betas) < len(kind.betas) or not all(0 <= beta < 1 for beta in self.betas)):
+            count = {1: "a number", 2: "two numbers"}.get(len(kind.betas), "numbers")
+            usual = " ".join(f"{beta:g}" for beta in kind.betas)
+            raise ValueError(f"--betas {' '.join(map(str, self.betas))}: {count} in [0, 1), such as {usual}")
+        if self.shard_weights and kind.whole:
+            raise ValueError(
+                f"--shard-weights: a step of {self.optimizer} looks at whole parameters, which no rank then has: "
+                "leave it out, or take another --optimizer"
+            )
+        if self.schedule == "step" and not self.decay_epochs:
+            raise ValueError("--schedule step needs --decay-epochs, the epochs after which the rate falls")
         if self.loss_weights:
             try:
                 check_weights(self.loss_weights, self.loss_terms)

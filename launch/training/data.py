@@ -8,6 +8,7 @@ from seqpar.data.phantom.builtin import phantom
 from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.prepare import PrepareSettings, prepared
 from seqpar.data.sampling.augmentation import augment
+from seqpar.data.sampling.augmentation_presets import ORDERS
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.workers import silent
@@ -82,6 +83,7 @@ def training_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Confi
         config.augment,
         config.tile,
         synthesis,
+        order=ORDERS[config.interpolation],
         outside_label=dataset.ignore_label or 0,
         keep_background=keep_background,
     )

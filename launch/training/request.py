@@ -15,7 +15,7 @@ from seqpar.launch.planning.auto_settings import choose
 from seqpar.launch.planning.batch_size import hold_global_batch, keep_global_batch
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.runs.run_folder import read_config
-from seqpar.launch.settings.command_line import continued, parse, refuse_idle
+from seqpar.launch.settings.command_line import continued, idle_in_groups_of_one, parse, refuse_idle
 from seqpar.launch.settings.config import AUTO, Config
 from seqpar.launch.training.data import TrainingData, open_data
 
@@ -29,6 +29,7 @@ class RunRequest:
 
     ``preset_reason`` says why the preset is this one. ``choices`` holds what the planner chose, by name: a sentence,
     then lines with figures. ``data`` is set where the planner needed its channels, so that it is opened once.
+    ``idle`` is a line on flags that do nothing here.
     """
 
     config: Config
@@ -36,6 +37,7 @@ class RunRequest:
     preset_reason: str
     choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
     data: TrainingData | None = None
+    idle: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
     elif config.global_batch > 0:
         config = hold_global_batch(config, num_groups, line.numbers("batch", "accumulate"))
     refuse(config)
-    return RunRequest(config, preset, reason, choices, data)
+    return RunRequest(config, preset, reason, choices, data, idle_in_groups_of_one(config, line.flags))
 
 
 def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:

@@ -22,7 +22,7 @@ from seqpar.mesh import Mesh
 
 
 def first_lines(request: RunRequest, launcher: Launcher) -> str:
-    """Returns what a run prints first: each choice of the planner, then preset, ranks and main settings."""
+    """Returns what a run prints first: choices of the planner, preset, ranks and main settings, idle flags."""
     config, world = request.config, launcher.world
     line = (
         f"seqpar: preset {request.preset} ({request.preset_reason}); {world} rank{'s' if world > 1 else ''} = "
@@ -32,7 +32,7 @@ def first_lines(request: RunRequest, launcher: Launcher) -> str:
     )
     if config.accumulate > 1:
         line += f", {config.accumulate} times a step"
-    return "\n".join([*(lines[0] for lines in request.choices.values()), line])
+    return "\n".join([*(lines[0] for lines in request.choices.values()), line, *filter(None, [request.idle])])
 
 
 def open_folder(status: Status) -> None:

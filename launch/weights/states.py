@@ -27,11 +27,13 @@ def fill_optimizer(net: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple
     parameters = dict(net.named_parameters())
     for key, value in tensors:
         name, _, entry = key.rpartition("/")
-        own = value
-        if entry != "step":
-            own = torch.zeros_like(parameters[name])
+        own, parameter = value, parameters[name]
+        if entry != "step" and value.shape == parameter.shape:
+            own = torch.zeros_like(parameter)
             fill(own, value)
-        optimizer.state[parameters[name]][entry] = own
+        elif entry != "step":  # Adafactor's rows and columns, which are not sharded
+            own = value.to(parameter.device)
+        optimizer.state[parameter][entry] = own
 
 
 def whole_tensors(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:

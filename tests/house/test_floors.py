@@ -25,7 +25,7 @@ GROUND = """
     data.sampling data.phantom
     decoders.levels
     decoders.modes decoders.plain decoders.unetr decoders.primus decoders.unets
-    launch.job launch.hardware launch.settings launch.evaluation
+    launch.job launch.hardware launch.optimization launch.settings launch.evaluation
     launch.models
     launch.weights launch.planning
     launch.runs

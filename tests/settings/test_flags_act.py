@@ -99,6 +99,7 @@ ACTS = {
     "fold": ("--fold 1", lambda c: open_data(c, True).held_out_ids),
     "phantoms": ("--phantoms 9", phantom_cases),
     "augment": ("--augment full", lambda c: tile_of(c).tolist()),
+    "interpolation": ("--augment full --interpolation cubic", lambda c: open_data(c, True).tiles.augmentation.order),
     "synthesis": ("--foreground 1 --synthesis 1", lambda c: tile_of(c).tolist()),
     "foreground": ("--foreground 0.5", lambda c: open_data(c, True).tiles.foreground),
     "attention": ("--seqpar 2 --attention ulysses", attention_of),
@@ -132,6 +133,7 @@ ACTS = {
     "optimizer": ("--optimizer sgd", lambda c: type(make_optimizer(c, net_of(c)))),
     "weight_decay": ("--weight-decay 0.1", lambda c: group_of(c)["weight_decay"]),
     "betas": ("--betas 0.8 0.9", lambda c: group_of(c)["betas"]),
+    "amsgrad": ("--amsgrad", lambda c: group_of(c)["amsgrad"]),
     "schedule": ("--schedule constant", rates),
     "warmup": ("--warmup 1", rates),
     "time_limit": ("--time-limit 1:00:00", lambda c: seconds(c.time_limit)),
@@ -158,6 +160,7 @@ TRAINER = {
 # Seen elsewhere: tests/test_training.py and the tests below.
 ELSEWHERE = {
     "targets": "test_exclusive_labels_are_learned_by_a_softmax_and_tiles_are_drawn_anywhere",
+    "decay_epochs": "test_step_decay_is_torchs", "decay_factor": "test_step_decay_is_torchs",
     "output_bias": "test_biases_of_the_outputs_are_torchs_own", "out": "test_what_people_watch",
     "workers": "test_workers_die_with_a_killed_trainer",
     "again": "test_make_train_again_continues_what_was_interrupted_and_else_takes_the_next_folder",

@@ -16,6 +16,7 @@ from seqpar.launch.runs.run_folder import describe_run
 from seqpar.launch.settings.config import Config
 from seqpar.launch.settings.presets import debug, laptop
 from seqpar.launch.training.request import read_request
+from seqpar.launch.training.setup import first_lines
 from tests.support.folders import write_json
 from tests.support.training_runs import losses, trained
 
@@ -44,6 +45,17 @@ def test_a_sweep_over_seqpar_holds_it_by_accumulation(line: str, world: int, exp
     assert (config.batch, config.accumulate) == expected
     assert world // config.seqpar * config.batch * config.accumulate == 32
     assert (request(line, world).accumulate == 1) == ("accumulate" not in line), "the control: it is not held by itself"
+
+
+def test_a_sweep_begins_with_flags_that_do_nothing_on_one_rank_and_says_so() -> None:
+    line = "--split ordered --attention gather-kv --keep-kv --mode nogather --heads-per-chunk 1 --batch 2"
+    said = {}
+    for world in (1, 2):
+        found = read_request([*SIZES.split(), *line.split(), "--seqpar", str(world)], Launcher("test", 0, world))
+        said[world] = first_lines(found, Launcher("test", 0, world)).splitlines()
+    flags = "--split, --mode, --attention, --keep-kv, --heads-per-chunk"
+    assert said[1][1:] == [f"{flags}: no effect with --seqpar 1"] and len(said[2]) == 1
+    assert read_request([*SIZES.split(), "--lr", "1"], Launcher("alone")).idle == "", "presets are not told"
 
 
 def test_what_does_not_make_it_is_refused_with_what_does() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from seqpar.data.sampling.augmentation_presets import RECIPES, Chance, Recipe
+from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES, Chance, Recipe
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.warp import Size, Warp, apply_warp, draw_offsets, rotate, rotated_size
 
@@ -40,7 +40,7 @@ class Augmentation:
     def __post_init__(self) -> None:
         if len(self.tile_size) not in (2, 3) or min(self.tile_size) < 1:
             raise ValueError(f"a tile has two or three sizes of 1 or more, got {self.tile_size}")
-        if self.order not in (1, 3):
+        if self.order not in ORDERS.values():
             raise ValueError(f"the interpolation order is 1 (linear) or 3 (cubic), got {self.order}")
         for step, chance in self._chances():
             if not 0 <= chance.probability <= 1 or chance.low > chance.high:
@@ -66,15 +66,13 @@ class Augmentation:
         """Returns the names of the steps that act on this seed's tile."""
         return tuple(self._draws(seed))
 
-    def __call__(self, image: Image, label: Label, seed: int | np.random.Generator) -> tuple[Image, Label]:
+    def __call__(self, image: Image, label: Label, seed: int) -> tuple[Image, Label]:
         """Returns the tile in the middle of a source; ``source_size`` and ``needed_size`` give the same tile."""
         if image.shape[1:] != label.shape or any(n < t for n, t in zip(label.shape, self.tile_size)):
             raise ValueError(
                 f"a tile {self.tile_size} needs image and label of that size or larger, "
                 f"got {image.shape[1:]} and {label.shape}; pad them, or choose a smaller tile"
             )
-        if isinstance(seed, np.random.Generator):
-            seed = int(seed.integers(2**63))
         draws = self._draws(seed)
         warp = self._warp(draws)
         if "synthesis" in draws:

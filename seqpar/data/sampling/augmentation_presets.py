@@ -71,4 +71,5 @@ def paper() -> Recipe:
     return Recipe(rotation=Chance(0.2, -30, 30), scaling=Chance(0.2, 0.7, 1.4), elastic=Chance(0.2, 0, 900))
 
 
+ORDERS = {"linear": 1, "cubic": 3}  # of the image's interpolation; labels take the nearest
 RECIPES: dict[str, Callable[[], Recipe]] = {"none": none, "light": light, "full": full, "paper": paper}

@@ -1,0 +1,48 @@
+"""Schedules of the learning rate by name: its share of the highest. A new one is a function and a line of SCHEDULES."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run is after its warm-up: ``step`` of ``steps``, and the steps and factor of a step decay."""
+
+    step: int
+    steps: int
+    decay_steps: int = 0
+    decay_factor: float = 0.1
+
+    @property
+    def done(self) -> float:
+        """The share of the steps that is done."""
+        return self.step / max(self.steps, 1)
+
+
+def cosine(moment: Moment) -> float:
+    """Returns half a cosine, from 1 down to 0 after the last step."""
+    return 0.5 * (1 + math.cos(math.pi * moment.done))
+
+
+def poly(moment: Moment) -> float:
+    """Returns nnU-Net's polynomial of power 0.9, from 1 down to 0 after the last step."""
+    return float((1 - moment.done) ** 0.9)
+
+
+def constant(moment: Moment) -> float:
+    """Returns 1."""
+    return 1.0
+
+
+def step(moment: Moment) -> float:
+    """Returns a power of the decay's factor, one more after each decay_steps (torch: StepLR)."""
+    return moment.decay_factor ** (moment.step // moment.decay_steps)
+
+
+SCHEDULES: dict[str, Callable[[Moment], float]] = {
+    "cosine": cosine,
+    "poly": poly,
+    "constant": constant,
+    "step": step,
+}
