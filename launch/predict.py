@@ -64,6 +64,7 @@ def _request(options: argparse.Namespace) -> Request:
         checkpoints=tuple(options.checkpoint or ["best"]),
         mode=options.mode,
         probabilities=options.probabilities,
+        statistics=options.statistics,
         resume=options.resume,
     )
 
@@ -82,7 +83,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 def _parser() -> Parser:
     parser = Parser("predict", description="Predicts label maps with a trained run.", allow_abbrev=False)
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run folder that train wrote")
+    add("run", type=Path, metavar="RUN", help="run folder that train wrote, or archive that export wrote")
     add("-i", "--input", nargs="+", required=True, metavar="PATH", help="data set, folder or list of images, or files")
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write the label maps to")
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
@@ -95,6 +96,7 @@ def _parser() -> Parser:
     add("--mirror", nargs="*", choices=list(DIRECTIONS),
         help="average over flips along these directions, all three if none is named (default: no flips)")  # fmt: skip
     add("--probabilities", action="store_true", help="also write a volume of probabilities per network output")
+    add("--statistics", action="store_true", help="also write statistics.csv: ml and mean intensity per case and class")
     add("--min-component", default="0", metavar="SIZE",
         help="remove connected components below this size: 50 (mm3) or 20voxels (default 0: keep all)")  # fmt: skip
     add("--continue", action="store_true", dest="resume", help="skip the cases that are already predicted")

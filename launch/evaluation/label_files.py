@@ -15,7 +15,7 @@ from seqpar.data.files import strip_suffix
 from seqpar.data.formats.brats import read_brats
 from seqpar.data.formats.recognise import Dataset, describe
 from seqpar.data.geometry import Geometry, differs, to_canonical
-from seqpar.data.volumes import SUFFIXES, read_volume
+from seqpar.data.volumes import SUFFIXES, output_suffix, read_volume
 from seqpar.launch.evaluation.classes import Labels
 from seqpar.launch.evaluation.scores import Scores, score
 
@@ -39,7 +39,7 @@ def dataset_at(truth: Path) -> Dataset | None:
 
 
 def list_label_files(folder: Path) -> dict[str, list[Path]]:
-    """Returns the NIfTI files of a folder by name without suffix, hidden files left out."""
+    """Returns the label maps of a folder by name without suffix, hidden files left out."""
     cases: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         if path.name.endswith(SUFFIXES) and path.is_file() and not path.name.startswith("."):
@@ -55,7 +55,7 @@ def match_cases(truth: Path, prediction: Path, dataset: Dataset | None = None) -
     """
     for path in (truth, prediction) if dataset is None else (prediction,):
         if not path.exists():
-            raise DataError(path, "does not exist: give a folder of NIfTI label maps, or one file")
+            raise DataError(path, "does not exist: give a folder of label maps, or one file")
     if dataset is None and truth.is_file() and prediction.is_file():
         return [Pair(strip_suffix(truth.name), truth, prediction)], []
     if prediction.is_file() or (dataset is None and truth.is_file()):
@@ -75,7 +75,8 @@ def match_cases(truth: Path, prediction: Path, dataset: Dataset | None = None) -
         if duplicates:
             faults.append(DataError(duplicates[0], f"is there as {duplicates[1].name} too: keep one of them"))
         elif not predictions:
-            faults.append(DataError(prediction / f"{case}.nii.gz", "is missing, the truth has this case"))
+            path = prediction / f"{case}{output_suffix(truths[0])}"
+            faults.append(DataError(path, "is missing, the truth has this case"))
         elif not truths:
             faults.append(DataError(predictions[0], f"has no truth of this name in {truth}"))
         else:

@@ -8,14 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from seqpar.consensus import by_first
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.prediction_inputs import find_inputs
-from seqpar.data.preparation.case import Prepared, prepare_case
+from seqpar.data.preparation.case import Prepared, load_case, prepare_loaded
 from seqpar.data.preparation.recipe import Recipe
+from seqpar.launch.evaluation.classes import labels_of_declaration
+from seqpar.launch.inference.class_statistics import ClassStatistics
 from seqpar.launch.inference.prediction_folder import PredictionFolder
 from seqpar.launch.inference.predictor import Predictor, Settings
 from seqpar.launch.inference.whole_volume_memory import footprint
@@ -31,7 +34,7 @@ class Request:
 
     ``inputs`` name a data set, a folder or list of images, or files. ``checkpoints`` are "best", "latest" or files of
     weights; several are an ensemble. ``mode`` says how ranks decode a window that they share, "" that the run decides.
-    ``resume`` skips the cases that are already predicted.
+    ``statistics`` writes statistics.csv too. ``resume`` skips the cases that are already predicted.
     """
 
     inputs: tuple[str, ...]
@@ -39,6 +42,7 @@ class Request:
     checkpoints: tuple[str, ...] = ("best",)
     mode: str = ""
     probabilities: bool = False
+    statistics: bool = False
     resume: bool = False
 
 
@@ -49,7 +53,8 @@ def predict_cases(request: Request, settings: Settings, run: Run, mesh: Mesh) ->
     """
     weights = [find_weights(run, name) for name in request.checkpoints]
     predictor = Predictor(run, load_nets(run, weights, mesh, request.mode), settings, mesh)
-    folder = PredictionFolder(request.output, run.outputs if request.probabilities else ())
+    statistics = _statistics(request.output, run) if request.statistics else None
+    folder = PredictionFolder(request.output, run.outputs if request.probabilities else (), statistics)
     # Only the first rank reads the inputs and the folder; the others get the cases from it.
     plan = by_first(lambda: _plan(folder, request, _record(request, settings, run, weights, mesh), run), mesh.world)
     cases = [Case(name, tuple(map(Path, images))) for name, images in plan["cases"]]
@@ -60,7 +65,7 @@ def predict_cases(request: Request, settings: Settings, run: Run, mesh: Mesh) ->
         print(f"predicting {len(cases)} cases{done} by {files}; {_ranks_line(request, run, mesh)}", flush=True)
         for fault in faults:
             print(f"error: {fault}", file=sys.stderr, flush=True)
-    prepared_cases = _PreparedCases(cases, run.recipe)
+    prepared_cases = _PreparedCases(cases, run.recipe, keep_images=request.statistics)
     for number, case in enumerate(cases):
         try:
             _predict_case(predictor, folder, prepared_cases, number)
@@ -84,9 +89,19 @@ def _record(request: Request, settings: Settings, run: Run, weights: Sequence[Pa
         "settings": {**asdict(settings), "mirror": list(settings.mirror)},
         "probabilities": request.probabilities,
     }
+    if request.statistics:
+        record["statistics"] = True
     if (request.mode or fitting_mode(run)) == "nogather":  # what a rank sees then depends on the size of the group
         record["seqpar"] = mesh.seq.size
     return record
+
+
+def _statistics(folder: Path, run: Run) -> ClassStatistics:
+    """Returns the statistics of the run's labels and regions, in the files' label values."""
+    values = run.recipe.values
+    labels = {name: values[n] for name, n in run.labels.items()}
+    regions = {name: tuple(values[n] for n in members) for name, members in run.regions.items()}
+    return ClassStatistics(folder, labels_of_declaration(labels, regions, None).classes, run.recipe.modalities)
 
 
 def _plan(folder: PredictionFolder, request: Request, record: dict[str, Any], run: Run) -> dict[str, Any]:
@@ -111,19 +126,28 @@ def _ranks_line(request: Request, run: Run, mesh: Mesh) -> str:
 
 
 class _PreparedCases:
-    """The cases, each prepared in a thread while the network is busy with the one before; for the first rank."""
+    """The cases, each prepared in a thread while the network is busy with the one before; for the first rank.
 
-    def __init__(self, cases: Sequence[Case], recipe: Recipe) -> None:
-        self.cases, self.recipe = cases, recipe
+    ``image``: of the case that was taken last, canonical ``c W D H`` in the files' numbers, where images are kept.
+    """
+
+    def __init__(self, cases: Sequence[Case], recipe: Recipe, keep_images: bool) -> None:
+        self.cases, self.recipe, self.keep_images = cases, recipe, keep_images
+        self.image: np.ndarray | None = None
         self._pool = ThreadPoolExecutor(1)
-        self._started: dict[int, Future[Prepared]] = {}
+        self._started: dict[int, Future[tuple[Prepared, np.ndarray | None]]] = {}
 
     def take(self, number: int) -> Prepared:
         """Returns the case with that number once it is prepared, and starts to prepare the next one."""
         for index in range(number, min(number + 2, len(self.cases))):
             if index not in self._started:
-                self._started[index] = self._pool.submit(prepare_case, self.cases[index], self.recipe)
-        return self._started.pop(number).result()
+                self._started[index] = self._pool.submit(self._prepare, self.cases[index])
+        prepared, self.image = self._started.pop(number).result()
+        return prepared
+
+    def _prepare(self, case: Case) -> tuple[Prepared, np.ndarray | None]:
+        loaded = load_case(case, self.recipe)
+        return prepare_loaded(loaded, case, self.recipe), loaded.image if self.keep_images else None
 
 
 def _predict_case(predictor: Predictor, folder: PredictionFolder, prepared_cases: _PreparedCases, number: int) -> None:
@@ -146,7 +170,7 @@ def _predict_case(predictor: Predictor, folder: PredictionFolder, prepared_cases
         def write() -> None:
             assert prepared is not None
             labels = predictor.to_source(ids.numpy(), prepared.properties)
-            folder.write(case, labels, prepared.properties, probabilities)
+            folder.write(case, labels, prepared.properties, probabilities, prepared_cases.image)
 
         by_first(write, mesh.world)
     finally:

@@ -3,6 +3,8 @@
 FOLDER/prediction.json        how everything in it was predicted; written before anything else
 FOLDER/CASE.nii.gz            label map; the last file of its case: a case that has it is done
 FOLDER/probabilities/…        CASE_OUTPUT.nii.gz, where asked for
+FOLDER/statistics.csv         where asked for
+Images in .nrrd and .mha get files of their own format, DICOM series .nii.gz.
 """
 
 import re
@@ -20,8 +22,10 @@ from torch import Tensor
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json, write_json
 from seqpar.data.formats.dataset import Case
+from seqpar.data.geometry import to_canonical
 from seqpar.data.preparation.case import Properties, channel_to_source
-from seqpar.data.volumes import SUFFIXES, write_volume
+from seqpar.data.volumes import output_suffix, write_volume
+from seqpar.launch.inference.class_statistics import ClassStatistics
 
 RECORD, PROBABILITIES = "prediction.json", "probabilities"
 
@@ -29,11 +33,11 @@ RECORD, PROBABILITIES = "prediction.json", "probabilities"
 class PredictionFolder:
     """The folder of a prediction, written by the first rank alone.
 
-    ``outputs`` names the network outputs whose probabilities are written too, if any.
+    ``outputs`` names the network outputs whose probabilities are written too, if any. ``statistics`` gets every case.
     """
 
-    def __init__(self, folder: Path, outputs: Sequence[str] = ()) -> None:
-        self.folder, self.outputs = folder, tuple(outputs)
+    def __init__(self, folder: Path, outputs: Sequence[str] = (), statistics: ClassStatistics | None = None) -> None:
+        self.folder, self.outputs, self.statistics = folder, tuple(outputs), statistics
 
     def open(self, cases: Sequence[Case], record: dict[str, Any], resume: bool) -> list[Case]:
         """Returns the cases that are still to be predicted; removes what predictions of other settings left of them.
@@ -43,7 +47,7 @@ class PredictionFolder:
         previous = self._read_record()
         self._refuse_to_overwrite(cases, previous)
         if resume and previous is not None and previous != record:
-            changed = [name for name in record if previous.get(name) != record[name]]
+            changed = [name for name in {**record, **previous} if previous.get(name) != record.get(name)]
             raise DataError(
                 self.folder, f"was predicted with other settings ({', '.join(changed)}); choose another --output, or "
                 "leave --continue out to predict everything again"
@@ -55,7 +59,10 @@ class PredictionFolder:
                 for case in cases:
                     self.label_path(case).unlink(missing_ok=True)
             write_json(self.folder / RECORD, record)
-        return [case for case in cases if not self.label_path(case).is_file()]
+            left = [case for case in cases if not self.label_path(case).is_file()]
+            if self.statistics is not None:
+                self.statistics.open([case.id for case in cases if case not in left])
+        return left
 
     def _refuse_to_overwrite(self, cases: Sequence[Case], previous: dict[str, Any] | None) -> None:
         """Raises where a file would overwrite an input, another output, or a file that predict did not write."""
@@ -69,6 +76,8 @@ class PredictionFolder:
                 twice, f"would hold two of the outputs {', '.join(self.outputs)}: file names do not tell them apart; "
                 "leave --probabilities out, or rename an output in config.json of the run"
             )  # fmt: skip
+        if self.statistics is not None:
+            files.append(self.statistics.path)
         if previous is None and (foreign := [path for path in files if path.exists()]):
             raise DataError(
                 foreign[0], f"would be overwritten, and no {RECORD} beside it says that predict wrote it; "
@@ -79,18 +88,19 @@ class PredictionFolder:
         """Removes what a killed run left half written."""
         for name in (RECORD, *(case.id for case in cases)):
             for place in (self.folder, self.folder / PROBABILITIES):
-                for temporary in place.glob(f".{escape(name)}[._]*.tmp"):
+                for temporary in place.glob(f".{escape(name)}[._]*.tmp*"):
                     temporary.unlink()
 
     def label_path(self, case: Case) -> Path:
-        """Returns the path of a case's label map: named as the case, compressed as its first image."""
-        suffix = next(suffix for suffix in SUFFIXES if case.images[0].name.endswith(suffix))
-        return self.folder / f"{case.id}{suffix}"
+        """Returns the path of a case's label map: named as the case, in the format of its first image."""
+        return self.folder / f"{case.id}{output_suffix(case.images[0])}"
 
     def probability_paths(self, case: Case) -> list[Path]:
         """Returns the path of each output's probabilities."""
         names = [re.sub(r"[^\w.-]+", "-", name) for name in self.outputs]
-        return [self.folder / PROBABILITIES / f"{case.id}_{name}.nii.gz" for name in names]
+        suffix = output_suffix(case.images[0])
+        suffix = ".nii.gz" if suffix == ".nii" else suffix  # probabilities are always packed
+        return [self.folder / PROBABILITIES / f"{case.id}_{name}{suffix}" for name in names]
 
     def probability_file(self, case: Case, shape: Sequence[int], softmax: bool) -> "ProbabilityFile | None":
         """Returns the temporary file of a case's probabilities on its crop ``shape``; None if none are written.
@@ -102,10 +112,17 @@ class PredictionFolder:
         return ProbabilityFile(self.folder / f".{case.id}.rows.tmp", (len(self.outputs), *shape), softmax)
 
     def write(
-        self, case: Case, labels: np.ndarray, properties: Properties, probabilities: "ProbabilityFile | None"
-    ) -> None:
-        """Writes a case's probabilities, if it has some, and then its label map ``W D H`` in the source's geometry."""
+        self, case: Case, labels: np.ndarray, properties: Properties, probabilities: "ProbabilityFile | None",
+        image: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Writes a case's probabilities, if it has some, and then its label map ``W D H`` in the source's geometry.
+
+        ``image``: canonical, ``c W D H`` in the files' numbers, for the statistics.
+        """
         with self._writable():
+            if self.statistics is not None and image is not None:
+                canonical = to_canonical(labels, properties.geometry.orientation)
+                self.statistics.add(case.id, canonical, image, properties.geometry.spacing)
             if probabilities is not None:
                 if probabilities.error is not None:
                     raise probabilities.error

@@ -11,6 +11,8 @@ from typing import Any
 
 from seqpar.data.errors import DataError, unreadable
 
+SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha")  # of volumes
+
 
 @contextmanager
 def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
@@ -115,5 +117,10 @@ def read_json(path: Path) -> Any:
 
 
 def strip_suffix(name: str) -> str:
-    """Returns a file's name without .nii or .nii.gz."""
-    return name.removesuffix(".gz").removesuffix(".nii")
+    """Returns a volume's name without .nii.gz or another of its suffixes."""
+    return name.removesuffix(suffix_of(name))
+
+
+def suffix_of(name: str) -> str:
+    """Returns the suffix that tells a volume's format; "" where the name has none of them."""
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")

@@ -1,10 +1,11 @@
 """Geometry: where a volume lies in space and how its file stores it; canonical orientation and back.
 
-Legend: ``c`` channels, ``W D H`` voxels. The header is kept as the file's bytes, so nothing of it is lost.
+Legend: ``c`` channels, ``W D H`` voxels. A NIfTI header is kept as the file's bytes, so nothing of it is lost; of
+another format affine, shape and number type are kept.
 """
 
 import base64
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Geometry:
     sform_code: int
     slope: float
     inter: float
-    header: bytes
+    header: bytes  # of a NIfTI file; empty for other formats
 
     @property
     def canonical_affine(self) -> np.ndarray:
@@ -52,14 +53,19 @@ class Geometry:
         return self.spacing[a], self.spacing[b], self.spacing[c]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what `from_json` reads (the header), and values for people to read."""
-        readable = {"shape": self.shape, "spacing": self.spacing, "orientation": self.orientation}
-        return {**readable, "dtype": self.dtype, "header": base64.b64encode(self.header).decode()}
+        """Returns what `from_json` reads (the header, or else affine and shape), and values for people to read."""
+        readable = {"shape": self.shape, "spacing": self.spacing, "orientation": self.orientation, "dtype": self.dtype}
+        if not self.header:
+            return {**readable, "affine": self.affine.tolist(), "ndim": self.ndim}
+        return {**readable, "header": base64.b64encode(self.header).decode()}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Geometry":
         """Returns the geometry that `to_json` described."""
-        return geometry_of(base64.b64decode(value["header"]), "header")
+        if "header" in value:
+            return geometry_of(base64.b64decode(value["header"]), "header")
+        w, d, h = value["shape"]
+        return place_geometry(np.array(value["affine"]), (w, d, h), value["dtype"], "header", value["ndim"])
 
 
 def make_geometry(shape: tuple[int, int, int], affine: np.ndarray, dtype: Any = "<f4") -> Geometry:
@@ -95,23 +101,29 @@ def geometry_of(head: bytes, path: str | Path) -> Geometry:
         slope, inter = header.get_slope_inter()
     except (HeaderDataError, ValueError) as error:
         raise DataError(path, f"its header cannot be used: {error}; write the file again") from error
-    usable = np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) >= 1e-9
-    if not usable or None in aff2axcodes(affine):  # None: one direction drowns in the others
-        raise DataError(path, f"its affine {affine[:3].tolist()} gives voxels no volume; repair qform and sform")
-    spacing = np.sqrt((affine[:3, :3] ** 2).sum(0))
-    return Geometry(
-        affine=affine,
-        shape=(shape[0], shape[1], shape[2]),
-        spacing=(float(spacing[0]), float(spacing[1]), float(spacing[2])),
-        orientation="".join(aff2axcodes(affine)),
-        dtype=dtype.str,
-        ndim=ndim,
+    placed = place_geometry(affine, (shape[0], shape[1], shape[2]), dtype.str, path, ndim)
+    return replace(
+        placed,
         qform_code=int(header["qform_code"]),
         sform_code=int(header["sform_code"]),
         slope=1.0 if slope is None else float(slope),
         inter=0.0 if inter is None else float(inter),
         header=header.binaryblock,
     )
+
+
+def place_geometry(
+    affine: np.ndarray, shape: tuple[int, int, int], dtype: str, path: str | Path, ndim: int = 3
+) -> Geometry:
+    """Returns the geometry of a file without a NIfTI header; raises DataError if its affine cannot be used."""
+    usable = np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) >= 1e-9
+    if not usable or None in aff2axcodes(affine):  # None: one direction drowns in the others
+        raise DataError(
+            path, f"its affine {affine[:3].tolist()} gives voxels no volume; repair it (NIfTI: qform, sform)"
+        )
+    w, d, h = np.sqrt((affine[:3, :3] ** 2).sum(0)).tolist()
+    orientation = "".join(aff2axcodes(affine))
+    return Geometry(affine, shape, (w, d, h), orientation, dtype, ndim, 0, 0, 1.0, 0.0, b"")
 
 
 def parse_header(head: bytes, path: str | Path) -> Any:

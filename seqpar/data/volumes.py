@@ -1,7 +1,8 @@
-"""Reads and writes NIfTI files as arrays ``(c, W, D, H)`` with their geometry.
+"""Reads and writes volumes as arrays ``(c, W, D, H)`` with their geometry; reads DICOM series.
 
 Legend: ``c`` channels, ``W D H`` voxels, in the file's own order of dims until `to_canonical` turns them to
 RAS. What is read can be written back voxel for voxel with the same affine, qform, sform and number type.
+NIfTI is read here, other formats by `itk_files` and `dicom_series`.
 """
 
 import gzip
@@ -16,8 +17,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from nibabel.nifti2 import Nifti2Header
 
+from seqpar.data import dicom_series, itk_files
 from seqpar.data.errors import DataError, unreadable, unwritable
-from seqpar.data.files import write_bytes
+from seqpar.data.files import SUFFIXES, suffix_of, write_bytes
 from seqpar.data.geometry import (
     Geometry,
     from_canonical,
@@ -28,18 +30,22 @@ from seqpar.data.geometry import (
 )
 
 __all__ = [
+    "SUFFIXES",
     "Geometry",
     "Volume",
     "digest_file",
     "from_canonical",
+    "is_volume",
     "make_geometry",
+    "output_suffix",
     "read_geometry",
     "read_volume",
+    "stamp_of",
     "to_canonical",
     "write_volume",
 ]
 
-SUFFIXES = (".nii.gz", ".nii")
+_NIFTI = (".nii.gz", ".nii")
 _MAX_DEFLATE = 1100  # no gzip stream holds more than about 1032 bytes a byte
 
 
@@ -48,11 +54,34 @@ class Volume(NamedTuple):
 
     array: np.ndarray
     geometry: Geometry
-    digest: str  # of the file's unpacked bytes
+    digest: str  # of the file's bytes (NIfTI: unpacked)
+
+
+def is_volume(path: Path) -> bool:
+    """Returns whether a path is what `read_volume` takes, by its name: a visible file, or a folder of DICOM slices."""
+    if path.name.startswith("."):
+        return False
+    return path.name.endswith(SUFFIXES) if path.is_file() else dicom_series.is_series(path)
+
+
+def output_suffix(path: Path) -> str:
+    """Returns the suffix of what is written in a volume's geometry: the volume's own, .nii.gz for a DICOM series."""
+    return suffix_of(path.name) or _NIFTI[0]
+
+
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Returns a volume's size in bytes and the time in ns of its last change; of a series', those of all its files."""
+    files = dicom_series.visible_files(path) if path.is_dir() else [path]
+    stats = [file.stat() for file in files]
+    return sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)
 
 
 def read_geometry(path: str | Path) -> tuple[Geometry, int]:
     """Returns a file's geometry and number of channels from its header alone."""
+    if Path(path).is_dir():
+        return dicom_series.read_series_header(Path(path))
+    if str(path).endswith(itk_files.SUFFIXES):
+        return itk_files.read_header(path)
     with _opened(path) as file:
         head = file.read(Nifti2Header.sizeof_hdr)
     geometry = geometry_of(head, path)
@@ -61,6 +90,16 @@ def read_geometry(path: str | Path) -> tuple[Geometry, int]:
 
 def read_volume(path: str | Path) -> Volume:
     """Returns a file's voxels ``(c, W, D, H)`` and geometry; raises DataError for a file that cannot be used."""
+    if Path(path).is_dir():
+        array, geometry = dicom_series.read_series(Path(path))
+        return Volume(_finite(array, path), geometry, digest_file(path))
+    if str(path).endswith(itk_files.SUFFIXES):
+        array, geometry = itk_files.read_voxels(path)
+        return Volume(_finite(array, path), geometry, digest_file(path))
+    return _read_nifti(path)
+
+
+def _read_nifti(path: str | Path) -> Volume:
     size = os.path.getsize(path) if os.path.isfile(path) else 0
     with _opened(path) as file:
         head = file.read(Nifti2Header.sizeof_hdr)
@@ -82,17 +121,25 @@ def read_volume(path: str | Path) -> Volume:
     array = stored.reshape(shape, order="F").astype(stored.dtype.newbyteorder("="))
     if (geometry.slope, geometry.inter) != (1.0, 0.0):
         array = array * np.float64(geometry.slope) + geometry.inter
+    array = np.moveaxis(array, 3, 0) if geometry.ndim == 4 else array[None]
+    return Volume(_finite(array, path), geometry, hashlib.blake2b(raw, digest_size=16).hexdigest())
+
+
+def _finite(array: np.ndarray, path: str | Path) -> np.ndarray:
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         bad = int((~np.isfinite(array)).sum())
         raise DataError(path, f"{bad} of its {array.size} voxels are NaN or infinite; set them to a number")
-    array = np.moveaxis(array, 3, 0) if geometry.ndim == 4 else array[None]
-    return Volume(array, geometry, hashlib.blake2b(raw, digest_size=16).hexdigest())
+    return array
 
 
 def digest_file(path: str | Path) -> str:
-    """Returns the digest of a file's unpacked bytes, the same as `read_volume`'s."""
+    """Returns the digest of a volume's bytes (NIfTI: unpacked; a series: all files), the same as `read_volume`'s."""
     digest = hashlib.blake2b(digest_size=16)
-    with _opened(path) as file:
+    if os.path.isdir(path):
+        for part in dicom_series.visible_files(Path(path)):
+            digest.update(os.fsencode(part.name) + b"\0" + part.read_bytes())
+        return digest.hexdigest()
+    with _opened(path, SUFFIXES) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -110,9 +157,24 @@ def write_volume(path: str | Path, array: np.ndarray, geometry: Geometry, dtype:
         raise ValueError(
             f"{path}: the array is {array.shape[-3:]}, its geometry {geometry.shape}; undo every step first"
         )
+    if array.ndim == 4 and len(array) == 1 and geometry.ndim == 3:
+        array = array[0]
+    try:
+        if path.name.endswith(_NIFTI):
+            _write_nifti(path, array, geometry, dtype)
+        else:
+            scaled = (geometry.slope, geometry.inter) != (1.0, 0.0)  # such a file has no place for a scale
+            number = np.dtype(dtype or (array.dtype if scaled else geometry.dtype)).newbyteorder("=")
+            itk_files.write_file(path, _stored(array, number, 1.0, 0.0, path), geometry)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def _write_nifti(path: Path, array: np.ndarray, geometry: Geometry, dtype: Any) -> None:
     if array.ndim == 4:  # W D H c in the file
-        array = array[0] if len(array) == 1 and geometry.ndim == 3 else np.moveaxis(array, 0, 3)
-    header = parse_header(geometry.header, path).copy()
+        array = np.moveaxis(array, 0, 3)
+    source = geometry.header or make_geometry(geometry.shape, geometry.affine, geometry.dtype).header
+    header = parse_header(source, path).copy()
     slope, inter = (geometry.slope, geometry.inter) if dtype is None else (1.0, 0.0)
     if dtype is not None:
         header.set_data_dtype(dtype)
@@ -126,17 +188,14 @@ def write_volume(path: str | Path, array: np.ndarray, geometry: Geometry, dtype:
     body = header.binaryblock + bytes(header.single_vox_offset - header.sizeof_hdr) + stored.tobytes(order="F")
     if path.name.endswith(".gz"):
         body = gzip.compress(body, compresslevel=1, mtime=0)
-    try:
-        write_bytes(path, body)
-    except OSError as error:
-        raise unwritable(path, error) from error
+    write_bytes(path, body)
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[IO[bytes]]:
+def _opened(path: str | Path, suffixes: tuple[str, ...] = _NIFTI) -> Iterator[IO[bytes]]:
     """Opens a file, unpacking .gz; turns what goes wrong in the block into a DataError."""
     try:
-        if not str(path).endswith(SUFFIXES):
+        if not str(path).endswith(suffixes):
             raise DataError(path, f"is no {' or '.join(SUFFIXES)}; convert it to NIfTI")
         if os.path.isfile(path) and os.path.getsize(path) == 0:
             raise DataError(path, "is empty (0 bytes); copy it again")

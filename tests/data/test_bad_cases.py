@@ -155,7 +155,7 @@ ONE_CASE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "header cannot be used",
     ),
     "unreadable file": (lambda r: dangling(r / IMAGE), IMAGE, "cannot be read (No such file"),
-    "a folder for a file": (lambda r: into_folder(r / IMAGE), IMAGE, "cannot be read (Is a directory"),
+    "a folder for a file": (lambda r: into_folder(r / IMAGE), IMAGE, "is a folder without DICOM files"),
     "missing label": (lambda r: (r / LABEL).unlink(), LABEL, "is missing; case c_001 needs its label"),
     "label without images": (
         lambda r: save(r / "labelsTr/z.nii.gz", label_array()),

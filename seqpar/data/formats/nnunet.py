@@ -5,13 +5,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from seqpar.data.dicom_series import is_series
 from seqpar.data.errors import DataError
-from seqpar.data.files import strip_suffix
+from seqpar.data.files import strip_suffix, suffix_of
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.dataset_json import checked, content_of, labels_of, modalities_of, numbered, order_of, place
-from seqpar.data.volumes import SUFFIXES
+from seqpar.data.volumes import SUFFIXES, is_volume
 
-_CHANNEL = re.compile(r"^(.+)_(\d{4})\.nii(\.gz)?$")
+_CHANNEL = re.compile(r"^(.+)_(\d{4})(\.nii|\.nii\.gz|\.nrrd|\.mha)?$")  # a DICOM series has no suffix
 
 
 def read_nnunet(root: Path, labelled: bool = True) -> Dataset:
@@ -32,8 +33,8 @@ def read_nnunet(root: Path, labelled: bool = True) -> Dataset:
 
 
 def read_images(root: Path) -> Dataset | None:
-    """Returns a data set without labels from a folder of images to predict; None where it holds none."""
-    files = [file for file in sorted(root.iterdir()) if file.name.endswith(SUFFIXES) and file.name[0] != "."]
+    """Returns a data set without labels from a folder of images, or of one DICOM series; None where it holds none."""
+    files = [root] if is_volume(root) else [file for file in sorted(root.iterdir()) if is_volume(file)]
     if not files:
         return None
     described = root.parent / "dataset.json"
@@ -70,7 +71,7 @@ def _numbered_by_first(cases: list[Case]) -> tuple[str, ...]:
 def has_channel_files(root: Path) -> bool:
     """Tells whether imagesTr holds files named as nnU-Net's are, a file a modality."""
     images = root / "imagesTr"
-    return images.is_dir() and any(_CHANNEL.match(file.name) for file in images.glob("*_0000.nii*"))
+    return images.is_dir() and any(_CHANNEL.match(file.name) for file in images.glob("*_0000*"))
 
 
 def _scanned(
@@ -82,7 +83,7 @@ def _scanned(
         if not folder.is_dir():
             raise DataError(folder, "is missing; an nnU-Net raw folder has imagesTr and labelsTr")
     cases: list[Case] = []
-    files = [file for file in sorted(images.iterdir()) if file.name.endswith(ending) and file.name[0] != "."]
+    files = [file for file in sorted(images.iterdir()) if _is_image(file, ending)]
     channels_of, faults = _numbered_files(files)
     for name, channels in channels_of.items():
         label = labels / f"{name}{ending}" if labelled else None
@@ -94,6 +95,11 @@ def _scanned(
     return cases, faults
 
 
+def _is_image(file: Path, ending: str) -> bool:
+    """Returns whether a file is named as the data set's images are; a DICOM series may stand for any of them."""
+    return file.name[0] != "." and (file.name.endswith(ending) or is_series(file))
+
+
 def _numbered_files(files: list[Path]) -> tuple[dict[str, dict[int, Path]], list[DataError]]:
     """Returns case to channel number to file, for names such as CASE_0000.nii.gz; other names are faults."""
     channels_of: dict[str, dict[int, Path]] = defaultdict(dict)
@@ -102,7 +108,7 @@ def _numbered_files(files: list[Path]) -> tuple[dict[str, dict[int, Path]], list
         if match := _CHANNEL.match(file.name):
             channels_of[match[1]][int(match[2])] = file
         else:
-            ending = ".nii.gz" if file.name.endswith(".gz") else ".nii"
+            ending = suffix_of(file.name)
             faults.append(DataError(file, f"has no channel number; name it CASE_0000{ending}, or take it out"))
     return channels_of, faults
 

@@ -9,19 +9,22 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.nnunet import of_images
 from seqpar.data.formats.recognise import describe, find
-from seqpar.data.volumes import SUFFIXES
+from seqpar.data.volumes import SUFFIXES, is_volume
 
 
 def find_inputs(paths: Sequence[str | Path], modalities: Sequence[str]) -> tuple[list[Case], list[DataError]]:
     """Returns the cases to predict, with their files in the order of ``modalities``, and the faults of other cases."""
     places = [find(path) for path in paths]
-    if all(place.is_file() and place.name.endswith(SUFFIXES) for place in places):
+    if all(map(is_volume, places)):
         dataset = of_images(places[0].parent, places, tuple(modalities))
     elif len(places) == 1:
         dataset = describe(places[0], labelled=False)
     else:
-        other = next(place for place in places if not (place.is_file() and place.name.endswith(SUFFIXES)))
-        raise DataError(other, f"is no {' or '.join(SUFFIXES)} file; give several files, or one folder or list")
+        other = next(place for place in places if not is_volume(place))
+        raise DataError(
+            other,
+            f"is no {' or '.join(SUFFIXES)} file and no DICOM series; give several of them, or one folder or list",
+        )
     cases = [_ordered(case, dataset.modalities, modalities) for case in dataset.cases]
     twice = [name for name, times in Counter(case.id for case in cases).items() if times > 1]
     if twice:

@@ -18,7 +18,7 @@ __all__ = ["Case", "Dataset", "Split", "declared_in", "describe", "find", "folds
 _RAW = "nnUNet_raw"
 _KNOWN = (
     "an nnU-Net raw folder or its name or number, an MSD folder, a folder of BraTS cases, "
-    "a MONAI list (.json) or a folder of NIfTI images"
+    "a MONAI list (.json) or a folder of images (.nii.gz, .nrrd, .mha, DICOM series)"
 )
 
 

@@ -11,6 +11,7 @@ from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.preparation.cache import VERSION, digest_of, read_index, read_record
 from seqpar.data.preparation.cache_writer import ELSEWHERE, reopen, writable
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
+from seqpar.data.volumes import stamp_of
 
 
 def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
@@ -93,10 +94,9 @@ def sources_of(case: Case) -> list[list[Any]]:
     sources = []
     for path in files_of(case):
         try:
-            stat = path.stat()
+            sources.append([path.name, *stamp_of(path)])
         except OSError as error:
             raise unreadable(path, error) from error
-        sources.append([path.name, stat.st_size, stat.st_mtime_ns])
     return sources
 
 

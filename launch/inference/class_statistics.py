@@ -1,0 +1,63 @@
+"""statistics.csv beside the label maps: volume and mean intensity of each class in each case."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from seqpar.data.files import write_text
+
+NAME = "statistics.csv"
+
+
+class ClassStatistics:
+    """Keeps statistics.csv, a line per case and class, whole after every case; used by the first rank.
+
+    - ``classes``: the label values that make up each class
+    - ``modalities``: whose mean intensities are given, in the files' own numbers
+    """
+
+    def __init__(self, folder: Path, classes: Mapping[str, Sequence[int]], modalities: Sequence[str]) -> None:
+        self.path, self.classes = folder / NAME, classes
+        self.columns = ["case", "class", "voxels", "ml", *(f"mean {name}" for name in modalities)]
+        self._rows: list[list[str]] = []
+
+    def open(self, finished: Sequence[str]) -> None:
+        """Takes over the lines of cases that are finished already; drops all others."""
+        try:
+            lines = list(csv.reader(io.StringIO(self.path.read_text(encoding="utf-8"))))
+        except FileNotFoundError:
+            lines = []
+        self._rows = [line for line in lines[1:] if line and line[0] in set(finished)]
+
+    def add(self, case: str, labels: np.ndarray, image: np.ndarray, spacing: Sequence[float]) -> None:
+        """Writes a case's lines; ``labels`` ``W D H`` are the file's values, ``image`` ``c W D H`` its numbers."""
+        self._rows = [row for row in self._rows if row[0] != case]
+        self._rows += [[case, *map(_cell, row)] for row in statistics_of(labels, image, spacing, self.classes)]
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows([self.columns, *self._rows])
+        write_text(self.path, text.getvalue())
+
+
+def statistics_of(
+    labels: np.ndarray, image: np.ndarray, spacing: Sequence[float], classes: Mapping[str, Sequence[int]]
+) -> list[list[Any]]:
+    """Returns a row per class: its name, voxels, ml, and the mean of each channel, NaN where it has no voxel."""
+    values = labels.ravel()
+    voxels = np.bincount(values)
+    sums = [np.bincount(values, channel.ravel()) for channel in image]
+    rows: list[list[Any]] = []
+    for name, members in classes.items():
+        present = [value for value in members if value < len(voxels)]
+        count = int(voxels[present].sum())
+        means = [float(total[present].sum()) / count if count else float("nan") for total in sums]
+        rows.append([name, count, count * float(np.prod(spacing)) / 1000, *means])
+    return rows
+
+
+def _cell(value: Any) -> str:
+    """Returns a number as it is written; nothing for NaN."""
+    return str(value) if not isinstance(value, float) else "" if np.isnan(value) else f"{value:.6g}"

@@ -1,0 +1,173 @@
+"""Reads a DICOM series: a folder with one file per slice of one volume.
+
+The affine follows from the positions of the slices themselves, so that a tilted gantry is kept; what is no volume of
+evenly spaced slices (missing slices, several time points or series) is refused.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from seqpar.data.errors import DataError, unreadable
+from seqpar.data.geometry import Geometry, place_geometry
+from seqpar.data.itk_files import faults_of, number_type
+
+_SERIES, _POSITION, _ORIENTATION, _SPACING = "0020|000e", "0020|0032", "0020|0037", "0028|0030"
+_DESCRIPTION, _THICKNESS = "0008|103e", "0018|0050"
+_TOLERANCE = 0.1  # of the distance between slices, by which one may lie off its place
+_MAGIC = slice(128, 132)
+
+
+class _Slice(NamedTuple):
+    """One file: its place in space (LPS, in mm), its size and its numbers."""
+
+    path: Path
+    position: np.ndarray
+    axes: np.ndarray  # rows: the directions in which W and D grow
+    spacing: tuple[float, float]  # along W, D
+    size: tuple[int, int]
+    dtype: np.dtype[Any]
+    thickness: float
+    voxels: np.ndarray | None  # D W
+
+
+def is_series(path: Path) -> bool:
+    """Returns whether a path is a folder that holds DICOM files."""
+    return path.is_dir() and any(_is_dicom(file) for file in visible_files(path))
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """Returns a folder's files that are not hidden, sorted; a DICOM folder's index is none of them."""
+    try:
+        names = sorted(folder.iterdir())
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    return [file for file in names if file.is_file() and file.name[0] != "." and file.name != "DICOMDIR"]
+
+
+def read_series_header(folder: Path) -> tuple[Geometry, int]:
+    """Returns a series' geometry and its number of channels, which is 1, from the headers of its files."""
+    return _geometry(_slices(folder, False), folder), 1
+
+
+def read_series(folder: Path) -> tuple[np.ndarray, Geometry]:
+    """Returns a series' voxels ``(1, W, D, H)``, rescaled as its files say, and its geometry."""
+    slices = _slices(folder, True)
+    geometry = _geometry(slices, folder)
+    voxels = [one.voxels for one in slices if one.voxels is not None]
+    return np.stack(voxels).astype(geometry.dtype).transpose(2, 1, 0)[None], geometry
+
+
+def _is_dicom(file: Path) -> bool:
+    with open(file, "rb") as stream:
+        return stream.read(_MAGIC.stop)[_MAGIC] == b"DICM"
+
+
+def _slices(folder: Path, with_voxels: bool) -> list[_Slice]:
+    """Returns the slices of the only series in a folder, in order along their normal."""
+    if not is_series(folder):
+        raise DataError(folder, "is a folder without DICOM files; name one volume: a file, or the folder of a series")
+    with faults_of(folder) as itk:
+        names = {uid: itk.ImageSeriesReader.GetGDCMSeriesFileNames(str(folder), uid)
+                 for uid in itk.ImageSeriesReader.GetGDCMSeriesIDs(str(folder))}  # fmt: skip
+    if not names:
+        raise DataError(folder, "holds DICOM files, but none of a series of images; name the folder of one")
+    if len(names) > 1:
+        kinds = [f"{_describe(Path(files[0]))} ({len(files)} files)" for files in names.values()]
+        raise DataError(folder, f"holds {len(names)} series: {', '.join(sorted(kinds))}; give each its own folder")
+    (files,) = names.values()
+    if left_out := [file for file in visible_files(folder) if _is_dicom(file) and str(file) not in files]:
+        raise DataError(left_out[0], "is a DICOM file that cannot be read as part of its series; copy it again")
+    slices = [_slice(Path(file), with_voxels) for file in files]
+    normal = np.cross(*slices[0].axes)
+    return sorted(slices, key=lambda one: float(one.position @ normal))
+
+
+def _describe(file: Path) -> str:
+    """Returns the name of a file's series, as the scanner gave it."""
+    with faults_of(file) as itk:
+        reader = itk.ImageFileReader()
+        reader.SetFileName(str(file))
+        reader.ReadImageInformation()
+        return str(reader.GetMetaData(_DESCRIPTION)).strip() if reader.HasMetaDataKey(_DESCRIPTION) else file.name
+
+
+def _slice(file: Path, with_voxels: bool) -> _Slice:
+    with faults_of(file) as itk:
+        reader = itk.ImageFileReader()
+        reader.SetFileName(str(file))
+        image = reader.Execute() if with_voxels else None
+        if image is None:
+            reader.ReadImageInformation()
+        size = reader.GetSize()
+        dtype = number_type(itk, reader.GetPixelID(), file)
+        voxels = None if image is None else itk.GetArrayFromImage(image)
+        tags = {key: reader.GetMetaData(key) for key in reader.GetMetaDataKeys()}
+    if len(size) > 2 and size[2] > 1:
+        raise DataError(file, f"holds {size[2]} frames; a file per slice is needed: convert it to NIfTI")
+    if reader.GetNumberOfComponents() > 1:
+        raise DataError(file, "holds colours; one number per voxel is needed")
+    position, axes, spacing = (_numbers(tags, key, file) for key in (_POSITION, _ORIENTATION, _SPACING))
+    if (len(position), len(axes), len(spacing)) != (3, 6, 2):
+        raise DataError(file, "its position, orientation or pixel spacing is damaged; copy the series again")
+    thickness = _numbers(tags, _THICKNESS, file)[0] if tags.get(_THICKNESS, "").strip() else 1.0
+    return _Slice(
+        file,
+        np.array(position),
+        np.reshape(axes, (2, 3)),
+        (spacing[1], spacing[0]),
+        (int(size[0]), int(size[1])),
+        dtype,
+        thickness,
+        None if voxels is None else voxels.reshape(size[1], size[0]),
+    )
+
+
+def _numbers(tags: dict[str, str], key: str, file: Path) -> list[float]:
+    """Returns the numbers of a tag."""
+    if key not in tags:
+        raise DataError(file, f"says nothing of its place in the body (tag {key}); a volume's slices are needed")
+    try:
+        return [float(part) for part in tags[key].split("\\")]
+    except ValueError:
+        raise DataError(file, f"its tag {key} is {tags[key]!r}, no numbers; copy the series again") from None
+
+
+def _geometry(slices: list[_Slice], folder: Path) -> Geometry:
+    """Returns the geometry of slices in order; raises DataError if they are no volume."""
+    first, last = slices[0], slices[-1]
+    for one in slices:
+        same = np.allclose(one.axes, first.axes, atol=1e-4) and np.allclose(one.spacing, first.spacing, rtol=1e-4)
+        if one.size != first.size or not same:
+            raise DataError(
+                one.path, f"differs in size, spacing or orientation from {first.path.name} of its series; separate them"
+            )
+    affine = np.eye(4)
+    affine[:3, 0], affine[:3, 1] = first.axes[0] * first.spacing[0], first.axes[1] * first.spacing[1]
+    if len(slices) == 1:
+        affine[:3, 2] = np.cross(*first.axes) * first.thickness
+    else:
+        affine[:3, 2] = (last.position - first.position) / (len(slices) - 1)
+        _check_even(slices, affine[:3, 2], folder)
+    affine[:3, 3] = first.position
+    dtype = np.result_type(*{one.dtype for one in slices}).str
+    shape = (*first.size, len(slices))
+    return place_geometry(np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine, shape, dtype, folder)
+
+
+def _check_even(slices: list[_Slice], step: np.ndarray, folder: Path) -> None:
+    """Raises DataError unless the slices lie one step after the other."""
+    places = np.stack([one.position for one in slices])
+    gaps = np.sqrt((np.diff(places, axis=0) ** 2).sum(1))
+    closest, widest = int(gaps.argmin()), int(gaps.argmax())
+    if gaps[closest] < 1e-3:
+        pair = f"{slices[closest].path.name} and {slices[closest + 1].path.name}"
+        raise DataError(folder, f"holds several slices at one place ({pair}): give each time point its own folder")
+    off = np.sqrt(((places - places[0] - np.arange(len(slices))[:, None] * step) ** 2).sum(1))
+    if off.max() > _TOLERANCE * np.linalg.norm(step):
+        pair = f"{slices[widest].path.name} and {slices[widest + 1].path.name}"
+        raise DataError(
+            folder, f"its slices are not evenly spaced: {gaps[widest]:.4g} mm between {pair}, "
+            f"{float(np.median(gaps)):.4g} mm elsewhere; slices are missing: copy the series again"
+        )  # fmt: skip
