@@ -14,12 +14,15 @@ import torch
 
 import seqpar
 from seqpar.data.files import write_json
+from seqpar.launch.runs.archive import CONFIG, is_archive, read_archived
 from seqpar.launch.settings.config import Config
 
 
 def read_config(run: str | Path) -> dict[str, Any]:
-    """Returns a run folder's config.json."""
-    path = Path(run) / "config.json"
+    """Returns the config.json of a run folder, or of a run that was exported."""
+    if is_archive(run):
+        return read_archived(run, CONFIG)
+    path = Path(run) / CONFIG
     try:
         return dict(json.loads(path.read_text()))
     except FileNotFoundError:

@@ -13,6 +13,7 @@ from seqpar.launch.hardware.devices import device_here
 from seqpar.launch.models.build import build
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.attention_choice import choose_quickest
+from seqpar.launch.runs.archive import is_archive
 from seqpar.launch.runs.run_folder import read_config
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights import checkpoint
@@ -51,7 +52,7 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Reads the run in a folder that train wrote."""
+    """Reads the run in a folder that train wrote, or in an archive that export wrote."""
     content = read_config(path)
     try:
         dataset = content["dataset"]
@@ -66,7 +67,8 @@ def read_run(path: str | Path) -> Run:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            Path(path) / "config.json", f"lacks what prediction needs ({error}); give the folder of a training run"
+            path if is_archive(path) else Path(path) / "config.json",
+            f"lacks what prediction needs ({error}); give the folder of a training run",
         ) from None
 
 
@@ -79,6 +81,10 @@ def find_weights(run: Run, which: str = "best") -> Path:
     if which not in ("best", "latest"):
         path = Path(which)
         return path / LAST if path.is_dir() else path
+    if is_archive(run.path):
+        if which != "best":
+            raise ValueError(f"--checkpoint {which}: {run.path} holds one set of weights; leave it out")
+        return run.path
     for name in (which, "latest"):
         if (folder / name).is_file():
             return checkpoint.find(folder, name) / LAST

@@ -6,6 +6,7 @@ Every problem with a file or its keys is one ValueError that names them.
 import logging
 import pickle
 import re
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 
 from seqpar.data.errors import DataError
@@ -23,13 +24,14 @@ from seqpar.vit.tokens import resize_positions
 log = logging.getLogger(__name__)
 
 State = dict[str, Tensor]
+ARCHIVED = "model.safetensors"  # the weights in an exported run
 NESTS = ("state_dict", "model_state_dict", "network_weights", "model", "net")
 _COMPILED = r"_orig_mod|_fsdp_wrapped_module"
 _WRAPPERS = re.compile(rf"^((module|backbone|model|net|network|{_COMPILED})\.)+|\b({_COMPILED})\.")
 
 
 def read_weights(path: str | Path) -> State:
-    """Returns the state dict in a safetensors or torch file; never runs code that the file holds."""
+    """Returns the state dict in a safetensors or torch file, or an exported run; never runs code in the file."""
     path = Path(path)
     if not path.is_file():
         raise DataError(path, "no such file; give a safetensors or torch file of weights")
@@ -38,12 +40,16 @@ def read_weights(path: str | Path) -> State:
     try:
         if head[8:] == b"{" and not head.startswith(b"PK"):
             return load_file(path)
+        if zipfile.is_zipfile(path):  # torch's own files are archives too
+            with zipfile.ZipFile(path) as archive:
+                if ARCHIVED in archive.namelist():
+                    return load(archive.read(ARCHIVED))
         return unwrap(torch.load(path, map_location="cpu", weights_only=True))
     except pickle.UnpicklingError as error:
         raise DataError(
             path, f"it holds more than tensors ({_first_line(error)}); save only its state_dict, and read that file"
         ) from error
-    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
+    except (SafetensorError, RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise DataError(path, f"it cannot be read as weights ({_first_line(error)}); it may be cut off") from error
 
 

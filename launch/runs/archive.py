@@ -1,0 +1,80 @@
+"""A run as one file to hand on: a zip with weights, settings and preparation, which is read as a run folder is.
+
+config.json                   of the run, without paths, commands and names of cases
+model.safetensors             the weights
+about.json                    licence, checkpoint, version, digest of the weights
+"""
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+
+import seqpar
+from seqpar.data.errors import DataError, unreadable, unwritable
+from seqpar.data.files import whole_file
+from seqpar.launch.weights.files import ARCHIVED, read_weights
+
+CONFIG, ABOUT = "config.json", "about.json"
+_PRIVATE = ("data", "out", "cache", "weights", "measured")  # settings that name places on this machine
+_SHARED = ("preset", "versions", "commit")
+_DATASET = (
+    "name", "layout", "modalities", "labels", "regions", "regions_class_order", "ignore_label", "values", "recipe",
+)  # fmt: skip
+
+
+def is_archive(path: str | Path) -> bool:
+    """Returns whether a path is a file, as an exported run is."""
+    return Path(path).is_file()
+
+
+def write_archive(out: Path, content: Mapping[str, Any], weights: Path, licence: str) -> dict[str, Any]:
+    """Writes the archive, whole or not at all, and returns what about.json says; the same run gives the same bytes.
+
+    - ``content``: the run's config.json
+    - ``weights``: a file of weights
+    - ``licence``: of the weights
+    """
+    if out.exists():
+        raise DataError(out, "is there already; name another file, or remove it")
+    body = save({name: tensor.contiguous() for name, tensor in read_weights(weights).items()})
+    about = {
+        "format": "seqpar run", "licence": licence, "checkpoint": f"{weights.parent.name}/{weights.name}",
+        "seqpar": seqpar.__version__, "digest": hashlib.blake2b(body, digest_size=16).hexdigest(),
+        "use": f"seqpar-predict {out.name} -i IMAGES -o FOLDER",
+    }  # fmt: skip
+    try:
+        with whole_file(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+            for name, part in ((ABOUT, _text(about)), (CONFIG, _text(_shared(content))), (ARCHIVED, body)):
+                archive.writestr(zipfile.ZipInfo(name), part)  # no date: the same content is the same file
+    except OSError as error:
+        raise unwritable(out, error) from error
+    return about
+
+
+def read_archived(path: str | Path, name: str) -> dict[str, Any]:
+    """Returns a JSON file of an archive; raises DataError for what is none."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return dict(json.loads(archive.read(name)))
+    except KeyError:
+        raise DataError(path, f"holds no {name}, so it is no exported run; make one with seqpar-export") from None
+    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+        raise DataError(path, f"is no exported run, or damaged ({error}); copy it again") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _shared(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the part of config.json that another machine needs and may see."""
+    config = {name: "" if name in _PRIVATE else value for name, value in content["config"].items()}
+    dataset = {name: content["dataset"][name] for name in _DATASET if name in content["dataset"]}
+    return {"config": config, "dataset": dataset, **{name: content[name] for name in _SHARED if name in content}}
+
+
+def _text(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

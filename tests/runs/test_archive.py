@@ -1,0 +1,111 @@
+"""An exported run: one file that predicts as its folder does, and says nothing of the machine it came from."""
+
+import json
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqpar import load_run, read_weights
+from seqpar.data.errors import DataError
+from seqpar.launch.export import act as export
+from seqpar.launch.job.exit_codes import run as run_act
+from tests.support.folders import tree
+from tests.support.predictions import ROOT, act, make_run, write_images
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder whose config.json holds what a training leaves in one."""
+    secrets = {"prepared": "/home/jane/cache", "train": ["DOE_JANE"], "held_out": ["ROE_RICHARD"]}
+    folder = make_run(tmp_path / "run", name="Dataset001_A", modalities=["T1"], **secrets)
+    content = json.loads((folder / "config.json").read_text())
+    content["config"] |= {"data": "/home/jane/data", "out": "/home/jane/run", "weights": "/home/jane/w.pt"}
+    content |= {
+        "layout": {"hosts": ["jane-pc"]},
+        "command": ["/home/jane/train.py"],
+        "commit": "abc",
+        "preset": "debug",
+    }
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_an_exported_run_predicts_what_its_folder_does(run, tmp_path, capsys) -> None:
+    write_images(tmp_path / "images")
+    archive = tmp_path / "a.zip"
+    assert export([str(run), str(archive), "--licence", "CC-BY-4.0"]) == 0
+    printed = capsys.readouterr().out
+    assert "licence: CC-BY-4.0" in printed and "seqpar-predict a.zip -i IMAGES -o FOLDER" in printed
+    assert act(tmp_path, run, out="folder") == act(tmp_path, archive, out="archive") == 0
+    folder, archived = (tree(tmp_path / name) for name in ("folder", "archive"))
+    assert folder.pop("prediction.json") != archived.pop("prediction.json")
+    assert folder == archived and len(folder) == 3
+    first, second = load_run(run).state_dict(), load_run(archive).state_dict()
+    assert all(torch.equal(first[name], tensor) for name, tensor in second.items()) and len(first) == len(second)
+    assert read_weights(archive).keys() == first.keys()
+
+
+def test_it_holds_nothing_of_the_machine_or_the_patients(run, tmp_path) -> None:
+    assert export([str(run), str(tmp_path / "a.zip")]) == 0
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        assert sorted(archive.namelist()) == ["about.json", "config.json", "model.safetensors"]
+        texts = [archive.read(name).decode() for name in ("about.json", "config.json")]
+    assert not re.search("jane|DOE|ROE", "".join(texts))
+    assert json.loads(texts[0])["licence"] == "not stated"
+    content = json.loads(texts[1])
+    assert content["commit"] == "abc" and content["dataset"]["name"] == "Dataset001_A"
+
+
+def test_the_same_run_gives_the_same_bytes_and_nothing_is_overwritten(run, tmp_path, capsys) -> None:
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        assert export([str(run), str(tmp_path / folder / "a.zip")]) == 0
+    first, second = (tmp_path / folder / "a.zip" for folder in ("x", "y"))
+    assert first.read_bytes() == second.read_bytes()
+    assert run_act(export, [str(run), str(first), "--licence", "other"]) == 3
+    assert "is there already" in capsys.readouterr().err and first.read_bytes() == second.read_bytes()
+
+
+def test_weights_of_torch_are_packed_too_and_those_of_another_network_refused(run, tmp_path, capsys) -> None:
+    weights = {name: tensor + 1 for name, tensor in read_weights(run / "model.safetensors").items()}
+    torch.save(weights, tmp_path / "w.pt")
+    assert export([str(run), str(tmp_path / "a.zip"), "--checkpoint", str(tmp_path / "w.pt")]) == 0
+    packed = read_weights(tmp_path / "a.zip")
+    assert all(torch.equal(packed[name], tensor) for name, tensor in weights.items())
+    torch.save({"x": torch.ones(1)}, tmp_path / "w.pt")
+    assert run_act(export, [str(run), str(tmp_path / "b.zip"), "--checkpoint", str(tmp_path / "w.pt")]) == 3
+    assert "another network" in capsys.readouterr().err and not (tmp_path / "b.zip").exists()
+
+
+def test_what_is_no_exported_run_is_named_with_what_to_do(run, tmp_path) -> None:
+    write_images(tmp_path / "images")
+    archive = tmp_path / "a.zip"
+    with pytest.raises(ValueError, match=r"name it a\.tar\.zip"):
+        export([str(run), str(tmp_path / "a.tar")])
+    assert export([str(run), str(archive)]) == 0
+    with pytest.raises(ValueError, match="--checkpoint latest: .* one set of weights"):
+        act(tmp_path, archive, "--checkpoint", "latest")
+    whole = archive.read_bytes()
+    archive.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"a\.zip: is no exported run, or damaged"):
+        act(tmp_path, archive)
+    middle = len(whole) // 2
+    archive.write_bytes(whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :])
+    with pytest.raises(DataError, match=r"a\.zip: "):
+        act(tmp_path, archive)
+    with zipfile.ZipFile(archive, "w") as other:
+        other.writestr("x", "y")
+    with pytest.raises(DataError, match="holds no config.json"):
+        act(tmp_path, archive)
+
+
+def test_the_citation_is_that_of_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text()
+    fields = dict(re.findall(r"^([\w-]+): (.+)$", text, re.M))
+    project = dict(re.findall(r'^(\w+) = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M))
+    assert fields["cff-version"] == "1.2.0" and fields["title"] == project["name"]
+    assert fields["version"] == project["version"] and fields["license"] == project["license"]
+    assert fields["message"] and re.search(r"^authors:\n  - ", text, re.M)
