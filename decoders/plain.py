@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.decoders.levels import num_doublings
+from seqpar.decoders.sizes import Sizes
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
 from seqpar.spatial.memory_format import for_convolutions
@@ -30,6 +31,7 @@ class PlainDecoder(nn.Module):
 
     uses_image = False
     num_features = 1
+    taps = ()
 
     def __init__(self, embed_dim: int, num_classes: int, patch: Sequence[int], width: int = 128) -> None:
         super().__init__()
@@ -38,6 +40,11 @@ class PlainDecoder(nn.Module):
         self.norms = nn.ModuleList(InstanceNorm3d(width, affine=True) for _ in inputs)
         self.upsample = Upsample(scale_factor=2, mode="trilinear")
         self.classes = Conv3d(width, num_classes, 1)
+
+    @classmethod
+    def of(cls, sizes: Sizes) -> "PlainDecoder":
+        """Returns the decoder of a run's sizes."""
+        return cls(sizes.embed_dim, sizes.num_classes, sizes.patch, sizes.width)
 
     def forward(
         self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None

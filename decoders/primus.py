@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.decoders.levels import num_doublings
+from seqpar.decoders.sizes import Sizes
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import ConvTranspose3d
 from seqpar.spatial.norms import ChannelLayerNorm
@@ -30,6 +31,7 @@ class PrimusDecoder(nn.Module):
 
     uses_image = False
     num_features = 1
+    taps = ()
 
     def __init__(self, embed_dim: int, num_classes: int, patch: Sequence[int]) -> None:
         super().__init__()
@@ -38,6 +40,11 @@ class PrimusDecoder(nn.Module):
         self.ups = nn.ModuleList(ConvTranspose3d(c, w, 2, stride=2) for c, w in zip(widths, widths[1:]))
         self.norms = nn.ModuleList(ChannelLayerNorm(width, eps=1e-6) for width in widths[1:])
         self.classes = ConvTranspose3d(widths[-1], num_classes, 2, stride=2)
+
+    @classmethod
+    def of(cls, sizes: Sizes) -> "PrimusDecoder":
+        """Returns the decoder of a run's sizes; it finds its width itself."""
+        return cls(sizes.embed_dim, sizes.num_classes, sizes.patch)
 
     def forward(
         self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None

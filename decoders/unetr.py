@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.decoders.levels import num_doublings
+from seqpar.decoders.sizes import Sizes
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
 from seqpar.spatial.memory_format import for_convolutions
@@ -101,6 +102,7 @@ class UnetrDecoder(nn.Module):
     """
 
     uses_image = True
+    taps: tuple[int, ...] = ()  # which blocks it takes, where `of` was told the encoder's depth
 
     def __init__(
         self, in_channels: int, embed_dim: int, num_classes: int, patch: Sequence[int], width: int = 16
@@ -113,6 +115,13 @@ class UnetrDecoder(nn.Module):
         inputs = [*widths[1:], embed_dim]
         self.stages = nn.ModuleList(Stage(inputs[level], widths[level]) for level in reversed(range(levels)))
         self.classes = Conv3d(width, num_classes, 1)
+
+    @classmethod
+    def of(cls, sizes: Sizes) -> "UnetrDecoder":
+        """Returns the decoder of a run's sizes."""
+        decoder = cls(sizes.in_channels, sizes.embed_dim, sizes.num_classes, sizes.patch, sizes.width)
+        decoder.taps = taps(sizes.depth, sizes.patch, sizes.skips)
+        return decoder
 
     def forward(
         self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None

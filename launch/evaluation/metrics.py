@@ -6,6 +6,7 @@ and distances infinite. How such values count in a mean is the caller's choice.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,46 @@ class Confusion:
     def volume_error(self) -> float:
         """(predicted − true) / true volume, signed; NaN if the truth is empty."""
         return ratio(self.fp - self.fn, self.tp + self.fn)
+
+
+class NotMeasured(Exception):
+    """Says that a metric needs what a quick comparison leaves out."""
+
+
+@dataclass(frozen=True)
+class Masks:
+    """A class of one case, as metrics take it: two masks, with what several metrics need computed once.
+
+    ``tolerance``: in mm, of the surface Dice; ``surfaces``: whether distances are measured, which takes most time.
+    """
+
+    truth: Mask
+    prediction: Mask
+    spacing: tuple[float, ...]
+    tolerance: float = 1.0
+    surfaces: bool = True
+
+    @cached_property
+    def confusion(self) -> Confusion:
+        """The voxel counts."""
+        return confusion(self.truth, self.prediction)
+
+    @cached_property
+    def distances(self) -> tuple[Distances, Distances]:
+        """The distances in mm between the surfaces, in both directions; raises NotMeasured in a quick comparison."""
+        if not self.surfaces:
+            raise NotMeasured
+        return surface_distances(self.truth, self.prediction, self.spacing)
+
+
+def hd95_of(masks: Masks) -> float:
+    """Returns the 95 % Hausdorff distance in mm."""
+    return hausdorff(masks.distances)
+
+
+def nsd_of(masks: Masks) -> float:
+    """Returns the normalised surface Dice at the tolerance."""
+    return surface_dice(masks.distances, masks.tolerance)
 
 
 def confusion(truth: Mask, prediction: Mask) -> Confusion:

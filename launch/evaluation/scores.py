@@ -10,14 +10,16 @@ The lesion-wise scores have their own rules for this.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from statistics import fmean, median
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.launch.evaluation import lesions, metrics
-from seqpar.launch.evaluation.metrics import Confusion, Mask
+from seqpar.choices import choices_in
+from seqpar.launch.evaluation import choices, lesions
+from seqpar.launch.evaluation.metrics import Confusion, Mask, Masks, NotMeasured
 
 EmptyPolicy = Literal["skip", "brats"]
 Classes = Mapping[str, tuple[int, ...]]  # the labels that make up each class: one, or several for a region
@@ -25,7 +27,8 @@ Scores = dict[str, dict[str, float]]  # per class: metric → value
 
 BRATS_DISTANCE = 374.0  # mm, the rounded diagonal of a BraTS volume
 COUNTS = ("TP", "FP", "FN", "TN")
-COLUMNS = ("Dice", "IoU", "HD95", "NSD", "VolumeError", "Sensitivity", "Specificity")
+METRICS = choices_in(choices)
+COLUMNS = ("Dice", "IoU", *METRICS, "VolumeError", "Sensitivity", "Specificity")
 LESION_COLUMNS = ("LesionDice", "LesionHD95")
 
 
@@ -91,7 +94,8 @@ def score_masks(
     surfaces: bool = True,
 ) -> dict[str, float]:
     """Returns the scores of one class as defined, with NaN and infinity; ``counted`` masks the voxels that count."""
-    c = metrics.confusion(truth, prediction)
+    masks = Masks(truth, prediction, tuple(spacing), nsd_tolerance, surfaces)
+    c = masks.confusion
     if counted is not None:  # both masks are empty where nothing counts, so only TN is too large
         c = Confusion(c.tp, c.fp, c.fn, c.tn - int(np.count_nonzero(~counted)))
     voxel = math.prod(spacing)  # mm³
@@ -111,16 +115,17 @@ def score_masks(
         "Sensitivity": c.sensitivity,
         "Specificity": c.specificity,
     }
-    if surfaces:
-        distances = metrics.surface_distances(truth, prediction, spacing)
-        row |= {"HD95": metrics.hausdorff(distances), "NSD": metrics.surface_dice(distances, nsd_tolerance)}
+    for name, metric in METRICS.items():
+        with suppress(NotMeasured):
+            row[name] = metric(masks)
     return row
 
 
 def apply_empty_policy(row: dict[str, float], empty: EmptyPolicy, diagonal: float) -> None:
     """Replaces the scores of a class that is missing in one or both masks by those of the policy."""
-    if math.isinf(row.get("HD95", 0.0)):
-        row["HD95"] = BRATS_DISTANCE if empty == "brats" else diagonal
+    for name in METRICS:  # a distance to a mask that is empty
+        if math.isinf(row.get(name, 0.0)):
+            row[name] = BRATS_DISTANCE if empty == "brats" else diagonal
     if empty == "brats" and not row["n_ref"]:
         if row["n_pred"]:
             row["Sensitivity"] = 0.0

@@ -1,29 +1,22 @@
-"""Builds the network of a Config: the encoder, and the decoder that ``--decoder`` names.
-
-A new decoder is one entry of ``DECODERS`` and one function that makes it.
-"""
+"""Builds the network of a Config: the encoder, and the decoder that ``--decoder`` names."""
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from seqpar.attention.strategies import AttentionOptions
+from seqpar.choices import choices_in
+from seqpar.decoders import choices
 from seqpar.decoders.modes.choose import choose_mode
-from seqpar.decoders.plain import PlainDecoder
-from seqpar.decoders.primus import PrimusDecoder
-from seqpar.decoders.unetr import UnetrDecoder, taps
+from seqpar.decoders.sizes import Sizes
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.settings.config import Config
 from seqpar.mesh import Group
 from seqpar.vit.encoder import SeqParViT
 
-Decoder = PlainDecoder | UnetrDecoder | PrimusDecoder
-Patch = tuple[int, ...]
-Taps = tuple[int, ...]  # the encoder's blocks whose tokens the decoder takes beside the last ones
-FOREGROUND = (
-    0.02  # with --output-bias a fresh network gives every foreground class this probability: most is background
-)
+DECODERS = choices_in(choices)
+# with --output-bias a fresh network gives every foreground class this probability: most is background
+FOREGROUND = 0.02
 
 
 def build(
@@ -42,12 +35,12 @@ def build(
     torch.manual_seed(config.seed)
     with torch.device(device):
         encoder = _encoder(config, in_channels, group)
-        decoder, taken = DECODERS[config.decoder](config, in_channels, num_outputs, encoder.layout.patch)
+        decoder = DECODERS[config.decoder].of(_sizes(config, in_channels, num_outputs, encoder.layout.patch))
     if config.output_bias:
         assert decoder.classes.bias is not None
         with torch.no_grad():
             decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
-    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), taken)
+    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), decoder.taps)
 
 
 def _encoder(config: Config, in_channels: int, group: Group) -> SeqParViT:
@@ -74,21 +67,5 @@ def _encoder(config: Config, in_channels: int, group: Group) -> SeqParViT:
     )
 
 
-def _plain(config: Config, in_channels: int, num_outputs: int, patch: Patch) -> tuple[Decoder, Taps]:
-    return PlainDecoder(config.embed_dim, num_outputs, patch, config.decoder_width), ()
-
-
-def _unetr(config: Config, in_channels: int, num_outputs: int, patch: Patch) -> tuple[Decoder, Taps]:
-    decoder = UnetrDecoder(in_channels, config.embed_dim, num_outputs, patch, config.decoder_width)
-    return decoder, taps(config.depth, patch, config.skips)
-
-
-def _primus(config: Config, in_channels: int, num_outputs: int, patch: Patch) -> tuple[Decoder, Taps]:
-    return PrimusDecoder(config.embed_dim, num_outputs, patch), ()
-
-
-DECODERS: dict[str, Callable[[Config, int, int, Patch], tuple[Decoder, Taps]]] = {
-    "plain": _plain,
-    "unetr": _unetr,
-    "primus": _primus,
-}
+def _sizes(config: Config, in_channels: int, num_outputs: int, patch: tuple[int, ...]) -> Sizes:
+    return Sizes(in_channels, config.embed_dim, num_outputs, patch, config.decoder_width, config.depth, config.skips)

@@ -11,7 +11,8 @@ from typing import Any
 
 from seqpar.attention.strategies import NAMES, check_strategy
 from seqpar.data.preparation.recipe import PrepareSettings
-from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES
+from seqpar.data.sampling.augmentation import recipe_of
+from seqpar.data.sampling.augmentation_presets import ORDERS
 from seqpar.launch.optimization.optimizers import OPTIMIZERS
 from seqpar.launch.optimization.schedules import SCHEDULES
 from seqpar.layout import SPLITS, Layout
@@ -85,7 +86,9 @@ class Config:
     cache: str = _data("", "folder of prepared data; none: in $SEQPAR_CACHE, else DATA.prepared", metavar="FOLDER")
     fold: str = _data("0", "held-out fold: number of nnU-Net's or the data set's own, 90:10, or all", metavar="FOLD")
     workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE)
-    augment: str = _data("light", "augmentation", choices=tuple(RECIPES))
+    augment: str = _data(
+        "light", "augmentation: none, light, full or paper, and steps to add: light+intensity-shift", metavar="RECIPE"
+    )
     interpolation: str = _data(
         "linear", "how a deformed image is interpolated; batchgenerators takes cubic", choices=tuple(ORDERS)
     )
@@ -240,6 +243,10 @@ class Config:
         if not self.data and self.phantoms < 5:
             raise ValueError(f"--phantoms {self.phantoms}: five folds need at least 5 cases")
         PrepareSettings.spaced(self.spacing)
+        try:
+            recipe_of(self.augment)
+        except ValueError as error:
+            raise ValueError(f"--augment {self.augment}: {error}") from None
         seconds(self.time_limit)
 
     @property

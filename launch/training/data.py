@@ -78,7 +78,7 @@ def training_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Confi
     """Returns the source of augmented tiles of the cases ``ids``."""
     synthesis = TumourSynthesis.of(dataset, config.synthesis) if config.synthesis else None
     # as nnU-Net does with modalities whose background is 0
-    keep_background = config.augment == "full" and "zscore" in dataset.recipe.schemes
+    keep_background = config.augment.split("+")[0] == "full" and "zscore" in dataset.recipe.schemes
     augmentation = augment(
         config.augment,
         config.tile,

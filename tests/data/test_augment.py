@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import ndimage
 
-from seqpar.data.sampling.augmentation import Augmentation, augment
+from seqpar.data.sampling.augmentation import STEPS, Augmentation, augment
 from seqpar.data.sampling.augmentation_presets import RECIPES, Chance, Recipe, full, light
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.warp import Warp, apply_warp, draw_offsets, rotate
@@ -18,10 +18,11 @@ TILE = (16, 14, 12)
 ALWAYS = replace(
     full(),
     elastic=Chance(0.5, 0, 300),
+    further=tuple((name, replace(step, chance=replace(step.chance, probability=0.7))) for name, step in STEPS.items()),
     **{
         step.name: replace(getattr(full(), step.name), probability=0.7)
         for step in fields(Recipe)
-        if step.name not in ("elastic", "elastic_sigma")
+        if step.name not in ("elastic", "elastic_sigma", "further")
     },
 )
 
@@ -115,20 +116,18 @@ def test_none_crops_and_nothing_changes_its_input():
     assert same((image, label), kept)
 
 
-@pytest.mark.parametrize("name", ["light", "full", "paper"])
+@pytest.mark.parametrize("name", ["light", "full+corruption", "paper"])
 def test_each_step_acts_as_often_as_the_recipe_says(name):
     augmentation = augment(name, (4, 4, 4))
     draws = 3000
     plans = [augmentation.plan(seed) for seed in range(draws)]
-    asked = {
-        step.name: getattr(augmentation.recipe, step.name) for step in fields(Recipe) if step.name != "elastic_sigma"
-    }
+    asked = dict(augmentation._chances())
     for step, chance in asked.items():
         for acted in [f"mirror{d}" for d in range(3)] if step == "mirror" else [step]:
             share = np.mean([acted in plan for plan in plans])
             sigma = np.sqrt(chance.probability * (1 - chance.probability) / draws)
             assert abs(share - chance.probability) <= 4 * sigma
-    if name == "full":  # and independently
+    if name == "full+corruption":  # and independently
         both = np.mean([{"gamma", "low_resolution"} <= set(plan) for plan in plans])
         assert abs(both - 0.3 * 0.25) < 0.02
 
@@ -146,7 +145,7 @@ def test_what_is_planned_is_what_happens():
     assert all(same(augmentation(image, label, seed), crop) for seed in quiet)
 
 
-@pytest.mark.parametrize("step", [s.name for s in fields(Recipe) if s.name != "elastic_sigma"])
+@pytest.mark.parametrize("step", [s.name for s in fields(Recipe) if s.name not in ("elastic_sigma", "further")])
 def test_each_step_acts(step):
     low, high = {
         "elastic": (800, 900),

@@ -13,18 +13,18 @@ TOPS = {"seqpar": "seqpar", "decoders": "seqpar.decoders", "launch": "seqpar.lau
 
 # From the ground up. A floor is a line; its rooms may use each other where that makes no circle.
 GROUND = """
-    environment wait_clock watchdog mesh
+    choices environment wait_clock watchdog mesh
     messages rendezvous
     collectives consensus halo_exchange remaps
     layout meta_tensors losses
     attention spatial
     vit pipeline
-    data.boxes data.errors data.files data.geometry data.volumes data.workers
+    data.boxes data.dicom_series data.errors data.files data.geometry data.itk_files data.volumes data.workers
     data.formats
     data.preparation
     data.sampling data.phantom
-    decoders.levels
-    decoders.modes decoders.plain decoders.unetr decoders.primus decoders.unets
+    decoders.levels decoders.sizes
+    decoders.modes decoders decoders.unets
     launch.job launch.hardware launch.optimization launch.settings launch.evaluation
     launch.models
     launch.weights launch.planning
@@ -34,7 +34,7 @@ GROUND = """
     launch.reporting launch.benches
 """
 
-ACTS = {"train", "predict", "evaluate", "prepare", "phantom", "plan", "bench", "doctor", "report"}
+ACTS = {"train", "predict", "evaluate", "prepare", "phantom", "plan", "bench", "doctor", "report", "export"}
 FLOORS = [[f"seqpar.{room}" for room in line.split()] for line in GROUND.strip().splitlines()]
 FLOORS.append([f"seqpar.launch.{act}" for act in sorted(ACTS)])
 FREE = {"seqpar", "seqpar.data", "seqpar.decoders", "seqpar.launch"}  # hand names on, or hold nothing
@@ -46,6 +46,7 @@ OWNERS = {
         "seqpar.collectives",
         "seqpar.consensus",
     },
+    "SimpleITK": {"seqpar.data.itk_files"},
     "torch.nn.parallel": {"seqpar.launch.training.data_parallel"},
     "torch.distributed.fsdp": {"seqpar.launch.training.sharded_weights"},
     "torch.distributed.tensor": {"seqpar.launch.training.sharded_weights"},

@@ -2,27 +2,26 @@
 
 A recipe says how often each step acts and how strongly; a step that does not act costs nothing. First the
 source (a crop that is larger than the tile) is warped or only cropped, then intensities change, then
-directions are mirrored. Intensity steps are batchgenerators' own where those are fast.
+directions are mirrored. Intensity steps are batchgenerators' own where those are fast; further ones are in `choices`.
 """
 
 import contextlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
-from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES, Chance, Recipe
+from seqpar.choices import choices_in
+from seqpar.data.sampling import choices
+from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES, Chance, Image, Label, Recipe, Step
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.warp import Size, Warp, apply_warp, draw_offsets, rotate, rotated_size
 
-Image = NDArray[np.float32]
-Label = NDArray[Any]
-
+STEPS: dict[str, Step] = choices_in(choices)
 INTENSITY_STEPS = ("noise", "blur", "brightness", "contrast", "low_resolution", "gamma_inverted", "gamma")
 
 
@@ -86,7 +85,7 @@ class Augmentation:
             image, label = apply_warp(
                 warp, np.ascontiguousarray(image, np.float32), label, self.tile_size, self.order, self.outside_label
             )
-        image = self._change_intensities(image, draws)
+        image = self._change_intensities(image, label, draws)
         flips = tuple(d for d in range(len(self.tile_size)) if f"mirror{d}" in draws)
         if flips:
             image = np.ascontiguousarray(np.flip(image, tuple(d + 1 for d in flips)))
@@ -98,6 +97,8 @@ class Augmentation:
             chance = getattr(self.recipe, field.name)
             if isinstance(chance, Chance):
                 yield field.name, chance
+        for name, step in self.recipe.further:
+            yield name, step.chance
 
     def _draws(self, seed: int) -> dict[str, np.random.Generator]:
         """Returns the steps that act, each with a generator of its own, so that no step shifts another's draws."""
@@ -106,10 +107,12 @@ class Augmentation:
         for name, chance in self._chances():
             names = [f"mirror{d}" for d in range(len(self.tile_size))] if name == "mirror" else [name]
             steps += [(each, chance.probability) for each in names]
-        luck, seeds = rng.random(len(steps)), rng.integers(2**63, size=len(steps))
-        return {
-            name: np.random.default_rng(s) for (name, probability), u, s in zip(steps, luck, seeds) if u < probability
-        }
+        draws: dict[str, np.random.Generator] = {}
+        num_further = len(self.recipe.further)  # drawn after the others, which stay the same with them
+        for part in (steps[: len(steps) - num_further], steps[len(steps) - num_further :]):
+            luck, seeds = rng.random(len(part)), rng.integers(2**63, size=len(part))
+            draws |= {name: np.random.default_rng(s) for (name, share), u, s in zip(part, luck, seeds) if u < share}
+        return draws
 
     def _warp(self, draws: dict[str, np.random.Generator]) -> Warp | None:
         """Returns the drawn deformation; None if the tile is only cropped."""
@@ -134,10 +137,14 @@ class Augmentation:
             return self.tile_size
         return tuple(min(a, b) for a, b in zip(warp.reach(self.tile_size), self.source_size))
 
-    def _change_intensities(self, image: Image, draws: dict[str, np.random.Generator]) -> Image:
-        acting = [name for name in INTENSITY_STEPS if name in draws]
+    def _change_intensities(self, image: Image, label: Label, draws: dict[str, np.random.Generator]) -> Image:
+        further = {name: step for name, step in self.recipe.further if name in draws}
+        acting = [name for name in (*INTENSITY_STEPS, *further) if name in draws]
         background = ~image.any(0) if acting and self.keep_background else None
         for name in acting:
+            if name in further:
+                image = further[name].change(image, label, further[name].chance, draws[name])
+                continue
             chance = getattr(self.recipe, name)
             if name == "noise":
                 spread = np.float32(draws[name].uniform(chance.low, chance.high))
@@ -160,10 +167,19 @@ def augment(
     outside_label: int = 0,
     keep_background: bool = False,
 ) -> Augmentation:
-    """Returns the augmentation ``none``, ``light``, ``full`` or ``paper`` for tiles of this size."""
-    if name not in RECIPES:
-        raise ValueError(f"an augmentation is one of {', '.join(RECIPES)}, got {name}")
-    return Augmentation(RECIPES[name](), tuple(tile_size), synthesis, order, outside_label, keep_background)
+    """Returns the augmentation of that name (see ``recipe_of``) for tiles of this size."""
+    return Augmentation(recipe_of(name), tuple(tile_size), synthesis, order, outside_label, keep_background)
+
+
+def recipe_of(name: str) -> Recipe:
+    """Returns the recipe ``none``, ``light``, ``full`` or ``paper``, with the further steps that follow a ``+``."""
+    first, *more = name.split("+")
+    if first not in RECIPES:
+        raise ValueError(f"an augmentation is one of {', '.join(RECIPES)}, got {first}")
+    for step in more:
+        if step not in STEPS or more.count(step) > 1:
+            raise ValueError(f"to {first} can be added, once each, {', '.join(STEPS)}; got {step}")
+    return replace(RECIPES[first](), further=tuple((step, STEPS[step]) for step in more))
 
 
 def _crop(image: Image, label: Label, size: Size) -> tuple[Image, Label]:

@@ -2,6 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Image = NDArray[np.float32]
+Label = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -14,8 +21,20 @@ class Chance:
 
 
 @dataclass(frozen=True)
+class Step:
+    """A further step, which a recipe has where ``--augment`` names it.
+
+    ``change`` takes a tile's image ``c W D H``, its label ``W D H``, the strengths and a generator, and returns the
+    image, which it may change in place. ``chance``: how often the step acts, and between which strengths.
+    """
+
+    change: Callable[[Image, Label, Chance, np.random.Generator], Image]
+    chance: Chance
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """The steps of an augmentation, in the order in which they act."""
+    """The steps of an augmentation, in the order in which they act; then further ones, in theirs."""
 
     rotation: Chance = Chance()  # degrees, about each axis
     scaling: Chance = Chance()  # below 1 enlarges; half of the draws are below
@@ -29,6 +48,7 @@ class Recipe:
     gamma_inverted: Chance = Chance()
     gamma: Chance = Chance()
     mirror: Chance = Chance()  # of each direction
+    further: tuple[tuple[str, Step], ...] = ()  # by name; they act before tiles are mirrored
 
 
 def none() -> Recipe:

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from scipy import ndimage
 
 from seqpar.data.preparation.cache import PreparedDataset
+from seqpar.data.sampling.smooth_noise import lowest_voxels
 
 _LESION = re.compile("tumou?r|lesion|cancer|metastas|carcinoma", re.IGNORECASE)
 _WHOLE = re.compile("wt|whole[ _-]?tumou?r", re.IGNORECASE)
@@ -92,13 +91,7 @@ class TumourSynthesis:
     def _region(self, rng: np.random.Generator, size: tuple[int, ...]) -> NDArray[np.bool_]:
         """Returns the mask of a fake lesion: the lowest voxels of smooth noise, a drawn share of all."""
         share = np.clip(rng.normal(0.01, 0.01) + rng.normal(0, 0.05), self.smallest, self.smallest + 0.2)
-        block = _block(size)
-        coarse = [max(1, n // block) for n in size]
-        noise = torch.from_numpy(rng.standard_normal(coarse, dtype=np.float32).clip(-2, 2))[None, None]
-        mode = "trilinear" if len(size) == 3 else "bilinear"
-        enlarged = F.interpolate(noise, size, mode=mode)[0, 0].numpy()
-        smooth = ndimage.uniform_filter(enlarged, block // 2 * 2 + 1)
-        return smooth < np.percentile(smooth, int(100 * share))
+        return lowest_voxels(rng, size, _block(size), float(share))
 
 
 def _block(size: tuple[int, ...]) -> int:

@@ -1,0 +1,99 @@
+"""What the page says about adding things is all it takes: done word for word in a copy, which then trains."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from seqpar.launch.runs.journal import read_metrics
+from tests.support.pages import ROOT, blocks
+from tests.support.training_runs import tiny_data
+
+PAGE = ROOT / "seqpar" / "README.md"
+NAMES = {  # the list of each room, and the name that the page adds to it
+    "decoders/choices.py": "linear",
+    "launch/evaluation/choices.py": "Precision",
+    "seqpar/data/sampling/choices.py": "salt",
+}
+
+
+def additions() -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the page's new files by path, and the lines for lists by the list's path."""
+    files, lines = dict[str, str](), dict[str, str]()
+    for block in blocks(PAGE, "python"):
+        head, _, body = block.partition("\n")
+        if match := re.match(r"# a line of ([\w/]+\.py)", head):
+            lines[match[1]] = body
+        elif match := re.fullmatch(r"# ([\w/]+\.py)", head):
+            files[match[1]] = body
+    return files, lines
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """Returns a copy of the files that git knows, with the page's additions."""
+    place = tmp_path_factory.mktemp("copy")
+    listing = ["git", "ls-files", "-z", "-co", "--exclude-standard"]
+    known = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    names = [name for name in known if name and (ROOT / name).exists()]
+    packed = subprocess.run(["tar", "-cf", "-", *names], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(["tar", "-xf", "-"], cwd=place, input=packed.stdout, check=True)
+    files, lines = additions()
+    for name, body in files.items():
+        assert not (place / name).exists(), f"{name} is not new"
+        (place / name).write_text(body)
+    for name, line in lines.items():
+        with (place / name).open("a") as file:
+            file.write(line)
+    return place
+
+
+def run(place: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=place, env={"PATH": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(place)},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+def test_each_takes_one_new_file_and_one_line() -> None:
+    files, lines = additions()
+    assert set(lines) == set(NAMES) and len(files) == len(lines)
+    for path, line in lines.items():
+        assert line.count("\n") == 1 and line.split()[-1] == NAMES[path]
+    for body in files.values():
+        compile(body, "page", "exec")
+
+
+def test_all_of_them_train_three_steps(copy, tmp_path) -> None:
+    flags = [*tiny_data(tmp_path), "--iterations", "3", "--epochs", "1", "--out", str(tmp_path / "run")]
+    added = ["--decoder", "linear", "--augment", "light+salt"]
+    done = run(copy, "launch/train.py", *flags, *added)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert sum(row["kind"] == "train" for row in rows) == 3
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert (config["decoder"], config["augment"]) == ("linear", "light+salt")
+    summary = json.loads((tmp_path / "run" / "validation" / "summary.json").read_text())
+    assert "Precision" in summary["mean"]["1"]
+
+
+def test_a_step_acts_where_a_recipe_names_it_and_changes_no_other_draw(copy) -> None:
+    code = """
+import numpy as np
+from seqpar.data.sampling.augmentation import augment
+image, label = np.random.default_rng(0).normal(size=(1, 30, 30, 30)).astype("f4"), np.zeros((30, 30, 30), "u1")
+plain, salted = (augment(name, (8, 8, 8)) for name in ("light", "light+salt"))
+same = [np.array_equal(plain(image, label, seed)[0], salted(image, label, seed)[0]) for seed in range(60)]
+assert [not equal for equal in same] == ["salt" in salted.plan(seed) for seed in range(60)] or print(same)
+assert 3 < same.count(False) < 25
+"""
+    done = run(copy, "-c", code)
+    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+
+
+def test_the_copy_keeps_the_floors(copy) -> None:
+    done = run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/house/test_floors.py")
+    assert done.returncode == 0, done.stdout + done.stderr
