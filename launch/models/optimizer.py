@@ -3,8 +3,9 @@
 from torch import nn
 from torch.optim import Optimizer
 
-from seqpar.launch.optimization.optimizers import OPTIMIZERS, OptimizerOptions
+from seqpar.launch.optimization.optimizers import OptimizerOptions
 from seqpar.launch.optimization.schedules import SCHEDULES, Moment
+from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.launch.settings.config import Config
 
 

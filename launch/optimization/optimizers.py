@@ -1,4 +1,4 @@
-"""Optimizers by name, as torch has them. A new one is a function, here or in its own file, and a line of OPTIMIZERS."""
+"""The optimizers that there are, as torch has them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -33,39 +33,37 @@ class OptimizerKind:
     whole: bool = False
 
 
-def adam(groups: Groups, options: OptimizerOptions) -> Optimizer:
+def _adam(groups: Groups, options: OptimizerOptions) -> Optimizer:
     """Returns Adam, whose weight decay is added to the gradient."""
     beta1, beta2 = options.betas
     return torch.optim.Adam(groups, options.lr, (beta1, beta2), amsgrad=options.amsgrad)
 
 
-def adamw(groups: Groups, options: OptimizerOptions) -> Optimizer:
+def _adamw(groups: Groups, options: OptimizerOptions) -> Optimizer:
     """Returns Adam with decoupled weight decay."""
     beta1, beta2 = options.betas
     return torch.optim.AdamW(groups, options.lr, (beta1, beta2), amsgrad=options.amsgrad)
 
 
-def sgd(groups: Groups, options: OptimizerOptions) -> Optimizer:
+def _sgd(groups: Groups, options: OptimizerOptions) -> Optimizer:
     """Returns SGD with Nesterov's momentum, the first of betas."""
     momentum = options.betas[0]
     return torch.optim.SGD(groups, options.lr, momentum, nesterov=momentum > 0)
 
 
-def rmsprop(groups: Groups, options: OptimizerOptions) -> Optimizer:
+def _rmsprop(groups: Groups, options: OptimizerOptions) -> Optimizer:
     """Returns RMSProp; betas are its momentum and the decay of the squares (torch: alpha)."""
     momentum, alpha = options.betas
     return torch.optim.RMSprop(groups, options.lr, alpha, momentum=momentum)
 
 
-def adafactor(groups: Groups, options: OptimizerOptions) -> Optimizer:
+def _adafactor(groups: Groups, options: OptimizerOptions) -> Optimizer:
     """Returns Adafactor, whose states are rows and columns of each parameter's last two directions."""
     return torch.optim.Adafactor(groups, options.lr)
 
 
-OPTIMIZERS: dict[str, OptimizerKind] = {
-    "adam": OptimizerKind(adam, (0.9, 0.999), has_amsgrad=True),
-    "adamw": OptimizerKind(adamw, (0.9, 0.999), has_amsgrad=True),
-    "sgd": OptimizerKind(sgd, (0.9,)),
-    "rmsprop": OptimizerKind(rmsprop, (0.0, 0.99)),
-    "adafactor": OptimizerKind(adafactor, whole=True),
-}
+adam = OptimizerKind(_adam, (0.9, 0.999), has_amsgrad=True)
+adamw = OptimizerKind(_adamw, (0.9, 0.999), has_amsgrad=True)
+sgd = OptimizerKind(_sgd, (0.9,))
+rmsprop = OptimizerKind(_rmsprop, (0.0, 0.99))
+adafactor = OptimizerKind(_adafactor, whole=True)

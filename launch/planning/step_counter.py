@@ -18,7 +18,7 @@ from seqpar.launch.hardware.operations import Operation
 from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.launch.optimization.optimizers import OPTIMIZERS
+from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.launch.planning.memory_counter import MemoryCounter, as_autocast
 from seqpar.launch.planning.outline import outline
 from seqpar.launch.planning.saved_bytes import Saved

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
 
-from seqpar.launch.optimization.optimizers import OPTIMIZERS
+from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.launch.settings.config import AUTO, Config, dashed
 from seqpar.launch.settings.presets import PRESETS
 

@@ -13,11 +13,12 @@ from seqpar.attention.strategies import NAMES, check_strategy
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.data.sampling.augmentation_presets import ORDERS
-from seqpar.launch.optimization.optimizers import OPTIMIZERS
 from seqpar.launch.optimization.schedules import SCHEDULES
+from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.layout import SPLITS, Layout
 from seqpar.losses.loss import check_weights
-from seqpar.losses.table import LOSSES, LossOptions
+from seqpar.losses.mixtures import LossOptions
+from seqpar.losses.table import LOSSES
 from seqpar.rendezvous import START_S
 from seqpar.vit.blocks import RECOMPUTED
 from seqpar.vit.tokens import POSITIONS

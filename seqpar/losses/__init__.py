@@ -2,6 +2,7 @@
 
 from seqpar.losses.groups import LossGroups
 from seqpar.losses.loss import Loss, LossParts
-from seqpar.losses.table import LOSSES, DiceCE, LossOptions, make_loss
+from seqpar.losses.mixtures import LossOptions
+from seqpar.losses.table import LOSSES, DiceCE, make_loss
 
 __all__ = ["LOSSES", "DiceCE", "Loss", "LossGroups", "LossOptions", "LossParts", "make_loss"]

@@ -1,44 +1,14 @@
-"""Losses by name. A new one is a function that returns its terms, here or in its own file, and a line of LOSSES."""
+"""Losses by name, and the one that loops of one's own take."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from seqpar.choices import choices_in
+from seqpar.losses import choices
 from seqpar.losses.loss import Loss
-from seqpar.losses.terms import ClassTerm, CrossEntropy, Dice, Focal, VoxelTerm
+from seqpar.losses.mixtures import LossOptions, Terms
+from seqpar.losses.terms import CrossEntropy, Dice
 
-Terms = list[VoxelTerm | ClassTerm]
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """What terms may depend on: ``squared``, ``background``, ``batch`` of ``Dice``, ``gamma`` of ``Focal``."""
-
-    squared: bool = False
-    background: bool = False
-    batch: bool = False
-    gamma: float = 2.0
-
-
-def dice_ce(options: LossOptions) -> Terms:
-    """Returns soft Dice and cross-entropy."""
-    return [Dice(options.squared, options.background, options.batch), CrossEntropy()]
-
-
-def focal(options: LossOptions) -> Terms:
-    """Returns the focal loss."""
-    return [Focal(options.gamma)]
-
-
-def dice_focal(options: LossOptions) -> Terms:
-    """Returns soft Dice and the focal loss."""
-    return [Dice(options.squared, options.background, options.batch), Focal(options.gamma)]
-
-
-LOSSES: dict[str, Callable[[LossOptions], Terms]] = {
-    "dice-ce": dice_ce,
-    "focal": focal,
-    "dice-focal": dice_focal,
-}
+LOSSES: dict[str, Callable[[LossOptions], Terms]] = choices_in(choices)
 
 
 def make_loss(

@@ -17,6 +17,8 @@ NAMES = {  # the list of each room, and the name that the page adds to it
     "decoders/choices.py": "linear",
     "launch/evaluation/choices.py": "Precision",
     "seqpar/data/sampling/choices.py": "salt",
+    "seqpar/losses/choices.py": "tversky",
+    "launch/optimization/choices.py": "nadam",
 }
 
 FLOORS = (
@@ -75,13 +77,15 @@ def test_each_takes_one_new_file_and_one_line() -> None:
 
 def test_all_of_them_train_three_steps(copy, tmp_path) -> None:
     flags = [*tiny_data(tmp_path), "--iterations", "3", "--epochs", "1", "--out", str(tmp_path / "run")]
-    added = ["--decoder", "linear", "--augment", "light+salt"]
+    added = ["--decoder", "linear", "--augment", "light+salt", "--loss", "tversky", "--optimizer", "nadam"]
     done = run(copy, "launch/train.py", *flags, *added)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert sum(row["kind"] == "train" for row in rows) == 3
+    losses = [(row["loss"], row["tversky_loss"]) for row in rows if row["kind"] == "train"]
+    assert len(losses) == 3 and all(total == term for total, term in losses) and len(set(losses)) == 3
     config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
-    assert (config["decoder"], config["augment"]) == ("linear", "light+salt")
+    chosen = [config[name] for name in ("decoder", "augment", "loss", "optimizer")]
+    assert chosen == ["linear", "light+salt", "tversky", "nadam"]
     summary = json.loads((tmp_path / "run" / "validation" / "summary.json").read_text())
     assert "Precision" in summary["mean"]["1"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer
-from seqpar.launch.optimization.optimizers import OPTIMIZERS
+from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.launch.planning.step_counter import StepSetup, count_whole_step
 from seqpar.launch.settings.command_line import continued, parse
 from seqpar.launch.settings.config import Config
