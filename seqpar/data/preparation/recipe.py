@@ -1,5 +1,6 @@
 """The recipe: what preparation does to every case, decided once from the settings and a survey of the cases."""
 
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +12,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.volumes import read_geometry
 
+_CLIP = re.compile(r"clip\b", re.IGNORECASE)
 SAMPLES = 10_000  # intensities that a case adds to the statistics of CT
 
 
@@ -57,8 +59,8 @@ class Recipe:
     """What is done to each case, in training and in prediction alike."""
 
     modalities: tuple[str, ...]
-    schemes: tuple[str, ...]  # per modality: "zscore", "ct" or "none"
-    intensities: tuple[Intensity | None, ...]  # per modality, for "ct"
+    schemes: tuple[str, ...]  # per modality: "zscore", "ct", "clip" or "none"
+    intensities: tuple[Intensity | None, ...]  # per modality, for "ct" and "clip"
     spacing: tuple[float, float, float] | None  # None: each case keeps its own
     values: tuple[int, ...]  # the file's label for each class id, that of the ignore label last
     has_ignore: bool
@@ -91,9 +93,22 @@ class Finding:
 
 
 def schemes_of(modalities: Sequence[str]) -> tuple[str, ...]:
-    """Returns how each modality is normalised: by its name, as in nnU-Net."""
+    """Returns how each modality is normalised: by its name, as in nnU-Net; "clip a:b" is ours."""
     known = {"ct": "ct", "nonorm": "none"}
-    return tuple(known.get(name.lower(), "zscore") for name in modalities)
+    return tuple("clip" if _CLIP.match(name) else known.get(name.lower(), "zscore") for name in modalities)
+
+
+def _clipped(name: str, dataset: Dataset) -> Intensity | None:
+    """Returns the intensity by which a to b become 0 to 1, for a modality named "clip a:b"; None for other names."""
+    if not _CLIP.match(name):
+        return None
+    try:
+        low, high = (float(part) for part in name.split(maxsplit=1)[1].split(":"))
+    except (IndexError, ValueError):
+        low = high = 0.0
+    if not -np.inf < low < high < np.inf:
+        raise DataError(dataset.root, f"modality {name!r} names no range; give two numbers, as in clip -160:240")
+    return Intensity(low, high, low, high - low)
 
 
 def needs_survey(dataset: Dataset, settings: PrepareSettings) -> bool:
@@ -108,7 +123,7 @@ def draft_recipe(dataset: Dataset, settings: PrepareSettings) -> Recipe:
     return Recipe(
         modalities=dataset.modalities,
         schemes=schemes,
-        intensities=(None,) * len(schemes),
+        intensities=tuple(_clipped(name, dataset) for name in dataset.modalities),
         spacing=None if isinstance(settings.spacing, str) else settings.spacing,
         values=(*dataset.labels.values(), *ignore),
         has_ignore=bool(ignore),
@@ -123,7 +138,7 @@ def finish_recipe(recipe: Recipe, dataset: Dataset, settings: PrepareSettings, f
     intensities: list[Intensity | None] = []
     for n, scheme in enumerate(recipe.schemes):
         inside = np.concatenate([finding.samples[n] for finding in findings])
-        intensities.append(_intensity(inside, dataset, n) if scheme == "ct" else None)
+        intensities.append(_intensity(inside, dataset, n) if scheme == "ct" else recipe.intensities[n])
     spacing = recipe.spacing
     if settings.spacing == "median":
         w, d, h = np.median([finding.spacing for finding in findings], axis=0)
