@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "data", help="folder of the data set, list of cases (.json), or name or number under nnUNet_raw"
     )
     parser.add_argument(
-        "--out", help="folder of the cache (default: a folder in $SEQPAR_CACHE if set, else DATA.prepared)"
+        "--out", help="folder of the cache (default: in $SEQPAR_CACHE if set, else in seqpar-prepared near DATA)"
     )
     parser.add_argument(
         "--spacing", default="source", help="voxel size: source, median, or R,A,S in mm (default: source)"

@@ -18,6 +18,7 @@ from seqpar.data.preparation.prepare import (
     prepare,
     prepared,
 )
+from seqpar.launch.prepare import act
 from tests.support.folders import NEW, OLD, brats, image_array, label_array, nnunet, save, tree
 
 
@@ -171,10 +172,29 @@ def test_brats_of_2023_needs_no_renumbering(tmp_path):
 def test_the_default_folder_lies_beside_the_data_or_where_the_environment_says(tmp_path, monkeypatch):
     monkeypatch.delenv("SEQPAR_CACHE", raising=False)
     data = recognise(nnunet(tmp_path / "D", 1))
-    assert cache_folder(data) == tmp_path / "D.prepared"
+    assert cache_folder(data) == tmp_path / "seqpar-prepared" / "D"
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "caches"))
     assert cache_folder(data).parent == tmp_path / "caches" and cache_folder(data).name.startswith("D-")
     assert cache_folder(data, tmp_path / "x") == tmp_path / "x"
+
+
+@pytest.mark.parametrize("has_preprocessed", [True, False])
+def test_a_data_set_of_nnunet_is_found_by_its_number_after_it_was_prepared(tmp_path, monkeypatch, has_preprocessed):
+    monkeypatch.delenv("SEQPAR_CACHE", raising=False)
+    monkeypatch.delenv("nnUNet_preprocessed", raising=False)
+    raw, beside = tmp_path / "in" / "nnUNet_raw", tmp_path / "fast" / "nnUNet_preprocessed"
+    monkeypatch.setenv("nnUNet_raw", str(raw))
+    if has_preprocessed:
+        monkeypatch.setenv("nnUNet_preprocessed", str(beside))
+    root = nnunet(raw / "Dataset901_Blob", 2)
+    nnunet(raw / "Dataset901_Blob.prepared", 0)  # as caches were once called
+    for _ in range(2):
+        assert act(["901", "--workers", "0"]) == 0
+    place = (beside if has_preprocessed else root).parent / "seqpar-prepared" / "Dataset901_Blob"
+    assert open_cache(place).ids == ("c_000", "c_001") == prepared(901, is_first=True).ids
+    new = sorted(path.name for path in raw.iterdir() if path.suffix != ".prepared")
+    assert [name for name in new if name.startswith("Dataset901")] == ["Dataset901_Blob"], "as nnU-Net looks it up"
+    assert len(new) == (1 if has_preprocessed else 2) and recognise("Dataset901_Blob").root == root
 
 
 def test_data_sets_of_one_name_in_two_places_have_a_cache_each(tmp_path, monkeypatch):

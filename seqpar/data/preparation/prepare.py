@@ -1,6 +1,5 @@
 """Prepares a data set: each case once, into a cache that training maps; resumes, and updates what changed."""
 
-import hashlib
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -28,6 +27,7 @@ from seqpar.data.preparation.cache_index import (
     sources_of,
     write_index,
 )
+from seqpar.data.preparation.cache_place import cache_folder
 from seqpar.data.preparation.cache_writer import (
     CacheError,
     clean,
@@ -74,19 +74,6 @@ class Report:
     kept: tuple[str, ...]
     empty: tuple[str, ...]
     faults: tuple[DataError, ...]
-
-
-def cache_folder(dataset: Dataset, out: str | Path | None = None) -> Path:
-    """Returns the folder of a data set's cache: ``out``, else one in $SEQPAR_CACHE, else one beside the data.
-
-    In $SEQPAR_CACHE the folder's name contains a digest of the data set's path: names may repeat.
-    """
-    if out is not None:
-        return Path(out).expanduser().absolute()
-    if "SEQPAR_CACHE" in os.environ:
-        place = hashlib.blake2b(os.fsencode(dataset.root.resolve()), digest_size=4).hexdigest()
-        return Path(os.environ["SEQPAR_CACHE"]).expanduser().absolute() / f"{dataset.name}-{place}"
-    return dataset.root.with_name(f"{dataset.root.name}.prepared")
 
 
 def prepare(
