@@ -96,7 +96,7 @@ def _monai() -> nn.Module:
 
 def _ours(mode: str, mesh: Mesh) -> SegmentationNet:
     if importlib.util.find_spec("monai"):
-        net = load_monai(_monai().state_dict(), (TILE,) * 3, group=mesh.seq, mode=mode)
+        net = load_monai(_monai().state_dict(), (TILE,) * 3, 12, mesh.seq, mode)
         assert isinstance(net, SegmentationNet)
         return net
     cube = (PATCH,) * 3

@@ -32,7 +32,29 @@ _WRAPPERS = re.compile(rf"^((module|backbone|model|net|network|{_COMPILED})\.)+|
 
 def read_weights(path: str | Path) -> State:
     """Returns the state dict in a safetensors or torch file, or an exported run; never runs code in the file."""
-    path = Path(path)
+    return unwrap(_read(Path(path)))
+
+
+def checkpoint_of(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """Returns a checkpoint, given itself or as the path of its file."""
+    if isinstance(source, (str, Path)):
+        return _read(Path(source))
+    if not isinstance(source, Mapping):
+        kind = type(source).__name__
+        hint = "its state_dict()" if isinstance(source, nn.Module) else "one of these"
+        raise ValueError(f"weights are a state dict or the path of a file, and what came is of type {kind}: give {hint}")
+    return source
+
+
+def recorded_heads(checkpoint: Mapping[str, Any]) -> int | None:
+    """Returns the number of attention heads among a checkpoint's hyperparameters, None where they do not tell."""
+    hyper_parameters = checkpoint.get("hyper_parameters")  # where Lightning keeps them
+    heads = hyper_parameters.get("num_heads") if isinstance(hyper_parameters, Mapping) else None
+    return heads if isinstance(heads, int) else None
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Returns what a file of weights holds."""
     if not path.is_file():
         raise DataError(path, "no such file; give a safetensors or torch file of weights")
     with path.open("rb") as file:
@@ -44,13 +66,16 @@ def read_weights(path: str | Path) -> State:
             with zipfile.ZipFile(path) as archive:
                 if ARCHIVED in archive.namelist():
                     return load(archive.read(ARCHIVED))
-        return unwrap(torch.load(path, map_location="cpu", weights_only=True))
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise DataError(
             path, f"it holds more than tensors ({_first_line(error)}); save only its state_dict, and read that file"
         ) from error
     except (SafetensorError, RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise DataError(path, f"it cannot be read as weights ({_first_line(error)}); it may be cut off") from error
+    if not isinstance(content, Mapping):
+        raise DataError(path, f"it holds a {type(content).__name__}; a state dict is needed")
+    return content
 
 
 def _first_line(error: Exception) -> str:

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.weights.files import (
     State,
+    checkpoint_of,
     drop,
     fill,
     fit_positions,
     last_number,
+    recorded_heads,
     rename,
     unwrap,
     weight_and_bias,
@@ -41,9 +44,9 @@ _DEAD = re.compile(r"vit\.patch_embedding\.cls_token$|vit\.blocks\.\d+\.(norm_cr
 
 
 def load_monai(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any] | str | Path,
     tile: int | Sequence[int] = (96, 96, 96),
-    num_heads: int = 12,
+    num_heads: int | None = None,
     group: AnyGroup | None = None,
     mode: str = "auto",
     split: str = "spatial",
@@ -54,12 +57,15 @@ def load_monai(
 
     All sizes except the number of heads are read off the shapes.
 
-    - ``group``: the ranks that share a tile: ours or torch's; None: this process alone
+    - ``state_dict``: also a checkpoint that holds one, or the path of its file
+    - ``num_heads``: needed unless the checkpoint's ``hyper_parameters`` tell it; another number loads as well, and
+      computes something else
     - ``mode``: of the decoder
     - ``trained_tile``: needed where the weights were trained on a tile that is neither ``tile`` nor a cube
     - ``patch``: needed where the perceptron embedding of a ViT does not show it
     """
-    ours, levels = _translated(unwrap(state_dict), trained_tile or tile, patch)
+    checkpoint = checkpoint_of(state_dict)
+    ours, levels = _translated(unwrap(checkpoint), trained_tile or tile, patch)
     depth, has_bias = last_number(ours, r"encoder\.blocks\.") + 1, "encoder.blocks.0.attn.q_bias" in ours
     embed_dim, in_channels, *cube = ours["encoder.patch_embed.proj.weight"].shape
     if patch is not None and tuple(patch) != tuple(cube):
@@ -67,6 +73,12 @@ def load_monai(
     if levels and tuple(cube) != (1 << levels,) * 3:
         expected = (1 << levels,) * 3
         raise ValueError(f"a 3D UNETR of {levels} levels has patch {expected}, but the weights have {tuple(cube)}")
+    num_heads = num_heads or recorded_heads(checkpoint)
+    if num_heads is None:
+        raise ValueError(
+            f"the weights (embedding {embed_dim}) do not tell their number of attention heads: give num_heads=, the "
+            "one that they were trained with (MONAI's own default is 12)"
+        )
     sides = (tile,) * len(cube) if isinstance(tile, int) else tuple(tile)
     hidden_dim = ours["encoder.blocks.0.mlp.fc1.weight"].shape[0]
     with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten

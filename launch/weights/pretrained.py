@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.settings.config import Config
-from seqpar.launch.weights.files import fit_positions, listed, read_weights
+from seqpar.launch.weights.files import checkpoint_of, fit_positions, listed, recorded_heads, unwrap
 from seqpar.launch.weights.monai import load_monai
 from seqpar.launch.weights.primus import load_primus
 
@@ -18,7 +18,11 @@ def start_from(net: SegmentationNet, config: Config) -> str:
     All tensors of the encoder must fit. Decoder tensors are loaded where they fit; the others (of another decoder, or
     for other classes) keep their initial values.
     """
-    origin, state = _ours(read_weights(config.weights), config)
+    checkpoint = checkpoint_of(config.weights)
+    heads = recorded_heads(checkpoint)
+    if heads not in (None, config.heads):
+        raise ValueError(f"--weights {config.weights} were trained with {heads} heads: use --heads {heads}")
+    origin, state = _ours(unwrap(checkpoint), config)
     own = net.state_dict()
     if "encoder.pos_embed" in state and "encoder.pos_embed" in own:
         layout = net.encoder.layout
@@ -38,6 +42,8 @@ def start_from(net: SegmentationNet, config: Config) -> str:
             own[name].copy_(state[name])
     fresh = sorted(name for name in own if name not in fitting)
     summary = f"weights from {config.weights} ({origin}): {len(fitting)} of {len(own)} tensors"
+    if origin != "seqpar" and heads is None:
+        summary += f"; the file does not tell its attention heads, --heads {config.heads} are taken"
     return summary + (f"; fresh: {listed(fresh, 4)}" if fresh else "")
 
 

@@ -4,6 +4,7 @@ Legend: e embedding, n tokens.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from seqpar.decoders.primus import PrimusDecoder
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.weights.files import (
     State,
+    checkpoint_of,
     drop,
     fill,
     fit_positions,
@@ -31,7 +33,7 @@ POSITIONS, MASK = "eva.pos_embed", "mask_token"
 
 
 def load_primus(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any] | str | Path,
     tile: int | Sequence[int] = (96, 96, 96),
     num_heads: int | None = None,
     group: AnyGroup | None = None,
@@ -43,12 +45,13 @@ def load_primus(
 
     All sizes except the number of heads are read off the shapes.
 
+    - ``state_dict``: also a checkpoint that holds one, or the path of its file
     - ``num_heads``: needed only for sizes that were not published
     - ``group``: the ranks that share a tile: ours or torch's; None: this process alone
     - ``mode``: of the decoder
     - ``trained_tile``: needed where the weights were trained on a tile that is neither ``tile`` nor a cube
     """
-    state = unwrap(state_dict)
+    state = unwrap(checkpoint_of(state_dict))
     state = drop(state, {MASK} & state.keys(), "they replace masked tokens in pretraining")
     depth = max(1, last_number(state, r"eva\.blocks\.") + 1)
     stages = max(1, last_number(state, r"up_projection\.decode\.") + 1)

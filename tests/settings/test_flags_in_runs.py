@@ -93,11 +93,15 @@ def test_weights_are_taken(flags, tmp_path, origin):
     config = config_of(flags, *more, "--weights", str(file))
     net = build(config, 1, 2, Group("seq"))
     told = start_from(net, config)
-    assert f"({origin})" in told
+    assert f"({origin})" in told and ("--heads 2 are taken" in told) == (origin == "MONAI")
     for name, tensor in source.encoder.state_dict().items():
         assert torch.equal(net.encoder.state_dict()[name], tensor), name
     with pytest.raises(ValueError, match="do not fit the encoder.*--depth"):
         start_from(build(replace(config, embed_dim=24), 1, 2, Group("seq")), replace(config, embed_dim=24))
+    if origin == "MONAI":
+        torch.save({"state_dict": export_monai(source), "hyper_parameters": {"num_heads": 4}}, file)
+        with pytest.raises(ValueError, match="trained with 4 heads: use --heads 4"):
+            start_from(net, config)
 
 
 def test_the_device_is_the_told_one():

@@ -60,11 +60,12 @@ def test_files_that_are_no_weights_are_refused_by_name(tmp_path: Path, monkeypat
     write_weights("whole.safetensors", nn.Linear(9, 9))
     torch.save({"w": torch.zeros(99)}, "whole.pt")
     torch.save({"w": Surprise()}, "code.pt")
+    torch.save(torch.zeros(3), "bare.pt")
     Path("text.pt").write_text("no weights at all")
     Path("empty.pt").touch()
     for name in ("whole.safetensors", "whole.pt"):
         Path(f"cut.{name}").write_bytes(Path(name).read_bytes()[:200])
-    for name in ("code.pt", "text.pt", "empty.pt", "cut.whole.safetensors", "cut.whole.pt", "absent.pt"):
+    for name in ("bare.pt", "code.pt", "text.pt", "empty.pt", "cut.whole.safetensors", "cut.whole.pt", "absent.pt"):
         with pytest.raises(ValueError, match=re.escape(name)):
             read_weights(name)
     with pytest.raises(ValueError, match="more than tensors"):

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +126,30 @@ def test_the_tile_that_positions_were_trained_on_is_asked_for_where_it_is_open()
     assert out(load_monai(state, (32, 48, 16), HEADS, trained_tile=TILE), image(32, 48, 16)).isfinite().all()
     other = load_monai(state, TILE, HEADS, trained_tile=(16, 32, 32))  # as many positions, elsewhere
     assert relative(out(other, image(*TILE)), references.unetr(state, image(*TILE), HEADS)) > 1e-6
+
+
+def test_heads_that_nobody_tells_are_asked_for() -> None:
+    state, x = tiny_unetr(), image(*TILE)
+    with pytest.raises(ValueError, match=r"embedding 24.*give num_heads="):
+        load_monai(state, TILE)
+    whole = references.unetr(state, x, HEADS)
+    assert relative(out(load_monai(state, TILE, 12), x), whole) > 1e-3, "a wrong number would go unnoticed"
+    told = {"state_dict": state, "hyper_parameters": {"num_heads": HEADS}, "epoch": 3}
+    assert relative(out(load_monai(told, TILE), x), whole) < 1e-12
+
+
+def test_weights_are_loaded_from_the_path_of_their_file_too(tmp_path: Path) -> None:
+    state, x = tiny_unetr(), image(*TILE)
+    torch.save({"state_dict": state, "hyper_parameters": {"num_heads": HEADS}}, tmp_path / "net.pt")
+    seqpar.write_weights(tmp_path / "net.safetensors", state)
+    whole = out(load_monai(state, TILE, HEADS), x)
+    assert torch.equal(out(load_monai(str(tmp_path / "net.pt"), TILE), x), whole)
+    assert torch.equal(out(load_monai(tmp_path / "net.safetensors", TILE, HEADS), x), whole)
+    with pytest.raises(ValueError, match=r"absent.pt: no such file"):
+        load_monai("absent.pt", TILE, HEADS)
+    for other, hint in ((nn.Linear(2, 2), r"of type Linear: give its state_dict\(\)"), (3, "of type int")):
+        with pytest.raises(ValueError, match=hint):
+            load_monai(other, TILE, HEADS)  # type: ignore[arg-type]
 
 
 def test_unknown_and_missing_keys_are_named_at_once() -> None:

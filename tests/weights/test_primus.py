@@ -1,5 +1,7 @@
 """Weights under Primus' names give the reference output here, and come back as they were when exported."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,11 +14,13 @@ PRIMUS = {"c": 2, "k": 3, "patch": 8, "grid": (2, 1, 3), "e": 72, "depth": 2, "w
 PRIMUS_TILE = (16, 8, 24)
 
 
-def test_primus_weights_give_the_reference_output_and_come_back() -> None:
+def test_primus_weights_give_the_reference_output_and_come_back(tmp_path: Path) -> None:
     state = references.draw(references.primus_shapes(**PRIMUS))  # type: ignore[arg-type]
     x = image(*PRIMUS_TILE)
     net = load_primus(state, PRIMUS_TILE, num_heads=4)
     assert (out(net, x) - references.primus(state, x, 4)).abs().max() < 1e-12
+    torch.save(state, tmp_path / "primus.pt")
+    assert torch.equal(out(load_primus(str(tmp_path / "primus.pt"), PRIMUS_TILE, num_heads=4), x), out(net, x))
     back = export_primus(net)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in state.items() if name != "mask_token")
