@@ -20,6 +20,7 @@ from seqpar.launch.planning.answer import rehearsal
 from seqpar.launch.planning.auto_settings import choose_attention
 from seqpar.launch.planning.feasibility import refuse_lonely
 from seqpar.launch.runs.run_folder import Status
+from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import seconds
 from seqpar.launch.training.data import open_data
 from seqpar.launch.training.failure import end
@@ -61,20 +62,26 @@ def _train(request: RunRequest, launcher: Launcher) -> int:
     os.environ.update(flight_recorder(os.environ, config.out, torch.__version__))
     with start(config.seqpar, None, config.device, config.start_timeout, config.debug_collectives) as mesh:
         seed(config.seed)
-        status = Status(Path(config.out or broadcast_text(_new_folder(request.preset), 0, mesh.world)))
+        out = Path(config.out or broadcast_text(_new_folder(request.preset), 0, mesh.world))
+        lock = RunLock(out)
+        status = Status(out, lock)
 
         def write_preempted(why: str) -> None:
             if mesh.is_first:
                 status.write_unless_over("preempted", why, exit_codes.PREEMPTED, durable=False)
+                lock.release()
 
         stopper.begin(mesh, write_preempted)
         try:
-            by_first(lambda: open_folder(status), mesh.world)
+            number, text = by_first(lambda: open_folder(status, lock, config), mesh.world)
+            lock.ticket = (number, text)
             trainer = make_trainer(request, mesh, data, status)
             finished = trainer.run(stopper)
         except (Exception, KeyboardInterrupt) as error:
             end(error, config, mesh, status)
     stopper.close()
+    if launcher.rank == 0:
+        lock.release()
     return 0 if finished else exit_codes.PREEMPTED
 
 

@@ -15,6 +15,7 @@ import torch
 import seqpar
 from seqpar.data.files import write_json
 from seqpar.launch.runs.archive import CONFIG, is_archive, read_archived
+from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import Config
 
 
@@ -73,11 +74,12 @@ def result_files(run: Path) -> list[Path]:
 class Status:
     """Writes ``status.json``: whether a run is running, finished, preempted or failed, and why.
 
-    ``step`` is where the run is, ``steps`` where it ends.
+    ``step`` is where the run is, ``steps`` where it ends. ``lock``: of the run folder; without holding it, nothing is
+    written.
     """
 
-    def __init__(self, out: Path) -> None:
-        self.path = out / "status.json"
+    def __init__(self, out: Path, lock: RunLock | None = None) -> None:
+        self.path, self.lock = out / "status.json", lock
         self.step = self.steps = 0
 
     def write(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
@@ -87,6 +89,8 @@ class Status:
         - ``durable``: wait until it is on disk. False where this process ends in trouble: its peers wait for that end,
           the disk may be what does not answer, and other processes read the new file at once anyway
         """
+        if self.lock is not None and self.lock.is_lost():
+            return
         content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
         write_json(self.path, {**content, "time": time.time()}, durable)
 

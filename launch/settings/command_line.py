@@ -113,6 +113,7 @@ def refuse_idle(config: Config, names: set[str]) -> None:
         ("dice_background", "dice" in terms, f"{calls} Dice: leave it out"),
         ("batch_dice", "dice" in terms or not config.batch_dice, f"{calls} Dice: leave it out"),
         ("focal_gamma", "focal" in terms, f"{calls} focal term: leave it out"),
+        ("take_over", bool(config.out), "nobody holds a new folder: leave it out, or name the folder with --out"),
         ("measured", is_open, "size, batch and attention are given, so that nothing is chosen by it: leave it out"),
     ):
         if name in names and not acts:
@@ -151,4 +152,5 @@ def continued(saved: Config, now: Config, names: set[str]) -> Config:
             f"--weights {now.weights} would do nothing: --resume goes on with the run's own weights, which began "
             f"{began}: leave one of both out, or name another --out"
         )
-    return replace(saved, **{name: getattr(now, name) for name in names}, resume=True, dry_run=now.dry_run)
+    kept = {name: getattr(now, name) for name in names}
+    return replace(saved, **kept, resume=True, dry_run=now.dry_run, take_over=now.take_over)

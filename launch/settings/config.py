@@ -174,6 +174,7 @@ class Config:
     again: bool = _running(
         False, "where --out holds a run: continue it if it was interrupted; if it has ended, use OUT-2, OUT-3, ..."
     )
+    take_over: bool = _running(False, "take --out over from a training that may still hold it, and then leaves")
     time_limit: str = _running("", "save and leave before this time has passed: minutes or H:MM:SS", metavar="TIME")
     checkpoint_minutes: float = _running(15.0, "minutes between checkpoints", bounds=ABOVE_0)
     grad_checkpoint: str = _running("none", "what backward recomputes: less memory, more time", choices=RECOMPUTED)

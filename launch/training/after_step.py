@@ -12,15 +12,19 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
-from seqpar.consensus import agree, gather_texts
+from seqpar.consensus import agree, by_first, gather_texts
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.launch.job.exit_codes import NonFinite
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.runs.journal import Journal
+from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.checkpoint import NotSaved, Progress
 from seqpar.mesh import Group, Mesh
+
+
+LOOK_S = 2.0  # between two looks at the run folder's lock
 
 
 class Decision(IntEnum):
@@ -30,18 +34,23 @@ class Decision(IntEnum):
     SAVE = 1
     LEAVE = 2
     BROKEN = 3  # a loss or gradient is not finite
+    TAKEN_OVER = 4  # another training holds the run folder
 
 
 class AfterStep:
     """Decides together with all ranks what follows a step, and saves checkpoints.
 
-    ``folder``: of the run's checkpoints; ``description``: content of config.json, kept in each of them.
+    ``folder``: of the run's checkpoints; ``description``: content of config.json, kept in each of them; ``lock``: of
+    the run folder, None where nobody else can write there.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, folder: Path, description: dict[str, Any]) -> None:
-        self.config, self.mesh, self.folder = config, mesh, folder
+    def __init__(
+        self, config: Config, mesh: Mesh, folder: Path, description: dict[str, Any], lock: RunLock | None = None
+    ) -> None:
+        self.config, self.mesh, self.folder, self.lock = config, mesh, folder, lock
         self._description = json.dumps(description)
         self._last_try = time.monotonic()
+        self._last_look = -math.inf  # at the lock
         self._saved: Progress | None = None
 
     def begin(self, saved: Progress | None) -> None:
@@ -49,13 +58,20 @@ class AfterStep:
         self._last_try, self._saved = time.monotonic(), saved and replace(saved)
 
     def decide(self, is_finite: bool, stopper: Stopper) -> Decision:
-        """Returns the decision of all ranks, the same on each; ``is_finite``: this rank's loss and gradient."""
+        """Returns the decision of all ranks, the same on each; ``is_finite``: this rank's loss and gradient.
+
+        Raises ``TakenOver`` on all ranks where another training has taken the run folder over.
+        """
         own = Decision.GO_ON
-        if not is_finite:
+        if self._is_taken_over():
+            own = Decision.TAKEN_OVER
+        elif not is_finite:
             own = Decision.BROKEN
         elif self.mesh.is_first and time.monotonic() - self._last_try > 60 * self.config.checkpoint_minutes:
             own = Decision.SAVE
         decision, leaves = Decision(agree(own, self.mesh.world)), stopper.should_leave()
+        if decision == Decision.TAKEN_OVER:
+            self._refuse_taken_over()
         return Decision.LEAVE if leaves and decision != Decision.BROKEN else decision
 
     def save(
@@ -69,8 +85,10 @@ class AfterStep:
     ) -> None:
         """Saves a checkpoint, unless this progress is saved already.
 
-        A failure is a warning, and the next save is due as usual; with ``must`` it raises ``NotSaved``.
+        A failure is a warning, and the next save is due as usual; with ``must`` it raises ``NotSaved``. Raises
+        ``TakenOver`` where another training has taken the run folder over.
         """
+        self._refuse_taken_over()
         progress = replace(progress)
         if progress == self._saved:
             return
@@ -82,6 +100,18 @@ class AfterStep:
                 raise
             journal.say(f"warning: {error}; going on, next try in {self.config.checkpoint_minutes:g} minutes")
         self._last_try = time.monotonic()
+
+
+    def _is_taken_over(self) -> bool:
+        """Returns whether the first rank has lost the run folder; it looks every few seconds."""
+        if self.lock is None or not self.mesh.is_first or time.monotonic() - self._last_look < LOOK_S:
+            return False
+        self._last_look = time.monotonic()
+        return self.lock.is_lost()
+
+    def _refuse_taken_over(self) -> None:
+        if self.lock is not None:
+            by_first(self.lock.refuse_lost, self.mesh.world)
 
 
 def raise_non_finite(step: int, loss: float, micros: Sequence[MicroBatch], world: Group) -> NoReturn:

@@ -36,6 +36,8 @@ def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoR
         if isinstance(error, exit_codes.NonFinite):  # raised on all ranks, so the barrier in stop returns
             with suppress(Exception):
                 mesh.stop()
+        if mesh.is_first and status.lock is not None:
+            status.lock.release()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:

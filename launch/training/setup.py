@@ -12,9 +12,10 @@ from seqpar.launch.models.build import build
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.auto_settings import choose_attention
 from seqpar.launch.runs.run_folder import Status, describe_run, read_config
+from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.data import TrainingData
-from seqpar.launch.training.request import RunRequest
+from seqpar.launch.training.request import RunRequest, refuse_other_run
 from seqpar.launch.training.trainer import Trainer, global_batch
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.pretrained import start_from
@@ -35,16 +36,28 @@ def first_lines(request: RunRequest, launcher: Launcher) -> str:
     return "\n".join([*(lines[0] for lines in request.choices.values()), line, *filter(None, [request.idle])])
 
 
-def open_folder(status: Status) -> None:
-    """Makes the run folder, clears it of what a killed run was writing, and writes that the run has begun."""
+def open_folder(status: Status, lock: RunLock, config: Config) -> tuple[int, str]:
+    """Makes the run folder, takes its lock, clears it of what a killed run was writing, and writes that it has begun.
+
+    Returns the lock's ticket.
+    """
     out = status.path.parent
     try:
         (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        source = lock.take(config.take_over)
+        if source:
+            print(f"{out} is taken over from {source}", flush=True)
+        try:
+            refuse_other_run(replace(config, out=str(out)))  # it may have come since the command line was read
+        except ValueError:
+            lock.release()
+            raise
         for folder in (out, out / "validation"):
             remove_leftovers(folder)
         status.write("running")
     except OSError as error:
         raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None
+    return lock.ticket
 
 
 def make_trainer(request: RunRequest, mesh: Mesh, data: TrainingData, status: Status) -> Trainer:

@@ -68,7 +68,7 @@ class Trainer:
         self.progress = Progress(global_batch=global_batch(config, mesh))
         self.validation = Validation(config, mesh, data, self.loss)
         self.journal = Journal(self.out, False, 0)
-        self.after_step = AfterStep(config, mesh, self.out / "checkpoints", description)
+        self.after_step = AfterStep(config, mesh, self.out / "checkpoints", description, status.lock)
         self.stragglers = Stragglers(mesh.hosts)
         time_waiting(self.net, mesh.world)
         status.steps = config.steps

@@ -60,6 +60,7 @@ def load_monai(
     - ``state_dict``: also a checkpoint that holds one, or the path of its file
     - ``num_heads``: needed unless the checkpoint's ``hyper_parameters`` tell it; another number loads as well, and
       computes something else
+    - ``group``: the ranks that share a tile: ours or torch's; None: this process alone
     - ``mode``: of the decoder
     - ``trained_tile``: needed where the weights were trained on a tile that is neither ``tile`` nor a cube
     - ``patch``: needed where the perceptron embedding of a ViT does not show it

@@ -170,6 +170,7 @@ ELSEWHERE = {
     "shard_weights": "test_sharded_weights_become_what_replicated_ones_become",
     "measured": "test_attention_is_chosen_by_measured_links",
     "device": "test_the_device_is_the_told_one", "dry_run": "test_a_dry_run_writes_nothing",
+    "take_over": "test_on_a_shared_disk_take_over_is_needed_and_whoever_loses_the_folder_leaves_it_alone",
     "tensorboard": "test_tensorboard_gets_the_journals_numbers",
     "start_timeout": "test_a_rank_that_does_not_start_is_named",
     "timeout": "test_a_rank_that_stops_ends_the_run_by_name",

@@ -1,0 +1,116 @@
+"""RunLock: one training at a time writes into a run folder, on all machines that share its disk."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from seqpar.launch.runs.run_owner import RunOwner
+
+_TRIES, _PAUSE_S = 40, 0.05  # for a lock that others take and return at this moment
+
+
+class TakenOver(ValueError):
+    """Another process has taken this training's run folder over."""
+
+
+class RunLock:
+    """The lock of a run folder: ``lock-N.json`` with the process that holds it, where N counts from 1.
+
+    A lock whose owner has ended is taken over by making the file with the next number, which only one process can do
+    (file systems of clusters have atomic creation, but often no locks that work across nodes). So an owner that turns
+    out to live finds a higher number than its own, or its file gone.
+
+    ``ticket``: number and text of the file by which this training holds the folder; 0 before. All its ranks know it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ticket: tuple[int, str] = (0, "")
+
+    def take(self, take_over: bool = False) -> str:
+        """Takes the lock; returns whom it was taken from, "" if nobody held it.
+
+        Raises ``ValueError`` where its owner may still run, unless ``take_over``.
+        """
+        this = RunOwner.this_process()
+        for _ in range(_TRIES):
+            held = self._held()
+            owner = self._owner(max(held)) if held else None
+            if owner is None and held and not take_over:  # just being written, or just returned
+                time.sleep(_PAUSE_S)
+                continue
+            why = owner.why_gone(this) if owner and not take_over else "as --take-over says"
+            if not why and owner:
+                raise ValueError(self._in_use(owner))
+            if self._make(max(held, default=0) + 1, held, this):
+                return f"{owner or 'a process that is not named'}, {why}" if held else ""
+        raise ValueError(
+            f"--out {self.folder} is in use: {self._path(max(self._held(), default=1))} cannot be read; if no other "
+            "training runs there, add --take-over"
+        )
+
+    def is_lost(self) -> bool:
+        """Returns whether this process does not hold the lock, or not any more."""
+        number, text = self.ticket
+        try:
+            return self._path(number).read_text() != text or self._path(number + 1).exists()
+        except FileNotFoundError:
+            return True
+        except OSError:  # the disk is away for a moment, for others too
+            return not number
+
+    def refuse_lost(self) -> None:
+        """Raises ``TakenOver`` where this process does not hold the lock any more."""
+        if self.is_lost():
+            owner = self._owner(max(self._held(), default=0))
+            by = f"taken over by {owner}" if owner else "taken over, or its lock was removed"
+            raise TakenOver(
+                f"--out {self.folder} was {by}: this training ends without saving; its last checkpoint is kept"
+            )
+
+    def release(self) -> None:
+        """Returns the lock, if this process holds it."""
+        if not self.is_lost():
+            self._path(self.ticket[0]).unlink(missing_ok=True)
+        self.ticket = (0, "")
+
+    def _make(self, number: int, held: set[int], this: RunOwner) -> bool:
+        """Returns whether the lock of this number could be made, with the others still as they were judged."""
+        path, text = self._path(number), json.dumps(this.to_json(), indent=2) + "\n"
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        except FileExistsError:
+            time.sleep(_PAUSE_S)
+            return False
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        if self._held() != {*held, number}:
+            path.unlink(missing_ok=True)
+            return False
+        for old in held:
+            self._path(old).unlink(missing_ok=True)
+        self.ticket = (number, text)
+        return True
+
+    def _in_use(self, owner: RunOwner) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner.since))
+        return (
+            f"--out {self.folder} is in use by {owner} since {since}: wait for its end, or name another folder; if it "
+            "is certainly gone, or shall leave, add --take-over"
+        )
+
+    def _owner(self, number: int) -> RunOwner | None:
+        """Returns the owner in a lock file, None where it is gone or not yet written."""
+        try:
+            return RunOwner.from_json(json.loads(self._path(number).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _held(self) -> set[int]:
+        """Returns the numbers of the lock files that there are."""
+        numbers = (path.stem.removeprefix("lock-") for path in self.folder.glob("lock-*.json"))
+        return {int(number) for number in numbers if number.isdigit()}
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"lock-{number}.json"
