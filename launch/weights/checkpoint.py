@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from seqpar.consensus import agree, by_first, raise_together
-from seqpar.data.files import sync, write_text
+from seqpar.data.files import sync, umask_mode, write_text
 from seqpar.launch.weights.states import (
     fill,
     fill_optimizer,
@@ -165,7 +165,8 @@ def _purge(folder: Path, newest: Path, keep: int = 2) -> None:
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Writes a safetensors file and syncs it; tensors that share storage are written once per name."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(plain, path, metadata={"format": "pt"})
+    with umask_mode(path):
+        save_file(plain, path, metadata={"format": "pt"})
     sync(path)
 
 

@@ -26,7 +26,8 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
-        yield temporary
+        with umask_mode(temporary):
+            yield temporary
         if durable:
             sync(temporary)
         os.replace(temporary, path)
@@ -39,6 +40,16 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+@contextmanager
+def umask_mode(path: Path) -> Iterator[None]:
+    """Gives the file that the block writes the rights of any new file, whatever its writer sets (safetensors 0600)."""
+    path.touch()
+    mode = path.stat().st_mode
+    yield
+    if path.stat().st_mode != mode:
+        path.chmod(mode)
 
 
 def remove_leftovers(folder: Path, idle_s: float = 3600.0) -> None:

@@ -1,5 +1,6 @@
 """Files of weights are read whole or refused by name, written whole or not at all, and wrappers are taken off."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -8,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.files import read_weights, unwrap, write_weights
 from seqpar.launch.weights.monai import load_monai
+from seqpar.mesh import Group
 from tests.support.foreign_weights import HEADS, TILE, image, out, tiny_unetr
 
 
@@ -71,3 +74,18 @@ def test_files_that_are_no_weights_are_refused_by_name(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match="more than tensors"):
         read_weights("code.pt")
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_weights_can_be_read_by_whom_the_umask_says(tmp_path: Path, umask: int) -> None:
+    net = nn.Linear(2, 2)
+    optimizer, before = torch.optim.Adam(net.parameters()), os.umask(umask)
+    try:
+        saved = checkpoint.save(tmp_path / "checkpoints", net, optimizer, checkpoint.Progress(), Group("world"))
+        for size in (2, 3):  # new, and in place of an older file
+            write_weights(tmp_path / "net.safetensors", nn.Linear(size, size))
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "net.safetensors", *saved.iterdir())}
+    assert {"net.safetensors", "model.safetensors", "optimizer.safetensors", "progress.json"} < modes.keys()
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask)
