@@ -12,7 +12,7 @@ from seqpar.launch.inference.predict_cases import Request, predict_cases
 from seqpar.launch.inference.predictor import WINDOWS, Settings
 from seqpar.launch.inference.windows import WEIGHTS
 from seqpar.launch.job import exit_codes
-from seqpar.launch.job.local_ranks import die_with_parent
+from seqpar.launch.job.local_ranks import die_with_parent, start_missing_ranks
 from seqpar.launch.runs.trained_run import Run, read_run
 from seqpar.launch.settings.command_line import Parser
 from seqpar.mesh import Mesh
@@ -26,7 +26,10 @@ def act(arguments: Sequence[str]) -> int:
     die_with_parent()
     options = _parser().parse_args(list(arguments))
     request, settings, run = _request(options), _settings(options), read_run(options.run)
-    seqpar = options.seqpar or fitting_seqpar(run, settings, read_launcher(os.environ).world)
+    launcher = read_launcher(os.environ)
+    if options.seqpar > launcher.world:
+        return start_missing_ranks(options.seqpar, __file__, arguments, launcher)
+    seqpar = options.seqpar or fitting_seqpar(run, settings, launcher.world)
     with start(seqpar, device=options.device) as mesh:
         try:
             faults = predict_cases(request, settings, run, mesh)
@@ -51,7 +54,7 @@ def _exit_code(error: Exception, mesh: Mesh) -> int:
         raise error
     if mesh.is_first or not on_all_ranks:
         where = "" if on_all_ranks else f"rank {mesh.world.index}: "
-        print(f"error: {where}{error}", file=sys.stderr, flush=True)
+        exit_codes.report(f"{where}{error}")
     if not on_all_ranks:
         os._exit(code)
     return code
@@ -101,7 +104,7 @@ def _parser() -> Parser:
         help="remove connected components below this size: 50 (mm3) or 20voxels (default 0: keep all)")  # fmt: skip
     add("--continue", action="store_true", dest="resume", help="skip the cases that are already predicted")
     add("--seqpar", type=int, default=0, metavar="N",
-        help="ranks that share a window (default: as in training; all ranks for a whole volume)")  # fmt: skip
+        help="ranks that share a window, started here if none are (default: as in training; for a whole volume all)")  # fmt: skip
     add("--mode", choices=MODES, default="",
         help="how ranks decode a window that they share (default: the mode that needs the least memory)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to predict on (default auto)")

@@ -82,6 +82,8 @@ def _train(request: RunRequest, launcher: Launcher) -> int:
     stopper.close()
     if launcher.rank == 0:
         lock.release()
+    if not finished:
+        exit_codes.leave_last_words(f"left early ({stopper.reason}): go on with --resume --out {out}")
     return 0 if finished else exit_codes.PREEMPTED
 
 
@@ -104,7 +106,7 @@ def _report_late(error: ValueError, launcher: Launcher) -> int:
     """
     time.sleep(FIRST_RANK_S)
     host = launcher.host or socket.gethostname()
-    print(f"error: rank {launcher.rank} ({host}): {error}", file=sys.stderr, flush=True)
+    exit_codes.report(f"rank {launcher.rank} ({host}): {error}")
     return exit_codes.code_of(error) or exit_codes.USAGE
 
 

@@ -1,7 +1,10 @@
 """Exit codes, and the one place that turns an exception into a message and a code."""
 
+import json
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -10,6 +13,7 @@ import torch
 from seqpar.data.errors import DataError
 from seqpar.launch.job.lasting_output import lasting
 
+LAST_WORDS = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable with the file for a rank's error
 FAULT, USAGE, DATA, MEMORY, NONFINITE, PREEMPTED = 1, 2, 3, 4, 5, 75
 
 
@@ -47,6 +51,8 @@ def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = N
     """
     with lasting():
         code = _call(act, arguments)
+    if code:
+        leave_last_words(f"ended with exit code {code}: the lines above say why")
     if code in (USAGE, DATA, MEMORY):
         _write_verdict(code)
     return code
@@ -70,6 +76,26 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
     except Exception as error:
         code = code_of(error)
         if code is None:
+            leave_last_words(traceback.format_exc())
             raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        report(str(error))
         return code
+
+
+def report(text: str) -> None:
+    """Prints an error on stderr, as the last words of this process too."""
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    leave_last_words(f"error: {text}")
+
+
+def leave_last_words(text: str) -> None:
+    """Writes why this process ends to where torchrun looks for it, unless that is done.
+
+    Whatever a rank's exit code, torchrun prints a traceback of its own and ends with 1; the last lines of what it
+    prints are these.
+    """
+    path = os.environ.get(LAST_WORDS)
+    if path:
+        message = {"message": text, "extraInfo": {"py_callstack": f"\n\n{text}", "timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(path, "x") as file:
+            json.dump({"message": message}, file)

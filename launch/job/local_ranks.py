@@ -14,6 +14,7 @@ from types import FrameType
 import torch
 
 from seqpar.environment import Launcher
+from seqpar.launch.job.exit_codes import LAST_WORDS
 
 PARENT = "SEQPAR_PARENT"  # variable with the id of the process that started these ranks
 _LAUNCHER_VARIABLES = (
@@ -46,7 +47,8 @@ def start_missing_ranks(count: int, script: str, arguments: Sequence[str], launc
 
 def run_local(count: int, command: Sequence[str]) -> int:
     """Returns the exit code of ``count`` ranks of ``command``; the first one that fails ends the others."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
+    inherited = (name for name in os.environ if name == LAST_WORDS or not name.startswith(_LAUNCHER_VARIABLES))
+    env = {name: os.environ[name] for name in inherited}
     env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(_free_port()), PARENT: str(os.getpid())}
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))

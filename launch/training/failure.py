@@ -30,8 +30,11 @@ def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoR
         _write_in_time(status, text, code)
         if text == "" or (code == 1 and not _is_expected(error)):
             traceback.print_exception(error)
+            exit_codes.leave_last_words("".join(traceback.format_exception(error)))
         elif is_own or mesh.is_first:
-            print(f"error: {text}", file=sys.stderr, flush=True)
+            exit_codes.report(text)
+        else:
+            exit_codes.leave_last_words(f"error: {text}")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, exit_codes.NonFinite):  # raised on all ranks, so the barrier in stop returns
             with suppress(Exception):

@@ -48,7 +48,7 @@ def short(line: str) -> str:
     line = line.replace("--nproc-per-node 4", "--nproc-per-node 2").replace("--seqpar 4", "--seqpar 2")
     if "plan.py" in line:
         line += " --seqpar 4"  # one size instead of twelve
-    if "train.py" in line:
+    if re.search(r"train\.py|seqpar-train", line):
         line += " --cache cache " + " ".join(TINY.split())
     return line
 

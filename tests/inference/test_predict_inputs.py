@@ -22,7 +22,7 @@ from tests.support.predictions import RECIPE, act, make_run
         (("--window-batch", "0"), "--window-batch 0"),
         (("--window", "whole", "--overlap", "0.5"), "no windows"),
         (("--mirror", "Z"), "invalid choice"),
-        (("--seqpar", "2"), "--seqpar 1"),
+        (("--seqpar", "-1"), "--seqpar 1"),
         (("--checkpoint", "nowhere.pt"), "no such file"),
         (("--unknown",), "unrecognized"),
     ],
@@ -31,6 +31,13 @@ def test_what_cannot_be_done_is_refused(more: tuple[str, ...], message: str, ima
     with pytest.raises(ValueError, match=message):
         act(tmp_path, make_run(tmp_path / "run"), *more)
     assert not (tmp_path / "out").exists()
+
+
+def test_in_a_job_it_says_how_to_start_the_ranks_that_share_a_window(images, tmp_path, monkeypatch) -> None:
+    """Elsewhere it starts them: README's second command does."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(ValueError, match=r"use: srun -n 2 python \S*predict.py \S*run -i"):
+        act(tmp_path, make_run(tmp_path / "run"), "--seqpar", "2")
 
 
 def test_wrong_inputs_are_refused(images, tmp_path) -> None:

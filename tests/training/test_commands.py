@@ -1,5 +1,8 @@
 """The command itself: literal lines, launchers, dry runs, output that nobody reads."""
 
+import contextlib
+import json
+import os
 import shlex
 import signal
 import subprocess
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.launch import train
+from seqpar.launch.job import exit_codes
 from tests.support.training_runs import status
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +40,52 @@ def test_the_literal_command_starts_its_ranks(flags, tmp_path):
     assert first.startswith("--seqpar 2 needs 2 ranks and 1 was started: starting 2 here")
     assert "2 ranks = data 1 x seq 2" in second
     assert status(out)["state"] == "finished" and (out / "validation.png").exists()
+
+
+def test_torchrun_shows_a_users_error_last_and_alone():
+    command = [sys.executable, "-m", "torch.distributed.run", "launch/train.py", "--preset", "debug", "--heads", "5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    said = [line.strip() for line in done.stderr.splitlines()]
+    assert done.returncode == 1  # torchrun's own, whatever the rank's
+    error = "error: --heads 5 does not divide --embed-dim 48: use --heads 4"
+    assert said[-3:-1] == ["", error] and set(said[-1]) == {"="}, done.stderr
+    assert said.count(error) == 2, "once when it happened, once in the end"
+
+
+def test_ranks_that_were_started_here_keep_the_code_and_their_words_come_last(tmp_path):
+    words = tmp_path / "error.json"  # as torchrun names a file to the process that starts the ranks
+    line = [sys.executable, "launch/train.py", "--preset", "debug", "--seqpar", "2", "--data", str(tmp_path / "none")]
+    env = {**os.environ, exit_codes.LAST_WORDS: str(words)}
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.stderr.strip().endswith(error) and "none: does not exist" in error
+    assert json.loads(words.read_text())["message"]["message"] == error
+
+
+def test_the_last_words_are_the_first_cause(tmp_path, monkeypatch, capsys):
+    def last_words(act) -> str:
+        words = tmp_path / "error.json"
+        words.unlink(missing_ok=True)
+        monkeypatch.setenv(exit_codes.LAST_WORDS, str(words))
+        with contextlib.suppress(KeyError):
+            exit_codes.run(act, [])
+        return json.loads(words.read_text())["message"]["extraInfo"]["py_callstack"] if words.exists() else ""
+
+    def refuse(arguments) -> int:
+        raise ValueError("--this: do that")
+
+    def stumble(arguments) -> int:
+        exit_codes.report("first")
+        raise KeyError("second")
+
+    assert last_words(lambda arguments: 0) == ""
+    assert last_words(lambda arguments: exit_codes.DATA) == "\n\nended with exit code 3: the lines above say why"
+    assert last_words(refuse) == "\n\nerror: --this: do that" and "error: --this" in capsys.readouterr().err
+    assert last_words(stumble) == "\n\nerror: first"
+    monkeypatch.delenv(exit_codes.LAST_WORDS)
+    assert exit_codes.run(refuse, []) == 2
 
 
 @pytest.mark.parametrize(
