@@ -18,7 +18,7 @@ def act(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     settings = PrepareSettings.spaced(options.spacing)
     dataset = recognise(options.data)
-    out = cache_folder(dataset, options.out)
+    out = cache_folder(dataset, options.out, settings)
     names = ", ".join(dataset.modalities)
     print(f"{dataset.name}: {dataset.layout}, {len(dataset.cases)} cases, {names} -> {out}")
     if options.check:

@@ -197,6 +197,21 @@ def test_a_data_set_of_nnunet_is_found_by_its_number_after_it_was_prepared(tmp_p
     assert len(new) == (1 if has_preprocessed else 2) and recognise("Dataset901_Blob").root == root
 
 
+def test_each_spacing_has_a_cache_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("SEQPAR_CACHE", raising=False)
+    root = nnunet(tmp_path / "D", 1)
+    for spacing, name in (("source", "D"), ("median", "D@median"), ("2,2,1.5", "D@2x2x1.5")):
+        assert act([str(root), "--spacing", spacing, "--workers", "0"]) == 0
+        shape = open_cache(tmp_path / "seqpar-prepared" / name).cases["c_000"].image.shape
+        settings = PrepareSettings.spaced(spacing)
+        assert prepared(root, None, settings, is_first=True).path.name == name
+        monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
+        assert cache_folder(recognise(root), None, settings).name.endswith(name[1:])
+        monkeypatch.delenv("SEQPAR_CACHE")
+        assert shape == ((1, 5, 4, 5) if "2" in name else (1, 10, 8, 6)), shape
+    assert len(list((tmp_path / "seqpar-prepared").iterdir())) == 3
+
+
 def test_data_sets_of_one_name_in_two_places_have_a_cache_each(tmp_path, monkeypatch):
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "caches"))
     roots = [nnunet(tmp_path / place / "train", cases) for place, cases in (("a", 2), ("b", 3))]

@@ -152,7 +152,7 @@ def prepared(
     deadline: seconds without news after which the preparing process counts as lost.
     """
     settings, dataset = settings or PrepareSettings(), recognise(path)
-    folder, token = cache_folder(dataset, out), run_token() if token is None else token
+    folder, token = cache_folder(dataset, out, settings), run_token() if token is None else token
     _raise(dataset.faults)
     refuse_other(dataset, folder, settings)
     if not is_first:
