@@ -104,7 +104,7 @@ def _parser() -> Parser:
         help="remove connected components below this size: 50 (mm3) or 20voxels (default 0: keep all)")  # fmt: skip
     add("--continue", action="store_true", dest="resume", help="skip the cases that are already predicted")
     add("--seqpar", type=int, default=0, metavar="N",
-        help="ranks that share a window, started here if none are (default: as in training; for a whole volume all)")  # fmt: skip
+        help="ranks that share a window, started if need be (default: as in training; whole volume: all)")  # fmt: skip
     add("--mode", choices=MODES, default="",
         help="how ranks decode a window that they share (default: the mode that needs the least memory)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to predict on (default auto)")

@@ -29,7 +29,7 @@ from seqpar.launch.training.setup import first_lines, make_trainer, open_folder
 from seqpar.mesh import seed
 from seqpar.rendezvous import check_seqpar, start
 
-FIRST_RANK_S = 2.0  # the first rank's time to report an error that all ranks have
+FIRST_RANK_S = 5.0  # the first rank's time to report an error that all ranks have
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -45,11 +45,11 @@ def act(arguments: Sequence[str]) -> int:
         check_seqpar(request.config.seqpar, launcher.world)
         refuse_lonely(request.config, launcher.world)
         refuse_other_run(request.config)
+        return _train(request, launcher)
     except ValueError as error:
         if launcher.rank == 0:
             raise
         return _report_late(error, launcher)
-    return _train(request, launcher)
 
 
 def _train(request: RunRequest, launcher: Launcher) -> int:
@@ -104,9 +104,12 @@ def _report_late(error: ValueError, launcher: Launcher) -> int:
 
     Mostly all ranks refuse the same: the first one says so, and its end ends these before they speak.
     """
-    time.sleep(FIRST_RANK_S)
-    host = launcher.host or socket.gethostname()
-    exit_codes.report(f"rank {launcher.rank} ({host}): {error}")
+    until = time.monotonic() + FIRST_RANK_S
+    while time.monotonic() < until and exit_codes.last_words() != f"error: {error}":
+        time.sleep(0.05)
+    if exit_codes.last_words() != f"error: {error}":
+        host = launcher.host or socket.gethostname()
+        exit_codes.report(f"rank {launcher.rank} ({host}): {error}")
     return exit_codes.code_of(error) or exit_codes.USAGE
 
 

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -99,3 +100,11 @@ def leave_last_words(text: str) -> None:
         message = {"message": text, "extraInfo": {"py_callstack": f"\n\n{text}", "timestamp": str(int(time.time()))}}
         with suppress(OSError), open(path, "x") as file:
             json.dump({"message": message}, file)
+
+
+def last_words() -> str:
+    """Returns what was left as this process's last words, or those of any rank started with it here; "" if nothing."""
+    try:
+        return str(json.loads(Path(os.environ[LAST_WORDS]).read_text())["message"]["message"])
+    except (KeyError, OSError, ValueError):
+        return ""

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from types import FrameType
@@ -49,6 +50,8 @@ def run_local(count: int, command: Sequence[str]) -> int:
     """Returns the exit code of ``count`` ranks of ``command``; the first one that fails ends the others."""
     inherited = (name for name in os.environ if name == LAST_WORDS or not name.startswith(_LAUNCHER_VARIABLES))
     env = {name: os.environ[name] for name in inherited}
+    words = tempfile.TemporaryDirectory(prefix="seqpar-", ignore_cleanup_errors=True)
+    env.setdefault(LAST_WORDS, f"{words.name}/error.json")  # so that one of them says what all have met
     env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(_free_port()), PARENT: str(os.getpid())}
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
@@ -68,7 +71,8 @@ def run_local(count: int, command: Sequence[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, pass_on)
-    return _wait(ranks)
+    with words:
+        return _wait(ranks)
 
 
 def _wait(ranks: list[subprocess.Popen], grace_s: float = 25.0) -> int:

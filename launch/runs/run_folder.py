@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,13 @@ def read_config(run: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged ({error}): restore it or train again") from None
 
 
-def describe_run(config: Config, preset: str, dataset: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
-    """Returns the content of config.json: settings, data set, layout of the ranks, versions, commit, command."""
+def describe_run(
+    config: Config, preset: str, dataset: dict[str, Any], layout: dict[str, Any], history: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Returns the content of config.json: settings, data set, layout of the ranks, versions, commit, command.
+
+    ``history``: the starts of the run so far, this one included, with the settings that each changed.
+    """
     return {
         "config": json.loads(config.to_json()),
         "preset": preset,
@@ -50,6 +56,7 @@ def describe_run(config: Config, preset: str, dataset: dict[str, Any], layout: d
         },
         "commit": _commit(),
         "command": sys.argv,
+        "history": list(history),
     }
 
 

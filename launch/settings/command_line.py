@@ -152,5 +152,5 @@ def continued(saved: Config, now: Config, names: set[str]) -> Config:
             f"--weights {now.weights} would do nothing: --resume goes on with the run's own weights, which began "
             f"{began}: leave one of both out, or name another --out"
         )
-    kept = {name: getattr(now, name) for name in names}
-    return replace(saved, **kept, resume=True, dry_run=now.dry_run, take_over=now.take_over)
+    of_now = {name: getattr(now, name) for name in names | {"dry_run", "take_over"}}
+    return replace(saved, **{**of_now, "resume": True})

@@ -84,7 +84,9 @@ class Config:
     )
     out: str = _data("", "run folder; none: runs/<preset>-<time>", metavar="FOLDER")
     spacing: str = _data("source", "voxel size of the prepared data: source, median, or R,A,S in mm", metavar="MM")
-    cache: str = _data("", "folder of prepared data; none: in $SEQPAR_CACHE, else seqpar-prepared near DATA", metavar="FOLDER")
+    cache: str = _data(
+        "", "folder of prepared data; none: in $SEQPAR_CACHE, else seqpar-prepared near DATA", metavar="FOLDER"
+    )
     fold: str = _data("0", "held-out fold: number of nnU-Net's or the data set's own, 90:10, or all", metavar="FOLD")
     workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE)
     augment: str = _data(

@@ -23,7 +23,6 @@ from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.checkpoint import NotSaved, Progress
 from seqpar.mesh import Group, Mesh
 
-
 LOOK_S = 2.0  # between two looks at the run folder's lock
 
 
@@ -100,7 +99,6 @@ class AfterStep:
                 raise
             journal.say(f"warning: {error}; going on, next try in {self.config.checkpoint_minutes:g} minutes")
         self._last_try = time.monotonic()
-
 
     def _is_taken_over(self) -> bool:
         """Returns whether the first rank has lost the run folder; it looks every few seconds."""

@@ -15,6 +15,7 @@ from seqpar.launch.planning.auto_settings import choose
 from seqpar.launch.planning.batch_size import hold_global_batch, keep_global_batch
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.runs.run_folder import read_config
+from seqpar.launch.runs.start_history import changed_settings
 from seqpar.launch.settings.command_line import continued, idle_in_groups_of_one, parse, refuse_idle
 from seqpar.launch.settings.config import AUTO, Config
 from seqpar.launch.training.data import TrainingData, open_data
@@ -30,6 +31,7 @@ class RunRequest:
     ``preset_reason`` says why the preset is this one. ``choices`` holds what the planner chose, by name: a sentence,
     then lines with figures. ``data`` is set where the planner needed its channels, so that it is opened once.
     ``idle`` is a line on flags that do nothing here.
+    ``changes``: the settings of a resumed run that are not what they were.
     """
 
     config: Config
@@ -38,6 +40,7 @@ class RunRequest:
     choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
     data: TrainingData | None = None
     idle: str = ""
+    changes: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,11 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
     line = _read_line(arguments, launcher)
     config, preset, reason = line.config, line.preset, line.preset_reason
     new_batch: dict[str, int] = {}
-    tiles_per_step = 0
+    tiles_per_step, changes = 0, dict[str, list[Any]]()
     if config.resume:
         saved = _read_saved(line)
-        new_batch = line.numbers("batch", "accumulate")
-        kept = line.flags - {"resume", "again", "batch", "accumulate"}
-        config = continued(Config.from_dict(saved["config"]), config, kept)
+        before, new_batch = Config.from_dict(saved["config"]), line.numbers("batch", "accumulate")
+        config = continued(before, config, line.flags - {"resume", "again", "batch", "accumulate"})
         tiles_per_step = saved["layout"]["data"] * config.batch * config.accumulate
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     refuse_idle(config, line.flags)
@@ -82,10 +84,12 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
                 "which it keeps on any ranks: leave it out"
             )
         config = keep_global_batch(config, tiles_per_step, num_groups, new_batch)
+        changes = changed_settings(before, config)
     elif config.global_batch > 0:
         config = hold_global_batch(config, num_groups, line.numbers("batch", "accumulate"))
     refuse(config)
-    return RunRequest(config, preset, reason, choices, data, idle_in_groups_of_one(config, line.flags))
+    idle = idle_in_groups_of_one(config, line.flags)
+    return RunRequest(config, preset, reason, choices, data, idle, changes)
 
 
 def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:

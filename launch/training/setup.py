@@ -13,6 +13,7 @@ from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.auto_settings import choose_attention
 from seqpar.launch.runs.run_folder import Status, describe_run, read_config
 from seqpar.launch.runs.run_lock import RunLock
+from seqpar.launch.runs.start_history import changes_line, with_this_start
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.data import TrainingData
 from seqpar.launch.training.request import RunRequest, refuse_other_run
@@ -23,7 +24,7 @@ from seqpar.mesh import Mesh
 
 
 def first_lines(request: RunRequest, launcher: Launcher) -> str:
-    """Returns what a run prints first: choices of the planner, preset, ranks and main settings, idle flags."""
+    """Returns what a run prints first: the planner's choices, preset, ranks, main settings, idle flags, changes."""
     config, world = request.config, launcher.world
     line = (
         f"seqpar: preset {request.preset} ({request.preset_reason}); {world} rank{'s' if world > 1 else ''} = "
@@ -33,7 +34,8 @@ def first_lines(request: RunRequest, launcher: Launcher) -> str:
     )
     if config.accumulate > 1:
         line += f", {config.accumulate} times a step"
-    return "\n".join([*(lines[0] for lines in request.choices.values()), line, *filter(None, [request.idle])])
+    last = filter(None, [request.idle, changes_line(request.changes)])
+    return "\n".join([*(lines[0] for lines in request.choices.values()), line, *last])
 
 
 def open_folder(status: Status, lock: RunLock, config: Config) -> tuple[int, str]:
@@ -65,13 +67,16 @@ def make_trainer(request: RunRequest, mesh: Mesh, data: TrainingData, status: St
     config, out = request.config, status.path.parent
     _refuse_unequal_choices(config, mesh)
     saved = checkpoint.find_together(out / "checkpoints", mesh.world) if config.resume else None
-    net, attention_reasons = _build_net(config, mesh, data, read_config(out)["layout"] if saved else {})
+    before = read_config(out) if config.resume else {}
+    net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved else {})
     mode_line = net.mode.check(net.encoder.layout, config.batch)
     weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     layout |= {"devices": gather_texts(device_name(mesh.device), mesh.world), "parameters": _count_parameters(net)}
     layout |= {"strategy": str(net.encoder.attention), "attention": attention_reasons, **request.choices}
-    description = describe_run(config, request.preset, data.describe(), layout)
+    step = checkpoint.read_progress(saved).step if saved else 0
+    history = with_this_start(before.get("history", ()), step, mesh.world.size, request.changes)
+    description = describe_run(config, request.preset, data.describe(), layout, history)
     if mesh.is_first:
         print(f"{_size_line(net, config, mesh)}; {mode_line}\n{_outputs_line(data)}", flush=True)
         print(f"attention: {attention_reasons[0]}" + (f"\n{weights_line}" if weights_line else ""), flush=True)

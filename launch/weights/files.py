@@ -42,7 +42,9 @@ def checkpoint_of(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if not isinstance(source, Mapping):
         kind = type(source).__name__
         hint = "its state_dict()" if isinstance(source, nn.Module) else "one of these"
-        raise ValueError(f"weights are a state dict or the path of a file, and what came is of type {kind}: give {hint}")
+        raise ValueError(
+            f"weights are a state dict or the path of a file, and what came is of type {kind}: give {hint}"
+        )
     return source
 
 

@@ -208,7 +208,7 @@ def test_each_spacing_has_a_cache_of_its_own(tmp_path, monkeypatch):
         monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
         assert cache_folder(recognise(root), None, settings).name.endswith(name[1:])
         monkeypatch.delenv("SEQPAR_CACHE")
-        assert shape == ((1, 5, 4, 5) if "2" in name else (1, 10, 8, 6)), shape
+        assert shape == ((1, 6, 4, 5) if "2" in name else (1, 10, 8, 6)), shape
     assert len(list((tmp_path / "seqpar-prepared").iterdir())) == 3
 
 

@@ -8,7 +8,8 @@ import pytest
 from seqpar.environment import Launcher
 from seqpar.launch.planning.batch_size import keep_global_batch
 from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.runs.run_folder import describe_run
+from seqpar.launch.runs.run_folder import describe_run, read_config
+from seqpar.launch.runs.start_history import with_this_start
 from seqpar.launch.settings.command_line import continued, parse, refuse_idle
 from seqpar.launch.settings.presets import PRESETS
 from seqpar.launch.training import request
@@ -93,6 +94,23 @@ def test_make_train_again_continues_what_was_interrupted_and_else_takes_the_next
         order("--resume")
     with pytest.raises(ValueError, match="--again needs --out"):
         request.read_request(["--again"], Launcher("alone"))
+
+
+def test_what_a_resumed_run_changes_is_announced_and_kept(tmp_path):
+    config = replace(PRESETS["debug"](), batch=2, out=str(tmp_path))
+    started = with_this_start([], 0, 1, {})
+    write_json(tmp_path / "config.json", describe_run(config, "debug", {}, {"data": 1}, started))
+    line = ["--resume", "--take-over", "--out", f"{tmp_path}/.", "--lr", "0.01", "--betas", "0.8", "0.9", "--compile"]
+    order = request.read_request(line, Launcher("alone"))
+    assert order.changes == {"lr": [2e-3, 0.01], "betas": [(0.9, 0.999), (0.8, 0.9)], "compile": [False, True]}
+    announced = first_lines(order, Launcher("alone")).splitlines()[-1]
+    assert announced == (
+        "changed since this run was last started: --lr 0.002 -> 0.01, --betas 0.9 0.999 -> 0.8 0.9, --compile no -> yes"
+    )
+    history = with_this_start(read_config(tmp_path)["history"], 30, 4, order.changes)
+    assert [(start["step"], start["ranks"]) for start in history] == [(0, 1), (30, 4)]
+    same = request.read_request(["--resume", "--out", str(tmp_path), "--lr", "0.002"], Launcher("alone"))
+    assert same.changes == {} and "changed" not in first_lines(same, Launcher("alone"))
 
 
 @pytest.mark.parametrize(("groups", "expected"), [(1, (2, 4)), (2, (2, 2)), (4, (2, 1)), (8, (1, 1))])

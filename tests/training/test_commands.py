@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from seqpar.data.errors import DataError
+from seqpar.environment import Launcher
 from seqpar.launch import train
 from seqpar.launch.job import exit_codes
 from tests.support.training_runs import status
@@ -58,10 +60,22 @@ def test_ranks_that_were_started_here_keep_the_code_and_their_words_come_last(tm
     env = {**os.environ, exit_codes.LAST_WORDS: str(words)}
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr
-    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
-    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.stderr.strip().endswith(error) and "none: does not exist" in error
-    assert json.loads(words.read_text())["message"]["message"] == error
+    assert "Traceback" not in done.stderr and done.stdout.count("\n") <= 2
+    error = json.loads(words.read_text())["message"]["message"]
+    assert f"{tmp_path}/none: does not exist" in error and done.stderr.startswith(error)
+
+
+def test_what_all_ranks_refuse_one_of_them_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "FIRST_RANK_S", 0.2)
+    monkeypatch.setenv(exit_codes.LAST_WORDS, str(tmp_path / "error.json"))
+    second = Launcher("test", 1, 2, host="n1")
+    for told, other in (("", "no"), ("no", "no"), ("no", "other")):
+        if told:
+            exit_codes.leave_last_words(f"error: x: {told}")
+        assert train._report_late(DataError("x", other), second) == 3
+        silent = told == other
+        assert capsys.readouterr().err == ("" if silent else f"error: rank 1 (n1): x: {other}\n")
+        (tmp_path / "error.json").unlink()
 
 
 def test_the_last_words_are_the_first_cause(tmp_path, monkeypatch, capsys):

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from seqpar.launch.runs.journal import read_metrics
+from seqpar.launch.runs.run_folder import read_config
 from seqpar.launch.training import after_step
 from seqpar.launch.weights.files import read_weights
-from tests.support.training_runs import Launch, at, farthest, losses, signalled, trained
+from tests.support.training_runs import Launch, at, farthest, losses, signalled, status, trained
 
 SPREADS = {
     "alone": (1, "--batch 4"),
@@ -50,6 +51,11 @@ def test_a_run_goes_on_with_other_ranks_and_workers(flags, tmp_path):
         shutil.copytree(left, out)
         trained(world, ["--resume", "--split", "ordered", *more.split()], out)
         assert farthest(losses(out), losses(tmp_path / "whole")) <= 1e-9
+    began, went_on = read_config(tmp_path / "on 1")["history"]
+    assert (began["step"], began["ranks"], began["changed"]) == (0, 2, {})
+    changed = {"seqpar": [2, 1], "split": ["spatial", "ordered"], "workers": [0, 1]}
+    changed |= {"batch": [4, 2], "accumulate": [1, 2]}
+    assert (went_on["step"], went_on["ranks"], went_on["changed"]) == (status(left)["step"], 1, changed)
     with Launch(3, ["--resume", "--seqpar", "1"], left) as refused:
         assert set(refused.wait()) == {2}
     assert "4 tiles a step" in refused.said() and "1, 2, 4" in refused.said()

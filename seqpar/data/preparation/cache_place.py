@@ -9,6 +9,7 @@ from seqpar.data.preparation.recipe import PrepareSettings
 
 # Data sets are looked up by the beginning of a folder's name (Dataset901…): no cache may begin like one beside them.
 SIBLING = "seqpar-prepared"
+_RAW, _PREPROCESSED = "nnUNet_raw", "nnUNet_preprocessed"
 
 
 def cache_folder(dataset: Dataset, out: str | Path | None = None, settings: PrepareSettings | None = None) -> Path:
@@ -38,7 +39,7 @@ def _suffix(settings: PrepareSettings | None) -> str:
 
 def _neighbour(root: Path) -> Path:
     """Returns the folder in which the caches' own folder lies."""
-    raw, preprocessed = os.environ.get("nnUNet_raw"), os.environ.get("nnUNet_preprocessed")
+    raw, preprocessed = os.environ.get(_RAW), os.environ.get(_PREPROCESSED)
     if raw and preprocessed and root.parent.resolve() == Path(raw).expanduser().resolve():
         return Path(preprocessed).expanduser().absolute().parent
     return root.parent
