@@ -73,10 +73,10 @@ def match_cases(truth: Path, prediction: Path, dataset: Dataset | None = None) -
         truths, predictions = truth_files.get(case, []), predicted_files.get(case, [])
         duplicates = next((files for files in (truths, predictions) if len(files) > 1), None)
         if duplicates:
-            faults.append(DataError(duplicates[0], f"is there as {duplicates[1].name} too: keep one of them"))
+            faults.append(DataError(duplicates[0], f"is there as {duplicates[1]} too: keep one of them"))
         elif not predictions:
             path = prediction / f"{case}{output_suffix(truths[0])}"
-            faults.append(DataError(path, "is missing, the truth has this case"))
+            faults.append(DataError(path, f"is missing, and the truth has {truths[0]}"))
         elif not truths:
             faults.append(DataError(predictions[0], f"has no truth of this name in {truth}"))
         else:
@@ -113,8 +113,8 @@ def score_pair(pair: Pair, labels: Labels, settings: dict[str, Any]) -> Scores:
     """Returns the scores of one case, read from its two files; ``settings`` are keyword arguments of ``score``."""
     truth, geometry = read_label_map(pair.truth)
     prediction, predicted_geometry = read_label_map(pair.prediction)
-    if (difference := differs(geometry, predicted_geometry)) is not None:
-        problem = f"does not lie on the truth: {difference}; write it in the geometry of the source"
+    if (difference := differs(predicted_geometry, geometry)) is not None:
+        problem = f"does not lie on {pair.truth}: {difference}; write it in the geometry of the source"
         raise DataError(pair.prediction, problem)
     ignored = frozenset() if labels.ignore is None else frozenset({labels.ignore})
     check_values(pair.truth, truth, labels.declared | ignored)

@@ -45,13 +45,13 @@ def load(case: ScoredCase, record: Record, images: Images) -> ShownCase:
         found = images.of(case.name)
         note = images.missing(case.name)
         if found is not None:
-            difference = differs(prediction.geometry, found.properties.geometry)
+            difference = differs(found.properties.geometry, prediction.geometry)
             if difference is None:
                 return _on_prepared_grid(case, prediction, found, numbers, list(record.dataset["modalities"]))
             note = f"The image lies elsewhere ({difference}); only the labels are shown."
     except DataError as error:
         note = f"The image cannot be used ({error}); only the labels are shown."
-    truth = _read_truth(case.truth, prediction)
+    truth = _read_truth(case, prediction)
     both = np.stack([to_canonical(v.array[0], v.geometry.orientation) for v in (truth, prediction)])
     box = smallest_box((both != 0).any(0))
     w, d, h = ((max(0, low - _MARGIN), min(side, high + _MARGIN)) for (low, high), side in zip(box, both.shape[1:]))
@@ -59,11 +59,11 @@ def load(case: ScoredCase, record: Record, images: Images) -> ShownCase:
     return ShownCase(case.name, {}, maps[0], maps[1], prediction.geometry.canonical_spacing, note)
 
 
-def _read_truth(path: Path, prediction: Volume) -> Volume:
-    truth = read_volume(path)
+def _read_truth(case: ScoredCase, prediction: Volume) -> Volume:
+    truth = read_volume(case.truth)
     difference = differs(truth.geometry, prediction.geometry)
     if difference is not None:
-        raise DataError(path, f"does not lie on its prediction: {difference}")
+        raise DataError(case.truth, f"does not lie on its prediction {case.prediction}: {difference}")
     return truth
 
 
@@ -78,7 +78,7 @@ def _on_prepared_grid(
         return _numbered(transforms.resample_label(crop(whole, properties.box), properties.shape), numbers)
 
     if case.truth.exists() or found.label is None:
-        truth = to_grid(_read_truth(case.truth, prediction))
+        truth = to_grid(_read_truth(case, prediction))
     else:
         truth = _numbered(transforms.to_values(np.asarray(found.label), properties.values), numbers)
     pictures = {

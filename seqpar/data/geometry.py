@@ -156,9 +156,9 @@ def from_canonical(array: np.ndarray, orientation: str) -> np.ndarray:
 
 
 def differs(first: Geometry, second: Geometry) -> str | None:
-    """Returns how the positions of two volumes in space differ, in words; None if they agree."""
+    """Returns how the positions of two volumes in space differ, in words about the first; None if they agree."""
     if first.canonical_shape != second.canonical_shape:
-        return f"its shape is {second.canonical_shape}, the other's {first.canonical_shape} (both as RAS)"
+        return f"its shape is {first.canonical_shape}, the other's {second.canonical_shape} (both as RAS)"
     ends = np.array(np.meshgrid(*([0, n - 1] for n in first.canonical_shape))).reshape(3, -1)
     apart = (first.canonical_affine - second.canonical_affine) @ np.vstack([ends, np.ones(ends.shape[1])])
     worst = float(np.sqrt((apart[:3] ** 2).sum(0)).max())

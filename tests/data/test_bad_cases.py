@@ -77,22 +77,22 @@ ONE_CASE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "shape of a modality": (
         lambda r: rewrite(r / SECOND, lambda a: a[:-1]),
         SECOND,
-        "does not fit c_001_0000",
+        f"{IMAGE}: its shape is (13, 12, 10), the other's (14, 12, 10)",
     ),
     "shape of the label": (
         lambda r: rewrite(r / LABEL, lambda a: a[:, 1:]),
         LABEL,
-        "does not fit c_001_0000",
+        f"{IMAGE}: its shape is (14, 11, 10), the other's (14, 12, 10)",
     ),
     "affine of a modality": (
         lambda r: save(r / SECOND, image_array(3), np.diag([1.0, 1, 1, 1])),
         SECOND,
-        "mm away",
+        f"{IMAGE}: its affine puts a corner",
     ),
     "affine of the label": (
         lambda r: save(r / LABEL, label_array(), OBLIQUE @ np.diag([1, 1, 1.2, 1])),
         LABEL,
-        "mm away",
+        f"{IMAGE}: its affine puts a corner",
     ),
     "undeclared label": (
         lambda r: rewrite(r / LABEL, lambda a: put(a, 4)),

@@ -122,7 +122,8 @@ def test_brats_without_any_label_is_for_prediction(tmp_path):
 def test_brats_of_different_meanings_is_refused(tmp_path):
     brats(tmp_path, ["BraTS-GLI-00000-000"], NEW, "-", (1, 2, 3))
     brats(tmp_path, ["BraTS2021_00000"], OLD, "_", (1, 2, 4))
-    with pytest.raises(DataError, match="differ in meaning"):
+    both = r"2023: .*/BraTS-GLI-00000-000-\w+.nii.gz; to 2021: .*/BraTS2021_00000_\w+.nii.gz"
+    with pytest.raises(DataError, match=f"differ in meaning .{both}"):
         recognise(tmp_path)
 
 
@@ -155,7 +156,8 @@ def test_cases_of_a_monai_list_follow_the_firsts_order_of_modalities(tmp_path):
     assert data.modalities == ("FLAIR", "T1c", "T1", "T2") and data.ids == (names[0], names[1], names[3])
     for case in data.cases:
         assert [image.name for image in case.images] == [f"{case.id}_{kind}.nii.gz" for kind in orders[0]]
-    assert len(data.faults) == 1 and "has FLAIR, T1c, T1, but case BraTS2021_00000 has" in data.faults[0].problem
+    assert len(data.faults) == 1 and "has FLAIR, T1c, T1, but " in data.faults[0].problem
+    assert "BraTS2021_00000/BraTS2021_00000_flair.nii.gz has" in data.faults[0].problem
 
 
 def test_monai_list_with_validation_is_one_split(tmp_path):
@@ -189,6 +191,14 @@ def test_a_stray_file_among_channel_files_is_reported_and_changes_nothing_else(t
     assert data.ids == tuple(case.id for case in cases) == ("c_000", "c_001") and data.modalities == ("T1", "T2")
     assert [fault.path for fault in data.faults] == [fault.path for fault in faults] == [str(stray)]
     assert "no channel number" in faults[0].problem
+
+
+def test_of_a_case_that_is_there_twice_both_files_are_named(tmp_path):
+    files = [save(tmp_path / name, image_array(0)) for name in ("one/a.nii", "one/a.nii.gz", "two/a.nii")]
+    with pytest.raises(DataError, match=f"case a twice, as {files[0]} and {files[1]}; keep one"):
+        recognise(tmp_path / "one")
+    with pytest.raises(DataError, match=f"case a twice, as {files[0]} and {files[2]}; keep one"):
+        find_inputs([files[0], files[2]], ("T1",))
 
 
 def test_five_folds_are_scikit_learns(tmp_path):

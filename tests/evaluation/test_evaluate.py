@@ -101,10 +101,14 @@ def damage(path: Path, at: int, body: bytes) -> None:
 
 
 FAULTS: dict[str, Callable[[Path, Path], object]] = {
-    r"predicted/case_1.nii.gz: is missing": lambda t, p: p.unlink(),
+    r"predicted/case_1.nii.gz: is missing, and the truth has .*labelsTr/case_1.nii.gz": lambda t, p: p.unlink(),
     r"predicted/case_1.nii.gz: has no truth": lambda t, p: t.unlink(),
-    r"predicted/case_1.nii.gz: .* its shape is \(12, 11, 8\)": lambda t, p: save(p, random_labels(1)[..., :8]),
-    r"predicted/case_1.nii.gz: does not lie.* affine": lambda t, p: save(p, random_labels(1), np.diag([1, 1, 2.5, 1])),
+    r"predicted/case_1.nii.gz: does not lie on .*labelsTr/case_1.nii.gz: its shape is \(12, 11, 8\)": lambda t, p: save(
+        p, random_labels(1)[..., :8]
+    ),
+    r"predicted/case_1.nii.gz: does not lie on .*labelsTr/case_1.nii.gz: its affine": lambda t, p: save(
+        p, random_labels(1), np.diag([1, 1, 2.5, 1])
+    ),
     r"predicted/case_1.nii.gz: holds \[3\]": lambda t, p: save(p, random_labels(1) + np.uint8(1)),
     r"labelsTr/case_1.nii.gz: holds \[4\]": lambda t, p: save(t, random_labels(1) * np.uint8(2)),
     r"predicted/case_1.nii.gz: holds values": lambda t, p: save(p, random_labels(1) * np.float32(0.4)),
@@ -112,7 +116,9 @@ FAULTS: dict[str, Callable[[Path, Path], object]] = {
     r"labelsTr/case_1.nii.gz: is not packed": lambda t, p: t.write_text("no image"),
     r"predicted/case_1.nii.gz: .* unknown type 999": lambda t, p: damage(p, 70, (999).to_bytes(2, "little")),
     r"labelsTr/case_1.nii.gz: holds a 9-D array": lambda t, p: damage(t, 40, (9).to_bytes(2, "little")),
-    r"predicted/case_1.nii: is there as": lambda t, p: save(p.with_suffix(""), random_labels(1)),
+    r"predicted/case_1.nii: is there as .*predicted/case_1.nii.gz too": lambda t, p: save(
+        p.with_suffix(""), random_labels(1)
+    ),
     r"labelsTr/case_1.nii.gz: holds 2 channels": lambda t, p: save(t, np.stack([random_labels(1)] * 2, -1)),
 }
 

@@ -95,19 +95,20 @@ def read_brats(root: Path, labelled: bool = True) -> Dataset | None:
     if not any(set(kinds) & (set(KINDS) - {"seg"}) for kinds in files_of.values()):
         return None
     labelled = labelled and any("seg" in kinds for kinds in files_of.values())
-    cases, faults, meanings = [], [], set()
+    cases, faults, meanings = [], [], dict[str, Path]()
     for name, kinds in sorted(files_of.items()):
         if labelled:
             images = [(kind, files[0]) for kind, files in kinds.items() if KINDS.get(kind) in MODALITIES]
-            meanings |= {meaning_of(name, kind, file) for kind, file in images}
+            meanings |= {meaning_of(name, kind, file): file for kind, file in images}
         try:
             cases.append(_case(name, kinds, labelled))
         except DataError as fault:
             faults.append(fault)
-    if {"2023", "2024, glioma after treatment"} == meanings:
-        meanings.remove("2023")  # its labels are among those of 2024
+    if {"2023", "2024, glioma after treatment"} == meanings.keys():
+        del meanings["2023"]  # its labels are among those of 2024
     if len(meanings) > 1:
-        raise DataError(root, f"mixes cases whose labels differ in meaning ({sorted(meanings)}); separate them")
+        examples = "; ".join(f"{meaning}: {file}" for meaning, file in sorted(meanings.items()))
+        raise DataError(root, f"mixes cases whose labels differ in meaning ({examples}); separate them")
     year = "".join(meanings)  # none where there is no label to give a meaning
     meaning = MEANINGS[year] if year else Meaning({}, {}, ())
     return Dataset(

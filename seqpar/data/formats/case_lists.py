@@ -117,7 +117,7 @@ def _in_order(images: tuple[Path, ...], first: Case) -> tuple[Path, ...]:
         return images
     if sorted(first_roles) != sorted(roles):
         raise DataError(
-            images[0], f"its case has {', '.join(roles)}, but case {first.id} has {', '.join(first_roles)}; "
+            images[0], f"its case has {', '.join(roles)}, but {first.images[0]} has {', '.join(first_roles)}; "
             "give all cases the same modalities"
         )  # fmt: skip
     return tuple(sorted(images, key=lambda image: first_roles.index(_roles((image,))[0])))

@@ -1,6 +1,5 @@
 """Cases to predict: from any data set that training reads, a folder of images, or single files."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.nnunet import of_images
-from seqpar.data.formats.recognise import describe, find
+from seqpar.data.formats.recognise import describe, find, refuse_twice
 from seqpar.data.volumes import SUFFIXES, is_volume
 
 
@@ -26,9 +25,7 @@ def find_inputs(paths: Sequence[str | Path], modalities: Sequence[str]) -> tuple
             f"is no {' or '.join(SUFFIXES)} file and no DICOM series; give several of them, or one folder or list",
         )
     cases = [_ordered(case, dataset.modalities, modalities) for case in dataset.cases]
-    twice = [name for name, times in Counter(case.id for case in cases).items() if times > 1]
-    if twice:
-        raise DataError(dataset.root, f"holds case {twice[0]} twice; keep one of them")
+    refuse_twice(dataset.root, cases)
     return sorted(cases, key=lambda case: case.id), list(dataset.faults)
 
 

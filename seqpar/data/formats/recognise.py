@@ -1,7 +1,7 @@
 """Recognises the format of a data set (a folder, a JSON list or an nnU-Net name) and reads its description."""
 
 import os
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from seqpar.data.formats.dataset_json import content_of, labels_of
 from seqpar.data.formats.nnunet import has_channel_files, read_images, read_nnunet
 from seqpar.data.formats.splits import folds, read_splits, split
 
-__all__ = ["Case", "Dataset", "Split", "declared_in", "describe", "find", "folds", "recognise", "split"]
+__all__ = ["Case", "Dataset", "Split", "declared_in", "describe", "find", "folds", "recognise", "refuse_twice", "split"]
 
 _RAW = "nnUNet_raw"
 _OLD_CACHE = ".prepared"  # ends the names of the caches that once lay beside the data
@@ -41,10 +41,17 @@ def describe(path_or_name: str | Path | int, labelled: bool = True) -> Dataset:
     """
     root = find(path_or_name)
     dataset = _read(root, labelled)
-    twice = [name for name, times in Counter(case.id for case in dataset.cases).items() if times > 1]
-    if twice:
-        raise DataError(root, f"holds case {twice[0]} twice; keep one of them")
+    refuse_twice(root, dataset.cases)
     return dataset
+
+
+def refuse_twice(root: Path, cases: Sequence[Case]) -> None:
+    """Raises DataError where two cases of a data set have one id."""
+    first: dict[str, Case] = {}
+    for case in cases:
+        if (other := first.setdefault(case.id, case)) is not case:
+            files = f"{other.images[0]} and {case.images[0]}"
+            raise DataError(root, f"holds case {case.id} twice, as {files}; keep one of them")
 
 
 def declared_in(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:

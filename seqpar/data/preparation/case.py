@@ -80,7 +80,7 @@ def load_case(case: Case, recipe: Recipe) -> Loaded:
             raise DataError(path, f"holds {len(array)} channels; {num_channels} needed: {', '.join(recipe.modalities)}")
         first = first or geometry
         if (how := differs(geometry, first)) is not None:
-            raise DataError(path, f"does not fit {case.images[0].name}: {how}; register or resample it")
+            raise DataError(path, f"does not fit {case.images[0]}: {how}; register or resample it")
         channels += list(to_canonical(array, geometry.orientation))
         digests.append(digest)
     if first is None or len(channels) != len(recipe.modalities):
@@ -90,7 +90,7 @@ def load_case(case: Case, recipe: Recipe) -> Loaded:
     if case.label is not None:
         array, geometry, digest = read_volume(case.label)
         if (how := differs(geometry, first)) is not None:
-            raise DataError(case.label, f"does not fit {case.images[0].name}: {how}; draw it on the image again")
+            raise DataError(case.label, f"does not fit {case.images[0]}: {how}; draw it on the image again")
         ids = to_canonical(_class_ids(array, recipe, case.label), geometry.orientation)
         digests.append(digest)
     return Loaded(np.stack(channels), ids, first, tuple(digests))
