@@ -15,11 +15,22 @@ if [ "${1:-}" = -n ]; then
     count=${2:-}
     shift 2 || { echo "$usage" >&2; exit 2; }
 fi
-options=()
+wrong() {
+    echo "error: $1 (launch/slurm has frontier.sbatch and generic.sbatch)" >&2
+    echo "$usage" >&2
+    exit 2
+}
+options=() before=''
 while [ $# -gt 0 ] && [ ! -f "$1" ]; do
+    case $before,$1 in  # neither an option nor the value of one, so the job script
+        ,[!-]* | *.sbatch) wrong "there is no job script $1" ;;
+    esac
+    before=''
+    case $1 in *=*) ;; -*) before=$1 ;; esac
     options+=("$1")
     shift
 done
+[ $# -gt 0 ] || [ ${#options[@]} = 0 ] || wrong "none of these is a job script that is there: ${options[*]}"
 out='' before=''
 for word in "$@"; do
     case $word in --out=*) out=${word#--out=} ;; esac

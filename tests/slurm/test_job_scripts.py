@@ -189,6 +189,17 @@ def test_chain_submits_all_its_jobs_under_the_runs_own_name(jobs: Jobs, tmp_path
         done = chain(*wrong)
         assert done.returncode == 2 and "usage: chain.sh" in done.stderr, wrong
     assert len(jobs.calls("sbatch")) == 13
+    (tmp_path / "weights.pt").touch()
+    mistyped = {
+        "launch/slurm/fronteir.sbatch --weights weights.pt --out run": "no job script launch/slurm/fronteir.sbatch",
+        "-n 3 -A abc -p batch --mem=0 frontier --out run": "no job script frontier",
+        "-N2 generic.sbatch --out run": "no job script generic.sbatch",
+        "--exclusive frontier --out run": "none of these is a job script that is there: --exclusive frontier --out run",
+    }
+    for typed, problem in mistyped.items():
+        done = chain(*typed.split())
+        assert done.returncode == 2 and problem in done.stderr and "usage: chain.sh" in done.stderr, typed
+    assert len(jobs.calls("sbatch")) == 13 and not (tmp_path / "other" / "run").exists()
 
 
 def test_a_users_error_is_written_down_before_a_rank_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
