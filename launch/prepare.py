@@ -9,6 +9,7 @@ from pathlib import Path
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import Dataset, recognise
 from seqpar.data.preparation.prepare import PrepareSettings, Report, cache_folder, check_cache, is_current, prepare
+from seqpar.data.preparation.source_check import check_sources
 from seqpar.launch.job.exit_codes import DATA, run
 from seqpar.launch.job.progress_bar import ProgressBar
 
@@ -22,7 +23,7 @@ def act(arguments: Sequence[str]) -> int:
     names = ", ".join(dataset.modalities)
     print(f"{dataset.name}: {dataset.layout}, {len(dataset.cases)} cases, {names} -> {out}")
     if options.check:
-        return _print_faults(_check(dataset, out, settings), "cache")
+        return _check(dataset, out, settings, options.workers)
     try:
         report = prepare(dataset, out, settings, options.workers, ProgressBar("preparing"))
     except KeyboardInterrupt:
@@ -36,12 +37,16 @@ def act(arguments: Sequence[str]) -> int:
     return _print_faults(report.faults, "data set")
 
 
-def _check(dataset: Dataset, out: Path, settings: PrepareSettings) -> list[DataError]:
-    """Returns the faults of a cache: what is damaged, or that it is out of date."""
-    faults = [*dataset.faults, *check_cache(out)]
+def _check(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int | None) -> int:
+    """Prints what is wrong with the data set's files and with its cache, if there is one; returns the exit code."""
+    faults = [*dataset.faults, *check_sources(dataset, out, settings, workers, ProgressBar("checking"))]
+    if not out.exists():
+        print(f"{out}: there is no cache yet")
+        return _print_faults(faults, "data set")
+    faults += check_cache(out)
     if not faults and not is_current(dataset, out, settings):
         faults = [DataError(out, "is not what the data set and settings are now; run prepare again")]
-    return faults
+    return _print_faults(faults, "data set, and its cache,")
 
 
 def _print_report(report: Report) -> None:
@@ -75,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--workers", type=int, help="processes; 0: none but this one (default: number of cores, at most 8)"
     )
     parser.add_argument(
-        "--check", action="store_true", help="only compare the cache with its digests and with the data; change nothing"
+        "--check", action="store_true", help="only read all files, and compare the cache with them; change nothing"
     )
     return parser
 

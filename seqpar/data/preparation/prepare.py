@@ -90,7 +90,7 @@ def prepare(
     replace: whether cases prepared with other settings are prepared again; otherwise they are an error.
     """
     settings, out = settings or PrepareSettings(), Path(out)
-    workers = _default_workers() if workers is None else workers
+    workers = default_workers() if workers is None else workers
     if workers < 0:
         raise ValueError(f"workers is {workers}; 0 (none) or more are needed")
     if not dataset.labels:
@@ -103,7 +103,7 @@ def prepare(
         if is_current(dataset, out, settings):  # by whom this process waited for
             return _report(dataset, out, [], [])
         clean(out, set(dataset.ids))
-        recipe = _recipe(dataset, out, settings, workers, lambda: progress(0, total))
+        recipe = decide_recipe(dataset, out, settings, workers, lambda: progress(0, total))
         try:
             made, faults = _run(_Work(out, recipe), dataset, workers, progress)
         finally:
@@ -121,7 +121,7 @@ def _run(work: "_Work", dataset: Dataset, workers: int, progress: Progress) -> t
             if isinstance(outcome, CacheError):
                 raise outcome
             if isinstance(outcome, Lost):
-                outcome = _lost(case, outcome)
+                outcome = lost(case, outcome)
             if isinstance(outcome, DataError):
                 faults.append(outcome)
                 discard(work.out, case.id)
@@ -185,8 +185,7 @@ class _Work:
     recipe: Recipe
 
     def __call__(self, case: Case) -> bool:
-        if case.label is None:
-            raise DataError(case.images[0], "has no label; add it, or remove the image")
+        labelled(case)
         sources, record = sources_of(case), read_record(self.out, case.id)
         if record is not None and Recipe.from_json(record["recipe"]) == self.recipe:
             if record["sources"] == sources:
@@ -200,6 +199,12 @@ class _Work:
         return True
 
 
+def labelled(case: Case) -> None:
+    """Raises DataError if a case has no label."""
+    if case.label is None:
+        raise DataError(case.images[0], "has no label; add it, or remove the image")
+
+
 @dataclass(frozen=True)
 class _Survey:
     recipe: Recipe
@@ -211,8 +216,18 @@ class _Survey:
         return survey(case, loaded.image, loaded.ids, self.recipe)
 
 
-def _recipe(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int, beat: Callable[[], None]) -> Recipe:
-    """Returns the recipe; surveys the files if it depends on them and they changed since the last survey."""
+def decide_recipe(
+    dataset: Dataset,
+    out: Path,
+    settings: PrepareSettings,
+    workers: int,
+    beat: Callable[[], None],
+    keep: bool = True,
+) -> Recipe:
+    """Returns the recipe; surveys the files if it depends on them and they changed since the last survey.
+
+    keep: whether the survey's result is written into the cache folder ``out``.
+    """
     draft = draft_recipe(dataset, settings)
     if not needs_survey(dataset, settings):
         return draft
@@ -233,13 +248,14 @@ def _recipe(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int
     with closing(each(_Survey(draft), dataset.cases, workers, beat)) as outcomes:
         for case, outcome in outcomes:
             if isinstance(outcome, Lost):
-                raise _lost(case, outcome)
+                raise lost(case, outcome)
             if isinstance(outcome, Finding):
                 findings[case.id] = outcome
     in_order = [findings[name] for name in sorted(findings)]  # not in the order in which they ended
     recipe = finish_recipe(draft, dataset, settings, in_order)
-    with writable(out):
-        write_json(out / "recipe.json", {"key": key, "recipe": recipe.to_json()})
+    if keep:
+        with writable(out):
+            write_json(out / "recipe.json", {"key": key, "recipe": recipe.to_json()})
     return recipe
 
 
@@ -248,16 +264,23 @@ def _report(dataset: Dataset, out: Path, prepared_ids: list[str], faults: list[D
     records = {name: record for name in dataset.ids if (record := read_record(out, name)) is not None}
     background = [name for name, record in records.items() if not record["locations"]]
     if records and len(background) == len(records):
-        faults = [*faults, DataError(dataset.root, "no case has a labelled voxel; there is nothing to learn")]
+        faults = [*faults, nothing_to_learn(dataset)]
     kept = tuple(name for name in records if name not in prepared_ids)
     all_faults = sorted((*dataset.faults, *faults), key=lambda fault: fault.path)
     return Report(out, tuple(sorted(prepared_ids)), kept, tuple(background), tuple(all_faults))
 
 
-def _lost(case: Case, lost: Lost) -> DataError:
-    return DataError(case.images[0], f"could not be prepared: {lost}; free memory, or use fewer --workers")
+def nothing_to_learn(dataset: Dataset) -> DataError:
+    """Returns the error of a data set in which nothing is labelled."""
+    return DataError(dataset.root, "no case has a labelled voxel; there is nothing to learn")
 
 
-def _default_workers() -> int:
+def lost(case: Case, why: Lost) -> DataError:
+    """Returns the error of a case whose process ended without a result."""
+    return DataError(case.images[0], f"could not be prepared: {why}; free memory, or use fewer --workers")
+
+
+def default_workers() -> int:
+    """Returns how many processes prepare cases if nobody says."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 8)  # a worker holds a case several times over

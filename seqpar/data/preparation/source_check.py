@@ -1,0 +1,67 @@
+"""Checks a data set's files as preparation reads them, and writes nothing."""
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.preparation.cache import read_record
+from seqpar.data.preparation.cache_index import files_of, sources_of
+from seqpar.data.preparation.case import prepare_case
+from seqpar.data.preparation.prepare import decide_recipe, default_workers, labelled, lost, nothing_to_learn
+from seqpar.data.preparation.recipe import PrepareSettings, Recipe
+from seqpar.data.volumes import digest_file
+from seqpar.data.workers import Lost, Progress, each, silent
+
+
+def check_sources(
+    dataset: Dataset,
+    out: Path,
+    settings: PrepareSettings,
+    workers: int | None = None,
+    progress: Progress = silent,
+) -> list[DataError]:
+    """Returns what is wrong with the files of a data set; each case is read and prepared in memory.
+
+    Cases of the cache in ``out`` whose files have the bytes that they were prepared from are not prepared again.
+    """
+    workers = default_workers() if workers is None else workers
+    total, done, faults, has_foreground = len(dataset.cases), 0, list[DataError](), False
+    try:
+        recipe = decide_recipe(dataset, out, settings, workers, lambda: progress(0, total), keep=False)
+    except DataError as error:
+        return [error]
+    with closing(each(_Check(out, recipe), dataset.cases, workers, lambda: progress(done, total))) as outcomes:
+        for case, outcome in outcomes:
+            done += 1
+            progress(done, total)
+            if isinstance(outcome, Lost):
+                outcome = lost(case, outcome)
+            if isinstance(outcome, DataError):
+                faults.append(outcome)
+            else:
+                has_foreground |= outcome
+    if not faults and not has_foreground:
+        return [nothing_to_learn(dataset)]
+    return sorted(faults, key=lambda fault: fault.path)
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Raises DataError if a case cannot be prepared; returns whether it has labelled voxels."""
+
+    out: Path
+    recipe: Recipe
+
+    def __call__(self, case: Case) -> bool:
+        labelled(case)
+        record = read_record(self.out, case.id)
+        if record is None or Recipe.from_json(record["recipe"]) != self.recipe:
+            return bool(prepare_case(case, self.recipe).locations)
+        looks_the_same = record["sources"] == sources_of(case)
+        for path, digest in zip(files_of(case), record["digests"]):
+            if digest_file(path) != digest and looks_the_same:
+                raise DataError(path, "holds other bytes than when it was prepared, in as many and at the same time: "
+                                "it may be damaged; copy it again, or touch it if it is right")  # fmt: skip
+        return bool(record["locations"] if looks_the_same else prepare_case(case, self.recipe).locations)
