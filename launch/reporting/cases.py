@@ -6,7 +6,6 @@ Legend: ``W D H`` voxels in canonical orientation: they grow to the right, to th
 import math
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
