@@ -28,7 +28,7 @@ def changes_line(changes: Changes) -> str:
 def _typed(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value) or "none"
+    return (" ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)) or "unset"
 
 
 def with_this_start(history: Sequence[Any], step: int, ranks: int, changes: Changes) -> list[Any]:

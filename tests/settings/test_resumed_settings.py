@@ -102,10 +102,10 @@ def test_what_a_resumed_run_changes_is_announced_and_kept(tmp_path):
     write_json(tmp_path / "config.json", describe_run(config, "debug", {}, {"data": 1}, started))
     line = ["--resume", "--take-over", "--out", f"{tmp_path}/.", "--lr", "0.01", "--betas", "0.8", "0.9", "--compile"]
     order = request.read_request(line, Launcher("alone"))
-    assert order.changes == {"lr": [2e-3, 0.01], "betas": [(0.9, 0.999), (0.8, 0.9)], "compile": [False, True]}
+    assert order.changes == {"lr": [2e-3, 0.01], "betas": [(), (0.8, 0.9)], "compile": [False, True]}
     announced = first_lines(order, Launcher("alone")).splitlines()[-1]
     assert announced == (
-        "changed since this run was last started: --lr 0.002 -> 0.01, --betas 0.9 0.999 -> 0.8 0.9, --compile no -> yes"
+        "changed since this run was last started: --lr 0.002 -> 0.01, --betas unset -> 0.8 0.9, --compile no -> yes"
     )
     history = with_this_start(read_config(tmp_path)["history"], 30, 4, order.changes)
     assert [(start["step"], start["ranks"]) for start in history] == [(0, 1), (30, 4)]
