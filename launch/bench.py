@@ -105,7 +105,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it keeps the rows so far
+    for number in (signal.SIGINT, signal.SIGTERM):  # a job in the background starts with Ctrl-C ignored
+        signal.signal(number, signal.default_int_handler)  # both keep the rows so far
     sys.exit(run(act))
 
 

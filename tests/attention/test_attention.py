@@ -34,26 +34,26 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         Attention(12, 3, heads_per_chunk=4)
 
 
-def given(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+def inputs(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     toss = torch.Generator().manual_seed(0)
     shapes = [(2, 3, n, 8) for n in (5, 7, 7, 5)]  # q, k, v and a gradient, in no kernel's memory order
     return [torch.randn(shape, generator=toss, dtype=torch.float64).to(device, dtype) for shape in shapes]
 
 
 def test_the_plain_kernel_is_the_one_of_the_cpu() -> None:
-    q, k, v, grad = given(torch.float64)
-    found = []
+    q, k, v, grad = inputs(torch.float64)
+    results = []
     for kernel in (kernels.PLAIN, kernels.CPU_FLASH):
         out, state = kernel.forward(q, k, v)
-        found.append((out, *kernel.backward(grad, q, k, v, out, state)))
-    assert all(relative(a, b) < 1e-13 for a, b in zip(*found))
+        results.append((out, *kernel.backward(grad, q, k, v, out, state)))
+    assert all(relative(a, b) < 1e-13 for a, b in zip(*results))
     assert kernels.pick(q, 8) is kernels.CPU_FLASH
 
 
 @pytest.mark.parametrize("kernel", [kernels.FLASH, kernels.EFFICIENT], ids=lambda kernel: kernel.name)
 def test_the_kernels_of_gpus_take_and_return_what_torch_declares(kernel: kernels.Kernel) -> None:
     """On tensors without memory torch checks every argument and makes every shape, and computes nothing."""
-    q, k, v, grad = given(torch.bfloat16, "meta")
+    q, k, v, grad = inputs(torch.bfloat16, "meta")
     out, state = kernel.forward(q, k, v)
     assert out.shape == q.shape and len(state) == 3 and all(isinstance(t, Tensor) for t in state)
     dq, dk, dv = kernel.backward(grad, q, k, v, out, state)
@@ -77,7 +77,7 @@ def test_the_kernels_of_gpus_get_all_tensors_in_one_memory_order(
             return call
 
     monkeypatch.setattr(kernels, "aten", Spy())
-    q, k, v, grad = given(torch.bfloat16, "meta")
+    q, k, v, grad = inputs(torch.bfloat16, "meta")
     out, state = kernel.forward(q, k, v)
     kernel.backward(grad, q, k, v, out.contiguous(), state)
     assert len(seen) == 3 + 5
@@ -85,7 +85,7 @@ def test_the_kernels_of_gpus_get_all_tensors_in_one_memory_order(
 
 
 def test_no_head_and_no_query_are_nothing() -> None:
-    q, k, v, _ = given(torch.float64)
+    q, k, v, _ = inputs(torch.float64)
     empty = q[:, :, :0]
     out, state = kernels.CPU_FLASH.forward(empty, k, v)
     grads = kernels.CPU_FLASH.backward(empty, empty, k, v, out, state)

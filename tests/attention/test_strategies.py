@@ -99,12 +99,12 @@ def check(mesh: Mesh, case: Case) -> Found:
     net, (whole_x, whole_weight) = module(case, group), tensors(case)
     x = whole_x.split(sizes, 1)[me].contiguous().requires_grad_()
     rotate = RotaryPositions(layout, me, case.head_dim, x) if case.rotates else None
-    held: dict[int, int] = {}
+    storages: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
 
     def pack(t: Tensor) -> Tensor:
         if t.untyped_storage().data_ptr() not in weights:
-            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     group.traffic.clear()
@@ -120,7 +120,7 @@ def check(mesh: Mesh, case: Case) -> Found:
     assert grads.keys() == want_grads.keys() and len(grads) == 5
     for name, want in want_grads.items():
         assert relative(grads[name], want) < case.bound, (case, name)
-    return Found(forward, backward, sum(held.values()))
+    return Found(forward, backward, sum(storages.values()))
 
 
 def check_all(mesh: Mesh, cases: list[Case]) -> list[Found]:
@@ -133,16 +133,16 @@ def names(world: int) -> list[str]:
 
 def any_size(world: int) -> list[Case]:
     """Tokens and heads that divide and that do not, heads fewer than ranks, all at once and in uneven chunks."""
-    found = []
+    cases = []
     for name in names(world):
         sizes = (2 * world, world, None), (2 * world + 1, 5, 1), (3 * world - 1, 3, 2), (2 * world + 1, 3, None)
-        found += [Case(name, n, heads, per_chunk=chunk) for n, heads, chunk in sizes]
-        found += [Case(name, 2 * world + 1, 5, rotates=True, per_chunk=chunk) for chunk in (None, 2)]
+        cases += [Case(name, n, heads, per_chunk=chunk) for n, heads, chunk in sizes]
+        cases += [Case(name, 2 * world + 1, 5, rotates=True, per_chunk=chunk) for chunk in (None, 2)]
         if name != "ulysses":
-            found += [Case(name, 3 * world - 1, 5, rotates=True, keep=True, per_chunk=2)]
+            cases += [Case(name, 3 * world - 1, 5, rotates=True, keep=True, per_chunk=2)]
     if world == 8:
-        found += [Case(name, 37, 12, rotates=True) for name in ("hybrid", "hybrid:2", "hybrid:4")]
-    return found
+        cases += [Case(name, 37, 12, rotates=True) for name in ("hybrid", "hybrid:2", "hybrid:4")]
+    return cases
 
 
 def dividing(world: int) -> list[Case]:
@@ -178,7 +178,7 @@ def results(world: int) -> Results:
     runs = [*any_size(world), *dividing(world), *long(world), *imprecise(world)]
     for case in runs:  # once, before the ranks are forked: they inherit what is cached
         torchs_own(case)
-    return [dict(zip(runs, found)) for found in run_ranks(world, check_all, runs, timeout=240)]
+    return [dict(zip(runs, counts)) for counts in run_ranks(world, check_all, runs, timeout=240)]
 
 
 def expected(case: Case, world: int) -> list[tuple[int, int]]:
@@ -191,9 +191,9 @@ def expected(case: Case, world: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
 def test_every_strategy_is_torchs_attention_and_sends_the_exact_count(world: int) -> None:
-    for rank, found in enumerate(results(world)):
+    for rank, counts in enumerate(results(world)):
         for case in any_size(world) + imprecise(world):
-            assert (found[case].forward, found[case].backward) == expected(case, world)[rank], case
+            assert (counts[case].forward, counts[case].backward) == expected(case, world)[rank], case
 
 
 def formula(name: str, world: int, keep: bool) -> tuple[float, float]:
@@ -209,17 +209,17 @@ def formula(name: str, world: int, keep: bool) -> tuple[float, float]:
 @pytest.mark.parametrize("world", [2, 3, 4, 6, 8])
 def test_bytes_are_the_formulas_where_all_divides(world: int) -> None:
     u = 2 * 4 * 24 * 4 * 8  # batch, tokens of a rank, heads, width of a head, bytes
-    for found in results(world):
+    for counts in results(world):
         for case in dividing(world):
             forward, backward = formula(case.name, world, case.keep)
-            assert (found[case].forward, found[case].backward) == (round(forward * u), round(backward * u)), case
+            assert (counts[case].forward, counts[case].backward) == (round(forward * u), round(backward * u)), case
 
 
 def test_hybrid_of_itself_takes_the_largest_divisor_of_the_heads() -> None:
     assert str(check_strategy("hybrid", 8, 12, False)) == "hybrid:4"
     assert str(check_strategy("hybrid", 12, 10, False)) == "hybrid:2"
-    for found in results(8):
-        own, _, four = (found[Case(name, 37, 12, rotates=True)] for name in ("hybrid", "hybrid:2", "hybrid:4"))
+    for counts in results(8):
+        own, _, four = (counts[Case(name, 37, 12, rotates=True)] for name in ("hybrid", "hybrid:2", "hybrid:4"))
         assert own == four
 
 
@@ -229,11 +229,11 @@ def test_nothing_whole_is_held_unless_kept(world: int) -> None:
     local = {"gather-kv": 5, "gather-x": 2, "ulysses": 6, "hybrid:2": 6}
     u, log_sums = 2 * 64 * 32 * 8, 2 * 64 * 4 * 8
     for case in long(world):
-        held = results(world)[0][case].held
+        saved = results(world)[0][case].held
         if not case.keep:
-            assert held <= local[case.name] * u + log_sums, (case, held / u)
+            assert saved <= local[case.name] * u + log_sums, (case, saved / u)
         else:
-            assert held > (local[case.name] + 0.9) * u + log_sums, case  # the control: keeping is not free
+            assert saved > (local[case.name] + 0.9) * u + log_sums, case  # the control: keeping is not free
 
 
 def test_one_rank_has_nothing_to_keep() -> None:
@@ -244,7 +244,7 @@ def test_one_rank_has_nothing_to_keep() -> None:
 
 def encoder_gaps(mesh: Mesh) -> list[tuple[str, float]]:
     """Returns how far each strategy's encoder is from one process: output, input and parameter gradients."""
-    found = []
+    gaps_by_name = []
     tile = (7, 4, 4)
     toss = torch.Generator().manual_seed(2)
     image, weight = (torch.randn(shape, generator=toss, dtype=torch.float64) for shape in ((2, 1, *tile), (2, 112, 24)))
@@ -273,13 +273,13 @@ def encoder_gaps(mesh: Mesh) -> list[tuple[str, float]]:
                 assert net.attention_choice[0].startswith(str(net.attention))
                 gaps = [out, part.grad, *(all_reduce(p.grad, mesh.seq) for p in net.parameters() if p.grad is not None)]
         assert len(gaps) == len(want)
-        found.append((str(attention), max(relative(a, b) for a, b in zip(gaps, want))))
-    return found
+        gaps_by_name.append((str(attention), max(relative(a, b) for a, b in zip(gaps, want))))
+    return gaps_by_name
 
 
 def test_the_encoder_is_one_process_by_every_strategy() -> None:
-    for found in run_ranks(4, encoder_gaps, timeout=240):
-        for name, gap in found:
+    for gaps_by_name in run_ranks(4, encoder_gaps, timeout=240):
+        for name, gap in gaps_by_name:
             assert gap < 1e-12, name
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.launch import bench
+from seqpar.launch.benches import loader, rank
 from seqpar.launch.benches.apart import stream_apart
 from seqpar.launch.benches.series import Progress, Row, Runs, Series, ratio, run_series
 from seqpar.launch.benches.table import Table
@@ -86,6 +87,32 @@ def test_every_subject_has_an_estimate_and_a_quick_form_of_three_minutes_at_most
             for how in ((False, False, None), (True, False, None), (False, False, 1))
         )
         assert 0 < quick <= 180 and quick < whole and once <= whole, (subject, quick, whole)
+
+
+RUNS = {  # by module, what a case comes to in a turn
+    "attention": {"auto": "ulysses", "sent": 2.0**20, "ms": 3.0, "cpu_ms": 2.0, "growth": 2.0**20},
+    "encoder": {"seconds": 2.0, "saved": 1e6},
+    "rank": {**dict.fromkeys(rank.MEASURED, 1.0)},
+    "memory": {"held": 2.0**20, "state": 1.0, "peak": 1.0, "seconds": 1.0, "tokens": 64},
+    "data": 0.5,
+    "loader": loader._Rate(1.0, 0.5, 0.25),
+    "plan": {"planned_s": 1.0, "planned_bytes": 1e6, "processor": 1.0, "clock": 1.0, "alive": 1e6},
+    "predict": {"cpu_s": 1.0, "peak_mb": 1.0, "voxels": 8, "seam": 1.0},
+    "step": {"seconds": 2.0, "saved": 1e6},
+}
+
+
+@pytest.mark.parametrize("name", [name for names in bench.SUBJECTS.values() for name in names])
+def test_every_case_of_a_series_has_a_row_of_the_same_columns(name: str) -> None:
+    (subject,) = [subject for subject, names in bench.SUBJECTS.items() if name in names]
+    every = [one for quick in (False, True) for one in bench.plan_series([subject], quick, False, None)]
+    for series in (one.series for one in every if one.module == name):
+        runs = {case: [RUNS[name]] * 2 for case in series.cases}
+        rows = [series.row(case, runs) for case in series.cases]
+        assert len(rows) > 1 and all(list(row) == list(rows[0]) for row in rows), name
+        assert len({str(row) for row in rows}) == len(rows), "rows say what they are of"
+        for word in ("ratio", "times_whole"):
+            assert {str(row[word]) for row in rows if word in row} <= {"1.0", "1.000 (1.00 to 1.00)"}, rows
 
 
 def test_turns_are_those_that_were_asked_for() -> None:

@@ -88,9 +88,9 @@ class Chromium:
 
     def value(self, script: str) -> Any:
         """Returns what an expression in the page gives."""
-        found = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        answer = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def wait(self, script: str) -> None:
         """Returns once an expression in the page is true."""

@@ -51,8 +51,8 @@ def test_zoom_enlarges_around_the_place_where_the_planes_meet(page: Chromium) ->
     far = look(page, fill=100)
     near = look(page, zoom=2)
     assert near["count"] > 3 * far["count"]
-    told = "document.getElementById('told-{}').textContent"
-    before = [int(page.value(told.format(dim)).split()[1]) for dim in (0, 1)]
+    shown = "document.getElementById('told-{}').textContent"
+    before = [int(page.value(shown.format(dim)).split()[1]) for dim in (0, 1)]
     spot = middle(page, "plane-2")
     box = page.value("document.getElementById('plane-2').getBoundingClientRect().toJSON()")
     shape = page.value("JSON.parse(document.getElementById('volumes').textContent).cases[0].shape")
@@ -60,7 +60,7 @@ def test_zoom_enlarges_around_the_place_where_the_planes_meet(page: Chromium) ->
     press_at = {"x": spot["x"] + 3 * voxel[0], "y": spot["y"] - 2 * voxel[1]}
     for kind in ("mousePressed", "mouseReleased"):
         page.ask("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **press_at)
-    after = [int(page.value(told.format(dim)).split()[1]) for dim in (0, 1)]
+    after = [int(page.value(shown.format(dim)).split()[1]) for dim in (0, 1)]
     assert abs(after[0] - (before[0] - 3)) <= 1, "to the right in the picture is the patient's left"
     assert abs(after[1] - (before[1] + 2)) <= 1
 

@@ -18,9 +18,9 @@ def test_what_must_be_noticed_is_noticed(browser: Chromium, url: str) -> None:
     browser.value("console.error('noticed'); new Image().src = 'https://example.invalid/x.png'; 1")
     browser.wait("true")
     browser.ask("Page.navigate", url="about:blank")
-    told = " ".join(browser.complaints)
+    complaints = " ".join(browser.complaints)
     browser.complaints.clear()
-    assert "noticed" in told and "Content Security Policy" in told
+    assert "noticed" in complaints and "Content Security Policy" in complaints
 
 
 def test_wheel_keys_and_slider_change_the_slice(page: Chromium) -> None:

@@ -81,14 +81,14 @@ def test_ct_is_clipped_and_scaled_by_its_values_inside_the_labels(tmp_path):
     cache = open_cache(tmp_path / "c")
     images = [nibabel.load(root / f"imagesTr/c_{n:03d}_0000.nii.gz").get_fdata() for n in range(3)]
     inside = np.concatenate([image[label_array() > 0] for image in images])
-    found = cache.recipe.intensities[0]
-    assert found is not None
+    intensities = cache.recipe.intensities[0]
+    assert intensities is not None
     np.testing.assert_allclose(
-        (found.low, found.high, found.mean, found.std),
+        (intensities.low, intensities.high, intensities.mean, intensities.std),
         (*np.percentile(inside, [0.5, 99.5]), inside.mean(), inside.std()),
     )
     image = nibabel.as_closest_canonical(nibabel.load(root / "imagesTr/c_001_0000.nii.gz")).get_fdata()
-    expected = (np.clip(image, found.low, found.high) - found.mean) / found.std
+    expected = (np.clip(image, intensities.low, intensities.high) - intensities.mean) / intensities.std
     np.testing.assert_allclose(cache.cases["c_001"].image[0], expected, rtol=1e-4, atol=1e-5)
     assert Recipe.from_json(json.loads(json.dumps(cache.recipe.to_json()))) == cache.recipe
     before = tree(tmp_path / "c")

@@ -205,8 +205,8 @@ def test_five_folds_are_scikit_learns(tmp_path):
     from sklearn.model_selection import KFold
 
     data = recognise(nnunet(tmp_path / "D", 13))
-    for n, (train, held) in enumerate(KFold(5, shuffle=True, random_state=12345).split(data.ids)):
-        expected = tuple(data.ids[k] for k in train), tuple(data.ids[k] for k in held)
+    for n, (train, held_out) in enumerate(KFold(5, shuffle=True, random_state=12345).split(data.ids)):
+        expected = tuple(data.ids[k] for k in train), tuple(data.ids[k] for k in held_out)
         assert split(data, n) == folds(data)[n] == split(data, str(n)) == expected
 
 
@@ -222,8 +222,10 @@ def test_splits_final_is_read_beside_the_data_and_where_nnunet_puts_it(tmp_path,
 
 def test_the_other_splits(tmp_path):
     data = recognise(nnunet(tmp_path / "D", 13))
-    train, held = split(data, "90:10")
-    assert sorted(train + held) == list(data.ids) and len(held) == 1 and split(data, "90:10") == (train, held)
+    train, held_out = split(data, "90:10")
+    assert (
+        sorted(train + held_out) == list(data.ids) and len(held_out) == 1 and split(data, "90:10") == (train, held_out)
+    )
     assert split(data, "all") == (data.ids, data.ids)
     for wrong in ("5", "x", -1):
         with pytest.raises(ValueError, match=r"90:10"):

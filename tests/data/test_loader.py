@@ -114,9 +114,9 @@ def count_bytes(mesh: Mesh) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_rank_receives_its_part_of_others_tiles_and_nothing_else(world: int, ranks: Callable[..., list]) -> None:
-    found = ranks(world, count_bytes)
-    assert sum(sent for sent, _, _ in found) == sum(wanted for _, wanted, _ in found) > 0
-    assert {kinds for _, _, kinds in found} == {1}
+    counts = ranks(world, count_bytes)
+    assert sum(sent for sent, _, _ in counts) == sum(wanted for _, wanted, _ in counts) > 0
+    assert {kinds for _, _, kinds in counts} == {1}
 
 
 def meet_fault(mesh: Mesh, source: TileSource, workers: int) -> tuple[str, str, str, int, int]:
@@ -145,9 +145,9 @@ def test_a_bad_case_is_the_same_data_error_on_all_ranks(
 ) -> None:
     source = noise_source(count=8, fault="is damaged")
     step, sample = first_of_case(source, "0", world // seqpar)
-    found = ranks(world, meet_fault, source, workers, seqpar=seqpar)
+    errors = ranks(world, meet_fault, source, workers, seqpar=seqpar)
     text = f"/cache/0/label.npy: is damaged (case 0, for sample {sample} of step {step})"
-    assert set(found) == {("DataError", text, "/cache/0/label.npy", step, 0)}
+    assert set(errors) == {("DataError", text, "/cache/0/label.npy", step, 0)}
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_a_bad_case_is_the_same_data_error_on_all_ranks(
 def test_a_worker_that_fails_or_is_killed_is_an_error_on_all_ranks(
     what: dict[str, Any], kind: str, text: str, ranks: Callable[..., list]
 ) -> None:
-    found = ranks(2, meet_fault, noise_source(count=8, **what), 2)
-    assert found[0] == found[1] and found[0][0] == kind and text in found[0][1] and found[0][4] == 0
-    assert kind == "DataError" or found[0][1].startswith("rank ")
+    errors = ranks(2, meet_fault, noise_source(count=8, **what), 2)
+    assert errors[0] == errors[1] and errors[0][0] == kind and text in errors[0][1] and errors[0][4] == 0
+    assert kind == "DataError" or errors[0][1].startswith("rank ")
 
 
 def wait_for_tiles(mesh: Mesh, slow_rank: int) -> list[float]:

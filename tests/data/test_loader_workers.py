@@ -46,12 +46,12 @@ def test_workers_have_one_thread_and_seeds_of_their_own_per_tile(alone: Mesh) ->
         inline, worked = (list(load(alone, noise_source(Telling()), workers=n, steps=range(4))) for n in (0, 3))
     finally:
         torch.set_num_threads(1)
-    layout, told = Layout.of(TILE, 4), []
+    layout, marks = Layout.of(TILE, 4), []
     for parts in (inline, worked):
-        told.append(torch.stack([layout.join([part.image])[0, 1, 0, 0] for part in parts]))
-    assert torch.equal(told[0][:, :3], told[1][:, :3]) and len(told[0][:, :3].unique()) == 12
-    assert (told[0][:, 3] == 2).all() and (told[1][:, 3:5] == 1).all()
-    assert (told[1][:, 5:7] == 1).all() and (told[0][:, 5:7] == 0).all()  # signals are the parent's to judge
+        marks.append(torch.stack([layout.join([part.image])[0, 1, 0, 0] for part in parts]))
+    assert torch.equal(marks[0][:, :3], marks[1][:, :3]) and len(marks[0][:, :3].unique()) == 12
+    assert (marks[0][:, 3] == 2).all() and (marks[1][:, 3:5] == 1).all()
+    assert (marks[1][:, 5:7] == 1).all() and (marks[0][:, 5:7] == 0).all()  # signals are the parent's to judge
 
 
 def test_signals_to_the_job_end_no_worker_and_run_no_handler_there(alone: Mesh, tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_a_killed_trainer_leaves_no_process(method: str, trainers: Callable[[str
 
 def session(leader: int) -> list[str]:
     """Returns what still runs of a session: workers, and what a start method brings along."""
-    found = subprocess.run(["ps", "-o", "pid=,stat=,args=", "-s", str(leader)], capture_output=True, text=True).stdout
-    return [line for line in found.splitlines() if " Z" not in line]
+    listing = subprocess.run(["ps", "-o", "pid=,stat=,args=", "-s", str(leader)], capture_output=True, text=True).stdout
+    return [line for line in listing.splitlines() if " Z" not in line]
 
 
 def test_ctrl_c_ends_all(trainers: Callable[[str], Trainer]) -> None:

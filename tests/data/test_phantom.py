@@ -35,10 +35,10 @@ def test_a_case_depends_on_seed_and_index_alone(cases):
 
 
 def test_some_cases_have_no_tumour_and_all_labels_occur(cases):
-    found = [set(np.unique(case.label)) for case in cases]
-    assert [index for index, labels in enumerate(found) if labels == {0}] == [7, 15]
-    assert all(labels <= {0, 1, 2, 3} and 2 in labels for labels in found if labels != {0})
-    assert set.union(*found) == {0, 1, 2, 3}
+    labels_of = [set(np.unique(case.label)) for case in cases]
+    assert [index for index, labels in enumerate(labels_of) if labels == {0}] == [7, 15]
+    assert all(labels <= {0, 1, 2, 3} and 2 in labels for labels in labels_of if labels != {0})
+    assert set.union(*labels_of) == {0, 1, 2, 3}
     volumes = [np.count_nonzero(case.label) for case in cases if case.label.any()]
     assert max(volumes) > 3 * min(volumes)
     assert max(ndimage.label(case.label)[1] for case in cases) > 1

@@ -67,10 +67,10 @@ def test_two_jobs_that_start_on_the_same_data_prepare_it_once(tmp_path, monkeypa
     root, out = nnunet(tmp_path / "D", 3), tmp_path / "c"
     write, walked = prepare.__globals__["write_case"], tmp_path / "walked"
 
-    def slow(*given: object) -> None:
+    def slow(*arguments: object) -> None:
         (tmp_path / "holds").touch()
         _until((tmp_path / "waits").exists)
-        write(*given)
+        write(*arguments)
 
     def first() -> None:
         monkeypatch.setitem(prepare.__globals__, "write_case", slow)

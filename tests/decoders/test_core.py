@@ -267,11 +267,11 @@ def encoder_bytes(mesh: Mesh, keep: bool) -> tuple[int, int, int]:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_saved_bytes_fall_with_the_ranks_and_traffic_is_the_formula(world: int, ranks: Callable[..., list]) -> None:
     one = ranks(1, encoder_bytes, False)[0][0]
-    found = ranks(world, encoder_bytes, False)
+    counts = ranks(world, encoder_bytes, False)
     u, layers = 384 * 24 * 4, 3  # N x E floats: P u, summed over the ranks
-    assert max(saved for saved, _, _ in found) <= (1 / world + 0.03) * one
-    assert sum(forward for _, forward, _ in found) == layers * 2 * (world - 1) * u
-    assert sum(backward for _, _, backward in found) == layers * 4 * (world - 1) * u
+    assert max(saved for saved, _, _ in counts) <= (1 / world + 0.03) * one
+    assert sum(forward for _, forward, _ in counts) == layers * 2 * (world - 1) * u
+    assert sum(backward for _, _, backward in counts) == layers * 4 * (world - 1) * u
     kept = ranks(world, encoder_bytes, True)
     assert sum(backward for _, _, backward in kept) == layers * 2 * (world - 1) * u
     assert min(saved for saved, _, _ in kept) > (1 / world + 0.03) * one  # the control: keeping is not free

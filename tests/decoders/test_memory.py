@@ -19,7 +19,7 @@ Case = tuple[int, int, int, str, int]  # tile, patch, depth, mode, batch
 CASES: list[Case] = [(96, 16, 4, "halo", 1), (96, 16, 4, "swap", 4), (96, 4, 1, "halo", 1), (48, 4, 1, "swap", 4)]
 
 
-def held(mesh: Mesh, side: int, patch: int, depth: int, mode: str, batch: int) -> int:
+def count_saved(mesh: Mesh, side: int, patch: int, depth: int, mode: str, batch: int) -> int:
     """Returns the bytes of distinct storages held after forward and loss, parameters excluded."""
     tile = (side,) * 3
     torch.manual_seed(0)
@@ -32,7 +32,7 @@ def held(mesh: Mesh, side: int, patch: int, depth: int, mode: str, batch: int) -
 
 
 def all_cases(mesh: Mesh, cases: list[Case]) -> list[int]:
-    return [held(mesh, *case) for case in cases]
+    return [count_saved(mesh, *case) for case in cases]
 
 
 @cache
@@ -43,13 +43,13 @@ def one_process() -> list[int]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_network_in_halo_or_swap_holds_its_share(world: int, ranks: Callable[..., list]) -> None:
-    for found in ranks(world, all_cases, CASES, timeout=240):
-        for case, mine, whole in zip(CASES, found, one_process()):
+    for sizes in ranks(world, all_cases, CASES, timeout=240):
+        for case, mine, whole in zip(CASES, sizes, one_process()):
             assert mine <= (1 / world + 0.10) * whole, (case, mine / whole)
 
 
 def test_in_gather_every_rank_holds_the_whole_decoder(ranks: Callable[..., list]) -> None:
     """The control: the share falls because the decoder is spread, not because little is counted."""
     case = (96, 16, 2, "gather", 1)
-    (one,) = ranks(1, held, *case)
-    assert min(ranks(2, held, *case)) > 0.7 * one
+    (one,) = ranks(1, count_saved, *case)
+    assert min(ranks(2, count_saved, *case)) > 0.7 * one

@@ -59,27 +59,27 @@ def gaps(patch: int, dtype: torch.dtype = torch.float64, **how: bool) -> dict[st
         assert a is not None and b is not None and b.abs().max() > 1e-6
         return relative(a.double().view(b.shape), b)
 
-    found = {name: apart(own.grad, other.grad) for name, own, other in pairs}
-    return {"logits": apart(logits, wanted), "tokens": apart(mine.grad, tokens.grad), **found}
+    gradients = {name: apart(own.grad, other.grad) for name, own, other in pairs}
+    return {"logits": apart(logits, wanted), "tokens": apart(mine.grad, tokens.grad), **gradients}
 
 
 @pytest.mark.parametrize("patch", GRIDS)
 def test_logits_and_every_gradient_are_the_papers(patch: int) -> None:
     """Ours classifies before the last upsampling, the paper after it: it is the same function."""
-    found = gaps(patch)
-    assert len(found) == 2 + 3 * (patch.bit_length() - 1) + 2
-    assert max(found.values()) < 1e-12, found
+    differences = gaps(patch)
+    assert len(differences) == 2 + 3 * (patch.bit_length() - 1) + 2
+    assert max(differences.values()) < 1e-12, differences
 
 
 def test_the_kernels_that_train_in_float32_compute_it_too() -> None:
-    found = gaps(8, torch.float32)
-    assert max(found.values()) < 1e-4, found
+    differences = gaps(8, torch.float32)
+    assert max(differences.values()) < 1e-4, differences
 
 
 def test_norm_and_upsampling_do_not_commute() -> None:
     """The control: another order of the operations is seen."""
-    found = gaps(4, upsample_first=True)
-    assert found["logits"] > 1e-2 and found["tokens"] > 1e-2, found
+    differences = gaps(4, upsample_first=True)
+    assert differences["logits"] > 1e-2 and differences["tokens"] > 1e-2, differences
 
 
 @pytest.mark.parametrize("patch", GRIDS)

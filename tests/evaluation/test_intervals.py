@@ -25,5 +25,5 @@ def test_it_stays_within_what_a_score_can_be_and_needs_two_cases() -> None:
 
 def test_it_holds_the_true_mean_as_often_as_it_says() -> None:
     draws = np.random.default_rng(0).normal(0.0, 1.0, (4000, 4))
-    held = [low <= 0 <= high for low, high in (interval_of_mean(row.tolist()) or (1, 1) for row in draws)]
-    assert 0.94 < np.mean(held) < 0.96
+    is_inside = [low <= 0 <= high for low, high in (interval_of_mean(row.tolist()) or (1, 1) for row in draws)]
+    assert 0.94 < np.mean(is_inside) < 0.96

@@ -68,10 +68,10 @@ SHELLS = {
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_shell_without_srun_runs_alone_and_says_so(shell: str) -> None:
-    env, told = SHELLS[shell]
+    env, warning = SHELLS[shell]
     launcher = read_launcher({"SLURM_JOB_ID": "1", **env})
     assert launcher == Launcher("alone", warning=launcher.warning)
-    assert re.search(told, launcher.warning) if told else not launcher.warning
+    assert re.search(warning, launcher.warning) if warning else not launcher.warning
 
 
 def test_steps_and_jobs_that_run_together_meet_at_different_ports() -> None:

@@ -39,9 +39,9 @@ def test_patches_are_the_voxels_of_their_token() -> None:
 
 def test_spatial_cuts_largest_primes_first_in_turn() -> None:
     grid = (8, 8, 8)
-    found = {n: cut_counts(n, grid) for n in (1, 2, 4, 8, 6, 12, 16)}
-    assert found[1] == (1, 1, 1) and found[2] == (2, 1, 1) and found[4] == (2, 2, 1) and found[8] == (2, 2, 2)
-    assert found[6] == (3, 2, 1) and found[12] == (3, 2, 2) and found[16] == (4, 2, 2)
+    counts = {n: cut_counts(n, grid) for n in (1, 2, 4, 8, 6, 12, 16)}
+    assert counts[1] == (1, 1, 1) and counts[2] == (2, 1, 1) and counts[4] == (2, 2, 1) and counts[8] == (2, 2, 2)
+    assert counts[6] == (3, 2, 1) and counts[12] == (3, 2, 2) and counts[16] == (4, 2, 2)
 
 
 def test_where_the_grid_forbids_it_the_largest_box_is_smallest() -> None:

@@ -108,11 +108,11 @@ def test_the_loss_of_unequal_parts_is_the_loss_of_the_tile(ranks: Callable[..., 
         assert all(max(gaps) < 1e-13 for gaps in of_rank), dict(zip(map(str, CASES), of_rank))
 
 
-def check_samples(mesh: Mesh, options: dict, shared: bool, given: Loss | None = None) -> tuple[float, float]:
+def check_samples(mesh: Mesh, options: dict, shared: bool, other_loss: Loss | None = None) -> tuple[float, float]:
     """Samples over data, voxels over seq: the mean of all ranks' losses is the loss of the batch."""
     logits, label = example(samples=4, width=6)
     logits = logits[:, :3] if options["regions"] else logits
-    loss = given or DiceCE(**options, ignore_label=9)
+    loss = other_loss or DiceCE(**options, ignore_label=9)
     whole = logits.clone().requires_grad_()
     want = loss(whole, label)
     (grad,) = torch.autograd.grad(want, whole)
@@ -142,13 +142,13 @@ def test_runs_of_rows_give_the_loss_and_the_gradient_of_all_voxels_at_once(
 ) -> None:
     logits, label = example()
     logits = logits[:, :3] if options["regions"] else logits
-    found = []
+    results = []
     for run in (1, 2 * logits[:, :, :1].numel(), 1 << 20):  # rows one by one, by two, all
         monkeypatch.setattr(voxels, "RUN", run)
         leaf = logits.clone().requires_grad_()
         loss = DiceCE(**options, ignore_label=9)(leaf, label)
-        found.append((loss, *torch.autograd.grad(loss, leaf)))
-    assert max(relative(a, b) for other in found[:2] for a, b in zip(other, found[2])) < 1e-12
+        results.append((loss, *torch.autograd.grad(loss, leaf)))
+    assert max(relative(a, b) for other in results[:2] for a, b in zip(other, results[2])) < 1e-12
 
 
 @pytest.mark.parametrize("regions", [(), REGIONS])
@@ -167,8 +167,8 @@ def test_the_loss_holds_logits_and_labels_alone() -> None:
     conv, label = nn.Conv3d(1, 3, 1), torch.randint(0, 3, (1, 16, 8, 8))
     image = torch.randn(1, 1, 16, 8, 8)
     logits_alone = saved_bytes(conv, lambda: conv(image).sum())
-    held = saved_bytes(conv, lambda: DiceCE()(conv(image), label))
-    assert 0 <= held - logits_alone - 4 * 3 * label.numel() - 8 * label.numel() < 1000  # some sums of each class
+    saved = saved_bytes(conv, lambda: DiceCE()(conv(image), label))
+    assert 0 <= saved - logits_alone - 4 * 3 * label.numel() - 8 * label.numel() < 1000  # some sums of each class
 
 
 def test_the_weights_of_the_terms_act_wherever_the_loss_is_taken() -> None:

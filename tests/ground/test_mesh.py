@@ -24,10 +24,10 @@ def describe(mesh: Mesh) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
 
 
 def test_sequence_groups_are_consecutive_ranks(ranks: Callable[..., list]) -> None:
-    found = ranks(6, describe, seqpar=2)
-    assert [f[0] for f in found] == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]
-    assert [f[1] for f in found] == [0, 1] * 3 and [f[3] for f in found] == [0, 0, 1, 1, 2, 2]
-    assert [f[2] for f in found] == [(0, 2, 4), (1, 3, 5)] * 3
+    groups = ranks(6, describe, seqpar=2)
+    assert [f[0] for f in groups] == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]
+    assert [f[1] for f in groups] == [0, 1] * 3 and [f[3] for f in groups] == [0, 0, 1, 1, 2, 2]
+    assert [f[2] for f in groups] == [(0, 2, 4), (1, 3, 5)] * 3
 
 
 def draw(mesh: Mesh, number: int) -> tuple[float, float, float]:
@@ -49,11 +49,11 @@ def share_weights(mesh: Mesh) -> list[torch.Tensor]:
 
 
 def test_all_ranks_get_the_first_ones_weights(ranks: Callable[..., list]) -> None:
-    found = ranks(3, share_weights, seqpar=1)
+    weights = ranks(3, share_weights, seqpar=1)
     torch.manual_seed(0)
-    assert torch.equal(found[0][0], nn.Linear(3, 2).weight)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+    assert torch.equal(weights[0][0], nn.Linear(3, 2).weight)
+    for other in weights[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(weights[0], other))
 
 
 def test_a_meeting_that_cannot_be_is_told_at_once() -> None:
@@ -79,11 +79,11 @@ def test_a_rank_does_not_join_another_job_that_listens_at_its_port() -> None:
 
 
 def test_all_steps_of_a_start_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
+    timeouts: list[float] = []
     now = iter([0.0, 6.0])
 
     def missing(launcher: Launcher, store: object, timeout_s: float) -> None:
-        given.append(timeout_s)
+        timeouts.append(timeout_s)
         raise TimeoutError
 
     monkeypatch.setattr("seqpar.rendezvous.time", SimpleNamespace(monotonic=lambda: next(now)))
@@ -92,7 +92,7 @@ def test_all_steps_of_a_start_share_its_time(monkeypatch: pytest.MonkeyPatch) ->
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with pytest.raises(TimeoutError):
         start(env=env, device="cpu", timeout_s=10.0)
-    assert given == [4.0]
+    assert timeouts == [4.0]
 
 
 def test_a_group_that_crosses_nodes_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

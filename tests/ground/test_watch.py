@@ -230,10 +230,10 @@ def test_checked_collectives_name_the_rank_that_differs(fault: str) -> None:
 def test_unchecked_ones_say_nothing_or_die(fault: str) -> None:
     """The control: gloo adds what does not fit, or ends the process that gets more than it expects."""
     try:
-        found = str(run_ranks(3, differ, fault, False, timeout=2))
+        outcome = str(run_ranks(3, differ, fault, False, timeout=2))
     except RanksFailed as error:
-        found = str(error)
-    assert "OutOfStep" not in found and "rank 2 expects" not in found and "rank 2 sends" not in found
+        outcome = str(error)
+    assert "OutOfStep" not in outcome and "rank 2 expects" not in outcome and "rank 2 sends" not in outcome
 
 
 def test_checking_finds_nothing_where_nothing_differs(ranks: Callable[..., list]) -> None:

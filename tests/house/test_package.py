@@ -25,8 +25,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(["tar", "-xf", "-"], cwd=source, input=packed.stdout, check=True)
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(target), "."]
     subprocess.run(build, cwd=source, check=True, capture_output=True)
-    (found,) = target.glob("*.whl")
-    return found
+    (built,) = target.glob("*.whl")
+    return built
 
 
 def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
@@ -50,9 +50,9 @@ def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> 
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # torch is there already
     code = "import seqpar; from seqpar import SeqParViT; import seqpar.decoders.plain; print(seqpar.__file__)"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    told = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=env)
-    assert told.returncode == 0, told.stderr
-    assert str(site) in told.stdout
+    process = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert process.returncode == 0, process.stderr
+    assert str(site) in process.stdout
 
 
 def test_every_act_has_a_console_script() -> None:

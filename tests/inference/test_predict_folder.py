@@ -24,8 +24,8 @@ def test_one_bad_case_is_named_and_the_others_are_predicted(ranks, images, tmp_p
     assert act(tmp_path, run, out="good") == 0
     bad.write_bytes(bad.read_bytes()[:200])
     assert act(tmp_path, run) == exit_codes.DATA
-    told = capfd.readouterr()
-    assert told.err.count("error:") == 1 and "c_001_0000.nii.gz" in told.err and "faults 1" in told.out
+    printed = capfd.readouterr()
+    assert printed.err.count("error:") == 1 and "c_001_0000.nii.gz" in printed.err and "faults 1" in printed.out
     for name in ("c_000.nii.gz", "c_002.nii.gz"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "good" / name).read_bytes()
     assert not (tmp_path / "out" / "c_001.nii.gz").exists()
@@ -35,8 +35,8 @@ def test_one_bad_case_is_named_and_the_others_are_predicted(ranks, images, tmp_p
 
 
 def test_an_answer_that_is_not_finite_is_a_fault_of_its_case(images, tmp_path, capfd, monkeypatch) -> None:
-    def nets(*given: Any) -> list[SegmentationNet]:
-        (net,) = load_nets(*given)
+    def nets(*arguments: Any) -> list[SegmentationNet]:
+        (net,) = load_nets(*arguments)
         with torch.no_grad():
             net.encoder.norm.weight.fill_(float("nan"))
         return [net]
@@ -94,8 +94,8 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(ranks, images, tmp_pa
         save(images / f"d_{number:03d}_0000.nii", image_array(number))  # unpacked: too long
     capfd.readouterr()
     assert os.waitstatus_to_exitcode(os.waitpid(child(limited), 0)[1]) == exit_codes.DATA
-    told = capfd.readouterr().err
-    assert told.count("error:") == 1 and "cannot be written" in told and "--continue" in told
+    errors = capfd.readouterr().err
+    assert errors.count("error:") == 1 and "cannot be written" in errors and "--continue" in errors
     assert len(list((tmp_path / "out").iterdir())) == 4  # what was finished, and nothing half done
 
 

@@ -53,12 +53,12 @@ def test_a_label_file_is_its_own_prediction(name: str, window: str, tmp_path, ec
     nibabel.save(image, source)
     run = make_run(tmp_path / "run", replace(RECIPE, schemes=("none",), values=values))
     assert predict.act([str(run), "-i", str(source.parent), "-o", str(tmp_path / "out"), "--window", window]) == 0
-    read, found = nibabel.load(source), nibabel.load(tmp_path / "out" / "case.nii.gz")
+    read, predicted = nibabel.load(source), nibabel.load(tmp_path / "out" / "case.nii.gz")
     assert np.array_equal(np.asarray(read.dataobj), truth)
-    assert np.array_equal(np.asarray(found.dataobj), truth) and found.get_data_dtype() == np.uint8
-    assert np.array_equal(found.affine, read.affine) and found.shape == read.shape
-    assert (int(found.header["sform_code"]), int(found.header["qform_code"])) == (2, 1)
-    assert np.array_equal(found.header["pixdim"][:4], read.header["pixdim"][:4])
+    assert np.array_equal(np.asarray(predicted.dataobj), truth) and predicted.get_data_dtype() == np.uint8
+    assert np.array_equal(predicted.affine, read.affine) and predicted.shape == read.shape
+    assert (int(predicted.header["sform_code"]), int(predicted.header["qform_code"])) == (2, 1)
+    assert np.array_equal(predicted.header["pixdim"][:4], read.header["pixdim"][:4])
 
 
 def test_regions_become_labels_in_their_order(tmp_path, echo) -> None:
@@ -128,9 +128,9 @@ def test_arrays_and_images_are_predicted_as_files_are(images, tmp_path) -> None:
     for name in ("c_000", "c_002"):
         image = nibabel.load(images / f"{name}_0000.nii.gz")
         expected = nibabel.load(tmp_path / "out" / f"{name}.nii.gz")
-        found = predictor.predict(image)
-        assert np.array_equal(found.affine, expected.affine) and found.get_data_dtype() == np.uint8
-        assert np.array_equal(found.dataobj, expected.dataobj)
+        predicted = predictor.predict(image)
+        assert np.array_equal(predicted.affine, expected.affine) and predicted.get_data_dtype() == np.uint8
+        assert np.array_equal(predicted.dataobj, expected.dataobj)
         array = predictor.predict(np.asarray(image.dataobj), image.affine)
         assert np.array_equal(array, expected.dataobj)
     with pytest.raises(ValueError, match="2 channels came; the network needs 1"):

@@ -100,8 +100,8 @@ def unlabelled_decathlon(root: Path) -> Path:
     "write", [unlabelled_nnunet, images_of_nnunet, explicit_nnunet, unlabelled_list, unlabelled_decathlon]
 )
 def test_prediction_asks_for_neither_labels_nor_splits(write: Any, tmp_path, capfd) -> None:
-    given = write(tmp_path / "data")
-    assert act(tmp_path, make_run(tmp_path / "run"), images=str(given.relative_to(tmp_path))) == 0
+    data = write(tmp_path / "data")
+    assert act(tmp_path, make_run(tmp_path / "run"), images=str(data.relative_to(tmp_path))) == 0
     assert len(list((tmp_path / "out").glob("*.nii.gz"))) == 3 and "error" not in capfd.readouterr().err
 
 

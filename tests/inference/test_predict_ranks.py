@@ -26,19 +26,19 @@ from tests.support.predictions import RECIPE, ROOT, SMALL, act, make_run, on_ran
 
 def test_label_files_are_the_same_on_any_number_of_ranks(ranks, images, tmp_path) -> None:
     recipe = replace(RECIPE, spacing=(1.5, 0.8, 1.0))
-    for how, given in (("as they are", RECIPE), ("resampled", recipe)):
-        run = make_run(tmp_path / how, given)
+    for how, its_recipe in (("as they are", RECIPE), ("resampled", recipe)):
+        run = make_run(tmp_path / how, its_recipe)
         for window, worlds in (("sliding", ((1, 1), (2, 1), (4, 1))), ("whole", ((1, 1), (2, 2)))):
-            found = []
+            files = []
             for world, size in worlds:
                 out = tmp_path / f"{how}-{window}-{world}"
                 more = ("--window", window, "--probabilities")
                 codes = ranks(world, on_ranks, str(run), "-i", str(images), "-o", str(out), *more, seqpar=size)
                 assert codes == [0] * world
-                found.append(tree(out))
-            assert len(found[0]) == 1 + 3 + 6
+                files.append(tree(out))
+            assert len(files[0]) == 1 + 3 + 6
             if window == "sliding":
-                labels = [{name: body for name, body in one.items() if "/" not in name} for one in found]
+                labels = [{name: body for name, body in one.items() if "/" not in name} for one in files]
                 assert all(one == labels[0] for one in labels)
             for case, n in itertools.product(range(3), range(2)):
                 folders = [tmp_path / f"{how}-{window}-{world}" for world, _ in worlds]
@@ -116,15 +116,15 @@ def test_memory_is_counted_not_guessed(alone) -> None:
         z = z + x
     assert alive.most == 2 * x.nbytes + 4 and alive.now == x.nbytes
     net = build(SMALL, 1, 2, Group("seq")).eval()
-    found = footprint(net, (30, 32, 32), 2, alone)
+    large = footprint(net, (30, 32, 32), 2, alone)
     with torch.no_grad(), MemoryCounter() as alive:
         part, layout = net.encoder.place(torch.randn(1, 1, 30, 32, 32))
         alive.peaks.clear()
         net(part, layout)
-    assert max(found.encoder, found.decoder) == pytest.approx(alive.most, rel=0.02)
+    assert max(large.encoder, large.decoder) == pytest.approx(alive.most, rel=0.02)
     small = footprint(net, (16,) * 3, 2, alone)
-    assert 7 < found.decoder / small.decoder < 9 and 7 < found.encoder / small.encoder < 9
-    assert found.weights == small.weights == sum(p.nbytes for p in net.parameters())
+    assert 7 < large.decoder / small.decoder < 9 and 7 < large.encoder / small.encoder < 9
+    assert large.weights == small.weights == sum(p.nbytes for p in net.parameters())
     assert all(not p.is_meta for p in net.parameters())
 
 

@@ -55,11 +55,11 @@ SLIDINGS = [Sliding(TILE), Sliding(TILE, 0.25, "constant", batch=3), Sliding(TIL
 def test_sliding_is_the_plain_loop(alone, shape: tuple[int, ...]) -> None:
     net, image = build(alone), volume(*shape)
     for sliding in SLIDINGS:
-        found = joined(sliding_window([net], image, sliding, alone), alone)
-        assert relative(found, naive([net], image, sliding)) < 1e-12
+        logits = joined(sliding_window([net], image, sliding, alone), alone)
+        assert relative(logits, naive([net], image, sliding)) < 1e-12
     single, image = net.float(), image.float()
-    found = joined(sliding_window([single], image, Sliding(TILE), alone), alone)
-    assert found.dtype == torch.float32 and relative(found, naive([single], image, Sliding(TILE))) < 1e-5
+    logits = joined(sliding_window([single], image, Sliding(TILE), alone), alone)
+    assert logits.dtype == torch.float32 and relative(logits, naive([single], image, Sliding(TILE))) < 1e-5
 
 
 def test_mirrored_ensembles_are_the_plain_loop(alone) -> None:
@@ -113,8 +113,8 @@ def test_sliding_is_the_same_on_any_number_of_ranks(ranks, one_process, world: i
 
 def exact(mesh: Mesh) -> list[Tensor]:
     image, sliding = volume(13, 14, 9), Sliding(TILE, mirror=(1,), batch=3)
-    found = [slide(mesh, image, sliding, *how) for how in itertools.product(("halo", "swap", "auto"), SPLITS)]
-    return [*found, joined(whole_volume([build(mesh, "halo", "ordered")], image, mesh, (1,)), mesh)]
+    logits = [slide(mesh, image, sliding, *how) for how in itertools.product(("halo", "swap", "auto"), SPLITS)]
+    return [*logits, joined(whole_volume([build(mesh, "halo", "ordered")], image, mesh, (1,)), mesh)]
 
 
 def test_modes_that_share_the_decoding_say_the_same(ranks, alone) -> None:

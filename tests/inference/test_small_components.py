@@ -12,8 +12,8 @@ from tests.support.predictions import RECIPE, act, make_run, voxels
 def test_small_components_become_background() -> None:
     ids = np.zeros((9, 9, 9), np.int16)
     ids[0:2, 0:2, 0:2], ids[2, 2, 2], ids[5, 5, 5], ids[7:9, 7:9, 8] = 1, 1, 1, 2
-    found = drop_small_components(ids, 4)
-    assert found[2, 2, 2] == 1 and found[5, 5, 5] == 0 and (found == 2).sum() == 4 and (found == 1).sum() == 9
+    left = drop_small_components(ids, 4)
+    assert left[2, 2, 2] == 1 and left[5, 5, 5] == 0 and (left == 2).sum() == 4 and (left == 1).sum() == 9
     assert (drop_small_components(ids, 5) == 2).sum() == 0 and np.array_equal(drop_small_components(ids, 1), ids)
     assert [parse_min_component(text, 0.5) for text in ("0", "50", "50mm3", "20voxels", "0.7")] == [0, 100, 100, 20, 2]
 
@@ -29,10 +29,10 @@ def test_a_small_component_of_a_region_costs_no_other_region_a_voxel() -> None:
     ids[2, 2, 2:4] = 3  # ET in the oedema: a core of two voxels, WT alone keeps them
     ids[11, 2, 2] = 1  # the same without ET
     ids[15, 11, 10:12] = (3, 1)  # a tumour of two voxels
-    found = drop_small_components(ids, 5, REGIONS.values(), (2, 1, 3))
-    assert found.dtype == ids.dtype and found[6, 6, 6] == 1 and not found[15].any()
-    assert (found[2, 2, 2:4] == 2).all() and found[11, 2, 2] == 2
-    assert np.array_equal(found[:14] > 0, ids[:14] > 0) and np.isin(found, REGIONS["TC"]).sum() == 125
+    left = drop_small_components(ids, 5, REGIONS.values(), (2, 1, 3))
+    assert left.dtype == ids.dtype and left[6, 6, 6] == 1 and not left[15].any()
+    assert (left[2, 2, 2:4] == 2).all() and left[11, 2, 2] == 2
+    assert np.array_equal(left[:14] > 0, ids[:14] > 0) and np.isin(left, REGIONS["TC"]).sum() == 125
     assert np.array_equal(drop_small_components(ids, 2, REGIONS.values(), (2, 1, 3)) == 0, ids == 0)
     odd = np.where(ids == 3, 9, ids)  # what no region holds stays as it is
     assert (drop_small_components(odd, 5, [(1, 2)], [2])[6, 6, 6]) == 9

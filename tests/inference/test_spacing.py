@@ -33,9 +33,9 @@ def test_a_run_at_another_spacing_answers_in_the_files_geometry(flags, tmp_path)
     assert open_cache(cache).cases["c_000"].label.shape != (14, 12, 10)
     assert predict.act([str(tmp_path / "run"), "-i", str(data / "imagesTr"), "-o", str(tmp_path / "out")]) == 0
     sources = _labels(data / "labelsTr")
-    for found in (_labels(tmp_path / "out"), _labels(tmp_path / "run/validation")):
-        assert found
-        for label in found:
+    for labels in (_labels(tmp_path / "out"), _labels(tmp_path / "run/validation")):
+        assert labels
+        for label in labels:
             assert label.shape == (14, 12, 10) and np.allclose(label.affine, sources[0].affine)
             assert set(np.unique(np.asarray(label.dataobj))) <= {0, 1}
     assert len(_labels(tmp_path / "out")) == len(sources)

@@ -38,8 +38,8 @@ def test_memory_is_that_of_the_rows_under_a_window() -> None:
                 opened |= {slab for slab, _ in window_grid.pieces(window, tuple((0, side) for side in TILE), rank)}
             assert min(opened) >= window_grid.num_complete(window)  # what is finished is not touched again
             opened -= set(range(window_grid.num_complete(window + 1)))
-            held = sum(window_grid.bounds[slab][-1] - window_grid.bounds[slab][0] for slab in opened)
-            assert held < 2 * TILE[0]
+            open_rows = sum(window_grid.bounds[slab][-1] - window_grid.bounds[slab][0] for slab in opened)
+            assert open_rows < 2 * TILE[0]
         assert not opened and window_grid.num_complete(len(window_grid.corners)) == len(window_grid.bounds)
 
 

@@ -38,10 +38,10 @@ def check_pace(mesh: Mesh, wishers: tuple[int, ...], seed: int) -> tuple[int, st
 @pytest.mark.parametrize("wishers", [(0,), (2,), (0, 1, 2)])
 @pytest.mark.parametrize("seed", range(3))
 def test_all_leave_at_one_place(wishers: tuple[int, ...], seed: int, ranks: Callable[..., list]) -> None:
-    found = ranks(3, check_pace, wishers, seed)
-    assert len({place for place, _ in found}) == 1, found
-    assert found[0][0] <= PLACES
-    assert {why for _, why in found} <= {f"TERM on rank {rank}" for rank in wishers}
+    places = ranks(3, check_pace, wishers, seed)
+    assert len({place for place, _ in places}) == 1, places
+    assert places[0][0] <= PLACES
+    assert {why for _, why in places} <= {f"TERM on rank {rank}" for rank in wishers}
 
 
 def test_without_a_wish_nobody_leaves(ranks: Callable[..., list]) -> None:

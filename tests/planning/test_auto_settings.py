@@ -98,9 +98,9 @@ def test_the_batch_is_what_the_memory_holds_and_the_total_is_that_batchs(monkeyp
     for mode, world in (("gather", 1), ("swap", 4)):
         small = replace(GCD, memory=4 * 2**30, node=world)
         here(small, monkeypatch)
-        found, why = auto_settings.choose(replace(paper, mode=mode, seqpar=world), Launcher("test", 0, world), 2, 3)
-        tiles = found.batch
-        runs = [Run(replace(found, batch=n), small, 2, 3, timed=False) for n in (tiles, tiles + world)]
+        chosen, why = auto_settings.choose(replace(paper, mode=mode, seqpar=world), Launcher("test", 0, world), 2, 3)
+        tiles = chosen.batch
+        runs = [Run(replace(chosen, batch=n), small, 2, 3, timed=False) for n in (tiles, tiles + world)]
         real, more = (planned(run, world) for run in runs)
         assert 1 < tiles < 32 and tiles % world == 0 and real.fits and not more.fits
         assert why["batch_choice"][0].endswith(f": {real.total / 2**30:.2f} GiB of 4.00 a rank")

@@ -126,8 +126,8 @@ def test_messages_that_are_slower_take_longer_and_measured_figures_are_taken(tmp
     rates, file = {"float32": 10e12, "bfloat16": 80e12}, tmp_path / "doctor.json"
     group = {"size": 4, "all_gather": {"latency_s": 3e-4, "bytes_per_s": 5e9, "seconds": [[1, 1.0]]}}
     all_of_them = {**group, "size": 16, "all_reduce": {"latency_s": 1.5e-3, "bytes_per_s": 1e9}}
-    found = {"device": "x", "world": 16, "nodes": 2, "memory_bytes": 40 * 2**30, "matmul_flops_per_s": rates}
-    file.write_text(json.dumps({**found, "groups": {"seq": group, "data": group, "world": all_of_them}}))
+    figures = {"device": "x", "world": 16, "nodes": 2, "memory_bytes": 40 * 2**30, "matmul_flops_per_s": rates}
+    file.write_text(json.dumps({**figures, "groups": {"seq": group, "data": group, "world": all_of_them}}))
     device = measured(str(file), GCD, "fp32")
     assert (
         device.node == 8
@@ -135,9 +135,9 @@ def test_messages_that_are_slower_take_longer_and_measured_figures_are_taken(tmp
         and device.link(16) == Link(1e9, pytest.approx(1e-4))
     )
     assert device.shares["matmul"] * device.peak["fp32"] == pytest.approx(10e12) and device.memory == 40 * 2**30
-    given, slow = (next(plans(Run(PAPER, d, ranks=16), (4,))) for d in (GCD, device))
-    assert slow.seconds["waiting"] > 2 * given.seconds["waiting"]
-    assert slow.seconds["computing"] > 2 * given.seconds["computing"] and slow.memory == given.memory
+    rated, slow = (next(plans(Run(PAPER, d, ranks=16), (4,))) for d in (GCD, device))
+    assert slow.seconds["waiting"] > 2 * rated.seconds["waiting"]
+    assert slow.seconds["computing"] > 2 * rated.seconds["computing"] and slow.memory == rated.memory
     file.write_text(json.dumps({"device": "x", "matmul_flops_per_s": 5e12}))
     alone = measured(str(file), GCD, "fp32")
     assert alone.shares["matmul"] * GCD.peak["fp32"] == pytest.approx(5e12) and alone.links == GCD.links
@@ -147,9 +147,9 @@ def doctors(folder: Path, bytes_per_s: float) -> Path:
     """Returns what the doctor of 16 ranks on two nodes writes."""
     kinds = {"all_gather": {"latency_s": 3e-4, "bytes_per_s": bytes_per_s}}
     groups = {name: {"size": size, **kinds} for name, size in (("seq", 4), ("data", 4), ("world", 16))}
-    found = {"device": "x", "world": 16, "nodes": 2, "matmul_flops_per_s": {"float32": 10e12}, "groups": groups}
+    figures = {"device": "x", "world": 16, "nodes": 2, "matmul_flops_per_s": {"float32": 10e12}, "groups": groups}
     file = folder / f"{bytes_per_s:g}.json"
-    file.write_text(json.dumps(found))
+    file.write_text(json.dumps(figures))
     return file
 
 
@@ -157,8 +157,8 @@ def test_the_line_starts_as_many_ranks_as_were_planned(capsys: pytest.CaptureFix
     sizes = ["--tile", "32", "--depth", "2", "--patch", "8"]
     file = str(doctors(tmp_path, 1e9))
 
-    def line(*given: str) -> str:
-        assert plan.act([*sizes, *given]) == 0
+    def line(*flags: str) -> str:
+        assert plan.act([*sizes, *flags]) == 0
         return capsys.readouterr().out.strip().splitlines()[-1]
 
     assert line("--ranks", "16", "--device", "a100").startswith("srun -N 2 --ntasks-per-node 8 python ")
@@ -173,8 +173,8 @@ def test_the_line_starts_as_many_ranks_as_were_planned(capsys: pytest.CaptureFix
 def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytest.CaptureFixture) -> None:
     sizes = ["--tile", "64", "--depth", "2", "--patch", "4", "--device", "a100", "--memory", "3"]
 
-    def said(*given: str) -> str:
-        assert plan.act([*sizes, *given]) == 0
+    def said(*flags: str) -> str:
+        assert plan.act([*sizes, *flags]) == 0
         return " ".join(capsys.readouterr().out.split())
 
     alone = said("--seqpar", "1")

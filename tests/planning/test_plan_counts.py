@@ -47,7 +47,7 @@ def taken(mesh: Mesh, config: Config) -> dict[str, Any]:
         return losses[0]
 
     with MemoryCounter() as alive:
-        held = saved_bytes(net, run, [image, label])
+        saved = saved_bytes(net, run, [image, label])
         for p in net.parameters():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         losses.pop().backward()
@@ -64,7 +64,7 @@ def taken(mesh: Mesh, config: Config) -> dict[str, Any]:
         state = sum(t.nbytes for own in optimizer.state.values() for t in own.values() if isinstance(t, torch.Tensor))
         updates.append(alive.most - state)
     return {
-        "held": held,
+        "held": saved,
         "most": most,
         "updates": updates,
         "sent": dict(mesh.seq.traffic),

@@ -66,9 +66,9 @@ def test_a_report_shows_letters_and_convention(finished: Path, tmp_path: Path, n
     assert [re.sub("<.*?>", "", group) for group in groups] == WANTED[neurological] * 2
     page = Page(text)
     assert convention(neurological) in page.text and "A front (anterior)" in page.text
-    told = json.loads(page.scripts["volumes"])
-    assert (told["sides"], told["mirrored"]) == (WANTED[neurological], not neurological)
-    entry = told["cases"][0]
+    volumes = json.loads(page.scripts["volumes"])
+    assert (volumes["sides"], volumes["mirrored"]) == (WANTED[neurological], not neurological)
+    entry = volumes["cases"][0]
     at = fullest_planes(unroll(entry["truth"], entry["shape"], entry["columns"]))
     sheet = entry["images"][entry["modalities"].index(entry["favourite"])]
     volume = unroll(sheet, entry["shape"], entry["columns"])

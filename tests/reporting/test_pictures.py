@@ -22,8 +22,8 @@ def test_a_budget_of_bytes_is_kept() -> None:
         assert made.num_bytes <= budget < free.num_bytes
         assert made.factors[2] <= min(made.factors[:2])  # the thick slices are thinned out last
         assert made.shape == tuple(-(-side // f) for side, f in zip(image.shape, made.factors))
-        found = unroll(made.truth, list(made.shape), made.columns)
-        assert np.array_equal(found, coarsen_label(truth, made.factors))
+        unrolled = unroll(made.truth, list(made.shape), made.columns)
+        assert np.array_equal(unrolled, coarsen_label(truth, made.factors))
 
 
 def test_coarse_images_are_means_of_blocks() -> None:

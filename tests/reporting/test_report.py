@@ -65,10 +65,10 @@ def test_worst_cases_come_first(page: Page, finished: Path) -> None:
 
 
 def test_embedded_volumes_are_the_cases_slices(page: Page, finished: Path) -> None:
-    told = json.loads(page.scripts["volumes"])
+    volumes = json.loads(page.scripts["volumes"])
     numbers = {1: 1, 2: 2, 3: 3}
-    assert [label["name"] for label in told["labels"]] == ["NCR", "ED", "ET"]
-    for case in told["cases"]:
+    assert [label["name"] for label in volumes["labels"]] == ["NCR", "ED", "ET"]
+    for case in volumes["cases"]:
         assert case["factors"] == [1, 1, 1]
         files = {"truth": finished.parent / "data" / case["name"] / f"{case['name']}-seg.nii.gz"}
         files["prediction"] = finished / "validation" / f"{case['name']}.nii.gz"
@@ -113,10 +113,10 @@ def test_validation_leaves_what_evaluate_would_say(finished: Path, tmp_path: Pat
     line = [str(truth), str(finished / "validation"), "--json", str(target), "--csv", str(tmp_path / "x.csv")]
     regions = ("NCR=1", "ED=2", "ET=3", "WT=1,2,3", "TC=1,3")
     assert evaluate.act([*line, "--workers", "1", *(part for r in regions for part in ("--regions", r))]) == 0
-    told, wanted = (json.loads(p.read_text()) for p in (finished / "validation" / "summary.json", target))
+    written, wanted = (json.loads(p.read_text()) for p in (finished / "validation" / "summary.json", target))
     for kind in ("mean", "median", "global", "num_values", "foreground_mean"):
-        assert json.dumps(told[kind]) == json.dumps(wanted[kind])
-    assert told["faults"] == []
+        assert json.dumps(written[kind]) == json.dumps(wanted[kind])
+    assert written["faults"] == []
 
 
 def test_without_validation_the_journal_speaks(copied: Path) -> None:
@@ -153,8 +153,8 @@ def test_a_missing_prediction_is_a_gap_and_not_the_end(copied: Path, page: Page)
 def test_a_failed_run_says_why(copied: Path) -> None:
     for name in ("metrics.jsonl", "validation/summary.json"):
         (copied / name).unlink()
-    told = {"state": "failed", "step": -1, "why": "loss <nan>", "code": 5, "time": 0}
-    (copied / "status.json").write_text(json.dumps(told))
+    failed = {"state": "failed", "step": -1, "why": "loss <nan>", "code": 5, "time": 0}
+    (copied / "status.json").write_text(json.dumps(failed))
     page = written(copied)
     assert "Failed" in page.text and "loss <nan>" in page.text and "No step has been recorded" in page.text
 
@@ -165,13 +165,13 @@ def test_a_damaged_summary_is_a_gap(copied: Path) -> None:
 
 
 def test_two_folders_are_reported_instead(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    truth, found, target = tmp_path / "truth", tmp_path / "found", tmp_path / "page.html"
+    truth, predictions, target = tmp_path / "truth", tmp_path / "found", tmp_path / "page.html"
     truth.mkdir()
-    found.mkdir()
+    predictions.mkdir()
     for name in NAMES[:2]:
         shutil.copy(finished.parent / "data" / name / f"{name}-seg.nii.gz", truth / f"{name}.nii.gz")
-    shutil.copy(truth / "case-b.nii.gz", found / "case-b.nii.gz")
-    line = [str(finished), "--truth", str(truth), "--prediction", str(found), "--out", str(target)]
+    shutil.copy(truth / "case-b.nii.gz", predictions / "case-b.nii.gz")
+    line = [str(finished), "--truth", str(truth), "--prediction", str(predictions), "--out", str(target)]
     assert run(report.act, line) == DATA
     assert "case-a.nii.gz: is missing" in capsys.readouterr().err
     page = Page(target.read_text())
@@ -180,16 +180,23 @@ def test_two_folders_are_reported_instead(finished: Path, tmp_path: Path, capsys
 
 
 def test_a_data_set_is_reported_against_instead(finished: Path, tmp_path: Path) -> None:
-    data, found = finished.parent / "data", tmp_path / "found"
-    found.mkdir()
+    data, predictions = finished.parent / "data", tmp_path / "found"
+    predictions.mkdir()
     entries = []
     for name in NAMES[:2]:
         image, label = (str(data / name / f"{name}-{kind}.nii.gz") for kind in ("t1c", "seg"))
         entries.append({"image": image, "label": label})
-        shutil.copy(label, found / f"{name}-t1c.nii.gz")
+        shutil.copy(label, predictions / f"{name}-t1c.nii.gz")
     content = {"labels": {"0": "background", "1": "NCR", "2": "ED", "3": "ET"}, "training": entries}
     (tmp_path / "list.json").write_text(json.dumps(content))
-    line = ["--truth", str(tmp_path / "list.json"), "--prediction", str(found), "--out", str(tmp_path / "page.html")]
+    line = [
+        "--truth",
+        str(tmp_path / "list.json"),
+        "--prediction",
+        str(predictions),
+        "--out",
+        str(tmp_path / "page.html"),
+    ]
     assert run(report.act, [str(finished), *line]) == 0
     page = Page((tmp_path / "page.html").read_text())
     assert page.cases == ["case-a-t1c", "case-b-t1c"] and page.cells["metrics", "WT"][:3] == [1.0, 1.0, 1.0]

@@ -71,9 +71,9 @@ def test_volumes_and_lesions_are_those_of_the_files(page: Page, finished: Path) 
         assert f"ED {ml['ED'][-1][0]:.3g} → {ml['ED'][-1][1]:.3g}" in page.text
     for name, rows in ml.items():
         errors = [abs(truth - prediction) for truth, prediction in rows]
-        found = page.cells["sizes", name]
-        assert found[:3] == pytest.approx([*np.mean(rows, 0), np.mean(errors)])
-        assert found[3:] == [3, 0, 1, 1]  # one lesion a case, each of them touched
+        cells = page.cells["sizes", name]
+        assert cells[:3] == pytest.approx([*np.mean(rows, 0), np.mean(errors)])
+        assert cells[3:] == [3, 0, 1, 1]  # one lesion a case, each of them touched
     turned = json.loads(page.scripts["volumes"])["cases"][0]["spacing"]
     assert sorted(turned) == pytest.approx(sorted(map(float, spacing)))
     assert f"voxels of {' × '.join(f'{step:.3g}' for step in turned)} mm" in page.text
@@ -94,17 +94,17 @@ def test_a_scale_bar_is_round_and_short(width: float, length: float) -> None:
 def test_a_plane_has_a_scale_bar_of_its_length(html: str) -> None:
     bars = re.findall(r'<g class="scale"[^>]*><line x1="([\d.]+)" x2="([\d.]+)".*?<text[^>]*>([\d.]+) mm', html)
     assert len(bars) == 3 * len(NAMES)
-    assert all(float(end) - float(start) == pytest.approx(float(told)) for start, end, told in bars)
+    assert all(float(end) - float(start) == pytest.approx(float(length)) for start, end, length in bars)
 
 
 def test_colours_are_those_of_the_runs_picture(page: Page) -> None:
-    told = json.loads(page.scripts["volumes"])["labels"]
+    labels = json.loads(page.scripts["volumes"])["labels"]
     label = np.zeros((8, 8, 8), int)
     for number in range(1, 4):
         label[2 : 8 - number, 2:6, 2:6] = number
     case = PicturedCase("a", np.ones((8, 8, 8)), label, label, (1.0, 1.0, 1.0))
-    figure = figure_of_cases([case], [entry["name"] for entry in told], False)
+    figure = figure_of_cases([case], [entry["name"] for entry in labels], False)
     lines = {
         text.get_text(): line.get_color() for line, text in zip(figure.legends[0].get_lines(), figure.legends[0].texts)
     }
-    assert [lines[entry["name"]] for entry in told] == [entry["colour"] for entry in told]
+    assert [lines[entry["name"]] for entry in labels] == [entry["colour"] for entry in labels]

@@ -89,11 +89,11 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize("given", IMPOSSIBLE)
-def test_what_cannot_work_is_refused_with_the_nearest_that_does(flags, given):
-    with pytest.raises(ValueError, match=IMPOSSIBLE[given]):
-        _, config, names = parse([*flags, *given.split()], "debug")
-        refuse_idle(config, names - {"decoder_width"} if "primus" not in given else names)
+@pytest.mark.parametrize("line", IMPOSSIBLE)
+def test_what_cannot_work_is_refused_with_the_nearest_that_does(flags, line):
+    with pytest.raises(ValueError, match=IMPOSSIBLE[line]):
+        _, config, names = parse([*flags, *line.split()], "debug")
+        refuse_idle(config, names - {"decoder_width"} if "primus" not in line else names)
         refuse(choose_batch(config))
 
 

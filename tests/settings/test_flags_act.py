@@ -187,12 +187,12 @@ def test_every_flag_has_a_row():
 
 @pytest.mark.parametrize("name", ACTS)
 def test_the_flag_acts(flags, tmp_path, name):
-    given, look = ACTS[name]
-    if "{other}" in given:
+    line, look = ACTS[name]
+    if "{other}" in line:
         nnunet(tmp_path / "Dataset002_Other", cases=6)
         other = tmp_path / ("Dataset002_Other" if name == "data" else "cache")
-        given = given.format(other=other, cache=tmp_path / "cache")
-    more = given.split()
+        line = line.format(other=other, cache=tmp_path / "cache")
+    more = line.split()
     own = [f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"]
     at = next(i for i, text in enumerate(more) if text in own)
     rest = more[:at] if name != "split" else more[2:]
@@ -203,6 +203,6 @@ def test_the_flag_acts(flags, tmp_path, name):
 
 @pytest.mark.parametrize("name", TRAINER)
 def test_the_flag_acts_on_the_trainer(flags, tmp_path, alone, name):
-    given, look = TRAINER[name]
-    with_it = look(trainer_of(config_of(flags, *given.split()), alone, tmp_path))
+    line, look = TRAINER[name]
+    with_it = look(trainer_of(config_of(flags, *line.split()), alone, tmp_path))
     assert with_it != look(trainer_of(config_of(flags), alone, tmp_path))

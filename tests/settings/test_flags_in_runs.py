@@ -39,7 +39,7 @@ def test_a_synthesis_that_the_labels_do_not_allow_is_refused_before_ranks_meet(f
 
 def test_a_data_sets_own_folds_may_be_more_than_five(tmp_path):
     root, names = nnunet(tmp_path / "D", cases=7), [f"c_{n:03d}" for n in range(7)]
-    splits = [{"train": [name for name in names if name != held], "val": [held]} for held in names]
+    splits = [{"train": [name for name in names if name != held_out], "val": [held_out]} for held_out in names]
     write_json(root / "splits_final.json", splits)
     config = config_of(["--data", str(root), "--fold", "6"])
     refuse(config)
@@ -92,8 +92,8 @@ def test_weights_are_taken(flags, tmp_path, origin):
         torch.save({"state_dict": export_monai(source)}, file)
     config = config_of(flags, *more, "--weights", str(file))
     net = build(config, 1, 2, Group("seq"))
-    told = start_from(net, config)
-    assert f"({origin})" in told and ("--heads 2 are taken" in told) == (origin == "MONAI")
+    sentence = start_from(net, config)
+    assert f"({origin})" in sentence and ("--heads 2 are taken" in sentence) == (origin == "MONAI")
     for name, tensor in source.encoder.state_dict().items():
         assert torch.equal(net.encoder.state_dict()[name], tensor), name
     with pytest.raises(ValueError, match="do not fit the encoder.*--depth"):

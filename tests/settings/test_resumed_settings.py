@@ -21,12 +21,12 @@ from tests.support.pages import ROOT
 
 def test_a_run_that_goes_on_keeps_its_network_and_takes_new_wishes(flags):
     saved = config_of(flags)
-    _, now, given = parse(["--out", "x", "--resume", "--epochs", "9", "--workers", "3"], "laptop")
-    found = continued(saved, now, given - {"resume"})
-    assert (found.epochs, found.workers, found.depth, found.resume) == (9, 3, saved.depth, True)
-    _, now, given = parse(["--out", "x", "--resume", "--depth", "7"], "laptop")
+    _, now, names = parse(["--out", "x", "--resume", "--epochs", "9", "--workers", "3"], "laptop")
+    config = continued(saved, now, names - {"resume"})
+    assert (config.epochs, config.workers, config.depth, config.resume) == (9, 3, saved.depth, True)
+    _, now, names = parse(["--out", "x", "--resume", "--depth", "7"], "laptop")
     with pytest.raises(ValueError, match="--depth cannot change .* --weights x/model.safetensors"):
-        continued(saved, now, given)
+        continued(saved, now, names)
 
 
 def test_a_fine_tuned_run_goes_on_with_the_line_that_began_it_and_without_the_file(flags, tmp_path, monkeypatch):
@@ -38,16 +38,16 @@ def test_a_fine_tuned_run_goes_on_with_the_line_that_began_it_and_without_the_fi
     monkeypatch.chdir("/")
     (tmp_path / "w.safetensors").unlink()
     for weights, fits in (("w.safetensors", False), (str(tmp_path / "w.safetensors"), True)):
-        _, now, given = parse([*flags, "--weights", weights, "--resume"], "debug")
+        _, now, names = parse([*flags, "--weights", weights, "--resume"], "debug")
         if fits:
-            found = continued(saved, now, given - {"resume"})
-            refuse_idle(found, given)
-            refuse(found)
+            config = continued(saved, now, names - {"resume"})
+            refuse_idle(config, names)
+            refuse(config)
         else:
             with pytest.raises(ValueError, match="--weights /w.safetensors would do nothing: .* began from /"):
-                continued(saved, now, given - {"resume"})
+                continued(saved, now, names - {"resume"})
     with pytest.raises(ValueError, match="began without: leave one of both out"):
-        continued(config_of(flags), now, given - {"resume"})
+        continued(config_of(flags), now, names - {"resume"})
 
 
 def test_another_preset_is_refused_in_a_run_that_goes_on_and_its_flags_are_judged_by_the_run(tmp_path):
@@ -115,8 +115,8 @@ def test_what_a_resumed_run_changes_is_announced_and_kept(tmp_path):
 
 @pytest.mark.parametrize(("groups", "expected"), [(1, (2, 4)), (2, (2, 2)), (4, (2, 1)), (8, (1, 1))])
 def test_the_global_batch_is_kept_on_other_ranks(groups, expected):
-    found = keep_global_batch(replace(PRESETS["debug"](), batch=2, accumulate=1), 8, groups)
-    assert (found.batch, found.accumulate) == expected
+    config = keep_global_batch(replace(PRESETS["debug"](), batch=2, accumulate=1), 8, groups)
+    assert (config.batch, config.accumulate) == expected
 
 
 WISHES = {"--batch 1": (1, 8), "--batch 8": (8, 1), "--accumulate 4": (2, 4), "--batch 0": (2, 4)}

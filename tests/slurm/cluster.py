@@ -133,14 +133,14 @@ class Cluster:
         """Returns once something is true."""
         until = time.monotonic() + patience
         while not true():
-            assert time.monotonic() < until, f"it never came true that {what}\n{self.told()}"
+            assert time.monotonic() < until, f"it never came true that {what}\n{self.report()}"
             time.sleep(0.05)
 
     def ask(self, *command: str, check: bool = True, **env: str) -> str:
         """Returns what a command said that was given in the repository."""
         env = {**self.env, **env}
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE)
-        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}\n{self.told()}"
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}\n{self.report()}"
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
@@ -156,12 +156,12 @@ class Cluster:
 
     def ranks(self, job: str, step: str = "launch/train.py") -> dict[int, tuple[int, str]]:
         """Returns process id and node of each rank of a job that is there."""
-        found = {}
+        places = {}
         for pid, env in self._processes("SLURM_JOB_ID", job):
             with contextlib.suppress(OSError):
                 if step in Path(f"/proc/{pid}/cmdline").read_text() and "SLURM_STEP_NODELIST" in env:
-                    found[int(env["SLURM_PROCID"])] = (pid, env["SLURMD_NODENAME"])
-        return found
+                    places[int(env["SLURM_PROCID"])] = (pid, env["SLURMD_NODENAME"])
+        return places
 
     def cut_power(self, node: str, job: str) -> None:
         """Ends a node with all that runs on it at once, so that nothing there hears a signal, and tells Slurm."""
@@ -189,7 +189,7 @@ class Cluster:
                 if env.get(name) == value and int(path.parent.name) != os.getpid():
                     yield int(path.parent.name), env
 
-    def told(self) -> str:
+    def report(self) -> str:
         """Returns the queue and the end of the controller's log, for whoever has to find out why."""
         queue = subprocess.run(["squeue"], env=self.env, capture_output=True, text=True).stdout
         return queue + (self.folder / "log/slurmctld.log").read_text(errors="replace")[-1500:]
@@ -198,8 +198,8 @@ class Cluster:
 def _free_ports(count: int) -> int:
     """Returns the first of ``count`` neighbouring ports that nobody uses, below the ephemeral ones."""
     for first in range(30200, 32600, count):
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+        with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):
             for port in range(first, first + count):
-                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
     raise OSError(f"no {count} neighbouring ports are free")

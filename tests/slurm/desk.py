@@ -60,8 +60,8 @@ class Desk:
 
     def chain(self, count: int, *arguments: str) -> list[str]:
         """Returns the numbers of a chain's jobs; ``arguments`` are sbatch's."""
-        told = self.cluster.ask("launch/slurm/chain.sh", "-n", str(count), *arguments, **self.env)
-        return [line.split()[1] for line in told.splitlines() if line.startswith("job ")]
+        output = self.cluster.ask("launch/slurm/chain.sh", "-n", str(count), *arguments, **self.env)
+        return [line.split()[1] for line in output.splitlines() if line.startswith("job ")]
 
     def shared(self, ranks: int = 2) -> list[str]:
         """Returns sbatch's arguments for some ranks on a part of the first node, by ``generic.sbatch``."""
@@ -75,8 +75,8 @@ class Desk:
     def ended(self, job: str, code: int) -> None:
         """Waits for a job and checks its exit code."""
         self.cluster.wait_for_job(job)
-        found = self.cluster.job(job)["ExitCode"]
-        assert found == f"{code}:0", f"job {job} ended with {found}:\n{self.log(job)}\n{self.cluster.told()}"
+        exit_code = self.cluster.job(job)["ExitCode"]
+        assert exit_code == f"{code}:0", f"job {job} ended with {exit_code}:\n{self.log(job)}\n{self.cluster.report()}"
 
     def hold_at(self, run: Path, job: str, step: int, world: int = 4) -> dict[int, tuple[int, str]]:
         """Returns a job's ranks once the run has done ``step`` steps; the last one is stopped, so that all wait."""
@@ -102,9 +102,12 @@ class Desk:
 
         Not in the second in which it ended: its new credential would count as revoked with the old one.
         """
-        held = ("PENDING", "BeginTime")
+        waiting = ("PENDING", "BeginTime")
         wait = self.cluster.wait
-        wait(lambda: (self.cluster.job(job)["JobState"], self.cluster.job(job)["Reason"]) == held, f"{job} is requeued")
+        wait(
+            lambda: (self.cluster.job(job)["JobState"], self.cluster.job(job)["Reason"]) == waiting,
+            f"{job} is requeued",
+        )
         self.cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now+5")
 
     def alone(self, act: str, *arguments: str) -> None:

@@ -32,17 +32,17 @@ def scripts() -> Iterator[Path]:
 
 
 def test_every_shell_script_parses() -> None:
-    found = sorted(scripts())
-    assert {"frontier.sbatch", "generic.sbatch", "chain.sh", "link.sh", "run", "slurm"} <= {path.name for path in found}
-    for path in found:
-        told = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
-        assert told.returncode == 0, told.stderr
+    paths = sorted(scripts())
+    assert {"frontier.sbatch", "generic.sbatch", "chain.sh", "link.sh", "run", "slurm"} <= {path.name for path in paths}
+    for path in paths:
+        process = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (Debian: shellcheck)")
 def test_shellcheck_finds_nothing_in_any_shell_script() -> None:
-    told = subprocess.run(["shellcheck", *sorted(scripts())], capture_output=True, text=True)
-    assert told.returncode == 0, told.stdout
+    process = subprocess.run(["shellcheck", *sorted(scripts())], capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout
 
 
 class Jobs:

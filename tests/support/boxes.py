@@ -114,15 +114,15 @@ def check_cases(mesh: Mesh, cases: list[Case], count: int) -> tuple[int, int]:
         if len(ours) == count:
             break
         try:
-            found, dweights = gap(case, mesh.seq)
+            difference, dweights = gap(case, mesh.seq)
         except ValueError as error:
             assert "would hold no output" in str(error), error
             continue
-        assert found < 1e-10, (found, case.module, case.edges, case.whole.shape)
+        assert difference < 1e-10, (difference, case.module, case.edges, case.whole.shape)
         ours.append(dweights)
         checked.append(case)
     every = all_reduce(torch.cat(ours), mesh.seq).split([len(one) for one in ours])
     for case, dweights in zip(checked, every):
-        found = apart(dweights, case.gradients[1])
-        assert found < 1e-10, (found, case.module, case.edges, case.whole.shape)
+        difference = apart(dweights, case.gradients[1])
+        assert difference < 1e-10, (difference, case.module, case.edges, case.whole.shape)
     return len(checked), len({sum(len(edges) > 2 for edges in case.edges) for case in checked})

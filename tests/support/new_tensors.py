@@ -14,9 +14,9 @@ class NewTensors(TorchDispatchMode):
         self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        storages = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
         for made in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in storages:
                 self.sizes.append(made.numel())
         return result

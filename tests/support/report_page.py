@@ -29,19 +29,19 @@ class Page(HTMLParser):
         assert not self.open, f"never closed: {self.open}"
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
-        found = dict(attrs)
+        attributes = dict(attrs)
         self.attributes += [(tag, name, value or "") for name, value in attrs]
         if tag == "table":
-            self.table = found.get("id", "")
+            self.table = attributes.get("id", "")
         if tag == "tr":
-            self.row = (self.table, found.get("data-class") or found.get("data-case") or "")
-        if tag == "td" and "data-value" in found:
-            value = found["data-value"]
+            self.row = (self.table, attributes.get("data-class") or attributes.get("data-case") or "")
+        if tag == "td" and "data-value" in attributes:
+            value = attributes["data-value"]
             self.cells.setdefault(self.row, []).append(float(value) if value else math.nan)
         if tag == "article":
-            self.cases.append(found["data-case"])
+            self.cases.append(attributes["data-case"])
         if tag == "script":
-            self.script = found.get("id", "code")
+            self.script = attributes.get("id", "code")
         if tag not in VOID:
             self.open.append(tag)
 

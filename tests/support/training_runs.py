@@ -51,15 +51,15 @@ class Launch:
         self.act = act
         self.out, self.logs = out, out.with_name(out.name + "-logs")
         self.logs.mkdir(parents=True, exist_ok=True)
-        given = [*arguments, "--out", str(out)]
+        line = [*arguments, "--out", str(out)]
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        self.pids = [self._fork(rank, world, port, given, hook, pictures, env) for rank in range(world)]
+        self.pids = [self._fork(rank, world, port, line, hook, pictures, env) for rank in range(world)]
         self.codes: dict[int, int] = {}
 
     def _fork(
-        self, rank: int, world: int, port: int, given: list[str], hook: Hook | None, pictures: bool, env: dict[str, str]
+        self, rank: int, world: int, port: int, line: list[str], hook: Hook | None, pictures: bool, env: dict[str, str]
     ) -> int:
         pid = os.fork()
         if pid:
@@ -82,7 +82,7 @@ class Launch:
                 validation.draw_cases = lambda *of: None
             if hook is not None:
                 hook(rank)
-            code = exit_codes.run(self.act, given)
+            code = exit_codes.run(self.act, line)
             sys.stdout.flush()
         except SystemExit as error:
             code = int(error.code or 0)

@@ -10,9 +10,9 @@ from tests.support.training_runs import tiny_data, trained
 @pytest.fixture(scope="session")
 def flags(tmp_path_factory) -> list[str]:
     root = tmp_path_factory.mktemp("training")
-    given = tiny_data(root)
-    trained(1, [*given, "--iterations", "1", "--epochs", "1"], root / "first")  # prepares the cache
-    return given
+    arguments = tiny_data(root)
+    trained(1, [*arguments, "--iterations", "1", "--epochs", "1"], root / "first")  # prepares the cache
+    return arguments
 
 
 @pytest.fixture(scope="session")

@@ -40,9 +40,9 @@ def test_a_rank_that_stops_ends_the_run_by_name(flags, tmp_path, layout):
     codes, said = codes_of([*flags, *layout.split(), "--timeout", "4"], tmp_path / "run", hang)
     assert codes == [1, 1, 7], said
     assert said.count("warning: rank 2 (") == 1, said
-    told = status(tmp_path / "run")
-    assert told["state"] == "failed" and told["code"] == 1
-    assert "Timed out" in told["why"] and "; rank 2 (" in told["why"] and "stays at trainer.py" in told["why"]
+    ended = status(tmp_path / "run")
+    assert ended["state"] == "failed" and ended["code"] == 1
+    assert "Timed out" in ended["why"] and "; rank 2 (" in ended["why"] and "stays at trainer.py" in ended["why"]
 
 
 def add_one_more(x, group, *more):
@@ -122,7 +122,7 @@ def steps_of(own: list[float], count: int = WINDOW) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("own", "found"),
+    ("own", "expected"),
     [
         ([1.0, 1.0, 1.0, 1.0], []),
         ([1.0, 1.4, 1.0, 1.2], []),
@@ -132,13 +132,13 @@ def steps_of(own: list[float], count: int = WINDOW) -> list[list[float]]:
         ([1.0, 2.0, 1.0, 4.0, 1.0], [(1, 2.0), (3, 4.0)]),
     ],
 )
-def test_a_rank_is_slow_by_its_median_against_the_others(own, found):
+def test_a_rank_is_slow_by_its_median_against_the_others(own, expected):
     judge = Stragglers([f"host{rank}" for rank in range(len(own))])
     for _ in range(SKIPPED):
         assert judge.note([9.0, *own[1:]]) == []
-    told = [slow for seconds in steps_of(own) for slow in judge.note(seconds)]
-    assert [(slow.rank, slow.factor) for slow in told] == found
-    assert all(f"rank {slow.rank} on host{slow.rank} takes" in str(slow) for slow in told)
+    reported = [slow for seconds in steps_of(own) for slow in judge.note(seconds)]
+    assert [(slow.rank, slow.factor) for slow in reported] == expected
+    assert all(f"rank {slow.rank} on host{slow.rank} takes" in str(slow) for slow in reported)
     assert not [slow for seconds in steps_of(own) for slow in judge.note(seconds)], "each once"
     once = [own[0]] * (len(own) - 1) + [99.0]
     assert not [slow for seconds in [*steps_of([1.0] * len(own), WINDOW - 1), once] for slow in judge.note(seconds)]

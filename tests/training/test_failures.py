@@ -224,12 +224,12 @@ def test_workers_die_with_a_killed_trainer(flags, tmp_path):
     def hook(rank: int) -> None:
         loop = trainer.Trainer._loop
 
-        def told(self, loader, stopper):
+        def note_and_wait(self, loader, stopper):
             note.write_text(" ".join(map(str, loader.worker_ids)))
             time.sleep(60)
             return loop(self, loader, stopper)
 
-        trainer.Trainer._loop = told
+        trainer.Trainer._loop = note_and_wait
 
     with Launch(1, [*flags, "--workers", "2"], tmp_path / "run", hook) as launch:
         deadline = time.monotonic() + 60

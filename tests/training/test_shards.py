@@ -33,9 +33,9 @@ BF16 = "--seqpar 2 --precision bf16 --grad-checkpoint full --mlp-chunks 2 --tile
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     root = tmp_path_factory.mktemp("shards")
-    given = [*tiny_data(root), *EXACT.split()]
-    trained(1, [*given, "--iterations", "1", "--epochs", "1"], root / "first")  # prepares the cache
-    return given
+    arguments = [*tiny_data(root), *EXACT.split()]
+    trained(1, [*arguments, "--iterations", "1", "--epochs", "1"], root / "first")  # prepares the cache
+    return arguments
 
 
 def farthest(a: Path, b: Path) -> float:
@@ -97,7 +97,7 @@ def test_sharded_weights_train_in_bf16(flags: list[str], tmp_path: Path) -> None
 NETWORK = "--preset debug --tile 16 --patch 8 --embed-dim 48 --heads 4 --depth 2 --decoder-width 8"
 
 
-def held(mesh: Mesh, sharded: bool, flags: str) -> tuple[dict[str, int], bool]:
+def count_states(mesh: Mesh, sharded: bool, flags: str) -> tuple[dict[str, int], bool]:
     """Returns the bytes of weights, gradients and Adam's states on this rank, and whether all joins as it was."""
     config = parse(flags.split(), "debug")[1]
     net = build(config, 2, 3, mesh.seq)
@@ -120,24 +120,24 @@ def held(mesh: Mesh, sharded: bool, flags: str) -> tuple[dict[str, int], bool]:
         "states": [t for name, t in optimizer_tensors(net, optimizer).items() if not name.endswith("/step")],
     }
     local = {kind: [t.to_local() if hasattr(t, "to_local") else t for t in tensors] for kind, tensors in kinds.items()}
-    found = {}
+    sizes = {}
     for kind, tensors in local.items():
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}  # type: ignore[union-attr]
-        found[kind] = sum(storages.values())
-    return found, same
+        sizes[kind] = sum(storages.values())
+    return sizes, same
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_holds_its_share_of_weights_gradients_and_states(world: int, ranks: Callable[..., list]) -> None:
     """Learned positions, one row long in their first direction, are cut in another."""
-    whole, _ = ranks(1, held, False, NETWORK)[0]
-    shares = ranks(world, held, True, NETWORK)
+    whole, _ = ranks(1, count_states, False, NETWORK)[0]
+    shares = ranks(world, count_states, True, NETWORK)
     assert all(same for _, same in shares), "what was cut does not join as it was"
     for kind, size in whole.items():
-        mine = [found[kind] for found, _ in shares]
+        mine = [sizes[kind] for sizes, _ in shares]
         assert max(mine) <= 1.05 * size / world and sum(mine) >= 0.99 * size, (kind, mine, size)
-    for found, _ in ranks(world, held, False, NETWORK):
-        assert found == whole  # the control
+    for sizes, _ in ranks(world, count_states, False, NETWORK):
+        assert sizes == whole  # the control
 
 
 def test_one_rank_cannot_share() -> None:

@@ -28,16 +28,16 @@ SPREADS = {
 def test_loss_per_step_is_the_same_however_the_tiles_are_spread(flags, tmp_path, precision, bound):
     run = [*flags, *f"--precision {precision} --iterations 12 --epochs 1 --depth 2 --dropout 0.1".split()]
     run += ["--drop-path", "0.1", "--optimizer", "adamw", "--weight-decay", "0.05", "--clip", "1"]
-    found = {}
+    losses_of = {}
     for name, (world, more) in SPREADS.items():
         if precision == "fp64" or name in ("alone", "seq 4, ordered", "data 2 x seq 2"):
             trained(world, [*run, *more.split()], tmp_path / name)
-            found[name] = losses(tmp_path / name)
-            assert len(found[name]) == 12
-            assert farthest(found[name], found["alone"]) <= bound, name
+            losses_of[name] = losses(tmp_path / name)
+            assert len(losses_of[name]) == 12
+            assert farthest(losses_of[name], losses_of["alone"]) <= bound, name
     if precision == "fp64":
         trained(1, [*run, "--batch", "4", "--seed", "1"], tmp_path / "other seed")
-        assert farthest(losses(tmp_path / "other seed"), found["alone"]) > 1e-3, "the comparison can fail"
+        assert farthest(losses(tmp_path / "other seed"), losses_of["alone"]) > 1e-3, "the comparison can fail"
 
 
 def test_a_run_goes_on_with_other_ranks_and_workers(flags, tmp_path):
@@ -74,8 +74,8 @@ assert logits.shape == (1, 2, 16, 16, 16) and not torch.distributed.is_initializ
 def test_five_lines_load_a_run_of_many_ranks_without_a_process_group(undisturbed):
     run = undisturbed(2, "--seqpar", "2")
     for which in ("best", "latest", str(run / "model.safetensors")):
-        exec(FIVE_LINES.format(run=str(run), which=which), found := {})
-    state = found["net"].state_dict()
+        exec(FIVE_LINES.format(run=str(run), which=which), names := {})
+    state = names["net"].state_dict()
     kept = read_weights(run / "model.safetensors")
     assert state and all(torch.equal(state[name], tensor) for name, tensor in kept.items())
 

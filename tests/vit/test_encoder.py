@@ -46,7 +46,7 @@ def test_intermediates_are_the_outputs_of_the_blocks_in_the_order_asked() -> Non
     net, x = vit(), image()
     outputs: list[torch.Tensor] = []
     for block in net.blocks:
-        block.register_forward_hook(lambda module, given, result: outputs.append(result))
+        block.register_forward_hook(lambda module, inputs, result: outputs.append(result))
     last, taken = net.forward_intermediates(x, (-1, 0))
     assert torch.equal(taken[0], outputs[2]) and torch.equal(taken[1], outputs[0])
     assert torch.equal(last, net.norm(outputs[2])) and torch.equal(net(x), last)

@@ -31,7 +31,7 @@ def gaps(mesh: Mesh) -> dict[tuple, float]:
     """Returns, for each way, how far outputs and gradients lie from those with everything held."""
     toss = torch.Generator().manual_seed(3)
     image = torch.randn(BATCH, 1, *TILE, generator=toss, dtype=torch.float64)
-    found = {}
+    gaps_of = {}
     for name in strategies(mesh.seq.size):
         want: list[Tensor] = []
         for recompute, chunks in WAYS:
@@ -41,17 +41,17 @@ def gaps(mesh: Mesh) -> dict[tuple, float]:
             (out * torch.randn(out.shape, generator=toss.manual_seed(4), dtype=out.dtype)).sum().backward()
             got = [out, part.grad, *(p.grad for p in net.parameters())]
             want = want or got  # type: ignore[assignment]
-            found[name, recompute, chunks] = max(relative(a, b) for a, b in zip(got, want))  # type: ignore[arg-type]
-    return found
+            gaps_of[name, recompute, chunks] = max(relative(a, b) for a, b in zip(got, want))  # type: ignore[arg-type]
+    return gaps_of
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_what_is_computed_again_gives_the_same_gradients_by_every_strategy(
     world: int, ranks: Callable[..., list]
 ) -> None:
-    for found in ranks(world, gaps):
-        assert len(found) == len(WAYS) * len(strategies(world))
-        assert max(found.values()) < 1e-12, found
+    for gaps_of in ranks(world, gaps):
+        assert len(gaps_of) == len(WAYS) * len(strategies(world))
+        assert max(gaps_of.values()) < 1e-12, gaps_of
 
 
 @pytest.mark.parametrize(("recompute", "chunks"), WAYS)
@@ -60,12 +60,12 @@ def test_held_bytes_are_the_sum_of_what_the_blocks_are_said_to_hold(recompute: s
     depth, width, tokens, ratio = 3, 48, 512, 4.0
     torch.manual_seed(0)
     net = SeqParViT(1, 8, 1, width, depth, 4, ratio, recompute=recompute, mlp_chunks=chunks, positions="none")
-    held = saved_bytes(net, lambda: net(torch.randn(1, 1, 8, 8, 8)).sum())
+    saved = saved_bytes(net, lambda: net(torch.randn(1, 1, 8, 8, 8)).sum())
     image_and_norm = 4 * tokens * (1 + width)
     attention, mlp = 1 if recompute == "attention" else 6, 1 if chunks > 1 else 2 + 2 * ratio
     each = 1 if recompute == "full" else attention + mlp
     said = 4 * tokens * width * depth * each + image_and_norm
-    assert said <= held <= 1.04 * said  # beside it statistics of norms and sums of softmax
+    assert said <= saved <= 1.04 * said  # beside it statistics of norms and sums of softmax
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
@@ -75,16 +75,16 @@ def test_no_temporary_is_larger_than_the_tokens_times_the_ratio_over_the_chunks(
     net = SeqParViT(1, 5, 1, width, 1, 4, ratio, mlp=mlp, dropout=0.1, recompute=recompute)
     block, x = net.blocks[0], torch.randn(2, tokens, width)
     weights = [p.numel() for p in net.parameters()]
-    found = {}
+    largest = {}
     for chunks in (1, 2, 5):
         block.mlp_chunks = chunks
         with NewTensors() as made:
             leaf = x.clone().requires_grad_()
             block(leaf, (tokens,), torch.arange(tokens), None, DropoutKey(0, 0, (0, 1)).at(0)).sum().backward()
-        found[chunks] = most = max(size for size in made.sizes if size not in weights)
+        largest[chunks] = most = max(size for size in made.sizes if size not in weights)
         run = -(-tokens // chunks)
         assert most <= max(2 * run * width * ratio, 3 * 2 * tokens * width), chunks
-    assert found[1] == 2 * tokens * width * ratio and found[5] < found[2] < found[1], found
+    assert largest[1] == 2 * tokens * width * ratio and largest[5] < largest[2] < largest[1], largest
 
 
 def test_wrong_settings_are_refused() -> None:
