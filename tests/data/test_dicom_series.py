@@ -126,7 +126,7 @@ def test_inputs_of_prediction_are_one_series_a_folder_of_them_or_several(tmp_pat
         (tmp_path / "all" / name / ".hidden").write_text("x")
     folders = [tmp_path / "all" / name for name in ("p1", "p2")]
     cases = [find_inputs(paths, ["CT"])[0] for paths in ([folders[0]], [tmp_path / "all"], folders)]
-    assert [[case.id for case in found] for found in cases] == [["p1"], ["p1", "p2"], ["p1", "p2"]]
+    assert [[case.id for case in group] for group in cases] == [["p1"], ["p1", "p2"], ["p1", "p2"]]
     assert cases[1][1].images == (folders[1],) and not find_inputs(folders, ["CT"])[1]
     with pytest.raises(DataError, match="no DICOM series"):
         find_inputs([folders[0], tmp_path / "all"], ["CT"])

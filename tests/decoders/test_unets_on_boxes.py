@@ -42,8 +42,8 @@ CASES = {  # of each number of ranks
 @pytest.mark.parametrize("world", CASES)
 def test_every_network_on_boxes_is_the_one_on_the_whole(world: int, ranks: Callable[..., list]) -> None:
     cases = [(case, unets.whole(case)) for case in CASES[world]]
-    for found in ranks(world, unets.check_all, cases, timeout=240):
-        for (case, _), gaps in zip(cases, found):
+    for gaps_of in ranks(world, unets.check_all, cases, timeout=240):
+        for (case, _), gaps in zip(cases, gaps_of):
             assert max(gaps.values()) < 1e-12, (case, max(gaps, key=gaps.__getitem__), gaps)
 
 
@@ -51,8 +51,8 @@ def test_batch_norm_runs_over_data_too(ranks: Callable[..., list]) -> None:
     """A tile for each of two sequence groups of two ranks, against two tiles in one process."""
     names = {"batch norm": UNEVEN, "plain": UNEVEN, "lamp": WIDE, "distmis": WITHOUT_LAST}
     cases = [(case, unets.whole(case)) for case in (Case(name, edges[2], 2) for name, edges in names.items())]
-    for found in ranks(4, unets.check_all, cases, seqpar=2, timeout=120):
-        for (case, _), gaps in zip(cases, found):
+    for gaps_of in ranks(4, unets.check_all, cases, seqpar=2, timeout=120):
+        for (case, _), gaps in zip(cases, gaps_of):
             assert max(gaps.values()) < 1e-12, (case, gaps)
             assert (case.name == "plain") != any("running" in name for name in gaps)
 
@@ -69,13 +69,13 @@ def whole_samples(mesh: Mesh) -> list[float]:
             module.peers = mesh.seq
     image = unets.numbers(1, 2, unets.CHANNELS, 16, 8, 8)
     mine = slice(mesh.seq.index, mesh.seq.index + 1)
-    found = [unets.relative(many(image[mine]), one(image)[mine])]
-    return found + [unets.relative(a.double(), b.double()) for a, b in zip(many.buffers(), one.buffers())]
+    gaps_of = [unets.relative(many(image[mine]), one(image)[mine])]
+    return gaps_of + [unets.relative(a.double(), b.double()) for a, b in zip(many.buffers(), one.buffers())]
 
 
 def test_batch_norm_runs_over_ranks_that_hold_whole_samples(ranks: Callable[..., list]) -> None:
-    for found in ranks(2, whole_samples):
-        assert max(found) < 1e-12 and len(found) > 3
+    for gaps_of in ranks(2, whole_samples):
+        assert max(gaps_of) < 1e-12 and len(gaps_of) > 3
 
 
 def test_float32_computes_channels_last_from_one_channel_too() -> None:

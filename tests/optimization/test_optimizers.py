@@ -61,8 +61,8 @@ def test_an_optimizer_takes_torchs_steps(flags: str) -> None:
     kernels = [p for p in theirs.parameters() if p.ndim > 1]
     others = [p for p in theirs.parameters() if p.ndim == 1]
     groups = [{"params": kernels, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-    found, want = steps(ours, make_optimizer(config_of(flags), ours), 5), steps(theirs, FLAGS[flags](groups), 5)
-    assert all(torch.equal(found[name], want[name]) for name in want)
+    taken, want = steps(ours, make_optimizer(config_of(flags), ours), 5), steps(theirs, FLAGS[flags](groups), 5)
+    assert all(torch.equal(taken[name], want[name]) for name in want)
     assert not any(torch.equal(want[name], p) for name, p in net().named_parameters())
 
 

@@ -51,8 +51,8 @@ def test_a_sweep_begins_with_flags_that_do_nothing_on_one_rank_and_says_so() -> 
     line = "--split ordered --attention gather-kv --keep-kv --mode nogather --heads-per-chunk 1 --batch 2"
     said = {}
     for world in (1, 2):
-        found = read_request([*SIZES.split(), *line.split(), "--seqpar", str(world)], Launcher("test", 0, world))
-        said[world] = first_lines(found, Launcher("test", 0, world)).splitlines()
+        asked = read_request([*SIZES.split(), *line.split(), "--seqpar", str(world)], Launcher("test", 0, world))
+        said[world] = first_lines(asked, Launcher("test", 0, world)).splitlines()
     flags = "--split, --mode, --attention, --keep-kv, --heads-per-chunk"
     assert said[1][1:] == [f"{flags}: no effect with --seqpar 1"] and len(said[2]) == 1
     assert read_request([*SIZES.split(), "--lr", "1"], Launcher("alone")).idle == "", "presets are not told"
@@ -96,8 +96,8 @@ def test_the_plan_says_it_and_holds_it_either_way(capsys: pytest.CaptureFixture)
     for size, groups in ((1, "2 groups"), (2, "1 group")):
         assert f"seqpar {size}: global batch {4 // size} tiles = {groups} x batch 2 x accumulate 1" in free
     assert "--global-batch N holds it" in free
-    held = said("--ranks", "2", "--batch", "2", "--global-batch", "4")
-    assert "seqpar 2: global batch 4 tiles = 1 group x batch 2 x accumulate 2" in held and "holds it" not in held
+    printed = said("--ranks", "2", "--batch", "2", "--global-batch", "4")
+    assert "seqpar 2: global batch 4 tiles = 1 group x batch 2 x accumulate 2" in printed and "holds it" not in printed
     wider = said("--groups", "3", "--batch", "2", "--seqpar", "4")
     assert "seqpar 4: global batch 6 tiles = 3 groups x batch 2 x accumulate 1" in wider
     assert "srun -N 2 -n 12 python" in wider

@@ -94,18 +94,18 @@ class Cases:
 @pytest.mark.parametrize(("count", "held_out"), [(10, 1), (24, 2), (60, 6), (484, 48), (1250, 125), (1251, 125)])
 def test_a_tenth_of_the_cases_is_held_out(count: int, held_out: int) -> None:
     cases = Cases(count)
-    train, held = split(cases, "90:10")
-    assert (len(train), len(held)) == (count - held_out, held_out)
-    assert sorted([*train, *held]) == list(cases.ids)
-    assert split(cases, "90:10") == (train, held)
+    train, others = split(cases, "90:10")
+    assert (len(train), len(others)) == (count - held_out, held_out)
+    assert sorted([*train, *others]) == list(cases.ids)
+    assert split(cases, "90:10") == (train, others)
 
 
 def test_exclusive_labels_are_learned_by_a_softmax_and_tiles_are_drawn_anywhere(brains, alone, tmp_path: Path) -> None:
     data, cache = brains
     config = small(data=data, cache=cache)
-    found = open_data(config, True)
-    assert found.output_names == ("background", "NCR", "ED", "ET") and found.regions == ()
-    assert found.tiles.foreground == 0
+    labels = open_data(config, True)
+    assert labels.output_names == ("background", "NCR", "ED", "ET") and labels.regions == ()
+    assert labels.tiles.foreground == 0
     regions = open_data(replace(config, targets="regions"), True)
     assert regions.output_names == ("WT", "TC", "ET") and len(regions.regions) == 3
     trainer = trainer_of(config, alone, tmp_path)

@@ -116,20 +116,20 @@ def gaps(mesh: Mesh, case: Case, want: Whole) -> dict[str, float]:
     boxes = [box(after) for after in grids if after is not None]
     total = sum((x * slope[samples][at]).sum() for x, slope, at in zip(got, want.slopes, boxes))
     dpart, *grads = torch.autograd.grad(total, [part, *learned(net).values()])  # type: ignore[arg-type]
-    found = {
+    by_name = {
         f"output {level}": float((x - y[samples][at]).abs().max() / y.abs().max())
         for level, (x, y, at) in enumerate(zip(got, want.outputs, boxes))
     }
-    found["input"] = float((dpart - want.dimage[samples][box(grid)]).abs().max() / want.dimage.abs().max())
+    by_name["input"] = float((dpart - want.dimage[samples][box(grid)]).abs().max() / want.dimage.abs().max())
     largest = max(float(grad.abs().max()) for grad in want.grads.values())
     flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), mesh.world)
     pieces = flat.split([grad.numel() for grad in grads])
     for grad, (name, expected) in zip(pieces, want.grads.items()):
         size = float(expected.abs().max())
-        found[name] = float((grad - expected.flatten()).abs().max()) / (size if size > 1e-10 * largest else largest)
+        by_name[name] = float((grad - expected.flatten()).abs().max()) / (size if size > 1e-10 * largest else largest)
     for (name, buffer), expected in zip(net.named_buffers(), want.buffers):
-        found[name] = relative(buffer.double(), expected)
-    return found
+        by_name[name] = relative(buffer.double(), expected)
+    return by_name
 
 
 def check_all(mesh: Mesh, cases: list[tuple[Case, Whole]]) -> list[dict[str, float]]:
