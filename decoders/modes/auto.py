@@ -46,6 +46,10 @@ class Auto:
         """Returns the picked mode's image or label."""
         return self.pick(len(part)).voxels(part, layout)
 
+    def samples(self, rows: Tensor) -> Tensor:
+        """Returns the picked mode's rows."""
+        return self.pick(len(rows)).samples(rows)
+
     def box_grid(self, layout: Layout, batch: int) -> BoxGrid | None:
         """Returns the picked mode's box grid."""
         return self.pick(batch).box_grid(layout, batch)

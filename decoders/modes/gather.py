@@ -44,6 +44,10 @@ class Gather:
         whole = gather(part, self.group, 1, layout.counts, equal_gradients=True, kind="voxels")
         return layout.join(whole.split(layout.counts, 1))
 
+    def samples(self, rows: Tensor) -> Tensor:
+        """Returns all rows ``b ...``: every rank decodes of every sample."""
+        return rows
+
     def box_grid(self, layout: Layout, batch: int) -> None:
         """Returns None: every rank holds the whole."""
 

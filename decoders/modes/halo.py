@@ -44,6 +44,10 @@ class Halo:
         """Returns this rank's box of the image ``b c W/s D/s H/s`` or label ``b W/s D/s H/s``."""
         return join_patches(self._move(part, layout, "voxels"), layout, self.box_grid(layout, 0).sides)
 
+    def samples(self, rows: Tensor) -> Tensor:
+        """Returns all rows ``b ...``: every rank decodes of every sample."""
+        return rows
+
     def box_grid(self, layout: Layout, batch: int) -> BoxGrid:
         """Returns where the token grid is cut into the ranks' boxes."""
         return BoxGrid(_boxed(layout).voxel_cuts(), self.group)

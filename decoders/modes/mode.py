@@ -38,6 +38,9 @@ class Mode(Protocol):
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
         """Returns the image of its part ``b n/s c p p p``, or the label of ``b n/s p p p``, where the logits are."""
 
+    def samples(self, rows: Tensor) -> Tensor:
+        """Returns, of rows ``b ...`` about the group's samples, those of the samples that this rank decodes."""
+
     def box_grid(self, layout: Layout, batch: int) -> BoxGrid | None:
         """Returns how the token grid is cut into boxes; None if each rank holds all that it decodes."""
 

@@ -40,6 +40,10 @@ class NoGather:
         """Returns this rank's box of the image ``b c W/s D/s H/s`` or label ``b W/s D/s H/s``."""
         return join_patches(part, layout, self._sides(layout))
 
+    def samples(self, rows: Tensor) -> Tensor:
+        """Returns all rows ``b ...``: every rank decodes of every sample."""
+        return rows
+
     def box_grid(self, layout: Layout, batch: int) -> None:
         """Returns None: to the decoder, the part is all there is."""
 

@@ -50,6 +50,10 @@ class Swap:
         """Returns this rank's samples of the image ``b/s c W D H`` or label ``b/s W D H``."""
         return join_patches(self._move(part, layout, "voxels"), layout, layout.grid)
 
+    def samples(self, rows: Tensor) -> Tensor:
+        """Returns the rows ``b/s ...`` of this rank's samples."""
+        return rows.chunk(self.group.size)[self.group.index]
+
     def box_grid(self, layout: Layout, batch: int) -> None:
         """Returns None: every rank holds its samples whole."""
 

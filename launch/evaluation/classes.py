@@ -1,7 +1,7 @@
 """Which classes are scored and which values a label map may hold, as BraTS or a data set declares them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,11 @@ class Labels:
             if labels in names:
                 raise ValueError(f"classes {names[labels]} and {name} are both {labels}: keep one of them")
             names[labels] = name
+
+
+def hidden_classes(classes: Mapping[str, tuple[int, ...]], shown: Collection[int] | None) -> tuple[str, ...]:
+    """Returns the classes that a label does not show, of the values that it shows (None: all)."""
+    return () if shown is None else tuple(name for name, values in classes.items() if not set(values) <= set(shown))
 
 
 def labels_of_classes(classes: dict[str, tuple[int, ...]]) -> Labels:

@@ -12,20 +12,22 @@ from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import strip_suffix
+from seqpar.data.formats.annotations import with_annotations
 from seqpar.data.formats.brats import read_brats
-from seqpar.data.formats.recognise import Dataset, describe
+from seqpar.data.formats.recognise import Dataset, describe, find
 from seqpar.data.geometry import Geometry, differs, to_canonical
 from seqpar.data.volumes import SUFFIXES, output_suffix, read_volume
-from seqpar.launch.evaluation.classes import Labels
+from seqpar.launch.evaluation.classes import Labels, hidden_classes
 from seqpar.launch.evaluation.scores import Scores, score
 
 
 class Pair(NamedTuple):
-    """One case: its name and its two label maps."""
+    """One case: its name, its two label maps, and which values the truth shows (None: all)."""
 
     case: str
     truth: Path
     prediction: Path
+    shown: tuple[int, ...] | None = None
 
 
 def dataset_at(truth: Path) -> Dataset | None:
@@ -35,7 +37,8 @@ def dataset_at(truth: Path) -> Dataset | None:
     if truth.is_dir() and list_label_files(truth):
         brats = read_brats(truth)  # the one format whose images lie beside their labels
         return brats if brats and brats.labels else None
-    return describe(truth)
+    dataset = describe(truth)
+    return with_annotations(dataset, find(truth)) if dataset.labels else dataset
 
 
 def list_label_files(folder: Path) -> dict[str, list[Path]]:
@@ -61,9 +64,11 @@ def match_cases(truth: Path, prediction: Path, dataset: Dataset | None = None) -
     if prediction.is_file() or (dataset is None and truth.is_file()):
         raise ValueError(f"{truth} and {prediction}: give two folders or two files")
     pairs, faults = list[Pair](), list[DataError]()
+    shown: dict[str, tuple[int, ...] | None] = {}
     if dataset is not None:
         faults += dataset.faults
         truth_files = {case.id: [case.label] for case in dataset.cases if case.label is not None}
+        shown = {case.id: case.annotated for case in dataset.cases}
     else:
         truth_files = list_label_files(truth)
     if not truth_files:
@@ -80,7 +85,7 @@ def match_cases(truth: Path, prediction: Path, dataset: Dataset | None = None) -
         elif not truths:
             faults.append(DataError(predictions[0], f"has no truth of this name in {truth}"))
         else:
-            pairs.append(Pair(case, truths[0], predictions[0]))
+            pairs.append(Pair(case, truths[0], predictions[0], shown.get(case)))
     return pairs, faults
 
 
@@ -119,7 +124,8 @@ def score_pair(pair: Pair, labels: Labels, settings: dict[str, Any]) -> Scores:
     ignored = frozenset() if labels.ignore is None else frozenset({labels.ignore})
     check_values(pair.truth, truth, labels.declared | ignored)
     check_values(pair.prediction, prediction, labels.declared)
-    return score(truth, prediction, labels.classes, geometry.canonical_spacing, ignore=labels.ignore, **settings)
+    known: dict[str, Any] = {"ignore": labels.ignore, "hidden": hidden_classes(labels.classes, pair.shown)}
+    return score(truth, prediction, labels.classes, geometry.canonical_spacing, **known, **settings)
 
 
 def score_pairs(

@@ -9,7 +9,7 @@ The lesion-wise scores have their own rules for this.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean, median
 from typing import Any, Literal, get_args
@@ -51,13 +51,15 @@ def score(
     lesion_wise: bool = False,
     empty: EmptyPolicy = "skip",
     surfaces: bool = True,
+    hidden: Collection[str] = (),
 ) -> Scores:
     """Returns the scores of one case per class. Distances, ``spacing`` and ``nsd_tolerance`` are in mm.
 
     ``ignore`` is a true label whose voxels belong to no class. ``lesion_wise`` adds the scores of BraTS 2023.
     ``surfaces=False`` leaves out what takes most of the time: ``HD95``, ``NSD``, and how many lesions are found
     (``LesionTP``), missed (``LesionFN``) and false (``LesionFP``). ``VolumeError`` is relative and signed,
-    ``VolumeErrorMl``, ``VolumeMl`` and ``TrueVolumeMl`` are in ml.
+    ``VolumeErrorMl``, ``VolumeMl`` and ``TrueVolumeMl`` are in ml. ``hidden`` names classes that the truth does not
+    show: they have no scores.
     """
     if truth.shape != prediction.shape:
         raise ValueError(f"truth has shape {truth.shape}, prediction {prediction.shape}: they must be equal")
@@ -65,11 +67,14 @@ def score(
         raise ValueError(f"empty is {empty!r}: choose one of {', '.join(get_args(EmptyPolicy))}")
     if not classes:
         raise ValueError("there is no class to score: give at least one, such as {'tumour': (1,)}")
-    counted = None if ignore is None else truth != ignore
+    where_counted = None if ignore is None else truth != ignore
     diagonal = math.dist([0.0] * truth.ndim, [size * step for size, step in zip(truth.shape, spacing)])
     scores = {}
     for name, labels in classes.items():
         true_mask, mask = class_mask(truth, labels), class_mask(prediction, labels)
+        counted = where_counted
+        if name in hidden:  # nothing counts
+            counted = np.zeros(truth.shape, bool)
         if counted is not None:
             true_mask &= counted
             mask &= counted
@@ -81,6 +86,8 @@ def score(
         if lesion_wise:
             lesion_scores = lesions.lesion_wise(true_mask, mask, spacing, missed_distance=BRATS_DISTANCE)
             row |= {f"Lesion{key}": value for key, value in zip(("Dice", "HD95", "TP", "FN", "FP"), lesion_scores)}
+        if name in hidden:
+            row = {metric: value if metric in COUNTS else math.nan for metric, value in row.items()}
         scores[name] = row
     return scores
 

@@ -9,4 +9,4 @@ from seqpar.losses import Loss, LossOptions, make_loss
 def loss_of(config: Config, regions: Sequence[Sequence[int]] = (), ignore_label: int | None = None) -> Loss:
     """Returns the loss that ``--loss`` names; ``regions`` where the outputs are regions by themselves."""
     options = LossOptions(config.dice == "squared", config.dice_background, config.batch_dice, config.focal_gamma)
-    return make_loss(config.loss, options, config.loss_weights, regions, ignore_label)
+    return make_loss(config.loss, options, config.loss_weights, regions, ignore_label, config.class_weights)

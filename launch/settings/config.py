@@ -16,7 +16,7 @@ from seqpar.data.sampling.augmentation_presets import ORDERS
 from seqpar.launch.optimization.schedules import SCHEDULES
 from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.layout import SPLITS, Layout
-from seqpar.losses.loss import check_weights
+from seqpar.losses.loss import check_signs, check_weights
 from seqpar.losses.mixtures import LossOptions
 from seqpar.losses.table import LOSSES
 from seqpar.rendezvous import START_S
@@ -159,6 +159,7 @@ class Config:
     precision: str = _training("fp32", "arithmetic", choices=PRECISIONS)
     loss: str = _training("dice-ce", "loss", choices=tuple(LOSSES))
     loss_weights: tuple[float, ...] = _training((), "weights of the loss's terms, such as 0.9 0.1 (1 each)")
+    class_weights: tuple[float, ...] = _training((), "weights of the outputs in the loss, background first (1 each)")
     focal_gamma: float = _training(2.0, "exponent by which the focal loss spares voxels that are right", bounds=GAMMA)
     dice: str = _training("linear", "denominator of soft Dice: probabilities, or their squares (V-Net)", choices=DICE)
     dice_background: bool = _training(False, "Dice of the background too, where outputs exclude each other")
@@ -235,6 +236,7 @@ class Config:
             )
         if self.schedule == "step" and not self.decay_epochs:
             raise ValueError("--schedule step needs --decay-epochs, the epochs after which the rate falls")
+        check_signs("--class-weights", self.class_weights)
         if self.loss_weights:
             try:
                 check_weights(self.loss_weights, self.loss_terms)

@@ -1,7 +1,11 @@
 """TrainingData: the prepared data set, its split into cases to train on and to hold out, and its tiles."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from seqpar.data.formats.splits import split
 from seqpar.data.phantom.builtin import phantom
@@ -12,7 +16,8 @@ from seqpar.data.sampling.augmentation_presets import ORDERS
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.workers import silent
-from seqpar.launch.evaluation.classes import labels_of_declaration
+from seqpar.decoders.modes.mode import Mode
+from seqpar.launch.evaluation.classes import hidden_classes, labels_of_declaration
 from seqpar.launch.job.progress_bar import ProgressBar
 from seqpar.launch.settings.config import Config
 
@@ -45,6 +50,22 @@ class TrainingData:
     def num_outputs(self) -> int:
         return len(self.output_names)
 
+    def annotated(self, cases: Sequence[str]) -> Tensor | None:
+        """Returns which outputs the labels of these cases show, ``b k``; None where every case shows all.
+
+        A region is shown where all its labels are; the background where every label is.
+        """
+        if not self.dataset.annotated:
+            return None
+        every = set(self.dataset.labels.values()) - {0}
+        outputs = [set(members) for members in self.regions] or [{n} if n else every for n in [0, *sorted(every)]]
+        shown = [set(self.dataset.annotated.get(case, every)) for case in cases]
+        return torch.tensor([[members <= own for members in outputs] for own in shown])
+
+    def hidden_classes(self, case: str) -> tuple[str, ...]:
+        """Returns the scored classes that the case's label does not show."""
+        return hidden_classes(self.classes, self.dataset.annotated.get(case))
+
     @property
     def classes(self) -> dict[str, tuple[int, ...]]:
         """The scored classes by name: each label but the background, and each region."""
@@ -56,6 +77,12 @@ class TrainingData:
         ids = {"train": self.train_ids, "held_out": self.held_out_ids}
         recipe = self.dataset.recipe.to_json()
         return {**description, "recipe": recipe, "prepared": str(self.dataset.path.absolute()), **ids}
+
+
+def outputs_shown(data: TrainingData, cases: Sequence[str], mode: Mode, device: torch.device) -> Tensor | None:
+    """Returns which outputs the labels of this rank's samples show, of the group's ``cases``; None where all do."""
+    annotated = data.annotated(cases)
+    return None if annotated is None else mode.samples(annotated.to(device))
 
 
 def open_data(config: Config, is_first: bool) -> TrainingData:

@@ -66,6 +66,11 @@ def make_trainer(request: RunRequest, mesh: Mesh, data: TrainingData, status: St
     """Returns the trainer, after printing the network's size and how attention crosses ranks."""
     config, out = request.config, status.path.parent
     _refuse_unequal_choices(config, mesh)
+    if config.class_weights and len(config.class_weights) != data.num_outputs:
+        raise ValueError(
+            f"--class-weights {' '.join(f'{weight:g}' for weight in config.class_weights)}: {data.num_outputs} are "
+            f"needed, for {', '.join(data.output_names)}"
+        )
     saved = checkpoint.find_together(out / "checkpoints", mesh.world) if config.resume else None
     before = read_config(out) if config.resume else {}
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved else {})

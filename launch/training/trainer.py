@@ -22,7 +22,7 @@ from seqpar.launch.runs.journal import Journal, epoch_line, peak_memory_mb
 from seqpar.launch.runs.run_folder import Status, result_files
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.after_step import AfterStep, Decision, raise_non_finite
-from seqpar.launch.training.data import TrainingData
+from seqpar.launch.training.data import TrainingData, outputs_shown
 from seqpar.launch.training.data_parallel import data_parallel, gathered, no_sync
 from seqpar.launch.training.pictures import draw_progress
 from seqpar.launch.training.stragglers import Stragglers, sum_over_ranks, time_waiting
@@ -102,7 +102,8 @@ class Trainer:
         label = torch.zeros(*tokens, *layout.patch, device=self.mesh.device, dtype=torch.long)
         with self._autocast():
             logits = self.parallel_net(self._cast(image), None, DropoutKey(0, 0, tuple(range(config.batch))))
-        self.loss(logits, self.net.arrange(label), self.loss_groups).backward()
+        shown = outputs_shown(self.data, self.data.train_ids[:1] * config.batch, self.net.mode, self.mesh.device)
+        self.loss(logits, self.net.arrange(label), self.loss_groups, shown).backward()
         self.optimizer.zero_grad()
 
     def _open_journal(self) -> None:
@@ -223,7 +224,8 @@ class Trainer:
         label = self.net.arrange(micro.label)
         with self._autocast():
             logits = self.parallel_net(self._cast(micro.image), None, key)
-        parts = self.loss.parts(logits, label, self.loss_groups)
+        shown = outputs_shown(self.data, micro.cases, self.net.mode, self.mesh.device)
+        parts = self.loss.parts(logits, label, self.loss_groups, shown)
         (parts.total / self.config.accumulate).backward()
         self.mesh.world.watch.clock.count_since_ready()
         return torch.stack([parts.total, *parts.terms.values()]).detach().double()

@@ -64,9 +64,10 @@ class Validation:
             ids, parts = prediction
             losses.append(parts)
             if folder:
-                folder.add(case, ids)
+                folder.add(case, ids, dataset.annotated.get(name))
             truth, spacing = np.asarray(case.label), case.properties.spacing
-            scores.append(score(truth, ids, self.data.classes, spacing, ignore=dataset.ignore_label, surfaces=False))
+            known: dict[str, Any] = {"ignore": dataset.ignore_label, "hidden": self.data.hidden_classes(name)}
+            scores.append(score(truth, ids, self.data.classes, spacing, **known, surfaces=False))
             if self.mesh.is_first and len(pictured) < NUM_PICTURED:
                 pictured.append(PicturedCase(name, np.asarray(case.image[shown]), truth, ids, spacing))
         net.train()
@@ -87,16 +88,18 @@ class Validation:
         """Returns the class ids of a case and its loss, None where all ranks leave before its end."""
         sliding = Sliding(self.config.tile, self.config.val_overlap)
         order = self.data.dataset.regions_class_order if self.data.regions else ()
+        annotated = self.data.annotated([case.id])
+        annotated = None if annotated is None else annotated.to(self.mesh.device)
         sums, rows = torch.zeros((), dtype=torch.float64, device=self.mesh.device), list[torch.Tensor]()
         for slab in sliding_window([net], case.image, sliding, self.mesh):
             if stopper.should_leave():
                 return None
             low, high = slab.bounds[self.mesh.world.index : self.mesh.world.index + 2]
             truth = torch.from_numpy(np.array(case.label[low:high])).to(self.mesh.device)
-            sums = sums + self.loss.sums(slab.logits[None], truth[None])
+            sums = sums + self.loss.sums(slab.logits[None], truth[None], annotated)
             ids = to_labels(slab.logits, order)
             rows.append(join_rows(ids.to(torch.int16), slab.bounds, self.mesh))
-        parts = self.loss.of_sums(all_reduce(sums, self.mesh.world))
+        parts = self.loss.of_sums(all_reduce(sums, self.mesh.world), annotated)
         return torch.cat(rows).numpy(), parts
 
     def _summary(self, scores: Sequence[Scores], losses: Sequence[LossParts]) -> ValidationResult:

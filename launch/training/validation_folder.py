@@ -5,7 +5,7 @@ summary.json is written last: a folder without it is unfinished. What cannot be 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,12 @@ class ValidationFolder:
         except OSError as error:
             self.faults.append(DataError(folder, f"cannot be written ({error.strerror})"))
 
-    def add(self, case: PreparedCase, ids: np.ndarray) -> None:
-        """Writes and scores one prediction; ``ids``: prepared class ids ``W D H``."""
+    def add(self, case: PreparedCase, ids: np.ndarray, shown: Sequence[int] | None = None) -> None:
+        """Writes and scores one prediction; ``ids``: prepared class ids ``W D H``; ``shown``: those of the truth."""
         if case.id not in self.label_files:
             return
-        pair = Pair(case.id, self.label_files[case.id], self.folder / f"{case.id}.nii.gz")
+        values = None if shown is None else tuple(case.properties.values[n] for n in shown)
+        pair = Pair(case.id, self.label_files[case.id], self.folder / f"{case.id}.nii.gz", values)
         try:
             label = labels_to_source(ids, case.properties)
             write_volume(pair.prediction, label, case.properties.geometry, dtype=label.dtype)

@@ -18,6 +18,7 @@ from seqpar.losses.terms import ClassTerm, VoxelTerm
 from seqpar.losses.voxels import Voxels, runs, sum_over_voxels
 
 Number = TypeVar("Number", Tensor, float)
+TINY = 1e-12  # what a mean divides by where nothing counts, so that it is 0
 
 
 class LossParts(NamedTuple):
@@ -33,7 +34,11 @@ class Loss(nn.Module):
     Every rank returns a loss whose mean over ``data x seq`` is the batch's loss.
 
     ``weights``: of the terms, 1 each by default. ``regions``: tuples of label values; a sigmoid for each region
-    instead of a softmax over labels. ``ignore_label``: voxels that count nowhere.
+    instead of a softmax over labels. ``ignore_label``: voxels that count nowhere. ``class_weights``: of each output,
+    in means over classes and of voxels by their label; 1 each by default.
+
+    Samples whose labels show only some of the classes come with ``annotated``, ``b k``: no term sees the others,
+    nor the voxels that are labelled as one of them, and the gradient at their logits is exactly zero.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class Loss(nn.Module):
         weights: Sequence[float] = (),
         regions: Sequence[Sequence[int]] = (),
         ignore_label: int | None = None,
+        class_weights: Sequence[float] = (),
     ) -> None:
         super().__init__()
         self.terms, weights = tuple(terms), tuple(weights) or (1.0,) * len(terms)
@@ -50,40 +56,63 @@ class Loss(nn.Module):
             raise ValueError("a region without labels has nothing to learn: name its labels or drop it")
         self.weights = {term.name: weight for term, weight in zip(self.terms, weights)}
         self.regions = tuple(tuple(region) for region in regions)
-        self.ignore_label = ignore_label
+        check_signs("class weights", class_weights)
+        self.ignore_label, self.class_weights = ignore_label, tuple(class_weights)
 
-    def forward(self, logits: Tensor, label: Tensor, loss_groups: LossGroups | None = None) -> Tensor:
+    def forward(
+        self, logits: Tensor, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
+    ) -> Tensor:
         """Returns the scalar loss of logits ``b k W D H`` and integer labels ``b W D H``."""
-        return self.parts(logits, label, loss_groups).total
+        return self.parts(logits, label, loss_groups, annotated).total
 
-    def parts(self, logits: Tensor, label: Tensor, loss_groups: LossGroups | None = None) -> LossParts:
+    def parts(
+        self, logits: Tensor, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
+    ) -> LossParts:
         """Returns the loss and its terms."""
-        sums = self._over_voxels(logits, label)
-        return self._of(sums, self._count(label), loss_groups or LossGroups())
+        weights = self._weights_of(logits, annotated)
+        sums = self._over_voxels(logits, label, weights, annotated)
+        return self._of(sums, self._count(label, weights), loss_groups or LossGroups(), weights)
 
     def weighted(self, terms: Mapping[str, Number]) -> Number:
         """Returns the loss that these terms make."""
         weighted: list[Number] = [weight * terms[name] for name, weight in self.weights.items()]
         return reduce(operator.add, weighted)
 
-    def sums(self, logits: Tensor, label: Tensor) -> Tensor:
+    def sums(self, logits: Tensor, label: Tensor, annotated: Tensor | None = None) -> Tensor:
         """Returns the sums of a piece of one sample; those of all pieces, added, go to ``of_sums``."""
-        sums = self._over_voxels(logits, label).sum(0).double()
-        return torch.cat([sums, self._count(label)[None].double()])
+        weights = self._weights_of(logits, annotated)
+        sums = self._over_voxels(logits, label, weights, annotated).sum(0).double()
+        return torch.cat([sums, self._count(label, weights)[None].double()])
 
-    def of_sums(self, sums: Tensor) -> LossParts:
+    def of_sums(self, sums: Tensor, annotated: Tensor | None = None) -> LossParts:
         """Returns the loss of the sample whose pieces' ``sums`` were added."""
-        return self._of(sums[None, :-1], sums[-1], LossGroups())
+        own = sums[None, :-1]
+        return self._of(own, sums[-1], LossGroups(), self._weights_of(own, annotated))
 
-    def _over_voxels(self, logits: Tensor, label: Tensor) -> Tensor:
+    def _weights_of(self, like: Tensor, annotated: Tensor | None) -> Tensor | None:
+        """Returns the weight ``b k`` of each sample's classes, 0 where they are not annotated; None for 1 each."""
+        if annotated is None and not self.class_weights:
+            return None
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if not self.class_weights:
+            return annotated.to(dtype)  # type: ignore[union-attr]
+        weights = torch.tensor(self.class_weights, dtype=dtype, device=like.device).expand(len(like), -1)
+        return weights if annotated is None else weights * annotated
+
+    def _over_voxels(self, logits: Tensor, label: Tensor, weights: Tensor | None, annotated: Tensor | None) -> Tensor:
         """Returns each sample's sums ``b s`` over its voxels, term after term."""
         if label.shape != (logits.shape[0], *logits.shape[2:]):
             raise ValueError(f"labels {tuple(label.shape)} do not lie on the logits {tuple(logits.shape)}")
-        return sum_over_voxels(logits, label, self._sums_of_run)
+        for each in (weights, annotated):
+            if each is not None and each.shape != logits.shape[:2]:
+                raise ValueError(f"class weights {tuple(each.shape)} are not of the logits' {tuple(logits.shape[:2])}")
+        return sum_over_voxels(logits, label, lambda run, truth: self._sums_of_run(run, truth, weights, annotated))
 
-    def _sums_of_run(self, logits: Tensor, label: Tensor) -> Tensor:
+    def _sums_of_run(self, logits: Tensor, label: Tensor, weights: Tensor | None, annotated: Tensor | None) -> Tensor:
         """Returns ``_over_voxels`` of so few voxels that all of them are held at once."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if annotated is not None:  # a softmax would reach the others' logits too
+            logits = torch.where(_on_voxels(annotated, logits), logits, logits.detach())
         counted = None if self.ignore_label is None else label != self.ignore_label
         label = label.long() if counted is None else label.long().masked_fill(~counted, 0)
         voxels = Voxels(logits, label, self.regions)
@@ -92,21 +121,37 @@ class Loss(nn.Module):
             if isinstance(term, ClassTerm):
                 columns += term.each(voxels)
             else:
-                each = term.each(voxels)
-                columns.append((each.mean(1) if self.regions else each)[:, None])
+                columns.append(self._weighted_voxels(term.each(voxels), label, weights)[:, None])
         if counted is not None:
             weight = counted.to(logits.dtype)[:, None]
             columns = [column * weight for column in columns]
         return torch.cat([rearrange(column, "b k ... -> b k (...)").sum(2) for column in columns], 1)
 
-    def _count(self, label: Tensor) -> Tensor:
-        """Returns how many voxels count."""
-        if self.ignore_label is None:
-            return torch.tensor(label.numel(), device=label.device)
-        return torch.stack([(run != self.ignore_label).sum() for _, run in runs(label[:, None], label)]).sum()
+    def _weighted_voxels(self, each: Tensor, label: Tensor, weights: Tensor | None) -> Tensor:
+        """Returns what a voxel loses ``b ...``, by the weights of its label or of the regions."""
+        if self.regions:
+            return each.mean(1) if weights is None else (each * _on_voxels(weights, each)).sum(1)
+        return each if weights is None else each * _of_labels(weights, label)
 
-    def _of(self, sums: Tensor, count: Tensor, loss_groups: LossGroups) -> LossParts:
-        """Returns the loss of sums ``b s`` and of the number of counted voxels, both of this rank."""
+    def _count(self, label: Tensor, weights: Tensor | None) -> Tensor:
+        """Returns how many voxels count, or what they weigh."""
+        if self.ignore_label is None and weights is None:
+            return torch.tensor(label.numel(), device=label.device)
+        return torch.stack([self._count_run(run, weights) for _, run in runs(label[:, None], label)]).sum()
+
+    def _count_run(self, label: Tensor, weights: Tensor | None) -> Tensor:
+        counted = torch.ones_like(label, dtype=torch.bool) if self.ignore_label is None else label != self.ignore_label
+        if weights is None:
+            return counted.sum()
+        if self.regions:
+            return (counted.flatten(1).sum(1) * weights.sum(1)).sum()
+        return (_of_labels(weights, label.long().masked_fill(~counted, 0)) * counted).sum()
+
+    def _of(self, sums: Tensor, count: Tensor, loss_groups: LossGroups, weights: Tensor | None) -> LossParts:
+        """Returns the loss of sums ``b s``, of what the voxels weigh together, and of the classes' weights ``b k``.
+
+        All are those of this rank.
+        """
         num_means = sum(isinstance(term, VoxelTerm) for term in self.terms)
         num_outputs = (sums.shape[1] - num_means) // max(1, sum(_num_sums(term) for term in self.terms))
         widths = [_num_sums(term) * num_outputs or 1 for term in self.terms]
@@ -114,43 +159,72 @@ class Loss(nn.Module):
         whole_count: Tensor | None = None
         for term, own in zip(self.terms, sums.split(widths, 1)):
             if isinstance(term, ClassTerm):
-                terms[term.name] = self._class_mean(term, own, loss_groups)
+                terms[term.name] = self._class_mean(term, own, loss_groups, weights)
             else:
                 if whole_count is None:
-                    whole_count = self._whole_count(count.to(sums.dtype), loss_groups)
+                    whole_count = self._whole_count(count.to(sums.dtype), loss_groups, weights is not None)
+                    whole_count = whole_count.clamp(min=1 if weights is None else TINY)
                 summed = own.sum() if loss_groups.voxels is None else all_sum(own.sum(), loss_groups.voxels)
-                terms[term.name] = summed * loss_groups.num_sample_ranks / whole_count.clamp(min=1)
+                terms[term.name] = summed * loss_groups.num_sample_ranks / whole_count
         return LossParts(self.weighted(terms), terms)
 
-    def _whole_count(self, count: Tensor, loss_groups: LossGroups) -> Tensor:
-        """Returns the number of counted voxels of the batch."""
-        if self.ignore_label is None:  # every rank has as many samples, but boxes may differ
+    def _whole_count(self, count: Tensor, loss_groups: LossGroups, is_weighted: bool) -> Tensor:
+        """Returns the number of counted voxels of the batch, or what they weigh."""
+        if self.ignore_label is None and not is_weighted:  # every rank has as many samples, but boxes may differ
             count = count * loss_groups.num_sample_ranks
         else:
             for group in loss_groups.samples:
                 count = all_reduce(count, group)
         return count if loss_groups.voxels is None else all_reduce(count, loss_groups.voxels)
 
-    def _class_mean(self, term: ClassTerm, sums: Tensor, loss_groups: LossGroups) -> Tensor:
-        """Returns a term of classes of its sums ``b (s k)``."""
+    def _class_mean(self, term: ClassTerm, sums: Tensor, loss_groups: LossGroups, weights: Tensor | None) -> Tensor:
+        """Returns a term of classes of its sums ``b (s k)`` and of the classes' weights ``b k``."""
         sums = rearrange(sums, "b (s k) -> s b k", s=term.num_sums)
         if not term.background and not self.regions:
             sums = sums[:, :, 1:]
+            weights = None if weights is None else weights[:, 1:]
         if loss_groups.voxels is not None:
             sums = all_sum(sums, loss_groups.voxels)
         if term.batch:
-            sums = sums.sum(1, keepdim=True)
+            sums = (sums if weights is None else sums * (weights > 0)).sum(1, keepdim=True)
             for group in loss_groups.samples:
                 sums = all_sum(sums, group)
-        return 1 - term.score(sums).mean()
+        if weights is None:
+            return 1 - term.score(sums).mean()
+        lost = 1 - term.score(sums)
+        if term.batch:  # a class weighs what it weighs in any sample that shows it
+            shown = torch.stack([weights.sum(0), (weights > 0).to(weights.dtype).sum(0)])
+            for group in loss_groups.samples:
+                shown = all_reduce(shown, group)
+            weights = shown[0] / shown[1].clamp(min=1)
+            return (weights * lost).sum() / weights.sum().clamp(min=TINY)
+        total = weights.sum()
+        for group in loss_groups.samples:
+            total = all_reduce(total, group)
+        return (weights * lost).sum() * loss_groups.num_sample_ranks / total.clamp(min=TINY)
 
 
 def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
     """Raises ValueError for weights that the terms ``names`` cannot have."""
     if len(weights) != len(names):
         raise ValueError(f"loss weights {_spaced(weights)}: {len(names)} needed, for {' and '.join(names)}")
-    if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
-        raise ValueError(f"loss weights {_spaced(weights)} must not be negative, nor all zero")
+    check_signs("loss weights", weights)
+
+
+def check_signs(what: str, weights: Sequence[float]) -> None:
+    """Raises ValueError for weights of which one is negative or not finite, or all are zero; none are fine."""
+    if not all(0 <= weight < float("inf") for weight in weights) or (weights and not any(weights)):
+        raise ValueError(f"{what} {_spaced(weights)} must not be negative, nor all zero")
+
+
+def _on_voxels(each: Tensor, voxels: Tensor) -> Tensor:
+    """Returns ``b k`` so that it broadcasts to ``b k ...``."""
+    return each.view(*each.shape, *[1] * (voxels.ndim - 2))
+
+
+def _of_labels(weights: Tensor, label: Tensor) -> Tensor:
+    """Returns the weight ``b ...`` of each voxel's label."""
+    return weights.gather(1, label.flatten(1)).view_as(label)
 
 
 def _spaced(weights: Sequence[float]) -> str:

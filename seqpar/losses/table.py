@@ -17,9 +17,10 @@ def make_loss(
     weights: Sequence[float] = (),
     regions: Sequence[Sequence[int]] = (),
     ignore_label: int | None = None,
+    class_weights: Sequence[float] = (),
 ) -> Loss:
     """Returns the loss of that name; for ``weights`` and what follows see ``Loss``."""
-    return Loss(LOSSES[name](options), weights, regions, ignore_label)
+    return Loss(LOSSES[name](options), weights, regions, ignore_label, class_weights)
 
 
 class DiceCE(Loss):

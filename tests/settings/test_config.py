@@ -73,6 +73,7 @@ IMPOSSIBLE = {
     "--interpolation cubic": "--interpolation would do nothing: --augment none",
     "--loss best": "invalid choice",
     "--loss-weights 1": "2 needed, for dice and ce",
+    "--class-weights 0 0": "must not be negative, nor all zero",
     "--loss-weights 0 0": "nor all zero",
     "--loss focal --focal-gamma 0.5": "0, or at least 1",
     "--loss focal --loss-weights 2": "--loss-weights would do nothing: --loss focal has one term",

@@ -145,6 +145,7 @@ TRAINER = {
     "precision": ("--precision fp64", lambda t: next(t.net.parameters()).dtype),
     "loss": ("--loss focal", lambda t: list(t.loss.weights)),
     "loss_weights": ("--loss-weights 0.9 0.1", lambda t: t.loss.weights),
+    "class_weights": ("--class-weights 1 2", lambda t: t.loss.class_weights),
     "focal_gamma": ("--loss focal --focal-gamma 3", lambda t: getattr(t.loss.terms[0], "gamma", 2.0)),
     "dice": ("--dice squared", lambda t: t.loss.terms[0].squared),
     "dice_background": ("--dice-background", lambda t: t.loss.terms[0].background),

@@ -10,11 +10,15 @@ Split = tuple[tuple[str, ...], tuple[str, ...]]  # ids to train on, ids to valid
 
 @dataclass(frozen=True)
 class Case:
-    """One patient: a file per modality (or one 4-D file of them all), and the label where there is one."""
+    """One patient: a file per modality (or one 4-D file of them all), and the label where there is one.
+
+    ``annotated``: the values of the classes that the label shows, background apart; None for all.
+    """
 
     id: str
     images: tuple[Path, ...]
     label: Path | None = None
+    annotated: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from seqpar.data.errors import DataError, unreadable
+from seqpar.data.formats.annotations import with_annotations
 from seqpar.data.formats.brats import meaning_with, read_brats
 from seqpar.data.formats.case_lists import read_decathlon, read_fold_json
 from seqpar.data.formats.dataset import Case, Dataset, Split
@@ -26,6 +27,8 @@ _KNOWN = (
 def recognise(path_or_name: str | Path | int) -> Dataset:
     """Returns the description of a data set, with its splits if it defines any."""
     dataset = describe(path_or_name)
+    if dataset.labels:
+        dataset = with_annotations(dataset, find(path_or_name))
     if dataset.splits or not dataset.labels:
         return dataset
     try:

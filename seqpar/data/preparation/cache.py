@@ -6,7 +6,7 @@ OUT/cases/ID/locations.npy    n 3, class after class OUT/cases/ID/case.json     
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,9 @@ class PreparedDataset:
     recipe: Recipe
     cases: dict[str, PreparedCase]
     described: dict[str, Any]  # the data set's description in the index
+    annotated: dict[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # what labels show, of cases that do not show all
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -99,6 +102,7 @@ def open_cache(path: str | Path) -> PreparedDataset:
         recipe=Recipe.from_json(index["recipe"]),
         cases={name: PreparedCase(name, path / "cases" / name) for name in index["cases"]},
         described=description,
+        annotated={name: tuple(shown) for name, shown in description.get("annotated", {}).items()},
     )
 
 

@@ -81,6 +81,9 @@ def described(dataset: Dataset) -> dict[str, Any]:
         "values": [*ids, *([] if dataset.ignore_label is None else [dataset.ignore_label])],
         "splits": dataset.splits,
     }
+    shown = {case.id: [ids[v] for v in case.annotated] for case in dataset.cases if case.annotated is not None}
+    if shown:  # caches of data sets without such lists stay as they are
+        described["annotated"] = dict(sorted(shown.items()))
     return {key: plain(value) for key, value in described.items()}
 
 

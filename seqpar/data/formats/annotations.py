@@ -1,0 +1,90 @@
+"""Which classes the label of each case shows, where not every organ was drawn in every case.
+
+A data set lists them in one of three ways; a case that is not listed shows all classes:
+- ``"annotated": {"CASE": ["liver", "spleen"]}`` in its JSON file
+- ``annotated.csv`` beside it: a header ``case,liver,spleen``, and 1 or 0 for each case and class
+- ``annotated/CASE.txt`` beside it: a class a line
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from seqpar.data.errors import DataError, unreadable
+from seqpar.data.formats.dataset import Dataset
+from seqpar.data.formats.dataset_json import content_of
+
+Listed = dict[str, Sequence[str]]  # classes by case
+
+
+def with_annotations(dataset: Dataset, root: Path) -> Dataset:
+    """Returns the data set whose cases know which classes their labels show; ``root``: its folder or JSON file."""
+    folder, json = (root.parent, root) if root.suffix == ".json" else (root, root / "dataset.json")
+    content = content_of(json) if json.is_file() else {}
+    ways = {
+        json: content.get("annotated"),
+        folder / "annotated.csv": None,
+        folder / "annotated": None,
+    }
+    present = [path for path, listed in ways.items() if listed is not None or (path != json and path.exists())]
+    if not present:
+        return dataset
+    if len(present) > 1:
+        raise DataError(present[1], f"lists annotated classes, and so does {present[0].name}; keep one of them")
+    (path,) = present
+    if path == json:
+        listed = _checked_json(content["annotated"], path)
+    else:
+        listed = _read_csv(path) if path.suffix == ".csv" else _read_folder(path)
+    values = _values_of(listed, dataset, path)
+    cases = [replace(case, annotated=values.get(case.id)) for case in dataset.cases]
+    return replace(dataset, cases=tuple(cases))
+
+
+def _checked_json(listed: object, path: Path) -> Listed:
+    if not isinstance(listed, dict) or not all(isinstance(names, list) for names in listed.values()):
+        raise DataError(path, '"annotated" is no object of lists; {"CASE": ["liver", …], …} is needed')
+    return {str(case): [str(name) for name in names] for case, names in listed.items()}
+
+
+def _read_csv(path: Path) -> Listed:
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            rows = [[cell.strip() for cell in row] for row in csv.reader(file) if any(row)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(path, f"cannot be read ({error}); save it as CSV") from error
+    if not rows or rows[0][:1] != ["case"]:
+        raise DataError(
+            path, f"begins with {','.join(rows[0]) if rows else 'nothing'}; a header case,CLASS,… is needed"
+        )
+    header, listed = rows[0][1:], Listed()
+    for case, *marks in rows[1:]:
+        if len(marks) != len(header) or not set(marks) <= {"0", "1"}:
+            raise DataError(path, f"case {case} has {','.join(marks)}; 0 or 1 for each of {','.join(header)} is needed")
+        if case in listed:
+            raise DataError(path, f"lists case {case} twice; keep one of both lines")
+        listed[case] = [name for name, mark in zip(header, marks) if mark == "1"]
+    return listed
+
+
+def _read_folder(folder: Path) -> Listed:
+    try:
+        files = {file.stem: file.read_text() for file in sorted(folder.glob("*.txt")) if file.name[0] != "."}
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    return {case: [line.strip() for line in text.splitlines() if line.strip()] for case, text in files.items()}
+
+
+def _values_of(listed: Listed, dataset: Dataset, path: Path) -> Mapping[str, tuple[int, ...]]:
+    """Returns the listed classes' values in the label files, without the background."""
+    known = {name: value for name, value in dataset.labels.items() if value}
+    usable = {case.id for case in dataset.cases}
+    if dataset.faults:  # a case with a fault may be listed
+        usable |= listed.keys()
+    for case, names in listed.items():
+        if case not in usable:
+            raise DataError(path, f"lists case {case}, which the data set does not have; correct or remove it")
+        if unknown := [name for name in names if name not in known and name not in dataset.labels]:
+            raise DataError(path, f"says that case {case} shows {unknown[0]}; the classes are {', '.join(known)}")
+    return {case: tuple(sorted(known[name] for name in set(names) & known.keys())) for case, names in listed.items()}

@@ -1,0 +1,136 @@
+"""Which classes a case's label shows: listed in three ways, checked, kept in the cache."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.recognise import recognise
+from seqpar.data.preparation.prepare import open_cache, prepare
+from tests.support.folders import label_array, nnunet, save, write_json
+
+LABELS = {"background": 0, "liver": 1, "spleen": 2, "kidney": 5}
+SHOWN = {"c_000": (1, 5), "c_001": (2,), "c_002": ()}  # c_003 shows all
+
+
+def organs(root: Path, **more: object) -> Path:
+    """Writes four cases whose labels have the classes that they show."""
+    nnunet(root, cases=4, labels=LABELS, **more)
+    for case, shown in {**SHOWN, "c_003": (1, 2, 5)}.items():
+        save(root / "labelsTr" / f"{case}.nii.gz", label_array(shown))
+    return root
+
+
+def names(values: tuple[int, ...]) -> list[str]:
+    return [name for name, value in LABELS.items() if value in values]
+
+
+def by_json(root: Path) -> None:
+    organs(root, annotated={case: names(shown) for case, shown in SHOWN.items()})
+
+
+def by_csv(root: Path) -> None:
+    organs(root)
+    rows = [",".join([case, *("10"[value not in shown] for value in (2, 1, 5))]) for case, shown in SHOWN.items()]
+    (root / "annotated.csv").write_text("\n".join(["case, spleen,liver,kidney", *rows, ""]))
+
+
+def by_files(root: Path) -> None:
+    organs(root)
+    (root / "annotated").mkdir()
+    for case, shown in SHOWN.items():
+        (root / "annotated" / f"{case}.txt").write_text("background\n" + "\n".join(names(shown)))
+
+
+@pytest.mark.parametrize("write", [by_json, by_csv, by_files])
+def test_three_ways_say_the_same_and_the_cache_keeps_it(write, tmp_path: Path) -> None:
+    write(tmp_path / "D")
+    data = recognise(tmp_path / "D")
+    assert not data.faults and {case.id: case.annotated for case in data.cases} == {**SHOWN, "c_003": None}
+    report = prepare(data, tmp_path / "cache", workers=0)
+    assert not report.faults and len(report.prepared) == 4
+    assert open_cache(tmp_path / "cache").annotated == {"c_000": (1, 3), "c_001": (2,), "c_002": ()}
+
+
+def test_a_data_set_without_lists_keeps_its_cache(tmp_path: Path) -> None:
+    data = recognise(organs(tmp_path / "D"))
+    prepare(data, tmp_path / "cache", workers=0)
+    cache = open_cache(tmp_path / "cache")
+    assert cache.annotated == {} and "annotated" not in cache.described
+    by_csv(tmp_path / "D")  # the same labels again, but later
+    report = prepare(recognise(tmp_path / "D"), tmp_path / "cache", workers=0)
+    assert not report.prepared and len(report.kept) == 4, "files are compared, and no case is prepared again"
+    assert open_cache(tmp_path / "cache").annotated["c_001"] == (2,)
+
+
+def test_voxels_of_a_class_that_is_not_listed_are_a_fault_of_the_case(tmp_path: Path) -> None:
+    by_json(tmp_path / "D")
+    save(tmp_path / "D" / "labelsTr" / "c_001.nii.gz", label_array((1, 2)))
+    report = prepare(recognise(tmp_path / "D"), tmp_path / "cache", workers=0)
+    (fault,) = report.faults
+    assert "c_001.nii.gz" in fault.path and "voxels of value [1]" in fault.problem and "case c_001" in fault.problem
+    organs(tmp_path / "E")
+    prepare(recognise(tmp_path / "E"), tmp_path / "other", workers=0)
+    write_json(tmp_path / "E" / "annotated.json", {})  # no such way: it is ignored
+    (tmp_path / "E" / "annotated.csv").write_text("case,liver\nc_003,1\n")
+    report = prepare(recognise(tmp_path / "E"), tmp_path / "other", workers=0)
+    assert [fault.problem[:26] for fault in report.faults] == ["has voxels of value [2, 5]"], "of kept cases too"
+
+
+BAD = {
+    "case,liver\nc_009,1\n": "lists case c_009, which the data set does not have",
+    "case,heart\nc_000,1\n": "says that case c_000 shows heart; the classes are liver, spleen, kidney",
+    "case,liver\nc_000,yes\n": "case c_000 has yes; 0 or 1 for each of liver",
+    "case,liver\nc_000,1\nc_000,0\n": "lists case c_000 twice",
+    "id,liver\nc_000,1\n": "begins with id,liver; a header case,CLASS",
+    "": "begins with nothing",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_bad_table_is_refused_with_what_is_needed(text: str, tmp_path: Path) -> None:
+    organs(tmp_path / "D")
+    (tmp_path / "D" / "annotated.csv").write_text(text)
+    with pytest.raises(DataError, match="annotated.csv") as fault:
+        recognise(tmp_path / "D")
+    assert BAD[text] in str(fault.value)
+
+
+def test_two_ways_at_once_and_a_list_of_another_kind_are_refused(tmp_path: Path) -> None:
+    by_json(tmp_path / "D")
+    (tmp_path / "D" / "annotated.csv").write_text("case,liver\nc_000,1\n")
+    with pytest.raises(DataError, match="and so does dataset.json; keep one"):
+        recognise(tmp_path / "D")
+    organs(tmp_path / "E", annotated=["c_000"])
+    with pytest.raises(DataError, match="is no object of lists"):
+        recognise(tmp_path / "E")
+
+
+def test_hidden_classes_have_no_scores() -> None:
+    from seqpar.launch.evaluation.scores import score, summarise
+
+    truth, prediction = np.zeros((2, 6, 6, 6), np.uint8)
+    truth[:3], prediction[:2], prediction[4:] = 1, 1, 2
+    classes = {"liver": (1,), "spleen": (2,), "both": (1, 2)}
+    for more in ({}, {"lesion_wise": True}, {"surfaces": False}, {"empty": "brats"}):
+        full = score(truth, prediction, classes, (1, 1, 1), **more)
+        part = score(truth, prediction, classes, (1, 1, 1), hidden=("spleen", "both"), **more)
+        assert part["liver"] == full["liver"] and all(part[name].keys() == full[name].keys() for name in classes)
+        assert np.isnan(part["spleen"]["Dice"]) and part["spleen"]["FP"] == part["spleen"]["TN"] == 0
+        summary = summarise([part, full])
+        assert summary["num_values"]["both"]["Dice"] == 1
+        assert summary["global"]["both"]["Dice"] == summary["mean"]["both"]["Dice"] == full["both"]["Dice"]
+
+
+def test_evaluation_of_a_data_set_scores_what_its_labels_show(tmp_path: Path) -> None:
+    from seqpar.launch import evaluate
+
+    by_csv(tmp_path / "D")
+    for n in range(4):
+        save(tmp_path / "out" / f"c_{n:03d}.nii.gz", label_array((1, 2, 5)))
+    assert evaluate.act([str(tmp_path / "D"), str(tmp_path / "out"), "--workers", "1"]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert {key: row["Dice"] for key, row in summary["num_values"].items()} == {"1": 2, "2": 2, "5": 2}
+    assert len(summary["metric_per_case"]) == 4
