@@ -3,6 +3,7 @@
 Legend: ``c`` channels, ``W D H`` voxels, ``k`` classes. "Prepared" arrays are canonical, cropped, resampled.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,6 +121,18 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe) -> Prepared:
         Properties(geometry, box, shape, spacing, recipe.schemes, means, stds, recipe.values, counts),
         digests,
     )
+
+
+def refuse_unannotated(case: Case, counts: Sequence[int], recipe: Recipe) -> None:
+    """Raises DataError if a label has voxels of a class that it is not said to show."""
+    if case.annotated is None or case.label is None:
+        return
+    shown = {0, *case.annotated, *recipe.values[len(recipe.values) - recipe.has_ignore :]}
+    if extra := [value for value, count in zip(recipe.values, counts) if count and value not in shown]:
+        raise DataError(
+            case.label, f"has voxels of value {extra}, whose classes the data set does not list as annotated in case "
+            f"{case.id}: list them, or erase the voxels"
+        )  # fmt: skip
 
 
 def labels_to_source(ids: np.ndarray, properties: Properties, fill: int = 0) -> np.ndarray:

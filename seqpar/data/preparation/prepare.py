@@ -1,7 +1,7 @@
 """Prepares a data set: each case once, into a cache that training maps; resumes, and updates what changed."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ from seqpar.data.preparation.case import (
     labels_to_source,
     load_case,
     prepare_case,
+    refuse_unannotated,
 )
 from seqpar.data.preparation.recipe import (
     Finding,
@@ -188,7 +189,7 @@ class _Work:
         labelled(case)
         sources, record = sources_of(case), read_record(self.out, case.id)
         if record is not None and Recipe.from_json(record["recipe"]) == self.recipe:
-            _refuse_unannotated(case, record["properties"]["counts"], self.recipe)
+            refuse_unannotated(case, record["properties"]["counts"], self.recipe)
             if record["sources"] == sources:
                 return False
             if record["digests"] == [digest_file(path) for path in files_of(case)]:  # touched, or moved
@@ -197,7 +198,7 @@ class _Work:
                     write_json(self.out / "cases" / case.id / "case.json", {**record, "sources": sources})
                 return False
         prepared_case = prepare_case(case, self.recipe)
-        _refuse_unannotated(case, prepared_case.properties.counts, self.recipe)
+        refuse_unannotated(case, prepared_case.properties.counts, self.recipe)
         write_case(self.out, case.id, prepared_case, self.recipe, sources)
         return True
 
@@ -206,18 +207,6 @@ def labelled(case: Case) -> None:
     """Raises DataError if a case has no label."""
     if case.label is None:
         raise DataError(case.images[0], "has no label; add it, or remove the image")
-
-
-def _refuse_unannotated(case: Case, counts: Sequence[int], recipe: Recipe) -> None:
-    """Raises DataError if a label has voxels of a class that it is not said to show."""
-    if case.annotated is None or case.label is None:
-        return
-    shown = {0, *case.annotated, *recipe.values[len(recipe.values) - recipe.has_ignore :]}
-    if extra := [value for value, count in zip(recipe.values, counts) if count and value not in shown]:
-        raise DataError(
-            case.label, f"has voxels of value {extra}, whose classes the data set does not list as annotated in case "
-            f"{case.id}: list them, or erase the voxels"
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
