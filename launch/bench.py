@@ -12,6 +12,7 @@ from seqpar.launch.benches.series import Progress, Series, run_series
 from seqpar.launch.benches.table import Table
 from seqpar.launch.job.exit_codes import run
 from seqpar.launch.runs.journal import clock
+from seqpar.launch.settings.command_line import Parser
 
 # subject → modules of benches/ that have series(), imported only when they are measured
 SUBJECTS = {
@@ -90,7 +91,7 @@ def estimate(planned: Sequence[Planned]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="seqpar-bench", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="seqpar-bench", description=__doc__, allow_abbrev=False)
     subjects = f"what to measure: {', '.join(SUBJECTS)} (default: all)"
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=subjects)
     quick = "measure smaller cases in fewer turns: at most 3 minutes a subject on 2 CPU cores"

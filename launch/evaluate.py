@@ -14,6 +14,7 @@ from seqpar.launch.evaluation.label_files import Pair, dataset_at, match_cases, 
 from seqpar.launch.evaluation.scores import EmptyPolicy, Scores, format_table, summarise
 from seqpar.launch.evaluation.summary_files import csv_text, summary_content, write_output
 from seqpar.launch.job.exit_codes import DATA, run
+from seqpar.launch.settings.command_line import Parser
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -66,7 +67,7 @@ def _write(
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the command line, checked."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="evaluate.py", description="Compares predicted label maps with the true ones.", allow_abbrev=False
     )
     add = parser.add_argument

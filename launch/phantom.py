@@ -1,6 +1,5 @@
 """Writes a phantom data set: ``python launch/phantom.py --cases 24 --out DIR``."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -9,11 +8,12 @@ from seqpar.data.phantom.brain import DEFAULT_SIZE
 from seqpar.data.phantom.files import LAYOUTS, PhantomSettings, write_phantom
 from seqpar.launch.job.exit_codes import run
 from seqpar.launch.job.progress_bar import ProgressBar
+from seqpar.launch.settings.command_line import Parser
 
 
 def act(arguments: Sequence[str]) -> int:
     """Writes the cases; returns exit code 0."""
-    parser = argparse.ArgumentParser(prog="seqpar-phantom", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="seqpar-phantom", description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", required=True, help="folder to write the data set to")
     parser.add_argument("--cases", type=int, default=24, help="number of patients (%(default)s)")
     parser.add_argument("--layout", choices=LAYOUTS, default="brats", help="names of folders and files (%(default)s)")

@@ -18,14 +18,15 @@ from seqpar.launch.job import exit_codes
 from seqpar.launch.planning.answer import answer, header, table
 from seqpar.launch.planning.fit import SIZES, plans, refusal, smallest
 from seqpar.launch.planning.needs import Run
-from seqpar.launch.settings.command_line import parse, refuse_idle
+from seqpar.launch.settings.command_line import Parser, parse, refuse_idle
 from seqpar.launch.settings.config import AUTO, Config
 
 
 def act(arguments: Sequence[str]) -> int:
     """Prints the plan and returns 0; raises where no group fits."""
-    own, rest = _parser().parse_known_args(list(arguments))
-    preset, config, flags = parse(rest, "paper")
+    parser = _parser()
+    own, rest = parser.parse_known_args(list(arguments))
+    preset, config, flags = parse(rest, "paper", tuple(parser._option_string_actions))
     refuse_idle(config, flags - {"measured"})  # seconds are planned with it in any case
     tile = tuple(own.volume or config.tile)
     padded = tuple(math.ceil(side / config.patch) * config.patch for side in tile)
@@ -45,7 +46,7 @@ def act(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "plan", description=__doc__, allow_abbrev=False, epilog="All flags of train are taken as well: train --help."
     )
     device = (

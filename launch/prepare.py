@@ -12,6 +12,7 @@ from seqpar.data.preparation.prepare import PrepareSettings, Report, cache_folde
 from seqpar.data.preparation.source_check import check_sources
 from seqpar.launch.job.exit_codes import DATA, run
 from seqpar.launch.job.progress_bar import ProgressBar
+from seqpar.launch.settings.command_line import Parser
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -66,7 +67,7 @@ def _print_faults(faults: Sequence[DataError], what: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="prepare", description="Prepares a data set for training.")
+    parser = Parser(prog="prepare", description="Prepares a data set for training.", allow_abbrev=False)
     parser.add_argument(
         "data", help="folder of the data set, list of cases (.json), or name or number under nnUNet_raw"
     )

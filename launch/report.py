@@ -14,6 +14,7 @@ from seqpar.launch.reporting.images import find_images
 from seqpar.launch.reporting.page import page
 from seqpar.launch.reporting.record import CaseScores, read_record, read_scores, score_folders
 from seqpar.launch.reporting.viewer import load_worst, section
+from seqpar.launch.settings.command_line import Parser
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -47,7 +48,7 @@ def act(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the command line, checked."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="report.py", description="Writes one HTML page about a run, to open and to send.", allow_abbrev=False
     )
     add = parser.add_argument

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,13 +21,33 @@ _OF_GROUPS = ("split", "mode", "attention", "keep_kv", "heads_per_chunk")
 
 
 class Parser(argparse.ArgumentParser):
+    """A parser whose errors are a user's: one line, with the flag nearest to an unknown one.
+
+    ``others``: flags of the same command that another parser takes.
+    """
+
+    others: Sequence[str] = ()
+
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (--help lists all)")
+        raise ValueError(f"{message}{self._nearest(message)} (--help lists all)")
+
+    def _nearest(self, message: str) -> str:
+        """Returns which flags are nearest to those that a message calls unrecognized, "" where it does not."""
+        _, is_unknown, words = message.partition("unrecognized arguments: ")
+        typed = [word.partition("=")[0] for word in words.split() if word.startswith("--")] if is_unknown else []
+        known = [*self._option_string_actions, *self.others]
+        pairs = [(word, near) for word in typed for near in difflib.get_close_matches(word, known, 1)]
+        return "".join(f"; nearest to {word} is {near}" for word, near in pairs)
 
 
-def parse(arguments: Sequence[str], default_preset: str) -> tuple[str, Config, set[str]]:
-    """Returns the preset's name, the config, and the names of the settings that the command line has."""
-    parsed = vars(_parser(default_preset).parse_args(list(arguments)))
+def parse(arguments: Sequence[str], default_preset: str, others: Sequence[str] = ()) -> tuple[str, Config, set[str]]:
+    """Returns the preset's name, the config, and the names of the settings that the command line has.
+
+    ``others``: flags of the same command that are no settings.
+    """
+    parser = _parser(default_preset)
+    parser.others = others
+    parsed = vars(parser.parse_args(list(arguments)))
     preset = parsed.pop("preset", None) or default_preset
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()

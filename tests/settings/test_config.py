@@ -1,5 +1,6 @@
 """Settings: presets, impossible combinations, --help, times."""
 
+import importlib
 import json
 import math
 import signal
@@ -96,6 +97,27 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_does(flags, line):
         _, config, names = parse([*flags, *line.split()], "debug")
         refuse_idle(config, names - {"decoder_width"} if "primus" not in line else names)
         refuse(choose_batch(config))
+
+
+UNKNOWN = {
+    "train --epoch=9": "nearest to --epoch is --epochs",
+    "plan --memroy 40 --ptch 4": "nearest to --memroy is --memory; nearest to --ptch is --patch",
+    "predict RUN -i a -o b --checkpont last": "nearest to --checkpont is --checkpoint",
+    "prepare DATA --chek": "nearest to --chek is --check",
+    "evaluate a b --lesionwise": "nearest to --lesionwise is --lesion-wise",
+    "report RUN --case 3": "nearest to --case is --cases",
+    "phantom --out a --size 8 8 8 --sed 3": "nearest to --sed is --seed",
+    "bench --writ": "nearest to --writ is --write",
+    "doctor --time-limt 9": "nearest to --time-limt is --time-limit",
+    "train --zzz": r"unrecognized arguments: --zzz \(--help",
+}
+
+
+@pytest.mark.parametrize("line", UNKNOWN)
+def test_unknown_flags_get_the_nearest(line):
+    name, *arguments = line.split()
+    with pytest.raises(ValueError, match=UNKNOWN[line]):
+        importlib.import_module(f"seqpar.launch.{name}").act(arguments)
 
 
 def test_help_is_read_in_a_minute(capsys):
