@@ -114,6 +114,18 @@ def _size(text: str) -> int:
     return number
 
 
+def shortened_warmup(config: Config, names: set[str]) -> tuple[Config, str]:
+    """Returns the config with a warm-up that leaves an epoch, and a line that says so; "" where it did already.
+
+    ``names``: the settings on the command line; a warm-up among them is not changed.
+    """
+    if "warmup" in names or config.warmup < max(config.epochs, 1):
+        return config, ""
+    epochs = max(config.epochs, 1) - 1
+    line = f"--warmup: {epochs} of the preset's {config.warmup} epochs, as the run has {config.epochs}"
+    return replace(config, warmup=epochs), line
+
+
 def refuse_idle(config: Config, names: set[str]) -> None:
     """Refuses settings on the command line (``names``) without effect on the run of ``config``."""
     kind = OPTIMIZERS[config.optimizer]

@@ -16,7 +16,7 @@ from seqpar.launch.planning.batch_size import hold_global_batch, keep_global_bat
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.runs.run_folder import read_config
 from seqpar.launch.runs.start_history import changed_settings
-from seqpar.launch.settings.command_line import continued, idle_in_groups_of_one, parse, refuse_idle
+from seqpar.launch.settings.command_line import continued, idle_in_groups_of_one, parse, refuse_idle, shortened_warmup
 from seqpar.launch.settings.config import AUTO, Config
 from seqpar.launch.training.data import TrainingData, open_data
 
@@ -72,7 +72,10 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
         tiles_per_step = saved["layout"]["data"] * config.batch * config.accumulate
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     refuse_idle(config, line.flags)
+    config, warmup = shortened_warmup(config, line.flags)
     config, choices, data = _choose_open_settings(config, launcher)
+    if warmup:
+        choices = {"warmup": (warmup,), **choices}
     if line.config.out != line.asked_out:
         sentence = f"--again: {line.asked_out} holds a run that has ended, so this one goes into {config.out}"
         choices = {"out_choice": (sentence,), **choices}

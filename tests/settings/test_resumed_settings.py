@@ -96,6 +96,23 @@ def test_make_train_again_continues_what_was_interrupted_and_else_takes_the_next
         request.read_request(["--again"], Launcher("alone"))
 
 
+def test_a_presets_warm_up_is_shortened_where_it_leaves_no_epoch_and_ones_own_is_refused(tmp_path):
+    def order(*flags: str):
+        return request.read_request(["--preset", "laptop", "--dry-run", *flags], Launcher("alone"))
+
+    assert PRESETS["laptop"]().warmup == 1 == order("--epochs", "2").config.warmup
+    short = order("--epochs", "1")
+    assert short.config.warmup == 0 and short.config.epochs == 1
+    assert first_lines(short, Launcher("alone")).splitlines()[0] == (
+        "--warmup: 0 of the preset's 1 epochs, as the run has 1"
+    )
+    assert "warmup" not in order("--epochs", "2").choices
+    with pytest.raises(ValueError, match="--warmup 1 leaves no epoch of 1: use --warmup 0"):
+        order("--epochs", "1", "--warmup", "1")
+    with pytest.raises(ValueError, match="--epochs 0: it must be at least 1"):
+        order("--epochs", "0")
+
+
 def test_what_a_resumed_run_changes_is_announced_and_kept(tmp_path):
     config = replace(PRESETS["debug"](), batch=2, out=str(tmp_path))
     started = with_this_start([], 0, 1, {})
