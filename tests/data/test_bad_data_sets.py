@@ -50,7 +50,7 @@ WHOLE_SET: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "dataset.json",
         "regions_class_order is None",
     ),
-    "files that are no NIfTI": (lambda r: describe(r, file_ending=".mha"), "dataset.json", "convert"),
+    "files that are no volumes": (lambda r: describe(r, file_ending=".png"), "dataset.json", "convert"),
     "no cases": (lambda r: [file.unlink() for file in r.glob("*Tr/*")], "", "no cases"),
     "no folder of labels": (lambda r: (r / "labelsTr").rename(r / "other"), "labelsTr", "is missing"),
     "no foreground anywhere": (
