@@ -16,6 +16,11 @@ from seqpar.launch.evaluation.summary_files import csv_text, summary_content, wr
 from seqpar.launch.job.exit_codes import DATA, run
 from seqpar.launch.settings.command_line import Parser
 
+WORDS = (
+    "(mean, median: over cases; global: of the voxels of all cases together; HD95: the distance of the surfaces in mm "
+    "that 95 % do not exceed; NSD: the share of both surfaces that lies within --nsd-tolerance of the other)"
+)
+
 
 def act(arguments: Sequence[str]) -> int:
     """Scores the cases and prints a line per case, a table, the faults and one line that sums up; returns the code."""
@@ -51,7 +56,7 @@ def _write(
 ) -> str:
     """Prints the table and writes both files, a failure being one more fault; returns the line that sums up."""
     summary = summarise([scores for _, scores in cases])
-    print(f"\n{format_table(summary, labels.classes)}\n", flush=True)
+    print(f"\n{format_table(summary, labels.classes)}\n{WORDS}\n", flush=True)
     content = summary_content(cases, labels, summary) | {"settings": settings, "faults": list(map(str, faults))}
     texts = {options.json: json.dumps(content, indent=2) + "\n", options.csv: csv_text(cases, labels)}
     for path, text in texts.items():

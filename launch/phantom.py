@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from seqpar.data.phantom.brain import DEFAULT_SIZE
 from seqpar.data.phantom.files import LAYOUTS, PhantomSettings, write_phantom
+from seqpar.launch.job.display import coloured
 from seqpar.launch.job.exit_codes import run
+from seqpar.launch.job.next_command import next_command
 from seqpar.launch.job.progress_bar import ProgressBar
 from seqpar.launch.settings.command_line import Parser
 
@@ -32,6 +34,7 @@ def act(arguments: Sequence[str]) -> int:
     settings = PhantomSettings(options.layout, (width, depth, height), options.seed)
     root = write_phantom(options.out, options.cases, settings, options.workers, ProgressBar("phantom"))
     print(f"{options.cases} cases in {root}")
+    print(coloured(f"next: {next_command('train', '--data', root)}", sys.stdout))
     return 0
 
 

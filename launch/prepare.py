@@ -10,7 +10,9 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import Dataset, recognise
 from seqpar.data.preparation.prepare import PrepareSettings, Report, cache_folder, check_cache, is_current, prepare
 from seqpar.data.preparation.source_check import check_sources
+from seqpar.launch.job.display import coloured
 from seqpar.launch.job.exit_codes import DATA, run
+from seqpar.launch.job.next_command import next_command
 from seqpar.launch.job.progress_bar import ProgressBar
 from seqpar.launch.settings.command_line import Parser
 
@@ -35,7 +37,12 @@ def act(arguments: Sequence[str]) -> int:
         )
         return 128 + signal.SIGINT
     _print_report(report)
-    return _print_faults(report.faults, "data set")
+    code = _print_faults(report.faults, "data set")
+    if code == 0:
+        more = ["--cache", options.out] if options.out else []
+        more += ["--spacing", options.spacing] if options.spacing != "source" else []
+        print(coloured(f"next: {next_command('train', '--data', options.data, *more)}", sys.stdout))
+    return code
 
 
 def _check(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int | None) -> int:

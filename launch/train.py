@@ -15,6 +15,7 @@ from seqpar.consensus import broadcast_text, by_first
 from seqpar.environment import Launcher, flight_recorder, read_launcher
 from seqpar.launch.job import exit_codes
 from seqpar.launch.job.local_ranks import die_with_parent, start_missing_ranks
+from seqpar.launch.job.run_log import RunLog, recorded
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.planning.answer import rehearsal
 from seqpar.launch.planning.auto_settings import choose_attention
@@ -23,6 +24,7 @@ from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import seconds
 from seqpar.launch.training.data import open_data
+from seqpar.launch.training.data_summary import summary_of_data
 from seqpar.launch.training.failure import end
 from seqpar.launch.training.request import DRY_RUN_SIZES, RunRequest, read_request, refuse_other_run
 from seqpar.launch.training.setup import first_lines, make_trainer, open_folder
@@ -54,11 +56,18 @@ def act(arguments: Sequence[str]) -> int:
 
 def _train(request: RunRequest, launcher: Launcher) -> int:
     """Returns the exit code after this rank's share of the run."""
+    with recorded(launcher.rank == 0) as log:
+        return _run(request, launcher, log)
+
+
+def _run(request: RunRequest, launcher: Launcher, log: RunLog) -> int:
     config = request.config
     if launcher.rank == 0:
         print(first_lines(request, launcher), flush=True)
     stopper = Stopper(seconds(config.time_limit))
     data = request.data or open_data(config, launcher.rank == 0)
+    if launcher.rank == 0:
+        print(summary_of_data(data, config.fold), flush=True)
     os.environ.update(flight_recorder(os.environ, config.out, torch.__version__))
     with start(config.seqpar, None, config.device, config.start_timeout, config.debug_collectives) as mesh:
         seed(config.seed)
@@ -73,7 +82,7 @@ def _train(request: RunRequest, launcher: Launcher) -> int:
 
         stopper.begin(mesh, write_preempted)
         try:
-            number, text = by_first(lambda: open_folder(status, lock, config), mesh.world)
+            number, text = by_first(lambda: open_folder(status, lock, config, log), mesh.world)
             lock.ticket = (number, text)
             trainer = make_trainer(request, mesh, data, status)
             finished = trainer.run(stopper)

@@ -1,9 +1,9 @@
 """Predicts case after case: the next one is prepared while this one is predicted and written."""
 
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from seqpar.data.formats.prediction_inputs import find_inputs
 from seqpar.data.preparation.case import Prepared, load_case, prepare_loaded
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.launch.evaluation.classes import labels_of_declaration
+from seqpar.launch.inference.case_progress import CaseProgress
 from seqpar.launch.inference.class_statistics import ClassStatistics
 from seqpar.launch.inference.prediction_folder import PredictionFolder
 from seqpar.launch.inference.predictor import Predictor, Settings
 from seqpar.launch.inference.whole_volume_memory import footprint
 from seqpar.launch.inference.windows import WindowGrid
+from seqpar.launch.job.next_command import next_command
 from seqpar.launch.runs.trained_run import Run, find_weights, fitting_mode, load_nets
 from seqpar.launch.weights.checkpoint import digest
 from seqpar.mesh import Mesh
@@ -59,25 +61,25 @@ def predict_cases(request: Request, settings: Settings, run: Run, mesh: Mesh) ->
     plan = by_first(lambda: _plan(folder, request, _record(request, settings, run, weights, mesh), run), mesh.world)
     cases = [Case(name, tuple(map(Path, images))) for name, images in plan["cases"]]
     faults: list[str] = list(plan["faults"])
-    if mesh.is_first:
-        done = f" ({plan['num_done']} are done)" if plan["num_done"] else ""
-        files = ", ".join(map(str, weights))
-        print(f"predicting {len(cases)} cases{done} by {files}; {_ranks_line(request, run, mesh)}", flush=True)
-        for fault in faults:
-            print(f"error: {fault}", file=sys.stderr, flush=True)
+    shown = CaseProgress(cases, mesh.is_first)
+    done = f" ({plan['num_done']} are done)" if plan["num_done"] else ""
+    files = ", ".join(map(str, weights))
+    shown.say(f"predicting {len(cases)} cases{done} by {files}; {_ranks_line(request, run, mesh)}")
+    for fault in faults:
+        shown.complain(fault)
     prepared_cases = _PreparedCases(cases, run.recipe, keep_images=request.statistics)
-    for number, case in enumerate(cases):
-        try:
-            _predict_case(predictor, folder, prepared_cases, number)
-        except ValueError as error:
-            if isinstance(error, DataError) and error.path == str(request.output):
-                raise
-            faults.append(str(error) if isinstance(error, DataError) else f"{case.id}: {error}")
-            if mesh.is_first:
-                print(f"error: {faults[-1]}", file=sys.stderr, flush=True)
-    if mesh.is_first:
-        failed = f", faults {len(faults)}" if faults else ""
-        print(f"cases {len(cases)}{failed}: {request.output}", flush=True)
+    with closing(shown):
+        for number, case in enumerate(cases):
+            try:
+                _predict_case(predictor, folder, prepared_cases, number, shown)
+            except ValueError as error:
+                if isinstance(error, DataError) and error.path == str(request.output):
+                    raise
+                faults.append(str(error) if isinstance(error, DataError) else f"{case.id}: {error}")
+                shown.complain(faults[-1])
+    failed = f", faults {len(faults)}" if faults else ""
+    shown.say(f"cases {len(cases)}{failed}: {request.output}")
+    shown.say(f"next: {next_command('evaluate', 'TRUTH', request.output)}  (TRUTH: folder of the true label maps)")
     return faults
 
 
@@ -150,22 +152,28 @@ class _PreparedCases:
         return prepare_loaded(loaded, case, self.recipe), loaded.image if self.keep_images else None
 
 
-def _predict_case(predictor: Predictor, folder: PredictionFolder, prepared_cases: _PreparedCases, number: int) -> None:
+def _predict_case(
+    predictor: Predictor,
+    folder: PredictionFolder,
+    prepared_cases: _PreparedCases,
+    number: int,
+    shown: CaseProgress,
+) -> None:
     """Predicts one case and writes its files; what fails on one rank is raised on all."""
     mesh, settings, run, case = predictor.mesh, predictor.settings, predictor.run, prepared_cases.cases[number]
     started = time.perf_counter()
+    tell = shown.begin(number)
     image, shape, prepared = predictor.distribute(lambda: prepared_cases.take(number))
     voxels = "x".join(map(str, image.shape[1:]))
     if settings.window == "whole":
         memory = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), mesh)
-        if mesh.is_first:
-            print(f"{case.id}: a whole pass over {voxels} voxels takes {memory}", flush=True)
+        shown.say(f"{case.id}: a whole pass over {voxels} voxels takes {memory}")
     probabilities = folder.probability_file(case, shape, not run.learns_regions) if mesh.is_first else None
     write_rows = None
     if folder.outputs:
         write_rows = _ignore_rows if probabilities is None else probabilities.write_rows
     try:
-        ids = predictor.class_ids(image, shape, write_rows)
+        ids = predictor.class_ids(image, shape, write_rows, tell)
 
         def write() -> None:
             assert prepared is not None
@@ -180,7 +188,7 @@ def _predict_case(predictor: Predictor, folder: PredictionFolder, prepared_cases
         count = len(WindowGrid.of(image.shape[1:], settings.sliding(run.config.tile)).corners)
         windows = "one pass" if settings.window == "whole" else f"{count} window{'s' if count > 1 else ''}"
         seconds = time.perf_counter() - started
-        print(f"{case.id}: {voxels} voxels, {windows}, {seconds:.1f} s: {folder.label_path(case)}", flush=True)
+        shown.say(f"{case.id}: {voxels} voxels, {windows}, {seconds:.1f} s: {folder.label_path(case)}")
 
 
 def _ignore_rows(first_row: int, rows: Tensor) -> None:

@@ -19,6 +19,7 @@ from seqpar.consensus import by_first
 from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import Geometry, geometry_of, make_geometry, to_canonical
 from seqpar.data.preparation.case import Loaded, Prepared, Properties, labels_to_source, prepare_loaded
+from seqpar.data.workers import Tell, unheard
 from seqpar.launch.inference.logits_to_labels import WriteRows, slabs_to_labels
 from seqpar.launch.inference.sliding_window import Image, sliding_window, whole_volume
 from seqpar.launch.inference.small_components import drop_small_components, parse_min_component
@@ -115,16 +116,19 @@ class Predictor:
         header.set_data_dtype(labels.dtype)
         return nibabel.Nifti1Image(labels, loaded.geometry.affine, header)
 
-    def class_ids(self, image: Image, to_shape: Sequence[int], write_rows: WriteRows | None = None) -> Tensor:
+    def class_ids(
+        self, image: Image, to_shape: Sequence[int], write_rows: WriteRows | None = None, tell: Tell = unheard
+    ) -> Tensor:
         """Returns the class ids of a prepared image ``c W D H``, resampled to ``to_shape``; the same on all ranks.
 
         ``write_rows`` takes the probabilities; pass it on all ranks or none, it is called on the first one alone.
+        ``tell`` is told which share of the work is done.
         """
         settings, tile = self.settings, self.nets[0].encoder.layout.tile
         if settings.window == "whole":
-            slabs = whole_volume(self.nets, image, self.mesh, settings.mirror)
+            slabs = whole_volume(self.nets, image, self.mesh, settings.mirror, tell)
         else:
-            slabs = sliding_window(self.nets, image, settings.sliding(tile), self.mesh)
+            slabs = sliding_window(self.nets, image, settings.sliding(tile), self.mesh, tell)
         order = self.run.output_order
         return slabs_to_labels(slabs, image.shape[1:], to_shape, self.mesh, order, write_rows)
 

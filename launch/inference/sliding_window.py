@@ -5,6 +5,7 @@ the rows they lie in. Legend: b windows, c channels, n tokens, k classes, p voxe
 voxels of the volume, w rows of a slab; ``/s`` after the letter that is spread over ranks.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 from seqpar.collectives import all_gather
 from seqpar.consensus import agree
 from seqpar.data.boxes import read_box
+from seqpar.data.workers import Tell, unheard
 from seqpar.launch.inference.window_sums import Block, WindowSums
 from seqpar.launch.inference.windows import (
     Region,
@@ -42,31 +44,37 @@ class Slab(NamedTuple):
     logits: Tensor  # k w/s D H
 
 
-def sliding_window(nets: Sequence[SegmentationNet], image: Image, sliding: Sliding, mesh: Mesh) -> Iterator[Slab]:
+def sliding_window(
+    nets: Sequence[SegmentationNet], image: Image, sliding: Sliding, mesh: Mesh, tell: Tell = unheard
+) -> Iterator[Slab]:
     """Yields the weighted mean of the networks' logits over all windows, slab by slab along W.
 
     ``image`` is ``c W D H`` on every rank; a memory-mapped array is read window by window. All ranks get the same
-    number of slabs. Sums are taken in float32 or better and in window order, whatever the number of groups.
+    number of slabs. Sums are taken in float32 or better and in window order, whatever the number of groups. ``tell`` is
+    told which share of the windows is done.
     """
     window_grid = WindowGrid.of(image.shape[1:], sliding, mesh.world.size)
     weights = window_weights(sliding.tile, sliding.weights)
     batch = fitting_batch(nets, min(sliding.batch, len(window_grid.corners)))
-    return _walk(_views(nets, window_grid, sliding.mirror, batch, mesh), image, window_grid, weights, batch, mesh)
+    views = _views(nets, window_grid, sliding.mirror, batch, mesh)
+    return _walk(views, image, window_grid, weights, batch, mesh, tell)
 
 
 def whole_volume(
-    nets: Sequence[SegmentationNet], image: Image, mesh: Mesh, mirror: Sequence[int] = ()
+    nets: Sequence[SegmentationNet], image: Image, mesh: Mesh, mirror: Sequence[int] = (), tell: Tell = unheard
 ) -> Iterator[Slab]:
     """Yields the logits of one pass over the whole volume, each rank of a sequence group holding a part of it.
 
     Directions shorter than the network's tile are padded to it, as for sliding windows; longer ones to whole patches.
+    ``tell`` is told which share is done, block by block.
     """
     shape = tuple(image.shape[1:])
     tile = padded_shape(shape, nets[0].encoder.layout) if nets else shape
     starts = tuple((-((padded - side) // 2),) for padded, side in zip(tile, shape))
     window_grid = WindowGrid(shape, tile, starts, mesh.world.size)
     weights, batch = window_weights(tile, "constant"), fitting_batch(nets, 1)
-    return _walk(_views(nets, window_grid, mirror, batch, mesh), image, window_grid, weights, batch, mesh)
+    views = _views(nets, window_grid, mirror, batch, mesh)
+    return _walk_by_blocks(views, image, window_grid, weights, batch, mesh, tell)
 
 
 def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
@@ -116,7 +124,13 @@ def _views(
 
 
 def _walk(
-    views: Sequence[_View], image: Image, window_grid: WindowGrid, weights: Tensor, batch: int, mesh: Mesh
+    views: Sequence[_View],
+    image: Image,
+    window_grid: WindowGrid,
+    weights: Tensor,
+    batch: int,
+    mesh: Mesh,
+    tell: Tell,
 ) -> Iterator[Slab]:
     """Yields the slabs of a window grid: in each round, every group predicts some windows with every view."""
     num_windows, groups = len(window_grid.corners), mesh.data.size
@@ -137,11 +151,37 @@ def _walk(
             if number == 0:
                 sums.open(range(first, end))
             sums.deliver(logits, view_blocks, turns)
+            tell((first + (end - first) * (number + 1) / len(views)) / num_windows)
         assert sums is not None
         sums.close()
         for slab in range(num_complete, window_grid.num_complete(end)):
             yield Slab(window_grid.bounds[slab], sums.finish(slab, len(views)))
         num_complete = window_grid.num_complete(end)
+
+
+def _walk_by_blocks(
+    views: Sequence[_View],
+    image: Image,
+    window_grid: WindowGrid,
+    weights: Tensor,
+    batch: int,
+    mesh: Mesh,
+    tell: Tell,
+) -> Iterator[Slab]:
+    """Yields what ``_walk`` does, and tells of each block that has run: one window takes long."""
+    total = sum(len(view.net.encoder.blocks) + 1 for view in views)  # the decoder is about as much again
+    numbers = itertools.count(1)
+    hooks = [
+        block.register_forward_hook(lambda *_: tell(min(next(numbers) / total, 1.0)))
+        for net in dict.fromkeys(view.net for view in views)
+        for block in net.encoder.blocks
+    ]
+    try:
+        yield from _walk(views, image, window_grid, weights, batch, mesh, unheard)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    tell(1.0)
 
 
 def _find_blocks(view: _View, batch: int, mesh: Mesh) -> list[Block]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from seqpar.data.errors import DataError
+from seqpar.launch.job.display import coloured
 from seqpar.launch.job.lasting_output import lasting
 
 LAST_WORDS = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable with the file for a rank's error
@@ -85,7 +86,7 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
 
 def report(text: str) -> None:
     """Prints an error on stderr, as the last words of this process too."""
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    print(coloured(f"error: {text}", sys.stderr), file=sys.stderr, flush=True)
     leave_last_words(f"error: {text}")
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import seqpar
 from seqpar.launch.evaluation.intervals import interval_of_mean
 from seqpar.launch.evaluation.scores import without_nan
+from seqpar.launch.job.display import clock
 from seqpar.launch.reporting.charts import Curve, draw_curves
 from seqpar.launch.reporting.record import CaseScores, Record
 from seqpar.launch.reporting.tables import last_validation, metrics_table, number
-from seqpar.launch.runs.journal import clock, loss_terms
+from seqpar.launch.runs.journal import loss_terms
 
 TEMPLATES = Path(__file__).parent / "template"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")

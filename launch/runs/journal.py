@@ -1,11 +1,8 @@
 """The journal of a run: metrics.jsonl, TensorBoard where asked for, and the lines that people watch."""
 
 import json
-import math
 import resource
-import shutil
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 
 from seqpar.data.files import write_text
 from seqpar.launch.hardware.devices import MIB
+from seqpar.launch.job.display import Display, bar, clock
 from seqpar.launch.runs.tensorboard import TensorBoard
 
 
@@ -27,7 +25,7 @@ class Journal:
         self, out: Path, active: bool, first_step: int, validated: int = -1, tensorboard: bool = False
     ) -> None:
         self.path, self.active = out / "metrics.jsonl", active
-        self._line_open = self._warned = False
+        self._warned, self._display = False, Display("stdout")
         self._tensorboard: TensorBoard | None = None
         if active:
             self._drop_from(first_step, validated)
@@ -64,23 +62,23 @@ class Journal:
     def say(self, text: str) -> None:
         """Prints text on lines of its own."""
         if self.active:
-            if self._line_open:
-                print(flush=True)
-                self._line_open = False
-            print(text, flush=True)
+            self._display.say(text)
 
-    def progress(self, text: str, last: bool) -> None:
-        """Prints an epoch's line: rewritten in place on a terminal; in a log, only the ``last`` one."""
-        if not self.active:
-            return
-        if sys.stdout.isatty():
-            width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be written over
-            print(f"\r\x1b[K{text[:width]}", end="\n" if last else "", flush=True)
-            self._line_open = not last
-        elif last:
-            print(text, flush=True)
+    def begin(self, step: int, steps: int) -> None:
+        """Explains the words of the lines that follow, and shows that the first step has begun."""
+        self.say(EPOCH_WORDS)
+        self.progress([f"step {step + 1} of {steps}"])
+
+    def progress(self, fields: Sequence[str], last: bool = False) -> None:
+        """Shows how far the run is: what is done, how long it still takes, and more, the most important first.
+
+        On a terminal one line changes; a log gets the ``last`` ones, and a line every minute.
+        """
+        if self.active:
+            self._display.show(fields, last)
 
     def close(self) -> None:
+        self._display.close()
         self.attempt(lambda: self._file.close())
         if self._tensorboard is not None:
             self.attempt(self._tensorboard.close)
@@ -104,31 +102,30 @@ def loss_terms(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row if name.endswith("_loss")))
 
 
-def epoch_line(step: int, epochs: int, iterations: int, rows: list[dict[str, Any]], left_s: float) -> str:
-    """Returns an epoch's line: bar, mean losses, tokens per second, waiting for data, memory, time left.
+EPOCH_WORDS = (
+    "(dice: soft Dice on the tiles of training; tokens/s: of all ranks; waited: for tiles, in this epoch; GB: most "
+    "memory that rank 0 took)"
+)
+
+
+def epoch_fields(step: int, epochs: int, iterations: int, rows: list[dict[str, Any]], left_s: float) -> list[str]:
+    """Returns an epoch's line in fields: bar, time left, mean losses, tokens per second, waiting for data, memory.
 
     ``step``: steps done so far; ``iterations``: steps of an epoch; ``rows``: those of this epoch.
     """
-    width, epoch, done = 12, (step - 1) // iterations + 1, ((step - 1) % iterations + 1) / iterations
-    bar = "█" * round(done * width) + "·" * (width - round(done * width))
+    epoch, done = (step - 1) // iterations + 1, ((step - 1) % iterations + 1) / iterations
     names = [name for name in ("loss", "dice_loss", "tokens_per_s") if name in rows[0]]
     mean = {name: sum(row[name] for row in rows) / len(rows) for name in names}
-    dice = f"dice {1 - mean['dice_loss']:.3f}  " if "dice_loss" in mean else ""
     waited = sum(row["data_wait_s"] for row in rows)
-    return (
-        f"epoch {epoch}/{epochs} {bar} loss {mean['loss']:.4f}  {dice}"
-        f"{mean['tokens_per_s']:,.0f} tokens/s  waited {waited:.1f} s  {rows[-1]['peak_mem_mb'] / 1024:.2f} GB  "
-        f"{clock(left_s)} left"
-    )
-
-
-def clock(seconds: float) -> str:
-    """Returns 1:02:03 or 2:03."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return [
+        f"epoch {epoch}/{epochs} {bar(done)}",
+        f"{clock(left_s)} left",
+        f"loss {mean['loss']:.4f}",
+        *([f"dice {1 - mean['dice_loss']:.3f}"] if "dice_loss" in mean else []),
+        f"{mean['tokens_per_s']:,.0f} tokens/s",
+        f"waited {waited:.1f} s",
+        f"{rows[-1]['peak_mem_mb'] / 1024:.2f} GB",
+    ]
 
 
 def peak_memory_mb(device: torch.device) -> float:

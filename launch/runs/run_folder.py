@@ -15,6 +15,7 @@ import torch
 
 import seqpar
 from seqpar.data.files import write_json
+from seqpar.launch.job.next_command import next_command
 from seqpar.launch.runs.archive import CONFIG, is_archive, read_archived
 from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import Config
@@ -74,8 +75,14 @@ def _commit() -> str:
 def result_files(run: Path) -> list[Path]:
     """Returns the files that a finished run leaves for people, those that are there."""
     names = ["progress.png", "validation.png", "validation/summary.json", "metrics.jsonl"]
-    names += ["model.safetensors", "config.json"]
+    names += ["model.safetensors", "config.json", "train.log"]
     return [run / name for name in names if (run / name).exists()]
+
+
+def next_lines(run: Path) -> list[str]:
+    """Returns the commands that usually follow a finished run."""
+    predict = next_command("predict", run, "-i", "IMAGES", "-o", "PREDICTIONS")
+    return [f"next: {predict}", f"next: {next_command('report', run)}  (curves, scores and cases on one page)"]
 
 
 class Status:

@@ -8,6 +8,7 @@ from seqpar.consensus import broadcast_text, gather_texts, raise_together
 from seqpar.data.files import remove_leftovers
 from seqpar.environment import Launcher
 from seqpar.launch.hardware.rank_facts import device_name
+from seqpar.launch.job.run_log import RunLog
 from seqpar.launch.models.build import build
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.auto_settings import choose_attention
@@ -22,6 +23,11 @@ from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.pretrained import start_from
 from seqpar.mesh import Mesh
 
+WORDS = (
+    "(data x seq: groups that train on other tiles x ranks that share a tile; tile: the crop of a case that a group "
+    "trains on; patch: the cube of voxels that becomes one token; --help explains the flags)"
+)
+
 
 def first_lines(request: RunRequest, launcher: Launcher) -> str:
     """Returns what a run prints first: the planner's choices, preset, ranks, main settings, idle flags, changes."""
@@ -35,11 +41,12 @@ def first_lines(request: RunRequest, launcher: Launcher) -> str:
     if config.accumulate > 1:
         line += f", {config.accumulate} times a step"
     last = filter(None, [request.idle, changes_line(request.changes)])
-    return "\n".join([*(lines[0] for lines in request.choices.values()), line, *last])
+    return "\n".join([*(lines[0] for lines in request.choices.values()), line, WORDS, *last])
 
 
-def open_folder(status: Status, lock: RunLock, config: Config) -> tuple[int, str]:
-    """Makes the run folder, takes its lock, clears it of what a killed run was writing, and writes that it has begun.
+def open_folder(status: Status, lock: RunLock, config: Config, log: RunLog) -> tuple[int, str]:
+    """Makes the run folder, takes its lock, clears it of what a killed run was writing, writes that it has begun,
+    and opens its log file.
 
     Returns the lock's ticket.
     """
@@ -59,6 +66,7 @@ def open_folder(status: Status, lock: RunLock, config: Config) -> tuple[int, str
         status.write("running")
     except OSError as error:
         raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None
+    log.open(out / "train.log")
     return lock.ticket
 
 

@@ -18,8 +18,8 @@ from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.launch.runs.journal import Journal, epoch_line, peak_memory_mb
-from seqpar.launch.runs.run_folder import Status, result_files
+from seqpar.launch.runs.journal import Journal, epoch_fields, peak_memory_mb
+from seqpar.launch.runs.run_folder import Status, next_lines, result_files
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.after_step import AfterStep, Decision, raise_non_finite
 from seqpar.launch.training.data import TrainingData, outputs_shown
@@ -116,6 +116,7 @@ class Trainer:
         if self.config.resume:
             nothing = "" if self.saved else ": nothing was saved before"
             self.journal.say(f"resumed at step {step} of {self.config.steps}{nothing}")
+        self.journal.begin(step, self.config.steps)
         self.journal.attempt(lambda: self.status.write_unless_over("running"))
 
     def _loader(self) -> Loader:
@@ -150,7 +151,7 @@ class Trainer:
             epoch_ends = step % config.iterations == 0
             self.journal.record("train", step - 1, **row)
             left_s = (time.monotonic() - began) / (step - first) * (config.steps - step)
-            self.journal.progress(epoch_line(step, config.epochs, config.iterations, rows, left_s), epoch_ends)
+            self.journal.progress(epoch_fields(step, config.epochs, config.iterations, rows, left_s), epoch_ends)
             if epoch_ends:
                 rows = []
                 if decision == Decision.LEAVE or not self._end_epoch(stopper):
@@ -277,7 +278,7 @@ class Trainer:
             write_weights(self.out / "model.safetensors", weights)
         self._write_status("finished")
         best = f"finished: best mean Dice {self.progress.best:.3f} at step {self.progress.best_step}"
-        self.journal.say("\n".join([best, *(f"  {path}" for path in result_files(self.out))]))
+        self.journal.say("\n".join([best, *(f"  {path}" for path in result_files(self.out)), *next_lines(self.out)]))
 
     def _save(self, is_best: bool = False, must: bool = False) -> None:
         self.after_step.save(self.net, self.optimizer, self.progress, self.journal, is_best, must)

@@ -1,5 +1,6 @@
 """Validation in training: whole held-out volumes by sliding window, with the code that predicts and evaluates."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +11,12 @@ import torch
 
 from seqpar.collectives import all_reduce
 from seqpar.data.preparation.cache import PreparedCase
+from seqpar.data.workers import Tell
 from seqpar.launch.evaluation.scores import Scores, score, summarise
 from seqpar.launch.inference.logits_to_labels import to_labels
 from seqpar.launch.inference.sliding_window import join_rows, sliding_window
 from seqpar.launch.inference.windows import Sliding
+from seqpar.launch.job.display import bar, clock
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.runs.journal import Journal
@@ -43,6 +46,7 @@ class Validation:
     def __init__(self, config: Config, mesh: Mesh, data: TrainingData, loss: Loss) -> None:
         self.config, self.mesh, self.data, self.loss = config, mesh, data, loss
         self.ids = data.held_out_ids[: config.val_cases or None]
+        self._is_explained = False  # whether a table has said what its columns mean
 
     def run(
         self, net: SegmentationNet, journal: Journal, stopper: Stopper, keep: bool = False
@@ -55,9 +59,10 @@ class Validation:
         scores: list[Scores] = []
         losses: list[LossParts] = []
         pictured: list[PicturedCase] = []
-        for name in self.ids:
+        began = time.monotonic()
+        for number, name in enumerate(self.ids):
             case = dataset.cases[name]
-            prediction = self._predict(net, case, stopper)
+            prediction = self._predict(net, case, stopper, self._progress(journal, number, began))
             if prediction is None:
                 net.train()
                 return None
@@ -82,8 +87,19 @@ class Validation:
             out / "validation", self.data.describe(), lambda: label_files(self.config), self.config.steps
         )
 
+    def _progress(self, journal: Journal, number: int, began: float) -> Tell:
+        """Returns a function that shows which share of case ``number`` is done; ``began``: when the first one began."""
+
+        def tell(share: float) -> None:
+            done, total = number + share, len(self.ids)
+            left = f"{clock((time.monotonic() - began) / done * (total - done))} left" if done else "? left"
+            journal.progress([f"validating case {number + 1}/{total} {bar(share)} {share:.0%}", left])
+
+        tell(0.0)
+        return tell
+
     def _predict(
-        self, net: SegmentationNet, case: PreparedCase, stopper: Stopper
+        self, net: SegmentationNet, case: PreparedCase, stopper: Stopper, tell: Tell
     ) -> tuple[np.ndarray, LossParts] | None:
         """Returns the class ids of a case and its loss, None where all ranks leave before its end."""
         sliding = Sliding(self.config.tile, self.config.val_overlap)
@@ -91,7 +107,7 @@ class Validation:
         annotated = self.data.annotated([case.id])
         annotated = None if annotated is None else annotated.to(self.mesh.device)
         sums, rows = torch.zeros((), dtype=torch.float64, device=self.mesh.device), list[torch.Tensor]()
-        for slab in sliding_window([net], case.image, sliding, self.mesh):
+        for slab in sliding_window([net], case.image, sliding, self.mesh, tell):
             if stopper.should_leave():
                 return None
             low, high = slab.bounds[self.mesh.world.index : self.mesh.world.index + 2]
@@ -119,6 +135,9 @@ class Validation:
         lines = [f"validation on {len(scores)} held-out cases: loss {row['loss']:.4f}"]
         lines.append(f"  {'class':{width}}  Dice  global")
         lines += [f"  {name:{width}}  {_cell(dice[name])}  {_cell(global_dice[name])}" for name in dice]
+        if not self._is_explained:
+            lines.append("  (Dice: mean over cases; global: of the voxels of all cases together)")
+            self._is_explained = True
         return ValidationResult(row, "\n".join(lines), sum(known) / len(known) if known else 0.0)
 
 

@@ -9,22 +9,34 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from seqpar.data.errors import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Progress = Callable[[int, int], None]  # is told how many items are done, and how many there are
+Progress = Callable[[float, int], None]  # is told how many items are done, parts of items too, and how many there are
+Tell = Callable[[float], None]  # is told which share of one item is done
 
 
-def silent(done: int, total: int) -> None:
+def silent(done: float, total: int) -> None:
     """Shows no progress."""
+
+
+def unheard(share: float) -> None:
+    """Shows no progress within an item."""
 
 
 class Lost(Exception):
     """A process that ended without a result: killed, most often for lack of memory."""
+
+
+class _Share(NamedTuple):
+    """The share of its item that a process has done."""
+
+    value: float
 
 
 class Crash(Exception):
@@ -32,42 +44,55 @@ class Crash(Exception):
 
 
 def each(
-    work: Callable[[Item], Result],
+    work: Callable[[Item, Tell], Result],
     items: Sequence[Item],
     workers: int,
-    beat: Callable[[], None] = lambda: None,
+    beat: Callable[[dict[int, float]], None] = lambda shares: None,
 ) -> Generator[tuple[Item, Result | DataError | Lost], None, None]:
     """Yields each item with its result or its error, in the order in which they end.
 
     Each item has a process of its own, so that one that is killed takes no other along.
 
+    work: gets an item and a function that is told which share of it is done.
     workers: processes at a time; 0 works in this process.
-    beat: called about once a second.
+    beat: called about once a second with the shares that are done of the items being worked on, by their numbers.
     """
     if workers == 0:
-        for item in items:
-            yield item, _outcome(work, item)
-            beat()
+        for number, item in enumerate(items):
+            yield item, _outcome(work, item, partial(_beat_one, beat, number))
+            beat({})
         return
     context = multiprocessing.get_context("fork")
-    waiting, running = list(reversed(items)), dict[Connection, tuple[Any, Item]]()
+    waiting, running = list(reversed(list(enumerate(items)))), dict[Connection, tuple[Any, int, Item]]()
+    shares: dict[int, float] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_answer, args=(work, waiting[-1], theirs, os.getpid()))
+                number, item = waiting.pop()
+                process = context.Process(target=_answer, args=(work, item, theirs, os.getpid()))
                 process.start()
                 theirs.close()
-                running[ours] = (process, waiting.pop())
+                running[ours] = (process, number, item)
             for ready in wait(list(running), timeout=1.0):
                 assert isinstance(ready, Connection)
-                yield running[ready][1], _received(ready, running[ready][0])
+                process, number, item = running[ready]
+                answer = _received(ready, process)
+                if isinstance(answer, _Share):
+                    shares[number] = answer.value
+                    continue
+                shares.pop(number, None)
+                yield item, answer
                 del running[ready]
-            beat()
+            beat(shares)
     finally:
-        for process, _ in running.values():
+        for process, _, _ in running.values():
             process.kill()
             process.join()
+
+
+def _beat_one(beat: Callable[[dict[int, float]], None], number: int, share: float) -> None:
+    beat({number: share})
 
 
 def die_with_parent(parent: int) -> None:
@@ -88,17 +113,17 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
-def _answer(work: Callable[[Item], Any], item: Item, pipe: Connection, parent: int) -> None:
+def _answer(work: Callable[[Item, Tell], Any], item: Item, pipe: Connection, parent: int) -> None:
     die_with_parent(parent)
     try:
-        pipe.send(_outcome(work, item))
+        pipe.send(_outcome(work, item, lambda share: pipe.send(_Share(share))))
     except Exception:
         pipe.send(Crash(traceback.format_exc()))
 
 
-def _outcome(work: Callable[[Item], Result], item: Item) -> Result | DataError | Lost:
+def _outcome(work: Callable[[Item, Tell], Result], item: Item, tell: Tell) -> Result | DataError | Lost:
     try:
-        return work(item)
+        return work(item, tell)
     except DataError as fault:
         return fault
     except MemoryError:
@@ -106,9 +131,11 @@ def _outcome(work: Callable[[Item], Result], item: Item) -> Result | DataError |
 
 
 def _received(pipe: Connection, process: Any) -> Any:
-    """Returns the result that a process sent; raises RuntimeError with its traceback if it crashed."""
+    """Returns the result or the share that a process sent; raises RuntimeError with its traceback if it crashed."""
     try:
         answer = pipe.recv()
+        if isinstance(answer, _Share):
+            return answer
     except (EOFError, OSError):  # nothing, or half an answer
         process.join()
         answer = Lost(f"its process was killed (exit code {process.exitcode})")

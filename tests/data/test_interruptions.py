@@ -84,7 +84,7 @@ def test_a_damaged_index_is_written_again(tmp_path):
 
 
 def test_no_worker_outlives_its_parent(tmp_path):
-    def work(item: int) -> None:
+    def work(item: int, tell: object) -> None:
         (tmp_path / str(os.getpid())).touch()
         time.sleep(60)
 

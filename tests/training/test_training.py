@@ -1,6 +1,7 @@
 """Training: equal losses on any ranks, exact resume on others, and what a run leaves for people."""
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -12,6 +13,7 @@ from seqpar.launch.runs.journal import read_metrics
 from seqpar.launch.runs.run_folder import read_config
 from seqpar.launch.training import after_step
 from seqpar.launch.weights.files import read_weights
+from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.training_runs import Launch, at, farthest, losses, signalled, status, trained
 
 SPREADS = {
@@ -101,7 +103,20 @@ def test_what_people_watch(flags, tmp_path):
     said = run.said(0).splitlines()
     assert said[0].startswith("seqpar: preset debug (as told); 2 ranks = data 1 x seq 2, started by variables")
     assert sum(line.startswith("epoch ") for line in said) == 3, "a line per epoch in a log"
-    assert str(out / "model.safetensors") in said[-2]
+    assert [line.split("  ")[1] for line in said if line.startswith("epoch ")][-1] == "0:00 left"
+    data = next(number for number, line in enumerate(said) if line.startswith("data: Dataset001_Tiny (nnU-Net raw)"))
+    assert "5 cases: 4 to train on, 1 held out (fold 0)" in said[data]
+    assert re.fullmatch(r"  label tumour  in 5 of 5 cases, [\d.]+% of the voxels", said[data + 3])
+    assert (
+        sum("soft Dice on the tiles" in line for line in said)
+        == sum("global: of the voxels" in line for line in said)
+        == 1
+    )
+    assert any(str(out / "model.safetensors") in line for line in said)
+    assert said[-2].startswith("next: python ") and f"predict.py {out} -i IMAGES -o PREDICTIONS" in said[-2]
+    assert f"report.py {out}" in said[-1]
+    logged = (out / "train.log").read_text().splitlines()
+    assert [line[20:] for line in logged[1:]] == said, "the log file has what was printed, with the time before it"
     assert run.said(1) == "", "only the first rank speaks, and nothing warns"
     assert "arning" not in run.said(0)
 
@@ -126,7 +141,20 @@ def test_a_terminal_sees_one_line_an_epoch_that_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal := _Terminal())
     journal = Journal(tmp_path, True, 0)
     for done in range(3):
-        journal.progress(f"{done} of 3" + "x" * 500, last=done == 2)
+        journal.progress([f"{done} of 3" + "x" * 500, "1:02:03 left", "y" * 500], last=done == 2)
     journal.say("next")
     assert terminal.text.count("\r\x1b[K") == 3 and terminal.text.count("\n") == 2
-    assert max(map(len, terminal.text.split("\r\x1b[K"))) < 90, "it does not wrap"
+    lines = terminal.text.split("\r\x1b[K")
+    assert max(map(len, lines)) < 90, "it does not wrap"
+    assert all("x  1:02:03 left" in line for line in lines[1:]), "the time that is left is never cut"
+
+
+def test_validation_shows_how_far_each_case_is(flags, tmp_path, alone, monkeypatch):
+    trainer = trainer_of(config_of(flags, "--fold", "all", "--val-cases", "2"), alone, tmp_path)
+    shown = []
+    monkeypatch.setattr(trainer.journal, "progress", lambda fields, last=False: shown.append(fields))
+    trainer.validation.run(trainer.net, trainer.journal, NoStop())
+    bars = "·" * 12, "█" * 12  # one window holds a case here
+    wanted = [f"validating case {number}/2 {bar} {share}%" for number in (1, 2) for bar, share in zip(bars, (0, 100))]
+    assert [fields[0] for fields in shown] == wanted
+    assert [fields[1] for fields in shown][::3] == ["? left", "0:00 left"]

@@ -21,7 +21,7 @@ def phantom(cases: int, is_first: bool, progress: Progress = silent) -> Path:
         if not done.exists():
             with announced(out, run_token()) as announcement:
 
-                def show(count: int, total: int) -> None:
+                def show(count: float, total: int) -> None:
                     announcement.tell(count, total)
                     progress(count, total)
 

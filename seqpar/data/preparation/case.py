@@ -3,7 +3,8 @@
 Legend: ``c`` channels, ``W D H`` voxels, ``k`` classes. "Prepared" arrays are canonical, cropped, resampled.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from seqpar.data.geometry import Geometry, differs, from_canonical, to_canonical
 from seqpar.data.preparation import transforms
 from seqpar.data.preparation.recipe import Recipe, generator
 from seqpar.data.volumes import read_volume
+from seqpar.data.workers import Tell, unheard
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,14 @@ class Prepared(NamedTuple):
     digests: tuple[str, ...]  # of the files that were read
 
 
+Step = Callable[[], None]
+STAGES = 3  # after a case's files are read: cropped, normalised, resampled
+
+
+def no_step() -> None:
+    """Counts no step."""
+
+
 class Loaded(NamedTuple):
     """A case's files as canonical arrays, checked but not yet prepared."""
 
@@ -70,8 +80,11 @@ class Loaded(NamedTuple):
     digests: tuple[str, ...]
 
 
-def load_case(case: Case, recipe: Recipe) -> Loaded:
-    """Returns a case's files as canonical arrays; raises DataError if they do not fit each other or the recipe."""
+def load_case(case: Case, recipe: Recipe, step: Step = no_step) -> Loaded:
+    """Returns a case's files as canonical arrays; raises DataError if they do not fit each other or the recipe.
+
+    step: called after each file.
+    """
     channels, digests = [], []
     first: Geometry | None = None
     for path in case.images:
@@ -84,6 +97,7 @@ def load_case(case: Case, recipe: Recipe) -> Loaded:
             raise DataError(path, f"does not fit {case.images[0]}: {how}; register or resample it")
         channels += list(to_canonical(array, geometry.orientation))
         digests.append(digest)
+        step()
     if first is None or len(channels) != len(recipe.modalities):
         raise DataError(case.images[0] if case.images else case.id,
                         f"{len(channels)} modalities came; {len(recipe.modalities)} are needed")  # fmt: skip
@@ -94,25 +108,40 @@ def load_case(case: Case, recipe: Recipe) -> Loaded:
             raise DataError(case.label, f"does not fit {case.images[0]}: {how}; draw it on the image again")
         ids = to_canonical(_class_ids(array, recipe, case.label), geometry.orientation)
         digests.append(digest)
+        step()
     return Loaded(np.stack(channels), ids, first, tuple(digests))
 
 
-def prepare_case(case: Case, recipe: Recipe) -> Prepared:
-    """Reads a case and returns it cropped, normalised and resampled."""
-    return prepare_loaded(load_case(case, recipe), case, recipe)
+def prepare_case(case: Case, recipe: Recipe, tell: Tell = unheard) -> Prepared:
+    """Reads a case and returns it cropped, normalised and resampled.
+
+    tell: is told which share of the work is done, in equal steps: each file, each stage.
+    """
+    numbers, total = itertools.count(1), len(case.images) + (case.label is not None) + STAGES
+
+    def step() -> None:
+        tell(next(numbers) / total)
+
+    return prepare_loaded(load_case(case, recipe, step), case, recipe, step)
 
 
-def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe) -> Prepared:
-    """Returns loaded arrays cropped, normalised and resampled; errors name the files of ``case``."""
+def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = no_step) -> Prepared:
+    """Returns loaded arrays cropped, normalised and resampled; errors name the files of ``case``.
+
+    step: called after each of the ``STAGES``.
+    """
     image, ids, geometry, digests = loaded
     box = _find_box(image, ids, case)
     image, ids = crop(image, box), None if ids is None else crop(ids, box)
+    step()
     image, means, stds = _normalise(image, recipe, case)
+    step()
     spacing, shape = geometry.canonical_spacing, image.shape[1:]
     if recipe.spacing is not None:
         shape = transforms.new_shape(shape, spacing, recipe.spacing)
         image, spacing = transforms.resample(image, shape), recipe.spacing
         ids = None if ids is None else transforms.resample_label(ids, shape)
+    step()
     counts = () if ids is None else tuple(np.bincount(ids.reshape(-1), minlength=len(recipe.values)).tolist())
     return Prepared(
         np.ascontiguousarray(image, np.float32),

@@ -1,7 +1,6 @@
 """Prepares a data set: each case once, into a cache that training maps; resumes, and updates what changed."""
 
 import os
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,7 +56,7 @@ from seqpar.data.preparation.recipe import (
 )
 from seqpar.data.preparation.waiting import announced, run_token, wait_for
 from seqpar.data.volumes import digest_file
-from seqpar.data.workers import Lost, Progress, each, silent
+from seqpar.data.workers import Lost, Progress, Tell, each, silent, unheard
 
 __all__ = [
     "PrepareSettings", "PreparedCase", "PreparedDataset", "Properties", "Recipe", "Report", "cache_folder",
@@ -104,9 +103,13 @@ def prepare(
         if is_current(dataset, out, settings):  # by whom this process waited for
             return _report(dataset, out, [], [])
         clean(out, set(dataset.ids))
-        recipe = decide_recipe(dataset, out, settings, workers, lambda: progress(0, total))
+        recipe, was_surveyed = decide_recipe(dataset, out, settings, workers, progress)
+
+        def second_half(done: float, total: int) -> None:
+            progress((total + done) / 2, total)
+
         try:
-            made, faults = _run(_Work(out, recipe), dataset, workers, progress)
+            made, faults = _run(_Work(out, recipe), dataset, workers, second_half if was_surveyed else progress)
         finally:
             clean(out, set(dataset.ids))
         write_index(dataset, out, settings, recipe)
@@ -117,7 +120,11 @@ def _run(work: "_Work", dataset: Dataset, workers: int, progress: Progress) -> t
     """Returns the prepared ids, and the faults of other cases; raises CacheError if the folder cannot be written."""
     total, ended_ids, prepared_ids = len(dataset.cases), list[str](), list[str]()
     faults: list[DataError] = []
-    with closing(each(work, dataset.cases, workers, lambda: progress(len(ended_ids), total))) as outcomes:
+
+    def beat(shares: dict[int, float]) -> None:
+        progress(len(ended_ids) + sum(shares.values()), total)
+
+    with closing(each(work, dataset.cases, workers, beat)) as outcomes:
         for case, outcome in outcomes:
             if isinstance(outcome, CacheError):
                 raise outcome
@@ -129,7 +136,6 @@ def _run(work: "_Work", dataset: Dataset, workers: int, progress: Progress) -> t
             elif outcome:
                 prepared_ids.append(case.id)
             ended_ids.append(case.id)
-            progress(len(ended_ids), total)
     return prepared_ids, faults
 
 
@@ -163,7 +169,7 @@ def prepared(
     elif not is_current(dataset, folder, settings):
         with announced(folder, token) as announcement:
 
-            def show(done: int, total: int) -> None:
+            def show(done: float, total: int) -> None:
                 announcement.tell(done, total)
                 progress(done, total)
 
@@ -185,7 +191,7 @@ class _Work:
     out: Path
     recipe: Recipe
 
-    def __call__(self, case: Case) -> bool:
+    def __call__(self, case: Case, tell: Tell = unheard) -> bool:
         labelled(case)
         sources, record = sources_of(case), read_record(self.out, case.id)
         if record is not None and Recipe.from_json(record["recipe"]) == self.recipe:
@@ -197,7 +203,7 @@ class _Work:
                     reopen(self.out)
                     write_json(self.out / "cases" / case.id / "case.json", {**record, "sources": sources})
                 return False
-        prepared_case = prepare_case(case, self.recipe)
+        prepared_case = prepare_case(case, self.recipe, tell)
         refuse_unannotated(case, prepared_case.properties.counts, self.recipe)
         write_case(self.out, case.id, prepared_case, self.recipe, sources)
         return True
@@ -213,7 +219,7 @@ def labelled(case: Case) -> None:
 class _Survey:
     recipe: Recipe
 
-    def __call__(self, case: Case) -> Finding:
+    def __call__(self, case: Case, tell: Tell = unheard) -> Finding:
         if "ct" not in self.recipe.schemes:
             return survey(case, None, None, self.recipe)
         loaded = load_case(case, self.recipe)
@@ -221,20 +227,17 @@ class _Survey:
 
 
 def decide_recipe(
-    dataset: Dataset,
-    out: Path,
-    settings: PrepareSettings,
-    workers: int,
-    beat: Callable[[], None],
-    keep: bool = True,
-) -> Recipe:
-    """Returns the recipe; surveys the files if it depends on them and they changed since the last survey.
+    dataset: Dataset, out: Path, settings: PrepareSettings, workers: int, progress: Progress, keep: bool = True
+) -> tuple[Recipe, bool]:
+    """Returns the recipe, and whether the files were surveyed: where it depends on them, and they changed since.
+
+    A case that is surveyed counts half to ``progress``: it is read once more when it is prepared.
 
     keep: whether the survey's result is written into the cache folder ``out``.
     """
     draft = draft_recipe(dataset, settings)
     if not needs_survey(dataset, settings):
-        return draft
+        return draft, False
     key = {
         "version": VERSION,
         "settings": plain(asdict(settings)),
@@ -245,12 +248,17 @@ def decide_recipe(
         key["sources"] = {case.id: sources_of(case) for case in dataset.cases}
         stored = read_json(out / "recipe.json")
         if stored["key"] == key:
-            return Recipe.from_json(stored["recipe"])
+            return Recipe.from_json(stored["recipe"]), False
     except (DataError, KeyError, TypeError):
         pass  # none yet, or a file that cannot be read: its case is reported below
-    findings: dict[str, Finding] = {}
+    findings, ended_ids, total = dict[str, Finding](), list[str](), len(dataset.cases)
+
+    def beat(shares: dict[int, float]) -> None:
+        progress((len(ended_ids) + sum(shares.values())) / 2, total)
+
     with closing(each(_Survey(draft), dataset.cases, workers, beat)) as outcomes:
         for case, outcome in outcomes:
+            ended_ids.append(case.id)
             if isinstance(outcome, Lost):
                 raise lost(case, outcome)
             if isinstance(outcome, Finding):
@@ -260,7 +268,7 @@ def decide_recipe(
     if keep:
         with writable(out):
             write_json(out / "recipe.json", {"key": key, "recipe": recipe.to_json()})
-    return recipe
+    return recipe, True
 
 
 def _report(dataset: Dataset, out: Path, prepared_ids: list[str], faults: list[DataError]) -> Report:

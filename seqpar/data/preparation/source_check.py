@@ -12,7 +12,7 @@ from seqpar.data.preparation.case import prepare_case
 from seqpar.data.preparation.prepare import decide_recipe, default_workers, labelled, lost, nothing_to_learn
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
 from seqpar.data.volumes import digest_file
-from seqpar.data.workers import Lost, Progress, each, silent
+from seqpar.data.workers import Lost, Progress, Tell, each, silent
 
 
 def check_sources(
@@ -29,13 +29,17 @@ def check_sources(
     workers = default_workers() if workers is None else workers
     total, done, faults, has_foreground = len(dataset.cases), 0, list[DataError](), False
     try:
-        recipe = decide_recipe(dataset, out, settings, workers, lambda: progress(0, total), keep=False)
+        recipe, was_surveyed = decide_recipe(dataset, out, settings, workers, progress, keep=False)
     except DataError as error:
         return [error]
-    with closing(each(_Check(out, recipe), dataset.cases, workers, lambda: progress(done, total))) as outcomes:
+
+    def beat(shares: dict[int, float]) -> None:
+        checked = done + sum(shares.values())
+        progress((total + checked) / 2 if was_surveyed else checked, total)
+
+    with closing(each(_Check(out, recipe), dataset.cases, workers, beat)) as outcomes:
         for case, outcome in outcomes:
             done += 1
-            progress(done, total)
             if isinstance(outcome, Lost):
                 outcome = lost(case, outcome)
             if isinstance(outcome, DataError):
@@ -54,14 +58,14 @@ class _Check:
     out: Path
     recipe: Recipe
 
-    def __call__(self, case: Case) -> bool:
+    def __call__(self, case: Case, tell: Tell) -> bool:
         labelled(case)
         record = read_record(self.out, case.id)
         if record is None or Recipe.from_json(record["recipe"]) != self.recipe:
-            return bool(prepare_case(case, self.recipe).locations)
+            return bool(prepare_case(case, self.recipe, tell).locations)
         looks_the_same = record["sources"] == sources_of(case)
         for path, digest in zip(files_of(case), record["digests"]):
             if digest_file(path) != digest and looks_the_same:
                 raise DataError(path, "holds other bytes than when it was prepared, in as many and at the same time: "
                                 "it may be damaged; copy it again, or touch it if it is right")  # fmt: skip
-        return bool(record["locations"] if looks_the_same else prepare_case(case, self.recipe).locations)
+        return bool(record["locations"] if looks_the_same else prepare_case(case, self.recipe, tell).locations)

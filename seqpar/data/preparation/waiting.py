@@ -33,7 +33,7 @@ class Announcement:
         self.path, self.token, self.last, self.count = path, token, 0.0, 0
         self.file = _state_file(path, token)
 
-    def tell(self, done: int, total: int) -> None:
+    def tell(self, done: float, total: int) -> None:
         """Records how many cases are done; writes every few seconds at most."""
         if done == total or time.monotonic() - self.last > _BEAT:
             self.write(state="preparing", done=done, total=total)

@@ -1,0 +1,151 @@
+"""What people watch: the time left is never cut, a log gets a line at least every minute, colours only on terminals."""
+
+import io
+import re
+import sys
+import time
+
+import pytest
+
+from seqpar.launch import prepare
+from seqpar.launch.job import run_log
+from seqpar.launch.job.display import Display, coloured, fit
+from seqpar.launch.job.exit_codes import DATA
+from seqpar.launch.job.next_command import next_command
+from seqpar.launch.job.progress_bar import ProgressBar
+from seqpar.launch.job.run_log import recorded
+from tests.support.folders import nnunet
+
+FIELDS = ["epoch 12/200 ███·····", "1:02:03 left", "loss 0.5", "dice 0.81", "9,123 tokens/s"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("width", range(12, 90))
+def test_the_time_that_is_left_is_never_cut(width: int) -> None:
+    line = fit(FIELDS, width)
+    assert len(line) <= width and "1:02:03 left" in line
+    shown = line.split("  ")
+    assert shown[1:] in ([], *(FIELDS[1:n] for n in range(2, 6))), "whole fields, the last ones go first"
+    assert width < 36 or shown[0] == FIELDS[0]
+
+
+def test_a_log_gets_milestones_and_a_line_at_least_as_often_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", log := io.StringIO())
+    display = Display("stdout", every_s=0.2)
+    for step in range(50):
+        display.show([f"step {step}", "? left"], milestone=step == 49)
+    assert log.getvalue().splitlines() == ["step 49  ? left"]
+    until = time.monotonic() + 20
+    while len(log.getvalue().splitlines()) < 3 and time.monotonic() < until:  # nothing happens: a long step, say
+        time.sleep(0.02)
+    display.show(["step 50", "? left"])
+    display.close()
+    repeated = log.getvalue().splitlines()[1:3]
+    assert all(re.fullmatch(r"step 49  \? left  \(for 0:0\d\)", line) for line in repeated), "the thread speaks"
+    before = log.getvalue()
+    time.sleep(0.5)
+    assert log.getvalue() == before, "a closed one is silent"
+
+
+def test_a_message_has_lines_of_its_own_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setattr(sys, "stderr", errors := Terminal())
+    display = Display("stdout")
+    display.show(["case 1/2", "0:01 left"])
+    display.say("error: broken", "stderr")
+    display.show(["case 2/2", "0:00 left"], milestone=True)
+    display.say("done")
+    display.close()
+    assert terminal.getvalue() == "\r\x1b[Kcase 1/2  0:01 left\n\r\x1b[Kcase 2/2  0:00 left\ndone\n"
+    assert errors.getvalue() == "\x1b[31merror:\x1b[0m broken\n"
+
+
+def test_colours_are_for_terminals_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    text = "warning: slow\nnext: python x\n██··\nno warning: here"
+    painted = coloured(text, Terminal())
+    assert (
+        painted == "\x1b[33mwarning:\x1b[0m slow\n\x1b[36mnext:\x1b[0m python x\n\x1b[32m██\x1b[0m··\nno warning: here"
+    )
+    assert coloured(text, io.StringIO()) == text
+    for name, value in (("TERM", "dumb"), ("NO_COLOR", "1")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            assert coloured(text, Terminal()) == text
+
+
+def test_a_bar_over_cases_shows_parts_of_cases_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+    show = ProgressBar("preparing")
+    show.start -= 30
+    for done in (0, 0.31, 0.35, 1.5, 2, 2):
+        show(done, 2)
+    lines = log.getvalue().splitlines()
+    assert [line.split("  ")[:2] for line in lines[1:]] == [
+        ["preparing 2 cases ██·········· 16%", "2:43 left"],
+        ["preparing 2 cases █████████··· 75%", "0:10 left"],
+        ["preparing 2 cases ████████████ 100%", "in 30 s"],
+    ]
+    assert lines[0] == "preparing 2 cases ············ 0%  ? left  0:30 so far"
+
+
+def test_a_log_file_has_what_was_printed_without_what_was_written_over(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(sys, "argv", ["train.py", "--out", "a b"])
+    path, display = tmp_path / "train.log", Display("stdout")
+    path.write_text("of an earlier start\n")
+    with recorded(True) as log:
+        print("early")
+        log.open(path)
+        for step in range(3):
+            display.show([f"step {step} ██", "1:00 left"], milestone=step == 2)
+        print("warning: x", file=sys.stderr)
+        monkeypatch.setattr(run_log, "EVERY_S", 0.0)
+        display.show(["step 3", "0:01 left"])
+    print("late")
+    text = path.read_text()
+    assert "late" not in text and "\x1b" not in text and "\r" not in text
+    first, *lines = text.splitlines()
+    assert first == "of an earlier start"
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines)
+    wanted = ["$ train.py --out 'a b'", "early", "step 2 ██  1:00 left", "warning: x", "step 3  0:01 left"]
+    assert [line[20:] for line in lines] == wanted
+    assert "early" in terminal.getvalue() and terminal.getvalue().count("\r") == 4
+    with recorded(False) as none:
+        none.open(tmp_path / "other.log")
+    assert not (tmp_path / "other.log").exists(), "only the first rank writes one"
+
+
+def test_a_log_file_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    with recorded(True) as log:
+        log.open(tmp_path)  # a folder
+        print("on")
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("warning: ") and "this run has no log file" in first and second == "on"
+
+
+def test_the_next_command_is_typed_as_this_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for started, line in (
+        ("/usr/bin/seqpar-train", "seqpar-report 'runs/a b'"),
+        ("launch/train.py", "python launch/report.py 'runs/a b'"),
+        ("/usr/lib/pytest/__main__.py", "python launch/report.py 'runs/a b'"),
+    ):
+        monkeypatch.setattr(sys, "argv", [started])
+        assert next_command("report", "runs/a b") == line
+
+
+def test_a_preparation_says_how_to_train_on_it(tmp_path, capsys) -> None:
+    data, cache = nnunet(tmp_path / "D", 2), tmp_path / "c"
+    assert prepare.act([str(data), "--out", str(cache), "--spacing", "2,2,2", "--workers", "0"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(rf"next: python \S*train.py --data {data} --cache {cache} --spacing 2,2,2", line)
+    (data / "labelsTr" / "c_001.nii.gz").write_bytes(b"")
+    assert prepare.act([str(data), "--out", str(cache), "--workers", "0"]) == DATA
+    assert "next:" not in capsys.readouterr().out
