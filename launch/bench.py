@@ -20,7 +20,7 @@ SUBJECTS = {
     "encoder": ("encoder", "rank"),
     "memory": ("memory",),
     "data": ("data", "loader"),
-    "plan": ("plan",),
+    "plan": ("plan", "plan_answer"),
     "predict": ("predict",),
     "step": ("step",),
 }

@@ -7,17 +7,18 @@ smallest group that fits. Takes the flags of train too.
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
 from seqpar.launch.hardware.cpu_speed import this_cpu
-from seqpar.launch.hardware.devices import DEVICES, GB, Device, device_here, measured
+from seqpar.launch.hardware.devices import DEVICES, GB, GIB, Device, device_here, measured
 from seqpar.launch.job import exit_codes
-from seqpar.launch.planning.answer import answer, header, table
-from seqpar.launch.planning.fit import SIZES, plans, refusal, smallest
-from seqpar.launch.planning.needs import Run
+from seqpar.launch.planning.answer import answer, columns, header, row
+from seqpar.launch.planning.fit import SIZES, plans, refusal, shortage, smallest
+from seqpar.launch.planning.needs import Plan, Run
+from seqpar.launch.planning.ways import flags_of, search, ways
 from seqpar.launch.settings.command_line import Parser, parse, refuse_idle
 from seqpar.launch.settings.config import AUTO, Config
 
@@ -35,14 +36,46 @@ def act(arguments: Sequence[str]) -> int:
     sizes_of_data = own.channels, own.classes
     run = Run(config, _device(own, config), *sizes_of_data, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)
     sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else SIZES
-    rows = list(plans(run, [size for size in sizes if size <= (own.ranks or size)]))
-    print(header(run, preset, tile))
-    print(table(rows))
-    best = smallest(rows)
-    if best is None:
-        raise ValueError(refusal(rows))
-    print("\n".join(["", *answer(run, best, rows, preset)]))
-    return 0
+    sizes = [size for size in sizes if size <= (own.ranks or size)]
+    print(f"{header(run, preset, tile)}\n{columns()}", flush=True)
+    rows = _shown(plans(run, sizes))
+    if best := smallest(rows):
+        print("\n".join(["", *answer(run, best, rows, preset)]))
+        return 0
+    return _with_other_ways(run, sizes, rows, flags, preset)
+
+
+def _shown(rows: Iterable[Plan]) -> list[Plan]:
+    """Returns plans after printing each as soon as it is there."""
+    every = list[Plan]()
+    for p in rows:
+        print(row(p), flush=True)
+        every.append(p)
+    if any(not p.why and not p.fits for p in every):
+        print(f"{'':>6} ! more than the {every[0].device.memory / GIB:.1f} GiB that there are", flush=True)
+    return every
+
+
+def _with_other_ways(run: Run, sizes: Sequence[int], rows: list[Plan], flags: set[str], preset: str) -> int:
+    """Prints what fits once less memory is needed in the first of the ways that keep the numbers; returns 0.
+
+    Raises where nothing fits in any of them.
+    """
+    tried = list(rows)
+    possible = [p for p in rows if not p.why]
+    if possible:
+        print(f"\nas asked, {shortage(min(possible, key=lambda p: p.total))}")
+        print("what needs less and keeps the numbers is tried in turn:", flush=True)
+        for way, price in ways(run.config, flags):
+            print(f"\n{flags_of(way)}  (adds: {price})", flush=True)
+            other = replace(run, config=replace(run.config, **way))
+            rows = _shown(search(other, sizes))
+            if best := smallest(sorted(rows, key=lambda p: p.config.seqpar)):
+                print(f"\ntaken: {flags_of(way)}, which changes no number")
+                print("\n".join(answer(other, best, rows, preset)))
+                return 0
+            tried += rows
+    raise ValueError(refusal(tried, exhausted=True))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,7 +114,8 @@ def _device(own: argparse.Namespace, config: Config) -> Device:
         device = DEVICES[name] if name else device_here()
     if config.measured:
         device = measured(config.measured, device, config.precision)
-    device = replace(device, memory=own.memory * GB) if own.memory else device
+    if own.memory:
+        device = replace(device, memory=own.memory * GB, source=f"{device.source}; --memory {own.memory:g}")
     device = replace(device, node=own.node) if own.node else device
     if own.ranks and own.ranks > device.node and own.ranks % device.node:
         fits = own.ranks // device.node * device.node

@@ -1,14 +1,16 @@
 """Tensors without data ("meta") in place of ones on a device, so that what a network does there can be counted."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+Piece = TypeVar("Piece")
 _stood_for = ContextVar("stood_for", default="cuda")
+_times = ContextVar("times", default=1)
 _casts = ContextVar[AbstractContextManager[Any] | None]("casts", default=None)
 
 
@@ -20,6 +22,29 @@ def standing_for(device_type: str) -> Iterator[None]:
         yield
     finally:
         _stood_for.reset(before)
+
+
+def alike(pieces: Sequence[Piece], x: Tensor) -> Iterator[Piece]:
+    """Yields the pieces that ``x`` is taken in, all of one size but the last, which may be smaller.
+
+    Without data, the second stands for all between the first and the last: ``times`` returns how many it stands for.
+    """
+    if not x.is_meta or len(pieces) < 4:
+        yield from pieces
+        return
+    first, second, *between, last = pieces
+    yield first
+    before = _times.set(_times.get() * (1 + len(between)))
+    try:
+        yield second
+    finally:
+        _times.reset(before)
+    yield last
+
+
+def times() -> int:
+    """Returns how many times what is computed now takes place: more than once for a piece that stands for others."""
+    return _times.get()
 
 
 @contextmanager

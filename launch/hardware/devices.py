@@ -90,17 +90,30 @@ class Device:
         rate = self.peak[precision] * self.shares[ATTENTION]
         return Machine(near.bandwidth, near.latency, rate, self.on_gpu, self.node, far.bandwidth)
 
-    def clock(self, precision: str) -> Callable[[Operation], float]:
+    def clock(self, precision: str) -> "Clock":
         """Returns a function from an operation to its seconds: of arithmetic or of memory, whichever takes longer."""
-        rates = {kind: self.peak[precision] * self.shares[kind] for kind in KINDS if kind != OTHER}
+        rates = tuple(self.peak[precision] * self.shares[kind] if kind != OTHER else 0.0 for kind in KINDS)
+        return Clock(rates, self.bandwidth, self.launch_seconds, self.measured_rate, self.share_of_cores)
 
-        def seconds(operation: Operation) -> float:
-            if operation.kind in (CONVOLUTION, ATTENTION) and self.measured_rate is not None:
-                return operation.count / (self.measured_rate(operation) * self.share_of_cores)
-            arithmetic = operation.count / rates[operation.kind] if operation.count else 0.0
-            return max(arithmetic, operation.size / self.bandwidth) + self.launch_seconds
 
-        return seconds
+@dataclass(frozen=True)
+class Clock:
+    """Tells the seconds of operations; clocks of equal figures are equal, so that what they timed can be kept.
+
+    ``rates`` are operations a second of each of ``KINDS``; the others are those of ``Device``.
+    """
+
+    rates: tuple[float, ...]
+    bandwidth: float
+    launch_seconds: float
+    measured_rate: Callable[[Operation], float] | None = None
+    share_of_cores: float = 1.0
+
+    def __call__(self, operation: Operation) -> float:
+        if operation.kind in (CONVOLUTION, ATTENTION) and self.measured_rate is not None:
+            return operation.count / (self.measured_rate(operation) * self.share_of_cores)
+        arithmetic = operation.count / self.rates[KINDS.index(operation.kind)] if operation.count else 0.0
+        return max(arithmetic, operation.size / self.bandwidth) + self.launch_seconds
 
 
 def _gpu(
@@ -117,9 +130,9 @@ DEVICES: dict[str, Device] = {
     "mi250x": _gpu(  # one die; links of a node's dies are 4, 2 or 1 wide
         "MI250X GCD", 64 * GIB, (47.9e12, 191.5e12, 47.9e12), 1.6e12, {2: 148e9, 4: 77e9, 8: 39e9}, 11.7e9
     ),
-    "a100": _gpu("A100 80 GB", 80 * GB, (19.5e12, 312e12, 19.5e12), 2.0e12, {8: 240e9}, 23e9),
-    "h100": _gpu("H100 80 GB", 80 * GB, (67e12, 989e12, 67e12), 3.35e12, {8: 360e9}, 48e9),
-    "h200": _gpu("H200 141 GB", 141 * GB, (67e12, 989e12, 67e12), 4.8e12, {8: 360e9}, 48e9),
+    "a100": _gpu("A100", 80 * GB, (19.5e12, 312e12, 19.5e12), 2.0e12, {8: 240e9}, 23e9),
+    "h100": _gpu("H100", 80 * GB, (67e12, 989e12, 67e12), 3.35e12, {8: 360e9}, 48e9),
+    "h200": _gpu("H200", 141 * GB, (67e12, 989e12, 67e12), 4.8e12, {8: 360e9}, 48e9),
 }
 
 

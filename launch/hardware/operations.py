@@ -10,7 +10,8 @@ MATMUL, CONVOLUTION, ATTENTION, OTHER = KINDS = ("matmul", "convolution", "atten
 
 @dataclass(frozen=True)
 class Operation:
-    """One call of a torch operator: ``count`` floating-point operations, ``size`` bytes read and written."""
+    """Calls of a torch operator, ``times`` of them: each ``count`` floating-point operations, and ``size`` bytes read
+    and written."""
 
     kind: str
     count: float
@@ -18,6 +19,7 @@ class Operation:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    times: int = 1
 
 
 def operations_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, float]:

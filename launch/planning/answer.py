@@ -74,15 +74,15 @@ def header(run: Run, preset: str, tile: Sequence[int]) -> str:
     )
 
 
-def table(rows: Sequence[Plan]) -> str:
-    """Returns a row for each group size: GiB on the fullest rank, GB sent a step, seconds a step."""
-    columns = f"{'':>6} {'':<10} | {'GiB on the fullest rank':^47} | {'GB sent':^13} | {'a step':^13}"
+def columns() -> str:
+    """Returns the two lines above the rows: GiB on the fullest rank, GB sent a step, seconds a step."""
+    groups = f"{'':>6} {'':<10} | {'GiB on the fullest rank':^47} | {'GB sent':^13} | {'a step':^13}"
     names = f"{'seqpar':>6} {'attention':<10} | {'model':>7}{'tokens':>8}{'decoder':>8}{'moment':>8}{'rest':>7}"
-    lines = [columns, f"{names}{'total':>9} | {'seq':>6} {'all':>6} | {'s':>7} {'MFU':>5}"]
-    return "\n".join([*lines, *map(_row, rows)])
+    return f"{groups}\n{names}{'total':>9} | {'seq':>6} {'all':>6} | {'s':>7} {'MFU':>5}"
 
 
-def _row(p: Plan) -> str:
+def row(p: Plan) -> str:
+    """Returns the line of a group size; a ``!`` marks a total that is more than the device has."""
     if p.why:
         why = p.why if len(p.why) <= 88 else p.why[:87] + "…"
         return f"{p.config.seqpar:>6} {why}"
@@ -99,19 +99,18 @@ def _row(p: Plan) -> str:
 
 
 def answer(run: Run, best: Plan, rows: Sequence[Plan], preset: str) -> list[str]:
-    """Returns the lines below the table: what the smallest group that fits needs, and its command line."""
+    """Returns the lines below the rows: what the smallest group that fits needs, and its command line.
+
+    - ``rows``: the plans of all sizes that were looked at with the settings of ``best``
+    """
     parts = ", ".join(f"{name} {value / MIB:.0f}" for name, value in best.memory.items())
     seconds = ", ".join(f"{name} {value:.3g}" for name, value in best.seconds.items())
     size, tiles = best.config.seqpar, most_tiles(run, best)
     fits = f"--seqpar {size} {'is the smallest of these that fits' if len(rows) > 1 else 'fits'}"
-    unfused = next((p for p in rows if p.fits_unfused), None)
-    if len(rows) == 1:
-        needs = "would fit too" if unfused else "would not fit"
-    else:
-        needs = f"would need --seqpar {unfused.config.seqpar}" if unfused else "would fit none of them"
     sentences = [
         *batches(run, rows),
-        f"{fits}, with up to {tiles} tile{'s' if tiles > 1 else ''} a group; attention that is not fused {needs}",
+        f"{fits}, with up to {tiles} tile{'s' if tiles > 1 else ''} a group; attention that is not fused "
+        f"{_unfused(rows)}",
         f"MiB on the fullest rank: {parts}",
         f"seconds a step: {seconds}",
     ]
@@ -129,6 +128,14 @@ def batches(run: Run, rows: Sequence[Plan]) -> list[str]:
     if len(numbers) > 1:
         lines.append("--global-batch N holds it by accumulation, --groups N by as many groups at every size")
     return lines
+
+
+def _unfused(rows: Sequence[Plan]) -> str:
+    """Returns which of the sizes would fit if attention held its scores."""
+    sizes = [p.config.seqpar for p in rows if p.fits_unfused]
+    if len(rows) == 1:
+        return "would fit too" if sizes else "would not fit"
+    return f"would need --seqpar {min(sizes)}" if sizes else "would fit none of them"
 
 
 def command(p: Plan, preset: str) -> str:

@@ -75,20 +75,44 @@ def largest_batch(run: Run, ranks: int, most: int) -> Plan:
     return largest
 
 
-def refusal(rows: Sequence[Plan]) -> str:
-    """Returns why no plan fits, and which flag would need less memory."""
+def refusal(rows: Sequence[Plan], exhausted: bool = False) -> str:
+    """Returns why no plan fits, and what would need less memory.
+
+    - ``exhausted``: the ways that keep the numbers (``ways``) were tried: only other numbers need less
+    """
     possible = [p for p in rows if not p.why]
     if not possible:
         return f"no group of ranks can run this: {rows[0].why}"
     least = min(possible, key=lambda p: p.total)
-    largest = max(("tokens", "decoder", "transient", "optimizer"), key=lambda name: least.memory[name])
-    advice = {
-        "tokens": "--grad-checkpoint full, or a larger --patch",
-        "decoder": "--mode halo" if least.config.mode == "gather" else "a smaller --decoder-width or --tile",
-        "transient": "--mode halo or a smaller --tile",
-        "optimizer": "a smaller --embed-dim or --depth",
-    }[largest]
+    return f"nothing fits: {shortage(least)}: try {_advice(least, exhausted)}"
+
+
+def shortage(p: Plan) -> str:
+    """Returns what a plan needs, what there is, and what most of it is for."""
     return (
-        f"nothing fits: --seqpar {least.config.seqpar} needs {least.total / GIB:.1f} GiB on a rank of "
-        f"{least.device.name}, which has {least.device.memory / GIB:.1f}; most is for {largest}: try {advice}"
+        f"--seqpar {p.config.seqpar} needs {p.total / GIB:.1f} GiB on a rank of {p.device.name}, which has "
+        f"{p.device.memory / GIB:.1f}; most is for {_largest_part(p)}"
     )
+
+
+def _largest_part(p: Plan) -> str:
+    return max(("tokens", "decoder", "transient", "optimizer"), key=lambda name: p.memory[name])
+
+
+def _advice(p: Plan, exhausted: bool) -> str:
+    """Returns flags that need less memory for the largest part: first those that keep the numbers."""
+    smaller = {
+        "tokens": "a larger --patch, a smaller --tile or --embed-dim",
+        "decoder": "a smaller --decoder-width or --tile",
+        "transient": "a smaller --tile or --decoder-width",
+        "optimizer": "a smaller --embed-dim or --depth",
+    }[_largest_part(p)]
+    if exhausted:
+        return smaller if p.config.precision == "bf16" else f"--precision bf16, {smaller}"
+    same_numbers = {
+        "tokens": "--grad-checkpoint full" if p.config.grad_checkpoint != "full" else "",
+        "decoder": "--mode auto" if p.config.mode == "gather" else "",
+        "transient": "--mode auto" if p.config.mode == "gather" else "",
+        "optimizer": "" if p.config.shard_weights else "--shard-weights",
+    }[_largest_part(p)]
+    return f"{same_numbers}, or {smaller}" if same_numbers else smaller

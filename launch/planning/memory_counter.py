@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from seqpar.launch.hardware.operations import Operation, operations_of
-from seqpar.meta_tensors import casting_again
+from seqpar.meta_tensors import casting_again, times
 
 Watch = Callable[[Operation], None]
 
@@ -36,6 +36,10 @@ class MemoryCounter(TorchDispatchMode):
         self.now, self.phase, self.peaks = 0, "", Counter[str]()
         self._watch = watch
         self._known: dict[int, weakref.ref[Any]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # torch asks; else the first operator would import its compiler
+        return False
 
     @property
     def most(self) -> int:
@@ -55,7 +59,7 @@ class MemoryCounter(TorchDispatchMode):
         if self._watch is not None and (new or func._schema.is_mutable):
             kind, count = operations_of(func, args, kwargs or {}, result)
             size = sum(t.numel() * t.element_size() for t in inputs + made)
-            self._watch(Operation(kind, count, size, func, args, kwargs or {}))
+            self._watch(Operation(kind, count, size, func, args, kwargs or {}, times()))
         return result
 
     def _note(self, tensor: Tensor, size: int) -> int:

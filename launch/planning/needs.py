@@ -6,7 +6,7 @@ the device's figures.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 
 from seqpar.attention.cost_model import cost
 from seqpar.launch.hardware.devices import Device
@@ -83,6 +83,11 @@ class Plan:
 
 def plan(run: Run, size: int) -> Plan:
     """Returns the plan of a group size; raises where it cannot run, or groups would share nodes unevenly."""
+    return planned(replace(run, config=of_size(run, size)), run.ranks_of(size))
+
+
+def of_size(run: Run, size: int) -> Config:
+    """Returns the run's config for a group size; raises, before anything is counted, where it cannot run."""
     ranks, node = run.ranks_of(size), run.device.node
     if ranks % size:
         raise ValueError(f"does not divide {ranks} ranks")
@@ -95,7 +100,7 @@ def plan(run: Run, size: int) -> Plan:
         config = hold_global_batch(config, ranks // size, run.fixed)
     refuse(config)
     refuse_lonely(config, ranks)
-    return planned(replace(run, config=config), ranks)
+    return config
 
 
 def planned(run: Run, ranks: int) -> Plan:
@@ -133,16 +138,17 @@ def _plan(run: Run, config: Config, device: Device, ranks: int) -> Plan:
     if not run.timed:
         return untimed
     seconds = _seconds(config, device, step, ranks)
-    once = Config().grad_checkpoint
-    alone = replace(config, seqpar=1, attention="auto", keep_kv=False, split="spatial", grad_checkpoint=once)
-    operations = 3 * config.accumulate * _forward_operations(alone, run.channels, run.outputs) / config.seqpar
+    operations = 3 * config.accumulate * _forward_operations(run, config) / config.seqpar
     return replace(untimed, seconds=seconds, mfu=operations / sum(seconds.values()) / device.peak[config.precision])
 
 
-@lru_cache(maxsize=4)
-def _forward_operations(config: Config, channels: int, outputs: int) -> float:
-    """Returns the operations of the model's forward pass, as one process runs it."""
-    return count_step(StepSetup(config, channels=channels, outputs=outputs)).forward_operations
+def _forward_operations(run: Run, config: Config) -> float:
+    """Returns the operations of the model's forward pass, as one process runs it that does nothing to save memory."""
+    usual, device = Config(), run.device
+    same = ("mode", "attention", "keep_kv", "split", "grad_checkpoint", "mlp_chunks", "shard_weights", "accumulate")
+    alone = replace(config, seqpar=1, **{name: getattr(usual, name) for name in same})
+    clock = device.clock(config.precision)
+    return count_step(StepSetup(alone, 0, run.channels, run.outputs, 1, device.on_gpu, clock)).forward_operations
 
 
 def _fullest(config: Config) -> Iterator[int]:

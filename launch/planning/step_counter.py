@@ -9,6 +9,7 @@ voxels of a patch.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.launch.planning.memory_counter import MemoryCounter, as_autocast
+from seqpar.launch.planning.no_compiler import no_compiler
 from seqpar.launch.planning.outline import outline
 from seqpar.launch.planning.saved_bytes import Saved
 from seqpar.launch.settings.config import Config
@@ -92,8 +94,14 @@ def count_step(setup: StepSetup) -> Step:
     return extended(first, second, config.depth - few)
 
 
+@lru_cache(maxsize=256)
 def count_whole_step(setup: StepSetup) -> Step:
-    """Counts a step with all its blocks."""
+    """Counts a step with all its blocks; each once, as plans ask for some of them again."""
+    with no_compiler():
+        return _count_whole_step(setup)
+
+
+def _count_whole_step(setup: StepSetup) -> Step:
     config, on_gpu = setup.config, setup.on_gpu
     group = Group("seq", tuple(range(config.seqpar)), setup.rank)
     net = outline(config, group, setup.channels, setup.outputs)
@@ -132,8 +140,9 @@ class _Work:
         self.operations, self.seconds = Counter[str](), Counter[str]()
 
     def watch(self, operation: Operation) -> None:
-        self.operations[operation.kind] += operation.count  # type: ignore[assignment]
-        self.seconds[operation.kind] += self._clock(operation)  # type: ignore[assignment]
+        times = operation.times
+        self.operations[operation.kind] += times * operation.count  # type: ignore[assignment]
+        self.seconds[operation.kind] += times * self._clock(operation)  # type: ignore[assignment]
 
 
 def _part(setup: StepSetup, net: SegmentationNet) -> tuple[Tensor, Tensor]:

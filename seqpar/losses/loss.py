@@ -137,7 +137,7 @@ class Loss(nn.Module):
         """Returns how many voxels count, or what they weigh."""
         if self.ignore_label is None and weights is None:
             return torch.tensor(label.numel(), device=label.device)
-        return torch.stack([self._count_run(run, weights) for _, run in runs(label[:, None], label)]).sum()
+        return torch.stack([self._count_run(run, weights) for run, _ in runs(label, label[:, None])]).sum()
 
     def _count_run(self, label: Tensor, weights: Tensor | None) -> Tensor:
         counted = torch.ones_like(label, dtype=torch.bool) if self.ignore_label is None else label != self.ignore_label

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from seqpar.meta_tensors import alike
+
 RUN = 1 << 20  # logits of which probabilities and targets are held at a time
 
 SumsOfRun = Callable[[Tensor, Tensor], Tensor]  # takes logits and labels of a run, returns b s
@@ -57,17 +59,19 @@ class _OverVoxels(Function):
     def forward(ctx: Any, logits: Tensor, label: Tensor, sums_of_run: SumsOfRun) -> Tensor:
         ctx.sums_of_run = sums_of_run
         ctx.save_for_backward(logits, label)
-        first, *rest = (sums_of_run(*run) for run in runs(logits, label))
-        for more in rest:
-            first += more
-        return first
+        total: Tensor | None = None
+        for truth, run in runs(label, logits):
+            sums = sums_of_run(run, truth)
+            total = sums if total is None else total.add_(sums)
+        assert total is not None
+        return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, label = ctx.saved_tensors
         dlogits = torch.empty_like(logits)
-        for (run, truth), (drun, _) in zip(runs(logits, label), runs(dlogits, label)):
+        for truth, run, drun in runs(label, logits, dlogits):
             with torch.enable_grad():
                 leaf = run.detach().requires_grad_()
                 (dleaf,) = torch.autograd.grad(ctx.sums_of_run(leaf, truth), leaf, grad)
@@ -75,8 +79,7 @@ class _OverVoxels(Function):
         return dlogits, None, None
 
 
-def runs(logits: Tensor, label: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Returns logits ``b k W D H`` and labels in runs along W of at most ``RUN`` logits, a row at least."""
-    row = logits[:, :, :1].numel()
-    rows = max(1, RUN // max(row, 1))
-    return zip(logits.split(rows, 2), label.split(rows, 1))
+def runs(label: Tensor, *logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Returns labels ``b W D H`` and logits ``b k W D H`` in runs along W of at most ``RUN`` logits, a row at least."""
+    rows = max(1, RUN // max(logits[0][:, :, :1].numel(), 1))
+    return alike(list(zip(label.split(rows, 1), *(x.split(rows, 2) for x in logits))), label)

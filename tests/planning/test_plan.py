@@ -1,6 +1,7 @@
 """The planner answers with a table and the line to run; what it says of the paper's setting, and of what fits."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.launch import plan
+from seqpar.launch.benches import plan_answer
 from seqpar.launch.hardware.devices import DEVICES, Link, measured
 from seqpar.launch.planning.fit import most_tiles, plans, smallest
 from seqpar.launch.planning.needs import Run
@@ -77,7 +79,7 @@ def test_the_most_tiles_fill_the_memory() -> None:
 
 def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
     flags = ["--tile", "128", "--patch", "4", "--seqpar", "8", "--mode", "halo", "--memory", "2", "--device", "a100"]
-    with pytest.raises(ValueError, match="nothing fits: --seqpar 8 .* try --grad-checkpoint full"):
+    with pytest.raises(ValueError, match="nothing fits: --seqpar 8 needs .*: try --precision bf16"):
         plan.act(flags)
     with pytest.raises(ValueError, match="--ranks 12 do not fill nodes of 8: plan for 8 or 16, or say with --node"):
         plan.act(["--ranks", "12", "--device", "a100"])
@@ -184,7 +186,19 @@ def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytes
     assert "not fused would need --seqpar 4" in said("--ranks", "4")
 
 
-def test_the_script_plans_from_any_folder(tmp_path: Path) -> None:
-    line = [sys.executable, ROOT / "launch" / "plan.py", "--tile", "32", "--seqpar", "2", "--depth", "2"]
-    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0 and "--seqpar" in done.stdout, done.stderr
+def test_the_script_plans_from_any_folder_without_torchs_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bench of the planner's first row, on a small plan; importing the compiler would take as long as torch."""
+    monkeypatch.chdir(tmp_path)
+    flags = "--tile 32 --seqpar 2 --depth 2 --device a100"
+    row = plan_answer.timed(flags)
+    assert row["exit code"] == 0 and row["sizes counted"] == 1 and 0 < row["first row s"] <= row["whole answer s"]
+    assert "train.py" in row["answer"] and "--seqpar 2" in row["answer"]
+    code = "import sys, torch; from seqpar.launch import plan; plan.act(sys.argv[1:])"
+    code += "; assert 'torch._dynamo' not in sys.modules"
+    code += "; torch.optim.Adam([torch.zeros(1)]); assert torch._dynamo.__file__"
+    line = [sys.executable, "-c", code, *flags.split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
