@@ -6,7 +6,7 @@ from pathlib import Path
 
 from seqpar.launch.job.exit_codes import run
 from seqpar.launch.runs.archive import write_archive
-from seqpar.launch.runs.run_folder import read_config
+from seqpar.launch.runs.run_folder import read_config, read_windows
 from seqpar.launch.runs.trained_run import find_weights, load_run, read_run
 from seqpar.launch.settings.command_line import Parser
 
@@ -24,7 +24,7 @@ def act(arguments: Sequence[str]) -> int:
         raise ValueError(f"{options.out}: the archive is a zip file; name it {options.out.name}.zip")
     weights = find_weights(read_run(options.run), options.checkpoint)
     load_run(options.run, str(weights))  # weights of another network would be found out by its user
-    about = write_archive(options.out, read_config(options.run), weights, options.licence)
+    about = write_archive(options.out, read_config(options.run), weights, options.licence, read_windows(options.run))
     size = options.out.stat().st_size / 1e6
     print(f"{options.out}: {size:.1f} MB, weights {about['checkpoint']}, licence: {about['licence']}")
     print(f"next: {about['use']}")

@@ -9,8 +9,8 @@ from pathlib import Path
 from seqpar.decoders.modes.choose import MODES
 from seqpar.environment import read_launcher
 from seqpar.launch.inference.predict_cases import Request, predict_cases
-from seqpar.launch.inference.predictor import WINDOWS, Settings
-from seqpar.launch.inference.windows import WEIGHTS
+from seqpar.launch.inference.predictor import Settings
+from seqpar.launch.inference.windows import WEIGHTS, WINDOWS
 from seqpar.launch.job import exit_codes
 from seqpar.launch.job.local_ranks import die_with_parent, start_missing_ranks
 from seqpar.launch.runs.trained_run import Run, read_run
@@ -25,7 +25,8 @@ def act(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 3 if a case could not be predicted; raises what the user has to correct."""
     die_with_parent()
     options = _parser().parse_args(list(arguments))
-    request, settings, run = _request(options), _settings(options), read_run(options.run)
+    run = read_run(options.run)
+    request, settings = _request(options), _settings(options, run)
     launcher = read_launcher(os.environ)
     if options.seqpar > launcher.world:
         return start_missing_ranks(options.seqpar, __file__, arguments, launcher)
@@ -72,15 +73,17 @@ def _request(options: argparse.Namespace) -> Request:
     )
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace, run: Run) -> Settings:
+    window = options.window or run.window
     values = {name: getattr(options, name) for name in ("overlap", "weights", "window_batch")}
     sliding = {name: value for name, value in values.items() if value is not None}
-    if sliding and options.window == "whole":
+    if sliding and window == "whole":
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sliding)
-        raise ValueError(f"{flags}: a whole pass has no windows; leave it out, or use --window sliding")
+        whose = "" if options.window else f", which {run.path} found better than sliding windows,"
+        raise ValueError(f"{flags}: a whole pass{whose} has no windows; leave it out, or use --window sliding")
     flips = DIRECTIONS if options.mirror == [] else options.mirror or ()
     mirror = tuple(sorted({DIRECTIONS.index(direction) for direction in flips}))
-    return Settings(window=options.window, mirror=mirror, min_component=options.min_component, **sliding)
+    return Settings(window=window, mirror=mirror, min_component=options.min_component, **sliding)
 
 
 def _parser() -> Parser:
@@ -91,8 +94,9 @@ def _parser() -> Parser:
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write the label maps to")
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
         help="best (default), latest or a file of weights; several are an ensemble: mean of logits")  # fmt: skip
-    add("--window", choices=WINDOWS, default="sliding",
-        help="sliding windows of the training tile, or the whole volume in one pass (default sliding)")  # fmt: skip
+    add("--window", choices=WINDOWS,
+        help="sliding windows of the training tile, or the whole volume in one pass (default: what validation found "
+        "better, train --val-window both; else sliding)")  # fmt: skip
     add("--overlap", type=float, help="overlap of neighbouring windows, as a share of the window (default 0.5)")
     add("--weights", choices=WEIGHTS, help="weights of a window's voxels in the mean over windows (default gaussian)")
     add("--window-batch", type=int, metavar="N", help="windows that a sequence group predicts at once (default 1)")

@@ -18,15 +18,15 @@ from seqpar.launch.job.local_ranks import die_with_parent, start_missing_ranks
 from seqpar.launch.job.run_log import RunLog, recorded
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.planning.answer import rehearsal
-from seqpar.launch.planning.auto_settings import choose_attention
+from seqpar.launch.planning.auto_settings import plan_here
 from seqpar.launch.planning.feasibility import refuse_lonely
 from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import seconds
-from seqpar.launch.training.data import open_data
+from seqpar.launch.training.data import describe_data, open_data
 from seqpar.launch.training.data_summary import summary_of_data
 from seqpar.launch.training.failure import end
-from seqpar.launch.training.request import DRY_RUN_SIZES, RunRequest, read_request, refuse_other_run
+from seqpar.launch.training.request import RunRequest, read_request, refuse_other_run, sizes_of
 from seqpar.launch.training.setup import first_lines, make_trainer, open_folder
 from seqpar.mesh import seed
 from seqpar.rendezvous import check_seqpar, start
@@ -97,14 +97,17 @@ def _run(request: RunRequest, launcher: Launcher, log: RunLog) -> int:
 
 
 def _dry_run(request: RunRequest, launcher: Launcher) -> int:
-    """Prints what would run; allocates and writes nothing, and needs no other rank."""
+    """Prints what would run, by the headers of the data; allocates and writes nothing, and needs no other rank."""
     config = request.config
     num_ranks = max(launcher.world, config.seqpar)
     check_seqpar(config.seqpar, num_ranks)
     refuse_lonely(config, num_ranks)
+    assert request.fingerprint is not None
     if launcher.rank == 0:
-        print(first_lines(request, replace(launcher, world=num_ranks)))
-        print(rehearsal(config, num_ranks, choose_attention(config, launcher, *DRY_RUN_SIZES)))
+        data, sizes = describe_data(request.fingerprint, config), sizes_of(request.fingerprint, config)
+        here = replace(launcher, world=num_ranks)
+        print(first_lines(request, here))
+        print(rehearsal(config, plan_here(config, here, *sizes), *sizes, data))
     return 0
 
 

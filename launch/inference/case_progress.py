@@ -41,6 +41,11 @@ class CaseProgress:
         if self.active:
             self._display.say(f"error: {text}", "stderr")
 
+    def warn(self, text: str) -> None:
+        """Prints a warning to stderr."""
+        if self.active:
+            self._display.say(f"warning: {text}", "stderr")
+
     def close(self) -> None:
         """Ends what is shown."""
         self._display.close()

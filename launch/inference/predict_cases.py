@@ -22,6 +22,7 @@ from seqpar.launch.inference.case_progress import CaseProgress
 from seqpar.launch.inference.class_statistics import ClassStatistics
 from seqpar.launch.inference.prediction_folder import PredictionFolder
 from seqpar.launch.inference.predictor import Predictor, Settings
+from seqpar.launch.inference.sliding_window import beyond_training
 from seqpar.launch.inference.whole_volume_memory import footprint
 from seqpar.launch.inference.windows import WindowGrid
 from seqpar.launch.job.next_command import next_command
@@ -65,6 +66,9 @@ def predict_cases(request: Request, settings: Settings, run: Run, mesh: Mesh) ->
     done = f" ({plan['num_done']} are done)" if plan["num_done"] else ""
     files = ", ".join(map(str, weights))
     shown.say(f"predicting {len(cases)} cases{done} by {files}; {_ranks_line(request, run, mesh)}")
+    if len(run.windows) > 1:
+        dices = ", ".join(f"{window} {dice:.3f}" for window, dice in run.windows.items())
+        shown.say(f"--window {settings.window}; mean Dice in the run's validation: {dices}")
     for fault in faults:
         shown.complain(fault)
     prepared_cases = _PreparedCases(cases, run.recipe, keep_images=request.statistics)
@@ -168,6 +172,8 @@ def _predict_case(
     if settings.window == "whole":
         memory = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), mesh)
         shown.say(f"{case.id}: a whole pass over {voxels} voxels takes {memory}")
+        if "whole" not in run.windows and (warning := beyond_training(predictor.nets[0], image.shape[1:])):
+            shown.warn(f"{case.id}: {warning}")
     probabilities = folder.probability_file(case, shape, not run.learns_regions) if mesh.is_first else None
     write_rows = None
     if folder.outputs:

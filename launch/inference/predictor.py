@@ -23,13 +23,11 @@ from seqpar.data.workers import Tell, unheard
 from seqpar.launch.inference.logits_to_labels import WriteRows, slabs_to_labels
 from seqpar.launch.inference.sliding_window import Image, sliding_window, whole_volume
 from seqpar.launch.inference.small_components import drop_small_components, parse_min_component
-from seqpar.launch.inference.windows import Sliding
+from seqpar.launch.inference.windows import WINDOWS, Sliding
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.runs.trained_run import Run, find_weights, load_nets, read_run
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
-
-WINDOWS = ("sliding", "whole")
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,12 @@ class Predictor:
 
         - ``run``: the folder that train wrote
         - ``checkpoints``: "best", "latest" or files of weights
-        - ``settings``: windows, flips, small components; None: sliding windows of the training tile
+        - ``settings``: windows, flips, small components; None: windows as the run's validation found better
         - ``mesh``: the ranks, from ``seqpar.start``; None: this process alone, without a process group
         """
         opened, mesh = read_run(run), mesh or start(1, env={})
         files = [find_weights(opened, name) for name in checkpoints]
-        return cls(opened, load_nets(opened, files, mesh), settings or Settings(), mesh)
+        return cls(opened, load_nets(opened, files, mesh), settings or Settings(window=opened.window), mesh)
 
     def predict(
         self, images: SpatialImage | Sequence[SpatialImage] | np.ndarray, affine: np.ndarray | None = None

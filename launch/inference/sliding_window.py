@@ -35,6 +35,7 @@ from seqpar.layout import Layout, to_patches
 from seqpar.mesh import Mesh
 
 Image = Tensor | np.ndarray
+BEYOND = 2.0  # times as many tokens along a direction as in training, from which on a whole pass may fail
 
 
 class Slab(NamedTuple):
@@ -80,6 +81,19 @@ def whole_volume(
 def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
     """Returns the shape to which ``whole_volume`` pads a volume."""
     return tuple(max(tile, -(-side // p) * p) for side, tile, p in zip(shape, layout.tile, layout.patch))
+
+
+def beyond_training(net: SegmentationNet, shape: Sequence[int]) -> str:
+    """Returns a warning where a whole volume has many more tokens along a direction than the tile, else ""."""
+    layout = net.encoder.layout
+    grid, trained = layout.of_tile(padded_shape(shape, layout)).grid, layout.grid
+    if all(now <= BEYOND * then for now, then in zip(grid, trained)):
+        return ""
+    sizes = ["x".join(map(str, sides)) for sides in (grid, trained)]
+    return (
+        f"{sizes[0]} tokens in one pass, but the network was trained on {sizes[1]}: more than {BEYOND:g} times as many "
+        "along a direction, which can ruin a result; use --window sliding, or let train --val-window both measure it"
+    )
 
 
 def join_rows(rows: Tensor, bounds: Sequence[int], mesh: Mesh, dim: int = 0) -> Tensor:

@@ -18,6 +18,7 @@ from seqpar.layout import even_bounds
 Interval = tuple[int, int]
 Region = tuple[Interval, ...]  # half-open voxel interval per direction
 
+WINDOWS = ("sliding", "whole")
 WEIGHTS = ("gaussian", "constant")
 _SIGMA, _MIN_WEIGHT = 0.125, 1e-3  # of the Gaussian: standard deviation as a share of the tile's side
 

@@ -14,34 +14,36 @@ from seqpar.launch.hardware.devices import GB, GIB, MIB
 from seqpar.launch.planning.fit import most_tiles
 from seqpar.launch.planning.needs import Plan, Run
 from seqpar.launch.planning.outline import outline
-from seqpar.launch.planning.step_counter import StepSetup, count_step
 from seqpar.launch.settings.config import Config, dashed
 from seqpar.launch.settings.presets import PRESETS
 from seqpar.mesh import Group
 
 
-def rehearsal(config: Config, num_ranks: int, chosen: Sequence[str] = ()) -> str:
-    """Describes what would run: network, tokens, memory per rank, steps, and how decoding is shared.
+def rehearsal(config: Config, p: Plan, channels: int, outputs: int, data: str) -> str:
+    """Describes what would run: data, network, tokens, memory per rank, steps, and how decoding is shared.
 
-    ``chosen`` is the attention strategy and then why, where attention was left open.
+    - ``p``: the plan of ``config`` on the device here
+    - ``data``: the line that describes the data set
     """
-    group = Group("seq", tuple(range(config.seqpar)))
-    net = outline(config, group)
-    encoder, decoder = (sum(p.numel() for p in part.parameters()) / 1e6 for part in (net.encoder, net.decoder))
-    layout, groups = net.encoder.layout, num_ranks // config.seqpar
-    counted = replace(config, attention=chosen[0]) if chosen else config
-    step = count_step(StepSetup(counted, data_groups=groups))
-    saved, states = step.tokens + step.decoder, step.weights + step.gradients + step.optimizer
+    memory, groups = p.memory, p.ranks // config.seqpar
+    net = outline(config, Group("seq", tuple(range(config.seqpar))), channels, outputs)
+    encoder, decoder = (sum(q.numel() for q in part.parameters()) / 1e6 for part in (net.encoder, net.decoder))
+    layout = net.encoder.layout
+    model = memory["weights"] + memory["gradients"] + memory["optimizer"]
+    verdict = "fits" if p.fits else "does not fit; plan.py finds what does, for other devices too"
     return "\n".join(
         [
-            f"would run on {num_ranks} ranks = data {groups} x seq {config.seqpar}; nothing was written",
-            f"  network   encoder {encoder:.2f} M + decoder {decoder:.2f} M parameters (one channel, two classes)",
+            f"would run on {p.ranks} ranks = data {groups} x seq {config.seqpar}; nothing was written",
+            f"  data      {data}",
+            f"  network   encoder {encoder:.2f} M + decoder {decoder:.2f} M parameters",
             f"  tokens    {layout.num_tokens} a tile; per rank {' '.join(map(str, layout.counts))}",
-            *(f"  attention {why}" for why in chosen[1:2]),
+            *(f"  attention {why}" for why in p.attention_why[:1]),
             f"  decoding  {net.mode.check(layout, config.batch)}",
-            f"  memory    {saved / GIB:.2f} GiB for backward, {step.transient / GIB:.2f} more at the worst moment, "
-            f"{states / GIB:.2f} for weights, gradients and optimizer: per rank",
-            f"  steps     {config.steps}; {tiles_a_step(config, num_ranks)}",
+            f"  memory    {p.total / GIB:.2f} GiB a rank, of {p.device.memory / GIB:.2f} of {p.device.name}: {verdict}",
+            f"            {(memory['tokens'] + memory['decoder']) / GIB:.2f} for backward, "
+            f"{memory['transient'] / GIB:.2f} more at the worst moment, {model / GIB:.2f} for weights, gradients and "
+            "optimizer, the rest for input and libraries",
+            f"  steps     {config.steps}; {tiles_a_step(config, p.ranks)}",
             config.to_json(),
         ]
     )

@@ -51,9 +51,14 @@ def choose_attention(
     previous = before.get("strategy", "")
     if previous and before["seqpar"] == config.seqpar and not (config.keep_kv and previous == "ulysses"):
         return previous, f"{previous}, as the run began"
-    ranks = max(launcher.world, config.seqpar)
-    best = planned(Run(config, _device(config, launcher), channels, outputs, timed=False), ranks)
+    best = plan_here(config, launcher, channels, outputs)
     return best.config.attention, *best.attention_why
+
+
+def plan_here(config: Config, launcher: Launcher, channels: int, outputs: int) -> Plan:
+    """Returns the plan of a complete config on the device here and the launcher's ranks."""
+    ranks = max(launcher.world, config.seqpar)
+    return planned(Run(config, _device(config, launcher), channels, outputs, timed=False), ranks)
 
 
 def _device(config: Config, launcher: Launcher) -> Device:

@@ -29,6 +29,7 @@ from seqpar.mesh import Group
 from seqpar.meta_tensors import standing_for
 from seqpar.vit.dropout import DropoutKey
 
+LARGE_BATCH = 16  # tiles for each rank of a group: counting more takes as many times longer, and tells no more
 SHALLOW = (2, 3)  # depths of the two: the first block never drops its path, the others are alike
 Clock = Callable[[Operation], float]  # seconds of an operation
 
@@ -86,7 +87,24 @@ class Step:
 
 
 def count_step(setup: StepSetup) -> Step:
-    """Returns what a step takes on one rank of a sequence group."""
+    """Returns what a step takes on one rank of a sequence group; a large batch is extrapolated from two small ones."""
+    config = setup.config
+    if config.batch <= LARGE_BATCH * config.seqpar:
+        return _count_by_depth(setup)
+    few, more = _small_batches(config)
+    first, second = (_count_by_depth(replace(setup, config=replace(config, batch=batch))) for batch in (few, more))
+    return extended(first, second, (config.batch - few) / (more - few))
+
+
+def _small_batches(config: Config) -> tuple[int, int]:
+    """Returns two batches that are decoded as the config's is: in whole samples, or not."""
+    in_samples = config.batch % config.seqpar == 0
+    fitting = [n for n in range(1, LARGE_BATCH * config.seqpar + 1) if (n % config.seqpar == 0) == in_samples]
+    return fitting[len(fitting) // 2 - 1], fitting[-1]
+
+
+def _count_by_depth(setup: StepSetup) -> Step:
+    """Counts a step of a deep network by two shallow ones."""
     config, (few, more) = setup.config, SHALLOW
     if config.depth <= more:
         return count_whole_step(setup)
@@ -227,7 +245,7 @@ def _weights_and_gradients(setup: StepSetup, net: SegmentationNet) -> tuple[int,
     return owners, size // owners + 2 * block + rest + buffers, size // owners + block + rest
 
 
-def extended(few: Step, more: Step, times: int) -> Step:
+def extended(few: Step, more: Step, times: float) -> Step:
     """Returns ``few`` with so many more blocks or samples, each of which adds what ``more`` has above ``few``."""
 
     def along(a: float, b: float) -> float:

@@ -10,6 +10,7 @@ import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors.torch import save
@@ -32,12 +33,19 @@ def is_archive(path: str | Path) -> bool:
     return Path(path).is_file()
 
 
-def write_archive(out: Path, content: Mapping[str, Any], weights: Path, licence: str) -> dict[str, Any]:
+def write_archive(
+    out: Path,
+    content: Mapping[str, Any],
+    weights: Path,
+    licence: str,
+    windows: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Writes the archive, whole or not at all, and returns what about.json says; the same run gives the same bytes.
 
     - ``content``: the run's config.json
     - ``weights``: a file of weights
     - ``licence``: of the weights
+    - ``windows``: the mean Dice by kind of window that the run's validation measured, the better first
     """
     if out.exists():
         raise DataError(out, "is there already; name another file, or remove it")
@@ -46,6 +54,7 @@ def write_archive(out: Path, content: Mapping[str, Any], weights: Path, licence:
         "format": "seqpar run", "licence": licence, "checkpoint": f"{weights.parent.name}/{weights.name}",
         "seqpar": seqpar.__version__, "digest": hashlib.blake2b(body, digest_size=16).hexdigest(),
         "use": f"seqpar-predict {out.name} -i IMAGES -o FOLDER",
+        "dice": dict(windows),
     }  # fmt: skip
     try:
         with whole_file(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:

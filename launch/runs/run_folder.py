@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import seqpar
 from seqpar.data.files import write_json
 from seqpar.launch.job.next_command import next_command
-from seqpar.launch.runs.archive import CONFIG, is_archive, read_archived
+from seqpar.launch.runs.archive import ABOUT, CONFIG, is_archive, read_archived
 from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import Config
 
@@ -83,6 +83,23 @@ def next_lines(run: Path) -> list[str]:
     """Returns the commands that usually follow a finished run."""
     predict = next_command("predict", run, "-i", "IMAGES", "-o", "PREDICTIONS")
     return [f"next: {predict}", f"next: {next_command('report', run)}  (curves, scores and cases on one page)"]
+
+
+def write_window(run: Path, windows: Mapping[str, float], step: int) -> None:
+    """Writes window.json: the mean Dice of the best checkpoint by kind of window, the better first."""
+    write_json(run / "window.json", {"window": next(iter(windows)), "dice": dict(windows), "step": step})
+
+
+def read_windows(run: Path) -> dict[str, float]:
+    """Returns the mean Dice by kind of window that validation measured, the better first; {} if none is recorded."""
+    try:
+        windows = read_archived(run, ABOUT) if is_archive(run) else json.loads((run / "window.json").read_text())
+        dice = windows.get("dice", {})
+        return {str(window): float(mean) for window, mean in dice.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{run / 'window.json'} is damaged ({error}): remove it, and name --window yourself") from None
 
 
 class Status:

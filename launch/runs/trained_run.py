@@ -1,7 +1,7 @@
 """Reads a run folder for prediction: its settings, what its data mean, and the networks of its checkpoints."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from seqpar.launch.models.build import build
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.attention_choice import choose_quickest
 from seqpar.launch.runs.archive import is_archive
-from seqpar.launch.runs.run_folder import read_config
+from seqpar.launch.runs.run_folder import read_config, read_windows
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.files import listed, read_weights
@@ -26,7 +26,10 @@ LAST = "model.safetensors"  # what a finished run leaves beside its checkpoints
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: its config, how its cases were prepared, and what its outputs stand for."""
+    """A training run: its config, how its cases were prepared, and what its outputs stand for.
+
+    ``windows`` is the mean Dice by kind of window that its validation measured, the better first.
+    """
 
     path: Path
     config: Config
@@ -34,6 +37,12 @@ class Run:
     labels: dict[str, int]  # class ids, as in the cache
     regions: dict[str, tuple[int, ...]]
     regions_class_order: tuple[int, ...]  # class ids
+    windows: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def window(self) -> str:
+        """The kind of window to predict by: the better of those measured, sliding windows where none was."""
+        return next(iter(self.windows), "sliding")
 
     @property
     def learns_regions(self) -> bool:
@@ -64,6 +73,7 @@ def read_run(path: str | Path) -> Run:
             dict(dataset["labels"]),
             regions,
             tuple(dataset["regions_class_order"]) if regions else (),
+            read_windows(Path(path)),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(

@@ -169,6 +169,12 @@ class Config:
     val_every: int = _watching(10, "epochs between validations (one always ends the run)", bounds=NOT_NEGATIVE)
     val_cases: int = _watching(0, "held-out cases per validation; 0: all", bounds=NOT_NEGATIVE)
     val_overlap: float = _watching(0.5, "overlap of sliding windows in validation, as a share", bounds=BELOW_1)
+    val_window: str = _watching(
+        "sliding",
+        "how validation predicts a volume: by sliding windows, in one pass over the whole of it, or both, to record "
+        "which is better: predict then takes that one",
+        choices=("sliding", "whole", "both"),
+    )
     tensorboard: bool = _watching(False, "write curves for TensorBoard too")
     neurological: bool = _watching(False, "show the patient's left on the left; default: on the right (radiological)")
 

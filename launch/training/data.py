@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.data.formats.splits import split
-from seqpar.data.phantom.builtin import phantom
+from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.splits import HasCases, split
+from seqpar.data.phantom.builtin import phantom, phantom_fingerprint
 from seqpar.data.preparation.cache import PreparedDataset
+from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
 from seqpar.data.preparation.prepare import PrepareSettings, prepared
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.augmentation_presets import ORDERS
@@ -95,10 +97,36 @@ def open_data(config: Config, is_first: bool) -> TrainingData:
     )
     settings, progress = PrepareSettings.spaced(config.spacing), ProgressBar("preparing") if is_first else silent
     dataset = prepared(folder, config.cache or None, settings, is_first=is_first, progress=progress)
-    fold: int | str = int(config.fold) if config.fold.isdigit() else config.fold
-    train_ids, held_out_ids = (tuple(ids) for ids in split(dataset, fold))
+    train_ids, held_out_ids = split_of(dataset, config)
     tiles = training_tiles(dataset, train_ids, config)
     return TrainingData(dataset, train_ids, held_out_ids, tiles, config.targets)
+
+
+def look_at(config: Config) -> Fingerprint:
+    """Returns what the headers of a run's data say; nothing is prepared or written."""
+    return read_fingerprint(recognise(config.data)) if config.data else phantom_fingerprint(config.phantoms)
+
+
+def describe_data(fingerprint: Fingerprint, config: Config) -> str:
+    """Returns a line on a data set; raises ``ValueError`` where it does not allow the config's split."""
+    train_ids, held_out_ids = split_of(fingerprint, config)
+    channels, outputs = (_listed(names) for names in (fingerprint.modalities, fingerprint.outputs(config.targets)))
+    voxels = "x".join(map(str, fingerprint.shape))
+    millimetres = "x".join(f"{size:.3g}" for size in fingerprint.spacing)
+    return (
+        f"{fingerprint.name} ({fingerprint.layout}): {len(fingerprint.ids)} cases, {len(train_ids)} to train on, "
+        f"{len(held_out_ids)} held out; {channels}; learns {outputs}; median {voxels} voxels of {millimetres} mm"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{len(names)} ({', '.join(names)})"
+
+
+def split_of(dataset: HasCases, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the ids of the cases to train on and to hold out."""
+    train_ids, held_out_ids = split(dataset, int(config.fold) if config.fold.isdigit() else config.fold)
+    return tuple(train_ids), tuple(held_out_ids)
 
 
 def training_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Config) -> TileSource:

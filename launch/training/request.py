@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.environment import Launcher
 from seqpar.launch.job import exit_codes
 from seqpar.launch.planning.auto_settings import choose
@@ -18,10 +19,9 @@ from seqpar.launch.runs.run_folder import read_config
 from seqpar.launch.runs.start_history import changed_settings
 from seqpar.launch.settings.command_line import continued, idle_in_groups_of_one, parse, refuse_idle, shortened_warmup
 from seqpar.launch.settings.config import AUTO, Config
-from seqpar.launch.training.data import TrainingData, open_data
+from seqpar.launch.training.data import TrainingData, look_at, open_data
 
 COME_AGAIN = (exit_codes.USAGE, exit_codes.DATA, exit_codes.MEMORY, exit_codes.NONFINITE)
-DRY_RUN_SIZES = 4, 4  # channels and outputs that a dry run counts with: it opens no data
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class RunRequest:
     """The resolved settings of a run, and where they came from.
 
     ``preset_reason`` says why the preset is this one. ``choices`` holds what the planner chose, by name: a sentence,
-    then lines with figures. ``data`` is set where the planner needed its channels, so that it is opened once.
+    then lines with figures. ``data`` is set where the planner needed its channels, so that it is opened once;
+    ``fingerprint`` is set in its place for a dry run, which prepares nothing.
     ``idle`` is a line on flags that do nothing here.
     ``changes``: the settings of a resumed run that are not what they were.
     """
@@ -41,6 +42,7 @@ class RunRequest:
     data: TrainingData | None = None
     idle: str = ""
     changes: dict[str, list[Any]] = field(default_factory=dict)
+    fingerprint: Fingerprint | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     refuse_idle(config, line.flags)
     config, warmup = shortened_warmup(config, line.flags)
-    config, choices, data = _choose_open_settings(config, launcher)
+    fingerprint = look_at(config) if config.dry_run else None
+    config, choices, data = _choose_open_settings(config, launcher, fingerprint)
     if warmup:
         choices = {"warmup": (warmup,), **choices}
     if line.config.out != line.asked_out:
@@ -92,7 +95,7 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
         config = hold_global_batch(config, num_groups, line.numbers("batch", "accumulate"))
     refuse(config)
     idle = idle_in_groups_of_one(config, line.flags)
-    return RunRequest(config, preset, reason, choices, data, idle, changes)
+    return RunRequest(config, preset, reason, choices, data, idle, changes, fingerprint)
 
 
 def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
@@ -143,17 +146,24 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
 
 
 def _choose_open_settings(
-    config: Config, launcher: Launcher
+    config: Config, launcher: Launcher, fingerprint: Fingerprint | None
 ) -> tuple[Config, dict[str, tuple[str, ...]], TrainingData | None]:
     """Returns the config with group size and batch filled in, why they are these, and the data if it was needed."""
     if config.seqpar != AUTO and config.batch:
         return config, {}, None
     if config.seqpar != AUTO:
         refuse(config)  # before data is prepared
-    data = None if config.dry_run else open_data(config, launcher.rank == 0)
-    sizes = (data.num_channels, data.num_outputs) if data else DRY_RUN_SIZES
-    config, choices = choose(config, launcher, *sizes)
+    data = None if fingerprint else open_data(config, launcher.rank == 0)
+    config, choices = choose(config, launcher, *sizes_of(fingerprint or data, config))
     return config, choices, data
+
+
+def sizes_of(source: Fingerprint | TrainingData | None, config: Config) -> tuple[int, int]:
+    """Returns the channels of the images and the outputs of the network."""
+    assert source is not None
+    if isinstance(source, Fingerprint):
+        return len(source.modalities), len(source.outputs(config.targets))
+    return source.num_channels, source.num_outputs
 
 
 def refuse_other_run(config: Config) -> None:

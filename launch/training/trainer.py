@@ -19,7 +19,7 @@ from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.runs.journal import Journal, epoch_fields, peak_memory_mb
-from seqpar.launch.runs.run_folder import Status, next_lines, result_files
+from seqpar.launch.runs.run_folder import Status, next_lines, result_files, write_window
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.after_step import AfterStep, Decision, raise_non_finite
 from seqpar.launch.training.data import TrainingData, outputs_shown
@@ -245,8 +245,7 @@ class Trainer:
         step, every = self.progress.step, self.config.val_every * self.config.iterations
         self.journal.attempt(lambda: draw_progress(self.out))
         is_last = step == self.config.steps
-        is_due = is_last or every > 0 and step % every == 0
-        if not is_due or self.progress.validated == step:
+        if not (is_last or every > 0 and step % every == 0) or self.progress.validated == step:
             return True
         began = time.monotonic()
         with gathered(self.net, self.mesh, self.config.shard_weights):
@@ -260,6 +259,7 @@ class Trainer:
         if result.score > self.progress.best:
             self.progress.best, self.progress.best_step = result.score, step
             self._save(is_best=True)
+            self.journal.attempt(lambda: write_window(self.out, result.windows, step))
         return True
 
     def _leave(self, stopper: Stopper) -> bool:
@@ -290,9 +290,8 @@ class Trainer:
         return image.double() if self.config.precision == "fp64" else image
 
     def _autocast(self) -> AbstractContextManager[None]:
-        if self.config.precision == "bf16":
-            return torch.autocast(self.mesh.device.type, torch.bfloat16)
-        return nullcontext()
+        is_half = self.config.precision == "bf16"
+        return torch.autocast(self.mesh.device.type, torch.bfloat16) if is_half else nullcontext()
 
 
 def global_batch(config: Config, mesh: Mesh) -> int:

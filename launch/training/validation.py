@@ -1,8 +1,8 @@
-"""Validation in training: whole held-out volumes by sliding window, with the code that predicts and evaluates."""
+"""Validation in training: held-out volumes by sliding windows, in one pass, or both, by the code of predict."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from seqpar.data.preparation.cache import PreparedCase
 from seqpar.data.workers import Tell
 from seqpar.launch.evaluation.scores import Scores, score, summarise
 from seqpar.launch.inference.logits_to_labels import to_labels
-from seqpar.launch.inference.sliding_window import join_rows, sliding_window
-from seqpar.launch.inference.windows import Sliding
+from seqpar.launch.inference.sliding_window import join_rows, sliding_window, whole_volume
+from seqpar.launch.inference.windows import WINDOWS, Sliding
 from seqpar.launch.job.display import bar, clock
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.models.segmentation import SegmentationNet
@@ -33,11 +33,25 @@ NUM_PICTURED = 3  # cases in validation.png
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """The row of metrics.jsonl, the printed table, and the score by which the best checkpoint is kept."""
+    """The row of metrics.jsonl, the printed table, and the score by which the best checkpoint is kept.
+
+    ``windows`` is the mean Dice by kind of window, the better first.
+    """
 
     row: dict[str, Any]
     text: str
     score: float
+    windows: dict[str, float]
+
+
+@dataclass
+class _Measured:
+    """What one kind of window gave, case after case; ``folder`` is where its label maps are kept, if they are."""
+
+    window: str
+    folder: ValidationFolder | None
+    scores: list[Scores] = field(default_factory=list)
+    losses: list[LossParts] = field(default_factory=list)
 
 
 class Validation:
@@ -48,6 +62,11 @@ class Validation:
         self.ids = data.held_out_ids[: config.val_cases or None]
         self._is_explained = False  # whether a table has said what its columns mean
 
+    @property
+    def windows(self) -> tuple[str, ...]:
+        """The kinds of window that are measured."""
+        return WINDOWS if self.config.val_window == "both" else (self.config.val_window,)
+
     def run(
         self, net: SegmentationNet, journal: Journal, stopper: Stopper, keep: bool = False
     ) -> ValidationResult | None:
@@ -55,42 +74,53 @@ class Validation:
         out, dataset = journal.path.parent, self.data.dataset
         shown = dataset.modalities.index(favourite(dataset.modalities))
         net.eval()
-        folder = self._folder(out) if keep and self.mesh.is_first else None
-        scores: list[Scores] = []
-        losses: list[LossParts] = []
+        kinds = [_Measured(window, self._folder(out, window) if keep else None) for window in self.windows]
         pictured: list[PicturedCase] = []
         began = time.monotonic()
         for number, name in enumerate(self.ids):
             case = dataset.cases[name]
-            prediction = self._predict(net, case, stopper, self._progress(journal, number, began))
-            if prediction is None:
-                net.train()
-                return None
-            ids, parts = prediction
-            losses.append(parts)
-            if folder:
-                folder.add(case, ids, dataset.annotated.get(name))
             truth, spacing = np.asarray(case.label), case.properties.spacing
             known: dict[str, Any] = {"ignore": dataset.ignore_label, "hidden": self.data.hidden_classes(name)}
-            scores.append(score(truth, ids, self.data.classes, spacing, **known, surfaces=False))
-            if self.mesh.is_first and len(pictured) < NUM_PICTURED:
-                pictured.append(PicturedCase(name, np.asarray(case.image[shown]), truth, ids, spacing))
+            for at, kind in enumerate(kinds):
+                tell = self._progress(journal, number, at, began)
+                prediction = self._predict(net, case, kind.window, stopper, tell)
+                if prediction is None:
+                    net.train()
+                    return None
+                ids, parts = prediction
+                kind.losses.append(parts)
+                if kind.folder:
+                    kind.folder.add(case, ids, dataset.annotated.get(name))
+                kind.scores.append(score(truth, ids, self.data.classes, spacing, **known, surfaces=False))
+                if self.mesh.is_first and not at and len(pictured) < NUM_PICTURED:
+                    pictured.append(PicturedCase(name, np.asarray(case.image[shown]), truth, ids, spacing))
         net.train()
         classes = [name for name, value in dataset.labels.items() if value]
         picture = out / "validation.png"
         journal.attempt(lambda: draw_cases(picture, pictured, classes, self.config.neurological))
-        result = self._summary(scores, losses)
-        return replace(result, text="\n".join([result.text, *folder.close()])) if folder else result
+        result = _better([self._summary(kind) for kind in kinds])
+        lines = [result.text, *(line for kind in kinds if kind.folder for line in kind.folder.close())]
+        if not self._is_explained:
+            lines.insert(1, "  (Dice: mean over cases; global: of the voxels of all cases together)")
+            self._is_explained = True
+        return replace(result, text="\n".join(lines))
 
-    def _folder(self, out: Path) -> ValidationFolder:
-        return ValidationFolder(
-            out / "validation", self.data.describe(), lambda: label_files(self.config), self.config.steps
-        )
+    def _folder(self, out: Path, window: str) -> ValidationFolder | None:
+        """Returns RUN/validation on the first rank, and RUN/validation-whole where both kinds are measured."""
+        if not self.mesh.is_first:
+            return None
+        name = "validation" if window == self.windows[0] else f"validation-{window}"
+        return ValidationFolder(out / name, self.data.describe(), lambda: label_files(self.config), self.config.steps)
 
-    def _progress(self, journal: Journal, number: int, began: float) -> Tell:
-        """Returns a function that shows which share of case ``number`` is done; ``began``: when the first one began."""
+    def _progress(self, journal: Journal, number: int, window: int, began: float) -> Tell:
+        """Returns a function that shows which share of a case is done with one of the kinds of window.
+
+        - ``number``, ``window``: of the case, and of the kind
+        - ``began``: when the first case began
+        """
 
         def tell(share: float) -> None:
+            share = (window + share) / len(self.windows)
             done, total = number + share, len(self.ids)
             left = f"{clock((time.monotonic() - began) / done * (total - done))} left" if done else "? left"
             journal.progress([f"validating case {number + 1}/{total} {bar(share)} {share:.0%}", left])
@@ -99,15 +129,19 @@ class Validation:
         return tell
 
     def _predict(
-        self, net: SegmentationNet, case: PreparedCase, stopper: Stopper, tell: Tell
+        self, net: SegmentationNet, case: PreparedCase, window: str, stopper: Stopper, tell: Tell
     ) -> tuple[np.ndarray, LossParts] | None:
         """Returns the class ids of a case and its loss, None where all ranks leave before its end."""
-        sliding = Sliding(self.config.tile, self.config.val_overlap)
         order = self.data.dataset.regions_class_order if self.data.regions else ()
         annotated = self.data.annotated([case.id])
         annotated = None if annotated is None else annotated.to(self.mesh.device)
         sums, rows = torch.zeros((), dtype=torch.float64, device=self.mesh.device), list[torch.Tensor]()
-        for slab in sliding_window([net], case.image, sliding, self.mesh, tell):
+        if window == "whole":
+            slabs = whole_volume([net], case.image, self.mesh, tell=tell)
+        else:
+            sliding = Sliding(self.config.tile, self.config.val_overlap)
+            slabs = sliding_window([net], case.image, sliding, self.mesh, tell)
+        for slab in slabs:
             if stopper.should_leave():
                 return None
             low, high = slab.bounds[self.mesh.world.index : self.mesh.world.index + 2]
@@ -118,8 +152,8 @@ class Validation:
         parts = self.loss.of_sums(all_reduce(sums, self.mesh.world), annotated)
         return torch.cat(rows).numpy(), parts
 
-    def _summary(self, scores: Sequence[Scores], losses: Sequence[LossParts]) -> ValidationResult:
-        summary = summarise(scores)
+    def _summary(self, measured: _Measured) -> ValidationResult:
+        summary, losses = summarise(measured.scores), measured.losses
         dice = {name: _nan_to_none(mean["Dice"]) for name, mean in summary["mean"].items()}
         global_dice = {name: _nan_to_none(pooled["Dice"]) for name, pooled in summary["global"].items()}
         terms = {name: float(torch.stack([one.terms[name] for one in losses]).mean()) for name in self.loss.weights}
@@ -128,17 +162,27 @@ class Validation:
             **{f"{name}_loss": value for name, value in terms.items()},
             "dice": dice,
             "global_dice": global_dice,
-            "cases": len(scores),
+            "cases": len(measured.scores),
         }
         known = [value for value in dice.values() if value is not None]
         width = max(len(name) for name in dice)
-        lines = [f"validation on {len(scores)} held-out cases: loss {row['loss']:.4f}"]
+        lines = [f"validation on {len(measured.scores)} held-out cases: loss {row['loss']:.4f}"]
         lines.append(f"  {'class':{width}}  Dice  global")
         lines += [f"  {name:{width}}  {_cell(dice[name])}  {_cell(global_dice[name])}" for name in dice]
-        if not self._is_explained:
-            lines.append("  (Dice: mean over cases; global: of the voxels of all cases together)")
-            self._is_explained = True
-        return ValidationResult(row, "\n".join(lines), sum(known) / len(known) if known else 0.0)
+        mean_dice = sum(known) / len(known) if known else 0.0
+        return ValidationResult(row, "\n".join(lines), mean_dice, {measured.window: mean_dice})
+
+
+def _better(results: Sequence[ValidationResult]) -> ValidationResult:
+    """Returns the result of the kind of window with the highest score; it says those of all."""
+    if len(results) == 1:
+        return results[0]
+    ranked = sorted(results, key=lambda result: -result.score)  # stable: sliding windows where they are equal
+    windows = {window: dice for result in ranked for window, dice in result.windows.items()}
+    means = ", ".join(f"{window} {dice:.3f}" for window, dice in windows.items())
+    best, window = ranked[0], next(iter(windows))
+    text = f"{best.text}\n  these are by --window {window}, the better in mean Dice: {means}"
+    return replace(best, row={**best.row, "window": window, "windows": windows}, text=text, windows=windows)
 
 
 def _nan_to_none(value: float) -> float | None:

@@ -218,7 +218,10 @@ def choose(
     else:
         best, why = min(candidates, key=lambda s: needs[s]), "the smallest, though more than the memory left"
     if memory_left is not None:
-        why += f" of those that need at most {memory_left / 2**20:.0f} MiB in {depth} layers"
+        if memory_left > 0:
+            why += f" of those that need at most {memory_left / 2**20:.0f} MiB in {depth} layers"
+        else:
+            why += f": without attention there are {-memory_left / 2**20:.0f} MiB too few"
     lines = [f"{s}: {costs[s]}" + ("" if s in fits else ", too large") for s in candidates]
     return best, (f"{best} is {why}", *lines)
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+from dataclasses import replace
 
 import nibabel
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 from scipy import ndimage
 
 from seqpar.data.errors import DataError
+from seqpar.data.formats.recognise import recognise
+from seqpar.data.phantom import builtin
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.brain import MODALITIES, PhantomCase, make_case
 from seqpar.data.phantom.files import PhantomSettings, write_phantom
+from seqpar.data.preparation.fingerprint import read_fingerprint
 from seqpar.launch import phantom as launch_phantom
 from seqpar.launch.job.exit_codes import DATA, USAGE, run
 
@@ -104,6 +108,17 @@ def test_brats_files_are_readable_and_kept(tmp_path):
     assert lost.read_bytes() == files[lost][1]  # the same bytes, whenever they are made
     assert all(p.stat().st_mtime_ns == at for p, (at, _) in files.items() if p != lost)
     assert len(list(tmp_path.rglob("*.nii.gz"))) == 20 and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_the_built_in_phantoms_are_known_before_they_are_written(tmp_path, monkeypatch):
+    settings = PhantomSettings("brats", TINY)
+    write_phantom(tmp_path, 2, settings)
+    monkeypatch.setattr(builtin, "PhantomSettings", lambda: settings)
+    known, read = builtin.phantom_fingerprint(2), read_fingerprint(recognise(tmp_path))
+    names = {"name": known.name, "layout": known.layout}
+    assert known == replace(read, **names, spacings=known.spacings)
+    assert np.allclose(known.spacings, read.spacings) and known.outputs("regions") == ("WT", "TC", "ET")
+    assert known.outputs("labels") == ("background", "NCR", "ED", "ET")
 
 
 def test_nnunet_files_have_their_description(tmp_path):

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from seqpar import losses
 from seqpar.launch import plan
 from seqpar.launch.hardware.devices import DEVICES
 from seqpar.launch.planning import needs, step_counter, ways
 from seqpar.launch.planning.fit import plans
 from seqpar.launch.planning.needs import Plan, Run
-from seqpar.launch.planning.step_counter import StepSetup, count_whole_step
+from seqpar.launch.planning.step_counter import StepSetup, count_step, count_whole_step
 from seqpar.launch.settings.command_line import parse
 from seqpar.launch.settings.config import Config
 from seqpar.launch.settings.presets import PRESETS
+from seqpar.losses import voxels
 
 GCD = DEVICES["mi250x"]
 PAPER = replace(PRESETS["paper"](), batch=1, depth=1, tile=(64, 64, 64), patch=4)
@@ -122,9 +122,9 @@ def test_a_loss_in_many_runs_is_counted_by_three_of_them(monkeypatch: pytest.Mon
     setup = StepSetup(config, clock=lambda operation: operation.size + 0.5)
     count = count_whole_step.__wrapped__
     at_once = count(setup)
-    monkeypatch.setattr(losses, "RUN", 3000)
+    monkeypatch.setattr(voxels, "RUN", 3000)
     few = count(setup)
-    monkeypatch.setattr(losses, "alike", lambda pieces, x: iter(pieces))
+    monkeypatch.setattr(voxels, "alike", lambda pieces, x: iter(pieces))
     every = count(setup)
     assert few == every and few != at_once
 
@@ -141,3 +141,19 @@ def test_a_step_is_counted_once_for_all_devices_that_are_as_quick(monkeypatch: p
         times.append([p.seconds["computing"] for p in rows])
         assert len(counted) == number, "one process alone is what the first size counts"
     assert times[0] == times[1] and times[2] < times[0]
+
+
+def test_a_large_batch_is_extrapolated_from_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As decoded alike: 40 tiles against 40 that were counted, in boxes and in whole samples."""
+    config = Config(tile=(16, 16, 16), patch=8, depth=1, embed_dim=12, heads=2, decoder_width=4, mode="auto", seqpar=2)
+    for batch, few in ((40, [16, 32]), (41, [15, 31])):
+        setup, counted = StepSetup(replace(config, batch=batch)), list[int]()
+        whole = count_whole_step(setup)
+        with monkeypatch.context() as patched:
+            watched = lambda setup: counted.append(setup.config.batch) or count_whole_step(setup)  # noqa: E731
+            patched.setattr(step_counter, "count_whole_step", watched)
+            short = count_step(setup)
+        assert counted == few
+        for name in ("tokens", "decoder", "input", "weights", "optimizer", "transient"):
+            assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=0.02), (batch, name)
+        assert short.sent.total() == pytest.approx(whole.sent.total(), rel=1e-9)

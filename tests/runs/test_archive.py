@@ -12,6 +12,7 @@ from seqpar import load_run, read_weights
 from seqpar.data.errors import DataError
 from seqpar.launch.export import act as export
 from seqpar.launch.job.exit_codes import run as run_act
+from seqpar.launch.runs.run_folder import write_window
 from tests.support.folders import tree
 from tests.support.predictions import ROOT, act, make_run, write_images
 
@@ -36,11 +37,14 @@ def run(tmp_path: Path) -> Path:
 def test_an_exported_run_predicts_what_its_folder_does(run, tmp_path, capsys) -> None:
     write_images(tmp_path / "images")
     archive = tmp_path / "a.zip"
+    write_window(run, {"whole": 0.9, "sliding": 0.8}, 2)  # predict's default follows it, out of an archive too
     assert export([str(run), str(archive), "--licence", "CC-BY-4.0"]) == 0
     printed = capsys.readouterr().out
     assert "licence: CC-BY-4.0" in printed and "seqpar-predict a.zip -i IMAGES -o FOLDER" in printed
     assert act(tmp_path, run, out="folder") == act(tmp_path, archive, out="archive") == 0
     folder, archived = (tree(tmp_path / name) for name in ("folder", "archive"))
+    windows = [json.loads((tmp_path / name / "prediction.json").read_text()) for name in ("folder", "archive")]
+    assert [record["settings"]["window"] for record in windows] == ["whole", "whole"]
     assert folder.pop("prediction.json") != archived.pop("prediction.json")
     assert folder == archived and len(folder) == 3
     first, second = load_run(run).state_dict(), load_run(archive).state_dict()

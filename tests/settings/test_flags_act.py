@@ -151,6 +151,7 @@ TRAINER = {
     "dice_background": ("--dice-background", lambda t: t.loss.terms[0].background),
     "batch_dice": ("--batch-dice", lambda t: t.loss.terms[0].batch),
     "val_cases": ("--fold all --val-cases 2", lambda t: len(t.validation.ids)),
+    "val_window": ("--val-window both", lambda t: t.validation.windows),
     "val_overlap": ("--val-overlap 0.5", lambda t: windows_of(t)),
     "neurological": ("--neurological", pictures_of),
     "grad_checkpoint": ("--grad-checkpoint full", lambda t: t.net.encoder.blocks[0].recompute),

@@ -68,9 +68,8 @@ def voxels(path: Path) -> np.ndarray:
 
 def on_ranks(mesh: Mesh, *arguments: str) -> int:
     options = predict._parser().parse_args(list(arguments))
-    faults = predict_cases.predict_cases(
-        predict._request(options), predict._settings(options), read_run(options.run), mesh
-    )
+    run = read_run(options.run)
+    faults = predict_cases.predict_cases(predict._request(options), predict._settings(options, run), run, mesh)
     return exit_codes.DATA if faults else 0
 
 

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,13 @@ import pytest
 from seqpar.data.errors import DataError
 from seqpar.environment import Launcher
 from seqpar.launch import train
+from seqpar.launch.hardware.devices import GIB, device_here
 from seqpar.launch.job import exit_codes
+from seqpar.launch.models.build import build
+from seqpar.launch.planning import auto_settings
+from seqpar.mesh import Group
+from tests.support.configs import config_of
+from tests.support.folders import nnunet
 from tests.support.training_runs import status
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +130,38 @@ def test_a_dry_run_writes_nothing(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(signal, "signal", lambda *of: pytest.fail("a dry run needs no handlers"))
-    assert train.act(["--preset", "paper", "--seqpar", "4", "--patch", "4", "--dry-run"]) == 0
+    assert train.act(["--preset", "paper", "--depth", "2", "--seqpar", "4", "--patch", "4", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "per rank 3456 3456 3456 3456" in said and "4 ranks = data 1 x seq 4" in said
+    assert "phantom-24 (built-in phantom brains): 24 cases, 22 to train on, 2 held out; 4 (T1, T1c, T2, FLAIR)" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_looks_at_the_data_and_at_the_memory(flags, tmp_path, monkeypatch, capsys):
+    data = nnunet(tmp_path / "D", cases=5, channels=("T1", "T2"), labels={"background": 0, "tumour": 1, "cyst": 2})
+    run = [*flags, "--data", str(data), "--cache", str(tmp_path / "cache"), "--seqpar", "2"]
+
+    def rehearsed(*more: str) -> str:
+        assert train.act([*run, "--dry-run", *more]) == 0
+        return capsys.readouterr().out
+
+    text = rehearsed()
+    assert (
+        "D (nnU-Net raw): 5 cases, 4 to train on, 1 held out; 2 (T1, T2); learns 3 (background, tumour, cyst)" in text
+    )
+    assert "median 14x12x10 voxels of 1.1x1x1.3 mm" in text and ": fits" in text
+    parts = build(config_of(run), 2, 3, Group("seq", (0, 1)), device="meta")
+    sizes = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (parts.encoder, parts.decoder)]
+    assert "encoder {:.2f} M + decoder {:.2f} M parameters".format(*sizes) in text
+    with pytest.raises(ValueError, match="fold is 7; there are folds 0 to 4"):
+        rehearsed("--fold", "7")
+    here = device_here("cpu")
+    monkeypatch.setattr(auto_settings, "device_here", lambda flag: replace(here, memory=0.2 * GIB, reserved_bytes=0.0))
+    text = rehearsed("--batch", "999")
+    assert "does not fit; plan.py finds what does" in text and "MiB too few" in text and "at most -" not in text
+    (data / "imagesTr" / "c_002_0001.nii.gz").unlink()
+    with pytest.raises(DataError, match="c_002"):
+        rehearsed()
+    with pytest.raises(DataError, match="does not exist"):
+        train.act([*run, "--dry-run", "--data", str(tmp_path / "nowhere")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["D"], "nothing is prepared"

@@ -3,9 +3,30 @@
 import os
 from pathlib import Path
 
+from seqpar.data.formats.brats import MEANINGS
+from seqpar.data.formats.brats import MODALITIES as BRATS_MODALITIES
+from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.files import PhantomSettings, write_phantom
+from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.data.preparation.waiting import announced, run_token, wait_for
 from seqpar.data.workers import Progress, silent
+
+
+def phantom_fingerprint(cases: int) -> Fingerprint:
+    """Returns the fingerprint of the built-in phantom data set, written or not."""
+    settings = PhantomSettings()
+    spacing = tuple(mm / side for mm, side in zip(FIELD_OF_VIEW, settings.size))
+    return Fingerprint(
+        f"phantom-{cases}",
+        "built-in phantom brains",
+        tuple(settings.files(Path(), index)[0].parent.name for index in range(cases)),
+        (),
+        BRATS_MODALITIES,
+        tuple(MEANINGS["2023"].labels),
+        tuple(MEANINGS["2023"].regions),
+        (settings.size,) * cases,
+        (spacing,) * cases,  # type: ignore[arg-type]
+    )
 
 
 def phantom(cases: int, is_first: bool, progress: Progress = silent) -> Path:

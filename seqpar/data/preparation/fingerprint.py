@@ -1,0 +1,82 @@
+"""What a data set's headers say before anything is prepared: sizes, voxels, channels, classes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Dataset, Split
+from seqpar.data.volumes import read_geometry
+
+Sides = tuple[int, int, int]
+Millimetres = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A data set in short; ``shapes`` (W D H) and ``spacings`` (mm) are those of each case in canonical axes."""
+
+    name: str
+    layout: str
+    ids: tuple[str, ...]
+    splits: tuple[Split, ...]
+    modalities: tuple[str, ...]
+    labels: tuple[str, ...]
+    regions: tuple[str, ...]
+    shapes: tuple[Sides, ...]
+    spacings: tuple[Millimetres, ...]
+
+    def outputs(self, targets: str) -> tuple[str, ...]:
+        """Returns the names of what a network learns: regions, where there are some and ``targets`` says so."""
+        return self.regions if self.regions and targets == "regions" else self.labels
+
+    @property
+    def shape(self) -> Sides:
+        """The median number of voxels along each direction."""
+        w, d, h = (int(side) for side in np.median(self.shapes, 0))
+        return w, d, h
+
+    @property
+    def spacing(self) -> Millimetres:
+        """The median voxel size along each direction, in mm."""
+        return median_spacing(self.spacings)
+
+
+def median_spacing(spacings: Sequence[Millimetres]) -> Millimetres:
+    """Returns the median voxel size along each direction."""
+    w, d, h = (float(size) for size in np.median(spacings, 0))
+    return w, d, h
+
+
+def read_fingerprint(dataset: Dataset) -> Fingerprint:
+    """Returns the fingerprint of a labelled data set, from the headers of each case's images.
+
+    Raises DataError for the first case that cannot be used, and where there are no labels.
+    """
+    if dataset.faults:
+        raise dataset.faults[0]
+    if not dataset.labels:
+        raise DataError(dataset.root, "has no labels to train on; add them (prediction prepares by itself)")
+    shapes, spacings = list[Sides](), list[Millimetres]()
+    for case in dataset.cases:
+        if case.label is None:
+            raise DataError(case.images[0], "has no label; add it, or remove the image")
+        geometry, num_channels = read_geometry(case.images[0])
+        num_channels += len(case.images) - 1
+        if num_channels != len(dataset.modalities):
+            needed = f"{len(dataset.modalities)} modalities are needed ({', '.join(dataset.modalities)})"
+            raise DataError(case.images[0], f"brings {num_channels} channels with the others of its case; {needed}")
+        shapes.append(geometry.canonical_shape)
+        spacings.append(geometry.canonical_spacing)
+    return Fingerprint(
+        dataset.name,
+        dataset.layout,
+        dataset.ids,
+        dataset.splits,
+        dataset.modalities,
+        tuple(dataset.labels),
+        tuple(dataset.regions),
+        tuple(shapes),
+        tuple(spacings),
+    )
