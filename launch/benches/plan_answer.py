@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+
+from seqpar.launch.benches.series import Row, Runs, Series, alternate
 
 PLAN = Path(__file__).parents[1] / "plan.py"
 COMMANDS = (
@@ -15,12 +17,23 @@ COMMANDS = (
 )
 
 
-def rows() -> list[dict[str, Any]]:
-    """Returns a row for each command line."""
-    return [timed(flags) for flags in COMMANDS]
+def series(quick: bool = False) -> list[Series]:
+    """Returns one series: every command line, or two of them if quick."""
+    cases = COMMANDS[:2] if quick else COMMANDS
+    what = "seconds until the planner's first row and until its whole answer, on one core"
+
+    def measure(turns: int) -> Generator[tuple[str, Row], None, None]:
+        return alternate(cases, timed, turns)
+
+    return [Series(what, cases, 1, 40.0 * len(cases), measure, _row)]
 
 
-def timed(flags: str) -> dict[str, Any]:
+def _row(case: str, runs: Runs) -> Row:
+    """Returns the quickest of a command line's turns."""
+    return {"plan": case, **min(runs[case], key=lambda run: float(run["whole answer s"]))}
+
+
+def timed(flags: str) -> Row:
     """Returns how long ``plan.py`` takes with these flags, in a new process on one core."""
     began, first_s, sizes, answer = time.perf_counter(), 0.0, 0, ""
     core = {min(os.sched_getaffinity(0))}
@@ -41,7 +54,6 @@ def timed(flags: str) -> dict[str, Any]:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     return {
-        "plan": flags,
         "first row s": first_s,
         "whole answer s": time.perf_counter() - began,
         "processor s": usage.ru_utime + usage.ru_stime,

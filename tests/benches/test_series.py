@@ -97,6 +97,7 @@ RUNS = {  # by module, what a case comes to in a turn
     "data": 0.5,
     "loader": loader._Rate(1.0, 0.5, 0.25),
     "plan": {"planned_s": 1.0, "planned_bytes": 1e6, "processor": 1.0, "clock": 1.0, "alive": 1e6},
+    "plan_answer": {"first row s": 1.0, "whole answer s": 2.0},
     "predict": {"cpu_s": 1.0, "peak_mb": 1.0, "voxels": 8, "seam": 1.0},
     "step": {"seconds": 2.0, "saved": 1e6},
 }
