@@ -12,7 +12,10 @@ import torch
 
 from seqpar.data.errors import DataError
 from seqpar.launch import train
+from seqpar.launch.job.run_log import RunLog
 from seqpar.launch.runs.run_folder import Status
+from seqpar.launch.runs.run_lock import RunLock
+from seqpar.launch.settings.config import Config
 from seqpar.launch.training import after_step, failure, request, setup, trainer, validation
 from seqpar.launch.weights import checkpoint
 from tests.support.training_runs import (
@@ -190,7 +193,7 @@ def test_what_a_killed_run_was_writing_is_cleared_when_its_folder_is_opened(flag
     for path in gone + stay:
         path.touch()
     os.utime(gone[-1], (0, 0))
-    setup.open_folder(Status(out))
+    setup.open_folder(Status(out), RunLock(out), Config(out=str(out)), RunLog(active=False))
     assert not [path for path in gone if path.exists()] and all(path.exists() for path in stay)
     assert status(out)["state"] == "running"
 
