@@ -50,7 +50,7 @@ def windows_of(trainer) -> list:
 
     seen = []
 
-    def stop(nets, image, sliding, mesh):
+    def stop(nets, image, sliding, *more):
         seen.append(sliding)
         raise InterruptedError
 
