@@ -1,4 +1,4 @@
-"""Counting without torch's compiler: an optimizer imports it, which takes seconds and changes nothing here."""
+"""Counting without torch's compiler, which optimizers and tensors without data import: seconds that change no count."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -6,38 +6,37 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from torch.optim import Optimizer
-
 _COMPILER = "torch._dynamo"
+_KEPT = "__dynamo_disable"  # where torch keeps what ``disable`` returned for a function
 
 
 @contextmanager
 def no_compiler() -> Iterator[None]:
-    """Puts an empty module in the compiler's place, unless it is imported already."""
+    """Puts an empty module in the compiler's place, unless it is imported already.
+
+    Not where a block is computed again in backward: torch's checkpoint asks the compiler for its settings.
+    """
     if _COMPILER in sys.modules:
         yield
         return
-    sys.modules[_COMPILER] = _StandIn(_COMPILER)
+    stand_in = sys.modules[_COMPILER] = _StandIn(_COMPILER)
     try:
         yield
     finally:
         del sys.modules[_COMPILER]
-        _forget_disabled(Optimizer.add_param_group)
+        for function in stand_in.functions:
+            vars(function).pop(_KEPT, None)  # so that torch asks the real compiler the next time
 
 
 class _StandIn(ModuleType):
-    """Has what an optimizer calls of the compiler: to be left out of what it compiles, which is nothing."""
+    """Has what is called of the compiler: functions are to be left out of what it compiles, which is nothing."""
 
-    @staticmethod
-    def graph_break(*of: Any) -> None: ...
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.functions = list[Callable[..., Any]]()
 
-    @staticmethod
-    def disable(function: Callable[..., Any], *of: Any, **how: Any) -> Callable[..., Any]:
+    def graph_break(self, *of: Any) -> None: ...
+
+    def disable(self, function: Callable[..., Any], *of: Any, **how: Any) -> Callable[..., Any]:
+        self.functions.append(function)
         return function
-
-
-def _forget_disabled(wrapped: Any) -> None:
-    """Lets torch ask the real compiler the next time: it keeps what ``disable`` returned at the first call."""
-    function = getattr(wrapped, "__wrapped__", None)
-    if getattr(function, "__dynamo_disable", None) is function and function is not None:
-        del function.__dynamo_disable

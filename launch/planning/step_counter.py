@@ -8,6 +8,7 @@ voxels of a patch.
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -115,7 +116,8 @@ def _count_by_depth(setup: StepSetup) -> Step:
 @lru_cache(maxsize=256)
 def count_whole_step(setup: StepSetup) -> Step:
     """Counts a step with all its blocks; each once, as plans ask for some of them again."""
-    with no_compiler():
+    computes_again = setup.config.grad_checkpoint != Config().grad_checkpoint or setup.config.mlp_chunks > 1
+    with nullcontext() if computes_again else no_compiler():
         return _count_whole_step(setup)
 
 

@@ -197,6 +197,7 @@ def test_the_script_plans_from_any_folder_without_torchs_compiler(
     assert "train.py" in row["answer"] and "--seqpar 2" in row["answer"]
     code = "import sys, torch; from seqpar.launch import plan; plan.act(sys.argv[1:])"
     code += "; assert 'torch._dynamo' not in sys.modules"
+    code += "; assert plan.act([*sys.argv[1:], '--grad-checkpoint', 'full', '--mlp-chunks', '2']) == 0"  # it needs it
     code += "; torch.optim.Adam([torch.zeros(1)]); assert torch._dynamo.__file__"
     line = [sys.executable, "-c", code, *flags.split()]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
