@@ -23,6 +23,11 @@ def find() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+def lacking() -> str:
+    """Returns why no browser can run here; empty where one can."""
+    return "" if find() else "Chromium is not installed (Debian: chromium)"
+
+
 class Chromium:
     """One browser with one page; ``complaints`` are exceptions, console errors and refused or failed loads."""
 
@@ -117,3 +122,7 @@ class Chromium:
         os.close(self.to_it)
         os.close(self.from_it)
         self.folder.cleanup()
+
+
+if __name__ == "__main__":
+    print(lacking(), end="")

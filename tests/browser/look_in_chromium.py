@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from seqpar.launch import report
-from tests.browser.chromium import Chromium, find
+from tests.browser.chromium import Chromium, lacking
 from tests.browser.viewer import PLANE, TOLD, middle, press
 from tests.support.reported_run import make_run
 
-pytestmark = pytest.mark.skipif(find() is None, reason="Chromium is not installed (Debian: chromium)")
+LACKING = lacking()
+pytestmark = pytest.mark.skipif(bool(LACKING), reason=LACKING)
 
 PIXELS = """(() => { const c = document.getElementById('plane-2'), d = c.getContext('2d')
   .getImageData(0, 0, c.width, c.height).data, grey = [], coloured = [];

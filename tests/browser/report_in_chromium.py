@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.chromium import Chromium, find
+from tests.browser.chromium import Chromium, lacking
 from tests.browser.viewer import NAMES, PLANE, TOLD, middle, press
 
-pytestmark = pytest.mark.skipif(find() is None, reason="Chromium is not installed (Debian: chromium)")
+LACKING = lacking()
+pytestmark = pytest.mark.skipif(bool(LACKING), reason=LACKING)
 
 
 def test_what_must_be_noticed_is_noticed(browser: Chromium, url: str) -> None:

@@ -203,3 +203,7 @@ def _free_ports(count: int) -> int:
                 sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
     raise OSError(f"no {count} neighbouring ports are free")
+
+
+if __name__ == "__main__":
+    print(lacking(), end="")
