@@ -1,0 +1,39 @@
+"""A run with --compile trains, on the CPU too, and becomes what it becomes without."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch._dynamo.utils import counters
+
+from seqpar.launch.training import trainer
+from tests.support.ranks import relative
+from tests.support.training_runs import Launch, at, farthest, losses
+
+RUN = "--batch 1 --accumulate 2 --iterations 3 --epochs 1 --val-cases 1 --depth 2 --optimizer sgd"
+NO_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is None and os.environ.get("CI") != "true"
+
+
+@pytest.mark.skipif(NO_COMPILER, reason="torch compiles for the CPU with a C++ compiler, and there is none ($CXX, g++)")
+def test_a_compiled_run_is_the_uncompiled_one(flags: list[str], tmp_path: Path) -> None:
+    """Losses of three steps and the weights after them, in float32; Adam would enlarge what is rounding."""
+    graphs = tmp_path / "graphs"
+
+    def hook(rank: int) -> None:
+        os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+        at(trainer.Trainer, "_finish", 0, lambda: graphs.write_text(str(counters["stats"]["unique_graphs"])))(rank)
+
+    found = {}
+    for name, more in {"plain": [], "compiled": ["--compile"]}.items():
+        with Launch(1, [*flags, *RUN.split(), *more], tmp_path / name, hook) as launch:
+            assert launch.wait(timeout=600) == [0], launch.said()  # the compiler takes its time on a busy machine
+        found[name] = int(graphs.read_text())
+    assert found["plain"] == 0 and found["compiled"] > 0, "nothing was compiled"
+    ours, theirs = (tmp_path / name for name in ("compiled", "plain"))
+    assert len(losses(ours)) == 3 and farthest(losses(ours), losses(theirs)) < 1e-5
+    weights = [load_file(out / "model.safetensors") for out in (ours, theirs)]
+    assert weights[0].keys() == weights[1].keys(), "names of weights must not say how they were computed"
+    for name, tensor in weights[1].items():
+        assert relative(weights[0][name], tensor) < 1e-5, name
