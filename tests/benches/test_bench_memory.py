@@ -11,8 +11,9 @@ from seqpar.launch import bench
 from seqpar.launch.benches import attention, encoder, memory, plan, rank
 from seqpar.launch.benches.series import Progress, run_series
 from seqpar.launch.hardware.devices import known
+from seqpar.launch.models.build import build
 from seqpar.launch.planning.feasibility import refuse
-from seqpar.mesh import Mesh
+from seqpar.mesh import Group, Mesh
 from seqpar.rendezvous import pretend
 from tests.support.ranks import run_ranks
 
@@ -24,16 +25,22 @@ def step(mesh: Mesh, changes: dict) -> dict[str, float]:
 
 
 def test_options_hold_less_and_shards_a_share() -> None:
+    """Of each token a block holds 13 widths by gather-x, one where all is recomputed; a shard is half the weights."""
     changes = {"all": {}, "full": {"grad_checkpoint": "full"}, "shards": {"shard_weights": True, "precision": "bf16"}}
     rows = {}
     for name, more in changes.items():
         runs = run_ranks(2, step, {"seqpar": 2, **more})[:1]
         rows[name] = memory.row(memory.Case(name, TINY, 2), runs, runs)
-    assert rows["full"]["held MiB a rank"] < rows["all"]["held MiB a rank"]
+    width = 4 * 24 * 64 / 2 / 2**20  # of a rank's tokens
+    fewer = rows["all"]["held MiB a rank"] - rows["full"]["held MiB a rank"]
+    assert fewer / TINY.depth == pytest.approx(12 * width, rel=0.04)
     share = (
         rows["shards"]["weights, gradients, states MiB a rank"] / rows["all"]["weights, gradients, states MiB a rank"]
     )
     assert 0.5 <= share < 0.52
+    parameters = sum(p.numel() for p in build(TINY, 1, 2, Group("seq"), device="meta").parameters())
+    all_of_them = 4 * 4 * parameters / 2**20  # weights, gradients, and Adam's two moments
+    assert rows["all"]["weights, gradients, states MiB a rank"] == pytest.approx(all_of_them, rel=1e-3)
     assert all(row["peak MiB, all ranks"] > 0 and row["s a step"] > 0 and row["tokens"] == 64 for row in rows.values())
     assert rows["all"]["peak ratio"] == rows["all"]["time ratio"] == 1
     assert all(list(row) == list(rows["all"]) for row in rows.values()), "one table has one set of columns"
@@ -105,8 +112,12 @@ def encoders(mesh: Mesh) -> dict[str, float]:
 
 
 def test_an_encoder_is_measured_on_its_ranks() -> None:
+    """Voxels, 16 widths of each token in the block, 13 by gather-x, and two behind it; half of all that on two."""
     (one,), (first, _) = run_ranks(1, encoders), run_ranks(2, encoders)
-    assert first["saved"] < 0.6 * one["saved"] and min(one["seconds"], first["seconds"]) > 0
+    voxels, width = 4 * 16**3, 4 * 24 * 2**3
+    assert one["saved"] == pytest.approx(voxels + 18 * width, rel=0.02)
+    assert first["saved"] == pytest.approx((voxels + 15 * width) / 2, rel=0.02)
+    assert min(one["seconds"], first["seconds"]) > 0
 
 
 def a_rank_of(mesh: Mesh, ranks: int) -> dict:

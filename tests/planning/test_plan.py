@@ -12,7 +12,7 @@ import pytest
 
 from seqpar.launch import plan
 from seqpar.launch.benches import plan_answer
-from seqpar.launch.hardware.devices import DEVICES, Link, measured
+from seqpar.launch.hardware.devices import DEVICES
 from seqpar.launch.planning.fit import most_tiles, plans, smallest
 from seqpar.launch.planning.needs import Run
 from seqpar.launch.settings.command_line import parse
@@ -92,57 +92,6 @@ def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
 def test_what_is_kept_can_be_planned_by_every_size() -> None:
     rows = plans(Run(replace(PAPER, keep_kv=True), GCD), (1, 2, 4, 8))
     assert [p.why for p in rows] == [""] * 4
-
-
-def test_every_flag_acts() -> None:
-    """Memory, bytes or time change with what is asked for."""
-    base = Run(replace(SMALL, seqpar=2), GCD, ranks=8)
-    (first,) = plans(base, (2,))
-    for other in (
-        replace(base, channels=9),
-        replace(base, outputs=9),
-        replace(base, ranks=16),
-        replace(base, device=DEVICES["h100"]),
-        replace(base, config=replace(SMALL, accumulate=2)),
-        replace(base, config=replace(SMALL, precision="bf16")),
-        replace(base, config=replace(SMALL, decoder="unetr", mode="halo")),
-        replace(base, config=replace(SMALL, attention="gather-kv", keep_kv=True)),
-        replace(base, config=replace(SMALL, grad_checkpoint="attention")),
-        replace(base, config=replace(SMALL, mlp_chunks=4)),
-    ):
-        (then,) = plans(other, (2,))
-        assert (then.memory, then.sent, then.seconds) != (first.memory, first.sent, first.seconds), other
-    whole = first.memory["gradients"]
-    assert first.sent["world"] == 2 * 7 / 8 * whole
-    (shared,) = plans(replace(base, config=replace(SMALL, shard_weights=True)), (2,))
-    assert shared.sent["world"] == 3 * 7 / 8 * whole  # weights come twice, gradients go once
-    assert shared.memory["optimizer"] == first.memory["optimizer"] // 8
-    wide = replace(base, config=replace(SMALL, embed_dim=192, depth=12))
-    first, shared = (
-        next(plans(replace(wide, config=replace(wide.config, shard_weights=s)), (2,))) for s in (False, True)
-    )
-    assert shared.memory["weights"] < 0.6 * first.memory["weights"]
-
-
-def test_messages_that_are_slower_take_longer_and_measured_figures_are_taken(tmp_path: Path) -> None:
-    rates, file = {"float32": 10e12, "bfloat16": 80e12}, tmp_path / "doctor.json"
-    group = {"size": 4, "all_gather": {"latency_s": 3e-4, "bytes_per_s": 5e9, "seconds": [[1, 1.0]]}}
-    all_of_them = {**group, "size": 16, "all_reduce": {"latency_s": 1.5e-3, "bytes_per_s": 1e9}}
-    figures = {"device": "x", "world": 16, "nodes": 2, "memory_bytes": 40 * 2**30, "matmul_flops_per_s": rates}
-    file.write_text(json.dumps({**figures, "groups": {"seq": group, "data": group, "world": all_of_them}}))
-    device = measured(str(file), GCD, "fp32")
-    assert (
-        device.node == 8
-        and device.link(4) == Link(5e9, pytest.approx(1e-4))
-        and device.link(16) == Link(1e9, pytest.approx(1e-4))
-    )
-    assert device.shares["matmul"] * device.peak["fp32"] == pytest.approx(10e12) and device.memory == 40 * 2**30
-    rated, slow = (next(plans(Run(PAPER, d, ranks=16), (4,))) for d in (GCD, device))
-    assert slow.seconds["waiting"] > 2 * rated.seconds["waiting"]
-    assert slow.seconds["computing"] > 2 * rated.seconds["computing"] and slow.memory == rated.memory
-    file.write_text(json.dumps({"device": "x", "matmul_flops_per_s": 5e12}))
-    alone = measured(str(file), GCD, "fp32")
-    assert alone.shares["matmul"] * GCD.peak["fp32"] == pytest.approx(5e12) and alone.links == GCD.links
 
 
 def doctors(folder: Path, bytes_per_s: float) -> Path:
