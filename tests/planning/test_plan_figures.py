@@ -144,8 +144,8 @@ BLOCKS = {  # of launch/README.md: what a block holds for backward, in widths of
 @pytest.mark.parametrize("widths", BLOCKS)
 def test_a_block_holds_what_the_readme_says(widths: int) -> None:
     config = replace(SMALL, embed_dim=96, **BLOCKS[widths])
-    held = [planned(replace(config, depth=depth)).memory["tokens"] for depth in (2, 3)]
-    assert (held[1] - held[0]) / ByHand(replace(config, seqpar=2)).spread == pytest.approx(widths, rel=0.04)
+    saved = [planned(replace(config, depth=depth)).memory["tokens"] for depth in (2, 3)]
+    assert (saved[1] - saved[0]) / ByHand(replace(config, seqpar=2)).spread == pytest.approx(widths, rel=0.04)
 
 
 def test_seconds_are_operations_over_the_rate_of_their_kind() -> None:
@@ -194,17 +194,17 @@ def test_measured_figures_are_taken(tmp_path: Path) -> None:
     rates, file = {"float32": 10e12, "bfloat16": 80e12}, tmp_path / "doctor.json"
     group = {"size": 4, "all_gather": {"latency_s": 3e-4, "bytes_per_s": 5e9, "seconds": [[1, 1.0]]}}
     all_of_them = {**group, "size": 16, "all_reduce": {"latency_s": 1.5e-3, "bytes_per_s": 1e9}}
-    found = {"device": "x", "world": 16, "nodes": 2, "memory_bytes": 40 * 2**30, "matmul_flops_per_s": rates}
-    file.write_text(json.dumps({**found, "groups": {"seq": group, "data": group, "world": all_of_them}}))
+    figures = {"device": "x", "world": 16, "nodes": 2, "memory_bytes": 40 * 2**30, "matmul_flops_per_s": rates}
+    file.write_text(json.dumps({**figures, "groups": {"seq": group, "data": group, "world": all_of_them}}))
     device = measured(str(file), GCD, "fp32")
     latency = pytest.approx(1e-4)  # a message of three, or of fifteen
     assert device.node == 8 and device.link(4) == Link(5e9, latency) and device.link(16) == Link(1e9, latency)
     assert device.shares["matmul"] * device.peak["fp32"] == pytest.approx(10e12) and device.memory == 40 * 2**30
     paper = replace(PRESETS["paper"](), patch=4, batch=1, attention="gather-kv")
-    given, slow = (timed(paper, d, ranks=16, size=4) for d in (GCD, device))
+    rated, slow = (timed(paper, d, ranks=16, size=4) for d in (GCD, device))
     faster = 0.55 * 47.9e12 / 10e12  # by products of matrices, which take most of the time
-    assert slow.seconds["computing"] / given.seconds["computing"] == pytest.approx(faster, rel=0.2)
-    assert slow.memory == given.memory
+    assert slow.seconds["computing"] / rated.seconds["computing"] == pytest.approx(faster, rel=0.2)
+    assert slow.memory == rated.memory
     file.write_text(json.dumps({"device": "x", "matmul_flops_per_s": 5e12}))
     alone = measured(str(file), GCD, "fp32")
     assert alone.shares["matmul"] * GCD.peak["fp32"] == pytest.approx(5e12) and alone.links == GCD.links

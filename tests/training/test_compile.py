@@ -25,12 +25,12 @@ def test_a_compiled_run_is_the_uncompiled_one(flags: list[str], tmp_path: Path) 
         os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
         at(trainer.Trainer, "_finish", 0, lambda: graphs.write_text(str(counters["stats"]["unique_graphs"])))(rank)
 
-    found = {}
+    compiled = {}
     for name, more in {"plain": [], "compiled": ["--compile"]}.items():
         with Launch(1, [*flags, *RUN.split(), *more], tmp_path / name, hook) as launch:
             assert launch.wait(timeout=600) == [0], launch.said()  # the compiler takes its time on a busy machine
-        found[name] = int(graphs.read_text())
-    assert found["plain"] == 0 and found["compiled"] > 0, "nothing was compiled"
+        compiled[name] = int(graphs.read_text())
+    assert compiled["plain"] == 0 and compiled["compiled"] > 0, "nothing was compiled"
     ours, theirs = (tmp_path / name for name in ("compiled", "plain"))
     assert len(losses(ours)) == 3 and farthest(losses(ours), losses(theirs)) < 1e-5
     weights = [load_file(out / "model.safetensors") for out in (ours, theirs)]

@@ -103,8 +103,8 @@ def trained(
     TileSource.draw = lambda source, key: drawn[case.loss, key]
     weights = []
     for case in cases:
-        given = f"{DECODERS[case.decoder]} --mode {case.mode} --seqpar {mesh.seq.size} {case.more}"
-        config = parse([*flags[case.loss], *given.split()], "debug")[1]
+        line = f"{DECODERS[case.decoder]} --mode {case.mode} --seqpar {mesh.seq.size} {case.more}"
+        config = parse([*flags[case.loss], *line.split()], "debug")[1]
         status = Status(out / case.name)
         by_first(lambda: open_folder(status), mesh.world)
         run = make_trainer(RunRequest(config, "debug", "as told"), mesh, open_data(config, mesh.is_first), status)
@@ -137,7 +137,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     out = tmp_path_factory.mktemp("modes")
     flags = {name: loss.write(out / f"data {number}") for number, (name, loss) in enumerate(LOSSES.items())}
     keys = [TileKey(0, step, sample) for step in range(STEPS) for sample in range(8)]
-    sources = {loss: open_data(parse(given, "debug")[1], True).tiles for loss, given in flags.items()}
+    sources = {loss: open_data(parse(line, "debug")[1], True).tiles for loss, line in flags.items()}
     drawn = {(loss, key): source.draw(key) for loss, source in sources.items() for key in keys}
     cases = [Case(*run) for run in RUNS]
     (weights,) = run_ranks(1, trained, cases, flags, drawn, out)
@@ -153,13 +153,13 @@ def test_a_run_in_halo_or_swap_becomes_what_one_process_makes(
     more = f"--batch {batch} --accumulate 2"
     cases = [Case(*run, mode, more) for run in RUNS for mode in MODES]
     controls = [Case(*RUNS[0], mode, f"{more} --iterations 1", sums_alone=True) for mode in MODES if world == 2]
-    given = one_process.flags, one_process.drawn, tmp_path
-    every = ranks(world, trained, [*cases, *controls], *given, seqpar=seqpar, timeout=600)
+    inputs = one_process.flags, one_process.drawn, tmp_path
+    every = ranks(world, trained, [*cases, *controls], *inputs, seqpar=seqpar, timeout=600)
     for number, case in enumerate(cases):
         wanted, weights = one_process.rows[case.loss], one_process.weights[case.loss]
-        found = rows(tmp_path, case)
-        assert [row["kind"] for row in found] == [row["kind"] for row in wanted] == ["train"] * STEPS + ["val"]
-        for ours, theirs in zip(found, wanted):
+        journal = rows(tmp_path, case)
+        assert [row["kind"] for row in journal] == [row["kind"] for row in wanted] == ["train"] * STEPS + ["val"]
+        for ours, theirs in zip(journal, wanted):
             for name in {"loss", "dice_loss", "ce_loss", "grad_norm"} & theirs.keys():
                 assert abs(ours[name] / theirs[name] - 1) < 1e-10, (case, name, ours, theirs)
         for own in (outcomes[number] for outcomes in every):

@@ -88,14 +88,14 @@ def test_a_sharded_run_goes_on_to_the_same_bits_and_on_any_ranks(flags: list[str
 
 def first_gradients(mesh: Mesh, runs: list[list[str]], folder: Path) -> list[dict[str, torch.Tensor]]:
     """Returns the whole gradients with which each of the runs would take its first step."""
-    found = []
+    gradients = []
     for flags in runs:
         trainer = trainer_of(config_of(flags), mesh, folder)
         with trainer._loader() as loader:
             trainer._add_gradients([next(loader) for _ in range(trainer.config.accumulate)], NoStop())  # type: ignore
         grads = {name: p.grad for name, p in trainer.net.named_parameters() if p.grad is not None}
-        found.append(whole_tensors(grads, keep=True))
-    return found
+        gradients.append(whole_tensors(grads, keep=True))
+    return gradients
 
 
 def test_in_bf16_every_gradient_of_sharded_weights_is_that_of_replicated_ones(
