@@ -20,7 +20,7 @@ from seqpar.launch.settings.command_line import parse
 from seqpar.launch.training import trainer, validation
 from seqpar.launch.training.data import open_data
 from seqpar.launch.training.request import RunRequest
-from seqpar.launch.training.setup import make_trainer, open_folder
+from seqpar.launch.training.setup import make_trainer
 from seqpar.losses import LossGroups
 from seqpar.mesh import Mesh
 from tests.support.folders import image_array, nnunet, save
@@ -106,7 +106,7 @@ def trained(
         line = f"{DECODERS[case.decoder]} --mode {case.mode} --seqpar {mesh.seq.size} {case.more}"
         config = parse([*flags[case.loss], *line.split()], "debug")[1]
         status = Status(out / case.name)
-        by_first(lambda: open_folder(status), mesh.world)
+        by_first(lambda: (out / case.name / "checkpoints").mkdir(parents=True), mesh.world)
         run = make_trainer(RunRequest(config, "debug", "as told"), mesh, open_data(config, mesh.is_first), status)
         if case.sums_alone:
             run.loss_groups = LossGroups()
