@@ -15,6 +15,7 @@ import torch
 from seqpar.launch.hardware.cpu_speed import this_cpu
 from seqpar.launch.hardware.devices import DEVICES, GB, GIB, Device, device_here, measured
 from seqpar.launch.job import exit_codes
+from seqpar.launch.models.build import kind_of, refuse_unknown
 from seqpar.launch.planning.answer import answer, columns, header, row
 from seqpar.launch.planning.fit import SIZES, plans, refusal, shortage, smallest
 from seqpar.launch.planning.needs import Plan, Run
@@ -28,10 +29,11 @@ def act(arguments: Sequence[str]) -> int:
     parser = _parser()
     own, rest = parser.parse_known_args(list(arguments))
     preset, config, flags = parse(rest, "paper", tuple(parser._option_string_actions))
+    refuse_unknown(config, flags)
     refuse_idle(config, flags - {"measured"})  # seconds are planned with it in any case
     tile = tuple(own.volume or config.tile)
-    padded = tuple(math.ceil(side / config.patch) * config.patch for side in tile)
-    config = replace(config, tile=padded)
+    unit = kind_of(replace(config, tile=tile)).unit(replace(config, tile=tile))
+    config = replace(config, tile=tuple(math.ceil(side / step) * step for side, step in zip(tile, unit)))
     fixed = {name: getattr(config, name) for name in flags & {"batch", "accumulate"}}
     sizes_of_data = own.channels, own.classes
     run = Run(config, _device(own, config), *sizes_of_data, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -163,6 +164,18 @@ class Layout:
     def of_tile(self, tile: Sequence[int]) -> "Layout":
         """Returns the same split of another tile."""
         return self if tuple(tile) == self.tile else Layout(tuple(tile), self.patch, self.num_ranks, self.split)
+
+    def place(self, whole: Tensor) -> tuple[Tensor, "Layout"]:
+        """Returns a whole image ``b c W D H`` as the part of a group of one, padded to the patch, with its layout."""
+        if self.num_ranks > 1:
+            raise ValueError(
+                f"a whole tile {tuple(whole.shape)} came to a sequence group of {self.num_ranks}: give each rank "
+                "its part, layout.cut(tile, rank)"
+            )
+        short = [-side % p for side, p in zip(whole.shape[2:], self.patch)]
+        whole = F.pad(whole, [edge for missing in reversed(short) for edge in (0, missing)])
+        layout = self.of_tile(whole.shape[2:])
+        return layout.cut(whole, 0), layout
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """Returns the rank's part ``b n c p p p`` of an image ``b c W D H``, ``b n p p p`` of a label ``b W D H``."""

@@ -57,7 +57,7 @@ def distmis(
     if variant not in ("code", "text"):
         raise ValueError(f"variant {variant!r}: choose 'code' or 'text'")
     if variant == "code" and (length < 8 or length % 8):
-        raise ValueError(f"length {length}: it is halved three times, so use a multiple of 8")
+        raise ValueError(f"length {length} of the last axis: it is halved three times, so use a multiple of 8")
     is_code = variant == "code"
     style = Style(
         "last axis" if is_code else "batch",

@@ -27,8 +27,8 @@ from seqpar.launch.benches.apart import measure_apart
 from seqpar.launch.benches.series import Row, Runs, Series, alternate, ratio
 from seqpar.launch.hardware.devices import MIB, device_here
 from seqpar.launch.models.build import build
+from seqpar.launch.models.net import Net
 from seqpar.launch.models.optimizer import make_optimizer
-from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.attention_choice import choose_quickest
 from seqpar.launch.planning.saved_bytes import Saved
 from seqpar.launch.settings.config import Config
@@ -155,11 +155,11 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
         "state": float(sum(state.values())),
         "peak": float(all_reduce(torch.tensor(float(peak), dtype=torch.float64), mesh.world)),
         "seconds": seconds,
-        "tokens": net.encoder.layout.num_tokens,
+        "tokens": net.layout.num_tokens,
     }
 
 
-def _build(config: Config, mesh: Mesh) -> SegmentationNet:
+def _build(config: Config, mesh: Mesh) -> Net:
     net = build(choose_quickest(config, device_here(mesh.device.type)), 1, 2, mesh.seq)
     net.to(torch.float64 if config.precision == "fp64" else torch.float32)
     if config.shard_weights:
@@ -169,9 +169,9 @@ def _build(config: Config, mesh: Mesh) -> SegmentationNet:
     return net
 
 
-def _part(config: Config, net: SegmentationNet, mesh: Mesh) -> tuple[Tensor, Tensor]:
+def _part(config: Config, net: Net, mesh: Mesh) -> tuple[Tensor, Tensor]:
     """Returns this rank's part of a random image and label."""
-    layout = net.encoder.layout
+    layout = net.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])
     part = torch.randn(*tokens, 1, *layout.patch, device=mesh.device, dtype=next(net.parameters()).dtype)
     return part, net.arrange(torch.randint(0, 2, (*tokens, *layout.patch), device=mesh.device))

@@ -108,7 +108,7 @@ def _worker(config: Config) -> None:
     torch.set_num_threads(1)
     with start(config.seqpar, device="cpu") as mesh:
         net = build(config, CHANNELS, CLASSES, mesh.seq)
-        layout, loss_of = net.encoder.layout, DiceCE()
+        layout, loss_of = net.layout, DiceCE()
         tokens = (config.batch, layout.counts[mesh.seq.index])
         image = torch.randn(*tokens, CHANNELS, *layout.patch)
         label = torch.randint(0, CLASSES, (*tokens, *layout.patch), dtype=torch.uint8)

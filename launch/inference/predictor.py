@@ -24,7 +24,7 @@ from seqpar.launch.inference.logits_to_labels import WriteRows, slabs_to_labels
 from seqpar.launch.inference.sliding_window import Image, sliding_window, whole_volume
 from seqpar.launch.inference.small_components import drop_small_components, parse_min_component
 from seqpar.launch.inference.windows import WINDOWS, Sliding
-from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.models.net import Net
 from seqpar.launch.runs.trained_run import Run, find_weights, load_nets, read_run
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
@@ -70,7 +70,7 @@ class Predictor:
     - ``mesh``: the ranks that predict together
     """
 
-    def __init__(self, run: Run, nets: Sequence[SegmentationNet], settings: Settings, mesh: Mesh) -> None:
+    def __init__(self, run: Run, nets: Sequence[Net], settings: Settings, mesh: Mesh) -> None:
         self.run, self.nets, self.settings, self.mesh = run, list(nets), settings, mesh
 
     @classmethod
@@ -122,7 +122,7 @@ class Predictor:
         ``write_rows`` takes the probabilities; pass it on all ranks or none, it is called on the first one alone.
         ``tell`` is told which share of the work is done.
         """
-        settings, tile = self.settings, self.nets[0].encoder.layout.tile
+        settings, tile = self.settings, self.nets[0].layout.tile
         if settings.window == "whole":
             slabs = whole_volume(self.nets, image, self.mesh, settings.mirror, tell)
         else:

@@ -30,7 +30,7 @@ from seqpar.launch.inference.windows import (
     whole_box,
     window_weights,
 )
-from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.models.net import Net
 from seqpar.layout import Layout, to_patches
 from seqpar.mesh import Mesh
 
@@ -46,7 +46,7 @@ class Slab(NamedTuple):
 
 
 def sliding_window(
-    nets: Sequence[SegmentationNet], image: Image, sliding: Sliding, mesh: Mesh, tell: Tell = unheard
+    nets: Sequence[Net], image: Image, sliding: Sliding, mesh: Mesh, tell: Tell = unheard
 ) -> Iterator[Slab]:
     """Yields the weighted mean of the networks' logits over all windows, slab by slab along W.
 
@@ -62,7 +62,7 @@ def sliding_window(
 
 
 def whole_volume(
-    nets: Sequence[SegmentationNet], image: Image, mesh: Mesh, mirror: Sequence[int] = (), tell: Tell = unheard
+    nets: Sequence[Net], image: Image, mesh: Mesh, mirror: Sequence[int] = (), tell: Tell = unheard
 ) -> Iterator[Slab]:
     """Yields the logits of one pass over the whole volume, each rank of a sequence group holding a part of it.
 
@@ -70,7 +70,7 @@ def whole_volume(
     ``tell`` is told which share is done, block by block.
     """
     shape = tuple(image.shape[1:])
-    tile = padded_shape(shape, nets[0].encoder.layout) if nets else shape
+    tile = padded_shape(shape, nets[0].layout) if nets else shape
     starts = tuple((-((padded - side) // 2),) for padded, side in zip(tile, shape))
     window_grid = WindowGrid(shape, tile, starts, mesh.world.size)
     weights, batch = window_weights(tile, "constant"), fitting_batch(nets, 1)
@@ -83,15 +83,15 @@ def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
     return tuple(max(tile, -(-side // p) * p) for side, tile, p in zip(shape, layout.tile, layout.patch))
 
 
-def beyond_training(net: SegmentationNet, shape: Sequence[int]) -> str:
-    """Returns a warning where a whole volume has many more tokens along a direction than the tile, else ""."""
-    layout = net.encoder.layout
+def beyond_training(net: Net, shape: Sequence[int]) -> str:
+    """Returns a warning where a whole volume has many more tokens, or cubes, along a direction than the tile, else ""."""
+    layout = net.layout
     grid, trained = layout.of_tile(padded_shape(shape, layout)).grid, layout.grid
     if all(now <= BEYOND * then for now, then in zip(grid, trained)):
         return ""
     sizes = ["x".join(map(str, sides)) for sides in (grid, trained)]
     return (
-        f"{sizes[0]} tokens in one pass, but the network was trained on {sizes[1]}: more than {BEYOND:g} times as many "
+        f"{sizes[0]} {net.pieces} in one pass, but the network was trained on {sizes[1]}: more than {BEYOND:g} times as many "
         "along a direction, which can ruin a result; use --window sliding, or let train --val-window both measure it"
     )
 
@@ -106,20 +106,18 @@ def join_rows(rows: Tensor, bounds: Sequence[int], mesh: Mesh, dim: int = 0) -> 
 class _View:
     """A network that sees windows flipped along some directions."""
 
-    net: SegmentationNet
+    net: Net
     layout: Layout
     flips: tuple[int, ...]
 
 
-def fitting_batch(nets: Sequence[SegmentationNet], batch: int) -> int:
+def fitting_batch(nets: Sequence[Net], batch: int) -> int:
     """Returns how many windows a group predicts at once: a multiple of its size where each rank decodes whole ones."""
-    sizes = [net.encoder.group.size for net in nets if net.mode.name == "swap"]
+    sizes = [net.group.size for net in nets if net.mode.name == "swap"]
     return math.lcm(*sizes) * -(-batch // math.lcm(*sizes))
 
 
-def _views(
-    nets: Sequence[SegmentationNet], window_grid: WindowGrid, mirror: Sequence[int], batch: int, mesh: Mesh
-) -> list[_View]:
+def _views(nets: Sequence[Net], window_grid: WindowGrid, mirror: Sequence[int], batch: int, mesh: Mesh) -> list[_View]:
     """Returns every network with every combination of flips; what cannot pass is refused on all ranks alike."""
     if not nets:
         raise ValueError("there is no network: give one or, as an ensemble, several")
@@ -127,11 +125,11 @@ def _views(
     for net in nets:
         if net.training:
             raise ValueError("the network is in training mode: call eval() first")
-        if net.encoder.group.size != mesh.seq.size:
+        if net.group.size != mesh.seq.size:
             raise ValueError(
-                f"the network was built for a sequence group of {net.encoder.group.size}, the mesh has {mesh.seq.size}"
+                f"the network was built for a sequence group of {net.group.size}, the mesh has {mesh.seq.size}"
             )
-        layout = net.encoder.layout.of_tile(window_grid.tile)
+        layout = net.layout.of_tile(window_grid.tile)
         net.mode.check(layout, batch)
         views += [_View(net, layout, flips) for flips in mirrors(mirror, len(window_grid.tile))]
     return views
@@ -182,13 +180,13 @@ def _walk_by_blocks(
     mesh: Mesh,
     tell: Tell,
 ) -> Iterator[Slab]:
-    """Yields what ``_walk`` does, and tells of each block that has run: one window takes long."""
-    total = sum(len(view.net.encoder.blocks) + 1 for view in views)  # the decoder is about as much again
+    """Yields what ``_walk`` does, and tells of each block or cell that has run: one window takes long."""
+    total = sum(len(view.net.units()) + 1 for view in views)  # a decoder is about as much again
     numbers = itertools.count(1)
     hooks = [
         block.register_forward_hook(lambda *_: tell(min(next(numbers) / total, 1.0)))
         for net in dict.fromkeys(view.net for view in views)
-        for block in net.encoder.blocks
+        for block in net.units()
     ]
     try:
         yield from _walk(views, image, window_grid, weights, batch, mesh, unheard)

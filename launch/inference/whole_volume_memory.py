@@ -11,7 +11,7 @@ import torch
 
 from seqpar.launch.hardware.devices import MIB
 from seqpar.launch.inference.sliding_window import fitting_batch, padded_shape
-from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.models.net import Net
 from seqpar.launch.planning.memory_counter import MemoryCounter
 from seqpar.launch.planning.outline import without_numbers
 from seqpar.mesh import Mesh
@@ -37,21 +37,20 @@ class Footprint:
         return f"about {self.total / MIB:.1f} MiB on each rank ({sizes})"
 
 
-def footprint(net: SegmentationNet, shape: Sequence[int], num_classes: int, mesh: Mesh) -> Footprint:
+def footprint(net: Net, shape: Sequence[int], num_classes: int, mesh: Mesh) -> Footprint:
     """Returns what one pass over a whole volume of that shape takes on this rank.
 
     A volume that the network cannot pass raises ValueError, as the pass would; call it on all ranks, so that all do.
     """
     meta_net = without_numbers(net).eval()
-    layout = meta_net.encoder.layout.of_tile(padded_shape(shape, meta_net.encoder.layout))
+    layout = meta_net.layout.of_tile(padded_shape(shape, meta_net.layout))
     dtype = next(meta_net.parameters()).dtype
-    num_tokens = layout.counts[meta_net.encoder.group.index]
-    num_channels = meta_net.encoder.patch_embed.proj.weight.shape[1]
+    num_tokens = layout.counts[meta_net.group.index]
     with torch.no_grad(), MemoryCounter() as counter:
         counter.phase = "encoder"
-        part_shape = fitting_batch([net], 1), num_tokens, num_channels, *layout.patch  # b n/s c p p p
+        part_shape = fitting_batch([net], 1), num_tokens, net.in_channels, *layout.patch  # b n/s c p p p
         part = torch.empty(part_shape, dtype=dtype, device="meta")
-        meta_net.decoder.register_forward_pre_hook(lambda *_: setattr(counter, "phase", "decoder"))
+        meta_net.on_phases(lambda phase: setattr(counter, "phase", phase))
         meta_net(part, layout)
     sums = (2 * num_classes + 1) * -(-math.prod(shape) // mesh.world.size) * max(dtype.itemsize, 4)
     weights = sum(p.nbytes for p in net.parameters())

@@ -1,22 +1,26 @@
-"""Builds the network of a Config: the encoder, and the decoder that ``--decoder`` names."""
+"""Builds the network that ``--network`` names: the one place that knows which kinds of network there are."""
 
-import math
+from collections.abc import Collection
 
 import torch
 
-from seqpar.attention.strategies import AttentionOptions
-from seqpar.choices import choices_in
-from seqpar.decoders import choices
-from seqpar.decoders.modes.choose import choose_mode
-from seqpar.decoders.sizes import Sizes
-from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.launch.settings.config import Config
+from seqpar.launch.models.kind import Kind
+from seqpar.launch.models.net import Net
+from seqpar.launch.models.unets import UNETS
+from seqpar.launch.models.vit import VisionTransformer
+from seqpar.launch.settings.config import Config, dashed
+from seqpar.layout import Layout
 from seqpar.mesh import Group
-from seqpar.vit.encoder import SeqParViT
 
-DECODERS = choices_in(choices)
-# with --output-bias a fresh network gives every foreground class this probability: most is background
-FOREGROUND = 0.02
+NETWORKS: dict[str, Kind] = {"vit": VisionTransformer(), **UNETS}
+_SPECIAL = frozenset(name for kind in NETWORKS.values() for name in kind.settings)  # settings of some networks only
+
+
+def kind_of(config: Config) -> Kind:
+    """Returns the kind of a config's network."""
+    if config.network not in NETWORKS:
+        raise ValueError(f"--network {config.network}: choose one of {', '.join(NETWORKS)}")
+    return NETWORKS[config.network]
 
 
 def build(
@@ -26,46 +30,40 @@ def build(
     group: Group,
     has_regions: bool = False,
     device: str = "cpu",
-) -> SegmentationNet:
+    data: Group | None = None,
+) -> Net:
     """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks.
 
     - ``has_regions``: outputs are regions by themselves; else they are classes, of which the first is background
     - ``device``: on "meta" the network has shapes alone
+    - ``data``: the group whose ranks have other tiles; batch norm in training runs over them
     """
     torch.manual_seed(config.seed)
     with torch.device(device):
-        encoder = _encoder(config, in_channels, group)
-        decoder = DECODERS[config.decoder].of(_sizes(config, in_channels, num_outputs, encoder.layout.patch))
-    if config.output_bias:
-        assert decoder.classes.bias is not None
-        with torch.no_grad():
-            decoder.classes.bias[0 if has_regions else 1 :] = math.log(FOREGROUND / (1 - FOREGROUND))
-    return SegmentationNet(encoder, decoder, choose_mode(config.mode, group), decoder.taps)
+        return kind_of(config).build(config, in_channels, num_outputs, group, data, has_regions)
 
 
-def _encoder(config: Config, in_channels: int, group: Group) -> SeqParViT:
-    return SeqParViT(
-        in_channels,
-        config.tile,
-        config.patch,
-        embed_dim=config.embed_dim,
-        depth=config.depth,
-        num_heads=config.heads,
-        mlp_ratio=config.mlp_ratio,
-        qkv_bias=config.qkv_bias,
-        mlp=config.mlp,
-        attention_norm=config.attention_norm,
-        positions=config.positions,
-        dropout=config.dropout,
-        drop_path=config.drop_path,
-        layer_scale=config.layer_scale or None,
-        recompute=config.grad_checkpoint,
-        mlp_chunks=config.mlp_chunks,
-        attention=AttentionOptions(config.attention, config.keep_kv, config.heads_per_chunk or None),
-        group=group,
-        split=config.split,
-    )
+def layout_of(config: Config) -> Layout:
+    """Returns how a tile is divided over the ranks of a sequence group; raises ValueError where it cannot be."""
+    kind = kind_of(config)
+    kind.refuse_tile(config)
+    return Layout.of(config.tile, kind.unit(config), config.seqpar, config.split)
 
 
-def _sizes(config: Config, in_channels: int, num_outputs: int, patch: tuple[int, ...]) -> Sizes:
-    return Sizes(in_channels, config.embed_dim, num_outputs, patch, config.decoder_width, config.depth, config.skips)
+def knows(config: Config, name: str) -> bool:
+    """Returns whether a setting acts on the config's network."""
+    return name in kind_of(config).settings or name not in _SPECIAL
+
+
+def refuse_unknown(config: Config, names: Collection[str]) -> None:
+    """Refuses settings on the command line (``names``) that the config's network does not know.
+
+    Those that a preset sets are not looked at.
+    """
+    for name in sorted(names):
+        if not knows(config, name):
+            known = ", ".join(f"--{dashed(setting)}" for setting in sorted(kind_of(config).settings))
+            raise ValueError(
+                f"--{dashed(name)} would do nothing: --network {config.network} does not know it, but {known}: "
+                "leave it out"
+            )

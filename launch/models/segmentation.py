@@ -4,16 +4,19 @@ Legend: b batch, c channels, n tokens, k classes, p voxels of a patch along a di
 this rank's share of the tokens.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from seqpar.decoders.modes.mode import Mode
+from seqpar.launch.models.net import Net, num_parameters
 from seqpar.layout import Layout
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
 
 
-class SegmentationNet(nn.Module):
-    """An encoder and a decoder: logits of this rank's part, or, in a group of one, of a whole tile ``b c W D H``.
+class SegmentationNet(Net):
+    """An encoder and a decoder.
 
     - ``encoder``: gives each rank the tokens of its part
     - ``decoder``: ``(features, image, grid) -> (logits, grid)``, as ``PlainDecoder``; ``num_features`` says how many
@@ -22,31 +25,53 @@ class SegmentationNet(nn.Module):
     - ``taps``: the encoder's blocks whose tokens the decoder takes before the normed last ones
     """
 
+    body = "encoder"
+
     def __init__(self, encoder: SeqParViT, decoder: nn.Module, mode: Mode, taps: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        self.encoder, self.decoder, self.mode, self.taps = encoder, decoder, mode, taps
-        mode.check(encoder.layout)
+        super().__init__(encoder.layout, mode)
+        self.encoder, self.decoder, self.taps = encoder, decoder, taps
+        self.attention, self.attention_choice = encoder.attention, encoder.attention_choice
+        self.in_channels = encoder.patch_embed.proj.weight.shape[1]
         if decoder.num_features != len(taps) + 1:
             raise ValueError(
                 f"{type(decoder).__name__} takes {decoder.num_features} token grids; taps={taps} and the last tokens "
                 f"make {len(taps) + 1}: give as many taps as it takes, less one"
             )
 
-    def forward(self, part: Tensor, layout: Layout | None = None, key: DropoutKey | None = None) -> Tensor:
-        """Returns logits ``b k W D H``, or this rank's share of them where the mode leaves them spread."""
-        sides = None  # of a whole tile, before it is padded to the patch
-        if part.ndim == len(self.encoder.layout.tile) + 2:
-            sides = part.shape[2:]
-            part, layout = self.encoder.place(part)
-        layout = layout or self.encoder.layout
+    def logits(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> list[Tensor]:
+        """Returns the logits of a part."""
         last, taken = self.encoder.forward_intermediates(part, self.taps, layout, key)
         features = self.mode.features([*taken, last], layout)
         image = self.mode.voxels(part, layout) if self.decoder.uses_image else None
         box_grid = self.mode.box_grid(layout, len(part))
         logits, after = self.decoder(features, image, box_grid)
         assert after == (box_grid and box_grid.scaled(layout.patch)), (after, box_grid)
-        return logits if sides is None else logits[(..., *(slice(side) for side in sides))]
+        return [logits]
 
-    def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:
-        """Returns the label ``b n/s p p p`` of a part as the logits are: their voxels, on the ranks that hold them."""
-        return self.mode.voxels(label, layout or self.encoder.layout)
+    def units(self) -> list[nn.Module]:
+        """Returns the encoder's blocks."""
+        return list(self.encoder.blocks)
+
+    def compiled(self) -> list[nn.Module]:
+        """Returns the MLPs of the encoder's blocks."""
+        return [block.mlp for block in self.encoder.blocks]  # type: ignore[misc]
+
+    def on_phases(self, act: Callable[[str], None]) -> None:
+        """Calls ``act`` as the decoder begins, and as backward comes to the blocks and to the embedding."""
+
+        def in_backward(phase: str, tensor: Tensor) -> None:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: act(phase))
+
+        self.decoder.register_forward_pre_hook(lambda *_: act("decoder"))
+        self.encoder.norm.register_forward_hook(lambda module, args, output: in_backward("blocks backward", output))
+        first = self.encoder.blocks[0]
+        first.register_forward_pre_hook(lambda module, args: in_backward("embedding backward", args[0]))
+
+    def in_body(self, name: str) -> bool:
+        """Returns whether the tensor is the encoder's."""
+        return name.startswith("encoder.")
+
+    def num_parameters(self) -> dict[str, int]:
+        """Returns how many parameters encoder and decoder have."""
+        return {"encoder": num_parameters(self.encoder), "decoder": num_parameters(self.decoder)}

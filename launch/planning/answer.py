@@ -1,7 +1,6 @@
 """The planner's answer: its table, the command line that runs a plan, a dry run in words."""
 
 import dataclasses
-import math
 import os
 import shlex
 import textwrap
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.launch.hardware.devices import GB, GIB, MIB
+from seqpar.launch.models.build import kind_of
 from seqpar.launch.planning.fit import most_tiles
 from seqpar.launch.planning.needs import Plan, Run
 from seqpar.launch.planning.outline import outline
@@ -27,16 +27,15 @@ def rehearsal(config: Config, p: Plan, channels: int, outputs: int, data: str) -
     """
     memory, groups = p.memory, p.ranks // config.seqpar
     net = outline(config, Group("seq", tuple(range(config.seqpar))), channels, outputs)
-    encoder, decoder = (sum(q.numel() for q in part.parameters()) / 1e6 for part in (net.encoder, net.decoder))
-    layout = net.encoder.layout
+    layout = net.layout
     model = memory["weights"] + memory["gradients"] + memory["optimizer"]
     verdict = "fits" if p.fits else "does not fit; plan.py finds what does, for other devices too"
     return "\n".join(
         [
             f"would run on {p.ranks} ranks = data {groups} x seq {config.seqpar}; nothing was written",
             f"  data      {data}",
-            f"  network   encoder {encoder:.2f} M + decoder {decoder:.2f} M parameters",
-            f"  tokens    {layout.num_tokens} a tile; per rank {' '.join(map(str, layout.counts))}",
+            f"  network   {net.describe()}",
+            f"  tile      {kind_of(config).describe_tile(config)}; per rank {' '.join(map(str, layout.counts))}",
             *(f"  attention {why}" for why in p.attention_why[:1]),
             f"  decoding  {net.mode.check(layout, config.batch)}",
             f"  memory    {p.total / GIB:.2f} GiB a rank, of {p.device.memory / GIB:.2f} of {p.device.name}: {verdict}",
@@ -60,15 +59,13 @@ def tiles_a_step(config: Config, num_ranks: int) -> str:
 def header(run: Run, preset: str, tile: Sequence[int]) -> str:
     """Returns the lines above the table: network, tile and device; ``tile`` is the one before padding."""
     config, device = run.config, run.device
-    tokens = math.prod(side // config.patch for side in config.tile)
+    kind = kind_of(config)
     padding = "" if tuple(tile) == config.tile else f" padded to {_by(config.tile)}"
     shared = f", {device.cores} cores that ranks share" if device.cores else ""
     return "\n".join(
         [
-            f"plan: preset {preset}, {config.depth} blocks x {config.embed_dim}, {config.heads} heads; "
-            f"{config.decoder} decoder, mode {config.mode}; {config.precision}",
-            f"tile {_by(tile)}{padding}, patch {config.patch}: {tokens} tokens; {run.channels} channels, "
-            f"{run.outputs} classes",
+            f"plan: preset {preset}, {kind.describe(config)}, mode {config.mode}; {config.precision}",
+            f"tile {_by(tile)}{padding}, {kind.describe_tile(config)}; {run.channels} channels, {run.outputs} classes",
             f"{device.name}: {device.memory / GIB:.1f} GiB, {device.peak[config.precision] / 1e12:.3g} TFLOP/s"
             f"{shared} ({device.source})",
             "",
@@ -90,7 +87,7 @@ def row(p: Plan) -> str:
         return f"{p.config.seqpar:>6} {why}"
     size = {name: value / GIB for name, value in p.memory.items()}
     model = size["weights"] + size["gradients"] + size["optimizer"]
-    strategy = p.config.attention if p.config.seqpar > 1 else "-"
+    strategy = p.config.attention if p.config.seqpar > 1 and kind_of(p.config).attends else "-"
     seq, world = p.sent["seq"] / GB, p.sent["world"] / GB
     too_much = " " if p.fits else "!"
     return (
@@ -109,10 +106,10 @@ def answer(run: Run, best: Plan, rows: Sequence[Plan], preset: str) -> list[str]
     seconds = ", ".join(f"{name} {value:.3g}" for name, value in best.seconds.items())
     size, tiles = best.config.seqpar, most_tiles(run, best)
     fits = f"--seqpar {size} {'is the smallest of these that fits' if len(rows) > 1 else 'fits'}"
+    fused = f"; attention that is not fused {_unfused(rows)}" if kind_of(best.config).attends else ""
     sentences = [
         *batches(run, rows),
-        f"{fits}, with up to {tiles} tile{'s' if tiles > 1 else ''} a group; attention that is not fused "
-        f"{_unfused(rows)}",
+        f"{fits}, with up to {tiles} tile{'s' if tiles > 1 else ''} a group{fused}",
         f"MiB on the fullest rank: {parts}",
         f"seconds a step: {seconds}",
     ]

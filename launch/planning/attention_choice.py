@@ -10,18 +10,18 @@ from dataclasses import replace
 from seqpar.attention.cost_model import Layer, choose, cost
 from seqpar.attention.strategies import Strategy, check_strategy
 from seqpar.launch.hardware.devices import DTYPES, Device
+from seqpar.launch.models.build import kind_of, layout_of
 from seqpar.launch.settings.config import Config
-from seqpar.layout import Layout
 
 
 def is_open(config: Config) -> bool:
-    """Returns whether there is a strategy to choose: none is named, and there are several ranks."""
-    return config.attention == "auto" and config.seqpar > 1
+    """Returns whether there is a strategy to choose: for a network that attends, on several ranks, none is named."""
+    return kind_of(config).attends and config.attention == "auto" and config.seqpar > 1
 
 
 def layer_of(config: Config) -> Layer:
     """Returns the sizes of one of the config's attention layers."""
-    sizes = Layout.of(config.tile, config.patch, config.seqpar, config.split).counts
+    sizes = layout_of(config).counts
     per_chunk = config.heads_per_chunk or None
     return Layer(sizes, config.heads, config.embed_dim, config.batch, DTYPES[config.precision].itemsize, per_chunk)
 
@@ -36,6 +36,27 @@ def strategy_of(config: Config) -> Strategy:
 def saved_layers(config: Config) -> int:
     """Returns how many layers hold what attention needs for the backward at a time: one where it is recomputed."""
     return config.depth if config.grad_checkpoint == Config().grad_checkpoint else 1
+
+
+def attention_waiting(config: Config, device: Device) -> float:
+    """Returns the seconds a micro-batch that attention waits for messages."""
+    if not kind_of(config).attends:
+        return 0.0
+    machine = device.machine(config.seqpar, config.precision)
+    return cost(strategy_of(config), layer_of(config), machine, config.keep_kv).waiting * config.depth
+
+
+def unfused_scores(config: Config, transient: int) -> float:
+    """Returns the bytes that attention would need on top if it were not fused.
+
+    Each layer saves softmax's output, of this rank's queries and all keys, for its backward; that computes the
+    gradients of the output and of the scores, which take the place of ``transient`` bytes.
+    """
+    if not kind_of(config).attends:
+        return 0.0
+    layer = layer_of(config)
+    one = layer.batch * layer.heads * max(layer.sizes) * sum(layer.sizes) * layer.element
+    return saved_layers(config) * one + max(0, 2 * one - transient)
 
 
 def choose_within_memory(

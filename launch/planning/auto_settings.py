@@ -14,6 +14,7 @@ import torch
 from seqpar.environment import Launcher
 from seqpar.launch.hardware.devices import GIB, Device, device_here, measured
 from seqpar.launch.job.local_ranks import PARENT
+from seqpar.launch.models.build import kind_of
 from seqpar.launch.planning.attention_choice import is_open
 from seqpar.launch.planning.batch_size import choose_batch, papers_batch
 from seqpar.launch.planning.fit import largest_batch, refusal
@@ -98,6 +99,7 @@ def _choose_batch(run: Run, ranks: int) -> tuple[Config, str]:
     batch = best.config.batch
     if batch == target.batch and best.fits:
         why = "is the paper's" if papers_batch(run.config) else "holds at most what 32 tiles of 96 at patch 16 do"
+        why = "is usual" if kind_of(run.config).usual_batch else why
         sentence = f"--batch {batch} {why}, and fits: {_needs(best)}"
     elif best.fits:
         sentence = f"--batch {batch} is the largest that fits {best.device.name}: {_needs(best)}"

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from seqpar.launch.models.build import kind_of
 from seqpar.launch.planning.step_counter import StepSetup, count_step
 from seqpar.launch.settings.config import Config
 
@@ -12,18 +13,16 @@ PAPERS = {(96, 16, 0): 32, (128, 16, 0): 16, (96, 4, 4): 1}  # tile, patch, grou
 
 
 def choose_batch(config: Config) -> Config:
-    """Fills in the batch where it is left open.
+    """Fills in the batch where it is left open: the network's usual one.
 
-    It is the paper's where the config is one of its; else as many tiles as need the memory of its 32 at patch 16.
+    For a ViT it is the paper's where the config is one of its; else as many tiles as need the memory of its 32 at
+    patch 16.
     """
     if config.batch:
         return config
     if batch := papers_batch(config):
         return replace(config, batch=batch)
-    paper = replace(config, tile=(PAPER_TILE,) * 3, patch=PAPER_PATCH, seqpar=1, attention="auto", keep_kv=False)
-    paper = replace(paper, grad_checkpoint="none", mlp_chunks=1)
-    budget = PAPER_BATCH * saved_per_tile(paper)
-    most = max(1, min(PAPER_BATCH, int(budget / saved_per_tile(config))))
+    most = kind_of(config).usual_batch or _most_by_memory(config)
     if config.mode == "swap":  # each rank decodes as many samples
         most = max(1, most // config.seqpar) * config.seqpar
     return replace(config, batch=most)
@@ -34,12 +33,20 @@ def papers_batch(config: Config) -> int:
     sizes = (config.depth, config.embed_dim, config.heads) == (12, 768, 12) and len(set(config.tile)) == 1
     if (
         not sizes
-        or (config.decoder, config.precision) != ("plain", "fp32")
+        or (config.network, config.decoder, config.precision) != ("vit", "plain", "fp32")
         or config.mode not in ("gather", "nogather")
     ):
         return 0
     settings = config.tile[0], config.patch
     return PAPERS.get((*settings, 0)) or PAPERS.get((*settings, config.seqpar), 0)
+
+
+def _most_by_memory(config: Config) -> int:
+    """Returns as many tiles as need the memory of the paper's batch."""
+    paper = replace(config, tile=(PAPER_TILE,) * 3, patch=PAPER_PATCH, seqpar=1, attention="auto", keep_kv=False)
+    paper = replace(paper, grad_checkpoint="none", mlp_chunks=1)
+    budget = PAPER_BATCH * saved_per_tile(paper)
+    return max(1, min(PAPER_BATCH, int(budget / saved_per_tile(config))))
 
 
 def keep_global_batch(

@@ -4,23 +4,22 @@ import importlib.util
 import os
 
 from seqpar.decoders.modes.choose import MODES, choose_mode
-from seqpar.launch.models.build import DECODERS
+from seqpar.launch.models.build import NETWORKS, layout_of
+from seqpar.launch.models.vit import DECODERS
 from seqpar.launch.planning.outline import outline
 from seqpar.launch.settings.config import Config
-from seqpar.layout import Layout
 from seqpar.mesh import Group
 
 
 def refuse(config: Config) -> None:
     """Refuses a config that cannot work, before anything is allocated, naming the nearest that does."""
-    config.check(tuple(DECODERS), MODES)
+    config.check(tuple(NETWORKS), tuple(DECODERS), MODES)
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("--tensorboard needs a package that is not here: pip install 'seqpar[tensorboard]'")
     if config.weights and not config.resume and not os.path.exists(config.weights):  # a saved run needs them no more
         raise ValueError(f"--weights {config.weights}: no such file; give a safetensors or torch file of weights")
     group = Group("seq", tuple(range(config.seqpar)))
-    layout = Layout.of(config.tile, config.patch, config.seqpar, config.split)
-    choose_mode(config.mode, group).check(layout, config.batch or None)
+    choose_mode(config.mode, group).check(layout_of(config), config.batch or None)
     outline(config, group)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from seqpar.launch.hardware.devices import GIB
+from seqpar.launch.models.build import kind_of
 from seqpar.launch.planning.needs import (
     Plan,
     Run,
@@ -101,12 +102,7 @@ def _largest_part(p: Plan) -> str:
 
 def _advice(p: Plan, exhausted: bool) -> str:
     """Returns flags that need less memory for the largest part: first those that keep the numbers."""
-    smaller = {
-        "tokens": "a larger --patch, a smaller --tile or --embed-dim",
-        "decoder": "a smaller --decoder-width or --tile",
-        "transient": "a smaller --tile or --decoder-width",
-        "optimizer": "a smaller --embed-dim or --depth",
-    }[_largest_part(p)]
+    smaller = kind_of(p.config).smaller[_largest_part(p)]
     if exhausted:
         return smaller if p.config.precision == "bf16" else f"--precision bf16, {smaller}"
     same_numbers = {

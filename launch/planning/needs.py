@@ -8,14 +8,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from seqpar.attention.cost_model import cost
 from seqpar.launch.hardware.devices import Device
-from seqpar.launch.planning.attention_choice import choose_within_memory, is_open, layer_of, saved_layers, strategy_of
+from seqpar.launch.models.build import layout_of
+from seqpar.launch.planning.attention_choice import (
+    attention_waiting,
+    choose_within_memory,
+    is_open,
+    strategy_of,
+    unfused_scores,
+)
 from seqpar.launch.planning.batch_size import hold_global_batch
 from seqpar.launch.planning.feasibility import refuse, refuse_lonely
 from seqpar.launch.planning.step_counter import Step, StepSetup, count_step
 from seqpar.launch.settings.config import Config
-from seqpar.layout import Layout
 
 BUCKET = 25 << 20  # bytes of gradients that DDP sums at a time
 
@@ -134,7 +139,7 @@ def _plan(run: Run, config: Config, device: Device, ranks: int) -> Plan:
     step = max(steps_of(run, config, device, ranks), key=lambda s: s.tokens + s.decoder + s.transient)
     memory = memory_of(step, device)
     sent = {"seq": step.sent.total() * config.accumulate, "world": _world_bytes(config, step, ranks)}
-    untimed = Plan(config, device, ranks, memory, sent, scores=_scores(config, step.transient))
+    untimed = Plan(config, device, ranks, memory, sent, scores=unfused_scores(config, step.transient))
     if not run.timed:
         return untimed
     seconds = _seconds(config, device, step, ranks)
@@ -153,7 +158,7 @@ def _forward_operations(run: Run, config: Config) -> float:
 
 def _fullest(config: Config) -> Iterator[int]:
     """Yields the ranks that may need most memory: one with most tokens and then neighbours, one with most heads."""
-    layout = Layout.of(config.tile, config.patch, config.seqpar, config.split)
+    layout = layout_of(config)
 
     def inside(rank: int) -> int:
         sides = zip(layout.box(rank), layout.grid) if layout.is_box else ()
@@ -164,17 +169,6 @@ def _fullest(config: Config) -> Iterator[int]:
     inner = strategy_of(config).inner
     if fullest and inner > 1 and config.heads % inner:
         yield 0  # the first ranks take one head more
-
-
-def _scores(config: Config, transient: int) -> float:
-    """Returns the bytes that attention would need on top if it were not fused.
-
-    Each layer saves softmax's output, of this rank's queries and all keys, for its backward; that computes the
-    gradients of the output and of the scores.
-    """
-    layer = layer_of(config)
-    one = layer.batch * layer.heads * max(layer.sizes) * sum(layer.sizes) * layer.element
-    return saved_layers(config) * one + max(0, 2 * one - transient)
 
 
 def _world_bytes(config: Config, step: Step, ranks: int) -> float:
@@ -189,8 +183,7 @@ def _seconds(config: Config, device: Device, step: Step, ranks: int) -> dict[str
     seconds = {"computing": computing, "update": step.update_seconds}
     size, link = config.seqpar, device.link(config.seqpar)
     if size > 1:
-        machine = device.machine(size, config.precision)
-        waiting = cost(strategy_of(config), layer_of(config), machine, config.keep_kv).waiting * config.depth
+        waiting = attention_waiting(config, device)
         others = [kind for kind in step.sent if kind != "attention"]
         waiting += sum(step.sent[k] / link.bandwidth + step.messages[k] * link.latency for k in others)
         seconds["waiting"] = waiting * config.accumulate

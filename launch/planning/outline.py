@@ -6,20 +6,20 @@ import torch
 from torch import nn
 
 from seqpar.launch.models.build import build
-from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.models.net import Net
 from seqpar.launch.settings.config import Config
 from seqpar.mesh import Group
 
 
-def outline(config: Config, group: Group, channels: int = 1, outputs: int = 2) -> SegmentationNet:
+def outline(config: Config, group: Group, channels: int = 1, outputs: int = 2, data: Group | None = None) -> Net:
     """Builds the network of a config on the meta device, so that each of its parts refuses what it cannot do."""
     state = torch.get_rng_state()
-    net = build(config, channels, outputs, group, device="meta")
+    net = build(config, channels, outputs, group, device="meta", data=data)
     torch.set_rng_state(state)
     return net.double() if config.precision == "fp64" else net
 
 
-def without_numbers(net: SegmentationNet) -> SegmentationNet:
+def without_numbers(net: Net) -> Net:
     """Returns a copy of a network on the meta device, whose group sends nothing."""
     known: dict[int, object] = {id(t): torch.empty_like(t, device="meta") for t in net.buffers()}
     known |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in net.parameters()}

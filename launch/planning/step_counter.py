@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.launch.hardware.operations import Operation
+from seqpar.launch.models.build import kind_of
 from seqpar.launch.models.loss import loss_of
+from seqpar.launch.models.net import Net
 from seqpar.launch.models.optimizer import make_optimizer
-from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.launch.planning.memory_counter import MemoryCounter, as_autocast
 from seqpar.launch.planning.no_compiler import no_compiler
@@ -107,10 +108,11 @@ def _small_batches(config: Config) -> tuple[int, int]:
 def _count_by_depth(setup: StepSetup) -> Step:
     """Counts a step of a deep network by two shallow ones."""
     config, (few, more) = setup.config, SHALLOW
-    if config.depth <= more:
+    depth = kind_of(config).num_alike(config)
+    if depth <= more:
         return count_whole_step(setup)
     first, second = (count_whole_step(replace(setup, config=replace(config, depth=depth))) for depth in SHALLOW)
-    return extended(first, second, config.depth - few)
+    return extended(first, second, depth - few)
 
 
 @lru_cache(maxsize=256)
@@ -124,18 +126,19 @@ def count_whole_step(setup: StepSetup) -> Step:
 def _count_whole_step(setup: StepSetup) -> Step:
     config, on_gpu = setup.config, setup.on_gpu
     group = Group("seq", tuple(range(config.seqpar)), setup.rank)
-    net = outline(config, group, setup.channels, setup.outputs)
+    data = Group("data", tuple(range(setup.data_groups)))
+    net = outline(config, group, setup.channels, setup.outputs, data)
     work = _Work(setup.clock)
     with standing_for("cuda" if on_gpu else "cpu"):
         with MemoryCounter(work.watch) as counter:
             image, label = _part(setup, net)
-            tokens, saved, forward_operations = _forward_and_backward(setup, net, image, label, counter, work)
+            tokens, saved, forward_operations = _forward_and_backward(setup, net, data, (image, label), counter, work)
         step_seconds, work.seconds = work.seconds, Counter[str]()
         optimizer, update = _update(config, net, work, on_gpu)
     owners, weights, gradients = _weights_and_gradients(setup, net)
     inputs = image.nbytes + label.nbytes
     return Step(
-        parameters=sum(p.nbytes for p in net.parameters()),
+        parameters=sum(p.nbytes for p in learned(net)),
         weights=weights,
         gradients=gradients,
         optimizer=optimizer // owners,
@@ -165,27 +168,34 @@ class _Work:
         self.seconds[operation.kind] += times * self._clock(operation)  # type: ignore[assignment]
 
 
-def _part(setup: StepSetup, net: SegmentationNet) -> tuple[Tensor, Tensor]:
+def _part(setup: StepSetup, net: Net) -> tuple[Tensor, Tensor]:
     """Returns the rank's image ``b n c p p p`` and label ``b n p p p``."""
-    config, layout = setup.config, net.encoder.layout
+    config, layout = setup.config, net.layout
     tokens, dtype = (config.batch, layout.counts[setup.rank]), next(net.parameters()).dtype
     image = torch.empty(*tokens, setup.channels, *layout.patch, dtype=dtype, device="meta")
     return image, torch.empty(*tokens, *layout.patch, dtype=torch.uint8, device="meta")
 
 
 def _forward_and_backward(
-    setup: StepSetup, net: SegmentationNet, image: Tensor, label: Tensor, counter: MemoryCounter, work: _Work
+    setup: StepSetup, net: Net, data: Group, part: tuple[Tensor, Tensor], counter: MemoryCounter, work: _Work
 ) -> tuple[int, int, float]:
     """Returns the bytes saved for backward before the decoder and in all, and the operations forward."""
-    config = setup.config
-    loss_groups = net.mode.loss_groups(Group("data", tuple(range(setup.data_groups))), config.batch)
-    loss_fn = loss_of(config)
-    for p in net.parameters():
+    config, (image, label) = setup.config, part
+    loss_groups = net.mode.loss_groups(data, config.batch)
+    loss_fn = net.training_loss(loss_of(config))
+    for p in learned(net):
         p.register_post_accumulate_grad_hook(_drop_gradient)  # gradients are counted by themselves
     with Saved(net, (image, label)) as saved:
         at_decoder = list[int]()
-        net.decoder.register_forward_pre_hook(lambda *_: at_decoder.append(saved.total))
-        _name_phases(net, counter)
+        counter.phase = "forward"
+
+        def begin(phase: str) -> None:
+            if phase == "decoder":
+                at_decoder.append(saved.total)
+            else:
+                counter.phase = phase
+
+        net.on_phases(begin)
         with as_autocast(torch.bfloat16 if config.precision == "bf16" else None, setup.on_gpu):
             logits = net(image, None, DropoutKey(0, 0, tuple(range(config.batch))))
         loss = loss_fn(logits, net.arrange(label), loss_groups)
@@ -196,20 +206,9 @@ def _forward_and_backward(
     return at_decoder[0], saved.total, forward_operations
 
 
-def _name_phases(net: SegmentationNet, counter: MemoryCounter) -> None:
-    """Sets the counter's phase as the step goes on: within a phase, a block more adds what it adds at its peak."""
-
-    def begin(phase: str) -> Callable[[Tensor], None]:
-        return lambda grad: setattr(counter, "phase", phase)
-
-    counter.phase = "forward"
-    net.encoder.norm.register_forward_hook(lambda module, args, output: _hook(output, begin("blocks backward")))
-    first = net.encoder.blocks[0]
-    first.register_forward_pre_hook(lambda module, args: _hook(args[0], begin("embedding backward")))
-
-
-def _hook(tensor: Tensor, act: Callable[[Tensor], None]) -> None:
-    tensor.register_hook(act)
+def learned(net: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters that training changes."""
+    return [p for p in net.parameters() if p.requires_grad]
 
 
 def _drop_gradient(p: Tensor) -> None:
@@ -222,7 +221,7 @@ def _update(config: Config, net: nn.Module, work: _Work, on_gpu: bool) -> tuple[
     It has a counter of its own: what is left over from the backward, and may go meanwhile, does not matter.
     """
     with MemoryCounter(work.watch) as counter:
-        for p in net.parameters():
+        for p in learned(net):
             p.grad = torch.empty_like(p)
         optimizer = make_optimizer(config, net)
         for group in optimizer.param_groups:
@@ -234,17 +233,17 @@ def _update(config: Config, net: nn.Module, work: _Work, on_gpu: bool) -> tuple[
     return states, counter.peaks["update"] - before - states
 
 
-def _weights_and_gradients(setup: StepSetup, net: SegmentationNet) -> tuple[int, int, int]:
+def _weights_and_gradients(setup: StepSetup, net: Net) -> tuple[int, int, int]:
     """Returns how many ranks share the weights, and this rank's bytes of weights and gradients."""
     config, size = setup.config, sum(p.nbytes for p in net.parameters())
-    buffers = sum(b.nbytes for b in net.buffers())
+    gradients, buffers = sum(p.nbytes for p in learned(net)), sum(b.nbytes for b in net.buffers())
     if not config.shard_weights:
-        return 1, size + buffers, size
-    # whole at a time: the block that runs, the next one, and all that is in no block
+        return 1, size + buffers, gradients
+    # whole at a time: the unit (block, cell) that runs, the next one, and all that is in no unit
     owners = setup.data_groups * config.seqpar
-    block = sum(p.nbytes for p in net.encoder.blocks[0].parameters())
-    rest = size - config.depth * block
-    return owners, size // owners + 2 * block + rest + buffers, size // owners + block + rest
+    units = [sum(p.nbytes for p in unit.parameters()) for unit in net.units()]
+    unit, rest = max(units), size - sum(units)
+    return owners, size // owners + 2 * unit + rest + buffers, gradients // owners + unit + rest
 
 
 def extended(few: Step, more: Step, times: float) -> Step:

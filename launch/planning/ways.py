@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from seqpar.launch.models.build import knows
 from seqpar.launch.planning.needs import Plan, Run, of_size, planned
 from seqpar.launch.settings.config import Config, dashed
 
@@ -30,7 +31,11 @@ def ways(config: Config, named: Collection[str]) -> Iterator[tuple[Way, str]]:
     """
     taken = dict[str, Any]()
     for added, price in LADDER:
-        new = {name: value for name, value in added.items() if name not in named and _changes(config, name, value)}
+        new = {
+            name: value
+            for name, value in added.items()
+            if name not in named and knows(config, name) and _changes(config, name, value)
+        }
         if new:
             taken |= new
             yield dict(taken), price

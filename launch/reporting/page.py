@@ -15,6 +15,7 @@ import seqpar
 from seqpar.launch.evaluation.intervals import interval_of_mean
 from seqpar.launch.evaluation.scores import without_nan
 from seqpar.launch.job.display import clock
+from seqpar.launch.models.build import kind_of
 from seqpar.launch.reporting.charts import Curve, draw_curves
 from seqpar.launch.reporting.record import CaseScores, Record
 from seqpar.launch.reporting.tables import last_validation, metrics_table, number
@@ -117,14 +118,15 @@ def headline(record: Record, scored: CaseScores | None) -> str:
 def configuration(record: Record) -> str:
     """Returns the table of the main settings, and one of all."""
     config, data, layout = record.config, record.dataset, record.layout
+    settings = record.network_settings
+    kind = kind_of(settings)
     tile = " × ".join(map(str, config["tile"]))
     cases = f"{len(data['train'])} cases to train on, {len(data['held_out'])} held out"
     main = {
         "data": f"{data['name']} ({data['layout']}): {cases}",
         "modalities": ", ".join(map(str, data["modalities"])),
-        "tile and patch": f"{tile} voxels, patch {config['patch']}",
-        "network": f"depth {config['depth']}, width {config['embed_dim']}, {config['heads']} heads, "
-        f"decoder {config['decoder']}",
+        "tile": f"{tile} voxels, {kind.describe_tile(settings)}",
+        "network": kind.describe(settings),
         "parameters": parameters(layout),
         "training": f"{config['epochs']} epochs × {config['iterations']} steps, {config['optimizer']}, "
         f"learning rate {config['lr']}, {config['precision']}",

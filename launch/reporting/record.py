@@ -15,6 +15,7 @@ from seqpar.launch.evaluation.scores import DEFAULT_SETTINGS, summarise
 from seqpar.launch.evaluation.summary_files import summary_content
 from seqpar.launch.runs.journal import read_metrics
 from seqpar.launch.runs.run_folder import read_config
+from seqpar.launch.settings.config import Config
 
 Row = Mapping[str, Any]
 
@@ -42,6 +43,12 @@ class Record:
     @property
     def config(self) -> dict[str, Any]:
         return dict(self.content["config"])
+
+    @property
+    def network_settings(self) -> Config:
+        """The settings that say what network it was; runs of other versions may have further ones."""
+        names = ("network", "features", "stages", *SHOWN["config"])
+        return Config.from_dict({name: self.config[name] for name in names if name in self.config})
 
     @property
     def dataset(self) -> dict[str, Any]:

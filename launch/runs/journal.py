@@ -103,18 +103,19 @@ def loss_terms(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 EPOCH_WORDS = (
-    "(dice: soft Dice on the tiles of training; tokens/s: of all ranks; waited: for tiles, in this epoch; GB: most "
-    "memory that rank 0 took)"
+    "(dice: soft Dice on the tiles of training; tokens/s or voxels/s: of all ranks; waited: for tiles, in this epoch; "
+    "GB: most memory that rank 0 took)"
 )
 
 
 def epoch_fields(step: int, epochs: int, iterations: int, rows: list[dict[str, Any]], left_s: float) -> list[str]:
-    """Returns an epoch's line in fields: bar, time left, mean losses, tokens per second, waiting for data, memory.
+    """Returns an epoch's line in fields: bar, time left, mean losses, tokens or voxels a second, waiting, memory.
 
     ``step``: steps done so far; ``iterations``: steps of an epoch; ``rows``: those of this epoch.
     """
     epoch, done = (step - 1) // iterations + 1, ((step - 1) % iterations + 1) / iterations
-    names = [name for name in ("loss", "dice_loss", "tokens_per_s") if name in rows[0]]
+    speed = next(name for name in rows[0] if name.endswith("_per_s"))
+    names = [name for name in ("loss", "dice_loss", speed) if name in rows[0]]
     mean = {name: sum(row[name] for row in rows) / len(rows) for name in names}
     waited = sum(row["data_wait_s"] for row in rows)
     return [
@@ -122,7 +123,7 @@ def epoch_fields(step: int, epochs: int, iterations: int, rows: list[dict[str, A
         f"{clock(left_s)} left",
         f"loss {mean['loss']:.4f}",
         *([f"dice {1 - mean['dice_loss']:.3f}"] if "dice_loss" in mean else []),
-        f"{mean['tokens_per_s']:,.0f} tokens/s",
+        f"{mean[speed]:,.0f} {speed.removesuffix('_per_s')}/s",
         f"waited {waited:.1f} s",
         f"{rows[-1]['peak_mem_mb'] / 1024:.2f} GB",
     ]

@@ -11,7 +11,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.launch.hardware.devices import device_here
 from seqpar.launch.models.build import build
-from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.models.net import Net
 from seqpar.launch.planning.attention_choice import choose_quickest
 from seqpar.launch.runs.archive import is_archive
 from seqpar.launch.runs.run_folder import read_config, read_windows
@@ -108,7 +108,7 @@ def fitting_mode(run: Run) -> str:
     return "nogather" if run.config.mode == "nogather" else "auto"
 
 
-def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[SegmentationNet]:
+def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Net]:
     """Returns the run's network with the weights of each file, ready to predict.
 
     - ``mode``: of the decoder; by default ``fitting_mode``
@@ -144,7 +144,7 @@ def _shape(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
     return tuple(state[name].shape) if name in state else None
 
 
-def load_run(path: str | Path, which: str = "best") -> SegmentationNet:
+def load_run(path: str | Path, which: str = "best") -> Net:
     """Returns the network of a run folder, ready to predict, in this process alone: no process group is needed.
 
     - ``path``: the folder that train wrote

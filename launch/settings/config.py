@@ -15,7 +15,7 @@ from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.data.sampling.augmentation_presets import ORDERS
 from seqpar.launch.optimization.schedules import SCHEDULES
 from seqpar.launch.optimization.table import OPTIMIZERS
-from seqpar.layout import SPLITS, Layout
+from seqpar.layout import SPLITS
 from seqpar.losses.loss import check_signs, check_weights
 from seqpar.losses.mixtures import LossOptions
 from seqpar.losses.table import LOSSES
@@ -118,6 +118,7 @@ class Config:
     tile: tuple[int, ...] = _layout((96, 96, 96), "side of a tile in voxels: one number or three")
     patch: int = _layout(16, "side of a token in voxels: 2, 4, 8 or 16", bounds=AT_LEAST_1)
 
+    network: str = _network("vit", "network: vit, or a U-Net without tokens such as nnunet-plain", metavar="NAME")
     decoder: str = _network("plain", "decoder: plain, unetr or primus", metavar="NAME")
     depth: int = _network(12, "transformer blocks", bounds=AT_LEAST_1)
     embed_dim: int = _network(768, "width of a token", bounds=AT_LEAST_1)
@@ -132,6 +133,11 @@ class Config:
     drop_path: float = _network(0.0, "share of residual branches dropped in the last block", bounds=BELOW_1)
     layer_scale: float = _network(0.0, "initial value of layer scale; 0: none", bounds=NOT_NEGATIVE)
     decoder_width: int = _network(128, "channels of the decoder (unetr: of its finest level)", bounds=AT_LEAST_1)
+    features: int = _network(0, "U-Nets: channels of the first stage; 0: as published", bounds=NOT_NEGATIVE)
+    stages: str = _network(
+        "", "nnunet-…: kernel and stride of each stage, as '133:111 333:122 333:222'; none: by the tile", metavar="TEXT"
+    )
+    deep_supervision: bool = _network(False, "nnunet-…: train the logits of all levels but the coarsest")
 
     output_bias: bool = _network(True, "begin with biases of the outputs by which foreground is rare; else torch's own")
 
@@ -198,21 +204,20 @@ class Config:
     debug_collectives: bool = _running(False, "check each collective: slow, names ranks that differ")
     dry_run: bool = _running(False, "print what would run, check it, and stop")
 
-    def check(self, decoders: Sequence[str], modes: Sequence[str]) -> None:
+    def check(self, networks: Sequence[str], decoders: Sequence[str], modes: Sequence[str]) -> None:
         """Raises ``ValueError`` for what cannot work, before anything is allocated, with the nearest that does.
 
-        ``decoders`` and ``modes``: the names that there are.
+        ``networks``, ``decoders`` and ``modes``: the names that there are.
         """
         for f in dataclasses.fields(self):
             value, bounds = getattr(self, f.name), f.metadata["bounds"]
-            choices = {"decoder": decoders, "mode": modes}.get(f.name) or f.metadata["choices"]
+            choices = {"network": networks, "decoder": decoders, "mode": modes}.get(f.name) or f.metadata["choices"]
             if choices and value not in choices:
                 raise ValueError(f"--{dashed(f.name)} {value}: choose one of {', '.join(choices)}")
             if bounds and not bounds.allows(value):
                 raise ValueError(f"--{dashed(f.name)} {value}: {bounds.text}")
         self._check_network()
         self._check_run()
-        Layout.of(self.tile, self.patch, self.seqpar, self.split)
 
     def _check_network(self) -> None:
         if len(self.tile) != 3:

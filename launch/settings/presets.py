@@ -57,6 +57,7 @@ def laptop() -> Config:
         heads=4,
         decoder="unetr",
         decoder_width=8,
+        features=8,
         batch=2,
         batch_dice=True,
         epochs=9,

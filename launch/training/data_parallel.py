@@ -1,15 +1,16 @@
 """Data parallelism over all ranks: DDP, or weights in shards."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.models.net import Net
 from seqpar.mesh import Mesh
 
 
-def data_parallel(net: SegmentationNet, mesh: Mesh, shard_weights: bool) -> nn.Module:
+def data_parallel(net: Net, mesh: Mesh, shard_weights: bool) -> nn.Module:
     """Returns the module to call in training, whose backward averages gradients over all ranks.
 
     DDP around ``net``; ``net`` itself where its weights are sharded, or where there is one rank.
@@ -29,7 +30,16 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
 
-def gathered(net: SegmentationNet, mesh: Mesh, shard_weights: bool) -> AbstractContextManager[None]:
+@contextmanager
+def unchanged_statistics(net: Net) -> Iterator[None]:
+    """Restores running statistics behind a forward that does not count."""
+    before = [buffer.clone() for buffer in net.buffers()]
+    yield
+    for buffer, value in zip(net.buffers(), before):
+        buffer.copy_(value)
+
+
+def gathered(net: Net, mesh: Mesh, shard_weights: bool) -> AbstractContextManager[None]:
     """Returns a context in which no forward waits for other sequence groups, as validation needs it."""
     if not shard_weights:
         return nullcontext()

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from seqpar.launch.job import exit_codes
+from seqpar.launch.models.build import knows
 from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights.checkpoint import NotSaved
@@ -101,7 +102,8 @@ def save_memory(config: Config) -> str:
     if config.batch > 1 and not config.batch_dice:  # whose Dice runs over the tiles of a micro-batch
         batch = max(size for size in range(1, config.batch) if config.batch % size == 0)
         return f"use --batch {batch} --accumulate {config.batch // batch * config.accumulate}"
-    if config.grad_checkpoint != "full":
+    if config.grad_checkpoint != "full" and knows(config, "grad_checkpoint"):
         return "use --grad-checkpoint full, or a larger --seqpar"
     shards = "" if config.shard_weights else "--shard-weights, "
-    return f"use {shards}a larger --seqpar, a larger --patch or a smaller --tile"
+    patch = "a larger --patch " if knows(config, "patch") else ""
+    return f"use {shards}a larger --seqpar, {patch}or a smaller --tile"

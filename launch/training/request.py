@@ -12,6 +12,7 @@ import torch
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.environment import Launcher
 from seqpar.launch.job import exit_codes
+from seqpar.launch.models.build import refuse_unknown
 from seqpar.launch.planning.auto_settings import choose
 from seqpar.launch.planning.batch_size import hold_global_batch, keep_global_batch
 from seqpar.launch.planning.feasibility import refuse
@@ -73,6 +74,7 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
         config = continued(before, config, line.flags - {"resume", "again", "batch", "accumulate"})
         tiles_per_step = saved["layout"]["data"] * config.batch * config.accumulate
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
+    refuse_unknown(config, line.flags)
     refuse_idle(config, line.flags)
     config, warmup = shortened_warmup(config, line.flags)
     fingerprint = look_at(config) if config.dry_run else None

@@ -9,8 +9,8 @@ from seqpar.data.files import remove_leftovers
 from seqpar.environment import Launcher
 from seqpar.launch.hardware.rank_facts import device_name
 from seqpar.launch.job.run_log import RunLog
-from seqpar.launch.models.build import build
-from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.models.build import build, kind_of
+from seqpar.launch.models.net import Net
 from seqpar.launch.planning.auto_settings import choose_attention
 from seqpar.launch.runs.run_folder import Status, describe_run, read_config
 from seqpar.launch.runs.run_lock import RunLock
@@ -31,12 +31,13 @@ WORDS = (
 
 def first_lines(request: RunRequest, launcher: Launcher) -> str:
     """Returns what a run prints first: the planner's choices, preset, ranks, main settings, idle flags, changes."""
-    config, world = request.config, launcher.world
+    config, world, kind = request.config, launcher.world, kind_of(request.config)
     line = (
         f"seqpar: preset {request.preset} ({request.preset_reason}); {world} rank{'s' if world > 1 else ''} = "
         f"data {world // config.seqpar} x seq {config.seqpar}, started by {launcher.by}; "
-        f"tile {'x'.join(map(str, config.tile))}, patch {config.patch}, decoder {config.decoder}, mode {config.mode}, "
-        f"{config.precision}, {config.batch} tile{'s' if config.batch > 1 else ''} per sequence group"
+        f"tile {'x'.join(map(str, config.tile))}, {kind.describe_tile(config)}; {kind.describe(config)}; "
+        f"mode {config.mode}, {config.precision}, {config.batch} "
+        f"tile{'s' if config.batch > 1 else ''} per sequence group"
     )
     if config.accumulate > 1:
         line += f", {config.accumulate} times a step"
@@ -82,23 +83,24 @@ def make_trainer(request: RunRequest, mesh: Mesh, data: TrainingData, status: St
     saved = checkpoint.find_together(out / "checkpoints", mesh.world) if config.resume else None
     before = read_config(out) if config.resume else {}
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved else {})
-    mode_line = net.mode.check(net.encoder.layout, config.batch)
+    mode_line = net.mode.check(net.layout, config.batch)
     weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
-    layout |= {"devices": gather_texts(device_name(mesh.device), mesh.world), "parameters": _count_parameters(net)}
-    layout |= {"strategy": str(net.encoder.attention), "attention": attention_reasons, **request.choices}
+    layout |= {"devices": gather_texts(device_name(mesh.device), mesh.world), "parameters": net.num_parameters()}
+    layout |= {"strategy": str(net.attention), "attention": attention_reasons, **request.choices}
     step = checkpoint.read_progress(saved).step if saved else 0
     history = with_this_start(before.get("history", ()), step, mesh.world.size, request.changes)
     description = describe_run(config, request.preset, data.describe(), layout, history)
     if mesh.is_first:
-        print(f"{_size_line(net, config, mesh)}; {mode_line}\n{_outputs_line(data)}", flush=True)
-        print(f"attention: {attention_reasons[0]}" + (f"\n{weights_line}" if weights_line else ""), flush=True)
+        lines = [f"{_size_line(net, config, mesh)}; {mode_line}", _outputs_line(data)]
+        lines += [f"attention: {reason}" for reason in attention_reasons[:1]] + [weights_line] * bool(weights_line)
+        print("\n".join(lines), flush=True)
     return Trainer(config, mesh, data, net, status, description, saved)
 
 
 def _build_net(
     config: Config, mesh: Mesh, data: TrainingData, saved_layout: Mapping[str, Any]
-) -> tuple[SegmentationNet, Sequence[str]]:
+) -> tuple[Net, Sequence[str]]:
     """Returns the network, and the reasons for its attention strategy.
 
     Where the strategy is left open, the first rank's choice holds on all. ``saved_layout`` is the ``layout`` of the
@@ -107,11 +109,12 @@ def _build_net(
     sizes = data.num_channels, data.num_outputs
     choice = choose_attention(config, mesh.launcher, *sizes, saved_layout)
     strategy, *reasons = broadcast_text("\n".join(choice), 0, mesh.world).split("\n")
-    net = build(replace(config, attention=strategy or config.attention), *sizes, mesh.seq, bool(data.regions))
-    return net, reasons or net.encoder.attention_choice
+    named = replace(config, attention=strategy or config.attention)
+    net = build(named, *sizes, mesh.seq, bool(data.regions), data=mesh.data)
+    return net, reasons or net.attention_choice
 
 
-def _load_weights(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
+def _load_weights(net: Net, config: Config, mesh: Mesh) -> str:
     """Returns the line of ``start_from``; an error on one rank is raised on all."""
     line: str = ""
     error: Exception | None = None
@@ -123,18 +126,8 @@ def _load_weights(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
     return line
 
 
-def _count_parameters(net: SegmentationNet) -> dict[str, int]:
-    parts = {"encoder": net.encoder, "decoder": net.decoder}
-    return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
-
-
-def _size_line(net: SegmentationNet, config: Config, mesh: Mesh) -> str:
-    encoder, decoder = (count / 1e6 for count in _count_parameters(net).values())
-    layout = net.encoder.layout
-    return (
-        f"network: encoder {encoder:.2f} M + decoder {decoder:.2f} M parameters; {layout.num_tokens} tokens a tile, "
-        f"{max(layout.counts)} per rank; {config.steps} steps of {global_batch(config, mesh)} tiles"
-    )
+def _size_line(net: Net, config: Config, mesh: Mesh) -> str:
+    return f"network: {net.describe()}; {config.steps} steps of {global_batch(config, mesh)} tiles"
 
 
 def _outputs_line(data: TrainingData) -> str:

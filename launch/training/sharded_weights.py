@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
-from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.models.net import Net
 from seqpar.mesh import Mesh
 
 
-def shard(net: SegmentationNet, mesh: Mesh) -> None:
+def shard(net: Net, mesh: Mesh) -> None:
     """Leaves each rank of data x seq its shard of the weights, and so of the gradients and optimizer states.
 
-    The weights of a block are gathered for its forward and again for its backward; all others form one such unit.
+    The weights of a unit (a block, a cell) are gathered for its forward and again for its backward; all others form
+    one such unit.
     """
     ranks = mesh.line()
     # logits may be a view of the upsampled grid; nothing here writes into them
@@ -29,13 +30,13 @@ def shard(net: SegmentationNet, mesh: Mesh) -> None:
         divisible = [dim for dim, size in enumerate(p.shape) if size % mesh.world.size == 0]
         return Shard(divisible[0]) if p.shape[0] < mesh.world.size and divisible else None
 
-    for block in net.encoder.blocks:
-        fully_shard(block, mesh=ranks, shard_placement_fn=sharded_dim)
+    for unit in net.units():
+        fully_shard(unit, mesh=ranks, shard_placement_fn=sharded_dim)
     fully_shard(net, mesh=ranks, shard_placement_fn=sharded_dim)
 
 
 @contextmanager
-def gathered(net: SegmentationNet, mesh: Mesh) -> Iterator[None]:
+def gathered(net: Net, mesh: Mesh) -> Iterator[None]:
     """Keeps the weights gathered where there are several sequence groups, as in validation.
 
     They predict different numbers of windows, so none may wait for another to gather weights.

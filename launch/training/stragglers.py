@@ -68,7 +68,8 @@ class Stragglers:
 def time_waiting(net: nn.Module, world: Group) -> None:
     """Lets the wait clock tell a rank's own work from waiting: after its last gradient it only waits, in DDP's sums."""
     for parameter in net.parameters() if world.size > 1 else ():
-        parameter.register_post_accumulate_grad_hook(lambda p: world.watch.clock.mark_ready(p.is_cuda))
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: world.watch.clock.mark_ready(p.is_cuda))
 
 
 def sum_over_ranks(sums: Tensor, own_s: float, world: Group) -> tuple[Tensor, list[float]]:

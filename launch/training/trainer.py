@@ -16,14 +16,14 @@ from seqpar.data.sampling.loader import Loader, MicroBatch
 from seqpar.launch.job.exit_codes import PREEMPTED
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.models.loss import loss_of
+from seqpar.launch.models.net import Net
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer, set_learning_rate
-from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.runs.journal import Journal, epoch_fields, peak_memory_mb
 from seqpar.launch.runs.run_folder import Status, next_lines, result_files, write_window
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.after_step import AfterStep, Decision, raise_non_finite
 from seqpar.launch.training.data import TrainingData, outputs_shown
-from seqpar.launch.training.data_parallel import data_parallel, gathered, no_sync
+from seqpar.launch.training.data_parallel import data_parallel, gathered, no_sync, unchanged_statistics
 from seqpar.launch.training.pictures import draw_progress
 from seqpar.launch.training.stragglers import Stragglers, sum_over_ranks, time_waiting
 from seqpar.launch.training.validation import Validation
@@ -47,7 +47,7 @@ class Trainer:
         config: Config,
         mesh: Mesh,
         data: TrainingData,
-        net: SegmentationNet,
+        net: Net,
         status: Status,
         description: dict[str, Any],
         saved: Path | None = None,
@@ -59,11 +59,12 @@ class Trainer:
             self.net.to(mesh.device)
         equal_weights(self.net, mesh.world)
         if config.compile:
-            for block in self.net.encoder.blocks:
-                block.mlp.compile()  # type: ignore[union-attr]
+            for module in self.net.compiled():
+                module.compile()
         self.parallel_net = data_parallel(self.net, mesh, config.shard_weights)
         self.optimizer = make_optimizer(config, self.net)
         self.loss = loss_of(config, data.regions, data.dataset.ignore_label)
+        self.training_loss = self.net.training_loss(self.loss)
         self.loss_groups = self.net.mode.loss_groups(mesh.data, config.batch)
         self.progress = Progress(global_batch=global_batch(config, mesh))
         self.validation = Validation(config, mesh, data, self.loss)
@@ -75,7 +76,8 @@ class Trainer:
 
     def run(self, stopper: Stopper) -> bool:
         """Returns whether the run finished; else all ranks left it, and it can be resumed."""
-        self._warm_up()
+        with unchanged_statistics(self.net):
+            self._warm_up()
         if self.saved:
             self.progress = checkpoint.load(self.saved, self.net, self.optimizer, self.mesh.world.index)
             assert self.progress.global_batch == global_batch(self.config, self.mesh)
@@ -96,14 +98,14 @@ class Trainer:
         DDP rearranges its buckets after the first backward, which changes the order of sums from 3 ranks up:
         so every start, fresh or resumed, has its first backward before the first step that counts.
         """
-        layout, config = self.net.encoder.layout, self.config
+        layout, config = self.net.layout, self.config
         tokens = (config.batch, layout.counts[self.mesh.seq.index])
         image = torch.zeros(*tokens, self.data.num_channels, *layout.patch, device=self.mesh.device)
         label = torch.zeros(*tokens, *layout.patch, device=self.mesh.device, dtype=torch.long)
         with self._autocast():
             logits = self.parallel_net(self._cast(image), None, DropoutKey(0, 0, tuple(range(config.batch))))
         shown = outputs_shown(self.data, self.data.train_ids[:1] * config.batch, self.net.mode, self.mesh.device)
-        self.loss(logits, self.net.arrange(label), self.loss_groups, shown).backward()
+        self.training_loss(logits, self.net.arrange(label), self.loss_groups, shown).backward()
         self.optimizer.zero_grad()
 
     def _open_journal(self) -> None:
@@ -123,7 +125,7 @@ class Trainer:
         config = self.config
         return Loader(
             self.data.tiles,
-            self.net.encoder.layout,
+            self.net.layout,
             self.mesh,
             batch=config.batch,
             steps=range(self.progress.step, config.steps),
@@ -196,7 +198,7 @@ class Trainer:
             **{f"{name}_loss": float(value) for name, value in zip(self.loss.weights, mean[1:])},
             "lr": rate,
             "grad_norm": float(norm),
-            "tokens_per_s": self.progress.global_batch * self.net.encoder.layout.num_tokens / seconds,
+            f"{self.net.counted}_per_s": self.progress.global_batch * self.net.num_counted() / seconds,
             "seconds": seconds,
             "data_wait_s": data_wait_s,
             "peak_mem_mb": peak_memory_mb(self.mesh.device),
@@ -226,7 +228,7 @@ class Trainer:
         with self._autocast():
             logits = self.parallel_net(self._cast(micro.image), None, key)
         shown = outputs_shown(self.data, micro.cases, self.net.mode, self.mesh.device)
-        parts = self.loss.parts(logits, label, self.loss_groups, shown)
+        parts = self.training_loss.parts(logits, label, self.loss_groups, shown)
         (parts.total / self.config.accumulate).backward()
         self.mesh.world.watch.clock.count_since_ready()
         return torch.stack([parts.total, *parts.terms.values()]).detach().double()

@@ -18,7 +18,7 @@ from seqpar.launch.inference.sliding_window import join_rows, sliding_window, wh
 from seqpar.launch.inference.windows import WINDOWS, Sliding
 from seqpar.launch.job.display import bar, clock
 from seqpar.launch.job.stop_request import Stopper
-from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.models.net import Net
 from seqpar.launch.runs.journal import Journal
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.data import TrainingData
@@ -67,9 +67,7 @@ class Validation:
         """The kinds of window that are measured."""
         return WINDOWS if self.config.val_window == "both" else (self.config.val_window,)
 
-    def run(
-        self, net: SegmentationNet, journal: Journal, stopper: Stopper, keep: bool = False
-    ) -> ValidationResult | None:
+    def run(self, net: Net, journal: Journal, stopper: Stopper, keep: bool = False) -> ValidationResult | None:
         """Returns the result, None where all ranks leave before its end; ``keep``: writes RUN/validation too."""
         out, dataset = journal.path.parent, self.data.dataset
         shown = dataset.modalities.index(favourite(dataset.modalities))
@@ -129,7 +127,7 @@ class Validation:
         return tell
 
     def _predict(
-        self, net: SegmentationNet, case: PreparedCase, window: str, stopper: Stopper, tell: Tell
+        self, net: Net, case: PreparedCase, window: str, stopper: Stopper, tell: Tell
     ) -> tuple[np.ndarray, LossParts] | None:
         """Returns the class ids of a case and its loss, None where all ranks leave before its end."""
         order = self.data.dataset.regions_class_order if self.data.regions else ()

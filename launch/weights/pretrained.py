@@ -5,18 +5,21 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from seqpar.launch.models.net import Net
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights.files import checkpoint_of, fit_positions, listed, recorded_heads, unwrap
 from seqpar.launch.weights.monai import load_monai
 from seqpar.launch.weights.primus import load_primus
 
+U_NET = "unet.cells."
 
-def start_from(net: SegmentationNet, config: Config) -> str:
+
+def start_from(net: Net, config: Config) -> str:
     """Loads ``config.weights`` into the network; returns a line that says which tensors were loaded.
 
-    All tensors of the encoder must fit. Decoder tensors are loaded where they fit; the others (of another decoder, or
-    for other classes) keep their initial values.
+    All tensors of the body (an encoder; a U-Net without its heads) must fit. The others are loaded where they fit;
+    those of another decoder, or for other classes, keep their initial values.
     """
     checkpoint = checkpoint_of(config.weights)
     heads = recorded_heads(checkpoint)
@@ -25,16 +28,15 @@ def start_from(net: SegmentationNet, config: Config) -> str:
     origin, state = _ours(unwrap(checkpoint), config)
     own = net.state_dict()
     if "encoder.pos_embed" in state and "encoder.pos_embed" in own:
-        layout = net.encoder.layout
+        layout = net.layout
         if state["encoder.pos_embed"].shape != own["encoder.pos_embed"].shape:
             state["encoder.pos_embed"] = fit_positions(state["encoder.pos_embed"], layout.patch, layout.tile, None)
     fitting = {name for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
-    encoder = {name for name in own if name.startswith("encoder.")}
-    unfit = sorted(encoder - fitting)
-    left_over = sorted(name for name in state if name.startswith("encoder.") and name not in own)
+    unfit = sorted(name for name in own if net.in_body(name) and name not in fitting)
+    left_over = sorted(name for name in state if net.in_body(name) and name not in own)
     if unfit or left_over:
         raise ValueError(
-            f"--weights {config.weights} ({origin}) do not fit the encoder: {listed(unfit + left_over, 4)}; "
+            f"--weights {config.weights} ({origin}) do not fit the {net.body}: {listed(unfit + left_over, 4)}; "
             f"they need {_flags(state)}"
         )
     with torch.no_grad():
@@ -49,7 +51,7 @@ def start_from(net: SegmentationNet, config: Config) -> str:
 
 def _ours(state: dict[str, Tensor], config: Config) -> tuple[str, dict[str, Tensor]]:
     """Returns whose weights these are, and their tensors under our names."""
-    if any(name.startswith("encoder.") and "blocks" in name for name in state):
+    if any(name.startswith("encoder.") and "blocks" in name or name.startswith(U_NET) for name in state):
         return "seqpar", dict(state)
     loaded: nn.Module
     if any("patch_embedding.position_embeddings" in name for name in state):
@@ -65,7 +67,9 @@ def _ours(state: dict[str, Tensor], config: Config) -> tuple[str, dict[str, Tens
 
 
 def _flags(state: Mapping[str, Tensor]) -> str:
-    """Returns the flags that make an encoder of these weights' sizes."""
+    """Returns the flags that make an encoder of these weights' sizes, or says that they are a U-Net's."""
+    if any(name.startswith(U_NET) for name in state):
+        return "the --network, --features and --stages (or --tile) of the run that wrote them"
     depth = 1 + max(int(name.split(".")[2]) for name in state if name.startswith("encoder.blocks."))
     embed_dim, _, patch, *_ = state["encoder.patch_embed.proj.weight"].shape
     hidden = state["encoder.blocks.0.mlp.fc1.weight"].shape[0]

@@ -1,8 +1,9 @@
 """Losses of parts that equal the loss of the whole tile: terms, their sums over ranks, and a table of names."""
 
+from seqpar.losses.deep_supervision import DeepSupervision
 from seqpar.losses.groups import LossGroups
 from seqpar.losses.loss import Loss, LossParts
 from seqpar.losses.mixtures import LossOptions
 from seqpar.losses.table import LOSSES, DiceCE, make_loss
 
-__all__ = ["LOSSES", "DiceCE", "Loss", "LossGroups", "LossOptions", "LossParts", "make_loss"]
+__all__ = ["LOSSES", "DeepSupervision", "DiceCE", "Loss", "LossGroups", "LossOptions", "LossParts", "make_loss"]

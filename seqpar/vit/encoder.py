@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.attention.cost_model import CPU, GPU, Layer, resolve
@@ -144,16 +143,7 @@ class SeqParViT(nn.Module):
 
     def place(self, whole: Tensor) -> tuple[Tensor, Layout]:
         """Returns a whole image ``b c W D H`` as the part of a group of one, padded to the patch, with its layout."""
-        if self.group.size > 1:
-            raise ValueError(
-                f"a whole tile {tuple(whole.shape)} came to a sequence group of {self.group.size}: give each rank "
-                "its part, layout.cut(tile, rank)"
-            )
-        patch = self.layout.patch
-        short = [-side % p for side, p in zip(whole.shape[2:], patch)]
-        whole = F.pad(whole, [edge for missing in reversed(short) for edge in (0, missing)])
-        layout = self.layout.of_tile(whole.shape[2:])
-        return layout.cut(whole, 0), layout
+        return self.layout.place(whole)
 
     def _part_and_layout(self, part: Tensor, layout: Layout | None) -> tuple[Tensor, Layout]:
         """Returns the part of a part or a whole tile, with its layout."""

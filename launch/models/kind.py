@@ -1,0 +1,47 @@
+"""A kind of network: what the house asks of it before it is built, from the settings alone."""
+
+from collections.abc import Mapping
+
+from seqpar.launch.models.net import Net
+from seqpar.launch.settings.config import Config
+from seqpar.mesh import Group
+
+
+class Kind:
+    """Networks that are built and planned alike.
+
+    - ``settings``: of ``Config``, those that act on this kind, but not on every one
+    - ``attends``: whether it has attention, for which ranks choose a strategy
+    - ``usual_batch``: tiles of a sequence group where nothing is set; 0: by memory
+    - ``smaller``: what to change where a part of the memory is too much, by the part's name
+    """
+
+    settings: frozenset[str]
+    attends: bool
+    usual_batch: int
+    smaller: Mapping[str, str]
+
+    def build(
+        self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
+    ) -> Net:
+        """Returns the network; for the arguments see ``models.build.build``."""
+        raise NotImplementedError
+
+    def unit(self, config: Config) -> tuple[int, ...]:
+        """Returns the voxels per direction that stay on one rank: the layout's patch."""
+        raise NotImplementedError
+
+    def refuse_tile(self, config: Config) -> None:
+        """Raises ValueError for a tile that the network cannot take, where ``unit`` does not say enough."""
+
+    def num_alike(self, config: Config) -> int:
+        """Returns how many blocks are alike, as many as ``--depth`` says; 0 where it says nothing."""
+        raise NotImplementedError
+
+    def describe(self, config: Config) -> str:
+        """Returns the network's settings in a line."""
+        raise NotImplementedError
+
+    def describe_tile(self, config: Config) -> str:
+        """Returns what a tile is made of."""
+        raise NotImplementedError

@@ -1,0 +1,139 @@
+"""The U-Nets that ``--network`` names, from a Config.
+
+A new one is one entry of ``UNETS`` and one function that makes it.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.unets.architecture import Architecture, Three, three
+from seqpar.decoders.unets.nnunet import FEATURES, network, planned, topology
+from seqpar.decoders.unets.published import HOU_LEVELS, distmis, hou, lamp, se_lamp
+from seqpar.decoders.unets.unet import UNet
+from seqpar.launch.models.kind import Kind
+from seqpar.launch.models.volume_net import VolumeNet
+from seqpar.launch.settings.config import Config
+from seqpar.mesh import Group
+
+Make = Callable[[Config, int, int, Group | None, Group | None], UNet]  # channels, outputs, then groups of batch norm
+SPLIT_SAMPLES = ("swap", "auto", "nogather")  # modes in which what a rank computes on is a sample by itself
+STAGES = "133:111 333:122 333:222"
+
+
+class VolumeNetwork(Kind):
+    """A U-Net on boxes of the image.
+
+    - ``make``: makes it from a config
+    - ``settings``: those of Config that act on it
+    """
+
+    attends, usual_batch = False, 2
+    smaller = dict.fromkeys(("tokens", "decoder", "transient", "optimizer"), "a smaller --features or --tile")
+
+    def __init__(self, make: Make, settings: str = "") -> None:
+        self.make, self.settings = make, frozenset(["features", *settings.split()])
+
+    def build(
+        self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
+    ) -> VolumeNet:
+        """Returns the network; its batch norm runs over all ranks that hold other samples."""
+        others = data if data is not None and data.size > 1 else None
+        peers = group if config.mode in SPLIT_SAMPLES and group.size > 1 else None
+        unet = self.make(config, in_channels, num_outputs, others, peers)
+        return VolumeNet(unet, config.tile, choose_mode(config.mode, group), config.split)
+
+    def unit(self, config: Config) -> tuple[int, ...]:
+        """Returns the total stride."""
+        return self._architecture(config).unit
+
+    def refuse_tile(self, config: Config) -> None:
+        """Raises ValueError for a tile that is no multiple of the total stride, with the nearest that is."""
+        self._architecture(config).refuse_extents(config.tile)
+
+    def _architecture(self, config: Config) -> Architecture:
+        return _architecture(self.make, config.network, config.tile, config.features, config.stages)
+
+    def num_alike(self, config: Config) -> int:
+        """Returns 0: no cells are alike."""
+        return 0
+
+    def describe(self, config: Config) -> str:
+        """Returns the network's name and its first width."""
+        features = f" from {config.features} features" if config.features else ""
+        return config.network + features
+
+    def describe_tile(self, config: Config) -> str:
+        """Returns what stays on one rank."""
+        unit = self.unit(config)
+        count = math.prod(side // step for side, step in zip(config.tile, unit))
+        return f"{count} cubes of {'x'.join(map(str, unit))} voxels"
+
+
+@lru_cache(maxsize=64)
+def _architecture(make: Make, network: str, tile: tuple[int, ...], features: int, stages: str) -> Architecture:
+    config = Config(network=network, tile=tile, features=features, stages=stages)
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        architecture = make(config, 1, 2, None, None).architecture
+    torch.set_rng_state(state)
+    return architecture
+
+
+def parse_stages(text: str) -> tuple[tuple[Three, ...], tuple[Three, ...]]:
+    """Returns kernels and strides of stages such as "133:111 333:122": three digits each, one per direction."""
+    stages = [re.fullmatch(r"([1-9]{3}):([1-9]{3})", stage) for stage in text.replace(",", " ").split()]
+    if None in stages or len(stages) < 2:
+        raise ValueError(f"--stages {text!r}: give kernel and stride of each of several stages, such as {STAGES!r}")
+    kernels, strides = zip(*(stage.groups() for stage in stages if stage))
+    return tuple(three(list(map(int, k))) for k in kernels), tuple(three(list(map(int, s))) for s in strides)
+
+
+def spell_stages(kernels: tuple[Three, ...], strides: tuple[Three, ...]) -> str:
+    """Returns stages as ``parse_stages`` reads them."""
+    digits = (("".join(map(str, sides)) for sides in stage) for stage in zip(kernels, strides))
+    return " ".join(":".join(stage) for stage in digits)
+
+
+def _nnunet(residual: bool) -> Make:
+    def make(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
+        stages = parse_stages(config.stages) if config.stages else topology(config.tile)
+        architecture = planned(in_channels, num_outputs, *stages, residual, config.features or FEATURES)
+        return network(architecture, config.deep_supervision)
+
+    return make
+
+
+def _hou(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
+    resolution = min((side for side in HOU_LEVELS if side >= max(config.tile)), default=max(HOU_LEVELS))
+    return hou(in_channels, num_outputs, resolution, config.features, data, peers)
+
+
+def _distmis(variant: str) -> Make:
+    def make(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
+        return distmis(in_channels, num_outputs, config.tile[-1], variant, config.features or 8, data, peers)
+
+    return make
+
+
+def _lamp(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
+    return lamp(in_channels, num_outputs, config.features or 32, data, peers)
+
+
+def _se_lamp(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
+    return se_lamp(in_channels, num_outputs, config.features or 32, data, peers)
+
+
+UNETS = {
+    "nnunet-plain": VolumeNetwork(_nnunet(False), "stages deep_supervision"),
+    "nnunet-resenc": VolumeNetwork(_nnunet(True), "stages deep_supervision"),
+    "unet-hou": VolumeNetwork(_hou),
+    "unet-distmis": VolumeNetwork(_distmis("code")),
+    "unet-distmis-text": VolumeNetwork(_distmis("text")),
+    "unet-lamp": VolumeNetwork(_lamp),
+    "se-unet-lamp": VolumeNetwork(_se_lamp),
+}

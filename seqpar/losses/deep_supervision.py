@@ -1,0 +1,59 @@
+"""The loss of logits of several levels, as nnU-Net trains its networks.
+
+Legend: b batch, k classes or regions, W D H voxels.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.losses.groups import LossGroups
+from seqpar.losses.loss import Loss, LossParts
+
+
+class DeepSupervision(nn.Module):
+    """The loss on several levels of logits, each level's weight half of the finer one's, all together 1.
+
+    A label of a coarser level is the one in the middle of the voxels that its point covers.
+
+    - ``loss``: of one level
+    - ``scales``: how many voxels a point of each level covers, the finest first
+    """
+
+    def __init__(self, loss: Loss, scales: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        total = sum(0.5**level for level in range(len(scales)))
+        self.loss, self.levels = loss, [(0.5**level / total, tuple(scale)) for level, scale in enumerate(scales)]
+
+    def forward(
+        self,
+        logits: Sequence[Tensor],
+        label: Tensor,
+        loss_groups: LossGroups | None = None,
+        annotated: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the scalar loss of each level's logits ``b k W D H`` and integer labels ``b W D H`` of the finest."""
+        return self.parts(logits, label, loss_groups, annotated).total
+
+    def parts(
+        self,
+        logits: Sequence[Tensor],
+        label: Tensor,
+        loss_groups: LossGroups | None = None,
+        annotated: Tensor | None = None,
+    ) -> LossParts:
+        """Returns the loss and its terms, each the weighted sum over levels."""
+        if len(logits) != len(self.levels):
+            raise ValueError(f"logits of {len(logits)} levels came, {len(self.levels)} are trained")
+        every = []
+        for x, (weight, scale) in zip(logits, self.levels):
+            at: tuple[Any, ...] = (..., *(slice(step // 2, None, step) for step in scale))
+            every.append((weight, self.loss.parts(x, label[at], loss_groups, annotated)))
+        terms = {name: _sum([weight * parts.terms[name] for weight, parts in every]) for name in every[0][1].terms}
+        return LossParts(_sum([weight * parts.total for weight, parts in every]), terms)
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(values)).sum()

@@ -1,0 +1,233 @@
+"""Networks without tokens behind the modes: every exact mode and split equals one process, over ten steps too."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.collectives import all_reduce
+from seqpar.launch.models.build import build, kind_of, layout_of, refuse_unknown
+from seqpar.launch.models.optimizer import make_optimizer
+from seqpar.launch.models.unets import parse_stages, spell_stages
+from seqpar.launch.planning.feasibility import refuse
+from seqpar.launch.planning.saved_bytes import saved_bytes
+from seqpar.launch.settings.config import Config
+from seqpar.losses import DeepSupervision, DiceCE
+from seqpar.mesh import Group, Mesh
+from tests.support.boxes import numbers
+from tests.support.ranks import relative
+
+CHANNELS, CLASSES = 2, 3
+STAGES = "133:111 333:122 333:222 333:211"
+DEEP = Config(
+    network="nnunet-plain", stages=STAGES, deep_supervision=True, features=2, tile=(16, 8, 12), precision="fp64",
+    optimizer="sgd", lr=1e-2, betas=(0.99, 0.0), weight_decay=1e-3,
+)  # fmt: skip
+RESIDUAL = replace(DEEP, network="nnunet-resenc", deep_supervision=False)
+BATCH_NORM = replace(DEEP, network="unet-hou", stages="", deep_supervision=False)
+EXACT = [(mode, split) for mode in ("gather", "halo", "swap") for split in ("spatial", "ordered")] + [
+    ("auto", "spatial")
+]
+
+
+@dataclass
+class Outcome:
+    """Logits (voxels by classes), the voxels' numbers, loss and gradients of the first step, tensors after the last."""
+
+    logits: Tensor
+    voxels: Tensor
+    loss: Tensor
+    grads: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def train(group: Group, config: Config, samples: int, steps: int) -> Outcome:
+    """Returns a rank's outcome; loss and gradients are averaged over the group."""
+    net = build(config, CHANNELS, CLASSES, group).double()
+    with torch.no_grad():  # norms that begin at 0 would hide what lies behind them
+        for number, p in enumerate(net.parameters()):
+            p += 0.1 * numbers(1000 + number, *p.shape)
+    image = numbers(1, samples, CHANNELS, *config.tile)
+    label = torch.randint(CLASSES, (samples, *config.tile), generator=torch.Generator().manual_seed(1))
+    part, target = net.layout.cut(image, group.index), net.arrange(net.layout.cut(label, group.index))
+    loss_of, loss_groups = net.training_loss(DiceCE()), net.mode.loss_groups(batch=samples)
+    learned = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    optimizer = make_optimizer(config, net)
+    first: Outcome | None = None
+    for _ in range(steps):
+        logits = net(part)
+        loss = loss_of(logits, target, loss_groups)
+        optimizer.zero_grad()
+        loss.backward()
+        for p in learned.values():
+            p.grad = all_reduce(p.grad, group) / group.size  # type: ignore[arg-type]
+        if first is None:
+            finest = (logits[0] if isinstance(logits, list) else logits).detach()
+            grads = {name: p.grad.clone() for name, p in learned.items()}  # type: ignore[union-attr]
+            every = net.layout.cut(torch.arange(label.numel()).view_as(label), group.index)
+            voxels, flat = net.arrange(every).flatten(), finest.movedim(1, -1).flatten(0, 3)
+            first = Outcome(flat, voxels, all_reduce(loss.detach(), group) / group.size, grads, {})
+        optimizer.step()
+    assert first is not None
+    first.state = {name: tensor.detach().double() for name, tensor in net.state_dict().items()}
+    return first
+
+
+@cache
+def one_process(config: Config, samples: int, steps: int) -> Outcome:
+    return train(Group("seq"), config, samples, steps)
+
+
+def train_all(mesh: Mesh, cases: list[tuple[Config, int, int]]) -> list[Outcome]:
+    return [train(mesh.seq, replace(config, seqpar=mesh.seq.size), *more) for config, *more in cases]
+
+
+def gaps(got: Outcome, want: Outcome) -> dict[str, float]:
+    """Returns relative differences; of a bias before a norm, whose gradient is rounding, to the largest gradient."""
+    largest = max(float(grad.abs().max()) for grad in want.grads.values())
+
+    def gap(a: Tensor, b: Tensor, unit: float) -> float:
+        size = float(b.abs().max())
+        return float((a - b).abs().max()) / (size if size > 1e-10 * unit else unit)
+
+    return {
+        "logits": float((got.logits - want.logits[got.voxels]).abs().max() / want.logits.abs().max()),
+        "loss": relative(got.loss, want.loss),
+        "gradients": max(gap(got.grads[name], want.grads[name], largest) for name in want.grads),
+        "after the steps": max(gap(got.state[name], want.state[name], 1.0) for name in want.state),
+    }
+
+
+@pytest.mark.parametrize(("world", "batch"), [(2, 2), (4, 4)])
+def test_every_exact_mode_and_split_equals_one_process(world: int, batch: int, ranks: Callable[..., list]) -> None:
+    """Also after ten steps of SGD with momentum 0.99, running statistics included."""
+    steps = {("halo", "spatial"): 10, ("swap", "ordered"): 10}
+    cases = [(replace(DEEP, mode=mode, split=split), batch, steps.get((mode, split), 1)) for mode, split in EXACT]
+    cases += [(replace(RESIDUAL, mode="halo"), 1, 2)]
+    cases += [(replace(BATCH_NORM, mode=mode), batch, 2) for mode in ("halo", "swap")]
+    wanted = [one_process(replace(case[0], mode="gather", split="spatial"), *case[1:]) for case in cases]
+    found = ranks(world, train_all, cases, timeout=240)
+    for number, (case, want) in enumerate(zip(cases, wanted)):
+        for outcome in (outcomes[number] for outcomes in found):
+            differences = gaps(outcome, want)
+            assert differences.pop("after the steps") < 1e-10, case
+            assert max(differences.values()) < 1e-12, (case, differences)
+        seen = torch.cat([outcomes[number].voxels for outcomes in found]).unique()
+        assert torch.equal(seen, torch.arange(len(want.logits))), "some voxels have no logits"
+
+
+def test_nogather_is_another_function_with_equal_statistics_on_all_ranks(ranks: Callable[..., list]) -> None:
+    config = replace(BATCH_NORM, mode="nogather")
+    first, second = (outcomes[0] for outcomes in ranks(2, train_all, [(config, 1, 2)]))
+    want = one_process(replace(config, mode="gather"), 1, 2)
+    assert min(gaps(first, want)["logits"], gaps(second, want)["logits"]) > 1e-3
+    statistics = [name for name in want.state if "running" in name]
+    assert statistics and all(torch.equal(first.state[name], second.state[name]) for name in statistics)
+
+
+def held(mesh: Mesh) -> int:
+    config = Config(network="nnunet-plain", tile=(32, 32, 32), features=4, mode="halo", seqpar=mesh.seq.size)
+    net = build(config, 1, 2, mesh.seq)
+    label = torch.zeros(1, 32, 32, 32, dtype=torch.long)
+    part, target = (net.layout.cut(x, mesh.seq.index) for x in (torch.randn(1, 1, 32, 32, 32), label))
+    return saved_bytes(net, lambda: DiceCE()(net(part), net.arrange(target), net.mode.loss_groups(None, 1)))
+
+
+def test_a_u_net_in_halo_holds_its_share(ranks: Callable[..., list]) -> None:
+    (one,) = ranks(1, held)
+    for world in (2, 4):
+        assert max(ranks(world, held)) <= (1 / world + 0.10) * one
+
+
+def test_a_whole_image_passes_alone_whatever_its_size() -> None:
+    net = build(RESIDUAL, CHANNELS, CLASSES, Group("seq")).double().eval()
+    image = numbers(1, 1, CHANNELS, 19, 11, 13)
+    padded = torch.nn.functional.pad(image, (0, 3, 0, 1, 0, 1))
+    with torch.no_grad():
+        assert net(image).shape == (1, CLASSES, 19, 11, 13)
+        assert torch.equal(net(image), net.unet(padded)[..., :19, :11, :13])
+
+
+def test_levels_are_weighted_by_halves_and_see_the_label_in_the_middle() -> None:
+    label = torch.arange(2 * 4 * 4 * 4).view(2, 4, 4, 4) % 3
+    fine, coarse = numbers(1, 2, 3, 4, 4, 4), numbers(2, 2, 3, 2, 4, 2)
+    loss = DeepSupervision(DiceCE(), [(1, 1, 1), (2, 1, 2)])
+    want = (2 * DiceCE()(fine, label) + DiceCE()(coarse, label[:, 1::2, :, 1::2])) / 3
+    assert relative(loss([fine, coarse], label), want) < 1e-15
+    parts = loss.parts([fine, coarse], label)
+    assert relative(parts.total, parts.terms["dice"] + parts.terms["ce"]) < 1e-15
+    with pytest.raises(ValueError, match="1 levels came, 2"):
+        loss([fine], label)
+
+
+@pytest.mark.parametrize(
+    ("network", "more", "unit"),
+    [
+        ("vit", {"patch": 8}, (8, 8, 8)),
+        ("nnunet-plain", {}, (8, 8, 8)),
+        ("nnunet-resenc", {"stages": STAGES}, (4, 4, 4)),
+        ("unet-hou", {}, (4, 4, 4)),
+        ("unet-hou", {"tile": (96, 64, 64)}, (8, 8, 8)),
+        ("unet-distmis", {}, (8, 8, 32)),
+        ("unet-distmis-text", {}, (8, 8, 8)),
+        ("unet-lamp", {}, (32, 32, 32)),
+        ("se-unet-lamp", {"features": 4}, (32, 32, 32)),
+    ],
+)
+def test_a_layouts_patch_is_what_the_network_cannot_cut(network: str, more: dict, unit: tuple) -> None:
+    before = torch.get_rng_state()
+    config = Config(network=network, **{"tile": (32, 32, 32), **more})
+    assert layout_of(config).patch == unit
+    assert torch.equal(torch.get_rng_state(), before)
+    assert kind_of(config).describe(config) and kind_of(config).describe_tile(config)
+
+
+def test_the_last_axis_of_distmis_is_not_cut_on_eight_ranks() -> None:
+    layout = layout_of(Config(network="unet-distmis", tile=(32, 32, 16), seqpar=8, mode="halo"))
+    assert all(box[2] == (0, 1) for box in map(layout.box, range(8)))
+
+
+BAD = {
+    "--network unet": "choose one of vit, nnunet-plain",
+    "--network nnunet-plain --tile 36": "--tile 32 32 32",
+    "--network nnunet-plain --tile 7": "--tile 8 or more",
+    "--network unet-lamp --tile 48": "--tile 64 64 64",
+    "--network unet-distmis --tile 32 32 20": "multiple of 8",
+    "--network nnunet-plain --stages 333": "such as '133:111",
+    "--network nnunet-plain --stages 333:111,333-222": "such as '133:111",
+    "--network nnunet-plain --stages '233:111 333:222'": "odd",
+    "--network nnunet-plain --patch 4": "--patch would do nothing: --network nnunet-plain does not know it",
+    "--network nnunet-plain --attention ulysses": "--attention would do nothing",
+    "--network unet-lamp --deep-supervision": "--deep-supervision would do nothing",
+    "--features 9": "--features would do nothing: --network vit",
+    "--network nnunet-plain --seqpar 128": "--seqpar 64 or fewer",
+    "--network nnunet-plain --mode swap --seqpar 2 --batch 3": "use --batch 2 or 4",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_cannot_work_is_refused_where_it_was_typed(text: str) -> None:
+    import shlex
+
+    from seqpar.launch.settings.command_line import parse
+
+    with pytest.raises(ValueError, match=BAD[text]):
+        _, config, names = parse(shlex.split(text), "debug")
+        refuse_unknown(config, names)
+        refuse(replace(config, batch=config.batch or 1))
+
+
+def test_what_a_preset_sets_is_ignored_where_the_network_does_not_know_it() -> None:
+    from seqpar.launch.settings.command_line import parse
+
+    for preset in ("debug", "laptop", "paper", "modern"):
+        _, config, names = parse(["--preset", preset, "--network", "nnunet-resenc"], "debug")
+        refuse_unknown(config, names)
+        refuse(replace(config, batch=1))
+
+
+def test_stages_are_spelled_as_they_are_read() -> None:
+    assert spell_stages(*parse_stages(STAGES)) == STAGES
