@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from seqpar.data.formats.splits import split
-from seqpar.launch.models.build import FOREGROUND, build
+from seqpar.launch.models.build import build
 from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer
+from seqpar.launch.models.vit import FOREGROUND
 from seqpar.launch.planning.batch_size import choose_batch
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.settings.config import Config
