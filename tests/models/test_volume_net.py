@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from seqpar.collectives import all_reduce
-from seqpar.launch.models.build import build, kind_of, layout_of, refuse_unknown
+from seqpar.launch.models.build import NETWORKS, build, kind_of, layout_of, refuse_unknown
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.models.unets import parse_stages, spell_stages
 from seqpar.launch.planning.feasibility import refuse
@@ -231,3 +232,8 @@ def test_what_a_preset_sets_is_ignored_where_the_network_does_not_know_it() -> N
 
 def test_stages_are_spelled_as_they_are_read() -> None:
     assert spell_stages(*parse_stages(STAGES)) == STAGES
+
+
+def test_every_network_is_described() -> None:
+    page = (Path(__file__).parents[2] / "launch" / "README.md").read_text()
+    assert all(f"| `{name}` |" in page for name in NETWORKS if name != "vit")
