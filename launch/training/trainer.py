@@ -95,8 +95,8 @@ class Trainer:
     def _warm_up(self) -> None:
         """Runs one forward and backward whose gradients are dropped.
 
-        DDP rearranges its buckets after the first backward, which changes the order of sums from 3 ranks up:
-        so every start, fresh or resumed, has its first backward before the first step that counts.
+        DDP rearranges its buckets after the first backward, which changes the order of sums from 3 ranks up: so every
+        start, fresh or resumed, has its first backward before the first step that counts.
         """
         layout, config = self.net.layout, self.config
         tokens = (config.batch, layout.counts[self.mesh.seq.index])

@@ -137,4 +137,4 @@ def test_the_group_is_chosen_by_memory_for_networks_without_tokens_too(flags, tm
         1, [*flags, *BATCH_NORM.split(), "--seqpar", "auto", "--batch", "0", "--dry-run"], tmp_path / "run"
     )
     assert "--seqpar 1 is the smallest that fits" in launch.said() and "--batch 2 is usual" in launch.said()
-    assert "4 cubes" not in launch.said() and "unet-hou from 2 features" in launch.said()
+    assert "64 cubes of 4x4x4 voxels; unet-hou from 2 features" in launch.said()
