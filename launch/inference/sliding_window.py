@@ -84,15 +84,15 @@ def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
 
 
 def beyond_training(net: Net, shape: Sequence[int]) -> str:
-    """Returns a warning where a whole volume has many more tokens, or cubes, along a direction than the tile, else ""."""
+    """Returns a warning where a whole volume has many more tokens or cubes along a direction than a tile, else ""."""
     layout = net.layout
     grid, trained = layout.of_tile(padded_shape(shape, layout)).grid, layout.grid
     if all(now <= BEYOND * then for now, then in zip(grid, trained)):
         return ""
     sizes = ["x".join(map(str, sides)) for sides in (grid, trained)]
     return (
-        f"{sizes[0]} {net.pieces} in one pass, but the network was trained on {sizes[1]}: more than {BEYOND:g} times as many "
-        "along a direction, which can ruin a result; use --window sliding, or let train --val-window both measure it"
+        f"{sizes[0]} {net.pieces} in one pass, but the network was trained on {sizes[1]}: more than {BEYOND:g} times as "
+        "many along a direction, which can ruin a result; use --window sliding, or let train --val-window both measure it"
     )
 
 
