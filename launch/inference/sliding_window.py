@@ -91,8 +91,9 @@ def beyond_training(net: Net, shape: Sequence[int]) -> str:
         return ""
     sizes = ["x".join(map(str, sides)) for sides in (grid, trained)]
     return (
-        f"{sizes[0]} {net.pieces} in one pass, but the network was trained on {sizes[1]}: more than {BEYOND:g} times as "
-        "many along a direction, which can ruin a result; use --window sliding, or let train --val-window both measure it"
+        f"{sizes[0]} {net.pieces} in one pass, but the network was trained on {sizes[1]}: more than {BEYOND:g} times "
+        "as many along a direction, which can ruin a result; use --window sliding, or let train --val-window both "
+        "measure it"
     )
 
 
