@@ -2,13 +2,14 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from seqpar.data.files import write_text
+from seqpar.data.errors import DataError, unreadable
+from seqpar.data.files import SUFFIXES, write_text
 
 NAME = "statistics.csv"
 
@@ -25,13 +26,24 @@ class ClassStatistics:
         self.columns = ["case", "class", "voxels", "ml", *(f"mean {name}" for name in modalities)]
         self._rows: list[list[str]] = []
 
-    def open(self, finished: Sequence[str]) -> None:
-        """Takes over the lines of cases that are finished already; drops all others."""
+    def open(self, predicted: Iterable[str]) -> None:
+        """Takes over the lines of cases whose label map lies beside the table, without those to be ``predicted``."""
         try:
             lines = list(csv.reader(io.StringIO(self.path.read_text(encoding="utf-8"))))
         except FileNotFoundError:
             lines = []
-        self._rows = [line for line in lines[1:] if line and line[0] in set(finished)]
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        gone = set(predicted)
+        self._rows = [line for line in lines[1:] if line and line[0] not in gone and self._has_labels(line[0])]
+        if self._rows and lines[0] != self.columns:
+            raise DataError(
+                self.path, f"has the columns {', '.join(lines[0])} for other cases, and these would get "
+                f"{', '.join(self.columns)}; choose another --output"
+            )  # fmt: skip
+
+    def _has_labels(self, case: str) -> bool:
+        return any((self.path.parent / f"{case}{suffix}").is_file() for suffix in SUFFIXES)
 
     def add(self, case: str, labels: np.ndarray, image: np.ndarray, spacing: Sequence[float]) -> None:
         """Writes a case's lines; ``labels`` ``W D H`` are the file's values, ``image`` ``c W D H`` its numbers."""

@@ -52,16 +52,16 @@ class PredictionFolder:
                 self.folder, f"was predicted with other settings ({', '.join(changed)}); choose another --output, or "
                 "leave --continue out to predict everything again"
             )  # fmt: skip
+        continues = resume and previous == record
+        left = [case for case in cases if not (continues and self.label_path(case).is_file())]
+        if self.statistics is not None:
+            self.statistics.open(case.id for case in left)
         with self._writable():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_temporary_files(cases)
-            if not (resume and previous == record):
-                for case in cases:
-                    self.label_path(case).unlink(missing_ok=True)
+            for case in left:
+                self.label_path(case).unlink(missing_ok=True)
             write_json(self.folder / RECORD, record)
-            left = [case for case in cases if not self.label_path(case).is_file()]
-            if self.statistics is not None:
-                self.statistics.open([case.id for case in cases if case not in left])
         return left
 
     def _refuse_to_overwrite(self, cases: Sequence[Case], previous: dict[str, Any] | None) -> None:

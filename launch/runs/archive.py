@@ -7,7 +7,9 @@ about.json                    licence, checkpoint, version, digest of the weight
 
 import hashlib
 import json
+import lzma
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +23,7 @@ from seqpar.data.files import whole_file
 from seqpar.launch.weights.files import ARCHIVED, read_weights
 
 CONFIG, ABOUT = "config.json", "about.json"
+MOST_JSON = 16 * 2**20  # bytes of a JSON file, unpacked: a few packed ones may become any number
 _PRIVATE = ("data", "out", "cache", "weights", "measured")  # settings that name places on this machine
 _SHARED = ("preset", "versions", "commit")
 _DATASET = (
@@ -50,8 +53,9 @@ def write_archive(
     if out.exists():
         raise DataError(out, "is there already; name another file, or remove it")
     body = save({name: tensor.contiguous() for name, tensor in read_weights(weights).items()})
+    step = f"{weights.parent.name}/" if weights.parent.parent.name == "checkpoints" else ""  # no name of a run folder
     about = {
-        "format": "seqpar run", "licence": licence, "checkpoint": f"{weights.parent.name}/{weights.name}",
+        "format": "seqpar run", "licence": licence, "checkpoint": f"{step}{weights.name}",
         "seqpar": seqpar.__version__, "digest": hashlib.blake2b(body, digest_size=16).hexdigest(),
         "use": f"seqpar-predict {out.name} -i IMAGES -o FOLDER",
         "dice": dict(windows),
@@ -59,7 +63,9 @@ def write_archive(
     try:
         with whole_file(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
             for name, part in ((ABOUT, _text(about)), (CONFIG, _text(_shared(content))), (ARCHIVED, body)):
-                archive.writestr(zipfile.ZipInfo(name), part)  # no date: the same content is the same file
+                entry = zipfile.ZipInfo(name)  # no date: the same content is the same file
+                entry.create_system, entry.external_attr = 3, 0o644 << 16  # unzipped, all may read it
+                archive.writestr(entry, part)
     except OSError as error:
         raise unwritable(out, error) from error
     return about
@@ -68,11 +74,17 @@ def write_archive(
 def read_archived(path: str | Path, name: str) -> dict[str, Any]:
     """Returns a JSON file of an archive; raises DataError for what is none."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return dict(json.loads(archive.read(name)))
+        with zipfile.ZipFile(path) as archive, archive.open(name) as file:
+            text = file.read(MOST_JSON + 1)
+        if len(text) > MOST_JSON:
+            raise ValueError(f"{name} has more than {MOST_JSON >> 20} MiB")
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError(f"{name} holds a {type(content).__name__}, not an object")
+        return content
     except KeyError:
         raise DataError(path, f"holds no {name}, so it is no exported run; make one with seqpar-export") from None
-    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError, ValueError, EOFError) as error:
         raise DataError(path, f"is no exported run, or damaged ({error}); copy it again") from error
     except OSError as error:
         raise unreadable(path, error) from error

@@ -14,6 +14,7 @@ import safetensors
 import torch
 
 import seqpar
+from seqpar.data.errors import DataError
 from seqpar.data.files import write_json
 from seqpar.launch.job.next_command import next_command
 from seqpar.launch.runs.archive import ABOUT, CONFIG, is_archive, read_archived
@@ -98,7 +99,11 @@ def read_windows(run: Path) -> dict[str, float]:
         return {str(window): float(mean) for window, mean in dice.items()}
     except FileNotFoundError:
         return {}
+    except DataError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if is_archive(run):
+            raise DataError(run, f"its {ABOUT} is damaged ({error}); copy it again") from None
         raise ValueError(f"{run / 'window.json'} is damaged ({error}): remove it, and name --window yourself") from None
 
 

@@ -80,6 +80,10 @@ def read_run(path: str | Path) -> Run:
             path if is_archive(path) else Path(path) / "config.json",
             f"lacks what prediction needs ({error}); give the folder of a training run",
         ) from None
+    except ValueError as error:
+        if isinstance(error, DataError) or not is_archive(path):
+            raise
+        raise DataError(path, f"cannot be used ({error}); copy it again, or export the run again") from None
 
 
 def find_weights(run: Run, which: str = "best") -> Path:

@@ -285,7 +285,14 @@ class Config:
         if values.keys() - known:
             raise ValueError(f"config.json: unknown settings {', '.join(sorted(values.keys() - known))}")
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        return replace(cls(), **plain)
+        usual = cls()
+        for name, value in plain.items():
+            kind = type(getattr(usual, name))
+            if not isinstance(value, (int, float) if kind is float else kind):
+                raise ValueError(
+                    f"config.json: {name} is {value!r}, and a value such as {getattr(usual, name)!r} is needed"
+                )
+        return replace(usual, **plain)
 
 
 def dashed(name: str) -> str:

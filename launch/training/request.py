@@ -16,6 +16,7 @@ from seqpar.launch.models.build import refuse_unknown
 from seqpar.launch.planning.auto_settings import choose
 from seqpar.launch.planning.batch_size import hold_global_batch, keep_global_batch
 from seqpar.launch.planning.feasibility import refuse
+from seqpar.launch.runs.archive import is_archive
 from seqpar.launch.runs.run_folder import read_config
 from seqpar.launch.runs.start_history import changed_settings
 from seqpar.launch.settings.command_line import continued, idle_in_groups_of_one, parse, refuse_idle, shortened_warmup
@@ -140,6 +141,11 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
     out = line.config.out
     if not out:
         raise ValueError("--resume needs --out, the run folder to continue")
+    if is_archive(out):
+        raise ValueError(
+            f"--resume --out {out}: that is a file, and training goes on only in the run folder that it wrote: name "
+            f"that folder, or start a new one from an exported run's weights (--weights {out})"
+        )
     content = read_config(out)
     preset = content.get("preset", line.preset)
     if line.names_preset and line.preset != preset:

@@ -4,9 +4,11 @@ Every problem with a file or its keys is one ValueError that names them.
 """
 
 import logging
+import lzma
 import pickle
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -73,7 +75,9 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise DataError(
             path, f"it holds more than tensors ({_first_line(error)}); save only its state_dict, and read that file"
         ) from error
-    except (SafetensorError, RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except (
+        SafetensorError, RuntimeError, EOFError, OSError, zipfile.BadZipFile, zlib.error, lzma.LZMAError
+    ) as error:  # fmt: skip
         raise DataError(path, f"it cannot be read as weights ({_first_line(error)}); it may be cut off") from error
     if not isinstance(content, Mapping):
         raise DataError(path, f"it holds a {type(content).__name__}; a state dict is needed")

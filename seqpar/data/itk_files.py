@@ -123,8 +123,12 @@ def _refuse_unusable(path: str | Path) -> None:
         raise unreadable(path, error) from error
     if not head:
         raise DataError(path, "is empty (0 bytes); copy it again")
-    text = head.split(b"\n\n")[0] if head.startswith(b"NRRD") else head.split(b"ElementDataFile")[-1].split(b"\n")[0]
-    elsewhere = b"\ndata file:" in text.lower() if head.startswith(b"NRRD") else b"local" not in text.lower()
+    if head.startswith(b"NRRD"):
+        header = re.split(rb"\r?\n\r?\n", head, maxsplit=1)[0]
+        elsewhere = re.search(rb"\ndata ?file:", header, re.IGNORECASE) is not None
+    else:
+        place = re.search(rb"^ElementDataFile\s*[=:]([^\r\n]*)", head, re.MULTILINE)
+        elsewhere = place is None or place[1].strip().lower() != b"local"
     if elsewhere:
         raise DataError(path, "is no file that holds its own voxels (.nrrd, .mha); write it as one file")
 

@@ -128,6 +128,10 @@ def detached(path: Path) -> None:
     (path.parent / "b.raw").write_bytes(bytes(120))
 
 
+def detached_in_one_word(path: Path) -> None:
+    path.write_bytes(b"NRRD0004\r\ntype: short\r\ndimension: 3\r\nsizes: 5 4 3\r\nDataFile: b.raw\r\n\r\n")
+
+
 def several_and_time(path: Path) -> None:
     sitk.WriteImage(sitk.GetImageFromArray(np.zeros((2, 3, 4, 5, 2), np.uint8), isVector=True), str(path))
 
@@ -137,6 +141,7 @@ def several_and_time(path: Path) -> None:
     [
         (flat, "2-D array"), (several_and_time, "5-D array"), (with_nan, "60 of its 60 voxels are NaN"),
         (complex_numbers, "numbers of type"), (detached, "holds its own voxels"),
+        (detached_in_one_word, "holds its own voxels"),
         (lambda path: path.mkdir(), "folder without DICOM"),
         (lambda path: path.symlink_to("nowhere"), "No such file"),
     ],
@@ -147,6 +152,17 @@ def test_what_is_no_volume_is_refused_by_name(harm, words, tmp_path) -> None:
     with pytest.raises(DataError, match=words) as caught:
         read_volume(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_meta_image_whose_voxels_lie_in_another_file_is_refused_whatever_that_is_called(tmp_path) -> None:
+    whole = save_itk(tmp_path / "a.mha", image_array(0), packed=False).read_bytes()
+    for place, fits in ((b"local.raw", False), (b"b.raw", False), (b" local ", True), (b"Local", True)):
+        (tmp_path / "b.mha").write_bytes(whole.replace(b"= LOCAL", b"= " + place))
+        if fits:
+            np.testing.assert_array_equal(read_volume(tmp_path / "b.mha").array[0], image_array(0))
+        else:
+            with pytest.raises(DataError, match=r"b\.mha: is no file that holds its own voxels"):
+                read_volume(tmp_path / "b.mha")
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch) -> None:

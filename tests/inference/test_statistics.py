@@ -63,6 +63,26 @@ def test_a_continued_prediction_keeps_the_lines_of_finished_cases(images, tmp_pa
         act(tmp_path, run, "--continue")
 
 
+def test_a_second_set_of_images_keeps_the_lines_of_the_first_while_its_label_maps_are_there(images, tmp_path) -> None:
+    run, table = make_run(tmp_path / "run"), tmp_path / "out" / "statistics.csv"
+    assert act(tmp_path, run, "--statistics") == 0
+    first = table.read_text().splitlines()
+    for path in sorted((tmp_path / "images").iterdir()):
+        path.rename(path.with_name(path.name.replace("c_000", "d_000").replace("c_001", "d_001")))
+    (tmp_path / "out" / "c_001.nii.gz").unlink()
+    assert act(tmp_path, run, "--statistics") == 0
+    second = table.read_text().splitlines()
+    assert sorted({row["case"] for row in rows_of(table)}) == ["c_000", "c_002", "d_000", "d_001"]
+    assert [line for line in second if line.startswith("c_000")] == [line for line in first if line.startswith("c_000")]
+    assert len(second) == len(set(second))
+    other = make_run(tmp_path / "other", replace(RECIPE, modalities=("CT",)))
+    for path in sorted((tmp_path / "images").iterdir()):
+        path.rename(path.with_name(path.name.replace("d_00", "e_00")))
+    with pytest.raises(DataError, match=r"statistics\.csv: has the columns .*mean T1 .*mean CT; choose another --out"):
+        act(tmp_path, other, "--statistics")
+    assert table.read_text().splitlines() == second and (tmp_path / "out" / "d_000.nii.gz").is_file()
+
+
 def test_a_table_that_predict_did_not_write_is_not_overwritten(images, tmp_path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "statistics.csv").write_text("mine")

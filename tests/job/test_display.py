@@ -4,11 +4,13 @@ import io
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from seqpar.launch import prepare
-from seqpar.launch.job import run_log
+from seqpar.launch.job import display as display_module
+from seqpar.launch.job import progress_bar, run_log
 from seqpar.launch.job.display import Display, coloured, fit
 from seqpar.launch.job.exit_codes import DATA
 from seqpar.launch.job.next_command import next_command
@@ -24,6 +26,14 @@ class Terminal(io.StringIO):
         return True
 
 
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Returns a list of one: the time that display and bar see from now on, in place of the machine's."""
+    clock = [100.0]
+    for module in (display_module, progress_bar):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return clock
+
+
 @pytest.mark.parametrize("width", range(12, 90))
 def test_the_time_that_is_left_is_never_cut(width: int) -> None:
     line = fit(FIELDS, width)
@@ -35,20 +45,23 @@ def test_the_time_that_is_left_is_never_cut(width: int) -> None:
 
 def test_a_log_gets_milestones_and_a_line_at_least_as_often_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", log := io.StringIO())
-    display = Display("stdout", every_s=0.2)
+    clock = stopped_clock(monkeypatch)
+    display = Display("stdout", every_s=0.02)  # the thread looks every 0.05 s of the true time
     for step in range(50):
         display.show([f"step {step}", "? left"], milestone=step == 49)
     assert log.getvalue().splitlines() == ["step 49  ? left"]
-    until = time.monotonic() + 20
-    while len(log.getvalue().splitlines()) < 3 and time.monotonic() < until:  # nothing happens: a long step, say
-        time.sleep(0.02)
+    for lines in (2, 3):
+        clock[0] += 7  # nothing happens: a long step, say
+        until = time.monotonic() + 60
+        while len(log.getvalue().splitlines()) < lines and time.monotonic() < until:
+            time.sleep(0.01)
     display.show(["step 50", "? left"])
     display.close()
-    repeated = log.getvalue().splitlines()[1:3]
-    assert all(re.fullmatch(r"step 49  \? left  \(for 0:0\d\)", line) for line in repeated), "the thread speaks"
-    before = log.getvalue()
-    time.sleep(0.5)
-    assert log.getvalue() == before, "a closed one is silent"
+    wanted = ["step 49  ? left", "step 49  ? left  (for 0:07)", "step 49  ? left  (for 0:14)"]
+    assert log.getvalue().splitlines() == wanted, "the thread speaks"
+    clock[0] += 7
+    time.sleep(0.15)
+    assert log.getvalue().splitlines() == wanted, "a closed one is silent"
 
 
 def test_a_message_has_lines_of_its_own_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +94,9 @@ def test_colours_are_for_terminals_that_have_them(monkeypatch: pytest.MonkeyPatc
 
 def test_a_bar_over_cases_shows_parts_of_cases_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+    clock = stopped_clock(monkeypatch)
     show = ProgressBar("preparing")
-    show.start -= 30
+    clock[0] += 30
     for done in (0, 0.31, 0.35, 1.5, 2, 2):
         show(done, 2)
     lines = log.getvalue().splitlines()

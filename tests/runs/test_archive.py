@@ -12,7 +12,10 @@ from seqpar import load_run, read_weights
 from seqpar.data.errors import DataError
 from seqpar.launch.export import act as export
 from seqpar.launch.job.exit_codes import run as run_act
+from seqpar.launch.runs.archive import MOST_JSON
 from seqpar.launch.runs.run_folder import write_window
+from seqpar.launch.runs.trained_run import read_run
+from seqpar.launch.train import act as train
 from tests.support.folders import tree
 from tests.support.predictions import ROOT, act, make_run, write_images
 
@@ -21,7 +24,7 @@ from tests.support.predictions import ROOT, act, make_run, write_images
 def run(tmp_path: Path) -> Path:
     """A run folder whose config.json holds what a training leaves in one."""
     secrets = {"prepared": "/home/jane/cache", "train": ["DOE_JANE"], "held_out": ["ROE_RICHARD"]}
-    folder = make_run(tmp_path / "run", name="Dataset001_A", modalities=["T1"], **secrets)
+    folder = make_run(tmp_path / "jane-run", name="Dataset001_A", modalities=["T1"], **secrets)
     content = json.loads((folder / "config.json").read_text())
     content["config"] |= {"data": "/home/jane/data", "out": "/home/jane/run", "weights": "/home/jane/w.pt"}
     content |= {
@@ -56,9 +59,11 @@ def test_it_holds_nothing_of_the_machine_or_the_patients(run, tmp_path) -> None:
     assert export([str(run), str(tmp_path / "a.zip")]) == 0
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         assert sorted(archive.namelist()) == ["about.json", "config.json", "model.safetensors"]
+        assert {entry.external_attr >> 16 for entry in archive.infolist()} == {0o644}
         texts = [archive.read(name).decode() for name in ("about.json", "config.json")]
     assert not re.search("jane|DOE|ROE", "".join(texts))
-    assert json.loads(texts[0])["licence"] == "not stated"
+    about = json.loads(texts[0])
+    assert about["licence"] == "not stated" and about["checkpoint"] == "model.safetensors"
     content = json.loads(texts[1])
     assert content["commit"] == "abc" and content["dataset"]["name"] == "Dataset001_A"
 
@@ -104,6 +109,69 @@ def test_what_is_no_exported_run_is_named_with_what_to_do(run, tmp_path) -> None
         other.writestr("x", "y")
     with pytest.raises(DataError, match="holds no config.json"):
         act(tmp_path, archive)
+
+
+def harmed(archive: Path, name: str, harm) -> None:
+    """Writes the archive again with another content of one of its files, packed."""
+    with zipfile.ZipFile(archive) as old:
+        parts = {entry: old.read(entry) for entry in old.namelist()}
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry, part in parts.items():
+            new.writestr(entry, harm(part) if entry == name else part)
+
+
+def with_setting(part: bytes, name: str, value: object) -> bytes:
+    content = json.loads(part)
+    content["config"][name] = value
+    return json.dumps(content).encode()
+
+
+@pytest.mark.parametrize(
+    "name,harm,words",
+    [
+        ("config.json", lambda _: b"[]", "config.json holds a list"),
+        ("config.json", lambda _: b"[" * 100_000, "recursion"),
+        ("config.json", lambda part: part + b" " * MOST_JSON, "config.json has more than 16 MiB"),
+        ("config.json", lambda part: with_setting(part, "depth", "2"), "depth is '2'"),
+        ("config.json", lambda part: with_setting(part, "deep", 2), "unknown settings deep"),
+        ("about.json", lambda _: b"5", "about.json holds a int"),
+        ("about.json", lambda _: b'{"dice": {"whole": []}}', "its about.json is damaged"),
+    ],
+)
+def test_what_its_files_must_not_hold_is_one_error_of_the_archive(name, harm, words, run, tmp_path) -> None:
+    assert export([str(run), str(archive := tmp_path / "a.zip")]) == 0
+    harmed(archive, name, harm)
+    with pytest.raises(DataError, match=words) as caught:
+        read_run(archive)
+    assert caught.value.path == str(archive)
+
+
+@pytest.mark.parametrize("reader", [read_run, read_weights])
+def test_an_archive_that_zip_cannot_unpack_is_one_error_of_the_archive(reader, run, tmp_path) -> None:
+    assert export([str(run), str(archive := tmp_path / "a.zip")]) == 0
+    harmed(archive, "", bytes)
+    whole = archive.read_bytes()
+    entries = [found.start() for found in re.finditer(b"PK\x01\x02", whole)]
+    heads = [found.start() for found in re.finditer(b"PK\x03\x04", whole)]
+
+    def changed(places: list[int], value: int) -> bytes:
+        return bytes(value if n in places else byte for n, byte in enumerate(whole))
+
+    encrypted = changed([n + 8 for n in entries] + [n + 6 for n in heads], 1)
+    unknown = changed([n + 10 for n in entries] + [n + 8 for n in heads], 97)
+    broken = changed([n + 30 + whole[n + 26] for n in heads], 0xFF)  # where deflate begins
+    for body, words in ((encrypted, "encrypted"), (unknown, "compression"), (broken, "decompressing")):
+        archive.write_bytes(body)
+        with pytest.raises(DataError, match=words) as caught:
+            reader(archive)
+        assert caught.value.path == str(archive)
+
+
+def test_training_does_not_go_on_in_an_archive(run, tmp_path, capsys) -> None:
+    assert export([str(run), str(archive := tmp_path / "a.zip")]) == 0
+    before = archive.read_bytes()
+    assert run_act(train, ["--resume", "--out", str(archive)]) == 2
+    assert f"--resume --out {archive}: that is a file" in capsys.readouterr().err and archive.read_bytes() == before
 
 
 def test_the_citation_is_that_of_this_version() -> None:
