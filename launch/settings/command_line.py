@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
 
+from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.launch.settings.config import AUTO, Config, dashed
 from seqpar.launch.settings.presets import PRESETS
+from seqpar.losses import scores_classes
 
 # Beside the network's settings, what a resumed run cannot change: its weights or optimizer states depend on it.
 _FIXED = ("tile", "patch", "targets", "optimizer", "amsgrad", "spacing")
@@ -129,28 +131,39 @@ def shortened_warmup(config: Config, names: set[str]) -> tuple[Config, str]:
 def refuse_idle(config: Config, names: set[str]) -> None:
     """Refuses settings on the command line (``names``) without effect on the run of ``config``."""
     kind = OPTIMIZERS[config.optimizer]
-    takes = "one number, its momentum: give it alone" if len(kind.betas) == 1 else "none: leave it out"
+    takes = {0: "none: leave it out", 1: "one number, its momentum: give it alone"}.get(
+        len(kind.betas), f"{len(kind.betas)} numbers, such as {' '.join(f'{beta:g}' for beta in kind.betas)}"
+    )
+    has_classes = scores_classes(config.loss)
     terms, calls = config.loss_terms, f"--loss {config.loss} has no"
     is_open = config.seqpar == AUTO or not config.batch or (config.seqpar > 1 and config.attention == "auto")
     for name, acts, why in (
         ("phantoms", not config.data, "--data is there: leave one of both out"),
         ("skips", config.decoder == "unetr", f"--decoder {config.decoder} takes no skips: leave it out"),
         ("decoder_width", config.decoder != "primus", "--decoder primus finds its width itself: leave it out"),
-        ("interpolation", config.augment != "none", "--augment none deforms nothing: leave it out"),
+        ("interpolation", _deforms(config.augment), f"--augment {config.augment} deforms nothing: leave it out"),
         ("betas", len(config.betas) <= len(kind.betas), f"--optimizer {config.optimizer} takes {takes}"),
         ("amsgrad", kind.has_amsgrad or not config.amsgrad, "only adam and adamw have it: leave it out"),
         ("decay_epochs", config.schedule == "step", f"--schedule {config.schedule} has no steps: leave it out"),
         ("decay_factor", config.schedule == "step", f"--schedule {config.schedule} has no steps: leave it out"),
         ("loss_weights", len(terms) > 1, f"--loss {config.loss} has one term: leave it out"),
         ("dice", "dice" in terms, f"{calls} Dice: leave it out"),
-        ("dice_background", "dice" in terms, f"{calls} Dice: leave it out"),
-        ("batch_dice", "dice" in terms or not config.batch_dice, f"{calls} Dice: leave it out"),
+        ("dice_background", has_classes, f"{calls} term per class: leave it out"),
+        ("batch_dice", has_classes or not config.batch_dice, f"{calls} term per class: leave it out"),
         ("focal_gamma", "focal" in terms, f"{calls} focal term: leave it out"),
         ("take_over", bool(config.out), "nobody holds a new folder: leave it out, or name the folder with --out"),
         ("measured", is_open, "size, batch and attention are given, so that nothing is chosen by it: leave it out"),
     ):
         if name in names and not acts:
             raise ValueError(f"--{dashed(name)} would do nothing: {why}")
+
+
+def _deforms(augment: str) -> bool:
+    """Returns whether the augmentation of that name interpolates; True for one that there is not, refused by name."""
+    try:
+        return recipe_of(augment).deforms
+    except ValueError:
+        return True
 
 
 def idle_in_groups_of_one(config: Config, names: set[str]) -> str:

@@ -4,6 +4,16 @@ from seqpar.losses.deep_supervision import DeepSupervision
 from seqpar.losses.groups import LossGroups
 from seqpar.losses.loss import Loss, LossParts
 from seqpar.losses.mixtures import LossOptions
-from seqpar.losses.table import LOSSES, DiceCE, make_loss
+from seqpar.losses.table import LOSSES, DiceCE, make_loss, scores_classes
 
-__all__ = ["LOSSES", "DeepSupervision", "DiceCE", "Loss", "LossGroups", "LossOptions", "LossParts", "make_loss"]
+__all__ = [
+    "LOSSES",
+    "DeepSupervision",
+    "DiceCE",
+    "Loss",
+    "LossGroups",
+    "LossOptions",
+    "LossParts",
+    "make_loss",
+    "scores_classes",
+]

@@ -6,9 +6,14 @@ from seqpar.choices import choices_in
 from seqpar.losses import choices
 from seqpar.losses.loss import Loss
 from seqpar.losses.mixtures import LossOptions, Terms
-from seqpar.losses.terms import CrossEntropy, Dice
+from seqpar.losses.terms import ClassTerm, CrossEntropy, Dice
 
 LOSSES: dict[str, Callable[[LossOptions], Terms]] = choices_in(choices)
+
+
+def scores_classes(name: str) -> bool:
+    """Returns whether the loss of that name has a term per class, which may take ``background`` and ``batch``."""
+    return any(isinstance(term, ClassTerm) for term in LOSSES[name](LossOptions()))
 
 
 def make_loss(

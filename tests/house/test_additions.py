@@ -76,7 +76,7 @@ def test_each_takes_one_new_file_and_one_line() -> None:
 
 
 def test_all_of_them_train_three_steps(copy, tmp_path) -> None:
-    flags = [*tiny_data(tmp_path), "--iterations", "3", "--epochs", "1", "--out", str(tmp_path / "run")]
+    flags = [*tiny_data(tmp_path), "--iterations", "3", "--epochs", "1", "--out", str(tmp_path / "run"), "--batch-dice"]
     added = ["--decoder", "linear", "--augment", "light+salt", "--loss", "tversky", "--optimizer", "nadam"]
     done = run(copy, "launch/train.py", *flags, *added)
     assert done.returncode == 0, done.stdout + done.stderr

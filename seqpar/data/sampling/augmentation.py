@@ -48,9 +48,9 @@ class Augmentation:
     @property
     def source_size(self) -> Size:
         """Returns the size of the largest crop that a tile may need; voxels beyond it count as outside."""
-        turn, scale = self.recipe.rotation, self.recipe.scaling
-        if not (turn.probability or scale.probability or self.recipe.elastic.probability):
+        if not self.recipe.deforms:
             return self.tile_size
+        turn = self.recipe.rotation
         degrees = max(abs(turn.low), abs(turn.high)) if turn.probability else 0
         return rotated_size(self.tile_size, degrees, 0.85)  # nnU-Net's bound: rare corners are cut
 

@@ -50,6 +50,11 @@ class Recipe:
     mirror: Chance = Chance()  # of each direction
     further: tuple[tuple[str, Step], ...] = ()  # by name; they act before tiles are mirrored
 
+    @property
+    def deforms(self) -> bool:
+        """Whether a tile may be interpolated."""
+        return any(step.probability for step in (self.rotation, self.scaling, self.elastic))
+
 
 def none() -> Recipe:
     """Returns the recipe that changes nothing."""
