@@ -20,7 +20,7 @@ from seqpar.launch.planning.answer import answer, columns, header, row
 from seqpar.launch.planning.fit import SIZES, plans, refusal, shortage, smallest
 from seqpar.launch.planning.needs import Plan, Run
 from seqpar.launch.planning.ways import flags_of, search, ways
-from seqpar.launch.settings.command_line import Parser, parse, refuse_idle
+from seqpar.launch.settings.command_line import Parser, parse, refuse_idle, shortened_warmup
 from seqpar.launch.settings.config import AUTO, Config
 
 
@@ -31,6 +31,7 @@ def act(arguments: Sequence[str]) -> int:
     preset, config, flags = parse(rest, "paper", tuple(parser._option_string_actions))
     refuse_unknown(config, flags)
     refuse_idle(config, flags - {"measured"})  # seconds are planned with it in any case
+    config, warmup = shortened_warmup(config, flags)
     tile = tuple(own.volume or config.tile)
     unit = kind_of(replace(config, tile=tile)).unit(replace(config, tile=tile))
     config = replace(config, tile=tuple(math.ceil(side / step) * step for side, step in zip(tile, unit)))
@@ -39,7 +40,7 @@ def act(arguments: Sequence[str]) -> int:
     run = Run(config, _device(own, config), *sizes_of_data, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)
     sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else SIZES
     sizes = [size for size in sizes if size <= (own.ranks or size)]
-    print(f"{header(run, preset, tile)}\n{columns()}", flush=True)
+    print("\n".join(filter(None, [header(run, preset, tile), warmup, columns()])), flush=True)
     rows = _shown(plans(run, sizes))
     if best := smallest(rows):
         print("\n".join(["", *answer(run, best, rows, preset)]))

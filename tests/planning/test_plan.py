@@ -49,6 +49,17 @@ def test_the_command_is_taken_by_train_and_means_the_plan(capsys: pytest.Capture
     assert not config.qkv_bias and config.attention in ("ulysses", "gather-x", "gather-kv", "hybrid:2")
 
 
+def test_a_presets_warm_up_is_shortened_as_train_does(capsys: pytest.CaptureFixture) -> None:
+    line = ["--preset", "modern", "--tile", "32", "--depth", "1", "--device", "h200", "--seqpar", "1"]
+    assert plan.act([*line, "--epochs", "5"]) == 0
+    said = capsys.readouterr().out
+    assert "--warmup: 4 of the preset's 10 epochs, as the run has 5" in said
+    _, config, _ = parse(shlex.split(said.strip().splitlines()[-1])[4:], "debug")
+    assert (config.warmup, config.epochs) == (4, 5), "the command has it"
+    with pytest.raises(ValueError, match="--warmup 5 leaves no epoch of 5"):
+        plan.act([*line, "--epochs", "5", "--warmup", "5"])
+
+
 def test_sizes_that_cannot_be_say_why() -> None:
     config = replace(PAPER, tile=(32, 32, 32), patch=16)
     why = {p.config.seqpar: p.why for p in plans(Run(config, GCD, ranks=32))}
