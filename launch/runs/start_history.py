@@ -21,8 +21,8 @@ def changed_settings(before: Config, now: Config) -> dict[str, list[Any]]:
 
 def changes_line(changes: Changes) -> str:
     """Returns the changes in a line, as typed on the command line; "" for none."""
-    told = ", ".join(f"--{dashed(name)} {_typed(was)} -> {_typed(new)}" for name, (was, new) in changes.items())
-    return told and f"changed since this run was last started: {told}"
+    listed = ", ".join(f"--{dashed(name)} {_typed(was)} -> {_typed(new)}" for name, (was, new) in changes.items())
+    return listed and f"changed since this run was last started: {listed}"
 
 
 def _typed(value: Any) -> str:

@@ -44,7 +44,9 @@ def test_a_sweep_over_seqpar_holds_it_by_accumulation(line: str, world: int, exp
     config = request(f"{line} --global-batch 32", world)
     assert (config.batch, config.accumulate) == expected
     assert world // config.seqpar * config.batch * config.accumulate == 32
-    assert (request(line, world).accumulate == 1) == ("accumulate" not in line), "the control: it is not held by itself"
+    free = request(line, world)
+    tiles = world // free.seqpar * free.batch * free.accumulate
+    assert (tiles == 32) == (expected == (4, 1)), "the control: it is not held by itself"
 
 
 def test_a_sweep_begins_with_flags_that_do_nothing_on_one_rank_and_says_so() -> None:

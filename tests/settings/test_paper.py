@@ -24,6 +24,7 @@ from tests.support.configs import net_of, trainer_of
 from tests.support.folders import NEW, brats
 from tests.support.ranks import relative
 
+NO_BOXES = {(96, 16, 4), (96, 16, 8), (96, 8, 8)}  # side, patch, ranks whose ordered chunks are no boxes
 TINY = dict(depth=1, embed_dim=12, heads=2, decoder_width=4, tile=(8, 8, 8), patch=4, batch=1, workers=0, device="cpu")
 
 
@@ -62,6 +63,12 @@ def test_its_tiles_and_patches_can_run_on_its_groups(side: int, patch: int) -> N
     for seqpar in (1, 2, 4, 8):
         for mode, order in (("gather", "spatial"), ("gather", "ordered"), ("nogather", "spatial")):
             refuse(replace(config, seqpar=seqpar, mode=mode, split=order))
+        both = replace(config, seqpar=seqpar, mode="nogather", split="ordered")
+        if (side, patch, seqpar) in NO_BOXES:
+            with pytest.raises(ValueError, match="needs boxes, but --split ordered cuts .*: use --split spatial"):
+                refuse(both)
+        else:
+            refuse(both)
 
 
 def test_its_batches_are_written_out() -> None:
@@ -136,6 +143,11 @@ def test_biases_of_the_outputs_are_torchs_own() -> None:
     assert usual.bias[1:].tolist() == pytest.approx([prior] * 3)
     bound = 1 / math.sqrt(own.weight.shape[1])  # torch draws it from -bound to bound
     assert len(set(own.bias.tolist())) == 4 and own.bias.abs().max() <= bound
+
+
+def test_its_decoders_convolutions_have_no_bias_where_a_norm_follows() -> None:
+    decoder = net_of(small()).decoder
+    assert [conv.bias for conv in decoder.convs] == [None, None] and decoder.classes.bias is not None
 
 
 def test_queries_stay_and_keys_and_values_are_collected_by_name() -> None:
