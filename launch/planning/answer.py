@@ -125,7 +125,8 @@ def batches(run: Run, rows: Sequence[Plan]) -> list[str]:
     lines = [f"seqpar {', '.join(group)}: {text}" for text, group in sizes.items()]
     numbers = {p.ranks // p.config.seqpar * p.config.batch * p.config.accumulate for p in rows if not p.why}
     if len(numbers) > 1:
-        lines.append("--global-batch N holds it by accumulation, --groups N by as many groups at every size")
+        how = "the batch" if run.config.batch_dice and "batch" not in run.fixed else "accumulation"
+        lines.append(f"--global-batch N holds it by {how}, --groups N by as many groups at every size")
     return lines
 
 

@@ -92,9 +92,26 @@ def hold_global_batch(config: Config, num_groups: int, flags: Mapping[str, int] 
     return replace(config, batch=batch, accumulate=accumulate)
 
 
+def how_held(before: Config, now: Config, num_groups: int) -> str:
+    """Returns a line on what makes ``--global-batch``; ``before``: the config without it."""
+    if now.accumulate != before.accumulate:
+        how = "by accumulation"
+    elif now.batch != before.batch:
+        how = "by the batch" + (", as with --batch-dice tiles stay together" if now.batch_dice else "")
+    else:
+        how = "as it is without"
+    groups = f"{num_groups} group{'s' if num_groups > 1 else ''}"
+    return f"--global-batch {now.global_batch}: {groups} x batch {now.batch} x accumulate {now.accumulate}, {how}"
+
+
 def _choose_pair(config: Config, each: int, num_groups: int, flags: Mapping[str, int], has: str) -> tuple[int, int]:
     """Returns batch and accumulation of ``each`` tiles of a group: the config's, else the largest batch below its."""
-    unit = config.seqpar if config.mode == "swap" and each % config.seqpar == 0 else 1
+    unit = config.seqpar if config.mode == "swap" else 1
+    if each % unit:
+        raise ValueError(
+            f"--mode swap: {has} {each} tiles a step for each of {num_groups} groups, which must divide by --seqpar "
+            f"{unit}: use --mode auto or halo, or tiles a step that divide by {num_groups * unit}"
+        )
     pairs = [(size, each // size) for size in range(unit, each + 1, unit) if each % size == 0]
     required = flags.get("batch", 0), flags.get("accumulate", 0)
     fitting = [pair for pair in pairs if all(number in (0, kept) for number, kept in zip(required, pair))]

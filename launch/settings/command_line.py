@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
 
@@ -173,6 +173,15 @@ def idle_in_groups_of_one(config: Config, names: set[str]) -> str:
     """
     idle = [f"--{dashed(name)}" for name in _OF_GROUPS if name in names]
     return f"{', '.join(idle)}: no effect with --seqpar 1" if idle and config.seqpar == 1 else ""
+
+
+def idle_with_data(names: Collection[str], declares_regions: bool, learns_regions: bool) -> str:
+    """Returns a line on settings of the command line (``names``) that do nothing with the data; "" for none."""
+    whys = {
+        "targets": "" if declares_regions else "the data declare no regions",
+        "dice_background": "the outputs are regions, of which none is background" if learns_regions else "",
+    }
+    return "; ".join(f"--{dashed(name)}: no effect, as {why}" for name, why in whys.items() if why and name in names)
 
 
 def continued(saved: Config, now: Config, names: set[str]) -> Config:

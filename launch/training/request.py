@@ -14,7 +14,7 @@ from seqpar.environment import Launcher
 from seqpar.launch.job import exit_codes
 from seqpar.launch.models.build import refuse_unknown
 from seqpar.launch.planning.auto_settings import choose
-from seqpar.launch.planning.batch_size import hold_global_batch, keep_global_batch
+from seqpar.launch.planning.batch_size import hold_global_batch, how_held, keep_global_batch
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.runs.archive import is_archive
 from seqpar.launch.runs.run_folder import read_config
@@ -34,6 +34,7 @@ class RunRequest:
     then lines with figures. ``data`` is set where the planner needed its channels, so that it is opened once;
     ``fingerprint`` is set in its place for a dry run, which prepares nothing.
     ``idle`` is a line on flags that do nothing here.
+    ``flags``: the settings on the command line.
     ``changes``: the settings of a resumed run that are not what they were.
     """
 
@@ -45,6 +46,7 @@ class RunRequest:
     idle: str = ""
     changes: dict[str, list[Any]] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
+    flags: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,11 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
         config = keep_global_batch(config, tiles_per_step, num_groups, new_batch)
         changes = changed_settings(before, config)
     elif config.global_batch > 0:
-        config = hold_global_batch(config, num_groups, line.numbers("batch", "accumulate"))
+        asked, config = config, hold_global_batch(config, num_groups, line.numbers("batch", "accumulate"))
+        choices = {**choices, "global_batch": (how_held(asked, config, num_groups),)}
     refuse(config)
     idle = idle_in_groups_of_one(config, line.flags)
-    return RunRequest(config, preset, reason, choices, data, idle, changes, fingerprint)
+    return RunRequest(config, preset, reason, choices, data, idle, changes, fingerprint, flags=frozenset(line.flags))
 
 
 def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:

@@ -15,6 +15,7 @@ from seqpar.launch.planning.auto_settings import choose_attention
 from seqpar.launch.runs.run_folder import Status, describe_run, read_config
 from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.runs.start_history import changes_line, with_this_start
+from seqpar.launch.settings.command_line import idle_with_data
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.data import TrainingData
 from seqpar.launch.training.request import RunRequest, refuse_other_run
@@ -92,6 +93,8 @@ def make_trainer(request: RunRequest, mesh: Mesh, data: TrainingData, status: St
     history = with_this_start(before.get("history", ()), step, mesh.world.size, request.changes)
     description = describe_run(config, request.preset, data.describe(), layout, history)
     if mesh.is_first:
+        if idle := idle_with_data(request.flags, bool(data.dataset.regions), bool(data.regions)):
+            print(idle, flush=True)
         lines = [f"{_size_line(net, config, mesh)}; {mode_line}", _outputs_line(data)]
         lines += [f"attention: {reason}" for reason in attention_reasons[:1]] + [weights_line] * bool(weights_line)
         print("\n".join(lines), flush=True)

@@ -79,6 +79,26 @@ def test_tiles_that_share_their_dice_stay_together() -> None:
     assert hold_global_batch(config, 2, {"batch": 2}).accumulate == 2, "unless it is asked for"
 
 
+def test_the_first_lines_say_what_makes_it() -> None:
+    def said(line: str) -> str:
+        here = Launcher("test", 0, 2)
+        return first_lines(read_request([*SIZES.split(), *line.split()], here), here).splitlines()[0]
+
+    assert said("--seqpar 2 --global-batch 8") == "--global-batch 8: 1 group x batch 2 x accumulate 4, by accumulation"
+    assert said("--global-batch 4") == "--global-batch 4: 2 groups x batch 2 x accumulate 1, as it is without"
+    assert said("--global-batch 8 --batch-dice") == (
+        "--global-batch 8: 2 groups x batch 4 x accumulate 1, by the batch, as with --batch-dice tiles stay together"
+    )
+
+
+def test_tiles_that_swap_cannot_share_are_refused_without_a_batch_that_it_refuses_too() -> None:
+    with pytest.raises(
+        ValueError, match="is 6 tiles a step for each of 1 groups, which must divide by --seqpar 4: .* 4"
+    ):
+        request("--seqpar 4 --mode swap --batch 4 --global-batch 6", 4)
+    assert request("--seqpar 4 --mode halo --global-batch 6", 4).accumulate == 3, "the control"
+
+
 def test_a_run_that_goes_on_keeps_its_own(tmp_path: Path) -> None:
     out = ["--resume", "--out", str(tmp_path)]
     write_json(tmp_path / "config.json", describe_run(replace(debug(), batch=2), "debug", {}, {"data": 4}))

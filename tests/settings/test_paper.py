@@ -10,15 +10,19 @@ import torch
 import torch.nn.functional as F
 
 from seqpar.data.formats.splits import split
+from seqpar.environment import Launcher
 from seqpar.launch.models.build import build
 from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer
 from seqpar.launch.models.vit import FOREGROUND
 from seqpar.launch.planning.batch_size import choose_batch
 from seqpar.launch.planning.feasibility import refuse
+from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.settings.config import Config
 from seqpar.launch.settings.presets import PRESETS, paper
 from seqpar.launch.training.data import open_data
+from seqpar.launch.training.request import read_request
+from seqpar.launch.training.setup import make_trainer
 from seqpar.mesh import Group
 from tests.support.configs import net_of, trainer_of
 from tests.support.folders import NEW, brats
@@ -119,6 +123,24 @@ def test_exclusive_labels_are_learned_by_a_softmax_and_tiles_are_drawn_anywhere(
     trainer = trainer_of(config, alone, tmp_path)
     assert trainer.net.decoder.classes.weight.shape[0] == 4 and trainer.loss.regions == ()
     assert {"NCR", "ED", "ET", "WT", "TC"} >= trainer.data.classes.keys() >= {"WT", "TC", "ET"}, "scores are of both"
+
+
+def test_what_the_data_leave_without_effect_is_said(brains, flags, alone, tmp_path: Path, capsys) -> None:
+    data, cache = brains
+    tiny = ["--preset", "debug", "--depth", "1", "--embed-dim", "12", "--heads", "2", "--tile", "8", "--device", "cpu"]
+
+    def said(*more: str) -> list[str]:
+        asked = read_request([*tiny, *more], Launcher("test"))
+        capsys.readouterr()
+        make_trainer(asked, alone, open_data(asked.config, True), Status(tmp_path))
+        return [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
+
+    regions, labels = ["--data", data, "--cache", cache], flags[flags.index("--data") :][:4]
+    assert said(*regions, "--dice-background") == [
+        "--dice-background: no effect, as the outputs are regions, of which none is background"
+    ]
+    assert said(*labels, "--targets", "labels") == ["--targets: no effect, as the data declare no regions"]
+    assert said(*regions, "--targets", "labels", "--dice-background") == said(*labels, "--dice-background") == []
 
 
 def test_its_loss_is_v_nets_dice_of_all_classes_and_cross_entropy() -> None:
