@@ -70,7 +70,7 @@ class AfterStep:
             own = Decision.SAVE
         decision, leaves = Decision(agree(own, self.mesh.world)), stopper.should_leave()
         if decision == Decision.TAKEN_OVER:
-            self._refuse_taken_over()
+            self.refuse_taken_over()
         return Decision.LEAVE if leaves and decision != Decision.BROKEN else decision
 
     def save(
@@ -87,14 +87,17 @@ class AfterStep:
         A failure is a warning, and the next save is due as usual; with ``must`` it raises ``NotSaved``. Raises
         ``TakenOver`` where another training has taken the run folder over.
         """
-        self._refuse_taken_over()
+        self.refuse_taken_over()
         progress = replace(progress)
         if progress == self._saved:
             return
         try:
-            checkpoint.save(self.folder, net, optimizer, progress, self.mesh.world, self._description, is_best)
+            checkpoint.save(
+                self.folder, net, optimizer, progress, self.mesh.world, self._description, is_best, self._refuse_lost
+            )
             self._saved = progress
         except NotSaved as error:
+            self.refuse_taken_over()  # whose saves clear away what others write
             if must:
                 raise
             journal.say(f"warning: {error}; going on, next try in {self.config.checkpoint_minutes:g} minutes")
@@ -107,9 +110,13 @@ class AfterStep:
         self._last_look = time.monotonic()
         return self.lock.is_lost()
 
-    def _refuse_taken_over(self) -> None:
+    def refuse_taken_over(self) -> None:
+        """Raises ``TakenOver`` on all ranks where another training has taken the run folder over."""
+        by_first(self._refuse_lost, self.mesh.world)
+
+    def _refuse_lost(self) -> None:
         if self.lock is not None:
-            by_first(self.lock.refuse_lost, self.mesh.world)
+            self.lock.refuse_lost()
 
 
 def raise_non_finite(step: int, loss: float, micros: Sequence[MicroBatch], world: Group) -> NoReturn:

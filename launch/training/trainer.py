@@ -67,9 +67,9 @@ class Trainer:
         self.training_loss = self.net.training_loss(self.loss)
         self.loss_groups = self.net.mode.loss_groups(mesh.data, config.batch)
         self.progress = Progress(global_batch=global_batch(config, mesh))
-        self.validation = Validation(config, mesh, data, self.loss)
         self.journal = Journal(self.out, False, 0)
         self.after_step = AfterStep(config, mesh, self.out / "checkpoints", description, status.lock)
+        self.validation = Validation(config, mesh, data, self.loss, self.after_step.refuse_taken_over)
         self.stragglers = Stragglers(mesh.hosts)
         time_waiting(self.net, mesh.world)
         status.steps = config.steps
@@ -110,11 +110,10 @@ class Trainer:
 
     def _open_journal(self) -> None:
         """Writes config.json, opens metrics.jsonl at the current step, and says from where a run is resumed."""
-        step, validated = self.progress.step, self.progress.validated
+        self.status.step = step = self.progress.step
         if self.mesh.is_first:
             write_json(self.out / "config.json", self.description)
-        self.status.step = step
-        self.journal = Journal(self.out, self.mesh.is_first, step, validated, self.config.tensorboard)
+        self.journal = Journal(self.out, self.mesh.is_first, step, self.progress.validated, self.config.tensorboard)
         if self.config.resume:
             nothing = "" if self.saved else ": nothing was saved before"
             self.journal.say(f"resumed at step {step} of {self.config.steps}{nothing}")
@@ -275,6 +274,7 @@ class Trainer:
     def _finish(self) -> None:
         """Writes model.safetensors and the status, and prints where everything lies."""
         weights = whole_tensors(self.net.state_dict(), self.mesh.is_first)
+        self.after_step.refuse_taken_over()
         if self.mesh.is_first:
             self.journal.attempt(lambda: draw_progress(self.out))
             write_weights(self.out / "model.safetensors", weights)

@@ -1,7 +1,7 @@
 """Validation in training: held-out volumes by sliding windows, in one pass, or both, by the code of predict."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,16 @@ class _Measured:
 class Validation:
     """Loss and Dice per class and region on held-out cases; the same on all ranks."""
 
-    def __init__(self, config: Config, mesh: Mesh, data: TrainingData, loss: Loss) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        data: TrainingData,
+        loss: Loss,
+        refuse_taken_over: Callable[[], None] = lambda: None,
+    ) -> None:
         self.config, self.mesh, self.data, self.loss = config, mesh, data, loss
+        self.refuse_taken_over = refuse_taken_over
         self.ids = data.held_out_ids[: config.val_cases or None]
         self._is_explained = False  # whether a table has said what its columns mean
 
@@ -87,12 +95,15 @@ class Validation:
                     return None
                 ids, parts = prediction
                 kind.losses.append(parts)
+                if keep:
+                    self.refuse_taken_over()
                 if kind.folder:
                     kind.folder.add(case, ids, dataset.annotated.get(name))
                 kind.scores.append(score(truth, ids, self.data.classes, spacing, **known, surfaces=False))
                 if self.mesh.is_first and not at and len(pictured) < NUM_PICTURED:
                     pictured.append(PicturedCase(name, np.asarray(case.image[shown]), truth, ids, spacing))
         net.train()
+        self.refuse_taken_over()
         classes = [name for name, value in dataset.labels.items() if value]
         picture = out / "validation.png"
         journal.attempt(lambda: draw_cases(picture, pictured, classes, self.config.neurological))

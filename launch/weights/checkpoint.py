@@ -1,8 +1,8 @@
 """Saves and loads checkpoints: safetensors and JSON, one directory per saved step, complete or absent.
 
-A save writes ``checkpoints/step-N.tmp``, waits for all ranks, writes digests, syncs, renames the directory, points
-``latest`` to it in one system call, and only then removes old checkpoints. Whenever a save is killed, the last
-complete checkpoint stays.
+A save writes ``checkpoints/step-N.HOST.PID.tmp``, waits for all ranks, writes digests, syncs, renames the directory,
+points ``latest`` to it in one system call, and only then removes old checkpoints. Whenever a save is killed, the last
+complete checkpoint stays. A save that hung on its disk while another training took the run over changes nothing there.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -64,6 +65,7 @@ def save(
     world: Group,
     config: str = "{}",
     is_best: bool = False,
+    refuse_lost: Callable[[], None] = lambda: None,
 ) -> Path:
     """Saves a checkpoint and returns its directory; if one rank fails, all raise ``NotSaved``.
 
@@ -71,26 +73,42 @@ def save(
     - ``world``: all ranks of the run
     - ``config``: text of the run's config.json, so that the checkpoint can be read without the run folder
     - ``is_best``: whether ``best`` shall name this checkpoint
+    - ``refuse_lost``: raises ``ValueError`` where another training has the run folder by now; the first rank asks
+      before each change of what is saved there, and all ranks raise the error
     """
     target = folder / f"step-{progress.step:08d}"
     is_first = world.index == 0
     model = whole_tensors(net.state_dict(), is_first)
     states = whole_tensors(optimizer_tensors(net, optimizer), is_first)
-    draft = target.with_suffix(".tmp")
+    draft = target.with_name(f"{target.name}.{by_first(_this_process, world)}.tmp")
     problem = _attempt(lambda: _make_draft(draft)) if is_first else ""
     agree(0, world)  # no rank writes before the folder exists
     problem = problem or _attempt(lambda: _write(draft, model, states, progress, world.index, config))
     try:
         raise_together(_not_saved(target, problem, world), world, name_rank=False)
-        problem = _attempt(lambda: _commit(draft, target, folder, is_best)) if is_first else ""
-        raise_together(_not_saved(target, problem, world), world, name_rank=False)
-    except NotSaved:
+
+        def commit() -> None:
+            problem = _attempt(lambda: _commit(draft, target, folder, is_best, refuse_lost))
+            if error := _not_saved(target, problem, world):
+                raise error
+
+        by_first(commit, world)
+    except (NotSaved, ValueError):
         if is_first:
             shutil.rmtree(draft, ignore_errors=True)
         raise
-    if is_first and (problem := _attempt(lambda: _purge(folder, target))):
-        print(f"warning: old checkpoints in {folder} stay: {problem}", file=sys.stderr, flush=True)
+
+    def purge() -> None:
+        refuse_lost()
+        if problem := _attempt(lambda: _purge(folder, target)):
+            print(f"warning: old checkpoints in {folder} stay: {problem}", file=sys.stderr, flush=True)
+
+    by_first(purge, world)
     return target
+
+
+def _this_process() -> str:
+    return f"{socket.gethostname()}.{os.getpid()}"
 
 
 def _not_saved(target: Path, problem: str, world: Group) -> NotSaved | None:
@@ -126,16 +144,18 @@ def _write(draft: Path, model: State, states: State, progress: Progress, rank: i
     _write_text(draft / "config.json", config)
 
 
-def _commit(draft: Path, target: Path, folder: Path, is_best: bool) -> None:
+def _commit(draft: Path, target: Path, folder: Path, is_best: bool, refuse_lost: Callable[[], None]) -> None:
     digests = {path.name: digest(path) for path in sorted(draft.iterdir())}
     _write_text(draft / MANIFEST, json.dumps(digests, indent=2))
     sync(draft)
+    refuse_lost()
     if target.exists():  # a run that stopped in validation saves that step again
         aside = target.with_suffix(".old")  # ``find`` sees it too, if this process is killed before the next rename
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(target, aside)
     os.rename(draft, target)
     sync(folder)
+    refuse_lost()  # a sync may take as long as the disk likes
     point(folder / "latest", target.name)
     if is_best:
         point(folder / "best", target.name)

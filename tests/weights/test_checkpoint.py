@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from seqpar.launch.runs.run_lock import RunLock, TakenOver
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.checkpoint import DamagedCheckpoint, NotSaved, Progress
 from seqpar.launch.weights.states import optimizer_tensors, random_states, set_random_states
@@ -41,9 +43,10 @@ def stepped(seed: int, kind: str = "adamw", steps: int = 2) -> tuple[nn.Module, 
     return net, optimizer
 
 
-def save(folder, step: int, is_best: bool = False, **more):
+def save(folder, step: int, is_best: bool = False, refuse_lost=lambda: None, **more):
     net, optimizer = stepped(step)
-    return checkpoint.save(folder, net, optimizer, Progress(step, global_batch=2, **more), ALONE, "{}", is_best)
+    progress = Progress(step, global_batch=2, **more)
+    return checkpoint.save(folder, net, optimizer, progress, ALONE, "{}", is_best, refuse_lost)
 
 
 def names(folder) -> list[str]:
@@ -85,8 +88,9 @@ def test_what_a_name_points_to_is_on_the_disk_before_the_name_is(tmp_path, monke
         act = getattr(os, name)
         monkeypatch.setattr(os, name, lambda a, b, act=act: (done.append(f"renamed {b}"), act(a, b)))
     path = save(tmp_path, 1)
-    order = [done.index(str(path.with_suffix(".tmp") / name)) for name in sorted(names(path))]
-    folders = [done.index(str(path.with_suffix(".tmp"))), done.index(f"renamed {path}"), done.index(str(tmp_path))]
+    draft = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    order = [done.index(str(draft / name)) for name in sorted(names(path))]
+    folders = [done.index(str(draft)), done.index(f"renamed {path}"), done.index(str(tmp_path))]
     at_latest = done.index(f"renamed {tmp_path / 'latest'}")
     latest = [next(n for n, name in enumerate(done) if name.startswith(str(tmp_path / ".latest."))), at_latest]
     assert max(order) < folders[0] and [*folders, *latest] == sorted([*folders, *latest])
@@ -159,6 +163,41 @@ def test_killed_in_any_phase_a_whole_checkpoint_is_found_and_the_next_save_clear
     assert left[-2:] == ["step-00000005", "step-00000006"] and not [name for name in left if "tmp" in name], left
     assert not [name for name in left if name.startswith("step") and "." in name], left
     assert checkpoint.find(tmp_path).name == "step-00000006"
+
+
+@pytest.mark.parametrize("hangs", ["_write", "_commit", "point", "_purge"])
+def test_a_save_that_hangs_until_another_has_saved_later_steps_leaves_them_and_their_names(
+    tmp_path, monkeypatch, hangs
+):
+    own, other = RunLock(tmp_path), RunLock(tmp_path)
+    own.take()
+    folder = tmp_path / "checkpoints"
+    save(folder, 1, refuse_lost=own.refuse_lost)
+    act, kept = checkpoint.sync, list[str]()
+    place = {"_write": "random-00000.json", "_commit": ".tmp", "point": "checkpoints"}.get(hangs, "latest")
+
+    def hang() -> None:
+        other.take(take_over=True)
+        monkeypatch.setattr(checkpoint, "_this_process", lambda: "elsewhere.1")
+        for step in (2, 3, 4):
+            save(folder, step, is_best=step == 3, refuse_lost=other.refuse_lost)
+        kept.extend(names(folder))
+
+    def sync(path) -> None:
+        act(path)
+        if not kept and not other.ticket[0] and path.name.endswith(place):
+            hang()
+
+    if hangs == "_purge":
+        write = checkpoint.point
+        monkeypatch.setattr(checkpoint, "point", lambda *of: (write(*of), other.ticket[0] or hang()))
+    else:
+        monkeypatch.setattr(checkpoint, "sync", sync)
+    expected = NotSaved if hangs == "_write" else TakenOver  # its draft was cleared away
+    with pytest.raises(expected):
+        save(folder, 2, refuse_lost=own.refuse_lost)
+    assert names(folder) == kept == ["best", "latest", "step-00000003", "step-00000004"]
+    assert checkpoint.find(folder).name == "step-00000004"
 
 
 def flip(path) -> None:
