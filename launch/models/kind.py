@@ -1,5 +1,6 @@
 """A kind of network: what the house asks of it before it is built, from the settings alone."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from seqpar.launch.models.net import Net
@@ -7,7 +8,7 @@ from seqpar.launch.settings.config import Config
 from seqpar.mesh import Group
 
 
-class Kind:
+class Kind(ABC):
     """Networks that are built and planned alike.
 
     - ``settings``: of ``Config``, those that act on this kind, but not on every one
@@ -21,27 +22,27 @@ class Kind:
     usual_batch: int
     smaller: Mapping[str, str]
 
+    @abstractmethod
     def build(
         self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
     ) -> Net:
         """Returns the network; for the arguments see ``models.build.build``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unit(self, config: Config) -> tuple[int, ...]:
         """Returns the voxels per direction that stay on one rank: the layout's patch."""
-        raise NotImplementedError
 
-    def refuse_tile(self, config: Config) -> None:
+    def refuse_tile(self, config: Config) -> None:  # noqa: B027  most take any tile of whole units
         """Raises ValueError for a tile that the network cannot take, where ``unit`` does not say enough."""
 
+    @abstractmethod
     def num_alike(self, config: Config) -> int:
         """Returns how many blocks are alike, as many as ``--depth`` says; 0 where it says nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self, config: Config) -> str:
         """Returns the network's settings in a line."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe_tile(self, config: Config) -> str:
         """Returns what a tile is made of."""
-        raise NotImplementedError

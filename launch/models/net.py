@@ -4,6 +4,7 @@ Legend: b batch, c channels, n tokens, k classes, p voxels of a patch along a di
 this rank's share of the tokens. A network without tokens has cubes of as many voxels as its strides need instead.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from seqpar.losses import DeepSupervision, Loss
 from seqpar.vit.dropout import DropoutKey
 
 
-class Net(nn.Module):
+class Net(nn.Module, ABC):
     """A network on parts of a tile: logits of this rank's part, or, in a group of one, of a whole tile ``b c W D H``.
 
     - ``layout``: which part of a tile each rank of the sequence group holds
@@ -52,9 +53,9 @@ class Net(nn.Module):
             first = first[inside]
         return [first, *others] if others else first
 
+    @abstractmethod
     def logits(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> list[Tensor]:
         """Returns the logits of a part, of each level that is trained."""
-        raise NotImplementedError
 
     def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:
         """Returns the label ``b n/s p p p`` of a part as the logits are: their voxels, on the ranks that hold them."""
@@ -64,33 +65,33 @@ class Net(nn.Module):
         """Returns the loss of what ``forward`` returns in training; ``loss``: that of the finest logits."""
         return loss
 
+    @abstractmethod
     def units(self) -> list[nn.Module]:
         """Returns the modules whose weights are sharded and gathered each by itself."""
-        raise NotImplementedError
 
     def compiled(self) -> list[nn.Module]:
         """Returns the modules that gain by being compiled."""
         return []
 
+    @abstractmethod
     def on_phases(self, act: Callable[[str], None]) -> None:
         """Calls ``act`` with the name of each phase that the next steps come to.
 
         "decoder" in the forward pass; in the backward pass, where blocks that are alike follow each other, "blocks
         backward" and then "embedding backward".
         """
-        raise NotImplementedError
 
     def num_counted(self) -> int:
         """Returns how many tokens, or whatever ``counted`` says, a tile has."""
         return self.layout.num_tokens
 
+    @abstractmethod
     def in_body(self, name: str) -> bool:
         """Returns whether a tensor of that name must fit pretrained weights; heads may begin afresh."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_parameters(self) -> dict[str, int]:
         """Returns how many parameters each part of the network has."""
-        raise NotImplementedError
 
     def describe(self) -> str:
         """Returns the network's size, and how much of a tile a rank holds."""

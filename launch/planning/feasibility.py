@@ -7,13 +7,14 @@ from seqpar.decoders.modes.choose import MODES, choose_mode
 from seqpar.launch.models.build import NETWORKS, layout_of
 from seqpar.launch.models.vit import DECODERS
 from seqpar.launch.planning.outline import outline
+from seqpar.launch.settings.checks import check
 from seqpar.launch.settings.config import Config
 from seqpar.mesh import Group
 
 
 def refuse(config: Config) -> None:
     """Refuses a config that cannot work, before anything is allocated, naming the nearest that does."""
-    config.check(tuple(NETWORKS), tuple(DECODERS), MODES)
+    check(config, tuple(NETWORKS), tuple(DECODERS), MODES)
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("--tensorboard needs a package that is not here: pip install 'seqpar[tensorboard]'")
     if config.weights and not config.resume and not os.path.exists(config.weights):  # a saved run needs them no more

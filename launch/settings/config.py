@@ -9,14 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from seqpar.attention.strategies import NAMES, check_strategy
-from seqpar.data.preparation.recipe import PrepareSettings
-from seqpar.data.sampling.augmentation import recipe_of
+from seqpar.attention.strategies import NAMES
 from seqpar.data.sampling.augmentation_presets import ORDERS
 from seqpar.launch.optimization.schedules import SCHEDULES
 from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.layout import SPLITS
-from seqpar.losses.loss import check_signs, check_weights
 from seqpar.losses.mixtures import LossOptions
 from seqpar.losses.table import LOSSES
 from seqpar.rendezvous import START_S
@@ -203,68 +200,6 @@ class Config:
     timeout: float = _running(300.0, "seconds that ranks may wait from step 2 on, saving included", bounds=ABOVE_0)
     debug_collectives: bool = _running(False, "check each collective: slow, names ranks that differ")
     dry_run: bool = _running(False, "print what would run, check it, and stop")
-
-    def check(self, networks: Sequence[str], decoders: Sequence[str], modes: Sequence[str]) -> None:
-        """Raises ``ValueError`` for what cannot work, before anything is allocated, with the nearest that does.
-
-        ``networks``, ``decoders`` and ``modes``: the names that there are.
-        """
-        for f in dataclasses.fields(self):
-            value, bounds = getattr(self, f.name), f.metadata["bounds"]
-            choices = {"network": networks, "decoder": decoders, "mode": modes}.get(f.name) or f.metadata["choices"]
-            if choices and value not in choices:
-                raise ValueError(f"--{dashed(f.name)} {value}: choose one of {', '.join(choices)}")
-            if bounds and not bounds.allows(value):
-                raise ValueError(f"--{dashed(f.name)} {value}: {bounds.text}")
-        self._check_network()
-        self._check_run()
-
-    def _check_network(self) -> None:
-        if len(self.tile) != 3:
-            raise ValueError(f"--tile {' '.join(map(str, self.tile))}: give one number, or three")
-        if self.patch not in (2, 4, 8, 16):
-            near = min((2, 4, 8, 16), key=lambda side: abs(math.log2(side / self.patch)))
-            raise ValueError(f"--patch {self.patch}: the decoders double the grid; use --patch {near}")
-        if self.embed_dim % self.heads:
-            divisors = [heads for heads in range(1, self.embed_dim + 1) if self.embed_dim % heads == 0]
-            near = min(divisors, key=lambda heads: abs(heads - self.heads))
-            raise ValueError(f"--heads {self.heads} does not divide --embed-dim {self.embed_dim}: use --heads {near}")
-        if not 0 <= self.heads_per_chunk <= self.heads:
-            raise ValueError(f"--heads-per-chunk {self.heads_per_chunk}: choose 1 to {self.heads}, or 0 for by size")
-        if self.attention != "auto":
-            check_strategy(self.attention, self.seqpar, self.heads, self.keep_kv)
-
-    def _check_run(self) -> None:
-        kind = OPTIMIZERS[self.optimizer]
-        if self.betas and (len(self.betas) < len(kind.betas) or not all(0 <= beta < 1 for beta in self.betas)):
-            count = {1: "a number", 2: "two numbers"}.get(len(kind.betas), "numbers")
-            usual = " ".join(f"{beta:g}" for beta in kind.betas)
-            raise ValueError(f"--betas {' '.join(map(str, self.betas))}: {count} in [0, 1), such as {usual}")
-        if self.shard_weights and kind.whole:
-            raise ValueError(
-                f"--shard-weights: a step of {self.optimizer} looks at whole parameters, which no rank then has: "
-                "leave it out, or take another --optimizer"
-            )
-        if self.schedule == "step" and not self.decay_epochs:
-            raise ValueError("--schedule step needs --decay-epochs, the epochs after which the rate falls")
-        check_signs("--class-weights", self.class_weights)
-        if self.loss_weights:
-            try:
-                check_weights(self.loss_weights, self.loss_terms)
-            except ValueError as error:
-                raise ValueError(f"--loss-weights with --loss {self.loss}: {error}") from None
-        if self.warmup and self.warmup >= self.epochs:
-            raise ValueError(f"--warmup {self.warmup} leaves no epoch of {self.epochs}: use --warmup {self.epochs - 1}")
-        if self.fold not in ("90:10", "all") and not re.fullmatch("[0-9]+", self.fold):
-            raise ValueError(f"--fold {self.fold}: choose a fold's number, such as 0, or 90:10, or all")
-        if not self.data and self.phantoms < 5:
-            raise ValueError(f"--phantoms {self.phantoms}: five folds need at least 5 cases")
-        PrepareSettings.spaced(self.spacing)
-        try:
-            recipe_of(self.augment)
-        except ValueError as error:
-            raise ValueError(f"--augment {self.augment}: {error}") from None
-        seconds(self.time_limit)
 
     @property
     def loss_terms(self) -> tuple[str, ...]:

@@ -164,4 +164,5 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    """130 lines, and two to six for each kind of work that came later."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160

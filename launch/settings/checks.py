@@ -1,0 +1,80 @@
+"""What a config is refused for before anything is built, with the nearest that works."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+from seqpar.attention.strategies import check_strategy
+from seqpar.data.preparation.recipe import PrepareSettings
+from seqpar.data.sampling.augmentation import recipe_of
+from seqpar.launch.optimization.table import OPTIMIZERS
+from seqpar.launch.settings.config import Config, dashed, seconds
+from seqpar.losses.loss import check_signs, check_weights
+
+
+def check(config: Config, networks: Sequence[str], decoders: Sequence[str], modes: Sequence[str]) -> None:
+    """Raises ``ValueError`` for what cannot work, before anything is allocated, with the nearest that does.
+
+    ``networks``, ``decoders`` and ``modes``: the names that there are.
+    """
+    for f in dataclasses.fields(config):
+        value, bounds = getattr(config, f.name), f.metadata["bounds"]
+        choices = {"network": networks, "decoder": decoders, "mode": modes}.get(f.name) or f.metadata["choices"]
+        if choices and value not in choices:
+            raise ValueError(f"--{dashed(f.name)} {value}: choose one of {', '.join(choices)}")
+        if bounds and not bounds.allows(value):
+            raise ValueError(f"--{dashed(f.name)} {value}: {bounds.text}")
+    _check_network(config)
+    _check_run(config)
+
+
+def _check_network(config: Config) -> None:
+    if len(config.tile) != 3:
+        raise ValueError(f"--tile {' '.join(map(str, config.tile))}: give one number, or three")
+    if config.patch not in (2, 4, 8, 16):
+        near = min((2, 4, 8, 16), key=lambda side: abs(math.log2(side / config.patch)))
+        raise ValueError(f"--patch {config.patch}: the decoders double the grid; use --patch {near}")
+    if config.embed_dim % config.heads:
+        divisors = [heads for heads in range(1, config.embed_dim + 1) if config.embed_dim % heads == 0]
+        near = min(divisors, key=lambda heads: abs(heads - config.heads))
+        raise ValueError(f"--heads {config.heads} does not divide --embed-dim {config.embed_dim}: use --heads {near}")
+    if not 0 <= config.heads_per_chunk <= config.heads:
+        raise ValueError(f"--heads-per-chunk {config.heads_per_chunk}: choose 1 to {config.heads}, or 0 for by size")
+    if config.attention != "auto":
+        check_strategy(config.attention, config.seqpar, config.heads, config.keep_kv)
+
+
+def _check_run(config: Config) -> None:
+    kind = OPTIMIZERS[config.optimizer]
+    if config.betas and (len(config.betas) < len(kind.betas) or not all(0 <= beta < 1 for beta in config.betas)):
+        count = {1: "a number", 2: "two numbers"}.get(len(kind.betas), "numbers")
+        usual = " ".join(f"{beta:g}" for beta in kind.betas)
+        raise ValueError(f"--betas {' '.join(map(str, config.betas))}: {count} in [0, 1), such as {usual}")
+    if config.shard_weights and kind.whole:
+        raise ValueError(
+            f"--shard-weights: a step of {config.optimizer} looks at whole parameters, which no rank then has: "
+            "leave it out, or take another --optimizer"
+        )
+    if config.schedule == "step" and not config.decay_epochs:
+        raise ValueError("--schedule step needs --decay-epochs, the epochs after which the rate falls")
+    check_signs("--class-weights", config.class_weights)
+    if config.loss_weights:
+        try:
+            check_weights(config.loss_weights, config.loss_terms)
+        except ValueError as error:
+            raise ValueError(f"--loss-weights with --loss {config.loss}: {error}") from None
+    if config.warmup and config.warmup >= config.epochs:
+        raise ValueError(
+            f"--warmup {config.warmup} leaves no epoch of {config.epochs}: use --warmup {config.epochs - 1}"
+        )
+    if config.fold not in ("90:10", "all") and not re.fullmatch("[0-9]+", config.fold):
+        raise ValueError(f"--fold {config.fold}: choose a fold's number, such as 0, or 90:10, or all")
+    if not config.data and config.phantoms < 5:
+        raise ValueError(f"--phantoms {config.phantoms}: five folds need at least 5 cases")
+    PrepareSettings.spaced(config.spacing)
+    try:
+        recipe_of(config.augment)
+    except ValueError as error:
+        raise ValueError(f"--augment {config.augment}: {error}") from None
+    seconds(config.time_limit)
