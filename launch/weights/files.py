@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import whole_file
+from seqpar.launch.weights.torch_files import load_torch
 from seqpar.vit.tokens import resize_positions
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             with zipfile.ZipFile(path) as archive:
                 if ARCHIVED in archive.namelist():
                     return load(archive.read(ARCHIVED))
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load_torch(path)
     except pickle.UnpicklingError as error:
         raise DataError(
             path, f"it holds more than tensors ({_first_line(error)}); save only its state_dict, and read that file"

@@ -1,0 +1,220 @@
+"""What nnU-Net wrote beside its networks, plans.json and dataset.json of a results folder: old ones too.
+
+Axes are nnU-Net's: those of the file reversed (z y x), then transposed as the plans say.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset_json import modalities_of
+
+SCHEMES = (
+    "CTNormalization",
+    "ZScoreNormalization",
+    "NoNormalization",
+    "RescaleTo01Normalization",
+    "RGBTo01Normalization",
+)
+READERS = ("SimpleITKIO", "NibabelIO", "SimpleITKIOWithReorient", "NibabelIOWithReorient")
+RESAMPLINGS = ("resample_data_or_seg_to_shape", "no_resampling_hack")
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """How volumes are brought to another grid.
+
+    - ``function``: one of ``RESAMPLINGS``
+    - ``order``: of the spline; ``order_z``: along an axis of far longer voxels, which is resampled by itself
+    - ``force_separate_z``: whether such an axis is resampled by itself whatever its voxels; None: by the spacing
+    """
+
+    function: str = RESAMPLINGS[0]
+    order: int = 3
+    order_z: int = 0
+    force_separate_z: bool | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration of nnU-Net's plans: how images are prepared, and the network's arguments.
+
+    - ``masked``: whether a channel's mean and deviation are those of the voxels that are not zero
+    - ``intensities``: mean, deviation and the percentiles 0.5 and 99.5 of each channel's foreground
+    - ``resampling``: of images; ``logit_resampling``: of logits on their way back
+    """
+
+    configuration: str
+    patch_size: tuple[int, ...]
+    spacing: tuple[float, ...]
+    batch_size: int
+    batch_dice: bool
+    transpose_forward: tuple[int, ...]
+    schemes: tuple[str, ...]
+    masked: tuple[bool, ...]
+    intensities: tuple[dict[str, float], ...]
+    resampling: Resampling
+    logit_resampling: Resampling
+    reader: str
+    network_class: str
+    network_arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What nnU-Net's dataset.json says of channels and outputs.
+
+    - ``labels``: name to value, background first, without the ignore label
+    - ``regions``: the labels of each output where outputs are regions, else empty
+    - ``regions_class_order``: the label that each region's voxels get
+    """
+
+    channels: tuple[str, ...]
+    labels: dict[str, int]
+    regions: dict[str, tuple[int, ...]]
+    regions_class_order: tuple[int, ...]
+
+    @property
+    def num_outputs(self) -> int:
+        """Returns how many outputs a network has."""
+        return len(self.regions or self.labels)
+
+
+def plan_of(plans: Mapping[str, Any], configuration: str, path: Path) -> Plan:
+    """Returns a configuration of plans.json with what it inherits; what cannot be followed is refused by name.
+
+    - ``path``: for messages
+    """
+    found = plans.get("configurations")
+    if not isinstance(found, dict) or configuration not in found:
+        names = ", ".join(found) if isinstance(found, dict) else "none"
+        raise DataError(path, f"has no configuration {configuration!r}, but {names}; take the plans of the same folder")
+    own = _inherited(found, configuration, path)
+    _refuse(own, configuration, path)
+    try:
+        old = "foreground_intensity_properties_by_modality"
+        intensities = plans.get("foreground_intensity_properties_per_channel") or plans[old]
+        network_class, arguments = _architecture(own, path)
+        schemes = tuple(own["normalization_schemes"])
+        plan = Plan(
+            configuration,
+            tuple(map(int, own["patch_size"])),
+            tuple(map(float, own["spacing"])),
+            int(own["batch_size"]),
+            bool(own["batch_dice"]),
+            tuple(map(int, plans["transpose_forward"])),
+            schemes,
+            tuple(map(bool, own["use_mask_for_norm"])),
+            tuple(intensities[str(n)] for n in range(len(schemes))),
+            _resampling(own, "data"),
+            _resampling(own, "probabilities"),
+            str(plans["image_reader_writer"]),
+            network_class,
+            arguments,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(path, f"lacks what configuration {configuration} needs ({error}); copy it again") from error
+    _refuse_unknown(plan, path)
+    return plan
+
+
+def declaration_of(content: Mapping[str, Any], path: Path) -> Declaration:
+    """Returns what dataset.json declares; ``path``: for messages."""
+    declared = content.get("labels")
+    if not isinstance(declared, dict) or "background" not in declared:
+        raise DataError(path, f'labels is {declared!r}; {{"background": 0, "tumour": 1}} is needed')
+    members = {
+        name: tuple(map(int, value if isinstance(value, list) else (value,)))
+        for name, value in declared.items()
+        if name != "ignore"
+    }
+    values = sorted({value for many in members.values() for value in many})
+    if values != list(range(len(values))):
+        raise DataError(path, f"its labels have the values {values}; nnU-Net numbers them from 0 without a gap")
+    single = {many[0]: name for name, many in reversed(members.items()) if len(many) == 1}
+    labels = {single.get(value, f"label {value}"): value for value in values}
+    channels = modalities_of(dict(content), path)
+    if not any(isinstance(value, list) and len(value) > 1 for value in declared.values()):
+        return Declaration(channels, labels, {}, ())
+    regions = {name: many for name, many in members.items() if set(many) != {0}}
+    order = content.get("regions_class_order")
+    if not isinstance(order, list) or len(order) != len(regions) or not set(order) <= set(values):
+        raise DataError(path, f"regions_class_order is {order!r}; a label for each of {', '.join(regions)} is needed")
+    return Declaration(channels, labels, regions, tuple(map(int, order)))
+
+
+def _inherited(configurations: Mapping[str, Any], name: str, path: Path, seen: Sequence[str] = ()) -> dict[str, Any]:
+    if name not in configurations or name in seen:
+        raise DataError(path, f"a configuration inherits from {name!r}, which is not there or inherits from it")
+    own = configurations[name]
+    parent = own.get("inherits_from")
+    return {**(_inherited(configurations, parent, path, (*seen, name)) if parent else {}), **own}
+
+
+def _refuse(own: Mapping[str, Any], name: str, path: Path) -> None:
+    if own.get("previous_stage"):
+        raise DataError(
+            path, f"configuration {name} is the second stage of a cascade (previous_stage {own['previous_stage']}), "
+            "which also takes labels of the first: this is not built; take 3d_fullres or 3d_lowres"
+        )  # fmt: skip
+    if len(own.get("patch_size", ())) == 2:
+        raise DataError(path, f"configuration {name} is 2d (patch {own['patch_size']}): only 3d networks are built")
+
+
+def _refuse_unknown(plan: Plan, path: Path) -> None:
+    """Raises DataError for what the plans name and nothing here follows."""
+    steps = (plan.resampling, plan.logit_resampling)
+    for name, used, known in (
+        ("normalization_schemes", plan.schemes, SCHEMES),
+        ("image_reader_writer", (plan.reader,), READERS),
+        ("resampling_fn", tuple(step.function for step in steps), RESAMPLINGS),
+        ("force_separate_z", tuple(str(step.force_separate_z) for step in steps), ("None", "False")),
+        ("order of resampling_fn_probabilities", (plan.logit_resampling.order,), (1,)),
+        ("order_z", tuple(step.order_z for step in steps), (0,)),
+    ):
+        if unknown := [value for value in used if value not in known]:
+            raise DataError(path, f"{name} is {unknown[0]}; {', '.join(map(str, known))} can be followed")
+    if sorted(plan.transpose_forward) != [0, 1, 2] or len(plan.spacing) != 3 or len(plan.patch_size) != 3:
+        raise DataError(
+            path, f"transpose_forward {plan.transpose_forward}, spacing {plan.spacing} and patch_size "
+            f"{plan.patch_size} are not of three axes: copy it again"
+        )  # fmt: skip
+
+
+def _resampling(own: Mapping[str, Any], what: str) -> Resampling:
+    function = own.get(f"resampling_fn_{what}", RESAMPLINGS[0])
+    options = own.get(f"resampling_fn_{what}_kwargs") or {}
+    default = 3 if what == "data" else 1
+    return Resampling(
+        str(function),
+        int(options.get("order", default)),
+        int(options.get("order_z", 0)),
+        options.get("force_separate_z"),
+    )
+
+
+def _architecture(own: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
+    """Returns class name and arguments of the network; older plans have them as keys of their own."""
+    if "architecture" in own:
+        return str(own["architecture"]["network_class_name"]), dict(own["architecture"]["arch_kwargs"])
+    name = str(own["UNet_class_name"])
+    kernels, strides = own["conv_kernel_sizes"], own["pool_op_kernel_sizes"]
+    base, most = int(own["UNet_base_num_features"]), int(own["unet_max_num_features"])
+    if len(kernels) < 2 or len(kernels) != len(strides):
+        raise DataError(path, f"has {len(kernels)} conv_kernel_sizes and {len(strides)} pool_op_kernel_sizes")
+    return name, {
+        "n_stages": len(kernels),
+        "features_per_stage": [min(base << stage, most) for stage in range(len(kernels))],
+        "kernel_sizes": kernels,
+        "strides": strides,
+        "n_blocks_per_stage" if "Residual" in name else "n_conv_per_stage": own["n_conv_per_stage_encoder"],
+        "n_conv_per_stage_decoder": own["n_conv_per_stage_decoder"],
+        "conv_bias": True,
+        "norm_op": "InstanceNorm3d",
+        "norm_op_kwargs": {"eps": 1e-5, "affine": True},
+        "nonlin": "LeakyReLU",
+    }
