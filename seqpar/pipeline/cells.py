@@ -84,10 +84,15 @@ class CellNet(nn.Module):
 
     def needed(self, outputs: Iterable[int]) -> list[int]:
         """Returns the numbers of the cells on which these outputs depend, in order."""
-        needed, waiting = set[int](), list(outputs)
-        while waiting:
-            number = waiting.pop()
-            if number != IMAGE and number not in needed:
-                needed.add(number)
-                waiting += self.takes[number]
-        return sorted(needed)
+        return cells_needed(self.takes, outputs)
+
+
+def cells_needed(takes: Sequence[Sequence[int]], outputs: Iterable[int]) -> list[int]:
+    """Returns the numbers of the cells on which these outputs depend, in order; ``takes``: of each cell."""
+    needed, waiting = set[int](), list(outputs)
+    while waiting:
+        number = waiting.pop()
+        if number != IMAGE and number not in needed:
+            needed.add(number)
+            waiting += takes[number]
+    return sorted(needed)

@@ -1,0 +1,206 @@
+"""Exact programmes: where cells are cut so that the slowest place is as fast as can be, within everybody's memory.
+
+Legend: P places, n cells. Places that are alike are interchangeable, so a state is how many of each kind have been
+used: P + 1 states where all are alike, 2^P where all differ.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from seqpar.pipeline.placement import Pipe, Place
+from seqpar.pipeline.schedule import in_flight
+from seqpar.pipeline.stages import StageMap
+
+Used = tuple[int, ...]  # how many places of each kind
+Array = np.ndarray
+
+
+def best_cuts(pipe: Pipe) -> StageMap:
+    """Returns one stage a place whose slowest place, its messages included, is the fastest possible.
+
+    Of places that differ, the programme also chooses which takes which stage. Raises ValueError where no cut leaves
+    every place within its memory.
+    """
+    kinds, num = _Kinds(pipe.places), len(pipe.takes)
+    totals, sent = _Totals(pipe), _sent_of_runs(pipe)
+    before: dict[Used, Array] = {kinds.none: np.where(np.arange(num + 1) == 0, 0.0, np.inf)}  # by the next cell
+    came: dict[tuple[Used, int], tuple[Used, int]] = {}
+    for stage in range(len(pipe.places)):
+        alive = in_flight(pipe.schedule, len(pipe.places), pipe.micros, stage)
+        after: dict[Used, Array] = {}
+        for used, worst in before.items():
+            for place, then in kinds.next(used):
+                seconds = totals.seconds / place.speed + 2 * pipe.seconds_per_byte * sent
+                seconds[totals.state + alive * totals.held > place.memory] = np.inf
+                slowest = np.maximum(worst[:, None], seconds)  # first cell of the stage, first cell behind it
+                least, start = slowest.min(0), slowest.argmin(0)
+                better = least < after.setdefault(then, np.full(num + 1, np.inf))
+                after[then][better] = least[better]
+                came.update({(then, end): (used, int(start[end])) for end in np.flatnonzero(better).tolist()})
+        before = after
+    if not np.isfinite(before[kinds.all][num]):
+        raise ValueError(_no_fit(pipe))
+    used, cuts, chosen = kinds.all, [num], list[int]()
+    while cuts[0]:
+        earlier, start = came[used, cuts[0]]
+        chosen.insert(0, kinds.place_of(earlier, used))
+        used = earlier
+        cuts.insert(0, start)
+    return StageMap(pipe.takes, pipe.outputs, tuple(cuts), tuple(chosen))
+
+
+def best_rings(pipe: Pipe) -> StageMap:
+    """Returns the fastest nested stages: each place but one has a piece of either end, so that skips stay at home.
+
+    The innermost place has one stage, the others two. Raises ValueError as ``best_cuts``.
+    """
+    count, num = len(pipe.places), len(pipe.takes)
+    if num < 2 * count - 1:
+        raise ValueError(f"rings of {count} places have {2 * count - 1} stages, and the network has {num} cells")
+    kinds, rings = _Kinds(pipe.places), _Rings(pipe)
+    layers: list[dict[Used, dict[tuple[int, int], _Ring]]] = [{kinds.none: {(0, num): _Ring(0.0)}}]
+    for ring in range(count - 1):
+        layers.append(rings.inside(layers[-1], ring, kinds))
+    best: tuple[float, Used, tuple[int, int]] = (math.inf, kinds.none, (0, num))
+    for used, cores in layers[-1].items():
+        (place, _) = next(kinds.next(used))
+        for core, found in cores.items():
+            seconds = max(found.worst, rings.core_seconds(core, place))
+            best = min(best, (seconds, used, core))
+    if best[0] == math.inf:
+        raise ValueError(_no_fit(pipe))
+    _, used, core = best
+    low, high, chosen = [core[0]], [core[1]], [kinds.place_of(used, kinds.all)]
+    for layer in reversed(layers[1:]):
+        found = layer[used][core]
+        chosen.insert(0, kinds.place_of(found.used, used))
+        used, core = found.used, found.outer
+        low.insert(0, core[0])
+        high.append(core[1])
+    return StageMap(pipe.takes, pipe.outputs, (*low, *high), (*chosen, *reversed(chosen[:-1])))
+
+
+class _Kinds:
+    """Which places are alike."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.kinds = list(dict.fromkeys(places))
+        self.members = [[at for at, place in enumerate(places) if place == kind] for kind in self.kinds]
+        self.none: Used = (0,) * len(self.kinds)
+        self.all: Used = tuple(map(len, self.members))
+
+    def next(self, used: Used) -> Iterator[tuple[Place, Used]]:
+        """Yields each kind of which a place is left, and the state in which it is used."""
+        for number, kind in enumerate(self.kinds):
+            if used[number] < self.all[number]:
+                yield kind, (*used[:number], used[number] + 1, *used[number + 1 :])
+
+    def place_of(self, before: Used, after: Used) -> int:
+        """Returns the place that is used between two states."""
+        (number,) = [number for number, (a, b) in enumerate(zip(before, after)) if a != b]
+        return self.members[number][before[number]]
+
+
+class _Totals:
+    """Seconds and bytes of the cells ``[first, end)``, as arrays of both; seconds are infinite where there is none."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        def runs(values: Sequence[float]) -> Array:
+            sums = np.concatenate([[0.0], np.cumsum(values)])
+            return sums[None, :] - sums[:, None]
+
+        self.seconds = runs([cost.seconds for cost in pipe.costs])
+        self.held, self.state = runs([cost.held for cost in pipe.costs]), runs([cost.state for cost in pipe.costs])
+        self.seconds[np.tril_indices(len(pipe.costs) + 1)] = np.inf
+
+
+def _members_before(pipe: Pipe) -> tuple[Array, Array]:
+    """Returns how many members of each value come before each cell, and the bytes of each value."""
+    counts = np.zeros((len(pipe.takes) + 1, len(pipe.takes)), int)
+    for value, members in enumerate(pipe.members):
+        for member in members:
+            counts[member + 1 :, value] += 1
+    return counts, np.array([cost.output for cost in pipe.costs], float)
+
+
+def _sent_of_runs(pipe: Pipe) -> Array:
+    """Returns the bytes of the values that cross the border of the cells ``[first, end)``."""
+    before, sizes = _members_before(pipe)
+    inside = before[None, :, :] - before[:, None, :]
+    return ((inside > 0) & (inside < before[-1])) @ sizes
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """The fastest rings around a core: seconds of the slowest, and the core and state before the last of them."""
+
+    worst: float
+    used: Used = ()
+    outer: tuple[int, int] = (0, 0)
+
+
+class _Rings:
+    """Cells of a core ``[first, end)`` and of the pieces on both sides of one inside of it."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.pipe, self.num, self.count = pipe, len(pipe.takes), len(pipe.places)
+        self.totals, (self.before, self.sizes) = _Totals(pipe), _members_before(pipe)
+        self.core_bytes = _sent_of_runs(pipe)
+        self._sent: dict[tuple[int, int], Array] = {}
+
+    def inside(
+        self, layer: dict[Used, dict[tuple[int, int], _Ring]], ring: int, kinds: _Kinds
+    ) -> dict[Used, dict[tuple[int, int], _Ring]]:
+        """Returns the fastest ways to one more ring inside of those of ``layer``, by state and core."""
+        result: dict[Used, dict[tuple[int, int], _Ring]] = {}
+        for used, cores in layer.items():
+            for place, then in kinds.next(used):
+                best = result.setdefault(then, {})
+                for outer, found in cores.items():
+                    slowest = np.maximum(found.worst, self._ring_seconds(outer, ring, place))
+                    for low, high in np.argwhere(np.isfinite(slowest)).tolist():
+                        core = outer[0] + low, outer[0] + high
+                        if slowest[low, high] < best.get(core, _Ring(math.inf)).worst:
+                            best[core] = _Ring(float(slowest[low, high]), used, outer)
+        return result
+
+    def core_seconds(self, core: tuple[int, int], place: Place) -> float:
+        """Returns the seconds of the innermost place, infinite where its memory does not suffice."""
+        alive = in_flight(self.pipe.schedule, 2 * self.count - 1, self.pipe.micros, self.count - 1)
+        if self.totals.state[core] + alive * self.totals.held[core] > place.memory:
+            return math.inf
+        seconds = self.totals.seconds[core] / place.speed
+        return float(seconds + 2 * self.pipe.seconds_per_byte * self.core_bytes[core])
+
+    def _ring_seconds(self, outer: tuple[int, int], ring: int, place: Place) -> Array:
+        """Returns the seconds of both pieces around each core ``[low, high)``, counted from the outer one's first."""
+        first, end = outer
+        low, high = np.s_[first, first : end + 1], np.s_[first : end + 1, end]  # pieces [first, low) and [high, end)
+        totals, schedule = self.totals, (self.pipe.schedule, 2 * self.count - 1, self.pipe.micros)
+        early, late = in_flight(*schedule, ring), in_flight(*schedule, 2 * self.count - 2 - ring)
+        seconds = (totals.seconds[low][:, None] + totals.seconds[high][None, :]) / place.speed
+        seconds = seconds + 2 * self.pipe.seconds_per_byte * self._ring_bytes(outer)
+        state = totals.state[low][:, None] + totals.state[high][None, :]
+        held = early * totals.held[low][:, None] + late * totals.held[high][None, :]
+        rows = np.arange(end - first + 1)
+        seconds[(state + held > place.memory) | (rows[:, None] >= rows[None, :])] = np.inf
+        return seconds
+
+    def _ring_bytes(self, outer: tuple[int, int]) -> Array:
+        if outer not in self._sent:
+            first, end = outer
+            within = self.before[first : end + 1]
+            inside = (within - within[0])[:, None, :] + (within[-1] - within)[None, :, :]
+            self._sent[outer] = ((inside > 0) & (inside < self.before[-1])) @ self.sizes
+        return self._sent[outer]
+
+
+def _no_fit(pipe: Pipe) -> str:
+    least = min(place.memory for place in pipe.places)
+    return (
+        f"no placement of {len(pipe.takes)} cells on {len(pipe.places)} places fits memories from {least / 2**30:.3g} "
+        "GiB: use a larger --pipe, a smaller --batch, or --pipe-schedule 1f1b"
+    )

@@ -1,0 +1,86 @@
+"""GABRA: always feasible, never worse than before, the best of all on small instances; the paper's objective."""
+
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+
+from seqpar.pipeline.best_cuts import best_cuts
+from seqpar.pipeline.genetic_placement import OBJECTIVES, Search, gabra, gabra_stages, is_feasible
+from seqpar.pipeline.placement import CellCost, Pipe, Place
+
+
+def instance(dice: random.Random, num: int, count: int, equal: bool) -> tuple[np.ndarray, np.ndarray]:
+    loads = np.array([dice.randint(1, 9) for _ in range(num)], float)
+    shares = np.array([1.0 if equal else dice.choice((0.5, 1.0, 2.0)) for _ in range(count)])
+    return loads, np.maximum(1.5 * loads.sum() * shares / shares.sum(), loads.max())
+
+
+def every_value(loads: np.ndarray, capacities: np.ndarray, objective: str) -> list[float]:
+    allocations = (np.array(a) for a in itertools.product(range(len(capacities)), repeat=len(loads)))
+    return [OBJECTIVES[objective](a, loads, capacities) for a in allocations if is_feasible(a, loads, capacities)]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_it_equals_the_best_of_all_on_small_instances(objective: str) -> None:
+    dice = random.Random(objective)
+    for number in range(6):
+        loads, capacities = instance(dice, 5, 3, equal=number % 2 == 0)
+        found = gabra(loads, capacities, objective, Search(population=40, turns=600, mutation=0.5, seed=number))
+        assert found.value == pytest.approx(max(every_value(loads, capacities, objective)), rel=1e-12)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_it_is_always_feasible_and_its_best_never_falls(objective: str) -> None:
+    dice, rose = random.Random(objective), 0
+    for number in range(20):
+        loads, capacities = instance(dice, dice.randint(4, 20), dice.randint(1, 4), equal=number % 2 == 0)
+        found = gabra(loads, capacities, objective, Search(turns=100, seed=number))
+        assert is_feasible(np.array(found.devices), loads, capacities)
+        assert all(a <= b for a, b in itertools.pairwise(found.history)) and len(found.history) == 101
+        assert found.value == found.history[-1] == OBJECTIVES[objective](np.array(found.devices), loads, capacities)
+        assert found == gabra(loads, capacities, objective, Search(turns=100, seed=number))
+        rose += found.history[-1] > found.history[0]
+    assert rose > 0
+
+
+def test_the_papers_objective_is_one_number_where_devices_are_equal() -> None:
+    loads, capacities = instance(random.Random(0), 8, 3, equal=True)
+    assert len(set(every_value(loads, capacities, "paper"))) == 1
+    assert len(set(every_value(loads, capacities, "makespan"))) > 5  # the control
+    loads, capacities = instance(random.Random(1), 6, 3, equal=False)
+    assert len(set(every_value(loads, capacities, "paper"))) > 5
+
+
+def test_thirty_seven_partitions_on_eight_devices_take_a_second() -> None:
+    loads = np.random.default_rng(0).random(37)
+    began = time.process_time()
+    gabra(loads, np.full(8, 1.25 * loads.sum() / 8), "makespan")
+    assert time.process_time() - began < 5  # 0.1 measured; this only catches a search of another order
+
+
+def test_its_stages_are_no_shorter_than_the_exact_cuts() -> None:
+    dice = random.Random(5)
+    costs = [CellCost(dice.random(), 2 * dice.random(), 10) for _ in range(12)]
+    takes = tuple((cell - 1,) for cell in range(12))
+    pipe = Pipe(takes, (11,), costs, (Place(),) * 3, 6, "1f1b", 0.01)
+    exact = pipe.timetable(best_cuts(pipe)).seconds
+    for objective in OBJECTIVES:
+        stages = gabra_stages(pipe, objective)
+        assert set(stages.places) == {0, 1, 2}
+        assert pipe.timetable(stages).seconds >= exact
+
+
+@pytest.mark.parametrize(
+    ("loads", "capacities", "objective", "problem"),
+    [
+        ([1.0, 1.0], [2.0] * 3, "paper", "2 partitions cannot give each of 3 devices one"),
+        ([1.0, 5.0], [4.0, 4.0], "paper", "were not made to fit the capacities 4, 4"),
+        ([1.0, 5.0], [6.0, 6.0], "best", "--objective best: choose makespan or paper"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(loads, capacities, objective: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        gabra(loads, capacities, objective)
