@@ -4,8 +4,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from seqpar.data.phantom.brain import DEFAULT_SIZE
 from seqpar.data.phantom.files import LAYOUTS, PhantomSettings, write_phantom
+from seqpar.data.phantom.kinds import KINDS
 from seqpar.launch.job.display import coloured
 from seqpar.launch.job.exit_codes import run
 from seqpar.launch.job.next_command import next_command
@@ -18,24 +18,29 @@ def act(arguments: Sequence[str]) -> int:
     parser = Parser(prog="seqpar-phantom", description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", required=True, help="folder to write the data set to")
     parser.add_argument("--cases", type=int, default=24, help="number of patients (%(default)s)")
-    parser.add_argument("--layout", choices=LAYOUTS, default="brats", help="names of folders and files (%(default)s)")
+    parser.add_argument("--kind", choices=list(KINDS), default="brain", help="; ".join(_line(k) for k in KINDS))
+    parser.add_argument("--layout", choices=LAYOUTS, help="names of folders and files (brain: brats, else nnunet)")
     parser.add_argument(
         "--size",
         type=int,
         nargs=3,
         metavar=("W", "D", "H"),
-        default=DEFAULT_SIZE,
-        help="voxels per direction; the field of view stays the same (%(default)s)",
+        help="voxels per direction; the field of view stays the same (as the kind says)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random patients (%(default)s)")
     parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="processes (%(default)s)")
     options = parser.parse_args(arguments)
-    width, depth, height = options.size
-    settings = PhantomSettings(options.layout, (width, depth, height), options.seed)
+    settings = PhantomSettings.of(options.kind, options.layout, options.size and tuple(options.size), options.seed)
     root = write_phantom(options.out, options.cases, settings, options.workers, ProgressBar("phantom"))
     print(f"{options.cases} cases in {root}")
     print(coloured(f"next: {next_command('train', '--data', root)}", sys.stdout))
     return 0
+
+
+def _line(kind: str) -> str:
+    """Returns what a kind shows, for --help."""
+    about = KINDS[kind]
+    return f"{kind}: {about.description}, {'x'.join(map(str, about.size))} voxels"
 
 
 def main() -> None:

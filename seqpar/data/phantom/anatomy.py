@@ -1,20 +1,20 @@
 """The healthy head of a phantom case: soft memberships of tissues over the field of view.
 
-Random fields are drawn as a few waves over the field of view and then sampled on the voxels, so that all numbers of
-voxels show the same field. Axes are right-left, back-front, down-up in mm, with 0 in the middle of the field of view.
+Axes are right-left, back-front, down-up in mm, with 0 in the middle of the field of view.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy import fft
+
+from seqpar.data.phantom import fields
+from seqpar.data.phantom.fields import Field, Mask, inside, soft
 
 FIELD_OF_VIEW = (192.0, 224.0, 192.0)  # mm
 
-Field = NDArray[np.float32]
-Mask = NDArray[np.bool_]
+place_voxels = partial(fields.place_voxels, extent=FIELD_OF_VIEW)
+random_field = partial(fields.random_field, extent=FIELD_OF_VIEW)
 
 
 @dataclass(frozen=True)
@@ -40,40 +40,6 @@ class _Head:
     depth: Field
 
 
-def place_voxels(size: tuple[int, int, int]) -> list[Field]:
-    """Returns the voxel centres in mm, one broadcastable array per axis."""
-    axes = [(np.arange(n, dtype=np.float32) + 0.5) / n * mm - mm / 2 for n, mm in zip(size, FIELD_OF_VIEW)]
-    return list(np.meshgrid(*axes, indexing="ij", sparse=True))
-
-
-def random_field(rng: np.random.Generator, size: tuple[int, ...], scale: float, band: bool = False) -> Field:
-    """Returns a smooth random field of about unit variance, correlated over ``scale`` mm.
-
-    - ``band``: leave out the slow waves too
-    """
-    coarse = [max(4, 2 * round(mm / scale / 2.4)) for mm in FIELD_OF_VIEW]
-    waves = fft.rfftn(rng.standard_normal(coarse, dtype=np.float32))
-    steps = [mm / n for mm, n in zip(FIELD_OF_VIEW, coarse)]
-    frequency = np.meshgrid(
-        *(fft.fftfreq(n, d) for n, d in zip(coarse[:-1], steps)),
-        fft.rfftfreq(coarse[-1], steps[-1]),
-        indexing="ij",
-        sparse=True,
-    )
-    power = (2 * np.pi * scale) ** 2 * sum(f**2 for f in frequency) / 2
-    gain = np.exp(-power) - (np.exp(-4 * power) if band else 0)
-    gain *= np.prod(size) / np.prod(coarse) / np.sqrt(np.mean(gain**2))
-    waves = fft.fftshift(waves * gain, axes=(0, 1))
-    for axis, (n, m) in enumerate(zip(coarse, size)):  # the same waves on more (or fewer) voxels
-        from_size, to_size = (n, m) if axis < 2 else (n // 2 + 1, m // 2 + 1)
-        start = (from_size // 2 - to_size // 2) if axis < 2 else 0
-        lower, upper = max(0, start), min(from_size, start + to_size)
-        pad = [(0, 0)] * 3
-        pad[axis] = (lower - start, start + to_size - upper)
-        waves = np.pad(waves.take(np.arange(lower, upper), axis=axis), pad)
-    return fft.irfftn(fft.ifftshift(waves, axes=(0, 1)), s=size).astype(np.float32)
-
-
 def build_anatomy(rng: np.random.Generator, place: list[Field]) -> Anatomy:
     """Returns a random healthy head, which is not symmetric."""
     head = _head(rng, place)
@@ -81,25 +47,14 @@ def build_anatomy(rng: np.random.Generator, place: list[Field]) -> Anatomy:
     wide = rng.uniform(0.75, 1.5)
     ventricle = _ventricle(head, wide)
     nuclei = np.maximum(
-        _inside([head.side, head.y, head.z], (14, -8, 0), (10, 15, 9)),
-        _inside([head.side, head.y, head.z], (26, 8, 0), (7, 19, 11)),
+        inside([head.side, head.y, head.z], (14, -8, 0), (10, 15, 9)),
+        inside([head.side, head.y, head.z], (26, 8, 0), (7, 19, 11)),
     )
-    grey = np.maximum(grey, 0.8 * _soft(nuclei, 3))
-    csf = np.maximum(csf, _soft(ventricle, 1.6))
+    grey = np.maximum(grey, 0.8 * soft(nuclei, 3))
+    csf = np.maximum(csf, soft(ventricle, 1.6))
     old_age = _old_age(rng, head, ventricle) * (1 - grey)
     memberships = {"grey": grey, "old_age": old_age, "csf": csf, "vessel": _vessels(rng, head)}
     return Anatomy(head.depth, head.depth > 0, memberships)
-
-
-def _soft(distance: Any, width: float) -> Field:
-    """Returns 1 where ``distance`` is well above 0, 0 where well below, and a ramp of ``width`` between."""
-    return np.clip(np.asarray(distance, np.float32) / np.float32(width) + np.float32(0.5), 0, 1)
-
-
-def _inside(place: list[Any], centre: tuple[float, ...], radii: tuple[float, ...]) -> Field:
-    """Returns roughly the depth below the surface of an ellipsoid in mm, negative outside."""
-    squares = sum(((p - c) / r) ** 2 for p, c, r in zip(place, centre, radii))
-    return np.asarray((1 - np.sqrt(squares)) * min(radii), np.float32)
 
 
 def _head(rng: np.random.Generator, place: list[Field]) -> _Head:
@@ -108,11 +63,11 @@ def _head(rng: np.random.Generator, place: list[Field]) -> _Head:
     x, y, z = ((p + 3.5 * random_field(rng, size, 28)) / g for p, g in zip(place, grow))
     side = np.abs(x)
     front = 1 - 0.13 * y / 84  # the forehead is narrower
-    cerebrum = _inside([x / front, y, np.where(z < 0, z * 1.55, z)], (0, 0, -4), (68, 86, 68))
-    temporal = _inside([side, y, z], (42, 8, -30), (23, 44, 21))
+    cerebrum = inside([x / front, y, np.where(z < 0, z * 1.55, z)], (0, 0, -4), (68, 86, 68))
+    temporal = inside([side, y, z], (42, 8, -30), (23, 44, 21))
     upper = np.maximum(cerebrum, temporal)
-    cerebellum = _inside([side, y, z], (22, -46, -46), (32, 31, 25))
-    stem = _inside([x, y + 0.25 * (z + 40), z], (0, -10, -48), (13, 14, 40))
+    cerebellum = inside([side, y, z], (22, -46, -46), (32, 31, 25))
+    stem = inside([x, y + 0.25 * (z + 40), z], (0, -10, -48), (13, 14, 40))
     return _Head(x, y, z, side, upper, cerebellum, stem, np.maximum(upper, np.maximum(cerebellum, stem)))
 
 
@@ -122,19 +77,19 @@ def _cortex(rng: np.random.Generator, head: _Head) -> tuple[Field, Field]:
     reach = np.clip(1 - (head.depth - 5) / 18, 0, 1)
     fold = np.abs(random_field(rng, head.depth.shape, 4.6, band=True))
     fold = fold + 0.6 * (1 - np.clip(5 * reach, 0, 1))  # deep in the brain they end
-    callosum = _inside([y, np.minimum(z + 10, 0) * 0.3 + np.maximum(z + 10, 0)], (0, 0), (48, 26))
+    callosum = inside([y, np.minimum(z + 10, 0) * 0.3 + np.maximum(z + 10, 0)], (0, 0), (48, 26))
     cleft = np.minimum(
         head.depth, np.where(callosum < 0, head.side, 30)
     )  # the corpus callosum joins the hemispheres below it
     open_sulci = rng.uniform(0.12, 0.3)
-    grey = np.maximum(_soft(1.05 * reach - fold, 0.35), _soft(4.2 - cleft, 1.6))
-    csf = np.maximum(_soft(open_sulci * reach - fold, 0.3), _soft(1.0 - cleft, 1.4))
-    low = _soft(head.cerebellum - np.maximum(head.upper, head.stem), 2.0)
-    leaves = _soft(0.35 - np.cos((z + 0.3 * y + 1.2 * fold) * (2 * np.pi / 6.5)), 1.2)
-    leaves = np.maximum(leaves, _soft(4 - head.cerebellum, 2)) * _soft(19 - head.cerebellum, 8)
+    grey = np.maximum(soft(1.05 * reach - fold, 0.35), soft(4.2 - cleft, 1.6))
+    csf = np.maximum(soft(open_sulci * reach - fold, 0.3), soft(1.0 - cleft, 1.4))
+    low = soft(head.cerebellum - np.maximum(head.upper, head.stem), 2.0)
+    leaves = soft(0.35 - np.cos((z + 0.3 * y + 1.2 * fold) * (2 * np.pi / 6.5)), 1.2)
+    leaves = np.maximum(leaves, soft(4 - head.cerebellum, 2)) * soft(19 - head.cerebellum, 8)
     grey = grey * (1 - low) + low * leaves
-    csf = csf * (1 - low) + low * _soft(0.6 - head.cerebellum, 1.5)
-    inner = 1 - _soft(head.stem - 3, 2)
+    csf = csf * (1 - low) + low * soft(0.6 - head.cerebellum, 1.5)
+    inner = 1 - soft(head.stem - 3, 2)
     return grey * inner, csf * inner
 
 
@@ -142,18 +97,18 @@ def _ventricle(head: _Head, wide: float) -> Field:
     """Returns roughly the depth below the surface of the ventricles in mm; they are ``wide`` times as wide as usual."""
     side, y, z = head.side, head.y, head.z
     bend = 0.006 * (y - 6) ** 2  # the horns lead away from the midline, the posterior ones downwards
-    body = _inside([side - bend, y, z + 0.5 * bend], (7 + 3 * wide, -4, 12), (5.5 * wide, 44, 8 * wide))
-    horn = _inside([side + 0.3 * y, y, z], (21, -20, -12), (5 * wide, 22, 6 * wide))
-    third = _inside([side, y, z], (0, -4, -4), (2.2 * wide, 13, 11))
+    body = inside([side - bend, y, z + 0.5 * bend], (7 + 3 * wide, -4, 12), (5.5 * wide, 44, 8 * wide))
+    horn = inside([side + 0.3 * y, y, z], (21, -20, -12), (5 * wide, 22, 6 * wide))
+    third = inside([side, y, z], (0, -4, -4), (2.2 * wide, 13, 11))
     return np.maximum(np.maximum(body, horn), third)
 
 
 def _old_age(rng: np.random.Generator, head: _Head, ventricle: Field) -> Field:
     """Returns lesions of old age, bright in FLAIR: spots in white matter and caps on the ventricles."""
     age = rng.uniform(0.0, 1.0)
-    spots = _soft(random_field(rng, head.depth.shape, 4.5) - (3.3 - 1.1 * age), 0.5)
-    caps = _soft(ventricle + 1.0 + 2.5 * age * random_field(rng, head.depth.shape, 7), 2.5)
-    return np.maximum(spots * _soft(head.depth - 12, 6), caps * _soft(np.abs(head.y) - 20, 10))
+    spots = soft(random_field(rng, head.depth.shape, 4.5) - (3.3 - 1.1 * age), 0.5)
+    caps = soft(ventricle + 1.0 + 2.5 * age * random_field(rng, head.depth.shape, 7), 2.5)
+    return np.maximum(spots * soft(head.depth - 12, 6), caps * soft(np.abs(head.y) - 20, 10))
 
 
 def _vessels(rng: np.random.Generator, head: _Head) -> Field:
@@ -162,5 +117,5 @@ def _vessels(rng: np.random.Generator, head: _Head) -> Field:
     course = np.hypot(random_field(rng, size, 9, band=True), random_field(rng, size, 9, band=True))
     sinus = 3.2 - np.hypot(head.x, np.minimum(head.upper, np.where(z > 0, 30, 90)) - 2)
     plexus = 1.6 - np.hypot(head.side - 12, z - 8 - 0.004 * head.y**2)
-    tubes = np.maximum(_soft(0.13 - course, 0.14), _soft(sinus, 2))
-    return np.maximum(tubes, _soft(plexus, 2) * _soft(16 - np.abs(head.y), 4))
+    tubes = np.maximum(soft(0.13 - course, 0.14), soft(sinus, 2))
+    return np.maximum(tubes, soft(plexus, 2) * soft(16 - np.abs(head.y), 4))

@@ -5,21 +5,13 @@ noise. Tissues are painted over one another with soft edges. To make the task ha
 and is not labelled: CSF (bright in T2), lesions of old age (FLAIR), vessels (T1ce).
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from seqpar.data.phantom.anatomy import (
-    FIELD_OF_VIEW,
-    Anatomy,
-    Field,
-    Mask,
-    build_anatomy,
-    place_voxels,
-    random_field,
-)
+from seqpar.data.phantom.anatomy import FIELD_OF_VIEW, Anatomy, build_anatomy, place_voxels, random_field
+from seqpar.data.phantom.fields import Field, Mask
+from seqpar.data.phantom.phantom_case import PhantomCase, spacing_of, streams
 
 MODALITIES = ("t1n", "t1c", "t2w", "t2f")  # T1, T1ce, T2, FLAIR under their BraTS 2023 names
 LABELS = {"background": 0, "NCR": 1, "ED": 2, "ET": 3}
@@ -39,38 +31,15 @@ TISSUES = {
 }
 
 
-@dataclass(frozen=True)
-class PhantomCase:
-    """One case: image ``(c, W, D, H)`` int16, label ``(W, D, H)`` uint8, spacing in mm."""
-
-    image: NDArray[np.int16]
-    label: NDArray[np.uint8]
-    spacing: tuple[float, float, float]
-
-    @property
-    def affine(self) -> NDArray[np.float64]:
-        """The matrix from voxel indices to mm, with the middle of the volume at 0."""
-        affine = np.diag([*self.spacing, 1.0])
-        affine[:3, 3] = [-s * (n - 1) / 2 for s, n in zip(self.spacing, self.label.shape)]
-        return affine
-
-
 def make_case(seed: int, index: int, size: tuple[int, int, int] = DEFAULT_SIZE) -> PhantomCase:
     """Returns case ``index`` of the phantom data set ``seed``, the same on every call."""
-    if seed < 0 or index < 0:
-        raise ValueError(f"a phantom's seed and case index are 0 or more, got {seed} and {index}")
-    if len(size) != 3 or min(size) < 16:
-        raise ValueError(f"a phantom's size is three numbers of voxels, each 16 or more, got {size}")
-    shape_rng, tumour_rng, contrast_rng, noise_rng = (
-        np.random.default_rng([seed, index, stream]) for stream in range(4)
-    )
+    shape_rng, tumour_rng, contrast_rng, noise_rng = streams(seed, index, size)
     position = place_voxels(size)
     anatomy = build_anatomy(shape_rng, position)
     healthy = (seed + index) % HEALTHY_EVERY == HEALTHY_EVERY - 1
     label = np.zeros(size, np.uint8) if healthy else _tumours(tumour_rng, position, anatomy)
     image = _intensities(contrast_rng, anatomy, label)
-    spacing = tuple(mm / n for mm, n in zip(FIELD_OF_VIEW, size))
-    return PhantomCase(_measure(noise_rng, image, anatomy.brain), label, spacing)  # type: ignore[arg-type]
+    return PhantomCase(_measure(noise_rng, image, anatomy.brain), label, spacing_of(FIELD_OF_VIEW, size))
 
 
 def _tumours(rng: np.random.Generator, position: list[Field], anatomy: Anatomy) -> NDArray[np.uint8]:

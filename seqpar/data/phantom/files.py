@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import write_bytes, write_json
-from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
-from seqpar.data.phantom.brain import DEFAULT_SIZE, LABELS, MODALITIES, PhantomCase, make_case
+from seqpar.data.phantom.brain import MODALITIES
+from seqpar.data.phantom.kinds import KINDS, PhantomKind
+from seqpar.data.phantom.phantom_case import PhantomCase
 from seqpar.data.workers import Progress, silent
 
 LAYOUTS = ("brats", "nnunet")
-DATASET = "Dataset999_Phantom"
 SETTINGS_FILE = "phantom.json"
 VERSION = 1  # of the pictures: another generator never mixes with old files
 
@@ -31,20 +31,40 @@ class PhantomSettings:
     """Settings that all files of a phantom folder share."""
 
     layout: str = "brats"
-    size: tuple[int, int, int] = DEFAULT_SIZE
+    size: tuple[int, int, int] = KINDS["brain"].size
     seed: int = 0
+    kind: str = "brain"
 
     def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"a phantom's kind is one of {', '.join(KINDS)}, got {self.kind}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"a phantom's layout is one of {', '.join(LAYOUTS)}, got {self.layout}")
+        if self.layout not in self.of_kind.layouts:
+            raise ValueError(
+                f"phantoms of kind {self.kind} are written as {', '.join(self.of_kind.layouts)}; "
+                f"got --layout {self.layout}: leave it out"
+            )
         if len(self.size) != 3 or min(self.size) < 16:
             raise ValueError(f"a phantom's size is three numbers of voxels, each 16 or more, got {self.size}")
         if self.seed < 0:
             raise ValueError(f"a phantom's seed is 0 or more, got {self.seed}")
 
+    @classmethod
+    def of(
+        cls, kind: str = "brain", layout: str | None = None, size: tuple[int, int, int] | None = None, seed: int = 0
+    ) -> "PhantomSettings":
+        """Returns the settings of a kind; its own layout and size where none are given."""
+        usual = KINDS[kind]
+        return cls(layout or usual.layouts[0], size or usual.size, seed, kind)
+
+    @property
+    def of_kind(self) -> PhantomKind:
+        return KINDS[self.kind]
+
     def root(self, out: Path) -> Path:
         """Returns the data set's folder: what is given as --data."""
-        return out / DATASET if self.layout == "nnunet" else out
+        return out / self.of_kind.dataset if self.layout == "nnunet" else out
 
     def files(self, out: Path, index: int) -> list[Path]:
         """Returns the files of a case: the modalities in order, the label last."""
@@ -52,19 +72,24 @@ class PhantomSettings:
         if self.layout == "brats":
             name = f"BraTS-GLI-{index:05d}-000"
             return [root / name / f"{name}-{kind}.nii.gz" for kind in (*MODALITIES, "seg")]
-        name = f"phantom_{index:05d}"
-        images = [root / "imagesTr" / f"{name}_{channel:04d}.nii.gz" for channel in range(len(MODALITIES))]
+        name, channels = self.case_name(index), range(len(self.of_kind.channels))
+        images = [root / "imagesTr" / f"{name}_{channel:04d}.nii.gz" for channel in channels]
         return [*images, root / "labelsTr" / f"{name}.nii.gz"]
+
+    def case_name(self, index: int) -> str:
+        """Returns the name of a case in nnU-Net's layout."""
+        return f"phantom_{index:05d}"
 
     def record(self) -> dict[str, Any]:
         """Returns the content of phantom.json, by which the folder is recognised."""
-        return {
+        record = {
             "version": VERSION,
             "layout": self.layout,
             "size": list(self.size),
             "seed": self.seed,
-            "field_of_view": list(FIELD_OF_VIEW),
+            "field_of_view": list(self.of_kind.field_of_view),
         }
+        return record if self.kind == "brain" else {**record, "kind": self.kind}  # brains were all there was
 
 
 def write_phantom(
@@ -87,7 +112,7 @@ def write_phantom(
             done += 1
             progress(done, cases)
         if settings.layout == "nnunet":
-            write_json(root / "dataset.json", _nnunet_description(root))
+            write_json(root / "dataset.json", _nnunet_description(out, settings))
     except OSError as error:
         raise DataError(
             error.filename or root,
@@ -173,7 +198,7 @@ def _work(end: Connection, out: Path, settings: PhantomSettings, indices: list[i
 
 
 def _write_case(out: Path, settings: PhantomSettings, index: int) -> None:
-    case = make_case(settings.seed, index, settings.size)
+    case = settings.of_kind.make_case(settings.seed, index, settings.size)
     volumes = [*case.image, case.label]
     for path, volume in zip(settings.files(out, index), volumes):
         if not path.exists():
@@ -190,14 +215,17 @@ def _nifti(volume: NDArray[Any], case: PhantomCase) -> bytes:
     return gzip.compress(image.to_bytes(), compresslevel=1, mtime=0)
 
 
-def _nnunet_description(root: Path) -> dict[str, Any]:
-    """Returns the content of dataset.json, with the regions of BraTS, each drawn over the one before."""
-    return {
-        "name": "Phantom",
-        "description": "generated brains with tumours, four modalities",
-        "channel_names": {str(i): name for i, name in enumerate(("T1", "T1ce", "T2", "FLAIR"))},
-        "labels": {"background": LABELS["background"], "WT": [1, 2, 3], "TC": [1, 3], "ET": [3]},
-        "regions_class_order": [2, 1, 3],
-        "numTraining": len(list((root / "labelsTr").glob("*.nii.gz"))),
+def _nnunet_description(out: Path, settings: PhantomSettings) -> dict[str, Any]:
+    """Returns the content of dataset.json: of the kind, and which classes its cases show where not all show all."""
+    kind, written = settings.of_kind, len(list((settings.root(out) / "labelsTr").glob("*.nii.gz")))
+    content = {
+        "name": kind.title,
+        "description": kind.description,
+        "channel_names": {str(number): name for number, name in enumerate(kind.channels)},
+        **kind.classes,
+        "numTraining": written,
         "file_ending": ".nii.gz",
     }
+    shown = {settings.case_name(index): kind.annotated(settings.seed, index) for index in range(written)}
+    partly = {case: list(names) for case, names in shown.items() if names is not None}
+    return {**content, "annotated": partly} if partly else content

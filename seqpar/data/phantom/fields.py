@@ -1,0 +1,75 @@
+"""Fields over the field of view of a phantom: places of voxels, random waves, soft edges, ellipsoids.
+
+Random fields are drawn as a few waves over the field of view and then sampled on the voxels, so that all numbers of
+voxels show the same field.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import fft, ndimage
+
+Extent = tuple[float, float, float]
+Field = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+
+
+def place_voxels(size: tuple[int, int, int], extent: Extent) -> list[Field]:
+    """Returns the voxel centres in mm, one broadcastable array per axis; ``extent``: of the field of view in mm."""
+    axes = [(np.arange(n, dtype=np.float32) + 0.5) / n * mm - mm / 2 for n, mm in zip(size, extent)]
+    return list(np.meshgrid(*axes, indexing="ij", sparse=True))
+
+
+def random_field(
+    rng: np.random.Generator, size: tuple[int, ...], scale: float, band: bool = False, *, extent: Extent
+) -> Field:
+    """Returns a smooth random field of about unit variance, correlated over ``scale`` mm.
+
+    - ``band``: leave out the slow waves too
+    - ``extent``: of the field of view in mm
+    """
+    coarse = [max(4, 2 * round(mm / scale / 2.4)) for mm in extent]
+    waves = fft.rfftn(rng.standard_normal(coarse, dtype=np.float32))
+    steps = [mm / n for mm, n in zip(extent, coarse)]
+    frequency = np.meshgrid(
+        *(fft.fftfreq(n, d) for n, d in zip(coarse[:-1], steps)),
+        fft.rfftfreq(coarse[-1], steps[-1]),
+        indexing="ij",
+        sparse=True,
+    )
+    power = (2 * np.pi * scale) ** 2 * sum(f**2 for f in frequency) / 2
+    gain = np.exp(-power) - (np.exp(-4 * power) if band else 0)
+    gain *= np.prod(size) / np.prod(coarse) / np.sqrt(np.mean(gain**2))
+    waves = fft.fftshift(waves * gain, axes=(0, 1))
+    for axis, (n, m) in enumerate(zip(coarse, size)):  # the same waves on more (or fewer) voxels
+        from_size, to_size = (n, m) if axis < 2 else (n // 2 + 1, m // 2 + 1)
+        start = (from_size // 2 - to_size // 2) if axis < 2 else 0
+        lower, upper = max(0, start), min(from_size, start + to_size)
+        pad = [(0, 0)] * 3
+        pad[axis] = (lower - start, start + to_size - upper)
+        waves = np.pad(waves.take(np.arange(lower, upper), axis=axis), pad)
+    return fft.irfftn(fft.ifftshift(waves, axes=(0, 1)), s=size).astype(np.float32)
+
+
+def soft(distance: Any, width: float) -> Field:
+    """Returns 1 where ``distance`` is well above 0, 0 where well below, and a ramp of ``width`` between."""
+    return np.clip(np.asarray(distance, np.float32) / np.float32(width) + np.float32(0.5), 0, 1)
+
+
+def inside(place: list[Any], centre: tuple[float, ...], radii: tuple[float, ...]) -> Field:
+    """Returns roughly the depth below the surface of an ellipsoid in mm, negative outside."""
+    squares = sum(((p - c) / r) ** 2 for p, c, r in zip(place, centre, radii))
+    return np.asarray((1 - np.sqrt(squares)) * min(radii), np.float32)
+
+
+def paint(image: Field, value: float | NDArray[np.floating[Any]], weight: Field) -> None:
+    """Paints ``value`` over the image where ``weight`` is 1, a share of it where it is less."""
+    image += weight * (np.asarray(value, np.float32) - image)
+
+
+def scan(rng: np.random.Generator, image: Field, noise: float, spacing: Extent) -> NDArray[np.int16]:
+    """Returns CT numbers as a scanner writes them, blurred over 1.5 mm; ``noise``: its standard deviation in HU."""
+    blurred = ndimage.gaussian_filter(image, [1.5 / side for side in spacing])
+    measured = blurred + np.float32(noise) * rng.standard_normal(image.shape, np.float32)
+    return np.clip(np.rint(measured), -1024, 3071).astype(np.int16)

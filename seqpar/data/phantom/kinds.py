@@ -1,0 +1,83 @@
+"""The kinds of phantoms that there are: what each shows, and how its files are described."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from seqpar.data.phantom import abdomen, anatomy, brain, head_neck
+from seqpar.data.phantom.fields import Extent
+from seqpar.data.phantom.phantom_case import PhantomCase
+
+Size = tuple[int, int, int]
+
+
+def _all_classes(seed: int, index: int) -> tuple[str, ...] | None:
+    return None
+
+
+@dataclass(frozen=True)
+class PhantomKind:
+    """A kind of phantom.
+
+    ``make_case``: from seed, case index and voxels per direction; ``size``: usual ones; ``layouts``: the usual first.
+    ``dataset``: name of its folder; ``title``, ``description``, ``channels`` and ``classes`` (labels, and regions where
+    there are any): of nnU-Net's dataset.json. ``annotated``: the classes that the label of a case (seed, index) shows,
+    None where it shows all.
+    """
+
+    make_case: Callable[[int, int, Size], PhantomCase]
+    size: Size
+    field_of_view: Extent
+    layouts: tuple[str, ...]
+    dataset: str
+    title: str
+    description: str
+    channels: tuple[str, ...]
+    classes: dict[str, Any]
+    annotated: Callable[[int, int], tuple[str, ...] | None] = _all_classes
+
+
+def _partly(seed: int, index: int) -> tuple[str, ...] | None:
+    shown = head_neck.annotated(seed, index)
+    return None if shown == head_neck.ORGANS else shown
+
+
+KINDS = {
+    "brain": PhantomKind(
+        brain.make_case,
+        brain.DEFAULT_SIZE,
+        anatomy.FIELD_OF_VIEW,
+        ("brats", "nnunet"),
+        "Dataset999_Phantom",
+        "Phantom",
+        "generated brains with tumours, four modalities",
+        ("T1", "T1ce", "T2", "FLAIR"),
+        {
+            "labels": {"background": 0, "WT": [1, 2, 3], "TC": [1, 3], "ET": [3]},
+            "regions_class_order": [2, 1, 3],  # each region is drawn over the one before
+        },
+    ),
+    "liver": PhantomKind(
+        abdomen.make_case,
+        abdomen.DEFAULT_SIZE,
+        abdomen.FIELD_OF_VIEW,
+        ("nnunet",),
+        "Dataset998_PhantomLiver",
+        "PhantomLiver",
+        "generated livers with lesions in CT numbers",
+        ("CT",),
+        {"labels": abdomen.LABELS},
+    ),
+    "organs": PhantomKind(
+        head_neck.make_case,
+        head_neck.DEFAULT_SIZE,
+        head_neck.FIELD_OF_VIEW,
+        ("nnunet",),
+        "Dataset997_PhantomOrgans",
+        "PhantomOrgans",
+        "generated heads and necks in CT numbers, nine organs of which not every case shows all",
+        ("CT",),
+        {"labels": head_neck.LABELS},
+        _partly,
+    ),
+}
