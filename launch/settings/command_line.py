@@ -142,6 +142,7 @@ def refuse_idle(config: Config, names: set[str]) -> None:
         ("skips", config.decoder == "unetr", f"--decoder {config.decoder} takes no skips: leave it out"),
         ("decoder_width", config.decoder != "primus", "--decoder primus finds its width itself: leave it out"),
         ("interpolation", _deforms(config.augment), f"--augment {config.augment} deforms nothing: leave it out"),
+        ("synthesis_per", config.synthesis > 0, "--synthesis is 0: leave it out, or set that"),
         ("betas", len(config.betas) <= len(kind.betas), f"--optimizer {config.optimizer} takes {takes}"),
         ("amsgrad", kind.has_amsgrad or not config.amsgrad, "only adam and adamw have it: leave it out"),
         ("decay_epochs", config.schedule == "step", f"--schedule {config.schedule} has no steps: leave it out"),

@@ -95,6 +95,12 @@ class Config:
     synthesis: float = _data(
         0.0, "share of tiles that get a synthetic tumour in place of the real one", bounds=_share(0.5)
     )
+    synthesis_per: str = _data(
+        "tile",
+        "what a synthetic tumour's contrast and place are found in: the tile, or the volume before it is cut, whose "
+        "lesions must be darker than their organ (Hou et al.)",
+        choices=("tile", "volume"),
+    )
     foreground: float = _data(0.33, "share of tiles centred on a labelled voxel (nnU-Net: 0.33)", bounds=_share(0.33))
     targets: str = _data(
         "regions",

@@ -17,6 +17,7 @@ from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.augmentation_presets import ORDERS
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
+from seqpar.data.sampling.volume_synthesis import VolumeSynthesis
 from seqpar.data.workers import silent
 from seqpar.decoders.modes.mode import Mode
 from seqpar.launch.evaluation.classes import hidden_classes, labels_of_declaration
@@ -131,7 +132,9 @@ def split_of(dataset: HasCases, config: Config) -> tuple[tuple[str, ...], tuple[
 
 def training_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Config) -> TileSource:
     """Returns the source of augmented tiles of the cases ``ids``."""
-    synthesis = TumourSynthesis.of(dataset, config.synthesis) if config.synthesis else None
+    per_volume = config.synthesis_per == "volume"
+    volume_synthesis = VolumeSynthesis.of(dataset, config.synthesis) if config.synthesis and per_volume else None
+    synthesis = TumourSynthesis.of(dataset, config.synthesis) if config.synthesis and not per_volume else None
     # as nnU-Net does with modalities whose background is 0
     keep_background = config.augment.split("+")[0] == "full" and "zscore" in dataset.recipe.schemes
     augmentation = augment(
@@ -142,4 +145,4 @@ def training_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Confi
         outside_label=dataset.ignore_label or 0,
         keep_background=keep_background,
     )
-    return TileSource.of(dataset, ids, augmentation, config.foreground)
+    return TileSource.of(dataset, ids, augmentation, config.foreground, volume_synthesis)

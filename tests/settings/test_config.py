@@ -63,6 +63,7 @@ IMPOSSIBLE = {
     "--schedule step --decay-epochs 1 --decay-factor 0": "above 0",
     "--fold first": "choose a fold.s number",
     "--synthesis 2": r"\[0, 1\]; 0.5",
+    "--synthesis-per volume": "--synthesis-per would do nothing: --synthesis is 0",
     "--spacing 1,1": "three sizes above 0",
     "--spacing best": "give source, median, or",
     "--time-limit soon": "give minutes",

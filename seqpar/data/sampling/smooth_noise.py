@@ -8,16 +8,51 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from scipy import ndimage
 
+_MOST_ROWS = 128  # per direction, from which a percentile of a large volume is taken
+
+
+def block_of(size: Sequence[int]) -> int:
+    """Returns the width in voxels of the coarse noise's cells and of blurred edges (Hou et al.)."""
+    return max(2, max(size) // 32)
+
+
+class SmoothNoise:
+    """Noise on a coarse grid, enlarged and smoothed: its values anywhere, without the rest of the volume.
+
+    Enlarging and smoothing are linear and go direction by direction, so that each is a matrix per direction.
+    ``block``: the width in voxels of a cell of the coarse grid and of the filter that smooths the enlarged noise.
+    """
+
+    def __init__(self, rng: np.random.Generator, size: Sequence[int], block: int) -> None:
+        coarse = [max(1, side // block) for side in size]
+        self.noise = rng.standard_normal(coarse, dtype=np.float32).clip(-2, 2)
+        self._matrices = [_matrix(side, cells, block // 2 * 2 + 1) for side, cells in zip(size, coarse)]
+
+    def at(self, rows: Sequence[slice]) -> NDArray[np.float32]:
+        """Returns the values on the voxels of a box, or of some of its rows."""
+        field = self.noise
+        for matrix, some in zip(self._matrices, rows):  # each turn moves the direction that it enlarges to the end
+            field = np.tensordot(field, matrix[some], (0, 1))
+        return field
+
+    def percentile(self, share: float) -> float:
+        """Returns the value below which ``share`` of all voxels lie, in whole percent, rounded down.
+
+        Of large volumes every second, third, ... row is looked at: the noise changes slowly.
+        """
+        every = [slice(0, None, -(-len(matrix) // _MOST_ROWS)) for matrix in self._matrices]
+        return float(np.percentile(self.at(every), int(100 * share)))
+
 
 def lowest_voxels(rng: np.random.Generator, size: Sequence[int], block: int, share: float) -> NDArray[np.bool_]:
-    """Returns the mask of the voxels where smooth noise is lowest; ``share`` of all in whole percent, rounded down.
-
-    block: the width in voxels of a cell of the coarse grid and of the filter that smooths the enlarged noise.
-    """
-    coarse = [max(1, n // block) for n in size]
-    noise = torch.from_numpy(rng.standard_normal(coarse, dtype=np.float32).clip(-2, 2))[None, None]
-    mode = "trilinear" if len(size) == 3 else "bilinear"
-    enlarged = F.interpolate(noise, list(size), mode=mode)[0, 0].numpy()
-    smooth = ndimage.uniform_filter(enlarged, block // 2 * 2 + 1)
-    lowest: NDArray[np.bool_] = smooth < np.percentile(smooth, int(100 * share))
+    """Returns the mask of the voxels where smooth noise is lowest, about ``share`` of all; ``block``: its cells."""
+    noise = SmoothNoise(rng, size, block)
+    lowest: NDArray[np.bool_] = noise.at([slice(None)] * len(size)) < noise.percentile(share)
     return lowest
+
+
+def _matrix(side: int, cells: int, width: int) -> NDArray[np.float32]:
+    """Returns what enlarges ``cells`` to ``side`` values linearly and smooths them over ``width``: (side, cells)."""
+    enlarged = F.interpolate(torch.eye(cells)[None], side, mode="linear")[0].numpy().T
+    smooth: NDArray[np.float32] = ndimage.uniform_filter1d(enlarged, width, axis=0)
+    return smooth

@@ -15,22 +15,11 @@ import torch
 from seqpar.data.boxes import read_box
 from seqpar.data.errors import DataError
 from seqpar.data.preparation.cache import PreparedDataset
+from seqpar.data.sampling.case_arrays import CaseArrays
+from seqpar.data.sampling.volume_synthesis import VolumeSynthesis
 
 _DOMAIN = 0x7469_6C65  # "tile": keeps these numbers apart from whatever else is made of the same seed
 FOREGROUND = 1 / 3  # nnU-Net's 33 % rule
-
-
-class CaseArrays(Protocol):
-    """A prepared case, whose arrays are mapped on access."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def image(self) -> np.ndarray: ...  # c W D H, float32
-    @property
-    def label(self) -> np.ndarray: ...  # W D H, class ids
-    @property
-    def locations(self) -> dict[int, np.ndarray]: ...  # class id to voxels (n, 3)
 
 
 class Augmenting(Protocol):
@@ -77,6 +66,7 @@ class TileSource:
     channels: int
     num_values: int  # of the label: classes, and the ignore label where there is one
     foreground: float = FOREGROUND
+    synthesis: VolumeSynthesis | None = None  # per volume; per tile it is the augmentation's
 
     def __post_init__(self) -> None:
         if not self.cases:
@@ -89,7 +79,12 @@ class TileSource:
 
     @classmethod
     def of(
-        cls, dataset: PreparedDataset, ids: Sequence[str], augmentation: Augmenting, foreground: float = FOREGROUND
+        cls,
+        dataset: PreparedDataset,
+        ids: Sequence[str],
+        augmentation: Augmenting,
+        foreground: float = FOREGROUND,
+        synthesis: VolumeSynthesis | None = None,
     ) -> "TileSource":
         """Returns the source of tiles of some cases of a cache."""
         unknown = sorted(set(ids) - set(dataset.cases))
@@ -103,7 +98,7 @@ class TileSource:
             )
         cases = tuple(dataset.cases[name] for name in sorted(set(ids)))
         values = len(dataset.labels) + (dataset.ignore_label is not None)
-        return cls(cases, augmentation, len(dataset.modalities), values, foreground)
+        return cls(cases, augmentation, len(dataset.modalities), values, foreground, synthesis)
 
     @property
     def tile_size(self) -> tuple[int, ...]:
@@ -145,8 +140,12 @@ class TileSource:
         start = self._place(case, label.shape, rng)
         need = self.augmentation.needed_size(seed)
         low = [s - (n - t) // 2 for s, n, t in zip(start, need, self.tile_size)]
-        image = read_box(image, low, need, 0)
-        label = read_box(label, low, need, self.augmentation.outside_label)
+        outside = self.augmentation.outside_label
+        # drawn after the place, which so stays the same with it
+        if self.synthesis and rng.random() < self.synthesis.labels.probability:
+            image, label = self.synthesis.read(case, low, need, outside, int(rng.integers(2**63)))
+        else:
+            image, label = read_box(image, low, need, 0), read_box(label, low, need, outside)
         image, label = self.augmentation(image, label, seed)
         return Tile(np.ascontiguousarray(image, np.float32), np.ascontiguousarray(label, self.label_dtype))
 

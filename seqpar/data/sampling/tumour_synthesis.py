@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from seqpar.data.preparation.cache import PreparedDataset
-from seqpar.data.sampling.smooth_noise import lowest_voxels
+from seqpar.data.sampling.smooth_noise import block_of, lowest_voxels
 
 _LESION = re.compile("tumou?r|lesion|cancer|metastas|carcinoma", re.IGNORECASE)
 _WHOLE = re.compile("wt|whole[ _-]?tumou?r", re.IGNORECASE)
@@ -40,6 +40,11 @@ class TumourSynthesis:
                 f"got {self.probability} and {self.smallest}"
             )
 
+    @property
+    def painted(self) -> int:
+        """The label of a fake lesion."""
+        return self.lesion[0] if self.fake is None else self.fake
+
     def __call__(
         self, image: NDArray[np.float32], label: NDArray[Any], rng: np.random.Generator
     ) -> tuple[NDArray[np.float32], NDArray[Any]]:
@@ -53,14 +58,14 @@ class TumourSynthesis:
         if np.abs(contrast).max() <= 1e-4:
             return image, label
         fake = self._region(rng, label.shape) & (real | healthy)
-        block = _block(label.shape)
+        block = block_of(label.shape)
         change = ndimage.uniform_filter(real.astype(np.float32), block) - ndimage.uniform_filter(
             fake.astype(np.float32), block
         )
         change *= real | healthy  # what is neither (air) keeps its value
         new = label.copy()
         new[real] = self.healthy[0]
-        new[fake] = self.lesion[0] if self.fake is None else self.fake
+        new[fake] = self.painted
         shape = (-1, *[1] * label.ndim)
         return image + contrast.astype(np.float32).reshape(shape) * change, new
 
@@ -90,10 +95,9 @@ class TumourSynthesis:
 
     def _region(self, rng: np.random.Generator, size: tuple[int, ...]) -> NDArray[np.bool_]:
         """Returns the mask of a fake lesion: the lowest voxels of smooth noise, a drawn share of all."""
-        share = np.clip(rng.normal(0.01, 0.01) + rng.normal(0, 0.05), self.smallest, self.smallest + 0.2)
-        return lowest_voxels(rng, size, _block(size), float(share))
+        share = self.draw_share(rng)
+        return lowest_voxels(rng, size, block_of(size), share)
 
-
-def _block(size: tuple[int, ...]) -> int:
-    """Returns the width of the coarse noise's cells and of the blurred edges, in voxels."""
-    return max(2, max(size) // 32)
+    def draw_share(self, rng: np.random.Generator) -> float:
+        """Returns the share of the volume from which a fake lesion is cut, mostly the smallest."""
+        return float(np.clip(rng.normal(0.01, 0.01) + rng.normal(0, 0.05), self.smallest, self.smallest + 0.2))
