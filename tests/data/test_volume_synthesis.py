@@ -157,7 +157,10 @@ def test_the_volume_synthesis_of_a_run_is_the_one_that_the_flag_names(tmp_path):
 
 def test_lesions_without_an_organ_are_refused(tmp_path):
     dataset = prepared(
-        write_phantom(tmp_path, 5, PhantomSettings("nnunet", (20, 20, 20))), tmp_path / "c", PrepareSettings()
+        write_phantom(tmp_path, 5, PhantomSettings("nnunet", (20, 20, 20))),
+        tmp_path / "c",
+        PrepareSettings(),
+        is_first=True,
     )
     with pytest.raises(ValueError, match="--synthesis-per volume: Phantom labels no organ around its lesions"):
         VolumeSynthesis.of(dataset, 0.5)
