@@ -12,7 +12,8 @@ from seqpar.data.boxes import read_box
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.phantom.files import PhantomSettings, write_phantom
 from seqpar.data.preparation.prepare import PrepareSettings, prepared
-from seqpar.data.sampling.augmentation import augment
+from seqpar.data.sampling.augmentation import Augmentation, augment
+from seqpar.data.sampling.augmentation_presets import Chance, Recipe
 from seqpar.data.sampling.smooth_noise import SmoothNoise, block_of
 from seqpar.data.sampling.tiles import TileKey, TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
@@ -129,15 +130,15 @@ def test_a_tile_is_drawn_of_the_changed_case_at_the_same_place(synthesis):
     plain = TileSource((case,), augment("none", (32, 32, 32)), 1, 3, 0.5)
     always = replace(plain, synthesis=synthesis)
     half = replace(plain, synthesis=VolumeSynthesis(TumourSynthesis(probability=0.5)))
-    keys = [TileKey(0, step, 0) for step in range(24)]
+    keys = [TileKey(0, step, 0) for step in range(16)]
     changed = [not np.array_equal(half.draw(key).label, plain.draw(key).label) for key in keys]
-    assert 4 < sum(changed) < 20
-    for key in keys[:6]:
+    assert 2 < sum(changed) < 14
+    for key in keys[:4]:
         tile, again = always.draw(key), always.draw(key)
         assert np.array_equal(tile.image, again.image) and not np.array_equal(tile.label, plain.draw(key).label)
         assert np.array_equal(tile.label > 0, plain.draw(key).label > 0)  # the organ's place tells the tile's
-    deformed = replace(always, augmentation=augment("full", (32, 32, 32)))
-    assert all(deformed.draw(key).label.shape == (32, 32, 32) for key in keys[:6])
+    deformed = replace(always, augmentation=Augmentation(Recipe(rotation=Chance(1.0, -30, 30)), (32, 32, 32)))
+    assert deformed.draw(keys[0]).label.shape == (32, 32, 32)
     assert block_of((512, 100, 512)) == 16 and block_of((40, 40, 40)) == 2
 
 
@@ -162,7 +163,9 @@ def test_lesions_without_an_organ_are_refused(tmp_path):
         PrepareSettings(),
         is_first=True,
     )
-    with pytest.raises(ValueError, match="--synthesis-per volume: Phantom labels no organ around its lesions"):
+    with pytest.raises(
+        ValueError, match="--synthesis-per volume: Dataset999_Phantom labels no organ around its lesions"
+    ):
         VolumeSynthesis.of(dataset, 0.5)
     with pytest.raises(ValueError, match="needs an organ"):
         VolumeSynthesis(TumourSynthesis((0,), (2,)))
