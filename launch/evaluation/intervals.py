@@ -4,7 +4,9 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from scipy.special import stdtrit
+from seqpar.late_import import late
+
+special = late("scipy.special")
 
 
 def interval_of_mean(
@@ -16,6 +18,6 @@ def interval_of_mean(
     """
     if len(values) < 2:
         return None
-    reach = float(stdtrit(len(values) - 1, (1 + level) / 2)) * stdev(values) / math.sqrt(len(values))
+    reach = float(special.stdtrit(len(values) - 1, (1 + level) / 2)) * stdev(values) / math.sqrt(len(values))
     middle = fmean(values)
     return max(low, middle - reach), min(high, middle + reach)

@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
 
 from seqpar.data.boxes import crop, smallest_box
+from seqpar.late_import import late
 from seqpar.launch.evaluation.metrics import (
     Mask,
     check,
     confusion,
     hd95,
 )
+
+ndimage = late("scipy.ndimage")
 
 
 class Detection(NamedTuple):

@@ -10,9 +10,11 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
 
 from seqpar.data.boxes import crop, smallest_box
+from seqpar.late_import import late
+
+ndimage = late("scipy.ndimage")
 
 Mask = NDArray[np.bool_]
 Distances = NDArray[np.float64]

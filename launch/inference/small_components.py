@@ -5,7 +5,10 @@ import re
 from collections.abc import Collection, Sequence
 
 import numpy as np
-from scipy import ndimage
+
+from seqpar.late_import import late
+
+ndimage = late("scipy.ndimage")
 
 
 def parse_min_component(text: str, voxel_mm3: float) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from seqpar.consensus import broadcast_text, gather_texts, raise_together
+from seqpar.consensus import by_first, gather_texts, raise_together
 from seqpar.data.files import remove_leftovers
 from seqpar.environment import Launcher
 from seqpar.launch.hardware.rank_facts import device_name
@@ -106,13 +106,13 @@ def _build_net(
 ) -> tuple[Net, Sequence[str]]:
     """Returns the network, and the reasons for its attention strategy.
 
-    Where the strategy is left open, the first rank's choice holds on all. ``saved_layout`` is the ``layout`` of the
-    resumed run's config.json, which keeps its strategy.
+    Where the strategy is left open, the first rank plans, and its choice holds on all. ``saved_layout`` is the
+    ``layout`` of the resumed run's config.json, which keeps its strategy.
     """
     sizes = data.num_channels, data.num_outputs
-    choice = choose_attention(config, mesh.launcher, *sizes, saved_layout)
-    strategy, *reasons = broadcast_text("\n".join(choice), 0, mesh.world).split("\n")
-    named = replace(config, attention=strategy or config.attention)
+    choice = by_first(lambda: choose_attention(config, mesh.launcher, *sizes, saved_layout), mesh.world)
+    strategy, reasons = (choice[0], choice[1:]) if choice else (config.attention, ())
+    named = replace(config, attention=strategy)
     net = build(named, *sizes, mesh.seq, bool(data.regions), data=mesh.data)
     return net, reasons or net.attention_choice
 

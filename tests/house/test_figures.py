@@ -50,9 +50,16 @@ def encoder(net: str, ranks: str) -> float:
     return of("encoder", "ratio", net=net, **{"ranks x threads": ranks})
 
 
-def attention(ranks: int, *strategies: str) -> float:
+def attention(ranks: int, tokens: int, *strategies: str) -> float:
     """Returns how long ours takes in the time of the quickest of these."""
-    return 1 / min(of("attention", "ratio", ranks=ranks, tokens=1024, strategy=name) for name in strategies)
+    rows = [{"measure": "time", "ranks": ranks, "tokens": tokens, "strategy": name} for name in strategies]
+    return 1 / min(of("attention", "ratio", **row) for row in rows)
+
+
+def attention_of_longer(*strategies: str) -> str:
+    """Returns the best and worst of the same at 4,096 and 8,192 tokens."""
+    every = [attention(ranks, tokens, *strategies) for ranks in (2, 4) for tokens in (4096, 8192)]
+    return f"{min(every):.2f} to {max(every):.2f}"
 
 
 def plan_errors(ranks: int) -> list[float]:
@@ -76,6 +83,8 @@ def two(*numbers: float) -> str:
     return "; ".join(f"{number:.2f}" for number in numbers)
 
 
+ULYSSES = ("DeepSpeed Ulysses",)
+PEER = "batchgenerators, nnU-Net default"
 RING = ("torch ring, all-gather", "torch ring, all-to-all")
 # how a row of README's table begins → its figures, from where they were measured; None: LOG or a test has them
 FIGURES: dict[str, Callable[[], Any] | None] = {
@@ -92,10 +101,14 @@ FIGURES: dict[str, Callable[[], Any] | None] = {
         encoder("ViT 768 x 12, ours", "1 x 2"),
         encoder("ViT 768 x 12, ours", "2 x 1"),
     ),
-    "time of attention": lambda: two(
-        *(attention(ranks, *names) for names in (["DeepSpeed Ulysses"], RING) for ranks in (2, 4))
+    "time of attention, 1,024 tokens": lambda: two(
+        *(attention(ranks, 1024, *names) for names in (ULYSSES, RING) for ranks in (2, 4))
     ),
-    "tiles a second": lambda: f"{of('data', 'ratio', pipeline='full'):.1f}",
+    "the same, 4,096 and 8,192 tokens": lambda: "; ".join(attention_of_longer(*names) for names in (ULYSSES, RING)),
+    "tiles a second": lambda: "; ".join(
+        f"{of('data', 'ratio', pipeline='full') / of('data', 'ratio', pipeline=f'{PEER}, order {order}'):.1f}"
+        for order in ("3/1", "1/0")
+    ),
     "speed of a whole pass": lambda: "; ".join(
         f"{of('predict', 'times_whole', name=f'sliding {tile}, overlap 0.5'):.1f}" for tile in (96, 64)
     ),

@@ -13,7 +13,7 @@ TOPS = {"seqpar": "seqpar", "decoders": "seqpar.decoders", "launch": "seqpar.lau
 
 # From the ground up. A floor is a line; its rooms may use each other where that makes no circle.
 GROUND = """
-    choices environment wait_clock watchdog mesh
+    choices environment late_import wait_clock watchdog mesh
     messages rendezvous
     collectives consensus halo_exchange remaps
     layout meta_tensors losses

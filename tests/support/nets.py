@@ -119,8 +119,8 @@ EXACT = [(mode, split) for mode in ("gather", "halo", "swap") for split in ("spa
 
 
 def check_exact(ranks: Callable[..., list], world: int, make: Make) -> None:
-    """Holds every exact mode and split against one process, with ten steps of Adam."""
-    for case, gaps in differences(ranks, world, make, EXACT, steps=10).items():
+    """Holds every exact mode and split against one process: ten steps of Adam, two on 3 and on 8 ranks."""
+    for case, gaps in differences(ranks, world, make, EXACT, steps=10 if world in (1, 2, 4) else 2).items():
         assert max(gaps["logits"], gaps["loss"], gaps["gradients"]) < 1e-12, (case, gaps)
         assert gaps["weights"] < 1e-10, (case, gaps)
 

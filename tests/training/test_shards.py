@@ -22,10 +22,10 @@ from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.ranks import relative
 from tests.support.training_runs import Launch, at, losses, signalled, tiny_data, trained, weights
 
-LAYOUTS = {
+LAYOUTS = {  # two tiles a step, in each of them
     "1 x 2": (2, "--seqpar 2 --batch 1 --accumulate 2"),
     "2 x 2": (4, "--seqpar 2 --batch 1 --grad-checkpoint full"),  # validation by groups, of unequally many windows
-    "1 x 4": (4, "--seqpar 4 --batch 1 --mlp-chunks 2"),
+    "1 x 4": (4, "--seqpar 4 --batch 2 --mlp-chunks 2"),
 }
 EXACT = "--precision fp64 --dropout 0.1 --clip 0.1 --batch 4"
 BF16 = "--seqpar 2 --precision bf16 --grad-checkpoint full --mlp-chunks 2 --tile 32 --epochs 1"
@@ -45,21 +45,32 @@ def farthest(a: Path, b: Path) -> float:
     return max(relative(ours[name], theirs[name]) for name in theirs)
 
 
+TEN_STEPS = ["--iterations", "10", "--epochs", "1", "--depth", "2"]
+
+
+@pytest.fixture(scope="module")
+def replicated(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with all weights on each."""
+    out = tmp_path_factory.mktemp("replicated") / "run"
+    trained(2, [*flags, *TEN_STEPS, "--seqpar", "2", "--batch", "2"], out)
+    return out
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sharded_weights_become_what_replicated_ones_become(flags: list[str], tmp_path: Path, layout: str) -> None:
+def test_sharded_weights_become_what_replicated_ones_become(
+    flags: list[str], replicated: Path, tmp_path: Path, layout: str
+) -> None:
     """Loss, global gradient norm and scores of each of 10 Adam steps, and the weights after them."""
     world, more = LAYOUTS[layout]
-    run = [*flags, *f"{more} --iterations 10 --epochs 1 --depth 2".split()]
-    trained(world, run, tmp_path / "replicated")
-    trained(world, [*run, "--shard-weights"], tmp_path / "sharded")
-    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("sharded", "replicated")]
+    trained(world, [*flags, *TEN_STEPS, *more.split(), "--shard-weights"], tmp_path / "sharded")
+    rows = [read_metrics(out / "metrics.jsonl") for out in (tmp_path / "sharded", replicated)]
     assert len(rows[0]) == len(rows[1]) == 11
     for ours, theirs in zip(*rows):
         for name in {"loss", "dice_loss", "ce_loss", "grad_norm"} & theirs.keys():
             assert abs(ours[name] / theirs[name] - 1) < 1e-10, (name, ours, theirs)
         assert ours.get("dice") == theirs.get("dice")
     assert min(row["grad_norm"] for row in rows[1] if "grad_norm" in row) > 0.1, "clipping did nothing"
-    assert farthest(tmp_path / "sharded", tmp_path / "replicated") < 1e-10
+    assert farthest(tmp_path / "sharded", replicated) < 1e-10
 
 
 def test_a_sharded_run_goes_on_to_the_same_bits_and_on_any_ranks(flags: list[str], tmp_path: Path) -> None:

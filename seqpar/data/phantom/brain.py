@@ -7,11 +7,13 @@ and is not labelled: CSF (bright in T2), lesions of old age (FLAIR), vessels (T1
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
 
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW, Anatomy, build_anatomy, place_voxels, random_field
 from seqpar.data.phantom.fields import Field, Mask
 from seqpar.data.phantom.phantom_case import PhantomCase, spacing_of, streams
+from seqpar.late_import import late
+
+ndimage = late("scipy.ndimage")
 
 MODALITIES = ("t1n", "t1c", "t2w", "t2f")  # T1, T1ce, T2, FLAIR under their BraTS 2023 names
 LABELS = {"background": 0, "NCR": 1, "ED": 2, "ET": 3}

@@ -6,6 +6,7 @@ same tiles however it is spread. A group's tiles are numbered over all steps, t;
 Legend: b tiles, c channels, n tokens, p voxels of a patch along one direction; ``n/s`` over the sequence group.
 """
 
+import importlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -78,6 +79,8 @@ class Loader:
         self.batch, self.accumulate, self.steps, self.seed = batch, accumulate, steps, seed
         self.packing = Packing(replace(layout), source.channels, source.label_dtype)  # without what layout cached
         self._at = 0
+        if workers:
+            importlib.import_module("scipy.ndimage")  # once here, not in every worker that is forked
         self._pool = Pool(
             _Preparation(source, self.packing),
             self._my_tiles(),

@@ -6,7 +6,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from scipy import ndimage
+
+from seqpar.late_import import late
+
+ndimage = late("scipy.ndimage")
 
 _MOST_ROWS = 128  # per direction, from which a percentile of a large volume is taken
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
 
 from seqpar.data.boxes import read_box
 from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.sampling.case_arrays import CaseArrays
 from seqpar.data.sampling.smooth_noise import SmoothNoise, block_of
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
+from seqpar.late_import import late
+
+ndimage = late("scipy.ndimage")
 
 Arrays = tuple[NDArray[np.float32], NDArray[Any]]
 _SLABS = 32  # in which a case is read for its means

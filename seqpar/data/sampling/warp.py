@@ -12,7 +12,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from scipy import ndimage
+
+from seqpar.late_import import late
+
+ndimage = late("scipy.ndimage")
 
 Size = tuple[int, ...]
 
