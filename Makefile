@@ -8,7 +8,7 @@ train: .venv/ready
 	$(BIN)/python launch/train.py --out runs/phantom --again
 
 test: .venv/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/mypy
