@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import fft, ndimage
+
+from seqpar.late_import import late
+
+fft, ndimage = late("scipy.fft"), late("scipy.ndimage")
 
 Extent = tuple[float, float, float]
 Field = NDArray[np.float32]

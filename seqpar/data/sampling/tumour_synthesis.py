@@ -8,14 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.data.preparation.cache import PreparedDataset
-<<<<<<< HEAD
 from seqpar.data.sampling.smooth_noise import block_of, lowest_voxels
-=======
-from seqpar.data.sampling.smooth_noise import lowest_voxels
 from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")
->>>>>>> 998e12d (The tests take fewer steps on many ranks than cores; the first rank alone plans attention; scipy is imported when it is used; README tells the longer sequences and the linear order too)
 
 _LESION = re.compile("tumou?r|lesion|cancer|metastas|carcinoma", re.IGNORECASE)
 _WHOLE = re.compile("wt|whole[ _-]?tumou?r", re.IGNORECASE)
