@@ -6,13 +6,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Dataset
 from seqpar.launch.evaluation.classes import BRATS, Labels, choose_labels
-from seqpar.launch.evaluation.label_files import Pair, dataset_at, match_cases, score_pairs
+from seqpar.launch.evaluation.comparison import Scored, compare
+from seqpar.launch.evaluation.label_files import Pair, dataset_at, match_cases, score_pairs, validation_of
 from seqpar.launch.evaluation.scores import EmptyPolicy, Scores, format_table, summarise
-from seqpar.launch.evaluation.summary_files import csv_text, summary_content, write_output
+from seqpar.launch.evaluation.summary_files import csv_text, output_files, summary_content, write_output
 from seqpar.launch.job.exit_codes import DATA, run
 from seqpar.launch.settings.command_line import Parser
 
@@ -23,14 +25,33 @@ WORDS = (
 
 
 def act(arguments: Sequence[str]) -> int:
-    """Scores the cases and prints a line per case, a table, the faults and one line that sums up; returns the code."""
+    """Scores the cases of each prediction, prints what it found and, of several, which is best; returns the code."""
     options = _parse(arguments)
     dataset = dataset_at(options.truth)
-    pairs, faults = match_cases(options.truth, options.prediction, dataset)
-    for folder in (options.json.parent, options.csv.parent):  # now, rather than after an hour of distances
-        if folder.exists() and not os.access(folder, os.W_OK):
-            raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
     labels = choose_labels(options.truth, dataset, options.dataset, options.regions or (), options.brats)
+    folders, any_faults = list[Scored](), False
+    for prediction in options.prediction:
+        if len(options.prediction) > 1:
+            print(f"\n{prediction}:", flush=True)
+        cases, faults = _evaluate(options, prediction, dataset, labels)
+        any_faults |= bool(faults)
+        if cases:
+            folders.append(Scored(str(prediction), {pair.case: scores for pair, scores in cases}))
+    if len(folders) > 1:
+        print(f"\n{compare(folders)}", flush=True)
+    return DATA if any_faults else 0
+
+
+def _evaluate(
+    options: argparse.Namespace, prediction: Path, dataset: Dataset | None, labels: Labels
+) -> tuple[list[tuple[Pair, Scores]], list[DataError]]:
+    """Prints a line per case, a table, the faults and one line that sums up; returns the cases and the faults."""
+    validation = validation_of(prediction)
+    pairs, faults = match_cases(options.truth, validation or prediction, dataset, only_predicted=bool(validation))
+    files = output_files(prediction if validation is None else None, options.json, options.csv)
+    for place in (file.parent for file in files.values()):  # now, rather than after an hour of distances
+        if place.exists() and not os.access(place, os.W_OK):
+            raise DataError(place, "cannot be written to: choose other places by --json and --csv")
     settings = {name: getattr(options, name) for name in ("nsd_tolerance", "lesion_wise", "empty")}
     cases: list[tuple[Pair, Scores]] = []
     for pair, result in score_pairs(pairs, labels, settings, min(options.workers, max(len(pairs), 1))):
@@ -40,34 +61,34 @@ def act(arguments: Sequence[str]) -> int:
         cases.append((pair, result))
         dices = ", ".join(f"{name} {row['Dice']:.4f}" for name, row in result.items())
         print(f"{pair.case}: Dice {dices}", flush=True)
-    last_line = _write(options, cases, labels, settings, faults) if cases else "no case could be scored"
+    last_line = _write(files, cases, labels, settings, faults) if cases else "no case could be scored"
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr, flush=True)
     print(last_line + (f"; faults {len(faults)}" if faults else ""), flush=True)
-    return DATA if faults else 0
+    return cases, faults
 
 
 def _write(
-    options: argparse.Namespace,
+    files: dict[str, Path],
     cases: list[tuple[Pair, Scores]],
     labels: Labels,
-    settings: dict[str, object],
+    settings: dict[str, Any],
     faults: list[DataError],
 ) -> str:
     """Prints the table and writes both files, a failure being one more fault; returns the line that sums up."""
     summary = summarise([scores for _, scores in cases])
     print(f"\n{format_table(summary, labels.classes)}\n{WORDS}\n", flush=True)
     content = summary_content(cases, labels, summary) | {"settings": settings, "faults": list(map(str, faults))}
-    texts = {options.json: json.dumps(content, indent=2) + "\n", options.csv: csv_text(cases, labels)}
-    for path, text in texts.items():
+    texts = {"json": json.dumps(content, indent=2) + "\n", "csv": csv_text(cases, labels)}
+    for kind, path in files.items():
         try:
-            write_output(path, text)
+            write_output(path, texts[kind])
         except DataError as error:
             faults.append(error)
     mean = summary["foreground_mean"]
     line = f"cases {len(cases)}, classes {len(labels.classes)}: mean Dice {mean['Dice']:.4f}, "
-    line += f"HD95 {mean['HD95']:.2f} mm, NSD {mean['NSD']:.4f} at {options.nsd_tolerance:g} mm"
-    return f"{line}; {options.json}, {options.csv}"
+    line += f"HD95 {mean['HD95']:.2f} mm, NSD {mean['NSD']:.4f} at {settings['nsd_tolerance']:g} mm"
+    return "; ".join(filter(None, [line, ", ".join(map(str, files.values()))]))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -78,7 +99,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     add("truth", type=Path, metavar="TRUTH", help="data set, folder of NIfTI label maps, or one label map")
-    add("prediction", type=Path, metavar="PREDICTION", help="folder of label maps named as the cases, or one label map")
+    add("prediction", type=Path, nargs="+", metavar="PREDICTION",
+        help="folder of label maps named as the cases, label map, or run (its validation); several are compared")  # fmt: skip
     add("--dataset", type=Path, metavar="FILE", help="dataset.json with the labels (default: of TRUTH, in or above it)")
     add("--regions", type=_region, action="append", metavar="NAME=1,2", help="a class and its labels; can be repeated")
     add("--brats", choices=sorted(BRATS), help="score the regions of BraTS, in the label values of that year")
@@ -96,8 +118,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--nsd-tolerance is {options.nsd_tolerance}: give mm, 0 or more")
     if options.workers < 1:
         raise ValueError(f"--workers is {options.workers}: at least 1 is needed")
-    folder = options.prediction if options.prediction.is_dir() else options.prediction.parent
-    options.json, options.csv = options.json or folder / "summary.json", options.csv or folder / "metrics.csv"
+    if len(options.prediction) > 1 and (options.json or options.csv):
+        raise ValueError(f"--json, --csv: {len(options.prediction)} predictions have files of their own: leave it out")
     options.empty = options.empty or ("brats" if options.brats else "skip")
     return options
 

@@ -10,10 +10,11 @@ from seqpar.decoders.modes.choose import MODES
 from seqpar.environment import read_launcher
 from seqpar.launch.inference.predict_cases import Request, predict_cases
 from seqpar.launch.inference.predictor import Settings
+from seqpar.launch.inference.run_average import Member, refuse_unlike
 from seqpar.launch.inference.windows import WEIGHTS, WINDOWS
 from seqpar.launch.job import exit_codes
 from seqpar.launch.job.local_ranks import die_with_parent, start_missing_ranks
-from seqpar.launch.runs.trained_run import Run, read_run
+from seqpar.launch.runs.trained_run import Run, find_weights, read_run
 from seqpar.launch.settings.command_line import Parser
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
@@ -25,23 +26,22 @@ def act(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 3 if a case could not be predicted; raises what the user has to correct."""
     die_with_parent()
     options = _parser().parse_args(list(arguments))
-    run = read_run(options.run)
-    request, settings = _request(options), _settings(options, run)
+    request, members = _request(options), _members(options)
     launcher = read_launcher(os.environ)
     if options.seqpar > launcher.world:
         return start_missing_ranks(options.seqpar, __file__, arguments, launcher)
-    seqpar = options.seqpar or fitting_seqpar(run, settings, launcher.world)
+    seqpar = options.seqpar or max(fitting_seqpar(member, launcher.world) for member in members)
     with start(seqpar, device=options.device) as mesh:
         try:
-            faults = predict_cases(request, settings, run, mesh)
+            faults = predict_cases(request, members, mesh)
         except Exception as error:
             return _exit_code(error, mesh)
     return exit_codes.DATA if faults else 0
 
 
-def fitting_seqpar(run: Run, settings: Settings, world: int) -> int:
+def fitting_seqpar(member: Member, world: int) -> int:
     """Returns how many ranks share a window: at most as many as in training; all ranks share a whole volume."""
-    most = world if settings.window == "whole" else run.config.seqpar
+    most = world if member.settings.window == "whole" else member.run.config.seqpar
     return max(size for size in range(1, world + 1) if world % size == 0 and size <= most)
 
 
@@ -65,12 +65,23 @@ def _request(options: argparse.Namespace) -> Request:
     return Request(
         inputs=tuple(options.input),
         output=options.output,
-        checkpoints=tuple(options.checkpoint or ["best"]),
         mode=options.mode,
         probabilities=options.probabilities,
         statistics=options.statistics,
         resume=options.resume,
     )
+
+
+def _members(options: argparse.Namespace) -> list[Member]:
+    """Returns the runs with their settings and weights; refuses runs that cannot be averaged."""
+    checkpoints = options.checkpoint or ["best"]
+    runs = [read_run(path) for path in options.run]
+    refuse_unlike(runs)
+    if len(runs) > 1 and (files := [name for name in checkpoints if name not in ("best", "latest")]):
+        raise ValueError(f"--checkpoint {files[0]}: a file belongs to one run, and {len(runs)} came: leave it out")
+    return [
+        Member(run, _settings(options, run), tuple(find_weights(run, name) for name in checkpoints)) for run in runs
+    ]
 
 
 def _settings(options: argparse.Namespace, run: Run) -> Settings:
@@ -89,7 +100,8 @@ def _settings(options: argparse.Namespace, run: Run) -> Settings:
 def _parser() -> Parser:
     parser = Parser("predict", description="Predicts label maps with a trained run.", allow_abbrev=False)
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run folder that train wrote, or archive that export wrote")
+    add("run", type=Path, nargs="+", metavar="RUN",
+        help="run folder that train wrote, or archive that export wrote; several are averaged")  # fmt: skip
     add("-i", "--input", nargs="+", required=True, metavar="PATH", help="data set, folder or list of images, or files")
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write the label maps to")
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",

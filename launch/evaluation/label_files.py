@@ -50,11 +50,24 @@ def list_label_files(folder: Path) -> dict[str, list[Path]]:
     return cases
 
 
-def match_cases(truth: Path, prediction: Path, dataset: Dataset | None = None) -> tuple[list[Pair], list[DataError]]:
+def validation_of(path: Path) -> Path | None:
+    """Returns the folder with the label maps of a run's last validation, None where the path is no run folder."""
+    if not (path / "config.json").is_file():
+        return None
+    folder = path / "validation"
+    if not folder.is_dir() or not list_label_files(folder):
+        raise DataError(folder, "holds no label map: let the run finish, or give a folder of predictions")
+    return folder
+
+
+def match_cases(
+    truth: Path, prediction: Path, dataset: Dataset | None = None, only_predicted: bool = False
+) -> tuple[list[Pair], list[DataError]]:
     """Returns the cases that have both files, and what is wrong with the others.
 
     ``truth`` and ``prediction`` are two files, or two folders whose files are paired by name without suffix. With a
-    ``dataset``, its cases and their label files are the truth.
+    ``dataset``, its cases and their label files are the truth. ``only_predicted``: cases without a prediction are no
+    fault.
     """
     for path in (truth, prediction) if dataset is None else (prediction,):
         if not path.exists():
@@ -80,6 +93,8 @@ def match_cases(truth: Path, prediction: Path, dataset: Dataset | None = None) -
         if duplicates:
             faults.append(DataError(duplicates[0], f"is there as {duplicates[1]} too: keep one of them"))
         elif not predictions:
+            if only_predicted:
+                continue
             path = prediction / f"{case}{output_suffix(truths[0])}"
             faults.append(DataError(path, f"is missing, and the truth has {truths[0]}"))
         elif not truths:

@@ -46,6 +46,18 @@ def csv_text(cases: list[tuple[Pair, Scores]], labels: Labels) -> str:
     return text.getvalue()
 
 
+def output_files(prediction: Path | None, json: Path | None, csv: Path | None) -> dict[str, Path]:
+    """Returns the files to write, by kind: beside a prediction, unless named.
+
+    - ``prediction``: a folder or a file; None for a run, which has a summary of its own that stays as it is
+    """
+    named = {kind: path for kind, path in (("json", json), ("csv", csv)) if path}
+    if prediction is None:
+        return named
+    folder = prediction if prediction.is_dir() else prediction.parent
+    return {"json": folder / "summary.json", "csv": folder / "metrics.csv", **named}
+
+
 def write_output(path: Path, text: str) -> None:
     """Writes a file whole or not at all, and makes the folders above it; raises DataError if that fails."""
     try:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,62 +21,69 @@ from seqpar.data.preparation.recipe import Recipe
 from seqpar.launch.evaluation.classes import labels_of_declaration
 from seqpar.launch.inference.case_progress import CaseProgress
 from seqpar.launch.inference.class_statistics import ClassStatistics
-from seqpar.launch.inference.prediction_folder import PredictionFolder
-from seqpar.launch.inference.predictor import Predictor, Settings
-from seqpar.launch.inference.sliding_window import beyond_training
+from seqpar.launch.inference.prediction_folder import PredictionFolder, ProbabilityFile
+from seqpar.launch.inference.predictor import Predictor
+from seqpar.launch.inference.run_average import MeanProbabilities, Member, share_of
+from seqpar.launch.inference.sliding_window import Image, beyond_training
 from seqpar.launch.inference.whole_volume_memory import footprint
 from seqpar.launch.inference.windows import WindowGrid
 from seqpar.launch.job.next_command import next_command
-from seqpar.launch.runs.trained_run import Run, find_weights, fitting_mode, load_nets
+from seqpar.launch.runs.trained_run import Run, fitting_mode, load_nets
 from seqpar.launch.weights.checkpoint import digest
 from seqpar.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Request:
-    """Which cases to predict with which weights, and where to write the predictions.
+    """Which cases to predict, and where to write the predictions.
 
-    ``inputs`` name a data set, a folder or list of images, or files. ``checkpoints`` are "best", "latest" or files of
-    weights; several are an ensemble. ``mode`` says how ranks decode a window that they share, "" that the run decides.
+    ``inputs`` name a data set, a folder or list of images, or files. ``mode`` says how ranks decode a window that they
+    share, "" that the run decides.
     ``statistics`` writes statistics.csv too. ``resume`` skips the cases that are already predicted.
     """
 
     inputs: tuple[str, ...]
     output: Path
-    checkpoints: tuple[str, ...] = ("best",)
     mode: str = ""
     probabilities: bool = False
     statistics: bool = False
     resume: bool = False
 
 
-def predict_cases(request: Request, settings: Settings, run: Run, mesh: Mesh) -> list[str]:
+def predict_cases(request: Request, members: Sequence[Member], mesh: Mesh) -> list[str]:
     """Predicts the requested cases that are not done yet; returns what went wrong, a line per fault, on all ranks.
 
-    A case that fails does not stop the others; a folder that cannot be written to does.
+    A case that fails does not stop the others; a folder that cannot be written to does. ``members``: the runs; of
+    several, the probabilities are averaged.
     """
-    weights = [find_weights(run, name) for name in request.checkpoints]
-    predictor = Predictor(run, load_nets(run, weights, mesh, request.mode), settings, mesh)
+    predictors = [
+        Predictor(member.run, load_nets(member.run, member.weights, mesh, request.mode), member.settings, mesh)
+        for member in members
+    ]
+    run = members[0].run
     statistics = _statistics(request.output, run) if request.statistics else None
     folder = PredictionFolder(request.output, run.outputs if request.probabilities else (), statistics)
     # Only the first rank reads the inputs and the folder; the others get the cases from it.
-    plan = by_first(lambda: _plan(folder, request, _record(request, settings, run, weights, mesh), run), mesh.world)
+    plan = by_first(lambda: _plan(folder, request, _record(request, members, mesh), run), mesh.world)
     cases = [Case(name, tuple(map(Path, images))) for name, images in plan["cases"]]
     faults: list[str] = list(plan["faults"])
     shown = CaseProgress(cases, mesh.is_first)
     done = f" ({plan['num_done']} are done)" if plan["num_done"] else ""
-    files = ", ".join(map(str, weights))
-    shown.say(f"predicting {len(cases)} cases{done} by {files}; {_ranks_line(request, run, mesh)}")
-    if len(run.windows) > 1:
-        dices = ", ".join(f"{window} {dice:.3f}" for window, dice in run.windows.items())
-        shown.say(f"--window {settings.window}; mean Dice in the run's validation: {dices}")
+    files = ", ".join(str(path) for member in members for path in member.weights)
+    mean = f", the mean of {len(members)} runs" if len(members) > 1 else ""
+    shown.say(f"predicting {len(cases)} cases{done} by {files}{mean}; {_ranks_line(request, members, mesh)}")
+    for member in members:
+        if len(member.run.windows) > 1:
+            dices = ", ".join(f"{window} {dice:.3f}" for window, dice in member.run.windows.items())
+            whose = f"of {member.run.path}" if len(members) > 1 else "in the run's validation"
+            shown.say(f"--window {member.settings.window}; mean Dice {whose}: {dices}")
     for fault in faults:
         shown.complain(fault)
-    prepared_cases = _PreparedCases(cases, run.recipe, keep_images=request.statistics)
+    prepared_cases = _PreparedCases(cases, [member.run.recipe for member in members], request.statistics)
     with closing(shown):
         for number, case in enumerate(cases):
             try:
-                _predict_case(predictor, folder, prepared_cases, number, shown)
+                _predict_case(predictors, folder, prepared_cases, number, shown)
             except ValueError as error:
                 if isinstance(error, DataError) and error.path == str(request.output):
                     raise
@@ -87,19 +95,28 @@ def predict_cases(request: Request, settings: Settings, run: Run, mesh: Mesh) ->
     return faults
 
 
-def _record(request: Request, settings: Settings, run: Run, weights: Sequence[Path], mesh: Mesh) -> dict[str, Any]:
+def _record(request: Request, members: Sequence[Member], mesh: Mesh) -> dict[str, Any]:
     """Returns the content of prediction.json: all that the predictions depend on."""
-    record: dict[str, Any] = {
-        "run": str(run.path.absolute()),
-        "weights": {str(path): digest(path) for path in weights},
-        "settings": {**asdict(settings), "mirror": list(settings.mirror)},
-        "probabilities": request.probabilities,
-    }
+    runs = [
+        {
+            "run": str(member.run.path.absolute()),
+            "weights": {str(path): digest(path) for path in member.weights},
+            "settings": {**asdict(member.settings), "mirror": list(member.settings.mirror)},
+        }
+        for member in members
+    ]
+    record: dict[str, Any] = runs[0] if len(runs) == 1 else {"runs": runs}
+    record["probabilities"] = request.probabilities
     if request.statistics:
         record["statistics"] = True
-    if (request.mode or fitting_mode(run)) == "nogather":  # what a rank sees then depends on the size of the group
+    if "nogather" in _modes(request, members):  # what a rank sees then depends on the size of the group
         record["seqpar"] = mesh.seq.size
     return record
+
+
+def _modes(request: Request, members: Sequence[Member]) -> list[str]:
+    """Returns how ranks decode a window of each run."""
+    return [request.mode or fitting_mode(member.run) for member in members]
 
 
 def _statistics(folder: Path, run: Run) -> ClassStatistics:
@@ -121,80 +138,119 @@ def _plan(folder: PredictionFolder, request: Request, record: dict[str, Any], ru
     }
 
 
-def _ranks_line(request: Request, run: Run, mesh: Mesh) -> str:
+def _ranks_line(request: Request, members: Sequence[Member], mesh: Mesh) -> str:
     """Returns how the ranks are grouped, with a warning where nogather runs on other parts than it was trained on."""
     ranks = f"{mesh.world.size} rank{'s' if mesh.world.size > 1 else ''}"
     line = f"{ranks} = data {mesh.data.size} x seq {mesh.seq.size}"
-    here = request.mode or fitting_mode(run), mesh.seq.size
-    if run.config.mode == "nogather" and here != ("nogather", run.config.seqpar):
-        line += f" (trained in mode nogather on seq {run.config.seqpar}: parts now see other borders)"
+    for mode, member in zip(_modes(request, members), members):
+        config = member.run.config
+        if config.mode == "nogather" and (mode, mesh.seq.size) != ("nogather", config.seqpar):
+            line += f" (trained in mode nogather on seq {config.seqpar}: parts now see other borders)"
     return line
 
 
 class _PreparedCases:
     """The cases, each prepared in a thread while the network is busy with the one before; for the first rank.
 
+    ``recipes``: each run's; runs that prepare alike share a prepared case.
     ``image``: of the case that was taken last, canonical ``c W D H`` in the files' numbers, where images are kept.
     """
 
-    def __init__(self, cases: Sequence[Case], recipe: Recipe, keep_images: bool) -> None:
-        self.cases, self.recipe, self.keep_images = cases, recipe, keep_images
+    def __init__(self, cases: Sequence[Case], recipes: Sequence[Recipe], keep_images: bool) -> None:
+        self.cases, self.recipes, self.keep_images = cases, recipes, keep_images
         self.image: np.ndarray | None = None
         self._pool = ThreadPoolExecutor(1)
-        self._started: dict[int, Future[tuple[Prepared, np.ndarray | None]]] = {}
+        self._started: dict[int, Future[tuple[list[Prepared], np.ndarray | None]]] = {}
 
-    def take(self, number: int) -> Prepared:
-        """Returns the case with that number once it is prepared, and starts to prepare the next one."""
+    def take(self, number: int) -> list[Prepared]:
+        """Returns the case with that number as each run takes it, once it is prepared, and begins with the next one."""
         for index in range(number, min(number + 2, len(self.cases))):
             if index not in self._started:
                 self._started[index] = self._pool.submit(self._prepare, self.cases[index])
         prepared, self.image = self._started.pop(number).result()
         return prepared
 
-    def _prepare(self, case: Case) -> tuple[Prepared, np.ndarray | None]:
-        loaded = load_case(case, self.recipe)
-        return prepare_loaded(loaded, case, self.recipe), loaded.image if self.keep_images else None
+    def _prepare(self, case: Case) -> tuple[list[Prepared], np.ndarray | None]:
+        loaded = load_case(case, self.recipes[0])
+        distinct = list[tuple[Recipe, Prepared]]()
+        for recipe in self.recipes:
+            if all(recipe != known for known, _ in distinct):
+                distinct.append((recipe, prepare_loaded(loaded, case, recipe)))
+        prepared = [next(one for known, one in distinct if known == recipe) for recipe in self.recipes]
+        return prepared, loaded.image if self.keep_images else None
 
 
 def _predict_case(
-    predictor: Predictor,
+    predictors: Sequence[Predictor],
     folder: PredictionFolder,
     prepared_cases: _PreparedCases,
     number: int,
     shown: CaseProgress,
 ) -> None:
     """Predicts one case and writes its files; what fails on one rank is raised on all."""
-    mesh, settings, run, case = predictor.mesh, predictor.settings, predictor.run, prepared_cases.cases[number]
+    first, case, count = predictors[0], prepared_cases.cases[number], len(predictors)
+    mesh, run = first.mesh, first.run
     started = time.perf_counter()
     tell = shown.begin(number)
-    image, shape, prepared = predictor.distribute(lambda: prepared_cases.take(number))
-    voxels = "x".join(map(str, image.shape[1:]))
-    if settings.window == "whole":
-        memory = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), mesh)
-        shown.say(f"{case.id}: a whole pass over {voxels} voxels takes {memory}")
-        if "whole" not in run.windows and (warning := beyond_training(predictor.nets[0], image.shape[1:])):
-            shown.warn(f"{case.id}: {warning}")
-    probabilities = folder.probability_file(case, shape, not run.learns_regions) if mesh.is_first else None
+    taken: list[Prepared] = []
+
+    def take() -> Prepared:
+        taken.extend(prepared_cases.take(number))
+        return taken[0]
+
+    image, shape, prepared = first.distribute(take)
+    probabilities = _probability_file(folder, case, shape, run, count) if mesh.is_first else None
     write_rows = None
-    if folder.outputs:
+    if folder.outputs or count > 1:
         write_rows = _ignore_rows if probabilities is None else probabilities.write_rows
+    windows = list[str]()
     try:
-        ids = predictor.class_ids(image, shape, write_rows, tell)
+        for at, predictor in enumerate(predictors):
+            if predictor.run.recipe != predictors[max(at - 1, 0)].run.recipe:
+                image = predictor.distribute(partial(taken.__getitem__, at))[0]
+            windows.append(_say_size(predictor, case, image, shown))
+            ids = predictor.class_ids(image, shape, write_rows, share_of(tell, at, count))
 
         def write() -> None:
             assert prepared is not None
-            labels = predictor.to_source(ids.numpy(), prepared.properties)
-            folder.write(case, labels, prepared.properties, probabilities, prepared_cases.image)
+            labels = ids
+            if isinstance(probabilities, MeanProbabilities):
+                with folder.writable():
+                    labels = probabilities.class_ids(run.output_order)
+            values = first.to_source(labels.numpy(), prepared.properties)
+            folder.write(case, values, prepared.properties, probabilities, prepared_cases.image)
 
         by_first(write, mesh.world)
     finally:
         if probabilities is not None:
             probabilities.remove()
     if mesh.is_first:
-        count = len(WindowGrid.of(image.shape[1:], settings.sliding(run.config.tile)).corners)
-        windows = "one pass" if settings.window == "whole" else f"{count} window{'s' if count > 1 else ''}"
         seconds = time.perf_counter() - started
-        shown.say(f"{case.id}: {voxels} voxels, {windows}, {seconds:.1f} s: {folder.label_path(case)}")
+        shown.say(f"{case.id}: {', '.join(dict.fromkeys(windows))}, {seconds:.1f} s: {folder.label_path(case)}")
+
+
+def _probability_file(
+    folder: PredictionFolder, case: Case, shape: Sequence[int], run: Run, count: int
+) -> ProbabilityFile | None:
+    """Returns the temporary file of a case's probabilities, for ``count`` runs that of their mean; None for neither."""
+    softmax = not run.learns_regions
+    if count == 1:
+        return folder.probability_file(case, shape, softmax)
+    return MeanProbabilities(folder.temporary_file(case), (len(run.outputs), *shape), softmax, count)
+
+
+def _say_size(predictor: Predictor, case: Case, image: Image, shown: CaseProgress) -> str:
+    """Returns how many voxels and windows a case has for a run; says before what a whole pass takes."""
+    settings, run = predictor.settings, predictor.run
+    voxels = "x".join(map(str, image.shape[1:]))
+    if settings.window == "whole":
+        memory = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), predictor.mesh)
+        shown.say(f"{case.id}: a whole pass over {voxels} voxels takes {memory}")
+        if "whole" not in run.windows and (warning := beyond_training(predictor.nets[0], image.shape[1:])):
+            shown.warn(f"{case.id}: {warning}")
+        return f"{voxels} voxels, one pass"
+    count = len(WindowGrid.of(image.shape[1:], settings.sliding(run.config.tile)).corners)
+    return f"{voxels} voxels, {count} window{'s' if count > 1 else ''}"
 
 
 def _ignore_rows(first_row: int, rows: Tensor) -> None:

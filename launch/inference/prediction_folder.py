@@ -56,7 +56,7 @@ class PredictionFolder:
         left = [case for case in cases if not (continues and self.label_path(case).is_file())]
         if self.statistics is not None:
             self.statistics.open(case.id for case in left)
-        with self._writable():
+        with self.writable():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_temporary_files(cases)
             for case in left:
@@ -109,7 +109,11 @@ class PredictionFolder:
         """
         if not self.outputs:
             return None
-        return ProbabilityFile(self.folder / f".{case.id}.rows.tmp", (len(self.outputs), *shape), softmax)
+        return ProbabilityFile(self.temporary_file(case), (len(self.outputs), *shape), softmax)
+
+    def temporary_file(self, case: Case) -> Path:
+        """Returns the path of the temporary file of a case's probabilities."""
+        return self.folder / f".{case.id}.rows.tmp"
 
     def write(
         self, case: Case, labels: np.ndarray, properties: Properties, probabilities: "ProbabilityFile | None",
@@ -119,11 +123,11 @@ class PredictionFolder:
 
         ``image``: canonical, ``c W D H`` in the files' numbers, for the statistics.
         """
-        with self._writable():
+        with self.writable():
             if self.statistics is not None and image is not None:
                 canonical = to_canonical(labels, properties.geometry.orientation)
                 self.statistics.add(case.id, canonical, image, properties.geometry.spacing)
-            if probabilities is not None:
+            if probabilities is not None and self.outputs:
                 if probabilities.error is not None:
                     raise probabilities.error
                 (self.folder / PROBABILITIES).mkdir(exist_ok=True)
@@ -141,7 +145,7 @@ class PredictionFolder:
         return record
 
     @contextmanager
-    def _writable(self) -> Iterator[None]:
+    def writable(self) -> Iterator[None]:
         """Raises whatever fails inside as an error of the folder: no other case would fare better."""
         try:
             yield
@@ -164,20 +168,29 @@ class ProbabilityFile:
         if self.error is not None:
             return
         try:
-            self._file = self._file or open(self.path, "wb")  # noqa: SIM115
+            self._file = self._file or open(self.path, "w+b")  # noqa: SIM115
             body = rearrange(rows.float().cpu(), "k w D H -> w k D H").contiguous().numpy()
-            self._file.seek(first_row * body[0].nbytes)
-            self._file.write(body.data)
+            self.put(self._file, first_row * body[0].nbytes, body)
         except OSError as error:
             self.error = error
 
+    def put(self, file: IO[bytes], place: int, rows: np.ndarray) -> None:
+        """Writes rows ``w k D H`` at a place of the file, in bytes."""
+        file.seek(place)
+        file.write(rows.data)
+
+    def mapped(self) -> np.ndarray:
+        """Returns all probabilities, ``W k D H``, as they lie in the file; raises what kept them from being written."""
+        if self.error is not None:
+            raise self.error
+        if self._file is not None:
+            self._file.flush()
+        k, w, d, h = self.shape
+        return np.memmap(self.path, np.float32, "r", shape=(w, k, d, h))
+
     def read_output(self, number: int) -> np.ndarray:
         """Returns the probabilities ``W D H`` of one output."""
-        if self._file is not None:
-            self._file.close()
-        k, w, d, h = self.shape
-        whole = np.memmap(self.path, np.float32, "r", shape=(w, k, d, h))
-        return np.array(whole[:, number])
+        return np.array(self.mapped()[:, number])
 
     def remove(self) -> None:
         """Closes and removes the temporary file."""

@@ -15,7 +15,6 @@ from seqpar.launch import predict
 from seqpar.launch.inference import predict_cases
 from seqpar.launch.job import exit_codes
 from seqpar.launch.models.build import build
-from seqpar.launch.runs.trained_run import read_run
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights.files import write_weights
 from seqpar.mesh import Group, Mesh
@@ -68,8 +67,7 @@ def voxels(path: Path) -> np.ndarray:
 
 def on_ranks(mesh: Mesh, *arguments: str) -> int:
     options = predict._parser().parse_args(list(arguments))
-    run = read_run(options.run)
-    faults = predict_cases.predict_cases(predict._request(options), predict._settings(options, run), run, mesh)
+    faults = predict_cases.predict_cases(predict._request(options), predict._members(options), mesh)
     return exit_codes.DATA if faults else 0
 
 

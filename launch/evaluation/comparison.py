@@ -1,0 +1,76 @@
+"""Which of several folders of predictions is best: on the cases that all of them have, case by case."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from numpy import nan_to_num
+
+from seqpar.launch.evaluation.intervals import interval_of_mean
+from seqpar.launch.evaluation.scores import Scores, summarise, without_nan
+
+COLUMNS = {"Dice": 4, "HD95": 2, "NSD": 4}  # and their decimal places
+
+
+class Scored(NamedTuple):
+    """A folder of predictions, or a run, and the scores of its cases."""
+
+    name: str
+    cases: Mapping[str, Scores]
+
+
+def compare(folders: Sequence[Scored]) -> str:
+    """Returns a table of the folders, and which of them has the highest mean Dice over the cases that all have.
+
+    Folds of a cross-validation have no case in common: their cases are then summed up together, and none is best.
+    """
+    every = [case for folder in folders for case in folder.cases]
+    common = [case for case in folders[0].cases if all(case in folder.cases for folder in folders)]
+    if common:
+        ranked = sorted(folders, key=lambda folder: -nan_to_num(_mean(folder, common)["Dice"], nan=-1.0))
+        return "\n".join([*_table(ranked, common), *_verdict(ranked, common)])
+    if len(set(every)) == len(every):
+        pooled = summarise([scores for folder in folders for scores in folder.cases.values()])["foreground_mean"]
+        line = f"no case is in two of them: over all {len(every)} cases mean Dice {pooled['Dice']:.4f}"
+    else:
+        line = "no case is in all of them, so that none is called best"
+    return "\n".join([*_table(folders, None), line])
+
+
+def _mean(folder: Scored, cases: Sequence[str] | None) -> Mapping[str, float]:
+    """Returns each metric's mean over the classes of their means over ``cases``, None for all of the folder."""
+    rows = [folder.cases[case] for case in cases or folder.cases]
+    means: Mapping[str, float] = summarise(rows)["foreground_mean"]
+    return means
+
+
+def _table(folders: Sequence[Scored], cases: Sequence[str] | None) -> list[str]:
+    width = max(len(folder.name) for folder in folders)
+    lines = [f"{'':{width}}  cases" + "".join(f"{name:>9}" for name in COLUMNS)]
+    for folder in folders:
+        means = _mean(folder, cases)
+        figures = "".join(f"{means[name]:>9.{places}f}" for name, places in COLUMNS.items())
+        lines.append(f"{folder.name:{width}}  {len(cases or folder.cases):5}{figures}")
+    return lines
+
+
+def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
+    """Returns how sure it is that the first of the folders is better than the second."""
+    best, second = ranked[:2]
+    pairs = [(_dice(best.cases[case]), _dice(second.cases[case])) for case in cases]
+    differences = [a - b for a, b in pairs if a is not None and b is not None]
+    line = f"best in mean Dice: {best.name}"
+    if interval := interval_of_mean(differences, low=-1.0, high=1.0):
+        low, high = interval
+        line += (
+            f"; a case's Dice is {fmean(differences):+.4f} to that of {second.name} (95 %: {low:+.4f} to {high:+.4f})"
+        )
+        if low <= 0:
+            line += ", which may be chance"
+    return [line]
+
+
+def _dice(scores: Scores) -> float | None:
+    """Returns the mean Dice of a case's classes, None where no class has one."""
+    values = without_nan(row["Dice"] for row in scores.values())
+    return fmean(values) if values else None

@@ -1,0 +1,88 @@
+"""Several folders of predictions: which is best, on the cases that all have, and how sure that is."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from seqpar.launch import evaluate
+from seqpar.launch.evaluation.comparison import Scored, compare
+from seqpar.launch.job.exit_codes import DATA, run
+from tests.support.label_folders import random_labels, save
+
+
+def scored(name: str, **dices: float) -> Scored:
+    nan = float("nan")
+    rows = {case: {"HD95": nan, "NSD": nan, "Dice": dice} for case, dice in dices.items()}
+    counts = {"TP": 1, "FP": 0, "FN": 0, "TN": 0}
+    return Scored(name, {case: {"lesion": row | counts} for case, row in rows.items()})
+
+
+def test_the_best_has_the_highest_mean_over_the_cases_that_all_have() -> None:
+    a, b, c = {"x": 0.5, "y": 0.6, "z": 0.7}, {"x": 0.6, "y": 0.7, "z": 0.81}, {"x": 0.2, "y": 0.9, "z": 0.1}
+    text = compare([scored("a", **a), scored("b", **b), scored("c", **c, only_here=1.0)])
+    lines = text.splitlines()
+    assert [line.split()[:3] for line in lines[1:4]] == [
+        ["b", "3", "0.7033"],
+        ["a", "3", "0.6000"],
+        ["c", "3", "0.4000"],
+    ]
+    gains = [b[case] - a[case] for case in a]
+    reach = stats.t.ppf(0.975, 2) * stdev(gains) / 3**0.5
+    low, high = fmean(gains) - reach, fmean(gains) + reach
+    assert lines[-1].startswith("best in mean Dice: b;") and f"(95 %: {low:+.4f} to {high:+.4f})" in lines[-1]
+    assert "may be chance" not in lines[-1]
+    assert compare([scored("a", **a), scored("c", **{**a, "x": 0.8, "y": 0.4})]).endswith("which may be chance")
+
+
+def test_folds_are_summed_up_and_none_is_called_best() -> None:
+    text = compare([scored("f0", x=0.5, y=0.7), scored("f1", z=0.9)])
+    assert "over all 3 cases mean Dice 0.7000" in text and "best" not in text
+    assert "no case is in all of them" in compare([scored("a", x=1, y=1), scored("b", y=1, z=1), scored("c", z=1, x=1)])
+
+
+def test_several_folders_are_scored_each_and_compared(folders: tuple[Path, Path], capsys) -> None:
+    truth, worse = folders
+    better, run_folder = worse.parent / "better", worse.parent / "run"
+    for case in range(3):
+        labels = random_labels(case)
+        labels[0] = 0
+        save(better / f"case_{case}.nii.gz", labels)
+    shutil.copytree(truth, run_folder / "validation")
+    (run_folder / "validation" / "case_2.nii.gz").unlink()  # no fault: it was not held out
+    (run_folder / "config.json").write_text("{}")
+    (run_folder / "validation" / "summary.json").write_text("as train wrote it")
+    line = [str(truth), str(worse), str(better), str(run_folder), "--workers", "1"]
+    assert run(evaluate.act, line) == 0
+    *_, header, first, second, third, verdict = capsys.readouterr().out.splitlines()
+    assert header.split() == ["cases", "Dice", "HD95", "NSD"]
+    assert [Path(row.split()[0]).name for row in (first, second, third)] == ["run", "better", "predicted"]
+    assert first.split()[1:3] == ["2", "1.0000"] and re.match(rf"best in mean Dice: {run_folder};", verdict)
+    for folder in (worse, better):
+        summary = json.loads((folder / "summary.json").read_text())
+        assert len(summary["metric_per_case"]) == 3 and (folder / "metrics.csv").exists()
+    means = {
+        folder: np.mean(
+            [case["metrics"][key]["Dice"] for case in summary["metric_per_case"][:2] for key in case["metrics"]]
+        )
+        for folder in (worse, better)
+        for summary in [json.loads((folder / "summary.json").read_text())]
+    }
+    assert float(second.split()[2]) == pytest.approx(means[better], abs=1e-4) and means[worse] < means[better]
+    assert (run_folder / "validation" / "summary.json").read_text() == "as train wrote it"
+
+
+def test_what_cannot_be_compared_is_refused(folders: tuple[Path, Path], capsys) -> None:
+    truth, prediction = folders
+    with pytest.raises(ValueError, match="--json, --csv: 2 predictions"):
+        evaluate.act([str(truth), str(prediction), str(prediction), "--json", "x.json"])
+    empty = prediction.parent / "unfinished"
+    empty.mkdir()
+    (empty / "config.json").write_text("{}")
+    assert run(evaluate.act, [str(truth), str(empty)]) == DATA
+    assert "validation: holds no label map" in capsys.readouterr().err
