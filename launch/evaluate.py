@@ -100,7 +100,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     add("truth", type=Path, metavar="TRUTH", help="data set, folder of NIfTI label maps, or one label map")
     add("prediction", type=Path, nargs="+", metavar="PREDICTION",
-        help="folder of label maps named as the cases, label map, or run (its validation); several are compared")  # fmt: skip
+        help="folder of label maps named as the cases, label map, or run; several are compared")  # fmt: skip
     add("--dataset", type=Path, metavar="FILE", help="dataset.json with the labels (default: of TRUTH, in or above it)")
     add("--regions", type=_region, action="append", metavar="NAME=1,2", help="a class and its labels; can be repeated")
     add("--brats", choices=sorted(BRATS), help="score the regions of BraTS, in the label values of that year")

@@ -26,6 +26,7 @@ from seqpar.launch.settings.config import seconds
 from seqpar.launch.training.data import describe_data, open_data
 from seqpar.launch.training.data_summary import summary_of_data
 from seqpar.launch.training.failure import end
+from seqpar.launch.training.folds import find_folds
 from seqpar.launch.training.request import RunRequest, read_request, refuse_other_run, sizes_of
 from seqpar.launch.training.setup import first_lines, make_trainer, open_folder
 from seqpar.mesh import seed
@@ -39,6 +40,8 @@ def act(arguments: Sequence[str]) -> int:
     die_with_parent()
     launcher = read_launcher(os.environ)
     try:
+        if five := find_folds(arguments):
+            return five.train(__file__, launcher)
         request = read_request(arguments, launcher)
         if request.config.dry_run:
             return _dry_run(request, launcher)

@@ -7,10 +7,11 @@ of the whole job, and a process that believed it would wait for ranks that nobod
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, interactive and extern steps are numbered from here
+MEETING = "SEQPAR_MEETING"  # variable that tells apart several runs of the same ranks, one after the other
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ def read_launcher(env: Mapping[str, str]) -> Launcher:
     Inside Slurm, ``mpirun`` starts its daemons with srun, and their step's numbers reach the ranks: where MPI
     counts otherwise than the step, MPI is right.
     """
+    launcher = _read(env)
+    return replace(launcher, job=f"{launcher.job}.{env[MEETING]}") if env.get(MEETING) else launcher
+
+
+def _read(env: Mapping[str, str]) -> Launcher:
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torchrun(env)
     mpi = next((kind for kind in _MPI if kind[1] + "SIZE" in env and kind[1] + "RANK" in env), None)

@@ -18,6 +18,7 @@ from seqpar.environment import Launcher
 from seqpar.launch.job.exit_codes import LAST_WORDS
 
 PARENT = "SEQPAR_PARENT"  # variable with the id of the process that started these ranks
+PARENT_OF_FOLD = "SEQPAR_PARENT_OF_FOLD"  # of the process that trains fold after fold
 _LAUNCHER_VARIABLES = (
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
@@ -99,7 +100,7 @@ def _free_port() -> int:
 
 def die_with_parent() -> None:
     """Lets the kernel kill this rank when the process that started it ends, for whatever reason (Linux only)."""
-    parent = os.environ.get(PARENT)
+    parent = os.environ.get(PARENT) or os.environ.get(PARENT_OF_FOLD)
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -9,7 +9,7 @@ from seqpar.attention.strategies import check_strategy
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.launch.optimization.table import OPTIMIZERS
-from seqpar.launch.settings.config import Config, dashed, seconds
+from seqpar.launch.settings.config import ALL_FOLDS, Config, dashed, seconds
 from seqpar.losses.loss import check_signs, check_weights
 
 
@@ -68,8 +68,8 @@ def _check_run(config: Config) -> None:
         raise ValueError(
             f"--warmup {config.warmup} leaves no epoch of {config.epochs}: use --warmup {config.epochs - 1}"
         )
-    if config.fold not in ("90:10", "all") and not re.fullmatch("[0-9]+", config.fold):
-        raise ValueError(f"--fold {config.fold}: choose a fold's number, such as 0, or 90:10, or all")
+    if config.fold not in ("90:10", "all", ALL_FOLDS) and not re.fullmatch("[0-9]+", config.fold):
+        raise ValueError(f"--fold {config.fold}: choose a fold's number, such as 0, or 90:10, all or all5")
     if not config.data and config.phantoms < 5:
         raise ValueError(f"--phantoms {config.phantoms}: five folds need at least 5 cases")
     PrepareSettings.spaced(config.spacing)

@@ -21,6 +21,7 @@ from seqpar.vit.blocks import RECOMPUTED
 from seqpar.vit.tokens import POSITIONS
 
 AUTO = 0  # value of --seqpar auto: the planner chooses
+ALL_FOLDS = "all5"  # value of --fold: five trainings, one after the other
 PRECISIONS = ("fp32", "bf16", "fp64")
 TARGETS = ("regions", "labels")
 DICE = ("linear", "squared")
@@ -84,7 +85,9 @@ class Config:
     cache: str = _data(
         "", "folder of prepared data; none: in $SEQPAR_CACHE, else seqpar-prepared near DATA", metavar="FOLDER"
     )
-    fold: str = _data("0", "held-out fold: number of nnU-Net's or the data set's own, 90:10, or all", metavar="FOLD")
+    fold: str = _data(
+        "0", "held-out fold: number of nnU-Net's or the data set's own, 90:10, or all; all5: five runs", metavar="FOLD"
+    )
     workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE)
     augment: str = _data(
         "light", "augmentation: none, light, full or paper, and steps to add: light+intensity-shift", metavar="RECIPE"

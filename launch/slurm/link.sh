@@ -34,14 +34,15 @@ over() {  # prints why the chain ends before this job; nothing where it goes on
     [ "$same" -lt "${SEQPAR_TRIES:-3}" ] || echo "over: $same jobs in a row brought it no further than $checkpoint"
 }
 
-checkpoint=$(cat "$out/checkpoints/latest" 2> /dev/null || echo nothing)
+checkpoint=$(cat "$out"/{,fold[0-4]/}checkpoints/latest 2> /dev/null | tr -d '\n')  # --fold all5: of each fold
+checkpoint=${checkpoint:-nothing}
 if [ -n "${SEQPAR_CHAIN:-}" ]; then
     reason=$(over)
     if [ -n "$reason" ]; then
         echo "job $SLURM_JOB_ID of chain $SEQPAR_CHAIN has nothing to do: $reason"
         exit 0
     fi
-    [ ! -e "$out/config.json" ] || set -- "$@" --resume
+    [ ! -e "$out/config.json" ] && [ ! -e "$out/fold0/config.json" ] || set -- "$@" --resume
 fi
 mkdir -p "$out" && rm -f "$SEQPAR_VERDICT" &&
     echo "$checkpoint job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST, $(date)" >> "$jobs"

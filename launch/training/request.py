@@ -111,7 +111,7 @@ def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     asked_out = config.out
     names_preset = any(text.startswith("--preset") for text in arguments)
     reason = "as told" if names_preset else f"the default where there is {'an' if has_gpu else 'no'} accelerator"
-    if not config.resume and _is_restart(launcher) and _holds_run(config.out):
+    if not config.resume and is_restart(launcher) and holds_run(config.out):
         config = replace(config, resume=True)
     elif config.again:
         config = _again(config)
@@ -124,10 +124,10 @@ def _again(config: Config) -> Config:
         needed = "--out, the folder of the first run" if not config.out else "no --resume: leave one of both out"
         raise ValueError(f"--again needs {needed}")
     out, number = config.out, 1
-    while _holds_run(out) and _has_ended(out):
+    while holds_run(out) and _has_ended(out):
         number += 1
         out = f"{config.out}-{number}"
-    return replace(config, out=out, resume=_holds_run(out), again=False)
+    return replace(config, out=out, resume=holds_run(out), again=False)
 
 
 def _has_ended(out: str) -> bool:
@@ -179,13 +179,15 @@ def sizes_of(source: Fingerprint | TrainingData | None, config: Config) -> tuple
 
 def refuse_other_run(config: Config) -> None:
     """Refuses a run folder that holds a run already, unless that one is resumed."""
-    if not config.resume and _holds_run(config.out):
+    if not config.resume and holds_run(config.out):
         raise ValueError(f"--out {config.out} holds a run already: add --resume to continue it, or name another folder")
 
 
-def _is_restart(launcher: Launcher) -> bool:
+def is_restart(launcher: Launcher) -> bool:
+    """Returns whether a scheduler or torchrun starts the command line again."""
     return launcher.attempt > 0 or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
-def _holds_run(out: str) -> bool:
+def holds_run(out: str) -> bool:
+    """Returns whether a folder holds a run that has begun."""
     return bool(out) and (Path(out) / "config.json").exists()

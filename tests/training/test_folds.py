@@ -1,0 +1,153 @@
+"""Five folds one after the other: each as if trained by itself; left in the middle, the whole goes on."""
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch.distributed as dist
+
+from seqpar.launch import train
+from seqpar.launch.job import exit_codes
+from seqpar.launch.runs.run_folder import read_config
+from seqpar.launch.training import folds, trainer
+from tests.support.folders import nnunet, write_json
+from tests.support.training_runs import Hook, at, status, trained, weights
+
+SHORT = ("--epochs", "1", "--iterations", "4", "--seqpar", "2")
+FIVE = ("--fold", "all5")
+
+
+class Forked:
+    """A training in a forked process, where the act starts a new one."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self.code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            try:
+                os.environ |= dict(env)
+                code = exit_codes.run(train.act, list(command[1:]))
+                sys.stdout.flush()
+            except SystemExit as error:
+                code = int(error.code or 0)
+            finally:
+                os._exit(code)
+
+    def wait(self) -> int:
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.code
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def forking(rank: int) -> None:
+    folds.start_process = Forked  # type: ignore[assignment]
+
+
+def told_in_fold(number: int) -> Hook:
+    """Returns a hook by which the process of rank 1 that trains fold after fold is told to leave amid one of them."""
+
+    def tell() -> None:
+        if os.environ[folds.MEETING] == f"fold{number}":
+            os.kill(int(os.environ[folds.PARENT_OF_FOLD]), signal.SIGTERM)
+
+    def hook(rank: int) -> None:
+        forking(rank)
+        at(trainer.Trainer, "_backward", 1, tell, call=3)(rank)
+
+    return hook
+
+
+def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags, tmp_path) -> None:
+    """The first start meets at a store that outlives a fold, as torchrun's does; the second at ports of their own."""
+    out = tmp_path / "five"
+    line = [*flags, *SHORT, *FIVE]
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    left = trained(2, line, out, expect=75, hook=told_in_fold(1), **agent)
+    assert [status(out / f"fold{n}")["state"] for n in (0, 1)] == ["finished", "preempted"]
+    assert status(out / "fold1")["step"] < 4 and not (out / "fold2").exists()
+    state = status(out)
+    assert (state["state"], state["code"], state["step"], state["steps"]) == ("preempted", 75, 1, 5)
+    assert "fold 1: SIGTERM" in state["why"]
+    assert (
+        f"go on with --resume --fold all5 --out {out}" in left.said(0)
+        and "go on" not in left.said(1).split("fold 1 ")[-1]
+    )
+    first, parts = weights(out / "fold0"), [read_config(out / "fold0")["dataset"]["held_out"]]
+    ended = trained(2, [*line, "--resume"], out, hook=forking)
+    assert weights(out / "fold0") == first and "fold 0 of 5 has finished" in ended.said(0)
+    for fold in range(1, 5):
+        assert status(out / f"fold{fold}")["state"] == "finished"
+        config = read_config(out / f"fold{fold}")
+        assert config["config"]["fold"] == str(fold)
+        parts.append(config["dataset"]["held_out"])
+    assert sorted(sum(parts, [])) == [f"c_{n:03d}" for n in range(5)]
+    assert status(out)["state"] == "finished" and status(out)["step"] == 5
+    assert f"predict.py {out}/fold0 {out}/fold1" in ended.said(0).splitlines()[-1]
+    trained(2, [*flags, *SHORT, "--fold", "1"], tmp_path / "alone")
+    assert weights(out / "fold1") == weights(tmp_path / "alone")
+
+
+def test_five_folds_that_ended_are_left_alone_and_an_error_ends_all(flags, tmp_path) -> None:
+    out = tmp_path / "five"
+    for n in range(2):
+        write_json(out / f"fold{n}" / "config.json", {})
+    with pytest.raises(ValueError, match=f"--out {out} holds a run already, {out}/fold0"):
+        train.act([*flags, *FIVE, "--out", str(out)])
+    shutil.rmtree(out)
+    failed = trained(1, [*flags, *FIVE, "--heads", "5"], out, expect=2, hook=forking)
+    assert "fold 0 ended with exit code 2" in failed.said() and not (out / "fold1").exists()
+    assert status(out)["state"] == "failed" and status(out)["code"] == 2
+    assert trained(1, [*flags, *FIVE, "--heads", "5", "--dry-run"], out, expect=2, hook=forking)
+
+
+def test_what_five_folds_need_is_said_before_anything(flags, tmp_path) -> None:
+    with pytest.raises(ValueError, match="--fold all5 needs --out"):
+        train.act([*flags, *FIVE])
+    data = nnunet(tmp_path / "own", cases=4)
+    write_json(data / "splits_final.json", [{"train": ["c_000", "c_001"], "val": ["c_002"]}])
+    with pytest.raises(ValueError, match="has 1 splits of its own"):
+        train.act([*flags, *FIVE, "--data", str(data), "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_before_a_fold_could_act_is_no_failure(tmp_path, monkeypatch) -> None:
+    """Its process is still importing then, and a signal kills it: nothing is lost."""
+    five = folds.find_folds(["--fold", "all5", "--out", str(tmp_path / "five")])
+    assert five is not None
+
+    class Young:
+        def __init__(self, *of: object) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            self.got: list[int] = []
+
+        def wait(self) -> int:
+            return -self.got[-1]
+
+        def poll(self) -> None:
+            return None
+
+        def send_signal(self, number: int) -> None:
+            self.got.append(number)
+
+    monkeypatch.setattr(folds, "start_process", Young)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        launcher = folds.Launcher("test")
+        assert five.train("train.py", launcher) == 75
+        assert five.train("train.py", launcher) == 75, "no further fold begins"
+    finally:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert status(tmp_path / "five")["why"] == "fold 0: it had not begun"
