@@ -17,27 +17,33 @@ from seqpar.launch.hardware.devices import DEVICES, GB, GIB, Device, device_here
 from seqpar.launch.job import exit_codes
 from seqpar.launch.models.build import kind_of, refuse_unknown
 from seqpar.launch.planning.answer import answer, columns, header, row
+from seqpar.launch.planning.auto_preset import plan_from_data
 from seqpar.launch.planning.fit import SIZES, plans, refusal, shortage, smallest
 from seqpar.launch.planning.needs import Plan, Run
 from seqpar.launch.planning.ways import flags_of, search, ways
 from seqpar.launch.settings.command_line import Parser, parse, refuse_idle, shortened_warmup
 from seqpar.launch.settings.config import AUTO, Config
+from seqpar.launch.settings.presets import start_of_auto
+from seqpar.launch.training.data import look_at
 
 
 def act(arguments: Sequence[str]) -> int:
     """Prints the plan and returns 0; raises where no group fits."""
     parser = _parser()
     own, rest = parser.parse_known_args(list(arguments))
-    preset, config, flags = parse(rest, "paper", tuple(parser._option_string_actions))
+    on_gpu = own.device != "cpu"
+    preset, config, flags = parse(rest, "paper", tuple(parser._option_string_actions), on_gpu)
     refuse_unknown(config, flags)
     refuse_idle(config, flags - {"measured"})  # seconds are planned with it in any case
     config, warmup = shortened_warmup(config, flags)
+    device = _device(own, config)
+    if preset == "auto":
+        preset, config = start_of_auto(on_gpu), _planned_from_data(own, config, flags, device)
     tile = tuple(own.volume or config.tile)
     unit = kind_of(replace(config, tile=tile)).unit(replace(config, tile=tile))
     config = replace(config, tile=tuple(math.ceil(side / step) * step for side, step in zip(tile, unit)))
     fixed = {name: getattr(config, name) for name in flags & {"batch", "accumulate"}}
-    sizes_of_data = own.channels, own.classes
-    run = Run(config, _device(own, config), *sizes_of_data, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)
+    run = Run(config, device, own.channels, own.classes, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)
     sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else SIZES
     sizes = [size for size in sizes if size <= (own.ranks or size)]
     print("\n".join(filter(None, [header(run, preset, tile), warmup, columns()])), flush=True)
@@ -46,6 +52,15 @@ def act(arguments: Sequence[str]) -> int:
         print("\n".join(["", *answer(run, best, rows, preset)]))
         return 0
     return _with_other_ways(run, sizes, rows, flags, preset)
+
+
+def _planned_from_data(own: argparse.Namespace, config: Config, flags: set[str], device: Device) -> Config:
+    """Returns the config of --preset auto for --data, after saying why; its channels and classes are the data's."""
+    fingerprint = look_at(config)
+    own.channels, own.classes = len(fingerprint.modalities), len(fingerprint.outputs(config.targets))
+    config, why = plan_from_data(config, flags, fingerprint, device, own.ranks or max(config.seqpar, 1))
+    print("\n".join(line for lines in why.values() for line in lines), end="\n\n", flush=True)
+    return config
 
 
 def _shown(rows: Iterable[Plan]) -> list[Plan]:
@@ -85,9 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "plan", description=__doc__, allow_abbrev=False, epilog="All flags of train are taken as well: train --help."
     )
-    device = (
-        "device to plan for (default: the GPU of this machine, else mi250x); cpu: this machine, measured for seconds"
-    )
+    device = "device to plan for (default: this machine's GPU, else mi250x); cpu: this machine, measured for seconds"
     parser.add_argument("--device", choices=[*DEVICES, "cpu"], help=device)
     memory = "memory of a rank, in 10^9 bytes (default: the device's)"
     parser.add_argument("--memory", type=float, metavar="GB", help=memory)

@@ -24,7 +24,7 @@ from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import seconds
 from seqpar.launch.training.data import describe_data, open_data
-from seqpar.launch.training.data_summary import summary_of_data
+from seqpar.launch.training.data_summary import summary_of_data, tile_line
 from seqpar.launch.training.failure import end
 from seqpar.launch.training.folds import find_folds
 from seqpar.launch.training.request import RunRequest, read_request, refuse_other_run, sizes_of
@@ -70,7 +70,7 @@ def _run(request: RunRequest, launcher: Launcher, log: RunLog) -> int:
     stopper = Stopper(seconds(config.time_limit))
     data = request.data or open_data(config, launcher.rank == 0)
     if launcher.rank == 0:
-        print(summary_of_data(data, config.fold), flush=True)
+        print("\n".join(filter(None, [summary_of_data(data, config.fold), tile_line(request, data)])), flush=True)
     os.environ.update(flight_recorder(os.environ, config.out, torch.__version__))
     with start(config.seqpar, None, config.device, config.start_timeout, config.debug_collectives) as mesh:
         seed(config.seed)
@@ -111,6 +111,8 @@ def _dry_run(request: RunRequest, launcher: Launcher) -> int:
         here = replace(launcher, world=num_ranks)
         print(first_lines(request, here))
         print(rehearsal(config, plan_here(config, here, *sizes), *sizes, data))
+        if advice := tile_line(request, request.fingerprint):
+            print(advice)
     return 0
 
 

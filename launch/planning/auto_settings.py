@@ -29,7 +29,7 @@ def choose(
 
     The reasons of a choice are a sentence, then lines with figures.
     """
-    run = Run(config, _device(config, launcher), channels, outputs, timed=False)
+    run = Run(config, device_of(config, launcher), channels, outputs, timed=False)
     why = dict[str, tuple[str, ...]]()
     if config.seqpar == AUTO:
         config, why["seqpar_choice"] = _choose_size(run, launcher)
@@ -59,10 +59,11 @@ def choose_attention(
 def plan_here(config: Config, launcher: Launcher, channels: int, outputs: int) -> Plan:
     """Returns the plan of a complete config on the device here and the launcher's ranks."""
     ranks = max(launcher.world, config.seqpar)
-    return planned(Run(config, _device(config, launcher), channels, outputs, timed=False), ranks)
+    return planned(Run(config, device_of(config, launcher), channels, outputs, timed=False), ranks)
 
 
-def _device(config: Config, launcher: Launcher) -> Device:
+def device_of(config: Config, launcher: Launcher) -> Device:
+    """Returns the device of each rank of a run that is started here."""
     device = device_here(config.device)
     if config.measured:
         device = measured(config.measured, device, config.precision)

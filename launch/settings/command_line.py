@@ -8,10 +8,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
 
+import torch
+
 from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.launch.settings.config import AUTO, Config, dashed
-from seqpar.launch.settings.presets import PRESETS
+from seqpar.launch.settings.presets import PRESETS, start_of_auto
 from seqpar.losses import scores_classes
 
 # Beside the network's settings, what a resumed run cannot change: its weights or optimizer states depend on it.
@@ -42,10 +44,13 @@ class Parser(argparse.ArgumentParser):
         return "".join(f"; nearest to {word} is {near}" for word, near in pairs)
 
 
-def parse(arguments: Sequence[str], default_preset: str, others: Sequence[str] = ()) -> tuple[str, Config, set[str]]:
+def parse(
+    arguments: Sequence[str], default_preset: str, others: Sequence[str] = (), on_gpu: bool | None = None
+) -> tuple[str, Config, set[str]]:
     """Returns the preset's name, the config, and the names of the settings that the command line has.
 
-    ``others``: flags of the same command that are no settings.
+    ``others``: flags of the same command that are no settings. ``on_gpu``: whether the run is for a GPU; None: for one
+    where there is one, unless --device says otherwise.
     """
     parser = _parser(default_preset)
     parser.others = others
@@ -54,7 +59,9 @@ def parse(arguments: Sequence[str], default_preset: str, others: Sequence[str] =
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()
     }
-    start = PRESETS[preset]()
+    if on_gpu is None:
+        on_gpu = torch.cuda.is_available() and parsed.get("device") != "cpu"
+    start = PRESETS[start_of_auto(on_gpu) if preset == "auto" else preset]()
     if len({values.get("optimizer", start.optimizer), start.optimizer} | {"adam", "adamw"}) > 2:
         values.setdefault("betas", ())  # a preset's are its optimizer's
     if len(values.get("tile", ())) == 1:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from seqpar.launch.settings.config import Config
 
 
@@ -89,4 +91,14 @@ def debug() -> Config:
     )
 
 
-PRESETS: dict[str, Callable[[], Config]] = {preset.__name__: preset for preset in (paper, laptop, debug, modern)}
+def auto() -> Config:
+    """Returns what --preset auto begins with here, before data and memory decide: modern with a GPU, else laptop."""
+    return PRESETS[start_of_auto(torch.cuda.is_available())]()
+
+
+def start_of_auto(on_gpu: bool) -> str:
+    """Returns the preset whose settings --preset auto takes where neither data nor memory decide."""
+    return "modern" if on_gpu else "laptop"
+
+
+PRESETS: dict[str, Callable[[], Config]] = {preset.__name__: preset for preset in (paper, laptop, debug, modern, auto)}

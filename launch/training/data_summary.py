@@ -5,7 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from seqpar.data.preparation.fingerprint import Fingerprint
+from seqpar.launch.planning.tile_choice import tile_advice
 from seqpar.launch.training.data import TrainingData
+from seqpar.launch.training.request import RunRequest
 
 MAX_CLASSES = 12  # with lines of their own
 
@@ -28,6 +31,18 @@ def summary_of_data(data: TrainingData, fold: str) -> str:
         regions = (f"{name} = {' + '.join(names[n] for n in ids)}" for name, ids in dataset.regions.items())
         lines.append(f"  regions, which may overlap: {', '.join(regions)}")
     return "\n".join([*lines, *_class_lines(dataset.labels, counts), *_ignored(dataset.ignore_label)])
+
+
+def tile_line(request: RunRequest, data: TrainingData | Fingerprint) -> str:
+    """Returns a line on a tile that suits the cases better than the preset's, "" where none does."""
+    if request.config.resume or "tile" in request.flags or request.preset == "auto":
+        return ""
+    if isinstance(data, Fingerprint):
+        return tile_advice(request.config, data.shape, data.spacing)
+    properties = [case.properties for case in data.dataset.cases.values()]
+    w, d, h = np.median([p.shape for p in properties], 0)
+    spacing = np.median([p.spacing for p in properties], 0).tolist()
+    return tile_advice(request.config, (round(w), round(d), round(h)), spacing)
 
 
 def _class_lines(labels: Mapping[str, int], counts: np.ndarray) -> list[str]:

@@ -13,7 +13,8 @@ from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.environment import Launcher
 from seqpar.launch.job import exit_codes
 from seqpar.launch.models.build import refuse_unknown
-from seqpar.launch.planning.auto_settings import choose
+from seqpar.launch.planning.auto_preset import plan_from_data
+from seqpar.launch.planning.auto_settings import choose, device_of
 from seqpar.launch.planning.batch_size import hold_global_batch, how_held, keep_global_batch
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.runs.archive import is_archive
@@ -80,8 +81,14 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
     refuse_unknown(config, line.flags)
     refuse_idle(config, line.flags)
     config, warmup = shortened_warmup(config, line.flags)
-    fingerprint = look_at(config) if config.dry_run else None
-    config, choices, data = _choose_open_settings(config, launcher, fingerprint)
+    plans = preset == "auto" and not config.resume
+    fingerprint = look_at(config) if config.dry_run or plans else None
+    auto: dict[str, tuple[str, ...]] = {}
+    if plans and fingerprint:
+        num_ranks = max(launcher.world, config.seqpar)
+        config, auto = plan_from_data(config, line.flags, fingerprint, device_of(config, launcher), num_ranks)
+    config, choices, data = _choose_open_settings(config, launcher, fingerprint if config.dry_run else None)
+    choices = {**auto, **choices}
     if warmup:
         choices = {"warmup": (warmup,), **choices}
     if line.config.out != line.asked_out:

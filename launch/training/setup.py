@@ -140,8 +140,15 @@ def _outputs_line(data: TrainingData) -> str:
     return f"outputs: {', '.join(names[:8])}{more} ({kind})"
 
 
+def _chosen(config: Config) -> str:
+    """Returns the flags whose values may follow from a device's memory."""
+    flags = {"seqpar": config.seqpar, "batch": config.batch, "tile": " ".join(map(str, config.tile))}
+    flags |= {"embed-dim": config.embed_dim, "depth": config.depth, "heads": config.heads}
+    return " ".join(f"--{name} {value}" for name, value in flags.items())
+
+
 def _refuse_unequal_choices(config: Config, mesh: Mesh) -> None:
     """Refuses ranks that chose differently, because the memory of their devices differs."""
-    choices = dict.fromkeys(gather_texts(f"--seqpar {config.seqpar} --batch {config.batch}", mesh.world))
+    choices = dict.fromkeys(gather_texts(_chosen(config), mesh.world))
     if len(choices) > 1:
         raise ValueError(f"ranks have different memory and chose {' and '.join(choices)}: give one of these")

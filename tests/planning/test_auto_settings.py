@@ -86,7 +86,7 @@ def test_on_the_cpu_there_are_as_many_ranks_as_cores_whatever_gpus_there_are(mon
 
 def test_ranks_of_two_nodes_reach_each_other_by_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     here(GCD, monkeypatch)
-    far, near = (auto_settings._device(PAPER, Launcher("test", 0, 8, num_nodes=n)).link(8) for n in (2, 1))
+    far, near = (auto_settings.device_of(PAPER, Launcher("test", 0, 8, num_nodes=n)).link(8) for n in (2, 1))
     assert far == GCD.far and near == GCD.links[8]
 
 

@@ -1,0 +1,191 @@
+"""``--preset auto``: spacing, patch, widths, tile and batch from a data set's headers and the device's memory.
+
+As nnU-Net plans: the spacing is the cases' median, the tile as large as fits with two of them, the batch what is left.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from seqpar.data.preparation.fingerprint import Fingerprint, Millimetres, Sides
+from seqpar.data.preparation.recipe import PrepareSettings
+from seqpar.launch.hardware.devices import GIB, Device
+from seqpar.launch.models.build import kind_of
+from seqpar.launch.models.unets import spell_stages, topology
+from seqpar.launch.planning.fit import largest_batch
+from seqpar.launch.planning.needs import Run, planned
+from seqpar.launch.planning.tile_choice import shape_at, smaller_tiles, suited_tile, target_spacing
+from seqpar.launch.settings.config import Config
+
+WIDTHS = ((768, 12, 12), (384, 12, 6), (192, 12, 3))  # --embed-dim, --depth, --heads for GPUs, the widest first
+CPU_WIDTHS = ((96, 3, 4),)
+MOST_VOXELS, CPU_VOXELS = 192**3, 64**3  # of a tile: beyond, time decides and not memory
+USUAL_VOXELS = 96**3  # a width is taken if a tile of so many fits
+LEAST_BATCH, CPU_BATCH, MOST_BATCH = 2, 2, 32
+SHARE = 0.05  # of all voxels in a batch, at most
+LONGEST_PATCH, LEAST_TOKENS = 8, 4  # voxels of a token's side, and tokens along a direction
+
+
+def plan_from_data(
+    config: Config, flags: Collection[str], fingerprint: Fingerprint, device: Device, ranks: int
+) -> tuple[Config, dict[str, tuple[str, ...]]]:
+    """Returns the config with what the data and the device decide, and five sentences why, by name.
+
+    - ``flags``: the settings on the command line, which stay as they are
+    - ``ranks``: of the run
+    """
+    channels, outputs = len(fingerprint.modalities), len(fingerprint.outputs(config.targets))
+    config, spacing_line = _with_spacing(config, flags, fingerprint)
+    spacing = _resampled_to(config)
+    shape, size = shape_at(fingerprint, spacing), spacing or fingerprint.spacing
+    search = _Search(replace(config, seqpar=config.seqpar or 1), flags, device, ranks, channels, outputs, shape, size)
+    search.choose_patch()
+    width_line = search.choose_widths()
+    tile_line = search.choose_tile()
+    batch_line = search.choose_batch(sum(_voxels(fingerprint, spacing)))
+    data_line = (
+        f"auto: {len(fingerprint.ids)} cases, median {_by(shape)} voxels of {_by(size)} mm, not cropped; {channels} "
+        f"channels, {outputs} outputs; {device.memory / GIB:.0f} GiB of {device.name}"
+    )
+    lines = {"data": data_line, "spacing": spacing_line, "widths": width_line, "tile": tile_line, "batch": batch_line}
+    chosen = replace(search.config, seqpar=config.seqpar)
+    return chosen, {f"auto_{name}": (line,) for name, line in lines.items()}
+
+
+def _with_spacing(config: Config, flags: Collection[str], fingerprint: Fingerprint) -> tuple[Config, str]:
+    if "spacing" in flags:
+        return config, f"  --spacing {config.spacing}, as given"
+    target = target_spacing(fingerprint)
+    if target is None:
+        return replace(config, spacing="source"), "  --spacing source: all cases have the same"
+    text = ",".join(f"{size:g}" for size in target)
+    return replace(config, spacing=text), f"  --spacing {text}: the cases' median (nnU-Net's rule)"
+
+
+def _resampled_to(config: Config) -> Millimetres | None:
+    """Returns the sizes in mm that the config names, None for those of the files."""
+    spacing = PrepareSettings.spaced(config.spacing).spacing
+    return None if isinstance(spacing, str) else spacing
+
+
+def _voxels(fingerprint: Fingerprint, spacing: Millimetres | None) -> list[float]:
+    """Returns the voxels of each case as it is prepared."""
+    voxels = list[float]()
+    for shape, sizes in zip(fingerprint.shapes, fingerprint.spacings):
+        count = 1.0
+        for n, size, to in zip(shape, sizes, spacing or sizes):
+            count *= n * size / to
+        voxels.append(count)
+    return voxels
+
+
+class _Search:
+    """The search for what fits, setting after setting; ``config`` is what was chosen so far.
+
+    ``shape`` and ``size``: voxels of the median case, and mm of a voxel.
+    """
+
+    def __init__(
+        self, config: Config, flags: Collection[str], device: Device, ranks: int, channels: int, outputs: int,
+        shape: Sides, size: Millimetres,
+    ) -> None:  # fmt: skip
+        self.config, self.flags, self.device, self.ranks = config, flags, device, ranks
+        self.channels, self.outputs, self.shape, self.size = channels, outputs, shape, size
+        self.tile_voxels = CPU_VOXELS if device.cores else MOST_VOXELS
+
+    def choose_patch(self) -> None:
+        """Takes the longest patch with which no direction has too few tokens."""
+        if "patch" not in self.flags and kind_of(self.config).attends:
+            sides = [side for side in (8, 4, 2) if side * LEAST_TOKENS <= min(self.shape)]
+            self.config = replace(self.config, patch=max(sides, default=2))
+
+    def choose_widths(self) -> str:
+        """Takes the widest network that fits with a usual tile; returns why."""
+        kind, names = kind_of(self.config), ("embed_dim", "depth", "heads")
+        if not kind.attends:
+            return f"  {kind.describe(self.config)}, as it is published"
+        given = [name for name in names if name in self.flags]
+        if given:
+            return f"  {kind.describe(self.config)}, {', '.join(given)} as given"
+        widths = CPU_WIDTHS if self.device.cores else WIDTHS
+        for number, (width, depth, heads) in enumerate(widths, 1):
+            self.config = replace(self.config, embed_dim=width, depth=depth, heads=heads)
+            if number == len(widths) or self.fits(self._tile_of(min(USUAL_VOXELS, self.tile_voxels))):
+                break
+        which = "the widest that fits with a tile of 96" if len(widths) > 1 else "what a CPU trains in hours"
+        return f"  {kind.describe(self.config)}: {which}"
+
+    def choose_tile(self) -> str:
+        """Takes the largest tile that fits with the least batch; returns why."""
+        described = kind_of(self.config).describe_tile
+        if "tile" in self.flags:
+            return f"  --tile {_spaced(self.config.tile)}, as given, {described(self.config)}"
+        tiles = list(smaller_tiles(self._tile_of(self.tile_voxels), self.shape, self._unit()))
+        low, high = 0, len(tiles) - 1  # the last is taken whatever it needs
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.fits(tiles[middle]) else (middle + 1, high)
+        self.config = self._with_tile(tiles[low])
+        lengths = " x ".join(f"{side * size:.0f}" for side, size in zip(self.config.tile, self.size))
+        most = "as large as the cases or the time allow" if low == 0 else "the largest of which two fit"
+        return f"  --tile {_spaced(self.config.tile)} ({lengths} mm), {described(self.config)}: {most}"
+
+    def choose_batch(self, voxels: float) -> str:
+        """Takes the largest batch that fits, up to a share of all ``voxels``; returns why."""
+        if self.config.batch and "batch" in self.flags:
+            return f"  --batch {self.config.batch}, as given"
+        tile = 1.0
+        for side in self.config.tile:
+            tile *= side
+        most = CPU_BATCH if self.device.cores else MOST_BATCH
+        few = max(LEAST_BATCH, min(most, int(SHARE * voxels / tile)))
+        unit = self.config.seqpar if self.config.mode == "swap" else 1
+        best = largest_batch(self._run(self.config), self.ranks, -(-few // unit) * unit)
+        self.config = replace(self.config, batch=best.config.batch)
+        why = f"at most {SHARE:.0%} of all voxels" if few < most else f"at most {most}"
+        return f"  --batch {best.config.batch}: {best.total / GIB:.1f} of {best.device.memory / GIB:.0f} GiB, {why}"
+
+    def fits(self, tile: Sequence[int]) -> bool:
+        """Returns whether the tile fits with the least batch; what cannot be at all does not."""
+        try:
+            return planned(self._run(self._with_tile(tile)), self.ranks).fits
+        except ValueError:
+            return False
+
+    def _run(self, config: Config) -> Run:
+        unit = config.seqpar if config.mode == "swap" else 1
+        batch = config.batch if "batch" in self.flags and config.batch else -(-LEAST_BATCH // unit) * unit
+        return Run(replace(config, batch=batch), self.device, self.channels, self.outputs, self.ranks, timed=False)
+
+    def _tile_of(self, voxels: float) -> Sides:
+        return suited_tile(voxels, self.shape, self.size, self._unit())
+
+    def _unit(self) -> tuple[int, ...]:
+        """Returns the steps in which tiles are looked at: patches, or what the stages of most U-Nets divide by."""
+        kind = kind_of(self.config)
+        return kind.unit(self.config) if kind.attends else tuple(16 if side >= 64 else 4 for side in self.shape)
+
+    def _with_tile(self, tile: Sequence[int]) -> Config:
+        """Returns the config with a tile, shortened to whole units of the network that it gets."""
+        config = replace(self.config, tile=tuple(tile))
+        for _ in range(8):  # fewer stages have a smaller unit
+            config = self._with_stages(config)
+            unit = kind_of(config).unit(config)
+            whole = tuple(max(step, side // step * step) for side, step in zip(config.tile, unit))
+            if whole == config.tile:
+                break
+            config = replace(config, tile=whole)
+        return config
+
+    def _with_stages(self, config: Config) -> Config:
+        """Returns the config of an nnU-Net with its planner's stages for this spacing, where voxels are not cubes."""
+        if not config.network.startswith("nnunet") or "stages" in self.flags or max(self.size) < 2 * min(self.size):
+            return config
+        return replace(config, stages=spell_stages(*topology(config.tile, self.size)))
+
+
+def _by(sides: Sequence[float]) -> str:
+    return "x".join(f"{side:.4g}" for side in sides)
+
+
+def _spaced(sides: Sequence[int]) -> str:
+    return " ".join(map(str, sides))

@@ -1,0 +1,133 @@
+"""--preset auto: what it takes for a data set and a device, as nnU-Net plans, and what is left as typed."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from seqpar.data.preparation.fingerprint import Fingerprint
+from seqpar.launch import plan as plan_act
+from seqpar.launch.hardware.devices import DEVICES, GIB, Device, device_here
+from seqpar.launch.models.build import kind_of
+from seqpar.launch.planning import auto_preset
+from seqpar.launch.planning.auto_preset import plan_from_data
+from seqpar.launch.planning.needs import Run, planned
+from seqpar.launch.planning.tile_choice import (
+    better_tile,
+    cube_in_mm,
+    shape_at,
+    smaller_tiles,
+    suited_tile,
+    target_spacing,
+)
+from seqpar.launch.settings.command_line import parse
+from seqpar.launch.settings.config import Config
+from tests.support.folders import nnunet
+
+THIN = ((512, 512, 30),) * 20, ((0.8, 0.8, 5.0),) * 19 + ((0.7, 0.7, 3.0),)
+BRAIN = ((240, 240, 155),) * 24, ((1.0, 1.0, 1.0),) * 24
+CPU = replace(device_here("cpu"), memory=16 * GIB)
+GPU = replace(DEVICES["a100"], memory=24 * GIB)
+
+
+def fingerprint(shapes: Any, spacings: Any, channels: int = 1) -> Fingerprint:
+    names = tuple(f"case {n}" for n in range(len(shapes)))
+    channel_names = tuple(f"channel {n}" for n in range(channels))
+    return Fingerprint("D", "nnU-Net raw", names, (), channel_names, ("background", "organ"), (), shapes, spacings)
+
+
+def chosen(data: Any, device: Device, *flags: str, ranks: int = 1) -> tuple[Config, list[str]]:
+    _, config, names = parse(["--preset", "auto", *flags], "laptop", on_gpu=not device.cores)
+    config, why = plan_from_data(config, names, fingerprint(*data), device, ranks)
+    return config, [line for lines in why.values() for line in lines]
+
+
+def test_the_spacing_is_the_median_and_finer_where_voxels_are_far_longer() -> None:
+    assert target_spacing(fingerprint(*BRAIN)) is None, "all alike: nothing is resampled"
+    sizes = ((1.0, 1.0, 5.0),) * 5 + ((1.0, 1.0, 4.0),) * 3 + ((2.0, 2.0, 5.0),)
+    few_slices, many_slices = ((300, 300, 40),) * 9, ((300, 300, 200),) * 9
+    assert target_spacing(fingerprint(few_slices, sizes)) == (1.0, 1.0, 4.0), "the 10th percentile, as in nnU-Net"
+    assert target_spacing(fingerprint(many_slices, sizes)) == (1.0, 1.0, 5.0)
+    assert target_spacing(fingerprint(few_slices, ((1.0, 1.0, 5.0),) * 8 + ((1.0, 1.0, 0.5),))) == (1.0, 1.0, 5.0)
+    assert shape_at(fingerprint(few_slices, sizes), (2.0, 1.0, 4.0)) == (150, 300, 50)
+
+
+def test_a_tile_is_as_long_in_mm_in_every_direction_as_the_cases_allow() -> None:
+    assert cube_in_mm(64**3, (240, 240, 155), (1, 1, 1)) == pytest.approx([64, 64, 64])
+    sides = cube_in_mm(64**3, (512, 512, 100), (1, 1, 4))
+    assert sides[0] == pytest.approx(4 * sides[2]) and math.prod(sides) == pytest.approx(64**3)
+    assert cube_in_mm(64**3, (512, 512, 16), (1, 1, 4)) == pytest.approx([128, 128, 16]), "the rest is spread"
+    assert cube_in_mm(64**3, (20, 20, 20), (1, 1, 1)) == [20, 20, 20]
+    assert suited_tile(64**3, (512, 512, 30), (0.8, 0.8, 5), (8, 8, 2)) == (120, 120, 18)
+    tiles = list(smaller_tiles((96, 96, 32), (240, 240, 30), (8, 8, 8)))
+    assert tiles[:2] == [(96, 96, 32), (96, 96, 24)] and tiles[-1] == (16, 16, 16)
+    assert all(sum(a) - sum(b) == 8 for a, b in zip(tiles, tiles[1:]))
+
+
+def test_a_tile_that_does_not_suit_is_told_apart() -> None:
+    unit = (8, 8, 8)
+    assert better_tile((96, 96, 96), (240, 240, 155), (1, 1, 1), unit) is None
+    assert better_tile((96, 96, 96), (512, 512, 30), (0.8, 0.8, 5), unit) == (
+        (168, 168, 32),
+        "it is longer than they are",
+    )
+    tile, why = better_tile((96, 96, 96), (512, 512, 120), (0.8, 0.8, 5), unit) or ((), "")
+    assert why == "it is 77 x 77 x 480 mm" and tile == (176, 176, 32)
+    assert better_tile((176, 176, 32), (512, 512, 120), (0.8, 0.8, 5), unit) is None
+    assert better_tile((96, 96, 24), (100, 100, 20), (1, 1, 1), unit) is None, "flat, as the cases are"
+
+
+@pytest.mark.parametrize("network", ["vit", "nnunet-plain"])
+@pytest.mark.parametrize("data", [BRAIN, THIN], ids=["brain", "thin"])
+def test_a_plan_fits_and_a_larger_tile_or_batch_would_not(network: str, data: Any, monkeypatch) -> None:
+    monkeypatch.setattr(auto_preset, "MOST_VOXELS", 224**3)
+    device = replace(GPU, memory=6 * GIB)
+    config, why = chosen(data, device, "--network", network)
+    kind = kind_of(config)
+    assert len(why) == 5 and why[0].startswith("auto: ") and all(line.startswith("  ") for line in why[1:])
+    assert f"--batch {config.batch}:" in why[4] and "--tile " + " ".join(map(str, config.tile)) in why[3]
+    assert not [side for side, step in zip(config.tile, kind.unit(config)) if side % step]
+
+    def total(**changes: Any) -> float:
+        changed = replace(config, **changes)
+        return planned(Run(changed, device, 1, 2, timed=False), 1).total
+
+    assert total() <= device.memory
+    steps = kind.unit(config) if kind.attends else (16, 16, 16 if data is BRAIN else 4)
+    shape = shape_at(fingerprint(*data), None if data is BRAIN else (0.8, 0.8, 5.0))
+    if "largest of which two fit" in why[3]:
+        longer = [tuple(s + step * (n == at) for n, s in enumerate(config.tile)) for at, step in enumerate(steps)]
+        assert max(total(tile=tile, batch=2) for tile in longer if not kind.attends or tile <= shape) > device.memory
+    assert config.batch == 2 or total(batch=config.batch + 1) > device.memory or config.batch == 32
+    if network == "nnunet-plain" and data is THIN:
+        assert config.stages.startswith("331:111 331:221"), (
+            "kernels are 1 along the slices until these are caught up with"
+        )
+
+
+def test_what_is_typed_stays_and_the_rest_is_planned_around_it() -> None:
+    config, why = chosen(
+        THIN, CPU, "--tile", "64", "64", "16", "--spacing", "1,1,4", "--batch", "3", "--embed-dim", "48"
+    )
+    assert (config.tile, config.spacing, config.batch, config.embed_dim) == ((64, 64, 16), "1,1,4", 3, 48)
+    assert sum("as given" in line for line in why) == 4
+    smaller, _ = chosen(THIN, CPU)
+    larger, _ = chosen(THIN, CPU, "--decoder-width", "64", "--device", "cpu")
+    assert larger.decoder_width == 64 and smaller.decoder_width == 8 and smaller.spacing == "0.8,0.8,5"
+
+
+def test_more_memory_and_more_ranks_take_wider_networks_and_larger_tiles() -> None:
+    sizes = [chosen(BRAIN, replace(GPU, memory=memory * GIB))[0] for memory in (2, 6)]
+    assert sizes[0].embed_dim < sizes[1].embed_dim == 768
+    few, many = (chosen(BRAIN, replace(GPU, memory=6 * GIB), "--seqpar", str(n), ranks=n)[0] for n in (1, 4))
+    assert math.prod(few.tile) < math.prod(many.tile) and few.embed_dim == many.embed_dim
+
+
+def test_the_planner_takes_it_for_another_device(tmp_path, capsys) -> None:
+    data = nnunet(tmp_path / "D", cases=5, channels=("T1", "T2"))
+    line = ["--preset", "auto", "--data", str(data), "--device", "h100", "--seqpar", "1", "--depth", "1"]
+    assert plan_act.act(line) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("auto: 5 cases, median 14x12x10 voxels of 1.1x1x1.3 mm") and "2 channels, 2 classes" in said
+    assert "80 GiB of H100" in said and "--preset modern" in said.splitlines()[-1]
