@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.decoders.levels import num_doublings
+from seqpar.decoders.levels import strides
 from seqpar.decoders.sizes import Sizes
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
@@ -19,6 +19,8 @@ from seqpar.spatial.pooling import Upsample
 
 class PlainDecoder(nn.Module):
     """log2(patch) stages of 3x3x3 convolution, norm, activation and x2 trilinear upsampling, then classes.
+
+    Where the patch is no cube, a direction of log2(p) doublings has them in the first stages.
 
     The last upsampling and the classifier are linear and act on different axes, so that they commute: the classifier
     comes first, and nothing has ``width`` channels at full resolution.
@@ -35,10 +37,11 @@ class PlainDecoder(nn.Module):
 
     def __init__(self, embed_dim: int, num_classes: int, patch: Sequence[int], width: int = 128) -> None:
         super().__init__()
-        inputs = [embed_dim, *[width] * (num_doublings(patch) - 1)]
+        stages = strides(patch)
+        inputs = [embed_dim, *[width] * (len(stages) - 1)]
         self.convs = nn.ModuleList(Conv3d(channels, width, 3, padding=1, bias=False) for channels in inputs)
         self.norms = nn.ModuleList(InstanceNorm3d(width, affine=True) for _ in inputs)
-        self.upsample = Upsample(scale_factor=2, mode="trilinear")
+        self.upsamples = nn.ModuleList(Upsample(scale_factor=stride, mode="trilinear") for stride in stages)
         self.classes = Conv3d(width, num_classes, 1)
 
     @classmethod
@@ -51,11 +54,11 @@ class PlainDecoder(nn.Module):
     ) -> tuple[Tensor, BoxGrid | None]:
         """Returns logits ``b k W D H`` of the token grid ``b e w d h``, and their box grid."""
         x = for_convolutions(features[0])
-        for stage, (conv, norm) in enumerate(zip(self.convs, self.norms)):
+        for stage, (conv, norm, upsample) in enumerate(zip(self.convs, self.norms, self.upsamples)):
             x, grid = conv(x, grid)
             x, grid = norm(x, grid)
             x = F.leaky_relu(x, 0.01)
             if stage == len(self.convs) - 1:
                 x, grid = self.classes(x, grid)
-            x, grid = self.upsample(x, grid)
+            x, grid = upsample(x, grid)
         return x, grid

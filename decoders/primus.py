@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.decoders.levels import num_doublings
+from seqpar.decoders.levels import strides
 from seqpar.decoders.sizes import Sizes
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import ConvTranspose3d
@@ -24,6 +24,8 @@ def primus_widths(embed_dim: int, num_classes: int, stages: int) -> list[int]:
 class PrimusDecoder(nn.Module):
     """log2(patch) transposed convolutions of kernel and stride 2, norm over channels and GELU between them.
 
+    Where the patch is no cube, a direction of log2(p) doublings has them in the last stages, as in Primus.
+
     - ``embed_dim``: of the tokens
     - ``num_classes``: channels of the logits
     - ``patch``: voxels of a token along each direction
@@ -35,11 +37,11 @@ class PrimusDecoder(nn.Module):
 
     def __init__(self, embed_dim: int, num_classes: int, patch: Sequence[int]) -> None:
         super().__init__()
-        stages = num_doublings(patch)
-        widths = [embed_dim, *primus_widths(embed_dim, num_classes, stages)]
-        self.ups = nn.ModuleList(ConvTranspose3d(c, w, 2, stride=2) for c, w in zip(widths, widths[1:]))
+        *stages, last = strides(patch, short_first=False)
+        widths = [embed_dim, *primus_widths(embed_dim, num_classes, len(stages) + 1)]
+        self.ups = nn.ModuleList(ConvTranspose3d(c, w, s, stride=s) for c, w, s in zip(widths, widths[1:], stages))
         self.norms = nn.ModuleList(ChannelLayerNorm(width, eps=1e-6) for width in widths[1:])
-        self.classes = ConvTranspose3d(widths[-1], num_classes, 2, stride=2)
+        self.classes = ConvTranspose3d(widths[-1], num_classes, last, stride=last)
 
     @classmethod
     def of(cls, sizes: Sizes) -> "PrimusDecoder":

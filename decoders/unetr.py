@@ -1,7 +1,7 @@
 """UNETR's decoder: skips from the image and from middle blocks of the encoder, each upsampled to its level.
 
-Legend: b batch, c channels, e embedding, k classes, w d h tokens, W D H voxels. A patch is 2^L voxels a side;
-a point of level l covers 2^l voxels a side: level L is the tokens' grid, level 0 the image's.
+Legend: b batch, c channels, e embedding, k classes, w d h tokens, W D H voxels. The longest side of a patch is 2^L
+voxels; a point of level l covers 2^l of them: level L is the tokens' grid, level 0 the image's.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from seqpar.decoders.levels import num_doublings
+from seqpar.decoders.levels import Stride, strides
 from seqpar.decoders.sizes import Sizes
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
@@ -27,7 +27,7 @@ def taps(depth: int, patch: Sequence[int], skips: str = "monai") -> tuple[int, .
     """
     if skips not in SKIPS:
         raise ValueError(f"--skips {skips}: choose {' or '.join(SKIPS)}")
-    levels = num_doublings(patch)
+    levels = len(strides(patch))
     ends = [
         -(-depth * level // levels) for level in range(1, levels)
     ]  # a skip comes after so many blocks, at least one
@@ -58,13 +58,13 @@ class ResBlock(nn.Module):
 
 
 class Branch(nn.Module):
-    """A skip: the tokens of a middle block, upsampled by ``doublings`` levels."""
+    """A skip: the tokens of a middle block, upsampled by the strides of one or more levels."""
 
-    def __init__(self, embed_dim: int, width: int, doublings: int) -> None:
+    def __init__(self, embed_dim: int, width: int, stages: Sequence[Stride]) -> None:
         super().__init__()
-        self.first = ConvTranspose3d(embed_dim, width, 2, stride=2, bias=False)
-        later = range(doublings - 1)
-        self.ups = nn.ModuleList(ConvTranspose3d(width, width, 2, stride=2, bias=False) for _ in later)
+        first, *later = stages
+        self.first = ConvTranspose3d(embed_dim, width, first, stride=first, bias=False)
+        self.ups = nn.ModuleList(ConvTranspose3d(width, width, s, stride=s, bias=False) for s in later)
         self.blocks = nn.ModuleList(ResBlock(width, width) for _ in later)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
@@ -78,9 +78,9 @@ class Branch(nn.Module):
 class Stage(nn.Module):
     """Upsamples by one level and joins that level's skip."""
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, stride: Stride) -> None:
         super().__init__()
-        self.up = ConvTranspose3d(channels, width, 2, stride=2, bias=False)
+        self.up = ConvTranspose3d(channels, width, stride, stride=stride, bias=False)
         self.block = ResBlock(2 * width, width)
 
     def forward(self, x: Tensor, skip: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
@@ -90,7 +90,7 @@ class Stage(nn.Module):
 
 
 class UnetrDecoder(nn.Module):
-    """UNETR's decoder for any patch of 2^L voxels a side; for L = 4 it is MONAI's, weight for weight.
+    """UNETR's decoder for any patch whose sides are powers of 2; for 16 it is MONAI's, weight for weight.
 
     It takes the grids of the blocks ``taps(depth, patch)`` and of the last tokens.
 
@@ -108,12 +108,17 @@ class UnetrDecoder(nn.Module):
         self, in_channels: int, embed_dim: int, num_classes: int, patch: Sequence[int], width: int = 16
     ) -> None:
         super().__init__()
-        levels = self.num_features = num_doublings(patch)
+        self.patch, stages = tuple(patch), strides(patch)
+        levels = self.num_features = len(stages)
         widths = [width << level for level in range(levels)]
         self.stem = ResBlock(in_channels, width)
-        self.branches = nn.ModuleList(Branch(embed_dim, widths[level], levels - level) for level in range(1, levels))
+        self.branches = nn.ModuleList(
+            Branch(embed_dim, widths[level], stages[: levels - level]) for level in range(1, levels)
+        )
         inputs = [*widths[1:], embed_dim]
-        self.stages = nn.ModuleList(Stage(inputs[level], widths[level]) for level in reversed(range(levels)))
+        self.stages = nn.ModuleList(
+            Stage(inputs[level], widths[level], stride) for level, stride in zip(reversed(range(levels)), stages)
+        )
         self.classes = Conv3d(width, num_classes, 1)
 
     @classmethod
@@ -140,6 +145,6 @@ class UnetrDecoder(nn.Module):
             if level:
                 skip, _ = self.branches[level - 1](middle[level - 1], grid)
             else:
-                skip, _ = self.stem(image, grid and grid.scaled(1 << self.num_features))
+                skip, _ = self.stem(image, grid and grid.scaled(self.patch))
             x, level_grid = stage(x, skip, level_grid)
         return self.classes(x, level_grid)  # type: ignore[no-any-return]

@@ -31,14 +31,22 @@ from seqpar.launch.models.net import Net
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.planning.attention_choice import choose_quickest
 from seqpar.launch.planning.saved_bytes import Saved
-from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.config import Config, shorten
 from seqpar.launch.training.sharded_weights import shard
 from seqpar.losses import DiceCE
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
 
 SMALL = Config(
-    tile=(64, 64, 64), patch=4, embed_dim=192, depth=6, heads=6, decoder_width=16, mode="halo", batch=1, device="cpu"
+    tile=(64, 64, 64),
+    patch=(4, 4, 4),
+    embed_dim=192,
+    depth=6,
+    heads=6,
+    decoder_width=16,
+    mode="halo",
+    batch=1,
+    device="cpu",
 )
 OPTIONS: dict[str, dict[str, Any]] = {
     "all held": {},
@@ -61,11 +69,11 @@ class Case:
 
 
 VIT_B = Config(
-    tile=(128, 128, 128), patch=4, seqpar=4, mode="halo", batch=1, device="cpu", precision="bf16", mlp_chunks=8,
+    tile=(128, 128, 128), patch=(4, 4, 4), seqpar=4, mode="halo", batch=1, device="cpu", precision="bf16", mlp_chunks=8,
     attention="gather-x", decoder_width=32, shard_weights=True,
 )  # fmt: skip
 VOLUME = Config(
-    tile=(240, 240, 156), patch=4, seqpar=4, mode="halo", batch=1, device="cpu", precision="bf16", mlp_chunks=8,
+    tile=(240, 240, 156), patch=(4, 4, 4), seqpar=4, mode="halo", batch=1, device="cpu", precision="bf16", mlp_chunks=8,
     attention="gather-x", embed_dim=64, depth=2, heads=2, decoder_width=16,
 )  # fmt: skip
 LARGE = (Case("a whole volume of 240 x 240 x 155", VOLUME, 4, 1), Case("tile 128, ViT-B", VIT_B, 4, 1))
@@ -106,7 +114,7 @@ def row(case: Case, runs: Sequence[dict[str, float]], first: Sequence[dict[str, 
     return {
         "case": case.name,
         "net": f"ViT {config.embed_dim} x {config.depth}, {config.decoder}, {config.precision}",
-        "tile / patch": f"{'x'.join(map(str, config.tile))} / {config.patch}",
+        "tile / patch": f"{'x'.join(map(str, config.tile))} / {shorten(config.patch, 'x')}",
         "tokens": int(runs[0]["tokens"]),
         "ranks": case.ranks,
         "held MiB a rank": mid(r["held"] for r in runs) / MIB,

@@ -24,29 +24,31 @@ from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.planning.memory_counter import MemoryCounter
 from seqpar.launch.planning.needs import Run, plan
-from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.config import Config, shorten
 from seqpar.losses import DiceCE
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
 
 CHANNELS, CLASSES, STEPS = 2, 3, 4
-NET = Config(tile=(48, 48, 48), patch=4, depth=3, embed_dim=192, heads=6, decoder_width=32, batch=1)
+NET = Config(tile=(48, 48, 48), patch=(4, 4, 4), depth=3, embed_dim=192, heads=6, decoder_width=32, batch=1)
 CASES = (
     NET,
     replace(NET, tile=(64, 64, 64), depth=2, embed_dim=96, heads=3),
-    replace(NET, patch=8, depth=6, embed_dim=384),
+    replace(NET, patch=(8, 8, 8), depth=6, embed_dim=384),
     replace(NET, decoder="primus"),
     replace(NET, decoder="unetr", decoder_width=8),
     replace(NET, seqpar=2, mode="halo", attention="gather-kv"),
     replace(NET, seqpar=2, mode="halo", attention="ulysses"),
-    replace(NET, seqpar=2, patch=8, depth=6, embed_dim=384, attention="gather-x"),
+    replace(NET, seqpar=2, patch=(8, 8, 8), depth=6, embed_dim=384, attention="gather-x"),
     replace(NET, seqpar=2, mode="halo", decoder="unetr", decoder_width=8, attention="gather-x"),
 )
 
 OTHERS = (
-    replace(NET, tile=(32, 32, 32), patch=8, embed_dim=256, depth=4, heads=4, decoder_width=16),
+    replace(NET, tile=(32, 32, 32), patch=(8, 8, 8), embed_dim=256, depth=4, heads=4, decoder_width=16),
     replace(NET, tile=(64, 48, 32), depth=4, embed_dim=128, heads=8, mlp_ratio=2.0, decoder_width=24),
-    replace(NET, tile=(64, 64, 64), patch=16, depth=8, embed_dim=512, heads=8, decoder="unetr", decoder_width=16),
+    replace(
+        NET, tile=(64, 64, 64), patch=(16, 16, 16), depth=8, embed_dim=512, heads=8, decoder="unetr", decoder_width=16
+    ),
     replace(NET, seqpar=2, tile=(64, 48, 32), depth=4, embed_dim=128, heads=8, mode="halo", attention="gather-kv"),
     replace(NET, seqpar=2, tile=(32, 32, 64), depth=5, embed_dim=240, heads=5, decoder="primus", attention="ulysses"),
 )
@@ -74,7 +76,8 @@ def series(quick: bool = False) -> list[Series]:
 
 
 def _name(config: Config) -> str:
-    name = f"{config.decoder}, tile {'x'.join(map(str, config.tile))}, patch {config.patch}, width {config.embed_dim}"
+    sizes = f"tile {'x'.join(map(str, config.tile))}, patch {shorten(config.patch, 'x')}, width {config.embed_dim}"
+    name = f"{config.decoder}, {sizes}"
     return f"{name}, {config.seqpar} ranks, {config.attention}" if config.seqpar > 1 else name
 
 
@@ -84,7 +87,7 @@ def _row(config: Config, runs: Sequence[dict[str, float]]) -> Row:
     return {
         "calibrated": "on it" if config in CASES else "on others",
         "ranks": config.seqpar,
-        "tokens": math.prod(side // config.patch for side in config.tile),
+        "tokens": math.prod(side // p for side, p in zip(config.tile, config.patch)),
         "width": config.embed_dim,
         "decoder": config.decoder,
         "attention": config.attention if config.seqpar > 1 else "",

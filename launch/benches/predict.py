@@ -28,7 +28,9 @@ from seqpar.mesh import Group
 from seqpar.rendezvous import join
 
 SHAPE, TILES, OVERLAP = (240, 240, 155), (96, 64), 0.5
-NETWORK = Config(tile=(96, 96, 96), patch=16, embed_dim=192, depth=6, heads=6, decoder_width=32, positions="sincos")
+NETWORK = Config(
+    tile=(96, 96, 96), patch=(16, 16, 16), embed_dim=192, depth=6, heads=6, decoder_width=32, positions="sincos"
+)
 
 
 def series(
@@ -99,8 +101,8 @@ def _measure(result: Any, shape: tuple[int, ...], tile: int, config: Config, num
     edges = {at + side for at in window_grid.starts[0] for side in (0, tile)} - {0, shape[0]}
     border = torch.zeros(len(jumps), dtype=torch.bool)
     border[[edge - 1 for edge in sorted(edges)]] = True
-    patch = config.patch
-    voxels = len(window_grid.corners) * tile**3 if tile else math.prod(-(-side // patch) * patch for side in shape)
+    padded = (-(-side // p) * p for side, p in zip(shape, config.patch))
+    voxels = len(window_grid.corners) * tile**3 if tile else math.prod(padded)
     seam = float(jumps[border].mean() / jumps[~border].mean())
     result.send({"cpu_s": seconds, "peak_mb": peak, "voxels": voxels, "seam": seam})
 

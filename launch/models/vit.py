@@ -11,7 +11,7 @@ from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.sizes import Sizes
 from seqpar.launch.models.kind import Kind
 from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.config import Config, shorten
 from seqpar.mesh import Group
 from seqpar.vit.encoder import SeqParViT
 
@@ -70,7 +70,7 @@ class VisionTransformer(Kind):
 
     def unit(self, config: Config) -> tuple[int, ...]:
         """Returns the patch."""
-        return (config.patch,) * 3
+        return config.patch
 
     def num_alike(self, config: Config) -> int:
         """Returns the number of blocks."""
@@ -82,7 +82,8 @@ class VisionTransformer(Kind):
 
     def describe_tile(self, config: Config) -> str:
         """Returns patch and tokens."""
-        return f"patch {config.patch}: {math.prod(side // config.patch for side in config.tile)} tokens"
+        count = math.prod(side // p for side, p in zip(config.tile, config.patch))
+        return f"patch {shorten(config.patch, 'x')}: {count} tokens"
 
 
 def _encoder(config: Config, in_channels: int, group: Group) -> SeqParViT:

@@ -14,7 +14,7 @@ from seqpar.launch.models.build import kind_of
 from seqpar.launch.planning.fit import most_tiles
 from seqpar.launch.planning.needs import Plan, Run
 from seqpar.launch.planning.outline import outline
-from seqpar.launch.settings.config import Config, dashed
+from seqpar.launch.settings.config import Config, dashed, shorten
 from seqpar.launch.settings.presets import PRESETS
 from seqpar.mesh import Group
 
@@ -160,7 +160,8 @@ def flags(config: Config, preset: str) -> list[str]:
         if isinstance(value, bool):
             line.append(f"--{'' if value else 'no-'}{dashed(f.name)}")
         else:
-            line += [f"--{dashed(f.name)}", *map(str, value if isinstance(value, tuple) else [value])]
+            words = shorten(value).split() if f.name == "patch" else value if isinstance(value, tuple) else [value]
+            line += [f"--{dashed(f.name)}", *map(str, words)]
     return line
 
 

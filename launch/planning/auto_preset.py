@@ -22,7 +22,7 @@ MOST_VOXELS, CPU_VOXELS = 192**3, 64**3  # of a tile: beyond, time decides and n
 USUAL_VOXELS = 96**3  # a width is taken if a tile of so many fits
 LEAST_BATCH, CPU_BATCH, MOST_BATCH = 2, 2, 32
 SHARE = 0.05  # of all voxels in a batch, at most
-LONGEST_PATCH, LEAST_TOKENS = 8, 4  # voxels of a token's side, and tokens along a direction
+LONGEST_PATCH, LEAST_TOKENS = 8, 4  # voxels of a token's longest side, and tokens along a direction
 
 
 def plan_from_data(
@@ -93,10 +93,10 @@ class _Search:
         self.tile_voxels = CPU_VOXELS if device.cores else MOST_VOXELS
 
     def choose_patch(self) -> None:
-        """Takes the longest patch with which no direction has too few tokens."""
+        """Takes tokens that are about as long in mm in every direction, and not too few of them in any."""
         if "patch" not in self.flags and kind_of(self.config).attends:
-            sides = [side for side in (8, 4, 2) if side * LEAST_TOKENS <= min(self.shape)]
-            self.config = replace(self.config, patch=max(sides, default=2))
+            sides = [_patch_side(size / min(self.size), side) for size, side in zip(self.size, self.shape)]
+            self.config = replace(self.config, patch=tuple(sides if max(sides) > 1 else [2] * 3))
 
     def choose_widths(self) -> str:
         """Takes the widest network that fits with a usual tile; returns why."""
@@ -181,6 +181,12 @@ class _Search:
         if not config.network.startswith("nnunet") or "stages" in self.flags or max(self.size) < 2 * min(self.size):
             return config
         return replace(config, stages=spell_stages(*topology(config.tile, self.size)))
+
+
+def _patch_side(length: float, side: int) -> int:
+    """Returns the voxels of a token along a direction of ``side`` voxels, ``length`` times as long as the shortest."""
+    sides = [p for p in (8, 4, 2) if p * length <= LONGEST_PATCH * 2**0.5 and p * LEAST_TOKENS <= side]
+    return max(sides, default=1)
 
 
 def _by(sides: Sequence[float]) -> str:

@@ -30,20 +30,21 @@ def choose_batch(config: Config) -> Config:
 
 def papers_batch(config: Config) -> int:
     """Returns how many tiles a sequence group the paper trained such a config with; 0 if it did not."""
-    sizes = (config.depth, config.embed_dim, config.heads) == (12, 768, 12) and len(set(config.tile)) == 1
+    cubes = len(set(config.tile)) == 1 == len(set(config.patch))
+    sizes = (config.depth, config.embed_dim, config.heads) == (12, 768, 12) and cubes
     if (
         not sizes
         or (config.network, config.decoder, config.precision) != ("vit", "plain", "fp32")
         or config.mode not in ("gather", "nogather")
     ):
         return 0
-    settings = config.tile[0], config.patch
+    settings = config.tile[0], config.patch[0]
     return PAPERS.get((*settings, 0)) or PAPERS.get((*settings, config.seqpar), 0)
 
 
 def _most_by_memory(config: Config) -> int:
     """Returns as many tiles as need the memory of the paper's batch."""
-    paper = replace(config, tile=(PAPER_TILE,) * 3, patch=PAPER_PATCH, seqpar=1, attention="auto", keep_kv=False)
+    paper = replace(config, tile=(PAPER_TILE,) * 3, patch=(PAPER_PATCH,) * 3, seqpar=1, attention="auto", keep_kv=False)
     paper = replace(paper, grad_checkpoint="none", mlp_chunks=1)
     budget = PAPER_BATCH * saved_per_tile(paper)
     return max(1, min(PAPER_BATCH, int(budget / saved_per_tile(config))))

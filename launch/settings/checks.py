@@ -9,7 +9,7 @@ from seqpar.attention.strategies import check_strategy
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.launch.optimization.table import OPTIMIZERS
-from seqpar.launch.settings.config import ALL_FOLDS, Config, dashed, seconds
+from seqpar.launch.settings.config import ALL_FOLDS, Config, dashed, seconds, shorten
 from seqpar.losses.loss import check_signs, check_weights
 
 
@@ -32,9 +32,7 @@ def check(config: Config, networks: Sequence[str], decoders: Sequence[str], mode
 def _check_network(config: Config) -> None:
     if len(config.tile) != 3:
         raise ValueError(f"--tile {' '.join(map(str, config.tile))}: give one number, or three")
-    if config.patch not in (2, 4, 8, 16):
-        near = min((2, 4, 8, 16), key=lambda side: abs(math.log2(side / config.patch)))
-        raise ValueError(f"--patch {config.patch}: the decoders double the grid; use --patch {near}")
+    _check_patch(config.patch)
     if config.embed_dim % config.heads:
         divisors = [heads for heads in range(1, config.embed_dim + 1) if config.embed_dim % heads == 0]
         near = min(divisors, key=lambda heads: abs(heads - config.heads))
@@ -43,6 +41,18 @@ def _check_network(config: Config) -> None:
         raise ValueError(f"--heads-per-chunk {config.heads_per_chunk}: choose 1 to {config.heads}, or 0 for by size")
     if config.attention != "auto":
         check_strategy(config.attention, config.seqpar, config.heads, config.keep_kv)
+
+
+def _check_patch(patch: Sequence[int]) -> None:
+    typed = shorten(patch) if len(patch) == 3 else " ".join(map(str, patch))
+    if len(patch) != 3:
+        raise ValueError(f"--patch {typed}: give one number, or three")
+    if min(patch) < 1:
+        raise ValueError(f"--patch {typed}: it must be at least 1")
+    sides = (1, 2, 4, 8, 16) if len(set(patch)) > 1 else (2, 4, 8, 16)
+    nearest = [min(sides, key=lambda side: abs(math.log2(side / p))) for p in patch]
+    if nearest != list(patch):
+        raise ValueError(f"--patch {typed}: the decoders double the grid; use --patch {shorten(nearest)}")
 
 
 def _check_run(config: Config) -> None:

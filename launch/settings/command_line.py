@@ -64,8 +64,9 @@ def parse(
     start = PRESETS[start_of_auto(on_gpu) if preset == "auto" else preset]()
     if len({values.get("optimizer", start.optimizer), start.optimizer} | {"adam", "adamw"}) > 2:
         values.setdefault("betas", ())  # a preset's are its optimizer's
-    if len(values.get("tile", ())) == 1:
-        values["tile"] *= 3
+    for name in ("tile", "patch"):
+        if len(values.get(name, ())) == 1:
+            values[name] *= 3
     if values.get("weights"):
         values["weights"] = os.path.abspath(values["weights"])  # the run may be resumed from another folder
     return preset, replace(start, **values), set(parsed)

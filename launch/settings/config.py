@@ -122,7 +122,7 @@ class Config:
     measured: str = _layout("", "figures of launch/doctor.py (--json) to choose and plan by", metavar="FILE")
     heads_per_chunk: int = _layout(0, "heads whose keys and values are gathered at a time; 0: by size")
     tile: tuple[int, ...] = _layout((96, 96, 96), "side of a tile in voxels: one number or three")
-    patch: int = _layout(16, "side of a token in voxels: 2, 4, 8 or 16", bounds=AT_LEAST_1)
+    patch: tuple[int, ...] = _layout((16, 16, 16), "side of a token in voxels: 2, 4, 8 or 16, or three numbers")
 
     network: str = _network("vit", "network: vit, or a U-Net without tokens such as nnunet-plain", metavar="NAME")
     decoder: str = _network("plain", "decoder: plain, unetr or primus", metavar="NAME")
@@ -210,6 +210,10 @@ class Config:
     debug_collectives: bool = _running(False, "check each collective: slow, names ranks that differ")
     dry_run: bool = _running(False, "print what would run, check it, and stop")
 
+    def __post_init__(self) -> None:
+        if isinstance(self.patch, int):  # of a cube, as scripts and the configs of earlier runs have it
+            object.__setattr__(self, "patch", (self.patch,) * 3)
+
     @property
     def loss_terms(self) -> tuple[str, ...]:
         """The names of the loss's terms."""
@@ -232,7 +236,8 @@ class Config:
         usual = cls()
         for name, value in plain.items():
             kind = type(getattr(usual, name))
-            if not isinstance(value, (int, float) if kind is float else kind):
+            also = {"patch": int, float: int}  # a cube's side; whole numbers
+            if not isinstance(value, (kind, also.get(name) or also.get(kind, kind))):
                 raise ValueError(
                     f"config.json: {name} is {value!r}, and a value such as {getattr(usual, name)!r} is needed"
                 )
@@ -242,6 +247,11 @@ class Config:
 def dashed(name: str) -> str:
     """Returns a setting's name as it is written on the command line."""
     return name.replace("_", "-")
+
+
+def shorten(sides: Sequence[int], by: str = " ") -> str:
+    """Returns the sides of a box in short: one number for a cube."""
+    return by.join(map(str, sides if len(set(sides)) > 1 else sides[:1]))
 
 
 def seconds(text: str) -> float:

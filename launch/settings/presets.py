@@ -31,7 +31,7 @@ def modern() -> Config:
     return Config(
         augment="full",
         fold="90:10",
-        patch=8,
+        patch=(8, 8, 8),
         decoder="unetr",
         decoder_width=16,
         positions="rope",
@@ -53,7 +53,7 @@ def laptop() -> Config:
     return Config(
         mode="auto",
         tile=(48, 48, 48),
-        patch=8,
+        patch=(8, 8, 8),
         depth=3,
         embed_dim=96,
         heads=4,

@@ -26,7 +26,7 @@ from seqpar.mesh import Mesh
 
 WORDS = (
     "(data x seq: groups that train on other tiles x ranks that share a tile; tile: the crop of a case that a group "
-    "trains on; patch: the cube of voxels that becomes one token; --help explains the flags)"
+    "trains on; patch: the block of voxels that becomes one token; --help explains the flags)"
 )
 
 

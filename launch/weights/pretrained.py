@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from seqpar.launch.models.net import Net
 from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.config import Config, shorten
 from seqpar.launch.weights.files import checkpoint_of, fit_positions, listed, recorded_heads, unwrap
 from seqpar.launch.weights.monai import load_monai
 from seqpar.launch.weights.primus import load_primus
@@ -71,11 +71,11 @@ def _flags(state: Mapping[str, Tensor]) -> str:
     if any(name.startswith(U_NET) for name in state):
         return "the --network, --features and --stages (or --tile) of the run that wrote them"
     depth = 1 + max(int(name.split(".")[2]) for name in state if name.startswith("encoder.blocks."))
-    embed_dim, _, patch, *_ = state["encoder.patch_embed.proj.weight"].shape
+    embed_dim, _, *patch = state["encoder.patch_embed.proj.weight"].shape
     hidden = state["encoder.blocks.0.mlp.fc1.weight"].shape[0]
     has_positions = "encoder.pos_embed" in state
     return (
-        f"--patch {patch} --embed-dim {embed_dim} --depth {depth} --mlp-ratio {hidden / embed_dim:g} "
+        f"--patch {shorten(patch)} --embed-dim {embed_dim} --depth {depth} --mlp-ratio {hidden / embed_dim:g} "
         f"{'--qkv-bias' if 'encoder.blocks.0.attn.q_bias' in state else '--no-qkv-bias'} "
         f"--positions {'learned' if has_positions else 'rope'}"
     )

@@ -33,7 +33,7 @@ class ByHand:
 
     @property
     def tokens(self) -> int:
-        return math.prod(side // self.config.patch for side in self.config.tile)
+        return math.prod(side // self.config.patch[0] for side in self.config.tile)
 
     @property
     def spread(self) -> int:
@@ -42,8 +42,8 @@ class ByHand:
 
     @property
     def parameters(self) -> int:
-        e, w, stages = self.config.embed_dim, self.config.decoder_width, int(math.log2(self.config.patch))
-        embedding = e * self.channels * self.config.patch**3 + e + self.tokens * e
+        e, w, stages = self.config.embed_dim, self.config.decoder_width, int(math.log2(self.config.patch[0]))
+        embedding = e * self.channels * self.config.patch[0] ** 3 + e + self.tokens * e
         block = 12 * e * e + 12 * e  # no biases on keys
         decoder = 27 * (e * w + (stages - 1) * w * w) + stages * 2 * w + (w + 1) * self.outputs
         return embedding + self.config.depth * block + 2 * e + decoder
@@ -52,7 +52,7 @@ class ByHand:
     def operations(self) -> dict[str, float]:
         """Of one process, forward; the embedding and the classes are products of matrices too."""
         e, w, n = self.config.embed_dim, self.config.decoder_width, self.tokens
-        embedding = 2 * n * e * self.channels * self.config.patch**3
+        embedding = 2 * n * e * self.channels * self.config.patch[0] ** 3
         finer = 8 * n  # points of the second stage, where the classes are too
         return {
             "embedding": embedding,

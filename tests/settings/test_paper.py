@@ -47,7 +47,7 @@ def brains(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def test_the_figures_that_it_states() -> None:
     config = paper()
     assert (config.depth, config.embed_dim, config.heads) == (12, 768, 12)
-    assert (config.tile, config.patch, config.precision) == ((96, 96, 96), 16, "fp32")
+    assert (config.tile, config.patch, config.precision) == ((96, 96, 96), (16, 16, 16), "fp32")
     assert (config.optimizer, config.lr, config.weight_decay) == ("adam", 1e-4, 0)
     assert (config.schedule, config.warmup, config.iterations, config.fold) == ("cosine", 0, 50, "90:10")
     assert (config.mode, config.attention, config.split, config.positions) == (

@@ -10,6 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 State = dict[str, Tensor]
+Patch = int | tuple[int, int, int]
+
+
+def _sides(patch: Patch, dims: int = 3) -> tuple[int, ...]:
+    return (patch,) * dims if isinstance(patch, int) else patch
+
+
+def kernels(patch: Patch, short_first: bool) -> list[tuple[int, ...]]:
+    """Returns each stage's kernel of the transposed convolutions, the coarsest first; its stride is the same.
+
+    ``short_first``: a short side of the patch is doubled in the first stages (UNETR's here), else in the last (Primus).
+    """
+    sides = _sides(patch)
+    count = max(sides).bit_length() - 1
+    done = [[stage if short_first else count - 1 - stage for _ in sides] for stage in range(count)]
+    return [tuple(2 if at < side.bit_length() - 1 else 1 for at, side in zip(stage, sides)) for stage in done]
 
 
 def draw(shapes: dict[str, tuple[int, ...]], seed: int = 0, dtype: torch.dtype = torch.float64) -> State:
@@ -24,12 +40,12 @@ def draw(shapes: dict[str, tuple[int, ...]], seed: int = 0, dtype: torch.dtype =
 
 
 def vit_shapes(
-    prefix: str, c: int, patch: int, grid: tuple[int, ...], e: int, hidden: int, depth: int, bias: bool = False
+    prefix: str, c: int, patch: Patch, grid: tuple[int, ...], e: int, hidden: int, depth: int, bias: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """Those of MONAI's ViT."""
     shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}patch_embedding.position_embeddings": (1, math.prod(grid), e),
-        f"{prefix}patch_embedding.patch_embeddings.weight": (e, c, *[patch] * len(grid)),
+        f"{prefix}patch_embedding.patch_embeddings.weight": (e, c, *_sides(patch, len(grid))),
         f"{prefix}patch_embedding.patch_embeddings.bias": (e,),
         f"{prefix}norm.weight": (e,),
         f"{prefix}norm.bias": (e,),
@@ -47,10 +63,19 @@ def vit_shapes(
 
 
 def unetr_shapes(
-    c: int, k: int, patch: int, grid: tuple[int, ...], f: int, e: int, hidden: int, depth: int = 12, bias: bool = False
+    c: int,
+    k: int,
+    patch: Patch,
+    grid: tuple[int, ...],
+    f: int,
+    e: int,
+    hidden: int,
+    depth: int = 12,
+    bias: bool = False,
 ) -> dict[str, tuple[int, ...]]:
     """Those of MONAI's UNETR, and for another patch than 16 the same with fewer levels."""
-    levels = patch.bit_length() - 1
+    ups = kernels(patch, short_first=True)
+    levels = len(ups)
     shapes = vit_shapes("vit.", c, patch, grid, e, hidden, depth, bias)
 
     def block(name: str, i: int, o: int) -> None:
@@ -62,13 +87,14 @@ def unetr_shapes(
     block("encoder1.layer", c, f)
     for at in range(2, levels + 1):
         width = f * 2 ** (at - 1)
-        shapes[f"encoder{at}.transp_conv_init.conv.weight"] = (e, width, 2, 2, 2)
+        shapes[f"encoder{at}.transp_conv_init.conv.weight"] = (e, width, *ups[0])
         for j in range(levels - at):
-            shapes[f"encoder{at}.blocks.{j}.0.conv.weight"] = (width, width, 2, 2, 2)
+            shapes[f"encoder{at}.blocks.{j}.0.conv.weight"] = (width, width, *ups[j + 1])
             block(f"encoder{at}.blocks.{j}.1", width, width)
     for at in range(2, levels + 2):
         width = f * 2 ** (at - 2)
-        shapes[f"decoder{at}.transp_conv.conv.weight"] = (e if at == levels + 1 else 2 * width, width, 2, 2, 2)
+        channels = e if at == levels + 1 else 2 * width
+        shapes[f"decoder{at}.transp_conv.conv.weight"] = (channels, width, *ups[levels + 1 - at])
         block(f"decoder{at}.conv_block", 2 * width, width)
     return shapes | {"out.conv.conv.weight": (k, f, 1, 1, 1), "out.conv.conv.bias": (k,)}
 
@@ -78,7 +104,7 @@ def vit(state: State, x: Tensor, heads: int, prefix: str = "") -> tuple[Tensor, 
     s = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     weight = s["patch_embedding.patch_embeddings.weight"]
     conv = F.conv3d if weight.ndim == 5 else F.conv2d
-    x = conv(x, weight, s["patch_embedding.patch_embeddings.bias"], stride=weight.shape[2])
+    x = conv(x, weight, s["patch_embedding.patch_embeddings.bias"], stride=tuple(weight.shape[2:]))
     x = x.flatten(2).transpose(1, 2) + s["patch_embedding.position_embeddings"]
     e, outputs = x.shape[2], []
     for i in range(sum(name.endswith("attn.qkv.weight") for name in s)):
@@ -110,11 +136,12 @@ def unetr(state: State, image: Tensor, heads: int, skips: tuple[int, ...] = (3, 
         return F.leaky_relu(y + x, 0.01)
 
     def up(name: str, x: Tensor) -> Tensor:
-        return F.conv_transpose3d(x, state[f"{name}.conv.weight"], stride=2)
+        weight = state[f"{name}.conv.weight"]
+        return F.conv_transpose3d(x, weight, stride=tuple(weight.shape[2:]))
 
     weight = state["vit.patch_embedding.patch_embeddings.weight"]
-    levels = weight.shape[2].bit_length() - 1
-    grid = [side // weight.shape[2] for side in image.shape[2:]]
+    levels = max(weight.shape[2:]).bit_length() - 1
+    grid = [side // p for side, p in zip(image.shape[2:], weight.shape[2:])]
     tokens = {name: tensor for name, tensor in state.items() if name.startswith("vit.")}
     last, hidden = vit(tokens, image, heads, "vit.")
     fold = [z.transpose(1, 2).reshape(z.shape[0], -1, *grid) for z in (*(hidden[at] for at in skips), last)]
@@ -132,12 +159,12 @@ def unetr(state: State, image: Tensor, heads: int, skips: tuple[int, ...] = (3, 
 
 
 def primus_shapes(
-    c: int, k: int, patch: int, grid: tuple[int, ...], e: int, depth: int, widths: list[int]
+    c: int, k: int, patch: Patch, grid: tuple[int, ...], e: int, depth: int, widths: list[int]
 ) -> dict[str, tuple[int, ...]]:
     """Those of Primus; ``widths`` are the decoder's channels between its stages."""
     shapes: dict[str, tuple[int, ...]] = {
         "mask_token": (1, 1, e),
-        "down_projection.proj.weight": (e, c, patch, patch, patch),
+        "down_projection.proj.weight": (e, c, *_sides(patch)),
         "down_projection.proj.bias": (e,),
         "eva.pos_embed": (1, math.prod(grid), e),
         "eva.norm.weight": (e,),
@@ -154,21 +181,25 @@ def primus_shapes(
         for name in ("mlp.fc1_g", "mlp.fc1_x"):
             shapes |= {f"{b}{name}.weight": (hidden, e), f"{b}{name}.bias": (hidden,)}
         shapes |= {f"{b}mlp.fc2.weight": (e, hidden), f"{b}mlp.fc2.bias": (e,)}
-    channels = [e, *widths]
+    channels, (*ups, last) = [e, *widths], kernels(patch, short_first=False)
     for s, (i, o) in enumerate(zip(channels, widths)):
-        shapes |= {f"up_projection.decode.{s}.0.weight": (i, o, 2, 2, 2), f"up_projection.decode.{s}.0.bias": (o,)}
+        shapes |= {f"up_projection.decode.{s}.0.weight": (i, o, *ups[s]), f"up_projection.decode.{s}.0.bias": (o,)}
         shapes |= {f"up_projection.decode.{s}.1.{kind}": (o,) for kind in ("weight", "bias")}
     final = f"up_projection.decode.{len(widths)}"
-    return shapes | {f"{final}.weight": (channels[-1], k, 2, 2, 2), f"{final}.bias": (k,)}
+    return shapes | {f"{final}.weight": (channels[-1], k, *last), f"{final}.bias": (k,)}
 
 
 def primus(state: State, x: Tensor, heads: int) -> Tensor:
     """Returns logits of Primus with everything that its training switches on."""
     weight = state["down_projection.proj.weight"]
-    x = F.conv3d(x, weight, state["down_projection.proj.bias"], stride=weight.shape[2])
+    x = F.conv3d(x, weight, state["down_projection.proj.bias"], stride=tuple(weight.shape[2:]))
     grid, e = x.shape[2:], x.shape[1]
     x = x.flatten(2).transpose(1, 2) + state["eva.pos_embed"]
     angles = _axial_angles(grid, e // heads).to(x)
+
+    def up(name: str, y: Tensor) -> Tensor:
+        weight = state[f"{name}.weight"]
+        return F.conv_transpose3d(y, weight, state[f"{name}.bias"], stride=tuple(weight.shape[2:]))
 
     def turn(t: Tensor) -> Tensor:
         pair = torch.stack([-t[..., 1::2], t[..., ::2]], -1).reshape(t.shape)
@@ -193,14 +224,12 @@ def primus(state: State, x: Tensor, heads: int) -> Tensor:
     x = F.layer_norm(x, (e,), state["eva.norm.weight"], state["eva.norm.bias"], 1e-5)
     x = x.transpose(1, 2).reshape(x.shape[0], e, *grid)
     s = 0
-    while (name := f"up_projection.decode.{s}.0.weight") in state:
-        x = F.conv_transpose3d(x, state[name], state[f"up_projection.decode.{s}.0.bias"], stride=2)
+    while f"up_projection.decode.{s}.0.weight" in state:
+        x = up(f"up_projection.decode.{s}.0", x)
         scale, shift = (state[f"up_projection.decode.{s}.1.{kind}"][:, None, None, None] for kind in ("weight", "bias"))
         mean, var = x.mean(1, keepdim=True), x.var(1, unbiased=False, keepdim=True)
         x, s = F.gelu((x - mean) / (var + 1e-6).sqrt() * scale + shift), s + 1
-    return F.conv_transpose3d(
-        x, state[f"up_projection.decode.{s}.weight"], state[f"up_projection.decode.{s}.bias"], stride=2
-    )
+    return up(f"up_projection.decode.{s}", x)
 
 
 def _axial_angles(grid: tuple[int, ...], head_dim: int) -> Tensor:
