@@ -127,7 +127,7 @@ class Folds:
         if self._signals:  # it came while the process was made
             self._child.send_signal(self._signals[-1])
         code = self._child.wait()
-        if self._signals and code == -self._signals[0]:
+        if -code in self._signals:
             return exit_codes.PREEMPTED
         return code if code >= 0 else 128 - code
 
@@ -139,10 +139,12 @@ class Folds:
     def _end(self, code: int, out: str, fold: int, launcher: Launcher) -> int:
         """Writes and says how it ended, on the first rank; returns the exit code."""
         left = code == exit_codes.PREEMPTED
-        why = f"fold {fold}: {_state(f'{out}/fold{fold}').get('why') or 'it had not begun'}"
-        _write(out, launcher, fold, "preempted" if left else "failed", why, code)
+        how = "left early" if left else f"ended with exit code {code}"
+        state = _state(f"{out}/fold{fold}")
+        if left or state.get("state") != "running":  # else another training may hold it, which goes on
+            why = f"fold {fold}: {state.get('why') or ('it had not begun' if left else how)}"
+            _write(out, launcher, fold, "preempted" if left else "failed", why, code)
         if launcher.rank == 0:
-            how = "left early" if left else f"ended with exit code {code}"
             line = f"fold {fold} {how}: go on with --resume --fold {ALL_FOLDS} --out {out}"
             print(line, flush=True)
             exit_codes.leave_last_words(line)

@@ -51,7 +51,7 @@ def test_several_folders_are_scored_each_and_compared(folders: tuple[Path, Path]
     better, run_folder = worse.parent / "better", worse.parent / "run"
     for case in range(3):
         labels = random_labels(case)
-        labels[0] = 0
+        labels[:3] = 0
         save(better / f"case_{case}.nii.gz", labels)
     shutil.copytree(truth, run_folder / "validation")
     (run_folder / "validation" / "case_2.nii.gz").unlink()  # no fault: it was not held out

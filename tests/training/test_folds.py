@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -59,6 +60,7 @@ def told_in_fold(number: int) -> Hook:
     def tell() -> None:
         if os.environ[folds.MEETING] == f"fold{number}":
             os.kill(int(os.environ[folds.PARENT_OF_FOLD]), signal.SIGTERM)
+            time.sleep(0.3)  # it passes it on
 
     def hook(rank: int) -> None:
         forking(rank)
