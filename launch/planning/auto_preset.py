@@ -35,6 +35,8 @@ def plan_from_data(
     """
     channels, outputs = len(fingerprint.modalities), len(fingerprint.outputs(config.targets))
     config, spacing_line = _with_spacing(config, flags, fingerprint)
+    if "mode" not in flags:
+        config = replace(config, mode="auto")  # with several ranks a decoder that they share fits larger tiles
     spacing = _resampled_to(config)
     shape, size = shape_at(fingerprint, spacing), spacing or fingerprint.spacing
     search = _Search(replace(config, seqpar=config.seqpar or 1), flags, device, ranks, channels, outputs, shape, size)
