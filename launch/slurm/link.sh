@@ -42,7 +42,7 @@ if [ -n "${SEQPAR_CHAIN:-}" ]; then
         echo "job $SLURM_JOB_ID of chain $SEQPAR_CHAIN has nothing to do: $reason"
         exit 0
     fi
-    [ ! -e "$out/config.json" ] && [ ! -e "$out/fold0/config.json" ] || set -- "$@" --resume
+    if [ -e "$out/config.json" ] || [ -e "$out/fold0/config.json" ]; then set -- "$@" --resume; fi
 fi
 mkdir -p "$out" && rm -f "$SEQPAR_VERDICT" &&
     echo "$checkpoint job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST, $(date)" >> "$jobs"

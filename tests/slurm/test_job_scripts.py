@@ -152,6 +152,19 @@ def test_a_chain_of_fine_tuning_jobs_goes_on_with_the_line_that_began_it(jobs: J
     assert request.read_request(second.split()[3:], Launcher("alone")).config.resume
 
 
+def test_a_chain_of_five_folds_goes_on_while_any_of_them_does(jobs: Jobs) -> None:
+    """Three jobs in a row find other checkpoints of the folds, and no config.json but those in their folders."""
+    for fold in range(4):
+        checkpoints = jobs.run / f"fold{fold}" / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        (checkpoints / "latest").write_text("step-100\n")
+        (jobs.run / f"fold{fold}" / "config.json").touch()
+        assert jobs.job(code=75, state="preempted", said=75) == 75
+        (jobs.run / "config.json").unlink()
+    assert [call.endswith("--resume") for call in jobs.calls("srun")] == [True] * 4 and jobs.calls("scancel") == []
+    assert (jobs.run / "jobs.txt").read_text().splitlines()[2].startswith("step-100" * 3 + " job 7")
+
+
 def test_a_verdict_of_an_earlier_chain_does_not_count(jobs: Jobs) -> None:
     jobs.job(code=3, state="failed", said=3)
     (jobs.run / "jobs.txt").unlink()  # what chain.sh does
