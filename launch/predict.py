@@ -8,13 +8,15 @@ from pathlib import Path
 
 from seqpar.decoders.modes.choose import MODES
 from seqpar.environment import read_launcher
+from seqpar.launch.hardware.devices import device_here
 from seqpar.launch.inference.predict_cases import Request, predict_cases
 from seqpar.launch.inference.predictor import Settings
 from seqpar.launch.inference.run_average import Member, refuse_unlike
 from seqpar.launch.inference.windows import WEIGHTS, WINDOWS
 from seqpar.launch.job import exit_codes
 from seqpar.launch.job.local_ranks import die_with_parent, start_missing_ranks
-from seqpar.launch.runs.trained_run import Run, find_weights, read_run
+from seqpar.launch.runs.open_run import open_run
+from seqpar.launch.runs.trained_run import Run
 from seqpar.launch.settings.command_line import Parser
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
@@ -30,7 +32,8 @@ def act(arguments: Sequence[str]) -> int:
     launcher = read_launcher(os.environ)
     if options.seqpar > launcher.world:
         return start_missing_ranks(options.seqpar, __file__, arguments, launcher)
-    seqpar = options.seqpar or max(fitting_seqpar(member, launcher.world) for member in members)
+    memory = device_here(options.device).of(launcher.world).memory
+    seqpar = options.seqpar or max(fitting_seqpar(member, launcher.world, memory) for member in members)
     with start(seqpar, device=options.device) as mesh:
         try:
             faults = predict_cases(request, members, mesh)
@@ -39,10 +42,10 @@ def act(arguments: Sequence[str]) -> int:
     return exit_codes.DATA if faults else 0
 
 
-def fitting_seqpar(member: Member, world: int) -> int:
-    """Returns how many ranks share a window: at most as many as in training; all ranks share a whole volume."""
-    most = world if member.settings.window == "whole" else member.run.config.seqpar
-    return max(size for size in range(1, world + 1) if world % size == 0 and size <= most)
+def fitting_seqpar(member: Member, world: int, memory: float) -> int:
+    """Returns how many ranks, of ``memory`` bytes each, share a window; all ranks share a whole volume."""
+    sizes = [size for size in range(1, world + 1) if world % size == 0]
+    return world if member.settings.window == "whole" else member.run.window_group(sizes, memory)
 
 
 def _exit_code(error: Exception, mesh: Mesh) -> int:
@@ -74,14 +77,12 @@ def _request(options: argparse.Namespace) -> Request:
 
 def _members(options: argparse.Namespace) -> list[Member]:
     """Returns the runs with their settings and weights; refuses runs that cannot be averaged."""
-    checkpoints = options.checkpoint or ["best"]
-    runs = [read_run(path) for path in options.run]
+    checkpoints = options.checkpoint or []
+    runs = [open_run(path, checkpoints, options.folds) for path in options.run]
     refuse_unlike(runs)
     if len(runs) > 1 and (files := [name for name in checkpoints if name not in ("best", "latest")]):
         raise ValueError(f"--checkpoint {files[0]}: a file belongs to one run, and {len(runs)} came: leave it out")
-    return [
-        Member(run, _settings(options, run), tuple(find_weights(run, name) for name in checkpoints)) for run in runs
-    ]
+    return [Member(run, _settings(options, run), run.weights_of(checkpoints)) for run in runs]
 
 
 def _settings(options: argparse.Namespace, run: Run) -> Settings:
@@ -92,8 +93,14 @@ def _settings(options: argparse.Namespace, run: Run) -> Settings:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sliding)
         whose = "" if options.window else f", which {run.path} found better than sliding windows,"
         raise ValueError(f"{flags}: a whole pass{whose} has no windows; leave it out, or use --window sliding")
-    flips = DIRECTIONS if options.mirror == [] else options.mirror or ()
-    mirror = tuple(sorted({DIRECTIONS.index(direction) for direction in flips}))
+    if window == "whole" and run.why_not_whole and not options.force:
+        raise ValueError(f"--window whole with {run.path}: {run.why_not_whole}; leave it out, or add --force")
+    if options.force and not (window == "whole" and run.why_not_whole):
+        raise ValueError("--force would do nothing: it is for --window whole with networks of nnU-Net's: leave it out")
+    mirror = run.mirror
+    if options.mirror is not None:
+        flips = options.mirror or DIRECTIONS
+        mirror = tuple(sorted({DIRECTIONS.index(direction) for direction in flips if direction != "none"}))
     return Settings(window=window, mirror=mirror, min_component=options.min_component, **sliding)
 
 
@@ -104,16 +111,19 @@ def _parser() -> Parser:
         help="run folder that train wrote, or archive that export wrote; several are averaged")  # fmt: skip
     add("-i", "--input", nargs="+", required=True, metavar="PATH", help="data set, folder or list of images, or files")
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write the label maps to")
+    add("--folds", nargs="+", default=[], metavar="N", help="folds of nnU-Net's to average (default: all there are)")
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
         help="best (default), latest or a file of weights; several are an ensemble: mean of logits")  # fmt: skip
     add("--window", choices=WINDOWS,
         help="sliding windows of the training tile, or the whole volume in one pass (default: what validation found "
         "better, train --val-window both; else sliding)")  # fmt: skip
+    add("--force", action="store_true", help="predict whole volumes by networks of nnU-Net's all the same")
     add("--overlap", type=float, help="overlap of neighbouring windows, as a share of the window (default 0.5)")
     add("--weights", choices=WEIGHTS, help="weights of a window's voxels in the mean over windows (default gaussian)")
     add("--window-batch", type=int, metavar="N", help="windows that a sequence group predicts at once (default 1)")
-    add("--mirror", nargs="*", choices=list(DIRECTIONS),
-        help="average over flips along these directions, all three if none is named (default: no flips)")  # fmt: skip
+    add("--mirror", nargs="*", choices=[*DIRECTIONS, "none"],
+        help="average over flips along these directions, all three if none is named (default: none; networks of "
+        "nnU-Net's: all that training flipped)")  # fmt: skip
     add("--probabilities", action="store_true", help="also write a volume of probabilities per network output")
     add("--statistics", action="store_true", help="also write statistics.csv: ml and mean intensity per case and class")
     add("--min-component", default="0", metavar="SIZE",

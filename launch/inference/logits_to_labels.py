@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from seqpar.consensus import agree
+from seqpar.data.preparation.preparation import TargetGrid
 from seqpar.data.preparation.transforms import blend, neighbours, resample
 from seqpar.launch.inference.sliding_window import Slab, join_rows
 from seqpar.mesh import Mesh
@@ -30,16 +31,16 @@ class NotFinite(ValueError):
 def slabs_to_labels(
     slabs: Iterator[Slab],
     shape: Sequence[int],
-    to_shape: Sequence[int],
+    target: TargetGrid,
     mesh: Mesh,
     regions_class_order: Sequence[int] = (),
     write_rows: WriteRows | None = None,
 ) -> Tensor:
-    """Returns class ids ``W D H`` on the grid ``to_shape``, of logits on the grid ``shape``; the same on all ranks.
+    """Returns class ids ``W D H`` on the grid ``target``, of logits on the grid ``shape``; the same on all ranks.
 
     ``write_rows`` takes the probabilities; pass it on all ranks or none, it is called on the first one alone.
     """
-    resampler = _SlabResampler(shape, to_shape, mesh)
+    resampler = _SlabResampler(shape, target, mesh)
     ids, finite = list[Tensor](), True
     for slab in slabs:
         bounds = resampler.add(slab)
@@ -80,10 +81,12 @@ def _send_to_first(rows: Tensor, intervals: Sequence[tuple[int, int]], mesh: Mes
 class _SlabResampler:
     """Resamples logits to another grid, slab by slab; a rank gets the row before its own from the rank that has it."""
 
-    def __init__(self, shape: Sequence[int], to_shape: Sequence[int], mesh: Mesh) -> None:
-        self.to_shape, self.mesh = tuple(to_shape), mesh
+    def __init__(self, shape: Sequence[int], target: TargetGrid, mesh: Mesh) -> None:
+        self.to_shape, self.mesh = target.shape, mesh
         self.is_identity = tuple(shape) == self.to_shape
-        self.below, self.above, self.weight = neighbours(shape[0], self.to_shape[0])  # of each new row
+        nearest = target.nearest
+        self.below, self.above, self.weight = neighbours(shape[0], self.to_shape[0], nearest == 0)  # of each new row
+        self.nearest = None if nearest in (None, 0) else nearest - 1  # among the directions of a row
         self._slab_end: Tensor | None = None  # k 1 D H, on the first rank: the last row of the slab before
         self._logits = torch.empty(0)  # k w/s D H, the rows from which this rank interpolates
         self._first_row = 0  # the number of the first of them
@@ -122,7 +125,7 @@ class _SlabResampler:
             return self._logits[:, low - self._first_row : high - self._first_row]
         below, above = (index[low:high] - self._first_row for index in (self.below, self.above))
         rows = blend(self._logits, 1, below, above, self.weight[low:high])
-        return resample(rows, self.to_shape[1:])
+        return resample(rows, self.to_shape[1:], self.nearest)
 
 
 def to_labels(logits: Tensor, regions_class_order: Sequence[int] = ()) -> Tensor:

@@ -16,8 +16,8 @@ from seqpar.consensus import by_first
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.prediction_inputs import find_inputs
-from seqpar.data.preparation.case import Prepared, load_case, prepare_loaded
-from seqpar.data.preparation.recipe import Recipe
+from seqpar.data.preparation.case import Prepared, load_case
+from seqpar.data.preparation.preparation import Preparation
 from seqpar.launch.evaluation.classes import labels_of_declaration
 from seqpar.launch.inference.case_progress import CaseProgress
 from seqpar.launch.inference.class_statistics import ClassStatistics
@@ -28,7 +28,7 @@ from seqpar.launch.inference.sliding_window import Image, beyond_training
 from seqpar.launch.inference.whole_volume_memory import footprint
 from seqpar.launch.inference.windows import WindowGrid
 from seqpar.launch.job.next_command import next_command
-from seqpar.launch.runs.trained_run import Run, fitting_mode, load_nets
+from seqpar.launch.runs.trained_run import Run, fitting_mode
 from seqpar.launch.weights.checkpoint import digest
 from seqpar.mesh import Mesh
 
@@ -57,7 +57,7 @@ def predict_cases(request: Request, members: Sequence[Member], mesh: Mesh) -> li
     several, the probabilities are averaged.
     """
     predictors = [
-        Predictor(member.run, load_nets(member.run, member.weights, mesh, request.mode), member.settings, mesh)
+        Predictor(member.run, member.run.load_nets(member.weights, mesh, request.mode), member.settings, mesh)
         for member in members
     ]
     run = members[0].run
@@ -79,7 +79,7 @@ def predict_cases(request: Request, members: Sequence[Member], mesh: Mesh) -> li
             shown.say(f"--window {member.settings.window}; mean Dice {whose}: {dices}")
     for fault in faults:
         shown.complain(fault)
-    prepared_cases = _PreparedCases(cases, [member.run.recipe for member in members], request.statistics)
+    prepared_cases = _PreparedCases(cases, [member.run.preparation for member in members], request.statistics)
     with closing(shown):
         for number, case in enumerate(cases):
             try:
@@ -152,12 +152,12 @@ def _ranks_line(request: Request, members: Sequence[Member], mesh: Mesh) -> str:
 class _PreparedCases:
     """The cases, each prepared in a thread while the network is busy with the one before; for the first rank.
 
-    ``recipes``: each run's; runs that prepare alike share a prepared case.
+    ``preparations``: each run's; runs that prepare alike share a prepared case.
     ``image``: of the case that was taken last, canonical ``c W D H`` in the files' numbers, where images are kept.
     """
 
-    def __init__(self, cases: Sequence[Case], recipes: Sequence[Recipe], keep_images: bool) -> None:
-        self.cases, self.recipes, self.keep_images = cases, recipes, keep_images
+    def __init__(self, cases: Sequence[Case], preparations: Sequence[Preparation], keep_images: bool) -> None:
+        self.cases, self.preparations, self.keep_images = cases, preparations, keep_images
         self.image: np.ndarray | None = None
         self._pool = ThreadPoolExecutor(1)
         self._started: dict[int, Future[tuple[list[Prepared], np.ndarray | None]]] = {}
@@ -171,12 +171,12 @@ class _PreparedCases:
         return prepared
 
     def _prepare(self, case: Case) -> tuple[list[Prepared], np.ndarray | None]:
-        loaded = load_case(case, self.recipes[0])
-        distinct = list[tuple[Recipe, Prepared]]()
-        for recipe in self.recipes:
-            if all(recipe != known for known, _ in distinct):
-                distinct.append((recipe, prepare_loaded(loaded, case, recipe)))
-        prepared = [next(one for known, one in distinct if known == recipe) for recipe in self.recipes]
+        loaded = load_case(case, self.preparations[0].recipe)
+        distinct = list[tuple[Preparation, Prepared]]()
+        for preparation in self.preparations:
+            if all(preparation != known for known, _ in distinct):
+                distinct.append((preparation, preparation.prepare(loaded, case)))
+        prepared = [next(one for known, one in distinct if known == own) for own in self.preparations]
         return prepared, loaded.image if self.keep_images else None
 
 
@@ -198,18 +198,18 @@ def _predict_case(
         taken.extend(prepared_cases.take(number))
         return taken[0]
 
-    image, shape, prepared = first.distribute(take)
-    probabilities = _probability_file(folder, case, shape, run, count) if mesh.is_first else None
+    image, target, prepared = first.distribute(take)
+    probabilities = _probability_file(folder, case, target.shape, run, count) if mesh.is_first else None
     write_rows = None
     if folder.outputs or count > 1:
         write_rows = _ignore_rows if probabilities is None else probabilities.write_rows
     windows = list[str]()
     try:
         for at, predictor in enumerate(predictors):
-            if predictor.run.recipe != predictors[max(at - 1, 0)].run.recipe:
-                image = predictor.distribute(partial(taken.__getitem__, at))[0]
+            if predictor.run.preparation != predictors[max(at - 1, 0)].run.preparation:
+                image, target, _ = predictor.distribute(partial(taken.__getitem__, at))
             windows.append(_say_size(predictor, case, image, shown))
-            ids = predictor.class_ids(image, shape, write_rows, share_of(tell, at, count))
+            ids = predictor.class_ids(image, target, write_rows, share_of(tell, at, count))
 
         def write() -> None:
             assert prepared is not None
@@ -218,7 +218,7 @@ def _predict_case(
                 with folder.writable():
                     labels = probabilities.class_ids(run.output_order)
             values = first.to_source(labels.numpy(), prepared.properties)
-            folder.write(case, values, prepared.properties, probabilities, prepared_cases.image)
+            folder.write(case, values, prepared.properties, run.preparation, probabilities, prepared_cases.image)
 
         by_first(write, mesh.world)
     finally:
@@ -249,7 +249,7 @@ def _say_size(predictor: Predictor, case: Case, image: Image, shown: CaseProgres
         if "whole" not in run.windows and (warning := beyond_training(predictor.nets[0], image.shape[1:])):
             shown.warn(f"{case.id}: {warning}")
         return f"{voxels} voxels, one pass"
-    count = len(WindowGrid.of(image.shape[1:], settings.sliding(run.config.tile)).corners)
+    count = len(WindowGrid.of(image.shape[1:], settings.sliding(run.config.tile, run.window_rule)).corners)
     return f"{voxels} voxels, {count} window{'s' if count > 1 else ''}"
 
 

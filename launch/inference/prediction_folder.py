@@ -23,7 +23,8 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_json, write_json
 from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import to_canonical
-from seqpar.data.preparation.case import Properties, channel_to_source
+from seqpar.data.preparation.case import Properties
+from seqpar.data.preparation.preparation import Preparation
 from seqpar.data.volumes import output_suffix, write_volume
 from seqpar.launch.inference.class_statistics import ClassStatistics
 
@@ -116,8 +117,8 @@ class PredictionFolder:
         return self.folder / f".{case.id}.rows.tmp"
 
     def write(
-        self, case: Case, labels: np.ndarray, properties: Properties, probabilities: "ProbabilityFile | None",
-        image: np.ndarray | None = None,
+        self, case: Case, labels: np.ndarray, properties: Properties, preparation: Preparation,
+        probabilities: "ProbabilityFile | None", image: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Writes a case's probabilities, if it has some, and then its label map ``W D H`` in the source's geometry.
 
@@ -133,7 +134,8 @@ class PredictionFolder:
                 (self.folder / PROBABILITIES).mkdir(exist_ok=True)
                 for number, path in enumerate(self.probability_paths(case)):
                     outside = float(probabilities.softmax and number == 0)  # beyond the crop all is background
-                    channel = channel_to_source(probabilities.read_output(number), properties, outside)
+                    own = probabilities.read_output(number)
+                    channel = preparation.channel_to_source(own, properties, outside)
                     write_volume(path, channel, properties.geometry, np.float32)
                 probabilities.remove()
             write_volume(self.label_path(case), labels, properties.geometry, labels.dtype)

@@ -18,14 +18,16 @@ from seqpar.collectives import all_gather
 from seqpar.consensus import by_first
 from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import Geometry, geometry_of, make_geometry, to_canonical
-from seqpar.data.preparation.case import Loaded, Prepared, Properties, labels_to_source, prepare_loaded
+from seqpar.data.preparation.case import Loaded, Prepared, Properties
+from seqpar.data.preparation.preparation import TargetGrid
 from seqpar.data.workers import Tell, unheard
 from seqpar.launch.inference.logits_to_labels import WriteRows, slabs_to_labels
 from seqpar.launch.inference.sliding_window import Image, sliding_window, whole_volume
 from seqpar.launch.inference.small_components import drop_small_components, parse_min_component
 from seqpar.launch.inference.windows import WINDOWS, Sliding
 from seqpar.launch.models.net import Net
-from seqpar.launch.runs.trained_run import Run, find_weights, load_nets, read_run
+from seqpar.launch.runs.open_run import open_run
+from seqpar.launch.runs.trained_run import Run
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
 
@@ -53,9 +55,9 @@ class Settings:
         parse_min_component(self.min_component, 1.0)
         self.sliding((1, 1, 1))  # checks the settings of sliding windows
 
-    def sliding(self, tile: Sequence[int]) -> Sliding:
-        """Returns the settings of sliding windows of ``tile`` voxels."""
-        return Sliding(tuple(tile), self.overlap, self.weights, self.window_batch, self.mirror)
+    def sliding(self, tile: Sequence[int], rule: str = "stride") -> Sliding:
+        """Returns the settings of sliding windows of ``tile`` voxels, laid by a ``rule`` of ``windows.RULES``."""
+        return Sliding(tuple(tile), self.overlap, self.weights, self.window_batch, self.mirror, rule)
 
 
 class Predictor:
@@ -77,20 +79,20 @@ class Predictor:
     def from_run(
         cls,
         run: str | Path,
-        checkpoints: Sequence[str] = ("best",),
+        checkpoints: Sequence[str] = (),
         settings: Settings | None = None,
         mesh: Mesh | None = None,
     ) -> "Predictor":
         """Returns the predictor of a run folder.
 
-        - ``run``: the folder that train wrote
-        - ``checkpoints``: "best", "latest" or files of weights
+        - ``run``: the folder that train wrote, or a results folder of nnU-Net's
+        - ``checkpoints``: "best" (the default), "latest" or files of weights
         - ``settings``: windows, flips, small components; None: windows as the run's validation found better
         - ``mesh``: the ranks, from ``seqpar.start``; None: this process alone, without a process group
         """
-        opened, mesh = read_run(run), mesh or start(1, env={})
-        files = [find_weights(opened, name) for name in checkpoints]
-        return cls(opened, load_nets(opened, files, mesh), settings or Settings(window=opened.window), mesh)
+        opened, mesh = open_run(run, checkpoints), mesh or start(1, env={})
+        nets = opened.load_nets(opened.weights_of(checkpoints), mesh)
+        return cls(opened, nets, settings or Settings(window=opened.window, mirror=opened.mirror), mesh)
 
     def predict(
         self, images: SpatialImage | Sequence[SpatialImage] | np.ndarray, affine: np.ndarray | None = None
@@ -105,8 +107,8 @@ class Predictor:
         if len(loaded.image) != needed:
             names = ", ".join(self.run.recipe.modalities)
             raise ValueError(f"{len(loaded.image)} channels came; the network needs {needed}: {names}")
-        prepared = prepare_loaded(loaded, Case("image", (Path("the image"),)), self.run.recipe)
-        ids = self.class_ids(prepared.image, prepared.properties.box_shape)
+        prepared = self.run.preparation.prepare(loaded, Case("image", (Path("the image"),)))
+        ids = self.class_ids(prepared.image, self.run.preparation.target_grid(prepared.properties))
         labels = self.to_source(ids.numpy(), prepared.properties)
         if isinstance(images, np.ndarray):
             return labels
@@ -115,9 +117,9 @@ class Predictor:
         return nibabel.Nifti1Image(labels, loaded.geometry.affine, header)
 
     def class_ids(
-        self, image: Image, to_shape: Sequence[int], write_rows: WriteRows | None = None, tell: Tell = unheard
+        self, image: Image, target: TargetGrid, write_rows: WriteRows | None = None, tell: Tell = unheard
     ) -> Tensor:
-        """Returns the class ids of a prepared image ``c W D H``, resampled to ``to_shape``; the same on all ranks.
+        """Returns the class ids of a prepared image ``c W D H`` on the grid ``target``; the same on all ranks.
 
         ``write_rows`` takes the probabilities; pass it on all ranks or none, it is called on the first one alone.
         ``tell`` is told which share of the work is done.
@@ -126,18 +128,19 @@ class Predictor:
         if settings.window == "whole":
             slabs = whole_volume(self.nets, image, self.mesh, settings.mirror, tell)
         else:
-            slabs = sliding_window(self.nets, image, settings.sliding(tile), self.mesh, tell)
+            slabs = sliding_window(self.nets, image, settings.sliding(tile, self.run.window_rule), self.mesh, tell)
         order = self.run.output_order
-        return slabs_to_labels(slabs, image.shape[1:], to_shape, self.mesh, order, write_rows)
+        return slabs_to_labels(slabs, image.shape[1:], target, self.mesh, order, write_rows)
 
     def to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
         """Returns the file's label values in the file's geometry, without small components, from class ids."""
         min_voxels = parse_min_component(self.settings.min_component, float(np.prod(properties.geometry.spacing)))
         regions, order = self.run.regions.values(), self.run.regions_class_order
-        return labels_to_source(drop_small_components(ids, min_voxels, regions, order), properties)
+        kept = drop_small_components(ids, min_voxels, regions, order)
+        return self.run.preparation.labels_to_source(kept, properties)
 
-    def distribute(self, prepare: Callable[[], Prepared]) -> tuple[Image, tuple[int, ...], Prepared | None]:
-        """Prepares a case on the first rank; returns on every rank its image ``c W D H`` and the shape of its crop.
+    def distribute(self, prepare: Callable[[], Prepared]) -> tuple[Image, TargetGrid, Prepared | None]:
+        """Prepares a case on the first rank; returns on every rank its image ``c W D H`` and the grid of its crop.
 
         The prepared case itself is returned on the first rank only, None on the others.
         """
@@ -146,12 +149,14 @@ class Predictor:
         def prepare_and_measure() -> Any:
             nonlocal prepared
             prepared = prepare()
-            return prepared.image.shape, prepared.properties.box_shape
+            target = self.run.preparation.target_grid(prepared.properties)
+            return prepared.image.shape, target.shape, target.nearest
 
-        shape, crop_shape = by_first(prepare_and_measure, self.mesh.world)
+        shape, crop_shape, nearest = by_first(prepare_and_measure, self.mesh.world)
         channels = torch.empty(0, *shape[1:]) if prepared is None else torch.from_numpy(prepared.image)
         num_channels = [shape[0], *[0] * (self.mesh.world.size - 1)]  # all lie on the first rank
-        return all_gather(channels, self.mesh.world, 0, num_channels, "images"), tuple(crop_shape), prepared
+        image = all_gather(channels, self.mesh.world, 0, num_channels, "images")
+        return image, TargetGrid(tuple(crop_shape), nearest), prepared
 
 
 def _as_list(images: SpatialImage | Sequence[SpatialImage]) -> list[SpatialImage]:

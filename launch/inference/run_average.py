@@ -44,6 +44,7 @@ def _meaning(run: Run) -> dict[str, Any]:
     """Returns what a run takes and what its outputs stand for, in the files' label values."""
     values = run.recipe.values
     return {
+        "axes": (run.preparation.axes,),
         "channels": run.recipe.modalities,
         "outputs": run.outputs,
         "labels": {name: values[n] for name, n in run.labels.items()},

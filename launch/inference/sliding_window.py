@@ -22,6 +22,7 @@ from seqpar.data.boxes import read_box
 from seqpar.data.workers import Tell, unheard
 from seqpar.launch.inference.window_sums import Block, WindowSums
 from seqpar.launch.inference.windows import (
+    RULES,
     Region,
     Sliding,
     WindowGrid,
@@ -55,7 +56,7 @@ def sliding_window(
     told which share of the windows is done.
     """
     window_grid = WindowGrid.of(image.shape[1:], sliding, mesh.world.size)
-    weights = window_weights(sliding.tile, sliding.weights)
+    weights = RULES[sliding.rule].weights(sliding.tile, sliding.weights)
     batch = fitting_batch(nets, min(sliding.batch, len(window_grid.corners)))
     views = _views(nets, window_grid, sliding.mirror, batch, mesh)
     return _walk(views, image, window_grid, weights, batch, mesh, tell)

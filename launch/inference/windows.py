@@ -6,13 +6,15 @@ A row is a plane across the first direction, W.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from seqpar.launch.inference.nnunet_windows import blurred_point, even_starts
 from seqpar.layout import even_bounds
 
 Interval = tuple[int, int]
@@ -29,7 +31,7 @@ class Sliding:
 
     ``tile`` is a window's voxels, ``overlap`` the share of it that the next window covers again, ``weights`` one of
     ``WEIGHTS``, ``batch`` the windows that a sequence group predicts at once. ``mirror`` names the directions (0 W,
-    1 D, 2 H) to flip, in all combinations.
+    1 D, 2 H) to flip, in all combinations. ``rule`` is one of ``RULES``.
     """
 
     tile: tuple[int, ...]
@@ -37,6 +39,7 @@ class Sliding:
     weights: str = "gaussian"
     batch: int = 1
     mirror: tuple[int, ...] = ()
+    rule: str = "stride"
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap < 1:
@@ -79,6 +82,16 @@ def window_weights(tile: Sequence[int], kind: str = "gaussian") -> Tensor:
     return weights.clamp(min=max(float(weights.min()), _MIN_WEIGHT))
 
 
+class WindowRule(NamedTuple):
+    """Where windows start along a direction of an extent, by tile and overlap, and what their voxels weigh."""
+
+    starts: Callable[[int, int, float], tuple[int, ...]]
+    weights: Callable[[Sequence[int], str], Tensor]
+
+
+RULES = {"stride": WindowRule(window_starts, window_weights), "nnU-Net": WindowRule(even_starts, blurred_point)}
+
+
 @dataclass(frozen=True)
 class WindowGrid:
     """The windows over a volume in raster order, and the slabs of rows that they complete one after another.
@@ -97,7 +110,8 @@ class WindowGrid:
         """Returns the grid of sliding windows over a volume of that shape."""
         if len(shape) != len(sliding.tile) or min(shape) < 1:
             raise ValueError(f"a volume of shape {tuple(shape)} does not fit windows of {sliding.tile} voxels")
-        starts = tuple(window_starts(side, tile, sliding.overlap) for side, tile in zip(shape, sliding.tile))
+        start = RULES[sliding.rule].starts
+        starts = tuple(start(side, tile, sliding.overlap) for side, tile in zip(shape, sliding.tile))
         return cls(tuple(shape), sliding.tile, starts, num_ranks)
 
     @cached_property

@@ -8,6 +8,7 @@ import torch
 
 from seqpar.attention.strategies import check_strategy
 from seqpar.data.errors import DataError
+from seqpar.data.preparation.preparation import ByRecipe, Preparation
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.launch.hardware.devices import device_here
 from seqpar.launch.models.build import build
@@ -58,6 +59,38 @@ class Run:
     def output_order(self) -> tuple[int, ...]:
         """The class id that each output's voxels get where outputs are regions; empty where they are labels."""
         return self.regions_class_order if self.learns_regions else ()
+
+    @property
+    def preparation(self) -> Preparation:
+        """How cases are prepared for the networks."""
+        return ByRecipe(self.recipe)
+
+    @property
+    def mirror(self) -> tuple[int, ...]:
+        """The directions over whose flips predictions are averaged where nothing else is asked for."""
+        return ()
+
+    @property
+    def window_rule(self) -> str:
+        """Where sliding windows lie and what they weigh: one of ``inference.windows.RULES``."""
+        return "stride"
+
+    @property
+    def why_not_whole(self) -> str:
+        """Why the networks are not to predict whole volumes in one pass; "" where they may."""
+        return ""
+
+    def window_group(self, sizes: Sequence[int], memory: float) -> int:
+        """Returns how many ranks of ``memory`` bytes share a window: the most of ``sizes`` that training allows."""
+        return max(size for size in sizes if size <= self.config.seqpar)
+
+    def weights_of(self, checkpoints: Sequence[str]) -> tuple[Path, ...]:
+        """Returns the files of weights that ``--checkpoint`` names, by default the best."""
+        return tuple(find_weights(self, name) for name in checkpoints or ["best"])
+
+    def load_nets(self, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Net]:
+        """Returns the network with the weights of each file, ready to predict; for ``mode`` see ``load_nets``."""
+        return load_nets(self, files, mesh, mode)
 
 
 def read_run(path: str | Path) -> Run:

@@ -38,10 +38,10 @@ def read_weights(path: str | Path) -> State:
     return unwrap(_read(Path(path)))
 
 
-def checkpoint_of(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """Returns a checkpoint, given itself or as the path of its file."""
+def checkpoint_of(source: Mapping[str, Any] | str | Path, mapped: bool = False) -> Mapping[str, Any]:
+    """Returns a checkpoint, given itself or as the path of its file; for ``mapped`` see ``load_torch``."""
     if isinstance(source, (str, Path)):
-        return _read(Path(source))
+        return _read(Path(source), mapped)
     if not isinstance(source, Mapping):
         kind = type(source).__name__
         hint = "its state_dict()" if isinstance(source, nn.Module) else "one of these"
@@ -58,7 +58,7 @@ def recorded_heads(checkpoint: Mapping[str, Any]) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path, mapped: bool = False) -> Mapping[str, Any]:
     """Returns what a file of weights holds."""
     if not path.is_file():
         raise DataError(path, "no such file; give a safetensors or torch file of weights")
@@ -71,7 +71,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             with zipfile.ZipFile(path) as archive:
                 if ARCHIVED in archive.namelist():
                     return load(archive.read(ARCHIVED))
-        content = load_torch(path)
+        content = load_torch(path, mapped)
     except pickle.UnpicklingError as error:
         raise DataError(
             path, f"it holds more than tensors ({_first_line(error)}); save only its state_dict, and read that file"

@@ -17,7 +17,7 @@ PLANS, DATASET, CHECKPOINT = "plans.json", "dataset.json", "checkpoint_final.pth
 # What names of nnU-Net's own trainers say, where their network is the plan's: epochs, augmentation, loss, optimizer.
 _WORDS = (
     r"\d+epochs?|NoMirroring|onlyMirror01|\d+ep|NoDA|noDA|DA5|Segord0|DAOrd0|DASegOrd0|CELoss|DiceLoss|DiceCELoss|"
-    r"noSmooth|Topk10Loss|DiceTopK10Loss|LS01|Vanilla|R?Adam|Adan|CosAnneal|\d+en\d|noDeepSupervision|Benchmark|"
+    r"noSmooth|Topk10Loss|DiceTopK10Loss|LS01|Vanilla|R?Adam|Adan|CosAnneal|\d+en\d|[nN]oDeepSupervision|Benchmark|"
     r"noDataLoading|warmup|probabilisticOversampling|\d{3}|lr"
 )
 _TRAINER = re.compile(rf"nnUNetTrainer(_?({_WORDS}))*")
@@ -114,7 +114,7 @@ def _results(
 
 def _checkpoint(path: Path) -> Mapping[str, Any]:
     """Returns a checkpoint's content; one of another trainer, whose network may differ from the plan's, is refused."""
-    content = checkpoint_of(path)
+    content = checkpoint_of(path, mapped=True)
     if not is_checkpoint(content) or not isinstance(content.get("init_args"), Mapping):
         raise DataError(path, "is no checkpoint of nnU-Net v2 (network_weights, trainer_name and init_args are needed)")
     if lacking := {"plans", "dataset_json", "configuration"} - set(content["init_args"]):

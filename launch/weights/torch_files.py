@@ -1,5 +1,6 @@
 """Reads torch's files without running anything of them: numpy's scalars, which trainers log, become None."""
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ def _no_scalar(*arguments: Any) -> None:
     """Stands for the function that makes a scalar of numpy's."""
 
 
-def load_torch(path: str | Path) -> Any:
-    """Returns what ``torch.save`` wrote: tensors, containers, numbers and text; anything else is refused."""
+def load_torch(path: str | Path, mapped: bool = False) -> Any:
+    """Returns what ``torch.save`` wrote: tensors, containers, numbers and text; anything else is refused.
+
+    - ``mapped``: tensors are read from the file when they are used, where it is an archive, as all newer ones are
+    """
     stubs = [(_NumberType, "numpy.dtype"), *((_no_scalar, name) for name in _SCALARS)]
     with torch.serialization.safe_globals(stubs):  # type: ignore[arg-type]
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from seqpar.launch.inference import predict_cases
 from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.runs import trained_run
 from seqpar.launch.runs.trained_run import Run, load_nets
 from seqpar.mesh import Mesh
 from tests.support.predictions import Echo, write_images
@@ -22,7 +22,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> None:
         net.decoder = Echo(run.recipe.values, tuple(members))
         return [net]
 
-    monkeypatch.setattr(predict_cases, "load_nets", nets)
+    monkeypatch.setattr(trained_run, "load_nets", nets)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch
 
 from seqpar.data.errors import DataError
 from seqpar.launch import predict
-from seqpar.launch.inference import predict_cases
 from seqpar.launch.job import exit_codes
 from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.runs import trained_run
 from seqpar.launch.runs.trained_run import load_nets
 from tests.support.folders import child, image_array, nnunet, save, tree
 from tests.support.predictions import RECIPE, act, make_run, on_ranks
@@ -41,7 +41,7 @@ def test_an_answer_that_is_not_finite_is_a_fault_of_its_case(images, tmp_path, c
             net.encoder.norm.weight.fill_(float("nan"))
         return [net]
 
-    monkeypatch.setattr(predict_cases, "load_nets", nets)
+    monkeypatch.setattr(trained_run, "load_nets", nets)
     assert act(tmp_path, make_run(tmp_path / "run")) == exit_codes.DATA
     assert capfd.readouterr().err.count("NaN") == 3
 

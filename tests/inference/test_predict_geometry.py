@@ -12,6 +12,7 @@ import seqpar
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.preparation.case import labels_to_source, prepare_case
+from seqpar.data.preparation.preparation import TargetGrid
 from seqpar.data.preparation.transforms import resample
 from seqpar.launch import predict
 from seqpar.launch.inference.logits_to_labels import slabs_to_labels
@@ -99,7 +100,8 @@ def cut_into_slabs(mesh: Mesh, scores: Tensor, cuts: tuple[int, ...], to_shape: 
             yield Slab(bounds, scores[:, bounds[mesh.world.index] : bounds[mesh.world.index + 1]])
 
     kept: list[tuple[int, Tensor]] = []
-    ids = slabs_to_labels(slabs(), scores.shape[1:], to_shape, mesh, (), lambda first, rows: kept.append((first, rows)))
+    target = TargetGrid(tuple(to_shape))
+    ids = slabs_to_labels(slabs(), scores.shape[1:], target, mesh, (), lambda first, rows: kept.append((first, rows)))
     if mesh.is_first:
         kept.sort(key=lambda pair: pair[0])
         whole = torch.cat([rows for _, rows in kept], 1)

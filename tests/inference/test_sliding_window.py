@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from seqpar.data.preparation.preparation import TargetGrid
 from seqpar.launch.inference.logits_to_labels import slabs_to_labels
 from seqpar.launch.inference.sliding_window import sliding_window, whole_volume
 from seqpar.launch.inference.windows import Sliding, WindowGrid, window_weights
@@ -89,7 +90,8 @@ def compare(mesh: Mesh) -> tuple[list[Tensor], list[Tensor]]:
         image = volume(*shape)
         logits.append(slide(mesh, image, sliding))
         net = build(mesh).float()
-        labels.append(slabs_to_labels(sliding_window([net], image.float(), sliding, mesh), shape, shape, mesh))
+        slabs = sliding_window([net], image.float(), sliding, mesh)
+        labels.append(slabs_to_labels(slabs, shape, TargetGrid(shape), mesh))
     logits.append(slide(mesh, volume(11, 14, 9), Sliding(TILE, mirror=(1, 2)), nets=2))
     logits.append(slide(mesh, volume(11, 14, 9), Sliding(TILE, mirror=(0,)), "gather", "ordered"))
     return logits, labels

@@ -39,22 +39,36 @@ def new_shape(shape: Sequence[int], spacing: Sequence[float], target: Sequence[f
     return w, d, h
 
 
-def resample(array: Array, shape: Sequence[int]) -> Array:
-    """Returns ``(…, W, D, H)`` on a grid of `shape` over the same extent, linearly."""
-    for dim, size in enumerate(shape, array.ndim - len(shape)):
+def resample(array: Array, shape: Sequence[int], nearest: int | None = None) -> Array:
+    """Returns ``(…, W, D, H)`` on a grid of `shape` over the same extent, linearly.
+
+    nearest: the direction, a number into `shape`, along which the nearest rows are taken.
+    """
+    for direction, size in enumerate(shape):
+        dim = array.ndim - len(shape) + direction
         if array.shape[dim] != size:
-            array = blend(array, dim, *neighbours(array.shape[dim], size))
+            array = blend(array, dim, *neighbours(array.shape[dim], size, direction == nearest))
     return array
 
 
-def neighbours(extent: int, new_extent: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def neighbours(extent: int, new_extent: int, nearest: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns for each voxel of a new grid the two old ones whose centres it lies between, and its share of the second.
 
-    Both grids span the same length; what lies outside of the first or last centre takes that voxel alone.
+    Both grids span the same length; what lies outside of the first or last centre takes that voxel alone. With
+    `nearest`, each takes the one old voxel that it lies in.
     """
+    if nearest:
+        rows = nearest_rows(extent, new_extent)
+        return rows, rows, np.zeros(new_extent, np.float32)
     where = np.clip((np.arange(new_extent) + 0.5) * extent / new_extent - 0.5, 0, extent - 1)
     below = np.floor(where).astype(np.int64)
     return below, np.minimum(below + 1, extent - 1), (where - below).astype(np.float32)
+
+
+def nearest_rows(extent: int, new_extent: int) -> np.ndarray:
+    """Returns for each voxel of a new grid the old one that it lies in; both grids span the same length."""
+    where = extent / new_extent * (np.arange(new_extent) + 0.5) - 0.5
+    return np.clip(np.floor(where + 0.5).astype(np.int64), 0, extent - 1)
 
 
 def blend(array: Array, dim: int, below: np.ndarray, above: np.ndarray, weight: np.ndarray) -> Array:

@@ -1,0 +1,104 @@
+"""Cases are prepared as nnU-Net prepares them, to the bit, and go back to where they came from."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Case
+from seqpar.data.formats.nnunet_plans import declaration_of, plan_of
+from seqpar.data.geometry import to_canonical
+from seqpar.data.preparation.as_nnunet import ByPlan
+from seqpar.data.preparation.case import load_case
+from seqpar.data.preparation.transforms import nearest_rows
+from seqpar.data.volumes import read_volume
+from tests.support import nnunet_prediction
+from tests.support.folders import save
+from tests.support.nnunet_networks import DATASET, configuration, plans_of
+
+FLIPPED = np.array([[0, 0, -1.7, 3], [-0.9, 0, 0, 1], [0, 4.1, 0, 2], [0, 0, 0, 1.0]])  # axes W D H: -A, S, -R
+STRAIGHT = np.diag([0.9, 1.3, 2.2, 1.0])
+CASES: dict[str, tuple[np.ndarray, list[int], dict[str, Any]]] = {
+    "as it lies": (STRAIGHT, [0, 1, 2], {}),
+    "transposed": (STRAIGHT, [2, 0, 1], {"use_mask_for_norm": [False, False]}),
+    "flipped, slices far apart": (FLIPPED, [1, 2, 0], {"spacing": [1.1, 1.2, 4.2]}),
+    "slices far apart in the plan": (STRAIGHT, [0, 1, 2], {"spacing": [7.0, 1.0, 1.0]}),
+    "two longest axes": (np.diag([1.0, 4.0, 4.0, 1.0]), [0, 1, 2], {"spacing": [3.0, 3.0, 1.0]}),
+    "other schemes": (STRAIGHT, [0, 2, 1], {"normalization_schemes": ["NoNormalization", "RescaleTo01Normalization"]}),
+    "colours": (STRAIGHT, [0, 1, 2], {"normalization_schemes": ["RGBTo01Normalization", "ZScoreNormalization"]}),
+    "the same grid": (STRAIGHT, [0, 1, 2], {"spacing": [2.2, 1.3, 0.9]}),
+}
+
+
+def write_case(folder: Path, affine: np.ndarray, shape: tuple[int, ...] = (11, 9, 8)) -> Case:
+    """Writes two channels with a border of zeros and a hole."""
+    dice, paths = np.random.default_rng(3), []
+    for number in range(2):
+        array = np.zeros(shape, np.float32)
+        array[1:-2, 2:, 1:-1] = dice.normal(200, 90, (shape[0] - 3, shape[1] - 2, shape[2] - 2))
+        array[4:6, 4:6, 3:5] = 0
+        paths.append(save(folder / f"case_{number:04d}.nii.gz", array, affine))
+    return Case("case", tuple(paths))
+
+
+def by_plan(**changed: Any) -> ByPlan:
+    """Returns the preparation of plans that differ by ``changed``: entries of the plans, or of their configuration."""
+    outer = {key: changed.pop(key) for key in ("transpose_forward", "image_reader_writer") if key in changed}
+    plans = plans_of({**configuration("PlainConvUNet"), **changed}, **outer)
+    return ByPlan.of(plan_of(plans, "3d_fullres", Path("plans.json")), declaration_of(DATASET, Path("dataset.json")))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_is_prepared_to_the_bit_and_its_crop_lies_where_it_lay(tmp_path: Path, name: str) -> None:
+    affine, forward, changed = CASES[name]
+    case = write_case(tmp_path, affine)
+    preparation = by_plan(transpose_forward=forward, **changed)
+    loaded = load_case(case, preparation.recipe)
+    got = preparation.prepare(loaded, case)
+    own = {**configuration("PlainConvUNet"), **changed}
+    data, spacing = nnunet_prediction.read(case.images, forward)
+    want, cut, sides = nnunet_prediction.prepared(data, spacing, plans_of(own), own)
+    assert got.image.dtype == np.float32 and np.array_equal(got.image, want)
+    target = preparation.target_grid(got.properties)
+    assert target.shape == sides
+    ids = np.random.default_rng(0).integers(0, 3, sides)
+    back = preparation.labels_to_source(ids, got.properties)
+    whole = np.zeros(data.shape[1:], int)
+    whole[cut] = ids
+    assert np.array_equal(back, whole.transpose(np.argsort(forward)).T) and back.dtype == np.uint8
+    far_apart = {"flipped, slices far apart": 2, "slices far apart in the plan": 0}
+    assert target.nearest == far_apart.get(name)
+
+
+def test_a_reader_that_reorients_prepares_in_canonical_axes(tmp_path: Path) -> None:
+    case = write_case(tmp_path, FLIPPED)
+    preparation = by_plan(image_reader_writer="NibabelIOWithReorient", spacing=[4.1, 0.9, 1.7])
+    got = preparation.prepare(load_case(case, preparation.recipe), case)
+    volume = read_volume(case.images[0])
+    turned = to_canonical(volume.array, volume.geometry.orientation)[0].T
+    assert got.image.shape[1:] == tuple(n - cut for n, cut in zip(turned.shape, (2, 3, 2)))  # nothing is resampled
+    box = tuple(slice(low, high) for low, high in got.properties.box)
+    assert np.array_equal(got.image[0] != got.image[0].min(), np.clip(turned[box], 15, 400) > 15)
+    channel = preparation.channel_to_source(turned[box], got.properties)
+    assert np.array_equal(channel, volume.array[0])
+
+
+def test_an_empty_image_is_an_error_that_names_it(tmp_path: Path) -> None:
+    case = write_case(tmp_path, STRAIGHT, (6, 6, 6))
+    for path in case.images:
+        save(path, np.zeros((6, 6, 6), np.float32), STRAIGHT)
+    preparation = by_plan()
+    with pytest.raises(DataError, match="case_0000.nii.gz: every voxel is 0"):
+        preparation.prepare(load_case(case, preparation.recipe), case)
+
+
+def test_the_nearest_rows_are_those_that_scipy_takes() -> None:
+    from scipy import ndimage
+
+    for old in range(1, 14):
+        for new in range(1, 30):
+            where = old / new * (np.arange(new) + 0.5) - 0.5
+            want = ndimage.map_coordinates(np.arange(float(old)), [where], order=0, mode="nearest")
+            assert np.array_equal(nearest_rows(old, new), want)
