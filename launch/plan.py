@@ -7,24 +7,26 @@ smallest group that fits. Takes the flags of train too.
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from seqpar.launch.hardware.cpu_speed import this_cpu
-from seqpar.launch.hardware.devices import DEVICES, GB, GIB, Device, device_here, measured
+from seqpar.launch.hardware.devices import DEVICES, GB, Device, device_here, measured
 from seqpar.launch.job import exit_codes
 from seqpar.launch.models.build import kind_of, refuse_unknown
-from seqpar.launch.planning.answer import answer, columns, header, row
+from seqpar.launch.planning.answer import answer, columns, header, print_rows
 from seqpar.launch.planning.auto_preset import plan_from_data
 from seqpar.launch.planning.fit import SIZES, plans, refusal, shortage, smallest
 from seqpar.launch.planning.needs import Plan, Run
+from seqpar.launch.planning.tile_size import print_largest
 from seqpar.launch.planning.ways import flags_of, search, ways
 from seqpar.launch.settings.command_line import Parser, parse, refuse_idle, shortened_warmup
 from seqpar.launch.settings.config import AUTO, Config
 from seqpar.launch.settings.presets import start_of_auto
 from seqpar.launch.training.data import look_at
+from seqpar.launch.weights.nnunet_settings import with_plans
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -33,6 +35,7 @@ def act(arguments: Sequence[str]) -> int:
     own, rest = parser.parse_known_args(list(arguments))
     on_gpu = own.device != "cpu"
     preset, config, flags = parse(rest, "paper", tuple(parser._option_string_actions), on_gpu)
+    config = with_plans(config, flags)
     refuse_unknown(config, flags)
     refuse_idle(config, flags - {"measured"})  # seconds are planned with it in any case
     config, warmup = shortened_warmup(config, flags)
@@ -46,8 +49,10 @@ def act(arguments: Sequence[str]) -> int:
     run = Run(config, device, own.channels, own.classes, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)
     sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else SIZES
     sizes = [size for size in sizes if size <= (own.ranks or size)]
+    if own.largest_tile:
+        return print_largest(run, sizes)
     print("\n".join(filter(None, [header(run, preset, tile), warmup, columns()])), flush=True)
-    rows = _shown(plans(run, sizes))
+    rows = print_rows(plans(run, sizes))
     if best := smallest(rows):
         print("\n".join(["", *answer(run, best, rows, preset)]))
         return 0
@@ -63,17 +68,6 @@ def _planned_from_data(own: argparse.Namespace, config: Config, flags: set[str],
     return config
 
 
-def _shown(rows: Iterable[Plan]) -> list[Plan]:
-    """Returns plans after printing each as soon as it is there."""
-    every = list[Plan]()
-    for p in rows:
-        print(row(p), flush=True)
-        every.append(p)
-    if any(not p.why and not p.fits for p in every):
-        print(f"{'':>6} ! more than the {every[0].device.memory / GIB:.1f} GiB that there are", flush=True)
-    return every
-
-
 def _with_other_ways(run: Run, sizes: Sequence[int], rows: list[Plan], flags: set[str], preset: str) -> int:
     """Prints what fits once less memory is needed in the first of the ways that keep the numbers; returns 0.
 
@@ -87,7 +81,7 @@ def _with_other_ways(run: Run, sizes: Sequence[int], rows: list[Plan], flags: se
         for way, price in ways(run.config, flags):
             print(f"\n{flags_of(way)}  (adds: {price})", flush=True)
             other = replace(run, config=replace(run.config, **way))
-            rows = _shown(search(other, sizes))
+            rows = print_rows(search(other, sizes))
             if best := smallest(sorted(rows, key=lambda p: p.config.seqpar)):
                 print(f"\ntaken: {flags_of(way)}, which changes no number")
                 print("\n".join(answer(other, best, rows, preset)))
@@ -106,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", type=float, metavar="GB", help=memory)
     volume = "sides of a whole volume to take as the tile, in voxels (default: --tile)"
     parser.add_argument("--volume", type=int, nargs=3, metavar="N", help=volume)
+    parser.add_argument("--largest-tile", action="store_true", help="say only how large a cube 1, 2, 4, 8 ranks train")
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--ranks", type=int, metavar="N", help="ranks of the run (default: those of its groups)")
     groups = "sequence groups of the run, as many at every size, so that more ranks share a tile (default: 1)"

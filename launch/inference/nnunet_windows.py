@@ -5,8 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from scipy import ndimage
 from torch import Tensor
+
+from seqpar.late_import import late
+
+ndimage = late("scipy.ndimage")
 
 _SIGMA, _PEAK = 0.125, 10.0  # of the blur, as a share of the window's side; of the largest weight
 

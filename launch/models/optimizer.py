@@ -10,8 +10,8 @@ from seqpar.launch.settings.config import Config
 
 
 def make_optimizer(config: Config, net: nn.Module) -> Optimizer:
-    """Returns the optimizer; weight decay acts on matrices and kernels, not on norms, biases, positions and scales."""
-    decayed = [p for name, p in net.named_parameters() if p.ndim > 1 and "pos_embed" not in name]
+    """Returns the optimizer; weight decay acts on matrices and kernels, on the rest only with ``--decay-all``."""
+    decayed = [p for name, p in net.named_parameters() if config.decay_all or (p.ndim > 1 and "pos_embed" not in name)]
     decayed_ids = {id(p) for p in decayed}
     others = [p for p in net.parameters() if id(p) not in decayed_ids]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -26,7 +26,9 @@ def learning_rate(config: Config, step: int) -> float:
     if step < warmup_steps:
         return config.lr * (step + 1) / warmup_steps
     decay_steps = config.decay_epochs * config.iterations
-    moment = Moment(step - warmup_steps, config.steps - warmup_steps, decay_steps, config.decay_factor)
+    moment = Moment(
+        step - warmup_steps, config.steps - warmup_steps, decay_steps, config.decay_factor, config.iterations
+    )
     return config.lr * SCHEDULES[config.schedule](moment)
 
 

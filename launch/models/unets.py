@@ -6,7 +6,9 @@ A new one is one entry of ``UNETS`` and one function that makes it.
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -84,25 +86,63 @@ def _architecture(make: Make, network: str, tile: tuple[int, ...], features: int
     return architecture
 
 
-def parse_stages(text: str) -> tuple[tuple[Three, ...], tuple[Three, ...]]:
-    """Returns kernels and strides of stages such as "133:111 333:122": three digits each, one per direction."""
-    stages = [re.fullmatch(r"([1-9]{3}):([1-9]{3})", stage) for stage in text.replace(",", " ").split()]
+class Stages(NamedTuple):
+    """What ``--stages`` names of each stage: kernel and stride, and maybe features and convolutions (or blocks)."""
+
+    kernels: tuple[Three, ...]
+    strides: tuple[Three, ...]
+    features: tuple[int, ...] = ()
+    encoder: tuple[int, ...] = ()
+    decoder: tuple[int, ...] = ()  # the finest level first, one fewer than there are stages
+
+
+def parse_stages(text: str) -> Stages:
+    """Returns stages such as "133:111 333:122": kernel and stride, a digit per direction.
+
+    Features, convolutions on the way down and on the way up may follow: "133:111:32:2:2 333:122:64:2". The last
+    stage has none on the way up.
+    """
+    pattern = r"([1-9]{3}):([1-9]{3})((?::[1-9]\d*){0,3})"
+    stages = [re.fullmatch(pattern, stage) for stage in text.replace(",", " ").split()]
     if None in stages or len(stages) < 2:
         raise ValueError(f"--stages {text!r}: give kernel and stride of each of several stages, such as {STAGES!r}")
-    kernels, strides = zip(*(stage.groups() for stage in stages if stage))
-    return tuple(three(list(map(int, k))) for k in kernels), tuple(three(list(map(int, s))) for s in strides)
+    kernels, strides, others = zip(*(stage.groups() for stage in stages if stage))
+    more = [[int(number) for number in other.split(":")[1:]] for other in others]
+    widest = max(map(len, more))
+    if any(len(numbers) != widest for numbers in more[:-1]) or len(more[-1]) != min(widest, 2):
+        raise ValueError(
+            f"--stages {text!r}: features and convolutions are those of every stage, as in '133:111:32:2:2 "
+            "333:122:64:2'; the last one alone has none on the way up"
+        )
+    columns = [tuple(numbers[at] for numbers in more if len(numbers) > at) for at in range(3)]
+    return Stages(
+        tuple(three(list(map(int, k))) for k in kernels), tuple(three(list(map(int, s))) for s in strides), *columns
+    )
 
 
-def spell_stages(kernels: tuple[Three, ...], strides: tuple[Three, ...]) -> str:
+def spell_stages(stages: Stages) -> str:
     """Returns stages as ``parse_stages`` reads them."""
-    digits = (("".join(map(str, sides)) for sides in stage) for stage in zip(kernels, strides))
-    return " ".join(":".join(stage) for stage in digits)
+    shapes = zip(stages.kernels, stages.strides)
+    texts = [[*("".join(map(str, sides)) for sides in shape)] for shape in shapes]
+    for column in stages[2:]:
+        for stage, number in zip(texts, column):
+            stage.append(str(number))
+    return " ".join(map(":".join, texts))
 
 
 def _nnunet(residual: bool) -> Make:
     def make(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
-        stages = parse_stages(config.stages) if config.stages else topology(config.tile)
-        architecture = planned(in_channels, num_outputs, *stages, residual, config.features or FEATURES)
+        stages = parse_stages(config.stages) if config.stages else Stages(*topology(config.tile))
+        if stages.features and config.features:
+            raise ValueError(f"--features {config.features}: --stages names the features of each stage; leave it out")
+        kernels, strides, features, encoder, decoder = stages
+        architecture = planned(in_channels, num_outputs, kernels, strides, residual, config.features or FEATURES)
+        if features:
+            architecture = replace(architecture, features=features, stem=features[0] if residual else 0)
+        if encoder:
+            architecture = replace(architecture, encoder=encoder)
+        if decoder:
+            architecture = replace(architecture, decoder=decoder[::-1])
         return network(architecture, config.deep_supervision)
 
     return make
@@ -129,8 +169,8 @@ def _se_lamp(config: Config, in_channels: int, num_outputs: int, data: Group | N
 
 
 UNETS = {
-    "nnunet-plain": VolumeNetwork(_nnunet(False), "stages deep_supervision"),
-    "nnunet-resenc": VolumeNetwork(_nnunet(True), "stages deep_supervision"),
+    "nnunet-plain": VolumeNetwork(_nnunet(False), "stages deep_supervision plans"),
+    "nnunet-resenc": VolumeNetwork(_nnunet(True), "stages deep_supervision plans"),
     "unet-hou": VolumeNetwork(_hou),
     "unet-distmis": VolumeNetwork(_distmis("code")),
     "unet-distmis-text": VolumeNetwork(_distmis("text")),

@@ -2,17 +2,21 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run is after its warm-up: ``step`` of ``steps``, and the steps and factor of a step decay."""
+    """Where a run is after its warm-up: ``step`` of ``steps``, and the steps and factor of a step decay.
+
+    ``epoch_steps``: the steps of an epoch.
+    """
 
     step: int
     steps: int
     decay_steps: int = 0
     decay_factor: float = 0.1
+    epoch_steps: int = 1
 
     @property
     def done(self) -> float:
@@ -30,6 +34,11 @@ def poly(moment: Moment) -> float:
     return float((1 - moment.done) ** 0.9)
 
 
+def poly_epochs(moment: Moment) -> float:
+    """Returns the same as it is when the epoch begins, as nnU-Net sets it."""
+    return poly(replace(moment, step=moment.step // moment.epoch_steps * moment.epoch_steps))
+
+
 def constant(moment: Moment) -> float:
     """Returns 1."""
     return 1.0
@@ -43,6 +52,7 @@ def step(moment: Moment) -> float:
 SCHEDULES: dict[str, Callable[[Moment], float]] = {
     "cosine": cosine,
     "poly": poly,
+    "poly-epochs": poly_epochs,
     "constant": constant,
     "step": step,
 }

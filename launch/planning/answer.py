@@ -4,7 +4,7 @@ import dataclasses
 import os
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,17 @@ def row(p: Plan) -> str:
         f"{size['transient']:>8.2f}{size['input'] + size['apart']:>7.2f}{p.total / GIB:>8.2f}{too_much} | "
         f"{seq:>6.2f} {world:>6.2f} | {p.step_seconds:>7.3g} {p.mfu:>5.0%}"
     )
+
+
+def print_rows(rows: Iterable[Plan]) -> list[Plan]:
+    """Returns plans after printing each as soon as it is there."""
+    every = list[Plan]()
+    for p in rows:
+        print(row(p), flush=True)
+        every.append(p)
+    if any(not p.why and not p.fits for p in every):
+        print(f"{'':>6} ! more than the {every[0].device.memory / GIB:.1f} GiB that there are", flush=True)
+    return every
 
 
 def answer(run: Run, best: Plan, rows: Sequence[Plan], preset: str) -> list[str]:

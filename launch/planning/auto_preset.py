@@ -10,7 +10,7 @@ from seqpar.data.preparation.fingerprint import Fingerprint, Millimetres, Sides
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.launch.hardware.devices import GIB, Device
 from seqpar.launch.models.build import kind_of
-from seqpar.launch.models.unets import spell_stages, topology
+from seqpar.launch.models.unets import Stages, spell_stages, topology
 from seqpar.launch.planning.fit import largest_batch
 from seqpar.launch.planning.needs import Run, planned
 from seqpar.launch.planning.tile_choice import shape_at, smaller_tiles, suited_tile, target_spacing
@@ -182,7 +182,7 @@ class _Search:
         """Returns the config of an nnU-Net with its planner's stages for this spacing, where voxels are not cubes."""
         if not config.network.startswith("nnunet") or "stages" in self.flags or max(self.size) < 2 * min(self.size):
             return config
-        return replace(config, stages=spell_stages(*topology(config.tile, self.size)))
+        return replace(config, stages=spell_stages(Stages(*topology(config.tile, self.size))))
 
 
 def _patch_side(length: float, side: int) -> int:

@@ -152,6 +152,8 @@ def refuse_idle(config: Config, names: set[str]) -> None:
         ("interpolation", _deforms(config.augment), f"--augment {config.augment} deforms nothing: leave it out"),
         ("synthesis_per", config.synthesis > 0, "--synthesis is 0: leave it out, or set that"),
         ("betas", len(config.betas) <= len(kind.betas), f"--optimizer {config.optimizer} takes {takes}"),
+        ("decay_all", bool(config.weight_decay), "there is no --weight-decay: leave it out"),
+        ("foreground_by", bool(config.foreground), "--foreground 0 centres no tile: leave it out"),
         ("amsgrad", kind.has_amsgrad or not config.amsgrad, "only adam and adamw have it: leave it out"),
         ("decay_epochs", config.schedule == "step", f"--schedule {config.schedule} has no steps: leave it out"),
         ("decay_factor", config.schedule == "step", f"--schedule {config.schedule} has no steps: leave it out"),

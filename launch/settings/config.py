@@ -24,6 +24,7 @@ AUTO = 0  # value of --seqpar auto: the planner chooses
 ALL_FOLDS = "all5"  # value of --fold: five trainings, one after the other
 PRECISIONS = ("fp32", "bf16", "fp64")
 TARGETS = ("regions", "labels")
+FOREGROUND_BY = ("chance", "count")
 DICE = ("linear", "squared")
 
 
@@ -105,6 +106,11 @@ class Config:
         choices=("tile", "volume"),
     )
     foreground: float = _data(0.33, "share of tiles centred on a labelled voxel (nnU-Net: 0.33)", bounds=_share(0.33))
+    foreground_by: str = _data(
+        "chance",
+        "which tiles these are: each by chance, or by count the last ones of a step (nnU-Net)",
+        choices=FOREGROUND_BY,
+    )
     targets: str = _data(
         "regions",
         "what is learned where the data declare regions: these, by sigmoids, or their labels, by a softmax",
@@ -141,7 +147,16 @@ class Config:
     decoder_width: int = _network(128, "channels of the decoder (unetr: of its finest level)", bounds=AT_LEAST_1)
     features: int = _network(0, "U-Nets: channels of the first stage; 0: as published", bounds=NOT_NEGATIVE)
     stages: str = _network(
-        "", "nnunet-…: kernel and stride of each stage, as '133:111 333:122 333:222'; none: by the tile", metavar="TEXT"
+        "",
+        "nnunet-…: kernel and stride of each stage, as '133:111 333:122 333:222', and maybe features and convolutions "
+        "down and up, as 133:111:32:2:2; none: by the tile",
+        metavar="TEXT",
+    )
+    plans: str = _network(
+        "",
+        "nnunet-…: plans.json of nnU-Net's (or FILE:CONFIGURATION), whose network, tile, batch, spacing and kind of "
+        "Dice are taken where no flag says otherwise",
+        metavar="FILE",
     )
     deep_supervision: bool = _network(False, "nnunet-…: train the logits of all levels but the coarsest")
 
@@ -159,6 +174,7 @@ class Config:
     lr: float = _training(1e-4, "highest learning rate", bounds=ABOVE_0)
     optimizer: str = _training("adam", "optimizer", choices=tuple(OPTIMIZERS))
     weight_decay: float = _training(0.0, "weight decay (not of norms, biases, positions)", bounds=NOT_NEGATIVE)
+    decay_all: bool = _training(False, "weight decay of norms, biases and positions too (nnU-Net)")
     betas: tuple[float, ...] = _training(
         (), f"decay rates: two of Adam, sgd's momentum, rmsprop's momentum and decay ({_OWN_BETAS})"
     )
@@ -190,7 +206,9 @@ class Config:
     tensorboard: bool = _watching(False, "write curves for TensorBoard too")
     neurological: bool = _watching(False, "show the patient's left on the left; default: on the right (radiological)")
 
-    weights: str = _running("", "pretrained weights to start from (ours, MONAI's or Primus')", metavar="FILE")
+    weights: str = _running(
+        "", "pretrained weights to start from (ours, MONAI's, Primus' or nnU-Net's)", metavar="FILE"
+    )
     resume: bool = _running(False, "continue the run in --out from its last checkpoint")
     again: bool = _running(
         False, "where --out holds a run: continue it if it was interrupted; if it has ended, use OUT-2, OUT-3, ..."

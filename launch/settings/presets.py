@@ -101,4 +101,32 @@ def start_of_auto(on_gpu: bool) -> str:
     return "modern" if on_gpu else "laptop"
 
 
-PRESETS: dict[str, Callable[[], Config]] = {preset.__name__: preset for preset in (paper, laptop, debug, modern, auto)}
+def nnunet() -> Config:
+    """Returns nnU-Net's recipe for its U-Nets; spacing, tile and batch follow from the data and the memory."""
+    return Config(
+        spacing="median",
+        augment="full",
+        foreground_by="count",
+        mode="auto",
+        tile=(128, 128, 128),
+        network="nnunet-plain",
+        deep_supervision=True,
+        output_bias=False,
+        batch=2,
+        epochs=1000,
+        iterations=250,
+        optimizer="sgd",
+        lr=1e-2,
+        betas=(0.99,),
+        weight_decay=3e-5,
+        decay_all=True,
+        schedule="poly-epochs",
+        clip=12.0,
+        val_every=50,
+    )
+
+
+PRESETS: dict[str, Callable[[], Config]] = {
+    preset.__name__: preset for preset in (paper, laptop, debug, modern, auto, nnunet)
+}
+FROM_DATA = ("auto", "nnunet")  # data and memory decide spacing, tile and batch, if no flag does

@@ -1,7 +1,7 @@
 """TrainingData: the prepared data set, its split into cases to train on and to hold out, and its tiles."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -128,6 +128,11 @@ def split_of(dataset: HasCases, config: Config) -> tuple[tuple[str, ...], tuple[
     """Returns the ids of the cases to train on and to hold out."""
     train_ids, held_out_ids = split(dataset, int(config.fold) if config.fold.isdigit() else config.fold)
     return tuple(train_ids), tuple(held_out_ids)
+
+
+def step_tiles(tiles: TileSource, config: Config, count: int) -> TileSource:
+    """Returns the source of the ``count`` tiles of a step; with --foreground-by count the last are centred."""
+    return replace(tiles, step_tiles=count) if config.foreground_by == "count" else tiles
 
 
 def training_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Config) -> TileSource:

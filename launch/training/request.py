@@ -22,7 +22,9 @@ from seqpar.launch.runs.run_folder import read_config
 from seqpar.launch.runs.start_history import changed_settings
 from seqpar.launch.settings.command_line import continued, idle_in_groups_of_one, parse, refuse_idle, shortened_warmup
 from seqpar.launch.settings.config import AUTO, Config
+from seqpar.launch.settings.presets import FROM_DATA
 from seqpar.launch.training.data import TrainingData, look_at, open_data
+from seqpar.launch.weights.nnunet_settings import with_plans
 
 COME_AGAIN = (exit_codes.USAGE, exit_codes.DATA, exit_codes.MEMORY, exit_codes.NONFINITE)
 
@@ -60,6 +62,7 @@ class _CommandLine:
     preset_reason: str
     names_preset: bool
     asked_out: str  # the folder on the command line; another one may be taken
+    has_plan: bool  # nnU-Net's plans or weights say what the data would otherwise decide
 
     def numbers(self, *names: str) -> dict[str, int]:
         """Returns those of the settings that the command line has, and leaves them not open (0)."""
@@ -81,7 +84,7 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
     refuse_unknown(config, line.flags)
     refuse_idle(config, line.flags)
     config, warmup = shortened_warmup(config, line.flags)
-    plans = preset == "auto" and not config.resume
+    plans = preset in FROM_DATA and not config.resume and not line.has_plan
     fingerprint = look_at(config) if config.dry_run or plans else None
     auto: dict[str, tuple[str, ...]] = {}
     if plans and fingerprint:
@@ -115,14 +118,16 @@ def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     """Returns the command line; where a scheduler starts a run's line again, it resumes that run."""
     has_gpu = torch.cuda.is_available()
     preset, config, flags = parse(arguments, "paper" if has_gpu else "laptop")
-    asked_out = config.out
+    asked_out, parsed = config.out, config
+    config = with_plans(config, flags)
+    has_plan = config is not parsed
     names_preset = any(text.startswith("--preset") for text in arguments)
     reason = "as told" if names_preset else f"the default where there is {'an' if has_gpu else 'no'} accelerator"
     if not config.resume and is_restart(launcher) and holds_run(config.out):
         config = replace(config, resume=True)
     elif config.again:
         config = _again(config)
-    return _CommandLine(config, flags, preset, reason, names_preset, asked_out)
+    return _CommandLine(config, flags, preset, reason, names_preset, asked_out, has_plan)
 
 
 def _again(config: Config) -> Config:

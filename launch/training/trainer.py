@@ -22,7 +22,7 @@ from seqpar.launch.runs.journal import Journal, epoch_fields, peak_memory_mb
 from seqpar.launch.runs.run_folder import Status, next_lines, result_files, write_window
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.after_step import AfterStep, Decision, raise_non_finite
-from seqpar.launch.training.data import TrainingData, outputs_shown
+from seqpar.launch.training.data import TrainingData, outputs_shown, step_tiles
 from seqpar.launch.training.data_parallel import data_parallel, gathered, no_sync, unchanged_statistics
 from seqpar.launch.training.pictures import draw_progress
 from seqpar.launch.training.stragglers import Stragglers, sum_over_ranks, time_waiting
@@ -123,7 +123,7 @@ class Trainer:
     def _loader(self) -> Loader:
         config = self.config
         return Loader(
-            self.data.tiles,
+            step_tiles(self.data.tiles, config, global_batch(config, self.mesh)),
             self.net.layout,
             self.mesh,
             batch=config.batch,

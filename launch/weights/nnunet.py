@@ -65,6 +65,13 @@ def nets_of(
     return nets
 
 
+def trained_state(results: Results) -> State:
+    """Returns the first fold's weights under our names, for images in the axes of a file: W D H."""
+    state = nets_of(results, None)[0].state_dict()
+    order = [2 + axis for axis in results.plan.file_axes]
+    return {name: tensor.permute(0, 1, *order) if tensor.ndim == 5 else tensor for name, tensor in state.items()}
+
+
 def export_nnunet(net: nn.Module) -> State:
     """Returns the network's weights as the state dict that nnU-Net loads with ``strict=True``: copies included.
 

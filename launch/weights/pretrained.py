@@ -1,6 +1,7 @@
-"""Starts a run from pretrained weights: ours, MONAI's or those of Primus."""
+"""Starts a run from pretrained weights: ours, MONAI's, those of Primus or nnU-Net's."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.settings.config import Config, shorten
 from seqpar.launch.weights.files import checkpoint_of, fit_positions, listed, recorded_heads, unwrap
 from seqpar.launch.weights.monai import load_monai
+from seqpar.launch.weights.nnunet import trained_state
+from seqpar.launch.weights.nnunet_results import is_checkpoint, read_checkpoint
 from seqpar.launch.weights.primus import load_primus
 
 U_NET = "unet.cells."
@@ -25,7 +28,7 @@ def start_from(net: Net, config: Config) -> str:
     heads = recorded_heads(checkpoint)
     if heads not in (None, config.heads):
         raise ValueError(f"--weights {config.weights} were trained with {heads} heads: use --heads {heads}")
-    origin, state = _ours(unwrap(checkpoint), config)
+    origin, state = _ours(checkpoint, config)
     own = net.state_dict()
     if "encoder.pos_embed" in state and "encoder.pos_embed" in own:
         layout = net.layout
@@ -44,14 +47,17 @@ def start_from(net: Net, config: Config) -> str:
             own[name].copy_(state[name])
     fresh = sorted(name for name in own if name not in fitting)
     summary = f"weights from {config.weights} ({origin}): {len(fitting)} of {len(own)} tensors"
-    if origin != "seqpar" and heads is None:
+    if net.attention != "none" and origin != "seqpar" and heads is None:
         summary += f"; the file does not tell its attention heads, --heads {config.heads} are taken"
     return summary + (f"; fresh: {listed(fresh, 4)}" if fresh else "")
 
 
-def _ours(state: dict[str, Tensor], config: Config) -> tuple[str, dict[str, Tensor]]:
+def _ours(checkpoint: Mapping[str, Any], config: Config) -> tuple[str, dict[str, Tensor]]:
     """Returns whose weights these are, and their tensors under our names."""
-    if any(name.startswith("encoder.") and "blocks" in name or name.startswith(U_NET) for name in state):
+    if is_checkpoint(checkpoint):
+        return "nnU-Net", trained_state(read_checkpoint(config.weights))
+    state = unwrap(checkpoint)
+    if any(name.startswith(("encoder.blocks.", U_NET)) for name in state):
         return "seqpar", dict(state)
     loaded: nn.Module
     if any("patch_embedding.position_embeddings" in name for name in state):
@@ -60,7 +66,8 @@ def _ours(state: dict[str, Tensor], config: Config) -> tuple[str, dict[str, Tens
         loaded, origin = load_primus(state, tile=config.tile, num_heads=config.heads), "Primus"
     else:
         raise ValueError(
-            f"--weights {config.weights}: names of neither seqpar, MONAI nor Primus ({listed(sorted(state), 3)})"
+            f"--weights {config.weights}: names of neither seqpar, MONAI nor Primus, and no checkpoint of nnU-Net's "
+            f"({listed(sorted(state), 3)})"
         )
     prefix = "" if isinstance(loaded, SegmentationNet) else "encoder."
     return origin, {prefix + name: tensor for name, tensor in loaded.state_dict().items()}
@@ -69,7 +76,7 @@ def _ours(state: dict[str, Tensor], config: Config) -> tuple[str, dict[str, Tens
 def _flags(state: Mapping[str, Tensor]) -> str:
     """Returns the flags that make an encoder of these weights' sizes, or says that they are a U-Net's."""
     if any(name.startswith(U_NET) for name in state):
-        return "the --network, --features and --stages (or --tile) of the run that wrote them"
+        return "the --network, --features and --stages (or --tile) that they were trained with"
     depth = 1 + max(int(name.split(".")[2]) for name in state if name.startswith("encoder.blocks."))
     embed_dim, _, *patch = state["encoder.patch_embed.proj.weight"].shape
     hidden = state["encoder.blocks.0.mlp.fc1.weight"].shape[0]

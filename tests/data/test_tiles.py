@@ -3,7 +3,7 @@
 import pickle
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -194,3 +194,11 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         TileSource((case, NoiseCase("0")), augmentation, 2, 3)
     with pytest.raises(DataError, match="case 1: image .* do not fit 3 channels"):
         TileSource((case,), augmentation, 3, 3).draw(TileKey(0, 0, 0))
+
+
+def test_by_count_the_last_tiles_of_a_step_are_the_centred_ones() -> None:
+    """As nnU-Net rounds: of two tiles one, of four one, of one none."""
+    for tiles, centred in ((1, []), (2, [1]), (4, [3]), (6, [4, 5])):
+        source = replace(noise_source(), foreground=0.33, step_tiles=tiles)
+        rng = np.random.default_rng(0)
+        assert [sample for sample in range(tiles) if source._is_centred(rng, sample)] == centred

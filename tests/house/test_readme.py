@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from tests.support.folders import nnunet
+from tests.support.nnunet_networks import Reference, configuration, plans_of, write_results
 from tests.support.pages import CLUSTER, PAGES, ROOT, blocks, readme_commands
 from tests.support.ranks import relative
 from tests.support.scripts import run_script
 from tests.support.training_runs import TINY
 
+RESULTS = "nnUNetTrainer__nnUNetPlans__3d_fullres"
 MAKE = ("make train", "make test")  # run by .ci/run, in a fresh clone
 
 
@@ -25,6 +27,18 @@ EXACT = "import torch\ntorch.set_default_dtype(torch.float64)\n"
 WRAPPED = "DistributedDataParallel(net, process_group=mesh.world.handle)"
 COMMANDS = readme_commands()
 HERE = [line for line in COMMANDS if not line.startswith((*CLUSTER, *MAKE))]
+
+
+def write_trained(folder: Path) -> None:
+    """Writes a results folder of nnU-Net's for the data set: one channel, two labels."""
+    own = {
+        **configuration("PlainConvUNet"),
+        "normalization_schemes": ["ZScoreNormalization"],
+        "use_mask_for_norm": [True],
+    }
+    dataset = {"channel_names": {"0": "T1"}, "labels": {"background": 0, "tumour": 1}, "file_ending": ".nii.gz"}
+    net = Reference(1, 2, own["architecture"]["arch_kwargs"])
+    write_results(folder, [net], plans_of(own), dataset=dataset, inference_allowed_mirroring_axes=(2,))
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = nnunet(folder / "Dataset001_BrainTumour", cases=5)
     for kind in ("images", "labels"):
         (data / f"{kind}Ts").symlink_to(data / f"{kind}Tr")
+    write_trained(folder / RESULTS)
     (folder / "bin").mkdir()
     srun = folder / "bin" / "srun"  # srun -n N python SCRIPT …
     srun.write_text('#!/bin/bash\nn=$2; shift 3\nexec torchrun --nproc-per-node "$n" "$@"\n')
@@ -48,7 +63,10 @@ def short(line: str) -> str:
     line = line.replace("--nproc-per-node 4", "--nproc-per-node 2").replace("--seqpar 4", "--seqpar 2")
     if "plan.py" in line:
         line += " --seqpar 4"  # one size instead of twelve
-    if re.search(r"train\.py|seqpar-train", line):
+    if "--preset nnunet" in line and "train" in line:
+        own = "planned" if "--weights" in line else "by-data"  # of other spacings
+        line += f" --cache {own} --workers 0 --augment none --iterations 2 --epochs 1 --val-overlap 0 --device cpu"
+    elif re.search(r"train\.py|seqpar-train", line):
         line += " --cache cache " + " ".join(TINY.split())
     return line
 

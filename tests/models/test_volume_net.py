@@ -231,7 +231,7 @@ def test_what_a_preset_sets_is_ignored_where_the_network_does_not_know_it() -> N
 
 
 def test_stages_are_spelled_as_they_are_read() -> None:
-    assert spell_stages(*parse_stages(STAGES)) == STAGES
+    assert spell_stages(parse_stages(STAGES)) == STAGES
 
 
 def test_every_network_is_described() -> None:

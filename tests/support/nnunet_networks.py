@@ -193,19 +193,20 @@ def plans_of(own: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def write_results(
-    folder: Path, nets: list[Reference], plans: dict[str, Any], name: str = "3d_fullres", **changed: Any
-) -> Path:
+    folder: Path, nets: list[Reference], plans: dict[str, Any], name: str = "3d_fullres",
+    dataset: dict[str, Any] = DATASET, **changed: Any,
+) -> Path:  # fmt: skip
     """Writes a results folder with a fold for each network; ``changed``: other entries of the checkpoints."""
     folder.mkdir(parents=True)
     (folder / "plans.json").write_text(json.dumps(plans))
-    (folder / "dataset.json").write_text(json.dumps(DATASET))
+    (folder / "dataset.json").write_text(json.dumps(dataset))
     for number, net in enumerate(nets):
         (folder / f"fold_{number}").mkdir()
         checkpoint = {
             "network_weights": net.state_dict(), "optimizer_state": {}, "grad_scaler_state": None,
             "logging": {"ema_fg_dice": [np.float64(0.5), np.float32(0.25)]}, "_best_ema": np.float64(0.5),
             "current_epoch": 2, "trainer_name": "nnUNetTrainer", "inference_allowed_mirroring_axes": (0, 2),
-            "init_args": {"plans": plans, "configuration": name, "fold": number, "dataset_json": DATASET},
+            "init_args": {"plans": plans, "configuration": name, "fold": number, "dataset_json": dataset},
             **changed,
         }  # fmt: skip
         torch.save(checkpoint, folder / f"fold_{number}" / "checkpoint_final.pth")

@@ -61,6 +61,11 @@ class Plan:
     network_class: str
     network_arguments: Mapping[str, Any]
 
+    @property
+    def file_axes(self) -> tuple[int, ...]:
+        """Which axis here each axis W D H of a file is."""
+        return tuple(self.transpose_forward.index(2 - axis) for axis in range(3))
+
 
 @dataclass(frozen=True)
 class Declaration:
@@ -87,11 +92,11 @@ def plan_of(plans: Mapping[str, Any], configuration: str, path: Path) -> Plan:
 
     - ``path``: for messages
     """
-    found = plans.get("configurations")
-    if not isinstance(found, dict) or configuration not in found:
-        names = ", ".join(found) if isinstance(found, dict) else "none"
+    configurations = plans.get("configurations")
+    if not isinstance(configurations, dict) or configuration not in configurations:
+        names = ", ".join(configurations) if isinstance(configurations, dict) else "none"
         raise DataError(path, f"has no configuration {configuration!r}, but {names}; take the plans of the same folder")
-    own = _inherited(found, configuration, path)
+    own = _inherited(configurations, configuration, path)
     _refuse(own, configuration, path)
     try:
         old = "foreground_intensity_properties_by_modality"

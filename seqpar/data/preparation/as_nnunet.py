@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import ndimage
 
 from seqpar.data.boxes import crop, smallest_box, uncrop
 from seqpar.data.errors import DataError
@@ -18,6 +17,9 @@ from seqpar.data.preparation.case import Loaded, Prepared, Properties
 from seqpar.data.preparation.preparation import Preparation, TargetGrid
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.data.preparation.transforms import nearest_rows, to_values
+from seqpar.late_import import late
+
+ndimage = late("scipy.ndimage")
 
 ANISOTROPIC = 3  # times as long as the shortest side: a voxel's axis that is resampled by itself
 _LEAST = 1e-8  # that is divided by

@@ -59,6 +59,9 @@ class TileSource:
 
     A case is drawn uniformly; with probability ``foreground`` a class of those in the case, then one of its stored
     voxels as the tile's centre; otherwise, and where a case has no foreground, a uniform position.
+
+    ``step_tiles``: the tiles of a step of which the last are centred, as many as are the share ``foreground`` of them
+    (nnU-Net's rounding); 0: each by chance.
     """
 
     cases: tuple[CaseArrays, ...]
@@ -67,6 +70,7 @@ class TileSource:
     num_values: int  # of the label: classes, and the ignore label where there is one
     foreground: float = FOREGROUND
     synthesis: VolumeSynthesis | None = None  # per volume; per tile it is the augmentation's
+    step_tiles: int = 0
 
     def __post_init__(self) -> None:
         if not self.cases:
@@ -120,7 +124,7 @@ class TileSource:
         case = self._choose(rng)
         try:
             with _seeded(global_seed):
-                return self._cut(case, rng, augmentation_seed)
+                return self._cut(case, rng, augmentation_seed, key.sample)
         except DataError as fault:
             raise DataError(fault.path, f"{fault.problem} ({_which_tile(case, key)})") from fault
         except OSError as error:
@@ -130,14 +134,14 @@ class TileSource:
     def _choose(self, rng: np.random.Generator) -> CaseArrays:
         return self.cases[int(rng.integers(len(self.cases)))]
 
-    def _cut(self, case: CaseArrays, rng: np.random.Generator, seed: int) -> Tile:
+    def _cut(self, case: CaseArrays, rng: np.random.Generator, seed: int, sample: int) -> Tile:
         image, label = case.image, case.label
         if image.shape != (self.channels, *label.shape) or label.ndim != len(self.tile_size):
             raise DataError(
                 f"case {case.id}", f"image {image.shape} and label {label.shape} do not fit {self.channels} channels "
                 f"and a tile {self.tile_size}; prepare the data again"
             )  # fmt: skip
-        start = self._place(case, label.shape, rng)
+        start = self._place(case, label.shape, rng, sample)
         need = self.augmentation.needed_size(seed)
         low = [s - (n - t) // 2 for s, n, t in zip(start, need, self.tile_size)]
         outside = self.augmentation.outside_label
@@ -149,10 +153,16 @@ class TileSource:
         image, label = self.augmentation(image, label, seed)
         return Tile(np.ascontiguousarray(image, np.float32), np.ascontiguousarray(label, self.label_dtype))
 
-    def _place(self, case: CaseArrays, shape: tuple[int, ...], rng: np.random.Generator) -> list[int]:
+    def _is_centred(self, rng: np.random.Generator, sample: int) -> bool:
+        """Returns whether a tile's centre is a labelled voxel."""
+        if self.step_tiles:
+            return sample >= round(self.step_tiles * (1 - self.foreground))
+        return rng.random() < self.foreground
+
+    def _place(self, case: CaseArrays, shape: tuple[int, ...], rng: np.random.Generator, sample: int) -> list[int]:
         """Returns the tile's first voxel; as in nnU-Net, a tile centred on foreground keeps to the lower bound only."""
         bounds = [position_bounds(n, t) for n, t in zip(shape, self.tile_size)]
-        if rng.random() < self.foreground:
+        if self._is_centred(rng, sample):
             locations = {name: rows for name, rows in sorted(case.locations.items()) if len(rows)}
             if locations:
                 rows = list(locations.values())[int(rng.integers(len(locations)))]

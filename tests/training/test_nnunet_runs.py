@@ -1,0 +1,192 @@
+"""Runs by nnU-Net's recipe: its plans, its trained weights, its loss, its steps, its tiles."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqpar.environment import read_launcher
+from seqpar.launch import plan
+from seqpar.launch.hardware.devices import DEVICES, GB
+from seqpar.launch.models.build import build
+from seqpar.launch.models.loss import loss_of
+from seqpar.launch.models.optimizer import learning_rate, make_optimizer
+from seqpar.launch.models.unets import parse_stages, spell_stages
+from seqpar.launch.planning import tile_size
+from seqpar.launch.planning.needs import Run, planned
+from seqpar.launch.settings.presets import PRESETS
+from seqpar.launch.training.request import read_request
+from seqpar.launch.weights.files import read_weights
+from seqpar.launch.weights.nnunet import load_nnunet
+from seqpar.mesh import Group
+from tests.support.folders import nnunet
+from tests.support.nnunet_networks import configuration, plans_of, reference, write_results
+from tests.support.training_runs import farthest, losses, trained
+
+SHORT = """
+    --preset nnunet --iterations 2 --epochs 1 --val-overlap 0 --workers 0 --augment none --device cpu --precision fp64
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A data set, and results folders of both networks whose plans transpose."""
+    root = tmp_path_factory.mktemp("nnunet")
+    nnunet(root / "Dataset001_Tiny", cases=5, channels=("CT", "T1"))
+    for kind in ("PlainConvUNet", "ResidualEncoderUNet"):
+        own = {**configuration(kind), "batch_dice": True, "spacing": [1.9, 1.2, 1.1]}
+        write_results(root / kind, [reference(kind).float()], plans_of(own, transpose_forward=[1, 0, 2]))
+    return root
+
+
+def flags_of(place: Path, *more: str) -> list[str]:
+    return [*SHORT.split(), "--data", str(place / "Dataset001_Tiny"), "--cache", str(place / "cache"), *more]
+
+
+def file_axes(volume: Tensor) -> Tensor:
+    """Returns nnU-Net's axes, y z x, of a volume ``b c x y z`` of a file."""
+    return volume.permute(0, 1, 3, 4, 2)
+
+
+@pytest.mark.parametrize("kind", ["PlainConvUNet", "ResidualEncoderUNet"])
+def test_training_goes_on_from_weights_that_nnunet_trained(place, tmp_path, kind) -> None:
+    """The network follows from the checkpoint; its axes are turned to those of a file."""
+    weights = place / kind / "fold_0" / "checkpoint_final.pth"
+    more = ["--weights", str(weights), "--lr", "1e-30", "--iterations", "1"]
+    trained(1, flags_of(place, *more), tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert config["network"] == {"P": "nnunet-plain", "R": "nnunet-resenc"}[kind[0]]
+    assert (config["tile"], config["batch"], config["batch_dice"]) == ([16, 4, 8], 2, True)
+    assert config["spacing"] == "1.1,1.9,1.2"
+    state = read_weights(tmp_path / "run" / "model.safetensors")
+    net = build(replace(PRESETS["nnunet"](), **{name: config[name] for name in ("network", "stages")}, tile=(16, 4, 8)),
+                2, 2, Group("seq"))  # fmt: skip
+    heads = {name for name in state if "classes" in name}
+    net.load_state_dict({**state, **{name: tensor for name, tensor in net.state_dict().items() if name in heads}})
+    theirs = load_nnunet(place / kind)
+    for level in ("cells.up0", "cells.decoder0_0"):  # all but the heads, which are for other classes
+        ours, own = (dict(n.unet.named_modules())[level] for n in (net, theirs))
+        assert torch.allclose(ours.conv.weight.float().permute(0, 1, 3, 4, 2), own.conv.weight, atol=1e-6)
+    image = torch.randn(1, 2, 16, 4, 8)
+    got, want = features(net.float().eval(), image), features(theirs.eval(), file_axes(image))
+    assert float((file_axes(got) - want).abs().max() / want.abs().max()) < 1e-5
+
+
+def features(net, image: Tensor) -> Tensor:
+    """Returns what the head of the finest level takes."""
+    cells = net.unet
+    with torch.no_grad():
+        ((x, _),) = cells.run(image, None, [cells.names.index("classes0") - 1])
+    return x
+
+
+def test_losses_by_its_recipe_are_the_same_on_two_ranks_and_plans_name_the_network(place, tmp_path) -> None:
+    plans = ["--plans", str(place / "PlainConvUNet" / "plans.json"), "--lr", "0.001"]
+    trained(1, flags_of(place, *plans), tmp_path / "alone")
+    trained(2, flags_of(place, *plans, "--seqpar", "2"), tmp_path / "two")
+    assert farthest(losses(tmp_path / "two"), losses(tmp_path / "alone")) <= 1e-9
+    stages = json.loads((tmp_path / "alone" / "config.json").read_text())["config"]["stages"]
+    assert stages == "313:111:4:2:2 333:212:6:1:1 333:222:6:2:2 333:212:6:1"
+
+
+def test_flags_win_over_plans_and_contradictions_are_refused(place) -> None:
+    plans = ["--plans", str(place / "ResidualEncoderUNet" / "plans.json")]
+    launcher = read_launcher({})
+    config = read_request(flags_of(place, *plans, "--batch", "1", "--spacing", "source"), launcher).config
+    assert (config.network, config.batch, config.spacing, config.tile) == ("nnunet-resenc", 1, "source", (16, 4, 8))
+    lower = [*plans[:1], f"{plans[1]}:3d_lowres"]
+    assert read_request(flags_of(place, *lower), launcher).config.batch == 3
+    for more, message in {
+        ("--network", "nnunet-plain"): "--network nnunet-plain: --plans .* has the network nnunet-resenc",
+        ("--features", "8"): "--features: --plans .* names the stages",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            read_request(flags_of(place, *plans, *more), launcher)
+    with pytest.raises(ValueError, match="--plans would do nothing: --network vit"):
+        read_request(["--preset", "debug", "--plans", ""], launcher)
+
+
+def nnunet_loss(logits: Tensor, label: Tensor, batch_dice: bool) -> Tensor:
+    """Cross-entropy and soft Dice without background, as nnU-Net computes them."""
+    target = F.one_hot(label, logits.shape[1]).movedim(-1, 1).double()
+    p, dims = logits.softmax(1), (0, 2, 3, 4) if batch_dice else (2, 3, 4)
+    overlap, sizes = (p * target).sum(dims), p.sum(dims) + target.sum(dims)
+    dice = (2 * overlap + 1e-5) / (sizes + 1e-5).clip(1e-8)
+    return F.cross_entropy(logits, label) - dice[..., 1:].mean()
+
+
+@pytest.mark.parametrize("batch_dice", [False, True])
+def test_the_loss_is_its_own_plus_one_with_its_weights_of_levels(batch_dice: bool) -> None:
+    config = replace(PRESETS["nnunet"](), tile=(16, 16, 16), features=2, batch_dice=batch_dice, stages=
+                     "333:111 333:222 333:222 333:211")  # fmt: skip
+    net = build(config, 1, 3, Group("seq")).double().train()
+    image = torch.randn(2, 1, 16, 16, 16, dtype=torch.float64)
+    label = torch.randint(3, (2, 16, 16, 16))
+    got = net.training_loss(loss_of(config))(net(image), label)
+    weights = torch.tensor([1, 0.5, 0.0], dtype=torch.float64)
+    weights /= weights.sum()
+    want = sum(
+        w * nnunet_loss(x, label[:, step // 2 :: step, step // 2 :: step, step // 2 :: step], batch_dice)
+        for w, x, step in zip(weights, net(image), (1, 2))
+    )
+    assert abs(got.item() - want.item() - 1) < 1e-12
+
+
+def test_steps_decay_every_parameter_and_the_rate_falls_by_epochs() -> None:
+    config = replace(PRESETS["nnunet"](), tile=(16, 16, 16), features=2, epochs=4, iterations=3)
+    net = build(config, 1, 2, Group("seq"))
+    groups = make_optimizer(config, net).param_groups
+    decayed = {id(p) for group in groups if group["weight_decay"] == 3e-5 for p in group["params"]}
+    assert decayed == {id(p) for p in net.parameters()}
+    assert all(group["momentum"] == 0.99 and group["nesterov"] for group in groups)
+    rates = [learning_rate(config, step) for step in range(12)]
+    assert rates == pytest.approx([0.01 * (1 - step // 3 / 4) ** 0.9 for step in range(12)])
+    usual = make_optimizer(replace(config, decay_all=False), net).param_groups
+    assert len({group["weight_decay"] for group in usual if group["params"]}) == 2
+
+
+def test_stages_with_widths_and_convolutions_are_read_and_built() -> None:
+    text = "133:111:4:1:2 333:122:6:2:1 333:222:7:3"
+    stages = parse_stages(text)
+    assert spell_stages(stages) == text and stages.decoder == (2, 1)
+    config = replace(PRESETS["nnunet"](), tile=(8, 16, 16), stages=text)
+    a = build(config, 1, 2, Group("seq")).unet.architecture
+    assert (a.features, a.encoder, a.decoder) == ((4, 6, 7), (1, 2, 3), (1, 2))
+    for wrong in ("133:111:4 333:122", "133:111:4:1:2 333:122:6:2:1 333:222:7:3:1", "133:111:4:1 333:122:6"):
+        with pytest.raises(ValueError, match="features and convolutions are those of every stage"):
+            parse_stages(wrong)
+    with pytest.raises(ValueError, match="--features 3: --stages names the features"):
+        build(replace(config, features=3), 1, 2, Group("seq"))
+
+
+def test_the_tile_follows_from_the_data_unless_plans_say_it(place) -> None:
+    launcher = read_launcher({})
+    request = read_request(flags_of(place, "--dry-run"), launcher)
+    config = request.config
+    assert all(side < most + 8 for side, most in zip(config.tile, (14, 12, 10))) and "auto_tile" in request.choices
+    planned = read_request(flags_of(place, "--plans", str(place / "PlainConvUNet" / "plans.json")), launcher)
+    assert planned.config.tile == (16, 4, 8) and "auto_tile" not in planned.choices
+
+
+def test_the_planner_says_how_large_a_cube_some_ranks_train(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_size, "LARGEST", 256)  # fewer to look at
+    line = ["--preset", "nnunet", "--features", "4", "--device", "a100", "--memory", "1.6", "--batch", "1"]
+    sides = []
+    for size in ("1", "2"):
+        assert plan.act([*line, "--largest-tile", "--seqpar", size]) == 0
+        (row,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("--seqpar")]
+        sides.append(int(row.split("--tile ")[1].split(",")[0]))
+    assert 32 < sides[0] < sides[1] < 256
+    config = replace(PRESETS["nnunet"](), features=4, batch=1)
+    device = replace(DEVICES["a100"], memory=1.6 * GB)
+    fits = [
+        planned(Run(replace(config, tile=(side,) * 3), device, timed=False), 1).fits
+        for side in (sides[0], sides[0] + 32)
+    ]
+    assert fits == [True, False]
