@@ -16,11 +16,15 @@ from seqpar.launch.job.display import coloured
 from seqpar.launch.job.lasting_output import lasting
 
 LAST_WORDS = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable with the file for a rank's error
-FAULT, USAGE, DATA, MEMORY, NONFINITE, PREEMPTED = 1, 2, 3, 4, 5, 75
+FAULT, USAGE, DATA, MEMORY, NONFINITE, IN_USE, PREEMPTED = 1, 2, 3, 4, 5, 6, 75
 
 
 class NonFinite(RuntimeError):
     """A loss or gradient that is not finite, on any rank."""
+
+
+class FolderInUse(ValueError):
+    """A run folder that another training holds, or has taken over; later it may be free."""
 
 
 def code_of(error: BaseException) -> int | None:
@@ -31,6 +35,8 @@ def code_of(error: BaseException) -> int | None:
         return NONFINITE
     if is_out_of_memory(error):
         return MEMORY
+    if isinstance(error, FolderInUse):
+        return IN_USE
     if isinstance(error, ValueError):
         return USAGE
     if isinstance(error, (ConnectionError, TimeoutError)):  # names the ranks that did not start
@@ -56,11 +62,11 @@ def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = N
     if code:
         leave_last_words(f"ended with exit code {code}: the lines above say why")
     if code in (USAGE, DATA, MEMORY):
-        _write_verdict(code)
+        write_verdict(code)
     return code
 
 
-def _write_verdict(code: int) -> None:
+def write_verdict(code: int) -> None:
     """Writes the exit code to the file that SEQPAR_VERDICT names, unless another rank already has.
 
     When this rank exits, the launcher kills the others and may report a signal's code, and status.json may not exist

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from seqpar.launch.job.exit_codes import PREEMPTED
+from seqpar.launch.job.last_steps import LastSteps
 from seqpar.watchdog import these
 
 NEVER = 1 << 62  # the next place of a rank that comes to none
@@ -122,8 +123,9 @@ class StopAgreement:
         if self._is_finished():
             return self._agreed.set()
         try:
-            text = f"{self.reason}: {why}, so this one leaves without saving"
-            print(f"{more}seqpar: {text}; the last checkpoint stands", file=sys.stderr, flush=True)
-            self._on_lost(text)
+            last, text = LastSteps(), f"{self.reason}: {why}, so this one leaves without saving"
+            line = f"{more}seqpar: {text}; the last checkpoint stands"
+            last.take(lambda: print(line, file=sys.stderr, flush=True))
+            last.take(lambda: self._on_lost(text))
         finally:
             os._exit(PREEMPTED)

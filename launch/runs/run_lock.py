@@ -2,15 +2,18 @@
 
 import json
 import os
+import random
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from seqpar.launch.job.exit_codes import FolderInUse
 from seqpar.launch.runs.run_owner import RunOwner
 
 _TRIES, _PAUSE_S = 40, 0.05  # for a lock that others take and return at this moment
 
 
-class TakenOver(ValueError):
+class TakenOver(FolderInUse):
     """Another process has taken this training's run folder over."""
 
 
@@ -31,23 +34,24 @@ class RunLock:
     def take(self, take_over: bool = False) -> str:
         """Takes the lock; returns whom it was taken from, "" if nobody held it.
 
-        Raises ``ValueError`` where its owner may still run, unless ``take_over``.
+        Raises ``FolderInUse`` where its owner may still run, unless ``take_over``.
         """
         this = RunOwner.this_process()
         for _ in range(_TRIES):
-            held = self._held()
+            held, returned = self._numbers()
             owner = self._owner(max(held)) if held else None
             if owner is None and held and not take_over:  # just being written, or just returned
                 time.sleep(_PAUSE_S)
                 continue
             why = owner.why_gone(this) if owner and not take_over else "as --take-over says"
             if not why and owner:
-                raise ValueError(self._in_use(owner))
-            if self._make(max(held, default=0) + 1, held, this):
+                raise FolderInUse(self._in_use(owner))
+            if self._make(max(held | returned, default=0) + 1, held, returned, this):
                 return f"{owner or 'a process that is not named'}, {why}" if held else ""
-        raise ValueError(
-            f"--out {self.folder} is in use: {self._path(max(self._held(), default=1))} cannot be read; if no other "
-            "training runs there, add --take-over"
+            time.sleep(_PAUSE_S * random.random())
+        raise FolderInUse(
+            f"--out {self.folder} is in use: {self._path(max(self._numbers()[0], default=1))} cannot be read; if no "
+            "other training runs there, add --take-over"
         )
 
     def is_lost(self) -> bool:
@@ -63,7 +67,7 @@ class RunLock:
     def refuse_lost(self) -> None:
         """Raises ``TakenOver`` where this process does not hold the lock any more."""
         if self.is_lost():
-            owner = self._owner(max(self._held(), default=0))
+            owner = self._owner(max(self._numbers()[0], default=0))
             by = f"taken over by {owner}" if owner else "taken over, or its lock was removed"
             raise TakenOver(
                 f"--out {self.folder} was {by}: this training ends without saving; its last checkpoint is kept"
@@ -72,26 +76,29 @@ class RunLock:
     def release(self) -> None:
         """Returns the lock, if this process holds it."""
         if not self.is_lost():
-            self._path(self.ticket[0]).unlink(missing_ok=True)
+            self._return(self.ticket[0])
         self.ticket = (0, "")
 
-    def _make(self, number: int, held: set[int], this: RunOwner) -> bool:
+    def _make(self, number: int, held: set[int], returned: set[int], this: RunOwner) -> bool:
         """Returns whether the lock of this number could be made, with the others still as they were judged."""
         path, text = self._path(number), json.dumps(this.to_json(), indent=2) + "\n"
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:
-            time.sleep(_PAUSE_S)
             return False
         with os.fdopen(handle, "w") as file:
             file.write(text)
-        if self._held() != {*held, number}:
-            path.unlink(missing_ok=True)
+        if self._numbers() != ({*held, number}, returned):
+            self._return(number)
             return False
-        for old in held:
-            self._path(old).unlink(missing_ok=True)
+        for old in [*map(self._path, held), *map(self._returned, returned)]:
+            old.unlink(missing_ok=True)
         self.ticket = (number, text)
         return True
+
+    def _return(self, number: int) -> None:
+        with suppress(FileNotFoundError):
+            self._path(number).rename(self._returned(number))
 
     def _in_use(self, owner: RunOwner) -> str:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner.since))
@@ -107,10 +114,16 @@ class RunLock:
         except (OSError, ValueError, TypeError):
             return None
 
-    def _held(self) -> set[int]:
-        """Returns the numbers of the lock files that there are."""
-        numbers = (path.stem.removeprefix("lock-") for path in self.folder.glob("lock-*.json"))
+    def _numbers(self) -> tuple[set[int], set[int]]:
+        """Returns the numbers of the locks that are held, and of those that were returned."""
+        return self._found("lock-*.json", "lock-"), self._found(".lock-*.returned", ".lock-")
+
+    def _found(self, pattern: str, prefix: str) -> set[int]:
+        numbers = (path.stem.removeprefix(prefix) for path in self.folder.glob(pattern))
         return {int(number) for number in numbers if number.isdigit()}
 
     def _path(self, number: int) -> Path:
         return self.folder / f"lock-{number}.json"
+
+    def _returned(self, number: int) -> Path:
+        return self.folder / f".lock-{number}.returned"

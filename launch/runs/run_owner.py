@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 NO_RUN_ID = ("", "none")  # torchrun's without --rdzv-id
+FIRST_NAMESPACE = "pid:[4026531836]"  # of processes in no container; Linux has this number fixed
+NOT_TOLD = ("", "?")  # when a process started, where the kernel does not say
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class RunOwner:
 
     ``boot`` and ``namespace``: of the kernel and of the container within which ``pid`` has a meaning; ``began``: when
     the process started, in the kernel's clock; all empty where the system does not say. ``attempts``: how often its
-    launchers have restarted it, by their own names for it.
+    launchers have restarted it, by their own names for it. ``user``: its number, -1 where it was not written down; what
+    a launcher says of another user's jobs shows nothing.
     """
 
     host: str
@@ -30,6 +33,7 @@ class RunOwner:
     job: str = ""
     cluster: str = ""
     chain: str = ""
+    user: int = -1
     attempts: dict[str, int] = field(default_factory=dict)
     since: float = 0.0
 
@@ -54,6 +58,7 @@ class RunOwner:
             job=job,
             cluster=env.get("SLURM_CLUSTER_NAME", ""),
             chain=env.get("SEQPAR_CHAIN", ""),
+            user=os.getuid(),
             attempts=attempts,
             since=time.time(),
         )
@@ -70,17 +75,29 @@ class RunOwner:
 
     def why_gone(self, now: "RunOwner") -> str:
         """Returns what shows to the process ``now`` that this one has ended, "" where nothing does."""
-        if (self.boot, self.namespace) == (now.boot, now.namespace) and (self.boot or self.host == now.host):
-            return "which has ended" if _began(self.pid) != self.began else ""
-        if self.machine and (self.host, self.machine) == (now.host, now.machine) and self.boot != now.boot:
+        if self._shares_numbers_with(now):
+            began = _began(self.pid)
+            has_ended = not began or began != self.began and not {began, self.began} & {*NOT_TOLD}
+            return "which has ended" if has_ended else ""
+        in_no_container = self.namespace == now.namespace == FIRST_NAMESPACE  # of containers, several may share a name
+        is_one_machine = self.machine and (self.host, self.machine) == (now.host, now.machine)
+        if in_no_container and is_one_machine and self.boot and now.boot:
             return "whose machine has been restarted since"
+        if self.user != now.user:
+            return ""
         if any(now.attempts.get(name, number) > number for name, number in self.attempts.items()):
             return "which its launcher has started again"
-        if self.chain and self.chain == now.chain and self.job != now.job:
-            return "an earlier job of this chain"  # Slurm starts one after the other (-d singleton)
-        if self.job and self.cluster == now.cluster and self.job != now.job and _job_has_ended(self.job):
-            return "whose Slurm job has ended"
+        if self.cluster == now.cluster and self.job != now.job:
+            if self.chain and self.chain == now.chain:
+                return "an earlier job of this chain"  # Slurm starts one after the other (-d singleton)
+            if self.job and _job_has_ended(self.job):
+                return "whose Slurm job has ended"
         return ""
+
+    def _shares_numbers_with(self, other: "RunOwner") -> bool:
+        """Returns whether a process number means the same to both: one kernel, one container."""
+        is_one_kernel = self.boot == other.boot and (self.boot or self.host == other.host and not self.namespace)
+        return bool(is_one_kernel) and self.namespace == other.namespace
 
     def __str__(self) -> str:
         job = f" (Slurm job {self.job})" if self.job else ""
@@ -88,13 +105,13 @@ class RunOwner:
 
 
 def _began(pid: int) -> str:
-    """Returns when a process started, "" if there is none; "?" for one that runs where the kernel does not tell."""
-    try:
+    """Returns when a process started, "" if there is none; "?" for one of which the kernel does not tell it.
+
+    /proc may hide the processes of other users, or be missing.
+    """
+    with suppress(OSError, ValueError, IndexError):
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else rest[18]
-    except (OSError, ValueError, IndexError):
-        if Path("/proc/self/stat").exists():
-            return ""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

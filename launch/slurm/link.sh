@@ -16,22 +16,35 @@ if [ -z "$out" ]; then
     set -- "$@" --out "$out"
 fi
 jobs=$out/jobs.txt
-export SEQPAR_VERDICT=$out/verdict.txt  # the code of a user's error, written before a rank leaves with it
+export SEQPAR_VERDICT=$out/verdict-$SLURM_JOB_ID.txt  # the code of an error of which status.json does not tell
 
 told() {  # prints an entry of status.json, if that was written after the last line of jobs.txt
     [ ! "$out/status.json" -nt "$jobs" ] || sed -n "s/^ *\"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" "$out/status.json"
 }
 
-final() { case $1 in 0 | 2 | 3 | 4 | 5 | 130) ;; *) false ;; esac; }  # 1, 75 and signals may go better next time
+final() { case $1 in 0 | 2 | 3 | 4 | 5 | 130) ;; *) false ;; esac; }  # 1, 6, 75 and signals may go better next time
+
+is_held() { tail -n 1 "$jobs" | grep -q '^held'; }  # whether the job before this one found another training there
 
 over() {  # prints why the chain ends before this job; nothing where it goes on
     [ -s "$jobs" ] || return  # the first job tries, whatever an earlier chain met
     grep '^over' "$jobs" && return
     case $(told state) in finished | failed)
-        ! final "$(told code)" || echo "over: $(told state) with code $(told code), as status.json says" ;;
+        { is_held && [ "$(told state)" = failed ]; } || ! final "$(told code)" ||  # the other training's failure
+            echo "over: $(told state) with code $(told code), as status.json says" ;;
     esac
     same=$(tail -n "${SEQPAR_TRIES:-3}" "$jobs" | grep -c "^$checkpoint ")
     [ "$same" -lt "${SEQPAR_TRIES:-3}" ] || echo "over: $same jobs in a row brought it no further than $checkpoint"
+}
+
+wait_longer() {  # the chain's next job starts later: after 10 minutes, and twice as long each time, up to a day
+    echo "held: another training has the run folder" >> "$jobs"
+    times=$(awk '/^held/ { n++; held = 1; next } { if (!held) n = 0; held = 0 } END { print n }' "$jobs")
+    minutes=$((times < 8 ? ${SEQPAR_RETRY_MINUTES:-10} << (times - 1) : 1440))
+    echo "another training has $out: the next job of chain $SEQPAR_CHAIN starts in $minutes minutes or later"
+    for next in $(squeue -h -u "$(id -un)" -n "$SEQPAR_CHAIN" -t PENDING -o %i); do
+        scontrol update "JobId=$next" "StartTime=now+${minutes}minutes"
+    done
 }
 
 checkpoint=$(cat "$out"/{,fold[0-4]/}checkpoints/latest 2> /dev/null | tr -d '\n')  # --fold all5: of each fold
@@ -51,11 +64,14 @@ mkdir -p "$out" && rm -f "$SEQPAR_VERDICT" &&
 code=$?
 if [ -s "$SEQPAR_VERDICT" ]; then
     code=$(cat "$SEQPAR_VERDICT")
+    rm -f "$SEQPAR_VERDICT"
 else
     case $(told state) in finished) code=0 ;; preempted) code=75 ;; failed) code=$(told code) ;; esac
 fi
 if [ -n "${SEQPAR_CHAIN:-}" ] && final "$code"; then
     echo "over: ended with code $code" >> "$jobs"
     scancel --quiet --user "$(id -un)" --name "$SEQPAR_CHAIN" --state PENDING
+elif [ -n "${SEQPAR_CHAIN:-}" ] && [ "$code" = 6 ]; then
+    wait_longer
 fi
 exit "$code"

@@ -3,12 +3,12 @@
 import os
 import signal
 import sys
-import threading
 import traceback
 from contextlib import suppress
 from typing import NoReturn
 
 from seqpar.launch.job import exit_codes
+from seqpar.launch.job.last_steps import LastSteps
 from seqpar.launch.models.build import knows
 from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.settings.config import Config
@@ -17,7 +17,6 @@ from seqpar.mesh import Mesh
 from seqpar.watchdog import OutOfStep
 
 INTERRUPTED = 130
-WRITE_S = 10.0  # how long status.json may take
 
 
 def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoReturn:
@@ -28,36 +27,36 @@ def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoR
     rank = mesh.world.index
     code, text, is_own = _judge(error, config, rank, mesh.world.watch.finding)
     try:
-        _write_in_time(status, text, code)
-        if text == "" or (code == 1 and not _is_expected(error)):
-            traceback.print_exception(error)
-            exit_codes.leave_last_words("".join(traceback.format_exception(error)))
-        elif is_own or mesh.is_first:
-            exit_codes.report(text)
-        else:
-            exit_codes.leave_last_words(f"error: {text}")
+        last = LastSteps()
+        last.take(lambda: status.write_unless_over("failed", text, code, durable=False))
+        if code == exit_codes.IN_USE:  # status.json is the other training's
+            last.take(lambda: exit_codes.write_verdict(code))
+        last.take(lambda: _say(error, code, text, aloud=is_own or mesh.is_first))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, exit_codes.NonFinite):  # raised on all ranks, so the barrier in stop returns
             with suppress(Exception):
                 mesh.stop()
         if mesh.is_first and status.lock is not None:
-            status.lock.release()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            last.take(status.lock.release)
+        last.take(_flush)
     finally:
         os._exit(code)
 
 
-def _write_in_time(status: Status, text: str, code: int) -> None:
-    """Writes the cause; a disk that is full hides it nowhere else, one that does not answer holds up no rank."""
+def _say(error: BaseException, code: int, text: str, aloud: bool) -> None:
+    """Says why this process ends: in its last words, and on stderr where ``aloud``; of a mistake the traceback."""
+    if text == "" or (code == 1 and not _is_expected(error)):
+        exit_codes.leave_last_words("".join(traceback.format_exception(error)))
+        traceback.print_exception(error)
+        return
+    exit_codes.leave_last_words(f"error: {text}")
+    if aloud:
+        exit_codes.report(text)
 
-    def write() -> None:
-        with suppress(OSError):
-            status.write_unless_over("failed", text, code, durable=False)
 
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(WRITE_S)
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
 
 
 def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -> tuple[int, str, bool]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from seqpar.launch.job import last_steps
 from seqpar.launch.job.stop_agreement import StopAgreement
 from seqpar.mesh import Mesh
 
@@ -79,14 +80,19 @@ def test_who_is_through_keeps_nobody(ranks: Callable[..., list]) -> None:
 
 
 def test_a_rank_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
-    """Its process is gone, and with it the thread that would answer."""
+    """Its process is gone, and with it the thread that would answer. Nor is a disk that does not answer."""
     said = tmp_path / "said"
+
+    def write(why: str) -> None:
+        said.write_text(why)
+        time.sleep(100)
+
     pid = os.fork()
     if not pid:
+        signal.alarm(20)
+        last_steps.WAIT_S = last_steps.LEAST_S = 0.5
         store = dist.FileStore(str(tmp_path / "store"), 2)
-        StopAgreement(
-            lambda: "TERM", 0, 2, store, lambda why: said.write_text(why) and None, patience_s=0.5
-        ).should_leave()
+        StopAgreement(lambda: "TERM", 0, 2, store, write, patience_s=0.5).should_leave()
         os._exit(0)
     _, code = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(code) == 75

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,11 +52,13 @@ class Jobs:
     def __init__(self, folder: Path) -> None:
         self.folder, self.run = folder, folder / "run"
         (folder / "bin").mkdir()
-        for name in ("srun", "scancel", "sbatch"):
+        for name in ("srun", "scancel", "sbatch", "squeue", "scontrol"):
             stub = folder / "bin" / name
             stub.write_text(f'#!/bin/bash\necho "$*" >> {folder}/{name}.txt\nsleep 0.02\n. {folder}/{name}.act\n')
             stub.chmod(0o755)
-        (folder / "scancel.act").touch()
+        for name in ("scancel", "scontrol"):
+            (folder / f"{name}.act").touch()
+        (folder / "squeue.act").write_text("echo 8; echo 9\n")  # the chain's next two jobs
         (folder / "sbatch.act").write_text(f"wc -l < {folder}/sbatch.txt\n")
         self.env = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
 
@@ -163,6 +166,38 @@ def test_a_chain_of_five_folds_goes_on_while_any_of_them_does(jobs: Jobs) -> Non
         (jobs.run / "config.json").unlink()
     assert [call.endswith("--resume") for call in jobs.calls("srun")] == [True] * 4 and jobs.calls("scancel") == []
     assert (jobs.run / "jobs.txt").read_text().splitlines()[2].startswith("step-100" * 3 + " job 7")
+
+
+def test_a_chain_waits_longer_each_time_for_another_training_in_the_run_folder(jobs: Jobs) -> None:
+    def starts() -> list[str]:
+        return jobs.calls("scontrol")[-2:]
+
+    for number in range(4):  # more than the jobs in a row that bring a run no further
+        assert jobs.job(code=6 if number else 143, verdict=6, step=4) == 6
+        assert starts() == [f"update JobId={job} StartTime=now+{10 * 2**number}minutes" for job in (8, 9)]
+    assert jobs.job(code=143, state="preempted", said=75, step=8) == 75
+    for minutes in [10 * 2**number for number in range(7)] + [1440] * 2:
+        jobs.job(code=6, verdict=6, state="failed", said=4, step=8)  # the other training's end
+        assert starts()[0].endswith(f"=now+{minutes}minutes")
+    assert jobs.calls("scancel") == [] and len(jobs.calls("scontrol")) == 2 * 13
+    assert not list(jobs.run.glob("verdict*"))
+    jobs.job(code=6, verdict=6, state="finished", step=8)
+    os.utime(jobs.run / "status.json", (1e10, 1e10))  # the other ended after this job was refused
+    jobs.job(code=0)
+    assert len(jobs.calls("srun")) == 15, "what the other has finished, no job begins again"
+
+
+def test_a_job_that_is_refused_leaves_the_verdict_of_the_one_that_runs_alone(jobs: Jobs) -> None:
+    began, go = jobs.folder / "began", jobs.folder / "go"
+    other = {**jobs.env, "SEQPAR_CHAIN": "c", "SLURM_JOB_ID": "6"}
+    (jobs.folder / "srun.act").write_text(f"touch {began}; until [ -e {go} ]; do sleep 0.05; done; exit 143")
+    line = ["bash", str(SLURM / "link.sh"), "srun", "launch/train.py", "--out", str(jobs.run)]
+    with subprocess.Popen(line, env=other) as running:
+        while not began.exists():
+            time.sleep(0.02)
+        assert jobs.job(code=6, verdict=6) == 6
+        go.touch()
+        assert running.wait() == 143 and jobs.calls("scancel") == []
 
 
 def test_a_verdict_of_an_earlier_chain_does_not_count(jobs: Jobs) -> None:

@@ -12,11 +12,13 @@ import torch
 
 from seqpar.data.errors import DataError
 from seqpar.launch import train
+from seqpar.launch.job import last_steps
+from seqpar.launch.job import last_steps
 from seqpar.launch.job.run_log import RunLog
 from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import Config
-from seqpar.launch.training import after_step, failure, request, setup, trainer, validation
+from seqpar.launch.training import after_step, request, setup, trainer, validation
 from seqpar.launch.weights import checkpoint
 from tests.support.training_runs import (
     Launch,
@@ -165,22 +167,22 @@ def test_a_mistake_of_our_own_is_a_failed_run_with_a_traceback(flags, tmp_path):
     assert "Traceback" in failed.said() and "KeyError" in status(tmp_path / "run")["why"]
 
 
-@pytest.mark.parametrize("stuck", ["syncing", "writing"])
+@pytest.mark.parametrize("stuck", ["syncing", "writing", "logging", "returning the lock"])
 def test_a_disk_that_does_not_answer_holds_up_no_rank_that_fails(flags, tmp_path, stuck):
-    def hang(*of: object, **more: object) -> None:
-        time.sleep(100)
+    places = {"syncing": (os, "fsync"), "writing": (Status, "write"), "logging": (RunLog, "line")}
+    place, name = places.get(stuck, (RunLock, "release"))
 
     def stumble() -> None:
-        if stuck == "syncing":
-            os.fsync = hang
-        else:
-            failure.Status.write, failure.WRITE_S = hang, 0.5
+        last_steps.WAIT_S = last_steps.LEAST_S = 0.5
+        setattr(place, name, lambda *of, **more: time.sleep(100))
         raise KeyError("nothing")
 
     hook = at(trainer.Trainer, "_backward", 0, stumble)
     with Launch(1, flags, tmp_path / "run", hook) as launch:
-        assert launch.wait(30) == [1] and "KeyError" in launch.said()
-    assert status(tmp_path / "run")["state"] == ("failed" if stuck == "syncing" else "running")
+        assert launch.wait(30) == [1]
+    assert "Traceback" in launch.said(), "on stderr, whatever the log file does"
+    assert stuck == "logging" or "KeyError" in launch.said()
+    assert status(tmp_path / "run")["state"] == ("running" if stuck == "writing" else "failed")
 
 
 def test_what_a_killed_run_was_writing_is_cleared_when_its_folder_is_opened(flags, tmp_path):

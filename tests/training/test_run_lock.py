@@ -12,7 +12,7 @@ import pytest
 
 from seqpar.launch import train
 from seqpar.launch.runs.run_lock import RunLock, TakenOver
-from seqpar.launch.runs.run_owner import RunOwner, _began
+from seqpar.launch.runs.run_owner import FIRST_NAMESPACE, RunOwner, _began
 from seqpar.launch.training import after_step, trainer
 from tests.support.folders import child, exit_code
 from tests.support.training_runs import Hook, Launch, at, die, losses, status, trained, weights
@@ -73,7 +73,7 @@ def test_of_two_starts_at_once_one_trains_and_the_other_is_told_by_whom(flags, u
     with Launch(2, flags, out, both(first, second)) as launch:
         for name, more, world in (("start", [], 1), ("step", ["--resume"], 2)):
             reached(launch, tmp_path, name)
-            refused = trained(world, [*flags, *more], other, expect=2)
+            refused = trained(world, [*flags, *more], other, expect=6)
             owner = f"is in use by process {launch.pids[0]} on {socket.gethostname()}"
             assert owner in refused.said() and "add --take-over" in refused.said()
             assert status(out)["state"] == "running"
@@ -102,14 +102,17 @@ def test_on_a_shared_disk_take_over_is_needed_and_whoever_loses_the_folder_leave
         after_step.LOOK_S = 0.0
 
     stay = at(trainer.Trainer, "_backward", 0, held(tmp_path, "step"), call=4)
-    with Launch(2, [*flags, "--checkpoint-minutes", "1e-9"], out, both(elsewhere, look_often, stay)) as launch:
+    often, verdicts = [*flags, "--checkpoint-minutes", "1e-9"], tmp_path / "taken"
+    with Launch(2, often, out, both(elsewhere, look_often, stay), SEQPAR_VERDICT=str(verdicts)) as launch:
         reached(launch, tmp_path, "step")
-        refused = trained(1, ["--resume"], other, expect=2)
+        refused = trained(1, ["--resume"], other, expect=6, SEQPAR_VERDICT=str(tmp_path / "refused"))
         assert f"is in use by process {launch.pids[0]} on node7" in refused.said()
         taken = trained(2, ["--resume", "--take-over"], other)
         assert "on node7, as --take-over says" in taken.said()
         let_go(tmp_path, "step")
-        assert launch.wait() == [2, 2], launch.said()
+        assert launch.wait() == [6, 6], launch.said()
+    for verdict in ("refused", "taken"):  # for the job scripts: status.json is the other training's
+        assert (tmp_path / verdict).read_text() == "6\n"
     assert launch.said().count("was taken over, or its lock was removed") == 1
     assert status(out)["state"] == "finished" and not locks(out)
     assert weights(out) == weights(undisturbed(2)) and losses(out) == losses(undisturbed(2))
@@ -147,7 +150,7 @@ def test_only_one_of_many_takes_a_lock_whose_owner_has_ended(tmp_path):
                 path.unlink()
 
 
-def test_who_has_lost_the_folder_knows_it_even_if_its_number_is_given_again(tmp_path):
+def test_who_has_lost_the_folder_knows_it_and_no_number_is_given_twice(tmp_path):
     first, second, third = (RunLock(tmp_path) for _ in range(3))
     assert first.is_lost() and first.take() == "" and not first.is_lost()
     with pytest.raises(ValueError, match=f"is in use by process {os.getpid()} on"):
@@ -158,9 +161,27 @@ def test_who_has_lost_the_folder_knows_it_even_if_its_number_is_given_again(tmp_
         first.refuse_lost()
     second.release()
     third.take()
-    assert third.ticket[0] == first.ticket[0] and first.is_lost() and not third.is_lost()
+    assert [lock.ticket[0] for lock in (first, second, third)] == [1, 0, 3] and first.is_lost() and not third.is_lost()
     first.release()
-    assert not third.is_lost() and len(locks(tmp_path)) == 1
+    assert not third.is_lost() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_slow_start_takes_nothing_of_what_came_after_the_lock_that_it_judged(tmp_path, monkeypatch):
+    assert exit_code(child(lambda: RunLock(tmp_path).take())) == 0  # nobody holds it any more
+    slow, quick, later = (RunLock(tmp_path) for _ in range(3))
+    make = slow._make
+
+    def make_late(*judged: object) -> bool:
+        slow._make = make  # type: ignore[method-assign]
+        quick.take()
+        quick.release()
+        later.take()
+        return make(*judged)
+
+    slow._make = make_late  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=f"is in use by process {os.getpid()} on"):
+        slow.take()
+    assert slow.is_lost() and not later.is_lost()
 
 
 def test_a_lock_that_cannot_be_read_is_nobodys_to_take_without_a_word(tmp_path, monkeypatch):
@@ -173,10 +194,14 @@ def test_a_lock_that_cannot_be_read_is_nobodys_to_take_without_a_word(tmp_path, 
     assert [path.name for path in locks(tmp_path)] == ["lock-4.json"]
 
 
-NOW = RunOwner("n1", 1, "m1", "b1", "pid:[1]", "77", job="9", cluster="c", attempts={"job 9 of c": 1})
+HIDDEN = 1 << 22  # the number of a process that another user's is, and /proc does not show; no process has it
+NOW = RunOwner(
+    "n1", 1, "m1", "b1", FIRST_NAMESPACE, "77", job="9", cluster="c", user=5, attempts={"job 9 of c": 1, "torchrun x": 1}
+)
 GONE = {
     "its number belongs to a later process": (dict(pid=os.getpid(), began="1"), "which has ended"),
-    "its number belongs to nobody": (dict(pid=1 << 22, began="1"), "which has ended"),
+    "its number belongs to nobody": (dict(pid=HIDDEN + 1, began="1"), "which has ended"),
+    "its number belongs to nobody, and when it began was not told": (dict(pid=HIDDEN + 1, began="?"), "has ended"),
     "its machine was restarted": (dict(boot="b0"), "restarted"),
     "it was requeued": (dict(host="n2", boot="b2", attempts={"job 9 of c": 0}), "launcher has started again"),
     "its job ended, says Slurm": (dict(host="n2", boot="b2", job="8", cluster="c"), "Slurm job has ended"),
@@ -184,7 +209,14 @@ GONE = {
 }
 OPEN = {
     "it lives": dict(pid=os.getpid(), began="own"),
+    "it lives, and when it began was not told": dict(pid=os.getpid(), began="?"),
+    "it lives, and /proc hides it": dict(pid=HIDDEN, began="1"),
     "in another container": dict(namespace="pid:[2]"),
+    "in a container of another machine": dict(namespace="pid:[2]", boot="b0"),
+    "in a container of the same number and name on another machine": dict(namespace="both", boot="b0"),
+    "another user's job, which Slurm does not show": dict(host="n2", boot="b2", job="8", cluster="c", user=6),
+    "another user's chain": dict(host="n2", boot="b2", job="8", cluster="c", chain="x", user=6),
+    "another user's torchrun of the same name": dict(host="n2", boot="b2", job="", attempts={"torchrun x": 0}, user=6),
     "on another machine": dict(host="n2", machine="m2", boot="b2"),
     "on another machine of the same name": dict(machine="m2", boot="b2"),
     "its job runs": dict(host="n2", boot="b2", job="runs", cluster="c"),
@@ -201,6 +233,14 @@ def now(tmp_path, monkeypatch) -> RunOwner:
     squeue.write_text(f'#!/bin/sh\ncase $3 in {states} *) echo "Invalid job id specified" >&2; exit 1 ;; esac\n')
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    kill = os.kill
+
+    def refuse_hidden(pid: int, number: int) -> None:
+        if pid == HIDDEN:
+            raise PermissionError
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", refuse_hidden)
     return NOW
 
 
@@ -215,6 +255,10 @@ def test_a_process_may_still_run(now, case):
     changed = dict(OPEN[case])
     if changed.get("began") == "own":
         changed["began"] = RunOwner.this_process().began
+    if changed.get("namespace") == "both":
+        changed["namespace"] = "pid:[2]"
+        now = replace(now, namespace="pid:[2]")
+    now = replace(now, chain=changed.get("chain", ""))
     assert replace(now, **changed).why_gone(now) == ""
 
 
@@ -223,7 +267,7 @@ def test_jobs_of_a_chain_follow_each_other_and_a_process_knows_its_own(monkeypat
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     own = RunOwner.this_process()
-    assert own.attempts == {"job 7 of ": 2} and own.why_gone(own) == "" and RunOwner.from_json(own.to_json()) == own
+    assert own.user == os.getuid() and own.attempts == {"job 7 of ": 2} and own.why_gone(own) == "" and RunOwner.from_json(own.to_json()) == own
     earlier = replace(own, host="n9", machine="m9", boot="b9", job="6", attempts={})
     assert earlier.why_gone(own) == "an earlier job of this chain"
     pid = child(lambda: time.sleep(60))
