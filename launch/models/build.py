@@ -1,6 +1,7 @@
 """Builds the network that ``--network`` names: the one place that knows which kinds of network there are."""
 
 from collections.abc import Collection
+from dataclasses import asdict
 
 import torch
 
@@ -40,7 +41,9 @@ def build(
     """
     torch.manual_seed(config.seed)
     with torch.device(device):
-        return kind_of(config).build(config, in_channels, num_outputs, group, data, has_regions)
+        net = kind_of(config).build(config, in_channels, num_outputs, group, data, has_regions)
+    net.settings = asdict(config)
+    return net
 
 
 def layout_of(config: Config) -> Layout:

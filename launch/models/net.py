@@ -5,7 +5,8 @@ this rank's share of the tokens. A network without tokens has cubes of as many v
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class Net(nn.Module, ABC):
 
     attention: object = "none"  # how attention crosses ranks
     attention_choice: Sequence[str] = ()  # why, in lines
+    settings: Mapping[str, Any] = MappingProxyType({})  # of the run with which it was built
     in_channels: int
     body: str  # what must fit pretrained weights, in a word
     counted = "tokens"  # what is done in a second

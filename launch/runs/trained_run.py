@@ -18,6 +18,7 @@ from seqpar.launch.runs.archive import is_archive
 from seqpar.launch.runs.run_folder import read_config, read_windows
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights import checkpoint
+from seqpar.launch.weights.facts import differing_flags, read_facts
 from seqpar.launch.weights.files import listed, read_weights
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
@@ -155,6 +156,9 @@ def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> li
     nets = []
     for path in files:
         net = build(config, len(run.recipe.modalities), len(run.outputs), mesh.seq)
+        theirs, ours = differing_flags(read_facts(path), config)
+        if theirs:
+            raise DataError(path, f"holds weights that were trained with {theirs}, and {run.path} has {ours}")
         state = read_weights(path)
         own = net.state_dict()
         differing = [name for name in {**own, **state} if _shape(own, name) != _shape(state, name)]

@@ -78,7 +78,7 @@ def _parser(default_preset: str) -> Parser:
         usage="train [--preset NAME] [--seqpar N] [--patch N] [--data FOLDER] [--out FOLDER] [any flag below]",
         description="Trains a sequence-parallel segmentation network; without --data on built-in phantom brains.",
         epilog="Defaults here are in brackets. Exit codes: 0 finished, 75 left early and resumable; "
-        "2 usage, 3 data, 4 memory, 5 a loss that is not finite: status.json says why.",
+        "2 usage, 3 data, 4 memory, 5 a loss that is not finite, 6 run folder in use: status.json says why.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )

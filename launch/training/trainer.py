@@ -277,7 +277,7 @@ class Trainer:
         self.after_step.refuse_taken_over()
         if self.mesh.is_first:
             self.journal.attempt(lambda: draw_progress(self.out))
-            write_weights(self.out / "model.safetensors", weights)
+            write_weights(self.out / "model.safetensors", weights, self.net.settings)
         self._write_status("finished")
         best = f"finished: best mean Dice {self.progress.best:.3f} at step {self.progress.best_step}"
         self.journal.say("\n".join([best, *(f"  {path}" for path in result_files(self.out)), *next_lines(self.out)]))

@@ -12,7 +12,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from seqpar.consensus import agree, by_first, raise_together
 from seqpar.data.files import sync, umask_mode, write_text
+from seqpar.launch.weights.facts import as_metadata
 from seqpar.launch.weights.states import (
     fill,
     fill_optimizer,
@@ -138,7 +139,7 @@ def _write(draft: Path, model: State, states: State, progress: Progress, rank: i
     _write_text(draft / f"random-{rank:05d}.json", json.dumps(random_states()))
     if rank:
         return
-    write_tensors(draft / MODEL, model)
+    write_tensors(draft / MODEL, model, as_metadata(json.loads(config).get("config", {})))
     write_tensors(draft / OPTIMIZER, states)
     _write_text(draft / PROGRESS, json.dumps(asdict(progress)))
     _write_text(draft / "config.json", config)
@@ -182,11 +183,11 @@ def _purge(folder: Path, newest: Path, keep: int = 2) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str] = as_metadata({})) -> None:
     """Writes a safetensors file and syncs it; tensors that share storage are written once per name."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     with umask_mode(path):
-        save_file(plain, path, metadata={"format": "pt"})
+        save_file(plain, path, metadata=dict(metadata))
     sync(path)
 
 

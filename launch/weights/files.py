@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import whole_file
+from seqpar.launch.weights.facts import as_metadata
 from seqpar.launch.weights.torch_files import load_torch
 from seqpar.vit.tokens import resize_positions
 
@@ -89,16 +91,17 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def write_weights(path: str | Path, net: nn.Module | State) -> None:
+def write_weights(path: str | Path, net: nn.Module | State, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Writes weights as safetensors; if anything fails, an older file stays as it was.
 
     - ``net``: a network or a state dict
+    - ``settings``: with which the network was built; one of a run knows them. The file tells of them what shapes do not
     """
     path = Path(path)
     state = net.state_dict() if isinstance(net, nn.Module) else net
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
     with whole_file(path) as temporary:
-        save_file(tensors, temporary)
+        save_file(tensors, temporary, metadata=as_metadata(settings or getattr(net, "settings", {})))
 
 
 def unwrap(state: Mapping[str, Any]) -> State:

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqpar.launch.models.build import knows
 from seqpar.launch.models.net import Net
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.settings.config import Config, shorten
+from seqpar.launch.weights.facts import differing_flags, read_facts
 from seqpar.launch.weights.files import checkpoint_of, fit_positions, listed, recorded_heads, unwrap
 from seqpar.launch.weights.monai import load_monai
 from seqpar.launch.weights.nnunet import trained_state
@@ -29,11 +31,19 @@ def start_from(net: Net, config: Config) -> str:
     if heads not in (None, config.heads):
         raise ValueError(f"--weights {config.weights} were trained with {heads} heads: use --heads {heads}")
     origin, state = _ours(checkpoint, config)
+    facts = read_facts(config.weights) if origin == "seqpar" else {}
+    theirs, ours = differing_flags(facts, config)
+    if theirs:
+        raise ValueError(
+            f"--weights {config.weights} were trained with {theirs}, and this run has {ours}: use {theirs}"
+        )
+    heads = facts.get("heads", heads)
     own = net.state_dict()
     if "encoder.pos_embed" in state and "encoder.pos_embed" in own:
         layout = net.layout
-        if state["encoder.pos_embed"].shape != own["encoder.pos_embed"].shape:
-            state["encoder.pos_embed"] = fit_positions(state["encoder.pos_embed"], layout.patch, layout.tile, None)
+        tile = facts.get("tile") if facts.get("patch") == config.patch else None
+        if tile or state["encoder.pos_embed"].shape != own["encoder.pos_embed"].shape:
+            state["encoder.pos_embed"] = fit_positions(state["encoder.pos_embed"], layout.patch, layout.tile, tile)
     fitting = {name for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
     unfit = sorted(name for name in own if net.in_body(name) and name not in fitting)
     left_over = sorted(name for name in state if net.in_body(name) and name not in own)
@@ -47,7 +57,7 @@ def start_from(net: Net, config: Config) -> str:
             own[name].copy_(state[name])
     fresh = sorted(name for name in own if name not in fitting)
     summary = f"weights from {config.weights} ({origin}): {len(fitting)} of {len(own)} tensors"
-    if net.attention != "none" and origin != "seqpar" and heads is None:
+    if heads is None and knows(config, "heads"):
         summary += f"; the file does not tell its attention heads, --heads {config.heads} are taken"
     return summary + (f"; fresh: {listed(fresh, 4)}" if fresh else "")
 

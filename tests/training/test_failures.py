@@ -13,7 +13,6 @@ import torch
 from seqpar.data.errors import DataError
 from seqpar.launch import train
 from seqpar.launch.job import last_steps
-from seqpar.launch.job import last_steps
 from seqpar.launch.job.run_log import RunLog
 from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.runs.run_lock import RunLock

@@ -196,7 +196,16 @@ def test_a_lock_that_cannot_be_read_is_nobodys_to_take_without_a_word(tmp_path, 
 
 HIDDEN = 1 << 22  # the number of a process that another user's is, and /proc does not show; no process has it
 NOW = RunOwner(
-    "n1", 1, "m1", "b1", FIRST_NAMESPACE, "77", job="9", cluster="c", user=5, attempts={"job 9 of c": 1, "torchrun x": 1}
+    "n1",
+    1,
+    "m1",
+    "b1",
+    FIRST_NAMESPACE,
+    "77",
+    job="9",
+    cluster="c",
+    user=5,
+    attempts={"job 9 of c": 1, "torchrun x": 1},
 )
 GONE = {
     "its number belongs to a later process": (dict(pid=os.getpid(), began="1"), "which has ended"),
@@ -267,7 +276,12 @@ def test_jobs_of_a_chain_follow_each_other_and_a_process_knows_its_own(monkeypat
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     own = RunOwner.this_process()
-    assert own.user == os.getuid() and own.attempts == {"job 7 of ": 2} and own.why_gone(own) == "" and RunOwner.from_json(own.to_json()) == own
+    assert (
+        own.user == os.getuid()
+        and own.attempts == {"job 7 of ": 2}
+        and own.why_gone(own) == ""
+        and RunOwner.from_json(own.to_json()) == own
+    )
     earlier = replace(own, host="n9", machine="m9", boot="b9", job="6", attempts={})
     assert earlier.why_gone(own) == "an earlier job of this chain"
     pid = child(lambda: time.sleep(60))

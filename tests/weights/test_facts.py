@@ -1,0 +1,88 @@
+"""What shapes do not tell of a network its file of weights does: heads, positions, the grid of positions."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from seqpar.data.errors import DataError
+from seqpar.launch.export import act as export
+from seqpar.launch.models.build import build
+from seqpar.launch.models.net import Net
+from seqpar.launch.runs.trained_run import load_run
+from seqpar.launch.settings.config import Config
+from seqpar.launch.weights import checkpoint
+from seqpar.launch.weights.files import write_weights
+from seqpar.launch.weights.pretrained import start_from
+from seqpar.mesh import Group
+from tests.support.predictions import SMALL, make_run
+
+UNETR = replace(SMALL, tile=(16, 16, 32), decoder="unetr", depth=12, positions="learned+rope")
+
+
+def made(config: Config, seed: int = 0) -> Net:
+    return build(replace(config, seed=seed), 1, 2, Group("seq"))
+
+
+@pytest.mark.parametrize(
+    ("other", "flags"),
+    [
+        (dict(heads=3), ("--heads 3", "--heads 2")),
+        (dict(positions="learned", heads=6), ("--heads 6 --positions learned", "--heads 2 --positions learned+rope")),
+        (dict(skips="paper"), ("--skips paper", "--skips monai")),
+    ],
+)
+def test_weights_of_the_same_shapes_are_refused_where_their_network_computes_otherwise(tmp_path, other, flags):
+    file = tmp_path / "weights"
+    write_weights(file, made(replace(UNETR, **other), 1))
+    config = replace(UNETR, weights=str(file))
+    net, (theirs, ours) = made(config), flags
+    before = net.encoder.state_dict()["blocks.0.attn.q.weight"].clone()
+    with pytest.raises(
+        ValueError, match=f"were trained with {theirs}, and this run has {ours}: use {theirs}".replace("+", r"\+")
+    ):
+        start_from(net, config)
+    assert torch.equal(net.encoder.state_dict()["blocks.0.attn.q.weight"], before)
+    assert "tensors" in start_from(made(replace(config, **other)), replace(config, **other))
+    write_weights(file, made(replace(UNETR, **other), 1).state_dict())
+    assert "does not tell its attention heads, --heads 2 are taken" in start_from(net, config)
+
+
+def test_what_checkpoints_runs_and_exported_runs_tell(tmp_path):
+    run = make_run(tmp_path / "run", config=SMALL)
+    four = replace(SMALL, heads=4)
+    net = made(four)
+    optimizer, described = torch.optim.Adam(net.parameters()), json.dumps({"config": asdict(four)})
+    saved = checkpoint.save(tmp_path / "c", net, optimizer, checkpoint.Progress(), Group("world"), described)
+    (saved / "config.json").unlink()
+    other = make_run(tmp_path / "other", config=four)
+    write_weights(other / "model.safetensors", net.state_dict())  # as earlier versions did: config.json beside it tells
+    assert export([str(other), str(tmp_path / "other.zip"), "--licence", "none"]) == 0
+    for file in (saved / "model.safetensors", other / "model.safetensors", tmp_path / "other.zip"):
+        with pytest.raises(DataError, match=f"{file}: holds weights .* --heads 4, and {run} has --heads 2"):
+            load_run(run, str(file))
+        with pytest.raises(ValueError, match="use --heads 4"):
+            start_from(made(SMALL), replace(SMALL, weights=str(file)))
+    again = tmp_path / "again.safetensors"
+    write_weights(again, load_run(other))
+    with pytest.raises(DataError, match="--heads 4"):
+        load_run(run, str(again))
+
+
+def test_positions_of_another_tile_with_as_many_tokens_are_resized(tmp_path):
+    flat, upright = (replace(SMALL, tile=tile) for tile in ((16, 8, 8), (8, 8, 16)))
+    for name, source in (("weights", made(flat, 1)), ("silent", made(flat, 1).state_dict())):
+        write_weights(tmp_path / name, source)
+        config = replace(upright, weights=str(tmp_path / name))
+        net = made(config)
+        start_from(net, config)
+        table = net.encoder.state_dict()["pos_embed"]
+        assert torch.equal(table, made(flat, 1).encoder.state_dict()["pos_embed"]) == (name == "silent")
+
+
+def test_weights_of_another_kind_of_network_are_refused_by_its_name(tmp_path):
+    write_weights(tmp_path / "weights", made(SMALL))
+    config = Config(network="unet-lamp", tile=(16, 16, 16), features=2, weights=str(tmp_path / "weights"))
+    with pytest.raises(ValueError, match="trained with --network vit, and this run has --network unet-lamp"):
+        start_from(made(config), config)
