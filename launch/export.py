@@ -24,7 +24,8 @@ def act(arguments: Sequence[str]) -> int:
         raise ValueError(f"{options.out}: the archive is a zip file; name it {options.out.name}.zip")
     weights = find_weights(read_run(options.run), options.checkpoint)
     load_run(options.run, str(weights))  # weights of another network would be found out by its user
-    about = write_archive(options.out, read_config(options.run), weights, options.licence, read_windows(options.run))
+    windows, whole_grid = read_windows(options.run)
+    about = write_archive(options.out, read_config(options.run), weights, options.licence, windows, whole_grid)
     size = options.out.stat().st_size / 1e6
     print(f"{options.out}: {size:.1f} MB, weights {about['checkpoint']}, licence: {about['licence']}")
     print(f"next: {about['use']}")

@@ -33,7 +33,9 @@ def act(arguments: Sequence[str]) -> int:
     if options.seqpar > launcher.world:
         return start_missing_ranks(options.seqpar, __file__, arguments, launcher)
     memory = device_here(options.device).of(launcher.world).memory
-    seqpar = options.seqpar or max(fitting_seqpar(member, launcher.world, memory) for member in members)
+    seqpar, line = (options.seqpar, "") if options.seqpar else fitting_seqpar(members, launcher.world, memory)
+    if line and launcher.rank == 0:
+        print(line, flush=True)
     with start(seqpar, device=options.device) as mesh:
         try:
             faults = predict_cases(request, members, mesh)
@@ -42,10 +44,22 @@ def act(arguments: Sequence[str]) -> int:
     return exit_codes.DATA if faults else 0
 
 
-def fitting_seqpar(member: Member, world: int, memory: float) -> int:
-    """Returns how many ranks, of ``memory`` bytes each, share a window; all ranks share a whole volume."""
+def fitting_seqpar(members: Sequence[Member], world: int, memory: float) -> tuple[int, str]:
+    """Returns how many ranks, of ``memory`` bytes each, share a window; all ranks share a whole volume.
+
+    Then a line where they are fewer because more could not cut a trained tile, "" elsewhere.
+    """
     sizes = [size for size in range(1, world + 1) if world % size == 0]
-    return world if member.settings.window == "whole" else member.run.window_group(sizes, memory)
+    shared = [size for size in sizes if all(member.run.can_share(size) for member in members)]
+    wholes = [member.settings.window == "whole" for member in members]
+    groups = zip(members, wholes)
+    chosen = max(shared[-1] if whole else member.run.window_group(shared, memory) for member, whole in groups)
+    most = world if any(wholes) else max(member.run.config.seqpar for member in members)
+    refused = [size for size in sizes if chosen < size <= most and size not in shared]
+    if not refused:
+        return chosen, ""
+    ranks = f"{world // chosen} groups of {chosen} rank{'s' if chosen > 1 else ''}"
+    return chosen, f"--seqpar {chosen}: {refused[-1]} ranks cannot share the trained tile, so {ranks} predict"
 
 
 def _exit_code(error: Exception, mesh: Mesh) -> int:

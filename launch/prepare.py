@@ -8,6 +8,7 @@ from pathlib import Path
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import Dataset, recognise
+from seqpar.data.preparation.cache_place import outdated_cache
 from seqpar.data.preparation.prepare import PrepareSettings, Report, cache_folder, check_cache, is_current, prepare
 from seqpar.data.preparation.source_check import check_sources
 from seqpar.launch.job.display import coloured
@@ -25,6 +26,8 @@ def act(arguments: Sequence[str]) -> int:
     out = cache_folder(dataset, options.out, settings)
     names = ", ".join(dataset.modalities)
     print(f"{dataset.name}: {dataset.layout}, {len(dataset.cases)} cases, {names} -> {out}")
+    if line := outdated_cache(dataset.root, out):
+        print(line)
     if options.check:
         return _check(dataset, out, settings, options.workers)
     try:

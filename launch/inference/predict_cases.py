@@ -77,6 +77,8 @@ def predict_cases(request: Request, members: Sequence[Member], mesh: Mesh) -> li
             dices = ", ".join(f"{window} {dice:.3f}" for window, dice in member.run.windows.items())
             whose = f"of {member.run.path}" if len(members) > 1 else "in the run's validation"
             shown.say(f"--window {member.settings.window}; mean Dice {whose}: {dices}")
+            if (member.settings.window, member.run.window) == ("whole", "sliding"):
+                shown.warn(f"--window whole is the worse of both by the validation of {member.run.path}: leave it out")
     for fault in faults:
         shown.complain(fault)
     prepared_cases = _PreparedCases(cases, [member.run.preparation for member in members], request.statistics)
@@ -246,7 +248,7 @@ def _say_size(predictor: Predictor, case: Case, image: Image, shown: CaseProgres
     if settings.window == "whole":
         memory = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), predictor.mesh)
         shown.say(f"{case.id}: a whole pass over {voxels} voxels takes {memory}")
-        if "whole" not in run.windows and (warning := beyond_training(predictor.nets[0], image.shape[1:])):
+        if warning := beyond_training(predictor.nets[0], image.shape[1:], run.whole_grid):
             shown.warn(f"{case.id}: {warning}")
         return f"{voxels} voxels, one pass"
     count = len(WindowGrid.of(image.shape[1:], settings.sliding(run.config.tile, run.window_rule)).corners)

@@ -84,17 +84,26 @@ def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
     return tuple(max(tile, -(-side // p) * p) for side, tile, p in zip(shape, layout.tile, layout.patch))
 
 
-def beyond_training(net: Net, shape: Sequence[int]) -> str:
-    """Returns a warning where a whole volume has many more tokens or cubes along a direction than a tile, else ""."""
-    layout = net.layout
-    grid, trained = layout.of_tile(padded_shape(shape, layout)).grid, layout.grid
-    if all(now <= BEYOND * then for now, then in zip(grid, trained)):
+def whole_grid(net: Net, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the tokens or cubes per direction in a pass over a whole volume of that shape."""
+    return net.layout.of_tile(padded_shape(shape, net.layout)).grid
+
+
+def beyond_training(net: Net, shape: Sequence[int], measured: Sequence[int] = ()) -> str:
+    """Returns a warning where a whole volume has many more tokens or cubes along a direction than a tile, else "".
+
+    - ``measured``: the largest grid in whole passes of the run's validation, which showed how good these are
+    """
+    grid, trained = whole_grid(net, shape), net.layout.grid
+    known = [max(sides) for sides in zip(trained, measured or trained)]
+    if all(now <= BEYOND * then for now, then in zip(grid, known)):
         return ""
-    sizes = ["x".join(map(str, sides)) for sides in (grid, trained)]
+    sizes = ["x".join(map(str, sides)) for sides in (grid, trained, measured)]
+    validated = f", and validation measured passes of up to {sizes[2]}" if measured else ""
     return (
-        f"{sizes[0]} {net.pieces} in one pass, but the network was trained on {sizes[1]}: more than {BEYOND:g} times "
-        "as many along a direction, which can ruin a result; use --window sliding, or let train --val-window both "
-        "measure it"
+        f"{sizes[0]} {net.pieces} in one pass, but the network was trained on {sizes[1]}{validated}: more than "
+        f"{BEYOND:g} times as many along a direction, which can ruin a result; use --window sliding, or let train "
+        "--val-window both measure it on such volumes"
     )
 
 

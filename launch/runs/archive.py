@@ -8,9 +8,10 @@ about.json                    licence, checkpoint, version, digest of the weight
 import hashlib
 import json
 import lzma
+import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,23 +43,25 @@ def write_archive(
     weights: Path,
     licence: str,
     windows: Mapping[str, float] = MappingProxyType({}),
+    whole_grid: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Writes the archive, whole or not at all, and returns what about.json says; the same run gives the same bytes.
 
     - ``content``: the run's config.json
     - ``weights``: a file of weights
     - ``licence``: of the weights
-    - ``windows``: the mean Dice by kind of window that the run's validation measured, the better first
+    - ``windows``, ``whole_grid``: what the run's validation measured, as in its window.json
     """
     if out.exists():
         raise DataError(out, "is there already; name another file, or remove it")
     body = save({name: tensor.contiguous() for name, tensor in read_weights(weights).items()})
-    step = f"{weights.parent.name}/" if weights.parent.parent.name == "checkpoints" else ""  # no name of a run folder
+    is_own = weights.name == ARCHIVED  # another file's name, as a run folder's, may tell what is nobody's business
+    step = f"{weights.parent.name}/" if re.fullmatch(r"step-\d+", weights.parent.name) else ""
     about = {
-        "format": "seqpar run", "licence": licence, "checkpoint": f"{step}{weights.name}",
+        "format": "seqpar run", "licence": licence, "checkpoint": f"{step}{ARCHIVED}" if is_own else "another file",
         "seqpar": seqpar.__version__, "digest": hashlib.blake2b(body, digest_size=16).hexdigest(),
         "use": f"seqpar-predict {out.name} -i IMAGES -o FOLDER",
-        "dice": dict(windows),
+        "dice": dict(windows), "whole_grid": list(whole_grid),
     }  # fmt: skip
     try:
         with whole_file(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:

@@ -17,6 +17,7 @@ from seqpar.launch.runs.trained_run import Run
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights.nnunet import nets_of
 from seqpar.launch.weights.nnunet_results import CHECKPOINT, Results, fold_files, read_results
+from seqpar.layout import Layout
 from seqpar.mesh import Group, Mesh
 
 NAMES = {"best": "checkpoint_best.pth", "latest": "checkpoint_latest.pth", "final": CHECKPOINT}
@@ -61,6 +62,15 @@ class NnunetRun(Run):
     def window_group(self, sizes: Sequence[int], memory: float) -> int:
         """Returns the smallest of ``sizes`` with which a window fits a rank's memory; the last where none does."""
         return next((size for size in sizes if self.window_bytes(size) <= memory), sizes[-1])
+
+    def can_share(self, size: int) -> bool:
+        """Returns whether so many ranks can share the trained tile."""
+        assert self.results is not None
+        try:
+            Layout.of(self.config.tile, self.results.architecture.unit, size)
+        except ValueError:
+            return False
+        return True
 
     def window_bytes(self, size: int) -> int:
         """Returns the bytes that a window takes on the first of ``size`` ranks that share it, weights included."""

@@ -86,19 +86,25 @@ def next_lines(run: Path) -> list[str]:
     return [f"next: {predict}", f"next: {next_command('report', run)}  (curves, scores and cases on one page)"]
 
 
-def write_window(run: Path, windows: Mapping[str, float], step: int) -> None:
-    """Writes window.json: the mean Dice of the best checkpoint by kind of window, the better first."""
-    write_json(run / "window.json", {"window": next(iter(windows)), "dice": dict(windows), "step": step})
+def write_window(run: Path, windows: Mapping[str, float], step: int, whole_grid: Sequence[int] = ()) -> None:
+    """Writes window.json: the mean Dice of the best checkpoint by kind of window, the better first.
+
+    - ``whole_grid``: the most tokens per direction in whole passes
+    """
+    content = {"window": next(iter(windows)), "dice": dict(windows), "step": step, "whole_grid": list(whole_grid)}
+    write_json(run / "window.json", content)
 
 
-def read_windows(run: Path) -> dict[str, float]:
-    """Returns the mean Dice by kind of window that validation measured, the better first; {} if none is recorded."""
+def read_windows(run: Path) -> tuple[dict[str, float], tuple[int, ...]]:
+    """Returns what validation measured: the mean Dice by kind of window, the better first, and the most tokens per
+    direction in whole passes; both are empty where none is recorded.
+    """
     try:
         windows = read_archived(run, ABOUT) if is_archive(run) else json.loads((run / "window.json").read_text())
-        dice = windows.get("dice", {})
-        return {str(window): float(mean) for window, mean in dice.items()}
+        dice = {str(window): float(mean) for window, mean in windows.get("dice", {}).items()}
+        return dice, tuple(int(side) for side in windows.get("whole_grid", ()))
     except FileNotFoundError:
-        return {}
+        return {}, ()
     except DataError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -11,7 +11,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.preparation.preparation import ByRecipe, Preparation
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.launch.hardware.devices import device_here
-from seqpar.launch.models.build import build
+from seqpar.launch.models.build import build, layout_of
 from seqpar.launch.models.net import Net
 from seqpar.launch.planning.attention_choice import choose_quickest
 from seqpar.launch.runs.archive import is_archive
@@ -30,7 +30,8 @@ LAST = "model.safetensors"  # what a finished run leaves beside its checkpoints
 class Run:
     """A training run: its config, how its cases were prepared, and what its outputs stand for.
 
-    ``windows`` is the mean Dice by kind of window that its validation measured, the better first.
+    ``windows`` is the mean Dice by kind of window that its validation measured, the better first; ``whole_grid`` the
+    most tokens per direction in the whole passes among them.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Run:
     regions: dict[str, tuple[int, ...]]
     regions_class_order: tuple[int, ...]  # class ids
     windows: Mapping[str, float] = field(default_factory=dict)
+    whole_grid: tuple[int, ...] = ()
 
     @property
     def window(self) -> str:
@@ -85,6 +87,14 @@ class Run:
         """Returns how many ranks of ``memory`` bytes share a window: the most of ``sizes`` that training allows."""
         return max(size for size in sizes if size <= self.config.seqpar)
 
+    def can_share(self, size: int) -> bool:
+        """Returns whether so many ranks can share the trained tile."""
+        try:
+            layout_of(replace(self.config, seqpar=size))
+        except ValueError:
+            return False
+        return True
+
     def weights_of(self, checkpoints: Sequence[str]) -> tuple[Path, ...]:
         """Returns the files of weights that ``--checkpoint`` names, by default the best."""
         return tuple(find_weights(self, name) for name in checkpoints or ["best"])
@@ -107,7 +117,7 @@ def read_run(path: str | Path) -> Run:
             dict(dataset["labels"]),
             regions,
             tuple(dataset["regions_class_order"]) if regions else (),
-            read_windows(Path(path)),
+            *read_windows(Path(path)),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(

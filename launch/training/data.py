@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import find, recognise
 from seqpar.data.formats.splits import HasCases, split
 from seqpar.data.phantom.builtin import phantom, phantom_fingerprint
 from seqpar.data.preparation.cache import PreparedDataset
+from seqpar.data.preparation.cache_place import outdated_cache
 from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
 from seqpar.data.preparation.prepare import PrepareSettings, prepared
 from seqpar.data.sampling.augmentation import augment
@@ -98,6 +99,8 @@ def open_data(config: Config, is_first: bool) -> TrainingData:
     )
     settings, progress = PrepareSettings.spaced(config.spacing), ProgressBar("preparing") if is_first else silent
     dataset = prepared(folder, config.cache or None, settings, is_first=is_first, progress=progress)
+    if is_first and config.data and (line := outdated_cache(find(config.data), dataset.path.absolute())):
+        print(line, flush=True)
     train_ids, held_out_ids = split_of(dataset, config)
     tiles = training_tiles(dataset, train_ids, config)
     return TrainingData(dataset, train_ids, held_out_ids, tiles, config.targets)

@@ -63,7 +63,7 @@ def open_folder(status: Status, lock: RunLock, config: Config, log: RunLog) -> t
         except ValueError:
             lock.release()
             raise
-        for folder in (out, out / "validation"):
+        for folder in (out, *(path for path in out.glob("validation*") if path.is_dir())):
             remove_leftovers(folder)
         status.write("running")
     except OSError as error:

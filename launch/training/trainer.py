@@ -260,7 +260,8 @@ class Trainer:
         if result.score > self.progress.best:
             self.progress.best, self.progress.best_step = result.score, step
             self._save(is_best=True)
-            self.journal.attempt(lambda: write_window(self.out, result.windows, step))
+            self.after_step.refuse_taken_over()
+            self.journal.attempt(lambda: write_window(self.out, result.windows, step, result.whole_grid))
         return True
 
     def _leave(self, stopper: Stopper) -> bool:

@@ -14,7 +14,7 @@ from seqpar.data.preparation.cache import PreparedCase
 from seqpar.data.workers import Tell
 from seqpar.launch.evaluation.scores import Scores, score, summarise
 from seqpar.launch.inference.logits_to_labels import to_labels
-from seqpar.launch.inference.sliding_window import join_rows, sliding_window, whole_volume
+from seqpar.launch.inference.sliding_window import join_rows, sliding_window, whole_grid, whole_volume
 from seqpar.launch.inference.windows import WINDOWS, Sliding
 from seqpar.launch.job.display import bar, clock
 from seqpar.launch.job.stop_request import Stopper
@@ -24,7 +24,7 @@ from seqpar.launch.settings.config import Config
 from seqpar.launch.training.data import TrainingData
 from seqpar.launch.training.pictures import PicturedCase, draw_cases
 from seqpar.launch.training.planes import favourite
-from seqpar.launch.training.validation_folder import ValidationFolder, label_files
+from seqpar.launch.training.validation_folder import ValidationFolder, label_files, remove_predictions
 from seqpar.losses import Loss, LossParts
 from seqpar.mesh import Mesh
 
@@ -35,13 +35,15 @@ NUM_PICTURED = 3  # cases in validation.png
 class ValidationResult:
     """The row of metrics.jsonl, the printed table, and the score by which the best checkpoint is kept.
 
-    ``windows`` is the mean Dice by kind of window, the better first.
+    ``windows`` is the mean Dice by kind of window, the better first; ``whole_grid`` the most tokens per direction in
+    whole passes, if there were any.
     """
 
     row: dict[str, Any]
     text: str
     score: float
     windows: dict[str, float]
+    whole_grid: tuple[int, ...] = ()
 
 
 @dataclass
@@ -81,6 +83,8 @@ class Validation:
         shown = dataset.modalities.index(favourite(dataset.modalities))
         net.eval()
         kinds = [_Measured(window, self._folder(out, window) if keep else None) for window in self.windows]
+        if keep and len(kinds) == 1:  # the settings of a resumed run may have changed
+            journal.attempt(lambda: remove_predictions(out / "validation-whole", self.data.held_out_ids))
         pictured: list[PicturedCase] = []
         began = time.monotonic()
         for number, name in enumerate(self.ids):
@@ -112,7 +116,12 @@ class Validation:
         if not self._is_explained:
             lines.insert(1, "  (Dice: mean over cases; global: of the voxels of all cases together)")
             self._is_explained = True
-        return replace(result, text="\n".join(lines))
+        return replace(result, text="\n".join(lines), whole_grid=self._whole_grid(net))
+
+    def _whole_grid(self, net: Net) -> tuple[int, ...]:
+        """Returns the most tokens per direction in whole passes over the held-out cases, () where none is made."""
+        shapes = [self.data.dataset.cases[name].image.shape[1:] for name in self.ids if "whole" in self.windows]
+        return tuple(map(max, zip(*(whole_grid(net, shape) for shape in shapes))))
 
     def _folder(self, out: Path, window: str) -> ValidationFolder | None:
         """Returns RUN/validation on the first rank, and RUN/validation-whole where both kinds are measured."""

@@ -6,6 +6,7 @@ summary.json is written last: a folder without it is unfinished. What cannot be 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ def label_files(config: Config) -> dict[str, Path]:
     """Returns the label file of each case of the run's data set."""
     dataset = recognise(config.data or phantom(config.phantoms, is_first=False))
     return {case.id: case.label.absolute() for case in dataset.cases if case.label is not None}
+
+
+def remove_predictions(folder: Path, ids: Sequence[str]) -> None:
+    """Removes the scores and label maps that an earlier validation left in a folder, and the folder if it is empty."""
+    for name in ("summary.json", *(f"{case}.nii.gz" for case in ids)):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 class ValidationFolder:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from seqpar.data.formats.recognise import recognise, split
+from seqpar.data.preparation.cache_place import outdated_cache
 from seqpar.data.preparation.case import labels_to_source
 from seqpar.data.preparation.prepare import (
     PrepareSettings,
@@ -19,6 +20,8 @@ from seqpar.data.preparation.prepare import (
     prepared,
 )
 from seqpar.launch.prepare import act
+from seqpar.launch.training.data import open_data
+from tests.support.configs import config_of
 from tests.support.folders import NEW, OLD, brats, image_array, label_array, nnunet, save, tree
 
 
@@ -179,7 +182,9 @@ def test_the_default_folder_lies_beside_the_data_or_where_the_environment_says(t
 
 
 @pytest.mark.parametrize("has_preprocessed", [True, False])
-def test_a_data_set_of_nnunet_is_found_by_its_number_after_it_was_prepared(tmp_path, monkeypatch, has_preprocessed):
+def test_a_data_set_of_nnunet_is_found_by_its_number_after_it_was_prepared(
+    tmp_path, monkeypatch, capsys, has_preprocessed
+):
     monkeypatch.delenv("SEQPAR_CACHE", raising=False)
     monkeypatch.delenv("nnUNet_preprocessed", raising=False)
     raw, beside = tmp_path / "in" / "nnUNet_raw", tmp_path / "fast" / "nnUNet_preprocessed"
@@ -188,9 +193,18 @@ def test_a_data_set_of_nnunet_is_found_by_its_number_after_it_was_prepared(tmp_p
         monkeypatch.setenv("nnUNet_preprocessed", str(beside))
     root = nnunet(raw / "Dataset901_Blob", 2)
     nnunet(raw / "Dataset901_Blob.prepared", 0)  # as caches were once called
+    (raw / "Dataset901_Blob.prepared" / "cache.json").touch()
     for _ in range(2):
         assert act(["901", "--workers", "0"]) == 0
+        said = capsys.readouterr().out
+        assert said.count(f"{raw}/Dataset901_Blob.prepared is a cache of an earlier version") == 1
     place = (beside if has_preprocessed else root).parent / "seqpar-prepared" / "Dataset901_Blob"
+    assert f"it can be deleted: now it is {place}" in said
+    assert not outdated_cache(root, root.with_name("Dataset901_Blob.prepared"))
+    open_data(config_of(["--data", "901"]), True)
+    assert f"now it is {place}" in capsys.readouterr().out
+    open_data(config_of(["--data", "901"]), False)
+    assert not capsys.readouterr().out
     assert open_cache(place).ids == ("c_000", "c_001") == prepared(901, is_first=True).ids
     new = sorted(path.name for path in raw.iterdir() if path.suffix != ".prepared")
     assert [name for name in new if name.startswith("Dataset901")] == ["Dataset901_Blob"], "as nnU-Net looks it up"

@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,20 @@ import pytest
 import torch
 
 from seqpar.decoders.modes.choose import MODES
+from seqpar.launch import predict
 from seqpar.launch.inference import predict_cases
+from seqpar.launch.inference.predictor import Settings
+from seqpar.launch.inference.run_average import Member
 from seqpar.launch.inference.whole_volume_memory import footprint
 from seqpar.launch.job import exit_codes
 from seqpar.launch.models.build import build
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.memory_counter import MemoryCounter
+from seqpar.launch.runs.trained_run import read_run
 from seqpar.mesh import Group
 from tests.support.folders import image_array, save, tree
 from tests.support.predictions import RECIPE, ROOT, SMALL, act, make_run, on_ranks, voxels, write_images
+from tests.support.training_runs import Launch
 
 
 def test_label_files_are_the_same_on_any_number_of_ranks(ranks, images, tmp_path) -> None:
@@ -58,6 +64,28 @@ def test_a_run_predicts_on_groups_that_cannot_have_its_strategy(ranks, images, t
         assert codes == [0] * world
         written.append(tree(out))
     assert len(written[0]) == 1 + 3 and all(one.keys() == written[0].keys() for one in written)
+
+
+@pytest.mark.parametrize("window", ["sliding", "whole"])
+def test_ranks_that_cannot_cut_the_trained_tile_form_groups_that_can_and_say_so(images, tmp_path, window) -> None:
+    run = make_run(tmp_path / "run", config=replace(SMALL, seqpar=4))  # 2 x 2 x 2 tokens
+    assert act(tmp_path, run, "--window", window, out="alone") == 0
+
+    def predict_there(arguments: Sequence[str]) -> int:
+        return predict.act([*arguments[:-2], "-o", arguments[-1]])  # in place of train's --out
+
+    flags = [str(run), "-i", str(images), "--window", window]
+    with Launch(3, flags, tmp_path / "out", act=predict_there) as launch:
+        assert launch.wait() == [0] * 3, launch.said()
+    assert "--seqpar 1: 3 ranks cannot share the trained tile, so 3 groups of 1 rank predict" in launch.said()
+    for name in ("c_000.nii.gz", "c_001.nii.gz", "c_002.nii.gz"):
+        assert (voxels(tmp_path / "out" / name) == voxels(tmp_path / "alone" / name)).mean() > 1 - 1e-3
+    with Launch(3, [*flags, "--seqpar", "3"], tmp_path / "refused", act=predict_there) as launch:
+        assert set(launch.wait()) == {2}
+    assert "--seqpar 3" in launch.said() and not (tmp_path / "refused").exists()
+    member = Member(read_run(run), Settings(window), ())
+    fitting = (predict.fitting_seqpar([member], world, 1e12)[0] for world in (1, 2, 4, 6, 12, 16))
+    assert list(fitting) == ([1, 2, 4, 2, 4, 4] if window == "sliding" else [1, 2, 4, 2, 4, 8])
 
 
 def test_a_whole_pass_says_what_it_takes(images, tmp_path, capsys) -> None:

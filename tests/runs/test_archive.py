@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
 def test_an_exported_run_predicts_what_its_folder_does(run, tmp_path, capsys) -> None:
     write_images(tmp_path / "images")
     archive = tmp_path / "a.zip"
-    write_window(run, {"whole": 0.9, "sliding": 0.8}, 2)  # predict's default follows it, out of an archive too
+    write_window(run, {"whole": 0.9, "sliding": 0.8}, 2, [4, 5, 6])  # predict follows it, out of an archive too
     assert export([str(run), str(archive), "--licence", "CC-BY-4.0"]) == 0
     printed = capsys.readouterr().out
     assert "licence: CC-BY-4.0" in printed and "seqpar-predict a.zip -i IMAGES -o FOLDER" in printed
@@ -52,7 +52,7 @@ def test_an_exported_run_predicts_what_its_folder_does(run, tmp_path, capsys) ->
     assert folder == archived and len(folder) == 3
     first, second = load_run(run).state_dict(), load_run(archive).state_dict()
     assert all(torch.equal(first[name], tensor) for name, tensor in second.items()) and len(first) == len(second)
-    assert read_weights(archive).keys() == first.keys()
+    assert read_weights(archive).keys() == first.keys() and read_run(archive).whole_grid == (4, 5, 6)
 
 
 def test_it_holds_nothing_of_the_machine_or_the_patients(run, tmp_path) -> None:
@@ -82,6 +82,7 @@ def test_weights_of_torch_are_packed_too_and_those_of_another_network_refused(ru
     weights = {name: tensor + 1 for name, tensor in read_weights(run / "model.safetensors").items()}
     torch.save(weights, tmp_path / "w.pt")
     assert export([str(run), str(tmp_path / "a.zip"), "--checkpoint", str(tmp_path / "w.pt")]) == 0
+    assert "weights another file" in capsys.readouterr().out, "whose name is nobody's business"
     packed = read_weights(tmp_path / "a.zip")
     assert all(torch.equal(packed[name], tensor) for name, tensor in weights.items())
     torch.save({"x": torch.ones(1)}, tmp_path / "w.pt")

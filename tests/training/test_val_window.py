@@ -1,6 +1,7 @@
 """Windows or the whole volume: validation measures both, the run records the better, and predict takes it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from seqpar.launch.inference.predictor import Predictor
 from seqpar.launch.inference.sliding_window import BEYOND, beyond_training
 from seqpar.launch.runs.journal import Journal, read_metrics
 from seqpar.launch.runs.run_folder import write_window
+from seqpar.launch.runs.run_lock import RunLock, TakenOver
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import tree
 from tests.support.predictions import act, make_run, write_images
@@ -49,8 +51,9 @@ def test_a_run_records_the_better_and_predict_follows_it(flags, tmp_path, capsys
     best = max(rows, key=lambda row: max(row["windows"].values()))
     assert (record["window"], record["dice"], record["step"]) == (best["window"], best["windows"], best["step"])
     assert {path.parent.name for path in run.glob("validation*/summary.json")} == {"validation", "validation-whole"}
+    assert record["whole_grid"] == [3, 2, 2], "of the largest held-out volume, in patches of 4"
     for window in ("whole", "sliding"):
-        write_window(run, {window: 0.9, "sliding": 0.5, "whole": 0.5} | {window: 0.9}, 2)
+        write_window(run, {window: 0.9, "sliding": 0.5, "whole": 0.5} | {window: 0.9}, 2, [3, 5, 3])
         assert predicted(run, images, tmp_path / window) == window
         assert Predictor.from_run(run).settings.window == window
         text = capsys.readouterr()
@@ -61,6 +64,12 @@ def test_a_run_records_the_better_and_predict_follows_it(flags, tmp_path, capsys
                 act(tmp_path, run, "--overlap", "0.2", out="refused")
     assert tree(tmp_path / "whole") != tree(tmp_path / "sliding")
     assert predicted(run, images, tmp_path / "named", "--window", "whole") == "whole"
+    assert "warning: --window whole is the worse of both" in capsys.readouterr().err
+    write_window(run, {"whole": 0.9, "sliding": 0.5}, 2, [2, 2, 2])
+    assert predicted(run, images, tmp_path / "larger") == "whole"
+    warned = capsys.readouterr().err
+    assert "2x2x2, and validation measured passes of up to 2x2x2: more than 2 times as many" in warned
+    assert "the worse of both" not in warned
     (run / "window.json").write_text("{")
     with pytest.raises(ValueError, match="window.json is damaged .*: remove it"):
         act(tmp_path, run, out="damaged")
@@ -78,5 +87,29 @@ def test_a_whole_pass_far_beyond_the_trained_tile_is_warned_of_with_both_sizes(t
     assert "--window sliding" in warnings[0] and "--val-window both" in warnings[0]
     net, beyond = Predictor.from_run(run).nets[0], int(BEYOND) * 8
     assert not beyond_training(net, (beyond, beyond, beyond)) and beyond_training(net, (8, 8, beyond + 1))
-    write_window(run, {"whole": 0.9}, 1)
-    assert act(tmp_path, run) == 0 and "warning" not in capsys.readouterr().err
+    for grid, warns in (([], True), ([2, 2, 2], True), ([3, 2, 2], False)):
+        write_window(run, {"whole": 0.9}, 1, grid)
+        assert act(tmp_path, run) == 0 and ("warning: c_002" in capsys.readouterr().err) == warns, grid
+
+
+def test_a_run_that_no_longer_measures_whole_passes_keeps_no_scores_of_them(flags, tmp_path):
+    run, out = ["--val-window", "both", "--epochs", "1"], tmp_path / "run"
+    trained(1, [*flags, *SMALLER, *run], out)
+    assert (out / "validation-whole" / "summary.json").exists()
+    (out / "validation-whole" / ".c_000.nii.gz.another.host.7.tmp").touch()
+    os.utime(out / "validation-whole" / ".c_000.nii.gz.another.host.7.tmp", (0, 0))
+    trained(1, ["--resume", "--val-window", "sliding", "--epochs", "2"], out)
+    assert not (out / "validation-whole").exists() and (out / "validation" / "summary.json").exists()
+
+
+def test_the_better_window_is_not_written_into_a_folder_that_was_taken_over(flags, tmp_path, alone, monkeypatch):
+    lock = RunLock(tmp_path)
+    lock.take()
+    trainer = trainer_of(config_of([*flags, *SMALLER], "--val-every", "1"), alone, tmp_path)
+    trainer.journal = Journal(tmp_path, False, 0)
+    trainer.after_step.lock = lock
+    monkeypatch.setattr(trainer, "_save", lambda is_best: RunLock(tmp_path).take(take_over=True))
+    trainer.progress.step = trainer.config.iterations
+    with pytest.raises(TakenOver):
+        trainer._end_epoch(NoStop())
+    assert not (tmp_path / "window.json").exists()

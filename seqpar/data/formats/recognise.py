@@ -17,7 +17,7 @@ from seqpar.data.formats.splits import folds, read_splits, split
 __all__ = ["Case", "Dataset", "Split", "declared_in", "describe", "find", "folds", "recognise", "refuse_twice", "split"]
 
 _RAW = "nnUNet_raw"
-_OLD_CACHE = ".prepared"  # ends the names of the caches that once lay beside the data
+OLD_CACHE = ".prepared"  # ends the names of the caches that once lay beside the data
 _KNOWN = (
     "an nnU-Net raw folder or its name or number, an MSD folder, a folder of BraTS cases, "
     "a MONAI list (.json) or a folder of images (.nii.gz, .nrrd, .mha, DICOM series)"
@@ -78,7 +78,7 @@ def find(path_or_name: str | Path | int) -> Path:
     name = str(path_or_name)
     pattern = f"Dataset{int(name):03d}_*" if name.isdigit() else name
     found = sorted(Path(raw).glob(pattern)) if len(path.parts) == 1 else []
-    folders = [folder for folder in found if folder.is_dir() and folder.suffix != _OLD_CACHE]
+    folders = [folder for folder in found if folder.is_dir() and folder.suffix != OLD_CACHE]
     if len(folders) != 1:
         raise DataError(path, f"{len(folders)} folders {pattern} lie under nnUNet_raw = {raw}; exactly one is needed")
     return folders[0].absolute()

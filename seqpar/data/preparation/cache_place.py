@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from seqpar.data.formats.dataset import Dataset
+from seqpar.data.formats.recognise import OLD_CACHE
 from seqpar.data.preparation.recipe import PrepareSettings
 
 # Data sets are looked up by the beginning of a folder's name (Dataset901…): no cache may begin like one beside them.
@@ -27,6 +28,17 @@ def cache_folder(dataset: Dataset, out: str | Path | None = None, settings: Prep
         place = hashlib.blake2b(os.fsencode(dataset.root.resolve()), digest_size=4).hexdigest()
         return Path(os.environ["SEQPAR_CACHE"]).expanduser().absolute() / f"{dataset.name}-{place}{_suffix(settings)}"
     return _neighbour(dataset.root) / SIBLING / f"{dataset.root.name}{_suffix(settings)}"
+
+
+def outdated_cache(root: Path, cache: Path) -> str:
+    """Returns a line on the cache of an earlier version beside the data set ``root``, "" where there is none.
+
+    - ``cache``: where the data set's cache is now
+    """
+    old = root.with_name(f"{root.name}{OLD_CACHE}")
+    if old == cache or not (old / "cache.json").is_file():
+        return ""
+    return f"{old} is a cache of an earlier version, which nothing reads any more; it can be deleted: now it is {cache}"
 
 
 def _suffix(settings: PrepareSettings | None) -> str:
