@@ -146,6 +146,31 @@ def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytes
     assert "not fused would need --seqpar 4" in said("--ranks", "4")
 
 
+WITHOUT_COMPILER = """
+import gc, sys, torch, weakref
+from seqpar.launch import plan
+from seqpar.launch.planning.no_compiler import no_compiler
+
+plan.act(sys.argv[1:])
+try:
+    with no_compiler():
+        stand_in = weakref.ref(sys.modules["torch._dynamo"])
+        torch._dynamo.disable(recursive=False)(type("Class", (), {}))
+        torch.optim.Adam([torch.zeros(1)])
+        raise KeyError
+except KeyError:
+    gc.collect()
+assert "torch._dynamo" not in sys.modules and stand_in() is None, "whatever happens, nothing is left of it"
+with no_compiler():
+    torch.optim.Adam([torch.zeros(1)])
+    assert not hasattr(sys.modules["torch._dynamo"], "__file__")
+    assert torch._dynamo.config.cache_size_limit > 0, "where more is asked, the compiler comes"
+assert torch._dynamo.__file__
+assert plan.act([*sys.argv[1:], "--grad-checkpoint", "full", "--mlp-chunks", "2"]) == 0  # for which it is needed
+torch.optim.Adam([torch.zeros(1)])
+"""
+
+
 def test_the_script_plans_from_any_folder_without_torchs_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,11 +180,7 @@ def test_the_script_plans_from_any_folder_without_torchs_compiler(
     row = plan_answer.timed(flags)
     assert row["exit code"] == 0 and row["sizes counted"] == 1 and 0 < row["first row s"] <= row["whole answer s"]
     assert "train.py" in row["answer"] and "--seqpar 2" in row["answer"]
-    code = "import sys, torch; from seqpar.launch import plan; plan.act(sys.argv[1:])"
-    code += "; assert 'torch._dynamo' not in sys.modules"
-    code += "; assert plan.act([*sys.argv[1:], '--grad-checkpoint', 'full', '--mlp-chunks', '2']) == 0"  # it needs it
-    code += "; torch.optim.Adam([torch.zeros(1)]); assert torch._dynamo.__file__"
-    line = [sys.executable, "-c", code, *flags.split()]
+    line = [sys.executable, "-c", WITHOUT_COMPILER, *flags.split()]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
