@@ -18,7 +18,7 @@ from seqpar.launch.weights.pretrained import start_from
 from seqpar.mesh import Group
 from tests.support.predictions import SMALL, make_run
 
-UNETR = replace(SMALL, tile=(16, 16, 32), decoder="unetr", depth=12, positions="learned+rope")
+UNETR = replace(SMALL, tile=(16, 16, 32), decoder="unetr", depth=12)
 
 
 def made(config: Config, seed: int = 0) -> Net:
@@ -29,7 +29,10 @@ def made(config: Config, seed: int = 0) -> Net:
     ("other", "flags"),
     [
         (dict(heads=3), ("--heads 3", "--heads 2")),
-        (dict(positions="learned", heads=6), ("--heads 6 --positions learned", "--heads 2 --positions learned+rope")),
+        (
+            dict(positions="learned+rope", heads=1),
+            ("--heads 1 --positions learned+rope", "--heads 2 --positions learned"),
+        ),
         (dict(skips="paper"), ("--skips paper", "--skips monai")),
     ],
 )
@@ -38,12 +41,12 @@ def test_weights_of_the_same_shapes_are_refused_where_their_network_computes_oth
     write_weights(file, made(replace(UNETR, **other), 1))
     config = replace(UNETR, weights=str(file))
     net, (theirs, ours) = made(config), flags
-    before = net.encoder.state_dict()["blocks.0.attn.q.weight"].clone()
+    before = net.encoder.state_dict()["patch_embed.proj.weight"].clone()
     with pytest.raises(
         ValueError, match=f"were trained with {theirs}, and this run has {ours}: use {theirs}".replace("+", r"\+")
     ):
         start_from(net, config)
-    assert torch.equal(net.encoder.state_dict()["blocks.0.attn.q.weight"], before)
+    assert torch.equal(net.encoder.state_dict()["patch_embed.proj.weight"], before)
     assert "tensors" in start_from(made(replace(config, **other)), replace(config, **other))
     write_weights(file, made(replace(UNETR, **other), 1).state_dict())
     assert "does not tell its attention heads, --heads 2 are taken" in start_from(net, config)
