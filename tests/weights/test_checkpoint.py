@@ -58,7 +58,7 @@ def test_what_is_loaded_is_what_was_saved_to_the_last_bit(tmp_path, kind):
     net, optimizer = stepped(1, kind)
     progress = Progress(7, 0.5, 6, 6, 4)
     states = random_states()
-    path = checkpoint.save(tmp_path, net, optimizer, progress, ALONE, '{"config": 1}')
+    path = checkpoint.save(tmp_path, net, optimizer, progress, ALONE, '{"config": {"heads": 1}}')
     drawn = torch.rand(3), np.random.rand(3)
     other, empty = stepped(2, kind, steps=0)
     assert checkpoint.load(path, other, empty, 0) == progress
@@ -69,7 +69,7 @@ def test_what_is_loaded_is_what_was_saved_to_the_last_bit(tmp_path, kind):
     saved, loaded = optimizer_tensors(net, optimizer), optimizer_tensors(other, empty)
     assert saved.keys() == loaded.keys() and len(saved) >= 6
     assert all(torch.equal(saved[name], loaded[name]) and saved[name].dtype == loaded[name].dtype for name in saved)
-    assert (path / "config.json").read_text() == '{"config": 1}'
+    assert (path / "config.json").read_text() == '{"config": {"heads": 1}}'
     assert not [name for name in names(path) if not name.endswith((".safetensors", ".json"))], "no pickle"
 
 

@@ -86,6 +86,6 @@ def test_positions_of_another_tile_with_as_many_tokens_are_resized(tmp_path):
 
 def test_weights_of_another_kind_of_network_are_refused_by_its_name(tmp_path):
     write_weights(tmp_path / "weights", made(SMALL))
-    config = Config(network="unet-lamp", tile=(16, 16, 16), features=2, weights=str(tmp_path / "weights"))
+    config = Config(network="unet-lamp", tile=(32, 32, 32), features=2, weights=str(tmp_path / "weights"))
     with pytest.raises(ValueError, match="trained with --network vit, and this run has --network unet-lamp"):
         start_from(made(config), config)

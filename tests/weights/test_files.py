@@ -41,7 +41,7 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: p
     write_weights(path, nn.Linear(2, 2))
     before = path.read_bytes()
 
-    def stop(tensors: dict, part: Path) -> None:
+    def stop(tensors: dict, part: Path, metadata: dict) -> None:
         Path(part).write_bytes(b"half")
         raise OSError("disk full")
 
