@@ -21,7 +21,7 @@ _FACTS = (*_ENCODER, "decoder", "skips", "tile", "patch")
 def as_metadata(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the metadata of a safetensors file whose network was built with these settings."""
     facts = {name: settings[name] for name in _FACTS if name in settings}
-    return {"format": "pt", _ENTRY: json.dumps(facts)} if facts else {"format": "pt"}
+    return {_ENTRY: json.dumps(facts)} if facts else {"format": "pt"}  # one: several are written in any order
 
 
 def read_facts(path: str | Path) -> dict[str, Any]:
