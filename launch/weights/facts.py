@@ -41,7 +41,10 @@ def read_facts(path: str | Path) -> dict[str, Any]:
 
 
 def _facts(settings: Any) -> dict[str, Any]:
-    return {name: settings[name] for name in _FACTS if name in settings}
+    facts = {name: settings[name] for name in _FACTS if name in settings}
+    if isinstance(facts.get("patch"), int):  # of a cube, in the configs of earlier runs
+        facts["patch"] = [facts["patch"]] * 3
+    return facts
 
 
 def differing_flags(facts: Mapping[str, Any], config: Config) -> tuple[str, str]:

@@ -41,7 +41,7 @@ def start_from(net: Net, config: Config) -> str:
     own = net.state_dict()
     if "encoder.pos_embed" in state and "encoder.pos_embed" in own:
         layout = net.layout
-        tile = facts.get("tile") if facts.get("patch") == config.patch else None
+        tile = facts.get("tile") if facts.get("patch") == list(config.patch) else None
         if tile or state["encoder.pos_embed"].shape != own["encoder.pos_embed"].shape:
             state["encoder.pos_embed"] = fit_positions(state["encoder.pos_embed"], layout.patch, layout.tile, tile)
     fitting = {name for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
