@@ -91,7 +91,7 @@ def estimate(planned: Sequence[Planned]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="seqpar-bench", description=__doc__, allow_abbrev=False)
+    parser = Parser("bench", description="Measures speed and memory as ratios within one run, and prints a table.")
     subjects = f"what to measure: {', '.join(SUBJECTS)} (default: all)"
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=subjects)
     quick = "measure smaller cases in fewer turns: at most 3 minutes a subject on 2 CPU cores"
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     large = "measure the large cases instead, half an hour or more each; only memory has some"
     parser.add_argument("--large", action="store_true", help=large)
     turns = "how often each case is measured (default: as often as its times vary)"
-    parser.add_argument("--turns", type=int, metavar="N", help=turns)
+    parser.add_argument("--turns", type=int, metavar="TURNS", help=turns)
     write = "append each table to benches/results/SUBJECT.md beside this script, as well as printing it"
     parser.add_argument("--write", action="store_true", help=write)
     return parser

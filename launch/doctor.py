@@ -1,8 +1,4 @@
-"""Looks at the ranks and nodes of a job before it starts: ``srun -n 8 python launch/doctor.py --seqpar 4``.
-
-Run it under the launcher of the job, with the job's --seqpar and --out. It ends with 0 when nothing stands in the
-way (there may be warnings), with 1 when something does or a rank hangs, which is named, and with 2 on wrong usage.
-"""
+"""Looks at the ranks and nodes of a job before it starts: ``srun -n 8 python launch/doctor.py --seqpar 4``."""
 
 import argparse
 import json
@@ -26,8 +22,15 @@ from seqpar.launch.hardware.rank_facts import RankFacts, facts_of_this_rank, wri
 from seqpar.launch.job import exit_codes
 from seqpar.launch.job.local_ranks import die_with_parent, run_local
 from seqpar.launch.settings.command_line import Parser
+from seqpar.launch.settings.config import DEVICE_KINDS
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
+
+ABOUT = (
+    "Looks at the ranks and nodes of a job before it starts. Run it under the launcher of the job, with the job's "
+    "--seqpar and --out. It ends with 0 when nothing stands in the way (there may be warnings), with 1 when something "
+    "does or a rank hangs, which is named, and with 2 on wrong usage."
+)
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -63,9 +66,9 @@ def act(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="seqpar-doctor", description=__doc__, allow_abbrev=False)
+    parser = Parser("doctor", description=ABOUT)
     parser.add_argument(
-        "--seqpar", type=int, default=1, metavar="N", help="ranks that share a tile, as in the job (default: 1)"
+        "--seqpar", type=int, default=1, metavar="RANKS", help="ranks that share a tile, as in the job (default: 1)"
     )
     parser.add_argument(
         "--out",
@@ -84,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a rank that hangs is named after so many seconds (default: 60)",
     )
     parser.add_argument(
-        "--device", default="auto", metavar="DEVICE", help="auto, cpu or cuda (default: auto, a GPU where there is one)"
+        "--device", choices=DEVICE_KINDS, default="auto", help="device; auto: a GPU where there is one (default: auto)"
     )
     return parser
 

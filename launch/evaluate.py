@@ -16,6 +16,7 @@ from seqpar.launch.evaluation.label_files import Pair, dataset_at, match_cases, 
 from seqpar.launch.evaluation.scores import EmptyPolicy, Scores, format_table, summarise
 from seqpar.launch.evaluation.summary_files import csv_text, output_files, summary_content, write_output
 from seqpar.launch.job.exit_codes import DATA, run
+from seqpar.launch.runs.stale_status import warn_if_killed
 from seqpar.launch.settings.command_line import Parser
 
 WORDS = (
@@ -27,6 +28,7 @@ WORDS = (
 def act(arguments: Sequence[str]) -> int:
     """Scores the cases of each prediction, prints what it found and, of several, which is best; returns the code."""
     options = _parse(arguments)
+    warn_if_killed(*(folder for path in options.prediction for folder in (path, *path.absolute().parents[:2])))
     dataset = dataset_at(options.truth)
     labels = choose_labels(options.truth, dataset, options.dataset, options.regions or (), options.brats)
     folders, any_faults = list[Scored](), False
@@ -93,9 +95,7 @@ def _write(
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the command line, checked."""
-    parser = Parser(
-        prog="evaluate.py", description="Compares predicted label maps with the true ones.", allow_abbrev=False
-    )
+    parser = Parser("evaluate", description="Compares predicted label maps with the true ones.")
     add = parser.add_argument
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     add("truth", type=Path, metavar="TRUTH", help="data set, folder of NIfTI label maps, or one label map")
@@ -110,7 +110,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="class that a case lacks: leave out, or count as BraTS does (skip; brats with --brats)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="summary to write (default: summary.json in PREDICTION's folder)")
     add("--csv", type=Path, metavar="FILE", help="table to write (default: metrics.csv in PREDICTION's folder)")
-    add("--workers", type=int, default=min(8, cores), metavar="N", help="processes that score cases (%(default)s)")
+    add("--workers", type=int, default=min(8, cores), metavar="PROCESSES", help="that score cases (%(default)s)")
     options = parser.parse_args(arguments)
     if options.brats and (options.dataset or options.regions):
         raise ValueError("--brats declares the labels: drop --dataset and --regions, or --brats")

@@ -15,9 +15,9 @@ from seqpar.launch.settings.command_line import Parser
 
 def act(arguments: Sequence[str]) -> int:
     """Writes the cases; returns exit code 0."""
-    parser = Parser(prog="seqpar-phantom", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--out", required=True, help="folder to write the data set to")
-    parser.add_argument("--cases", type=int, default=24, help="number of patients (%(default)s)")
+    parser = Parser("phantom", description="Writes a data set of phantoms, to try things out.")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write the data set to")
+    parser.add_argument("--cases", type=int, default=24, metavar="CASES", help="number of patients (%(default)s)")
     parser.add_argument("--kind", choices=list(KINDS), default="brain", help="; ".join(_line(k) for k in KINDS))
     parser.add_argument("--layout", choices=LAYOUTS, help="names of folders and files (brain: brats, else nnunet)")
     parser.add_argument(
@@ -27,8 +27,11 @@ def act(arguments: Sequence[str]) -> int:
         metavar=("W", "D", "H"),
         help="voxels per direction; the field of view stays the same (as the kind says)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random patients (%(default)s)")
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="processes (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="NUMBER", help="seed of the random patients (%(default)s)"
+    )
+    workers = min(4, os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, default=workers, metavar="PROCESSES", help="processes (%(default)s)")
     options = parser.parse_args(arguments)
     settings = PhantomSettings.of(options.kind, options.layout, options.size and tuple(options.size), options.seed)
     root = write_phantom(options.out, options.cases, settings, options.workers, ProgressBar("phantom"))

@@ -15,7 +15,7 @@ import torch
 from seqpar.launch.hardware.cpu_speed import this_cpu
 from seqpar.launch.hardware.devices import DEVICES, GB, Device, device_here, measured
 from seqpar.launch.job import exit_codes
-from seqpar.launch.models.build import kind_of, refuse_unknown
+from seqpar.launch.models.build import NETWORKS, kind_of, refuse_unknown
 from seqpar.launch.planning.answer import answer, columns, header, print_rows
 from seqpar.launch.planning.auto_preset import plan_from_data
 from seqpar.launch.planning.fit import SIZES, plans, refusal, shortage, smallest
@@ -34,7 +34,7 @@ def act(arguments: Sequence[str]) -> int:
     parser = _parser()
     own, rest = parser.parse_known_args(list(arguments))
     on_gpu = own.device != "cpu"
-    preset, config, flags = parse(rest, "paper", tuple(parser._option_string_actions), on_gpu)
+    preset, config, flags = parse(rest, "paper", NETWORKS, tuple(parser._option_string_actions), on_gpu)
     config = with_plans(config, flags)
     refuse_unknown(config, flags)
     refuse_idle(config, flags - {"measured"})  # seconds are planned with it in any case
@@ -91,25 +91,24 @@ def _with_other_ways(run: Run, sizes: Sequence[int], rows: list[Plan], flags: se
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "plan", description=__doc__, allow_abbrev=False, epilog="All flags of train are taken as well: train --help."
-    )
+    about = str(__doc__).partition("\n\n")[2]
+    parser = Parser("plan", description=about, epilog="All flags of train are taken as well: seqpar-train --help.")
     device = "device to plan for (default: this machine's GPU, else mi250x); cpu: this machine, measured for seconds"
     parser.add_argument("--device", choices=[*DEVICES, "cpu"], help=device)
     memory = "memory of a rank, in 10^9 bytes (default: the device's)"
     parser.add_argument("--memory", type=float, metavar="GB", help=memory)
     volume = "sides of a whole volume to take as the tile, in voxels (default: --tile)"
-    parser.add_argument("--volume", type=int, nargs=3, metavar="N", help=volume)
+    parser.add_argument("--volume", type=int, nargs=3, metavar=("W", "D", "H"), help=volume)
     parser.add_argument("--largest-tile", action="store_true", help="say only how large a cube 1, 2, 4, 8 ranks train")
     ranks = parser.add_mutually_exclusive_group()
-    ranks.add_argument("--ranks", type=int, metavar="N", help="ranks of the run (default: those of its groups)")
+    ranks.add_argument("--ranks", type=int, metavar="RANKS", help="ranks of the run (default: those of its groups)")
     groups = "sequence groups of the run, as many at every size, so that more ranks share a tile (default: 1)"
-    ranks.add_argument("--groups", type=int, metavar="N", help=groups)
+    ranks.add_argument("--groups", type=int, metavar="GROUPS", help=groups)
     node = "ranks on a node (default: 8; cpu: all)"
-    parser.add_argument("--node", type=int, metavar="N", help=node)
-    parser.add_argument("--channels", type=int, default=4, metavar="N", help="channels of the images (default: 4)")
+    parser.add_argument("--node", type=int, metavar="RANKS", help=node)
+    parser.add_argument("--channels", type=int, default=4, metavar="CHANNELS", help="of the images (default: 4)")
     classes = "classes, background included (default: 4)"
-    parser.add_argument("--classes", type=int, default=4, metavar="N", help=classes)
+    parser.add_argument("--classes", type=int, default=4, metavar="CLASSES", help=classes)
     return parser
 
 

@@ -16,8 +16,10 @@ from seqpar.launch.inference.windows import WEIGHTS, WINDOWS
 from seqpar.launch.job import exit_codes
 from seqpar.launch.job.local_ranks import die_with_parent, start_missing_ranks
 from seqpar.launch.runs.open_run import open_run
+from seqpar.launch.runs.stale_status import warn_if_killed
 from seqpar.launch.runs.trained_run import Run
 from seqpar.launch.settings.command_line import Parser
+from seqpar.launch.settings.config import DEVICE_KINDS
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
 
@@ -28,8 +30,10 @@ def act(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 3 if a case could not be predicted; raises what the user has to correct."""
     die_with_parent()
     options = _parser().parse_args(list(arguments))
-    request, members = _request(options), _members(options)
     launcher = read_launcher(os.environ)
+    if launcher.rank == 0:
+        warn_if_killed(*options.run)
+    request, members = _request(options), _members(options)
     if options.seqpar > launcher.world:
         return start_missing_ranks(options.seqpar, __file__, arguments, launcher)
     memory = device_here(options.device).of(launcher.world).memory
@@ -119,7 +123,7 @@ def _settings(options: argparse.Namespace, run: Run) -> Settings:
 
 
 def _parser() -> Parser:
-    parser = Parser("predict", description="Predicts label maps with a trained run.", allow_abbrev=False)
+    parser = Parser("predict", description="Predicts label maps with a trained run.")
     add = parser.add_argument
     add("run", type=Path, nargs="+", metavar="RUN",
         help="run folder that train wrote, or archive that export wrote; several are averaged")  # fmt: skip
@@ -132,9 +136,9 @@ def _parser() -> Parser:
         help="sliding windows of the training tile, or the whole volume in one pass (default: what validation found "
         "better, train --val-window both; else sliding)")  # fmt: skip
     add("--force", action="store_true", help="predict whole volumes by networks of nnU-Net's all the same")
-    add("--overlap", type=float, help="overlap of neighbouring windows, as a share of the window (default 0.5)")
+    add("--overlap", type=float, metavar="SHARE", help="share of a window that the next one overlaps (default 0.5)")
     add("--weights", choices=WEIGHTS, help="weights of a window's voxels in the mean over windows (default gaussian)")
-    add("--window-batch", type=int, metavar="N", help="windows that a sequence group predicts at once (default 1)")
+    add("--window-batch", type=int, metavar="WINDOWS", help="windows that a group predicts at once (default 1)")
     add("--mirror", nargs="*", choices=[*DIRECTIONS, "none"],
         help="average over flips along these directions, all three if none is named (default: none; networks of "
         "nnU-Net's: all that training flipped)")  # fmt: skip
@@ -143,11 +147,11 @@ def _parser() -> Parser:
     add("--min-component", default="0", metavar="SIZE",
         help="remove connected components below this size: 50 (mm3) or 20voxels (default 0: keep all)")  # fmt: skip
     add("--continue", action="store_true", dest="resume", help="skip the cases that are already predicted")
-    add("--seqpar", type=int, default=0, metavar="N",
+    add("--seqpar", type=int, default=0, metavar="RANKS",
         help="ranks that share a window, started if need be (default: as in training; whole volume: all)")  # fmt: skip
     add("--mode", choices=MODES, default="",
         help="how ranks decode a window that they share (default: the mode that needs the least memory)")  # fmt: skip
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to predict on (default auto)")
+    add("--device", choices=DEVICE_KINDS, default="auto", help="device to predict on (default auto)")
     return parser
 
 

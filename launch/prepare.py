@@ -77,18 +77,23 @@ def _print_faults(faults: Sequence[DataError], what: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="prepare", description="Prepares a data set for training.", allow_abbrev=False)
+    parser = Parser("prepare", description="Prepares a data set for training.")
     parser.add_argument(
-        "data", help="folder of the data set, list of cases (.json), or name or number under nnUNet_raw"
+        "data", metavar="DATA", help="folder of the data set, list of cases (.json), or name or number under nnUNet_raw"
     )
     parser.add_argument(
-        "--out", help="folder of the cache (default: in $SEQPAR_CACHE if set, else in seqpar-prepared near DATA)"
+        "--out",
+        metavar="FOLDER",
+        help="folder of the cache (default: in $SEQPAR_CACHE if set, else in seqpar-prepared near DATA)",
     )
     parser.add_argument(
-        "--spacing", default="source", help="voxel size: source, median, or R,A,S in mm (default: source)"
+        "--spacing", default="source", metavar="MM", help="voxel size: source, median, or R,A,S in mm (default: source)"
     )
     parser.add_argument(
-        "--workers", type=int, help="processes; 0: none but this one (default: number of cores, at most 8)"
+        "--workers",
+        type=int,
+        metavar="PROCESSES",
+        help="processes; 0: none but this one (default: number of cores, at most 8)",
     )
     parser.add_argument(
         "--check", action="store_true", help="only read all files, and compare the cache with them; change nothing"

@@ -14,12 +14,14 @@ from seqpar.launch.reporting.images import find_images
 from seqpar.launch.reporting.page import page
 from seqpar.launch.reporting.record import CaseScores, read_record, read_scores, score_folders
 from seqpar.launch.reporting.viewer import load_worst, section
+from seqpar.launch.runs.stale_status import warn_if_killed
 from seqpar.launch.settings.command_line import Parser
 
 
 def act(arguments: Sequence[str]) -> int:
     """Returns the exit code; what a run lacks is noted in the page, faults of two given folders are errors too."""
     options = _parse(arguments)
+    warn_if_killed(options.run)
     record, gaps = read_record(options.run), list[str]()
     scored: CaseScores | None = None
     if options.truth is not None:
@@ -48,9 +50,7 @@ def act(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the command line, checked."""
-    parser = Parser(
-        prog="report.py", description="Writes one HTML page about a run, to open and to send.", allow_abbrev=False
-    )
+    parser = Parser("report", description="Writes one HTML page about a run, to open and to send.")
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder that train wrote")
     add("--truth", type=Path, metavar="PATH", help="data set or folder of true label maps to score and show, with "
@@ -61,7 +61,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--neurological", action=argparse.BooleanOptionalAction,
         help="show the patient's left on the left; --no-neurological: on the right, as radiologists do "
         "(default: as the run's pictures)")  # fmt: skip
-    add("--cases", type=int, default=6, metavar="N", help="cases to show, the worst first (%(default)s)")
+    add("--cases", type=int, default=6, metavar="CASES", help="cases to show, the worst first (%(default)s)")
     add("--out", type=Path, metavar="FILE", help="page to write (default: report.html in RUN)")
     options = parser.parse_args(arguments)
     if (options.truth is None) != (options.prediction is None):

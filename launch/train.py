@@ -22,7 +22,8 @@ from seqpar.launch.planning.auto_settings import plan_here
 from seqpar.launch.planning.feasibility import refuse_lonely
 from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.runs.run_lock import RunLock
-from seqpar.launch.settings.config import seconds
+from seqpar.launch.runs.stale_status import warn_if_killed
+from seqpar.launch.settings.time_limit import seconds
 from seqpar.launch.training.data import describe_data, open_data
 from seqpar.launch.training.data_summary import summary_of_data, tile_line
 from seqpar.launch.training.failure import end
@@ -109,6 +110,7 @@ def _dry_run(request: RunRequest, launcher: Launcher) -> int:
     if launcher.rank == 0:
         data, sizes = describe_data(request.fingerprint, config), sizes_of(request.fingerprint, config)
         here = replace(launcher, world=num_ranks)
+        warn_if_killed(*[Path(config.out)] * bool(config.out))
         print(first_lines(request, here))
         print(rehearsal(config, plan_here(config, here, *sizes), *sizes, data))
         if advice := tile_line(request, request.fingerprint):

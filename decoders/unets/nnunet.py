@@ -64,30 +64,22 @@ def planned(
     )
 
 
-def nnunet_plain(
+def nnunet(
     in_channels: int,
     num_outputs: int,
     tile: int | Sequence[int] = 128,
     spacing: Sequence[float] = (1, 1, 1),
     features: int = FEATURES,
     deep_supervision: bool = False,
+    residual: bool = False,
 ) -> UNet:
-    """Returns nnU-Net's PlainConvUNet as planned for a tile and the spacing of its voxels."""
-    return network(
-        planned(in_channels, num_outputs, *topology(three(tile), spacing), features=features), deep_supervision
-    )
+    """Returns nnU-Net's network as planned for a tile and the spacing of its voxels.
 
-
-def nnunet_resenc(
-    in_channels: int,
-    num_outputs: int,
-    tile: int | Sequence[int] = 128,
-    spacing: Sequence[float] = (1, 1, 1),
-    features: int = FEATURES,
-    deep_supervision: bool = False,
-) -> UNet:
-    """Returns nnU-Net's ResidualEncoderUNet as planned for a tile and the spacing of its voxels."""
-    return network(planned(in_channels, num_outputs, *topology(three(tile), spacing), True, features), deep_supervision)
+    - ``features``: of the first stage
+    - ``residual``: its ResidualEncoderUNet, else its PlainConvUNet
+    """
+    stages = topology(three(tile), spacing)
+    return network(planned(in_channels, num_outputs, *stages, residual, features), deep_supervision)
 
 
 def network(architecture: Architecture, deep_supervision: bool = False) -> UNet:

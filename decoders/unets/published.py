@@ -82,6 +82,7 @@ def lamp(
     features: int = 32,
     data: Group | None = None,
     peers: Group | None = None,
+    squeeze: int = 0,
 ) -> UNet:
     """Returns LAMP's U-Net of 32, 64 or 128 features: 22.9, 91.6 or 214.3 million parameters.
 
@@ -89,36 +90,22 @@ def lamp(
     has no norm.
 
     - ``data``, ``peers``: see ``Style``
+    - ``squeeze``: ``SQUEEZE`` makes LAMP's squeeze-excite U-Net in our reading, since it was not released: a
+      squeeze-excite block that reduces channels so many times stands behind the convolutions of each stage, down and
+      up; 0: there is none
     """
-    return UNet(_lamp(in_channels, num_outputs, features, Style("batch", bias=False, data=data, peers=peers)))
-
-
-def se_lamp(
-    in_channels: int,
-    num_outputs: int,
-    features: int = 32,
-    data: Group | None = None,
-    peers: Group | None = None,
-) -> UNet:
-    """Returns LAMP's squeeze-excite U-Net in our reading, since it was not released.
-
-    It is LAMP's U-Net with a squeeze-excite block behind the convolutions of each stage, down and up.
-    """
-    style = Style("batch", bias=False, data=data, peers=peers)
-    return UNet(_lamp(in_channels, num_outputs, features, style, SQUEEZE))
-
-
-def _lamp(in_channels: int, num_outputs: int, features: int, style: Style, squeeze: int = 0) -> Architecture:
-    return Architecture.of(
-        in_channels,
-        num_outputs,
-        [min(features << stage, LAMP_MOST_FEATURES) for stage in range(5)],
-        strides=(2,) * 5,
-        encoder=(1, 2, 2, 2, 2),
-        style=style,
-        head_kernel=3,
-        squeeze=squeeze,
-        bare_last=True,
-        merge=True,
-        tail=max(1, min(features // 2, 32)),
+    return UNet(
+        Architecture.of(
+            in_channels,
+            num_outputs,
+            [min(features << stage, LAMP_MOST_FEATURES) for stage in range(5)],
+            strides=(2,) * 5,
+            encoder=(1, 2, 2, 2, 2),
+            style=Style("batch", bias=False, data=data, peers=peers),
+            head_kernel=3,
+            squeeze=squeeze,
+            bare_last=True,
+            merge=True,
+            tail=max(1, min(features // 2, 32)),
+        )
     )

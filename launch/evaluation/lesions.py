@@ -94,9 +94,9 @@ class _Matching:
 
     @property
     def detection(self) -> Detection:
-        found = len(set(self.counted) & set(self.matches[0].tolist()))
+        matched = len(set(self.counted) & set(self.matches[0].tolist()))
         false = int(self.components.max(initial=0)) - len(np.unique(self.matches[1]))
-        return Detection(found, len(self.counted) - found, false)
+        return Detection(matched, len(self.counted) - matched, false)
 
     def masks(self, lesion: int) -> tuple[Mask, Mask]:
         """Returns a lesion and what matches it, in the box around both."""

@@ -81,8 +81,8 @@ def score(
         row = score_masks(true_mask, mask, spacing, nsd_tolerance, counted, surfaces)
         apply_empty_policy(row, empty, diagonal)
         if surfaces:
-            found = lesions.detect(true_mask, mask, spacing)
-            row |= {"LesionTP": found.found, "LesionFN": found.missed, "LesionFP": found.false}
+            detection = lesions.detect(true_mask, mask, spacing)
+            row |= {"LesionTP": detection.found, "LesionFN": detection.missed, "LesionFP": detection.false}
         if lesion_wise:
             lesion_scores = lesions.lesion_wise(true_mask, mask, spacing, missed_distance=BRATS_DISTANCE)
             row |= {f"Lesion{key}": value for key, value in zip(("Dice", "HD95", "TP", "FN", "FP"), lesion_scores)}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from seqpar.attention.cost_model import CPU, Machine
+from seqpar.launch.hardware.free_memory import whole_memory
 from seqpar.launch.hardware.operations import ATTENTION, CONVOLUTION, KINDS, MATMUL, OTHER, Operation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -158,7 +159,7 @@ def cpu(rates: Mapping[str, float], source: str) -> Device:
     link = Link(CPU.bandwidth, CPU.latency)
     return Device(
         "this CPU",
-        float(_memory_here() // GIB * GIB),
+        float(whole_memory() // GIB * GIB),
         dict.fromkeys(DTYPES, peak),
         {kind: rates[kind] / peak for kind in (MATMUL, CONVOLUTION, ATTENTION)},
         rates[OTHER],
@@ -174,15 +175,6 @@ def cpu(rates: Mapping[str, float], source: str) -> Device:
 def usable_cores() -> int:
     """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _memory_here() -> int:
-    """Returns this machine's bytes of memory, or those that its container may use."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        return whole
 
 
 def measured(path: str, base: Device, precision: str) -> Device:

@@ -59,7 +59,7 @@ def sliding_window(
     weights = RULES[sliding.rule].weights(sliding.tile, sliding.weights)
     batch = fitting_batch(nets, min(sliding.batch, len(window_grid.corners)))
     views = _views(nets, window_grid, sliding.mirror, batch, mesh)
-    return _walk(views, image, window_grid, weights, batch, mesh, tell)
+    return _walk(_Sweep(views, image, window_grid, weights, batch, mesh), tell)
 
 
 def whole_volume(
@@ -76,7 +76,7 @@ def whole_volume(
     window_grid = WindowGrid(shape, tile, starts, mesh.world.size)
     weights, batch = window_weights(tile, "constant"), fitting_batch(nets, 1)
     views = _views(nets, window_grid, mirror, batch, mesh)
-    return _walk_by_blocks(views, image, window_grid, weights, batch, mesh, tell)
+    return _walk_by_blocks(_Sweep(views, image, window_grid, weights, batch, mesh), tell)
 
 
 def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
@@ -146,16 +146,21 @@ def _views(nets: Sequence[Net], window_grid: WindowGrid, mirror: Sequence[int], 
     return views
 
 
-def _walk(
-    views: Sequence[_View],
-    image: Image,
-    window_grid: WindowGrid,
-    weights: Tensor,
-    batch: int,
-    mesh: Mesh,
-    tell: Tell,
-) -> Iterator[Slab]:
+@dataclass(frozen=True, eq=False)
+class _Sweep:
+    """A walk over the windows of a grid, ``batch`` of them at once, with every view; ``weights``: of their voxels."""
+
+    views: Sequence[_View]
+    image: Image
+    window_grid: WindowGrid
+    weights: Tensor
+    batch: int
+    mesh: Mesh
+
+
+def _walk(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
     """Yields the slabs of a window grid: in each round, every group predicts some windows with every view."""
+    views, window_grid, batch, mesh = sweep.views, sweep.window_grid, sweep.batch, sweep.mesh
     num_windows, groups = len(window_grid.corners), mesh.data.size
     blocks = [_find_blocks(view, batch, mesh) for view in views]
     dtype = torch.promote_types(next(views[0].net.parameters()).dtype, torch.float32)
@@ -167,10 +172,10 @@ def _walk(
         starts = range(first, first + groups * batch, batch)
         turns = [range(min(start, end), min(start + batch, end)) for start in starts]
         for number, (view, view_blocks) in enumerate(zip(views, blocks)):
-            logits = _predict(view, image, window_grid, turns[mesh.data.index], batch, mesh)
+            logits = _predict(sweep, view, turns[mesh.data.index])
             if sums is None:  # a group without a window gets the number of classes from the others
                 num_classes = agree(0 if logits is None else logits.shape[1], mesh.world)
-                sums = WindowSums(window_grid, weights.to(mesh.device, dtype), num_classes, mesh)
+                sums = WindowSums(window_grid, sweep.weights.to(mesh.device, dtype), num_classes, mesh)
             if number == 0:
                 sums.open(range(first, end))
             sums.deliver(logits, view_blocks, turns)
@@ -182,25 +187,17 @@ def _walk(
         num_complete = window_grid.num_complete(end)
 
 
-def _walk_by_blocks(
-    views: Sequence[_View],
-    image: Image,
-    window_grid: WindowGrid,
-    weights: Tensor,
-    batch: int,
-    mesh: Mesh,
-    tell: Tell,
-) -> Iterator[Slab]:
+def _walk_by_blocks(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
     """Yields what ``_walk`` does, and tells of each block or cell that has run: one window takes long."""
-    total = sum(len(view.net.units()) + 1 for view in views)  # a decoder is about as much again
+    total = sum(len(view.net.units()) + 1 for view in sweep.views)  # a decoder is about as much again
     numbers = itertools.count(1)
     hooks = [
         block.register_forward_hook(lambda *_: tell(min(next(numbers) / total, 1.0)))
-        for net in dict.fromkeys(view.net for view in views)
+        for net in dict.fromkeys(view.net for view in sweep.views)
         for block in net.units()
     ]
     try:
-        yield from _walk(views, image, window_grid, weights, batch, mesh, unheard)
+        yield from _walk(sweep, unheard)
     finally:
         for hook in hooks:
             hook.remove()
@@ -225,16 +222,15 @@ def _find_blocks(view: _View, batch: int, mesh: Mesh) -> list[Block]:
     return blocks
 
 
-def _predict(
-    view: _View, image: Image, window_grid: WindowGrid, windows: Sequence[int], batch: int, mesh: Mesh
-) -> Tensor | None:
+def _predict(sweep: _Sweep, view: _View, windows: Sequence[int]) -> Tensor | None:
     """Returns this rank's logits ``b k W/s D/s H/s`` of its group's windows, flipped back; None without windows."""
     if not windows:
         return None
-    parts = [_cut(image, window_grid.corners[window], view, mesh.seq.index) for window in windows]
-    parts += parts[-1:] * (batch - len(parts))  # always the same shape, so that kernels round alike
+    parts = [_cut(sweep.image, sweep.window_grid.corners[window], view, sweep.mesh.seq.index) for window in windows]
+    parts += parts[-1:] * (sweep.batch - len(parts))  # always the same shape, so that kernels round alike
     with torch.no_grad():
-        logits = view.net(torch.stack(parts).to(mesh.device, next(view.net.parameters()).dtype), view.layout)
+        part = torch.stack(parts).to(sweep.mesh.device, next(view.net.parameters()).dtype)
+        logits = view.net(part, view.layout)
     return logits.flip([2 + direction for direction in view.flips])
 
 

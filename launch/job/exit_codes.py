@@ -27,6 +27,10 @@ class FolderInUse(ValueError):
     """A run folder that another training holds, or has taken over; later it may be free."""
 
 
+class TooLittleMemory(MemoryError):
+    """A run needs more memory than its hosts have free: known before it is asked for, and the same on all ranks."""
+
+
 def code_of(error: BaseException) -> int | None:
     """Returns the exit code of an error that a user can cause, None for a bug."""
     if isinstance(error, DataError):

@@ -50,7 +50,11 @@ class Net(nn.Module, ABC):
             part, layout = self.layout.place(part)
         first, *others = self.logits(part, layout or self.layout, key)
         if sides is not None and sides != first.shape[2:]:
-            assert not others, "a tile in training is no multiple of the patch"
+            if others:
+                raise ValueError(
+                    f"a tile of {' x '.join(map(str, sides))} came in training with deep supervision: its sides must "
+                    f"be multiples of {' x '.join(map(str, self.layout.patch))}"
+                )
             inside: tuple[Any, ...] = (..., *(slice(side) for side in sides))
             first = first[inside]
         return [first, *others] if others else first

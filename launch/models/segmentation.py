@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from seqpar.decoders.modes.mode import Mode
 from seqpar.launch.models.net import Net, num_parameters
 from seqpar.layout import Layout
+from seqpar.spatial.box_grid import BoxGrid
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
 
@@ -20,7 +21,8 @@ class SegmentationNet(Net):
 
     - ``encoder``: gives each rank the tokens of its part
     - ``decoder``: ``(features, image, grid) -> (logits, grid)``, as ``PlainDecoder``; ``num_features`` says how many
-      token grids it takes, ``uses_image`` whether it takes the image, else None comes
+      token grids it takes, ``uses_image`` whether it takes the image, else None comes. One of torch's own modules may
+      return the logits alone: it works in modes in which every rank decodes whole volumes
     - ``mode``: brings the tokens to where they are decoded (``choose_mode``)
     - ``taps``: the encoder's blocks whose tokens the decoder takes before the normed last ones
     """
@@ -44,9 +46,26 @@ class SegmentationNet(Net):
         features = self.mode.features([*taken, last], layout)
         image = self.mode.voxels(part, layout) if self.decoder.uses_image else None
         box_grid = self.mode.box_grid(layout, len(part))
-        logits, after = self.decoder(features, image, box_grid)
-        assert after == (box_grid and box_grid.scaled(layout.patch)), (after, box_grid)
-        return [logits]
+        return [self._checked(self.decoder(features, image, box_grid), box_grid and box_grid.scaled(layout.patch))]
+
+    def _checked(self, output: Tensor | tuple[Tensor, BoxGrid | None], needed: BoxGrid | None) -> Tensor:
+        """Returns the decoder's logits; raises ValueError on all ranks where it did not decode on boxes as needed.
+
+        - ``output``: the decoder's; logits alone will do where each rank decodes whole volumes
+        - ``needed``: the box grid of the logits, None where they are whole
+        """
+        logits, grid = (output, None) if isinstance(output, Tensor) else output
+        if grid == needed or grid is None and self.group.size == 1:
+            return logits
+        name = type(self.decoder).__name__
+        if needed is None:
+            raise ValueError(f"{name} returned {type(grid).__name__} beside its logits, where None is needed")
+        beside = "no box grid" if grid is None else "another box grid than that of the voxels"
+        raise ValueError(
+            f"--mode {self.mode.name}: each of {self.group.size} ranks decodes a box, and {name} returned {beside} "
+            "with its logits: modules of torch itself do not look beyond a box. It works with --mode gather or swap; "
+            "for halo build it of seqpar.spatial, whose modules take and return a volume and its box grid"
+        )
 
     def units(self) -> list[nn.Module]:
         """Returns the encoder's blocks."""

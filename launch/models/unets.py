@@ -15,7 +15,7 @@ import torch
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.unets.architecture import Architecture, Three, three
 from seqpar.decoders.unets.nnunet import FEATURES, network, planned, topology
-from seqpar.decoders.unets.published import HOU_LEVELS, distmis, hou, lamp, se_lamp
+from seqpar.decoders.unets.published import HOU_LEVELS, SQUEEZE, distmis, hou, lamp
 from seqpar.decoders.unets.unet import UNet
 from seqpar.launch.models.kind import Kind
 from seqpar.launch.models.volume_net import VolumeNet
@@ -160,12 +160,11 @@ def _distmis(variant: str) -> Make:
     return make
 
 
-def _lamp(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
-    return lamp(in_channels, num_outputs, config.features or 32, data, peers)
+def _lamp(squeeze: int) -> Make:
+    def make(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
+        return lamp(in_channels, num_outputs, config.features or 32, data, peers, squeeze)
 
-
-def _se_lamp(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
-    return se_lamp(in_channels, num_outputs, config.features or 32, data, peers)
+    return make
 
 
 UNETS = {
@@ -174,6 +173,6 @@ UNETS = {
     "unet-hou": VolumeNetwork(_hou),
     "unet-distmis": VolumeNetwork(_distmis("code")),
     "unet-distmis-text": VolumeNetwork(_distmis("text")),
-    "unet-lamp": VolumeNetwork(_lamp),
-    "se-unet-lamp": VolumeNetwork(_se_lamp),
+    "unet-lamp": VolumeNetwork(_lamp(0)),
+    "se-unet-lamp": VolumeNetwork(_lamp(SQUEEZE)),
 }

@@ -3,9 +3,8 @@
 import importlib.util
 import os
 
-from seqpar.decoders.modes.choose import MODES, choose_mode
+from seqpar.decoders.modes.choose import choose_mode
 from seqpar.launch.models.build import NETWORKS, layout_of
-from seqpar.launch.models.vit import DECODERS
 from seqpar.launch.planning.outline import outline
 from seqpar.launch.settings.checks import check
 from seqpar.launch.settings.config import Config
@@ -14,9 +13,12 @@ from seqpar.mesh import Group
 
 def refuse(config: Config) -> None:
     """Refuses a config that cannot work, before anything is allocated, naming the nearest that does."""
-    check(config, tuple(NETWORKS), tuple(DECODERS), MODES)
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("--tensorboard needs a package that is not here: pip install 'seqpar[tensorboard]'")
+    check(config, tuple(NETWORKS))
+    packages = {"tensorboard": "--tensorboard"} if config.tensorboard else {}
+    packages |= {config.tracker: f"--tracker {config.tracker}"} if config.tracker != "none" else {}
+    for package, flag in packages.items():
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"{flag} needs a package that is not here: pip install 'seqpar[{package}]'")
     if config.weights and not config.resume and not os.path.exists(config.weights):  # a saved run needs them no more
         raise ValueError(f"--weights {config.weights}: no such file; give a safetensors or torch file of weights")
     group = Group("seq", tuple(range(config.seqpar)))

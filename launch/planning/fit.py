@@ -85,7 +85,7 @@ def refusal(rows: Sequence[Plan], exhausted: bool = False) -> str:
     if not possible:
         return f"no group of ranks can run this: {rows[0].why}"
     least = min(possible, key=lambda p: p.total)
-    return f"nothing fits: {shortage(least)}: try {_advice(least, exhausted)}"
+    return f"nothing fits: {shortage(least)}: try {advice(least, exhausted)}"
 
 
 def shortage(p: Plan) -> str:
@@ -100,7 +100,7 @@ def _largest_part(p: Plan) -> str:
     return max(("tokens", "decoder", "transient", "optimizer"), key=lambda name: p.memory[name])
 
 
-def _advice(p: Plan, exhausted: bool) -> str:
+def advice(p: Plan, exhausted: bool) -> str:
     """Returns flags that need less memory for the largest part: first those that keep the numbers."""
     smaller = kind_of(p.config).smaller[_largest_part(p)]
     if exhausted:

@@ -41,12 +41,12 @@ def load(case: ScoredCase, record: Record, images: Images) -> ShownCase:
     numbers = {value: n + 1 for n, value in enumerate(record.label_names)}
     prediction = read_volume(case.prediction)
     try:
-        found = images.of(case.name)
+        image = images.of(case.name)
         note = images.missing(case.name)
-        if found is not None:
-            difference = differs(found.properties.geometry, prediction.geometry)
+        if image is not None:
+            difference = differs(image.properties.geometry, prediction.geometry)
             if difference is None:
-                return _on_prepared_grid(case, prediction, found, numbers, list(record.dataset["modalities"]))
+                return _on_prepared_grid(case, prediction, image, numbers, list(record.dataset["modalities"]))
             note = f"The image lies elsewhere ({difference}); only the labels are shown."
     except DataError as error:
         note = f"The image cannot be used ({error}); only the labels are shown."
@@ -67,22 +67,22 @@ def _read_truth(case: ScoredCase, prediction: Volume) -> Volume:
 
 
 def _on_prepared_grid(
-    case: ScoredCase, prediction: Volume, found: FoundImage, numbers: dict[int, int], modalities: list[str]
+    case: ScoredCase, prediction: Volume, image: FoundImage, numbers: dict[int, int], modalities: list[str]
 ) -> ShownCase:
     """Returns a case on the grid of its prepared image, with the prepared truth if the file of the truth is gone."""
-    properties = found.properties
+    properties = image.properties
 
     def to_grid(volume: Volume) -> Bytes:
         whole = to_canonical(volume.array[0], volume.geometry.orientation)
         return _numbered(transforms.resample_label(crop(whole, properties.box), properties.shape), numbers)
 
-    if case.truth.exists() or found.label is None:
+    if case.truth.exists() or image.label is None:
         truth = to_grid(_read_truth(case, prediction))
     else:
-        truth = _numbered(transforms.to_values(np.asarray(found.label), properties.values), numbers)
+        truth = _numbered(transforms.to_values(np.asarray(image.label), properties.values), numbers)
     pictures = {
         name: to_grey(np.asarray(channel), scheme == "zscore")
-        for name, channel, scheme in zip(modalities, found.image, properties.schemes)
+        for name, channel, scheme in zip(modalities, image.image, properties.schemes)
     }
     return ShownCase(case.name, pictures, truth, to_grid(prediction), properties.spacing)
 

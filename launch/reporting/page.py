@@ -23,7 +23,13 @@ from seqpar.launch.runs.journal import loss_terms
 
 TEMPLATES = Path(__file__).parent / "template"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
-STATES = {"finished": "Finished", "running": "Running", "preempted": "Preempted", "failed": "Failed"}
+STATES = {
+    "finished": "Finished",
+    "running": "Running",
+    "preempted": "Preempted",
+    "failed": "Failed",
+    "killed": "Killed",
+}
 
 
 def page(record: Record, scored: CaseScores | None, cases: str, volumes: dict[str, Any], gaps: Sequence[str]) -> str:

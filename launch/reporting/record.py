@@ -15,6 +15,7 @@ from seqpar.launch.evaluation.scores import DEFAULT_SETTINGS, summarise
 from seqpar.launch.evaluation.summary_files import summary_content
 from seqpar.launch.runs.journal import read_metrics
 from seqpar.launch.runs.run_folder import read_config
+from seqpar.launch.runs.stale_status import killed
 from seqpar.launch.settings.config import Config
 
 Row = Mapping[str, Any]
@@ -110,6 +111,8 @@ def read_record(run: Path) -> Record:
         status = dict(json.loads((run / "status.json").read_text()))
     except (OSError, ValueError, TypeError):
         gaps.append("There is no readable status.json, so that the run's verdict is not known.")
+    if why := killed(run):
+        status |= {"state": "killed", "why": why, "step": -1}  # where it is, the journal knows
     rows: list[Row] = []
     try:
         rows = [row for row in read_metrics(run / "metrics.jsonl") if isinstance(row, dict)]

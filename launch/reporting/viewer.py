@@ -48,10 +48,10 @@ def section(
     by_name = {case.name: case for case in scored.cases}
     keys = legend(record)
     viewer = fill("viewer.html", {"legend": keys, "note": viewer_note([embedded for _, embedded in shown])})
-    told = f'<p class="small">{convention(neurological)}. {LETTERS}.</p>'
+    how_shown = f'<p class="small">{convention(neurological)}. {LETTERS}.</p>'
     note = '<p class="small">Planes that hold most of the truth; worst cases first.</p>'
     planes = "".join(case_section(by_name[case.name], case, neurological) for case, _ in shown)
-    return told + viewer + keys + note + planes, viewer_data(record, shown, neurological)
+    return how_shown + viewer + keys + note + planes, viewer_data(record, shown, neurological)
 
 
 def case_section(case: ScoredCase, shown: ShownCase, neurological: bool) -> str:
@@ -67,8 +67,8 @@ def case_section(case: ScoredCase, shown: ShownCase, neurological: bool) -> str:
     )
     modality = f" · shown on {favourite(list(shown.images))}" if shown.images else ""
     note = f'<p class="small">{escape(shown.note)}</p>' if shown.note else ""
-    told = f"Dice: {dice}{modality} · voxels of {' × '.join(f'{step:.3g}' for step in shown.spacing)} mm"
-    head = f'<h3>{escape(case.name)}</h3><p class="small">{escape(told)}{escape(volumes_of(case))}</p>'
+    figures = f"Dice: {dice}{modality} · voxels of {' × '.join(f'{step:.3g}' for step in shown.spacing)} mm"
+    head = f'<h3>{escape(case.name)}</h3><p class="small">{escape(figures)}{escape(volumes_of(case))}</p>'
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
     scale = f'style="grid-template-columns: {d:.6g}fr {w:.6g}fr {w:.6g}fr"'  # a mm takes as many pixels in each plane
     body = f'{head}{note}<div class="planes" {scale}>{figures}</div>'

@@ -1,8 +1,9 @@
-"""The journal of a run: metrics.jsonl, TensorBoard where asked for, and the lines that people watch."""
+"""The journal of a run: metrics.jsonl, boards where asked for, and the lines that people watch."""
 
 import json
 import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,25 @@ import torch
 from seqpar.data.files import write_text
 from seqpar.launch.hardware.devices import MIB
 from seqpar.launch.job.display import Display, bar, clock
-from seqpar.launch.runs.tensorboard import TensorBoard
+from seqpar.launch.runs.boards import Board
 
 
 class Journal:
     """Records metrics and prints on the first rank (``active``); on the others it does nothing.
 
-    ``first_step``: where the run goes on; ``validated``: the step whose validation is complete, -1 for none.
-    What cannot be written is one warning and ends no run.
+    ``first_step``: where the run goes on; ``validated``: the step whose validation is complete, -1 for none;
+    ``boards``: where numbers and pictures go too. What cannot be written is one warning and ends no run.
     """
 
     def __init__(
-        self, out: Path, active: bool, first_step: int, validated: int = -1, tensorboard: bool = False
+        self, out: Path, active: bool, first_step: int, validated: int = -1, boards: Iterable[Board] = ()
     ) -> None:
         self.path, self.active = out / "metrics.jsonl", active
         self._warned, self._display = False, Display("stdout")
-        self._tensorboard: TensorBoard | None = None
+        self._boards = list(boards)
         if active:
             self._drop_from(first_step, validated)
             self._file = open(self.path, "a", buffering=1)  # noqa: SIM115  open for the run's whole life
-            self._tensorboard = TensorBoard(out / "tensorboard", first_step) if tensorboard else None
 
     def attempt(self, act: Callable[[], object]) -> None:
         """Calls ``act`` on the first rank; an ``OSError`` is a warning, once."""
@@ -52,12 +52,24 @@ class Journal:
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def record(self, kind: str, step: int, **values: Any) -> None:
-        """Adds a row to metrics.jsonl, and its numbers to TensorBoard; ``kind``: train, val or slow."""
+        """Adds a row to metrics.jsonl, and its numbers to the boards; ``kind``: train, val or slow."""
         row = json.dumps({"kind": kind, "step": step, **values}) + "\n"
         self.attempt(lambda: self._file.write(row))
-        if self._tensorboard is not None:
-            tensorboard = self._tensorboard
-            self.attempt(lambda: tensorboard.record(kind, step, values))
+        self._tell_boards(lambda board: board.record(kind, step, values))
+
+    def picture(self, name: str, step: int, path: Path) -> None:
+        """Adds a picture of the run folder to the boards, if it could be drawn."""
+        if path.exists():
+            self._tell_boards(lambda board: board.picture(name, step, path))
+
+    def _tell_boards(self, tell: Callable[[Board], None]) -> None:
+        """Calls ``tell`` with each board; one that fails of anything but a disk gets nothing more."""
+        for board in list(self._boards):
+            try:
+                self.attempt(partial(tell, board))
+            except Exception as error:  # other people's code, often over a network, ends no training
+                self._boards.remove(board)
+                self.say(f"warning: {board.name} failed ({error}); training goes on without it")
 
     def say(self, text: str) -> None:
         """Prints text on lines of its own."""
@@ -80,8 +92,7 @@ class Journal:
     def close(self) -> None:
         self._display.close()
         self.attempt(lambda: self._file.close())
-        if self._tensorboard is not None:
-            self.attempt(self._tensorboard.close)
+        self._tell_boards(lambda board: board.close())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

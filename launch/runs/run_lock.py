@@ -54,6 +54,18 @@ class RunLock:
             "other training runs there, add --take-over"
         )
 
+    def abandoned_by(self) -> str:
+        """Returns which process has ended without returning the lock, and what shows it; "" where none certainly has.
+
+        Where there is no lock, no training of this version runs there.
+        """
+        held, _ = self._numbers()
+        if not held:
+            return "no process holds it"
+        owner = self._owner(max(held))
+        why = owner.why_gone(RunOwner.this_process()) if owner else ""
+        return f"it was held by {owner}, {why}" if why else ""
+
     def is_lost(self) -> bool:
         """Returns whether this process does not hold the lock, or not any more."""
         number, text = self.ticket

@@ -9,18 +9,19 @@ from seqpar.attention.strategies import check_strategy
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.launch.optimization.table import OPTIMIZERS
-from seqpar.launch.settings.config import ALL_FOLDS, Config, dashed, seconds, shorten
+from seqpar.launch.settings.config import ALL_FOLDS, Config, dashed, shorten
+from seqpar.launch.settings.time_limit import seconds
 from seqpar.losses.loss import check_signs, check_weights
 
 
-def check(config: Config, networks: Sequence[str], decoders: Sequence[str], modes: Sequence[str]) -> None:
+def check(config: Config, networks: Sequence[str]) -> None:
     """Raises ``ValueError`` for what cannot work, before anything is allocated, with the nearest that does.
 
-    ``networks``, ``decoders`` and ``modes``: the names that there are.
+    ``networks``: the names that there are.
     """
     for f in dataclasses.fields(config):
         value, bounds = getattr(config, f.name), f.metadata["bounds"]
-        choices = {"network": networks, "decoder": decoders, "mode": modes}.get(f.name) or f.metadata["choices"]
+        choices = networks if f.name == "network" else f.metadata["choices"]
         if choices and value not in choices:
             raise ValueError(f"--{dashed(f.name)} {value}: choose one of {', '.join(choices)}")
         if bounds and not bounds.allows(value):

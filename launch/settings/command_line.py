@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import difflib
 import os
+import shutil
+import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, get_type_hints
@@ -27,10 +29,17 @@ _OF_GROUPS = ("split", "mode", "attention", "keep_kv", "heads_per_chunk")
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are a user's: one line, with the flag nearest to an unknown one.
 
+    - ``act``: what is started
+    - ``options``: argparse's own
+
     ``others``: flags of the same command that another parser takes.
     """
 
     others: Sequence[str] = ()
+
+    def __init__(self, act: str, **options: Any) -> None:
+        usual: dict[str, Any] = {"allow_abbrev": False, "formatter_class": _HelpLines}
+        super().__init__(f"seqpar-{act}", **usual | options)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}{self._nearest(message)} (--help lists all)")
@@ -44,15 +53,31 @@ class Parser(argparse.ArgumentParser):
         return "".join(f"; nearest to {word} is {near}" for word, near in pairs)
 
 
+class _HelpLines(argparse.HelpFormatter):
+    """Lines of --help, as wide as the terminal, in which no name is broken at its dashes."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(110, shutil.get_terminal_size((110, 24)).columns)
+        super().__init__(prog, max_help_position=34, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def parse(
-    arguments: Sequence[str], default_preset: str, others: Sequence[str] = (), on_gpu: bool | None = None
+    arguments: Sequence[str],
+    default_preset: str,
+    networks: Collection[str] = (),
+    others: Sequence[str] = (),
+    on_gpu: bool | None = None,
 ) -> tuple[str, Config, set[str]]:
     """Returns the preset's name, the config, and the names of the settings that the command line has.
 
-    ``others``: flags of the same command that are no settings. ``on_gpu``: whether the run is for a GPU; None: for one
-    where there is one, unless --device says otherwise.
+    - ``networks``: the names of the networks that there are, to list them and to refuse others; () where any will do
+    - ``others``: flags of the same command that are no settings
+    - ``on_gpu``: whether the run is for a GPU; None: for one where there is one, unless --device says otherwise
     """
-    parser = _parser(default_preset)
+    parser = _parser(default_preset, networks)
     parser.others = others
     parsed = vars(parser.parse_args(list(arguments)))
     preset = parsed.pop("preset", None) or default_preset
@@ -72,15 +97,13 @@ def parse(
     return preset, replace(start, **values), set(parsed)
 
 
-def _parser(default_preset: str) -> Parser:
+def _parser(default_preset: str, networks: Collection[str]) -> Parser:
     parser = Parser(
         "train",
-        usage="train [--preset NAME] [--seqpar N] [--patch N] [--data FOLDER] [--out FOLDER] [any flag below]",
+        usage="%(prog)s [--data FOLDER] [--out FOLDER] [any flag below]",
         description="Trains a sequence-parallel segmentation network; without --data on built-in phantom brains.",
         epilog="Defaults here are in brackets. Exit codes: 0 finished, 75 left early and resumable; "
         "2 usage, 3 data, 4 memory, 5 a loss that is not finite, 6 run folder in use: status.json says why.",
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
     parser.add_argument("--preset", choices=list(PRESETS), help=f"named settings to start from ({default_preset})")
     topics: dict[str, argparse._ArgumentGroup] = {}
@@ -89,14 +112,17 @@ def _parser(default_preset: str) -> Parser:
         topic = f.metadata["topic"]
         if topic not in topics:
             topics[topic] = parser.add_argument_group(topic)
-        options = _argument(f, hints[f.name], getattr(shown, f.name))
+        choices = tuple(networks) if f.name == "network" else f.metadata["choices"]
+        options = _argument(f, hints[f.name], getattr(shown, f.name), choices)
         topics[topic].add_argument(f"--{dashed(f.name)}", dest=f.name, default=argparse.SUPPRESS, **options)
     return parser
 
 
-def _argument(f: dataclasses.Field, kind: Any, default: Any) -> dict[str, Any]:
-    """Returns the arguments of ``add_argument`` for a setting; ``kind``: its type."""
+def _argument(f: dataclasses.Field, kind: Any, default: Any, choices: Sequence[str]) -> dict[str, Any]:
+    """Returns the arguments of ``add_argument`` for a setting; ``kind``: its type; ``choices``: its values, if few."""
     text = f.metadata["help"].replace("%", "%%")
+    if choices and f.metadata["metavar"]:  # too many to stand beside the flag
+        text = f"{text}: {', '.join(choices)}"
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction, "help": f"{text} ({'yes' if default else 'no'})"}
     if default not in ("", ()):
@@ -107,11 +133,9 @@ def _argument(f: dataclasses.Field, kind: Any, default: Any) -> dict[str, Any]:
         options |= {"nargs": "+", "type": int if kind == tuple[int, ...] else float}
     else:
         options["type"] = _size if f.name == "seqpar" else kind
-    if f.metadata["choices"]:
-        options["choices"] = f.metadata["choices"]
-    else:
-        options["metavar"] = f.metadata["metavar"] or {float: "X"}.get(options["type"], "N")
-    return options
+    if choices:
+        options["choices"] = choices
+    return options | {"metavar": f.metadata["metavar"] or None}
 
 
 def _size(text: str) -> int:

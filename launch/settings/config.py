@@ -2,17 +2,20 @@
 
 import dataclasses
 import json
-import math
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from seqpar.attention.strategies import NAMES
+from seqpar.choices import choices_in
+from seqpar.data.sampling.augmentation import RECIPES, STEPS
 from seqpar.data.sampling.augmentation_presets import ORDERS
+from seqpar.decoders import choices as decoders
+from seqpar.decoders.modes.choose import MODES
 from seqpar.launch.optimization.schedules import SCHEDULES
 from seqpar.launch.optimization.table import OPTIMIZERS
+from seqpar.launch.settings.setting import ABOVE_0, AT_LEAST_1, BELOW_1, GAMMA, NOT_NEGATIVE, setting, share
 from seqpar.layout import SPLITS
 from seqpar.losses.mixtures import LossOptions
 from seqpar.losses.table import LOSSES
@@ -25,53 +28,19 @@ ALL_FOLDS = "all5"  # value of --fold: five trainings, one after the other
 PRECISIONS = ("fp32", "bf16", "fp64")
 TARGETS = ("regions", "labels")
 FOREGROUND_BY = ("chance", "count")
+TRACKERS = ("none", "wandb", "trackio")
+DEVICE_KINDS = ("auto", "cpu", "cuda")
 DICE = ("linear", "squared")
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The numbers that a setting may have: ``allows`` tests one, ``text`` says what is needed."""
-
-    allows: Callable[[float], bool]
-    text: str
-
-
-AT_LEAST_1 = Bounds(lambda value: value >= 1, "it must be at least 1")
-NOT_NEGATIVE = Bounds(lambda value: 0 <= value < math.inf, "it must not be negative")
-ABOVE_0 = Bounds(lambda value: 0 < value < math.inf, "it must be above 0")
-BELOW_1 = Bounds(lambda value: 0 <= value < 1, "it must lie in [0, 1)")
-GAMMA = Bounds(lambda value: value == 0 or 1 <= value < math.inf, "it must be 0, or at least 1; 2 is usual")
 _OWN_BETAS = ", ".join(
     f"{name} {' '.join(f'{beta:g}' for beta in kind.betas)}" for name, kind in OPTIMIZERS.items() if kind.betas
 )
 
-
-def _share(usual: float) -> Bounds:
-    return Bounds(lambda value: 0 <= value <= 1, f"it must lie in [0, 1]; {usual} is usual")
-
-
-def _setting(
-    default: Any,
-    text: str,
-    topic: str,
-    choices: Sequence[str] = (),
-    bounds: Bounds | None = None,
-    metavar: str = "",
-) -> Any:
-    """Returns a field of Config.
-
-    ``text``: its line in --help, under the heading ``topic``; ``metavar``: what stands for its value there.
-    """
-    metadata = {"help": text, "topic": topic, "choices": tuple(choices), "bounds": bounds, "metavar": metavar}
-    return field(default=default, metadata=metadata)
-
-
-_data = partial(_setting, topic="data")
-_layout = partial(_setting, topic="layout")
-_network = partial(_setting, topic="network")
-_training = partial(_setting, topic="training")
-_watching = partial(_setting, topic="watching")
-_running = partial(_setting, topic="running")
+_data = partial(setting, topic="data")
+_layout = partial(setting, topic="layout")
+_network = partial(setting, topic="network")
+_training = partial(setting, topic="training")
+_watching = partial(setting, topic="watching")
+_running = partial(setting, topic="running")
 
 
 @dataclass(frozen=True)
@@ -79,7 +48,9 @@ class Config:
     """Every setting of a training run; what a run does follows from it, the data and the ranks."""
 
     data: str = _data(
-        "", "data set: nnU-Net, MSD, BraTS or MONAI folder; none: built-in phantom brains", metavar="FOLDER"
+        "",
+        "data set: folder of nnU-Net, MSD or BraTS, or list of cases of MSD or MONAI; none: built-in phantom brains",
+        metavar="FOLDER",
     )
     out: str = _data("", "run folder; none: runs/<preset>-<time>", metavar="FOLDER")
     spacing: str = _data("source", "voxel size of the prepared data: source, median, or R,A,S in mm", metavar="MM")
@@ -89,15 +60,17 @@ class Config:
     fold: str = _data(
         "0", "held-out fold: number of nnU-Net's or the data set's own, 90:10, or all; all5: five runs", metavar="FOLD"
     )
-    workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE)
+    workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE, metavar="PROCESSES")
     augment: str = _data(
-        "light", "augmentation: none, light, full or paper, and steps to add: light+intensity-shift", metavar="RECIPE"
+        "light",
+        f"augmentation: {', '.join(RECIPES)}; steps are added as in light+{next(iter(STEPS))}: {', '.join(STEPS)}",
+        metavar="RECIPE",
     )
     interpolation: str = _data(
         "linear", "how a deformed image is interpolated; batchgenerators takes cubic", choices=tuple(ORDERS)
     )
     synthesis: float = _data(
-        0.0, "share of tiles that get a synthetic tumour in place of the real one", bounds=_share(0.5)
+        0.0, "share of tiles that get a synthetic tumour in place of the real one", bounds=share(0.5), metavar="SHARE"
     )
     synthesis_per: str = _data(
         "tile",
@@ -105,7 +78,9 @@ class Config:
         "lesions must be darker than their organ (Hou et al.)",
         choices=("tile", "volume"),
     )
-    foreground: float = _data(0.33, "share of tiles centred on a labelled voxel (nnU-Net: 0.33)", bounds=_share(0.33))
+    foreground: float = _data(
+        0.33, "share of tiles centred on a labelled voxel (nnU-Net: 0.33)", bounds=share(0.33), metavar="SHARE"
+    )
     foreground_by: str = _data(
         "chance",
         "which tiles these are: each by chance, or by count the last ones of a step (nnU-Net)",
@@ -113,44 +88,61 @@ class Config:
     )
     targets: str = _data(
         "regions",
-        "what is learned where the data declare regions: these, by sigmoids, or their labels, by a softmax",
+        "what to learn where the data declare regions: the regions, by sigmoids, or their labels, by a softmax",
         choices=TARGETS,
     )
-    phantoms: int = _data(24, "number of phantom cases where no --data is given")
+    phantoms: int = _data(24, "number of phantom cases where no --data is given", metavar="CASES")
 
-    seqpar: int = _layout(1, "ranks that share a tile; auto: the fewest whose memory suffices", bounds=AT_LEAST_1)
+    seqpar: int = _layout(
+        1, "ranks that share a tile; auto: the fewest whose memory suffices", bounds=AT_LEAST_1, metavar="RANKS"
+    )
     split: str = _layout("spatial", "which tokens of a tile a rank holds", choices=SPLITS)
-    mode: str = _layout("gather", "how tokens reach the decoder: gather, nogather, halo, swap or auto", metavar="MODE")
+    mode: str = _layout(
+        "gather",
+        "what a rank decodes: the whole tile (gather), its box (halo), whole samples (swap), one of these two (auto), "
+        "or its part as if there were no other (nogather)",
+        choices=MODES,
+    )
     attention: str = _layout(
         "auto", f"how attention crosses ranks: auto, {', '.join(NAMES)}, hybrid:U", metavar="STRATEGY"
     )
     keep_kv: bool = _layout(False, "keep gathered keys and values for backward: fewer bytes sent, more memory")
     measured: str = _layout("", "figures of launch/doctor.py (--json) to choose and plan by", metavar="FILE")
-    heads_per_chunk: int = _layout(0, "heads whose keys and values are gathered at a time; 0: by size")
-    tile: tuple[int, ...] = _layout((96, 96, 96), "side of a tile in voxels: one number or three")
-    patch: tuple[int, ...] = _layout((16, 16, 16), "side of a token in voxels: 2, 4, 8 or 16, or three numbers")
+    heads_per_chunk: int = _layout(0, "heads whose keys and values are gathered at a time; 0: by size", metavar="HEADS")
+    tile: tuple[int, ...] = _layout((96, 96, 96), "side of a tile in voxels: one number or three", metavar="VOXELS")
+    patch: tuple[int, ...] = _layout(
+        (16, 16, 16), "side of a token in voxels: 2, 4, 8 or 16, or three of them", metavar="VOXELS"
+    )
 
-    network: str = _network("vit", "network: vit, or a U-Net without tokens such as nnunet-plain", metavar="NAME")
-    decoder: str = _network("plain", "decoder: plain, unetr or primus", metavar="NAME")
-    depth: int = _network(12, "transformer blocks", bounds=AT_LEAST_1)
-    embed_dim: int = _network(768, "width of a token", bounds=AT_LEAST_1)
-    heads: int = _network(12, "attention heads", bounds=AT_LEAST_1)
-    mlp_ratio: float = _network(4.0, "hidden width of the MLP over --embed-dim", bounds=ABOVE_0)
+    network: str = _network(
+        "vit", "network, a Vision Transformer with a decoder or a U-Net without tokens", metavar="NAME"
+    )
+    decoder: str = _network("plain", "decoder of the tokens", choices=tuple(choices_in(decoders)))
+    depth: int = _network(12, "transformer blocks", bounds=AT_LEAST_1, metavar="BLOCKS")
+    embed_dim: int = _network(768, "width of a token", bounds=AT_LEAST_1, metavar="CHANNELS")
+    heads: int = _network(12, "attention heads", bounds=AT_LEAST_1, metavar="HEADS")
+    mlp_ratio: float = _network(4.0, "hidden width of the MLP over --embed-dim", bounds=ABOVE_0, metavar="RATIO")
     mlp: str = _network("gelu", "MLP of the blocks", choices=("gelu", "swiglu"))
     qkv_bias: bool = _network(True, "biases on queries and values")
     attention_norm: bool = _network(False, "norm over the joined heads (EVA-02, Primus)")
     positions: str = _network("learned", "position encoding", choices=POSITIONS)
     skips: str = _network("monai", "blocks whose tokens the unetr decoder takes", choices=("monai", "paper"))
-    dropout: float = _network(0.0, "share of activations dropped", bounds=BELOW_1)
-    drop_path: float = _network(0.0, "share of residual branches dropped in the last block", bounds=BELOW_1)
-    layer_scale: float = _network(0.0, "initial value of layer scale; 0: none", bounds=NOT_NEGATIVE)
-    decoder_width: int = _network(128, "channels of the decoder (unetr: of its finest level)", bounds=AT_LEAST_1)
-    features: int = _network(0, "U-Nets: channels of the first stage; 0: as published", bounds=NOT_NEGATIVE)
+    dropout: float = _network(0.0, "share of activations dropped", bounds=BELOW_1, metavar="SHARE")
+    drop_path: float = _network(
+        0.0, "share of residual branches dropped in the last block", bounds=BELOW_1, metavar="SHARE"
+    )
+    layer_scale: float = _network(0.0, "initial value of layer scale; 0: none", bounds=NOT_NEGATIVE, metavar="VALUE")
+    decoder_width: int = _network(
+        128, "channels of the decoder (unetr: of its finest level)", bounds=AT_LEAST_1, metavar="CHANNELS"
+    )
+    features: int = _network(
+        0, "U-Nets: channels of the first stage; 0: as published", bounds=NOT_NEGATIVE, metavar="CHANNELS"
+    )
     stages: str = _network(
         "",
         "nnunet-…: kernel and stride of each stage, as '133:111 333:122 333:222', and maybe features and convolutions "
         "down and up, as 133:111:32:2:2; none: by the tile",
-        metavar="TEXT",
+        metavar="STAGES",
     )
     plans: str = _network(
         "",
@@ -160,50 +152,73 @@ class Config:
     )
     deep_supervision: bool = _network(False, "nnunet-…: train the logits of all levels but the coarsest")
 
-    output_bias: bool = _network(True, "begin with biases of the outputs by which foreground is rare; else torch's own")
+    output_bias: bool = _network(True, "start with biases of the outputs by which foreground is rare; else torch's own")
 
-    batch: int = _training(0, "tiles per sequence group and micro-batch; 0: chosen by memory", bounds=NOT_NEGATIVE)
-    accumulate: int = _training(1, "micro-batches per step", bounds=AT_LEAST_1)
+    batch: int = _training(
+        0, "tiles per sequence group and micro-batch; 0: chosen by memory", bounds=NOT_NEGATIVE, metavar="TILES"
+    )
+    accumulate: int = _training(1, "micro-batches per step", bounds=AT_LEAST_1, metavar="BATCHES")
     global_batch: int = _training(
         0,
-        "tiles a step over all ranks, which --accumulate (and --batch) then make, on any ranks; 0: not held",
+        "tiles a step over all ranks, held by --accumulate (or --batch) on any number of them; 0: not held",
         bounds=NOT_NEGATIVE,
+        metavar="TILES",
     )
-    epochs: int = _training(200, "epochs", bounds=AT_LEAST_1)
-    iterations: int = _training(50, "steps per epoch", bounds=AT_LEAST_1)
-    lr: float = _training(1e-4, "highest learning rate", bounds=ABOVE_0)
+    epochs: int = _training(200, "epochs", bounds=AT_LEAST_1, metavar="EPOCHS")
+    iterations: int = _training(50, "steps per epoch", bounds=AT_LEAST_1, metavar="STEPS")
+    lr: float = _training(1e-4, "highest learning rate", bounds=ABOVE_0, metavar="RATE")
     optimizer: str = _training("adam", "optimizer", choices=tuple(OPTIMIZERS))
-    weight_decay: float = _training(0.0, "weight decay (not of norms, biases, positions)", bounds=NOT_NEGATIVE)
+    weight_decay: float = _training(
+        0.0, "weight decay (not of norms, biases, positions)", bounds=NOT_NEGATIVE, metavar="RATE"
+    )
     decay_all: bool = _training(False, "weight decay of norms, biases and positions too (nnU-Net)")
     betas: tuple[float, ...] = _training(
-        (), f"decay rates: two of Adam, sgd's momentum, rmsprop's momentum and decay ({_OWN_BETAS})"
+        (), f"decay rates: two of Adam, sgd's momentum, rmsprop's momentum and decay ({_OWN_BETAS})", metavar="RATE"
     )
     amsgrad: bool = _training(False, "divide by the largest of Adam's second moments so far")
     schedule: str = _training("cosine", "learning rate schedule", choices=tuple(SCHEDULES))
-    decay_epochs: int = _training(0, "with --schedule step: epochs after which the rate falls", bounds=NOT_NEGATIVE)
-    decay_factor: float = _training(0.1, "with --schedule step: by what it is multiplied then", bounds=ABOVE_0)
-    warmup: int = _training(0, "epochs of linear warm-up", bounds=NOT_NEGATIVE)
-    clip: float = _training(0.0, "largest global gradient norm; 0: no clipping", bounds=NOT_NEGATIVE)
+    decay_epochs: int = _training(
+        0, "with --schedule step: epochs after which the rate falls", bounds=NOT_NEGATIVE, metavar="EPOCHS"
+    )
+    decay_factor: float = _training(
+        0.1, "with --schedule step: by what it is multiplied then", bounds=ABOVE_0, metavar="FACTOR"
+    )
+    warmup: int = _training(0, "epochs of linear warm-up", bounds=NOT_NEGATIVE, metavar="EPOCHS")
+    clip: float = _training(0.0, "largest global gradient norm; 0: no clipping", bounds=NOT_NEGATIVE, metavar="NORM")
     precision: str = _training("fp32", "arithmetic", choices=PRECISIONS)
     loss: str = _training("dice-ce", "loss", choices=tuple(LOSSES))
-    loss_weights: tuple[float, ...] = _training((), "weights of the loss's terms, such as 0.9 0.1 (1 each)")
-    class_weights: tuple[float, ...] = _training((), "weights of the outputs in the loss, background first (1 each)")
-    focal_gamma: float = _training(2.0, "exponent by which the focal loss spares voxels that are right", bounds=GAMMA)
+    loss_weights: tuple[float, ...] = _training(
+        (), "weights of the loss's terms, such as 0.9 0.1 (1 each)", metavar="WEIGHT"
+    )
+    class_weights: tuple[float, ...] = _training(
+        (), "weights of the outputs in the loss, background first (1 each)", metavar="WEIGHT"
+    )
+    focal_gamma: float = _training(
+        2.0,
+        "exponent of the focal loss: the larger, the less do voxels count that are right already",
+        bounds=GAMMA,
+        metavar="EXPONENT",
+    )
     dice: str = _training("linear", "denominator of soft Dice: probabilities, or their squares (V-Net)", choices=DICE)
-    dice_background: bool = _training(False, "Dice of the background too, where outputs exclude each other")
+    dice_background: bool = _training(False, "count the background in Dice too, where outputs exclude each other")
     batch_dice: bool = _training(False, "Dice over the batch instead of per tile")
-    seed: int = _training(0, "seed of everything that is random", bounds=NOT_NEGATIVE)
+    seed: int = _training(0, "seed of everything that is random", bounds=NOT_NEGATIVE, metavar="NUMBER")
 
-    val_every: int = _watching(10, "epochs between validations (one always ends the run)", bounds=NOT_NEGATIVE)
-    val_cases: int = _watching(0, "held-out cases per validation; 0: all", bounds=NOT_NEGATIVE)
-    val_overlap: float = _watching(0.5, "overlap of sliding windows in validation, as a share", bounds=BELOW_1)
+    val_every: int = _watching(
+        10, "epochs between validations (one always ends the run)", bounds=NOT_NEGATIVE, metavar="EPOCHS"
+    )
+    val_cases: int = _watching(0, "held-out cases per validation; 0: all", bounds=NOT_NEGATIVE, metavar="CASES")
+    val_overlap: float = _watching(
+        0.5, "overlap of sliding windows in validation, as a share", bounds=BELOW_1, metavar="SHARE"
+    )
     val_window: str = _watching(
         "sliding",
-        "how validation predicts a volume: by sliding windows, in one pass over the whole of it, or both, to record "
-        "which is better: predict then takes that one",
+        "how validation predicts a volume: in sliding windows, in one pass over the whole of it, or both, to record "
+        "which is better for predict",
         choices=("sliding", "whole", "both"),
     )
-    tensorboard: bool = _watching(False, "write curves for TensorBoard too")
+    tensorboard: bool = _watching(False, "write curves and pictures for TensorBoard too")
+    tracker: str = _watching("none", "send curves and pictures to an experiment tracker too", choices=TRACKERS)
     neurological: bool = _watching(False, "show the patient's left on the left; default: on the right (radiological)")
 
     weights: str = _running(
@@ -213,18 +228,25 @@ class Config:
     again: bool = _running(
         False, "where --out holds a run: continue it if it was interrupted; if it has ended, use OUT-2, OUT-3, ..."
     )
-    take_over: bool = _running(False, "take --out over from a training that may still hold it, and then leaves")
+    take_over: bool = _running(False, "take --out over from a training that may still run there; that one then leaves")
     time_limit: str = _running("", "save and leave before this time has passed: minutes or H:MM:SS", metavar="TIME")
-    checkpoint_minutes: float = _running(15.0, "minutes between checkpoints", bounds=ABOVE_0)
+    checkpoint_minutes: float = _running(15.0, "minutes between checkpoints", bounds=ABOVE_0, metavar="MINUTES")
     grad_checkpoint: str = _running("none", "what backward recomputes: less memory, more time", choices=RECOMPUTED)
     mlp_chunks: int = _running(
-        1, "chunks of tokens that an MLP takes in turn, recomputed in backward; 1: all at once", bounds=AT_LEAST_1
+        1,
+        "chunks of tokens that an MLP takes in turn, recomputed in backward; 1: all at once",
+        bounds=AT_LEAST_1,
+        metavar="CHUNKS",
     )
     shard_weights: bool = _running(False, "shard weights, gradients and optimizer states over all ranks (FSDP2)")
     compile: bool = _running(False, "compile the MLPs of the blocks")
-    device: str = _running("auto", "device", choices=("auto", "cpu", "cuda"))
-    start_timeout: float = _running(START_S, "seconds that ranks may wait for each other before step 1", bounds=ABOVE_0)
-    timeout: float = _running(300.0, "seconds that ranks may wait from step 2 on, saving included", bounds=ABOVE_0)
+    device: str = _running("auto", "device; auto: a GPU where there is one", choices=DEVICE_KINDS)
+    start_timeout: float = _running(
+        START_S, "seconds that ranks may wait for each other before step 1", bounds=ABOVE_0, metavar="SECONDS"
+    )
+    timeout: float = _running(
+        300.0, "seconds that ranks may wait from step 2 on, saving included", bounds=ABOVE_0, metavar="SECONDS"
+    )
     debug_collectives: bool = _running(False, "check each collective: slow, names ranks that differ")
     dry_run: bool = _running(False, "print what would run, check it, and stop")
 
@@ -270,16 +292,3 @@ def dashed(name: str) -> str:
 def shorten(sides: Sequence[int], by: str = " ") -> str:
     """Returns the sides of a box in short: one number for a cube."""
     return by.join(map(str, sides if len(set(sides)) > 1 else sides[:1]))
-
-
-def seconds(text: str) -> float:
-    """Returns a time limit in seconds: minutes, H:MM:SS or D-HH:MM:SS; infinity for none."""
-    if not text:
-        return math.inf
-    if re.fullmatch(r"\d+(\.\d+)?", text):
-        return float(text) * 60
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
-    if not match:
-        raise ValueError(f"--time-limit {text}: give minutes (110) or H:MM:SS (1:50:00)")
-    days, hours, minutes, rest = (int(piece or 0) for piece in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + rest)

@@ -68,7 +68,7 @@ def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -
         return INTERRUPTED, "interrupted twice: left without saving", False
     lines = str(error).strip().splitlines() or [type(error).__name__]
     code = exit_codes.code_of(error)
-    if code == exit_codes.MEMORY:
+    if code == exit_codes.MEMORY and not isinstance(error, exit_codes.TooLittleMemory):
         if isinstance(error, MemoryError) and "workers" in lines[0]:  # the loader's, which knows what to change
             return code, str(error), False
         return code, f"out of memory on rank {rank}: {save_memory(config)} ({lines[0][:120]})", True

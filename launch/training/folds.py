@@ -23,7 +23,8 @@ from seqpar.launch.job.local_ranks import PARENT_OF_FOLD
 from seqpar.launch.job.next_command import next_command
 from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.settings.command_line import Parser
-from seqpar.launch.settings.config import ALL_FOLDS, seconds
+from seqpar.launch.settings.config import ALL_FOLDS
+from seqpar.launch.settings.time_limit import seconds
 from seqpar.launch.training.request import holds_run, is_restart
 
 

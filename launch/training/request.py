@@ -12,13 +12,14 @@ import torch
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.environment import Launcher
 from seqpar.launch.job import exit_codes
-from seqpar.launch.models.build import refuse_unknown
+from seqpar.launch.models.build import NETWORKS, refuse_unknown
 from seqpar.launch.planning.auto_preset import plan_from_data
 from seqpar.launch.planning.auto_settings import choose, device_of
 from seqpar.launch.planning.batch_size import hold_global_batch, how_held, keep_global_batch
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.runs.archive import is_archive
 from seqpar.launch.runs.run_folder import read_config
+from seqpar.launch.runs.stale_status import killed
 from seqpar.launch.runs.start_history import changed_settings
 from seqpar.launch.settings.command_line import continued, idle_in_groups_of_one, parse, refuse_idle, shortened_warmup
 from seqpar.launch.settings.config import AUTO, Config
@@ -117,7 +118,7 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
 def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     """Returns the command line; where a scheduler starts a run's line again, it resumes that run."""
     has_gpu = torch.cuda.is_available()
-    preset, config, flags = parse(arguments, "paper" if has_gpu else "laptop")
+    preset, config, flags = parse(arguments, "paper" if has_gpu else "laptop", NETWORKS)
     asked_out, parsed = config.out, config
     config = with_plans(config, flags)
     has_plan = config is not parsed
@@ -192,7 +193,10 @@ def sizes_of(source: Fingerprint | TrainingData | None, config: Config) -> tuple
 def refuse_other_run(config: Config) -> None:
     """Refuses a run folder that holds a run already, unless that one is resumed."""
     if not config.resume and holds_run(config.out):
-        raise ValueError(f"--out {config.out} holds a run already: add --resume to continue it, or name another folder")
+        was_killed = f" ({sentence})" if (sentence := killed(config.out)) else ""
+        raise ValueError(
+            f"--out {config.out} holds a run already{was_killed}: add --resume to continue it, or name another folder"
+        )
 
 
 def is_restart(launcher: Launcher) -> bool:

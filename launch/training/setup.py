@@ -12,8 +12,10 @@ from seqpar.launch.job.run_log import RunLog
 from seqpar.launch.models.build import build, kind_of
 from seqpar.launch.models.net import Net
 from seqpar.launch.planning.auto_settings import choose_attention
+from seqpar.launch.planning.memory_check import refuse_beyond_free
 from seqpar.launch.runs.run_folder import Status, describe_run, read_config
 from seqpar.launch.runs.run_lock import RunLock
+from seqpar.launch.runs.stale_status import killed
 from seqpar.launch.runs.start_history import changes_line, with_this_start
 from seqpar.launch.settings.command_line import idle_with_data
 from seqpar.launch.settings.config import Config
@@ -55,9 +57,12 @@ def open_folder(status: Status, lock: RunLock, config: Config, log: RunLog) -> t
     out = status.path.parent
     try:
         (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        was_killed = killed(out)
         source = lock.take(config.take_over)
         if source:
             print(f"{out} is taken over from {source}", flush=True)
+        if was_killed:
+            print(f"warning: {was_killed}", flush=True)
         try:
             refuse_other_run(replace(config, out=str(out)))  # it may have come since the command line was read
         except ValueError:
@@ -104,7 +109,7 @@ def make_trainer(request: RunRequest, mesh: Mesh, data: TrainingData, status: St
 def _build_net(
     config: Config, mesh: Mesh, data: TrainingData, saved_layout: Mapping[str, Any]
 ) -> tuple[Net, Sequence[str]]:
-    """Returns the network, and the reasons for its attention strategy.
+    """Returns the network, and the reasons for its attention strategy; refuses one beyond the free memory.
 
     Where the strategy is left open, the first rank plans, and its choice holds on all. ``saved_layout`` is the
     ``layout`` of the resumed run's config.json, which keeps its strategy.
@@ -113,6 +118,7 @@ def _build_net(
     choice = by_first(lambda: choose_attention(config, mesh.launcher, *sizes, saved_layout), mesh.world)
     strategy, reasons = (choice[0], choice[1:]) if choice else (config.attention, ())
     named = replace(config, attention=strategy)
+    refuse_beyond_free(named, mesh, *sizes)
     net = build(named, *sizes, mesh.seq, bool(data.regions), data=mesh.data)
     return net, reasons or net.attention_choice
 

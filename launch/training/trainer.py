@@ -2,7 +2,7 @@
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqpar.collectives import whole
-from seqpar.consensus import agree
+from seqpar.consensus import raise_together
 from seqpar.data.files import write_json
 from seqpar.data.sampling.loader import Loader, MicroBatch
 from seqpar.launch.job.exit_codes import PREEMPTED
@@ -18,12 +18,14 @@ from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.net import Net
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer, set_learning_rate
+from seqpar.launch.runs.boards import Board, open_boards
 from seqpar.launch.runs.journal import Journal, epoch_fields, peak_memory_mb
 from seqpar.launch.runs.run_folder import Status, next_lines, result_files, write_window
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.after_step import AfterStep, Decision, raise_non_finite
-from seqpar.launch.training.data import TrainingData, outputs_shown, step_tiles
-from seqpar.launch.training.data_parallel import data_parallel, gathered, no_sync, unchanged_statistics
+from seqpar.launch.training.data import TrainingData, step_tiles
+from seqpar.launch.training.data_parallel import gathered
+from seqpar.launch.training.gradients import Gradients
 from seqpar.launch.training.pictures import draw_progress
 from seqpar.launch.training.stragglers import Stragglers, sum_over_ranks, time_waiting
 from seqpar.launch.training.validation import Validation
@@ -32,8 +34,6 @@ from seqpar.launch.weights.checkpoint import Progress
 from seqpar.launch.weights.files import write_weights
 from seqpar.launch.weights.states import whole_tensors
 from seqpar.mesh import Mesh, equal_weights
-from seqpar.messages import expect
-from seqpar.vit.dropout import DropoutKey
 
 
 class Trainer:
@@ -61,11 +61,9 @@ class Trainer:
         if config.compile:
             for module in self.net.compiled():
                 module.compile()
-        self.parallel_net = data_parallel(self.net, mesh, config.shard_weights)
-        self.optimizer = make_optimizer(config, self.net)
         self.loss = loss_of(config, data.regions, data.dataset.ignore_label)
-        self.training_loss = self.net.training_loss(self.loss)
-        self.loss_groups = self.net.mode.loss_groups(mesh.data, config.batch)
+        self.gradients = Gradients(config, mesh, data, self.net, self.loss)
+        self.optimizer = make_optimizer(config, self.net)
         self.progress = Progress(global_batch=global_batch(config, mesh))
         self.journal = Journal(self.out, False, 0)
         self.after_step = AfterStep(config, mesh, self.out / "checkpoints", description, status.lock)
@@ -76,13 +74,12 @@ class Trainer:
 
     def run(self, stopper: Stopper) -> bool:
         """Returns whether the run finished; else all ranks left it, and it can be resumed."""
-        with unchanged_statistics(self.net):
-            self._warm_up()
+        self.gradients.warm_up()
         if self.saved:
             self.progress = checkpoint.load(self.saved, self.net, self.optimizer, self.mesh.world.index)
             assert self.progress.global_batch == global_batch(self.config, self.mesh)
-        agree(0, self.mesh.world)  # settings with which a rank cannot begin are not kept
-        self._open_journal()
+        boards = self._open_boards()  # settings with which a rank cannot begin are not kept
+        self._open_journal(boards)
         self.after_step.begin(self.progress if self.saved else None)
         with self._loader() as loader:
             finished = self._loop(loader, stopper)
@@ -92,28 +89,24 @@ class Trainer:
         self.journal.close()
         return finished
 
-    def _warm_up(self) -> None:
-        """Runs one forward and backward whose gradients are dropped.
+    def _open_boards(self) -> list[Board]:
+        """Returns the first rank's boards; raises on all ranks what it fails of."""
+        boards, error = list[Board](), None
+        if self.mesh.is_first:
+            begun = next((start["time"] for start in self.description.get("history", ())), "")
+            try:
+                boards = open_boards(self.config, self.out, self.progress.step, begun)
+            except ValueError as problem:
+                error = problem
+        raise_together(error, self.mesh.world, name_rank=False)
+        return boards
 
-        DDP rearranges its buckets after the first backward, which changes the order of sums from 3 ranks up: so every
-        start, fresh or resumed, has its first backward before the first step that counts.
-        """
-        layout, config = self.net.layout, self.config
-        tokens = (config.batch, layout.counts[self.mesh.seq.index])
-        image = torch.zeros(*tokens, self.data.num_channels, *layout.patch, device=self.mesh.device)
-        label = torch.zeros(*tokens, *layout.patch, device=self.mesh.device, dtype=torch.long)
-        with self._autocast():
-            logits = self.parallel_net(self._cast(image), None, DropoutKey(0, 0, tuple(range(config.batch))))
-        shown = outputs_shown(self.data, self.data.train_ids[:1] * config.batch, self.net.mode, self.mesh.device)
-        self.training_loss(logits, self.net.arrange(label), self.loss_groups, shown).backward()
-        self.optimizer.zero_grad()
-
-    def _open_journal(self) -> None:
+    def _open_journal(self, boards: Sequence[Board]) -> None:
         """Writes config.json, opens metrics.jsonl at the current step, and says from where a run is resumed."""
         self.status.step = step = self.progress.step
         if self.mesh.is_first:
             write_json(self.out / "config.json", self.description)
-        self.journal = Journal(self.out, self.mesh.is_first, step, self.progress.validated, self.config.tensorboard)
+        self.journal = Journal(self.out, self.mesh.is_first, step, self.progress.validated, boards)
         if self.config.resume:
             nothing = "" if self.saved else ": nothing was saved before"
             self.journal.say(f"resumed at step {step} of {self.config.steps}{nothing}")
@@ -174,7 +167,7 @@ class Trainer:
         rate = learning_rate(config, step)
         set_learning_rate(self.optimizer, rate)
         self.mesh.world.watch.clock.measure()
-        sums = self._add_gradients(micros, stopper)
+        sums = self.gradients.add(micros, step, stopper)
         if sums is None:
             self.optimizer.zero_grad()
             return None
@@ -204,34 +197,6 @@ class Trainer:
         }
         return row, decision
 
-    def _add_gradients(self, micros: list[MicroBatch], stopper: Stopper) -> Tensor | None:
-        """Returns the mean loss and terms of the micro-batches, None where all ranks leave between two.
-
-        The last backward averages the gradients over the ranks.
-        """
-        sums = torch.zeros(1 + len(self.loss.terms), dtype=torch.float64, device=self.mesh.device)
-        for number, micro in enumerate(micros):
-            is_last = number == len(micros) - 1
-            if number and stopper.should_leave():
-                return None
-            if is_last:
-                expect("gradients", self.mesh.world)
-            with nullcontext() if is_last else no_sync(self.parallel_net):
-                sums += self._backward(micro) / len(micros)
-        return sums
-
-    def _backward(self, micro: MicroBatch) -> Tensor:
-        """Returns the loss and its terms of a micro-batch after adding its gradients."""
-        key = DropoutKey(self.config.seed, self.progress.step, micro.samples)
-        label = self.net.arrange(micro.label)
-        with self._autocast():
-            logits = self.parallel_net(self._cast(micro.image), None, key)
-        shown = outputs_shown(self.data, micro.cases, self.net.mode, self.mesh.device)
-        parts = self.training_loss.parts(logits, label, self.loss_groups, shown)
-        (parts.total / self.config.accumulate).backward()
-        self.mesh.world.watch.clock.count_since_ready()
-        return torch.stack([parts.total, *parts.terms.values()]).detach().double()
-
     def _mean_over_ranks(self, sums: Tensor, own_s: float) -> Tensor:
         """Returns the mean over all ranks; a rank whose own seconds are many is reported on the way."""
         sums, seconds = sum_over_ranks(sums, own_s, self.mesh.world)
@@ -256,6 +221,7 @@ class Trainer:
         seconds = time.monotonic() - began
         self.journal.record("val", step, epoch=(step - 1) // self.config.iterations, **result.row, seconds=seconds)
         self.journal.say(result.text)
+        self.journal.picture("validation", step, self.out / "validation.png")
         self.progress.validated = step
         if result.score > self.progress.best:
             self.progress.best, self.progress.best_step = result.score, step
@@ -288,13 +254,6 @@ class Trainer:
 
     def _write_status(self, state: str, why: str = "", code: int = 0) -> None:
         self.journal.attempt(lambda: self.status.write(state, why, code))
-
-    def _cast(self, image: Tensor) -> Tensor:
-        return image.double() if self.config.precision == "fp64" else image
-
-    def _autocast(self) -> AbstractContextManager[None]:
-        is_half = self.config.precision == "bf16"
-        return torch.autocast(self.mesh.device.type, torch.bfloat16) if is_half else nullcontext()
 
 
 def global_batch(config: Config, mesh: Mesh) -> int:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp, nnunet_plain, nnunet_resenc, se_lamp
+from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp, nnunet
 from seqpar.decoders.unets.nnunet import network, of_plan, topology
+from seqpar.decoders.unets.published import SQUEEZE
 from seqpar.pipeline.cells import IMAGE, Cell, CellNet
 from tests.support.boxes import numbers
 from tests.support.ranks import relative
@@ -37,8 +38,8 @@ def hou_count(widths: list[int], channels: int, outputs: int) -> int:
 
 
 COUNTS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "nnunet-plain, 6 stages": (lambda: nnunet_plain(1, 3), 31_196_399),
-    "nnunet-resenc, 6 stages": (lambda: nnunet_resenc(1, 3), 102_350_575),
+    "nnunet-plain, 6 stages": (lambda: nnunet(1, 3), 31_196_399),
+    "nnunet-resenc, 6 stages": (lambda: nnunet(1, 3, residual=True), 102_350_575),
     "lamp 32": (lambda: lamp(1, 10), 22_906_650),
     "lamp 64": (lambda: lamp(1, 10, 64), 91_604_522),
     "lamp 128": (lambda: lamp(1, 10, 128), 214_284_906),
@@ -71,7 +72,7 @@ def test_distmis_has_its_parameters_with_the_moving_statistics_of_its_last_axis(
 
 def test_squeeze_excite_is_what_the_second_lamp_has_more() -> None:
     with torch.device("meta"):
-        plain, squeezed = lamp(1, 10), se_lamp(1, 10)
+        plain, squeezed = lamp(1, 10), lamp(1, 10, squeeze=SQUEEZE)
     widths = [32, 64, 128, 256, 512, 256, 128, 64, 32]
     assert count(squeezed) - count(plain) == sum(2 * w * (w // 16) + w + w // 16 for w in widths)
 
@@ -203,7 +204,7 @@ def test_what_a_plan_asks_for_and_is_not_built_is_refused_by_name(name: str, mor
 
 
 def test_deep_supervision_returns_levels_in_training_and_freezes_the_coarsest_head() -> None:
-    net = nnunet_plain(1, 3, 32, features=2, deep_supervision=True)
+    net = nnunet(1, 3, 32, features=2, deep_supervision=True)
     image = torch.randn(2, 1, 32, 32, 32)
     levels = net.train()(image)
     assert [tuple(x.shape[2:]) for x in levels] == [(32, 32, 32), (16, 16, 16)]
@@ -217,7 +218,7 @@ def test_deep_supervision_returns_levels_in_training_and_freezes_the_coarsest_he
 
 
 def test_residual_blocks_begin_as_their_shortcut() -> None:
-    last = [m.convs[-1].norm for m in nnunet_resenc(1, 2, 16, features=2).modules() if hasattr(m, "project")]
+    last = [m.convs[-1].norm for m in nnunet(1, 2, 16, features=2, residual=True).modules() if hasattr(m, "project")]
     assert len(last) == 1 + 3 + 4 and all(not norm.weight.any() for norm in last)
     plain = network(make("residual").architecture)
     assert plain.cells["stem"].norm.weight.all()
@@ -252,8 +253,8 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "variant": (lambda: distmis(1, 2, variant="paper"), "'code' or 'text'"),
     "distmis's length": (lambda: distmis(1, 1, 155), "multiple of 8"),
     "another length": (lambda: distmis(1, 1, 16)(torch.zeros(1, 1, 8, 8, 24)), "--tile 8 8 16"),
-    "off the stride": (lambda: nnunet_plain(1, 2, 16, features=2)(torch.zeros(1, 1, 16, 12, 18)), "--tile 16 12 16"),
-    "one point": (lambda: nnunet_plain(1, 2, 16, features=2)(torch.zeros(1, 1, 4, 4, 4)), "larger --tile than 4 4 4"),
+    "off the stride": (lambda: nnunet(1, 2, 16, features=2)(torch.zeros(1, 1, 16, 12, 18)), "--tile 16 12 16"),
+    "one point": (lambda: nnunet(1, 2, 16, features=2)(torch.zeros(1, 1, 4, 4, 4)), "larger --tile than 4 4 4"),
 }
 
 

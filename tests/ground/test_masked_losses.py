@@ -69,14 +69,14 @@ def test_the_loss_is_the_formula(case: str) -> None:
 
 def losses() -> list[tuple[Loss, Tensor, bool]]:
     """Returns losses with what labels show, and whether outputs exclude each other."""
-    found = []
+    every = []
     for batch in (False, True):
         for name in ("dice-ce", "dice-focal"):
             options = LossOptions(background=True, batch=batch)
-            found.append((make_loss(name, options, ignore_label=9, class_weights=WEIGHTS), SHOWN, True))
+            every.append((make_loss(name, options, ignore_label=9, class_weights=WEIGHTS), SHOWN, True))
             regions = make_loss(name, options, regions=REGIONS, ignore_label=9, class_weights=WEIGHTS[:3])
-            found.append((regions, REGIONS_SHOWN, False))
-    return found
+            every.append((regions, REGIONS_SHOWN, False))
+    return every
 
 
 def test_absent_organs_and_the_background_of_their_samples_have_exactly_no_gradient() -> None:
@@ -99,8 +99,8 @@ def test_labels_that_show_all_and_weights_of_one_change_nothing() -> None:
             plain = make_loss(name, LossOptions(batch=batch), ignore_label=9)
             ones = make_loss(name, LossOptions(batch=batch), ignore_label=9, class_weights=(1.0,) * CLASSES)
             want = plain(logits, label)
-            for got in (ones(logits, label), plain(logits, label, annotated=torch.ones_like(SHOWN))):
-                assert relative(got, want) < 1e-13
+            for value in (ones(logits, label), plain(logits, label, annotated=torch.ones_like(SHOWN))):
+                assert relative(value, want) < 1e-13
     torchs = F.cross_entropy(logits, label, torch.tensor(WEIGHTS, dtype=torch.float64), ignore_index=9)
     ours = make_loss("dice-ce", LossOptions(), ignore_label=9, class_weights=WEIGHTS).parts(logits, label)
     assert relative(ours.terms["ce"], torchs) < 1e-13, "voxels weigh as torch weighs them"
@@ -116,12 +116,12 @@ def test_nothing_shown_at_all_is_no_loss() -> None:
 def test_runs_of_rows_and_pieces_of_a_volume_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, label = example()
     for loss, shown, exclusive in losses():
-        given = logits if exclusive else logits[:, :3]
-        whole = loss(given, label, annotated=shown)
+        inputs = logits if exclusive else logits[:, :3]
+        whole = loss(inputs, label, annotated=shown)
         with monkeypatch.context() as patched:
             patched.setattr(voxels, "RUN", 1)
-            assert relative(loss(given, label, annotated=shown), whole) < 1e-13
-        one, truth, own = given[1:2], label[1:2], shown[1:2]
+            assert relative(loss(inputs, label, annotated=shown), whole) < 1e-13
+        one, truth, own = inputs[1:2], label[1:2], shown[1:2]
         pieces = zip(one.split([2, 3, 1], 2), truth.split([2, 3, 1], 1))
         sums = torch.stack([loss.sums(*piece, own) for piece in pieces]).sum(0)
         assert relative(loss.of_sums(sums, own).total, loss(one, truth, annotated=own)) < 1e-13
@@ -130,7 +130,7 @@ def test_runs_of_rows_and_pieces_of_a_volume_add_up(monkeypatch: pytest.MonkeyPa
 def gaps(mesh: Mesh) -> list[float]:
     """Returns the differences of all losses to one process: samples over data, voxels over seq, uneven."""
     logits, label = example()
-    found = []
+    differences = []
     for loss, shown, exclusive in losses():
         whole = (logits if exclusive else logits[:, :3]).clone().requires_grad_()
         want = loss(whole, label, annotated=shown)
@@ -139,11 +139,11 @@ def gaps(mesh: Mesh) -> list[float]:
         pick = lambda t, dim: t.chunk(mesh.data.size)[mesh.data.index].split(sizes, dim)[mesh.seq.index]  # noqa: E731
         part = pick(whole.detach(), 2).requires_grad_()
         groups = LossGroups(mesh.seq if mesh.seq.size > 1 else None, (mesh.data,) if mesh.data.size > 1 else ())
-        got = loss(part, pick(label, 1), groups, shown.chunk(mesh.data.size)[mesh.data.index])
-        (mine,) = torch.autograd.grad(got, part)
-        mean = all_reduce(got.detach(), mesh.world) / mesh.world.size
-        found += [relative(mean, want), relative(mine / mesh.world.size, pick(grad, 2))]
-    return found
+        value = loss(part, pick(label, 1), groups, shown.chunk(mesh.data.size)[mesh.data.index])
+        (mine,) = torch.autograd.grad(value, part)
+        mean = all_reduce(value.detach(), mesh.world) / mesh.world.size
+        differences += [relative(mean, want), relative(mine / mesh.world.size, pick(grad, 2))]
+    return differences
 
 
 @pytest.mark.parametrize(("data", "seq"), [(1, 2), (2, 1), (2, 2)])

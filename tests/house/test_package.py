@@ -61,3 +61,11 @@ def test_every_act_has_a_console_script() -> None:
     acts = {path.stem for path in files if re.search(r"^def main\(", path.read_text(), re.M)}
     scripts = dict(re.findall(r'^seqpar-(\w+) = "seqpar\.launch\.(\w+):main"', text, re.M))
     assert set(scripts) == set(scripts.values()) == acts
+
+
+def test_the_readme_names_every_extra() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    extras = re.findall(r"^(\w+) = \[", text.partition("[project.optional-dependencies]")[2].partition("\n[")[0], re.M)
+    assert len(extras) >= 6
+    paragraph = next(part for part in (ROOT / "README.md").read_text().split("\n\n") if "Extras, as in" in part)
+    assert [name for name in extras if f"`{name}`" not in paragraph] == []

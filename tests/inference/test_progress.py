@@ -55,10 +55,10 @@ def test_preparation_counts_each_file_and_stage_of_a_case(tmp_path, workers: int
     in_fifths = {n / 5 for n in range(1, 11)}  # one image, one label, three stages
     after_survey = {0.5, 1.0} | {1 + share / 2 for share in in_fifths}  # which counts half
     for kind, wanted in (("T1", in_fifths), ("CT", after_survey)):
-        data, told = recognise(nnunet(tmp_path / kind, 2, channels=(kind,))), list[float]()
-        prepare(data, tmp_path / f"{kind}.cache", workers=workers, progress=lambda done, total: told.append(done))
-        assert told == sorted(told) and told[-1] == 2
+        data, shares = recognise(nnunet(tmp_path / kind, 2, channels=(kind,))), list[float]()
+        prepare(data, tmp_path / f"{kind}.cache", workers=workers, progress=lambda done, total: shares.append(done))
+        assert shares == sorted(shares) and shares[-1] == 2
         if workers == 0:
-            assert wanted <= {round(done, 9) for done in told}
+            assert wanted <= {round(done, 9) for done in shares}
         else:
-            assert any(done % 1 for done in told), "parts of cases count there too"
+            assert any(done % 1 for done in shares), "parts of cases count there too"

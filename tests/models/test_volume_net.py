@@ -110,13 +110,13 @@ def test_every_exact_mode_and_split_equals_one_process(world: int, batch: int, r
     cases += [(replace(RESIDUAL, mode="halo"), 1, 2)]
     cases += [(replace(BATCH_NORM, mode=mode), batch, 2) for mode in ("halo", "swap")]
     wanted = [one_process(replace(case[0], mode="gather", split="spatial"), *case[1:]) for case in cases]
-    found = ranks(world, train_all, cases, timeout=240)
+    every_rank = ranks(world, train_all, cases, timeout=240)
     for number, (case, want) in enumerate(zip(cases, wanted)):
-        for outcome in (outcomes[number] for outcomes in found):
+        for outcome in (outcomes[number] for outcomes in every_rank):
             differences = gaps(outcome, want)
             assert differences.pop("after the steps") < 1e-10, case
             assert max(differences.values()) < 1e-12, (case, differences)
-        seen = torch.cat([outcomes[number].voxels for outcomes in found]).unique()
+        seen = torch.cat([outcomes[number].voxels for outcomes in every_rank]).unique()
         assert torch.equal(seen, torch.arange(len(want.logits))), "some voxels have no logits"
 
 
@@ -129,7 +129,7 @@ def test_nogather_is_another_function_with_equal_statistics_on_all_ranks(ranks: 
     assert statistics and all(torch.equal(first.state[name], second.state[name]) for name in statistics)
 
 
-def held(mesh: Mesh) -> int:
+def bytes_held(mesh: Mesh) -> int:
     config = Config(network="nnunet-plain", tile=(32, 32, 32), features=4, mode="halo", seqpar=mesh.seq.size)
     net = build(config, 1, 2, mesh.seq)
     label = torch.zeros(1, 32, 32, 32, dtype=torch.long)
@@ -138,9 +138,9 @@ def held(mesh: Mesh) -> int:
 
 
 def test_a_u_net_in_halo_holds_its_share(ranks: Callable[..., list]) -> None:
-    (one,) = ranks(1, held)
+    (one,) = ranks(1, bytes_held)
     for world in (2, 4):
-        assert max(ranks(world, held)) <= (1 / world + 0.10) * one
+        assert max(ranks(world, bytes_held)) <= (1 / world + 0.10) * one
 
 
 def test_a_whole_image_passes_alone_whatever_its_size() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer
 from seqpar.launch.planning.batch_size import hold_global_batch, keep_global_batch
-from seqpar.launch.settings.config import Config, seconds
+from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.time_limit import seconds
 from seqpar.launch.training.data import open_data
 from tests.support.configs import NoStop, config_of, net_of, trainer_of
 from tests.support.folders import nnunet
@@ -181,7 +182,8 @@ ELSEWHERE = {
     "measured": "test_attention_is_chosen_by_measured_links",
     "device": "test_the_device_is_the_told_one", "dry_run": "test_a_dry_run_writes_nothing",
     "take_over": "test_on_a_shared_disk_take_over_is_needed_and_whoever_loses_the_folder_leaves_it_alone",
-    "tensorboard": "test_tensorboard_gets_the_journals_numbers",
+    "tensorboard": "test_tensorboard_gets_the_journals_numbers_and_pictures",
+    "tracker": "test_a_tracker_gets_the_runs_numbers_and_pictures_and_goes_on_after_resume",
     "start_timeout": "test_a_rank_that_does_not_start_is_named",
     "timeout": "test_a_rank_that_stops_ends_the_run_by_name",
     "debug_collectives": "test_checked_ranks_that_differ_are_named",

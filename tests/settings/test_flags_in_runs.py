@@ -111,41 +111,6 @@ def test_the_device_is_the_told_one():
             pick_device(Launcher("alone"), "cuda")
 
 
-def test_tensorboard_gets_the_journals_numbers(flags, tmp_path, monkeypatch, capsys):
-    import sys
-    import types
-
-    seen = []
-
-    class Writer:
-        def __init__(self, folder: str, purge_step: int) -> None:
-            seen.append((folder, purge_step))
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            seen.append((name, value, step))
-
-        def close(self) -> None:
-            seen.append("closed")
-
-    fake = types.ModuleType("torch.utils.tensorboard")
-    fake.SummaryWriter = Writer
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
-    journal = training.Journal(tmp_path, True, 3, tensorboard=True)
-    journal.record("train", 3, epoch=1, loss=0.5)
-    journal.record("val", 4, dice={"WT": 0.8, "ET": None})
-    journal.close()
-    assert seen == [(str(tmp_path / "tensorboard"), 3), ("train/loss", 0.5, 3), ("val/dice/WT", 0.8, 4), "closed"]
-    monkeypatch.setattr(Writer, "add_scalar", lambda *of: (_ for _ in ()).throw(OSError(28, "No space left")))
-    monkeypatch.setattr(Writer, "close", lambda self: self.add_scalar())
-    full = training.Journal(tmp_path, True, 3, tensorboard=True)
-    full.record("train", 3, loss=0.5)
-    full.close()
-    assert "cannot be written (No space left); training goes on" in capsys.readouterr().out
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'seqpar\[tensorboard\]'"):
-        refuse(config_of(flags, "--tensorboard"))
-
-
 def test_ranks_wait_for_the_phantom_that_the_first_one_makes(tmp_path, monkeypatch):
     """In a fresh cache the others ask before anything is there."""
     from seqpar.data.phantom import builtin

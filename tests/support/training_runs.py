@@ -17,7 +17,7 @@ import torch._dynamo  # noqa: F401  an optimizer imports it: once here, not in e
 from seqpar.launch import train
 from seqpar.launch.job import exit_codes
 from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import after_step, trainer, validation
+from seqpar.launch.training import after_step, gradients, trainer, validation
 from seqpar.launch.weights import checkpoint
 from tests.support.folders import nnunet
 
@@ -186,7 +186,7 @@ def signalled(number: int) -> Callable[[], None]:
 def moments(last: int) -> dict[str, Hook]:
     """Returns hooks that kill a rank: rank ``last`` where every rank acts, the first where it alone does."""
     return {
-        "in a step": at(trainer.Trainer, "_backward", last, die, call=2),
+        "in a step": at(gradients.Gradients, "_backward", last, die, call=2),
         "before a step is agreed": at(after_step.AfterStep, "decide", last, die, call=2),
         "in validation": at(validation.Validation, "_predict", last, die),
         "before a write": at(checkpoint, "_write", last, die),

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.collectives import all_reduce
-from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp, se_lamp
+from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp
 from seqpar.decoders.unets.nnunet import network
+from seqpar.decoders.unets.published import SQUEEZE
 from seqpar.mesh import Group, Mesh
 from seqpar.spatial.box_grid import BoxGrid
 from tests.support.boxes import box, numbers
@@ -43,7 +44,7 @@ MAKERS: dict[str, Make] = {
     "distmis": lambda data: distmis(CHANNELS, CLASSES, 16, features=2, data=data),
     "distmis text": lambda data: distmis(CHANNELS, CLASSES, variant="text", features=2, data=data),
     "lamp": lambda data: lamp(CHANNELS, CLASSES, 2, data=data),
-    "se-lamp": lambda data: se_lamp(CHANNELS, CLASSES, 2, data=data),
+    "se-lamp": lambda data: lamp(CHANNELS, CLASSES, 2, data=data, squeeze=SQUEEZE),
     "nnunet": lambda data: network(of(None, heads=2).architecture, True),
 }
 

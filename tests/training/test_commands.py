@@ -76,11 +76,11 @@ def test_what_all_ranks_refuse_one_of_them_says(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "FIRST_RANK_S", 0.2)
     monkeypatch.setenv(exit_codes.LAST_WORDS, str(tmp_path / "error.json"))
     second = Launcher("test", 1, 2, host="n1")
-    for told, other in (("", "no"), ("no", "no"), ("no", "other")):
-        if told:
-            exit_codes.leave_last_words(f"error: x: {told}")
+    for words, other in (("", "no"), ("no", "no"), ("no", "other")):
+        if words:
+            exit_codes.leave_last_words(f"error: x: {words}")
         assert train._report_late(DataError("x", other), second) == 3
-        silent = told == other
+        silent = words == other
         assert capsys.readouterr().err == ("" if silent else f"error: rank 1 (n1): x: {other}\n")
         (tmp_path / "error.json").unlink()
 

@@ -12,7 +12,7 @@ from seqpar import wait_clock
 from seqpar.environment import flight_recorder
 from seqpar.launch import train
 from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import stragglers, trainer
+from seqpar.launch.training import gradients, stragglers, trainer
 from seqpar.launch.training.stragglers import SKIPPED, WINDOW, Stragglers
 from seqpar.wait_clock import WaitClock
 from tests.support.training_runs import Launch, at, status, trained, weights
@@ -36,7 +36,7 @@ def test_a_rank_that_does_not_start_is_named(flags, tmp_path):
 @pytest.mark.parametrize("layout", ["--seqpar 3 --split ordered", "--seqpar 1"])
 def test_a_rank_that_stops_ends_the_run_by_name(flags, tmp_path, layout):
     """The start's limit is the default of minutes; with seqpar 1 the others wait inside DDP's sums."""
-    hang = at(trainer.Trainer, "_backward", 2, leave_late, call=3)
+    hang = at(gradients.Gradients, "_backward", 2, leave_late, call=3)
     codes, said = codes_of([*flags, *layout.split(), "--timeout", "4"], tmp_path / "run", hang)
     assert codes == [1, 1, 7], said
     assert said.count("warning: rank 2 (") == 1, said
@@ -81,12 +81,12 @@ def slow_down(slow: int):
         now = [0.0]
         clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic, sleep=time.sleep)
         trainer.time = wait_clock.time = clock
-        backward, waiting, count = trainer.Trainer._backward, WaitClock.waiting, WaitClock.count_since_ready
+        backward, waiting, count = gradients.Gradients._backward, WaitClock.waiting, WaitClock.count_since_ready
 
-        def slower(self, micro):
+        def slower(self, micro, step):
             object.__setattr__(micro, "wait_s", 0.0)
             now[0] += 0.3 if rank == slow else 0.1
-            return backward(self, micro)
+            return backward(self, micro, step)
 
         @contextmanager
         def long_waiting(self, on_gpu):
@@ -98,7 +98,7 @@ def slow_down(slow: int):
             now[0] += 5
             count(self)
 
-        trainer.Trainer._backward, WaitClock.waiting = slower, long_waiting
+        gradients.Gradients._backward, WaitClock.waiting = slower, long_waiting
         WaitClock.count_since_ready = long_sums
 
     return hook

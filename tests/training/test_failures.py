@@ -17,7 +17,7 @@ from seqpar.launch.job.run_log import RunLog
 from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import Config
-from seqpar.launch.training import after_step, request, setup, trainer, validation
+from seqpar.launch.training import after_step, gradients, request, setup, trainer, validation
 from seqpar.launch.weights import checkpoint
 from tests.support.training_runs import (
     Launch,
@@ -90,7 +90,7 @@ def test_survivors_of_a_lost_rank_leave_at_once(flags, tmp_path):
     ended = []
 
     def hook(rank: int) -> None:
-        at(trainer.Trainer, "_backward", 1, die, call=2)(rank)
+        at(gradients.Gradients, "_backward", 1, die, call=2)(rank)
 
     with Launch(4, [*flags, "--seqpar", "4"], tmp_path / "run", hook) as launch:
         while 1 not in launch.codes:
@@ -110,14 +110,14 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_all_before_the_weights_move(
     more = ["--batch", "1", *EVERY_STEP]
 
     def hook(rank: int) -> None:
-        cast, calls = trainer.Trainer._cast, [0]
+        cast, calls = gradients.Gradients._cast, [0]
 
         def spoiled(self, image):
             calls[0] += 1
             return cast(self, image) * (float("nan") if calls[0] == 4 else 1)  # the first is the rehearsal's
 
         if rank == 1:
-            trainer.Trainer._cast = spoiled
+            gradients.Gradients._cast = spoiled
 
     out = tmp_path / "run"
     stopped = trained(2, [*flags, *more], out, expect=5, hook=hook)
@@ -132,14 +132,14 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_all_before_the_weights_move(
 
 def test_a_gradient_that_is_no_number_names_the_batch(flags, tmp_path):
     def hook(rank: int) -> None:
-        backward = trainer.Trainer._backward
+        backward = gradients.Gradients._backward
 
-        def spoiled(self, micro):
-            parts = backward(self, micro)
+        def spoiled(self, micro, step):
+            parts = backward(self, micro, step)
             next(self.net.parameters()).grad.fill_(float("inf"))
             return parts
 
-        trainer.Trainer._backward = spoiled
+        gradients.Gradients._backward = spoiled
 
     trained(1, flags, tmp_path / "run", expect=5, hook=hook)
     assert "the gradient is not finite; the batch held c_00" in status(tmp_path / "run")["why"]
@@ -149,7 +149,7 @@ def test_out_of_memory_says_what_to_change(flags, tmp_path):
     def exhaust() -> None:
         raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 3 GiB")
 
-    hook = at(trainer.Trainer, "_backward", 1, exhaust, call=2)
+    hook = at(gradients.Gradients, "_backward", 1, exhaust, call=2)
     with Launch(2, [*flags, "--seqpar", "2"], tmp_path / "run", hook) as launch:
         assert launch.wait() == [1, 4]
     said = status(tmp_path / "run")
@@ -161,7 +161,7 @@ def test_a_mistake_of_our_own_is_a_failed_run_with_a_traceback(flags, tmp_path):
     def stumble() -> None:
         raise KeyError("nothing")
 
-    hook = at(trainer.Trainer, "_backward", 0, stumble)
+    hook = at(gradients.Gradients, "_backward", 0, stumble)
     failed = trained(1, flags, tmp_path / "run", expect=1, hook=hook)
     assert "Traceback" in failed.said() and "KeyError" in status(tmp_path / "run")["why"]
 
@@ -176,7 +176,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_rank_that_fails(flags, tmp_path
         setattr(place, name, lambda *of, **more: time.sleep(100))
         raise KeyError("nothing")
 
-    hook = at(trainer.Trainer, "_backward", 0, stumble)
+    hook = at(gradients.Gradients, "_backward", 0, stumble)
     with Launch(1, flags, tmp_path / "run", hook) as launch:
         assert launch.wait(30) == [1]
     assert "Traceback" in launch.said(), "on stderr, whatever the log file does"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from seqpar.launch import train
 from seqpar.launch.job import exit_codes
 from seqpar.launch.runs.run_folder import read_config
-from seqpar.launch.training import folds, trainer
+from seqpar.launch.training import folds, gradients
 from tests.support.folders import nnunet, write_json
 from tests.support.training_runs import Hook, at, status, trained, weights
 
@@ -64,7 +64,7 @@ def told_in_fold(number: int) -> Hook:
 
     def hook(rank: int) -> None:
         forking(rank)
-        at(trainer.Trainer, "_backward", 1, tell, call=3)(rank)
+        at(gradients.Gradients, "_backward", 1, tell, call=3)(rank)
 
     return hook
 

@@ -13,7 +13,7 @@ import pytest
 from seqpar.launch import train
 from seqpar.launch.runs.run_lock import RunLock, TakenOver
 from seqpar.launch.runs.run_owner import FIRST_NAMESPACE, RunOwner, _began
-from seqpar.launch.training import after_step, trainer
+from seqpar.launch.training import after_step, gradients
 from tests.support.folders import child, exit_code
 from tests.support.training_runs import Hook, Launch, at, die, losses, status, trained, weights
 
@@ -69,7 +69,7 @@ def test_of_two_starts_at_once_one_trains_and_the_other_is_told_by_whom(flags, u
     out, other = tmp_path / "run", tmp_path / "other"
     other.symlink_to(out)  # its launches have logs of their own
     first = at(train, "make_trainer", 0, held(tmp_path, "start"))
-    second = at(trainer.Trainer, "_backward", 0, held(tmp_path, "step"), call=3)
+    second = at(gradients.Gradients, "_backward", 0, held(tmp_path, "step"), call=3)
     with Launch(2, flags, out, both(first, second)) as launch:
         for name, more, world in (("start", [], 1), ("step", ["--resume"], 2)):
             reached(launch, tmp_path, name)
@@ -85,7 +85,9 @@ def test_of_two_starts_at_once_one_trains_and_the_other_is_told_by_whom(flags, u
 
 def test_what_a_killed_training_held_is_taken_over_on_its_own_machine(flags, undisturbed, tmp_path):
     out = tmp_path / "run"
-    with Launch(1, [*flags, "--checkpoint-minutes", "1e-9"], out, at(trainer.Trainer, "_backward", 0, die, 4)) as one:
+    with Launch(
+        1, [*flags, "--checkpoint-minutes", "1e-9"], out, at(gradients.Gradients, "_backward", 0, die, 4)
+    ) as one:
         assert one.wait() == [-signal.SIGKILL] and len(locks(out)) == 1
     again = trained(1, ["--resume"], out)
     assert f"taken over from process {one.pids[0]} on {socket.gethostname()}, which has ended" in again.said()
@@ -101,7 +103,7 @@ def test_on_a_shared_disk_take_over_is_needed_and_whoever_loses_the_folder_leave
     def look_often(rank: int) -> None:
         after_step.LOOK_S = 0.0
 
-    stay = at(trainer.Trainer, "_backward", 0, held(tmp_path, "step"), call=4)
+    stay = at(gradients.Gradients, "_backward", 0, held(tmp_path, "step"), call=4)
     often, verdicts = [*flags, "--checkpoint-minutes", "1e-9"], tmp_path / "taken"
     with Launch(2, often, out, both(elsewhere, look_often, stay), SEQPAR_VERDICT=str(verdicts)) as launch:
         reached(launch, tmp_path, "step")

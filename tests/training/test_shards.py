@@ -103,7 +103,7 @@ def first_gradients(mesh: Mesh, runs: list[list[str]], folder: Path) -> list[dic
     for flags in runs:
         trainer = trainer_of(config_of(flags), mesh, folder)
         with trainer._loader() as loader:
-            trainer._add_gradients([next(loader) for _ in range(trainer.config.accumulate)], NoStop())  # type: ignore
+            trainer.gradients.add([next(loader) for _ in range(trainer.config.accumulate)], 0, NoStop())  # type: ignore
         grads = {name: p.grad for name, p in trainer.net.named_parameters() if p.grad is not None}
         gradients.append(whole_tensors(grads, keep=True))
     return gradients

@@ -11,7 +11,7 @@ import pytest
 from seqpar.launch import train
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import after_step, trainer, validation
+from seqpar.launch.training import after_step, gradients, validation
 from seqpar.launch.weights import checkpoint
 from tests.support.folders import nnunet
 from tests.support.training_runs import (
@@ -27,11 +27,11 @@ from tests.support.training_runs import (
 )
 
 LEFT = {
-    "alone, TERM in a step": (1, "", at(trainer.Trainer, "_backward", 0, signalled(signal.SIGTERM), call=3)),
+    "alone, TERM in a step": (1, "", at(gradients.Gradients, "_backward", 0, signalled(signal.SIGTERM), call=3)),
     "seq 2, USR1 to one rank": (
         2,
         "--seqpar 2",
-        at(trainer.Trainer, "_backward", 1, signalled(signal.SIGUSR1), call=3),
+        at(gradients.Gradients, "_backward", 1, signalled(signal.SIGUSR1), call=3),
     ),
     "seq 3, USR1 in validation": (
         3,
@@ -41,7 +41,7 @@ LEFT = {
     "seq 2, TERM between two micro-batches": (
         2,
         "--seqpar 2 --accumulate 4",
-        at(trainer.Trainer, "_backward", 1, signalled(signal.SIGTERM), call=10),
+        at(gradients.Gradients, "_backward", 1, signalled(signal.SIGTERM), call=10),
     ),
     "data 2 x seq 2, TERM in a save": (
         4,
@@ -94,7 +94,7 @@ def test_a_validation_that_is_repeated_after_a_kill_is_there_once(flags, tmp_pat
         1, [*flags, *slow], out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), 4)
     )
     assert status(out)["step"] == 4
-    with Launch(1, ["--resume"], out, at(trainer.Trainer, "_backward", 0, die)) as killed:
+    with Launch(1, ["--resume"], out, at(gradients.Gradients, "_backward", 0, die)) as killed:
         assert killed.wait() == [-signal.SIGKILL]
     trained(1, ["--resume"], out)
     assert [row["step"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "val"] == [2, 4, 6]
@@ -110,7 +110,9 @@ def test_ranks_agree_to_leave_while_a_long_step_lasts(flags, tmp_path):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, Stopper.SIGNALS)
 
     out = tmp_path / "run"
-    trained(2, [*flags, "--seqpar", "2"], out, expect=75, hook=at(trainer.Trainer, "_backward", 1, long_step, call=3))
+    trained(
+        2, [*flags, "--seqpar", "2"], out, expect=75, hook=at(gradients.Gradients, "_backward", 1, long_step, call=3)
+    )
     said = status(out)
     seconds = re.fullmatch(r"SIGUSR1 on rank 1, agreed in (.*) s", said["why"])
     assert seconds and float(seconds[1]) < 5 and said["step"] == 3, said
@@ -121,7 +123,7 @@ def test_a_save_that_fails_when_the_run_must_leave_is_a_failure(flags, tmp_path)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def hook(rank: int) -> None:
-        at(trainer.Trainer, "_backward", 0, signalled(signal.SIGTERM))(rank)
+        at(gradients.Gradients, "_backward", 0, signalled(signal.SIGTERM))(rank)
         at(checkpoint, "_make_draft", 0, full)(rank)
 
     failed = trained(1, flags, tmp_path / "run", expect=1, hook=hook)
@@ -148,12 +150,12 @@ def test_before_there_is_work_a_signal_ends_at_once(flags, tmp_path):
 
 def test_ctrl_c_leaves_in_order_and_twice_at_once(flags, tmp_path):
     interrupt = signalled(signal.SIGINT)
-    trained(1, flags, tmp_path / "a", expect=75, hook=at(trainer.Trainer, "_backward", 0, interrupt))
+    trained(1, flags, tmp_path / "a", expect=75, hook=at(gradients.Gradients, "_backward", 0, interrupt))
     assert status(tmp_path / "a")["why"] == "SIGINT"
 
     def twice() -> None:
         interrupt()
         interrupt()
 
-    trained(1, flags, tmp_path / "b", expect=130, hook=at(trainer.Trainer, "_backward", 0, twice))
+    trained(1, flags, tmp_path / "b", expect=130, hook=at(gradients.Gradients, "_backward", 0, twice))
     assert status(tmp_path / "b")["state"] == "failed"

@@ -28,9 +28,9 @@ BATCH_NORM = "--network unet-hou --mode halo"
 def flags(tmp_path_factory) -> list[str]:
     root = tmp_path_factory.mktemp("unets")
     nnunet(root / "Dataset001_Tiny", cases=5)
-    given = [*TINY.split(), "--data", str(root / "Dataset001_Tiny"), "--cache", str(root / "cache")]
-    trained(1, [*given, *BATCH_NORM.split(), "--iterations", "1", "--epochs", "1"], root / "first")
-    return given
+    line = [*TINY.split(), "--data", str(root / "Dataset001_Tiny"), "--cache", str(root / "cache")]
+    trained(1, [*line, *BATCH_NORM.split(), "--iterations", "1", "--epochs", "1"], root / "first")
+    return line
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +90,9 @@ def test_weights_in_shards_become_what_replicated_ones_become(flags, deep, tmp_p
 @pytest.mark.parametrize("window", ["sliding", "whole"])
 def test_predictions_are_the_same_on_two_ranks(flags, deep, tmp_path, window) -> None:
     images = Path(flags[flags.index("--data") + 1]) / "imagesTr"
-    given = [str(deep), "-i", str(images), "--window", window, "--device", "cpu"]
-    assert predict.act([*given, "-o", str(tmp_path / "one")]) == 0
-    with Launch(2, [*given, "-o", str(tmp_path / "two"), "--seqpar", "2"], tmp_path / "unused", act=_predict) as launch:
+    line = [str(deep), "-i", str(images), "--window", window, "--device", "cpu"]
+    assert predict.act([*line, "-o", str(tmp_path / "one")]) == 0
+    with Launch(2, [*line, "-o", str(tmp_path / "two"), "--seqpar", "2"], tmp_path / "unused", act=_predict) as launch:
         assert launch.wait() == [0, 0], launch.said()
     assert "MiB on each rank" in launch.said(0) if window == "whole" else "window" in launch.said(0)
     for path in sorted((tmp_path / "one").glob("*.nii.gz")):
@@ -122,8 +122,8 @@ PLAN = "--network nnunet-plain --preset paper --mode halo --device mi250x --tile
 
 
 def test_a_plan_says_what_a_network_without_tokens_needs(capsys) -> None:
-    given = PLAN.split()
-    assert plan.act(given) == 0
+    line = PLAN.split()
+    assert plan.act(line) == 0
     said = capsys.readouterr().out
     assert "nnunet-plain, mode halo" in said and "64 cubes of 32x32x32 voxels" in said
     rows = {line.split()[0]: line for line in said.splitlines() if line[:7].strip().isdigit()}

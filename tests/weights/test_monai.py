@@ -134,8 +134,8 @@ def test_heads_that_nobody_tells_are_asked_for() -> None:
         load_monai(state, TILE)
     whole = references.unetr(state, x, HEADS)
     assert relative(out(load_monai(state, TILE, 12), x), whole) > 1e-3, "a wrong number would go unnoticed"
-    told = {"state_dict": state, "hyper_parameters": {"num_heads": HEADS}, "epoch": 3}
-    assert relative(out(load_monai(told, TILE), x), whole) < 1e-12
+    file = {"state_dict": state, "hyper_parameters": {"num_heads": HEADS}, "epoch": 3}
+    assert relative(out(load_monai(file, TILE), x), whole) < 1e-12
 
 
 def test_weights_are_loaded_from_the_path_of_their_file_too(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ def find(path_or_name: str | Path | int) -> Path:
         raise DataError(path, f"does not exist; needed is {_KNOWN} (names: set nnUNet_raw)")
     name = str(path_or_name)
     pattern = f"Dataset{int(name):03d}_*" if name.isdigit() else name
-    found = sorted(Path(raw).glob(pattern)) if len(path.parts) == 1 else []
-    folders = [folder for folder in found if folder.is_dir() and folder.suffix != OLD_CACHE]
+    matches = sorted(Path(raw).glob(pattern)) if len(path.parts) == 1 else []
+    folders = [folder for folder in matches if folder.is_dir() and folder.suffix != OLD_CACHE]
     if len(folders) != 1:
         raise DataError(path, f"{len(folders)} folders {pattern} lie under nnUNet_raw = {raw}; exactly one is needed")
     return folders[0].absolute()

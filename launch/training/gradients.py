@@ -1,0 +1,82 @@
+"""Gradients: forward and backward of a step's micro-batches, on this rank's part."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from seqpar.data.sampling.loader import MicroBatch
+from seqpar.launch.job.stop_request import Stopper
+from seqpar.launch.models.net import Net
+from seqpar.launch.settings.config import Config
+from seqpar.launch.training.data import TrainingData, outputs_shown
+from seqpar.launch.training.data_parallel import data_parallel, no_sync, unchanged_statistics
+from seqpar.losses import Loss
+from seqpar.mesh import Mesh
+from seqpar.messages import expect
+from seqpar.vit.dropout import DropoutKey
+
+
+class Gradients:
+    """Adds the gradients of ``net``, averaged over all ranks, with the settings of ``config``.
+
+    ``loss``: of the finest logits.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, data: TrainingData, net: Net, loss: Loss) -> None:
+        self.config, self.mesh, self.data, self.net = config, mesh, data, net
+        self.parallel_net = data_parallel(net, mesh, config.shard_weights)
+        self.loss, self.num_sums = net.training_loss(loss), 1 + len(loss.terms)
+        self.loss_groups = net.mode.loss_groups(mesh.data, config.batch)
+
+    def warm_up(self) -> None:
+        """Runs one forward and backward whose gradients are dropped.
+
+        DDP rearranges its buckets after the first backward, which changes the order of sums from 3 ranks up: so every
+        start, fresh or resumed, has its first backward before the first step that counts.
+        """
+        layout, config, device = self.net.layout, self.config, self.mesh.device
+        tokens = (config.batch, layout.counts[self.mesh.seq.index])
+        image = torch.zeros(*tokens, self.data.num_channels, *layout.patch, device=device)
+        label = torch.zeros(*tokens, *layout.patch, device=device, dtype=torch.long)
+        with unchanged_statistics(self.net):
+            with self._autocast():
+                logits = self.parallel_net(self._cast(image), None, DropoutKey(0, 0, tuple(range(config.batch))))
+            shown = outputs_shown(self.data, self.data.train_ids[:1] * config.batch, self.net.mode, device)
+            self.loss(logits, self.net.arrange(label), self.loss_groups, shown).backward()
+            self.net.zero_grad()
+
+    def add(self, micros: list[MicroBatch], step: int, stopper: Stopper) -> Tensor | None:
+        """Returns the mean loss and terms of the micro-batches, None where all ranks leave between two.
+
+        The last backward averages the gradients over the ranks.
+        """
+        sums = torch.zeros(self.num_sums, dtype=torch.float64, device=self.mesh.device)
+        for number, micro in enumerate(micros):
+            is_last = number == len(micros) - 1
+            if number and stopper.should_leave():
+                return None
+            if is_last:
+                expect("gradients", self.mesh.world)
+            with nullcontext() if is_last else no_sync(self.parallel_net):
+                sums += self._backward(micro, step) / len(micros)
+        return sums
+
+    def _backward(self, micro: MicroBatch, step: int) -> Tensor:
+        """Returns the loss and its terms of a micro-batch after adding its gradients."""
+        label = self.net.arrange(micro.label)
+        with self._autocast():
+            key = DropoutKey(self.config.seed, step, micro.samples)
+            logits = self.parallel_net(self._cast(micro.image), None, key)
+        shown = outputs_shown(self.data, micro.cases, self.net.mode, self.mesh.device)
+        parts = self.loss.parts(logits, label, self.loss_groups, shown)
+        (parts.total / self.config.accumulate).backward()
+        self.mesh.world.watch.clock.count_since_ready()
+        return torch.stack([parts.total, *parts.terms.values()]).detach().double()
+
+    def _cast(self, image: Tensor) -> Tensor:
+        return image.double() if self.config.precision == "fp64" else image
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        is_half = self.config.precision == "bf16"
+        return torch.autocast(self.mesh.device.type, torch.bfloat16) if is_half else nullcontext()
