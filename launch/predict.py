@@ -129,7 +129,7 @@ def _parser() -> Parser:
         help="run folder that train wrote, or archive that export wrote; several are averaged")  # fmt: skip
     add("-i", "--input", nargs="+", required=True, metavar="PATH", help="data set, folder or list of images, or files")
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write the label maps to")
-    add("--folds", nargs="+", default=[], metavar="N", help="folds of nnU-Net's to average (default: all there are)")
+    add("--folds", nargs="+", default=[], metavar="FOLD", help="folds of nnU-Net's to average (default: all there are)")
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
         help="best (default), latest or a file of weights; several are an ensemble: mean of logits")  # fmt: skip
     add("--window", choices=WINDOWS,
