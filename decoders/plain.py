@@ -4,12 +4,15 @@ Legend: b batch, e embedding, k classes, w d h tokens, W D H voxels; with a box 
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.decoders.cells import DecoderCell, run_cells
 from seqpar.decoders.levels import strides
 from seqpar.decoders.sizes import Sizes
+from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
 from seqpar.spatial.memory_format import for_convolutions
@@ -53,12 +56,25 @@ class PlainDecoder(nn.Module):
         self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
         """Returns logits ``b k W D H`` of the token grid ``b e w d h``, and their box grid."""
-        x = for_convolutions(features[0])
-        for stage, (conv, norm, upsample) in enumerate(zip(self.convs, self.norms, self.upsamples)):
-            x, grid = conv(x, grid)
-            x, grid = norm(x, grid)
-            x = F.leaky_relu(x, 0.01)
-            if stage == len(self.convs) - 1:
-                x, grid = self.classes(x, grid)
-            x, grid = upsample(x, grid)
-        return x, grid
+        return run_cells(self.cells(), features, None, grid)
+
+    def cells(self) -> list[DecoderCell]:
+        """Returns a cell a stage; the last one has the classes."""
+        last = len(self.convs) - 1
+        return [
+            DecoderCell(
+                (f"convs.{stage}.", f"norms.{stage}.", *["classes."] * (stage == last)),
+                (0,) * (stage == 0),
+                False,
+                partial(self._double, stage),
+            )
+            for stage in range(last + 1)
+        ]
+
+    def _double(self, stage: int, value: Value) -> Value:
+        x, grid = self.convs[stage](for_convolutions(value[0]), value[1])
+        x, grid = self.norms[stage](x, grid)
+        x = F.leaky_relu(x, 0.01)
+        if stage == len(self.convs) - 1:
+            x, grid = self.classes(x, grid)
+        return self.upsamples[stage](x, grid)  # type: ignore[no-any-return]

@@ -4,12 +4,15 @@ Legend: b batch, e embedding, k classes, w d h tokens, W D H voxels.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqpar.decoders.cells import DecoderCell, run_cells
 from seqpar.decoders.levels import strides
 from seqpar.decoders.sizes import Sizes
+from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import ConvTranspose3d
 from seqpar.spatial.norms import ChannelLayerNorm
@@ -52,8 +55,17 @@ class PrimusDecoder(nn.Module):
         self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
         """Returns logits ``b k W D H`` of the token grid ``b e w d h``, and their box grid."""
-        (x,) = features
-        for up, norm in zip(self.ups, self.norms):
-            x, grid = norm(*up(x, grid))
-            x = F.gelu(x)
-        return self.classes(x, grid)  # type: ignore[no-any-return]
+        return run_cells(self.cells(), features, None, grid)
+
+    def cells(self) -> list[DecoderCell]:
+        """Returns a cell for each doubling; and the classes."""
+        every = [
+            DecoderCell((f"ups.{stage}.", f"norms.{stage}."), (0,) * (stage == 0), False, partial(self._double, stage))
+            for stage in range(len(self.ups))
+        ]
+        features = () if every else (0,)
+        return [*every, DecoderCell(("classes.",), features, False, lambda value: self.classes(*value))]
+
+    def _double(self, stage: int, value: Value) -> Value:
+        x, grid = self.norms[stage](*self.ups[stage](*value))
+        return F.gelu(x), grid

@@ -5,12 +5,15 @@ voxels; a point of level l covers 2^l of them: level L is the tokens' grid, leve
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from seqpar.decoders.cells import DecoderCell, run_cells
 from seqpar.decoders.levels import Stride, strides
 from seqpar.decoders.sizes import Sizes
+from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
 from seqpar.spatial.memory_format import for_convolutions
@@ -138,13 +141,20 @@ class UnetrDecoder(nn.Module):
         if image is None or len(features) != self.num_features:
             came = f"{len(features)} and {'no image' if image is None else 'an image'}"
             raise ValueError(f"this decoder takes {self.num_features} token grids and the image; {came} came")
-        *middle, x = (for_convolutions(tokens) for tokens in features)
-        image = for_convolutions(image)
-        level_grid = grid
-        for level, stage in zip(reversed(range(self.num_features)), self.stages):
-            if level:
-                skip, _ = self.branches[level - 1](middle[level - 1], grid)
-            else:
-                skip, _ = self.stem(image, grid and grid.scaled(self.patch))
-            x, level_grid = stage(x, skip, level_grid)
-        return self.classes(x, level_grid)  # type: ignore[no-any-return]
+        return run_cells(self.cells(), features, image, grid, self.patch)
+
+    def cells(self) -> list[DecoderCell]:
+        """Returns a cell a level, which joins the level's skip, and the classes."""
+        cells = list[DecoderCell]()
+        for level, name in zip(reversed(range(self.num_features)), map(str, range(self.num_features))):
+            owns = (f"stages.{name}.", f"branches.{level - 1}." if level else "stem.")
+            features = (self.num_features - 1,) * (not cells) + (level - 1,) * (level > 0)
+            cells.append(DecoderCell(owns, features, level == 0, partial(self._join, level)))
+        cells.append(DecoderCell(("classes.",), (), False, lambda value: self.classes(*value)))
+        return cells
+
+    def _join(self, level: int, value: Value, skip: Value) -> Value:
+        """Returns the volume of a level, of that of the coarser one and of what the level's skip begins with."""
+        x, other = for_convolutions(value[0]), for_convolutions(skip[0])
+        branch = self.branches[level - 1] if level else self.stem
+        return self.stages[self.num_features - 1 - level](x, branch(other, skip[1])[0], value[1])  # type: ignore

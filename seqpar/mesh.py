@@ -1,14 +1,15 @@
-"""The mesh ``data`` x ``seq`` of all processes and its groups of ranks; equal seeds and first weights.
+"""The mesh ``data`` x ``pipe`` x ``seq`` of all processes and its groups of ranks; equal seeds and first weights.
 
-``seq`` is innermost: consecutive ranks share a tile, so that a sequence group stays inside a node. A group of
-one needs no process group, and everything above takes the same path with it. ``rendezvous`` builds a mesh.
+``seq`` is innermost: consecutive ranks share a tile, so that a sequence group stays inside a node; then ``pipe``, whose
+places hold different stages of the network. A group of one needs no process group, and everything above takes the same
+path with it. ``rendezvous`` builds a mesh.
 """
 
 import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -123,19 +124,40 @@ def notice_that_none_shares(what: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """All processes as ``data`` x ``seq``; a context manager that stops what ``rendezvous.start`` began."""
+    """All processes as ``data`` x ``pipe`` x ``seq``; a context manager that stops what ``rendezvous.start`` began.
+
+    - ``data``: ranks at the same place of other tiles; ``seq``: ranks that share a tile, of one stage
+    - ``pipe``: ranks with other stages of the same parts; a place's index is its place
+    - ``stage``: ranks of the same place of the pipe, which hold the same weights: ``data`` x ``seq``
+    - ``tile``: ranks that share a tile, of all stages: ``pipe`` x ``seq``
+    - ``others``: ranks at the same place of other sequence groups: ``data`` x ``pipe``
+    """
 
     launcher: Launcher
     device: torch.device
     world: Group
     data: Group
     seq: Group
+    pipe: Group
+    stage: Group
+    tile: Group
+    others: Group
     hosts: tuple[str, ...] = ()  # every rank's node
     store: Any = None  # for a thread beside the main one; None in a process alone
 
     @property
     def is_first(self) -> bool:
         return self.world.index == 0
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups; several may have the same ranks."""
+        return self.world, self.seq, self.data, self.pipe, self.stage, self.tile, self.others
+
+    def without_stages(self) -> "Mesh":
+        """Returns the same ranks as ``data`` x ``seq``, for whole networks: ``data`` is then ``others``."""
+        alone = Group("pipe", (self.world.ranks[self.world.index],), watch=self.world.watch)
+        return replace(self, data=self.others, pipe=alone, stage=self.world, tile=self.seq)
 
     def line(self) -> DeviceMesh:
         """Returns all ranks, ``data`` x ``seq``, as a one-dimensional ``DeviceMesh`` of torch."""
@@ -148,7 +170,7 @@ class Mesh:
         All ranks call this once everything has run once: starting, compiling and searching for kernels take longer
         than anything that comes later.
         """
-        for group in (self.world, self.seq, self.data):
+        for group in self.groups:
             if group.handle is not None:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), group.handle)
         self.world.watch.begin(limit_s, act)
@@ -173,7 +195,7 @@ class Mesh:
                 dist.barrier(group=self.world.handle)
             self.world.watch.end()
             dist.destroy_process_group()
-            for group in (self.world, self.data, self.seq):
+            for group in self.groups:
                 group.leave()
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,31 +24,41 @@ def start(
     device: str = "auto",
     timeout_s: float = START_S,
     check: bool = False,
+    pipe: int = 1,
 ) -> Mesh:
     """Returns the mesh of the processes that torchrun, Slurm or MPI started, or of this one alone.
 
     A context manager: at its end all ranks wait for each other and leave. Its groups are ``seq`` (ranks that share a
-    tile), ``data`` (ranks at the same place of other tiles) and ``world``; each has ``index``, ``size`` and torch's
-    process group, ``handle``.
+    tile), ``data`` (ranks at the same place of other tiles) and ``world``, and those that ``pipe`` makes (``Mesh``);
+    each has ``index``, ``size`` and torch's process group, ``handle``.
 
     - ``seqpar``: ranks per sequence group
     - ``env``: the variables of the launcher; None: this process's own
     - ``device``: auto, cpu or cuda
     - ``timeout_s``: for all steps of the start together
     - ``check``: announce every message and collective before it is sent, which is slow and names ranks that differ
+    - ``pipe``: places over which a network's stages are spread
     """
     launcher = read_launcher(os.environ if env is None else env)
-    check_seqpar(seqpar, launcher.world)
+    check_seqpar(seqpar, launcher.world, pipe)
     if launcher.warning:
         print(f"warning: {launcher.warning}", file=sys.stderr, flush=True)
     own_device = pick_device(launcher, device)
     until = time.monotonic() + timeout_s
     store = _meet(launcher, timeout_s) if launcher.world > 1 else None
-    return join(launcher, store, seqpar, own_device, timeout_s, check, until)
+    return join(launcher, store, seqpar, own_device, timeout_s, check, until, pipe)
 
 
-def check_seqpar(seqpar: int, world: int) -> None:
-    """Raises unless ``seqpar`` divides the number of ranks; names the sizes that do."""
+def check_seqpar(seqpar: int, world: int, pipe: int = 1) -> None:
+    """Raises unless ``seqpar`` times ``pipe`` divides the number of ranks; names the sizes that do."""
+    if pipe != 1:
+        if pipe < 1 or seqpar < 1 or world % (pipe * seqpar):
+            least = max(1, pipe) * max(1, seqpar)
+            raise ValueError(
+                f"--pipe {pipe} with --seqpar {seqpar} does not fit the {world} started rank(s): "
+                f"start {least} ranks or a multiple, or change one of them"
+            )
+        return
     if seqpar < 1 or world % seqpar:
         fits = [size for size in range(1, world + 1) if world % size == 0]
         more = f", or start a multiple of {seqpar} ranks" if seqpar > 0 else ""
@@ -135,6 +146,7 @@ def join(
     timeout_s: float = START_S,
     check: bool = False,
     until: float | None = None,
+    pipe: int = 1,
 ) -> Mesh:
     """Returns the mesh of ``launcher.world`` processes that meet at ``store``, which is None for a process alone.
 
@@ -142,11 +154,10 @@ def join(
     time that is left, and a tenth of ``timeout_s`` at least.
     """
     until = time.monotonic() + timeout_s if until is None else until
-    check_seqpar(seqpar, launcher.world)
+    check_seqpar(seqpar, launcher.world, pipe)
     if store is None:
-        return Mesh(
-            launcher, device, Group("world"), Group("data"), Group("seq"), (launcher.host or socket.gethostname(),)
-        )
+        alone = _groups(np.zeros((1, 1, 1), int), Group("world"))
+        return Mesh(launcher, device, *alone, (launcher.host or socket.gethostname(),))
     hosts = _roll_call(launcher, store, _left_s(until, timeout_s))
     on_gpu = device.type == "cuda"
     dist.init_process_group(
@@ -161,16 +172,32 @@ def join(
     watch = Watch(launcher.rank, hosts, dist.PrefixStore("watch", store), check)
     watch.start_limit_s = timeout_s
     world = Group("world", everyone, launcher.rank, dist.group.WORLD, watch=watch)
-    seq = _split("seq", [everyone[at : at + seqpar] for at in range(0, launcher.world, seqpar)], watch)
-    data = _split("data", [everyone[at::seqpar] for at in range(seqpar)], watch)
+    groups = _groups(np.arange(launcher.world).reshape(-1, pipe, seqpar), world)
     if launcher.rank == 0:
         _warn_of_crossing(hosts, seqpar)
-    groups = (world, seq, data)
-    for group in groups:
+    for group in {id(group.handle): group for group in groups}.values():
         if group.handle is not None:
             warm_up(group, store, device, _left_s(until, timeout_s))
     own = store.clone() if hasattr(store, "clone") else store  # never busy with what the main thread waits for
-    return Mesh(launcher, device, world, data, seq, hosts, dist.PrefixStore("beside", own))
+    return Mesh(launcher, device, *groups, hosts, dist.PrefixStore("beside", own))
+
+
+def _groups(ranks: np.ndarray, world: Group) -> tuple[Group, Group, Group, Group, Group, Group, Group]:
+    """Returns the groups of a mesh in its order, the world first; ``ranks``: by data, pipe and seq.
+
+    Groups of the same ranks share a process group, but for ``pipe``, whose messages are under way beside others.
+    """
+    num_data, pipe, seqpar = ranks.shape
+    data = _split("data", ranks.transpose(1, 2, 0).reshape(-1, num_data), world.watch)
+    seq = _split("seq", ranks.reshape(-1, seqpar), world.watch)
+    if pipe == 1:
+        line = Group("pipe", (world.index,), watch=world.watch)
+        return world, data, seq, line, world, seq, data
+    line = _split("pipe", ranks.transpose(0, 2, 1).reshape(-1, pipe), world.watch)
+    stage = _split("stage", ranks.transpose(1, 0, 2).reshape(pipe, -1), world.watch, (data, seq))
+    tile = _split("tile", ranks.reshape(num_data, -1), world.watch, (world,))
+    others = _split("others", ranks.transpose(2, 0, 1).reshape(seqpar, -1), world.watch, (world,))
+    return world, data, seq, line, stage, tile, others
 
 
 def pretend(size: int) -> Group:
@@ -208,14 +235,22 @@ def _left_s(until: float, timeout_s: float) -> float:
     return max(0.1 * timeout_s, until - time.monotonic())
 
 
-def _split(name: str, parts: Sequence[Sequence[int]], watch: Watch) -> Group:
-    """Returns the group among ``parts`` that this rank is in; every rank makes all process groups, in one order."""
+def _split(name: str, parts: np.ndarray, watch: Watch, like: Sequence[Group] = ()) -> Group:
+    """Returns the group among the rows of ``parts`` that this rank is in.
+
+    Every rank makes all process groups, in one order, unless groups of as many ranks are in ``like``: of the same
+    ranks then, as all split the ranks evenly and in order.
+    """
     mine: Group | None = None
     limit = timedelta(seconds=watch.start_limit_s)  # else torch's, of half an hour
-    for ranks in parts:
-        handle = dist.new_group(list(ranks), timeout=limit) if len(ranks) > 1 else None
+    rows = list(map(tuple, parts.tolist()))
+    shared = next((group for group in like if group.ranks in rows), None)
+    for ranks in rows:
+        handle = None if shared is None else shared.handle
+        if len(ranks) > 1 and shared is None:
+            handle = dist.new_group(list(ranks), timeout=limit)
         if watch.rank in ranks:
-            mine = Group(name, tuple(ranks), list(ranks).index(watch.rank), handle, watch=watch)
+            mine = Group(name, ranks, ranks.index(watch.rank), handle, watch=watch)
     assert mine is not None
     return mine
 

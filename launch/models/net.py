@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from seqpar.decoders.modes.mode import Mode
 from seqpar.layout import Layout
 from seqpar.losses import DeepSupervision, Loss
+from seqpar.pipeline.engine import StagedNet
 from seqpar.vit.dropout import DropoutKey
 
 
@@ -70,6 +71,10 @@ class Net(nn.Module, ABC):
     def training_loss(self, loss: Loss) -> Loss | DeepSupervision:
         """Returns the loss of what ``forward`` returns in training; ``loss``: that of the finest logits."""
         return loss
+
+    @abstractmethod
+    def staged(self) -> StagedNet:
+        """Returns the network as a list of cells, between which a pipe may cut it."""
 
     @abstractmethod
     def units(self) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from seqpar.decoders.modes.mode import Mode
 from seqpar.launch.models.net import Net, num_parameters
+from seqpar.launch.models.stages import TokenCells
 from seqpar.layout import Layout
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.vit.dropout import DropoutKey
@@ -66,6 +67,10 @@ class SegmentationNet(Net):
             "with its logits: modules of torch itself do not look beyond a box. It works with --mode gather or swap; "
             "for halo build it of seqpar.spatial, whose modules take and return a volume and its box grid"
         )
+
+    def staged(self) -> TokenCells:
+        """Returns the embedding, a cell a block, and the decoder's cells."""
+        return TokenCells(self.encoder, self.decoder, self.mode, self.taps)
 
     def units(self) -> list[nn.Module]:
         """Returns the encoder's blocks."""

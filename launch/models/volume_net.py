@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from seqpar.decoders.modes.mode import Mode
 from seqpar.decoders.unets.unet import UNet
 from seqpar.launch.models.net import Net, num_parameters
+from seqpar.launch.models.stages import VolumeCells
 from seqpar.layout import Layout
 from seqpar.losses import DeepSupervision, Loss
+from seqpar.pipeline.cells import Value
+from seqpar.spatial.memory_format import for_convolutions
 from seqpar.vit.dropout import DropoutKey
 
 
@@ -35,9 +38,20 @@ class VolumeNet(Net):
 
     def logits(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> list[Tensor]:
         """Returns the logits of a part, in training those of each supervised level."""
+        return [x for x, _ in self.unet.on_boxes(*self._image(part, layout))]
+
+    def _image(self, part: Tensor, layout: Layout) -> Value:
         box_grid = self.mode.box_grid(layout, len(part))
-        image = self.mode.voxels(part, layout)
-        return [x for x, _ in self.unet.on_boxes(image, box_grid and box_grid.scaled(layout.patch))]
+        return self.mode.voxels(part, layout), box_grid and box_grid.scaled(layout.patch)
+
+    def staged(self) -> VolumeCells:
+        """Returns the U-Net's cells."""
+
+        def image(part: Tensor, layout: Layout) -> Value:
+            x, grid = self._image(part, layout)
+            return for_convolutions(x), grid
+
+        return VolumeCells(self.unet, image, "unet.")
 
     def training_loss(self, loss: Loss) -> Loss | DeepSupervision:
         """Returns the loss, of all supervised levels where there are several."""

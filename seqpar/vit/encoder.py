@@ -126,20 +126,28 @@ class SeqParViT(nn.Module):
         if any(not 0 <= index < depth for index in chosen):
             raise ValueError(f"blocks {list(indices)} were asked for, but the encoder has {depth}: 0…{depth - 1}")
         part, layout = self._part_and_layout(part, layout)
-        rank = self.group.index
-        key = self._dropout_key(key, part.shape[0])
-        token_ids = layout.token_ids(rank).to(part.device)
-        x = self._add_positions(self.patch_embed(part), layout)
-        x = keyed_dropout(x, self.dropout, key and key.at(depth), token_ids)
-        rotary: Rotary | None = None
-        if self.rotates:
-            rotary = RotaryPositions(layout, rank, self.embed_dim // self.num_heads, x)
+        key = self.dropout_key(key, part.shape[0])
+        x = self.embed(part, layout, key)
+        token_ids, rotary = layout.token_ids(self.group.index).to(x.device), self.rotary(layout, x)
         outputs: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
             x = block(x, layout.counts, token_ids, rotary, key and key.at(index))
             if index in chosen:
                 outputs[index] = x
         return self.norm(x), [outputs[index] for index in chosen]
+
+    def embed(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> Tensor:
+        """Returns the tokens ``b n/s e`` of a part, with positions, as the first block takes them."""
+        x = self._add_positions(self.patch_embed(part), layout)
+        return keyed_dropout(
+            x, self.dropout, key and key.at(len(self.blocks)), layout.token_ids(self.group.index).to(x.device)
+        )
+
+    def rotary(self, layout: Layout, like: Tensor) -> Rotary | None:
+        """Returns the positions that act in attention, None where there are none; ``like``: of the tokens' type."""
+        if not self.rotates:
+            return None
+        return RotaryPositions(layout, self.group.index, self.embed_dim // self.num_heads, like)
 
     def place(self, whole: Tensor) -> tuple[Tensor, Layout]:
         """Returns a whole image ``b c W D H`` as the part of a group of one, padded to the patch, with its layout."""
@@ -159,7 +167,7 @@ class SeqParViT(nn.Module):
             )
         return part, layout
 
-    def _dropout_key(self, key: DropoutKey | None, batch: int) -> DropoutKey | None:
+    def dropout_key(self, key: DropoutKey | None, batch: int) -> DropoutKey | None:
         """Returns the key of this forward's draws; None where nothing is drawn."""
         if not (self.training and self.draws):
             return None

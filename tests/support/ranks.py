@@ -31,13 +31,15 @@ class RanksFailed(AssertionError):
     """A rank raised, died or hung; the message names it."""
 
 
-def _child(rank: int, world: int, seqpar: int, folder: str, answer: Connection, work: Callable[..., Any], args: Any):
+def _child(
+    rank: int, world: int, seqpar: int, pipe: int, folder: str, answer: Connection, work: Callable[..., Any], args: Any
+):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.disable()  # some are ended on purpose
     try:
         store = dist.FileStore(f"{folder}/store", world) if world > 1 else None
         launcher = Launcher("test", rank, world, rank, world)
-        mesh = join(launcher, store, seqpar, torch.device("cpu"), timeout_s=60)
+        mesh = join(launcher, store, seqpar, torch.device("cpu"), timeout_s=60, pipe=pipe)
         result = work(mesh, *args)
         mesh.stop()
         letter = io.BytesIO()
@@ -48,21 +50,23 @@ def _child(rank: int, world: int, seqpar: int, folder: str, answer: Connection, 
     os._exit(0)
 
 
-def run_ranks(world: int, work: Callable[..., Any], *args: Any, seqpar: int | None = None, timeout: float = 60) -> list:
+def run_ranks(
+    world: int, work: Callable[..., Any], *args: Any, seqpar: int | None = None, timeout: float = 60, pipe: int = 1
+) -> list:
     """Returns ``work(mesh, *args)`` of each rank; the first failure ends all, a hang is killed and named."""
-    with started_ranks(world, work, *args, seqpar=seqpar, timeout=timeout) as results:
+    with started_ranks(world, work, *args, seqpar=seqpar, timeout=timeout, pipe=pipe) as results:
         return results()
 
 
 @contextmanager
 def started_ranks(
-    world: int, work: Callable[..., Any], *args: Any, seqpar: int | None = None, timeout: float = 60
+    world: int, work: Callable[..., Any], *args: Any, seqpar: int | None = None, timeout: float = 60, pipe: int = 1
 ) -> Iterator[Callable[[], list]]:
     """Starts ``work`` on each rank and yields what waits for the results, so that several may run side by side."""
     with tempfile.TemporaryDirectory() as folder:
         pipes = [FORK.Pipe(duplex=False) for _ in range(world)]
         children = [  # no daemons: those may not start workers
-            FORK.Process(target=_child, args=(r, world, seqpar or world, folder, pipes[r][1], work, args))
+            FORK.Process(target=_child, args=(r, world, seqpar or world // pipe, pipe, folder, pipes[r][1], work, args))
             for r in range(world)
         ]
         for child in children:
