@@ -4,8 +4,9 @@ A pipe's step is an accumulated step: each micro-batch adds the gradients of its
 a stage takes goes directly to it from the stage that has it, whatever lies between.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -154,12 +155,12 @@ class Engine:
         if self.recompute:
             roots = self._roots(stage, micro, self._run_again(stage, micro, leaves))
         learning = {value: x for value, x in roots.items() if x.requires_grad}
+        back = _catch_gradients(leaves)
         if learning:
             torch.autograd.backward(list(learning.values()), [grads.get(value) for value in learning])
         for value, source, _ in self.stages.enters(stage):
-            x, _ = leaves[value]
-            grad = torch.zeros_like(x) if x.grad is None else x.grad
-            x.grad = None
+            grad = back.get(value)
+            grad = torch.zeros_like(leaves[value][0]) if grad is None else grad
             self.transfers.put(Message(False, value, source, stage, micro), grad)
             self.transfers.let_go(Message(False, value, source, stage, micro - 2))
 
@@ -172,3 +173,19 @@ class Engine:
         for buffer, value in zip(buffers, before):
             buffer.data.copy_(value)  # not noted by autograd: torch's batch norm saves them, and does not read them
         return values
+
+
+def _catch_gradients(leaves: Mapping[int, Value]) -> dict[int, Tensor]:
+    """Returns what a backward that follows fills with the gradients of ``leaves``, by value.
+
+    Their ``grad`` would have their strides, where one process goes on with the gradient as it came.
+    """
+    caught: dict[int, Tensor] = {}
+    for value, (x, _) in leaves.items():
+        x.register_hook(partial(caught.__setitem__, value))
+        x.register_post_accumulate_grad_hook(_drop_gradient)
+    return caught
+
+
+def _drop_gradient(x: Tensor) -> None:
+    x.grad = None

@@ -33,7 +33,7 @@ SHAPES = [(pipe, seqpar, data) for pipe in (2, 3, 4) for seqpar in (1, 2) for da
 
 def cases(pipe: int, seqpar: int, data: int = 1) -> list[Case]:
     """Returns cases of all networks, modes and orders; two short ones of many ranks, whose starts are dear."""
-    halo, steps = {"mode": "halo", "seqpar": seqpar}, 10 if pipe == 2 else 2
+    halo, steps = {"mode": "halo", "seqpar": seqpar}, 10 if pipe * seqpar * data == 2 else 2
     unet = Case("U-Net, supervised levels", Config(**UNET, deep_supervision=True, **halo), steps=steps)
     unetr = Case("UNETR", Config(**VIT, decoder="unetr", **halo), steps=steps)
     if pipe * seqpar * data > 4:
@@ -63,7 +63,7 @@ def rings(pipe: int, num: int) -> tuple[int, ...]:
 
 
 def any_map(pipe: int, num: int) -> tuple[int, ...]:
-    return tuple((at * 5 + at // 3) % pipe for at in range(num))
+    return tuple((at * 5 + at // pipe) % pipe for at in range(num))
 
 
 @cache

@@ -110,7 +110,7 @@ def train(mesh: Mesh, case: Case) -> Outcome:
                 with autocast(case):
                     output = ddp(part.part, None, part.key)
                 judge(output if isinstance(output, list) else [output], micro).backward()
-        outcome.losses += [float(loss) for loss in losses]
+        outcome.losses += [loss.item() for loss in losses]
         if step == 0:
             outcome.grads = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
         optimizer.step()
