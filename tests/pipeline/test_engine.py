@@ -14,7 +14,7 @@ from seqpar.pipeline.engine import Engine
 from seqpar.pipeline.schedule import make_timetable
 from seqpar.pipeline.stages import StageMap
 from seqpar.pipeline.transfers import Form, Transfers
-from seqpar.pipeline.weights import average_gradients, keep_place, places_of_names
+from seqpar.pipeline.weights import keep_place, places_of_names
 from seqpar.spatial.box_grid import BoxGrid
 from tests.support.pipes import random_stages
 from tests.support.ranks import run_ranks
@@ -206,21 +206,6 @@ def test_tensors_arrive_with_their_strides_types_and_box_grids(ranks: Callable[.
 def test_a_form_is_read_as_it_was_written() -> None:
     form = Form.of(torch.zeros(2, 3, 4, dtype=torch.bfloat16).transpose(0, 1), BoxGrid(((0, 2), (0, 3)), Group("seq")))
     assert Form.decode(form.encode()) == form and form.strides == (4, 12, 1)
-
-
-def average(mesh: Mesh) -> list[Tensor]:
-    parameters = [nn.Parameter(torch.zeros(size)) for size in (5, 1, 4, 3)]
-    for number, p in enumerate(parameters[:3]):
-        p.grad = torch.arange(p.numel(), dtype=torch.float32) + 10 * number + mesh.stage.index
-    average_gradients(parameters, mesh.stage, bucket_bytes=24)
-    assert parameters[3].grad is None
-    return [p.grad for p in parameters[:3] if p.grad is not None]
-
-
-def test_gradients_are_averaged_in_buckets_of_any_size(ranks: Callable[..., list]) -> None:
-    for grads in ranks(3, average, seqpar=1):
-        for number, grad in enumerate(grads):
-            assert torch.equal(grad, torch.arange(grad.numel()) + 10.0 * number + 1)
 
 
 def test_micro_batches_that_differ_within_a_step_fail_at_their_sender(ranks: Callable[..., list]) -> None:
