@@ -96,7 +96,7 @@ def test_without_data_and_sequence_groups_all_bits_are_those_of_one_process() ->
 
 @pytest.mark.parametrize(("seqpar", "data"), [(2, 1), (1, 2)])
 def test_with_two_ranks_a_stage_all_bits_are_those_of_the_same_ranks_without_stages(seqpar: int, data: int) -> None:
-    every = [replace(case, allocation=(), recompute=False) for case in cases(2, seqpar)]
+    every = [replace(case, allocation=(), recompute=False) for case in cases(2, seqpar, data)]
     want = run_ranks(seqpar * data, train_all, every, seqpar=seqpar)
     for number, case in enumerate(every):
         outcomes = [rank[number] for rank in on_ranks(2, seqpar, data)]
