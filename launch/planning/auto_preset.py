@@ -3,6 +3,7 @@
 As nnU-Net plans: the spacing is the cases' median, the tile as large as fits with two of them, the batch what is left.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from seqpar.launch.settings.config import Config
 
 WIDTHS = ((768, 12, 12), (384, 12, 6), (192, 12, 3))  # --embed-dim, --depth, --heads for GPUs, the widest first
 CPU_WIDTHS = ((96, 3, 4),)
-MOST_VOXELS, CPU_VOXELS = 192**3, 64**3  # of a tile: beyond, time decides and not memory
+MOST_VOXELS, CPU_VOXELS = 192**3, 64**3  # of a tile, with patch 8: beyond, time decides and not memory
 USUAL_VOXELS = 96**3  # a width is taken if a tile of so many fits
 LEAST_BATCH, CPU_BATCH, MOST_BATCH = 2, 2, 32
 SHARE = 0.05  # of all voxels in a batch, at most
@@ -71,13 +72,8 @@ def _resampled_to(config: Config) -> Millimetres | None:
 
 def _voxels(fingerprint: Fingerprint, spacing: Millimetres | None) -> list[float]:
     """Returns the voxels of each case as it is prepared."""
-    voxels = list[float]()
-    for shape, sizes in zip(fingerprint.shapes, fingerprint.spacings):
-        count = 1.0
-        for n, size, to in zip(shape, sizes, spacing or sizes):
-            count *= n * size / to
-        voxels.append(count)
-    return voxels
+    cases = zip(fingerprint.shapes, fingerprint.spacings)
+    return [math.prod(n * size / to for n, size, to in zip(shape, sizes, spacing or sizes)) for shape, sizes in cases]
 
 
 class _Search:
@@ -92,13 +88,15 @@ class _Search:
     ) -> None:  # fmt: skip
         self.config, self.flags, self.device, self.ranks = config, flags, device, ranks
         self.channels, self.outputs, self.shape, self.size = channels, outputs, shape, size
-        self.tile_voxels = CPU_VOXELS if device.cores else MOST_VOXELS
+        self.tile_voxels = float(CPU_VOXELS if device.cores else MOST_VOXELS)
 
     def choose_patch(self) -> None:
-        """Takes tokens that are about as long in mm in every direction, and not too few of them in any."""
+        """Takes tokens that are about as long in mm in every direction, and bounds their number."""
         if "patch" not in self.flags and kind_of(self.config).attends:
             sides = [_patch_side(size / min(self.size), side) for size, side in zip(self.size, self.shape)]
             self.config = replace(self.config, patch=tuple(sides if max(sides) > 1 else [2] * 3))
+        if kind_of(self.config).attends:  # attention's time grows with the square of the tokens
+            self.tile_voxels *= min(1.0, math.prod(self.config.patch) / LONGEST_PATCH**3)
 
     def choose_widths(self) -> str:
         """Takes the widest network that fits with a usual tile; returns why."""
@@ -135,9 +133,7 @@ class _Search:
         """Takes the largest batch that fits, up to a share of all ``voxels``; returns why."""
         if self.config.batch and "batch" in self.flags:
             return f"  --batch {self.config.batch}, as given"
-        tile = 1.0
-        for side in self.config.tile:
-            tile *= side
+        tile = math.prod(self.config.tile)
         most = CPU_BATCH if self.device.cores else MOST_BATCH
         few = max(LEAST_BATCH, min(most, int(SHARE * voxels / tile)))
         unit = self.config.seqpar if self.config.mode == "swap" else 1

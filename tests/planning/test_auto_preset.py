@@ -111,7 +111,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("network", [(), ("--network", "nnunet-plain", "--features", "4")], ids=["vit", "unet"])
-def test_a_plan_fits_and_a_larger_tile_or_batch_would_not(network: tuple[str, ...], small) -> None:
+def test_a_plan_fits_and_a_larger_tile_or_batch_would_not(network: tuple[str, ...], small, monkeypatch) -> None:
+    if not network:
+        monkeypatch.setattr(auto_preset, "MOST_VOXELS", 128**3)  # an eighth of them with a patch of 8 8 1
     device = replace(GPU, memory=(60 if network else 120) * MIB, reserved_bytes=0.0)
     config, why = chosen(THIN, device, *network)
     kind = kind_of(config)
@@ -130,7 +132,7 @@ def test_a_plan_fits_and_a_larger_tile_or_batch_would_not(network: tuple[str, ..
         longer = min(range(3), key=lambda at: config.tile[at] / shape[at])  # what the next larger tile has more of
         tile = tuple(side + step * (at == longer) for at, (side, step) in enumerate(zip(config.tile, config.patch)))
         assert total(tile=tile, batch=2) > device.memory
-    assert config.spacing == "0.8,0.8,5"
+    assert config.spacing == "0.8,0.8,5" and math.prod(config.tile) < 64**3 * 1.1
     assert config.patch == (8, 8, 1) if kind.attends else config.stages.startswith("331:111 331:221")
 
 
