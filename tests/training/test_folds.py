@@ -17,7 +17,7 @@ from seqpar.launch.training import folds, gradients
 from tests.support.folders import nnunet, write_json
 from tests.support.training_runs import Hook, at, status, trained, weights
 
-SHORT = ("--epochs", "1", "--iterations", "4", "--seqpar", "2")
+SHORT = ("--epochs", "1", "--iterations", "6", "--seqpar", "2")
 FIVE = ("--fold", "all5")
 
 
@@ -59,8 +59,12 @@ def told_in_fold(number: int) -> Hook:
 
     def tell() -> None:
         if os.environ[folds.MEETING] == f"fold{number}":
+            arrived, usual = list[int](), signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, lambda number, frame: (arrived.append(number), usual(number, frame)))
             os.kill(int(os.environ[folds.PARENT_OF_FOLD]), signal.SIGTERM)
-            time.sleep(0.3)  # it passes it on
+            until = time.monotonic() + 30
+            while not arrived and time.monotonic() < until:  # it is passed on to this process
+                time.sleep(0.01)
 
     def hook(rank: int) -> None:
         forking(rank)
@@ -77,7 +81,7 @@ def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags,
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
     left = trained(2, line, out, expect=75, hook=told_in_fold(1), **agent)
     assert [status(out / f"fold{n}")["state"] for n in (0, 1)] == ["finished", "preempted"]
-    assert status(out / "fold1")["step"] < 4 and not (out / "fold2").exists()
+    assert status(out / "fold1")["step"] < 6 and not (out / "fold2").exists()
     state = status(out)
     assert (state["state"], state["code"], state["step"], state["steps"]) == ("preempted", 75, 1, 5)
     assert "fold 1: SIGTERM" in state["why"]
