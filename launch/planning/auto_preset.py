@@ -140,6 +140,8 @@ class _Search:
         best = largest_batch(self._run(self.config), self.ranks, -(-few // unit) * unit)
         self.config = replace(self.config, batch=best.config.batch)
         why = f"at most {SHARE:.0%} of all voxels" if few < most else f"at most {most}"
+        if not best.fits:
+            why = "which may not fit: use a larger --seqpar, or a smaller --embed-dim or --tile"
         return f"  --batch {best.config.batch}: {best.total / GIB:.1f} of {best.device.memory / GIB:.0f} GiB, {why}"
 
     def fits(self, tile: Sequence[int]) -> bool:

@@ -148,6 +148,7 @@ def test_what_is_typed_stays_and_the_rest_is_planned_around_it(small) -> None:
 
 def test_more_memory_and_more_ranks_take_wider_networks_and_larger_tiles(small) -> None:
     here = replace(GPU, reserved_bytes=0.0)
+    assert "may not fit: use a larger --seqpar" in chosen(BRAIN, replace(here, memory=MIB))[1][4]
     sizes = [chosen(BRAIN, replace(here, memory=memory * MIB))[0] for memory in (40, 200)]
     assert [config.embed_dim for config in sizes] == [24, 96]
     few, many = (chosen(BRAIN, replace(here, memory=100 * MIB), "--seqpar", str(n), ranks=n)[0] for n in (1, 2))
