@@ -78,6 +78,7 @@ class ConvBlock(nn.Module):
             keep_window=keep_window,
         )
         self.norm = norm_of(style, width, scale) if has_norm else None
+        self.holds_more = has_norm
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None, skip: Value | None = None) -> Value:
         """Returns the block's output and its box grid; a ``skip`` lies behind the channels of ``x``."""
@@ -97,6 +98,8 @@ class ResidualBlock(nn.Module):
     - ``narrow``: channels inside of a bottleneck (1x1x1, kernel with the stride, 1x1x1); 0: two convolutions
     - ``squeeze``: squeeze-excite before the sum reduces channels so many times; 0: there is none
     """
+
+    holds_more = True
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from seqpar.decoders.unets.nnunet import FEATURES, network, planned, topology
 from seqpar.decoders.unets.published import HOU_LEVELS, SQUEEZE, distmis, hou, lamp
 from seqpar.decoders.unets.unet import UNet
 from seqpar.launch.models.kind import Kind
-from seqpar.launch.models.volume_net import VolumeNet
+from seqpar.launch.models.volume_net import RECOMPUTED, VolumeNet
 from seqpar.launch.settings.config import Config
 from seqpar.mesh import Group
 
@@ -34,11 +34,11 @@ class VolumeNetwork(Kind):
     - ``settings``: those of Config that act on it
     """
 
-    attends, usual_batch = False, 2
+    attends, recomputed, usual_batch = False, RECOMPUTED, 2
     smaller = dict.fromkeys(("tokens", "decoder", "transient", "optimizer"), "a smaller --features or --tile")
 
     def __init__(self, make: Make, settings: str = "") -> None:
-        self.make, self.settings = make, frozenset(["features", *settings.split()])
+        self.make, self.settings = make, frozenset(["features", "grad_checkpoint", *settings.split()])
 
     def build(
         self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
@@ -47,7 +47,8 @@ class VolumeNetwork(Kind):
         others = data if data is not None and data.size > 1 else None
         peers = group if config.mode in SPLIT_SAMPLES and group.size > 1 else None
         unet = self.make(config, in_channels, num_outputs, others, peers)
-        return VolumeNet(unet, config.tile, choose_mode(config.mode, group), config.split)
+        mode = choose_mode(config.mode, group)
+        return VolumeNet(unet, config.tile, mode, config.split, config.grad_checkpoint)
 
     def unit(self, config: Config) -> tuple[int, ...]:
         """Returns the total stride."""

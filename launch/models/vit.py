@@ -13,6 +13,7 @@ from seqpar.launch.models.kind import Kind
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.settings.config import Config, shorten
 from seqpar.mesh import Group
+from seqpar.vit.blocks import RECOMPUTED
 from seqpar.vit.encoder import SeqParViT
 
 DECODERS = choices_in(choices)
@@ -48,7 +49,7 @@ class VisionTransformer(Kind):
             "compile",
         ]
     )
-    attends, usual_batch = True, 0
+    attends, recomputed, usual_batch = True, RECOMPUTED, 0
     smaller = {
         "tokens": "a larger --patch, a smaller --tile or --embed-dim",
         "decoder": "a smaller --decoder-width or --tile",

@@ -19,6 +19,8 @@ from seqpar.pipeline.cells import Value
 from seqpar.spatial.memory_format import for_convolutions
 from seqpar.vit.dropout import DropoutKey
 
+RECOMPUTED = ("none", "full")
+
 
 class VolumeNet(Net):
     """A U-Net behind a mode.
@@ -27,11 +29,20 @@ class VolumeNet(Net):
 
     - ``tile``: of training; another one passes where its layout is given
     - ``split``: how a tile is divided over ranks, "spatial" (boxes) or "ordered" (chunks of the raster order)
+    - ``recompute``: what backward computes again: "none", or "full", all cells that hold more than their inputs
     """
 
     body, counted, pieces = "U-Net", "voxels", "cubes"
 
-    def __init__(self, unet: UNet, tile: Sequence[int], mode: Mode, split: str = "spatial") -> None:
+    def __init__(
+        self, unet: UNet, tile: Sequence[int], mode: Mode, split: str = "spatial", recompute: str = "none"
+    ) -> None:
+        if recompute not in RECOMPUTED:
+            raise ValueError(
+                f"--grad-checkpoint {recompute}: a U-Net has no such part: choose {' or '.join(RECOMPUTED)}"
+            )
+        if recompute == "full":
+            unet.recompute()
         unet.architecture.refuse_extents(tile)
         super().__init__(Layout.of(tile, unet.architecture.unit, mode.group.size, split), mode)
         self.unet, self.in_channels = unet, unet.architecture.in_channels

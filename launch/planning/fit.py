@@ -102,13 +102,16 @@ def _largest_part(p: Plan) -> str:
 
 def advice(p: Plan, exhausted: bool) -> str:
     """Returns flags that need less memory for the largest part: first those that keep the numbers."""
-    smaller = kind_of(p.config).smaller[_largest_part(p)]
+    kind = kind_of(p.config)
+    smaller = kind.smaller[_largest_part(p)]
     if exhausted:
         return smaller if p.config.precision == "bf16" else f"--precision bf16, {smaller}"
+    again = "--grad-checkpoint full" if p.config.grad_checkpoint != "full" else ""
+    auto = "--mode auto" if p.config.mode == "gather" else ""
     same_numbers = {
-        "tokens": "--grad-checkpoint full" if p.config.grad_checkpoint != "full" else "",
-        "decoder": "--mode auto" if p.config.mode == "gather" else "",
-        "transient": "--mode auto" if p.config.mode == "gather" else "",
+        "tokens": again,
+        "decoder": auto or ("" if kind.attends else again),  # all of a network without tokens counts as decoder
+        "transient": auto,
         "optimizer": "" if p.config.shard_weights else "--shard-weights",
     }[_largest_part(p)]
     return f"{same_numbers}, or {smaller}" if same_numbers else smaller

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from seqpar.launch.models.build import knows
+from seqpar.launch.models.build import kind_of, knows
 from seqpar.launch.planning.needs import Plan, Run, of_size, planned
 from seqpar.launch.settings.config import Config, dashed
 
@@ -19,7 +19,7 @@ LADDER: tuple[tuple[Way, str], ...] = (
     ({"mode": "auto"}, "each rank decodes its box or its samples, not the whole tile"),
     ({"mlp_chunks": CHUNKS}, "the MLP's forward runs again in backward"),
     ({"grad_checkpoint": "attention"}, "attention's forward runs again too, with its messages"),
-    ({"grad_checkpoint": "full"}, "a block's whole forward runs again in backward"),
+    ({"grad_checkpoint": "full"}, "the whole forward of each block, or cell of a U-Net, runs again in backward"),
     ({"shard_weights": True}, "weights are gathered for each block, forward and backward"),
 )
 
@@ -47,7 +47,7 @@ def _changes(config: Config, name: str, value: Any) -> bool:
     if name == "mode":
         return now in ("gather", "swap")  # nogather computes something else, auto is what halo does at least
     if name == "grad_checkpoint":
-        return now != "full" and now != value
+        return now != "full" and now != value and value in kind_of(config).recomputed
     return bool(now < value)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from seqpar.recomputation import computed_again, counting_once
 from seqpar.spatial.box_grid import BoxGrid
 
 Value = tuple[Tensor, BoxGrid | None]
@@ -52,6 +53,7 @@ class CellNet(nn.Module):
 
     def __init__(self, cells: Iterable[Cell], outputs: Sequence[int]) -> None:
         super().__init__()
+        self.recomputed: frozenset[int] = frozenset()  # cells that backward computes again from what they take
         names, modules, takes = zip(*cells)
         self.names: tuple[str, ...] = names
         self.takes: tuple[tuple[int, ...], ...] = takes
@@ -60,10 +62,34 @@ class CellNet(nn.Module):
         assert all(IMAGE <= source < number for number, sources in enumerate(takes) for source in sources), takes
         self.cells = nn.ModuleDict(dict(zip(names, modules)))
 
+    def recompute(self) -> None:
+        """Lets backward compute cells again that would hold more than what they take, which is held anyway.
+
+        A module says by ``holds_more`` that it does; a cell that joins its inputs holds more too.
+        """
+        modules = list(self.cells.values())
+        self.recomputed = frozenset(
+            number
+            for number, sources in enumerate(self.takes)
+            if len(sources) > 1 or getattr(modules[number], "holds_more", False)
+        )
+        for number in self.recomputed:
+            for module in modules[number].modules():
+                if hasattr(module, "keep_window"):  # until backward is through with the cell: no third message
+                    module.keep_window = True  # type: ignore[assignment]
+
     def run_cell(self, number: int, inputs: Sequence[Value]) -> Value:
         """Returns the output of a cell; ``inputs`` in the order of ``takes[number]``."""
-        (x, grid), *others = inputs
-        return self.cells[self.names[number]](x, grid, *others)  # type: ignore[no-any-return]
+        module = self.cells[self.names[number]]
+        grids = [grid for _, grid in inputs]
+
+        def run(x: Tensor, *others: Tensor) -> Value:
+            return module(x, grids[0], *zip(others, grids[1:]))  # type: ignore[no-any-return]
+
+        tensors = [x for x, _ in inputs]
+        if number not in self.recomputed:
+            return run(*tensors)
+        return computed_again(counting_once(run, module), *tensors)
 
     def run(self, image: Tensor, grid: BoxGrid | None = None, outputs: Sequence[int] | None = None) -> list[Value]:
         """Returns the network's outputs, or those of the cells ``outputs``, of an image's box.

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from seqpar.attention.module import Attention, Rotary
-from seqpar.meta_tensors import around_checkpoint
+from seqpar.recomputation import computed_again
 from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
 
 ATTENTION_SITE, MLP_SITE, HIDDEN_SITE = range(3)
@@ -129,9 +128,4 @@ class Block(nn.Module):
 
 def _run(fn: Callable[..., Tensor], recompute: bool, *inputs: object) -> Tensor:
     """Returns ``fn(*inputs)``; with ``recompute`` holds only the inputs, and runs ``fn`` again in the backward."""
-    if not (recompute and torch.is_grad_enabled()):
-        return fn(*inputs)
-    result: Tensor = checkpoint(
-        fn, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=around_checkpoint
-    )
-    return result
+    return computed_again(fn, *inputs) if recompute else fn(*inputs)

@@ -16,7 +16,7 @@ GROUND = """
     choices environment late_import wait_clock watchdog mesh
     messages rendezvous
     collectives consensus halo_exchange remaps
-    layout meta_tensors losses
+    layout meta_tensors losses recomputation
     attention spatial
     vit pipeline
     data.boxes data.dicom_series data.errors data.files data.geometry data.itk_files data.volumes data.workers

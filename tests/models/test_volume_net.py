@@ -202,6 +202,7 @@ BAD = {
     "--network nnunet-plain --stages '233:111 333:222'": "odd",
     "--network nnunet-plain --patch 4": "--patch would do nothing: --network nnunet-plain does not know it",
     "--network nnunet-plain --attention ulysses": "--attention would do nothing",
+    "--network nnunet-plain --grad-checkpoint attention": "--grad-checkpoint attention: .*choose none or full",
     "--network unet-lamp --deep-supervision": "--deep-supervision would do nothing",
     "--features 9": "--features would do nothing: --network vit",
     "--network nnunet-plain --seqpar 128": "--seqpar 64 or fewer",

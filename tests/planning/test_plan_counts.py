@@ -14,7 +14,7 @@ from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.planning.memory_counter import MemoryCounter
 from seqpar.launch.planning.outline import outline
 from seqpar.launch.planning.saved_bytes import saved_bytes
-from seqpar.launch.planning.step_counter import Step, StepSetup, count_step, count_whole_step
+from seqpar.launch.planning.step_counter import Step, StepSetup, count_step, count_whole_step, learned
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.sharded_weights import shard
 from seqpar.losses import DiceCE
@@ -30,7 +30,7 @@ def taken(mesh: Mesh, config: Config, is_counted: bool) -> dict[str, Any]:
     """Returns what a step on real numbers holds and sends on this rank; nothing where the rank only takes part."""
     net = build(config, CHANNELS, OUTPUTS, mesh.seq)
     net.to(torch.float64 if config.precision == "fp64" else torch.float32)
-    dtype, layout = next(net.parameters()).dtype, net.encoder.layout
+    dtype, layout = next(net.parameters()).dtype, net.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])
     mesh.seq.traffic.clear(), mesh.seq.messages.clear()
     image = torch.randn(*tokens, CHANNELS, *layout.patch, dtype=dtype)
@@ -49,7 +49,7 @@ def taken(mesh: Mesh, config: Config, is_counted: bool) -> dict[str, Any]:
         return {}
     with MemoryCounter() as alive:
         saved = saved_bytes(net, run, [image, label])
-        for p in net.parameters():
+        for p in learned(net):
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         losses.pop().backward()
         most = alive.most
@@ -58,7 +58,7 @@ def taken(mesh: Mesh, config: Config, is_counted: bool) -> dict[str, Any]:
         optimizer = make_optimizer(config, net)
         for parameters in optimizer.param_groups:
             parameters["foreach"] = at_once
-        for p in net.parameters():
+        for p in learned(net):
             p.grad = torch.zeros_like(p)
         with MemoryCounter() as alive:
             optimizer.step()
@@ -119,7 +119,7 @@ def in_shards(mesh: Mesh, config: Config) -> dict[str, int]:
     """Returns this rank's bytes of weights, gradients and optimizer states after a step with weights in shards."""
     net = build(config, CHANNELS, OUTPUTS, mesh.seq)
     shard(net, mesh)
-    optimizer, layout = make_optimizer(config, net), net.encoder.layout
+    optimizer, layout = make_optimizer(config, net), net.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])
     image, label = torch.randn(*tokens, CHANNELS, *layout.patch), torch.zeros(*tokens, *layout.patch, dtype=torch.uint8)
     DiceCE()(net(image), net.arrange(label), net.mode.loss_groups(None, config.batch)).backward()
@@ -160,6 +160,11 @@ SETTINGS = [
     replace(SMALL, precision="fp64", optimizer="sgd", batch_dice=True, batch=2),
     *(replace(SMALL, decoder=decoder, mode="halo", precision="bf16") for decoder in ("plain", "unetr", "primus")),
 ]
+UNETS = [
+    replace(SMALL, network=network, stages=stages, features=4, mode="halo", grad_checkpoint=again)
+    for network, stages in (("nnunet-plain", "333:111 333:222 333:222"), ("nnunet-resenc", ""), ("unet-hou", ""))
+    for again in ("none", "full")
+]
 ATTENTION = [
     replace(SMALL, attention=name, keep_kv=keep, heads=heads)
     for name in ("gather-kv", "gather-x", "ulysses", "hybrid:2")
@@ -176,8 +181,8 @@ def test_what_is_counted_without_data_is_what_a_step_takes(world: int, ranks: Ca
     What alone differs when alive: in which order torch lays out some gradients of a convolution.
     """
     nets = {
-        1: [*(c for c in NETWORKS if c.mode == "swap"), *SETTINGS],  # alone, all modes are one
-        2: [*NETWORKS, *(c for c in ATTENTION if not c.attention.startswith("hybrid"))],
+        1: [*(c for c in NETWORKS if c.mode == "swap"), *SETTINGS, *UNETS],  # alone, all modes are one
+        2: [*NETWORKS, *UNETS, *(c for c in ATTENTION if not c.attention.startswith("hybrid"))],
         4: [*(c for c in NETWORKS if c.mode == "halo"), *SETTINGS[::2], *(c for c in ATTENTION if c.heads == 3)],
     }[world]
     configs = [replace(c, seqpar=world) for c in nets]

@@ -50,6 +50,8 @@ def test_ways_keep_what_the_command_line_names_and_add_up() -> None:
         assert not [way for way, _ in ways.ways(replace(PAPER, mode=mode), ()) if "mode" in way]
     full = replace(PAPER, grad_checkpoint="full", mlp_chunks=9, shard_weights=True, mode="halo")
     assert list(ways.ways(full, ())) == []
+    *_, (way, _) = ways.ways(replace(PAPER, network="nnunet-plain"), ())
+    assert way == {"mode": "auto", "grad_checkpoint": "full", "shard_weights": True}, "a U-Net has no attention, no MLP"
 
 
 def test_the_smallest_group_that_fits_is_found_among_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,11 +51,12 @@ MAKERS: dict[str, Make] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A network, where its image is cut, and how many samples there are in all."""
+    """A network, where its image is cut, how many samples there are in all, and whether backward computes again."""
 
     name: str
     edges: Edges
     samples: int = 1
+    recompute: bool = False
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -111,6 +112,8 @@ def gaps(mesh: Mesh, case: Case, want: Whole) -> dict[str, float]:
     What has no gradient but rounding, a bias before a norm, is compared to the largest gradient of all.
     """
     net, grid = make(case.name, mesh.data), BoxGrid(case.edges, mesh.seq)
+    if case.recompute:
+        net.recompute()
     (samples,) = torch.arange(case.samples).chunk(mesh.data.size)[mesh.data.index : mesh.data.index + 1]
     part = want.image[samples][box(grid)].clone().requires_grad_()
     got, grids = outputs(net, part, grid)
