@@ -14,6 +14,7 @@ import torch
 
 from seqpar.launch.hardware.cpu_speed import this_cpu
 from seqpar.launch.hardware.devices import DEVICES, GB, Device, device_here, measured
+from seqpar.launch.inference.prediction_plan import print_prediction
 from seqpar.launch.job import exit_codes
 from seqpar.launch.models.build import NETWORKS, kind_of, refuse_unknown
 from seqpar.launch.planning.answer import answer, columns, header, print_rows
@@ -42,13 +43,15 @@ def act(arguments: Sequence[str]) -> int:
     device = _device(own, config)
     if preset == "auto":
         preset, config = start_of_auto(on_gpu), _planned_from_data(own, config, flags, device)
+    sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else SIZES
+    sizes = [size for size in sizes if size <= (own.ranks or size)]
+    if own.predict:
+        return print_prediction(config, own.volume or (), device, sizes, own.channels, own.classes)
     tile = tuple(own.volume or config.tile)
     unit = kind_of(replace(config, tile=tile)).unit(replace(config, tile=tile))
     config = replace(config, tile=tuple(math.ceil(side / step) * step for side, step in zip(tile, unit)))
     fixed = {name: getattr(config, name) for name in flags & {"batch", "accumulate"}}
     run = Run(config, device, own.channels, own.classes, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)
-    sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else SIZES
-    sizes = [size for size in sizes if size <= (own.ranks or size)]
     if own.largest_tile:
         return print_largest(run, sizes)
     print("\n".join(filter(None, [header(run, preset, tile), warmup, columns()])), flush=True)
@@ -100,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     volume = "sides of a whole volume to take as the tile, in voxels (default: --tile)"
     parser.add_argument("--volume", type=int, nargs=3, metavar=("W", "D", "H"), help=volume)
     parser.add_argument("--largest-tile", action="store_true", help="say only how large a cube 1, 2, 4, 8 ranks train")
+    predict = "plan prediction of --volume instead of training: by windows of --tile, and in a whole pass"
+    parser.add_argument("--predict", action="store_true", help=predict)
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--ranks", type=int, metavar="RANKS", help="ranks of the run (default: those of its groups)")
     groups = "sequence groups of the run, as many at every size, so that more ranks share a tile (default: 1)"

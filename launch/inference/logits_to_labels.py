@@ -5,6 +5,7 @@ all classes never lie at the case's own resolution at once. Legend: k classes, w
 after the letter that is spread over all ranks.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
@@ -16,10 +17,11 @@ from seqpar.consensus import agree
 from seqpar.data.preparation.preparation import TargetGrid
 from seqpar.data.preparation.transforms import blend, neighbours, resample
 from seqpar.launch.inference.sliding_window import Slab, join_rows
+from seqpar.launch.inference.windows import rows_at_once
 from seqpar.mesh import Mesh
 from seqpar.messages import post
 
-ROWS_AT_ONCE = 8  # at the case's own resolution
+PARTS = 8  # of the classes, resampled one after the other
 
 WriteRows = Callable[[int, Tensor], None]  # takes the first row's number and rows ``k w D H`` of probabilities
 
@@ -38,44 +40,64 @@ def slabs_to_labels(
 ) -> Tensor:
     """Returns class ids ``W D H`` on the grid ``target``, of logits on the grid ``shape``; the same on all ranks.
 
-    ``write_rows`` takes the probabilities; pass it on all ranks or none, it is called on the first one alone.
+    An id takes one byte where none is above 255. ``write_rows`` takes the probabilities; pass it on all ranks or none,
+    it is called on the first one alone.
     """
-    resampler = _SlabResampler(shape, target, mesh)
-    ids, finite = list[Tensor](), True
+    resampler, ids, finite = _SlabResampler(shape, target, mesh), torch.empty(0), True
     for slab in slabs:
+        if not ids.numel():
+            most = max(regions_class_order, default=len(slab.logits) - 1)
+            ids = torch.empty(target.shape, dtype=torch.uint8 if most < 256 else torch.int16)
         bounds = resampler.add(slab)
-        longest = max(high - low for low, high in pairwise(bounds))
-        own_ids = []
-        for offset in range(0, longest, ROWS_AT_ONCE):
-            starts = [min(low + offset, high) for low, high in pairwise(bounds)]
-            ends = [min(low + offset + ROWS_AT_ONCE, high) for low, high in pairwise(bounds)]
-            logits = resampler.rows(starts[mesh.world.index], ends[mesh.world.index])
-            finite &= bool(torch.isfinite(logits).all())
-            own_ids.append(to_labels(logits, regions_class_order).to(torch.int16))
+        del slab  # or its logits would be alive while the next one is made
+        own_ids = list[Tensor]()
+        for intervals in _steps(bounds, resampler.rows_at_once):
+            logits = resampler.rows(*intervals[mesh.world.index])
+            finite &= _is_finite(logits)
+            own_ids.append(to_labels(logits, regions_class_order).to(ids.dtype))
             if write_rows is not None:
-                probabilities = logits.sigmoid() if regions_class_order else logits.softmax(0)
-                _send_to_first(probabilities, list(zip(starts, ends)), mesh, write_rows)
+                probabilities = [logits.sigmoid() if regions_class_order else logits.softmax(0)]
+                del logits
+                _send_to_first(probabilities.pop(), intervals, mesh, write_rows)
+            else:
+                del logits
+        resampler.release()
         if own_ids:
-            ids.append(join_rows(torch.cat(own_ids), bounds, mesh))
+            ids[bounds[0] : bounds[-1]] = join_rows(torch.cat(own_ids), bounds, mesh)
     if agree(not finite, mesh.world):
         raise NotFinite("the network's logits are NaN or infinite: check the intensities, or take another checkpoint")
-    return torch.cat(ids)
+    return ids
+
+
+def _steps(bounds: Sequence[int], rows: int) -> Iterator[list[tuple[int, int]]]:
+    """Yields the intervals of at most so many rows that the ranks take at a time; rank r's lie between its bounds."""
+    longest = max(high - low for low, high in pairwise(bounds))
+    for offset in range(0, longest, rows):
+        yield [(min(low + offset, high), min(low + offset + rows, high)) for low, high in pairwise(bounds)]
+
+
+def _is_finite(logits: Tensor) -> bool:
+    """Returns whether all values are finite, without a copy of them."""
+    return not logits.numel() or all(map(math.isfinite, torch.stack(torch.aminmax(logits)).tolist()))
 
 
 def _send_to_first(rows: Tensor, intervals: Sequence[tuple[int, int]], mesh: Mesh, write_rows: WriteRows) -> None:
-    """Hands every rank's rows ``k w D H`` to ``write_rows`` on the first rank; ``intervals`` says which each has."""
-    world, rows = mesh.world, rows.contiguous()
+    """Hands every rank's rows ``k w D H`` to ``write_rows`` on the first rank, one rank's after the other's.
+
+    ``intervals`` says which rows each rank has.
+    """
+    world = mesh.world
     if not mesh.is_first:
-        post({0: rows}, {}, world, "probabilities").wait()
+        post({0: rows.contiguous()}, {}, world, "probabilities").wait()
         return
-    received = {
-        rank: rows.new_empty((len(rows), intervals[rank][1] - intervals[rank][0], *rows.shape[2:]))
-        for rank in world.peers
-    }
-    post({}, received, world, "probabilities").wait()
-    for rank, piece in sorted({0: rows, **received}.items()):
-        if piece.numel():
-            write_rows(intervals[rank][0], piece)
+    template = rows[:, :0].clone()
+    for rank, (low, high) in enumerate(intervals):
+        if rank:
+            rows = template.new_empty((len(template), high - low, *template.shape[2:]))
+            post({}, {rank: rows}, world, "probabilities").wait()
+        if low < high:
+            write_rows(low, rows)
+        del rows
 
 
 class _SlabResampler:
@@ -88,19 +110,28 @@ class _SlabResampler:
         self.below, self.above, self.weight = neighbours(shape[0], self.to_shape[0], nearest == 0)  # of each new row
         self.nearest = None if nearest in (None, 0) else nearest - 1  # among the directions of a row
         self._slab_end: Tensor | None = None  # k 1 D H, on the first rank: the last row of the slab before
-        self._logits = torch.empty(0)  # k w/s D H, the rows from which this rank interpolates
-        self._first_row = 0  # the number of the first of them
+        self._row_before: Tensor | None = None  # k 1 D H, of this rank's rows
+        self._logits = torch.empty(0)  # k w/s D H, this rank's rows
+        self._first_row = 0  # the number of the first row, or of the row before it
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many new rows a step takes."""
+        return rows_at_once(len(self._logits), self.to_shape[1:], self._logits.element_size())
 
     def add(self, slab: Slab) -> tuple[int, ...]:
         """Takes a slab; returns the bounds, in new rows, of what each rank can interpolate now."""
         rank = self.mesh.world.index
+        self._first_row, self._logits = slab.bounds[rank], slab.logits
         if self.is_identity:
-            self._first_row, self._logits = slab.bounds[rank], slab.logits
             return slab.bounds
-        row_before = self._exchange_last_rows(slab)
-        self._first_row = slab.bounds[rank] - (0 if row_before is None else 1)
-        self._logits = slab.logits if row_before is None else torch.cat([row_before, slab.logits], 1)
+        self._row_before = self._exchange_last_rows(slab)
+        self._first_row -= 0 if self._row_before is None else 1
         return tuple(np.searchsorted(self.above, slab.bounds).tolist())
+
+    def release(self) -> None:
+        """Drops the slab's logits."""
+        self._logits, self._row_before = self._logits[:, :0].clone(), None
 
     def _exchange_last_rows(self, slab: Slab) -> Tensor | None:
         """Returns the row before this rank's rows; the first rank keeps the slab's last row for the next slab."""
@@ -120,12 +151,26 @@ class _SlabResampler:
         return row_before
 
     def rows(self, low: int, high: int) -> Tensor:
-        """Returns logits ``k w D H`` of the new rows low to high."""
+        """Returns logits ``k w D H`` of the new rows low to high; some classes at a time, as each step makes copies."""
         if self.is_identity:
             return self._logits[:, low - self._first_row : high - self._first_row]
-        below, above = (index[low:high] - self._first_row for index in (self.below, self.above))
-        rows = blend(self._logits, 1, below, above, self.weight[low:high])
-        return resample(rows, self.to_shape[1:], self.nearest)
+        rows = self._logits.new_empty((len(self._logits), high - low, *self.to_shape[1:]))
+        step = -(-len(rows) // PARTS)
+        for first in range(0, len(rows) if low < high else 0, step):
+            classes = slice(first, first + step)
+            rows[classes] = resample(self._between(classes, low, high), self.to_shape[1:], self.nearest)
+        return rows
+
+    def _between(self, classes: slice, low: int, high: int) -> Tensor:
+        """Returns logits ``k w D H`` of the new rows low to high, in the directions D and H as they were."""
+        first, end = int(self.below[low]) - self._first_row, int(self.above[high - 1]) + 1 - self._first_row
+        if self._row_before is None:
+            old_rows = self._logits[classes, first:end]
+        else:
+            old_rows = self._logits[classes, max(first - 1, 0) : end - 1]
+            old_rows = old_rows if first else torch.cat([self._row_before[classes], old_rows], 1)
+        below, above = (index[low:high] - first - self._first_row for index in (self.below, self.above))
+        return blend(old_rows, 1, below, above, self.weight[low:high])
 
 
 def to_labels(logits: Tensor, regions_class_order: Sequence[int] = ()) -> Tensor:

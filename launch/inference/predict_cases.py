@@ -22,10 +22,10 @@ from seqpar.launch.evaluation.classes import labels_of_declaration
 from seqpar.launch.inference.case_progress import CaseProgress
 from seqpar.launch.inference.class_statistics import ClassStatistics
 from seqpar.launch.inference.prediction_folder import PredictionFolder, ProbabilityFile
+from seqpar.launch.inference.prediction_memory import footprint
 from seqpar.launch.inference.predictor import Predictor
 from seqpar.launch.inference.run_average import MeanProbabilities, Member, share_of
 from seqpar.launch.inference.sliding_window import Image, beyond_training
-from seqpar.launch.inference.whole_volume_memory import footprint
 from seqpar.launch.inference.windows import WindowGrid
 from seqpar.launch.job.next_command import next_command
 from seqpar.launch.runs.trained_run import Run, fitting_mode
@@ -210,7 +210,7 @@ def _predict_case(
         for at, predictor in enumerate(predictors):
             if predictor.run.preparation != predictors[max(at - 1, 0)].run.preparation:
                 image, target, _ = predictor.distribute(partial(taken.__getitem__, at))
-            windows.append(_say_size(predictor, case, image, shown))
+            windows.append(_say_size(predictor, case, image, target.shape, shown))
             ids = predictor.class_ids(image, target, write_rows, share_of(tell, at, count))
 
         def write() -> None:
@@ -241,12 +241,13 @@ def _probability_file(
     return MeanProbabilities(folder.temporary_file(case), (len(run.outputs), *shape), softmax, count)
 
 
-def _say_size(predictor: Predictor, case: Case, image: Image, shown: CaseProgress) -> str:
+def _say_size(predictor: Predictor, case: Case, image: Image, to_shape: Sequence[int], shown: CaseProgress) -> str:
     """Returns how many voxels and windows a case has for a run; says before what a whole pass takes."""
     settings, run = predictor.settings, predictor.run
     voxels = "x".join(map(str, image.shape[1:]))
     if settings.window == "whole":
-        memory = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), predictor.mesh)
+        views, ranks = len(predictor.nets) * 2 ** len(settings.mirror), predictor.mesh.world.size
+        memory = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), ranks, to_shape, views)
         shown.say(f"{case.id}: a whole pass over {voxels} voxels takes {memory}")
         if warning := beyond_training(predictor.nets[0], image.shape[1:], run.whole_grid):
             shown.warn(f"{case.id}: {warning}")

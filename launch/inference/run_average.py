@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from seqpar.data.workers import Tell
-from seqpar.launch.inference.logits_to_labels import ROWS_AT_ONCE, to_labels
+from seqpar.launch.inference.logits_to_labels import to_labels
 from seqpar.launch.inference.prediction_folder import ProbabilityFile
 from seqpar.launch.inference.predictor import Settings
+from seqpar.launch.inference.windows import rows_at_once
 from seqpar.launch.runs.trained_run import Run
 
 
@@ -80,9 +81,10 @@ class MeanProbabilities(ProbabilityFile):
         return torch.cat(ids).to(torch.int16)
 
     def _chunks(self) -> Iterator[Tensor]:
-        whole = self.mapped()
-        for first in range(0, len(whole), ROWS_AT_ONCE):
-            yield torch.from_numpy(np.array(whole[first : first + ROWS_AT_ONCE])).transpose(0, 1)  # k w D H
+        whole = self.mapped()  # w k D H
+        rows = rows_at_once(whole.shape[1], whole.shape[2:])
+        for first in range(0, len(whole), rows):
+            yield torch.from_numpy(np.array(whole[first : first + rows])).transpose(0, 1)  # k w D H
 
 
 def _centred(probabilities: Tensor, regions_class_order: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ voxels of the volume, w rows of a slab; ``/s`` after the letter that is spread o
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +28,8 @@ from seqpar.launch.inference.windows import (
     WindowGrid,
     flipped,
     mirrors,
+    rows_at_once,
     whole_box,
-    window_weights,
 )
 from seqpar.launch.models.net import Net
 from seqpar.layout import Layout, to_patches
@@ -68,14 +68,16 @@ def whole_volume(
     """Yields the logits of one pass over the whole volume, each rank of a sequence group holding a part of it.
 
     Directions shorter than the network's tile are padded to it, as for sliding windows; longer ones to whole patches.
-    ``tell`` is told which share is done, block by block.
+    ``tell`` is told which share is done, block by block. Its slabs are small: while labels are taken, a rank holds
+    its share of the logits and a few rows, no second copy.
     """
     shape = tuple(image.shape[1:])
     tile = padded_shape(shape, nets[0].layout) if nets else shape
     starts = tuple((-((padded - side) // 2),) for padded, side in zip(tile, shape))
     window_grid = WindowGrid(shape, tile, starts, mesh.world.size)
-    weights, batch = window_weights(tile, "constant"), fitting_batch(nets, 1)
+    batch = fitting_batch(nets, 1)
     views = _views(nets, window_grid, mirror, batch, mesh)
+    weights = torch.ones(()).expand(tile)
     return _walk_by_blocks(_Sweep(views, image, window_grid, weights, batch, mesh), tell)
 
 
@@ -163,7 +165,7 @@ def _walk(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
     views, window_grid, batch, mesh = sweep.views, sweep.window_grid, sweep.batch, sweep.mesh
     num_windows, groups = len(window_grid.corners), mesh.data.size
     blocks = [_find_blocks(view, batch, mesh) for view in views]
-    dtype = torch.promote_types(next(views[0].net.parameters()).dtype, torch.float32)
+    dtype = _sums_dtype(views)
     sums: WindowSums | None = None
     num_complete = 0
     for first in range(0, num_windows, groups * batch):
@@ -180,6 +182,7 @@ def _walk(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
                 sums.open(range(first, end))
             sums.deliver(logits, view_blocks, turns)
             tell((first + (end - first) * (number + 1) / len(views)) / num_windows)
+            del logits
         assert sums is not None
         sums.close()
         for slab in range(num_complete, window_grid.num_complete(end)):
@@ -187,8 +190,35 @@ def _walk(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
         num_complete = window_grid.num_complete(end)
 
 
+def _sums_dtype(views: Sequence[_View]) -> torch.dtype:
+    return torch.promote_types(next(views[0].net.parameters()).dtype, torch.float32)
+
+
+def _walk_whole(sweep: _Sweep) -> Iterator[Slab]:
+    """Yields small slabs of the one window of a grid: the last view's logits travel slab by slab."""
+    views, window_grid, mesh, dtype = sweep.views, sweep.window_grid, sweep.mesh, _sums_dtype(sweep.views)
+    turns = [range(group == 0) for group in range(mesh.data.size)]
+    sums: WindowSums | None = None
+    for number, view in enumerate(views):
+        blocks = _find_blocks(view, sweep.batch, mesh)
+        logits = _predict(sweep, view, turns[mesh.data.index])
+        if sums is None:  # the other groups get the number of classes from the first
+            num_classes = agree(0 if logits is None else logits.shape[1], mesh.world)
+            rows = rows_at_once(num_classes, window_grid.shape[1:], dtype.itemsize) * mesh.world.size
+            window_grid = replace(window_grid, slab_rows=rows)
+            weight = sweep.weights.new_ones((), device=mesh.device, dtype=dtype)  # for all voxels: no memory
+            sums = WindowSums(window_grid, weight.expand(window_grid.tile), num_classes, mesh)
+            sums.open([0])
+        for slab, bounds in enumerate(window_grid.bounds):
+            sums.deliver(logits, blocks, turns, [slab])
+            if number == len(views) - 1:
+                sums.close([slab])
+                yield Slab(bounds, sums.finish(slab, len(views)))
+        del logits
+
+
 def _walk_by_blocks(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
-    """Yields what ``_walk`` does, and tells of each block or cell that has run: one window takes long."""
+    """Yields what ``_walk_whole`` does, and tells of each block or cell that has run: one window takes long."""
     total = sum(len(view.net.units()) + 1 for view in sweep.views)  # a decoder is about as much again
     numbers = itertools.count(1)
     hooks = [
@@ -197,7 +227,7 @@ def _walk_by_blocks(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
         for block in net.units()
     ]
     try:
-        yield from _walk(sweep, unheard)
+        yield from _walk_whole(sweep)
     finally:
         for hook in hooks:
             hook.remove()
@@ -231,7 +261,7 @@ def _predict(sweep: _Sweep, view: _View, windows: Sequence[int]) -> Tensor | Non
     with torch.no_grad():
         part = torch.stack(parts).to(sweep.mesh.device, next(view.net.parameters()).dtype)
         logits = view.net(part, view.layout)
-    return logits.flip([2 + direction for direction in view.flips])
+    return logits.flip([2 + direction for direction in view.flips]) if view.flips else logits  # type: ignore[no-any-return]
 
 
 def _cut(image: Image, corner: Sequence[int], view: _View, rank: int) -> Tensor:

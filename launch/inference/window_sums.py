@@ -37,7 +37,8 @@ class WindowSums:
     """The slabs that are not complete yet: on each rank the weighted logits of its rows, and the sums of weights.
 
     The windows come in rounds: ``open`` names the windows of a round, ``deliver`` takes their logits, once for each
-    view (a network with its flips), ``close`` adds them up. ``weights`` ``W D H`` are those of a window's voxels.
+    view (a network with its flips), ``close`` adds them up; both of some slabs, or of all. ``weights`` ``W D H`` are
+    those of a window's voxels.
     """
 
     def __init__(self, window_grid: WindowGrid, weights: Tensor, num_classes: int, mesh: Mesh) -> None:
@@ -53,20 +54,26 @@ class WindowSums:
             for slab, region in self.window_grid.pieces(window, whole_window, self.mesh.world.index):
                 self._regions[window, slab] = region
 
-    def deliver(self, logits: Tensor | None, blocks: Sequence[Block], turns: Sequence[Sequence[int]]) -> None:
+    def deliver(
+        self,
+        logits: Tensor | None,
+        blocks: Sequence[Block],
+        turns: Sequence[Sequence[int]],
+        slabs: Sequence[int] = (),
+    ) -> None:
         """Sends this rank's logits ``b k W/s D/s H/s`` of its group's windows to the ranks that add them up.
 
         ``logits`` is None where the group has no window. ``blocks`` says which logits each rank of a group holds,
-        ``turns`` lists the windows of each group.
+        ``turns`` lists the windows of each group. ``slabs``: of which to send; none: of all.
         """
         rank, group = self.mesh.world.index, self.mesh.data.index
         sends: dict[int, list[Tensor]] = {}
         for target in range(self.mesh.world.size):
-            pieces = [p for p in self._pieces(blocks, turns[group], group, target) if p.source == rank]
+            pieces = [p for p in self._pieces(blocks, turns[group], group, target, slabs) if p.source == rank]
             sends[target] = [self._cut(logits, blocks[self.mesh.seq.index].box, piece) for piece in pieces]
         awaited: dict[int, list[_Piece]] = defaultdict(list)
         for number, turn in enumerate(turns):
-            for piece in self._pieces(blocks, turn, number, rank):
+            for piece in self._pieces(blocks, turn, number, rank, slabs):
                 awaited[piece.source].append(piece)
         received = self._exchange(sends, awaited)
         for source, pieces in sorted(awaited.items()):
@@ -90,8 +97,10 @@ class WindowSums:
             self._logits[key] = self._zeros(region)
         self._logits[key][(slice(None), *within(piece.region, [low for low, _ in region]))] += values
 
-    def _pieces(self, blocks: Sequence[Block], turn: Sequence[int], group: int, target: int) -> Iterator[_Piece]:
-        """Yields the pieces of a group's windows that the rank ``target`` needs.
+    def _pieces(
+        self, blocks: Sequence[Block], turn: Sequence[int], group: int, target: int, slabs: Sequence[int]
+    ) -> Iterator[_Piece]:
+        """Yields the pieces of a group's windows that the rank ``target`` needs, in some slabs or in all.
 
         Where several ranks hold the same logits, a rank that needs a piece and holds it keeps it, and the others are
         served by these ranks in turn: nothing travels twice.
@@ -103,7 +112,7 @@ class WindowSums:
             source = target if target in ranks else ranks[target % len(ranks)]
             first, end = block.windows
             for number in range(first, min(end, len(turn))):
-                for slab, region in self.window_grid.pieces(turn[number], block.box, target):
+                for slab, region in self.window_grid.pieces(turn[number], block.box, target, slabs):
                     yield _Piece(source, number - first, turn[number], slab, region)
 
     def _exchange(
@@ -125,11 +134,12 @@ class WindowSums:
             received[source] = [values.view(shape) for values, shape in zip(flat, shapes[source])]
         return received
 
-    def close(self) -> None:
-        """Ends a round: weights its windows and adds them up, in window order."""
-        for (window, slab), region in self._regions.items():
+    def close(self, slabs: Sequence[int] = ()) -> None:
+        """Ends a round, in some slabs or in all: weights its windows and adds them up, in window order."""
+        for window, slab in [key for key in self._regions if not slabs or key[1] in slabs]:
+            region, values = self._regions.pop((window, slab)), self._logits.pop((window, slab))
             if len(self.window_grid.corners) == 1:  # a mean of one needs no weights
-                self._slabs[slab] = self._logits[window, slab], self.weights.new_ones(())
+                self._slabs[slab] = values, self.weights.new_ones(())
                 continue
             if slab not in self._slabs:
                 zeros = self._zeros(self._slab_region(slab))
@@ -138,9 +148,8 @@ class WindowSums:
             weight = self.weights[within(region, self.window_grid.corners[window])]
             place = within(region, [low for low, _ in self._slab_region(slab)])
             # Product and sum apart: fused, they round otherwise at the end of a vector than within it.
-            logits[(slice(None), *place)] += weight * self._logits[window, slab]
+            logits[(slice(None), *place)] += weight * values
             weights[place] += weight
-        self._regions, self._logits = {}, {}
 
     def finish(self, slab: int, num_views: int) -> Tensor:
         """Returns the mean logits ``k w/s D H`` of a complete slab, and forgets it."""

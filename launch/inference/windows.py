@@ -20,6 +20,8 @@ from seqpar.layout import even_bounds
 Interval = tuple[int, int]
 Region = tuple[Interval, ...]  # half-open voxel interval per direction
 
+BYTES_AT_ONCE = 64 << 20  # of all classes' logits, where a step can take as few rows as it likes
+
 WINDOWS = ("sliding", "whole")
 WEIGHTS = ("gaussian", "constant")
 _SIGMA, _MIN_WEIGHT = 0.125, 1e-3  # of the Gaussian: standard deviation as a share of the tile's side
@@ -98,12 +100,14 @@ class WindowGrid:
 
     A slab reaches from the start of one layer of windows to the start of the next, so it is complete when its layer
     is, and only the slabs under a window are in memory. The rows of each slab are spread over all ranks.
+    ``slab_rows`` cuts slabs that have more rows into smaller ones; 0: none.
     """
 
     shape: tuple[int, ...]
     tile: tuple[int, ...]
     starts: tuple[tuple[int, ...], ...]  # per direction
     num_ranks: int = 1
+    slab_rows: int = 0
 
     @classmethod
     def of(cls, shape: Sequence[int], sliding: Sliding, num_ranks: int = 1) -> "WindowGrid":
@@ -121,13 +125,20 @@ class WindowGrid:
 
     def num_complete(self, num_windows: int) -> int:
         """Returns how many slabs are complete after the first ``num_windows`` windows."""
-        return num_windows // math.prod(map(len, self.starts[1:]))
+        layers = num_windows // math.prod(map(len, self.starts[1:]))
+        end = (*self.starts[0][1:], self.shape[0])[layers - 1] if layers else 0
+        return sum(bounds[-1] <= end for bounds in self.bounds)
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, ...], ...]:
         """Where each slab is cut: rank r adds up its rows ``bounds[slab][r]`` to ``bounds[slab][r + 1]``."""
         edges = [0, *self.starts[0][1:], self.shape[0]]
-        return tuple(self._spread_rows(low, high) for low, high in itertools.pairwise(edges))
+        step = self.slab_rows or self.shape[0]
+        return tuple(
+            self._spread_rows(first, min(first + step, high))
+            for low, high in itertools.pairwise(edges)
+            for first in range(low, high, step)
+        )
 
     def _spread_rows(self, low: int, high: int) -> tuple[int, ...]:
         num_busy = min(high - low, self.num_ranks)
@@ -143,12 +154,12 @@ class WindowGrid:
         placed = zip(self.corners[window], box, self.shape)
         return tuple((max(corner + low, 0), min(corner + high, side)) for corner, (low, high), side in placed)
 
-    def pieces(self, window: int, box: Region, rank: int) -> Iterator[tuple[int, Region]]:
-        """Yields slab and region of every piece of a window's box that the rank adds up."""
+    def pieces(self, window: int, box: Region, rank: int, slabs: Sequence[int] = ()) -> Iterator[tuple[int, Region]]:
+        """Yields slab and region of every piece of a window's box that the rank adds up, in some slabs or in all."""
         (first, end), *others = self.region(window, box)
         if any(low >= high for low, high in others):
             return
-        for slab in range(len(self.bounds)):
+        for slab in slabs or range(len(self.bounds)):
             low, high = self.rows(slab, rank)
             low, high = max(first, low), min(end, high)
             if low < high:
@@ -171,3 +182,8 @@ def flipped(box: Region, tile: Sequence[int], directions: Sequence[int]) -> Regi
 def within(region: Region, corner: Sequence[int]) -> tuple[slice, ...]:
     """Returns a region as slices of an array whose first voxel lies at ``corner``."""
     return tuple(slice(low - start, high - start) for (low, high), start in zip(region, corner))
+
+
+def rows_at_once(num_classes: int, sides: Sequence[int], itemsize: int = 4) -> int:
+    """Returns how many rows of ``sides`` voxels a step takes at once: as logits about ``BYTES_AT_ONCE``, at least 1."""
+    return max(1, BYTES_AT_ONCE // (num_classes * math.prod(sides) * itemsize))

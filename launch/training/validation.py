@@ -167,6 +167,7 @@ class Validation:
             sums = sums + self.loss.sums(slab.logits[None], truth[None], annotated)
             ids = to_labels(slab.logits, order)
             rows.append(join_rows(ids.to(torch.int16), slab.bounds, self.mesh))
+            del slab  # or its logits would be alive while the next one is made
         parts = self.loss.of_sums(all_reduce(sums, self.mesh.world), annotated)
         return torch.cat(rows).numpy(), parts
 

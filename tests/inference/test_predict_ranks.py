@@ -16,9 +16,9 @@ import torch
 from seqpar.decoders.modes.choose import MODES
 from seqpar.launch import predict
 from seqpar.launch.inference import predict_cases
+from seqpar.launch.inference.prediction_memory import footprint
 from seqpar.launch.inference.predictor import Settings
 from seqpar.launch.inference.run_average import Member
-from seqpar.launch.inference.whole_volume_memory import footprint
 from seqpar.launch.job import exit_codes
 from seqpar.launch.models.build import build
 from seqpar.launch.models.segmentation import SegmentationNet
@@ -134,7 +134,7 @@ def test_a_volume_that_no_whole_pass_can_take_is_a_fault_on_all_ranks(ranks, ima
     assert len(list((tmp_path / "out").glob("*.nii.gz"))) == 3
 
 
-def test_memory_is_counted_not_guessed(alone) -> None:
+def test_memory_is_counted_not_guessed() -> None:
     """What is alive at once: on real tensors and on tensors without data the same, in a network as in a sum."""
     x = torch.ones(1000)
     with MemoryCounter() as alive:
@@ -144,13 +144,13 @@ def test_memory_is_counted_not_guessed(alone) -> None:
         z = z + x
     assert alive.most == 2 * x.nbytes + 4 and alive.now == x.nbytes
     net = build(SMALL, 1, 2, Group("seq")).eval()
-    large = footprint(net, (30, 32, 32), 2, alone)
+    large = footprint(net, (30, 32, 32), 2, 1)
     with torch.no_grad(), MemoryCounter() as alive:
         part, layout = net.encoder.place(torch.randn(1, 1, 30, 32, 32))
         alive.peaks.clear()
         net(part, layout)
     assert max(large.encoder, large.decoder) == pytest.approx(alive.most, rel=0.02)
-    small = footprint(net, (16,) * 3, 2, alone)
+    small = footprint(net, (16,) * 3, 2, 1)
     assert 7 < large.decoder / small.decoder < 9 and 7 < large.encoder / small.encoder < 9
     assert large.weights == small.weights == sum(p.nbytes for p in net.parameters())
     assert all(not p.is_meta for p in net.parameters())

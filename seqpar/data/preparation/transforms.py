@@ -76,7 +76,7 @@ def blend(array: Array, dim: int, below: np.ndarray, above: np.ndarray, weight: 
     shape = (-1, *(1,) * (array.ndim - 1 - dim))
     if isinstance(array, Tensor):
         lower, upper = (array.index_select(dim, torch.from_numpy(rows).to(array.device)) for rows in (below, above))
-        return lower + (upper - lower) * torch.from_numpy(weight).to(array).view(shape)
+        return lower.add_(upper.sub_(lower).mul_(torch.from_numpy(weight).to(array).view(shape)))  # both are copies
     first, second = array.take(below, dim), array.take(above, dim)
     return first + (second - first) * weight.reshape(shape)
 
