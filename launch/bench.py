@@ -21,8 +21,9 @@ SUBJECTS = {
     "memory": ("memory",),
     "data": ("data", "loader"),
     "plan": ("plan", "plan_answer"),
-    "predict": ("predict",),
+    "predict": ("predict", "labels"),
     "step": ("step",),
+    "unets": ("unets", "halo_share"),
 }
 LARGE = {"memory": ("memory",)}  # these have large_series() too
 RESULTS = Path(__file__).parent / "benches" / "results"

@@ -31,28 +31,37 @@ SHAPE, TILES, OVERLAP = (240, 240, 155), (96, 64), 0.5
 NETWORK = Config(
     tile=(96, 96, 96), patch=(16, 16, 16), embed_dim=192, depth=6, heads=6, decoder_width=32, positions="sincos"
 )
+STAGES = "333:111 333:222 333:222 333:222"  # of every tile: the same weights
+U_NET = Config(network="nnunet-plain", tile=(96, 96, 96), stages=STAGES, features=8)
 
 
-def series(
-    quick: bool = False,
-    shape: Sequence[int] = SHAPE,
-    tiles: Sequence[int] = TILES,
-    config: Config = NETWORK,
-    num_classes: int = 4,
-) -> list[Series]:
-    """Returns one series: a whole pass, and sliding windows of each tile, or of the first one if quick."""
-    cases = {_name(tile): tile for tile in (0, *(tiles[:1] if quick else tiles))}
+def series(quick: bool = False) -> list[Series]:
+    """Returns a series for a ViT and one for a U-Net, with windows of the first tile alone if quick."""
+    tiles = TILES[:1] if quick else TILES
+    return [of_network(config, SHAPE, tiles, 4) for config in (NETWORK, U_NET)]
+
+
+def of_network(config: Config, shape: Sequence[int], tiles: Sequence[int], num_classes: int) -> Series:
+    """Returns a network's series: a whole pass, and sliding windows of each tile."""
+    cases = {_name(tile): tile for tile in (0, *tiles)}
 
     def row(case: str, runs: Runs) -> Row:
         def to_whole(column: str) -> float | str:
             return ratio(*([run[column] for run in runs[name]] for name in (case, _name(0))))
 
         columns = {name: statistics.median(run[name] for run in runs[case]) for name in runs[case][0]}
-        return {"name": case, **columns, "times_whole": to_whole("cpu_s"), "voxels_times_whole": to_whole("voxels")}
+        network = "" if config.network == "vit" else f", {config.network}"
+        return {
+            "name": case + network,
+            **columns,
+            "times_whole": to_whole("cpu_s"),
+            "voxels_times_whole": to_whole("voxels"),
+        }
 
-    what = f"prediction of {'x'.join(map(str, shape))} voxels, by a whole pass and by sliding windows"
+    voxels = "x".join(map(str, shape))
+    what = f"prediction of {voxels} voxels by {config.network}, by a whole pass and by sliding windows"
     measure = partial(alternate, tuple(cases), lambda case: _apart(tuple(shape), cases[case], config, num_classes))
-    return [Series(what, tuple(cases), 1, 15.0 * len(cases), measure, row)]
+    return Series(what, tuple(cases), 1, 15.0 * len(cases), measure, row)
 
 
 def _name(tile: int) -> str:

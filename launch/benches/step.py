@@ -21,6 +21,7 @@ from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.launch.benches.apart import measure_apart
 from seqpar.launch.benches.memory import average_gradients
 from seqpar.launch.benches.series import Row, Runs, Series, alternate, ratio
+from seqpar.launch.models.net import Net
 from seqpar.launch.models.segmentation import SegmentationNet
 from seqpar.launch.planning.saved_bytes import saved_bytes
 from seqpar.launch.weights.monai import load_monai
@@ -76,16 +77,9 @@ def _worker(name: str, mode: str, batch: int) -> None:
     with start(ranks, device="cpu") as mesh:
         net = _monai() if name == "monai" else _ours(mode, mesh)
         image, label = torch.randn(batch, CHANNELS, *[TILE] * 3), torch.randint(0, CLASSES, (batch, *[TILE] * 3))
-        step = _Step(net, image, label, mesh)
-        saved = step.saved_bytes()
-        step()  # the first one takes longer
-        clocks = [time.perf_counter()]
-        for _ in range(STEPS):
-            step()
-            clocks.append(time.perf_counter())
-        seconds = statistics.median(b - a for a, b in itertools.pairwise(clocks))
+        measured = measure_steps(Step(net, image, label, mesh))
         if mesh.is_first:
-            print(json.dumps({"seconds": seconds, "saved": saved}), flush=True)
+            print(json.dumps(measured), flush=True)
 
 
 def _monai() -> nn.Module:
@@ -105,19 +99,21 @@ def _ours(mode: str, mesh: Mesh) -> SegmentationNet:
     return SegmentationNet(encoder, decoder, choose_mode(mode, mesh.seq), taps(len(encoder.blocks), cube))
 
 
-class _Step:
-    """Forward, loss and backward of one batch; gradients are then averaged over the ranks, without overlap."""
+class Step:
+    """Forward, loss and backward of one batch; gradients are then averaged over the ranks, without overlap.
+
+    ``image`` and ``label`` are whole on every rank; a ``net`` of ours takes its part.
+    """
 
     def __init__(self, net: nn.Module, image: Tensor, label: Tensor, mesh: Mesh) -> None:
         self.net, self.loss_of, self.loss_groups, self.mesh = net, DiceCE(), None, mesh
         self.image, self.label = image, label
-        if isinstance(net, SegmentationNet):
-            layout = net.encoder.layout
-            self.image, self.label = (layout.cut(whole, mesh.seq.index) for whole in (image, label))
+        if isinstance(net, Net):
+            self.image, self.label = (net.layout.cut(whole, mesh.seq.index) for whole in (image, label))
             self.loss_groups = net.mode.loss_groups(None, len(image))
 
     def _forward(self) -> Tensor:
-        label = self.net.arrange(self.label) if isinstance(self.net, SegmentationNet) else self.label
+        label = self.net.arrange(self.label) if isinstance(self.net, Net) else self.label
         return self.loss_of(self.net(self.image), label, self.loss_groups)  # type: ignore[no-any-return]
 
     def __call__(self) -> None:
@@ -128,6 +124,17 @@ class _Step:
     def saved_bytes(self) -> int:
         """Returns the bytes of distinct storages held for backward in a first step, parameters excluded."""
         return saved_bytes(self.net, self._forward)
+
+
+def measure_steps(step: Step) -> dict[str, float]:
+    """Returns the seconds of a step, the median of some, and the bytes that it saves for backward."""
+    saved = step.saved_bytes()
+    step()  # the first one takes longer
+    clocks = [time.perf_counter()]
+    for _ in range(STEPS):
+        step()
+        clocks.append(time.perf_counter())
+    return {"seconds": statistics.median(b - a for a, b in itertools.pairwise(clocks)), "saved": saved}
 
 
 if __name__ == "__main__":

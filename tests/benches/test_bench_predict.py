@@ -9,7 +9,7 @@ from seqpar.launch.benches.series import Progress, run_series
 def test_rows_compare_a_whole_pass_with_sliding_windows() -> None:
     """Six windows of 16 voxels a side over 28 x 20 x 16: each voxel ratio is exact, whatever the times."""
     config = replace(predict.NETWORK, tile=(16, 16, 16), patch=4, embed_dim=12, heads=2, depth=1, decoder_width=4)
-    (series,) = predict.series(False, (28, 20, 16), (16,), config, 2)
+    series = predict.of_network(config, (28, 20, 16), (16,), 2)
     rows: list[dict] = []
     assert run_series(series, 1, rows.append, Progress())
     whole, sliding = rows
