@@ -15,7 +15,7 @@ from seqpar.launch.models.unets import Stages, spell_stages, topology
 from seqpar.launch.planning.fit import largest_batch
 from seqpar.launch.planning.needs import Run, planned
 from seqpar.launch.planning.tile_choice import shape_at, smaller_tiles, suited_tile, target_spacing
-from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.config import Config, shorten
 
 WIDTHS = ((768, 12, 12), (384, 12, 6), (192, 12, 3))  # --embed-dim, --depth, --heads for GPUs, the widest first
 CPU_WIDTHS = ((96, 3, 4),)
@@ -99,7 +99,7 @@ class _Search:
             self.tile_voxels *= min(1.0, math.prod(self.config.patch) / LONGEST_PATCH**3)
 
     def choose_widths(self) -> str:
-        """Takes the widest network that fits with a usual tile; returns why."""
+        """Takes the widest network that fits with a usual tile, or with the one that was typed; returns why."""
         kind, names = kind_of(self.config), ("embed_dim", "depth", "heads")
         if not kind.attends:
             return f"  {kind.describe(self.config)}, as it is published"
@@ -107,12 +107,17 @@ class _Search:
         if given:
             return f"  {kind.describe(self.config)}, {', '.join(given)} as given"
         widths = CPU_WIDTHS if self.device.cores else WIDTHS
-        for number, (width, depth, heads) in enumerate(widths, 1):
+        if "tile" in self.flags:
+            tile, which = tuple(self.config.tile), f"the tile of {shorten(self.config.tile)}"
+        else:
+            tile, which = tuple(self._tile_of(min(USUAL_VOXELS, self.tile_voxels))), "a tile of 96"
+        why = "what a CPU trains in hours" if len(widths) == 1 else f"the narrowest: wider ones do not fit with {which}"
+        for width, depth, heads in widths:
             self.config = replace(self.config, embed_dim=width, depth=depth, heads=heads)
-            if number == len(widths) or self.fits(self._tile_of(min(USUAL_VOXELS, self.tile_voxels))):
+            if (width, depth, heads) != widths[-1] and self.fits(tile):
+                why = f"the widest that fits with {which}"
                 break
-        which = "the widest that fits with a tile of 96" if len(widths) > 1 else "what a CPU trains in hours"
-        return f"  {kind.describe(self.config)}: {which}"
+        return f"  {kind.describe(self.config)}: {why}"
 
     def choose_tile(self) -> str:
         """Takes the largest tile that fits with the least batch; returns why."""
@@ -127,6 +132,8 @@ class _Search:
         self.config = self._with_tile(tiles[low])
         lengths = " x ".join(f"{side * size:.0f}" for side, size in zip(self.config.tile, self.size))
         most = "as large as the cases or the time allow" if low == 0 else "the largest of which two fit"
+        if low == len(tiles) - 1 and not self.fits(tiles[low]):
+            most = "the smallest there is, though two may not fit"
         return f"  --tile {_spaced(self.config.tile)} ({lengths} mm), {described(self.config)}: {most}"
 
     def choose_batch(self, voxels: float) -> str:

@@ -2,6 +2,7 @@
 
 OUT/fold0 … OUT/fold4   run folders, as train writes them
 OUT/status.json         how all of them stand: "step" counts the folds that have finished
+OUT/folds.json          the flags by which folds begin, so that --resume needs to name OUT alone
 """
 
 import argparse
@@ -14,7 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from seqpar.data.files import write_json
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.formats.splits import FOLDS, folds
 from seqpar.environment import MEETING, Launcher
@@ -26,6 +29,8 @@ from seqpar.launch.settings.command_line import Parser
 from seqpar.launch.settings.config import ALL_FOLDS
 from seqpar.launch.settings.time_limit import seconds
 from seqpar.launch.training.request import holds_run, is_restart
+
+FLAGS = "folds.json"
 
 
 def find_folds(arguments: Sequence[str]) -> "Folds | None":
@@ -46,7 +51,8 @@ class Folds:
     """
 
     def __init__(self, own: argparse.Namespace, others: Sequence[str]) -> None:
-        self.own, self.others = own, [*others, *(["--data", own.data] if own.data else [])]
+        self.own, self.typed = own, [*others, *(["--data", own.data] if own.data else [])]
+        self.flags = self.typed  # by which folds begin
         self.until = time.monotonic() + seconds(own.time_limit)
         self._signals = list[int]()
         self._child: subprocess.Popen[bytes] | None = None
@@ -58,8 +64,11 @@ class Folds:
         """
         self._refuse()
         if self.own.dry_run:
+            if self.own.resume:
+                self._add_flags_of_before(self.own.out)
             return self._start([script, *self._line(0, self.own.out), "--dry-run"], {})
         out = self._folder(is_restart(launcher))
+        self._keep_flags(out, launcher)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._pass_on)
         for fold in range(FOLDS):
@@ -92,16 +101,38 @@ class Folds:
     def _folder(self, restarted: bool) -> str:
         """Returns the folder of the five run folders; those that are in it go on, which has to be asked for."""
         out = str(self.own.out)
+        if holds_run(out):
+            raise ValueError(f"--out {out} holds a run of its own, whose status would be lost: name another folder")
         if self.own.again:
             number = 1
             while all(_state(f"{out}/fold{n}").get("state") == "finished" for n in range(FOLDS)):
                 number += 1
                 out = f"{self.own.out}-{number}"
+            self._add_flags_of_before(out)
             return out
         begun = [run for n in range(FOLDS) if holds_run(run := f"{out}/fold{n}")]
         if begun and not (self.own.resume or restarted):
             raise ValueError(f"--out {out} holds a run already, {begun[0]}: add --resume to continue, or name another")
+        if self.own.resume and not begun and not (Path(out) / FLAGS).exists():
+            raise ValueError(f"--resume --out {out}: it holds no five folds: name their folder, or leave --resume out")
+        if self.own.resume or restarted:
+            self._add_flags_of_before(out)
         return out
+
+    def _add_flags_of_before(self, out: str) -> None:
+        """Begins folds by the flags of earlier starts, then those of this one, which win."""
+        before = list(_read(Path(out) / FLAGS).get("flags", []))
+        known = before[len(before) - len(self.typed) :] == self.typed  # the first rank may have written these already
+        self.flags = before if known else [*before, *self.typed]
+
+    def _keep_flags(self, out: str, launcher: Launcher) -> None:
+        """Makes the folder, on all ranks, so that all fail alike; writes into it by which flags folds begin."""
+        try:
+            Path(out).mkdir(parents=True, exist_ok=True)
+            if launcher.rank == 0:
+                write_json(Path(out) / FLAGS, {"flags": self.flags})
+        except OSError as error:
+            raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None
 
     def _train_fold(self, script: str, fold: int, out: str, launcher: Launcher) -> int:
         """Returns the exit code of one fold's training on this rank."""
@@ -116,8 +147,8 @@ class Folds:
         return self._start([script, *self._line(fold, out, resume)], env)
 
     def _line(self, fold: int, out: str, resume: bool = False) -> list[str]:
-        """Returns the flags of one fold's training."""
-        line = [*self.others, "--fold", str(fold), "--out", f"{out}/fold{fold}"]
+        """Returns the flags of one fold's training; a run that goes on has its settings."""
+        line = [*(self.typed if resume else self.flags), "--fold", str(fold), "--out", f"{out}/fold{fold}"]
         if self.own.time_limit:
             line += ["--time-limit", f"{max(self.until - time.monotonic(), 1.0) / 60:.3f}"]
         return [*line, "--resume"] if resume else line
@@ -141,8 +172,8 @@ class Folds:
         """Writes and says how it ended, on the first rank; returns the exit code."""
         left = code == exit_codes.PREEMPTED
         how = "left early" if left else f"ended with exit code {code}"
-        state = _state(f"{out}/fold{fold}")
-        if left or state.get("state") != "running":  # else another training may hold it, which goes on
+        state, killed = _state(f"{out}/fold{fold}"), code > 128
+        if left or killed or state.get("state") != "running":  # else another training may hold it, which goes on
             why = f"fold {fold}: {state.get('why') or ('it had not begun' if left else how)}"
             _write(out, launcher, fold, "preempted" if left else "failed", why, code)
         if launcher.rank == 0:
@@ -157,10 +188,14 @@ def start_process(command: Sequence[str], env: Mapping[str, str]) -> "subprocess
     return subprocess.Popen([sys.executable, *command], env=dict(env), start_new_session=True)
 
 
-def _state(run: str) -> dict[str, str]:
+def _state(run: str) -> dict[str, Any]:
     """Returns the content of a run's status.json, {} where there is none."""
+    return _read(Path(run) / "status.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((Path(run) / "status.json").read_text()))
+        return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return {}
 

@@ -146,6 +146,20 @@ def test_what_is_typed_stays_and_the_rest_is_planned_around_it(small) -> None:
     assert (planned_alone.spacing, planned_alone.patch, planned_alone.embed_dim) == ("0.8,0.8,5", (8, 8, 1), 96)
 
 
+def test_a_typed_tile_decides_how_wide_the_network_is(small) -> None:
+    roomy = replace(GPU, reserved_bytes=0.0)
+    wide, why = chosen(BRAIN, roomy, "--tile", "64")
+    assert wide.embed_dim == 96 and why[2].endswith("the widest that fits with the tile of 64")
+    need = planned(Run(replace(wide, batch=2), roomy, 1, 2, timed=False), 1).total
+    narrow, why = chosen(BRAIN, replace(roomy, memory=need - 1), "--tile", "64")
+    assert narrow.embed_dim == 24 and why[2].endswith("the narrowest: wider ones do not fit with the tile of 64")
+
+
+def test_a_tile_that_is_too_large_all_the_same_is_not_said_to_fit(small) -> None:
+    config, why = chosen(BRAIN, replace(GPU, memory=MIB))
+    assert config.tile == (16, 16, 16) and why[3].endswith("the smallest there is, though two may not fit")
+
+
 def test_more_memory_and_more_ranks_take_wider_networks_and_larger_tiles(small) -> None:
     here = replace(GPU, reserved_bytes=0.0)
     assert "may not fit: use a larger --seqpar" in chosen(BRAIN, replace(here, memory=MIB))[1][4]

@@ -5,7 +5,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -157,3 +158,85 @@ def test_a_signal_before_a_fold_could_act_is_no_failure(tmp_path, monkeypatch) -
             signal.signal(number, before)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     assert status(tmp_path / "five")["why"] == "fold 0: it had not begun"
+
+
+@pytest.fixture
+def lines_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, list[list[str]]]]]:
+    """Returns a function that starts five folds whose trainings end with ``codes``: exit code, and the flags of each.
+
+    A training that ends with 0 leaves a finished run, any other one that still says that it is running.
+    """
+
+    def begin(*flags: str, codes: Sequence[int] = (0,) * 5) -> tuple[int, list[list[str]]]:
+        lines, left = list[list[str]](), list(codes)
+
+        class Ended:
+            def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+                lines.append(list(command[1:]))
+                self.code, run = left.pop(0), Path(command[command.index("--out") + 1])
+                write_json(run / "config.json", {})
+                write_json(run / "status.json", {"state": "running" if self.code else "finished"})
+
+            def wait(self) -> int:
+                return self.code
+
+        monkeypatch.setattr(folds, "start_process", Ended)
+        five = folds.find_folds([*flags, "--fold", "all5"])
+        assert five is not None
+        return five.train("train.py", folds.Launcher("test")), lines
+
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield begin
+    for number, handler in zip(numbers, before):
+        signal.signal(number, handler)
+
+
+def test_folds_that_have_not_begun_take_the_flags_of_the_first_start(lines_of, tmp_path) -> None:
+    """As a run's own settings are kept by --resume, and as what is printed says: else they would train on phantoms."""
+    out = str(tmp_path / "five")
+    begun = ["--preset", "debug", "--lr", "0.1"]
+    assert lines_of(*begun, "--out", out, codes=(0, 75))[0] == 75
+    code, lines = lines_of("--resume", "--out", out, "--lr", "0.2", codes=(0, 0, 75))
+    assert code == 75 and lines[0] == ["--lr", "0.2", "--fold", "1", "--out", f"{out}/fold1", "--resume"]
+    assert lines[1] == [*begun, "--lr", "0.2", "--fold", "2", "--out", f"{out}/fold2"]
+    code, lines = lines_of("--resume", "--out", out, codes=(0, 0))
+    assert code == 0 and lines[0] == ["--fold", "3", "--out", f"{out}/fold3", "--resume"]
+    assert lines[1] == [*begun, "--lr", "0.2", "--fold", "4", "--out", f"{out}/fold4"]
+
+
+def test_a_line_that_is_given_again_whole_adds_nothing_and_a_new_start_begins_anew(lines_of, tmp_path) -> None:
+    out = str(tmp_path / "five")
+    line = ["--preset", "debug", "--out", out]
+    assert lines_of(*line, codes=(75,))[0] == 75
+    code, lines = lines_of(*line, "--resume")
+    assert code == 0 and lines[1][:3] == ["--preset", "debug", "--fold"]
+    for n in range(5):
+        shutil.rmtree(f"{out}/fold{n}")
+    assert lines_of("--lr", "1", "--out", out)[1][0][:3] == ["--lr", "1", "--fold"]
+
+
+def test_resume_needs_five_folds_and_another_run_s_folder_is_left_alone(lines_of, tmp_path) -> None:
+    missing, single = tmp_path / "mistyped", tmp_path / "single"
+    with pytest.raises(ValueError, match="--resume --out .*mistyped: .* no five folds"):
+        lines_of("--resume", "--out", str(missing))
+    assert not missing.exists()
+    write_json(single / "config.json", {})
+    write_json(single / "status.json", {"state": "finished"})
+    for more in ([], ["--resume"], ["--again"]):
+        with pytest.raises(ValueError, match="--out .*single holds a run .* name another"):
+            lines_of("--out", str(single), *more)
+    assert status(single) == {"state": "finished"}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--out .*file cannot be written"):
+        lines_of("--out", str(tmp_path / "file"))
+
+
+def test_a_fold_that_was_killed_is_no_running_one(lines_of, tmp_path) -> None:
+    """One that is refused because another training holds its folder is: that one goes on, and will write the end."""
+    out = tmp_path / "five"
+    assert lines_of("--out", str(out), codes=(0, -9))[0] == 137
+    assert (status(out)["state"], status(out)["code"]) == ("failed", 137)
+    assert status(out)["why"] == "fold 1: ended with exit code 137"
+    assert lines_of("--out", str(out), "--resume", codes=(6,))[0] == 6
+    assert status(out)["state"] == "running"
