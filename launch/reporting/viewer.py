@@ -67,8 +67,8 @@ def case_section(case: ScoredCase, shown: ShownCase, neurological: bool) -> str:
     )
     modality = f" · shown on {favourite(list(shown.images))}" if shown.images else ""
     note = f'<p class="small">{escape(shown.note)}</p>' if shown.note else ""
-    figures = f"Dice: {dice}{modality} · voxels of {' × '.join(f'{step:.3g}' for step in shown.spacing)} mm"
-    head = f'<h3>{escape(case.name)}</h3><p class="small">{escape(figures)}{escape(volumes_of(case))}</p>'
+    caption = f"Dice: {dice}{modality} · voxels of {' × '.join(f'{step:.3g}' for step in shown.spacing)} mm"
+    head = f'<h3>{escape(case.name)}</h3><p class="small">{escape(caption)}{escape(volumes_of(case))}</p>'
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
     scale = f'style="grid-template-columns: {d:.6g}fr {w:.6g}fr {w:.6g}fr"'  # a mm takes as many pixels in each plane
     body = f'{head}{note}<div class="planes" {scale}>{figures}</div>'
