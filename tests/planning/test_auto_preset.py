@@ -161,11 +161,12 @@ def test_a_tile_that_is_too_large_all_the_same_is_not_said_to_fit(small) -> None
 
 
 def test_more_memory_and_more_ranks_take_wider_networks_and_larger_tiles(small) -> None:
-    here = replace(GPU, reserved_bytes=0.0)
-    assert "may not fit: use a larger --seqpar" in chosen(BRAIN, replace(here, memory=MIB))[1][4]
-    sizes = [chosen(BRAIN, replace(here, memory=memory * MIB))[0] for memory in (40, 200)]
+    here, tile = replace(GPU, reserved_bytes=0.0), ("--tile", "32", "32", "32", "--batch", "1")
+    sizes = [chosen(BRAIN, replace(here, memory=memory * MIB), *tile)[0] for memory in (5, 200)]
     assert [config.embed_dim for config in sizes] == [24, 96]
-    few, many = (chosen(BRAIN, replace(here, memory=100 * MIB), "--seqpar", str(n), ranks=n)[0] for n in (1, 2))
+    assert "may not fit: use a larger --seqpar" in chosen(BRAIN, replace(here, memory=MIB), *tile[:4])[1][4]
+    least, device = ("--embed-dim", "24", "--heads", "2", "--depth", "1"), replace(here, memory=100 * MIB)
+    few, many = (chosen(BRAIN, device, *least, "--seqpar", str(n), ranks=n)[0] for n in (1, 2))
     assert math.prod(few.tile) < math.prod(many.tile)
 
 
