@@ -36,6 +36,8 @@ def act(arguments: Sequence[str]) -> int:
     own, rest = parser.parse_known_args(list(arguments))
     on_gpu = own.device != "cpu"
     preset, config, flags = parse(rest, "paper", NETWORKS, tuple(parser._option_string_actions), on_gpu)
+    if config.curriculum:
+        raise ValueError("--curriculum: plan each lesson by itself, with --tile; train --dry-run plans all of them")
     config = with_plans(config, flags)
     refuse_unknown(config, flags)
     refuse_idle(config, flags - {"measured"})  # seconds are planned with it in any case

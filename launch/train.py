@@ -28,8 +28,9 @@ from seqpar.launch.training.data import describe_data, open_data
 from seqpar.launch.training.data_summary import summary_of_data, tile_line
 from seqpar.launch.training.failure import end
 from seqpar.launch.training.folds import find_folds
+from seqpar.launch.training.lessons import run_lessons
 from seqpar.launch.training.request import RunRequest, read_request, refuse_other_run, sizes_of
-from seqpar.launch.training.setup import first_lines, make_trainer, open_folder
+from seqpar.launch.training.setup import first_lines, open_folder
 from seqpar.mesh import seed
 from seqpar.rendezvous import check_seqpar, start
 
@@ -88,8 +89,7 @@ def _run(request: RunRequest, launcher: Launcher, log: RunLog) -> int:
         try:
             number, text = by_first(lambda: open_folder(status, lock, config, log), mesh.world)
             lock.ticket = (number, text)
-            trainer = make_trainer(request, mesh, data, status)
-            finished = trainer.run(stopper)
+            finished = run_lessons(request, mesh, data, status, stopper)
         except (Exception, KeyboardInterrupt) as error:
             end(error, config, mesh, status)
     stopper.close()
@@ -112,7 +112,8 @@ def _dry_run(request: RunRequest, launcher: Launcher) -> int:
         here = replace(launcher, world=num_ranks)
         warn_if_killed(*[Path(config.out)] * bool(config.out))
         print(first_lines(request, here))
-        print(rehearsal(config, plan_here(config, here, *sizes), *sizes, data))
+        for lesson in request.lessons:
+            print(rehearsal(lesson.config, plan_here(lesson.config, here, *sizes), *sizes, data, len(lesson.steps)))
         if advice := tile_line(request, request.fingerprint):
             print(advice)
     return 0

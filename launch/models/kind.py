@@ -34,6 +34,10 @@ class Kind(ABC):
     def unit(self, config: Config) -> tuple[int, ...]:
         """Returns the voxels per direction that stay on one rank: the layout's patch."""
 
+    def pinned(self, config: Config) -> Config:
+        """Returns the config whose network is, for every tile, the one that it is for the config's."""
+        return config
+
     def refuse_tile(self, config: Config) -> None:  # noqa: B027  most take any tile of whole units
         """Raises ValueError for a tile that the network cannot take, where ``unit`` does not say enough."""
 

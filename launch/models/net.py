@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqpar.decoders.modes.mode import Mode
+from seqpar.launch.models.resized import Resizing
 from seqpar.layout import Layout
 from seqpar.losses import DeepSupervision, Loss
 from seqpar.pipeline.engine import StagedNet
@@ -79,6 +80,10 @@ class Net(nn.Module, ABC):
     @abstractmethod
     def units(self) -> list[nn.Module]:
         """Returns the modules whose weights are sharded and gathered each by itself."""
+
+    def resized(self, tile: Sequence[int]) -> Resizing:
+        """Returns the tensors whose size follows the tile's, and how those of a network for ``tile`` become its own."""
+        return {}
 
     def compiled(self) -> list[nn.Module]:
         """Returns the modules that gain by being compiled."""

@@ -4,12 +4,13 @@ Legend: b batch, c channels, n tokens, k classes, p voxels of a patch along a di
 this rank's share of the tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from seqpar.decoders.modes.mode import Mode
 from seqpar.launch.models.net import Net, num_parameters
+from seqpar.launch.models.resized import NewGrid, Resizing
 from seqpar.launch.models.stages import TokenCells
 from seqpar.layout import Layout
 from seqpar.spatial.box_grid import BoxGrid
@@ -75,6 +76,13 @@ class SegmentationNet(Net):
     def units(self) -> list[nn.Module]:
         """Returns the encoder's blocks."""
         return list(self.encoder.blocks)
+
+    def resized(self, tile: Sequence[int]) -> Resizing:
+        """Returns the learned positions, where there are any."""
+        if self.encoder.pos_embed is None or tuple(tile) == self.layout.tile:
+            return {}
+        grid = tuple(side // voxels for side, voxels in zip(tile, self.layout.patch))
+        return {"encoder.pos_embed": NewGrid(grid, self.layout.grid)}
 
     def compiled(self) -> list[nn.Module]:
         """Returns the MLPs of the encoder's blocks."""

@@ -40,6 +40,12 @@ class VolumeNetwork(Kind):
     def __init__(self, make: Make, settings: str = "") -> None:
         self.make, self.settings = make, frozenset(["features", "grad_checkpoint", *settings.split()])
 
+    def pinned(self, config: Config) -> Config:
+        """Returns the config whose ``--stages`` are those of its tile, where the tile would choose them."""
+        if "stages" not in self.settings or config.stages:
+            return config
+        return replace(config, stages=spell_stages(Stages(*topology(config.tile))))
+
     def build(
         self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
     ) -> VolumeNet:

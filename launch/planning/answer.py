@@ -19,11 +19,12 @@ from seqpar.launch.settings.presets import PRESETS
 from seqpar.mesh import Group
 
 
-def rehearsal(config: Config, p: Plan, channels: int, outputs: int, data: str) -> str:
+def rehearsal(config: Config, p: Plan, channels: int, outputs: int, data: str, steps: int) -> str:
     """Describes what would run: data, network, tokens, memory per rank, steps, and how decoding is shared.
 
     - ``p``: the plan of ``config`` on the device here
     - ``data``: the line that describes the data set
+    - ``steps``: how many are trained so
     """
     memory, groups = p.memory, p.ranks // config.seqpar
     net = outline(config, Group("seq", tuple(range(config.seqpar))), channels, outputs)
@@ -42,7 +43,7 @@ def rehearsal(config: Config, p: Plan, channels: int, outputs: int, data: str) -
             f"            {(memory['tokens'] + memory['decoder']) / GIB:.2f} for backward, "
             f"{memory['transient'] / GIB:.2f} more at the worst moment, {model / GIB:.2f} for weights, gradients and "
             "optimizer, the rest for input and libraries",
-            f"  steps     {config.steps}; {tiles_a_step(config, p.ranks)}",
+            f"  steps     {steps}; {tiles_a_step(config, p.ranks)}",
             config.to_json(),
         ]
     )

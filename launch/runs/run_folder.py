@@ -113,6 +113,14 @@ def read_windows(run: Path) -> tuple[dict[str, float], tuple[int, ...]]:
         raise ValueError(f"{run / 'window.json'} is damaged ({error}): remove it, and name --window yourself") from None
 
 
+def read_best_step(run: str | Path) -> int | None:
+    """Returns the step of the best checkpoint of a run folder, None where none is recorded."""
+    try:
+        return int(json.loads((Path(run) / "window.json").read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 class Status:
     """Writes ``status.json``: whether a run is running, finished, preempted or failed, and why.
 

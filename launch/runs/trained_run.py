@@ -1,5 +1,6 @@
 """Reads a run folder for prediction: its settings, what its data mean, and the networks of its checkpoints."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from seqpar.launch.models.build import build, layout_of
 from seqpar.launch.models.net import Net
 from seqpar.launch.planning.attention_choice import choose_quickest
 from seqpar.launch.runs.archive import is_archive
-from seqpar.launch.runs.run_folder import read_config, read_windows
+from seqpar.launch.runs.run_folder import read_best_step, read_config, read_windows
 from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.curriculum import lesson_at, lessons_of
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.facts import differing_flags, read_facts
 from seqpar.launch.weights.files import listed, read_weights
@@ -112,7 +114,7 @@ def read_run(path: str | Path) -> Run:
         regions = {name: tuple(members) for name, members in dataset["regions"].items()}
         return Run(
             Path(path),
-            Config.from_dict(content["config"]),
+            _of_best(Config.from_dict(content["config"]), path),
             Recipe.from_json(dataset["recipe"]),
             dict(dataset["labels"]),
             regions,
@@ -128,6 +130,20 @@ def read_run(path: str | Path) -> Run:
         if isinstance(error, DataError) or not is_archive(path):
             raise
         raise DataError(path, f"cannot be used ({error}); copy it again, or export the run again") from None
+
+
+def _of_best(config: Config, path: str | Path) -> Config:
+    """Returns the config with the tile of the lesson that the best checkpoint is from."""
+    step = read_best_step(path)
+    return config if step is None else replace(config, tile=lessons_of(config)[lesson_at(config, step)].config.tile)
+
+
+def _tile_of(config: Config, state: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+    """Returns the tile for whose tokens weights have learned positions; the config's where they have none."""
+    table = state.get("encoder.pos_embed")
+    tiles = [config.tile, *(lesson.config.tile for lesson in lessons_of(config))]
+    counts = [math.prod(side // voxels for side, voxels in zip(tile, config.patch)) for tile in tiles]
+    return next((t for t, count in zip(tiles, counts) if table is not None and count == table.shape[1]), config.tile)
 
 
 def find_weights(run: Run, which: str = "best") -> Path:
@@ -165,11 +181,12 @@ def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> li
     config = choose_quickest(config, device_here(mesh.device.type))
     nets = []
     for path in files:
-        net = build(config, len(run.recipe.modalities), len(run.outputs), mesh.seq)
         theirs, ours = differing_flags(read_facts(path), config)
         if theirs:
             raise DataError(path, f"holds weights that were trained with {theirs}, and {run.path} has {ours}")
         state = read_weights(path)
+        of_tile = replace(config, tile=_tile_of(config, state))
+        net = build(of_tile, len(run.recipe.modalities), len(run.outputs), mesh.seq)
         own = net.state_dict()
         differing = [name for name in {**own, **state} if _shape(own, name) != _shape(state, name)]
         if differing:

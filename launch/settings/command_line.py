@@ -15,11 +15,12 @@ import torch
 from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.launch.settings.config import AUTO, Config, dashed
+from seqpar.launch.settings.curriculum import is_same, lessons_of, parse_curriculum
 from seqpar.launch.settings.presets import PRESETS, start_of_auto
 from seqpar.losses import scores_classes
 
 # Beside the network's settings, what a resumed run cannot change: its weights or optimizer states depend on it.
-_FIXED = ("tile", "patch", "targets", "optimizer", "amsgrad", "spacing")
+_FIXED = ("tile", "patch", "targets", "optimizer", "amsgrad", "spacing", "curriculum")
 
 
 # How ranks share a tile.
@@ -89,6 +90,8 @@ def parse(
     start = PRESETS[start_of_auto(on_gpu) if preset == "auto" else preset]()
     if len({values.get("optimizer", start.optimizer), start.optimizer} | {"adam", "adamw"}) > 2:
         values.setdefault("betas", ())  # a preset's are its optimizer's
+    if entries := parse_curriculum(values.get("curriculum", "")):
+        values.setdefault("epochs", sum(entry.epochs for entry in entries))
     for name in ("tile", "patch"):
         if len(values.get(name, ())) == 1:
             values[name] *= 3
@@ -169,7 +172,16 @@ def refuse_idle(config: Config, names: set[str]) -> None:
     has_classes = scores_classes(config.loss)
     terms, calls = config.loss_terms, f"--loss {config.loss} has no"
     is_open = config.seqpar == AUTO or not config.batch or (config.seqpar > 1 and config.attention == "auto")
+    lessons = "the lessons of --curriculum have their own: leave it out"
     for name, acts, why in (
+        ("tile", not config.curriculum, lessons),
+        ("epochs", not config.curriculum, lessons),
+        ("batch", not config.curriculum, lessons),
+        (
+            "foreground",
+            lessons_of(config)[-1].foreground == config.foreground,
+            "a whole volume has one place: leave it out",
+        ),
         ("phantoms", not config.data, "--data is there: leave one of both out"),
         ("skips", config.decoder == "unetr", f"--decoder {config.decoder} takes no skips: leave it out"),
         ("decoder_width", config.decoder != "primus", "--decoder primus finds its width itself: leave it out"),
@@ -224,6 +236,8 @@ def continued(saved: Config, now: Config, names: set[str]) -> Config:
 
     ``now``: the config of the command line; ``names``: the settings in it.
     """
+    if is_same(now.curriculum, saved.curriculum):  # as a scheduler repeats the line
+        now = replace(now, curriculum=saved.curriculum)
     fixed = [f.name for f in dataclasses.fields(Config) if f.metadata["topic"] == "network" or f.name in _FIXED]
     for name in fixed:
         if name in names and getattr(now, name) != getattr(saved, name):

@@ -165,6 +165,12 @@ class Config:
         metavar="TILES",
     )
     epochs: int = _training(200, "epochs", bounds=AT_LEAST_1, metavar="EPOCHS")
+    curriculum: str = _training(
+        "",
+        "lessons of the run, TILE:EPOCHS[:BATCH], as 64:4800,128:1200,whole:300: small tiles around labelled voxels "
+        "first; in place of --tile, --epochs and --batch",
+        metavar="LESSONS",
+    )
     iterations: int = _training(50, "steps per epoch", bounds=AT_LEAST_1, metavar="STEPS")
     lr: float = _training(1e-4, "highest learning rate", bounds=ABOVE_0, metavar="RATE")
     optimizer: str = _training("adam", "optimizer", choices=tuple(OPTIMIZERS))

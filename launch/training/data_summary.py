@@ -35,7 +35,7 @@ def summary_of_data(data: TrainingData, fold: str) -> str:
 
 def tile_line(request: RunRequest, data: TrainingData | Fingerprint) -> str:
     """Returns a line on a tile that suits the cases better than the preset's, "" where none does."""
-    if request.config.resume or "tile" in request.flags or request.preset == "auto":
+    if request.config.resume or request.flags & {"tile", "curriculum"} or request.preset == "auto":
         return ""
     if isinstance(data, Fingerprint):
         return tile_advice(request.config, data.shape, data.spacing)

@@ -98,6 +98,8 @@ def is_lost_contact(error: BaseException) -> bool:
 
 def save_memory(config: Config) -> str:
     """Returns the flags that need less memory; those that change no result come first."""
+    if config.curriculum:
+        return "give the lesson a smaller batch or tile in --curriculum, and another --out, or use a larger --seqpar"
     if config.batch > 1 and not config.batch_dice:  # whose Dice runs over the tiles of a micro-batch
         batch = max(size for size in range(1, config.batch) if config.batch % size == 0)
         return f"use --batch {batch} --accumulate {config.batch // batch * config.accumulate}"

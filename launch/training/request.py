@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from seqpar.data.preparation.fingerprint import Fingerprint
+from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.environment import Launcher
 from seqpar.launch.job import exit_codes
 from seqpar.launch.models.build import NETWORKS, refuse_unknown
 from seqpar.launch.planning.auto_preset import plan_from_data
 from seqpar.launch.planning.auto_settings import choose, device_of
 from seqpar.launch.planning.batch_size import hold_global_batch, how_held, keep_global_batch
+from seqpar.launch.planning.curriculum import choose_lessons, is_open, refuse_lessons
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.runs.archive import is_archive
 from seqpar.launch.runs.run_folder import read_config
@@ -23,6 +25,7 @@ from seqpar.launch.runs.stale_status import killed
 from seqpar.launch.runs.start_history import changed_settings
 from seqpar.launch.settings.command_line import continued, idle_in_groups_of_one, parse, refuse_idle, shortened_warmup
 from seqpar.launch.settings.config import AUTO, Config
+from seqpar.launch.settings.curriculum import Lesson, lessons_of
 from seqpar.launch.settings.presets import FROM_DATA
 from seqpar.launch.training.data import TrainingData, look_at, open_data
 from seqpar.launch.weights.nnunet_settings import with_plans
@@ -40,6 +43,7 @@ class RunRequest:
     ``idle`` is a line on flags that do nothing here.
     ``flags``: the settings on the command line.
     ``changes``: the settings of a resumed run that are not what they were.
+    ``lessons``: the run's, one without a curriculum; ``config`` is that of the first.
     """
 
     config: Config
@@ -51,6 +55,11 @@ class RunRequest:
     changes: dict[str, list[Any]] = field(default_factory=dict)
     fingerprint: Fingerprint | None = None
     flags: frozenset[str] = frozenset()
+    lessons: tuple[Lesson, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.lessons:
+            object.__setattr__(self, "lessons", lessons_of(self.config))
 
 
 @dataclass(frozen=True)
@@ -74,13 +83,11 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
     """Returns the resolved settings: command line, resumed run, planner's choices; refuses what cannot work."""
     line = _read_line(arguments, launcher)
     config, preset, reason = line.config, line.preset, line.preset_reason
-    new_batch: dict[str, int] = {}
-    tiles_per_step, changes = 0, dict[str, list[Any]]()
+    changes = dict[str, list[Any]]()
     if config.resume:
         saved = _read_saved(line)
-        before, new_batch = Config.from_dict(saved["config"]), line.numbers("batch", "accumulate")
+        before = Config.from_dict(saved["config"])
         config = continued(before, config, line.flags - {"resume", "again", "batch", "accumulate"})
-        tiles_per_step = saved["layout"]["data"] * config.batch * config.accumulate
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     refuse_unknown(config, line.flags)
     refuse_idle(config, line.flags)
@@ -98,21 +105,41 @@ def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
     if line.config.out != line.asked_out:
         sentence = f"--again: {line.asked_out} holds a run that has ended, so this one goes into {config.out}"
         choices = {"out_choice": (sentence,), **choices}
-    num_groups = max(launcher.world, config.seqpar) // config.seqpar
+    num_groups, lessons = max(launcher.world, config.seqpar) // config.seqpar, lessons_of(config)
     if config.resume:
-        if "global_batch" in line.flags and config.global_batch != tiles_per_step:
-            raise ValueError(
-                f"--global-batch {config.global_batch}: the run in {config.out} has {tiles_per_step} tiles a step, "
-                "which it keeps on any ranks: leave it out"
-            )
-        config = keep_global_batch(config, tiles_per_step, num_groups, new_batch)
-        changes = changed_settings(before, config)
+        lessons = _keep_global_batches(lessons, saved["layout"], before, num_groups, line)
+        changes = changed_settings(lessons_of(before)[0].config, lessons[0].config)
     elif config.global_batch > 0:
-        asked, config = config, hold_global_batch(config, num_groups, line.numbers("batch", "accumulate"))
-        choices = {**choices, "global_batch": (how_held(asked, config, num_groups),)}
-    refuse(config)
-    idle = idle_in_groups_of_one(config, line.flags)
-    return RunRequest(config, preset, reason, choices, data, idle, changes, fingerprint, flags=frozenset(line.flags))
+        lessons, sentence = _hold_global_batches(lessons, num_groups, line)
+        choices = {**choices, "global_batch": (sentence,)}
+    refuse_lessons(lessons)
+    idle, flags = idle_in_groups_of_one(config, line.flags), frozenset(line.flags)
+    return RunRequest(lessons[0].config, preset, reason, choices, data, idle, changes, fingerprint, flags, lessons)
+
+
+def _keep_global_batches(
+    lessons: tuple[Lesson, ...], layout: Mapping[str, Any], before: Config, num_groups: int, line: _CommandLine
+) -> tuple[Lesson, ...]:
+    """Returns the lessons with the batches that keep a run's tiles a step; ``layout``: that of its config.json."""
+    tiles = layout.get("global_batches") or [layout["data"] * before.batch * before.accumulate]
+    if "global_batch" in line.flags and any(line.config.global_batch != number for number in tiles):
+        raise ValueError(
+            f"--global-batch {line.config.global_batch}: the run in {line.config.out} has "
+            f"{' and '.join(map(str, tiles))} tiles a step, which it keeps on any ranks: leave it out"
+        )
+    flags = line.numbers("batch", "accumulate")
+    kept = [keep_global_batch(each.config, number, num_groups, flags) for each, number in zip(lessons, tiles)]
+    return tuple(replace(lesson, config=config) for lesson, config in zip(lessons, kept))
+
+
+def _hold_global_batches(
+    lessons: tuple[Lesson, ...], num_groups: int, line: _CommandLine
+) -> tuple[tuple[Lesson, ...], str]:
+    """Returns the lessons with the batches that make ``--global-batch``, and a sentence on how."""
+    flags = line.numbers("batch", "accumulate")
+    now = [replace(each, config=hold_global_batch(each.config, num_groups, flags)) for each in lessons]
+    how = dict.fromkeys(how_held(was.config, own.config, num_groups) for was, own in zip(lessons, now))
+    return tuple(now), "; ".join(how)
 
 
 def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
@@ -173,13 +200,18 @@ def _choose_open_settings(
     config: Config, launcher: Launcher, fingerprint: Fingerprint | None
 ) -> tuple[Config, dict[str, tuple[str, ...]], TrainingData | None]:
     """Returns the config with group size and batch filled in, why they are these, and the data if it was needed."""
-    if config.seqpar != AUTO and config.batch:
+    if config.seqpar != AUTO and config.curriculum and not is_open(config):
+        return *choose_lessons(config, launcher), None
+    if config.seqpar != AUTO and config.batch and not config.curriculum:
         return config, {}, None
-    if config.seqpar != AUTO:
+    if config.seqpar != AUTO and not config.curriculum:
         refuse(config)  # before data is prepared
     data = None if fingerprint else open_data(config, launcher.rank == 0)
-    config, choices = choose(config, launcher, *sizes_of(fingerprint or data, config))
-    return config, choices, data
+    source = fingerprint or data
+    sizes = sizes_of(source, config)
+    if config.curriculum:
+        return *choose_lessons(config, launcher, _largest_of(source, config), *sizes), data
+    return *choose(config, launcher, *sizes), data
 
 
 def sizes_of(source: Fingerprint | TrainingData | None, config: Config) -> tuple[int, int]:
@@ -188,6 +220,15 @@ def sizes_of(source: Fingerprint | TrainingData | None, config: Config) -> tuple
     if isinstance(source, Fingerprint):
         return len(source.modalities), len(source.outputs(config.targets))
     return source.num_channels, source.num_outputs
+
+
+def _largest_of(source: Fingerprint | TrainingData | None, config: Config) -> tuple[int, ...]:
+    """Returns the voxels per direction that hold every case; by headers alone before what preparation crops."""
+    assert source is not None
+    if isinstance(source, Fingerprint):
+        return source.largest(PrepareSettings.spaced(config.spacing).spacing)
+    shapes = [case.properties.shape for case in source.dataset.cases.values()]
+    return tuple(max(sides) for sides in zip(*shapes))
 
 
 def refuse_other_run(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from seqpar.consensus import by_first, gather_texts, raise_together
@@ -11,7 +12,9 @@ from seqpar.launch.hardware.rank_facts import device_name
 from seqpar.launch.job.run_log import RunLog
 from seqpar.launch.models.build import build, kind_of
 from seqpar.launch.models.net import Net
+from seqpar.launch.models.resized import Resizing
 from seqpar.launch.planning.auto_settings import choose_attention
+from seqpar.launch.planning.curriculum import describe_lessons
 from seqpar.launch.planning.memory_check import refuse_beyond_free
 from seqpar.launch.runs.run_folder import Status, describe_run, read_config
 from seqpar.launch.runs.run_lock import RunLock
@@ -19,6 +22,7 @@ from seqpar.launch.runs.stale_status import killed
 from seqpar.launch.runs.start_history import changes_line, with_this_start
 from seqpar.launch.settings.command_line import idle_with_data
 from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.curriculum import Lesson
 from seqpar.launch.training.data import TrainingData
 from seqpar.launch.training.request import RunRequest, refuse_other_run
 from seqpar.launch.training.trainer import Trainer, global_batch
@@ -44,7 +48,7 @@ def first_lines(request: RunRequest, launcher: Launcher) -> str:
     )
     if config.accumulate > 1:
         line += f", {config.accumulate} times a step"
-    last = filter(None, [request.idle, changes_line(request.changes)])
+    last = filter(None, [describe_lessons(config), request.idle, changes_line(request.changes)])
     return "\n".join([*(lines[0] for lines in request.choices.values()), line, WORDS, *last])
 
 
@@ -77,33 +81,50 @@ def open_folder(status: Status, lock: RunLock, config: Config, log: RunLog) -> t
     return lock.ticket
 
 
-def make_trainer(request: RunRequest, mesh: Mesh, data: TrainingData, status: Status) -> Trainer:
-    """Returns the trainer, after printing the network's size and how attention crosses ranks."""
-    config, out = request.config, status.path.parent
-    _refuse_unequal_choices(config, mesh)
+def make_trainer(
+    request: RunRequest,
+    mesh: Mesh,
+    data: TrainingData,
+    status: Status,
+    number: int = 0,
+    saved: Path | None = None,
+    is_first: bool = True,
+) -> Trainer:
+    """Returns the trainer of a lesson, after printing the network's size and how attention crosses ranks.
+
+    - ``number``: of the lesson
+    - ``saved``: the checkpoint to go on from
+    - ``is_first``: whether this start of the run begins with this lesson
+    """
+    lesson, out = request.lessons[number], status.path.parent
+    config = lesson.config if is_first else replace(lesson.config, resume=False)
+    _refuse_unequal_choices(request.lessons, mesh)
     if config.class_weights and len(config.class_weights) != data.num_outputs:
         raise ValueError(
             f"--class-weights {' '.join(f'{weight:g}' for weight in config.class_weights)}: {data.num_outputs} are "
             f"needed, for {', '.join(data.output_names)}"
         )
-    saved = checkpoint.find_together(out / "checkpoints", mesh.world) if config.resume else None
-    before = read_config(out) if config.resume else {}
-    net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved else {})
+    before = read_config(out) if config.resume or not is_first else {}
+    net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
     mode_line = net.mode.check(net.layout, config.batch)
     weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     layout |= {"devices": gather_texts(device_name(mesh.device), mesh.world), "parameters": net.num_parameters()}
     layout |= {"strategy": str(net.attention), "attention": attention_reasons, **request.choices}
-    step = checkpoint.read_progress(saved).step if saved else 0
-    history = with_this_start(before.get("history", ()), step, mesh.world.size, request.changes)
+    layout["global_batches"] = [global_batch(each.config, mesh) for each in request.lessons]
+    step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())
+    if is_first:
+        history = with_this_start(history, step, mesh.world.size, request.changes)
+    resizing = net.resized(request.lessons[number - 1].config.tile) if 0 < step == lesson.steps.start else {}
     description = describe_run(config, request.preset, data.describe(), layout, history)
     if mesh.is_first:
-        if idle := idle_with_data(request.flags, bool(data.dataset.regions), bool(data.regions)):
+        print("\n".join(_lesson_lines(request, number, resizing)), flush=True)
+        if is_first and (idle := idle_with_data(request.flags, bool(data.dataset.regions), bool(data.regions))):
             print(idle, flush=True)
-        lines = [f"{_size_line(net, config, mesh)}; {mode_line}", _outputs_line(data)]
+        lines = [f"{_size_line(net, lesson, mesh)}; {mode_line}", *([_outputs_line(data)] if is_first else [])]
         lines += [f"attention: {reason}" for reason in attention_reasons[:1]] + [weights_line] * bool(weights_line)
         print("\n".join(lines), flush=True)
-    return Trainer(config, mesh, data, net, status, description, saved)
+    return Trainer(config, mesh, data, net, status, description, saved, lesson.steps, resizing)
 
 
 def _build_net(
@@ -135,8 +156,21 @@ def _load_weights(net: Net, config: Config, mesh: Mesh) -> str:
     return line
 
 
-def _size_line(net: Net, config: Config, mesh: Mesh) -> str:
-    return f"network: {net.describe()}; {config.steps} steps of {global_batch(config, mesh)} tiles"
+def _size_line(net: Net, lesson: Lesson, mesh: Mesh) -> str:
+    return f"network: {net.describe()}; {len(lesson.steps)} steps of {global_batch(lesson.config, mesh)} tiles"
+
+
+def _lesson_lines(request: RunRequest, number: int, resizing: Resizing) -> list[str]:
+    """Returns which lesson begins, and what is resized for it; nothing where there is no curriculum."""
+    if not request.config.curriculum:
+        return []
+    tile = "x".join(map(str, request.lessons[number].config.tile))
+    lines = [f"lesson {number + 1} of {len(request.lessons)}: tile {tile}"]
+    return lines + [
+        f"{name}: resized from {'x'.join(map(str, grid.old))} to {'x'.join(map(str, grid.new))} tokens, and with it "
+        "what the optimizer holds for each token"
+        for name, grid in resizing.items()
+    ]
 
 
 def _outputs_line(data: TrainingData) -> str:
@@ -149,12 +183,14 @@ def _outputs_line(data: TrainingData) -> str:
 def _chosen(config: Config) -> str:
     """Returns the flags whose values may follow from a device's memory."""
     flags = {"seqpar": config.seqpar, "batch": config.batch, "tile": " ".join(map(str, config.tile))}
+    if config.curriculum:
+        flags = {"seqpar": config.seqpar, "curriculum": config.curriculum}
     flags |= {"embed-dim": config.embed_dim, "depth": config.depth, "heads": config.heads}
     return " ".join(f"--{name} {value}" for name, value in flags.items())
 
 
-def _refuse_unequal_choices(config: Config, mesh: Mesh) -> None:
+def _refuse_unequal_choices(lessons: Sequence[Lesson], mesh: Mesh) -> None:
     """Refuses ranks that chose differently, because the memory of their devices differs."""
-    choices = dict.fromkeys(gather_texts(_chosen(config), mesh.world))
+    choices = dict.fromkeys(gather_texts(_chosen(lessons[0].config), mesh.world))
     if len(choices) > 1:
         raise ValueError(f"ranks have different memory and chose {' and '.join(choices)}: give one of these")

@@ -18,6 +18,7 @@ from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.net import Net
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer, set_learning_rate
+from seqpar.launch.models.resized import UNCHANGED, Resizing
 from seqpar.launch.runs.boards import Board, open_boards
 from seqpar.launch.runs.journal import Journal, epoch_fields, peak_memory_mb
 from seqpar.launch.runs.run_folder import Status, next_lines, result_files, write_window
@@ -39,7 +40,8 @@ from seqpar.mesh import Mesh, equal_weights
 class Trainer:
     """Trains ``net`` on ``data`` with the settings of ``config``.
 
-    ``description``: content of the run's config.json; ``saved``: the checkpoint to resume from.
+    ``description``: content of the run's config.json; ``saved``: the checkpoint to go on from; ``steps``: of the run,
+    those that it trains, by default all; ``resizing``: the checkpoint's tensors that another tile resizes.
     """
 
     def __init__(
@@ -51,7 +53,10 @@ class Trainer:
         status: Status,
         description: dict[str, Any],
         saved: Path | None = None,
+        steps: range | None = None,
+        resizing: Resizing = UNCHANGED,
     ) -> None:
+        self.steps, self.resizing = steps or range(config.steps), resizing
         self.config, self.mesh, self.data, self.status = config, mesh, data, status
         self.description, self.saved, self.out = description, saved, status.path.parent
         self.net = net.to(torch.float64 if config.precision == "fp64" else torch.float32)
@@ -73,18 +78,22 @@ class Trainer:
         status.steps = config.steps
 
     def run(self, stopper: Stopper) -> bool:
-        """Returns whether the run finished; else all ranks left it, and it can be resumed."""
+        """Returns whether all steps were done; else all ranks left the run, and it can be resumed."""
         self.gradients.warm_up()
         if self.saved:
-            self.progress = checkpoint.load(self.saved, self.net, self.optimizer, self.mesh.world.index)
-            assert self.progress.global_batch == global_batch(self.config, self.mesh)
+            tiles = self.progress.global_batch
+            self.progress = checkpoint.load(self.saved, self.net, self.optimizer, self.mesh.world.index, self.resizing)
+            assert self.progress.global_batch == tiles or self.progress.step == self.steps.start
+            self.progress.global_batch = tiles
         boards = self._open_boards()  # settings with which a rank cannot begin are not kept
         self._open_journal(boards)
         self.after_step.begin(self.progress if self.saved else None)
         with self._loader() as loader:
             finished = self._loop(loader, stopper)
-        stopper.finish()
-        if finished:
+        goes_on = finished and self.steps.stop < self.config.steps
+        if not goes_on:
+            stopper.finish()
+        if finished and not goes_on:
             self._finish()
         self.journal.close()
         return finished
@@ -120,7 +129,7 @@ class Trainer:
             self.net.layout,
             self.mesh,
             batch=config.batch,
-            steps=range(self.progress.step, config.steps),
+            steps=range(self.progress.step, self.steps.stop),
             accumulate=config.accumulate,
             workers=config.workers,
             seed=config.seed,
@@ -132,7 +141,7 @@ class Trainer:
         began, first = time.monotonic(), self.progress.step
         if first and first % config.iterations == 0 and not self._end_epoch(stopper):  # was left in validation
             return self._leave(stopper)
-        while self.progress.step < config.steps:
+        while self.progress.step < self.steps.stop:
             result = self._step([next(loader) for _ in range(config.accumulate)], stopper)
             if result is None:
                 self._save(must=True)
@@ -150,12 +159,14 @@ class Trainer:
                 rows = []
                 if decision == Decision.LEAVE or not self._end_epoch(stopper):
                     decision = Decision.LEAVE
-            if step == config.steps:
+            if step == self.steps.stop:
                 decision = max(decision, Decision.SAVE)
             if decision != Decision.GO_ON:
-                self._save(must=decision == Decision.LEAVE or step == config.steps)
+                self._save(must=decision == Decision.LEAVE or step == self.steps.stop)
             if decision == Decision.LEAVE and not step == self.progress.validated == config.steps:
                 return self._leave(stopper)
+        if self.steps.stop < config.steps:  # the next steps begin from what is saved, a validation made up included
+            self._save(must=True)
         return True
 
     def _step(self, micros: list[MicroBatch], stopper: Stopper) -> tuple[dict[str, Any], Decision] | None:

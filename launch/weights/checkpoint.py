@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from seqpar.consensus import agree, by_first, raise_together
 from seqpar.data.files import sync, umask_mode, write_text
+from seqpar.launch.models.resized import UNCHANGED, Resizing, resized
 from seqpar.launch.weights.facts import as_metadata
 from seqpar.launch.weights.states import (
     fill,
@@ -262,18 +263,18 @@ def _problem(path: Path) -> str:
     return ""
 
 
-def load(path: Path, net: nn.Module, optimizer: Optimizer, rank: int) -> Progress:
+def load(path: Path, net: nn.Module, optimizer: Optimizer, rank: int, resizing: Resizing = UNCHANGED) -> Progress:
     """Loads a checkpoint into net, optimizer and this rank's random generators; returns its progress."""
     state = net.state_dict()
     own, saved = {name: tuple(tensor.shape) for name, tensor in state.items()}, _shapes(path / MODEL)
-    differing = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
+    differing = [name for name in {**own, **saved} if own.get(name) != saved.get(name) and name not in resizing]
     if differing:
         raise ValueError(
             f"{path} holds another network: {', '.join(differing[:4])} differ; resume with the run's settings"
         )
-    for name, tensor in _tensors(path / MODEL):
+    for name, tensor in resized(_tensors(path / MODEL), resizing):
         fill(state[name], tensor)
-    fill_optimizer(net, optimizer, _tensors(path / OPTIMIZER))
+    fill_optimizer(net, optimizer, resized(_tensors(path / OPTIMIZER), resizing))
     states = path / f"random-{rank:05d}.json"
     if states.exists():  # a new rank has none: it starts from its seed, and all draws of a run are keyed by step
         set_random_states(json.loads(states.read_text()))

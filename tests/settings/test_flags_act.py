@@ -170,6 +170,7 @@ TRAINER = {
 ELSEWHERE = {
     "targets": "test_exclusive_labels_are_learned_by_a_softmax_and_tiles_are_drawn_anywhere",
     "synthesis_per": "test_the_volume_synthesis_of_a_run_is_the_one_that_the_flag_names",
+    "curriculum": "test_lessons_are_one_run_in_one_folder",
     "decay_epochs": "test_step_decay_is_torchs", "decay_factor": "test_step_decay_is_torchs",
     "output_bias": "test_biases_of_the_outputs_are_torchs_own", "out": "test_what_people_watch",
     "plans": "test_flags_win_over_plans_and_contradictions_are_refused",

@@ -13,7 +13,7 @@ from seqpar.data.phantom.fields import Field, inside, paint, scan, soft
 from seqpar.data.phantom.phantom_case import PhantomCase, spacing_of, streams
 
 FIELD_OF_VIEW = (288.0, 240.0, 240.0)  # mm
-DEFAULT_SIZE = (96, 80, 80)  # 3 mm voxels
+DEFAULT_SIZE = (72, 60, 60)  # 4 mm voxels
 LABELS = {"background": 0, "liver": 1, "lesion": 2}
 HEALTHY_EVERY = 8  # every eighth case has no lesion
 
@@ -98,7 +98,7 @@ def _lesions(rng: np.random.Generator, place: list[Field], liver: Field) -> Fiel
     rows = np.argwhere(liver > min(8.0, 0.6 * float(liver.max())))
     every = np.full(size, -np.inf, np.float32)
     for number in range(rng.integers(1, 6)):
-        radius = rng.uniform(12, 22) if number == 0 else rng.uniform(8, 15)
+        radius = rng.uniform(18, 28) if number == 0 else rng.uniform(12, 20)
         row = tuple(rows[int(rng.random() * len(rows))])
         centre = tuple(float(p[row]) for p in place)
         lesion = inside(place, centre, tuple(radius * rng.uniform(0.8, 1.25, 3)))

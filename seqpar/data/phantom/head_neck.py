@@ -13,7 +13,7 @@ from seqpar.data.phantom.fields import Field, inside, paint, scan, soft
 from seqpar.data.phantom.phantom_case import PhantomCase, spacing_of, streams
 
 FIELD_OF_VIEW = (176.0, 192.0, 176.0)  # mm
-DEFAULT_SIZE = (88, 96, 88)  # 2 mm voxels
+DEFAULT_SIZE = (48, 52, 48)  # 3.7 mm voxels
 ORGANS = (
     "brain_stem", "chiasm", "mandible", "optic_nerve_left", "optic_nerve_right", "parotid_left", "parotid_right",
     "submandibular_left", "submandibular_right",
@@ -104,14 +104,14 @@ def _organs(rng: np.random.Generator, place: list[Field]) -> dict[str, Field]:
     x, y, z = place
     every = {
         "brain_stem": inside([x, y + 0.2 * z, z], (0, -12, -6), (13, 14, 34)),
-        "chiasm": np.maximum(inside(place, (0, 26, 8), (12, 5, 5)), inside(place, (0, 21, 9), (7, 6, 5))),
+        "chiasm": np.maximum(inside(place, (0, 26, 8), (14, 6, 6)), inside(place, (0, 20, 9), (8, 8, 6))),
     }
     ramus = np.minimum(inside([np.abs(x), y], (41, 4), (5, 12)), np.minimum(z + 68, -22 - z))
     every["mandible"] = np.maximum(_arch(place, -62, 6.5), ramus)
     for side, name in ((-1, "left"), (1, "right")):  # the patient's right is at the larger numbers
         along = np.clip((y - 26) / 36, 0, 1)  # from the chiasm to the eye
         nerve = np.hypot(x - side * (8 + 20 * along), z - (8 - 4 * along))
-        every[f"optic_nerve_{name}"] = np.minimum(3.6 - nerve, np.minimum(y - 28, 62 - y)).astype(np.float32)
+        every[f"optic_nerve_{name}"] = np.minimum(4.5 - nerve, np.minimum(y - 28, 62 - y)).astype(np.float32)
         shift = rng.normal(0, 2, 3)
         parotid = (side * 51 + shift[0], -4 + shift[1], -30 + shift[2])
         every[f"parotid_{name}"] = inside(place, parotid, (11, 19, 23))

@@ -37,6 +37,15 @@ class Fingerprint:
         w, d, h = (int(side) for side in np.median(self.shapes, 0))
         return w, d, h
 
+    def largest(self, target: str | Millimetres) -> Sides:
+        """Returns the voxels per direction that hold each case; ``target``: spacing, as for preparation."""
+        shapes = np.array(self.shapes)
+        if target != "source":
+            sizes = self.spacing if target == "median" else target
+            shapes = np.ceil(shapes * np.array(self.spacings) / np.array(sizes))
+        w, d, h = (int(side) for side in shapes.max(0))
+        return w, d, h
+
     @property
     def spacing(self) -> Millimetres:
         """The median voxel size along each direction, in mm."""

@@ -1,0 +1,43 @@
+"""Runs a training lesson by lesson in one folder; without a curriculum there is one lesson."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from seqpar.launch.job.stop_request import Stopper
+from seqpar.launch.runs.run_folder import Status
+from seqpar.launch.settings.curriculum import Lesson, lesson_at
+from seqpar.launch.training.data import TrainingData, training_tiles
+from seqpar.launch.training.request import RunRequest
+from seqpar.launch.training.setup import make_trainer
+from seqpar.launch.weights import checkpoint
+from seqpar.mesh import Mesh
+
+
+def run_lessons(request: RunRequest, mesh: Mesh, data: TrainingData, status: Status, stopper: Stopper) -> bool:
+    """Returns whether the run finished; else all ranks left it, and it can be resumed.
+
+    A lesson begins from the checkpoint that the one before it left, as a resumed run does. So what a run becomes does
+    not depend on where it was interrupted.
+    """
+    saved = _find(status, mesh) if request.config.resume else None
+    number = lesson_at(request.config, checkpoint.read_progress(saved).step) if saved else 0
+    is_first = True
+    while True:
+        lesson = request.lessons[number]
+        if not make_trainer(request, mesh, _tiles_of(lesson, data), status, number, saved, is_first).run(stopper):
+            return False
+        number, is_first = number + 1, False
+        if number == len(request.lessons):
+            return True
+        saved = _find(status, mesh)
+        mesh.set_timeout(request.config.start_timeout)  # another tile: everything runs for the first time again
+
+
+def _tiles_of(lesson: Lesson, data: TrainingData) -> TrainingData:
+    """Returns the data with tiles of the lesson's size and places."""
+    config = replace(lesson.config, foreground=lesson.foreground)
+    return replace(data, tiles=training_tiles(data.dataset, data.train_ids, config))
+
+
+def _find(status: Status, mesh: Mesh) -> Path | None:
+    return checkpoint.find_together(status.path.parent / "checkpoints", mesh.world)

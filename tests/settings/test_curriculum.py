@@ -1,0 +1,116 @@
+"""Curricula: how lessons are written, what each is, and what contradicts them."""
+
+from dataclasses import replace
+
+import pytest
+
+from seqpar.environment import Launcher
+from seqpar.launch import plan, train
+from seqpar.launch.job.exit_codes import USAGE, run
+from seqpar.launch.planning import curriculum
+from seqpar.launch.settings.command_line import parse
+from seqpar.launch.settings.curriculum import Entry, lesson_at, lessons_of, parse_curriculum, spell_curriculum
+from seqpar.launch.training.request import read_request
+
+LINE = "--preset debug --device cpu"
+
+
+def request_of(flags: list[str], more: str, world: int = 1):
+    ranks = {"--batch", "--tile", "--epochs"}  # the tiny run's own, which a curriculum has in its place
+    kept = [text for n, text in enumerate(flags) if not ({text, flags[n - 1]} & ranks)]
+    return read_request([*kept, *more.split()], Launcher("test", 0, world))
+
+
+def test_lessons_are_read_as_they_are_spelled():
+    entries = parse_curriculum("64:4800, 128x128x64:1200:2,whole:300,whole=240x240x160:5:1")
+    assert entries == (
+        Entry((64,) * 3, 4800), Entry((128, 128, 64), 1200, 2), Entry((), 300, 0, True),
+        Entry((240, 240, 160), 5, 1, True),
+    )  # fmt: skip
+    known = [Entry((64,) * 3, 4800, 16), entries[1], entries[3]]
+    assert spell_curriculum(known) == "64x64x64:4800:16,128x128x64:1200:2,whole=240x240x160:5:1"
+    assert list(parse_curriculum(spell_curriculum(known))) == known
+    assert parse_curriculum("") == ()
+
+
+@pytest.mark.parametrize(
+    "text", ["64", "64:x", "64:1:2:3", ",64:1", "64x64:1", "whole=:1", "half:3", ":4", "whole64:1"]
+)
+def test_what_is_no_lesson_is_named(text):
+    with pytest.raises(ValueError, match=f"--curriculum {text}: .* is no lesson; needed is TILE:EPOCHS"):
+        parse_curriculum(text)
+
+
+@pytest.mark.parametrize("text", ["64:0", "0:4", "64:4:0", "64x0x64:1"])
+def test_a_lesson_of_nothing_is_refused(text):
+    with pytest.raises(ValueError, match="has a 0"):
+        parse_curriculum(text)
+
+
+def test_lessons_share_the_steps_of_a_run_and_begin_with_labelled_places():
+    line = [*LINE.split(), "--curriculum", "16:2:4,32:3:2,whole=48x40x40:1:1", "--iterations", "5"]
+    config = parse(line, "debug")[1]
+    lessons = lessons_of(config)
+    assert config.epochs == 6 and config.steps == 30
+    assert [lesson.steps for lesson in lessons] == [range(10), range(10, 25), range(25, 30)]
+    assert [lesson.config.tile for lesson in lessons] == [(16,) * 3, (32,) * 3, (48, 40, 40)]
+    assert [lesson.config.batch for lesson in lessons] == [4, 2, 1]
+    assert [lesson.foreground for lesson in lessons] == [1, 1, 0]
+    last = parse([*LINE.split(), "--curriculum", "16:2:4,32:3:2", "--foreground", "0.25"], "debug")[1]
+    assert [lesson.foreground for lesson in lessons_of(last)] == [1, 0.25]
+    assert [lesson_at(config, step) for step in (0, 10, 11, 25, 26, 30, 99)] == [0, 0, 1, 1, 2, 2, 2]
+    plain = parse(LINE.split(), "debug")[1]
+    (lesson,) = lessons_of(plain)
+    assert lesson.config == plain and lesson.steps == range(plain.steps) and lesson.foreground == plain.foreground
+
+
+def test_whole_volumes_and_batches_are_filled_in_by_the_data(flags, monkeypatch):
+    def choose(config, launcher, channels, outputs):
+        assert (channels, outputs) == (1, 2)
+        return replace(config, batch=config.batch or config.tile[0] // 4), {"batch_choice": ("it fits",)}
+
+    monkeypatch.setattr(curriculum, "choose", choose)  # counting takes seconds, and has tests of its own
+    request = request_of(flags, "--curriculum 8:1,whole:1 --patch 4")
+    assert request.config.curriculum == "8x8x8:1:2,whole=12x8x8:1:3"
+    assert [lesson.config.tile for lesson in request.lessons] == [(8, 8, 8), (12, 8, 8)]
+    assert [lesson.config.batch for lesson in request.lessons] == [2, 3]
+    assert request.choices["batch_choice_2"] == ("tile 12x8x8: it fits",)
+
+
+def test_the_network_of_the_first_tile_is_that_of_all(flags):
+    network = "--network nnunet-plain --features 2 --decoder-width 8".replace(" --decoder-width 8", "")
+    own = ["--embed-dim", "--heads", "--depth", "--decoder-width", "--decoder", "--patch"]
+    kept = [text for n, text in enumerate(flags) if not ({text, flags[n - 1]} & set(own))]
+    request = request_of(kept, f"{network} --curriculum 16:1:1,64:1:1")
+    assert request.config.stages and {lesson.config.stages for lesson in request.lessons} == {request.config.stages}
+    with pytest.raises(ValueError, match=r"lesson of tile 17x17x17: .*17"):
+        request_of(kept, f"{network} --curriculum 16:1:1,17:1:1")
+    with pytest.raises(ValueError, match="unet-hou is another network for tile 128x128x128 than for 64x64x64"):
+        request_of(kept, "--network unet-hou --features 2 --curriculum 64:1:1,128:1:1")
+
+
+def test_the_global_batch_of_every_lesson_is_held(flags):
+    request = request_of(flags, "--curriculum 8:1:4,16:1:2 --global-batch 8", world=2)
+    assert [(o.config.batch, o.config.accumulate) for o in request.lessons] == [(4, 1), (2, 2)]
+    assert "accumulate 2" in request.choices["global_batch"][0]
+
+
+@pytest.mark.parametrize("more, name", [
+    ("--tile 32", "tile"), ("--epochs 3", "epochs"), ("--batch 2", "batch"), ("--foreground 0.5", "foreground"),
+])  # fmt: skip
+def test_flags_that_contradict_a_curriculum_are_refused_by_name(capsys, more, name):
+    line = [*LINE.split(), "--curriculum", "16:1:1,whole=32x32x32:1:1", *more.split()]
+    assert run(train.act, line) == USAGE
+    assert f"--{name} would do nothing:" in capsys.readouterr().err
+
+
+def test_a_dry_run_plans_every_lesson_and_plan_refers_to_it(flags, capsys):
+    ranks = {"--batch", "--tile", "--epochs"}
+    kept = [text for n, text in enumerate(flags) if not ({text, flags[n - 1]} & ranks)]
+    assert run(train.act, [*kept, "--curriculum", "8:3:2,whole:1:1", "--patch", "4", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("would run on 1 ranks") == said.count("  memory    ") == 2
+    assert "curriculum of 2 lessons:" in said and "tile 8x8x8, 2 a group: steps 1 to 6, centred on labelled" in said
+    assert "steps     6; global batch 2 tiles" in said and "steps     2; global batch 1 tile" in said
+    assert run(plan.act, ["--curriculum", "8:3:2,whole:1:1"]) == USAGE
+    assert "plan each lesson by itself" in capsys.readouterr().err
