@@ -45,14 +45,15 @@ class Size:
 
 
 SIZES = (Size(96, 16, 768, 12, 12), Size(64, 4, 192, 4, 6))
+QUICK = (Size(96, 16, 768, 4, 12), Size(48, 4, 192, 2, 6))
 
 
 def series(quick: bool = False) -> list[Series]:
     """Returns a series per size: MONAI's ViT, plain and with fused attention, ours on one rank and on two."""
-    return [_of_size(size, turns=1 if quick else 3) for size in SIZES]
+    return [_of_size(size, 1, 25.0) for size in QUICK] if quick else [_of_size(size, 3, 60.0) for size in SIZES]
 
 
-def _of_size(size: Size, turns: int) -> Series:
+def _of_size(size: Size, turns: int, turn_s: float) -> Series:
     contenders = {"ours, 1 rank": ("ours", 1), f"ours, {CORES} ranks": ("ours", CORES)}
     if importlib.util.find_spec("monai"):
         contenders = {"monai": ("monai", 1), "monai, flash": ("monai, flash", 1), **contenders}
@@ -75,7 +76,7 @@ def _of_size(size: Size, turns: int) -> Series:
         }
 
     what = f"forward and backward of an encoder, {size.tokens} tokens, {size.depth} blocks of width {size.embed_dim}"
-    return Series(what, tuple(contenders), turns, 60.0, partial(alternate, tuple(contenders), measure), row)
+    return Series(what, tuple(contenders), turns, turn_s, partial(alternate, tuple(contenders), measure), row)
 
 
 def _monai(size: Size, flash: bool) -> nn.Module:

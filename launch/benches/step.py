@@ -36,10 +36,12 @@ CORES, STEPS = 2, 3
 
 def series(quick: bool = False) -> list[Series]:
     """Returns a series per batch: MONAI's net, ours on one rank, ours on two."""
-    return [_of_batch(batch, turns=1 if quick else 3) for batch in ((1,) if quick else (1, 2))]
+    return (
+        [_of_batch(1, 1, 1, 60.0)] if quick else [_of_batch(batch, 3, STEPS, 45.0 + 45.0 * batch) for batch in (1, 2)]
+    )
 
 
-def _of_batch(batch: int, turns: int) -> Series:
+def _of_batch(batch: int, turns: int, steps: int, turn_s: float) -> Series:
     contenders = {
         "ours, 1 rank": ("ours", 1, "gather"),
         "ours, 2 ranks": ("ours", CORES, "swap" if batch > 1 else "halo"),
@@ -50,7 +52,7 @@ def _of_batch(batch: int, turns: int) -> Series:
 
     def measure(case: str) -> dict[str, float]:
         name, ranks, mode = contenders[case]
-        return measure_apart("step", [name, mode, str(batch)], ranks, CORES // ranks)
+        return measure_apart("step", [name, mode, str(batch), str(steps)], ranks, CORES // ranks)
 
     def row(case: str, runs: Runs) -> Row:
         (name, ranks, mode), seconds = contenders[case], {case: [run["seconds"] for run in runs[case]] for case in runs}
@@ -65,19 +67,17 @@ def _of_batch(batch: int, turns: int) -> Series:
         }
 
     what = f"forward, loss and backward of UNETR, tile {TILE}, batch {batch}"
-    return Series(
-        what, tuple(contenders), turns, 45.0 + 45.0 * batch, partial(alternate, tuple(contenders), measure), row
-    )
+    return Series(what, tuple(contenders), turns, turn_s, partial(alternate, tuple(contenders), measure), row)
 
 
-def _worker(name: str, mode: str, batch: int) -> None:
+def _worker(name: str, mode: str, batch: int, steps: int) -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     with start(ranks, device="cpu") as mesh:
         net = _monai() if name == "monai" else _ours(mode, mesh)
         image, label = torch.randn(batch, CHANNELS, *[TILE] * 3), torch.randint(0, CLASSES, (batch, *[TILE] * 3))
-        measured = measure_steps(Step(net, image, label, mesh))
+        measured = measure_steps(Step(net, image, label, mesh), steps)
         if mesh.is_first:
             print(json.dumps(measured), flush=True)
 
@@ -126,16 +126,16 @@ class Step:
         return saved_bytes(self.net, self._forward)
 
 
-def measure_steps(step: Step) -> dict[str, float]:
+def measure_steps(step: Step, steps: int = STEPS) -> dict[str, float]:
     """Returns the seconds of a step, the median of some, and the bytes that it saves for backward."""
     saved = step.saved_bytes()
     step()  # the first one takes longer
     clocks = [time.perf_counter()]
-    for _ in range(STEPS):
+    for _ in range(steps):
         step()
         clocks.append(time.perf_counter())
     return {"seconds": statistics.median(b - a for a, b in itertools.pairwise(clocks)), "saved": saved}
 
 
 if __name__ == "__main__":
-    _worker(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    _worker(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

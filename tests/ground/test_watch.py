@@ -22,8 +22,7 @@ from seqpar.watchdog import Watch, Whereabouts, judge, place_of, these
 from tests.house.test_floors import OWNERS, modules
 from tests.support.ranks import RanksFailed, run_ranks, started_ranks
 
-LIMIT_S = 3.0
-STOPPED_S = 6.0  # a tenth of it is the time that a busy machine may take to name who stopped
+LIMIT_S = 6.0  # a tenth of it is the time that a rank may take to answer on a busy machine
 
 
 def freeze() -> None:
@@ -42,7 +41,7 @@ def work_until_one_stops(mesh: Mesh, kind: str, stop: Callable[[], None]) -> Non
             all_reduce(torch.ones(2), group)
 
     step()
-    mesh.set_timeout(STOPPED_S)
+    mesh.set_timeout(LIMIT_S)
     step()
     if mesh.world.index == 2:
         stop()
@@ -67,11 +66,15 @@ def results() -> Iterator[dict[str, Callable[[], list]]]:
 
 @pytest.mark.parametrize("kind", ["messages", "sums"])
 def test_a_rank_that_stops_after_the_first_step_is_named_within_the_short_limit(kind: str, results: dict) -> None:
-    """The start's limit is 60 s here, which gloo's messages would keep."""
+    """The start's limit is 60 s here, which gloo's messages would keep.
+
+    A rank whose peer's time was up a moment before loses contact instead.
+    """
     with pytest.raises(RanksFailed) as caught:
         results[kind]()
     text = str(caught.value)
-    assert re.search(r"FOUND .*\brank 2 \(.* stays at .*, while for 4 s others have waited.*Timed out", text), text
+    ends = "(Timed out|Connection closed by peer|Connection reset by peer|Broken pipe)"
+    assert re.search(rf"FOUND .*\brank 2 \(.* stays at .*, while for 4 s others have waited.*{ends}", text), text
 
 
 def test_a_process_that_is_frozen_is_named(results: dict) -> None:
@@ -85,7 +88,7 @@ def be_slow(mesh: Mesh) -> list[str]:
     mesh.set_timeout(LIMIT_S, heard.append)
     for _ in range(2):
         if mesh.world.index == 2:
-            time.sleep(0.5 * LIMIT_S)
+            time.sleep(0.3 * LIMIT_S)
         all_reduce(torch.ones(2), mesh.seq)
     time.sleep(0.9 * LIMIT_S)  # all of them: nobody waits for anybody
     all_reduce(torch.ones(2), mesh.seq)
