@@ -100,6 +100,9 @@ RUNS = {  # by module, what a case comes to in a turn
     "plan_answer": {"first row s": 1.0, "whole answer s": 2.0},
     "predict": {"cpu_s": 1.0, "peak_mb": 1.0, "voxels": 8, "seam": 1.0},
     "step": {"seconds": 2.0, "saved": 1e6},
+    "labels": {"alive": 1e6, "seconds": 1.0},
+    "unets": {"seconds": 2.0, "saved": 1e6, "apart": 1e-6},
+    "halo_share": {"seconds": 1.0, "halos": 0.1, "statistics": 0.2, "sent": 1e6},
 }
 
 

@@ -66,6 +66,10 @@ def short(line: str) -> str:
     if "--preset nnunet" in line and "train" in line:
         own = "planned" if "--weights" in line else "by-data"  # of other spacings
         line += f" --cache {own} --workers 0 --augment none --iterations 2 --epochs 1 --val-overlap 0 --device cpu"
+    elif "--curriculum" in line:  # of a network that knows fewer flags
+        lessons = "--curriculum 32:1:2,64:1:1,whole:1:2"  # whole is 32 here
+        line = re.sub(r"--curriculum \S+", lessons, line) + " --preset debug --features 2 --cache cache --workers 0"
+        line += " --augment none --iterations 1 --val-overlap 0 --device cpu"
     elif re.search(r"train\.py|seqpar-train", line):
         line += " --cache cache " + " ".join(TINY.split())
     return line

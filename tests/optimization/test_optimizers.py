@@ -13,6 +13,7 @@ from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer
 from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.launch.planning.step_counter import StepSetup, count_whole_step
+from seqpar.launch.settings.checks import check
 from seqpar.launch.settings.command_line import continued, parse
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights import checkpoint
@@ -87,7 +88,7 @@ def test_a_presets_betas_are_its_optimizers() -> None:
         config = parse(["--preset", "modern", "--optimizer", name], "debug")[1]
         assert make_optimizer(config, net()).param_groups[0]["momentum"] == own
     old = Config.from_dict({"optimizer": "sgd", "betas": [0.9, 0.999]})  # of runs that had two numbers for it
-    old._check_run()
+    check(old, ["vit"])
     assert make_optimizer(old, net()).param_groups[0]["momentum"] == 0.9
 
 

@@ -42,7 +42,7 @@ def test_a_rank_that_stops_ends_the_run_by_name(flags, tmp_path, layout):
     assert said.count("warning: rank 2 (") == 1, said
     ended = status(tmp_path / "run")
     assert ended["state"] == "failed" and ended["code"] == 1
-    assert "Timed out" in ended["why"] and "; rank 2 (" in ended["why"] and "stays at trainer.py" in ended["why"]
+    assert "Timed out" in ended["why"] and "; rank 2 (" in ended["why"] and "stays at gradients.py" in ended["why"]
 
 
 def add_one_more(x, group, *more):

@@ -20,7 +20,6 @@ from seqpar.launch.runs.stale_status import killed
 from seqpar.launch.settings.config import Config
 from seqpar.launch.settings.presets import debug
 from seqpar.launch.training import gradients
-from seqpar.mesh import Mesh
 from tests.support.ranks import alone_mesh
 from tests.support.training_runs import Launch, at, die, status, trained
 
@@ -94,7 +93,7 @@ def test_what_fits_is_planned_once_and_what_runs_on_a_gpu_is_not(monkeypatch) ->
     monkeypatch.setattr(memory_check, "largest_batch", None)
     assert refusal(SMALL, 16 * GIB) == "" and len(counted) == 1
     alone = alone_mesh()
-    on_gpu = Mesh(alone.launcher, torch.device("cuda", 0), alone.world, alone.data, alone.seq)
+    on_gpu = replace(alone, device=torch.device("cuda", 0))
     memory_check.refuse_beyond_free(SMALL, on_gpu, 4, 4)
     assert len(counted) == 1  # its allocator says itself when its memory is out
 

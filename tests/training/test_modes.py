@@ -109,7 +109,7 @@ def trained(
         by_first(lambda: (out / case.name / "checkpoints").mkdir(parents=True), mesh.world)
         run = make_trainer(RunRequest(config, "debug", "as told"), mesh, open_data(config, mesh.is_first), status)
         if case.sums_alone:
-            run.loss_groups = LossGroups()
+            run.gradients.loss_groups = LossGroups()
         stopper = Stopper(math.inf)
         stopper.begin(mesh, print)
         assert run.run(stopper)

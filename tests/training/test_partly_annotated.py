@@ -67,7 +67,7 @@ def test_organs_that_no_case_shows_learn_nothing(flags: list[str], tmp_path: Pat
     label = torch.randint(0, 2, (2, layout.num_tokens, *layout.patch)) * 2
     shown = outputs_shown(trainer.data, ["c_000", "c_002"], trainer.net.mode, alone.device)
     assert shown.tolist() == [[False, False, True]] * 2
-    trainer.loss(trainer.net(image), trainer.net.arrange(label), trainer.loss_groups, shown).backward()
+    trainer.loss(trainer.net(image), trainer.net.arrange(label), trainer.gradients.loss_groups, shown).backward()
     for gradient in (classes.weight.grad, classes.bias.grad):
         assert not gradient[:2].any() and gradient[2].abs().max() > 1e-6
 
