@@ -9,6 +9,7 @@ from pathlib import Path
 from seqpar.decoders.modes.choose import MODES
 from seqpar.environment import read_launcher
 from seqpar.launch.hardware.devices import device_here
+from seqpar.launch.inference.group_size import fitting_seqpar
 from seqpar.launch.inference.predict_cases import Request, predict_cases
 from seqpar.launch.inference.predictor import Settings
 from seqpar.launch.inference.run_average import Member, refuse_unlike
@@ -46,24 +47,6 @@ def act(arguments: Sequence[str]) -> int:
         except Exception as error:
             return _exit_code(error, mesh)
     return exit_codes.DATA if faults else 0
-
-
-def fitting_seqpar(members: Sequence[Member], world: int, memory: float) -> tuple[int, str]:
-    """Returns how many ranks, of ``memory`` bytes each, share a window; all ranks share a whole volume.
-
-    Then a line where they are fewer because more could not cut a trained tile, "" elsewhere.
-    """
-    sizes = [size for size in range(1, world + 1) if world % size == 0]
-    shared = [size for size in sizes if all(member.run.can_share(size) for member in members)]
-    wholes = [member.settings.window == "whole" for member in members]
-    groups = zip(members, wholes)
-    chosen = max(shared[-1] if whole else member.run.window_group(shared, memory) for member, whole in groups)
-    most = world if any(wholes) else max(member.run.config.seqpar for member in members)
-    refused = [size for size in sizes if chosen < size <= most and size not in shared]
-    if not refused:
-        return chosen, ""
-    ranks = f"{world // chosen} groups of {chosen} rank{'s' if chosen > 1 else ''}"
-    return chosen, f"--seqpar {chosen}: {refused[-1]} ranks cannot share the trained tile, so {ranks} predict"
 
 
 def _exit_code(error: Exception, mesh: Mesh) -> int:

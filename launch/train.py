@@ -2,11 +2,9 @@
 
 import io
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,27 +12,24 @@ import torch
 from seqpar.consensus import broadcast_text, by_first
 from seqpar.environment import Launcher, flight_recorder, read_launcher
 from seqpar.launch.job import exit_codes
+from seqpar.launch.job.late_report import report_late
 from seqpar.launch.job.local_ranks import die_with_parent, start_missing_ranks
 from seqpar.launch.job.run_log import RunLog, recorded
 from seqpar.launch.job.stop_request import Stopper
-from seqpar.launch.planning.answer import rehearsal
-from seqpar.launch.planning.auto_settings import plan_here
 from seqpar.launch.planning.feasibility import refuse_lonely
 from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.runs.run_lock import RunLock
-from seqpar.launch.runs.stale_status import warn_if_killed
 from seqpar.launch.settings.time_limit import seconds
-from seqpar.launch.training.data import describe_data, open_data
+from seqpar.launch.training.data import open_data
 from seqpar.launch.training.data_summary import summary_of_data, tile_line
+from seqpar.launch.training.dry_run import dry_run
 from seqpar.launch.training.failure import end
 from seqpar.launch.training.folds import find_folds
 from seqpar.launch.training.lessons import run_lessons
-from seqpar.launch.training.request import RunRequest, read_request, refuse_other_run, sizes_of
+from seqpar.launch.training.request import RunRequest, read_request, refuse_other_run
 from seqpar.launch.training.setup import first_lines, open_folder
 from seqpar.mesh import seed
 from seqpar.rendezvous import check_seqpar, start
-
-FIRST_RANK_S = 5.0  # the first rank's time to report an error that all ranks have
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -46,7 +41,7 @@ def act(arguments: Sequence[str]) -> int:
             return five.train(__file__, launcher)
         request = read_request(arguments, launcher)
         if request.config.dry_run:
-            return _dry_run(request, launcher)
+            return dry_run(request, launcher)
         if request.config.seqpar > launcher.world:
             return start_missing_ranks(request.config.seqpar, __file__, arguments, launcher)
         check_seqpar(request.config.seqpar, launcher.world)
@@ -56,7 +51,7 @@ def act(arguments: Sequence[str]) -> int:
     except ValueError as error:
         if launcher.rank == 0:
             raise
-        return _report_late(error, launcher)
+        return report_late(error, launcher)
 
 
 def _train(request: RunRequest, launcher: Launcher) -> int:
@@ -98,39 +93,6 @@ def _run(request: RunRequest, launcher: Launcher, log: RunLog) -> int:
     if not finished:
         exit_codes.leave_last_words(f"left early ({stopper.reason}): go on with --resume --out {out}")
     return 0 if finished else exit_codes.PREEMPTED
-
-
-def _dry_run(request: RunRequest, launcher: Launcher) -> int:
-    """Prints what would run, by the headers of the data; allocates and writes nothing, and needs no other rank."""
-    config = request.config
-    num_ranks = max(launcher.world, config.seqpar)
-    check_seqpar(config.seqpar, num_ranks)
-    refuse_lonely(config, num_ranks)
-    assert request.fingerprint is not None
-    if launcher.rank == 0:
-        data, sizes = describe_data(request.fingerprint, config), sizes_of(request.fingerprint, config)
-        here = replace(launcher, world=num_ranks)
-        warn_if_killed(*[Path(config.out)] * bool(config.out))
-        print(first_lines(request, here))
-        for lesson in request.lessons:
-            print(rehearsal(lesson.config, plan_here(lesson.config, here, *sizes), *sizes, data, len(lesson.steps)))
-        if advice := tile_line(request, request.fingerprint):
-            print(advice)
-    return 0
-
-
-def _report_late(error: ValueError, launcher: Launcher) -> int:
-    """Returns the exit code after printing what another rank than the first refuses.
-
-    Mostly all ranks refuse the same: the first one says so, and its end ends these before they speak.
-    """
-    until = time.monotonic() + FIRST_RANK_S
-    while time.monotonic() < until and exit_codes.last_words() != f"error: {error}":
-        time.sleep(0.05)
-    if exit_codes.last_words() != f"error: {error}":
-        host = launcher.host or socket.gethostname()
-        exit_codes.report(f"rank {launcher.rank} ({host}): {error}")
-    return exit_codes.code_of(error) or exit_codes.USAGE
 
 
 def _new_folder(preset: str) -> str:

@@ -16,7 +16,7 @@ from seqpar.data.errors import DataError
 from seqpar.environment import Launcher
 from seqpar.launch import train
 from seqpar.launch.hardware.devices import GIB, device_here
-from seqpar.launch.job import exit_codes
+from seqpar.launch.job import exit_codes, late_report
 from seqpar.launch.models.build import build
 from seqpar.launch.planning import auto_settings
 from seqpar.mesh import Group
@@ -73,13 +73,13 @@ def test_ranks_that_were_started_here_keep_the_code_and_their_words_come_last(tm
 
 
 def test_what_all_ranks_refuse_one_of_them_says(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "FIRST_RANK_S", 0.2)
+    monkeypatch.setattr(late_report, "FIRST_RANK_S", 0.2)
     monkeypatch.setenv(exit_codes.LAST_WORDS, str(tmp_path / "error.json"))
     second = Launcher("test", 1, 2, host="n1")
     for words, other in (("", "no"), ("no", "no"), ("no", "other")):
         if words:
             exit_codes.leave_last_words(f"error: x: {words}")
-        assert train._report_late(DataError("x", other), second) == 3
+        assert late_report.report_late(DataError("x", other), second) == 3
         silent = words == other
         assert capsys.readouterr().err == ("" if silent else f"error: rank 1 (n1): x: {other}\n")
         (tmp_path / "error.json").unlink()

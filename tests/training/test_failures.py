@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from seqpar.data.errors import DataError
-from seqpar.launch import train
-from seqpar.launch.job import last_steps
+from seqpar.launch.job import last_steps, late_report
 from seqpar.launch.job.run_log import RunLog
 from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.runs.run_lock import RunLock
@@ -42,7 +41,7 @@ def test_what_one_rank_alone_refuses_it_says_with_its_name_and_code(flags, tmp_p
 
     def hook(rank: int) -> None:
         at(request, "refuse_lessons", 1, refuse)(rank)
-        train.FIRST_RANK_S = 0.1
+        late_report.FIRST_RANK_S = 0.1
 
     with Launch(2, [*flags, "--seqpar", "2", "--start-timeout", "3"], tmp_path / "run", hook) as launch:
         assert launch.wait() == [1, 3]
