@@ -19,10 +19,10 @@ from seqpar.launch.job import exit_codes
 from seqpar.launch.models.build import NETWORKS, kind_of, refuse_unknown
 from seqpar.launch.planning.answer import answer, columns, header, print_rows
 from seqpar.launch.planning.auto_preset import plan_from_data
-from seqpar.launch.planning.fit import SIZES, plans, refusal, shortage, smallest
-from seqpar.launch.planning.needs import Plan, Run
+from seqpar.launch.planning.fit import SIZES, plans, smallest
+from seqpar.launch.planning.needs import Run
+from seqpar.launch.planning.other_ways import print_other_ways
 from seqpar.launch.planning.tile_size import print_largest
-from seqpar.launch.planning.ways import flags_of, search, ways
 from seqpar.launch.settings.command_line import Parser, parse, refuse_idle, shortened_warmup
 from seqpar.launch.settings.config import AUTO, Config
 from seqpar.launch.settings.presets import start_of_auto
@@ -45,6 +45,7 @@ def act(arguments: Sequence[str]) -> int:
     device = _device(own, config)
     if preset == "auto":
         preset, config = start_of_auto(on_gpu), _planned_from_data(own, config, flags, device)
+    own.channels, own.classes = own.channels or 4, own.classes or 4
     sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else SIZES
     sizes = [size for size in sizes if size <= (own.ranks or size)]
     if own.predict:
@@ -61,38 +62,18 @@ def act(arguments: Sequence[str]) -> int:
     if best := smallest(rows):
         print("\n".join(["", *answer(run, best, rows, preset)]))
         return 0
-    return _with_other_ways(run, sizes, rows, flags, preset)
+    return print_other_ways(run, sizes, rows, flags, preset)
 
 
 def _planned_from_data(own: argparse.Namespace, config: Config, flags: set[str], device: Device) -> Config:
     """Returns the config of --preset auto for --data, after saying why; its channels and classes are the data's."""
+    if typed := [name for name in ("channels", "classes") if getattr(own, name) is not None]:
+        raise ValueError(f"--{typed[0]} would do nothing: --preset auto takes it from --data: leave it out")
     fingerprint = look_at(config)
     own.channels, own.classes = len(fingerprint.modalities), len(fingerprint.outputs(config.targets))
     config, why = plan_from_data(config, flags, fingerprint, device, own.ranks or max(config.seqpar, 1))
     print("\n".join(line for lines in why.values() for line in lines), end="\n\n", flush=True)
     return config
-
-
-def _with_other_ways(run: Run, sizes: Sequence[int], rows: list[Plan], flags: set[str], preset: str) -> int:
-    """Prints what fits once less memory is needed in the first of the ways that keep the numbers; returns 0.
-
-    Raises where nothing fits in any of them.
-    """
-    tried = list(rows)
-    possible = [p for p in rows if not p.why]
-    if possible:
-        print(f"\nas asked, {shortage(min(possible, key=lambda p: p.total))}")
-        print("what needs less and keeps the numbers is tried in turn:", flush=True)
-        for way, price in ways(run.config, flags):
-            print(f"\n{flags_of(way)}  (adds: {price})", flush=True)
-            other = replace(run, config=replace(run.config, **way))
-            rows = print_rows(search(other, sizes))
-            if best := smallest(sorted(rows, key=lambda p: p.config.seqpar)):
-                print(f"\ntaken: {flags_of(way)}, which changes no number")
-                print("\n".join(answer(other, best, rows, preset)))
-                return 0
-            tried += rows
-    raise ValueError(refusal(tried, exhausted=True))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,9 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     ranks.add_argument("--groups", type=int, metavar="GROUPS", help=groups)
     node = "ranks on a node (default: 8; cpu: all)"
     parser.add_argument("--node", type=int, metavar="RANKS", help=node)
-    parser.add_argument("--channels", type=int, default=4, metavar="CHANNELS", help="of the images (default: 4)")
+    parser.add_argument("--channels", type=int, metavar="CHANNELS", help="of the images (default: 4)")
     classes = "classes, background included (default: 4)"
-    parser.add_argument("--classes", type=int, default=4, metavar="CLASSES", help=classes)
+    parser.add_argument("--classes", type=int, metavar="CLASSES", help=classes)
     return parser
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from seqpar.data.preparation.fingerprint import Fingerprint
+from seqpar.launch import plan
 from seqpar.launch import plan as plan_act
 from seqpar.launch.hardware.devices import DEVICES, GIB, MIB, Device, device_here
 from seqpar.launch.models.build import kind_of
@@ -177,3 +178,9 @@ def test_the_planner_takes_it_for_another_device(tmp_path, capsys) -> None:
     said = capsys.readouterr().out
     assert said.startswith("auto: 5 cases, median 14x12x10 voxels of 1.1x1x1.3 mm") and "2 channels, 2 classes" in said
     assert "75 GiB of H100" in said and "--preset modern" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flag", ["--channels", "--classes"])
+def test_what_the_data_say_is_not_typed(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"{flag} would do nothing: --preset auto takes it from --data"):
+        plan.act(["--preset", "auto", "--device", "a100", flag, "3"])

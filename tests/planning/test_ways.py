@@ -8,7 +8,7 @@ import pytest
 
 from seqpar.launch import plan
 from seqpar.launch.hardware.devices import DEVICES
-from seqpar.launch.planning import needs, step_counter, ways
+from seqpar.launch.planning import needs, other_ways, step_counter, ways
 from seqpar.launch.planning.fit import plans
 from seqpar.launch.planning.needs import Plan, Run
 from seqpar.launch.planning.step_counter import StepSetup, count_step, count_whole_step
@@ -75,7 +75,9 @@ def test_a_plan_takes_the_first_way_in_which_something_fits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     pretended({"gather": 64e9 * 12, "auto": 64e9 * 10}, 1.5e9, monkeypatch)
-    monkeypatch.setattr(plan, "answer", lambda run, best, rows, preset: [f"{best.config.mode} {best.config.seqpar}"])
+    monkeypatch.setattr(
+        other_ways, "answer", lambda run, best, rows, preset: [f"{best.config.mode} {best.config.seqpar}"]
+    )
     sizes = ["--patch", "4", "--tile", "64", "--depth", "1", "--device", "a100"]
     assert plan.act(sizes) == 0
     text = capsys.readouterr().out
