@@ -103,9 +103,9 @@ class _Search:
         kind, names = kind_of(self.config), ("embed_dim", "depth", "heads")
         if not kind.attends:
             return f"  {kind.describe(self.config)}, as it is published"
-        given = [name for name in names if name in self.flags]
-        if given:
-            return f"  {kind.describe(self.config)}, {', '.join(given)} as given"
+        typed = [name for name in names if name in self.flags]
+        if typed:
+            return f"  {kind.describe(self.config)}, {', '.join(typed)} as given"
         widths = CPU_WIDTHS if self.device.cores else WIDTHS
         if "tile" in self.flags:
             tile, which = tuple(self.config.tile), f"the tile of {shorten(self.config.tile)}"

@@ -142,5 +142,5 @@ def gabra_stages(pipe: Pipe, objective: str = "makespan", search: Search | None 
     loads = [cost.seconds for cost in pipe.costs]
     speed = sum(place.speed for place in pipe.places)
     capacities = [max(max(loads), SLACK * sum(loads) * place.speed / speed) for place in pipe.places]
-    found = gabra(loads, capacities, objective, search)
-    return StageMap.of_allocation(pipe.takes, pipe.outputs, found.devices)
+    allocation = gabra(loads, capacities, objective, search)
+    return StageMap.of_allocation(pipe.takes, pipe.outputs, allocation.devices)

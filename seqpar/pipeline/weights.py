@@ -19,9 +19,9 @@ def cells_of_names(names: Sequence[str], owns: Sequence[Sequence[str]]) -> dict[
     """Returns the cell of each weight or buffer; ``owns``: of each cell the beginnings of its names."""
     cells: dict[str, int] = {}
     for name in names:
-        found = [cell for cell, prefixes in enumerate(owns) if name.startswith(tuple(prefixes))]
-        assert len(found) == 1, (name, found)
-        cells[name] = found[0]
+        owners = [cell for cell, prefixes in enumerate(owns) if name.startswith(tuple(prefixes))]
+        assert len(owners) == 1, (name, owners)
+        cells[name] = owners[0]
     return cells
 
 
