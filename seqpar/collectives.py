@@ -7,7 +7,8 @@ sum of all ranks' losses: the gradient at a part's input is the group's size tim
 
 All traffic between pairs goes through ``post``: on gloo that is faster than its own gathers at the same bytes, it
 takes uneven sizes, and sums are added in rank order, so that they do not depend on timing. On a GPU, even gathers and
-scatters use the library's own. A group of one moves nothing; tensors without data ("meta") are counted, not sent.
+scatters, and all-to-alls of a whole group, use the library's own, but for sums in half precision, which it does not add
+in float32. A group of one moves nothing; tensors without data ("meta") are counted, not sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.mesh import Group
-from seqpar.messages import Coming, Pending, described, expect, post
+from seqpar.messages import Coming, Pending, as_sent, described, expect, post
 
 # torch 2.13 renamed both; older ones know only the second name.
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,12 +58,18 @@ def start_filling(whole: Tensor, group: Group, sizes: Sequence[int], kind: str) 
     if _has_native(whole, group, sizes):
         group.count(kind, mine.numel() * mine.element_size() * (group.size - 1), group.size - 1)
         expect(kind, group, described(whole))
-        return Pending((_gather_single(whole, mine, group=group.handle, async_op=True),), (whole,), group.watch)
+        work = _gather_single(as_sent(whole), as_sent(mine), group=group.handle, async_op=True)
+        return Pending((work,), (whole,), group.watch)
     return post(dict.fromkeys(group.peers, mine), {q: pieces[q] for q in group.peers}, group, kind)
 
 
 def _has_native(rows: Tensor, group: Group, sizes: Sequence[int]) -> bool:
-    return rows.is_cuda and group.size > 1 and group.places is None and len(set(sizes)) == 1
+    return is_by_library(rows, group) and len(set(sizes)) == 1
+
+
+def is_by_library(x: Tensor, group: Group) -> bool:
+    """Returns whether the group exchanges such tensors by the library's own collectives: GPUs, all of its ranks."""
+    return x.is_cuda and group.size > 1 and group.places is None
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "scatter") -> Tensor:
@@ -78,7 +85,7 @@ def start_reduce_scatter(rows: Tensor, group: Group, sizes: Sequence[int], kind:
     """Starts ``reduce_scatter`` along dimension 0; ``rows`` must not change until the result is waited for."""
     pieces = rows.split(list(sizes))
     mine = pieces[group.index]
-    if _has_native(rows, group, sizes):
+    if _has_native(rows, group, sizes) and rows.dtype.itemsize > 2:  # half precision is summed in float32
         summed = torch.empty_like(mine)
         group.count(kind, mine.numel() * mine.element_size() * (group.size - 1), group.size - 1)
         expect(kind, group, described(rows))
@@ -214,10 +221,32 @@ def exchange_rows(
     assert send[group.index] == receive[group.index], (send, receive)
     rows = x.contiguous()
     result = rows.new_empty((sum(receive), *rows.shape[1:]))
+    if is_by_library(rows, group):
+        width = rows.shape[1:].numel()
+        start_all_to_all(rows, [n * width for n in send], result, [n * width for n in receive], group, kind).wait()
+        return result
     outgoing, incoming = rows.split(list(send)), result.split(list(receive))
     incoming[group.index].copy_(outgoing[group.index])
     post({q: outgoing[q] for q in group.peers}, {q: incoming[q] for q in group.peers}, group, kind).wait()
     return result
+
+
+def start_all_to_all(
+    x: Tensor, send: Sequence[int], result: Tensor, receive: Sequence[int], group: Group, kind: str
+) -> Pending:
+    """Starts to fill ``result`` with the elements that each rank has for this one, in rank order, by the library.
+
+    ``send``: how many elements of ``x`` each rank gets. ``receive``: how many come from each; its own are among both.
+    """
+    counts = [count for place, count in enumerate(send) if place != group.index and count]
+    group.count(kind, sum(counts) * x.element_size(), len(counts))
+    expect(kind, group, f"of {x.dtype}")
+    into, source = (
+        t.view(-1).view(torch.uint8) for t in (result, x)
+    )  # bytes: for types that the library does not know
+    coming, leaving = ([count * x.element_size() for count in side] for side in (receive, send))
+    work = dist.all_to_all_single(into, source, coming, leaving, group=group.handle, async_op=True)
+    return Pending((work,), (into, source), group.watch)
 
 
 def whole(x: Tensor) -> Tensor:

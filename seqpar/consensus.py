@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from seqpar.meeting import START_S, Meeting
 from seqpar.mesh import Group
 from seqpar.messages import described, expect
 
@@ -106,3 +107,22 @@ def by_first(act: Callable[[], Any], group: Group) -> Any:
             error = problem
     raise_together(error, group, name_rank=False)
     return json.loads(broadcast_text(text, 0, group))
+
+
+def by_first_early(act: Callable[[], Any], meeting: Meeting, name: str, timeout_s: float = START_S) -> Any:
+    """As `by_first`, of processes that have no mesh yet.
+
+    - ``name``: of what is agreed, which a meeting takes once
+    """
+    text, error = "", None
+    if meeting.launcher.rank == 0:
+        try:
+            text = f"={json.dumps(act())}"
+        except Exception as problem:
+            text, error = f"!{_packed(problem)}", problem
+    text = meeting.of_first(name, text, timeout_s)
+    if error is not None:
+        raise error
+    if text.startswith("!"):
+        raise pickle.loads(bytes.fromhex(text[1:]))
+    return json.loads(text[1:])

@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from zlib import crc32
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, interactive and extern steps are numbered from here
-MEETING = "SEQPAR_MEETING"  # variable that tells apart several runs of the same ranks, one after the other
+MEETING = "SEQPAR_MEETING"  # variable with the name of a meeting of these ranks, at the store of who started them
+SHARE_GPU = "SEQPAR_SHARE_GPU"  # 1: ranks may have one GPU together, to test what they compute
+OWN_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # 1: NCCL, from 2.30 on, lets them do so by itself
+LAZY_GROUPS = "SEQPAR_LAZY_GROUPS"  # 1: GPUs of a group connect at its first message, group beside group
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Launcher:
     num_nodes: int = 1
     address: str = "127.0.0.1"
     port: int = 29500
-    agent_store: bool = False  # torchrun's agent already listens at address:port
+    agent_store: bool = False  # torchrun's agent, or who trains fold after fold, already listens at address:port
     attempt: int = 0
     warning: str = ""
     host: str = ""  # the launcher's own name for this node, if it has one
@@ -40,7 +43,9 @@ def read_launcher(env: Mapping[str, str]) -> Launcher:
     counts otherwise than the step, MPI is right.
     """
     launcher = _read(env)
-    return replace(launcher, job=f"{launcher.job}.{env[MEETING]}") if env.get(MEETING) else launcher
+    if not env.get(MEETING):
+        return launcher
+    return replace(launcher, job=f"{launcher.job}.{env[MEETING]}", agent_store=True)
 
 
 def _read(env: Mapping[str, str]) -> Launcher:
@@ -163,14 +168,42 @@ def flight_recorder(env: Mapping[str, str], folder: str, torch_version: str) -> 
     It writes them into ``folder`` when one times out; ``python -m torch.distributed.flight_recorder.fr_trace`` reads
     them. Two of the variables were renamed, and newer torch warns of the old names.
     """
-    major, minor = (int(piece) for piece in torch_version.split(".")[:2])
-    renamed = (major, minor) >= (2, 9)
+    renamed = _release(torch_version) >= (2, 9)
     settings = {("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000", ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1"}
     if folder:
         prefix = os.path.join(os.path.abspath(folder), "flight_rank_")
         settings["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = prefix
     unset = {names: value for names, value in settings.items() if not any(name in env for name in names)}
     return {name: value for names, value in unset.items() for name in (names[:1] if renamed else names)}
+
+
+def shared_gpu_settings(env: Mapping[str, str], rank: int) -> dict[str, str]:
+    """Returns the variables, of those that ``env`` does not set, by which NCCL lets ranks have one GPU together.
+
+    Each seems to be on a host of its own, so that everything goes through sockets: right, and slow. None where NCCL is
+    asked to let them by itself.
+    """
+    if env.get(OWN_SHARING) == "1":
+        return {}
+    settings = {"NCCL_HOSTID": str(rank), "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+    settings |= dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1")
+    return {name: value for name, value in settings.items() if name not in env}
+
+
+def allocator_settings(env: Mapping[str, str], torch_version: str, rocm: bool) -> dict[str, str]:
+    """Returns the variable with which memory of an NVIDIA GPU does not fall to pieces, unless ``env`` sets one.
+
+    On ROCm such memory has hung. The variable was renamed.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if rocm or any(name in env for name in names):
+        return {}
+    return {names[0 if _release(torch_version) >= (2, 9) else 1]: "expandable_segments:True"}
+
+
+def _release(torch_version: str) -> tuple[int, int]:
+    major, minor = (int(piece) for piece in torch_version.split(".")[:2])
+    return major, minor
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -6,17 +6,21 @@ W D H voxels, w d h tokens. There are as many directions as ``tile`` has numbers
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from seqpar.quantity import quantity
+
 Box = tuple[tuple[int, int], ...]  # half-open token interval per direction
 Bounds = tuple[int, ...]  # where a direction is cut: 0, ..., its extent
+Made = TypeVar("Made")
 
 SPLITS = ("spatial", "ordered")
 
@@ -38,6 +42,7 @@ class Layout:
     patch: tuple[int, ...]
     num_ranks: int = 1
     split: str = "spatial"
+    is_nested = False  # whether a rank's tokens lie in another order than the raster's
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -53,8 +58,8 @@ class Layout:
             )
         if self.num_ranks > self.num_tokens:
             raise ValueError(
-                f"--seqpar {self.num_ranks} is more than the {self.num_tokens} tokens of tile {self.tile} at patch "
-                f"{self.patch}: use --seqpar {self.num_tokens} or fewer, a larger --tile or a smaller --patch"
+                f"--seqpar {self.num_ranks} is more than the {quantity(self.num_tokens, 'token')} of tile {self.tile} "
+                f"at patch {self.patch}: use --seqpar {self.num_tokens} or fewer, a larger --tile or a smaller --patch"
             )
         if self.split == "spatial":
             self.parts  # noqa: B018  refuses where no cut into boxes exists
@@ -91,9 +96,28 @@ class Layout:
         grid = raster.reshape(self.grid)
         return tuple(grid[tuple(slice(*side) for side in box)].flatten() for box in grid_boxes(self.grid, self.parts))
 
-    def token_ids(self, rank: int) -> Tensor:
-        """Returns the raster numbers of the rank's tokens, ascending."""
-        return self._ids[rank]
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Returns what ``make`` returned when it was first asked for under this key.
+
+        So ids, orders and tables of this layout are made once, and lie on their device from then on.
+        """
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[no-any-return]
+
+    def token_ids(self, rank: int, device: torch.device | None = None) -> Tensor:
+        """Returns the raster numbers of the rank's tokens, ascending; on the CPU, or on ``device``."""
+        if device is None or device.type == "cpu":
+            return self._ids[rank]
+        return self.once(("ids", rank, device), lambda: self._ids[rank].to(device))
+
+    def raster_order(self, device: torch.device) -> Tensor:
+        """Returns where the tokens of the grid, in raster order, lie among those of all ranks in rank order."""
+        return self.once(("order", device), lambda: torch.argsort(torch.cat(self._ids)).to(device))
 
     @property
     def all_ids(self) -> tuple[Tensor, ...]:
@@ -179,14 +203,16 @@ class Layout:
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """Returns the rank's part ``b n c p p p`` of an image ``b c W D H``, ``b n p p p`` of a label ``b W D H``."""
-        is_image = whole.ndim == len(self.tile) + 2
-        cells = to_patches(whole, self.patch).index_select(2 if is_image else 1, self._ids[rank].to(whole.device))
+        is_image, cells = whole.ndim == len(self.tile) + 2, to_patches(whole, self.patch)
+        if self.num_ranks > 1 or self.is_nested:
+            cells = cells.index_select(2 if is_image else 1, self.token_ids(rank, whole.device))
         return rearrange(cells, "b c n ... -> b n c ...") if is_image else cells
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the whole image or label of all ranks' parts, the inverse of ``cut``."""
-        order = torch.argsort(torch.cat(self._ids))
-        cells = torch.cat(list(parts), 1).index_select(1, order.to(parts[0].device))
+        cells = parts[0]
+        if len(parts) > 1 or self.is_nested:
+            cells = torch.cat(list(parts), 1).index_select(1, self.raster_order(cells.device))
         is_image = cells.ndim == len(self.tile) + 3
         return from_patches(rearrange(cells, "b n c ... -> b c n ...") if is_image else cells, self.grid)
 

@@ -36,6 +36,7 @@ class Group:
     places: tuple[int, ...] | None = None  # of a part: where its members stand in the group whose handle it uses
     watch: Watch = field(default_factory=Watch)
     messages: Counter[str] = field(default_factory=Counter)  # that this rank sent, by kind
+    exchanges: Counter[str] = field(default_factory=Counter)  # of messages that travel together, by kind
 
     @property
     def size(self) -> int:
@@ -56,12 +57,14 @@ class Group:
         ranks = tuple(self.ranks[place] for place in members)
         places = tuple(self.places[place] if self.places else place for place in members)
         place = list(members).index(self.index)
-        return Group(self.name, ranks, place, self.handle, self.traffic, places, self.watch, self.messages)
+        counters = self.messages, self.exchanges
+        return Group(self.name, ranks, place, self.handle, self.traffic, places, self.watch, *counters)
 
     def count(self, kind: str, sent: int, messages: int) -> None:
-        """Counts the bytes and messages that this rank sends."""
+        """Counts the bytes and messages that this rank sends in one exchange."""
         self.traffic[kind] += sent
         self.messages[kind] += messages
+        self.exchanges[kind] += messages > 0
 
     def leave(self) -> None:
         """Drops the process group and its threads: one that outlives Python aborts the process."""
@@ -153,6 +156,11 @@ class Mesh:
     def groups(self) -> tuple[Group, ...]:
         """All groups; several may have the same ranks."""
         return self.world, self.seq, self.data, self.pipe, self.stage, self.tile, self.others
+
+    @property
+    def places(self) -> list[int]:
+        """The place of each rank of the world in its pipe."""
+        return [rank // self.seq.size % self.pipe.size for rank in range(self.world.size)]
 
     def without_stages(self) -> "Mesh":
         """Returns the same ranks as ``data`` x ``seq``, for whole networks: ``data`` is then ``others``."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -10,6 +11,11 @@ from seqpar.mesh import Group
 from seqpar.watchdog import Watch
 
 Result = TypeVar("Result")
+# What NCCL has a name for; other types, such as labels of many classes (int16), travel as bytes.
+_SENT_AS_THEY_ARE = frozenset(
+    (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    + (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+)
 
 
 class Pending:
@@ -57,8 +63,8 @@ def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Gro
     if any(t.is_meta for _, t in outgoing + incoming):
         return Pending((), ())
     place = group.places or range(group.size)
-    ops = [dist.P2POp(dist.isend, t, group=group.handle, group_peer=place[q]) for q, t in outgoing]
-    ops += [dist.P2POp(dist.irecv, t, group=group.handle, group_peer=place[q]) for q, t in incoming]
+    ops = [dist.P2POp(dist.isend, as_sent(t), group=group.handle, group_peer=place[q]) for q, t in outgoing]
+    ops += [dist.P2POp(dist.irecv, as_sent(t), group=group.handle, group_peer=place[q]) for q, t in incoming]
     group.watch.enter(kind, group)
     if group.watch.check:
         described_sides = (
@@ -66,6 +72,11 @@ def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Gro
         )
         group.watch.announce(group.name, *described_sides)
     return Pending(dist.batch_isend_irecv(ops) if ops else (), [t for _, t in outgoing + incoming], group.watch)
+
+
+def as_sent(x: Tensor) -> Tensor:
+    """Returns a contiguous tensor, or its bytes in the same memory where no library has a name for its type."""
+    return x if x.dtype in _SENT_AS_THEY_ARE else x.view(-1).view(torch.uint8)
 
 
 def expect(kind: str, group: Group, what: str = "") -> None:

@@ -1,7 +1,8 @@
 """Remaps: rows with global numbers go from one ownership by ranks to another, with the adjoint."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,18 +10,41 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from seqpar.collectives import exchange_rows
 from seqpar.mesh import Group
-from seqpar.messages import post
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Remap:
-    """Which rows this rank sends to each place of the group, and where those that come are put."""
+    """Which rows this rank sends to each place of the group, and where those that come are put.
+
+    - ``sent``: positions among this rank's source rows, those for the first place first; ``num_sent``: for each place
+    - ``received``, ``num_received``: positions among its target rows of what comes from each place
+    """
 
     num_source: int
     num_target: int
-    send: Mapping[int, Tensor]  # for each place: positions among this rank's source rows
-    receive: Mapping[int, Tensor]  # for each place: positions among this rank's target rows
+    sent: Tensor
+    num_sent: tuple[int, ...]
+    received: Tensor
+    num_received: tuple[int, ...]
+
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, "Remap"]:
+        return {}
+
+    def on(self, device: torch.device) -> "Remap":
+        """Returns the same with its positions on a device, where they are copied once."""
+        if device.type == "cpu":
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = replace(self, sent=self.sent.to(device), received=self.received.to(device))
+        return self._elsewhere[device]
+
+    def reversed(self) -> "Remap":
+        """Returns the way back, for rows that each went to one rank."""
+        forth = self.sent, self.num_sent
+        return Remap(self.num_target, self.num_source, self.received, self.num_received, *forth)
 
 
 def plan_remap(sources: Sequence[Tensor], targets: Sequence[Tensor], me: int) -> Remap:
@@ -37,9 +61,16 @@ def plan_remap(sources: Sequence[Tensor], targets: Sequence[Tensor], me: int) ->
         position[ids] = torch.arange(len(ids))
     if any(bool((owner[ids] == -1).any()) for ids in targets):
         raise ValueError("a row that is needed has no owner: the two ownerships do not hold the same rows")
-    send = {q: position[ids[owner[ids] == me]] for q, ids in enumerate(targets)}
-    receive = {q: (owner[targets[me]] == q).nonzero().flatten() for q in range(len(sources))}
-    return Remap(len(sources[me]), len(targets[me]), send, receive)
+    send = [position[ids[owner[ids] == me]] for ids in targets]
+    receive = [(owner[targets[me]] == q).nonzero().flatten() for q in range(len(sources))]
+    return Remap(
+        len(sources[me]),
+        len(targets[me]),
+        torch.cat(send),
+        tuple(map(len, send)),
+        torch.cat(receive),
+        tuple(map(len, receive)),
+    )
 
 
 def remap(x: Tensor, group: Group, dim: int, plan: Remap, kind: str = "remap") -> Tensor:
@@ -48,7 +79,7 @@ def remap(x: Tensor, group: Group, dim: int, plan: Remap, kind: str = "remap") -
     *forward:* an all-to-all with uneven counts.
     *backward:* the reversed all-to-all; gradients of a row that went to several ranks are added.
     """
-    return _Remap.apply(x, group, dim, plan, kind)  # type: ignore[no-any-return]
+    return _Remap.apply(x, group, dim, plan.on(x.device), kind)  # type: ignore[no-any-return]
 
 
 class _Remap(Function):
@@ -58,10 +89,8 @@ class _Remap(Function):
         rows = x.movedim(dim, 0)
         ctx.shape = rows.shape
         assert rows.shape[0] == plan.num_source, (x.shape, dim, plan.num_source)
-        result = rows.new_empty((plan.num_target, *rows.shape[1:]))
-        pieces = _exchange(rows, group, plan.send, plan.receive, kind)
-        for q, piece in pieces.items():
-            result[plan.receive[q].to(x.device)] = piece
+        rows = exchange_rows(rows.index_select(0, plan.sent), group, plan.num_sent, plan.num_received, kind)
+        result = rows.new_empty((plan.num_target, *rows.shape[1:])).index_copy_(0, plan.received, rows)
         return result.movedim(0, dim)
 
     @staticmethod
@@ -70,18 +99,6 @@ class _Remap(Function):
         group, dim, plan, kind = ctx.how
         rows = grad.movedim(dim, 0)
         assert rows.shape == (plan.num_target, *ctx.shape[1:]), (rows.shape, ctx.shape)
-        result = rows.new_zeros(ctx.shape)
-        pieces = _exchange(rows, group, plan.receive, plan.send, kind)
-        for q in sorted(pieces):
-            result.index_add_(0, plan.send[q].to(grad.device), pieces[q])
+        rows = exchange_rows(rows.index_select(0, plan.received), group, plan.num_received, plan.num_sent, kind)
+        result = rows.new_zeros(ctx.shape).index_add_(0, plan.sent, rows)  # in the order of ranks
         return result.movedim(0, dim), None, None, None, None
-
-
-def _exchange(
-    rows: Tensor, group: Group, send: Mapping[int, Tensor], receive: Mapping[int, Tensor], kind: str
-) -> dict[int, Tensor]:
-    """Returns the rows that each place has for this rank, its own among them."""
-    outgoing = {q: rows.index_select(0, positions.to(rows.device)) for q, positions in send.items()}
-    incoming = {q: rows.new_empty((len(receive[q]), *rows.shape[1:])) for q in group.peers}
-    post({q: outgoing[q] for q in group.peers}, incoming, group, kind).wait()
-    return {**incoming, group.index: outgoing[group.index]}

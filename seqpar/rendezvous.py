@@ -11,11 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from seqpar.environment import Launcher, read_launcher
+from seqpar.environment import LAZY_GROUPS, SHARE_GPU, Launcher, read_launcher, shared_gpu_settings
+from seqpar.meeting import START_S, Meeting
 from seqpar.mesh import Group, Mesh
+from seqpar.quantity import quantity
+from seqpar.roll_call import own_place, roll_call
+from seqpar.start_limit import StartLimit
 from seqpar.watchdog import Watch, these
-
-START_S = 900.0  # hundreds of nodes that read one file system have been seen to need 600 s
 
 
 def start(
@@ -25,6 +27,7 @@ def start(
     timeout_s: float = START_S,
     check: bool = False,
     pipe: int = 1,
+    meeting: Meeting | None = None,
 ) -> Mesh:
     """Returns the mesh of the processes that torchrun, Slurm or MPI started, or of this one alone.
 
@@ -38,6 +41,7 @@ def start(
     - ``timeout_s``: for all steps of the start together
     - ``check``: announce every message and collective before it is sent, which is slow and names ranks that differ
     - ``pipe``: places over which a network's stages are spread
+    - ``meeting``: of these processes, where they have met before
     """
     launcher = read_launcher(os.environ if env is None else env)
     check_seqpar(seqpar, launcher.world, pipe)
@@ -45,7 +49,7 @@ def start(
         print(f"warning: {launcher.warning}", file=sys.stderr, flush=True)
     own_device = pick_device(launcher, device)
     until = time.monotonic() + timeout_s
-    store = _meet(launcher, timeout_s) if launcher.world > 1 else None
+    store = (meeting or Meeting(launcher)).store(timeout_s)
     return join(launcher, store, seqpar, own_device, timeout_s, check, until, pipe)
 
 
@@ -55,7 +59,7 @@ def check_seqpar(seqpar: int, world: int, pipe: int = 1) -> None:
         if pipe < 1 or seqpar < 1 or world % (pipe * seqpar):
             least = max(1, pipe) * max(1, seqpar)
             raise ValueError(
-                f"--pipe {pipe} with --seqpar {seqpar} does not fit the {world} started rank(s): "
+                f"--pipe {pipe} with --seqpar {seqpar} does not fit {quantity(world, 'started rank')}: "
                 f"start {least} ranks or a multiple, or change one of them"
             )
         return
@@ -63,7 +67,7 @@ def check_seqpar(seqpar: int, world: int, pipe: int = 1) -> None:
         fits = [size for size in range(1, world + 1) if world % size == 0]
         more = f", or start a multiple of {seqpar} ranks" if seqpar > 0 else ""
         raise ValueError(
-            f"--seqpar {seqpar} does not fit the {world} started rank(s): "
+            f"--seqpar {seqpar} does not fit {quantity(world, 'started rank')}: "
             f"use --seqpar {' or '.join(map(str, fits))}{more}"
         )
 
@@ -90,54 +94,6 @@ def pick_device(launcher: Launcher, kind: str = "auto") -> torch.device:
     return device
 
 
-def _meet(launcher: Launcher, timeout_s: float) -> dist.Store:
-    limit = timedelta(seconds=timeout_s)
-    host = launcher.rank == 0 and not launcher.agent_store
-    _check_name(launcher)
-    if not host:
-        _await_listener(launcher, timeout_s)
-    try:
-        meeting = dist.TCPStore(
-            launcher.address, launcher.port, launcher.world, host, timeout=limit, wait_for_workers=False
-        )
-    except (dist.DistError, RuntimeError) as error:
-        raise ConnectionError(
-            f"rank {launcher.rank} ({launcher.by}): no meeting at {launcher.address}:{launcher.port}: another job may "
-            f"use this port, or MASTER_ADDR is not rank 0's; export another MASTER_PORT ({str(error).splitlines()[0]})"
-        ) from None
-    return dist.PrefixStore(f"seqpar/{launcher.job}/{launcher.attempt}", meeting)
-
-
-def _check_name(launcher: Launcher) -> None:
-    """Raises where this host cannot look up the address, which torch would try for minutes."""
-    try:
-        socket.getaddrinfo(launcher.address, launcher.port)
-    except OSError as error:
-        raise ConnectionError(
-            f"rank {launcher.rank} ({launcher.by}) on {socket.gethostname()} does not know the host {launcher.address} "
-            f"({error.strerror}): export MASTER_ADDR=$(hostname -i) on the node of rank 0, before srun"
-        ) from None
-
-
-def _await_listener(launcher: Launcher, timeout_s: float) -> None:
-    """Waits until rank 0 listens; torch's own client waits twice as long and fills the log meanwhile."""
-    until = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection(
-                (launcher.address, launcher.port), timeout=max(0.1, until - time.monotonic())
-            ).close()
-            return
-        except OSError as error:
-            if time.monotonic() > until:
-                raise ConnectionError(
-                    f"rank {launcher.rank} ({launcher.by}): rank 0 does not answer at "
-                    f"{launcher.address}:{launcher.port} within {timeout_s:.0f} s; check that rank 0 started, and "
-                    f"MASTER_ADDR and MASTER_PORT ({error.strerror})"
-                ) from None
-            time.sleep(0.1)
-
-
 def join(
     launcher: Launcher,
     store: dist.Store | None,
@@ -156,23 +112,27 @@ def join(
     until = time.monotonic() + timeout_s if until is None else until
     check_seqpar(seqpar, launcher.world, pipe)
     if store is None:
-        alone = _groups(np.zeros((1, 1, 1), int), Group("world"))
+        alone = _groups(np.zeros((1, 1, 1), int), Group("world"), None)
         return Mesh(launcher, device, *alone, (launcher.host or socket.gethostname(),))
-    hosts = _roll_call(launcher, store, _left_s(until, timeout_s))
+    hosts = roll_call(launcher, store, own_place(launcher, device), _left_s(until, timeout_s))
     on_gpu = device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore("world", store),
-        rank=launcher.rank,
-        world_size=launcher.world,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if on_gpu else None,
-    )
+    if on_gpu and os.environ.get(SHARE_GPU) == "1":
+        os.environ.update(shared_gpu_settings(os.environ, launcher.rank))
+    limit = StartLimit(store, launcher.rank, launcher.world, lambda: _left_s(until, timeout_s))
     everyone = tuple(range(launcher.world))
+    with limit.making("world", everyone):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore("world", store),
+            rank=launcher.rank,
+            world_size=launcher.world,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=_eager_device(device, os.environ),
+        )
     watch = Watch(launcher.rank, hosts, dist.PrefixStore("watch", store), check)
     watch.start_limit_s = timeout_s
     world = Group("world", everyone, launcher.rank, dist.group.WORLD, watch=watch)
-    groups = _groups(np.arange(launcher.world).reshape(-1, pipe, seqpar), world)
+    groups = _groups(np.arange(launcher.world).reshape(-1, pipe, seqpar), world, limit)
     if launcher.rank == 0:
         _warn_of_crossing(hosts, seqpar)
     for group in {id(group.handle): group for group in groups}.values():
@@ -182,21 +142,32 @@ def join(
     return Mesh(launcher, device, *groups, hosts, dist.PrefixStore("beside", own))
 
 
-def _groups(ranks: np.ndarray, world: Group) -> tuple[Group, Group, Group, Group, Group, Group, Group]:
+def _eager_device(device: torch.device, env: Mapping[str, str]) -> torch.device | None:
+    """Returns the GPU whose groups connect when they are made, one after the other over all ranks.
+
+    None where each connects at its first message, which groups without common ranks do side by side: quicker from
+    hundreds of ranks on, but a group that cannot connect is found out one by one.
+    """
+    return device if device.type == "cuda" and env.get(LAZY_GROUPS) != "1" else None
+
+
+def _groups(
+    ranks: np.ndarray, world: Group, limit: StartLimit | None
+) -> tuple[Group, Group, Group, Group, Group, Group, Group]:
     """Returns the groups of a mesh in its order, the world first; ``ranks``: by data, pipe and seq.
 
     Groups of the same ranks share a process group, but for ``pipe``, whose messages are under way beside others.
     """
     num_data, pipe, seqpar = ranks.shape
-    data = _split("data", ranks.transpose(1, 2, 0).reshape(-1, num_data), world.watch)
-    seq = _split("seq", ranks.reshape(-1, seqpar), world.watch)
+    data = _split("data", ranks.transpose(1, 2, 0).reshape(-1, num_data), world.watch, limit)
+    seq = _split("seq", ranks.reshape(-1, seqpar), world.watch, limit)
     if pipe == 1:
         line = Group("pipe", (world.index,), watch=world.watch)
         return world, data, seq, line, world, seq, data
-    line = _split("pipe", ranks.transpose(0, 2, 1).reshape(-1, pipe), world.watch)
-    stage = _split("stage", ranks.transpose(1, 0, 2).reshape(pipe, -1), world.watch, (data, seq))
-    tile = _split("tile", ranks.reshape(num_data, -1), world.watch, (world,))
-    others = _split("others", ranks.transpose(2, 0, 1).reshape(seqpar, -1), world.watch, (world,))
+    line = _split("pipe", ranks.transpose(0, 2, 1).reshape(-1, pipe), world.watch, limit)
+    stage = _split("stage", ranks.transpose(1, 0, 2).reshape(pipe, -1), world.watch, limit, (data, seq))
+    tile = _split("tile", ranks.reshape(num_data, -1), world.watch, limit, (world,))
+    others = _split("others", ranks.transpose(2, 0, 1).reshape(seqpar, -1), world.watch, limit, (world,))
     return world, data, seq, line, stage, tile, others
 
 
@@ -213,42 +184,26 @@ def pretend(size: int) -> Group:
     return Group("seq", tuple(range(size)), 0, dist.group.WORLD)
 
 
-def _roll_call(launcher: Launcher, store: dist.Store, timeout_s: float) -> tuple[str, ...]:
-    """Returns every rank's host; raises with the names of the ranks that never came."""
-    keys = [f"host/{rank}" for rank in range(launcher.world)]
-    store.set(keys[launcher.rank], launcher.host or socket.gethostname())
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except (dist.DistError, RuntimeError):
-        try:
-            missing = these([rank for rank, key in enumerate(keys) if not store.check([key])])
-        except (dist.DistError, RuntimeError):  # it counted the ranks, gave up first and names them
-            missing = "some, which rank 0 names,"
-        raise TimeoutError(
-            f"of {launcher.world} ranks, {missing} did not start within {timeout_s:.0f} s; "
-            "look at their logs, or start fewer"
-        ) from None
-    return tuple(store.get(key).decode() for key in keys)
-
-
 def _left_s(until: float, timeout_s: float) -> float:
     return max(0.1 * timeout_s, until - time.monotonic())
 
 
-def _split(name: str, parts: np.ndarray, watch: Watch, like: Sequence[Group] = ()) -> Group:
+def _split(name: str, parts: np.ndarray, watch: Watch, limit: StartLimit | None, like: Sequence[Group] = ()) -> Group:
     """Returns the group among the rows of ``parts`` that this rank is in.
 
     Every rank makes all process groups, in one order, unless groups of as many ranks are in ``like``: of the same
     ranks then, as all split the ranks evenly and in order.
     """
     mine: Group | None = None
-    limit = timedelta(seconds=watch.start_limit_s)  # else torch's, of half an hour
+    timeout = timedelta(seconds=watch.start_limit_s)  # else torch's, of half an hour
     rows = list(map(tuple, parts.tolist()))
     shared = next((group for group in like if group.ranks in rows), None)
     for ranks in rows:
         handle = None if shared is None else shared.handle
         if len(ranks) > 1 and shared is None:
-            handle = dist.new_group(list(ranks), timeout=limit)
+            assert limit is not None
+            with limit.making(name, ranks):
+                handle = dist.new_group(list(ranks), timeout=timeout)
         if watch.rank in ranks:
             mine = Group(name, ranks, ranks.index(watch.rank), handle, watch=watch)
     assert mine is not None
@@ -268,6 +223,11 @@ def _warn_of_crossing(hosts: Sequence[str], seqpar: int) -> None:
             )
 
 
+def _places_of(device: torch.device) -> tuple[torch.device, ...]:
+    """Returns where a group's tensors lie, in the order in which all ranks try them."""
+    return tuple(dict.fromkeys((torch.device("cpu"), device)))
+
+
 def warm_up(group: Group, store: dist.Store, device: torch.device, timeout_s: float) -> None:
     """Takes a first small sum over ``group``; raises with its name and the absent ranks where that hangs."""
     limit = timedelta(seconds=timeout_s)
@@ -275,7 +235,7 @@ def warm_up(group: Group, store: dist.Store, device: torch.device, timeout_s: fl
     store.set(keys[group.index], "here")
     try:
         store.wait(keys, limit)
-        for place in {torch.device("cpu"), device}:
+        for place in _places_of(device):
             work = dist.all_reduce(torch.ones(1, device=place), group=group.handle, async_op=True)
             assert work is not None
             work.wait(limit)

@@ -18,10 +18,11 @@ class WaitClock:
         self._waited_s = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # begin and end of the stream's waits
         self._ready: float | torch.cuda.Event | None = None
+        self._marks, self._usual_marks = 0, 0  # of a backward: now, and in the last one
 
     def measure(self) -> None:
         """Starts the clock at zero."""
-        self._runs, self._waited_s, self._events, self._ready = True, 0.0, [], None
+        self._runs, self._waited_s, self._events, self._ready, self._marks = True, 0.0, [], None, 0
 
     def take_waited(self) -> float:
         """Returns the seconds waited since ``measure`` and stops the clock; the device must be synchronized."""
@@ -43,14 +44,28 @@ class WaitClock:
             yield
             self._waited_s += time.perf_counter() - began
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Counts nothing inside, as where others are waited for beside this rank's own work."""
+        runs, self._runs = self._runs, False
+        try:
+            yield
+        finally:
+            self._runs = runs
+
     def mark_ready(self, on_gpu: bool) -> None:
-        """Notes that this rank has done its own work; called again, only the last time counts."""
-        if self._runs:
+        """Notes that this rank has done its own work; called again, only the last time counts.
+
+        A GPU records one event: at the call that was the last one in the backward before.
+        """
+        self._marks += 1
+        if self._runs and not (on_gpu and self._marks < self._usual_marks):
             self._ready = _record() if on_gpu else time.perf_counter()
 
     def count_since_ready(self) -> None:
         """Counts the time since ``mark_ready`` as waiting."""
         ready, self._ready = self._ready, None
+        self._usual_marks, self._marks = self._marks, 0
         if isinstance(ready, float):
             self._waited_s += time.perf_counter() - ready
         elif ready is not None:

@@ -51,6 +51,7 @@ class Watch:
         self.start_limit_s = 0.0
         self.clock = WaitClock()
         self.finding = ""
+        self.roles: Sequence[str] = ()  # of every rank, such as its stage, where ranks do different work
         self.speaks = True  # whether this is the rank that prints the finding
         self._store = store
         self._counts: Counter[str] = Counter()
@@ -184,7 +185,8 @@ class Watch:
             rank: Whereabouts(*json.loads(store.get(key))) for rank, key in enumerate(keys) if store.check([key])
         }
         self.speaks = self.rank == min((rank for rank, answer in answers.items() if answer.waits), default=self.rank)
-        return judge(answers, self.hosts, 0.75 * self.limit_s)
+        names = [f"{host}, {role}" for host, role in zip(self.hosts, self.roles)] or self.hosts
+        return judge(answers, names, 0.75 * self.limit_s)
 
     def whereabouts(self, frame: FrameType | None) -> Whereabouts:
         """Returns where the main thread is, whose innermost frame is ``frame``."""
@@ -212,7 +214,10 @@ def _module(frame: FrameType) -> str:
 
 
 def judge(answers: Mapping[int, Whereabouts], hosts: Sequence[str], seconds: float) -> str:
-    """Returns who holds up whom, as the ranks that answered tell; "" where no rank waits."""
+    """Returns who holds up whom, as the ranks that answered tell; "" where no rank waits.
+
+    - ``hosts``: of each rank its node, and what it does where others do something else
+    """
     waiting = [rank for rank, answer in answers.items() if answer.waits]
     if not waiting:
         return ""

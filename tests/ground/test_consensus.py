@@ -1,11 +1,24 @@
 """Flags, texts and errors of single ranks are known to all, the same on each."""
 
+import socket
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from seqpar.consensus import agree, agree_all, broadcast_text, by_first, gather_texts, raise_together
+from seqpar.consensus import (
+    agree,
+    agree_all,
+    broadcast_text,
+    by_first,
+    by_first_early,
+    gather_texts,
+    raise_together,
+)
 from seqpar.data.errors import DataError
+from seqpar.environment import Launcher
+from seqpar.meeting import Meeting
 from seqpar.mesh import Group, Mesh
 
 
@@ -110,3 +123,44 @@ def check_by_first(mesh: Mesh) -> tuple[object, str, str]:
 @pytest.mark.parametrize("world", [1, 3])
 def test_what_the_first_rank_does_or_meets_reaches_all(world: int, ranks: Callable[..., list]) -> None:
     assert ranks(world, check_by_first) == [([3, "ä"], "b.nii", "is not there")] * world
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def check_early(mesh: Mesh) -> list[object]:
+    """Returns what ranks tell each other before there is a mesh; the first leaves last, as the store ends with it."""
+    me, size = mesh.world.index, mesh.world.size
+    port = int(by_first(free_port, mesh.world))
+    meeting = Meeting(Launcher("test", me, size, me, size, port=port))
+    told: list[object] = [meeting.gather("texts", ["", "zwölf", "c"][me])]
+    asked: list[int] = []
+    told.append(by_first_early(lambda: asked.append(me) or {"sides": [1, 2]}, meeting, "plan"))
+
+    def refuse() -> None:
+        raise DataError(Path("case.nii"), "is damaged")
+
+    if me:
+        time.sleep(0.2)  # the first must not be gone by now
+    try:
+        by_first_early(refuse, meeting, "data", 20.0)
+    except DataError as error:
+        told.append(str(error))
+    return [*told, asked]
+
+
+def test_ranks_agree_before_there_is_a_mesh(ranks: Callable[..., list]) -> None:
+    for rank, (texts, plan, error, asked) in enumerate(ranks(3, check_early)):
+        assert texts == ["", "zwölf", "c"] and plan == {"sides": [1, 2]} and error == "case.nii: is damaged"
+        assert asked == [0] * (rank == 0), "the first alone looks"
+
+
+def test_a_rank_that_says_nothing_is_named() -> None:
+    meeting = Meeting(Launcher("test", 0, 2, port=int(free_port())))
+    assert meeting.store() is not None, "meeting itself may take longer on a busy machine"
+    with pytest.raises(TimeoutError, match="of 2 ranks, rank 1 said nothing within 0 s .texts"):
+        meeting.gather("texts", "", 0.1)
+    assert Meeting(Launcher("alone")).gather("texts", "a") == ["a"]

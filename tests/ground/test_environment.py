@@ -168,7 +168,7 @@ def test_alone_needs_no_process_group() -> None:
 
 
 def test_a_group_size_that_does_not_fit_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ValueError, match="--seqpar 4 does not fit the 6.*1 or 2 or 3 or 6.*multiple of 4"):
+    with pytest.raises(ValueError, match="--seqpar 4 does not fit 6 started ranks.*1 or 2 or 3 or 6.*multiple of 4"):
         check_seqpar(4, 6)
     with pytest.raises(ValueError, match="--seqpar 0"):
         check_seqpar(0, 2)

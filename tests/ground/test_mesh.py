@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from seqpar.environment import Launcher
+from seqpar.meeting import _meet
 from seqpar.mesh import Mesh, equal_weights, seed
-from seqpar.rendezvous import _meet, _warn_of_crossing, start
+from seqpar.rendezvous import _warn_of_crossing, start
 
 
 def describe(mesh: Mesh) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
@@ -82,13 +83,13 @@ def test_all_steps_of_a_start_share_its_time(monkeypatch: pytest.MonkeyPatch) ->
     timeouts: list[float] = []
     now = iter([0.0, 6.0])
 
-    def missing(launcher: Launcher, store: object, timeout_s: float) -> None:
+    def missing(launcher: Launcher, store: object, own: object, timeout_s: float) -> None:
         timeouts.append(timeout_s)
         raise TimeoutError
 
     monkeypatch.setattr("seqpar.rendezvous.time", SimpleNamespace(monotonic=lambda: next(now)))
-    monkeypatch.setattr("seqpar.rendezvous._meet", lambda *of: object())
-    monkeypatch.setattr("seqpar.rendezvous._roll_call", missing)
+    monkeypatch.setattr("seqpar.meeting._meet", lambda *of: object())
+    monkeypatch.setattr("seqpar.rendezvous.roll_call", missing)
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with pytest.raises(TimeoutError):
         start(env=env, device="cpu", timeout_s=10.0)
