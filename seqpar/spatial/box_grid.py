@@ -12,9 +12,9 @@ from functools import cached_property
 
 from torch import Tensor
 
-from seqpar.halo_exchange import Interval
 from seqpar.layout import Bounds
 from seqpar.mesh import Group, as_group
+from seqpar.row_exchange import Interval
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ channels, W D H voxels; ``/s`` after the letter that is spread over the group.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.halo_exchange import Interval
 from seqpar.mesh import Group
-from seqpar.meta_tensors import autocast_dtype
+from seqpar.meta_tensors import autocast_dtype, device_type
+from seqpar.row_exchange import Interval
 from seqpar.spatial.box_grid import BoxGrid
-from seqpar.spatial.cpu_convolution import ConvOptions, convolve, gradients, is_halved
+from seqpar.spatial.cpu_convolution import ConvOptions, is_ours
 from seqpar.spatial.halos import Halos
+from seqpar.spatial.meanwhile import BoxConvolution, gains, gradients_and_close, open_and_convolve
 from seqpar.spatial.memory_format import in_format_of, is_channels_last
+from seqpar.spatial.pieces import in_whole_samples
 from seqpar.spatial.reach import Reach, output_grid, sliding_reach, transposed_reach
 
 
@@ -28,10 +30,11 @@ class Conv3d(nn.Conv3d):
     """A convolution that fetches its halos; any kernel, stride, zero padding, dilation and groups.
 
     ``keep_window``: keep the box with its halos for backward. If not, keep the input alone and fetch its halos again:
-    this needs no memory if something else keeps the input anyway.
+    this needs no memory if something else keeps the input anyway. None: as behind a norm that activates, whose output
+    is kept on a GPU anyway and on a CPU is not.
     """
 
-    def __init__(self, *sizes: Any, keep_window: bool = True, **options: Any) -> None:
+    def __init__(self, *sizes: Any, keep_window: bool | None = True, **options: Any) -> None:
         super().__init__(*sizes, **options)
         _refuse_padding(self.padding_mode)
         self.keep_window = keep_window
@@ -49,7 +52,8 @@ class Conv3d(nn.Conv3d):
             for dim, edges in enumerate(grid.edges)
         ]
         padding = tuple(reach.padding for reach in reaches)
-        how = _Convolution(Halos.of(grid, reaches), ConvOptions.of(self, padding), self.keep_window)
+        keep_window = not in_whole_samples(x) if self.keep_window is None else self.keep_window
+        how = BoxConvolution(Halos.of(grid, reaches), ConvOptions.of(self, padding), keep_window)
         assert grid.fits(x), (x.shape, grid.sides)
         return _convolve(x, self.weight, self.bias, how), output_grid(grid, reaches)
 
@@ -57,8 +61,8 @@ class Conv3d(nn.Conv3d):
         """Returns the convolution of a whole volume."""
         pads = [self._pads(dim) for dim in range(3)]
         conv_options = ConvOptions.of(self, tuple(before for before, _ in pads))
-        if all(before == behind for before, behind in pads) and is_halved(x, self.weight, conv_options):
-            return _convolve(x, self.weight, self.bias, _Convolution(Halos(Group("self")), conv_options, True))
+        if all(before == behind for before, behind in pads) and is_ours(x, self.weight, conv_options):
+            return _convolve(x, self.weight, self.bias, BoxConvolution(Halos(Group("self")), conv_options, True))
         return in_format_of(super().forward(x), x)
 
     def _is_local(self) -> bool:
@@ -103,7 +107,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         padding = tuple(reach.padding for reach in reaches)
         output_padding = tuple(e if reach.local else 0 for e, reach in zip(self.output_padding, reaches))
         conv_options = replace(ConvOptions.of(self, padding), output_padding=output_padding)
-        how = _Convolution(Halos.of(grid, reaches), conv_options, self.keep_window, Halos.crop(computed, result.box))
+        how = BoxConvolution(Halos.of(grid, reaches), conv_options, self.keep_window, Halos.crop(computed, result.box))
         assert grid.fits(x), (x.shape, grid.sides)
         return _convolve(x, self.weight, self.bias, how), result
 
@@ -122,17 +126,7 @@ def _refuse_padding(mode: str) -> None:
         raise ValueError(f"padding_mode {mode!r} does not go over box borders: use 'zeros'")
 
 
-@dataclass(frozen=True)
-class _Convolution:
-    """One rank's convolution: the window that it fetches, its options, and the crop of what the window yields."""
-
-    halos: Halos
-    options: ConvOptions
-    keep_window: bool
-    crop: Halos = Halos(Group("self"))
-
-
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: BoxConvolution) -> Tensor:
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -146,12 +140,11 @@ class _Convolve(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _Convolution) -> Tensor:
-        window = how.halos.open(x)
-        ctx.how, ctx.biased = how, bias is not None
-        ctx.save_for_backward(window if how.keep_window else x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: BoxConvolution) -> Tensor:
         inner_bias = None if how.crop.plans else bias  # places that no input reaches hold the bias too
-        y = in_format_of(convolve(window, weight, inner_bias, how.options), x)
+        ctx.how, ctx.biased, ctx.goes_on = how, bias is not None, gains(device_type(x), how.halos.bytes_to_come(x))
+        window, y = open_and_convolve(how, x, weight, inner_bias, ctx.goes_on)
+        ctx.save_for_backward(window if how.keep_window else x, weight)
         ctx.window_shape = y.shape
         y = how.crop.open(y)
         if bias is not None and inner_bias is None:
@@ -161,15 +154,14 @@ class _Convolve(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        how: _Convolution = ctx.how
+        how: BoxConvolution = ctx.how
         kept, weight = ctx.saved_tensors
-        window = kept if how.keep_window else how.halos.open(kept)
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        window_grad = how.crop.close(grad)  # of all outputs that the window yields
+        window_grad = how.crop.close(grad)  # of all outputs that the window yields: without messages, so not written to
         assert window_grad.shape == ctx.window_shape, (window_grad.shape, ctx.window_shape)
         inner_bias = for_bias and not how.crop.plans
         needs = for_x, for_weight, inner_bias
-        dx, dweight, dbias = gradients(window_grad, window, weight, ctx.biased, how.options, needs)
+        dx, dweight, dbias = gradients_and_close(how, window_grad, kept, weight, ctx.biased, needs, ctx.goes_on)
         if for_bias and not inner_bias:
             dbias = grad.sum([0, *range(2, grad.ndim)])
-        return None if dx is None else how.halos.close(dx), dweight, dbias, None
+        return dx, dweight, dbias, None

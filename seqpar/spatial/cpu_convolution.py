@@ -1,7 +1,14 @@
-"""Small float32 convolutions on a CPU, computed as those of two halves.
+"""Convolutions on a CPU, asked for in the form in which oneDNN is quick, and right.
 
 Torch convolves a single float32 sample of at most 20,480 channels x W x D without oneDNN, some eight times slower; two
-samples go to oneDNN. So the sample is cut into two, which overlap by the kernel's reach.
+samples go to oneDNN. So a small sample is cut into two halves, which overlap by the kernel's reach.
+
+Without AVX-512, oneDNN's quick kernel for gradients of weights takes channels first and no padding along W; else it
+makes a matrix of 27 copies of the volume. So there slabs along W, with the rows that they reach into, are copied so,
+and their gradients added; a slab stays in cache.
+
+In bfloat16, with a padding along W and a kernel longer there than the volume, oneDNN's gradient of weights has numbers
+in it that were never written (torch 2.13, AVX-512 with bf16). Without padding it is right: such volumes are a slab too.
 
 Legend: b batch, c channels, W D H voxels.
 """
@@ -11,12 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.meta_tensors import device_type
+from seqpar.meta_tensors import alike, autocast_dtype, device_type
 from seqpar.spatial.memory_format import is_channels_last
 
 _NATIVE = 20480  # channels x W x D up to which torch does not call oneDNN
+_SLAB = 1 << 21  # values
+_CHANNELS = 8  # that the kernel without AVX-512 takes at a time
 Ints = tuple[int, ...]
 
 
@@ -89,9 +99,19 @@ def _cut(x: Tensor, weight: Tensor, options: ConvOptions) -> _Cut | None:
     return None
 
 
-def is_halved(x: Tensor, weight: Tensor, options: ConvOptions) -> bool:
-    """Returns whether a convolution is computed as that of two halves."""
-    return _cut(x, weight, options) is not None
+def is_ours(x: Tensor, weight: Tensor, options: ConvOptions) -> bool:
+    """Returns whether a convolution, or a gradient of it, is computed in another form than torch's own."""
+    return _cut(x, weight, options) is not None or goes_by_slabs(x, weight, options)
+
+
+def goes_by_slabs(x: Tensor, weight: Tensor, options: ConvOptions) -> bool:
+    """Returns whether the gradient of a convolution's weights is computed slab by slab."""
+    if device_type(x) != "cpu" or x.ndim != 5 or max(weight.shape[2:]) == 1 or options.transposed or options.groups > 1:
+        return False
+    if (autocast_dtype(x) or x.dtype) == torch.bfloat16:
+        return options.padding[0] > 0 and x.shape[2] <= options.dilation[0] * (weight.shape[2] - 1)
+    in_blocks = not (weight.shape[0] % _CHANNELS or weight.shape[1] % _CHANNELS)
+    return in_blocks and x.dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOptions) -> Tensor:
@@ -110,11 +130,49 @@ def gradients(
     cut = _cut(x, weight, options)
     shape = [grad.shape[1]] if biased else None
     back = torch.ops.aten.convolution_backward
+    if cut is None and any(needs[1:]) and goes_by_slabs(x, weight, options):
+        dx = back(grad, x, weight, shape, *options.all, (True, False, False))[0] if needs[0] else None
+        return dx, *_by_slabs(grad, x, weight, shape, options, needs[1:])
     if cut is None:
         return back(grad, x, weight, shape, *options.all, needs)  # type: ignore[no-any-return]
     both = torch.cat(grad.split(cut.num_outputs, cut.dim))
     dx, dweight, dbias = back(both, cut.halves(x), weight, shape, *_unpadded(options, cut).all, needs)
     return None if dx is None else cut.halves_adjoint(dx, x), dweight, dbias
+
+
+def _by_slabs(
+    grad: Tensor, x: Tensor, weight: Tensor, shape: list[int] | None, options: ConvOptions, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of weight and bias, the sums of those of slabs; None where ``needs`` is false."""
+    stride, padding = options.stride[0], options.padding[0]
+    span, count = options.dilation[0] * (weight.shape[2] - 1) + 1, grad.shape[2]
+    bare = replace(options, padding=(0, *options.padding[1:]))
+    most = max(1, _SLAB // max(grad[:, :, 0].numel(), stride * x[:, :, 0].numel()))
+    at_once = math.ceil(count / math.ceil(count / most))  # so that no slab is too small for oneDNN
+    totals: list[Tensor | None] = [None, None]
+    slabs = [(first, min(first + at_once, count)) for first in range(0, count, at_once)]
+    for first, last in alike(slabs, x):
+        slab = _rows(x, first * stride - padding, (last - 1) * stride - padding + span)
+        of_rows = _rows(grad, first, last)
+        parts = torch.ops.aten.convolution_backward(of_rows, slab, weight, shape, *bare.all, (False, *needs))[1:]
+        totals = [part if total is None else total.add_(part) for total, part in zip(totals, parts)]
+    dweight, dbias = totals
+    return dweight, dbias
+
+
+def _rows(x: Tensor, low: int, high: int) -> Tensor:
+    """Returns rows along W in a volume whose channels lie first, zeros where there are none."""
+    begin = min(max(low, 0), x.shape[2])
+    inside = x.narrow(2, begin, max(min(high, x.shape[2]) - begin, 0))
+    result = torch.empty((*x.shape[:2], high - low, *x.shape[3:]), dtype=x.dtype, device=x.device)
+    before, behind = begin - low, high - begin - inside.shape[2]
+    if not before and not behind and len(x) == 1:  # torch turns a matrix quickly
+        rearrange(result, "1 c w d h -> c (w d h)").copy_(rearrange(inside, "1 c w d h -> c (w d h)"))
+        return result
+    result.narrow(2, 0, before).zero_()
+    result.narrow(2, before + inside.shape[2], behind).zero_()
+    result.narrow(2, before, inside.shape[2]).copy_(inside)
+    return result
 
 
 def _unpadded(options: ConvOptions, cut: _Cut) -> ConvOptions:

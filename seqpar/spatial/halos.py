@@ -1,13 +1,14 @@
 """The halo exchanges that one operation on boxes needs: one per dimension."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from seqpar.halo_exchange import HaloPlan, Interval, Rows, close_window, open_window, window
+from seqpar.halo_exchange import HaloPlan, Meanwhile, close_windows, open_windows, window
 from seqpar.mesh import Group
+from seqpar.row_exchange import Interval, Rows
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.reach import Reach
 
@@ -63,21 +64,33 @@ class Halos:
         *forward:* ``window`` along each dimension.
         *backward:* their adjoints, in reverse.
         """
-        for plan in self.plans:
-            x = window(x, self.group, plan, fill=fill)
-        return x
+        return window(x, self.group, *self.plans, fill=fill) if self.plans else x
 
-    def open(self, x: Tensor) -> Tensor:
-        """Returns the window of ``x`` with zeros outside of the volume, without a gradient."""
-        for plan in self.plans:
-            x = open_window(x, self.group, plan)
-        return x
+    def open(self, x: Tensor, meanwhile: Meanwhile | None = None) -> Tensor:
+        """Returns the window of ``x`` with zeros outside of the volume, without a gradient.
 
-    def close(self, grad: Tensor) -> Tensor:
-        """Returns the adjoint of ``open``."""
-        for plan in reversed(self.plans):
-            grad = close_window(grad, self.group, plan)
-        return grad
+        ``meanwhile`` as in ``open_windows``.
+        """
+        return open_windows(x, self.group, self.plans, meanwhile=meanwhile)
+
+    def close(self, grad: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Returns the adjoint of ``open``, maybe a view of ``grad``, which may be written to.
+
+        ``meanwhile`` as in ``close_windows``.
+        """
+        return close_windows(grad, self.group, self.plans, meanwhile=meanwhile, in_place=True)
+
+    def bytes_to_come(self, x: Tensor) -> int:
+        """Returns how many bytes more the window of ``x`` has than ``x``, margins not counted."""
+        wide = x.numel()
+        for plan in self.plans:
+            wide = wide // plan.part_extent * plan.window_extent
+        return (wide - x.numel()) * x.element_size()
+
+    def known_rows(self) -> dict[int, Interval]:
+        """Returns, of each dimension along which rows come, those of the window that are there before."""
+        margins = {dim: around for dim, *around in (self.plans[-1].margins if self.plans else ())}
+        return {plan.dim: plan.known_rows(self.group, *margins.get(plan.dim, (0, 0))) for plan in self.plans}
 
 
 def _clip(needed: Interval, there: Interval) -> Interval:

@@ -14,6 +14,7 @@ from torch import Tensor
 from seqpar.collectives import all_gather, all_reduce
 from seqpar.mesh import Group
 from seqpar.spatial.pieces import Pieces
+from seqpar.spatial.whole_samples import joined, mean_and_variance
 
 
 class Moments(NamedTuple):
@@ -48,12 +49,28 @@ class MomentGroups:
         """Returns the moments over all ranks, each ``b g 1`` (``1 g 1`` over the batch), in float64."""
         rows = _row_moments(x)
         merged = Moments(*(rearrange(m, "(b g c) -> b g c", b=len(x), g=self.num_groups) for m in rows))
-        merged = merged.merged(self.dims)
+        if any(merged.counts.shape[dim] > 1 for dim in self.dims):
+            merged = merged.merged(self.dims)
         for group in self.groups:
+            if group.size == 1:
+                continue
             stacked = torch.stack(merged)[:, None]  # one message for all three
             every = Moments(*all_gather(stacked, group, 1, [1] * group.size, "statistics"))
             merged = Moments(*(m[0] for m in every.merged((0,))))
         return merged
+
+    def mean_and_variance(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
+        """Returns the mean and variance over all ranks, each ``b g 1``, and of how many values they are.
+
+        A GPU takes both in one pass where each row is by itself, else all are merged in float64.
+        """
+        pieces, alone = Pieces(x), all(group.size == 1 for group in self.groups)
+        if pieces.at_once and alone and not self.over_batch and self.num_groups == x.shape[1]:
+            rows = [mean_and_variance(*piece.values) for piece in pieces.of([x])]
+            mean, variance = (joined(of_rows).view(len(x), -1, 1) for of_rows in zip(*rows))
+            return mean, variance, x.shape[2:].numel()
+        count, mean, squares = self.moments(x)
+        return mean, squares / count, count
 
     def sums(self, x: Tensor) -> Tensor:
         """Returns the sums ``2 b g 1`` over all ranks of two quantities ``2 b c``."""
@@ -72,11 +89,18 @@ def _row_moments(x: Tensor) -> Moments:
     """Returns the moments of each row of this rank's box."""
     wide = torch.promote_types(x.dtype, torch.float32)
     by_first_row: dict[int, list[Moments]] = {}  # several pieces may belong to the same rows
-    for piece in Pieces(x).of([x]):
+    pieces = Pieces(x)
+    for piece in pieces.of([x]):
         (values,) = piece.values
-        mean = piece.sum(values, wide).div_(piece.voxels)
-        squares = piece.sum((values - piece.broadcast(mean)).square_())
+        if pieces.at_once:
+            mean, variance = mean_and_variance(values)
+            squares = variance * piece.voxels
+        else:
+            mean = piece.sum(values, wide).div_(piece.voxels)
+            squares = piece.sum((values - piece.broadcast(mean)).square_())
         count = torch.full_like(mean, piece.voxels, dtype=torch.float64)
         by_first_row.setdefault(piece.rows.start, []).append(Moments(count, mean.double(), squares.double()))
+    if [len(pieces) for pieces in by_first_row.values()] == [1]:
+        return by_first_row[0][0]
     blocks = [Moments(*map(torch.stack, zip(*pieces))).merged((0,)) for pieces in by_first_row.values()]
     return Moments(*(torch.cat(block, 1)[0] for block in zip(*blocks)))

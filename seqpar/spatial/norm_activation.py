@@ -20,6 +20,7 @@ from seqpar.mesh import Group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.moments import MomentGroups
 from seqpar.spatial.pieces import Piece, Pieces
+from seqpar.spatial.whole_samples import BeforeActivation, activate, joined, write_gradient
 
 SLOPE = 0.01
 
@@ -60,9 +61,9 @@ class _Norm:
 
     def statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns mean and scale of each row over all ranks, in float32 at least."""
-        count, mean, squares = MomentGroups(x.shape[1], False, self.groups).moments(x)
+        mean, variance, _ = MomentGroups(x.shape[1], False, self.groups).mean_and_variance(x)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return mean.flatten().to(wide), (squares / count + self.eps).rsqrt().flatten().to(wide)
+        return mean.flatten().to(wide), (variance + self.eps).rsqrt().flatten().to(wide)
 
     def means(self, sums: Tensor) -> Tensor:
         """Returns means over all ranks' voxels of sums over this rank's, one column a row."""
@@ -87,8 +88,14 @@ class _NormedActivation(Function):
         keeps_normed = other is not None and (norm.norm_other or x.dtype.itemsize < 4)
         pieces = Pieces(x)
         y, normed = pieces.empty(x.dtype), pieces.empty(x.dtype) if keeps_normed else None
-        for piece in pieces.of([x, other, y, normed], [mean, scale, other_mean, other_scale]):
-            _activate(*piece.values, *piece.columns)
+        volumes = [x, other, y, normed]
+        if pieces.at_once:
+            shifts = [None if m is None or s is None else m * -s for m, s in ((mean, scale), (other_mean, other_scale))]
+            for piece in pieces.of(volumes, [shifts[0], scale, shifts[1], other_scale]):
+                activate(SLOPE, *piece.values, *piece.columns)
+        else:
+            for piece in pieces.of(volumes, [mean, scale, other_mean, other_scale]):
+                _activate(*piece.values, *piece.columns)
         ctx.norm = norm
         ctx.save_for_backward(y, None if keeps_normed else other, normed, scale, other_scale)
         return y
@@ -100,6 +107,8 @@ class _NormedActivation(Function):
         norm: _Norm = ctx.norm
         pieces = Pieces(y)
         volumes = [y, grad.contiguous(memory_format=pieces.format), other, normed]
+        if pieces.at_once:
+            return *_whole_gradients(pieces, volumes, scale, other_scale, norm), None
         row_sums = scale.new_zeros(3 if norm.norm_other else 2, pieces.num_rows)
         for piece in pieces.of(volumes):
             _add_sums(row_sums, piece)
@@ -110,6 +119,26 @@ class _NormedActivation(Function):
         for piece in pieces.of([*volumes, dx, dother], columns):
             _write_gradients(*piece.values, *piece.columns)
         return dx, dother, None
+
+
+def _whole_gradients(
+    pieces: Pieces, volumes: list[Tensor | None], scale: Tensor, other_scale: Tensor | None, norm: _Norm
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of ``x`` and of the other summand, of whole samples at once."""
+    y, _, other, kept = volumes
+    assert y is not None
+    dx = pieces.empty(y.dtype)
+    dother = pieces.empty(y.dtype) if other is not None or kept is not None else None
+    before = [BeforeActivation(piece.values, SLOPE, norm.norm_other) for piece in pieces.of([*volumes, dother])]
+    sums = [joined(rows) for rows in zip(*(piece.sums(scale.dtype) for piece in before))]
+    level, *slopes = norm.means(torch.stack(sums)).neg_()
+    for (target, factor), slope in zip(((dx, scale), (dother, other_scale)), slopes):
+        places = pieces.of([target], [factor, level * factor, slope * factor])
+        for piece, place in zip(before, places):
+            normed = piece.normed if target is dx else piece.addend
+            assert normed is not None
+            write_gradient(piece.grad, normed, *place.values, *place.columns)
+    return dx, dother
 
 
 # Each of these runs on one piece; what it makes is gone when it returns, before the next piece needs as much.

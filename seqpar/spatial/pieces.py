@@ -1,6 +1,7 @@
 """Runs through volumes a piece at a time, in the order in which they lie, so that intermediate values stay in cache.
 
-Legend: b batch, c channels, W D H voxels, v the voxels of a box; a row is one channel of one sample, ``(b c)``.
+A GPU takes all samples at once: there, what counts is how few passes it launches. Legend: b batch, c channels, W D H
+voxels, v the voxels of a box; a row is one channel of one sample, ``(b c)``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,9 +12,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from seqpar.meta_tensors import device_type
 from seqpar.spatial.memory_format import is_channels_last
 
 _AT_ONCE = 1 << 18  # values
+_GPU_AT_ONCE = 1 << 28  # values, of whole samples
 _LINE = 1024  # values beside each other, where channels lie innermost
 Optionals = Sequence[Tensor | None]
 
@@ -25,20 +28,24 @@ class Piece:
     Without a volume or column there is None in its place.
     """
 
-    values: tuple[Any, ...]  # each n m
-    columns: tuple[Any, ...]  # each n 1, or 1 m where channels lie innermost
+    values: tuple[Any, ...]  # each n m, or b v c: samples at once whose channels lie innermost
+    columns: tuple[Any, ...]  # each n 1, or 1 m where channels lie innermost, or b 1 c
     rows: slice
     num_channels: int  # that lie innermost; 0: rows lie one behind the other
     voxels: int  # of each row
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the sum over each row of values that were computed from this piece."""
+        if x.ndim == 3:
+            return x.sum(1, dtype=dtype).flatten()
         if not self.num_channels:
             return x.sum(1, dtype=dtype)
         return x.sum(0, dtype=dtype).view(-1, self.num_channels).sum(0)
 
     def broadcast(self, column: Tensor) -> Tensor:
         """Returns a column of this piece's rows so that it can be combined with the values."""
+        if self.values[0].ndim == 3:
+            return column.view(-1, 1, self.num_channels)
         if not self.num_channels:
             return column[:, None]
         return column.repeat(self.values[0].shape[1] // self.num_channels)[None]
@@ -52,6 +59,7 @@ class Pieces:
         self.format = torch.channels_last_3d if self.last else torch.contiguous_format
         self.shape, self.device = x.shape, x.device
         self.num_rows = x.shape[0] * x.shape[1]
+        self.at_once = in_whole_samples(x)
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Returns a new volume in this order, whose pieces can be written to."""
@@ -63,7 +71,22 @@ class Pieces:
         Pieces of a volume in another order are copies.
         """
         ordered = [v if v is None else v.contiguous(memory_format=self.format) for v in volumes]
+        if self.at_once:
+            return self._samples(ordered, columns)
         return self._lines(ordered, columns) if self.last else self._rows(ordered, columns)
+
+    def _samples(self, volumes: Optionals, columns: Optionals) -> Iterator[Piece]:
+        """Returns as many samples at once as a GPU may have copies of."""
+        size, num = self.shape[0], self.shape[1]
+        num_voxels = self.shape[2:].numel()
+        count = max(1, _GPU_AT_ONCE // (num * num_voxels))
+        pattern = "b c w d h -> b (w d h) c" if self.last else "b c ... -> (b c) (...)"
+        for first in range(0, size, count):
+            at = slice(first * num, min(first + count, size) * num)
+            values = tuple(v if v is None else rearrange(v[first : first + count], pattern) for v in volumes)
+            shape = (-1, 1, num) if self.last else (-1, 1)
+            parts = tuple(c if c is None else c[at].view(shape) for c in columns)
+            yield Piece(values, parts, at, num if self.last else 0, num_voxels)
 
     def _rows(self, volumes: Optionals, columns: Optionals) -> Iterator[Piece]:
         """Returns whole rows, as many at once as stay in cache."""
@@ -93,3 +116,8 @@ class Pieces:
                         values = tuple(f if f is None else f[sample, begin:end].view(-1, width) for f in flat)
                         parts = tuple(t if t is None else t[:, :width] for t in tiled)
                         yield Piece(values, parts, at, num, (end - begin) // num)
+
+
+def in_whole_samples(x: Tensor) -> bool:
+    """Returns whether volumes are taken in whole samples, as many at once as there is memory for: on a GPU."""
+    return device_type(x) != "cpu"

@@ -16,6 +16,7 @@ from seqpar.collectives import all_sum
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.halos import Halos
 from seqpar.spatial.reach import Reach, enlarging_reach, output_grid, sliding_reach
+from seqpar.tables import table
 
 
 class MaxPool3d(nn.MaxPool3d):
@@ -61,8 +62,7 @@ class AvgPool3d(nn.AvgPool3d):
         sizes = self.kernel_size, self.stride, padding, self.ceil_mode, True
         y = F.avg_pool3d(window, *sizes, 1 if divisor is None else divisor)
         if divisor is None:
-            w, d, h = (torch.tensor(count, dtype=y.dtype, device=y.device) for count in counts)
-            y = y / (w[:, None, None] * d[:, None] * h)
+            y = y / _divisors(tuple(map(tuple, counts)), y.dtype, y.device)
         return y, output_grid(grid, reaches)
 
     def _counts(self, dim: int, reach: Reach, grid: BoxGrid) -> list[int]:
@@ -94,18 +94,40 @@ class Upsample(nn.Upsample):
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its box grid."""
         if grid is None:
-            return super().forward(x), None
+            return self._enlarge(x), None
         assert grid.fits(x), (x.shape, grid.sides)
         interpolates = self.mode == "trilinear"
         reaches = [enlarging_reach(edges, f, int(interpolates and f > 1)) for edges, f in zip(grid.edges, self.factors)]
         window = Halos.of(grid, reaches).fetch(x)
-        align = False if interpolates else None
-        y = F.interpolate(window, scale_factor=[float(f) for f in self.factors], mode=self.mode, align_corners=align)
+        y = self._enlarge(window)
         for dim, (reach, place, factor) in enumerate(zip(reaches, grid.place, self.factors)):
             begin, end = reach.edges[place], reach.edges[place + 1]
             if end - begin < y.shape[dim + 2]:
                 y = y.narrow(dim + 2, begin - reach.needed[place][0] * factor, end - begin)
         return y, output_grid(grid, reaches)
+
+    def _enlarge(self, x: Tensor) -> Tensor:
+        interpolates = self.mode == "trilinear"
+        if interpolates and x.is_cuda and torch.are_deterministic_algorithms_enabled():
+            return enlarged(x, self.factors)
+        align = False if interpolates else None
+        return F.interpolate(x, scale_factor=[float(f) for f in self.factors], mode=self.mode, align_corners=align)
+
+
+def enlarged(x: Tensor, factors: Sequence[int]) -> Tensor:
+    """Returns what trilinear interpolation does, whose gradients a GPU adds in the same order every time.
+
+    torch's own kernel adds them as its threads come. At least in float32, as autocast runs that one.
+    """
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    for dim, factor in enumerate(factors, start=2):
+        if factor > 1:
+            before = torch.cat([y.narrow(dim, 0, 1), y.narrow(dim, 0, y.shape[dim] - 1)], dim)
+            after = torch.cat([y.narrow(dim, 1, y.shape[dim] - 1), y.narrow(dim, y.shape[dim] - 1, 1)], dim)
+            offsets = [(phase + 0.5) / factor - 0.5 for phase in range(factor)]  # of new voxels from the old one's
+            phases = [torch.lerp(y, before if offset < 0 else after, abs(offset)) for offset in offsets]
+            y = torch.stack(phases, dim + 1).flatten(dim, dim + 1)
+    return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
 
 
 class GlobalMean(nn.AdaptiveAvgPool3d):
@@ -122,6 +144,13 @@ class GlobalMean(nn.AdaptiveAvgPool3d):
         fraction = math.prod(grid.sides) / math.prod(grid.extents)
         mean = x.mean((2, 3, 4), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         return all_sum(mean * fraction, grid.group, "statistics").to(x.dtype), None
+
+
+@table(64)
+def _divisors(counts: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the products ``W D H`` of one count per output along each dimension."""
+    w, d, h = (torch.tensor(count, dtype=dtype, device=device) for count in counts)
+    return w[:, None, None] * d[:, None] * h
 
 
 def _refuse_padding(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int]) -> None:

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from seqpar.halo_exchange import Interval
 from seqpar.layout import Bounds
+from seqpar.row_exchange import Interval
 from seqpar.spatial.box_grid import BoxGrid
 
 

@@ -7,11 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar.collectives import all_reduce
 from seqpar.mesh import Group, Mesh
 from seqpar.spatial import convolution, norms, pooling
 from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.reach import sliding_reach
 from tests.support.boxes import box, numbers
 from tests.support.ranks import relative
 
@@ -126,6 +128,36 @@ def test_a_convolution_keeps_its_window_or_fetches_it_again(ranks: Callable[...,
         kept, fetched = results
         assert kept == ((side + 2) * 16 * voxel, slab)  # the window with its halo and padding; the gradient's halo
         assert fetched == (side * 16 * voxel, 2 * slab)  # the box; its halo again, and the gradient's
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies of tensors of at least so many values."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._overloadpacket.__name__ in ("copy_", "clone", "_to_copy", "cat"):
+            self.count += args[0].numel() >= self.size
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_convolution_copies_its_box_once_each_way(last: bool) -> None:
+    order = torch.channels_last_3d if last else torch.contiguous_format
+    grid = BoxGrid(((0, 8, 16),) * 3, Group("seq", tuple(range(8)), 3))  # halos along each direction
+    module = convolution.Conv3d(2, 2, 3, padding=1, bias=False).to("meta")
+    x = torch.empty(1, 2, 8, 8, 8, device="meta").contiguous(memory_format=order).requires_grad_()
+    with Copies(x.numel()) as copies:
+        window = convolution.Halos.of(grid, [sliding_reach(e, 3, 1, (1, 1), "it") for e in grid.edges]).open(x.detach())
+    assert copies.count == 1 and window.shape[2:] == (10, 10, 10) and window.is_contiguous(memory_format=order)
+    with Copies(x.numel()) as copies:
+        y, _ = module(x, grid)
+    assert copies.count <= 1 + last  # torch's own result comes in another order on tensors without data
+    with Copies(x.numel()) as copies:
+        (dx,) = torch.autograd.grad(y, x, torch.empty_like(y))
+    assert copies.count == 1 and dx.shape == x.shape
 
 
 def check_autocast(mesh: Mesh) -> tuple[float, int, list[torch.dtype]]:

@@ -1,4 +1,4 @@
-"""Small convolutions in halves: torch's numbers, forward and backward, for what torch would convolve natively."""
+"""Convolutions on a CPU: torch's numbers where they are halved, and where weights get their gradients slab by slab."""
 
 import pytest
 import torch
@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.meta_tensors import standing_for
+from seqpar.spatial import cpu_convolution
 from seqpar.spatial.convolution import Conv3d
-from seqpar.spatial.cpu_convolution import ConvOptions, convolve, gradients, is_halved
+from seqpar.spatial.cpu_convolution import ConvOptions, convolve, gradients, is_ours
 from tests.support.ranks import relative
 
 
@@ -34,7 +35,7 @@ def test_halves_are_the_whole(shape: tuple, kernel: int, options: ConvOptions, l
                  dilation=options.dilation)  # fmt: skip
     grad = torch.randn(y.shape)
     want = torch.autograd.grad((y * grad).sum(), (x, weight, bias))
-    assert is_halved(x, weight, options)
+    assert is_ours(x, weight, options)
     with torch.no_grad():
         assert relative(convolve(x, weight, bias, options).double(), y.detach()) < 1e-5
         got = gradients(grad, x, weight, True, options, (True, True, True))
@@ -42,9 +43,9 @@ def test_halves_are_the_whole(shape: tuple, kernel: int, options: ConvOptions, l
     assert gradients(grad, x.detach(), weight.detach(), False, options, (False, True, False))[0] is None
 
 
-def test_only_what_torch_convolves_natively_is_halved() -> None:
+def test_only_what_torch_convolves_natively_is_ours() -> None:
     def asked(x: Tensor, side: int = 3, options: ConvOptions | None = None) -> bool:
-        return is_halved(x, torch.empty(4, x.shape[1], *[side] * 3, device=x.device), options or numbers())
+        return is_ours(x, torch.empty(4, x.shape[1], *[side] * 3, device=x.device), options or numbers())
 
     small = torch.empty(1, 128, 12, 12, 12)
     assert asked(small)
@@ -77,3 +78,38 @@ def test_a_layer_of_one_process_takes_halves_and_saves_its_input_alone(padding: 
     leaves = x, layer.weight, layer.bias
     for a, b in zip(torch.autograd.grad((y * slope).sum(), leaves), torch.autograd.grad((want * slope).sum(), leaves)):
         assert relative(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("options", [numbers(), numbers(padding=0), numbers(stride=2), numbers(padding=2, dilation=2)])
+def test_gradients_of_weights_slab_by_slab_are_those_of_the_whole(
+    options: ConvOptions, last: bool, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without AVX-512: slabs of two rows, of one, and a rest."""
+    order = torch.channels_last_3d if last else torch.contiguous_format
+    x = torch.randn(samples, 8, 9, 6, 5).contiguous(memory_format=order)
+    weight, bias, results = torch.randn(16, 8, 3, 3, 3), torch.randn(16), []
+    monkeypatch.setattr(cpu_convolution, "_NATIVE", 0)  # nothing is halved
+    for capability, rows in (("AVX512", 1), ("AVX2", 1), ("AVX2", 2), ("AVX2", 100)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        assert is_ours(x, weight, options) == (capability == "AVX2")
+        y = convolve(x, weight, bias, options)
+        grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=order)
+        monkeypatch.setattr(cpu_convolution, "_SLAB", rows * max(grad[:, :, 0].numel(), 8 * samples * 60))
+        results.append([y, *gradients(grad, x, weight, True, options, (True, True, True))])
+    want, *every = results
+    assert all(relative(mine, torchs) < 1e-5 for got in every for mine, torchs in zip(got, want, strict=True))
+    assert gradients(grad, x, weight, True, options, (True, False, False))[1:] == (None, None)
+    dx, dweight, dbias = gradients(grad, x, weight, False, options, (False, True, False))
+    assert dx is None and dbias is None and dweight is not None
+
+
+def test_blocks_of_float32_alone_go_by_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    x, weight = torch.empty(1, 8, 80, 80, 4), torch.empty(16, 8, 3, 3, 3)
+    assert is_ours(x, weight, numbers())
+    assert not is_ours(x[:, :4], weight[:, :4], numbers()), "half a block of channels"
+    assert not is_ours(x.double(), weight.double(), numbers()) and not is_ours(x, weight[..., :1, :1, :1], numbers())
+    with standing_for("cuda"):
+        assert not is_ours(x.to("meta"), weight.to("meta"), numbers())

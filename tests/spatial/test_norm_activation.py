@@ -12,14 +12,22 @@ from tests.support.ranks import relative
 @pytest.mark.parametrize("kind", ["none", "plain", "normed"])
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("samples", [0, 1, 2], ids=["a CPU's pieces", "a GPU's, sample by sample", "all samples"])
 def test_normed_activations_are_torch_s_own(
-    kind: str, dtype: torch.dtype, bound: float, last: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: torch.dtype, bound: float, last: bool, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pieces, "in_whole_samples", lambda x: samples > 0)
+    monkeypatch.setattr(pieces, "_GPU_AT_ONCE", samples * 3 * 6 * 5 * 4)
     monkeypatch.setattr(pieces, "_AT_ONCE", 64)  # several pieces a volume, and a rest
     monkeypatch.setattr(pieces, "_LINE", 14)
     order = torch.channels_last_3d if last else torch.contiguous_format
-    x, other, slope = (torch.randn(2, 3, 6, 5, 4).double() * 3 + 1 for _ in range(3))
+    dice = torch.Generator().manual_seed(0)
+    x, other, slope = (torch.randn(2, 3, 6, 5, 4, generator=dice).double() * 3 + 1 for _ in range(3))
     step = NormedActivation(norm_other=kind == "normed")
+
+    def added(a: Tensor, b: Tensor) -> Tensor:
+        plus = {"none": 0.0 * b, "plain": b, "normed": nn.functional.instance_norm(b)}[kind]
+        return nn.functional.instance_norm(a) + plus
 
     def run(mine: bool) -> list[Tensor]:
         wanted = dtype if mine else torch.float64
@@ -28,12 +36,12 @@ def test_normed_activations_are_torch_s_own(
             y, _ = step(a, None, None if kind == "none" else b)
             assert y.is_contiguous(memory_format=order)
         else:
-            plus = {"none": 0.0 * b, "plain": b, "normed": nn.functional.instance_norm(b)}[kind]
-            y = nn.functional.leaky_relu(nn.functional.instance_norm(a) + plus, 0.01)
+            y = nn.functional.leaky_relu(added(a, b), 0.01)
         (y * slope.to(y.dtype)).sum().backward()
         return [y.detach(), a.grad, *([] if kind == "none" else [b.grad])]  # type: ignore[list-item]
 
     x, other, slope = (t.to(dtype).double() for t in (x, other, slope))
+    slope *= added(x, other).abs() > 0.1  # nearer to the kink, rounding decides which side a half-precision value is on
     for got, want in zip(run(True), run(False)):
         assert got.dtype == dtype and relative(got.double(), want) < bound
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from seqpar.collectives import all_reduce
 from seqpar.mesh import Group, Mesh
-from seqpar.spatial import norms
+from seqpar.spatial import norm_function, norms, pieces
 from seqpar.spatial.box_grid import BoxGrid
 from tests.support.boxes import apart, box, check_cases, make_case, numbers
 from tests.support.ranks import relative
@@ -18,7 +18,7 @@ def check_one_voxel(mesh: Mesh) -> tuple[int, int]:
     edges = (tuple(range(mesh.seq.size + 1)), (0, 1), (0, 1))
     whole = numbers(1, 2, 3, mesh.seq.size, 1, 1)
     module = norms.InstanceNorm3d(3, affine=True).double()
-    return check_cases(mesh, [make_case(module, edges, whole, mesh.seq.size)], 1)
+    return check_cases(mesh, [make_case(module, edges, whole, mesh.seq.size)])
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -71,3 +71,69 @@ def test_statistics_stay_accurate_where_the_mean_is_large(make: Callable[[], nn.
     exact, _ = make().double()(x.double())
     ours, torchs = (relative(make()(x, s)[0].detach().double(), exact.detach()) for s in (grid, None))
     assert ours <= 2 * torchs + 1e-6 and ours < 1e-3
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("make", [lambda: norms.InstanceNorm3d(4, affine=True, track_running_stats=True),
+                                  lambda: norms.InstanceNorm3d(4), lambda: norms.GroupNorm(2, 4),
+                                  lambda: norms.BatchNorm3d(4, data=Group("data"))])  # fmt: skip
+def test_norms_of_whole_samples_are_those_of_pieces(
+    make: Callable[[], nn.Module], last: bool, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU takes them."""
+    order = torch.channels_last_3d if last else torch.contiguous_format
+    grid, results = BoxGrid(((0, 6), (0, 5), (0, 4)), Group("seq")), []
+    monkeypatch.setattr(pieces, "_GPU_AT_ONCE", samples * 4 * 6 * 5 * 4)
+    for whole in (True, False):
+        monkeypatch.setattr(pieces, "in_whole_samples", lambda x, whole=whole: whole)
+        module, x = make().double(), numbers(1, 2, 4, 6, 5, 4).contiguous(memory_format=order).requires_grad_()
+        with torch.no_grad():
+            for number, p in enumerate(module.parameters()):
+                p.copy_(numbers(number + 2, 4))
+        y, _ = module(x, grid)
+        grads = torch.autograd.grad((y * numbers(9, *y.shape)).sum(), [x, *module.parameters()])
+        results.append([y.detach(), *grads, *(b.double() for b in module.buffers())])
+        assert y.is_contiguous(memory_format=order) and grads[0].is_contiguous(memory_format=order)
+    assert all(relative(mine, want) < 1e-12 for mine, want in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["a CPU's pieces", "a GPU's samples"])
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("make, torchs", [
+    (lambda: norms.InstanceNorm3d(3, affine=True), lambda: nn.InstanceNorm3d(3, affine=True)),
+    (lambda: norms.InstanceNorm3d(3), lambda: nn.InstanceNorm3d(3)),
+    (lambda: norms.GroupNorm(1, 3), lambda: nn.GroupNorm(1, 3)),
+    (lambda: norms.BatchNorm3d(3, data=Group("data")), lambda: nn.BatchNorm3d(3)),
+])  # fmt: skip
+@pytest.mark.parametrize("slope", [0.01, 0.0])
+def test_a_leaky_relu_within_a_norm_is_one_behind_it(
+    make: Callable[[], nn.Module],
+    torchs: Callable[[], nn.Module],
+    dtype: torch.dtype,
+    bound: float,
+    whole: bool,
+    slope: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (pieces, norm_function):
+        monkeypatch.setattr(module, "in_whole_samples", lambda x: whole)
+    monkeypatch.setattr(pieces, "_AT_ONCE", 64)  # several pieces a volume, and a rest
+    monkeypatch.setattr(pieces, "_LINE", 14)
+    grid = BoxGrid(((0, 6), (0, 5), (0, 4)), Group("seq"))
+    x, towards = numbers(1, 2, 3, 6, 5, 4).to(dtype), numbers(2, 2, 3, 6, 5, 4).to(dtype)
+    ours, theirs = make().to(torch.promote_types(dtype, torch.float32)), torchs().double()
+    for number, (p, q) in enumerate(zip(ours.parameters(), theirs.parameters())):
+        with torch.no_grad():
+            q.copy_(p.copy_(numbers(number + 3, 3)))
+    wanted = x.double().requires_grad_()
+    before = theirs(wanted)
+    towards *= before.detach().abs() > 0.05  # nearer to the kink, rounding decides which side a value is on
+    reference = nn.functional.leaky_relu(before, slope)
+    want = [reference, *torch.autograd.grad((reference * towards.double()).sum(), [wanted, *theirs.parameters()])]
+    for order in (torch.contiguous_format, torch.channels_last_3d):
+        part = x.contiguous(memory_format=order).requires_grad_()
+        y, after = ours(part, grid, slope)
+        grads = torch.autograd.grad((y * towards).sum(), [part, *ours.parameters()])
+        assert after is grid and y.dtype == dtype and y.is_contiguous(memory_format=order)
+        assert all(relative(a.double(), b.detach()) < bound for a, b in zip([y.detach(), *grads], want, strict=True))

@@ -15,6 +15,7 @@ from tests.support.boxes import Case, Maker, check_cases, draw_cases
 from tests.support.ranks import RanksFailed
 
 CASES = {2: 240, 3: 200, 4: 120, 8: 40}  # 600 of each operation; a case costs a message for each two ranks
+NORMS = {2: 60, 3: 40, 4: 30, 8: 20}  # 150 of each norm, which has 1 to 12 settings, and sums over boxes of any shape
 
 
 def draw(dice: random.Random, low: int, high: int) -> tuple[int, int, int]:
@@ -90,8 +91,8 @@ MAKERS = {
 }
 
 
-def check_each(mesh: Mesh, drawn: dict[str, list[Case]], count: int) -> dict[str, tuple[int, int]]:
-    return {name: check_cases(mesh, cases, count) for name, cases in drawn.items()}
+def check_each(mesh: Mesh, drawn: dict[str, list[Case]]) -> dict[str, tuple[int, int]]:
+    return {name: check_cases(mesh, cases) for name, cases in drawn.items()}
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -99,10 +100,10 @@ def check_each(mesh: Mesh, drawn: dict[str, list[Case]], count: int) -> dict[str
 def test_on_boxes_each_equals_torchs_own_on_the_joined_volume(
     world: int, kind: str, ranks: Callable[..., list]
 ) -> None:
-    spare = 1 if kind == "norms" else 4  # some are refused: a rank would hold no output
-    drawn = {maker.__name__: draw_cases(maker, world, spare * CASES[world]) for maker in MAKERS[kind]}
-    for checked in ranks(world, check_each, drawn, CASES[world], timeout=300):
-        assert checked == dict.fromkeys(drawn, (CASES[world], min(3, int(math.log2(world)))))
+    count = (NORMS if kind == "norms" else CASES)[world]
+    drawn = {maker.__name__: draw_cases(maker, world, count) for maker in MAKERS[kind]}
+    for checked in ranks(world, check_each, drawn, timeout=300):
+        assert checked == dict.fromkeys(drawn, (count, min(3, int(math.log2(world)))))
 
 
 def alone(kind: type[Any], *sizes: Any, **options: Any) -> Maker:
@@ -131,4 +132,4 @@ def alone(kind: type[Any], *sizes: Any, **options: Any) -> Maker:
 )
 def test_the_comparison_sees_boxes_that_know_nothing_of_each_other(maker: Maker, ranks: Callable[..., list]) -> None:
     with pytest.raises(RanksFailed, match=r"AssertionError: \([0-9.]+, Alone"):
-        ranks(2, check_cases, draw_cases(maker, 2, 1), 1)
+        ranks(2, check_cases, draw_cases(maker, 2, 1))

@@ -43,3 +43,11 @@ def test_a_rank_without_output_is_refused_by_all_before_any_message(rank: int) -
         convolution.Conv3d(2, 2, 3)(x, grid)
     with pytest.raises(ValueError, match="one value per channel"):
         norms.InstanceNorm3d(2)(torch.zeros(1, 2, 1, 1, 1), BoxGrid(((0, 1),) * 3, Group("seq")))
+
+
+def test_one_value_a_channel_is_refused_in_one_process_with_what_is_needed() -> None:
+    x = torch.zeros(1, 2, 1, 1, 1)
+    for norm in (norms.InstanceNorm3d(2), norms.BatchNorm3d(2)):
+        with pytest.raises(ValueError, match="one value per channel to norm: use a larger --tile or batch"):
+            norm(x)
+    assert torch.equal(norm.eval()(x)[0], x), "running statistics norm any volume"

@@ -1,0 +1,185 @@
+"""Norms of volumes that are cut into boxes, as one step of autograd, of which a leaky ReLU may be part.
+
+Legend: b batch, c channels, g groups of channels, W D H voxels; a row is one channel of one sample, ``(b c)``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from seqpar.spatial.moments import MomentGroups
+from seqpar.spatial.pieces import Pieces, in_whole_samples
+from seqpar.spatial.whole_samples import before_leaky_relu, write_gradient
+
+Statistics = tuple[Tensor, Tensor, Tensor | int]  # mean and variance ``b g 1`` of all ranks, and of how many values
+
+
+def normed(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    moment_groups: MomentGroups,
+    slope: float | None = None,
+) -> tuple[Tensor, Statistics]:
+    """Returns the normed volume and the statistics that all ranks share.
+
+    - ``weight``, ``bias``: of each channel
+    - ``eps``: added to the variance
+    - ``slope``: of a leaky ReLU that follows; None: there is none. A CPU computes it while values are in its cache
+    """
+    inside = slope is not None and not in_whole_samples(x)
+    y, *statistics = _Norm.apply(x, weight, bias, eps, moment_groups, slope if inside else None)  # type: ignore[no-untyped-call]
+    mean, variance, count = statistics
+    return (y if slope is None or inside else F.leaky_relu_(y, slope)), (mean, variance, count)
+
+
+class _Norm(Function):
+    """*forward:* norms with the moments of all ranks' boxes, and activates.
+
+    *backward:* sums over all ranks what the loss owes to mean and variance, and takes it from each voxel's gradient.
+
+    Kept are the input and two statistics; the normed values are computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        moment_groups: MomentGroups,
+        slope: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
+        mean, variance, count = moment_groups.mean_and_variance(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        mean, scale = mean.to(wide), (variance + eps).rsqrt().to(wide)
+        ctx.moment_groups, ctx.slope = moment_groups, slope
+        ctx.count = count.flatten()[0].to(wide, copy=True) if isinstance(count, Tensor) else count
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        row_mean, factor = (moment_groups.to_rows(statistic, x.shape) for statistic in (mean, scale))
+        y = _scale(x, row_mean, _weighed(factor, weight), bias, slope)
+        ctx.mark_non_differentiable(mean, variance, *[c for c in (count,) if isinstance(c, Tensor)])
+        ctx.set_materialize_grads(False)
+        return y, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        moment_groups: MomentGroups = ctx.moment_groups
+        mean, scale = (moment_groups.to_rows(statistic, x.shape) for statistic in (mean, scale))
+        factor = _weighed(scale, weight)
+        activation = None if ctx.slope is None else _Activation(ctx.slope, factor, _of_rows(bias, factor))
+        grad = grad.contiguous(memory_format=Pieces(x).format)
+        row_sums = _sums(x, grad, mean, scale, activation)
+        sums = rearrange(row_sums, "two (b c) -> two b c", b=len(x))
+        dweight = None if weight is None else sums[1].sum(0).to(weight.dtype)
+        dbias = None if bias is None else sums[0].sum(0).to(bias.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, dweight, dbias, None, None, None
+        weighted = sums if weight is None else sums * weight.to(scale.dtype)
+        level, slope = (moment_groups.to_rows(s, x.shape) * -scale for s in moment_groups.sums(weighted) / ctx.count)
+        dx = _gradient(x, grad, mean, factor, level, slope * scale, activation)
+        return dx, dweight, dbias, None, None, None
+
+
+class _Activation:
+    """A leaky ReLU behind a norm: whose inputs, which were not kept, were above 0.
+
+    - ``factor``, ``shift``: by which values without their mean were scaled and shifted, of each row
+    """
+
+    def __init__(self, slope: float, factor: Tensor, shift: Tensor) -> None:
+        self.slope, self.columns = slope, (factor, shift)
+
+    def backward(self, grad: Tensor, centred: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
+        """Returns the gradient before the activation of a piece; ``centred``: its values without their mean."""
+        return before_leaky_relu(  # type: ignore[no-any-return]
+            grad.to(centred.dtype), torch.addcmul(shift, centred, factor), self.slope, False
+        )
+
+
+def _weighed(rows: Tensor, weight: Tensor | None) -> Tensor:
+    """Returns the rows ``(b c)`` of each sample times the weights ``c``."""
+    return rows if weight is None else _each_sample(torch.mul, rows, weight.to(rows.dtype))
+
+
+def _of_rows(bias: Tensor | None, like: Tensor) -> Tensor:
+    """Returns the bias ``c`` of each row ``(b c)``."""
+    return torch.zeros_like(like) if bias is None else bias.to(like.dtype).repeat(len(like) // len(bias))
+
+
+def _each_sample(act: Callable[[Tensor, Tensor], Tensor], rows: Tensor, channels: Tensor) -> Tensor:
+    """Returns what ``act`` makes of the rows ``(b c)`` of each sample and of values ``c``."""
+    return act(rows.view(-1, len(channels)), channels).flatten()
+
+
+def _scale(x: Tensor, mean: Tensor, factor: Tensor, bias: Tensor | None, slope: float | None) -> Tensor:
+    """Returns ``(x - mean) * factor + bias``, activated: the first two of each row, the bias of each channel."""
+    pieces = Pieces(x)
+    y = pieces.empty(x.dtype)
+    if pieces.at_once:
+        shift = mean * -factor if bias is None else _each_sample(torch.add, mean * -factor, bias.to(factor.dtype))
+        for piece in pieces.of([x, y], [shift, factor]):
+            torch.addcmul(piece.columns[0], piece.values[0], piece.columns[1], out=piece.values[1])
+        return y
+    for piece in pieces.of([x, y], [mean, factor, _of_rows(bias, factor)]):
+        (source, out), (row_mean, row_factor, row_shift) = piece.values, piece.columns
+        result = torch.sub(source, row_mean, out=out if out.dtype == factor.dtype else None)
+        torch.addcmul(row_shift, result, row_factor, out=result)
+        if slope is not None:
+            F.leaky_relu_(result, slope)
+        if result is not out:
+            out.copy_(result)
+    return y
+
+
+def _sums(x: Tensor, grad: Tensor, mean: Tensor, scale: Tensor, activation: _Activation | None) -> Tensor:
+    """Returns sums of each row, ``2 (b c)``: of the gradient, and of its product with the normed values."""
+    pieces = Pieces(x)
+    row_sums = scale.new_zeros(2, pieces.num_rows)
+    grad_sum, product_sum = row_sums
+    for piece in pieces.of([x, grad], [mean, *(activation.columns if activation else ())]):
+        (source, g), (row_mean, *columns) = piece.values, piece.columns
+        centred = source - row_mean
+        if activation is not None:
+            g = activation.backward(g, centred, *columns)
+        grad_sum[piece.rows] += piece.sum(g, scale.dtype)
+        product_sum[piece.rows] += piece.sum(centred.mul_(g))
+    product_sum *= scale
+    return row_sums
+
+
+def _gradient(
+    x: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    factor: Tensor,
+    level: Tensor,
+    slope: Tensor,
+    activation: _Activation | None,
+) -> Tensor:
+    """Returns ``(x - mean) * slope + grad * factor + level``, of the gradient before the activation."""
+    pieces = Pieces(x)
+    dx = pieces.empty(x.dtype)
+    columns = [mean, factor, level, slope, *(activation.columns if activation else ())]
+    for piece in pieces.of([x, grad, dx], columns):
+        (source, g, out), (row_mean, row_factor, row_level, row_slope, *of_activation) = piece.values, piece.columns
+        if pieces.at_once:
+            write_gradient(g, source - row_mean, out, row_factor, row_level, row_slope)
+            continue
+        owed = torch.sub(source, row_mean, out=out if out.dtype == mean.dtype else None)
+        if activation is not None:
+            g = activation.backward(g, owed, *of_activation)
+        torch.addcmul(row_level, owed, row_slope, out=owed).addcmul_(g, row_factor)
+        if owed is not out:
+            out.copy_(owed)
+    return dx

@@ -1,0 +1,84 @@
+"""Norm and activation of whole samples at once, in as few passes as there can be: for GPUs, where a pass is a launch.
+
+Values are ``b v c`` or ``(b c) v``, columns ``b 1 c`` or ``(b c) 1``: a piece as ``Pieces`` cuts it. What a row is
+multiplied by is multiplied beforehand, so that a pass is a product and a sum of each value, in the columns' precision.
+Legend: b batch, c channels, v voxels; a row is one channel of one sample, ``(b c)``.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+before_leaky_relu = torch.ops.aten.leaky_relu_backward
+
+
+def mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the mean and variance of each row ``(b c)``, in float32 at least."""
+    variance, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), 1, correction=0)
+    return mean.flatten(), variance.flatten()
+
+
+def joined(rows: Sequence[Tensor]) -> Tensor:
+    """Returns the rows ``(b c)`` of all pieces."""
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
+
+
+def activate(
+    slope: float,
+    x: Tensor,
+    other: Tensor | None,
+    out: Tensor,
+    kept: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    other_shift: Tensor | None,
+    other_scale: Tensor | None,
+) -> None:
+    """Writes the activation of ``x * scale + shift``, or of its sum with ``other``, to ``out``; that sum to ``kept``.
+
+    ``kept`` is without ``other``, which is scaled and shifted where it has columns of its own.
+    """
+    normed = out if kept is None else kept
+    torch.addcmul(shift, x, scale, out=normed)
+    if other is not None and other_shift is not None and other_scale is not None:
+        torch.addcmul(other_shift, other, other_scale, out=out)
+        out.add_(normed)
+    elif other is not None:
+        torch.add(normed, other, out=out)
+    F.leaky_relu_(out, slope)
+
+
+class BeforeActivation:
+    """A piece's gradient before the activation, its normed ``x`` and, if that is normed too, its addend.
+
+    ``values``: output, gradient, addend, kept normed ``x``, and where the addend's gradient goes; the first two are
+    needed. An addend that is not normed has this very gradient, which is written there.
+    """
+
+    def __init__(self, values: tuple[Any, ...], slope: float, norm_other: bool) -> None:
+        y, grad, other, kept, dother = values
+        if dother is None or norm_other:
+            self.grad = before_leaky_relu(grad, y, slope, True)
+        else:
+            self.grad = before_leaky_relu.grad_input(grad, y, slope, True, grad_input=dother)
+        self.normed, self.addend = kept, None
+        if kept is None:
+            self.normed = F.leaky_relu(y, 1 / slope)
+            if other is not None:
+                self.normed.sub_(other)
+        elif norm_other:
+            self.addend = F.leaky_relu(y, 1 / slope).sub_(kept)
+
+    def sums(self, dtype: torch.dtype) -> list[Tensor]:
+        """Returns sums of each row: of the gradient, of its products with the normed ``x`` and the normed addend."""
+        products = (self.grad * factor for factor in (self.normed, self.addend) if factor is not None)
+        return [values.sum(1, dtype=dtype).flatten() for values in (self.grad, *products)]
+
+
+def write_gradient(grad: Tensor, normed: Tensor, out: Tensor, scale: Tensor, level: Tensor, slope: Tensor) -> None:
+    """Writes ``grad * scale + level + normed * slope``."""
+    torch.addcmul(level, grad, scale, out=out)
+    out.addcmul_(normed, slope)
