@@ -4,9 +4,11 @@ Pure arithmetic. u = tokens x width / ranks elements. What a rank sends is exact
 divide. Times are estimates from the links' bandwidth and latency and the processor's rate: good for an order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from seqpar.attention.strategies import Strategy, check_strategy, choose_heads_per_chunk, inner_sizes
+from seqpar.quantity import quantity
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,8 @@ def _heads_at_a_time(strategy: Strategy, layer: Layer, machine: Machine) -> int:
     if layer.per_chunk is not None:
         return min(layer.per_chunk or heads, heads)
     head_bytes = 2 * sum(layer.sizes) * layer.head_width * layer.batch * layer.element
-    return choose_heads_per_chunk(heads, head_bytes, _near_tokens(strategy, layer) * layer.batch, machine.overlaps)
+    rows, kind = _near_tokens(strategy, layer) * layer.batch, "cuda" if machine.overlaps else "cpu"
+    return choose_heads_per_chunk(heads, head_bytes, rows, kind)
 
 
 def _memory(strategy: Strategy, layer: Layer, machine: Machine, keep_kv: bool) -> tuple[int, int]:
@@ -197,6 +200,16 @@ def _memory(strategy: Strategy, layer: Layer, machine: Machine, keep_kv: bool) -
     return saved, transient
 
 
+def memory_of(costs: Sequence[tuple[Cost, int]], recomputed: bool = False) -> int:
+    """Returns the bytes of so many layers of each cost, of which one runs.
+
+    - ``recomputed``: one layer at a time holds anything
+    """
+    if recomputed:
+        return max(each.memory(1) for each, _ in costs)
+    return sum(count * each.saved for each, count in costs) + max(each.transient for each, _ in costs)
+
+
 def choose(
     layer: Layer, machine: Machine, keep_kv: bool = False, memory_left: float | None = None, depth: int = 1
 ) -> tuple[Strategy, tuple[str, ...]]:
@@ -204,25 +217,44 @@ def choose(
 
     Where none fits, the smallest is returned, and the first line says so.
     """
-    if layer.ranks == 1:
+    return choose_for([(layer, depth)], machine, keep_kv, memory_left)
+
+
+def choose_for(
+    layers: Sequence[tuple[Layer, int]],
+    machine: Machine,
+    keep_kv: bool = False,
+    memory_left: float | None = None,
+    recomputed: bool = False,
+) -> tuple[Strategy, tuple[str, ...]]:
+    """Returns what ``choose`` does for layers of several sizes, of which all have one strategy.
+
+    - ``layers``: each size, and how many layers have it
+    - ``recomputed``: one layer at a time holds anything for the backward
+    """
+    ranks = layers[0][0].ranks
+    if ranks == 1:
         return Strategy("gather-kv"), ("gather-kv: one rank has all tokens, nothing moves",)
     candidates = [Strategy("gather-x"), Strategy("gather-kv")]
     if not keep_kv:  # it gathers nothing that could be kept
-        candidates.append(Strategy("ulysses", layer.ranks))
-    candidates += [Strategy("hybrid", inner) for inner in inner_sizes(layer.ranks)]
-    costs = {s: cost(s, layer, machine, keep_kv) for s in candidates}
-    needs = {s: c.memory(depth) for s, c in costs.items()}
+        candidates.append(Strategy("ulysses", ranks))
+    candidates += [Strategy("hybrid", inner) for inner in inner_sizes(ranks)]
+    costs = {s: [(cost(s, layer, machine, keep_kv), count) for layer, count in layers] for s in candidates}
+    needs = {s: memory_of(each, recomputed) for s, each in costs.items()}
+    seconds = {s: sum(count * one.seconds for one, count in each) for s, each in costs.items()}
     fits = [s for s in candidates if memory_left is None or needs[s] <= memory_left]
     if fits:
-        best, why = min(fits, key=lambda s: costs[s].seconds), "the quickest"
+        best, why = min(fits, key=lambda s: seconds[s]), "the quickest"
     else:
         best, why = min(candidates, key=lambda s: needs[s]), "the smallest, though more than the memory left"
     if memory_left is not None:
+        depth = 1 if recomputed else sum(count for _, count in layers)
         if memory_left > 0:
-            why += f" of those that need at most {memory_left / 2**20:.0f} MiB in {depth} layers"
+            why += f" of those that need at most {memory_left / 2**20:.0f} MiB in {quantity(depth, 'layer')}"
         else:
             why += f": without attention there are {-memory_left / 2**20:.0f} MiB too few"
-    lines = [f"{s}: {costs[s]}" + ("" if s in fits else ", too large") for s in candidates]
+    texts = {s: "; ".join(str(one) for one, _ in each) for s, each in costs.items()}
+    lines = [f"{s}: {text}" + ("" if s in fits else ", too large") for s, text in texts.items()]
     return best, (f"{best} is {why}", *lines)
 
 

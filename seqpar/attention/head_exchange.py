@@ -11,7 +11,6 @@ and values of two chunks at most.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from einops import rearrange
@@ -51,7 +50,7 @@ def exchange_heads(
 
     - ``qkv``: this rank's queries, keys and values ``b n/s 3 a f``
     - ``sizes``: the token counts of all ranks
-    - ``rotary``: rotary positions of this rank's tokens
+    - ``rotary``: rotary positions of this rank's tokens; ``qkv`` is then rotated in place: nothing else may need it
     - ``keep_kv``: hold the gathered keys and values until the backward
     - ``per_chunk``: heads that are attended at a time; None: by size
     """
@@ -71,13 +70,16 @@ class _HeadExchange(Function):
         per_chunk: int | None,
     ) -> Tensor:
         x = rearrange(qkv, "b n m a f -> n b m a f")
+        if rotary is not None:
+            rotate_in_place(x, rotary)
         partition = HeadPartition(group, sizes, inner, x, per_chunk)
-        kernel, num_chunks = pick(qkv, partition.head_dim), partition.num_chunks
+        kernel, num_chunks = pick(qkv, partition.head_dim, sum(sizes)), partition.num_chunks
         keep_kv = keep_kv and partition.across.size > 1  # else nothing is gathered
-        out = qkv.new_empty((*qkv.shape[:2], *qkv.shape[3:]))  # b n/s a f
+        is_kernels = partition.inside.size == 1 and num_chunks == 1  # what the kernel returns is this rank's output
+        out = qkv.new_empty((0 if is_kernels else len(qkv), qkv.shape[1], *qkv.shape[3:]))  # b n/s a f
         target = rearrange(out, "b n a f -> n b 1 a f")
         buffers = None if keep_kv else ChunkBuffers(x)
-        heads = Prefetch(lambda at: partition.start_to_heads(x, at, rotary), num_chunks)
+        heads = Prefetch(lambda at: partition.start_to_heads(x, at), num_chunks)
         gathered = Prefetch(lambda at: partition.start_gather(heads.take(at), at, buffers), num_chunks)
         returning = _Returning(partition, target)
         parts, outs, pairs, states = list[Tensor](), list[Tensor](), list[Tensor](), list[State]()
@@ -85,6 +87,11 @@ class _HeadExchange(Function):
             part, pair = gathered.take(at)
             attended, state = kernel.forward(*(heads_first(t) for t in (part[:, :, 0], *pair.unbind(2))))
             states.append(state)
+            if keep_kv:
+                pairs.append(pair)
+            if is_kernels:
+                out = rearrange(attended, "b a n f -> b n a f")
+                break
             if partition.inside.size > 1:
                 out_part = tokens_first(attended).contiguous().unsqueeze(2)  # as the kernel wrote it, where it can
                 parts.append(part)
@@ -92,8 +99,6 @@ class _HeadExchange(Function):
             else:  # both lie in qkv and out
                 out_part = partition.new_part(target, at)
                 out_part[:, :, 0] = tokens_first(attended)
-            if keep_kv:
-                pairs.append(pair)
             returning.put(out_part, at)
         returning.finish()
         if partition.inside.size == 1:
@@ -119,53 +124,50 @@ class _HeadExchange(Function):
             outs = [rearrange(outs[0], "b n a f -> n b 1 a f")[:, :, :, partition.own(at)] for at in range(num_chunks)]
 
         def part_of(at: int) -> Tensor:  # n/r b 3 c f
-            return partition.start_to_heads(x, at, rotary).wait() if partition.inside.size == 1 else parts[at]
+            return partition.start_to_heads(x, at).wait() if partition.inside.size == 1 else parts[at]
 
         grads = Prefetch(lambda at: partition.start_to_heads(dout, at), num_chunks)
         gathered = Prefetch(lambda at: partition.start_gather(part_of(at), at, buffers), num_chunks)
         reducing: Coming[Tensor] | None = None
-        returning = _Returning(partition, dx, rotary)
+        returning = _Returning(partition, dx)
         for at in range(num_chunks):
             grad_out = grads.take(at)
             part, pair = (part_of(at), pairs[at]) if keep_kv else gathered.take(at)
             tensors = (grad_out[:, :, 0], part[:, :, 0], *pair.unbind(2), outs[at][:, :, 0])
             dq, dk, dv = kernel.backward(*(heads_first(t) for t in tensors), states[at])
             target = partition.new_part(dx, at)
-            target[:, :, 0] = tokens_first(dq)
-            del dq, tensors, grad_out, part, pair
+            del tensors, grad_out, part, pair
             if reducing is not None:  # has travelled while this chunk was computed
                 returning.put(reducing.wait(), at - 1)
-            reducing = partition.start_reduce(dk, dv, target, buffers)
-            del dk, dv, target
+            reducing = partition.start_reduce(dq, dk, dv, target, buffers)
+            del dq, dk, dv, target
         assert reducing is not None
         returning.put(reducing.wait(), num_chunks - 1)
         returning.finish()
+        if rotary is not None:
+            rotate_in_place(dx, rotary, back=True)
         return dqkv, None, None, None, None, None, None
 
 
 class _Returning:
-    """Moves chunks back to their tokens, each while the next one is computed, and rotates gradients back there."""
+    """Moves chunks back to their tokens, each while the next one is computed."""
 
-    def __init__(self, partition: HeadPartition, x: Tensor, rotary: Rotary | None = None) -> None:
+    def __init__(self, partition: HeadPartition, x: Tensor) -> None:
         """``x``, ``n/s b m a f``, is where the chunks go."""
-        self._partition, self._x, self._rotary = partition, x, rotary
-        self._under_way: tuple[int, Coming[None]] | None = None
+        self._partition, self._x = partition, x
+        self._under_way: Coming[None] | None = None
 
     def put(self, part: Tensor, chunk: int) -> None:
         """Starts the move of a chunk ``n/r b m c f``, then waits for the one before."""
-        started = chunk, self._partition.start_to_tokens(part, self._x, chunk)
+        started = self._partition.start_to_tokens(part, self._x, chunk)
         self.finish()
         self._under_way = started
 
     def finish(self) -> None:
         """Waits for the chunk that is under way."""
-        if self._under_way is None:
-            return
-        chunk, coming = self._under_way
-        coming.wait()
-        if self._rotary is not None:
-            for heads in self._partition.slices(chunk):
-                rotate_in_place(self._x[:, :, :, heads], partial(self._rotary, back=True))
+        if self._under_way is not None:
+            self._under_way.wait()
+            self._under_way = None
 
 
 def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:

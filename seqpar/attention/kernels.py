@@ -2,15 +2,18 @@
 
 Legend: b batch, a heads, n queries, m keys, f features per head. A kernel's forward also returns what its backward
 needs beside q, k, v and the output (the log-sum-exp), so that a caller who keeps those can run the backward alone.
-``pick`` chooses: torch's kernels on the CPU and, in half precision or float32, on GPUs. ``PLAIN`` is for everything
-else: its backward runs torch's public function again, under autograd.
+``pick`` chooses: torch's kernels on the CPU and, in half precision or float32, on GPUs, by ``choose``. ``PLAIN`` is for
+everything else: its backward runs torch's public function again, under autograd.
 
 GPU kernels get q, k, v, the output and its gradient in one memory order, ``b n a f``: AMD's backward applies the
 strides of one of them to another.
 """
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor
 State = tuple[Any, ...]
 Grads = tuple[Tensor, Tensor, Tensor]
 aten = torch.ops.aten
+LONG = 512  # keys from which cuDNN's kernels gain more than they take to be planned
 
 
 @dataclass(frozen=True)
@@ -41,25 +45,91 @@ class Kernel:
         assert grad.shape == out.shape == q.shape, (grad.shape, out.shape, q.shape)
         if q.numel() == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dq, dk, dv = self._backward(grad, q, k, v, out, state)
+        with _as_asked():
+            dq, dk, dv = self._backward(grad, q, k, v, out, state)
         assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape, (dq.shape, dk.shape, dv.shape)
         return dq, dk, dv
 
 
-def pick(like: Tensor, head_dim: int) -> Kernel:
+@contextmanager
+def _as_asked() -> Iterator[None]:
+    """Lets torch's kernels be deterministic where that is asked for: where torch would only warn, they are not."""
+    if not torch.is_deterministic_algorithms_warn_only_enabled() or not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def pick(like: Tensor, head_dim: int, num_keys: int) -> Kernel:
     """Returns the kernel for heads of this width on the device and in the precision of ``like``."""
-    if like.device.type in ("cpu", "meta"):  # meta tensors: the shapes are those of every fused kernel
+    kind = like.device.type
+    if kind != "cuda":
+        return choose(kind, (0, 0), (), head_dim, num_keys)
+    capability = torch.cuda.get_device_capability(like.device)
+    kernel = choose(kind, capability, _allowed(like, head_dim), head_dim, num_keys)
+    if kernel is FLASH_3:
+        _take_flash_3()
+    return kernel
+
+
+def choose(kind: str, capability: tuple[int, int], allowed: Collection[str], head_dim: int, num_keys: int) -> Kernel:
+    """Returns the quickest kernel of a device.
+
+    Flash attention 3 is made for NVIDIA's 9.0 (Hopper); cuDNN's kernels gain there and later, on long sequences.
+
+    - ``kind``, ``capability``: of the device, as torch names them
+    - ``allowed``: the names of the kernels that torch can run there with such heads in this precision
+    """
+    if kind in ("cpu", "meta"):  # meta tensors: the shapes are those of every fused kernel
         return CPU_FLASH
-    if like.device.type != "cuda":
+    if "flash" in allowed and head_dim % 8:  # torch's public function pads heads first; its kernel needs such heads
         return PLAIN
-    sample = like.new_empty((1, 8, 1, head_dim)).transpose(1, 2).requires_grad_()  # in the kernels' memory order
-    params = torch.backends.cuda.SDPAParams(sample, sample, sample, None, 0.0, False, False)
-    if torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.can_use_flash_attention(params):
-        # torch's public function pads heads to a multiple of 8 first; this kernel needs such heads
-        return FLASH if head_dim % 8 == 0 else PLAIN
-    if torch.backends.cuda.mem_efficient_sdp_enabled() and torch.backends.cuda.can_use_efficient_attention(params):
-        return EFFICIENT
-    return PLAIN
+    if "flash 3" in allowed and capability == (9, 0):
+        return FLASH_3
+    if "cudnn" in allowed and capability >= (9, 0) and head_dim <= 128 and num_keys >= LONG:
+        return CUDNN
+    return FLASH if "flash" in allowed else EFFICIENT if "efficient" in allowed else PLAIN
+
+
+def kernels_of(like: Tensor, head_dim: int) -> list[Kernel]:
+    """Returns every kernel that takes heads of this width on the device and in the precision of ``like``."""
+    if like.device.type != "cuda":
+        return [CPU_FLASH, PLAIN]
+    allowed = _allowed(like, head_dim) if head_dim % 8 == 0 else ()
+    return [*(kernel for kernel in (FLASH, CUDNN, EFFICIENT) if kernel.name in allowed), PLAIN]
+
+
+def _allowed(like: Tensor, head_dim: int) -> list[str]:
+    """Returns the names of the kernels that torch can run on the device and in the precision of ``like``."""
+    sample = like.new_empty((1, LONG, 1, head_dim)).transpose(1, 2).requires_grad_()  # in the kernels' memory order
+    backends, allowed = torch.backends.cuda, []
+    params = backends.SDPAParams(sample, sample, sample, None, 0.0, False, False)
+    if backends.flash_sdp_enabled() and backends.can_use_flash_attention(params):
+        allowed += ["flash", "flash 3"] if _offers_flash_3() else ["flash"]
+    if backends.cudnn_sdp_enabled() and backends.can_use_cudnn_attention(params):
+        allowed.append("cudnn")
+    if backends.mem_efficient_sdp_enabled() and backends.can_use_efficient_attention(params):
+        allowed.append("efficient")
+    return allowed
+
+
+@cache
+def _offers_flash_3() -> bool:
+    """Returns whether this torch takes flash attention 3, and its package for NVIDIA is installed."""
+    if torch.version.hip is not None:
+        return False
+    has_package = importlib.util.find_spec("flash_attn_interface") is not None
+    return has_package and hasattr(torch.nn.attention, "activate_flash_attention_impl")
+
+
+@cache
+def _take_flash_3() -> None:
+    """Puts flash attention 3 in the place of torch's own flash attention, in this process."""
+    torch.nn.attention.activate_flash_attention_impl("FA3")
 
 
 def _tokens_first(*tensors: Tensor) -> list[Tensor]:
@@ -138,6 +208,37 @@ def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     return dq, dk, dv
 
 
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
+    q, k, v = _tokens_first(q, k, v)
+    out, log_sum, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=False, return_debug_mask=False
+    )
+    return out, (log_sum, seed, offset)
+
+
+def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: State) -> Grads:
+    log_sum, seed, offset = state
+    grad, q, k, v, out = _tokens_first(grad, q, k, v, out)
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        logsumexp=log_sum,
+        philox_seed=seed,
+        philox_offset=offset,
+        attn_bias=None,
+        cum_seq_q=None,  # for ragged batches only
+        cum_seq_k=None,
+        max_q=q.shape[2],
+        max_k=k.shape[2],
+        dropout_p=0.0,
+        is_causal=False,
+    )
+    return dq, dk, dv
+
+
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
     return F.scaled_dot_product_attention(q, k, v), ()
 
@@ -151,5 +252,7 @@ def _plain_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 
 CPU_FLASH = Kernel("flash, CPU", _cpu_forward, _cpu_backward)
 FLASH = Kernel("flash", _flash_forward, _flash_backward)
+FLASH_3 = Kernel("flash 3", _flash_forward, _flash_backward)
+CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward)
 EFFICIENT = Kernel("efficient", _efficient_forward, _efficient_backward)
 PLAIN = Kernel("plain", _plain_forward, _plain_backward)

@@ -1,5 +1,7 @@
 """Multi-head self-attention of tokens that are spread over a group, by one of several strategies, all exact.
 
+``windows`` has attention among near tokens instead of all.
+
 Legend: b batch, n tokens, e embedding, a heads, f features per head; ``n/s`` is this rank's share of the tokens.
 
 ``strategies`` names the strategies, ``cost_model`` says what each sends and holds; ``head_exchange`` and
@@ -17,8 +19,10 @@ from seqpar.attention.head_exchange import exchange_heads
 from seqpar.attention.partition import Rotary
 from seqpar.attention.strategies import Strategy
 from seqpar.attention.token_gather import gather_x
+from seqpar.attention.windows import Windows, attend_in_windows
 from seqpar.mesh import Group
 from seqpar.meta_tensors import autocast_dtype
+from seqpar.tables import table
 
 __all__ = ["Attention", "Rotary"]
 
@@ -58,25 +62,33 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
         self.q_bias = nn.Parameter(torch.zeros(embed_dim)) if qkv_bias else None
         self.v_bias = nn.Parameter(torch.zeros(embed_dim)) if qkv_bias else None
+        if self.q_bias is not None:  # here already, so that a step is counted without them, whoever counts first
+            _zeros(embed_dim, self.q_bias.dtype, self.q_bias.device)
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if norm_eps is not None else nn.Identity()
         self.proj = nn.Linear(embed_dim, embed_dim)
 
-    def forward(self, x: Tensor, sizes: Sequence[int], rotary: Rotary | None = None) -> Tensor:
+    def forward(self, x: Tensor, spread: Sequence[int] | Windows, rotary: Rotary | None = None) -> Tensor:
         """Returns the attended tokens ``b n/s e``.
 
-        - ``sizes``: the token counts of all ranks
+        - ``spread``: the token counts of all ranks, of which each token sees all; or the windows that it sees instead
         - ``rotary``: rotary positions of this rank's tokens
         """
-        attend = self._gather_tokens if self.strategy.name == "gather-x" else self._exchange_heads
-        return self.proj(self.norm(rearrange(attend(x, sizes, rotary), "b n a f -> b n (a f)")))
+        if isinstance(spread, Windows):
+            attended = attend_in_windows(self._project(x), spread, rotary, self.keep_kv)
+        elif self.strategy.name == "gather-x":
+            attended = self._gather_tokens(x, spread, rotary)
+        else:
+            how = self.strategy.inner, rotary, self.keep_kv, self.heads_per_chunk
+            attended = exchange_heads(self._project(x), self.group, spread, *how)
+        return self.proj(self.norm(rearrange(attended, "b n a f -> b n (a f)")))  # type: ignore[no-any-return]
 
-    def _exchange_heads(self, x: Tensor, sizes: Sequence[int], rotary: Rotary | None) -> Tensor:
+    def _project(self, x: Tensor) -> Tensor:
+        """Returns queries, keys and values ``b n/s 3 a f``."""
         bias = None
         if self.q_bias is not None and self.v_bias is not None:
-            bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = rearrange(F.linear(x, self.qkv.weight, bias), "b n (m a f) -> b n m a f", m=3, a=self.num_heads)
-        inner = self.strategy.inner
-        return exchange_heads(qkv, self.group, sizes, inner, rotary, self.keep_kv, self.heads_per_chunk)
+            zeros = _zeros(len(self.q_bias), self.q_bias.dtype, self.q_bias.device)
+            bias = torch.cat([self.q_bias, zeros, self.v_bias])
+        return rearrange(F.linear(x, self.qkv.weight, bias), "b n (m a f) -> b n m a f", m=3, a=self.num_heads)
 
     def _gather_tokens(self, x: Tensor, sizes: Sequence[int], rotary: Rotary | None) -> Tensor:
         projection = self.qkv.weight, self.q_bias, self.v_bias
@@ -85,3 +97,9 @@ class Attention(nn.Module):
             x = x.to(dtype)
             projection = tuple(t if t is None else t.to(dtype) for t in projection)  # type: ignore[assignment]
         return gather_x(x, *projection, self.num_heads, self.group, sizes, rotary, self.keep_kv, self.heads_per_chunk)
+
+
+@table(256)
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns zeros, made once, in the place of a bias."""
+    return torch.zeros(size, dtype=dtype, device=device)

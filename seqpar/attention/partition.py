@@ -16,14 +16,13 @@ from einops import rearrange
 from torch import Tensor
 
 from seqpar.attention.strategies import choose_heads_per_chunk
-from seqpar.collectives import start_filling, start_reduce_scatter
+from seqpar.collectives import is_by_library, start_all_to_all, start_filling, start_reduce_scatter
 from seqpar.mesh import Group
 from seqpar.messages import Coming, Pending, post
 from seqpar.meta_tensors import device_type
 
 KIND = "attention"
 Result = TypeVar("Result")
-Rotate = Callable[[Tensor], Tensor]  # b a n f, rotated or rotated back
 
 
 class Rotary(Protocol):
@@ -32,7 +31,8 @@ class Rotary(Protocol):
     @property
     def whole(self) -> "Rotary": ...
 
-    def __call__(self, x: Tensor, back: bool = False) -> Tensor: ...
+    def rotate_(self, x: Tensor, back: bool = False) -> None:
+        """Rotates ``... n f`` in place, or back."""
 
 
 class Prefetch(Generic[Result]):
@@ -96,7 +96,7 @@ class HeadPartition:
         elif per_chunk is None:
             head_bytes = 2 * sum(sizes) * batch * self.head_dim * like.element_size()
             rows = sum(sizes) * batch * inner // group.size
-            per_chunk = choose_heads_per_chunk(max(self.heads), head_bytes, rows, device_type(like) == "cuda")
+            per_chunk = choose_heads_per_chunk(max(self.heads), head_bytes, rows, device_type(like))
         self.per_chunk = min(per_chunk, max(self.heads))
         self.num_chunks = -(-max(self.heads) // per_chunk)
 
@@ -113,20 +113,24 @@ class HeadPartition:
         """Returns the heads that this rank attends in this chunk."""
         return self.slices(chunk)[self.inside.index]
 
-    def start_to_heads(self, x: Tensor, chunk: int, rotate: Rotate | None = None) -> Coming[Tensor]:
+    def start_to_heads(self, x: Tensor, chunk: int) -> Coming[Tensor]:
         """Starts the move of the chunk's heads to their ranks.
 
-        Its result is ``n/r b m c f``, this rank's heads of the inside group's tokens, of ``x``, ``n/s b m a f``;
-        ``rotate`` is applied to queries and keys on the way.
+        Its result is ``n/r b m c f``, this rank's heads of the inside group's tokens, of ``x``, ``n/s b m a f``.
         """
         pieces = [x[:, :, :, heads] for heads in self.slices(chunk)]
-        if rotate is not None:
-            pieces = [rotated(piece, rotate) for piece in pieces]
         if self.inside.size == 1:
             return arrived(pieces[0])
         me = self.inside.index
         part = x.new_empty((sum(self.tokens), *pieces[me].shape[1:]))
         rows = part.split(self.tokens)
+        if is_by_library(x, self.inside):
+            counts = [piece.numel() for piece in pieces]
+            flat = x.new_empty(sum(counts))
+            for piece, place in zip(pieces, flat.split(counts)):
+                place.view(piece.shape).copy_(piece)
+            receive = [row.numel() for row in rows]
+            return Coming(start_all_to_all(flat, counts, part, receive, self.inside, KIND), lambda: part)
         rows[me].copy_(pieces[me])
         sends = {q: pieces[q].contiguous() for q in self.inside.peers}
         return Coming(post(sends, {q: rows[q] for q in self.inside.peers}, self.inside, KIND), lambda: part)
@@ -143,11 +147,19 @@ class HeadPartition:
         if self.inside.size == 1:
             return arrived(None)  # new_part lies in x
         me, slices, rows = self.inside.index, self.slices(chunk), part.split(self.tokens)
-        received = {q: x.new_empty(x[:, :, :, slices[q]].shape) for q in self.inside.peers}
-        pending = post({q: rows[q] for q in self.inside.peers}, received, self.inside, KIND)
+        if is_by_library(x, self.inside):
+            shapes = [x[:, :, :, heads].shape for heads in slices]
+            flat = x.new_empty(sum(shape.numel() for shape in shapes))
+            counts = [shape.numel() for shape in shapes]
+            places = {q: t.view(shape) for q, (t, shape) in enumerate(zip(flat.split(counts), shapes))}
+            pending = start_all_to_all(part, [row.numel() for row in rows], flat, counts, self.inside, KIND)
+        else:
+            received = {q: x.new_empty(x[:, :, :, slices[q]].shape) for q in self.inside.peers}
+            pending = post({q: rows[q] for q in self.inside.peers}, received, self.inside, KIND)
+            places = {**received, me: rows[me]}
 
         def write() -> None:
-            for q, piece in {**received, me: rows[me]}.items():
+            for q, piece in places.items():
                 x[:, :, :, slices[q]] = piece
 
         return Coming(pending, write)
@@ -166,15 +178,17 @@ class HeadPartition:
         whole.split(self.gathered)[self.across.index].copy_(pair)
         return Coming(start_filling(whole, self.across, self.gathered, KIND), lambda: (part, whole))
 
-    def start_reduce(self, dk: Tensor, dv: Tensor, target: Tensor, buffers: ChunkBuffers) -> Coming[Tensor]:
+    def start_reduce(self, dq: Tensor, dk: Tensor, dv: Tensor, target: Tensor, buffers: ChunkBuffers) -> Coming[Tensor]:
         """Starts the sum over ranks of the gradients ``b c n f`` of keys and values: the adjoint of start_gather.
 
-        Its result is ``target``, ``n/r b 3 c f``, with keys and values written. There is one buffer: the last
+        Its result is ``target``, ``n/r b 3 c f``, with queries, keys and values written. There is one buffer: the last
         chunk's sum must have been waited for.
         """
         if self.across.size == 1:
-            target[:, :, 1], target[:, :, 2] = tokens_first(dk), tokens_first(dv)
+            together = [rearrange(t, "b a n f -> b n a f") for t in (dq, dk, dv)]
+            torch.stack(together, 2, out=rearrange(target, "n b m a f -> b n m a f"))
             return arrived(target)
+        target[:, :, 0] = tokens_first(dq)
         rows = buffers.get(2, (sum(self.gathered), *target[:, :, 1:].shape[1:]))
         rows[:, :, 0], rows[:, :, 1] = tokens_first(dk), tokens_first(dv)
         summed = start_reduce_scatter(rows, self.across, self.gathered, KIND)
@@ -196,15 +210,6 @@ def tokens_first(x: Tensor) -> Tensor:
     return rearrange(x, "b a n f -> n b a f")
 
 
-def rotated(x: Tensor, rotate: Rotate) -> Tensor:
-    """Returns a copy of ``n b 3 a f`` with rotated queries and keys."""
-    result = x.clone(memory_format=torch.contiguous_format)
-    rotate_in_place(result, rotate)
-    return result
-
-
-def rotate_in_place(x: Tensor, rotate: Rotate) -> None:
+def rotate_in_place(x: Tensor, rotary: Rotary, back: bool = False) -> None:
     """Rotates queries and keys of ``n b 3 a f``."""
-    for place in (0, 1):
-        view = heads_first(x[:, :, place])
-        view.copy_(rotate(view))
+    rotary.rotate_(rearrange(x[:, :, :2], "n b m a f -> m b a n f"), back)

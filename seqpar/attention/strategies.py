@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 NAMES = ("gather-kv", "gather-x", "ulysses", "hybrid")
 CHUNK_BYTES = 4 << 20  # keys and values of a chunk: in smaller ones, latency costs more than overlap gains
-CHUNK_ROWS = 1 << 15  # queries x batch x heads of a chunk: fewer do not fill a GPU
+# by kind of device, queries x batch x heads of a chunk: fewer do not fill a GPU
+CHUNK_ROWS = {"cpu": 1, "cuda": 1 << 15}
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,14 @@ def inner_sizes(ranks: int) -> list[int]:
     return [u for u in range(2, ranks) if ranks % u == 0]
 
 
-def choose_heads_per_chunk(heads: int, head_bytes: int, rows: int, on_gpu: bool) -> int:
+def choose_heads_per_chunk(heads: int, head_bytes: int, rows: int, device_type: str) -> int:
     """Returns how many of a rank's heads are attended at a time: the fewest that are worth a message, evenly.
 
     - ``heads``: the heads that the rank attends
     - ``head_bytes``: keys and values of one head, of the whole sequence
     - ``rows``: the rank's queries x batch
+    - ``device_type``: the kind of device that attends, of ``CHUNK_ROWS``
     """
-    fewest = -(-CHUNK_BYTES // max(head_bytes, 1))
-    if on_gpu:
-        fewest = max(fewest, -(-CHUNK_ROWS // max(rows, 1)))
+    fewest = max(-(-CHUNK_BYTES // max(head_bytes, 1)), -(-CHUNK_ROWS.get(device_type, 1) // max(rows, 1)))
     chunks = -(-heads // min(fewest, heads))
     return -(-heads // chunks)

@@ -54,8 +54,8 @@ def gather_x(
         per_chunk = num_heads
     elif per_chunk is None:
         head_bytes = 2 * sum(sizes) * x.shape[0] * (weight.shape[1] // num_heads) * x.element_size()
-        rows, on_gpu = sum(sizes) * x.shape[0] // group.size, device_type(x) == "cuda"
-        per_chunk = choose_heads_per_chunk(num_heads, head_bytes, rows, on_gpu)
+        rows = sum(sizes) * x.shape[0] // group.size
+        per_chunk = choose_heads_per_chunk(num_heads, head_bytes, rows, device_type(x))
     options = num_heads, group, tuple(sizes), rotary, keep_tokens, per_chunk
     return _GatherX.apply(x, weight, q_bias, v_bias, *options)  # type: ignore[no-any-return]
 
@@ -71,7 +71,7 @@ class _GatherX(Function):
         q = _queries(x, weight, q_bias, num_heads, rotary)
         out = x.new_empty((*x.shape[:2], num_heads, q.shape[3]))  # b n/s a f
         target = rearrange(out, "b n a f -> n b a f")
-        ctx.kernel = kernel = pick(q, q.shape[3])
+        ctx.kernel = kernel = pick(q, q.shape[3], sum(sizes))
         pending.wait()
         whole = whole.contiguous()
         states = []
@@ -109,8 +109,9 @@ class _GatherX(Function):
             tensors = [heads_first(t) for t in (grad[:, :, heads], q[:, :, heads], *pair.unbind(2), out[:, :, heads])]
             dq, dk, dv = ctx.kernel.backward(*tensors, tuple(next(states) for _ in range(length)))
             q[:, :, heads] = tokens_first(dq)
-            pair[:, :, 0] = tokens_first(dk if rotary is None else rotary.whole(dk, back=True))
-            pair[:, :, 1] = tokens_first(dv)
+            pair[:, :, 0], pair[:, :, 1] = tokens_first(dk), tokens_first(dv)
+            if rotary is not None:
+                rotary.whole.rotate_(heads_first(pair[:, :, 0]), back=True)
             del tensors, dq, dk, dv
             _add_projected(pair, whole, weight, heads, num_heads, whole_dx, dweight)
             if dv_bias is not None:
@@ -122,7 +123,7 @@ class _GatherX(Function):
         summed = start_reduce_scatter(rows, group, sizes, KIND)
         del rows
         if rotary is not None:
-            heads_first(q).copy_(rotary(heads_first(q), back=True))
+            rotary.rotate_(heads_first(q), back=True)
         dq = rearrange(q, "n b a f -> b n (a f)")
         width = weight.shape[1]
         dweight[:width] = rearrange(dq, "b n e -> (b n) e").t() @ rearrange(x, "b n e -> (b n) e")
@@ -141,8 +142,7 @@ def _queries(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, rot
     """Returns this rank's queries ``n/s b a f``."""
     q = rearrange(F.linear(x, weight[: weight.shape[1]], bias), "b n (a f) -> n b a f", a=num_heads)
     if rotary is not None:
-        view = heads_first(q)
-        view.copy_(rotary(view))
+        rotary.rotate_(heads_first(q))
     return q
 
 
@@ -161,8 +161,7 @@ def _keys_values(
     if v_bias is not None:
         pair[:, :, 1] += v_bias.view(num_heads, -1)[heads]
     if rotary is not None:
-        view = heads_first(pair[:, :, 0])
-        view.copy_(rotary.whole(view))
+        rotary.whole.rotate_(heads_first(pair[:, :, 0]))
     return pair
 
 

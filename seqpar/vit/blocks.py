@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.attention.module import Attention, Rotary
+from seqpar.attention.windows import Windows
 from seqpar.recomputation import computed_again
 from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
 
 ATTENTION_SITE, MLP_SITE, HIDDEN_SITE = range(3)
 MLPS = ("gelu", "swiglu")
 RECOMPUTED = ("none", "attention", "full")
+Spread = Sequence[int] | Windows
 
 
 class Mlp(nn.Module):
@@ -30,9 +32,9 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, embed_dim)
         self.dropout = dropout
 
-    def forward(self, x: Tensor, key: DropoutKey | None, token_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, key: DropoutKey | None, tokens: Tensor) -> Tensor:
         hidden = F.gelu(self.fc1(x))
-        return self.fc2(keyed_dropout(hidden, self.dropout, key and key.at(HIDDEN_SITE), token_ids))
+        return self.fc2(keyed_dropout(hidden, self.dropout, key and key.at(HIDDEN_SITE), tokens))
 
 
 class GatedMlp(nn.Module):
@@ -46,9 +48,9 @@ class GatedMlp(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, embed_dim)
         self.dropout = dropout
 
-    def forward(self, x: Tensor, key: DropoutKey | None, token_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, key: DropoutKey | None, tokens: Tensor) -> Tensor:
         hidden = F.silu(self.gate(x)) * self.fc1(x)
-        return self.fc2(self.norm(keyed_dropout(hidden, self.dropout, key and key.at(HIDDEN_SITE), token_ids)))
+        return self.fc2(self.norm(keyed_dropout(hidden, self.dropout, key and key.at(HIDDEN_SITE), tokens)))
 
 
 class LayerScale(nn.Module):
@@ -95,35 +97,35 @@ class Block(nn.Module):
         self.recompute, self.mlp_chunks = recompute, mlp_chunks
 
     def forward(
-        self, x: Tensor, sizes: Sequence[int], token_ids: Tensor, rotary: Rotary | None, key: DropoutKey | None
+        self, x: Tensor, spread: Spread, tokens: Tensor, rotary: Rotary | None, key: DropoutKey | None
     ) -> Tensor:
         """Returns the tokens ``b n/s e`` after both branches.
 
-        - ``sizes``: the token counts of all ranks
-        - ``token_ids``: the global numbers of this rank's tokens, which key the dropout
+        - ``spread``: the token counts of all ranks, or windows: as ``Attention`` takes it
+        - ``tokens``: ``token_numbers`` of this rank's tokens, which key the dropout
         """
-        return _run(self._both_branches, self.recompute == "full", x, sizes, token_ids, rotary, key)
+        return _run(self._both_branches, self.recompute == "full", x, spread, tokens, rotary, key)
 
     def _both_branches(
-        self, x: Tensor, sizes: Sequence[int], token_ids: Tensor, rotary: Rotary | None, key: DropoutKey | None
+        self, x: Tensor, spread: Spread, tokens: Tensor, rotary: Rotary | None, key: DropoutKey | None
     ) -> Tensor:
-        x = _run(self._attention_branch, self.recompute == "attention", x, sizes, token_ids, rotary, key)
+        x = _run(self._attention_branch, self.recompute == "attention", x, spread, tokens, rotary, key)
         if self.mlp_chunks == 1:
-            return self._mlp_branch(x, token_ids, key)
-        runs = zip(x.tensor_split(self.mlp_chunks, 1), token_ids.tensor_split(self.mlp_chunks))
-        return torch.cat([_run(self._mlp_branch, True, tokens, ids, key) for tokens, ids in runs], 1)
+            return self._mlp_branch(x, tokens, key)
+        runs = zip(x.tensor_split(self.mlp_chunks, 1), tokens.tensor_split(self.mlp_chunks, -1))
+        return torch.cat([_run(self._mlp_branch, True, rows, numbers, key) for rows, numbers in runs], 1)
 
     def _attention_branch(
-        self, x: Tensor, sizes: Sequence[int], token_ids: Tensor, rotary: Rotary | None, key: DropoutKey | None
+        self, x: Tensor, spread: Spread, tokens: Tensor, rotary: Rotary | None, key: DropoutKey | None
     ) -> Tensor:
-        return x + self._drop(self.ls1(self.attn(self.norm1(x), sizes, rotary)), ATTENTION_SITE, token_ids, key)
+        return x + self._drop(self.ls1(self.attn(self.norm1(x), spread, rotary)), ATTENTION_SITE, tokens, key)
 
-    def _mlp_branch(self, x: Tensor, token_ids: Tensor, key: DropoutKey | None) -> Tensor:
-        return x + self._drop(self.ls2(self.mlp(self.norm2(x), key, token_ids)), MLP_SITE, token_ids, key)
+    def _mlp_branch(self, x: Tensor, tokens: Tensor, key: DropoutKey | None) -> Tensor:
+        return x + self._drop(self.ls2(self.mlp(self.norm2(x), key, tokens)), MLP_SITE, tokens, key)
 
-    def _drop(self, branch: Tensor, site: int, token_ids: Tensor, key: DropoutKey | None) -> Tensor:
+    def _drop(self, branch: Tensor, site: int, tokens: Tensor, key: DropoutKey | None) -> Tensor:
         here = key and key.at(site)
-        return keyed_drop_path(keyed_dropout(branch, self.dropout, here, token_ids), self.drop_path, here)
+        return keyed_drop_path(keyed_dropout(branch, self.dropout, here, tokens), self.drop_path, here)
 
 
 def _run(fn: Callable[..., Tensor], recompute: bool, *inputs: object) -> Tensor:

@@ -1,13 +1,22 @@
 """Dropout keyed by global numbers: the same on any number of ranks.
 
 Legend: b batch, n tokens, e embedding; ``n/s`` is this rank's share of the tokens. Random bits are hashes (splitmix64)
-of what is dropped: seed, step, sample of the global batch, place in the network, token, channel.
+of what is dropped: seed, step, sample of the global batch, place in the network, token, channel. On a GPU elements are
+drawn by another hash, of few passes: a product of a number of the token and one of the channel.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from seqpar.layout import Layout
+from seqpar.meta_tensors import device_type
+from seqpar.tables import table
+from seqpar.uploads import upload
+
+Site = tuple[int, ...]
 
 _MASK64 = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15  # splitmix64's increment and its two multipliers
@@ -36,29 +45,73 @@ def _scramble(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """What a step draws, by place in the network: hashes of samples, and which samples keep a branch at a rate."""
+
+    hashes: Mapping[Site, Tensor]  # each b
+    kept: Mapping[tuple[Site, float], Tensor]  # each b, booleans
+
+
+@dataclass(frozen=True)
 class DropoutKey:
     """What a draw is for, not who draws it: equal for any number of ranks.
 
     - ``seed``, ``step``: of the run
     - ``samples``: the numbers of this batch's tiles in the step's global batch, over all micro-batches
     - ``site``: the place in the network; modules fill it in
+    - ``draws``: what was drawn beforehand; what is missing there is drawn when it is needed
     """
 
     seed: int
     step: int
     samples: tuple[int, ...]
-    site: tuple[int, ...] = ()
+    site: Site = ()
+    draws: Draws | None = field(default=None, compare=False, repr=False)
 
     def at(self, *site: int) -> "DropoutKey":
         """Returns the key of a place in the network."""
         return replace(self, site=self.site + site)
 
-    def _sample_hashes(self, device: torch.device) -> Tensor:
+    def drawn(self, sites: Sequence[Site], rates: Mapping[Site, float], device: torch.device) -> "DropoutKey":
+        """Returns the key with its draws on the device, which one copy brings there.
+
+        - ``sites``: where elements are dropped
+        - ``rates``: where branches of whole samples are dropped, and how often
+        """
+        places = [self.at(*site) for site in sites]
+        rows = [place._hashes() for place in places]
+        branches = [(self.at(*site), rate) for site, rate in rates.items()]
+        rows += [[int(_number_kept(number, rate)) for number in place._hashes()] for place, rate in branches]
+        if not rows:
+            return self
+        table = upload(torch.tensor(rows, dtype=torch.int64), device)
+        hashes, kept = table[: len(places)], table[len(places) :] != 0
+        by_rate = {(place.site, rate): row for (place, rate), row in zip(branches, kept)}
+        return replace(self, draws=Draws({place.site: row for place, row in zip(places, hashes)}, by_rate))
+
+    def _hashes(self) -> list[int]:
+        """Returns a hash of this place for each sample, as int64."""
         number = 0
         for word in (self.seed, self.step, 0, len(self.site), *self.site):  # without the 0 the draws of old runs change
             number = _scramble_number(number ^ (word & _MASK64))
-        rows = [_signed(_scramble_number(number ^ sample)) for sample in self.samples]
-        return torch.tensor(rows, dtype=torch.int64, device=device)  # b
+        return [_signed(_scramble_number(number ^ sample)) for sample in self.samples]
+
+    def sample_hashes(self, device: torch.device) -> Tensor:
+        """Returns a hash ``b`` of this place for each sample."""
+        if self.draws is not None and self.site in self.draws.hashes:
+            return self.draws.hashes[self.site]
+        return torch.tensor(self._hashes(), dtype=torch.int64, device=device)
+
+    def samples_kept(self, rate: float, device: torch.device) -> Tensor:
+        """Returns ``b``, where this place keeps a branch."""
+        if self.draws is not None and (self.site, rate) in self.draws.kept:
+            return self.draws.kept[self.site, rate]
+        return torch.tensor([_number_kept(number, rate) for number in self._hashes()], device=device)
+
+
+def _number_kept(number: int, rate: float) -> bool:
+    """Returns ``_kept`` of the scrambled number."""
+    return _scramble_number(number & _MASK64) >> 11 >= int(rate * (1 << 53))
 
 
 def _kept(bits: Tensor, rate: float) -> Tensor:
@@ -66,13 +119,53 @@ def _kept(bits: Tensor, rate: float) -> Tensor:
     return ((bits >> 11) & ((1 << 53) - 1)) >= int(rate * (1 << 53))
 
 
-def keyed_dropout(x: Tensor, rate: float, key: DropoutKey | None, token_ids: Tensor) -> Tensor:
-    """Returns ``b n/s e`` with elements dropped by (key, sample, global token, channel)."""
+def token_numbers(layout: Layout, rank: int, like: Tensor) -> Tensor:
+    """Returns what ``keyed_dropout`` takes for a rank's tokens: their global numbers, on a GPU scrambled once."""
+    ids = layout.token_ids(rank, like.device)
+    if device_type(like) == "cpu":
+        return ids
+    return layout.once(("scrambled ids", rank, like.device), lambda: numbers_of(ids, like))
+
+
+def numbers_of(ids: Tensor, like: Tensor) -> Tensor:
+    """Returns what ``keyed_dropout`` takes for tokens of these global numbers; ``like``: a tensor on their device."""
+    return ids if device_type(like) == "cpu" else _scramble(ids)
+
+
+def token_draws(key: DropoutKey, num_tokens: int) -> Tensor:
+    """Returns a random number ``b n`` for each sample and token, on the CPU; no two of a sample are equal."""
+    tokens = torch.arange(num_tokens, device="cpu")
+    return _scramble(key.sample_hashes(tokens.device)[:, None] ^ tokens)
+
+
+@table(16)
+def _channel_numbers(width: int, device: torch.device) -> Tensor:
+    """Returns an odd random number for each channel."""
+    return (_scramble(torch.arange(width, device=device)) * 2 + 1).contiguous()
+
+
+def _kept_by_products(samples: Tensor, tokens: Tensor, width: int, rate: float) -> Tensor:
+    """Returns ``b n/s e`` of sample hashes ``b`` and scrambled tokens, in three passes.
+
+    The highest bits of a product of two random numbers, of which one is odd, are random, and so are those of
+    different tokens, samples and places.
+    """
+    rows = samples[:, None, None] ^ tokens[..., None]  # b n/s 1
+    return rows * _channel_numbers(width, tokens.device) >= int((rate - 0.5) * 2.0**64)
+
+
+def keyed_dropout(x: Tensor, rate: float, key: DropoutKey | None, tokens: Tensor) -> Tensor:
+    """Returns ``b n/s e`` with elements dropped by (key, sample, global token, channel).
+
+    - ``tokens``: ``token_numbers`` of this rank's tokens ``n/s``, or ``b n/s`` where each sample has others
+    """
     if key is None or rate == 0.0:
         return x
-    samples = key._sample_hashes(x.device)[:, None, None]  # b 1 1
-    tokens = _scramble(samples ^ token_ids.to(x.device)[None, :, None])  # b n/s 1
-    kept = _kept(_scramble(tokens ^ torch.arange(x.shape[2], device=x.device)), rate)  # b n/s e
+    samples = key.sample_hashes(x.device)  # b
+    if device_type(x) != "cpu":
+        return x * _kept_by_products(samples, tokens, x.shape[2], rate) * (1 / (1 - rate))
+    hashes = _scramble(samples[:, None, None] ^ tokens[..., None])  # b n/s 1
+    kept = _kept(_scramble(hashes ^ torch.arange(x.shape[2], device=x.device)), rate)  # b n/s e
     return x * kept * (1 / (1 - rate))
 
 
@@ -80,5 +173,4 @@ def keyed_drop_path(x: Tensor, rate: float, key: DropoutKey | None) -> Tensor:
     """Returns a residual branch ``b n/s e`` with whole samples dropped by (key, sample)."""
     if key is None or rate == 0.0:
         return x
-    kept = _kept(_scramble(key._sample_hashes(x.device)), rate)[:, None, None]
-    return x * kept * (1 / (1 - rate))
+    return x * key.samples_kept(rate, x.device)[:, None, None] * (1 / (1 - rate))

@@ -1,7 +1,7 @@
 """The sequence-parallel Vision Transformer: each rank holds some tokens, attention sees them all.
 
 Legend: b batch, c channels, n tokens, e embedding, p voxels of a patch along a direction, W D H voxels; ``n/s``
-is this rank's share of the tokens.
+is this rank's share of the tokens. With several stages a part is one of *cubes*, each of which ends as one token.
 """
 
 import math
@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from seqpar.attention.cost_model import CPU, GPU, Layer, resolve
 from seqpar.attention.module import Attention, Rotary
 from seqpar.attention.strategies import AttentionOptions, Strategy
+from seqpar.attention.windows import Windows
 from seqpar.layout import Layout
 from seqpar.mesh import AnyGroup, as_group, notice_that_none_shares
-from seqpar.vit.blocks import MLPS, RECOMPUTED, Block, GatedMlp, Mlp
-from seqpar.vit.dropout import DropoutKey, keyed_dropout
-from seqpar.vit.tokens import POSITIONS, PatchEmbed, RotaryPositions, learned_positions, sincos_positions
+from seqpar.vit.blocks import ATTENTION_SITE, HIDDEN_SITE, MLP_SITE, Block, GatedMlp, Mlp, Spread
+from seqpar.vit.dropout import DropoutKey, keyed_dropout, token_numbers
+from seqpar.vit.refusals import refuse_unknown, refuse_window
+from seqpar.vit.stages import Merge, cube_of, make_stages, split_cubes
+from seqpar.vit.tokens import PatchEmbed, RotaryPositions, learned_positions, sincos_positions
 
 
 class SeqParViT(nn.Module):
@@ -25,6 +28,8 @@ class SeqParViT(nn.Module):
 
     - ``tile``: voxels, one number or one per direction: the default only, a volume of another size passes too
     - ``patch``: voxels of a token, one number or one per direction
+    - ``depth``: blocks; or those of each stage, between which 2 x 2 x 2 tokens become one of twice the width, so that
+      ``embed_dim``, ``num_heads`` and ``patch`` are the first one's, and parts are made of cubes of ``layout.patch``
     - ``qkv_bias``: whether queries and values have a bias; keys have none, softmax does not see it
     - ``positions``: "learned", "sincos", "rope", "learned+rope" or "none"
     - ``dropout``, ``drop_path``: rates in training; a group of several ranks needs ``key`` in ``forward`` then
@@ -34,6 +39,8 @@ class SeqParViT(nn.Module):
     - ``attention``: how attention crosses ranks: a strategy, its name, or ``AttentionOptions``; "auto" takes the
       quickest for the default tile on the device here. ``attention_choice`` says why. It changes no result
     - ``recompute``: what the backward computes again: "none", "attention" or "full" blocks. It changes no result
+    - ``window``: each token sees those of a window of so many along each direction, shifted by half a window in every
+      second block; 0: all tokens. What windows have in other boxes comes from there, so that ``split`` is "spatial"
     - ``mlp_chunks``: the MLP takes so many runs of tokens in turn and computes them again. It changes no result
     - ``group``: the ranks that share a tile: ours (``start(...).seq``), torch's ``ProcessGroup``, or a ``DeviceMesh``
       of one direction; None: this process alone
@@ -46,7 +53,7 @@ class SeqParViT(nn.Module):
         tile: int | Sequence[int],
         patch: int | Sequence[int],
         embed_dim: int = 768,
-        depth: int = 12,
+        depth: int | Sequence[int] = 12,
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
@@ -60,37 +67,51 @@ class SeqParViT(nn.Module):
         attention: str | Strategy | AttentionOptions = "auto",
         recompute: str = "none",
         mlp_chunks: int = 1,
+        window: int = 0,
         group: AnyGroup | None = None,
         split: str = "spatial",
     ) -> None:
         super().__init__()
-        _refuse_unknown(positions, mlp, recompute, dropout, drop_path)
+        refuse_unknown(positions, mlp, recompute, dropout, drop_path)
+        refuse_window(window, split)
         self.group = as_group(group)
         self._notices = group is None  # nobody said whether ranks share a tile: training says so, once
-        self.layout = Layout.of(tile, patch, self.group.size, split)
+        self.stages = make_stages(depth, embed_dim, num_heads)
+        self.layout = Layout.of(tile, cube_of(patch, self.stages), self.group.size, split)
+        first = self.stages[0].layout(self.layout)
         if not 1 <= mlp_chunks <= min(self.layout.counts):
             least = min(self.layout.counts)
             raise ValueError(f"--mlp-chunks {mlp_chunks}: a rank holds {least} tokens; choose 1 to {least}")
         options = attention if isinstance(attention, AttentionOptions) else AttentionOptions(attention)
-        layer = Layer(self.layout.counts, num_heads, embed_dim, per_chunk=options.heads_per_chunk)
+        layer = Layer(first.counts, num_heads, embed_dim, per_chunk=options.heads_per_chunk)
         machine = GPU if torch.cuda.is_available() else CPU
-        self.attention, self.attention_choice = resolve(options.strategy, layer, machine, options.keep_kv)
+        strategy, self.attention_choice = resolve(options.strategy, layer, machine, options.keep_kv)
+        if window:
+            self.attention_choice = (f"windows of {window} tokens along each direction",)
+        self.attention, self.window = "windows" if window else strategy, window
         self.embed_dim, self.num_heads, self.positions, self.dropout = embed_dim, num_heads, positions, dropout
         self.draws = dropout > 0 or drop_path > 0
-        self.patch_embed = PatchEmbed(in_channels, self.layout.patch, embed_dim)
+        self.patch_embed = PatchEmbed(in_channels, first.patch, embed_dim)
         learned, self.rotates = "learned" in positions, "rope" in positions
-        self.pos_embed = nn.Parameter(torch.zeros(1, self.layout.num_tokens, embed_dim)) if learned else None
-        hidden_dim, crossing = round(embed_dim * mlp_ratio), (self.attention, options.keep_kv, options.heads_per_chunk)
+        self.pos_embed = nn.Parameter(torch.zeros(1, first.num_tokens, embed_dim)) if learned else None
+        crossing, last = (strategy, options.keep_kv, options.heads_per_chunk), self.stages[-1]
 
-        def block(rate: float) -> Block:
-            inner_eps = norm_eps if attention_norm else None
-            attn = Attention(embed_dim, num_heads, qkv_bias, inner_eps, self.group, *crossing)
+        def block(width: int, heads: int, rate: float) -> Block:
+            hidden_dim, inner_eps = round(width * mlp_ratio), norm_eps if attention_norm else None
+            attn = Attention(width, heads, qkv_bias, inner_eps, self.group, *crossing)
             gated = mlp == "swiglu"
-            inner = GatedMlp(embed_dim, hidden_dim, dropout, norm_eps) if gated else Mlp(embed_dim, hidden_dim, dropout)
-            return Block(embed_dim, attn, inner, dropout, rate, layer_scale, norm_eps, recompute, mlp_chunks)
+            inner = GatedMlp(width, hidden_dim, dropout, norm_eps) if gated else Mlp(width, hidden_dim, dropout)
+            return Block(width, attn, inner, dropout, rate, layer_scale, norm_eps, recompute, mlp_chunks)
 
-        self.blocks = nn.ModuleList(block(drop_path * layer / max(depth - 1, 1)) for layer in range(depth))
-        self.norm = nn.LayerNorm(embed_dim, norm_eps)
+        most = max(last.blocks.stop - 1, 1)
+        self.blocks = nn.ModuleList(
+            block(stage.embed_dim, stage.num_heads, drop_path * layer / most)
+            for stage in self.stages
+            for layer in stage.blocks
+        )
+        merged = 1 << len(self.layout.tile)  # tokens that become one
+        self.merges = nn.ModuleList(Merge(stage.embed_dim, merged, norm_eps) for stage in self.stages[:-1])
+        self.norm = nn.LayerNorm(last.embed_dim, norm_eps)
         if self.rotates:
             RotaryPositions(self.layout, self.group.index, embed_dim // num_heads, self.norm.weight)  # refuses early
         self._init_weights()
@@ -117,7 +138,10 @@ class SeqParViT(nn.Module):
         layout: Layout | None = None,
         key: DropoutKey | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Returns the normed tokens and, un-normed, the outputs of the blocks ``indices`` (from 0)."""
+        """Returns the normed tokens and, un-normed, the outputs of the blocks ``indices`` (from 0).
+
+        Tokens of a stage before the last one are ``b n/s (m e)``, those of a cube in one row, in nested order.
+        """
         depth = len(self.blocks)
         if self._notices and self.training:
             self._notices = False
@@ -127,27 +151,90 @@ class SeqParViT(nn.Module):
             raise ValueError(f"blocks {list(indices)} were asked for, but the encoder has {depth}: 0…{depth - 1}")
         part, layout = self._part_and_layout(part, layout)
         key = self.dropout_key(key, part.shape[0])
-        x = self.embed(part, layout, key)
-        token_ids, rotary = layout.token_ids(self.group.index).to(x.device), self.rotary(layout, x)
+        if key is not None and key.draws is None:
+            key = self.drawn(key, part.device)
+        x, outputs = self.embed(part, layout, key), dict[int, Tensor]()
+        for stage in self.stages:
+            x, taken = self.run_stage(stage.blocks, x, layout, key, chosen)
+            outputs |= taken
+        return self.norm(x), [outputs[index] for index in chosen]
+
+    def run_stage(
+        self, blocks: range, x: Tensor, layout: Layout, key: DropoutKey | None, chosen: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Returns the tokens ``b n/s e`` after ``blocks`` of one stage, and after those ``chosen``, in rows of cubes.
+
+        Before the first block of a stage tokens merge; ``layout``: that of the part.
+        """
+        (stage,) = [each for each in self.stages if blocks.start in each.blocks]
+        if stage.number and blocks.start == stage.blocks.start:
+            x = self.merges[stage.number - 1](x)
+        own = stage.layout(layout)
+        tokens, rotary = token_numbers(own, self.group.index, x), self.rotary(own, x)
+        spreads = [self._spread(own, (index - stage.blocks.start) % 2 == 1, x.device) for index in blocks]
+        x, taken = self._run(blocks, x, spreads, tokens, rotary, key, chosen)
+        return x, {index: self.cubes(tokens, layout) for index, tokens in taken.items()}
+
+    def _spread(self, layout: Layout, is_shifted: bool, device: torch.device) -> Spread:
+        if not self.window:
+            return layout.counts
+        return Windows.of(layout, self.group, self.window, is_shifted, device)
+
+    def cubes(self, x: Tensor, layout: Layout) -> Tensor:
+        """Returns a stage's tokens ``b n/s (m e)``, those of a cube in one row; of the last stage as they are."""
+        return x.unflatten(1, (layout.counts[self.group.index], -1)).flatten(2)
+
+    def run_blocks(
+        self,
+        x: Tensor,
+        sizes: Sequence[int],
+        tokens: Tensor,
+        rotary: Rotary | None,
+        key: DropoutKey | None,
+        chosen: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Returns the tokens ``b n/s e`` after all blocks of one stage, normed, and, un-normed, after those ``chosen``.
+
+        - ``sizes``: the token counts of all ranks
+        - ``tokens``: the numbers of this rank's tokens, which key the dropout
+        """
+        assert not self.window, "windows are those of whole tiles"
+        depth = len(self.blocks)
+        x, taken = self._run(range(depth), x, [sizes] * depth, tokens, rotary, key, chosen)
+        return self.norm(x), [taken[index] for index in chosen]
+
+    def _run(
+        self,
+        blocks: range,
+        x: Tensor,
+        spreads: Sequence[Spread],
+        tokens: Tensor,
+        rotary: Rotary | None,
+        key: DropoutKey | None,
+        chosen: Sequence[int],
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         outputs: dict[int, Tensor] = {}
-        for index, block in enumerate(self.blocks):
-            x = block(x, layout.counts, token_ids, rotary, key and key.at(index))
+        for index, spread in zip(blocks, spreads):
+            x = self.blocks[index](x, spread, tokens, rotary, key and key.at(index))
             if index in chosen:
                 outputs[index] = x
-        return self.norm(x), [outputs[index] for index in chosen]
+        return x, outputs
 
     def embed(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> Tensor:
         """Returns the tokens ``b n/s e`` of a part, with positions, as the first block takes them."""
-        x = self._add_positions(self.patch_embed(part), layout)
-        return keyed_dropout(
-            x, self.dropout, key and key.at(len(self.blocks)), layout.token_ids(self.group.index).to(x.device)
-        )
+        merges = self.stages[0].merges
+        x = self.patch_embed(split_cubes(part, merges) if merges else part)
+        own = self.stages[0].layout(layout)
+        positions = self.added_positions(own, x)
+        x = x if positions is None else x + positions
+        tokens = token_numbers(own, self.group.index, x)
+        return keyed_dropout(x, self.dropout, key and key.at(len(self.blocks)), tokens)
 
-    def rotary(self, layout: Layout, like: Tensor) -> Rotary | None:
+    def rotary(self, layout: Layout, like: Tensor) -> RotaryPositions | None:
         """Returns the positions that act in attention, None where there are none; ``like``: of the tokens' type."""
         if not self.rotates:
             return None
-        return RotaryPositions(layout, self.group.index, self.embed_dim // self.num_heads, like)
+        return RotaryPositions.of(layout, self.group.index, self.embed_dim // self.num_heads, like)
 
     def place(self, whole: Tensor) -> tuple[Tensor, Layout]:
         """Returns a whole image ``b c W D H`` as the part of a group of one, padded to the patch, with its layout."""
@@ -179,21 +266,27 @@ class SeqParViT(nn.Module):
             raise ValueError(f"the dropout key names {len(key.samples)} samples, but the batch has {batch}")
         return key
 
-    def _add_positions(self, x: Tensor, layout: Layout) -> Tensor:
-        """Returns ``b n/s e`` with the positions that are added to tokens; rotary ones act in attention."""
+    def drawn(self, key: DropoutKey, device: torch.device) -> DropoutKey:
+        """Returns a key of a training step with all that the encoder draws, on the device."""
+        depth, sites = len(self.blocks), list[tuple[int, ...]]()
+        if self.dropout > 0:
+            sites = [(at, site) for at in range(depth) for site in (ATTENTION_SITE, MLP_SITE, HIDDEN_SITE)] + [(depth,)]
+        rates = {
+            (at, site): float(block.drop_path)  # type: ignore[arg-type]
+            for at, block in enumerate(self.blocks)
+            for site in (ATTENTION_SITE, MLP_SITE)
+        }
+        return key.drawn(sites, {place: rate for place, rate in rates.items() if rate}, device)
+
+    def added_positions(self, layout: Layout, like: Tensor) -> Tensor | None:
+        """Returns the positions ``1 n/s e`` that are added to tokens; None where there are none, or rotary ones alone.
+
+        - ``layout``: of the first stage's tokens; ``like``: of the tokens' type
+        """
+        rank, width = self.group.index, self.embed_dim
         if self.pos_embed is not None:
-            return x + learned_positions(self.pos_embed, self.layout.grid, layout, self.group.index)
+            return learned_positions(self.pos_embed, self.stages[0].layout(self.layout).grid, layout, rank)
         if self.positions == "sincos":
-            return x + sincos_positions(layout, self.group.index, self.embed_dim).to(x)
-        return x
-
-
-def _refuse_unknown(positions: str, mlp: str, recompute: str, dropout: float, drop_path: float) -> None:
-    if positions not in POSITIONS:
-        raise ValueError(f"--positions {positions}: choose one of {', '.join(POSITIONS)}")
-    if mlp not in MLPS:
-        raise ValueError(f"--mlp {mlp}: choose {' or '.join(MLPS)}")
-    if recompute not in RECOMPUTED:
-        raise ValueError(f"--grad-checkpoint {recompute}: choose {', '.join(RECOMPUTED)}")
-    if not (0 <= dropout < 1 and 0 <= drop_path < 1):
-        raise ValueError(f"dropout {dropout} and drop-path {drop_path} must lie in [0, 1)")
+            key = "sincos", rank, width, like.dtype, like.device
+            return layout.once(key, lambda: sincos_positions(layout, rank, width).to(like))
+        return None

@@ -5,7 +5,9 @@ direction, w d h tokens per direction; ``n/s`` is this rank's share of the token
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -42,7 +44,8 @@ def learned_positions(table: Tensor, grid: Sequence[int], layout: Layout, rank: 
     - ``table``: ``1 n e``, for all tokens of ``grid`` in raster order; resized where the layout's grid is another
     """
     table = resize_positions(table, grid, layout.grid)
-    return table.index_select(1, layout.token_ids(rank).to(table.device))
+    is_in_order = layout.num_ranks == 1 and not layout.is_nested
+    return table if is_in_order else table.index_select(1, layout.token_ids(rank, table.device))
 
 
 def resize_positions(table: Tensor, grid: Sequence[int], new_grid: Sequence[int]) -> Tensor:
@@ -78,37 +81,74 @@ class RotaryPositions:
         - ``rank``: None: all tokens, in the order of ranks
         - ``like``: a tensor of the precision and device to have them in
         """
-        ranks = range(layout.num_ranks) if rank is None else [rank]
-        coordinates = torch.cat([layout.coordinates(r) for r in ranks]).double()  # n/s directions
-        directions = coordinates.shape[1]
+        ranks, directions = range(layout.num_ranks) if rank is None else [rank], len(layout.grid)
         bands = head_dim // (2 * directions)
         if bands == 0:
             raise ValueError(
                 f"a head of width {head_dim} is too narrow to rotate in {directions} directions: it needs "
                 f"{2 * directions}; use fewer --heads or other --positions"
             )
-        angles = (coordinates[:, :, None] * _frequencies(bands)).flatten(1).repeat_interleave(2, 1)  # n/s rotated
-        self.width = angles.shape[1]
-        self.cos, self.sin = angles.cos().to(like), angles.sin().to(like)
-        # not a lambda that names self: such a circle keeps ``like`` alive until the garbage collector comes
-        self._make_whole = None if rank is None else partial(RotaryPositions, layout, None, head_dim, like)
+        self.width = 2 * bands * directions
+        if like.is_meta:  # no numbers: millions of tokens would take gigabytes
+            shape = sum(layout.counts[r] for r in ranks), bands * directions
+            self._tables = {like.dtype: (like.new_empty(shape), like.new_empty(shape))}
+        else:
+            coordinates = torch.cat([layout.coordinates(r) for r in ranks]).double()  # n/s directions
+            angles = (coordinates[:, :, None] * _frequencies(bands)).flatten(1)  # n/s pairs
+            self._tables = {like.dtype: (angles.cos().to(like), angles.sin().to(like))}
+        self._like = like.new_empty(0)  # neither ``like`` nor the layout, which may keep these, are kept alive by them
+        self._make_whole: Callable[[Tensor], RotaryPositions] | None = None
+        if rank is not None:
+            self._make_whole = partial(RotaryPositions, replace(layout), None, head_dim)
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int, head_dim: int, like: Tensor) -> "RotaryPositions":
+        """Returns the positions of a rank's tokens, which a layout makes once for a precision and device."""
+        key = "rotary", rank, head_dim, like.dtype, like.device
+        return layout.once(key, lambda: cls(layout, rank, head_dim, like))
 
     @cached_property
     def whole(self) -> "RotaryPositions":
         """The same for all tokens, in the order of ranks."""
         assert self._make_whole is not None, "these are all tokens already"
-        return self._make_whole()
+        return self._make_whole(self._like)
+
+    def chosen(self, rows: Tensor, whole_rows: Tensor) -> "RotaryPositions":
+        """Returns the positions of tokens that are others in each sample.
+
+        - ``rows``: where this rank's tokens ``b n/s`` lie among all tokens in the order of ranks
+        - ``whole_rows``: where those of all ranks lie, ``b n``
+        """
+        every = self if self._make_whole is None else self.whole
+        cos, sin = every._tables[self._like.dtype]
+        result = copy(every)
+        result._tables = {cos.dtype: (cos[rows][:, None], sin[rows][:, None])}  # b 1 n/s pairs: for all heads
+        result._make_whole = lambda _: every.chosen(whole_rows, whole_rows)
+        return result
 
     def __call__(self, x: Tensor, back: bool = False) -> Tensor:
-        """Returns ``b a n/s f`` with neighbouring pairs of features rotated by their token's angles.
+        """Returns ``... n/s f`` with neighbouring pairs of features rotated by their token's angles.
 
         - ``back``: rotate by the opposite angles: the adjoint
         """
-        rotated, rest = x[..., : self.width], x[..., self.width :]
-        pairs = rearrange(rotated, "b a n (pair two) -> b a n pair two", two=2)
-        crossed = rearrange(torch.stack([-pairs[..., 1], pairs[..., 0]], -1), "b a n pair two -> b a n (pair two)")
-        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
-        return torch.cat([rotated * cos + crossed * (-sin if back else sin), rest], -1)
+        result = x.clone()
+        self.rotate_(result, back)
+        return result
+
+    def rotate_(self, x: Tensor, back: bool = False) -> None:
+        """Rotates ``... n/s f`` in place, by five passes."""
+        cos, sin = self._in_type(x.dtype)
+        even, odd = x[..., 0 : self.width : 2], x[..., 1 : self.width : 2]
+        before, sign = even.clone(), -1 if back else 1
+        even.mul_(cos).addcmul_(odd, sin, value=-sign)
+        odd.mul_(cos).addcmul_(before, sin, value=sign)
+
+    def _in_type(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines ``n/s pairs`` (or ``b 1 n/s pairs``) of a precision, each made once."""
+        if dtype not in self._tables:
+            cos, sin = self._tables[self._like.dtype]
+            self._tables[dtype] = cos.to(dtype), sin.to(dtype)
+        return self._tables[dtype]
 
 
 def to_grid(tokens: Tensor, grid: Sequence[int]) -> Tensor:

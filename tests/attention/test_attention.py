@@ -47,10 +47,10 @@ def test_the_plain_kernel_is_the_one_of_the_cpu() -> None:
         out, state = kernel.forward(q, k, v)
         results.append((out, *kernel.backward(grad, q, k, v, out, state)))
     assert all(relative(a, b) < 1e-13 for a, b in zip(*results))
-    assert kernels.pick(q, 8) is kernels.CPU_FLASH
+    assert kernels.pick(q, 8, 7) is kernels.CPU_FLASH
 
 
-@pytest.mark.parametrize("kernel", [kernels.FLASH, kernels.EFFICIENT], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [kernels.FLASH, kernels.EFFICIENT, kernels.CUDNN], ids=lambda kernel: kernel.name)
 def test_the_kernels_of_gpus_take_and_return_what_torch_declares(kernel: kernels.Kernel) -> None:
     """On tensors without memory torch checks every argument and makes every shape, and computes nothing."""
     q, k, v, grad = inputs(torch.bfloat16, "meta")
@@ -60,7 +60,7 @@ def test_the_kernels_of_gpus_take_and_return_what_torch_declares(kernel: kernels
     assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape
 
 
-@pytest.mark.parametrize("kernel", [kernels.FLASH, kernels.EFFICIENT], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [kernels.FLASH, kernels.EFFICIENT, kernels.CUDNN], ids=lambda kernel: kernel.name)
 def test_the_kernels_of_gpus_get_all_tensors_in_one_memory_order(
     kernel: kernels.Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +82,33 @@ def test_the_kernels_of_gpus_get_all_tensors_in_one_memory_order(
     kernel.backward(grad, q, k, v, out.contiguous(), state)
     assert len(seen) == 3 + 5
     assert all(t.transpose(1, 2).is_contiguous() and not t.is_contiguous() for t in seen)
+
+
+ALL = ("flash 3", "cudnn", "flash", "efficient")
+
+
+@pytest.mark.parametrize(
+    "kind, capability, allowed, head_dim, num_keys, kernel",
+    [
+        ("cpu", (0, 0), (), 64, 9, "flash, CPU"),
+        ("meta", (0, 0), (), 64, 9, "flash, CPU"),
+        ("mps", (0, 0), (), 64, 9, "plain"),
+        ("cuda", (8, 0), ALL, 64, 140400, "flash"),  # A100: neither was made for it
+        ("cuda", (9, 0), ALL, 64, 140400, "flash 3"),  # H100
+        ("cuda", (9, 0), ALL[1:], 64, 140400, "cudnn"),
+        ("cuda", (9, 0), ALL[1:], 64, 216, "flash"),  # short
+        ("cuda", (9, 0), ALL[1:], 256, 4096, "flash"),  # wide
+        ("cuda", (10, 0), ALL, 128, 4096, "cudnn"),  # B200
+        ("cuda", (9, 0), ALL[2:], 64, 4096, "flash"),  # AMD's MI200 calls itself so too, and has no cuDNN
+        ("cuda", (9, 0), ALL, 36, 4096, "plain"),  # torch pads such heads
+        ("cuda", (8, 0), ("efficient",), 36, 4096, "efficient"),  # float32
+        ("cuda", (7, 5), (), 64, 4096, "plain"),  # float64
+    ],
+)
+def test_each_device_gets_its_kernel(
+    kind: str, capability: tuple[int, int], allowed: tuple[str, ...], head_dim: int, num_keys: int, kernel: str
+) -> None:
+    assert kernels.choose(kind, capability, allowed, head_dim, num_keys).name == kernel
 
 
 def test_no_head_and_no_query_are_nothing() -> None:

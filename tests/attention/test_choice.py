@@ -100,12 +100,12 @@ def test_all_that_is_sent_is_received() -> None:
 
 
 def test_chunks_are_few_where_tokens_are_few_and_even() -> None:
-    assert choose_heads_per_chunk(12, 4 << 20, 2048, False) == 1  # 8192 tokens in float32
-    assert choose_heads_per_chunk(12, 2 << 20, 1024, False) == 2
-    assert choose_heads_per_chunk(12, 1 << 16, 256, False) == 12
-    assert choose_heads_per_chunk(12, 1 << 19, 256, False) == 6  # not 8 and 4
-    assert choose_heads_per_chunk(12, 4 << 20, 8192, True) == 4  # a GPU wants more rows at a time
-    assert choose_heads_per_chunk(1, 1, 1, True) == 1
+    assert choose_heads_per_chunk(12, 4 << 20, 2048, "cpu") == 1  # 8192 tokens in float32
+    assert choose_heads_per_chunk(12, 2 << 20, 1024, "cpu") == 2
+    assert choose_heads_per_chunk(12, 1 << 16, 256, "cpu") == 12
+    assert choose_heads_per_chunk(12, 1 << 19, 256, "cpu") == 6  # not 8 and 4
+    assert choose_heads_per_chunk(12, 4 << 20, 8192, "cuda") == 4  # a GPU wants more rows at a time
+    assert choose_heads_per_chunk(1, 1, 1, "cuda") == 1
 
 
 @pytest.mark.parametrize(

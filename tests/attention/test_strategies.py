@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,11 @@ from torch import Tensor
 from seqpar.attention.cost_model import Layer, sent
 from seqpar.attention.module import Attention
 from seqpar.attention.strategies import AttentionOptions, check_strategy
-from seqpar.collectives import all_reduce
 from seqpar.layout import Layout
 from seqpar.mesh import Group, Mesh
 from seqpar.vit.encoder import SeqParViT
 from seqpar.vit.tokens import RotaryPositions
-from tests.support.ranks import relative, run_ranks
+from tests.support.ranks import relative, run_ranks, summed
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ def check(mesh: Mesh, case: Case) -> Found:
     assert x.grad is not None
     assert relative(out, want_out.split(sizes, 1)[me]) < case.bound, case
     assert relative(x.grad, want_dx.split(sizes, 1)[me]) < case.bound, case
-    grads = {name: all_reduce(p.grad, group) for name, p in net.named_parameters() if p.grad is not None}
+    own = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    grads = dict(zip(own, summed(list(own.values()), group)))
     assert grads.keys() == want_grads.keys() and len(grads) == 5
     for name, want in want_grads.items():
         assert relative(grads[name], want) < case.bound, (case, name)
@@ -136,8 +137,10 @@ def any_size(world: int) -> list[Case]:
     cases = []
     for name in names(world):
         sizes = (2 * world, world, None), (2 * world + 1, 5, 1), (3 * world - 1, 3, 2), (2 * world + 1, 3, None)
+        sizes = sizes if world <= 4 else sizes[1:3]  # what divides, in one piece, is among ``dividing``
         cases += [Case(name, n, heads, per_chunk=chunk) for n, heads, chunk in sizes]
-        cases += [Case(name, 2 * world + 1, 5, rotates=True, per_chunk=chunk) for chunk in (None, 2)]
+        chunks = (None, 2) if world <= 4 else (2,)
+        cases += [Case(name, 2 * world + 1, 5, rotates=True, per_chunk=chunk) for chunk in chunks]
         if name != "ulysses":
             cases += [Case(name, 3 * world - 1, 5, rotates=True, keep=True, per_chunk=2)]
     if world == 8:
@@ -244,36 +247,36 @@ def test_one_rank_has_nothing_to_keep() -> None:
 
 def encoder_gaps(mesh: Mesh) -> list[tuple[str, float]]:
     """Returns how far each strategy's encoder is from one process: output, input and parameter gradients."""
-    gaps_by_name = []
-    tile = (7, 4, 4)
+    tile, rank, group = (7, 4, 4), mesh.seq.index, mesh.seq
     toss = torch.Generator().manual_seed(2)
     image, weight = (torch.randn(shape, generator=toss, dtype=torch.float64) for shape in ((2, 1, *tile), (2, 112, 24)))
     plain: list[tuple[str | AttentionOptions, str]] = [(name, "none") for name in ["auto", *names(mesh.seq.size)]]
-    for attention, recompute in [
+    crossings = [
         *plain,
         ("gather-x", "full"),
         (AttentionOptions("hybrid:2", heads_per_chunk=1), "attention"),
         (AttentionOptions("gather-kv", keep_kv=True, heads_per_chunk=2), "none"),
-    ]:
-        gaps: list[Tensor] = []
-        for group in (None, mesh.seq):
-            torch.manual_seed(0)
-            sizes = dict(embed_dim=24, depth=2, num_heads=3, positions="learned+rope", split="ordered")
-            crossing = {"attention": attention, "recompute": recompute} if group else {}
-            net = SeqParViT(1, tile, 1, group=group, **sizes, **crossing).double()  # type: ignore[arg-type]
-            layout, rank = net.layout, mesh.seq.index if group else 0
-            part = layout.cut(image, rank).requires_grad_()
-            out = net(part)
-            (out * weight[:, layout.token_ids(rank)]).sum().backward()
-            assert part.grad is not None
-            if group is None:
-                other = Layout(tile, (1, 1, 1), mesh.seq.size, "ordered").token_ids(mesh.seq.index)
-                want = [out[:, other], part.grad[:, other], *(p.grad for p in net.parameters())]
-            else:
-                assert net.attention_choice[0].startswith(str(net.attention))
-                gaps = [out, part.grad, *(all_reduce(p.grad, mesh.seq) for p in net.parameters() if p.grad is not None)]
-        assert len(gaps) == len(want)
-        gaps_by_name.append((str(attention), max(relative(a, b) for a, b in zip(gaps, want))))
+    ]
+
+    def step(at: int, group: Group | None = None, **crossing: Any) -> tuple[SeqParViT, list[Tensor], list[Tensor]]:
+        """Returns the encoder after a step, its output and input gradient there, and its parameter gradients."""
+        torch.manual_seed(0)
+        sizes = dict(embed_dim=24, depth=2, num_heads=3, positions="learned+rope", split="ordered")
+        net = SeqParViT(1, tile, 1, group=group, **sizes, **crossing).double()  # type: ignore[arg-type]
+        part = net.layout.cut(image, at).requires_grad_()
+        out = net(part)
+        (out * weight[:, net.layout.token_ids(at)]).sum().backward()
+        assert part.grad is not None
+        return net, [out, part.grad], [p.grad for p in net.parameters() if p.grad is not None]
+
+    _, whole, want = step(0)
+    ids = Layout(tile, (1, 1, 1), group.size, "ordered").token_ids(rank)
+    gaps_by_name = []
+    for attention, recompute in crossings:
+        net, parts, grads = step(rank, group, attention=attention, recompute=recompute)
+        assert net.attention_choice[0].startswith(str(net.attention)) and len(grads) == len(want) > 20
+        pairs = [*zip(parts, (x[:, ids] for x in whole)), *zip(summed(grads, group), want)]
+        gaps_by_name.append((str(attention), max(relative(a, b) for a, b in pairs)))
     return gaps_by_name
 
 

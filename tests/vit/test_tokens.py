@@ -4,7 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from seqpar.launch.hardware.launch_counter import LaunchCounter
 from seqpar.layout import Layout
+from seqpar.meta_tensors import standing_for
+from seqpar.vit import dropout
 from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
 from seqpar.vit.tokens import PatchEmbed, RotaryPositions, learned_positions, sincos_positions, to_grid
 from tests.support.ranks import relative
@@ -90,3 +93,47 @@ def test_rates_hold_and_kept_values_are_scaled() -> None:
     branch = keyed_drop_path(torch.ones(4000, 1, 1), 0.25, many)
     assert abs(float((branch == 0).float().mean()) - 0.25) < 0.03
     assert keyed_dropout(x, 0.0, KEY, torch.arange(300)) is x and keyed_dropout(x, 0.3, None, torch.arange(300)) is x
+
+
+def test_a_gpus_draws_are_by_sample_place_token_and_channel_too() -> None:
+    """Counted on this processor: rates, each word of the key, and the same for any share of the tokens."""
+    layout = Layout.of((12, 8, 16), 4, 3, "ordered")
+    scrambled = dropout._scramble(torch.arange(300))
+    keys = [KEY, KEY.at(1), KEY.at(1, 0), KEY.at(0, 1), DropoutKey(4, 5, (8, 9)), DropoutKey(3, 6, (8, 9))]
+
+    def kept(key: DropoutKey, tokens: torch.Tensor, rate: float = 0.5) -> torch.Tensor:
+        return dropout._kept_by_products(key.sample_hashes(tokens.device), tokens, 100, rate)
+
+    masks = [kept(key, scrambled) for key in keys]
+    for i, a in enumerate(masks):
+        assert 0.48 < float((a[0] == a[1]).float().mean()) < 0.52
+        assert 0.48 < float((a[:, 1:] == a[:, :-1]).float().mean()) < 0.52
+        assert 0.48 < float((a[..., 1:] == a[..., :-1]).float().mean()) < 0.52
+        assert all(0.48 < float((a == b).float().mean()) < 0.52 for b in masks[:i])
+    for rate in (0.1, 0.3, 0.9):
+        assert abs(float(kept(KEY, scrambled, rate).float().mean()) - 1 + rate) < 0.01
+    for rank in range(3):
+        ids = layout.token_ids(rank)
+        assert torch.equal(kept(KEY, scrambled[ids]), masks[0][:, ids])
+
+
+def test_a_dropout_site_launches_at_most_eight_times() -> None:
+    layout = Layout.of((12, 8, 16), 4)
+    with standing_for("cuda"):
+        x = torch.empty(2, 24, 5, device="meta", requires_grad=True)
+        towards = torch.empty(2, 24, 5, device="meta")
+        for _ in range(2):  # tables are made at the first
+            key = KEY.drawn([(0, 1)], {(0, 2): 0.2}, x.device)
+            with LaunchCounter() as counter:
+                y = keyed_dropout(x, 0.4, key.at(0, 1), dropout.token_numbers(layout, 0, x))
+                torch.autograd.grad(y, x, towards)
+    assert not counter.fetches and 0 < counter.launches.total() <= 8, counter.launches
+
+
+def test_what_was_drawn_beforehand_is_what_is_drawn_later() -> None:
+    key, x = DropoutKey(3, 5, tuple(range(40))), torch.ones(40, 3, 4)
+    drawn = key.drawn([(1, 0)], {(2, 1): 0.3}, x.device)
+    beforehand, later = (keyed_dropout(x, 0.3, k.at(1, 0), torch.arange(3)) for k in (drawn, key))
+    assert torch.equal(beforehand, later)
+    assert torch.equal(keyed_drop_path(x, 0.3, drawn.at(2, 1)), keyed_drop_path(x, 0.3, key.at(2, 1)))
+    assert drawn == key and torch.equal(keyed_drop_path(x, 0.2, drawn.at(2, 1)), keyed_drop_path(x, 0.2, key.at(2, 1)))
