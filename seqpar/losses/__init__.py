@@ -3,6 +3,7 @@
 from seqpar.losses.deep_supervision import DeepSupervision
 from seqpar.losses.groups import LossGroups
 from seqpar.losses.loss import Loss, LossParts
+from seqpar.losses.masked_error import MaskedError
 from seqpar.losses.mixtures import LossOptions
 from seqpar.losses.table import LOSSES, DiceCE, make_loss, scores_classes
 
@@ -14,6 +15,7 @@ __all__ = [
     "LossGroups",
     "LossOptions",
     "LossParts",
+    "MaskedError",
     "make_loss",
     "scores_classes",
 ]

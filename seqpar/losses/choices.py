@@ -1,3 +1,3 @@
 """The losses that ``--loss`` names."""
 
-from seqpar.losses.mixtures import dice_ce, dice_focal, focal
+from seqpar.losses.mixtures import ce, dice, dice_ce, dice_focal, focal

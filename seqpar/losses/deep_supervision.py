@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from seqpar.losses.groups import LossGroups
 from seqpar.losses.loss import Loss, LossParts
 
+Levels = Sequence[Tensor]  # logits, the finest first
+
 
 class DeepSupervision(nn.Module):
     """The loss on several levels of logits, each level's weight half of the finer one's, all together 1.
@@ -28,21 +30,13 @@ class DeepSupervision(nn.Module):
         self.loss, self.levels = loss, [(0.5**level / total, tuple(scale)) for level, scale in enumerate(scales)]
 
     def forward(
-        self,
-        logits: Sequence[Tensor],
-        label: Tensor,
-        loss_groups: LossGroups | None = None,
-        annotated: Tensor | None = None,
+        self, logits: Levels, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
     ) -> Tensor:
         """Returns the scalar loss of each level's logits ``b k W D H`` and integer labels ``b W D H`` of the finest."""
         return self.parts(logits, label, loss_groups, annotated).total
 
     def parts(
-        self,
-        logits: Sequence[Tensor],
-        label: Tensor,
-        loss_groups: LossGroups | None = None,
-        annotated: Tensor | None = None,
+        self, logits: Levels, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
     ) -> LossParts:
         """Returns the loss and its terms, each the weighted sum over levels."""
         if len(logits) != len(self.levels):

@@ -58,6 +58,7 @@ class Loss(nn.Module):
         self.regions = tuple(tuple(region) for region in regions)
         check_signs("class weights", class_weights)
         self.ignore_label, self.class_weights = ignore_label, tuple(class_weights)
+        self._placed_weights = dict[tuple[torch.dtype, torch.device], Tensor]()  # copied to each device once
 
     def forward(
         self, logits: Tensor, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
@@ -96,7 +97,10 @@ class Loss(nn.Module):
         dtype = torch.promote_types(like.dtype, torch.float32)
         if not self.class_weights:
             return annotated.to(dtype)  # type: ignore[union-attr]
-        weights = torch.tensor(self.class_weights, dtype=dtype, device=like.device).expand(len(like), -1)
+        place = dtype, like.device
+        if place not in self._placed_weights:
+            self._placed_weights[place] = torch.tensor(self.class_weights, dtype=dtype, device=like.device)
+        weights = self._placed_weights[place].expand(len(like), -1)
         return weights if annotated is None else weights * annotated
 
     def _over_voxels(self, logits: Tensor, label: Tensor, weights: Tensor | None, annotated: Tensor | None) -> Tensor:
@@ -136,7 +140,7 @@ class Loss(nn.Module):
     def _count(self, label: Tensor, weights: Tensor | None) -> Tensor:
         """Returns how many voxels count, or what they weigh."""
         if self.ignore_label is None and weights is None:
-            return torch.tensor(label.numel(), device=label.device)
+            return torch.full((), label.numel(), device=label.device)
         return torch.stack([self._count_run(run, weights) for run, _ in runs(label, label[:, None])]).sum()
 
     def _count_run(self, label: Tensor, weights: Tensor | None) -> Tensor:

@@ -9,17 +9,33 @@ Terms = list[VoxelTerm | ClassTerm]
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What terms may depend on: ``squared``, ``background``, ``batch`` of ``Dice``, ``gamma`` of ``Focal``."""
+    """What terms may depend on: ``gamma`` of ``Focal``, the others of ``Dice``."""
 
     squared: bool = False
     background: bool = False
     batch: bool = False
     gamma: float = 2.0
+    smooth: float = 1e-5
+
+    @property
+    def dice(self) -> Dice:
+        """Soft Dice with these options."""
+        return Dice(self.squared, self.background, self.batch, self.smooth)
 
 
 def dice_ce(options: LossOptions) -> Terms:
     """Returns soft Dice and cross-entropy."""
-    return [Dice(options.squared, options.background, options.batch), CrossEntropy()]
+    return [options.dice, CrossEntropy()]
+
+
+def dice(options: LossOptions) -> Terms:
+    """Returns soft Dice alone."""
+    return [options.dice]
+
+
+def ce(options: LossOptions) -> Terms:
+    """Returns cross-entropy."""
+    return [CrossEntropy()]
 
 
 def focal(options: LossOptions) -> Terms:
@@ -29,4 +45,4 @@ def focal(options: LossOptions) -> Terms:
 
 def dice_focal(options: LossOptions) -> Terms:
     """Returns soft Dice and the focal loss."""
-    return [Dice(options.squared, options.background, options.batch), Focal(options.gamma)]
+    return [options.dice, Focal(options.gamma)]

@@ -4,7 +4,7 @@ Legend: b batch, k classes or regions, W D H voxels, s sums.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.meta_tensors import alike
+from seqpar.meta_tensors import alike, device_type
 
-RUN = 1 << 20  # logits of which probabilities and targets are held at a time
+# logits of which probabilities and targets are held at a time: on a GPU as many as keep its launches few
+RUN, GPU_RUN = 1 << 20, 1 << 26
 
 SumsOfRun = Callable[[Tensor, Tensor], Tensor]  # takes logits and labels of a run, returns b s
 
@@ -34,7 +35,7 @@ class Voxels:
         """``b k ...``: 1 where the voxel belongs to the class or region, else 0."""
         label, dtype = self.label, self.logits.dtype
         if self.regions:
-            masks = [torch.isin(label, torch.tensor(region, device=label.device)) for region in self.regions]
+            masks = [reduce(torch.logical_or, (label == value for value in region)) for region in self.regions]
             return torch.stack(masks, 1).to(dtype)
         classes = torch.arange(self.logits.shape[1], device=label.device).view(-1, *[1] * (label.ndim - 1))
         return (label[:, None] == classes).to(dtype)
@@ -80,6 +81,10 @@ class _OverVoxels(Function):
 
 
 def runs(label: Tensor, *logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Returns labels ``b W D H`` and logits ``b k W D H`` in runs along W of at most ``RUN`` logits, a row at least."""
-    rows = max(1, RUN // max(logits[0][:, :, :1].numel(), 1))
+    """Returns labels ``b W D H`` and logits ``b k W D H`` in runs along W, a row at least.
+
+    A run has at most ``RUN`` logits, on a GPU ``GPU_RUN``.
+    """
+    most = RUN if device_type(label) == "cpu" else GPU_RUN
+    rows = max(1, most // max(logits[0][:, :, :1].numel(), 1))
     return alike(list(zip(label.split(rows, 1), *(x.split(rows, 2) for x in logits))), label)

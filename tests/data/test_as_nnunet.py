@@ -18,6 +18,7 @@ from tests.support import nnunet_prediction
 from tests.support.folders import save
 from tests.support.nnunet_networks import DATASET, configuration, plans_of
 
+PLANS, DECLARED = Path("plans.json"), Path("dataset.json")
 FLIPPED = np.array([[0, 0, -1.7, 3], [-0.9, 0, 0, 1], [0, 4.1, 0, 2], [0, 0, 0, 1.0]])  # axes W D H: -A, S, -R
 STRAIGHT = np.diag([0.9, 1.3, 2.2, 1.0])
 CASES: dict[str, tuple[np.ndarray, list[int], dict[str, Any]]] = {
@@ -47,7 +48,7 @@ def by_plan(**changed: Any) -> ByPlan:
     """Returns the preparation of plans that differ by ``changed``: entries of the plans, or of their configuration."""
     outer = {key: changed.pop(key) for key in ("transpose_forward", "image_reader_writer") if key in changed}
     plans = plans_of({**configuration("PlainConvUNet"), **changed}, **outer)
-    return ByPlan.of(plan_of(plans, "3d_fullres", Path("plans.json")), declaration_of(DATASET, Path("dataset.json")))
+    return ByPlan.of(plan_of(plans, "3d_fullres", PLANS), declaration_of(DATASET, DECLARED))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -92,6 +93,39 @@ def test_an_empty_image_is_an_error_that_names_it(tmp_path: Path) -> None:
     preparation = by_plan()
     with pytest.raises(DataError, match="case_0000.nii.gz: every voxel is 0"):
         preparation.prepare(load_case(case, preparation.recipe), case)
+
+
+def test_older_names_and_an_ignore_label_are_read() -> None:
+    plans = plans_of(configuration("PlainConvUNet"))
+    per_channel = plans.pop("foreground_intensity_properties_per_channel")
+    older = plan_of({**plans, "foreground_intensity_properties_by_modality": per_channel}, "3d_lowres", PLANS)
+    assert older.intensities == tuple(per_channel.values()) and older.batch_size == 3
+    labels = {"background": 0, "edge": 1, "core": 2, "ignore": 3}
+    declared = declaration_of({"modality": {"0": "CT"}, "labels": labels}, DECLARED)
+    assert declared.num_outputs == 3 and list(declared.labels) == ["background", "edge", "core"]
+    regions = {"background": 0, "whole": [1, 2], "core": [2], "ignore": 3}
+    declared = declaration_of({**DATASET, "labels": regions, "regions_class_order": [1, 2]}, DECLARED)
+    assert declared.num_outputs == 2 and declared.regions == {"whole": (1, 2), "core": (2,)}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a gap": ({"labels": {"background": 0, "a": 2}}, r"values \[0, 2\]; nnU-Net numbers them from 0 without a gap"),
+    "no background": ({"labels": {"a": 1}}, '"background": 0, "tumour": 1} is needed'),
+    "no order": ({"labels": {"background": 0, "a": [1, 2], "b": [2]}}, "regions_class_order is None; a label for each"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_labels_that_no_network_of_its_can_have_are_refused(name: str) -> None:
+    changed, message = WRONG[name]
+    with pytest.raises(DataError, match=message):
+        declaration_of({**DATASET, **changed}, DECLARED)
+
+
+def test_configurations_that_inherit_in_a_circle_are_refused() -> None:
+    circle = {"3d_fullres": {"inherits_from": "3d_lowres"}, "3d_lowres": {"inherits_from": "3d_fullres"}}
+    with pytest.raises(DataError, match="inherits from '3d_fullres', which is not there or inherits from it"):
+        plan_of({**plans_of({}), "configurations": circle}, "3d_fullres", PLANS)
 
 
 def test_the_nearest_rows_are_those_that_scipy_takes() -> None:

@@ -21,7 +21,7 @@ def describe(root: Path, **changes: object) -> None:
 
 WHOLE_SET: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "broken JSON": (lambda r: (r / "dataset.json").write_text('{"labels": '), "dataset.json", "no JSON"),
-    "JSON that is a list": (lambda r: (r / "dataset.json").write_text("[]"), "dataset.json", "holds a list"),
+    "JSON that is a list": (lambda r: (r / "dataset.json").write_text("[]"), "dataset.json", "holds no JSON object"),
     "JSON in another encoding": (
         lambda r: (r / "dataset.json").write_bytes(b'{"a": "\xff\xfe"}'),
         "dataset.json",

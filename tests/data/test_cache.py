@@ -198,7 +198,7 @@ def test_a_data_set_of_nnunet_is_found_by_its_number_after_it_was_prepared(
         assert act(["901", "--workers", "0"]) == 0
         said = capsys.readouterr().out
         assert said.count(f"{raw}/Dataset901_Blob.prepared is a cache of an earlier version") == 1
-    place = (beside if has_preprocessed else root).parent / "seqpar-prepared" / "Dataset901_Blob"
+    place = (beside if has_preprocessed else raw).parent / "seqpar-prepared" / "Dataset901_Blob"
     assert f"it can be deleted: now it is {place}" in said
     assert not outdated_cache(root, root.with_name("Dataset901_Blob.prepared"))
     open_data(config_of(["--data", "901", "--fold", "all"]), True)
@@ -208,7 +208,12 @@ def test_a_data_set_of_nnunet_is_found_by_its_number_after_it_was_prepared(
     assert open_cache(place).ids == ("c_000", "c_001") == prepared(901, is_first=True).ids
     new = sorted(path.name for path in raw.iterdir() if path.suffix != ".prepared")
     assert [name for name in new if name.startswith("Dataset901")] == ["Dataset901_Blob"], "as nnU-Net looks it up"
-    assert len(new) == (1 if has_preprocessed else 2) and recognise("Dataset901_Blob").root == root
+    assert len(new) == 1 and recognise("Dataset901_Blob").root == root
+    monkeypatch.delenv("nnUNet_raw")  # named by its path, in another shell
+    assert cache_folder(recognise(root)) == place
+    (former := raw / "seqpar-prepared" / "Dataset901_Blob").mkdir(parents=True)
+    (former / "cache.json").touch()
+    assert f"Dataset901_Blob.prepared and {former} are caches of an earlier version" in outdated_cache(root, place)
 
 
 def test_each_spacing_has_a_cache_of_its_own(tmp_path, monkeypatch):

@@ -68,6 +68,26 @@ def test_joined_parts_are_the_same_tiles_for_any_ranks_and_workers(
     assert seen == Counter(dict.fromkeys(expected, len(workers)))
 
 
+def read_and_deliver(mesh: Mesh, log: str) -> list[MicroBatch]:
+    source = noise_source(augment("paper", TILE), count=1, log=log)
+    return list(load(mesh, source, workers=0, batch=2, accumulate=2, split="ordered", steps=range(3)))
+
+
+def test_every_place_of_a_pipe_gets_the_parts_and_prepares_some(ranks: Callable[..., list], tmp_path: Path) -> None:
+    """Two places of two parts each: no tile is prepared twice, and each rank prepares as many."""
+    expected = tiles_of(noise_source(augment("paper", TILE), count=1), range(3), 4)
+    parts = ranks(4, read_and_deliver, str(tmp_path / "log"), seqpar=2, pipe=2)
+    layout = Layout.of(TILE, 4, 2, "ordered")
+    for place in (0, 1):
+        for same in zip(*parts[2 * place : 2 * place + 2], strict=True):
+            image, label = joined(list(same), layout)
+            for b, sample in enumerate(same[0].samples):
+                wanted_image, wanted_label, _ = expected[same[0].step, sample]
+                assert torch.equal(image[b], wanted_image) and torch.equal(label[b], wanted_label)
+    reads = Counter(line.split()[0] for line in lines(tmp_path / "log"))
+    assert sorted(reads.values()) == [3, 3, 3, 3]
+
+
 def test_started_later_the_same_follows(alone: Mesh) -> None:
     source = noise_source(augment("paper", TILE))
     whole = list(load(alone, source, steps=range(6), batch=2, workers=1))

@@ -142,6 +142,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.started
 @pytest.mark.parametrize("end, code", [("exit", 7), ("raise", 1)])
 def test_a_program_that_ends_without_close_does_not_hang(
     end: str, code: int, trainers: Callable[[str], Trainer]
@@ -151,6 +152,7 @@ def test_a_program_that_ends_without_close_does_not_hang(
     wait_until(lambda: not any(map(runs, pids)), 5)
 
 
+@pytest.mark.started
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_killed_trainer_leaves_no_process(method: str, trainers: Callable[[str], Trainer]) -> None:
     trainer, pids = trainers(f"killed {method}")
@@ -167,6 +169,7 @@ def session(leader: int) -> list[str]:
     return [line for line in listing.splitlines() if " Z" not in line]
 
 
+@pytest.mark.started
 def test_ctrl_c_ends_all(trainers: Callable[[str], Trainer]) -> None:
     trainer, pids = trainers("ctrl-c")
     os.killpg(trainer.pid, signal.SIGINT)  # a terminal sends it to all

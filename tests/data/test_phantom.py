@@ -162,7 +162,7 @@ def test_a_worker_error_reaches_the_caller_and_no_process_stays(tmp_path):
 def test_the_act_writes_and_its_faults_have_codes(tmp_path, capsys):
     good = ["--cases", "1", "--size", "24", "28", "24", "--workers", "1", "--out"]
     assert run(launch_phantom.act, [*good, str(tmp_path / "a")]) == 0
-    assert "1 cases in" in capsys.readouterr().out
+    assert "1 case in" in capsys.readouterr().out
     assert run(launch_phantom.act, [*good, str(tmp_path / "a"), "--seed", "1"]) == DATA
     assert run(launch_phantom.act, ["--cases", "0", "--out", str(tmp_path / "b")]) == USAGE
     assert run(launch_phantom.act, ["--size", "8", "8", "8", "--out", str(tmp_path / "b")]) == USAGE

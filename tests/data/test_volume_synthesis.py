@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from scipy import ndimage
 
 from seqpar.data.boxes import read_box
-from seqpar.data.formats.recognise import recognise
 from seqpar.data.phantom.files import PhantomSettings, write_phantom
 from seqpar.data.preparation.prepare import PrepareSettings, prepared
 from seqpar.data.sampling.augmentation import Augmentation, augment
@@ -145,15 +144,19 @@ def test_a_tile_is_drawn_of_the_changed_case_at_the_same_place(synthesis):
 def test_the_volume_synthesis_of_a_run_is_the_one_that_the_flag_names(tmp_path):
     root = write_phantom(tmp_path, 5, PhantomSettings.of("liver", size=(32, 28, 28)))
     line = ["--data", str(root), "--cache", str(tmp_path / "cache"), "--tile", "16", "--synthesis", "1"]
+    line += ["--augment", "none"]
     per_tile = open_data(parse(line, "laptop")[1], True).tiles
     per_volume = open_data(parse([*line, "--synthesis-per", "volume"], "laptop")[1], True).tiles
     assert per_tile.augmentation.synthesis and not per_tile.synthesis
     assert per_volume.synthesis and not per_volume.augmentation.synthesis
     assert per_volume.synthesis.labels == TumourSynthesis((1,), (2,), None, 1.0)
-    prepared_cases = [case for case in per_volume.cases if (case.label == 2).any()]
-    changed = [not np.array_equal(per_volume.draw(TileKey(0, 0, j)).image, per_tile.draw(TileKey(0, 0, j)).image)
-               for j in range(6)]  # fmt: skip
-    assert prepared_cases and any(changed)
+    plain = replace(per_volume, synthesis=None)
+    keys = [TileKey(0, 0, j) for j in range(6)]
+    own, before = ([source.draw(key) for key in keys] for source in (per_volume, plain))
+    assert all(np.array_equal(a.label > 0, b.label > 0) for a, b in zip(own, before)), "the same tiles of organs"
+    changed = [not np.array_equal(a.label, b.label) for a, b in zip(own, before)]
+    assert any(changed), "in which other voxels are lesions"
+    assert [not np.array_equal(a.image, b.image) for a, b in zip(own, before)] == changed
 
 
 def test_lesions_without_an_organ_are_refused(tmp_path):
@@ -169,4 +172,3 @@ def test_lesions_without_an_organ_are_refused(tmp_path):
         VolumeSynthesis.of(dataset, 0.5)
     with pytest.raises(ValueError, match="needs an organ"):
         VolumeSynthesis(TumourSynthesis((0,), (2,)))
-    assert recognise(tmp_path / "Dataset999_Phantom").name

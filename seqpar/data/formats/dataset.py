@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from seqpar.data.errors import DataError
+from seqpar.data.formats.volume_classes import TABLE, Split, VolumeClasses
 
-Split = tuple[tuple[str, ...], tuple[str, ...]]  # ids to train on, ids to validate on
+__all__ = ["Case", "Dataset", "Split", "unlabelled"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Dataset:
     ignore_label: int | None = None
     splits: tuple[Split, ...] = ()  # those that the data set defines; empty if they are computed
     faults: tuple[DataError, ...] = ()  # what is wrong with single cases, which `cases` leaves out
+    joined: dict[int, int] = field(default_factory=dict)  # values in the files that count as another value
+    volume_classes: VolumeClasses | None = None  # where each case has one class, and voxels have no labels
 
     def __post_init__(self) -> None:
         if not self.cases and not self.faults:
@@ -50,6 +53,13 @@ class Dataset:
     def ids(self) -> tuple[str, ...]:
         """Returns the ids of the usable cases, sorted."""
         return tuple(sorted(case.id for case in self.cases))
+
+
+def unlabelled(dataset: Dataset) -> DataError:
+    """Returns the DataError for a data set without labels that is to be trained on."""
+    if (dataset.root / TABLE).is_file():
+        return DataError(dataset.root, f"has no label maps, and {TABLE} gives each case a class: add --task classify")
+    return DataError(dataset.root, "has no labels to train on; add them (prediction prepares by itself)")
 
 
 def _check_labels(dataset: Dataset) -> None:

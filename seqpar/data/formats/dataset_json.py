@@ -14,7 +14,7 @@ def content_of(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file, which must be an object."""
     content = read_json(path)
     if not isinstance(content, dict):
-        raise DataError(path, f"holds a {type(content).__name__}; an object with the data set's keys is needed")
+        raise DataError(path, "holds no JSON object; one with the data set's keys is needed")
     if not isinstance(content.get("training", []), list):
         raise DataError(path, '"training" is no list; list the cases in it')
     return content

@@ -127,6 +127,12 @@ def plan_of(plans: Mapping[str, Any], configuration: str, path: Path) -> Plan:
     return plan
 
 
+def patch_size_of(plans: Mapping[str, Any], configuration: str) -> tuple[int, ...]:
+    """Returns the patch size of a configuration alone, whatever else the plans say."""
+    own = _inherited(plans["configurations"], configuration, Path("plans"))
+    return tuple(map(int, own["patch_size"]))
+
+
 def declaration_of(content: Mapping[str, Any], path: Path) -> Declaration:
     """Returns what dataset.json declares; ``path``: for messages."""
     declared = content.get("labels")

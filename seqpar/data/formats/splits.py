@@ -1,7 +1,9 @@
-"""Splits into training and validation cases: nnU-Net's five folds, 90:10, or those in the data set's own files."""
+"""Splits into training and validation cases: nnU-Net's five folds, shares, or those in the data set's own files."""
 
 import os
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,12 +31,56 @@ def folds(dataset: HasCases) -> list[Split]:
     return list(dataset.splits) or five_folds(dataset.ids)
 
 
+def tested_ids(dataset: HasCases, fold: int | str) -> tuple[str, ...]:
+    """Returns the ids that neither train nor validate, which only shares such as "70:15:15" have."""
+    shares = shares_of(str(fold))
+    return _by_shares(sorted(dataset.ids), shares, str(fold))[2] if shares else ()
+
+
+def shares_of(fold: str) -> tuple[int, ...]:
+    """Returns the percentages to train, to validate and to test on of a text such as "70:15:15", () of others."""
+    match = re.fullmatch(r"(\d+):(\d+):(\d+)", fold)
+    if not match:
+        return ()
+    shares = tuple(int(share) for share in match.groups())
+    if sum(shares) != 100 or 0 in shares:
+        raise ValueError(f"fold is {fold}; three shares above 0 that make 100 are needed, such as 70:15:15")
+    return shares
+
+
+def _by_shares(ids: Sequence[str], shares: Sequence[int], fold: str) -> tuple[tuple[str, ...], ...]:
+    """Returns the sorted ids of each part; cases are mixed by nnU-Net's seed."""
+    mixed = np.random.RandomState(SEED).permutation(len(ids)).tolist()
+    held_out, test = (max(1, round(len(ids) * share / 100)) for share in shares[1:])
+    rest = len(ids) - held_out - test
+    if rest < 1:
+        raise ValueError(f"fold {fold} leaves none of {len(ids)} cases to train on; use fold all, or other shares")
+    parts = mixed[:rest], mixed[rest : rest + held_out], mixed[rest + held_out :]
+    return tuple(tuple(ids[n] for n in sorted(part)) for part in parts)
+
+
+def some_of(ids: Sequence[str], count: int, class_of: Callable[[str], int] = lambda case: 0) -> tuple[str, ...]:
+    """Returns so many cases, drawn by nnU-Net's seed, from each class in turn; all for 0."""
+    if count > len(ids):
+        raise ValueError(f"--train-cases {count}: the fold has {len(ids)} to train on: use at most {len(ids)}")
+    rows, drawn = Counter[int](), list[tuple[int, int, str]]()
+    for at in np.random.RandomState(SEED).permutation(len(ids)):
+        number = class_of(ids[at])
+        drawn.append((rows[number], number, ids[at]))
+        rows[number] += 1
+    chosen = {case for _, _, case in sorted(drawn)[: count or len(ids)]}
+    return tuple(case for case in ids if case in chosen)
+
+
 def split(dataset: HasCases, fold: int | str) -> Split:
     """Returns the ids to train on and to validate on.
 
-    fold: the number of a fold, "all" (every case in both) or "90:10".
+    fold: the number of a fold, "all" (every case in both), "90:10", or three shares, as 70:15:15.
     """
     ids = sorted(dataset.ids)
+    if shares := shares_of(str(fold)):
+        train, held_out, _ = _by_shares(ids, shares, str(fold))
+        return train, held_out
     if fold == "all":
         return tuple(ids), tuple(ids)
     if fold == "90:10":
@@ -44,10 +90,10 @@ def split(dataset: HasCases, fold: int | str) -> Split:
         chosen = set(mixed[: max(1, round(len(ids) / 10))].tolist())
         return tuple(ids[n] for n in range(len(ids)) if n not in chosen), tuple(ids[n] for n in sorted(chosen))
     if not str(fold).isdigit():
-        raise ValueError(f"fold is {fold!r}; a number, all or 90:10 is needed")
+        raise ValueError(f"fold is {fold!r}; a number, all, 90:10 or 70:15:15 is needed")
     all_folds = folds(dataset)
     if int(fold) >= len(all_folds):
-        raise ValueError(f"fold is {fold}; there are folds 0 to {len(all_folds) - 1}, all and 90:10")
+        raise ValueError(f"--fold {fold}: there are folds 0 to {len(all_folds) - 1}, all and 90:10")
     train, held_out = all_folds[int(fold)]
     unknown = sorted({*train, *held_out} - set(ids))
     if unknown:

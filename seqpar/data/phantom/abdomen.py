@@ -4,8 +4,6 @@ Like the brains, a case is defined in physical space, each a function of (seed, 
 and lesions is there too, and not labelled: spleen and muscle, gall bladder, the bowel.
 """
 
-from functools import partial
-
 import numpy as np
 
 from seqpar.data.phantom import fields
@@ -17,8 +15,7 @@ DEFAULT_SIZE = (72, 60, 60)  # 4 mm voxels
 LABELS = {"background": 0, "liver": 1, "lesion": 2}
 HEALTHY_EVERY = 8  # every eighth case has no lesion
 
-place_voxels = partial(fields.place_voxels, extent=FIELD_OF_VIEW)
-random_field = partial(fields.random_field, extent=FIELD_OF_VIEW)
+place_voxels, random_field = fields.over(FIELD_OF_VIEW)
 
 
 def make_case(seed: int, index: int, size: tuple[int, int, int] = DEFAULT_SIZE) -> PhantomCase:

@@ -4,7 +4,6 @@ Axes are right-left, back-front, down-up in mm, with 0 in the middle of the fiel
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -13,8 +12,7 @@ from seqpar.data.phantom.fields import Field, Mask, inside, soft
 
 FIELD_OF_VIEW = (192.0, 224.0, 192.0)  # mm
 
-place_voxels = partial(fields.place_voxels, extent=FIELD_OF_VIEW)
-random_field = partial(fields.random_field, extent=FIELD_OF_VIEW)
+place_voxels, random_field = fields.over(FIELD_OF_VIEW)
 
 
 @dataclass(frozen=True)
@@ -24,10 +22,11 @@ class Anatomy:
     depth: Field  # mm below the brain's surface
     brain: Mask
     memberships: dict[str, Field]
+    head: "Head"
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
     """Each voxel's coordinates in the head, and its mm below the surface of the brain and of each of its parts."""
 
     x: Field
@@ -40,12 +39,12 @@ class _Head:
     depth: Field
 
 
-def build_anatomy(rng: np.random.Generator, place: list[Field]) -> Anatomy:
-    """Returns a random healthy head, which is not symmetric."""
+def build_anatomy(rng: np.random.Generator, place: list[Field], wide: float | None = None) -> Anatomy:
+    """Returns a random healthy head, which is not symmetric; its ventricles are ``wide`` times as wide as usual."""
     head = _head(rng, place)
     grey, csf = _cortex(rng, head)
-    wide = rng.uniform(0.75, 1.5)
-    ventricle = _ventricle(head, wide)
+    wide = rng.uniform(0.75, 1.5) if wide is None else wide
+    ventricle = ventricle_of(head, wide)
     nuclei = np.maximum(
         inside([head.side, head.y, head.z], (14, -8, 0), (10, 15, 9)),
         inside([head.side, head.y, head.z], (26, 8, 0), (7, 19, 11)),
@@ -54,10 +53,10 @@ def build_anatomy(rng: np.random.Generator, place: list[Field]) -> Anatomy:
     csf = np.maximum(csf, soft(ventricle, 1.6))
     old_age = _old_age(rng, head, ventricle) * (1 - grey)
     memberships = {"grey": grey, "old_age": old_age, "csf": csf, "vessel": _vessels(rng, head)}
-    return Anatomy(head.depth, head.depth > 0, memberships)
+    return Anatomy(head.depth, head.depth > 0, memberships, head)
 
 
-def _head(rng: np.random.Generator, place: list[Field]) -> _Head:
+def _head(rng: np.random.Generator, place: list[Field]) -> Head:
     size = tuple(p.size for p in place)
     grow = rng.uniform(0.93, 1.06, 3).astype(np.float32)
     x, y, z = ((p + 3.5 * random_field(rng, size, 28)) / g for p, g in zip(place, grow))
@@ -68,10 +67,10 @@ def _head(rng: np.random.Generator, place: list[Field]) -> _Head:
     upper = np.maximum(cerebrum, temporal)
     cerebellum = inside([side, y, z], (22, -46, -46), (32, 31, 25))
     stem = inside([x, y + 0.25 * (z + 40), z], (0, -10, -48), (13, 14, 40))
-    return _Head(x, y, z, side, upper, cerebellum, stem, np.maximum(upper, np.maximum(cerebellum, stem)))
+    return Head(x, y, z, side, upper, cerebellum, stem, np.maximum(upper, np.maximum(cerebellum, stem)))
 
 
-def _cortex(rng: np.random.Generator, head: _Head) -> tuple[Field, Field]:
+def _cortex(rng: np.random.Generator, head: Head) -> tuple[Field, Field]:
     """Returns grey matter and CSF of the folded surface; sulci run along the zeros of a random field."""
     y, z = head.y, head.z
     reach = np.clip(1 - (head.depth - 5) / 18, 0, 1)
@@ -93,7 +92,7 @@ def _cortex(rng: np.random.Generator, head: _Head) -> tuple[Field, Field]:
     return grey * inner, csf * inner
 
 
-def _ventricle(head: _Head, wide: float) -> Field:
+def ventricle_of(head: Head, wide: float) -> Field:
     """Returns roughly the depth below the surface of the ventricles in mm; they are ``wide`` times as wide as usual."""
     side, y, z = head.side, head.y, head.z
     bend = 0.006 * (y - 6) ** 2  # the horns lead away from the midline, the posterior ones downwards
@@ -103,7 +102,7 @@ def _ventricle(head: _Head, wide: float) -> Field:
     return np.maximum(np.maximum(body, horn), third)
 
 
-def _old_age(rng: np.random.Generator, head: _Head, ventricle: Field) -> Field:
+def _old_age(rng: np.random.Generator, head: Head, ventricle: Field) -> Field:
     """Returns lesions of old age, bright in FLAIR: spots in white matter and caps on the ventricles."""
     age = rng.uniform(0.0, 1.0)
     spots = soft(random_field(rng, head.depth.shape, 4.5) - (3.3 - 1.1 * age), 0.5)
@@ -111,7 +110,7 @@ def _old_age(rng: np.random.Generator, head: _Head, ventricle: Field) -> Field:
     return np.maximum(spots * soft(head.depth - 12, 6), caps * soft(np.abs(head.y) - 20, 10))
 
 
-def _vessels(rng: np.random.Generator, head: _Head) -> Field:
+def _vessels(rng: np.random.Generator, head: Head) -> Field:
     """Returns vessels, bright in T1ce: arteries, the sagittal sinus, the choroid plexus."""
     size, z = head.depth.shape, head.z
     course = np.hypot(random_field(rng, size, 9, band=True), random_field(rng, size, 9, band=True))

@@ -41,7 +41,7 @@ def make_case(seed: int, index: int, size: tuple[int, int, int] = DEFAULT_SIZE) 
     healthy = (seed + index) % HEALTHY_EVERY == HEALTHY_EVERY - 1
     label = np.zeros(size, np.uint8) if healthy else _tumours(tumour_rng, position, anatomy)
     image = _intensities(contrast_rng, anatomy, label)
-    return PhantomCase(_measure(noise_rng, image, anatomy.brain), label, spacing_of(FIELD_OF_VIEW, size))
+    return PhantomCase(measure(noise_rng, image, anatomy.brain), label, spacing_of(FIELD_OF_VIEW, size))
 
 
 def _tumours(rng: np.random.Generator, position: list[Field], anatomy: Anatomy) -> NDArray[np.uint8]:
@@ -114,12 +114,12 @@ def _paint(image: Field, value: NDArray[np.float64], weight: Field) -> None:
         channel += weight * (np.float32(v) - channel)
 
 
-def _measure(rng: np.random.Generator, image: Field, brain: Mask) -> NDArray[np.int16]:
+def measure(rng: np.random.Generator, image: Field, brain: Mask) -> NDArray[np.int16]:
     """Returns the image as a scanner writes it: blurred, noisy, in arbitrary units, 0 outside the brain."""
-    scale = rng.uniform(300, 1500, 4)
-    noise = rng.uniform(0.025, 0.06, 4)
+    scale = rng.uniform(300, 1500, len(image))
+    noise = rng.uniform(0.025, 0.06, len(image))
     out = np.zeros(image.shape, np.int16)
-    for channel in range(4):
+    for channel in range(len(image)):
         signal = ndimage.gaussian_filter(image[channel], 0.45)
         real, imaginary = rng.standard_normal((2, *brain.shape), np.float32) * np.float32(noise[channel])
         measured = np.hypot(signal + real, imaginary) * np.float32(scale[channel])

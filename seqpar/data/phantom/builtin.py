@@ -5,6 +5,8 @@ from pathlib import Path
 
 from seqpar.data.formats.brats import MEANINGS
 from seqpar.data.formats.brats import MODALITIES as BRATS_MODALITIES
+from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.formats.joined_labels import Joins, join_labels
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.files import PhantomSettings, write_phantom
 from seqpar.data.preparation.fingerprint import Fingerprint
@@ -12,18 +14,32 @@ from seqpar.data.preparation.waiting import announced, run_token, wait_for
 from seqpar.data.workers import Progress, silent
 
 
-def phantom_fingerprint(cases: int) -> Fingerprint:
-    """Returns the fingerprint of the built-in phantom data set, written or not."""
-    settings = PhantomSettings()
+def phantom_fingerprint(cases: int, joins: Joins = ()) -> Fingerprint:
+    """Returns the fingerprint of the built-in phantom data set, written or not, with labels joined."""
+    settings, meaning = PhantomSettings(), MEANINGS["2023"]
     spacing = tuple(mm / side for mm, side in zip(FIELD_OF_VIEW, settings.size))
+    ids = [settings.files(Path(), index)[0].parent.name for index in range(cases)]
+    dataset = join_labels(
+        Dataset(
+            f"phantom-{cases}",
+            Path(),
+            "built-in phantom brains",
+            tuple(Case(name, ()) for name in ids),
+            BRATS_MODALITIES,
+            meaning.labels,
+            meaning.regions,
+            meaning.order,
+        ),
+        joins,
+    )
     return Fingerprint(
-        f"phantom-{cases}",
-        "built-in phantom brains",
-        tuple(settings.files(Path(), index)[0].parent.name for index in range(cases)),
+        dataset.name,
+        dataset.layout,
+        tuple(ids),
         (),
         BRATS_MODALITIES,
-        tuple(MEANINGS["2023"].labels),
-        tuple(MEANINGS["2023"].regions),
+        tuple(dataset.labels),
+        tuple(dataset.regions),
         (settings.size,) * cases,
         (spacing,) * cases,  # type: ignore[arg-type]
     )

@@ -4,6 +4,7 @@ Random fields are drawn as a few waves over the field of view and then sampled o
 voxels show the same field.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,11 @@ def random_field(
         pad[axis] = (lower - start, start + to_size - upper)
         waves = np.pad(waves.take(np.arange(lower, upper), axis=axis), pad)
     return fft.irfftn(fft.ifftshift(waves, axes=(0, 1)), s=size).astype(np.float32)
+
+
+def over(extent: Extent) -> tuple[partial[list[Field]], partial[Field]]:
+    """Returns ``place_voxels`` and ``random_field`` of a field of view; ``extent``: its sides in mm."""
+    return partial(place_voxels, extent=extent), partial(random_field, extent=extent)
 
 
 def soft(distance: Any, width: float) -> Field:

@@ -1,4 +1,4 @@
-"""Writes phantom cases as NIfTI files in the layouts of BraTS 2023 and nnU-Net."""
+"""Writes phantom cases as NIfTI files in the layouts of BraTS 2023 and nnU-Net, or with a table of classes."""
 
 import gzip
 import json
@@ -21,8 +21,9 @@ from seqpar.data.phantom.kinds import KINDS, PhantomKind
 from seqpar.data.phantom.phantom_case import PhantomCase
 from seqpar.data.workers import Progress, silent
 
-LAYOUTS = ("brats", "nnunet")
+LAYOUTS = ("brats", "nnunet", "classes")
 SETTINGS_FILE = "phantom.json"
+IMAGES = "phantom_*.nii.gz"  # of the layout with a table of classes
 VERSION = 1  # of the pictures: another generator never mixes with old files
 
 
@@ -73,11 +74,13 @@ class PhantomSettings:
             name = f"BraTS-GLI-{index:05d}-000"
             return [root / name / f"{name}-{kind}.nii.gz" for kind in (*MODALITIES, "seg")]
         name, channels = self.case_name(index), range(len(self.of_kind.channels))
+        if self.layout == "classes":
+            return [root / f"{name}.nii.gz", root / "regions" / f"{name}.nii.gz"]
         images = [root / "imagesTr" / f"{name}_{channel:04d}.nii.gz" for channel in channels]
         return [*images, root / "labelsTr" / f"{name}.nii.gz"]
 
     def case_name(self, index: int) -> str:
-        """Returns the name of a case in nnU-Net's layout."""
+        """Returns the name of a case but in BraTS's layout."""
         return f"phantom_{index:05d}"
 
     def record(self) -> dict[str, Any]:
@@ -113,6 +116,8 @@ def write_phantom(
             progress(done, cases)
         if settings.layout == "nnunet":
             write_json(root / "dataset.json", _nnunet_description(out, settings))
+        if settings.layout == "classes":
+            write_bytes(root / "labels.csv", _class_table(root, settings).encode())
     except OSError as error:
         raise DataError(
             error.filename or root,
@@ -213,6 +218,14 @@ def _nifti(volume: NDArray[Any], case: PhantomCase) -> bytes:
     image.set_sform(case.affine, 1)
     image.set_qform(case.affine, 1)
     return gzip.compress(image.to_bytes(), compresslevel=1, mtime=0)
+
+
+def _class_table(root: Path, settings: PhantomSettings) -> str:
+    """Returns the content of labels.csv, of all cases that are there."""
+    class_of = settings.of_kind.class_of
+    assert class_of is not None
+    names = {settings.case_name(index): class_of(settings.seed, index) for index in range(len(list(root.glob(IMAGES))))}
+    return "".join(f"{line}\n" for line in ("case,class", *(f"{case},{name}" for case, name in names.items())))
 
 
 def _nnunet_description(out: Path, settings: PhantomSettings) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from seqpar.data.phantom import abdomen, anatomy, brain, head_neck
+from seqpar.data.phantom import abdomen, anatomy, brain, dementia, head_neck
 from seqpar.data.phantom.fields import Extent
 from seqpar.data.phantom.phantom_case import PhantomCase
 
@@ -22,7 +22,7 @@ class PhantomKind:
     ``make_case``: from seed, case index and voxels per direction; ``size``: usual ones; ``layouts``: the usual first.
     ``dataset``: name of its folder; ``title``, ``description``, ``channels`` and ``classes`` (labels, and regions where
     there are any): of nnU-Net's dataset.json. ``annotated``: the classes that the label of a case (seed, index) shows,
-    None where it shows all.
+    None where it shows all. ``class_of``: the class of a whole case (seed, index), where voxels have none to learn.
     """
 
     make_case: Callable[[int, int, Size], PhantomCase]
@@ -35,6 +35,7 @@ class PhantomKind:
     channels: tuple[str, ...]
     classes: dict[str, Any]
     annotated: Callable[[int, int], tuple[str, ...] | None] = _all_classes
+    class_of: Callable[[int, int], str] | None = None
 
 
 def _partly(seed: int, index: int) -> tuple[str, ...] | None:
@@ -76,8 +77,20 @@ KINDS = {
         "Dataset997_PhantomOrgans",
         "PhantomOrgans",
         "generated heads and necks in CT numbers, nine organs of which not every case shows all",
-        ("CT",),
+        ("clip -150:250",),
         {"labels": head_neck.LABELS},
         _partly,
+    ),
+    "dementia": PhantomKind(
+        dementia.make_case,
+        dementia.DEFAULT_SIZE,
+        anatomy.FIELD_OF_VIEW,
+        ("classes",),
+        "PhantomDementia",
+        "PhantomDementia",
+        "generated brains in T1 with one class each, healthy or dementia; the regions where they differ lie aside",
+        ("T1",),
+        {},
+        class_of=dementia.class_of,
     ),
 }

@@ -15,6 +15,7 @@ import numpy as np
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.data.formats.dataset import Split
+from seqpar.data.formats.volume_classes import VolumeClasses
 from seqpar.data.preparation.case import Properties
 from seqpar.data.preparation.recipe import Recipe
 
@@ -76,6 +77,7 @@ class PreparedDataset:
     annotated: dict[str, tuple[int, ...]] = field(
         default_factory=dict
     )  # what labels show, of cases that do not show all
+    volume_classes: VolumeClasses | None = None  # where each case has one class, and no label of voxels
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -103,6 +105,7 @@ def open_cache(path: str | Path) -> PreparedDataset:
         cases={name: PreparedCase(name, path / "cases" / name) for name in index["cases"]},
         described=description,
         annotated={name: tuple(shown) for name, shown in description.get("annotated", {}).items()},
+        volume_classes=VolumeClasses.from_json(classes) if (classes := description.get("volume_classes")) else None,
     )
 
 
@@ -110,8 +113,10 @@ def read_index(path: Path) -> dict[str, Any] | None:
     """Returns the content of cache.json; None without a finished cache of this version."""
     try:
         index: dict[str, Any] = read_json(path / "cache.json")
+        if index["recipe"].get("cut_labels"):  # settings of earlier versions did not say so
+            index["settings"] = {**index["settings"], "cut_labels": True}
         return index if index["version"] == VERSION else None
-    except (DataError, KeyError, TypeError):
+    except (DataError, KeyError, TypeError, AttributeError):
         return None  # missing or damaged: prepare writes it again
 
 

@@ -1,7 +1,6 @@
 """The cache's index: the data set, settings and files that it was made of, and whether they are unchanged."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from seqpar.data.volumes import stamp_of
 def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
     """Returns whether the cache holds every case of the data set, made of the current files with these settings."""
     index = read_index(out)
-    if index is None or index["settings"] != plain(asdict(settings)) or index["dataset"] != described(dataset):
+    if index is None or index["settings"] != plain(settings.described()) or index["dataset"] != described(dataset):
         return False
     if set(index["cases"]) != set(dataset.ids):
         return False
@@ -37,14 +36,29 @@ def refuse_other(dataset: Dataset, out: Path, settings: PrepareSettings | None) 
         return
     if index["dataset"]["name"] != dataset.name:
         raise DataError(out, f"holds the cache of {index['dataset']['name']}, not of {dataset.name}; {ELSEWHERE}")
-    now, was = plain(asdict(settings)) if settings else index["settings"], index["settings"]
-    if differing := [f"{key} {_typed(was[key])} there, {_typed(now[key])} here" for key in now if was[key] != now[key]]:
+    now, was = plain(settings.described()) if settings else index["settings"], index["settings"]
+    keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+    if differing := [f"{key} {_typed(was.get(key))} there, {_typed(now.get(key))} here" for key in keys]:
         raise DataError(out, f"was prepared with other settings: {', '.join(differing)}; give the same, or {ELSEWHERE}")
 
 
 def _typed(value: Any) -> str:
     """Returns a setting as typed on the command line."""
-    return ",".join(f"{size:g}" for size in value) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ",".join(f"{size:g}" if isinstance(size, (int, float)) else str(size) for size in value)
+    return "unset" if value is None else str(value)
+
+
+def is_of_settings(out: Path, settings: PrepareSettings) -> bool:
+    """Returns whether a folder holds a finished cache that was made with these settings, of whichever files."""
+    index = read_index(out)
+    return index is not None and index["settings"] == plain(settings.described())
+
+
+def withdraw_index(out: Path) -> None:
+    """Removes the index, so that no cache counts as finished; cases stay, for a preparation by the same recipe."""
+    with writable(out):
+        reopen(out)
 
 
 def write_index(dataset: Dataset, out: Path, settings: PrepareSettings, recipe: Recipe) -> None:
@@ -55,11 +69,10 @@ def write_index(dataset: Dataset, out: Path, settings: PrepareSettings, recipe: 
             digest = digest_of(out / "cases" / name / "case.json")
             cases[name] = {"digest": digest, "sources": record["sources"]}
     if not cases:
-        with writable(out):
-            reopen(out)
+        withdraw_index(out)
     else:
         content = {
-            "settings": plain(asdict(settings)),
+            "settings": plain(settings.described()),
             "dataset": described(dataset),
             "recipe": recipe.to_json(),
         }
@@ -84,6 +97,8 @@ def described(dataset: Dataset) -> dict[str, Any]:
     shown = {case.id: [ids[v] for v in case.annotated] for case in dataset.cases if case.annotated is not None}
     if shown:  # caches of data sets without such lists stay as they are
         described["annotated"] = dict(sorted(shown.items()))
+    if dataset.volume_classes is not None:
+        described["volume_classes"] = dataset.volume_classes.to_json()
     return {key: plain(value) for key, value in described.items()}
 
 

@@ -16,9 +16,13 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import Geometry, differs, from_canonical, to_canonical
 from seqpar.data.preparation import transforms
-from seqpar.data.preparation.recipe import Recipe, generator
+from seqpar.data.preparation.recipe import BY_VOLUME, Recipe, generator
 from seqpar.data.volumes import read_volume
 from seqpar.data.workers import Tell, unheard
+
+
+class CutOffError(DataError):
+    """A case that loses labelled voxels: the settings are to be changed, not its files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +135,7 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = no_s
     step: called after each of the ``STAGES``.
     """
     image, ids, geometry, digests = loaded
-    box = _find_box(image, ids, case)
+    box = _find_box(image, ids, case) if recipe.crop_to is None else _fixed_box(image, ids, case, recipe)
     image, ids = crop(image, box), None if ids is None else crop(ids, box)
     step()
     image, means, stds = _normalise(image, recipe, case)
@@ -202,17 +206,17 @@ def _class_ids(array: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
         if (fractions := int((whole != label).sum())) > 0:
             raise DataError(path, f"{fractions} voxels are no whole numbers; resample labels with nearest neighbour")
         label = whole
-    values = np.unique(label)
-    if undeclared := [int(value) for value in values if value not in recipe.values]:
+    values, joined = np.unique(label), dict(recipe.joined)
+    if undeclared := [int(value) for value in values if value not in recipe.values and int(value) not in joined]:
         new = path.name.lower().startswith("brats-")  # named as from 2023 on: a 4 there is no enhancing tumour
         hint = "" if new or undeclared != [4] else " (BraTS up to 2021 calls enhancing tumour 4, from 2023 on 3)"
         raise DataError(
             path,
-            f"has voxels of value {undeclared}; declared are {list(recipe.values)}{hint}: correct one",
+            f"has voxels of value {undeclared}; declared are {sorted({*recipe.values, *joined})}{hint}: correct one",
         )
     if recipe.ignore_id is not None and values.tolist() == [recipe.values[recipe.ignore_id]]:
         raise DataError(path, "every voxel has the ignore label; label some, or remove the case")
-    return transforms.to_ids(label.astype(np.int64), recipe.values)
+    return transforms.to_ids(label.astype(np.int64), recipe.values, recipe.joined)
 
 
 def _find_box(image: np.ndarray, ids: np.ndarray | None, case: Case) -> Box:
@@ -221,6 +225,25 @@ def _find_box(image: np.ndarray, ids: np.ndarray | None, case: Case) -> Box:
         raise DataError(case.images[0], "every voxel is 0; put the image there")
     present = (image != 0).any(0)
     return smallest_box(present if ids is None else present | (ids != 0))
+
+
+def _fixed_box(image: np.ndarray, ids: np.ndarray | None, case: Case, recipe: Recipe) -> Box:
+    """Returns the box of the recipe's sides in the middle; of an odd rest, more is cut off where it begins.
+
+    A direction that is shorter stays whole. Raises DataError where labelled voxels would be cut off.
+    """
+    if not image.any():
+        raise DataError(case.images[0], "every voxel is 0; put the image there")
+    sides = [min(side, extent) for side, extent in zip(recipe.crop_to or (), image.shape[1:])]
+    starts = [(extent - side + 1) // 2 for side, extent in zip(sides, image.shape[1:])]
+    box = tuple((start, start + side) for start, side in zip(starts, sides))
+    if ids is not None and not recipe.cut_labels and (lost := int((ids != 0).sum() - (crop(ids, box) != 0).sum())):
+        shown = " ".join(map(str, recipe.crop_to or ()))
+        raise CutOffError(
+            case.label or case.images[0],
+            f"--crop-to {shown} would cut off {lost} labelled voxels; take larger sides, or add --force",
+        )
+    return box
 
 
 def _normalise(
@@ -246,6 +269,8 @@ def _normalise(
                     f"modality {recipe.modalities[n]} is constant where it is not 0; "
                     "if it is a mask, call it noNorm in channel_names to leave it as it is",
                 )
+        elif scheme == BY_VOLUME:
+            mean, std = transforms.measure_all(channel)
         elif intensity is not None:
             channel = np.clip(channel, intensity.low, intensity.high)
             mean, std = intensity.mean, intensity.std

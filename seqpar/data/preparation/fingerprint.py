@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Dataset, Split
+from seqpar.data.formats.dataset import Dataset, Split, unlabelled
+from seqpar.data.formats.volume_classes import VolumeClasses
 from seqpar.data.volumes import read_geometry
 
 Sides = tuple[int, int, int]
@@ -15,7 +16,10 @@ Millimetres = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A data set in short; ``shapes`` (W D H) and ``spacings`` (mm) are those of each case in canonical axes."""
+    """A data set in short; ``shapes`` (W D H) and ``spacings`` (mm) are those of each case in canonical axes.
+
+    ``labels``: the names of voxels' labels, or of volumes' classes where there are ``volume_classes``.
+    """
 
     name: str
     layout: str
@@ -26,9 +30,12 @@ class Fingerprint:
     regions: tuple[str, ...]
     shapes: tuple[Sides, ...]
     spacings: tuple[Millimetres, ...]
+    volume_classes: VolumeClasses | None = None
 
     def outputs(self, targets: str) -> tuple[str, ...]:
         """Returns the names of what a network learns: regions, where there are some and ``targets`` says so."""
+        if targets == "sigmoids":
+            return self.labels[1:]
         return self.regions if self.regions and targets == "regions" else self.labels
 
     @property
@@ -58,18 +65,19 @@ def median_spacing(spacings: Sequence[Millimetres]) -> Millimetres:
     return w, d, h
 
 
-def read_fingerprint(dataset: Dataset) -> Fingerprint:
-    """Returns the fingerprint of a labelled data set, from the headers of each case's images.
+def read_fingerprint(dataset: Dataset, labelled: bool = True) -> Fingerprint:
+    """Returns the fingerprint of a data set, from the headers of each case's images.
 
-    Raises DataError for the first case that cannot be used, and where there are no labels.
+    Raises DataError for the first case that cannot be used, and, where it is to be ``labelled``, without labels.
     """
     if dataset.faults:
         raise dataset.faults[0]
-    if not dataset.labels:
-        raise DataError(dataset.root, "has no labels to train on; add them (prediction prepares by itself)")
+    outputs = tuple(dataset.labels) if dataset.volume_classes is None else dataset.volume_classes.names
+    if labelled and not outputs:
+        raise unlabelled(dataset)
     shapes, spacings = list[Sides](), list[Millimetres]()
     for case in dataset.cases:
-        if case.label is None:
+        if dataset.labels and case.label is None:
             raise DataError(case.images[0], "has no label; add it, or remove the image")
         geometry, num_channels = read_geometry(case.images[0])
         num_channels += len(case.images) - 1
@@ -84,8 +92,9 @@ def read_fingerprint(dataset: Dataset) -> Fingerprint:
         dataset.ids,
         dataset.splits,
         dataset.modalities,
-        tuple(dataset.labels),
+        outputs,
         tuple(dataset.regions),
         tuple(shapes),
         tuple(spacings),
+        dataset.volume_classes,
     )

@@ -2,15 +2,15 @@
 
 import os
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import read_json, write_json
-from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.files import write_json
+from seqpar.data.formats.dataset import Case, Dataset, unlabelled
+from seqpar.data.formats.joined_labels import join_labels
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.preparation.cache import (
-    VERSION,
     PreparedCase,
     PreparedDataset,
     check_cache,
@@ -18,12 +18,12 @@ from seqpar.data.preparation.cache import (
     read_record,
 )
 from seqpar.data.preparation.cache_index import (
-    described,
     files_of,
     is_current,
-    plain,
+    is_of_settings,
     refuse_other,
     sources_of,
+    withdraw_index,
     write_index,
 )
 from seqpar.data.preparation.cache_place import cache_folder
@@ -37,23 +37,16 @@ from seqpar.data.preparation.cache_writer import (
     write_case,
 )
 from seqpar.data.preparation.case import (
+    CutOffError,
     Properties,
     channel_to_source,
     image_to_source,
     labels_to_source,
-    load_case,
     prepare_case,
     refuse_unannotated,
 )
-from seqpar.data.preparation.recipe import (
-    Finding,
-    PrepareSettings,
-    Recipe,
-    draft_recipe,
-    finish_recipe,
-    needs_survey,
-    survey,
-)
+from seqpar.data.preparation.recipe import PrepareSettings, Recipe
+from seqpar.data.preparation.recipe_choice import decide_recipe, lost
 from seqpar.data.preparation.waiting import announced, run_token, wait_for
 from seqpar.data.volumes import digest_file
 from seqpar.data.workers import Lost, Progress, Tell, each, silent, unheard
@@ -83,18 +76,20 @@ def prepare(
     workers: int | None = None,
     progress: Progress = silent,
     replace: bool = True,
+    labelled: bool = True,
 ) -> Report:
     """Brings the cache in ``out`` up to date; returns a report, which lists bad cases instead of raising them.
 
     workers: processes; 0 works in this one (default: the number of cores, at most 8).
     replace: whether cases prepared with other settings are prepared again; otherwise they are an error.
+    labelled: whether a data set without labels is refused.
     """
     settings, out = settings or PrepareSettings(), Path(out)
     workers = default_workers() if workers is None else workers
     if workers < 0:
         raise ValueError(f"workers is {workers}; 0 (none) or more are needed")
-    if not dataset.labels:
-        raise DataError(dataset.root, "has no labels to train on; add them (prediction prepares by itself)")
+    if labelled and not dataset.labels and dataset.volume_classes is None:
+        raise unlabelled(dataset)
     if is_current(dataset, out, settings):  # nothing is written: the folder may be read-only
         return _report(dataset, out, [], [])
     total = len(dataset.cases)
@@ -102,6 +97,7 @@ def prepare(
         refuse_other(dataset, out, None if replace else settings)
         if is_current(dataset, out, settings):  # by whom this process waited for
             return _report(dataset, out, [], [])
+        was_finished = is_of_settings(out, settings)
         clean(out, set(dataset.ids))
         recipe, was_surveyed = decide_recipe(dataset, out, settings, workers, progress)
 
@@ -112,7 +108,11 @@ def prepare(
             made, faults = _run(_Work(out, recipe), dataset, workers, second_half if was_surveyed else progress)
         finally:
             clean(out, set(dataset.ids))
-        write_index(dataset, out, settings, recipe)
+        if any(isinstance(fault, CutOffError) for fault in faults) and not was_finished:
+            # the sides that are asked for next are not to be refused for these
+            withdraw_index(out)
+        else:
+            write_index(dataset, out, settings, recipe)
         return _report(dataset, out, made, faults)
 
 
@@ -140,7 +140,7 @@ def _run(work: "_Work", dataset: Dataset, workers: int, progress: Progress) -> t
 
 
 def prepared(
-    path: str | Path,
+    path: str | Path | Dataset,
     out: str | Path | None = None,
     settings: PrepareSettings | None = None,
     *,
@@ -149,6 +149,7 @@ def prepared(
     token: str | None = None,
     deadline: float = 600.0,
     progress: Progress = silent,
+    labelled: bool = True,
 ) -> PreparedDataset:
     """Returns the cache for training: the first process prepares what is missing, the others wait for it.
 
@@ -157,8 +158,10 @@ def prepared(
 
     token: a name of this run (default: made of the variables of torchrun or Slurm).
     deadline: seconds without news after which the preparing process counts as lost.
+    labelled: whether a data set without labels is refused.
     """
-    settings, dataset = settings or PrepareSettings(), recognise(path)
+    settings = settings or PrepareSettings()
+    dataset = join_labels(path if isinstance(path, Dataset) else recognise(path), settings.joins)
     folder, token = cache_folder(dataset, out, settings), run_token() if token is None else token
     _raise(dataset.faults)
     refuse_other(dataset, folder, settings)
@@ -173,7 +176,7 @@ def prepared(
                 announcement.tell(done, total)
                 progress(done, total)
 
-            _raise(prepare(dataset, folder, settings, workers, show, replace=False).faults)
+            _raise(prepare(dataset, folder, settings, workers, show, replace=False, labelled=labelled).faults)
     return open_cache(folder)
 
 
@@ -192,7 +195,7 @@ class _Work:
     recipe: Recipe
 
     def __call__(self, case: Case, tell: Tell = unheard) -> bool:
-        labelled(case)
+        labelled(case, self.recipe)
         sources, record = sources_of(case), read_record(self.out, case.id)
         if record is not None and Recipe.from_json(record["recipe"]) == self.recipe:
             refuse_unannotated(case, record["properties"]["counts"], self.recipe)
@@ -209,73 +212,17 @@ class _Work:
         return True
 
 
-def labelled(case: Case) -> None:
-    """Raises DataError if a case has no label."""
-    if case.label is None:
+def labelled(case: Case, recipe: Recipe) -> None:
+    """Raises DataError if a case has no label, where cases have labels of voxels."""
+    if case.label is None and recipe.values:
         raise DataError(case.images[0], "has no label; add it, or remove the image")
-
-
-@dataclass(frozen=True)
-class _Survey:
-    recipe: Recipe
-
-    def __call__(self, case: Case, tell: Tell = unheard) -> Finding:
-        if "ct" not in self.recipe.schemes:
-            return survey(case, None, None, self.recipe)
-        loaded = load_case(case, self.recipe)
-        return survey(case, loaded.image, loaded.ids, self.recipe)
-
-
-def decide_recipe(
-    dataset: Dataset, out: Path, settings: PrepareSettings, workers: int, progress: Progress, keep: bool = True
-) -> tuple[Recipe, bool]:
-    """Returns the recipe, and whether the files were surveyed: where it depends on them, and they changed since.
-
-    A case that is surveyed counts half to ``progress``: it is read once more when it is prepared.
-
-    keep: whether the survey's result is written into the cache folder ``out``.
-    """
-    draft = draft_recipe(dataset, settings)
-    if not needs_survey(dataset, settings):
-        return draft, False
-    key = {
-        "version": VERSION,
-        "settings": plain(asdict(settings)),
-        "dataset": described(dataset),
-        "sources": {},
-    }
-    try:
-        key["sources"] = {case.id: sources_of(case) for case in dataset.cases}
-        stored = read_json(out / "recipe.json")
-        if stored["key"] == key:
-            return Recipe.from_json(stored["recipe"]), False
-    except (DataError, KeyError, TypeError):
-        pass  # none yet, or a file that cannot be read: its case is reported below
-    findings, ended_ids, total = dict[str, Finding](), list[str](), len(dataset.cases)
-
-    def beat(shares: dict[int, float]) -> None:
-        progress((len(ended_ids) + sum(shares.values())) / 2, total)
-
-    with closing(each(_Survey(draft), dataset.cases, workers, beat)) as outcomes:
-        for case, outcome in outcomes:
-            ended_ids.append(case.id)
-            if isinstance(outcome, Lost):
-                raise lost(case, outcome)
-            if isinstance(outcome, Finding):
-                findings[case.id] = outcome
-    in_order = [findings[name] for name in sorted(findings)]  # not in the order in which they ended
-    recipe = finish_recipe(draft, dataset, settings, in_order)
-    if keep:
-        with writable(out):
-            write_json(out / "recipe.json", {"key": key, "recipe": recipe.to_json()})
-    return recipe, True
 
 
 def _report(dataset: Dataset, out: Path, prepared_ids: list[str], faults: list[DataError]) -> Report:
     """Returns the report; it is a fault of the data set if no case has foreground."""
     records = {name: record for name in dataset.ids if (record := read_record(out, name)) is not None}
-    background = [name for name, record in records.items() if not record["locations"]]
-    if records and len(background) == len(records):
+    background = [name for name, record in records.items() if dataset.labels and not record["locations"]]
+    if background and len(background) == len(records):
         faults = [*faults, nothing_to_learn(dataset)]
     kept = tuple(name for name in records if name not in prepared_ids)
     all_faults = sorted((*dataset.faults, *faults), key=lambda fault: fault.path)
@@ -287,12 +234,6 @@ def nothing_to_learn(dataset: Dataset) -> DataError:
     return DataError(dataset.root, "no case has a labelled voxel; there is nothing to learn")
 
 
-def lost(case: Case, why: Lost) -> DataError:
-    """Returns the error of a case whose process ended without a result."""
-    return DataError(case.images[0], f"could not be prepared: {why}; free memory, or use fewer --workers")
-
-
 def default_workers() -> int:
-    """Returns how many processes prepare cases if nobody says."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8)  # a worker holds a case several times over
+    """Returns how many processes prepare cases if nobody says: a worker holds a case several times over."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)

@@ -3,27 +3,53 @@
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.formats.joined_labels import Joins
 from seqpar.data.volumes import read_geometry
 
 _CLIP = re.compile(r"clip\b", re.IGNORECASE)
+BY_NAME, BY_VOLUME = "by-name", "volume"
+NORMALISATIONS = (BY_NAME, BY_VOLUME)
 SAMPLES = 10_000  # intensities that a case adds to the statistics of CT
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """Settings of a preparation; ``spacing`` is "source", "median" or three sizes in mm (R, A, S)."""
+    """Settings of a preparation.
+
+    - ``spacing``: "source", "median" or three sizes in mm (R, A, S)
+    - ``locations``: voxels stored per class and case, to centre tiles on
+    - ``joins``: labels that become one class
+    - ``crop_to``: sides to which volumes are cut, in voxels of the files; None: to what is not 0
+    - ``normalise``: by the names of modalities, or each over its whole volume
+    - ``cut_labels``: whether ``crop_to`` may cut off labelled voxels
+    """
 
     spacing: str | tuple[float, float, float] = "source"
-    locations: int = 10_000  # voxels stored per class and case, to centre tiles on
+    locations: int = 10_000
+    joins: Joins = ()
+    crop_to: tuple[int, int, int] | None = None
+    normalise: str = BY_NAME
+    cut_labels: bool = False
+
+    def described(self) -> dict[str, Any]:
+        """Returns what tells these settings from others; what was added later is left out where it does nothing."""
+        own = {"spacing": self.spacing, "locations": self.locations}
+        usual = {"joins": (), "crop_to": None, "normalise": BY_NAME, "cut_labels": False}
+        more = {name: getattr(self, name) for name in usual}
+        return own | {name: value for name, value in more.items() if value != usual[name]}
 
     def __post_init__(self) -> None:
+        if self.normalise not in NORMALISATIONS:
+            raise ValueError(f"normalise is {self.normalise!r}; choose one of {', '.join(NORMALISATIONS)}")
+        if self.crop_to is not None and (len(self.crop_to) != 3 or min(self.crop_to) < 1):
+            raise ValueError(f"crop_to is {self.crop_to}; three sides of at least 1 voxel are needed")
         if self.locations < 1:
             raise ValueError(f"locations is {self.locations}; at least 1 is needed")
         if isinstance(self.spacing, str):
@@ -59,12 +85,15 @@ class Recipe:
     """What is done to each case, in training and in prediction alike."""
 
     modalities: tuple[str, ...]
-    schemes: tuple[str, ...]  # per modality: "zscore", "ct", "clip" or "none"
+    schemes: tuple[str, ...]  # per modality: "zscore", "ct", "clip", "volume" or "none"
     intensities: tuple[Intensity | None, ...]  # per modality, for "ct" and "clip"
     spacing: tuple[float, float, float] | None  # None: each case keeps its own
     values: tuple[int, ...]  # the file's label for each class id, that of the ignore label last
     has_ignore: bool
     locations: int
+    joined: tuple[tuple[int, int], ...] = ()  # values in the files that count as another value
+    crop_to: tuple[int, ...] | None = None
+    cut_labels: bool = field(default=False, compare=False)
 
     @property
     def ignore_id(self) -> int | None:
@@ -80,8 +109,10 @@ class Recipe:
         """Returns the recipe that `to_json` described."""
         intensities = tuple(None if one is None else Intensity(**one) for one in value["intensities"])
         lists = {key: tuple(value[key]) for key in ("modalities", "schemes", "values")}
-        spacing = value["spacing"] and tuple(value["spacing"])
-        return Recipe(**{**value, **lists, "intensities": intensities, "spacing": spacing})
+        spacing, crop_to = (value.get(key) and tuple(value[key]) for key in ("spacing", "crop_to"))
+        joined = tuple((int(a), int(b)) for a, b in value.get("joined", ()))
+        whole = {"intensities": intensities, "spacing": spacing, "crop_to": crop_to, "joined": joined}
+        return Recipe(**{**value, **lists, **whole})
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,21 +144,32 @@ def _clipped(name: str, dataset: Dataset) -> Intensity | None:
 
 def needs_survey(dataset: Dataset, settings: PrepareSettings) -> bool:
     """Returns whether the recipe depends on the content of the files."""
-    return settings.spacing == "median" or "ct" in schemes_of(dataset.modalities)
+    return settings.spacing == "median" or "ct" in _schemes(dataset, settings)
+
+
+def _schemes(dataset: Dataset, settings: PrepareSettings) -> tuple[str, ...]:
+    """Returns how each modality is normalised."""
+    by_name = schemes_of(dataset.modalities)
+    return by_name if settings.normalise == BY_NAME else (BY_VOLUME,) * len(by_name)
 
 
 def draft_recipe(dataset: Dataset, settings: PrepareSettings) -> Recipe:
     """Returns the recipe without what only a survey can say."""
-    schemes = schemes_of(dataset.modalities)
+    schemes = _schemes(dataset, settings)
     ignore = () if dataset.ignore_label is None else (dataset.ignore_label,)
     return Recipe(
         modalities=dataset.modalities,
         schemes=schemes,
-        intensities=tuple(_clipped(name, dataset) for name in dataset.modalities),
+        intensities=tuple(
+            _clipped(name, dataset) if scheme == "clip" else None for name, scheme in zip(dataset.modalities, schemes)
+        ),
         spacing=None if isinstance(settings.spacing, str) else settings.spacing,
         values=(*dataset.labels.values(), *ignore),
         has_ignore=bool(ignore),
         locations=settings.locations,
+        joined=tuple(sorted(dataset.joined.items())),
+        crop_to=settings.crop_to,
+        cut_labels=settings.cut_labels,
     )
 
 

@@ -9,8 +9,9 @@ from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.preparation.cache import read_record
 from seqpar.data.preparation.cache_index import files_of, sources_of
 from seqpar.data.preparation.case import prepare_case
-from seqpar.data.preparation.prepare import decide_recipe, default_workers, labelled, lost, nothing_to_learn
+from seqpar.data.preparation.prepare import default_workers, labelled, nothing_to_learn
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
+from seqpar.data.preparation.recipe_choice import decide_recipe, lost
 from seqpar.data.volumes import digest_file
 from seqpar.data.workers import Lost, Progress, Tell, each, silent
 
@@ -46,7 +47,7 @@ def check_sources(
                 faults.append(outcome)
             else:
                 has_foreground |= outcome
-    if not faults and not has_foreground:
+    if dataset.labels and not faults and not has_foreground:
         return [nothing_to_learn(dataset)]
     return sorted(faults, key=lambda fault: fault.path)
 
@@ -59,7 +60,7 @@ class _Check:
     recipe: Recipe
 
     def __call__(self, case: Case, tell: Tell) -> bool:
-        labelled(case)
+        labelled(case, self.recipe)
         record = read_record(self.out, case.id)
         if record is None or Recipe.from_json(record["recipe"]) != self.recipe:
             return bool(prepare_case(case, self.recipe, tell).locations)

@@ -18,6 +18,12 @@ def measure(channel: np.ndarray) -> tuple[float, float]:
     return (float(inside.mean()), float(inside.std())) if inside.size else (0.0, 0.0)
 
 
+def measure_all(channel: np.ndarray) -> tuple[float, float]:
+    """Returns mean and standard deviation of all voxels; the latter at least 1 / sqrt(their number)."""
+    values = channel.astype(np.float64)
+    return float(values.mean()), max(float(values.std()), 1 / float(np.sqrt(values.size)))
+
+
 def normalise(channel: np.ndarray, mean: float, std: float, keep_zero: bool) -> np.ndarray:
     """Returns (x − mean) / std; with ``keep_zero``, exactly the voxels that were 0 (outside the body) are 0."""
     scaled = ((channel - mean) / std).astype(np.float32)
@@ -94,10 +100,16 @@ def resample_label(label: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return chosen
 
 
-def to_ids(label: np.ndarray, values: Sequence[int]) -> np.ndarray:
-    """Returns consecutive class ids: id n stands for the file's value ``values[n]``; all must be declared."""
-    table = np.zeros(max(values) + 1, np.uint8 if len(values) <= 256 else np.int16)
+def to_ids(label: np.ndarray, values: Sequence[int], joined: Sequence[tuple[int, int]] = ()) -> np.ndarray:
+    """Returns consecutive class ids: id n stands for the file's value ``values[n]``; all must be declared.
+
+    joined: pairs of a value and the one that it counts as.
+    """
+    most = max([*values, *(value for value, _ in joined)])
+    table = np.zeros(most + 1, np.uint8 if len(values) <= 256 else np.int16)
     table[list(values)] = np.arange(len(values))
+    for value, counts_as in joined:
+        table[value] = table[counts_as]
     return table[label]
 
 

@@ -1,16 +1,19 @@
-"""Loads this rank's parts of tiles; the ranks of a sequence group share the work, each tile is prepared once.
+"""Loads this rank's parts of tiles; the ranks that share a tile share the work, each tile is prepared once.
 
 Micro-batch m of data index d holds the samples (m D + d) B + p, p < B, of its step: the global batch D B A is the
-same tiles however it is spread. A group's tiles are numbered over all steps, t; rank t % size prepares tile t.
+same tiles however it is spread. A group's tiles are numbered over all steps, t; rank t % size prepares tile t. Over a
+pipe all its places get the parts, and prepare them together.
 
 Legend: b tiles, c channels, n tokens, p voxels of a patch along one direction; ``n/s`` over the sequence group.
 """
 
 import importlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -79,6 +82,7 @@ class Loader:
         self.batch, self.accumulate, self.steps, self.seed = batch, accumulate, steps, seed
         self.packing = Packing(replace(layout), source.channels, source.label_dtype)  # without what layout cached
         self._at = 0
+        self._coming: Callable[[], MicroBatch] | None = None  # takes what was begun
         if workers:
             importlib.import_module("scipy.ndimage")  # once here, not in every worker that is forked
         self._pool = Pool(
@@ -102,7 +106,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Returns how many micro-batches are left."""
-        return len(self.steps) * self.accumulate - self._at
+        return len(self.steps) * self.accumulate - self._at + (self._coming is not None)
 
     def __iter__(self) -> "Loader":
         return self
@@ -111,17 +115,40 @@ class Loader:
         if not len(self):
             self.close()
             raise StopIteration
+        coming, self._coming = self._coming, None
+        return self._load() if coming is None else coming()
+
+    def begin_next(self) -> None:
+        """Prepares and uploads the next micro-batch, beside what the device still computes; all ranks call it.
+
+        What fails is raised where that micro-batch is taken.
+        """
+        if self._coming is not None or not len(self):
+            return
+        device = self.mesh.device
+        try:
+            if device.type == "cuda":
+                self._coming = _beside(self._load, device)
+            else:
+                micro = self._load()
+                self._coming = lambda: micro
+        except Exception as error:
+            self._coming = partial(_raise, error)
+
+    def _load(self) -> MicroBatch:
+        """Returns the next micro-batch that was not begun."""
         step, micro = self.steps.start + self._at // self.accumulate, self._at % self.accumulate
         self._at += 1
-        rows, wait_s = self._prepare(self._preparers(step, micro))
-        image, label = self.packing.unpack(rows)
+        preparers = self._preparers(step, micro)
+        image, label = self.packing.empty(len(preparers), self._counts[self.mesh.tile.index], self.mesh.device)
+        wait_s = self._prepare(preparers, image, label)
         keys = self._keys(step, micro)
         samples, cases = tuple(key.sample for key in keys), tuple(self.source.case_of(key) for key in keys)
         return MicroBatch(step, image, label, samples, cases, wait_s)
 
     def close(self) -> None:
         """Ends the workers; drops what they prepared ahead."""
-        self._at = len(self.steps) * self.accumulate
+        self._at, self._coming = len(self.steps) * self.accumulate, None
         self._pool.close()
 
     def __enter__(self) -> "Loader":
@@ -138,35 +165,49 @@ class Loader:
     def _preparers(self, step: int, micro: int) -> list[int]:
         """Returns which rank of the group prepares each tile of a micro-batch."""
         first = (step * self.accumulate + micro) * self.batch
-        return [(first + p) % self.mesh.seq.size for p in range(self.batch)]
+        return [(first + p) % self.mesh.tile.size for p in range(self.batch)]
 
     def _my_tiles(self) -> Iterator[TileKey]:
         for step in self.steps:
             for micro in range(self.accumulate):
                 for key, rank in zip(self._keys(step, micro), self._preparers(step, micro)):
-                    if rank == self.mesh.seq.index:
+                    if rank == self.mesh.tile.index:
                         yield key
 
-    def _prepare(self, preparers: list[int]) -> tuple[Tensor, float]:
-        """Returns this rank's rows ``b n/s bytes`` of all tiles, and the seconds that ranks waited for workers."""
-        tiles: list[Tensor] = []  # n bytes, tokens in the order of their owners
+    @property
+    def _counts(self) -> list[int]:
+        """Returns the tokens of each rank of the group that shares tiles: every place of a pipe gets them."""
+        return [self.layout.counts[rank % self.mesh.seq.size] for rank in range(self.mesh.tile.size)]
+
+    def _prepare(self, preparers: list[int], image: Tensor, label: Tensor) -> float:
+        """Fills this rank's image and label of all tiles; returns the seconds that ranks waited for workers."""
+        group, parts = self.mesh.tile, self.mesh.seq.size
+        mine = [p for p, rank in enumerate(preparers) if rank == group.index]
+        sizes = [0 if rank == group.index else count for rank, count in enumerate(self._counts)]
+        leaving = torch.empty(len(mine) * sum(sizes), self.packing.row_bytes, dtype=torch.uint8, device=image.device)
+        sent = [len(mine) * size for size in sizes]
+        to = [rows.view(len(mine), size, rows.shape[1]) for rows, size in zip(leaving.split(sent), sizes)]  # by rank
         fault, waited = None, 0.0
-        for _ in range(preparers.count(self.mesh.seq.index)):
+        for number, p in enumerate(mine):
             began = time.perf_counter()
             result = self._pool.take()
             waited += time.perf_counter() - began
             if isinstance(result, Fault):
                 fault = result
                 break
-            tiles.append(self._upload(result.view(-1, self.packing.row_bytes)))
+            pieces = self._on_device(result.view(-1, self.packing.row_bytes)).split(self.layout.counts)
+            self.packing.unpack(pieces[group.index % parts], image[p], label[p])
+            for rank in group.peers:
+                to[rank][number].copy_(pieces[rank % parts])
             self._pool.release()
         waited = self._agree(fault, waited)
-        return self._exchange(tiles, preparers), waited
+        self._exchange(leaving, sent, preparers, image, label)
+        return waited
 
-    def _upload(self, rows: Tensor) -> Tensor:
-        """Returns a copy on the device."""
+    def _on_device(self, rows: Tensor) -> Tensor:
+        """Returns rows of a slot on the device; on a CPU they are the slot's own."""
         if self.mesh.device.type == "cpu":
-            return rows.clone()
+            return rows
         return rows.pin_memory().to(self.mesh.device, non_blocking=True)
 
     def _agree(self, fault: Fault | None, waited: float) -> float:
@@ -179,24 +220,38 @@ class Loader:
             raise_together(None if fault is None else fault.error(here), world, name_rank=False)
         return wait_us / 1e6
 
-    def _exchange(self, tiles: list[Tensor], preparers: list[int]) -> Tensor:
-        """Returns this rank's rows ``b n/s bytes`` of all tiles, given those that it prepared, by one all-to-all."""
-        group, counts = self.mesh.seq, self.layout.counts
-        mine = counts[group.index]
-        pieces = [tile.split(counts) for tile in tiles]
-        rows = [piece[rank] for rank in range(group.size) for piece in pieces]
-        nothing = torch.empty((0, self.packing.row_bytes), dtype=torch.uint8, device=self.mesh.device)
-        received = exchange_rows(
-            torch.cat(rows or [nothing]),
-            group,
-            [len(tiles) * count for count in counts],
-            [preparers.count(rank) * mine for rank in range(group.size)],
-            "tiles",
-        ).view(len(preparers), mine, self.packing.row_bytes)
-        if preparers == sorted(preparers):
-            return received
-        arrival = sorted(range(len(preparers)), key=preparers.__getitem__)  # tiles in the order in which they lie
-        return torch.stack([received[arrival.index(p)] for p in range(len(preparers))])
+    def _exchange(self, leaving: Tensor, sent: list[int], preparers: list[int], image: Tensor, label: Tensor) -> None:
+        """Fills image and label with what other ranks prepared, by one all-to-all.
+
+        - ``leaving``: rows for the other ranks, ``sent`` of them to each, none to this one
+        """
+        group, size = self.mesh.tile, image.shape[1]
+        coming = [0 if rank == group.index else preparers.count(rank) * size for rank in range(group.size)]
+        received = exchange_rows(leaving, group, sent, coming, "tiles").split(coming)
+        for rank in group.peers:
+            places = [p for p, preparer in enumerate(preparers) if preparer == rank]
+            for p, rows in zip(places, received[rank].split(size)):
+                self.packing.unpack(rows, image[p], label[p])
+
+
+def _beside(load: Callable[[], MicroBatch], device: torch.device) -> Callable[[], MicroBatch]:
+    """Loads on a stream of its own; returns what hands the micro-batch to the stream that takes it."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        micro = load()
+
+    def take() -> MicroBatch:
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
+        for tensor in (micro.image, micro.label):
+            tensor.record_stream(current)
+        return micro
+
+    return take
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def start_method(device: torch.device) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from seqpar.data.sampling.tiles import Tile
@@ -43,25 +42,33 @@ class Packing:
     def pack(self, tile: Tile, rows: Tensor) -> None:
         """Writes a tile into ``rows`` (n, row_bytes): the first rank's tokens, then the second's, and so on."""
         assert tile.image.shape == (self.channels, *self.layout.tile), (tile.image.shape, self.layout.tile)
-        at = torch.argsort(torch.cat(self.layout.all_ids))  # each token's row
         image, label = rows[:, : self.image_bytes], rows[:, self.image_bytes :][:, : self.label_bytes]
-        image.view(torch.float32).index_copy_(0, at, self._cells(tile.image))
-        label.index_copy_(0, at, self._cells(tile.label[None]).view(torch.uint8))
+        self._write(tile.image, image.view(torch.float32))
+        self._write(tile.label[None], label.view(_torch_type(self.label_dtype)))
 
-    def _cells(self, whole: np.ndarray) -> Tensor:
-        """Returns the voxels of each token, n (c p p p), of c W D H: one copy, where layout's would be two."""
-        names = "wdh"[: len(self.layout.patch)]
-        tokens, voxels = " ".join(names), " ".join(f"p{name}" for name in names)
-        sides = " ".join(f"({name} p{name})" for name in names)  # c (w pw) (d pd) (h ph) -> (w d h) (c pw pd ph)
-        patch = {f"p{name}": side for name, side in zip(names, self.layout.patch)}
-        return rearrange(torch.from_numpy(whole), f"c {sides} -> ({tokens}) (c {voxels})", **patch)
+    def _write(self, whole: np.ndarray, rows: Tensor) -> None:
+        """Writes the voxels of each token of c W D H into ``rows`` n (c p p p): boxes by one copy, chunks by two."""
+        cells, dims = torch.from_numpy(whole), len(self.layout.patch)
+        sides = [side for pair in zip(self.layout.grid, self.layout.patch) for side in pair]
+        cells = cells.view(-1, *sides).permute(*range(1, 2 * dims, 2), 0, *range(2, 2 * dims + 1, 2))  # w d h c p p p
+        if not self.layout.is_box:
+            rows.index_copy_(0, torch.argsort(torch.cat(self.layout.all_ids)), cells.reshape(rows.shape))
+            return
+        for rank, own in enumerate(rows.split(self.layout.counts)):
+            box = cells[tuple(slice(*side) for side in self.layout.box(rank))]
+            own.view(box.shape).copy_(box)
 
-    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns image ``b n/s c p p p`` and label ``b n/s p p p`` of rows ``b n/s bytes``, on their device."""
-        lead, patch = rows.shape[:2], self.layout.patch
-        image = rows[..., : self.image_bytes].contiguous().view(torch.float32)
-        label = rows[..., self.image_bytes :][..., : self.label_bytes].contiguous().view(_torch_type(self.label_dtype))
-        return image.view(*lead, self.channels, *patch), label.view(*lead, *patch)
+    def empty(self, tiles: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns image ``b n c p p p`` and label ``b n p p p`` for ``unpack`` to fill."""
+        patch, dtype = self.layout.patch, _torch_type(self.label_dtype)
+        image = torch.empty(tiles, tokens, self.channels, *patch, device=device)
+        return image, torch.empty(tiles, tokens, *patch, dtype=dtype, device=device)
+
+    def unpack(self, rows: Tensor, image: Tensor, label: Tensor) -> None:
+        """Writes rows ``n bytes`` into an image ``n c p p p`` and a label ``n p p p``, on their device."""
+        values, classes = rows[:, : self.image_bytes], rows[:, self.image_bytes :][:, : self.label_bytes]
+        image.flatten(1).copy_(values.view(torch.float32))
+        label.flatten(1).copy_(classes.view(label.dtype))
 
 
 def _torch_type(dtype: np.dtype[Any]) -> torch.dtype:

@@ -71,6 +71,7 @@ class TileSource:
     foreground: float = FOREGROUND
     synthesis: VolumeSynthesis | None = None  # per volume; per tile it is the augmentation's
     step_tiles: int = 0
+    from_middle: bool = False  # each tile is cut from the middle of its case
 
     def __post_init__(self) -> None:
         if not self.cases:
@@ -162,6 +163,8 @@ class TileSource:
     def _place(self, case: CaseArrays, shape: tuple[int, ...], rng: np.random.Generator, sample: int) -> list[int]:
         """Returns the tile's first voxel; as in nnU-Net, a tile centred on foreground keeps to the lower bound only."""
         bounds = [position_bounds(n, t) for n, t in zip(shape, self.tile_size)]
+        if self.from_middle:
+            return middle_of(shape, self.tile_size)
         if self._is_centred(rng, sample):
             locations = {name: rows for name, rows in sorted(case.locations.items()) if len(rows)}
             if locations:
@@ -175,6 +178,11 @@ def position_bounds(extent: int, tile: int) -> tuple[int, int]:
     """Returns the smallest and largest first voxel of a tile along one direction; a smaller case is centred in it."""
     lacking = max(0, tile - extent)
     return -((lacking + 1) // 2), max(0, extent - tile) - lacking // 2
+
+
+def middle_of(shape: Sequence[int], tile: Sequence[int]) -> list[int]:
+    """Returns the first voxel of the tile in the middle of a case, negative where the tile is longer."""
+    return [(extent - side) // 2 for extent, side in zip(shape, tile)]
 
 
 def _which_tile(case: CaseArrays, key: TileKey) -> str:

@@ -1,0 +1,209 @@
+"""Reads data sets whose volumes have one class each: labels.csv beside images, or a MONAI list with ``label``.
+
+``labels.csv`` has a header with ``case`` and ``class``, and maybe ``subject`` (whose cases stay together) and ``split``
+(train, val or test, or the number of a fold); other columns are not looked at. An entry of a list may have ``subject``.
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import SUFFIXES
+from seqpar.data.formats.class_splits import check_classes
+from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.formats.dataset_json import content_of, place
+from seqpar.data.formats.recognise import describe, find
+from seqpar.data.formats.volume_classes import TABLE, Split, VolumeClasses
+from seqpar.quantity import quantity
+
+COLUMNS = ("case", "class", "subject", "split")
+SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "test": "test"}
+Row = dict[str, str]
+
+
+def read_class_dataset(path_or_name: str | Path | int) -> Dataset:
+    """Returns a data set of images with the class of each; its labels of voxels, if it has some, are not looked at.
+
+    Raises DataError for what is wrong with the table, or with an image.
+    """
+    root = find(path_or_name)
+    if root.suffix == ".csv":
+        raise DataError(root, f"is a table; name the folder of its images, in which it is {TABLE}: {root.parent}")
+    dataset = describe(root, labelled=False)
+    if faults := dataset.faults:
+        more = f" (and {quantity(len(faults) - 1, 'more fault')})" if len(faults) > 1 else ""
+        raise DataError(faults[0].path, faults[0].problem + more)
+    table = root / TABLE if root.is_dir() else root
+    if root.is_dir() and not table.is_file():
+        lists = [path for path in sorted(root.glob("*.json")) if content_of(path).get("training")]
+        if len(lists) != 1:
+            raise DataError(table, "is missing; a table with the header case,class is needed, or a list of MONAI's")
+        table = lists[0]
+    read = read_table if table.suffix == ".csv" else _read_list
+    classes = check_classes(read(table, dataset.cases), table)
+    cases = tuple(replace(case, label=None) for case in dataset.cases if case.id in classes.numbers)
+    return replace(dataset, cases=cases, labels={}, layout=f"{dataset.layout}, classes", volume_classes=classes)
+
+
+def read_table(path: Path, cases: Sequence[Case]) -> VolumeClasses:
+    """Returns the classes in a table, of all cases but those of its test split."""
+    rows = read_rows(path, ("case", "class"))
+    listed = _by_case(rows, path, {case.id for case in cases})
+    if missing := sorted({case.id for case in cases} - listed.keys()):
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise DataError(path, f"has no line for case {missing[0]}{more}; add its class, or take the image out")
+    splits, folds, used = _splits(listed, path)
+    names = _sorted_names({row["class"] for row in listed.values()})
+    numbers = {case: names.index(listed[case]["class"]) for case in used}
+    subjects = {case: row["subject"] for case, row in listed.items() if row.get("subject")}
+    return VolumeClasses(names, numbers, subjects, splits, tuple(sorted(listed.keys() - set(used))), folds)
+
+
+def read_rows(path: Path, needed: Sequence[str]) -> dict[int, Row]:
+    """Returns each line of a table, by its number and by the names of the header; raises DataError for no such table.
+
+    - ``needed``: columns that no line leaves empty; the first one's cells are all different
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            numbered = [(reader.line_num, [cell.strip() for cell in row]) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(path, f"cannot be read ({error}); save it as CSV in UTF-8") from error
+    lines = [(number, row) for number, row in numbered if any(row)]
+    header = [name.casefold() if name.casefold() in COLUMNS else name for name in lines[0][1]] if lines else []
+    if missing := [name for name in needed if name not in header]:
+        raise DataError(
+            path, f"begins with {','.join(header) or 'nothing'}; a header with {' and '.join(missing)} is needed"
+        )
+    if twice := next((name for name in header if name and header.count(name) > 1), ""):
+        raise DataError(path, f"has two columns {twice}; keep one of them")
+    rows, first, seen = dict[int, Row](), needed[0], set[str]()
+    for number, cells in lines[1:]:
+        row = dict(zip(header, cells))
+        if len(cells) != len(header):
+            raise DataError(path, f"line {number} has {len(cells)} cells; {len(header)} are needed: {','.join(header)}")
+        if empty := next((name for name in needed if not row[name]), ""):
+            raise DataError(path, f"line {number}, {first} {row[first] or 'without a name'}, has no {empty}; fill it")
+        if row[first] in seen:
+            raise DataError(path, f"line {number} names {first} {row[first]} a second time; keep one line")
+        seen.add(row[first])
+        rows[number] = row
+    return rows
+
+
+def _by_case(rows: Mapping[int, Row], path: Path, known: set[str]) -> dict[str, Row]:
+    """Returns each case's line; raises DataError for cases without an image."""
+    for number, row in rows.items():
+        if row["case"] not in known:
+            near = f"; the first case there is {min(known)}" if known else ""
+            raise DataError(
+                path, f"line {number} names case {row['case']}, which has no image{near}: correct or remove it"
+            )
+    return {row["case"]: row for row in rows.values()}
+
+
+def _splits(listed: Mapping[str, Row], path: Path) -> tuple[tuple[Split, ...], tuple[int, ...], list[str]]:
+    """Returns the splits that a table defines, their numbers if it has some, and the cases not kept for tests."""
+    texts = {case: row.get("split", "").casefold() for case, row in listed.items()}
+    if not any(texts.values()):
+        return (), (), list(listed)
+    if all(text.isdecimal() for text in texts.values()):
+        return *_folds({case: int(text) for case, text in texts.items()}), list(listed)
+    for case, text in texts.items():
+        if text not in SPLITS:
+            raise DataError(path, f"case {case} has the split {text or 'none'!r}; train, val or test is needed, or the "
+                            "number of a fold in every line")  # fmt: skip
+    parts = {part: tuple(c for c in sorted(texts) if SPLITS[texts[c]] == part) for part in ("train", "val")}
+    return ((parts["train"], parts["val"]),), (), [*parts["train"], *parts["val"]]
+
+
+def _folds(number_of: Mapping[str, int]) -> tuple[tuple[Split, ...], tuple[int, ...]]:
+    """Returns a split for each number, whose cases are held out, and the numbers."""
+    every, numbers = sorted(number_of), tuple(sorted(set(number_of.values())))
+    splits = (
+        (tuple(c for c in every if number_of[c] != fold), tuple(c for c in every if number_of[c] == fold))
+        for fold in numbers
+    )
+    return tuple(splits), numbers
+
+
+def _sorted_names(names: set[str]) -> tuple[str, ...]:
+    """Returns names in order: numbers by size, else by letters."""
+    if all(name.isdecimal() for name in names):
+        return tuple(sorted(names, key=lambda name: (int(name), name)))
+    return tuple(sorted(names))
+
+
+def _read_list(path: Path, cases: Sequence[Case]) -> VolumeClasses:
+    """Returns the classes in a MONAI list, whose entries have ``label`` as a number or name."""
+    content, by_file = content_of(path), {file: case.id for case in cases for file in case.images}
+    labels, subjects, folds, held_out = dict[str, Any](), dict[str, str](), dict[str, int](), list[str]()
+    for key in ("training", "validation"):
+        for entry in content.get(key, ()):
+            case = _case_of(entry, by_file, path)
+            if case in labels:
+                raise DataError(path, f"lists case {case} for training and for validation; keep one of them")
+            labels[case] = _label_of(entry, case, path)
+            if (subject := entry.get("subject")) is not None:
+                subjects[case] = str(subject)
+            if isinstance(entry.get("fold"), int):
+                folds[case] = entry["fold"]
+            held_out += [case] * (key == "validation")
+    if folds and len(folds) < len(labels):
+        raise DataError(path, f"gives {len(folds)} of {len(labels)} cases a fold number; give it to all")
+    names = _named(content.get("labels"), labels, path)
+    own = tuple(sorted(labels.keys() - set(held_out))), tuple(sorted(held_out))
+    splits, numbers = _folds(folds) if folds else ((own,) if held_out else (), ())
+    order = tuple(dict.fromkeys(names.values()))
+    number_of = {case: order.index(names[label]) for case, label in labels.items()}
+    return VolumeClasses(order, number_of, subjects, splits, folds=numbers)
+
+
+def _case_of(entry: Any, by_file: Mapping[Path, str], path: Path) -> str:
+    """Returns the case of an entry of a list; raises DataError for what is no case of the data set.
+
+    nnU-Net's lists of before name cases by files that are not there, and their labels are maps.
+    """
+    images = entry.get("image") if isinstance(entry, dict) else None
+    first = images[0] if isinstance(images, list) and images else images
+    if not isinstance(first, str) or (case := by_file.get(place(path.parent, first))) is None:
+        raise DataError(path, f"lists {entry!r:.200}, which is no image with a class; beside it {TABLE} is needed, a "
+                        "table with the header case,class")  # fmt: skip
+    return case
+
+
+def _label_of(entry: Mapping[str, Any], case: str, path: Path) -> int | str:
+    """Returns the label of an entry of a list, a number or a name; raises DataError for what is neither."""
+    label = entry.get("label")
+    label = label.strip() if isinstance(label, str) else label
+    if isinstance(label, bool) or not isinstance(label, int | str) or label == "":
+        raise DataError(path, f"case {case} has the label {label!r}; a whole number or the name of a class is needed")
+    if str(label).endswith(SUFFIXES):
+        raise DataError(path, f"case {case} has the label {label}, a volume; the class of the whole case is needed "
+                        "(label maps are for --task segment)")  # fmt: skip
+    return label
+
+
+def _named(declared: Any, labels: Mapping[str, Any], path: Path) -> dict[Any, str]:
+    """Returns the class that each label stands for, in the order of classes: declared ones, else as they are."""
+    if declared is None:
+        order = _sorted_names({str(label) for label in labels.values()})
+        return {label: str(label) for label in sorted(set(labels.values()), key=lambda own: order.index(str(own)))}
+    try:
+        pairs = [(name, value) if isinstance(value, int) else (value, name) for name, value in declared.items()]
+        numbered = {int(number): str(name).strip() for name, number in pairs}
+    except (AttributeError, TypeError, ValueError):
+        numbered = {}
+    if not numbered:
+        raise DataError(path, f'"labels" is {declared!r}; {{"0": "healthy", "1": …}} is needed')
+    known = {number: numbered[number] for number in sorted(numbered)}
+    meaning: dict[Any, str] = {**known, **{name: name for name in known.values()}}
+    for case, label in labels.items():
+        if label not in meaning:
+            listed = ", ".join(f"{number} {name}" for number, name in known.items())
+            raise DataError(path, f"case {case} has the label {label!r}; declared are {listed}: correct one")
+    return meaning

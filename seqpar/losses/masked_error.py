@@ -1,0 +1,64 @@
+"""The loss of a masked autoencoder.
+
+Legend: b batch, c channels, n tokens, p voxels of a patch along a direction, r hidden tokens of all samples; ``/s`` is
+this rank's share.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from seqpar.collectives import all_reduce, all_sum
+from seqpar.losses.groups import LossGroups
+from seqpar.losses.loss import Loss, LossParts
+
+SMALLEST = 1e-6  # variance of a patch that is constant
+
+
+class MaskedError(Loss):
+    """The mean squared error over the hidden voxels of a batch, wherever they lie.
+
+    - ``normalised``: each patch is compared after its mean was taken away and it was divided by its standard deviation
+    """
+
+    def __init__(self, normalised: bool = False) -> None:
+        super().__init__(())
+        self.normalised = normalised
+
+    def parts(  # type: ignore[override]
+        self,
+        rebuilt: Sequence[Tensor],
+        part: Tensor,
+        loss_groups: LossGroups | None = None,
+        annotated: Tensor | None = None,
+    ) -> LossParts:
+        """Returns the loss, which has no terms, of rebuilt patches ``r/s c p p p`` with their places ``r/s``.
+
+        - ``part``: this rank's part ``b n/s c p p p`` of the image
+        """
+        patches, hidden = rebuilt
+        wide = torch.promote_types(patches.dtype, torch.float32)
+        target = self.target(part.flatten(0, 1).index_select(0, hidden).to(wide))
+        error = (patches.to(wide) - target).square().sum()
+        count = error.new_tensor(target.numel())
+        group = (loss_groups or LossGroups()).voxels
+        if group is not None:
+            error, count = all_sum(error, group), all_reduce(count, group)
+        return LossParts(error / count, {})
+
+    def target(self, patches: Tensor) -> Tensor:
+        """Returns patches ``r c p p p`` as they are compared."""
+        return patches if not self.normalised else (patches - _mean(patches)) / _deviation(patches)
+
+    def shown(self, rebuilt: Tensor, patches: Tensor) -> Tensor:
+        """Returns rebuilt patches in the numbers of the image, of which ``patches`` are the same ones."""
+        return rebuilt if not self.normalised else rebuilt * _deviation(patches) + _mean(patches)
+
+
+def _mean(patches: Tensor) -> Tensor:
+    return patches.mean(tuple(range(1, patches.ndim)), keepdim=True)
+
+
+def _deviation(patches: Tensor) -> Tensor:
+    return (patches.var(tuple(range(1, patches.ndim)), keepdim=True) + SMALLEST).sqrt()
