@@ -34,7 +34,7 @@ def best_cuts(pipe: Pipe) -> StageMap:
         for used, worst in before.items():
             for place, then in kinds.next(used):
                 seconds = totals.seconds / place.speed + 2 * pipe.seconds_per_byte * sent
-                seconds[totals.state + alive * totals.held > place.memory] = np.inf
+                seconds[totals.bytes(alive) > place.memory] = np.inf
                 slowest = np.maximum(worst[:, None], seconds)  # first cell of the stage, first cell behind it
                 least, start = slowest.min(0), slowest.argmin(0)
                 better = least < after.setdefault(then, np.full(num + 1, np.inf))
@@ -114,7 +114,26 @@ class _Totals:
 
         self.seconds = runs([cost.seconds for cost in pipe.costs])
         self.held, self.state = runs([cost.held for cost in pipe.costs]), runs([cost.state for cost in pipe.costs])
-        self.seconds[np.tril_indices(len(pipe.costs) + 1)] = np.inf
+        num = len(pipe.costs)
+        self.seconds[np.tril_indices(num + 1)] = np.inf
+        self.moment = _worst_of_runs([cost.moment for cost in pipe.costs])
+        updates = [cost.update for cost in pipe.costs]
+        self.update = runs(updates) if pipe.updates_at_once else _worst_of_runs(updates)
+        before, sizes = _members_before(pipe)
+        inside = before[None, :, :] > before[:, None, :]
+        self.taken = (inside & _made_before(num)[:, None, :]) @ sizes  # bytes that come from earlier cells
+
+    def bytes(self, alive: int) -> Array:
+        """Returns what a place holds whose cells these are, of so many micro-batches."""
+        return self.state + np.maximum(alive * (self.held + self.taken) + self.moment, self.update)
+
+
+def _worst_of_runs(sizes: Sequence[int]) -> Array:
+    """Returns the largest of the cells ``[first, end)``."""
+    worst = np.zeros((len(sizes) + 1, len(sizes) + 1))
+    for first in range(len(sizes)):
+        worst[first, first + 1 :] = np.maximum.accumulate(sizes[first:])
+    return worst
 
 
 def _members_before(pipe: Pipe) -> tuple[Array, Array]:
@@ -124,6 +143,11 @@ def _members_before(pipe: Pipe) -> tuple[Array, Array]:
         for member in members:
             counts[member + 1 :, value] += 1
     return counts, np.array([cost.output for cost in pipe.costs], float)
+
+
+def _made_before(num: int) -> Array:
+    """Returns of each cell, and the end, which values are made before it."""
+    return np.arange(num)[None, :] < np.arange(num + 1)[:, None]
 
 
 def _sent_of_runs(pipe: Pipe) -> Array:
@@ -170,7 +194,7 @@ class _Rings:
     def core_seconds(self, core: tuple[int, int], place: Place) -> float:
         """Returns the seconds of the innermost place, infinite where its memory does not suffice."""
         alive = in_flight(self.pipe.schedule, 2 * self.count - 1, self.pipe.micros, self.count - 1)
-        if self.totals.state[core] + alive * self.totals.held[core] > place.memory:
+        if self.totals.bytes(alive)[core] > place.memory:
             return math.inf
         seconds = self.totals.seconds[core] / place.speed
         return float(seconds + 2 * self.pipe.seconds_per_byte * self.core_bytes[core])
@@ -184,10 +208,24 @@ class _Rings:
         seconds = (totals.seconds[low][:, None] + totals.seconds[high][None, :]) / place.speed
         seconds = seconds + 2 * self.pipe.seconds_per_byte * self._ring_bytes(outer)
         state = totals.state[low][:, None] + totals.state[high][None, :]
-        held = early * totals.held[low][:, None] + late * totals.held[high][None, :]
+        of_micro = totals.held + totals.taken
+        micro_bytes = early * of_micro[low][:, None] + late * of_micro[high][None, :]
+        moment = np.maximum(totals.moment[low][:, None], totals.moment[high][None, :])
+        together = np.add if self.pipe.updates_at_once else np.maximum
+        update = together(totals.update[low][:, None], totals.update[high][None, :])
         rows = np.arange(end - first + 1)
-        seconds[(state + held > place.memory) | (rows[:, None] >= rows[None, :])] = np.inf
+        of_step = micro_bytes + moment - late * self._at_home(outer)
+        full = state + np.maximum(of_step, update) > place.memory
+        seconds[full | (rows[:, None] >= rows[None, :])] = np.inf
         return seconds
+
+    def _at_home(self, outer: tuple[int, int]) -> Array:
+        """Returns the bytes that the later piece takes of the earlier one."""
+        first, end = outer
+        made = _made_before(self.num)
+        made_early = made[first : end + 1] & ~made[first]
+        taken_late = (self.before[end] > self.before[first : end + 1]) & made[first : end + 1]
+        return made_early.astype(float) @ (taken_late * self.sizes).T
 
     def _ring_bytes(self, outer: tuple[int, int]) -> Array:
         if outer not in self._sent:

@@ -134,13 +134,17 @@ def _child(people: Sequence[Array], values: Sequence[float], search: Search, dic
     return child
 
 
-def gabra_stages(pipe: Pipe, objective: str = "makespan", search: Search | None = None) -> StageMap:
-    """Returns the stages that GABRA finds: cells are the partitions, and their seconds the loads.
+def loads_and_capacities(pipe: Pipe) -> tuple[list[float], list[float]]:
+    """Returns what GABRA places: each cell's seconds, and each place's capacity.
 
-    A place's capacity is ``SLACK`` times its share of all seconds by its speed, and the longest cell's at least.
+    That is ``SLACK`` times its share of all seconds by its speed, and the longest cell's at least.
     """
     loads = [cost.seconds for cost in pipe.costs]
     speed = sum(place.speed for place in pipe.places)
-    capacities = [max(max(loads), SLACK * sum(loads) * place.speed / speed) for place in pipe.places]
-    allocation = gabra(loads, capacities, objective, search)
+    return loads, [max(max(loads), SLACK * sum(loads) * place.speed / speed) for place in pipe.places]
+
+
+def gabra_stages(pipe: Pipe, objective: str = "makespan", search: Search | None = None) -> StageMap:
+    """Returns the stages that GABRA finds: cells are the partitions, and their seconds the loads."""
+    allocation = gabra(*loads_and_capacities(pipe), objective, search)
     return StageMap.of_allocation(pipe.takes, pipe.outputs, allocation.devices)

@@ -1,4 +1,4 @@
-"""What a pipe has to place, and how a placement is judged: by the length of its timetable, never by loads.
+"""What a pipe has to place, and how a placement is judged: by the length of its timetable, then by what it holds.
 
 Every rank computes the same from the same costs: who measures them tells the others.
 """
@@ -15,6 +15,10 @@ from seqpar.pipeline.stages import StageMap, Takes
 
 Number = TypeVar("Number", int, float)
 
+# steps whose lengths differ by less may be in the other order by the clock, which ran 0.95 to 1.02 of what was foretold
+TIMES_ALIKE = 1.08
+BYTES_ALIKE = 1.05
+
 
 @dataclass(frozen=True)
 class CellCost:
@@ -24,6 +28,8 @@ class CellCost:
     - ``output``: bytes of what it gives
     - ``held``: bytes that it keeps for backward
     - ``state``: bytes of its weights with gradients and optimizer states, whatever the micro-batches
+    - ``moment``: bytes that are alive beside these while it runs
+    - ``update``: bytes that are alive beside weights and states while its weights are updated
     """
 
     forward: float
@@ -31,6 +37,8 @@ class CellCost:
     output: int = 0
     held: int = 0
     state: int = 0
+    moment: int = 0
+    update: int = 0
 
     @property
     def seconds(self) -> float:
@@ -58,6 +66,7 @@ class Pipe:
     - ``places``: in the order of the pipe group
     - ``micros``, ``schedule``: of the step
     - ``seconds_per_byte``: for which both ends of a message are busy
+    - ``updates_at_once``: whether a place updates all its weights at once, else in turn
     """
 
     takes: Takes
@@ -67,6 +76,7 @@ class Pipe:
     micros: int = 1
     schedule: str = "1f1b"
     seconds_per_byte: float = 0.0
+    updates_at_once: bool = False
 
     def __post_init__(self) -> None:
         if len(self.costs) != len(self.takes):
@@ -95,11 +105,24 @@ class Pipe:
         return StageSeconds(*both)
 
     def memory(self, stages: StageMap) -> list[int]:
-        """Returns the bytes of each place: states, and what backward needs of all micro-batches under way."""
+        """Returns the bytes of each place at its worst: weights and states, and what a step or its update adds."""
+        together, every = sum if self.updates_at_once else max, list[int]()
+        for place, saved in enumerate(self.saved(stages)):
+            own = [self.costs[c] for c in stages.cells_at(place)]
+            step, update = saved + max(cost.moment for cost in own), together(cost.update for cost in own)
+            every.append(sum(cost.state for cost in own) + max(step, update))
+        return every
+
+    def saved(self, stages: StageMap) -> list[int]:
+        """Returns the bytes of each place that backward needs of all micro-batches under way.
+
+        What a stage took from other places is among them.
+        """
         every = [0] * stages.num_places
         for stage, place in enumerate(stages.places):
             alive = in_flight(self.schedule, stages.num_stages, self.micros, stage)
-            every[place] += sum(self.costs[c].state + alive * self.costs[c].held for c in stages.cells(stage))
+            taken = sum(self.costs[c.value].output for c in stages.enters(stage) if stages.is_message(c))
+            every[place] += alive * (taken + sum(self.costs[cell].held for cell in stages.cells(stage)))
         return every
 
     def fits(self, stages: StageMap) -> bool:
@@ -178,12 +201,12 @@ def even_cuts(loads: Sequence[Number], count: int) -> list[int]:
     return inner
 
 
-def shortest(pipe: Pipe, ways: Sequence[Callable[[Pipe], StageMap]]) -> StageMap:
-    """Returns the placement of those ways whose timetable is shortest; the first where several are.
+def best_of(pipe: Pipe, ways: Sequence[Callable[[Pipe], StageMap]]) -> StageMap:
+    """Returns the placement to take of those ways, see ``preferred``.
 
     A way that finds none within the memory is left out; raises its ValueError where no way finds one.
     """
-    found, problems = list[tuple[float, StageMap]](), list[ValueError]()
+    found, problems = list[StageMap](), list[ValueError]()
     for way in ways:
         try:
             stages = way(pipe)
@@ -191,7 +214,19 @@ def shortest(pipe: Pipe, ways: Sequence[Callable[[Pipe], StageMap]]) -> StageMap
             problems.append(problem)
             continue
         if pipe.fits(stages):
-            found.append((pipe.timetable(stages).seconds, stages))
+            found.append(stages)
     if not found:
         raise problems[0] if problems else ValueError("no placement fits the memory: use more stages")
-    return min(found, key=lambda one: one[0])[1]
+    return found[preferred([(pipe.timetable(stages).seconds, max(pipe.memory(stages))) for stages in found])]
+
+
+def preferred(every: Sequence[tuple[float, float]]) -> int:
+    """Returns which placement to take, by the seconds of each one's step and the bytes of its fullest place.
+
+    Of those whose step is the shortest, as far as that can be foretold, the one that holds least; the shorter one where
+    they hold about as much.
+    """
+    shortest = min(seconds for seconds, _ in every)
+    short = [at for at, (seconds, _) in enumerate(every) if seconds <= TIMES_ALIKE * shortest]
+    least = min(every[at][1] for at in short)
+    return min((at for at in short if every[at][1] <= BYTES_ALIKE * least), key=lambda at: every[at][0])

@@ -54,11 +54,11 @@ def test_the_papers_objective_is_one_number_where_devices_are_equal() -> None:
     assert len(set(every_value(loads, capacities, "paper"))) > 5
 
 
-def test_thirty_seven_partitions_on_eight_devices_take_a_second() -> None:
+def test_thirty_seven_partitions_on_eight_devices_take_less_than_a_second() -> None:
     loads = np.random.default_rng(0).random(37)
-    began = time.process_time()
+    began = time.thread_time()  # of this thread alone: others on the machine do not count
     gabra(loads, np.full(8, 1.25 * loads.sum() / 8), "makespan")
-    assert time.process_time() - began < 5  # 0.1 measured; this only catches a search of another order
+    assert time.thread_time() - began < 1  # 0.1 measured
 
 
 def test_its_stages_are_no_shorter_than_the_exact_cuts() -> None:

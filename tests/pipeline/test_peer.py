@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqpar.mesh import Mesh
 from seqpar.pipeline.stages import StageMap
 from tests.support.piped_nets import Case, micro_batch, net_of, train
 
+from seqpar.launch.benches.pipe_peer import PeerStage  # isort: skip
 from seqpar.launch.settings.config import Config  # isort: skip
 from seqpar.losses import DiceCE  # isort: skip
 
@@ -17,34 +18,15 @@ UNET = {"network": "nnunet-plain", "tile": (8, 8, 16), "features": 3, "stages": 
 pipelining = pytest.importorskip("torch.distributed.pipelining")
 
 
-class Half(nn.Module):
-    """One stage of two, as torch takes it: tensors in, tensors out."""
-
-    def __init__(self, unet: nn.Module, stages: StageMap, stage: int) -> None:
-        super().__init__()
-        self.unet, self.stages, self.stage = unet, stages, stage
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...] | Tensor:
-        entering = [value for value, _, _ in self.stages.enters(self.stage)]
-        values = dict(zip(entering if self.stage else [-1], tensors))
-        for cell in self.stages.runs(self.stage):
-            inputs = [(values[value], None) for value in self.stages.takes[cell]]
-            values[cell] = self.unet.run_cell(cell, inputs)[0]  # type: ignore[operator]
-        if self.stage:
-            return values[self.stages.outputs[0]]
-        return tuple(values[value] for value, _, _ in reversed(self.stages.leaves(0)))
-
-
 def torchs(mesh: Mesh, case: Case, cut: int) -> tuple[dict[str, Tensor], list[float]]:
     """Returns the gradients of torch's pipeline and, at the last stage, its losses."""
     net = net_of(case, mesh)
-    unet, staged = net.unet, net.staged()
+    staged = net.staged()
     stages = StageMap.of_cuts(staged.takes, staged.outputs, (cut,))
     batches = [micro_batch(case, mesh, net, 0, micro) for micro in range(case.micros)]
     images = [staged.image(part)[0] for part, _, _ in batches]
-    first = Half(unet, stages, 0)
-    between = first(images[0])
-    half = Half(unet, stages, mesh.pipe.index)
+    between = PeerStage(net, stages, 0, batches[0][0])(images[0])
+    half = PeerStage(net, stages, mesh.pipe.index, batches[0][0])
     inputs = tuple(x.detach().requires_grad_() for x in between) if mesh.pipe.index else (images[0],)
     given = half(*inputs)
     outputs = given if isinstance(given, tuple) else (given,)

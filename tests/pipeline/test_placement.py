@@ -7,7 +7,16 @@ import time
 import pytest
 
 from seqpar.pipeline.best_cuts import best_cuts, best_rings
-from seqpar.pipeline.placement import CellCost, Pipe, Place, cuts_by_size, equal_cuts, even_cuts, shortest
+from seqpar.pipeline.placement import (
+    CellCost,
+    Pipe,
+    Place,
+    best_of,
+    cuts_by_size,
+    equal_cuts,
+    even_cuts,
+    preferred,
+)
 from seqpar.pipeline.stages import StageMap
 from tests.support.pipes import random_pipe, random_takes
 
@@ -69,9 +78,31 @@ def test_ways_are_judged_by_the_length_of_their_timetables() -> None:
     pipe = unbalanced()
     seconds = {way: pipe.timetable(way(pipe)).seconds for way in (best_cuts, best_rings, equal_cuts, cuts_by_size)}
     assert seconds[best_cuts] < seconds[equal_cuts]
-    chosen = shortest(pipe, [equal_cuts, best_rings, best_cuts, cuts_by_size])
-    assert pipe.timetable(chosen).seconds == min(seconds.values())
+    assert best_of(pipe, [equal_cuts, best_cuts]) == best_cuts(pipe)
+    assert seconds[best_rings] < seconds[best_cuts] and best_of(pipe, [best_rings, best_cuts]) == best_cuts(pipe)
+    assert max(pipe.memory(best_cuts(pipe))) < 0.9 * max(pipe.memory(best_rings(pipe)))
     assert [len(equal_cuts(pipe).cells(stage)) for stage in range(2)] == [4, 5]
+
+
+def test_memory_decides_between_steps_that_cannot_be_told_apart() -> None:
+    """Within the 8 % by which the clock may turn two foretold lengths round; nearly equal bytes leave it to time."""
+    rings, cuts = (28.6, 58.0), (30.1, 31.0)
+    assert preferred([rings, cuts]) == 1 and preferred([cuts, rings]) == 0
+    assert preferred([rings, (31.0, 31.0)]) == 0, "8.4 % longer"
+    assert preferred([(28.6, 32.0), cuts]) == 0, "3 % more bytes"
+    assert preferred([rings, (30.5, 30.0), cuts]) == 2, "of the two that hold about as little the shorter one"
+
+
+@pytest.mark.parametrize(("first", "taken"), [(2.9, 1), (2.5, 2)])
+def test_a_cut_that_holds_half_as_much_is_taken_if_its_step_is_as_short(first: float, taken: int) -> None:
+    """The middle cell holds all; at the first place for two micro-batches, at the second for one."""
+    seconds, held = (first, 3.0 - first, 3.0), (1, 100, 1)
+    costs = [CellCost(s, 2 * s, 1, size) for s, size in zip(seconds, held)]
+    pipe = Pipe(((-1,), (0,), (1,)), (2,), costs, (Place(),) * 2, 8)
+    cuts = {cell: pipe.stages([cell]) for cell in (1, 2)}
+    assert pipe.timetable(cuts[2]).seconds < pipe.timetable(cuts[1]).seconds
+    assert max(pipe.memory(cuts[2])) > 1.9 * max(pipe.memory(cuts[1]))
+    assert best_of(pipe, [lambda pipe: cuts[1], lambda pipe: cuts[2]]) == cuts[taken]
 
 
 def test_rings_keep_skips_at_home_where_pooling_is_a_cell() -> None:
@@ -87,11 +118,11 @@ def test_a_placement_beyond_the_memory_is_not_taken() -> None:
     narrow = Pipe(pipe.takes, pipe.outputs, pipe.costs, (Place(memory=3000), Place()), 8, "gpipe", 0.01)
     assert not narrow.fits(best_cuts(pipe)) and narrow.fits(best_cuts(narrow))
     with pytest.raises(ValueError, match="no placement of 9 cells on 2 places fits"):
-        shortest(Pipe(pipe.takes, pipe.outputs, pipe.costs, (Place(memory=9),) * 2, 8), [best_cuts])
-    held = narrow.memory(best_cuts(narrow))
-    assert held[0] <= 3000 < held[1]
+        best_of(Pipe(pipe.takes, pipe.outputs, pipe.costs, (Place(memory=9),) * 2, 8), [best_cuts])
+    place_bytes = narrow.memory(best_cuts(narrow))
+    assert place_bytes[0] <= 3000 < place_bytes[1]
     alternating = Pipe(pipe.takes, pipe.outputs, pipe.costs, (Place(memory=3000), Place()), 8, "1f1b", 0.01)
-    assert alternating.memory(best_cuts(narrow)) < held  # fewer micro-batches are under way
+    assert alternating.memory(best_cuts(narrow)) < place_bytes  # fewer micro-batches are under way
 
 
 def test_a_faster_place_gets_more() -> None:
