@@ -79,17 +79,17 @@ class Branch(nn.Module):
 
 
 class Stage(nn.Module):
-    """Upsamples by one level and joins that level's skip."""
+    """Upsamples by one level and, if it ``joins`` one, joins that level's skip."""
 
-    def __init__(self, channels: int, width: int, stride: Stride) -> None:
+    def __init__(self, channels: int, width: int, stride: Stride, joins: bool = True) -> None:
         super().__init__()
         self.up = ConvTranspose3d(channels, width, stride, stride=stride, bias=False)
-        self.block = ResBlock(2 * width, width)
+        self.block = ResBlock(2 * width if joins else width, width)
 
-    def forward(self, x: Tensor, skip: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
+    def forward(self, x: Tensor, skip: Tensor | None, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
         """Returns the volume of the finer level, and its box grid."""
         x, grid = self.up(x, grid)
-        return self.block(torch.cat([x, skip], 1), grid)
+        return self.block(x if skip is None else torch.cat([x, skip], 1), grid)
 
 
 class UnetrDecoder(nn.Module):

@@ -6,7 +6,6 @@ spread over the sequence group.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from seqpar.collectives import gather
@@ -35,8 +34,7 @@ class Gather:
         """
         whole = gather(concat_blocks(tokens), self.group, 1, layout.counts, equal_gradients=True)
         if self.group.size > 1:
-            order = torch.argsort(torch.cat(layout.all_ids)).to(whole.device)
-            whole = whole.index_select(1, order)  # b n e, raster order
+            whole = whole.index_select(1, layout.raster_order(whole.device))  # b n e, raster order
         return split_blocks(whole, tokens, layout.grid)
 
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:

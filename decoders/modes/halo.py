@@ -5,7 +5,6 @@ spread over the sequence group.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from seqpar.losses import LossGroups
 from seqpar.mesh import AnyGroup, Group
 from seqpar.remaps import Remap, plan_remap, remap
 from seqpar.spatial.box_grid import BoxGrid
+from seqpar.tables import table
 
 
 class Halo:
@@ -74,6 +74,6 @@ def _boxed(layout: Layout) -> Layout:
         ) from None
 
 
-@lru_cache(maxsize=16)
+@table(16)
 def _plan_to_boxes(layout: Layout, index: int) -> Remap:
     return plan_remap(layout.all_ids, _boxed(layout).all_ids, index)

@@ -5,7 +5,6 @@ spread over the sequence group.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from einops import rearrange
@@ -16,6 +15,7 @@ from seqpar.layout import Layout
 from seqpar.losses import LossGroups
 from seqpar.mesh import AnyGroup, Group
 from seqpar.remaps import Remap, plan_remap, remap
+from seqpar.tables import table
 
 
 class Swap:
@@ -69,7 +69,7 @@ class Swap:
         return rearrange(moved, "(b n) ... -> b n ...", n=layout.num_tokens)
 
 
-@lru_cache(maxsize=16)
+@table(16)
 def _plan_to_samples(layout: Layout, batch: int, index: int) -> Remap:
     """Returns the move from this rank's tokens of all samples to all tokens of its samples, rows ``(b n)``."""
     first = torch.arange(batch)[:, None] * layout.num_tokens  # the number of each sample's first token

@@ -59,6 +59,11 @@ class Style:
         if self.norm == "last axis" and self.length < 1:
             raise ValueError("a norm over the last axis needs the axis's length")
 
+    @property
+    def leak(self) -> float | None:
+        """By how much the activation multiplies values below 0; None: it does something else to them."""
+        return {"leaky_relu": self.slope, "relu": 0.0}.get(self.activation)
+
 
 @dataclass(frozen=True)
 class Architecture:

@@ -49,7 +49,8 @@ class ConvBlock(nn.Module):
     - ``has_norm``, ``activates``: whether norm and activation follow
     - ``bias``: of the convolution; None: the style's where a norm follows, else yes
     - ``keep_window``: keep halos for backward; without, they are fetched again. Needed memory is the same where
-      nothing else keeps the input
+      nothing else keeps the input. None: for an input that is the output of such a block, which keeps it itself
+      where it activates without a norm
     """
 
     def __init__(
@@ -63,11 +64,13 @@ class ConvBlock(nn.Module):
         has_norm: bool = True,
         activates: bool = True,
         bias: bool | None = None,
-        keep_window: bool = False,
+        keep_window: bool | None = None,
     ) -> None:
         super().__init__()
         has_norm = has_norm and style.norm != "none"
         self.style, self.activates = style, activates
+        if keep_window is None and style.norm == "none":
+            keep_window = False
         self.conv = Conv3d(
             channels,
             width,
@@ -87,9 +90,11 @@ class ConvBlock(nn.Module):
         x, grid = self.conv(x, grid)
         if self.conv.in_channels == 1:  # a single channel lies in no order that the convolution could have kept
             x = for_convolutions(x)
+        leak = self.style.leak if self.activates else None
         if self.norm is not None:
-            x, grid = self.norm(x, grid)
-        return (activate(x, self.style) if self.activates else x), grid
+            x, grid = self.norm(x, grid, leak)
+        is_done = not self.activates or (self.norm is not None and leak is not None)
+        return (x if is_done else activate(x, self.style)), grid
 
 
 class ResidualBlock(nn.Module):
@@ -121,7 +126,7 @@ class ResidualBlock(nn.Module):
             strides, scales = (ONE, stride, ONE), (before, scale, scale)  # type: ignore[assignment]
         steps = zip(itertools.pairwise(widths), kernels, strides, scales)
         self.convs = nn.ModuleList(
-            ConvBlock(style, c, w, k, s, at, activates=number < len(kernels) - 1)
+            ConvBlock(style, c, w, k, s, at, activates=number < len(kernels) - 1, keep_window=None if number else False)
             for number, ((c, w), k, s, at) in enumerate(steps)
         )
         self.squeeze = SqueezeExcite(width, squeeze) if squeeze else None

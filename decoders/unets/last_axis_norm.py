@@ -25,12 +25,15 @@ class LastAxisNorm(nn.Module):
         super().__init__()
         self.norm = BatchNorm3d(length, data=data, peers=peers, **options)
 
-    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> Value:
-        """Returns the normed volume and its unchanged box grid; the last axis may not be cut."""
+    def forward(self, x: Tensor, grid: BoxGrid | None = None, slope: float | None = None) -> Value:
+        """Returns the normed volume and its unchanged box grid; the last axis may not be cut.
+
+        ``slope``: of a leaky ReLU that follows.
+        """
         assert x.shape[-1] == self.norm.num_features, (x.shape, self.norm.num_features)
         turned_grid = None
         if grid is not None:
             assert grid.parts[-1] == 1, grid.edges
             turned_grid = BoxGrid(((0, x.shape[1]), *grid.edges[:-1]), grid.group)
-        turned, _ = self.norm(rearrange(x, "b c w d h -> b h c w d").contiguous(), turned_grid)
+        turned, _ = self.norm(rearrange(x, "b c w d h -> b h c w d").contiguous(), turned_grid, slope)
         return rearrange(turned, "b h c w d -> b c w d h"), grid

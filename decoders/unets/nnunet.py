@@ -10,8 +10,16 @@ from seqpar.decoders.unets.unet import UNet
 FEATURES, MOST_FEATURES = 32, 320
 RESIDUAL_BLOCKS = (1, 3, 4, 6, 6, 6, 6, 6, 6, 6)  # of each stage's encoder
 CLASSES = {"PlainConvUNet": "plain", "ResidualEncoderUNet": "residual"}
+BLOCKS = {"BasicBlockD": "residual", "BottleneckD": "bottleneck"}
 _SMALLEST = 4  # a side of the coarsest stage at least
-_REFUSED = ("dropout_op", "dropout_op_kwargs", "squeeze_excitation", "stochastic_depth_p")
+_READ = (  # of a plan's arch_kwargs; deep supervision is training's, no matter of the network
+    "n_stages features_per_stage kernel_sizes strides n_conv_per_stage_decoder conv_op conv_bias norm_op "
+    "norm_op_kwargs nonlin nonlin_kwargs deep_supervision"
+)
+_READ_OF = {
+    "plain": frozenset([*_READ.split(), "n_conv_per_stage"]),
+    "residual": frozenset([*_READ.split(), "n_blocks_per_stage", "block", "bottleneck_channels", "stem_channels"]),
+}
 
 
 def topology(tile: Sequence[int], spacing: Sequence[float] = (1, 1, 1)) -> tuple[tuple[Three, ...], tuple[Three, ...]]:
@@ -103,16 +111,20 @@ def of_plan(class_name: str, arguments: Mapping[str, Any], in_channels: int, num
     name = class_name.rsplit(".", 1)[-1]
     if name not in CLASSES:
         raise ValueError(f"the plan's network is {class_name}: {' and '.join(CLASSES)} are built")
-    for refused in _REFUSED:
-        if arguments.get(refused):
-            raise ValueError(f"the plan's {name} has {refused} {arguments[refused]}: this is not built")
+    _refuse_unread(name, arguments, _READ_OF[CLASSES[name]])
     stages, residual = int(arguments["n_stages"]), CLASSES[name] == "residual"
 
     def each(key: str, count: int = stages) -> list[Any]:
         value = arguments[key]
         return list(value) if isinstance(value, (list, tuple)) else [value] * count
 
-    narrow = arguments.get("bottleneck_channels") if residual else None
+    for key, built in (("conv_op", ("Conv3d",)), ("block", tuple(BLOCKS))):
+        if (named := arguments.get(key)) and _last_name(named) not in built:
+            raise ValueError(f"the plan's {name} has {key} {named}: {' or '.join(built)} is built")
+    block = BLOCKS[_last_name(arguments.get("block") or "BasicBlockD")] if residual else "plain"
+    narrow = block == "bottleneck"  # plain residual blocks ignore bottleneck_channels, there as well
+    if narrow and not arguments.get("bottleneck_channels"):
+        raise ValueError(f"the plan's {name} has block {arguments['block']} without bottleneck_channels")
     return Architecture(
         in_channels,
         num_outputs,
@@ -122,23 +134,39 @@ def of_plan(class_name: str, arguments: Mapping[str, Any], in_channels: int, num
         tuple(each("n_blocks_per_stage" if residual else "n_conv_per_stage")),
         tuple(each("n_conv_per_stage_decoder", stages - 1)),
         _style(arguments),
-        block="bottleneck" if narrow else CLASSES[name],
+        block=block,
         narrow=tuple(each("bottleneck_channels")) if narrow else (),
         stem=(arguments.get("stem_channels") or each("features_per_stage")[0]) if residual else 0,
         heads=stages - 1,
     )
 
 
+def _refuse_unread(whose: str, arguments: Mapping[str, Any], read: frozenset[str]) -> None:
+    """Raises ValueError for what a plan switches on and nothing here reads."""
+    for name, value in arguments.items():
+        if value and name not in read:
+            raise ValueError(f"the plan's {whose} has {name} {value}: this is not built")
+
+
+def _last_name(class_name: Any) -> str:
+    return str(class_name).rsplit(".", 1)[-1].rstrip("'>")
+
+
 def _style(arguments: Mapping[str, Any]) -> Style:
     """Returns how a plan's layers look: instance or batch norm, leaky ReLU."""
-    norm, activation = (str(arguments.get(key)).rsplit(".", 1)[-1].rstrip("'>") for key in ("norm_op", "nonlin"))
+    norm, activation = (_last_name(arguments.get(key)) for key in ("norm_op", "nonlin"))
     norms = {"InstanceNorm3d": "instance", "BatchNorm3d": "batch"}
     if norm not in norms or activation != "LeakyReLU":
         raise ValueError(
             f"the plan's norm is {norm} and its activation {activation}: {', '.join(norms)} and LeakyReLU are built"
         )
     options, slope = arguments.get("norm_op_kwargs") or {}, arguments.get("nonlin_kwargs") or {}
-    if not options.get("affine", norm == "batch"):
+    tracks = "track_running_stats"
+    if bool(options.get(tracks, norm == "BatchNorm3d")) != (norm == "BatchNorm3d"):
+        raise ValueError(f"the plan's {norm} has {tracks} {options[tracks]}: this is not built")
+    _refuse_unread(norm, options, frozenset({"eps", "momentum", "affine", tracks}))
+    _refuse_unread(activation, slope, frozenset({"negative_slope", "inplace"}))
+    if not options.get("affine", norm == "BatchNorm3d"):
         raise ValueError(f"the plan's {norm} has no weights of its own (affine): this is not built")
     return Style(
         norms[norm],

@@ -16,6 +16,7 @@ def hou(
     features: int = 0,
     data: Group | None = None,
     peers: Group | None = None,
+    norm: str = "batch",
 ) -> UNet:
     """Returns the U-Net of Hou et al. for images of 64, 128, 256 or 512 voxels a side.
 
@@ -24,13 +25,13 @@ def hou(
     as in the released code, whose dropout is left out.
 
     - ``features``: of the first level; 0: as published
-    - ``data``, ``peers``: see ``Style``
+    - ``data``, ``peers``, ``norm``: see ``Style``
     """
     if resolution not in HOU_LEVELS:
         raise ValueError(f"resolution {resolution}: choose one of {', '.join(map(str, HOU_LEVELS))}")
     levels = HOU_LEVELS[resolution]
     first = features or 256 >> (levels - 3)
-    style = Style("batch", eps=1e-6, slope=0.1, bias=False, up_bias=False, data=data, peers=peers)
+    style = Style(norm, eps=1e-6, slope=0.1, bias=False, up_bias=False, data=data, peers=peers)
     widths = [first << level for level in range(levels)]
     return UNet(Architecture.of(in_channels, num_outputs, widths, encoder=4, decoder=4, style=style, down="max"))
 
@@ -43,6 +44,7 @@ def distmis(
     features: int = 8,
     data: Group | None = None,
     peers: Group | None = None,
+    norm: str = "",
 ) -> UNet:
     """Returns DistMIS's U-Net: four levels of two convolutions, batch norm and ReLU; 8 features, doubled.
 
@@ -53,6 +55,7 @@ def distmis(
 
     - ``length``: of the image's last axis; acts in the code's variant only
     - ``data``, ``peers``: see ``Style``
+    - ``norm``: as in ``Style``, in place of the variant's own
     """
     if variant not in ("code", "text"):
         raise ValueError(f"variant {variant!r}: choose 'code' or 'text'")
@@ -60,7 +63,7 @@ def distmis(
         raise ValueError(f"length {length} of the last axis: it is halved three times, so use a multiple of 8")
     is_code = variant == "code"
     style = Style(
-        "last axis" if is_code else "batch",
+        norm or ("last axis" if is_code else "batch"),
         eps=1e-3,
         momentum=0.01,
         length=length if is_code else 0,
@@ -83,13 +86,14 @@ def lamp(
     data: Group | None = None,
     peers: Group | None = None,
     squeeze: int = 0,
+    norm: str = "batch",
 ) -> UNet:
     """Returns LAMP's U-Net of 32, 64 or 128 features: 22.9, 91.6 or 214.3 million parameters.
 
     It begins with a stride, so that five strides lead to the coarsest of five stages; the last convolution of a stage
     has no norm.
 
-    - ``data``, ``peers``: see ``Style``
+    - ``data``, ``peers``, ``norm``: see ``Style``
     - ``squeeze``: ``SQUEEZE`` makes LAMP's squeeze-excite U-Net in our reading, since it was not released: a
       squeeze-excite block that reduces channels so many times stands behind the convolutions of each stage, down and
       up; 0: there is none
@@ -101,7 +105,7 @@ def lamp(
             [min(features << stage, LAMP_MOST_FEATURES) for stage in range(5)],
             strides=(2,) * 5,
             encoder=(1, 2, 2, 2, 2),
-            style=Style("batch", bias=False, data=data, peers=peers),
+            style=Style(norm, bias=False, data=data, peers=peers),
             head_kernel=3,
             squeeze=squeeze,
             bare_last=True,

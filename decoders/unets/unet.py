@@ -72,7 +72,7 @@ def _add_encoder(cells: CellList, a: Architecture) -> list[int]:
             name = f"encoder{stage}_{number}"
             if a.block == "plain":
                 bare = a.bare_last and number == count - 1 > 0
-                cells.add(name, _conv(a, *first, width, kernel, scale, bare, keep_window=pools and number == 0))
+                cells.add(name, _conv(a, *first, width, kernel, scale, bare, keep_window=pools and number == 0 or None))
             else:
                 narrow = a.narrow[stage] if a.block == "bottleneck" else 0
                 channels_in, step = first
@@ -97,7 +97,7 @@ def _add_decoder(cells: CellList, a: Architecture, ends: list[int]) -> list[int]
             takes, channels = (cells.add(f"merge{level}", block, *takes),), below
         for number in range(count):
             bare = a.bare_last and number == count - 1 > 0
-            block = _conv(a, channels, ONE, width, kernel, scale, bare, keep_window=number == 0)
+            block = _conv(a, channels, ONE, width, kernel, scale, bare, keep_window=number == 0 or None)
             takes, channels = (cells.add(f"decoder{level}_{number}", block, *takes),), width
         if a.squeeze:
             cells.add(f"squeeze_up{level}", SqueezeExcite(width, a.squeeze))
@@ -118,10 +118,11 @@ def _conv(
     kernel: Three,
     scale: Three,
     bare: bool,
-    keep_window: bool,
+    keep_window: bool | None,
 ) -> ConvBlock:
-    options = {"has_norm": not bare, "activates": not bare, "keep_window": keep_window}
-    return ConvBlock(a.style, channels, width, kernel, stride, scale, **options)
+    return ConvBlock(
+        a.style, channels, width, kernel, stride, scale, has_norm=not bare, activates=not bare, keep_window=keep_window
+    )
 
 
 def _head(a: Architecture, width: int) -> nn.Module:

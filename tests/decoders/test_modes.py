@@ -19,7 +19,7 @@ from seqpar.losses import DiceCE
 from seqpar.mesh import Group, Mesh
 from seqpar.vit.encoder import SeqParViT
 from tests.support import nets
-from tests.support.ranks import relative
+from tests.support.ranks import relative, summed
 
 WORLDS = [1, 2, 3, 4, 8]
 EXACT = ["gather", "halo", "swap"]
@@ -82,7 +82,7 @@ def check_mode(mesh: Mesh, mode: str, split: str, each: int, loss_name: str) -> 
     value = loss(logits, net.arrange(label), net.mode.loss_groups(mesh.data, each))
     dimage, *grads = torch.autograd.grad(value, [image, *net.parameters()])
     whole_input = layout.cut(expected["input"][mine], group.index)
-    averaged = [all_reduce(grad, mesh.world) / mesh.world.size for grad in grads]
+    averaged = [total / mesh.world.size for total in summed(grads, mesh.world)]
     return {
         "logits": relative(logits.detach(), expected["logits"][mine][place(net, each)]),
         "loss": relative(all_reduce(value, mesh.world) / mesh.world.size, expected["loss"]),
@@ -97,8 +97,8 @@ def check_modes(mesh: Mesh, cases: list[tuple[str, str, int]]) -> list[dict[str,
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_in_each_mode_and_split_the_plain_decoder_equals_one_process(world: int, ranks: Callable[..., list]) -> None:
-    modes, splits = [*EXACT, "auto"], ["spatial", "ordered"]
-    cases = [(mode, split, world if mode == "swap" else 2) for mode in modes for split in splits]
+    how = nets.FEW if world > 4 else [*nets.EXACT, ("auto", "spatial"), ("auto", "ordered")]
+    cases = [(mode, split, world if mode == "swap" else 2) for mode, split in how]
     for size in {size for _, _, size in cases}:
         one_process(size, "plain")
     for every in ranks(world, check_modes, cases, timeout=120):
@@ -110,8 +110,8 @@ def plain() -> tuple[nn.Module, tuple[int, ...]]:
     return PlainDecoder(nets.EMBED, nets.CLASSES, (nets.PATCH,) * 3, width=4), ()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_plain_decoder_takes_ten_equal_steps(world: int, ranks: Callable[..., list]) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_plain_decoder_takes_equal_steps(world: int, ranks: Callable[..., list]) -> None:
     nets.check_exact(ranks, world, plain)
 
 

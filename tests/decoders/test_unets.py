@@ -167,7 +167,6 @@ PLAN: dict[str, Any] = {
     "kernel_sizes": [[1, 3, 3], [3, 3, 3], [3, 3, 3]],
     "strides": [[1, 1, 1], [1, 2, 2], [2, 2, 2]],
     "n_conv_per_stage": [2, 2, 2],
-    "n_blocks_per_stage": [1, 3, 4],
     "n_conv_per_stage_decoder": [2, 1],
     "conv_bias": True,
     "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d",
@@ -182,8 +181,13 @@ def test_a_plan_says_what_network_it_is() -> None:
     plain = of_plan("dynamic_network_architectures.architectures.unet.PlainConvUNet", PLAN, 1, 3)
     assert (plain.features, plain.kernels[0], plain.strides[1]) == ((4, 8, 8), (1, 3, 3), (1, 2, 2))
     assert (plain.encoder, plain.decoder, plain.heads, plain.stem) == ((2, 2, 2), (2, 1), 2, 0)
-    residual = of_plan("ResidualEncoderUNet", {**PLAN, "bottleneck_channels": 2}, 1, 3)
-    assert (residual.encoder, residual.block, residual.narrow, residual.stem) == ((1, 3, 4), "bottleneck", (2, 2, 2), 4)
+    blocks = {name: value for name, value in PLAN.items() if name != "n_conv_per_stage"} | {
+        "n_blocks_per_stage": [1, 3, 4]
+    }
+    residual = of_plan("ResidualEncoderUNet", {**blocks, "bottleneck_channels": 2}, 1, 3)  # which BasicBlockD ignores
+    assert (residual.encoder, residual.block, residual.narrow, residual.stem) == ((1, 3, 4), "residual", (), 4)
+    narrow = of_plan("ResidualEncoderUNet", {**blocks, "bottleneck_channels": 2, "block": "residual.BottleneckD"}, 1, 3)
+    assert (narrow.block, narrow.narrow) == ("bottleneck", (2, 2, 2))
     assert UNet(plain)(torch.randn(1, 1, 8, 8, 8)).shape == (1, 3, 8, 8, 8)
 
 
@@ -192,7 +196,18 @@ def test_a_plan_says_what_network_it_is() -> None:
     [
         ("ResidualUNet", {}, "PlainConvUNet and ResidualEncoderUNet are built"),
         ("PlainConvUNet", {"dropout_op": "torch.nn.Dropout3d"}, "has dropout_op"),
-        ("ResidualEncoderUNet", {"squeeze_excitation": True}, "has squeeze_excitation"),
+        ("PlainConvUNet", {"nonlin_first": True}, "PlainConvUNet has nonlin_first True: this is not built"),
+        ("PlainConvUNet", {"n_blocks_per_stage": [1, 3, 4]}, "has n_blocks_per_stage"),
+        ("ResidualEncoderUNet", {}, "has n_conv_per_stage"),
+        (
+            "ResidualEncoderUNet",
+            {"n_conv_per_stage": 0, "block": "residual.BottleneckD"},
+            "without bottleneck_channels",
+        ),
+        ("ResidualEncoderUNet", {"n_conv_per_stage": 0, "block": "own.Block"}, "BasicBlockD or BottleneckD is built"),
+        ("ResidualEncoderUNet", {"n_conv_per_stage": 0, "squeeze_excitation": True}, "has squeeze_excitation"),
+        ("PlainConvUNet", {"nonlin_kwargs": {"new": 1}}, "LeakyReLU has new 1"),
+        ("PlainConvUNet", {"conv_op": "torch.nn.Conv2d"}, "conv_op torch.nn.Conv2d: Conv3d is built"),
         ("PlainConvUNet", {"norm_op": "torch.nn.GroupNorm"}, "InstanceNorm3d, BatchNorm3d"),
         ("PlainConvUNet", {"nonlin": "torch.nn.ReLU"}, "activation ReLU"),
         ("PlainConvUNet", {"norm_op_kwargs": {"affine": False}}, "affine"),

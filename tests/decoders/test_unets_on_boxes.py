@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from seqpar.decoders.unets import UNet, distmis
+from seqpar.decoders.unets import Style, UNet, distmis
+from seqpar.launch.planning.saved_bytes import saved_bytes
 from seqpar.mesh import Group, Mesh
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.memory_format import is_channels_last
@@ -82,6 +83,17 @@ def test_float32_computes_channels_last_from_one_channel_too() -> None:
     for channels in (1, 2):
         net = UNet(unets.Architecture.of(channels, 3, (4, 8)))
         assert is_channels_last(net(torch.randn(1, channels, 8, 8, 8)))
+
+
+@pytest.mark.parametrize("norm", ["instance", "group", "none"])
+def test_half_of_a_volume_holds_half_whatever_follows_a_convolution(norm: str) -> None:
+    """What a norm activates is held by the next convolution alone, what is activated without one also by itself."""
+    with torch.device("meta"):
+        net = UNet(unets.Architecture.of(1, 2, (8, 8, 16), encoder=3, style=Style(norm)))
+        half, whole = torch.empty(1, 1, 32, 32, 32), torch.empty(1, 1, 64, 32, 32)
+    grid = BoxGrid(((0, 32, 64), (0, 32), (0, 32)), Group("seq", (0, 1), 0))
+    mine = saved_bytes(net, lambda: net.on_boxes(half, grid)[0][0].sum())
+    assert mine <= 0.6 * saved_bytes(net, lambda: net(whole).sum())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -39,14 +39,14 @@ def test_cells_computed_again_give_the_same_gradients_and_move_statistics_once(
 def test_in_one_process_statistics_move_once_too(name: str) -> None:
     extents = (32, 32, 32) if name == "lamp" else (16, 16, 16)
     image = unets.numbers(1, 2, unets.CHANNELS, *extents)
-    found = []
+    tensors = []
     for recompute in (False, True):
         net = unets.make(name)
         if recompute:
             net.recompute()
         net(image).square().sum().backward()
-        found.append([*net.buffers(), *(p.grad for p in net.parameters())])
-    assert all(unets.relative(a.double(), b.double()) < 1e-12 for a, b in zip(*found))
+        tensors.append([*net.buffers(), *(p.grad for p in net.parameters())])
+    assert all(unets.relative(a.double(), b.double()) < 1e-12 for a, b in zip(*tensors))
 
 
 def test_without_copies_statistics_would_move_twice() -> None:
@@ -92,11 +92,11 @@ def test_what_is_held_is_what_cells_take(name: str) -> None:
     net, image = make(), torch.randn(2, 1, 32, 32, 32)
     everything = saved_bytes(net, lambda: net(image).sum())
     net.recompute()
-    held = saved_bytes(net, lambda: net(image).sum())
-    assert held < share * everything
+    saved = saved_bytes(net, lambda: net(image).sum())
+    assert saved < share * everything
     inputs = inputs_held(net, image)
     indices = sum(2 * prod(size) for size in pooled(net, image))  # of max-pooling: int64, twice a float32
-    assert inputs <= held <= 1.01 * (inputs + 4 * indices)
+    assert inputs <= saved <= 1.01 * (inputs + 4 * indices)
 
 
 def pooled(net: UNet, image: torch.Tensor) -> list[torch.Size]:
@@ -111,6 +111,6 @@ def pooled(net: UNet, image: torch.Tensor) -> list[torch.Size]:
 
 def test_what_is_computed_again_fetches_its_halos_once_more_and_no_third_time() -> None:
     config = Config(network="nnunet-plain", tile=(32, 32, 32), features=4, seqpar=2, mode="halo", batch=1)
-    held, again = (count_whole_step(StepSetup(replace(config, grad_checkpoint=way))) for way in ("none", "full"))
-    assert again.decoder < 0.55 * held.decoder
-    assert held.messages["window"] < again.messages["window"] < 1.15 * held.messages["window"]
+    usual, again = (count_whole_step(StepSetup(replace(config, grad_checkpoint=way))) for way in ("none", "full"))
+    assert again.decoder < 0.55 * usual.decoder
+    assert usual.messages["window"] < again.messages["window"] < 1.15 * usual.messages["window"]

@@ -1,0 +1,88 @@
+"""UNETR's decoder for an encoder of several stages: their tokens are its skips.
+
+Legend: b batch, c channels, e embedding, k classes, m tokens of a stage in a cube, w d h cubes, W D H voxels. A point
+of level l covers 2^l voxels along the longest side of a patch: level 0 is the image's, the last one the cubes'.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from seqpar.decoders.cells import DecoderCell, run_cells
+from seqpar.decoders.levels import strides
+from seqpar.decoders.unetr import ResBlock, Stage
+from seqpar.pipeline.cells import Value
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.convolution import Conv3d
+from seqpar.spatial.memory_format import for_convolutions
+from seqpar.vit.stages import join_cubes
+
+
+class PyramidDecoder(nn.Module):
+    """Upsamples the last stage's tokens level by level; joins the tokens of each stage, and in the end the image.
+
+    Nothing is joined where there is neither, between the first stage's tokens and the image.
+
+    - ``in_channels``: of the image
+    - ``widths``: of each stage's tokens, those of the finest first
+    - ``num_classes``: channels of the logits
+    - ``patch``: voxels of a token of the first stage along each direction
+    - ``width``: channels at full resolution, doubled with each level
+    """
+
+    uses_image = True
+    taps: tuple[int, ...] = ()  # the last blocks of all stages but the last
+
+    def __init__(
+        self, in_channels: int, widths: Sequence[int], num_classes: int, patch: Sequence[int], width: int = 16
+    ) -> None:
+        super().__init__()
+        finest, merges = strides(patch), len(widths) - 1
+        self.num_features, self._finest = len(widths), len(finest)
+        self.patch = tuple(side << merges for side in patch)  # of a cube
+        every = [(2, 2, 2)] * merges + list(finest)
+        self._levels = list(reversed(range(len(every))))  # to which each doubling comes
+        inputs = [widths[-1], *(width << level for level in self._levels)]
+        self.stem = ResBlock(in_channels, width)
+        self.skips = nn.ModuleList(ResBlock(widths[stage], width << self._finest + stage) for stage in range(merges))
+        self.ups = nn.ModuleList(
+            Stage(channels, width << level, stride, joins=level == 0 or level >= self._finest)
+            for channels, level, stride in zip(inputs, self._levels, every)
+        )
+        self.classes = Conv3d(width, num_classes, 1)
+
+    def forward(
+        self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None
+    ) -> tuple[Tensor, BoxGrid | None]:
+        """Returns logits ``b k W D H`` and their box grid.
+
+        ``features``: each stage's tokens in rows of cubes, ``b (m e) w d h``, the finest first.
+        ``image``: ``b c W D H``.
+        """
+        if image is None or len(features) != self.num_features:
+            came = f"{len(features)} and {'no image' if image is None else 'an image'}"
+            raise ValueError(f"this decoder takes the tokens of {self.num_features} stages and the image; {came} came")
+        return run_cells(self.cells(), features, image, grid, self.patch)
+
+    def cells(self) -> list[DecoderCell]:
+        """Returns a cell a level, which joins the level's skip, and the classes."""
+        cells = list[DecoderCell]()
+        for number, level in enumerate(self._levels):
+            stage = level - self._finest
+            owns = (f"ups.{number}.", *["stem."] * (level == 0), *[f"skips.{stage}."] * (stage >= 0))
+            features = (self.num_features - 1,) * (not cells) + (stage,) * (stage >= 0)
+            cells.append(DecoderCell(owns, features, level == 0, partial(self._double, number)))
+        cells.append(DecoderCell(("classes.",), (), False, lambda value: self.classes(*value)))
+        return cells
+
+    def _double(self, number: int, value: Value, joined: Value | None = None) -> Value:
+        """Returns the volume of a finer level, of that of the coarser one and of what the level's skip begins with."""
+        skip, stage = None, self._levels[number] - self._finest
+        if joined is not None and stage >= 0:
+            tokens, grid = joined
+            merges = self.num_features - 1 - stage
+            skip, _ = self.skips[stage](for_convolutions(join_cubes(tokens, merges)), grid and grid.scaled(1 << merges))
+        elif joined is not None:
+            skip, _ = self.stem(for_convolutions(joined[0]), joined[1])
+        return self.ups[number](for_convolutions(value[0]), skip, value[1])  # type: ignore[no-any-return]

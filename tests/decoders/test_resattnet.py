@@ -1,0 +1,47 @@
+"""3D-ResAttNet is the network of torch's own functions; which boxes it refuses, what it has."""
+
+import pytest
+import torch
+
+from seqpar.decoders.resattnet import BLOCKS, ResAttNet, refuse_cut
+from tests.support.boxes import numbers
+from tests.support.plain_resattnet import logits_of
+from tests.support.ranks import relative
+
+
+def make(layers: int = 18, features: int = 2) -> ResAttNet:
+    torch.manual_seed(0)
+    net = ResAttNet(2, 3, BLOCKS[layers], features).double()
+    with torch.no_grad():  # attention's weight begins at 0, which would hide it
+        for number, p in enumerate(net.parameters()):
+            p += 0.1 * numbers(1000 + number, *p.shape)
+    return net
+
+
+def test_it_is_the_network_of_torchs_own_functions() -> None:
+    net, image, slope = make(), numbers(1, 2, 2, 40, 24, 33), numbers(2, 2, 3)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
+    ours, theirs = net(image), logits_of(image, weights, BLOCKS[18])
+    assert relative(ours, theirs) < 1e-12
+    grads = torch.autograd.grad((ours * slope).sum(), list(net.parameters()))
+    wanted = torch.autograd.grad((theirs * slope).sum(), list(weights.values()))
+    largest = max(float(grad.abs().max()) for grad in wanted)
+    assert max(float((a - b).abs().max()) for a, b in zip(grads, wanted)) < 1e-12 * largest
+    assert all(float(grad.abs().max()) > 1e-9 * largest for grad in wanted), "a gradient that compares nothing"
+
+
+def test_it_begins_without_attention_and_has_as_many_parameters_as_read() -> None:
+    fresh = ResAttNet(1, 2)
+    assert float(fresh.cells["attention"].weight.detach()) == 0.0
+    assert sum(p.numel() for p in fresh.parameters()) == 33_161_026 + 590_913
+    convolutions = [m for m in ResAttNet(1, 2, BLOCKS[34], 8).modules() if isinstance(m, torch.nn.Conv3d)]
+    assert len(convolutions) == 33 + 3 + 4  # one each of a layer; of shortcuts; of attention
+    assert [fresh.names[end] for end in fresh.stage_ends] == ["stage0_1", "stage1_1", "stage2_1", "attention"]
+
+
+def test_boxes_that_leave_a_rank_without_a_voxel_are_refused() -> None:
+    refuse_cut([(0, 24, 48), (0, 24, 56), (0, 48)])
+    with pytest.raises(ValueError, match="a rank would hold no output"):
+        refuse_cut([(0, 16, 32, 48)])
+    with pytest.raises(ValueError, match="a multiple of 8 is needed"):
+        ResAttNet(1, 2, (1,), 4)
