@@ -5,23 +5,39 @@ from dataclasses import asdict
 
 import torch
 
+from seqpar.launch.models.classifiers import CLASSIFIERS
+from seqpar.launch.models.hierarchical import HierarchicalTransformer
 from seqpar.launch.models.kind import Kind
 from seqpar.launch.models.net import Net
+from seqpar.launch.models.pretraining import PRETRAINED
 from seqpar.launch.models.unets import UNETS
 from seqpar.launch.models.vit import VisionTransformer
 from seqpar.launch.settings.config import Config, dashed
 from seqpar.layout import Layout
 from seqpar.mesh import Group
 
-NETWORKS: dict[str, Kind] = {"vit": VisionTransformer(), **UNETS}
-_SPECIAL = frozenset(name for kind in NETWORKS.values() for name in kind.settings)  # settings of some networks only
+NETWORKS: dict[str, Kind] = {"vit": VisionTransformer(), **UNETS}  # for labels of voxels
+_OF_TASKS: dict[str, dict[str, Kind]] = {"segment": NETWORKS, "classify": CLASSIFIERS, "pretrain": PRETRAINED}
+NETWORK_NAMES = tuple(dict.fromkeys(name for networks in _OF_TASKS.values() for name in networks))
+_OF_STAGES = HierarchicalTransformer()  # in the place of vit, with --encoder hierarchical
+_KINDS = [*(kind for networks in _OF_TASKS.values() for kind in networks.values()), _OF_STAGES]
+_SPECIAL = frozenset(name for kind in _KINDS for name in kind.settings)  # settings of some networks only
 
 
 def kind_of(config: Config) -> Kind:
     """Returns the kind of a config's network."""
-    if config.network not in NETWORKS:
-        raise ValueError(f"--network {config.network}: choose one of {', '.join(NETWORKS)}")
-    return NETWORKS[config.network]
+    networks = _OF_TASKS[config.task]
+    if config.network not in networks:
+        raise ValueError(f"--network {config.network} with --task {config.task}: choose one of {', '.join(networks)}")
+    kind = networks[config.network]
+    if config.encoder == "plain" or "embed_dim" not in kind.settings:  # it has no encoder
+        return kind
+    if config.task != "segment":
+        raise ValueError(
+            f"--encoder {config.encoder} with --task {config.task}: it is made for labels of voxels: "
+            "use --encoder plain"
+        )
+    return _OF_STAGES
 
 
 def build(
@@ -65,8 +81,12 @@ def refuse_unknown(config: Config, names: Collection[str]) -> None:
     """
     for name in sorted(names):
         if not knows(config, name):
-            known = ", ".join(f"--{dashed(setting)}" for setting in sorted(kind_of(config).settings))
+            kind = kind_of(config)
+            known = ", ".join(f"--{dashed(setting)}" for setting in sorted(kind.settings))
+            beside = f" with --encoder {config.encoder}" if "encoder" in kind.settings else ""
+            if config.task != "segment":
+                beside = f" with --task {config.task}"
             raise ValueError(
-                f"--{dashed(name)} would do nothing: --network {config.network} does not know it, but {known}: "
-                "leave it out"
+                f"--{dashed(name)} would do nothing: --network {config.network}{beside} does not know it, but "
+                f"{known}: leave it out"
             )

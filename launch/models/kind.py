@@ -1,11 +1,21 @@
 """A kind of network: what the house asks of it before it is built, from the settings alone."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from seqpar.launch.models.net import Net
 from seqpar.launch.settings.config import Config
 from seqpar.mesh import Group
+
+
+class Layers(NamedTuple):
+    """Attention layers that are alike: ``depth`` of them; ``sizes``: how many tokens of a tile each rank has there."""
+
+    depth: int
+    sizes: tuple[int, ...]
+    heads: int
+    width: int
 
 
 class Kind(ABC):
@@ -34,12 +44,22 @@ class Kind(ABC):
     def unit(self, config: Config) -> tuple[int, ...]:
         """Returns the voxels per direction that stay on one rank: the layout's patch."""
 
-    def pinned(self, config: Config) -> Config:
-        """Returns the config whose network is, for every tile, the one that it is for the config's."""
+    def attention_layers(self, config: Config) -> tuple[Layers, ...]:
+        """Returns the attention layers; () for a network that has none."""
+        return ()
+
+    def pinned(self, config: Config, spacing: Sequence[float] = ()) -> Config:
+        """Returns the config whose network is, for every tile, the one that it is for the config's.
+
+        ``spacing``: the sizes of a voxel, for which the network is chosen anew where it follows from them.
+        """
         return config
 
     def refuse_tile(self, config: Config) -> None:  # noqa: B027  most take any tile of whole units
         """Raises ValueError for a tile that the network cannot take, where ``unit`` does not say enough."""
+
+    def refuse_batch(self, config: Config, num_groups: int) -> None:  # noqa: B027  most take any batch
+        """Raises ValueError for a batch that cannot be trained on; ``num_groups``: sequence groups that share it."""
 
     @abstractmethod
     def num_alike(self, config: Config) -> int:

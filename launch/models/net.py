@@ -6,16 +6,20 @@ this rank's share of the tokens. A network without tokens has cubes of as many v
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from seqpar.decoders.modes.mode import Mode
 from seqpar.launch.models.resized import Resizing
 from seqpar.layout import Layout
-from seqpar.losses import DeepSupervision, Loss
+from seqpar.losses import DeepSupervision, Loss, LossGroups
+from seqpar.mesh import Group
 from seqpar.pipeline.engine import StagedNet
+from seqpar.quantity import quantity
 from seqpar.vit.dropout import DropoutKey
 
 
@@ -32,7 +36,7 @@ class Net(nn.Module, ABC):
     in_channels: int
     body: str  # what must fit pretrained weights, in a word
     counted = "tokens"  # what is done in a second
-    pieces = "tokens"  # of a tile, each on one rank
+    piece = "token"  # of a tile, each on one rank
 
     def __init__(self, layout: Layout, mode: Mode) -> None:
         super().__init__()
@@ -65,9 +69,21 @@ class Net(nn.Module, ABC):
     def logits(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> list[Tensor]:
         """Returns the logits of a part, of each level that is trained."""
 
+    def drawn(self, key: DropoutKey, device: torch.device) -> DropoutKey:
+        """Returns the key of a step with all that the network draws by it, on the device."""
+        return key
+
     def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:
         """Returns the label ``b n/s p p p`` of a part as the logits are: their voxels, on the ranks that hold them."""
         return self.mode.voxels(label, layout or self.layout)
+
+    def label_shape(self, batch: int) -> tuple[int, ...]:
+        """Returns the shape of the labels that ``arrange`` takes on this rank."""
+        return batch, self.layout.counts[self.group.index], *self.layout.patch
+
+    def loss_groups(self, data: Group | None, batch: int) -> LossGroups:
+        """Returns over which ranks the loss sums; ``data``: the group whose ranks have other tiles."""
+        return self.mode.loss_groups(data, batch)
 
     def training_loss(self, loss: Loss) -> Loss | DeepSupervision:
         """Returns the loss of what ``forward`` returns in training; ``loss``: that of the finest logits."""
@@ -101,6 +117,10 @@ class Net(nn.Module, ABC):
         """Returns how many tokens, or whatever ``counted`` says, a tile has."""
         return self.layout.num_tokens
 
+    def most_on_a_rank(self) -> int:
+        """Returns how many of a tile's pieces the fullest rank holds."""
+        return max(self.layout.counts)
+
     @abstractmethod
     def in_body(self, name: str) -> bool:
         """Returns whether a tensor of that name must fit pretrained weights; heads may begin afresh."""
@@ -112,11 +132,19 @@ class Net(nn.Module, ABC):
     def describe(self) -> str:
         """Returns the network's size, and how much of a tile a rank holds."""
         sizes = " + ".join(f"{name} {count / 1e6:.2f} M" for name, count in self.num_parameters().items())
-        return f"{sizes} parameters; {self.describe_tile()} a tile, {max(self.layout.counts)} per rank"
+        return f"{sizes} parameters; {self.describe_tile()} a tile, {self.most_on_a_rank()} per rank"
+
+    def refuse_whole(self, sides: Sequence[int]) -> None:  # noqa: B027  most take any volume of whole patches
+        """Raises ValueError for a volume of that many voxels per direction that cannot pass whole."""
 
     def describe_tile(self) -> str:
         """Returns what a tile is made of."""
-        return f"{self.layout.num_tokens} {self.pieces}"
+        return quantity(self.layout.num_tokens, self.piece)
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
+    """Returns the context of a forward pass: only bf16 casts."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -3,20 +3,20 @@
 Legend: b batch, c channels, n tokens, e embedding, p voxels of a patch along a direction; ``n/s`` is this rank's share.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from seqpar.attention.module import Rotary
 from seqpar.decoders.cells import DecoderCell, cells_of
 from seqpar.decoders.modes.mode import Mode
 from seqpar.layout import Layout
 from seqpar.pipeline.cells import IMAGE, CellNet, Value
 from seqpar.pipeline.engine import Prefixes
 from seqpar.pipeline.stages import Takes
+from seqpar.spatial.box_grid import BoxGrid
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
 
@@ -56,53 +56,74 @@ class VolumeCells:
         return [buffer for number in numbers for buffer in self.net.cells[self.net.names[number]].buffers()]
 
 
-class TokenCells:
-    """An encoder and its decoder: the embedding, a cell a block, then the decoder's cells.
+class EncoderCells(ABC):
+    """An encoder and what follows: the embedding, a cell a block, then the cells of those that derive from this.
 
-    Tokens are values as they are; the decoder's cells bring those that they take to where they are decoded.
+    Tokens are values as they are.
+
+    - ``takes``, ``owns``: of the cells that follow
+    - ``added``: the names of weights that the embedding has besides its own
     """
 
-    def __init__(self, encoder: SeqParViT, decoder: torch.nn.Module, mode: Mode, taps: Sequence[int]) -> None:
-        self.encoder, self.mode = encoder, mode
-        self.depth, self._last = len(encoder.blocks), len(taps)
-        self._pieces = cells_of(decoder)
-        features = [*(tap + 1 for tap in taps), self.depth]  # the cells of which the decoder takes tokens
-        first = self.depth + 1
-        takes, owns = [(cell - 1,) for cell in range(first)], [("encoder.patch_embed.", "encoder.pos_embed")]
-        owns += [(f"encoder.blocks.{block}.",) for block in range(self.depth)]  # type: ignore[misc]
-        for number, piece in enumerate(self._pieces):
-            sources = (first + number - 1,) * (number > 0) + tuple(features[at] for at in piece.features)
-            takes.append(sources + (IMAGE,) * piece.takes_image)  # type: ignore[arg-type]
-            norm = ("encoder.norm.",) * (self._last in piece.features)
-            owns.append((*(f"decoder.{name}" for name in piece.owns), *norm))  # type: ignore[arg-type]
-        self.takes: Takes = tuple(takes)
-        self.owns: Prefixes = tuple(owns)
-        self.outputs: tuple[int, ...] = (len(takes) - 1,)
-        self._rotary_of: Any = None
-        self._made_rotary: Rotary | None = None
+    def __init__(self, encoder: SeqParViT, takes: Takes, owns: Prefixes, added: tuple[str, ...] = ()) -> None:
+        self.encoder, self.depth = encoder, len(encoder.blocks)
+        own = [("encoder.patch_embed.", "encoder.pos_embed", *added)]
+        merged = {stage.blocks.start: (f"encoder.merges.{stage.number - 1}.",) for stage in encoder.stages[1:]}
+        own += [(f"encoder.blocks.{block}.", *merged.get(block, ())) for block in range(self.depth)]
+        self.takes: Takes = (*((cell - 1,) for cell in range(self.depth + 1)), *takes)
+        self.owns: Prefixes = (*own, *owns)
+        self.outputs: tuple[int, ...] = (len(self.takes) - 1,)
 
     def image(self, micro: PartOfBatch) -> Value:
-        """Returns this rank's part: cells that decode bring it together themselves."""
+        """Returns this rank's part: cells that need more bring it together themselves."""
         return micro.part, None
 
+    def embed(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> Tensor:
+        """Returns the tokens ``b n/s e`` that the first block takes."""
+        return self.encoder.embed(part, layout, key)
+
+    def run_block(self, block: int, x: Tensor, layout: Layout, key: DropoutKey | None) -> Tensor:
+        """Returns the tokens ``b n/s e`` after a block."""
+        return self.encoder.run_stage(range(block, block + 1), x, layout, key)[0]
+
     def run_cell(self, number: int, inputs: Sequence[Value], micro: PartOfBatch) -> Value:
-        """Returns the output of a cell: tokens ``b n/s e`` of the encoder's, a volume of the decoder's."""
+        """Returns the output of a cell: tokens ``b n/s e`` of the encoder's."""
         if number > self.depth:
-            return self._decode(self._pieces[number - self.depth - 1], inputs, micro)
+            return self.run_following(number - self.depth - 1, inputs, micro)
         (x, _), layout, encoder = inputs[0], micro.layout, self.encoder
         key = encoder.dropout_key(micro.key, len(x))
         if number == 0:
-            return encoder.embed(x, layout, key), None
-        token_ids, block = layout.token_ids(encoder.group.index).to(x.device), number - 1
-        rotary = self._rotary(layout, x)
-        return encoder.blocks[block](x, layout.counts, token_ids, rotary, key and key.at(block)), None
+            return self.embed(x, layout, key), None
+        return self.run_block(number - 1, x, layout, key), None
 
-    def _rotary(self, layout: Layout, x: Tensor) -> Rotary | None:
-        """Returns the positions that act in attention, made once for all blocks."""
-        wanted = layout, x.dtype, x.device
-        if self._rotary_of != wanted:
-            self._rotary_of, self._made_rotary = wanted, self.encoder.rotary(layout, x.new_empty(0))
-        return self._made_rotary
+    @abstractmethod
+    def run_following(self, number: int, inputs: Sequence[Value], micro: PartOfBatch) -> Value:
+        """Returns the output of a cell that follows the blocks; ``number``: of it among these."""
+
+    def buffers_of(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Returns nothing: no cell has running statistics."""
+        return []
+
+
+class TokenCells(EncoderCells):
+    """An encoder and its decoder, whose cells bring the tokens that they take to where they are decoded."""
+
+    def __init__(self, encoder: SeqParViT, decoder: torch.nn.Module, mode: Mode, taps: Sequence[int]) -> None:
+        self.decoder, self.mode, self._last = decoder, mode, len(taps)
+        self._pieces = cells_of(decoder)
+        depth = len(encoder.blocks)
+        features = [*(tap + 1 for tap in taps), depth]  # the cells of which the decoder takes tokens
+        takes, owns = list[tuple[int, ...]](), list[tuple[str, ...]]()
+        for number, piece in enumerate(self._pieces):
+            sources = (depth + number,) * (number > 0) + tuple(features[at] for at in piece.features)
+            takes.append(sources + (IMAGE,) * piece.takes_image)
+            norm = ("encoder.norm.",) * (self._last in piece.features)
+            owns.append((*(f"decoder.{name}" for name in piece.owns), *norm))
+        super().__init__(encoder, tuple(takes), tuple(owns))
+
+    def run_following(self, number: int, inputs: Sequence[Value], micro: PartOfBatch) -> Value:
+        """Returns the volume of a decoder's cell."""
+        return self._decode(self._pieces[number], inputs, micro)
 
     def _decode(self, piece: DecoderCell, inputs: Sequence[Value], micro: PartOfBatch) -> Value:
         """Returns the output of a decoder's cell, whose tokens come in one message."""
@@ -111,7 +132,7 @@ class TokenCells:
         before = len(inputs) - count - piece.takes_image
         values = list(inputs[:before])
         if count:
-            tokens = [x for x, _ in inputs[before : before + count]]
+            tokens = [self.encoder.cubes(x, layout) for x, _ in inputs[before : before + count]]
             normed = [
                 self.encoder.norm(x) if feature == self._last else x for x, feature in zip(tokens, piece.features)
             ]
@@ -119,8 +140,26 @@ class TokenCells:
         if piece.takes_image:
             image = self.mode.voxels(micro.part, layout)
             values.append((image, grid and grid.scaled(layout.patch)))
-        return piece.run(*values)
+        output = piece.run(*values)
+        if piece is self._pieces[-1]:
+            refuse_other_grid(output[1], grid and grid.scaled(layout.patch), self.decoder, self.mode)
+        return output
 
-    def buffers_of(self, numbers: Sequence[int]) -> list[Tensor]:
-        """Returns nothing: no cell has running statistics."""
-        return []
+
+def refuse_other_grid(grid: BoxGrid | None, needed: BoxGrid | None, decoder: torch.nn.Module, mode: Mode) -> None:
+    """Raises ValueError on all ranks where a decoder did not decode on boxes as needed.
+
+    - ``grid``: the box grid of its logits; None will do where each rank decodes whole volumes
+    - ``needed``: that of the voxels, None where they are whole
+    """
+    if grid == needed or grid is None and mode.group.size == 1:
+        return
+    name = type(decoder).__name__
+    if needed is None:
+        raise ValueError(f"{name} returned {type(grid).__name__} beside its logits, where None is needed")
+    beside = "no box grid" if grid is None else "another box grid than that of the voxels"
+    raise ValueError(
+        f"--mode {mode.name}: each of {mode.group.size} ranks decodes a box, and {name} returned {beside} "
+        "with its logits: modules of torch itself do not look beyond a box. It works with --mode gather or swap; "
+        "for halo build it of seqpar.spatial, whose modules take and return a volume and its box grid"
+    )

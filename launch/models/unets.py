@@ -5,7 +5,7 @@ A new one is one entry of ``UNETS`` and one function that makes it.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,14 +17,22 @@ from seqpar.decoders.unets.architecture import Architecture, Three, three
 from seqpar.decoders.unets.nnunet import FEATURES, network, planned, topology
 from seqpar.decoders.unets.published import HOU_LEVELS, SQUEEZE, distmis, hou, lamp
 from seqpar.decoders.unets.unet import UNet
+from seqpar.launch.models.cells_net import RECOMPUTED
 from seqpar.launch.models.kind import Kind
-from seqpar.launch.models.volume_net import RECOMPUTED, VolumeNet
-from seqpar.launch.settings.config import Config
+from seqpar.launch.models.volume_net import VolumeNet
+from seqpar.launch.settings.config import Config, shorten
 from seqpar.mesh import Group
+from seqpar.quantity import quantity
 
 Make = Callable[[Config, int, int, Group | None, Group | None], UNet]  # channels, outputs, then groups of batch norm
 SPLIT_SAMPLES = ("swap", "auto", "nogather")  # modes in which what a rank computes on is a sample by itself
 STAGES = "133:111 333:122 333:222"
+
+
+def norm_groups(config: Config, group: Group, data: Group | None) -> tuple[Group | None, Group | None]:
+    """Returns the ranks that hold other samples of the batch, in other groups and in this one: for batch norm."""
+    others = data if data is not None and data.size > 1 else None
+    return others, group if config.mode in SPLIT_SAMPLES and group.size > 1 else None
 
 
 class VolumeNetwork(Kind):
@@ -38,21 +46,22 @@ class VolumeNetwork(Kind):
     smaller = dict.fromkeys(("tokens", "decoder", "transient", "optimizer"), "a smaller --features or --tile")
 
     def __init__(self, make: Make, settings: str = "") -> None:
-        self.make, self.settings = make, frozenset(["features", "grad_checkpoint", *settings.split()])
+        self.make, self.settings = make, frozenset(["features", "norm", "grad_checkpoint", *settings.split()])
 
-    def pinned(self, config: Config) -> Config:
-        """Returns the config whose ``--stages`` are those of its tile, where the tile would choose them."""
-        if "stages" not in self.settings or config.stages:
+    def pinned(self, config: Config, spacing: Sequence[float] = ()) -> Config:
+        """Returns the config whose ``--stages`` are those of its tile, where the tile would choose them.
+
+        With a ``spacing``, they are chosen anew for the tile and these sizes of a voxel.
+        """
+        if "stages" not in self.settings or (config.stages and not spacing):
             return config
-        return replace(config, stages=spell_stages(Stages(*topology(config.tile))))
+        return replace(config, stages=spell_stages(Stages(*topology(config.tile, spacing or (1, 1, 1)))))
 
     def build(
         self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
     ) -> VolumeNet:
         """Returns the network; its batch norm runs over all ranks that hold other samples."""
-        others = data if data is not None and data.size > 1 else None
-        peers = group if config.mode in SPLIT_SAMPLES and group.size > 1 else None
-        unet = self.make(config, in_channels, num_outputs, others, peers)
+        unet = self.make(config, in_channels, num_outputs, *norm_groups(config, group, data))
         mode = choose_mode(config.mode, group)
         return VolumeNet(unet, config.tile, mode, config.split, config.grad_checkpoint)
 
@@ -64,8 +73,19 @@ class VolumeNetwork(Kind):
         """Raises ValueError for a tile that is no multiple of the total stride, with the nearest that is."""
         self._architecture(config).refuse_extents(config.tile)
 
+    def refuse_batch(self, config: Config, num_groups: int) -> None:
+        """Raises ValueError where batch norm would get a single value of each channel in the coarsest stage."""
+        architecture = self._architecture(config)
+        points = math.prod(side // scale for side, scale in zip(config.tile, architecture.scales[-1]))
+        if architecture.style.norm == "batch" and points * config.batch * num_groups == 1:
+            tile = shorten(config.tile)
+            raise ValueError(
+                f"--tile {tile} with --batch 1 leaves one value of each channel in the coarsest stage of "
+                f"{config.network}, which batch norm cannot norm: use --batch 2, or a larger --tile than {tile}"
+            )
+
     def _architecture(self, config: Config) -> Architecture:
-        return _architecture(self.make, config.network, config.tile, config.features, config.stages)
+        return _architecture(self.make, config.network, config.tile, config.features, config.stages, config.norm)
 
     def num_alike(self, config: Config) -> int:
         """Returns 0: no cells are alike."""
@@ -74,18 +94,21 @@ class VolumeNetwork(Kind):
     def describe(self, config: Config) -> str:
         """Returns the network's name and its first width."""
         features = f" from {config.features} features" if config.features else ""
-        return config.network + features
+        norm = f" with {config.norm} norm" if config.norm != "own" else ""
+        return config.network + features + norm
 
     def describe_tile(self, config: Config) -> str:
         """Returns what stays on one rank."""
         unit = self.unit(config)
         count = math.prod(side // step for side, step in zip(config.tile, unit))
-        return f"{count} cubes of {'x'.join(map(str, unit))} voxels"
+        return f"{quantity(count, 'cube')} of {'x'.join(map(str, unit))} voxels"
 
 
 @lru_cache(maxsize=64)
-def _architecture(make: Make, network: str, tile: tuple[int, ...], features: int, stages: str) -> Architecture:
-    config = Config(network=network, tile=tile, features=features, stages=stages)
+def _architecture(
+    make: Make, network: str, tile: tuple[int, ...], features: int, stages: str, norm: str
+) -> Architecture:
+    config = Config(network=network, tile=tile, features=features, stages=stages, norm=norm)
     state = torch.get_rng_state()
     with torch.device("meta"):
         architecture = make(config, 1, 2, None, None).architecture
@@ -150,26 +173,35 @@ def _nnunet(residual: bool) -> Make:
             architecture = replace(architecture, encoder=encoder)
         if decoder:
             architecture = replace(architecture, decoder=decoder[::-1])
+        norm = norm_named(config, architecture.style.norm)
+        architecture = replace(architecture, style=replace(architecture.style, norm=norm, data=data, peers=peers))
         return network(architecture, config.deep_supervision)
 
     return make
 
 
+def norm_named(config: Config, own: str) -> str:
+    """Returns the norm that ``--norm`` names, the network's ``own`` by default."""
+    return own if config.norm == "own" else config.norm
+
+
 def _hou(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
     resolution = min((side for side in HOU_LEVELS if side >= max(config.tile)), default=max(HOU_LEVELS))
-    return hou(in_channels, num_outputs, resolution, config.features, data, peers)
+    return hou(in_channels, num_outputs, resolution, config.features, data, peers, norm_named(config, "batch"))
 
 
 def _distmis(variant: str) -> Make:
     def make(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
-        return distmis(in_channels, num_outputs, config.tile[-1], variant, config.features or 8, data, peers)
+        norm = norm_named(config, "")
+        return distmis(in_channels, num_outputs, config.tile[-1], variant, config.features or 8, data, peers, norm)
 
     return make
 
 
 def _lamp(squeeze: int) -> Make:
     def make(config: Config, in_channels: int, num_outputs: int, data: Group | None, peers: Group | None) -> UNet:
-        return lamp(in_channels, num_outputs, config.features or 32, data, peers, squeeze)
+        norm = norm_named(config, "batch")
+        return lamp(in_channels, num_outputs, config.features or 32, data, peers, squeeze, norm)
 
     return make
 

@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.collectives import all_reduce
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.models.stages import PartOfBatch
 from seqpar.launch.planning.outline import outline
 from seqpar.launch.settings.config import Config
 from seqpar.losses import DiceCE
 from seqpar.mesh import Group, Mesh
+from seqpar.pipeline.cells import IMAGE
 from seqpar.vit.encoder import SeqParViT
-from tests.support.ranks import relative, run_ranks
+from tests.support.ranks import relative, run_ranks, summed
 
 TILE, PATCH, BATCH = (16, 8, 8), 4, 2
 
@@ -50,9 +51,39 @@ def gradients(net: SegmentationNet, mesh: Mesh | None) -> list[Tensor]:
         return list(torch.autograd.grad(DiceCE()(net(image), label), list(net.parameters())))
     part, target = (net.layout.cut(x, mesh.seq.index) for x in (image, label))
     loss = DiceCE()(net(part), net.arrange(target), net.mode.loss_groups(mesh.data, BATCH))
-    return [
-        all_reduce(grad, mesh.world) / mesh.world.size for grad in torch.autograd.grad(loss, list(net.parameters()))
-    ]
+    grads = torch.autograd.grad(loss, list(net.parameters()))
+    return [total / mesh.world.size for total in summed(grads, mesh.world)]
+
+
+def logits_of_cells(net: SegmentationNet, part: Tensor) -> Tensor:
+    """Returns the logits of a part by the cells between which a pipe may cut."""
+    staged, micro = net.staged(), PartOfBatch(part, net.layout)
+    values = {IMAGE: staged.image(micro)}
+    for number, taken in enumerate(staged.takes):
+        values[number] = staged.run_cell(number, [values[value] for value in taken], micro)
+    return values[staged.outputs[0]][0]
+
+
+def cells_on_ranks(mesh: Mesh) -> dict[str, bool | str]:
+    """Returns, by mode, whether the cells give the logits of the whole network, or what is refused."""
+    torch.manual_seed(4)
+    image, results = torch.randn(BATCH, 1, *TILE).double(), dict[str, bool | str]()
+    for mode in ("gather", "swap", "halo"):
+        net = net_of(mesh.seq, mode, "alone")
+        part = net.layout.cut(image, mesh.seq.index)
+        try:
+            results[mode] = torch.equal(logits_of_cells(net, part), net(part))
+        except ValueError as error:
+            results[mode] = str(error)
+    return results
+
+
+def test_as_cells_of_a_pipe_they_are_refused_in_halo_too() -> None:
+    for results in run_ranks(2, cells_on_ranks):
+        assert results["gather"] is results["swap"] is True
+        assert "--mode halo: each of 2 ranks decodes a box, and TorchDecoder returned no box grid" in str(
+            results["halo"]
+        )
 
 
 def on_ranks(mesh: Mesh) -> dict[tuple[str, str], float | str]:
