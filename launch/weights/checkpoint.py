@@ -5,18 +5,17 @@ points ``latest`` to it in one system call, and only then removes old checkpoint
 complete checkpoint stays. A save that hung on its disk while another training took the run over changes nothing there.
 """
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,11 +32,13 @@ from seqpar.launch.weights.states import (
     set_random_states,
     whole_tensors,
 )
+from seqpar.launch.weights.tensor_files import digest, shapes_in, tensors_in
 from seqpar.mesh import Group
 
 MODEL, OPTIMIZER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
 MANIFEST = "manifest.json"
 State = dict[str, Tensor]
+Collect = Callable[[State, bool], State]  # tensors of all ranks, whole, or on ranks that keep none an empty dict
 
 
 @dataclass
@@ -68,6 +69,7 @@ def save(
     config: str = "{}",
     is_best: bool = False,
     refuse_lost: Callable[[], None] = lambda: None,
+    collect: Collect = whole_tensors,
 ) -> Path:
     """Saves a checkpoint and returns its directory; if one rank fails, all raise ``NotSaved``.
 
@@ -77,11 +79,12 @@ def save(
     - ``is_best``: whether ``best`` shall name this checkpoint
     - ``refuse_lost``: raises ``ValueError`` where another training has the run folder by now; the first rank asks
       before each change of what is saved there, and all ranks raise the error
+    - ``collect``: brings tensors, of the network and of its optimizer, to the first rank
     """
     target = folder / f"step-{progress.step:08d}"
     is_first = world.index == 0
-    model = whole_tensors(net.state_dict(), is_first)
-    states = whole_tensors(optimizer_tensors(net, optimizer), is_first)
+    model = collect(net.state_dict(), is_first)
+    states = collect(optimizer_tensors(net, optimizer), is_first)
     draft = target.with_name(f"{target.name}.{by_first(_this_process, world)}.tmp")
     problem = _attempt(lambda: _make_draft(draft)) if is_first else ""
     agree(0, world)  # no rank writes before the folder exists
@@ -197,15 +200,6 @@ def _write_text(path: Path, text: str) -> None:
     sync(path)
 
 
-def digest(path: Path) -> str:
-    """Returns a hash of a file's bytes."""
-    bytes_hash = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            bytes_hash.update(block)
-    return bytes_hash.hexdigest()
-
-
 def _named(link: Path) -> Path | None:
     try:
         name = link.read_text().strip()
@@ -263,34 +257,37 @@ def _problem(path: Path) -> str:
     return ""
 
 
-def load(path: Path, net: nn.Module, optimizer: Optimizer, rank: int, resizing: Resizing = UNCHANGED) -> Progress:
-    """Loads a checkpoint into net, optimizer and this rank's random generators; returns its progress."""
+def load(
+    path: Path,
+    net: nn.Module,
+    optimizer: Optimizer,
+    rank: int,
+    resizing: Resizing = UNCHANGED,
+    whole_shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> Progress:
+    """Loads a checkpoint into net, optimizer and this rank's random generators; returns its progress.
+
+    - ``resizing``: of tensors that another tile resizes
+    - ``whole_shapes``: of the whole network, where this rank has some of its tensors; it loads these
+    """
     state = net.state_dict()
-    own, saved = {name: tuple(tensor.shape) for name, tensor in state.items()}, _shapes(path / MODEL)
+    own = whole_shapes or {name: tuple(tensor.shape) for name, tensor in state.items()}
+    saved = shapes_in(path / MODEL)
     differing = [name for name in {**own, **saved} if own.get(name) != saved.get(name) and name not in resizing]
     if differing:
         raise ValueError(
             f"{path} holds another network: {', '.join(differing[:4])} differ; resume with the run's settings"
         )
-    for name, tensor in resized(_tensors(path / MODEL), resizing):
-        fill(state[name], tensor)
-    fill_optimizer(net, optimizer, resized(_tensors(path / OPTIMIZER), resizing))
-    states = path / f"random-{rank:05d}.json"
-    if states.exists():  # a new rank has none: it starts from its seed, and all draws of a run are keyed by step
-        set_random_states(json.loads(states.read_text()))
+    for name, tensor in resized(tensors_in(path / MODEL), resizing):
+        if name in state:
+            fill(state[name], tensor)
+    parameters = {name for name, _ in net.named_parameters()}
+    states = ((key, x) for key, x in tensors_in(path / OPTIMIZER) if key.rpartition("/")[0] in parameters)
+    fill_optimizer(net, optimizer, resized(states, resizing))
+    drawn = path / f"random-{rank:05d}.json"
+    if drawn.exists():  # a new rank has none: it starts from its seed, and all draws of a run are keyed by step
+        set_random_states(json.loads(drawn.read_text()))
     return read_progress(path)
-
-
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    with safe_open(path, "pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a file one by one, so that no rank holds all of them."""
-    with safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            yield name, file.get_tensor(name)
 
 
 def read_progress(path: Path) -> Progress:

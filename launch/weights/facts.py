@@ -14,7 +14,7 @@ from seqpar.launch.settings.config import Config
 
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
 _ENTRY = "seqpar"  # of a file's metadata
-_ENCODER = ("network", "heads", "mlp", "positions")
+_ENCODER = ("network", "heads", "mlp", "positions", "window")
 _FACTS = (*_ENCODER, "decoder", "skips", "tile", "patch")
 
 
@@ -54,8 +54,13 @@ def differing_flags(facts: Mapping[str, Any], config: Config) -> tuple[str, str]
     """
     own = asdict(config)
     asked = [*_ENCODER, *(["skips"] if facts.get("decoder") == own["decoder"] else [])]
-    names = [name for name in asked if name in facts and facts[name] != own[name] and knows(config, name)]
+    names = [name for name in asked if name in facts and facts[name] != own[name] and _acts(config, name)]
     if "network" in names:
         names = ["network"]
     theirs, ours = (" ".join(f"--{name} {values[name]}" for name in names) for values in (facts, own))
     return theirs, ours
+
+
+def _acts(config: Config, name: str) -> bool:
+    """Returns whether a setting's value is that of the config's network: one that knows no windows has none."""
+    return name == "window" or knows(config, name)

@@ -4,11 +4,9 @@ Every problem with a file or its keys is one ValueError that names them.
 """
 
 import logging
-import lzma
 import pickle
 import re
 import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -16,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 
@@ -66,6 +63,8 @@ def _read(path: Path, mapped: bool = False) -> Mapping[str, Any]:
         raise DataError(path, "no such file; give a safetensors or torch file of weights")
     with path.open("rb") as file:
         head = file.read(9)
+    if head and not (head[8:] == b"{" or head.startswith((b"PK", b"\x80"))):
+        raise DataError(path, "it is no file of weights; give a safetensors or torch file of weights")
     try:
         if head[8:] == b"{" and not head.startswith(b"PK"):
             return load_file(path)
@@ -75,12 +74,14 @@ def _read(path: Path, mapped: bool = False) -> Mapping[str, Any]:
                     return load(archive.read(ARCHIVED))
         content = load_torch(path, mapped)
     except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))  # torch's own advice is to run what the file holds
+        others = named[1] if named else "objects of other kinds"
         raise DataError(
-            path, f"it holds more than tensors ({_first_line(error)}); save only its state_dict, and read that file"
-        ) from error
-    except (
-        SafetensorError, RuntimeError, EOFError, OSError, zipfile.BadZipFile, zlib.error, lzma.LZMAError
-    ) as error:  # fmt: skip
+            path, f"it holds more than tensors ({others}); save only its state_dict, and read that file"
+        ) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file is read as far as it makes sense
         raise DataError(path, f"it cannot be read as weights ({_first_line(error)}); it may be cut off") from error
     if not isinstance(content, Mapping):
         raise DataError(path, f"it holds a {type(content).__name__}; a state dict is needed")
@@ -201,8 +202,8 @@ def fit_positions(
     if len(trained_grid) != len(grid) or torch.Size(trained_grid).numel() != count:
         raise ValueError(
             f"the weights have {count} positions: neither those of tile {tuple(tile)} at patch {tuple(patch)} nor of "
-            f"{'a cube' if trained_tile is None else f'trained_tile {tuple(trained_tile)}'}; give the tile that they "
-            "were trained on as trained_tile="
+            f"{'a cube' if trained_tile is None else f'trained_tile {tuple(trained_tile)}'}; take the tile that they "
+            "were trained on (--tile), or name it to load_monai or load_primus as trained_tile="
         )
     if trained_grid != grid:
         log.info("positions resized from a grid of %s to %s", tuple(trained_grid), tuple(grid))

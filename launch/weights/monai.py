@@ -241,6 +241,10 @@ def _refuse_foreign(net: nn.Module, encoder: SeqParViT) -> None:
     faults = []
     if encoder.rotates:
         faults.append(f"positions {encoder.positions} (it has learned ones)")
+    if len(encoder.stages) > 1:
+        faults.append("an encoder of several stages")
+    if encoder.window:
+        faults.append("attention in windows")
     if any(not isinstance(block.mlp, Mlp) for block in encoder.blocks):
         faults.append("a gated MLP")
     if any(isinstance(module, nn.LayerNorm) and module.eps != 1e-5 for module in encoder.modules()):

@@ -72,16 +72,25 @@ def trained_state(results: Results) -> State:
     return {name: tensor.permute(0, 1, *order) if tensor.ndim == 5 else tensor for name, tensor in state.items()}
 
 
-def export_nnunet(net: nn.Module) -> State:
+def export_nnunet(net: nn.Module, transpose_forward: Sequence[int] | None = None) -> State:
     """Returns the network's weights as the state dict that nnU-Net loads with ``strict=True``: copies included.
 
-    - ``net``: a network such as ``load_nnunet`` returns, or its U-Net alone
+    - ``net``: a network such as ``load_nnunet`` returns, the network of a run of ours, or a U-Net alone
+    - ``transpose_forward``: of the plans that the weights go to. The kernels of a run, for images W D H, are turned to
+      the axes of these plans (None: 0 1 2, so z y x); those of ``load_nnunet`` have them already, and a U-Net alone is
+      turned only where this is given
     """
     unet = net.unet if isinstance(net, VolumeNet) else net
     if not isinstance(unet, UNet):
         raise ValueError(f"nnU-Net loads the weights of a U-Net, not of a {type(net).__name__}")
     _refuse_foreign(unet.architecture)
-    tensors = {name: tensor.detach().clone() for name, tensor in unet.state_dict().items()}
+    order = _to_theirs(net, transpose_forward)
+    tensors = {
+        name: (tensor.permute(order) if tensor.ndim == 5 else tensor)
+        .detach()
+        .clone(memory_format=torch.contiguous_format)
+        for name, tensor in unet.state_dict().items()
+    }
     state: State = {}
     for ours, theirs in nnunet_names(unet).items():
         block = re.fullmatch(r"(.*)\.(conv|norm)\.([a-z_]+)", theirs)
@@ -91,6 +100,22 @@ def export_nnunet(net: nn.Module) -> State:
             if name.startswith("encoder."):
                 state[f"decoder.{name}"] = tensors[ours]
     return state
+
+
+def _to_theirs(net: nn.Module, transpose_forward: Sequence[int] | None) -> tuple[int, ...]:
+    """Returns the order of a kernel's dims in nnU-Net's axes."""
+    of_a_run = isinstance(net, VolumeNet) and bool(net.settings)
+    if isinstance(net, VolumeNet) and not of_a_run and transpose_forward is not None:
+        raise ValueError(
+            f"transpose_forward {tuple(transpose_forward)}: the weights of load_nnunet are in nnU-Net's axes already: "
+            "leave it out"
+        )
+    axes = transpose_forward if transpose_forward is not None or not of_a_run else (0, 1, 2)
+    if axes is None:
+        return 0, 1, 2, 3, 4
+    if sorted(axes) != [0, 1, 2]:
+        raise ValueError(f"transpose_forward {tuple(axes)}: the axes 0, 1 and 2 in some order are needed")
+    return 0, 1, *(4 - axis for axis in axes)
 
 
 def nnunet_names(unet: UNet) -> dict[str, str]:

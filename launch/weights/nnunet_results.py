@@ -13,10 +13,11 @@ from seqpar.decoders.unets.architecture import Architecture
 from seqpar.decoders.unets.nnunet import of_plan
 from seqpar.launch.weights.files import State, checkpoint_of, unwrap
 
+PRETRAINING = "nnssl_adaptation_plan"  # an entry that nnssl's checkpoints have besides
 PLANS, DATASET, CHECKPOINT = "plans.json", "dataset.json", "checkpoint_final.pth"
 # What names of nnU-Net's own trainers say, where their network is the plan's: epochs, augmentation, loss, optimizer.
 _WORDS = (
-    r"\d+epochs?|NoMirroring|onlyMirror01|\d+ep|NoDA|noDA|DA5|Segord0|DAOrd0|DASegOrd0|CELoss|DiceLoss|DiceCELoss|"
+    r"\d+epochs?|NoMirroring|onlyMirror01|\d+ep|NoDA|noDA|DA5|Segord0|ord0|DAOrd0|DASegOrd0|CELoss|DiceLoss|DiceCELoss|"
     r"noSmooth|Topk10Loss|DiceTopK10Loss|LS01|Vanilla|R?Adam|Adan|CosAnneal|\d+en\d|[nN]oDeepSupervision|Benchmark|"
     r"noDataLoading|warmup|probabilisticOversampling|\d{3}|lr"
 )
@@ -85,6 +86,19 @@ def read_checkpoint(path: str | Path) -> Results:
 def is_checkpoint(content: Mapping[str, Any]) -> bool:
     """Returns whether a file's content is one of nnU-Net's checkpoints."""
     return "network_weights" in content and "trainer_name" in content
+
+
+def holds_unet(content: Mapping[str, Any]) -> bool:
+    """Returns whether a file's content is a checkpoint of nnU-Net's with the U-Net of its plans.
+
+    Pretrainings of nnssl's, what is written as one here, and a Primus that nnU-Net trained have the same entries.
+    """
+    return is_checkpoint(content) and PRETRAINING not in content and not is_primus(unwrap(content))
+
+
+def is_primus(state: Mapping[str, Any]) -> bool:
+    """Returns whether a state dict has the names of Primus."""
+    return any(name.startswith("eva.") for name in state)
 
 
 def _results(

@@ -13,7 +13,7 @@ from seqpar.decoders.unets.nnunet import of_plan
 from seqpar.launch.models.unets import Stages, spell_stages
 from seqpar.launch.settings.config import Config, dashed
 from seqpar.launch.weights.files import checkpoint_of
-from seqpar.launch.weights.nnunet_results import is_checkpoint, read_checkpoint
+from seqpar.launch.weights.nnunet_results import holds_unet, read_checkpoint
 
 USUAL = "3d_fullres"
 
@@ -27,7 +27,7 @@ def with_plans(config: Config, flags: Collection[str]) -> Config:
     """
     if config.plans:
         settings, source = settings_of(read_plan(config.plans), config.plans), f"--plans {config.plans}"
-    elif config.weights.endswith(".pth") and is_checkpoint(checkpoint_of(config.weights, mapped=True)):
+    elif config.weights.endswith(".pth") and holds_unet(checkpoint_of(config.weights, mapped=True)):
         plan = read_checkpoint(config.weights).plan
         settings, source = settings_of(plan, config.weights), f"--weights {config.weights}"
     else:

@@ -25,6 +25,7 @@ def optimizer_tensors(net: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
 def fill_optimizer(net: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Restores the state that ``optimizer_tensors`` returned, from whole tensors; a rank with shards keeps its own."""
     parameters = dict(net.named_parameters())
+    fused = any(group.get("fused") for group in optimizer.param_groups)
     for key, value in tensors:
         name, _, entry = key.rpartition("/")
         own, parameter = value, parameters[name]
@@ -33,6 +34,8 @@ def fill_optimizer(net: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple
             fill(own, value)
         elif entry != "step":  # Adafactor's rows and columns, which are not sharded
             own = value.to(parameter.device)
+        elif fused:  # its kernels count steps where the parameters lie
+            own = value.to(parameter.device, torch.float32)
         optimizer.state[parameter][entry] = own
 
 

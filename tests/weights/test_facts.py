@@ -89,3 +89,35 @@ def test_weights_of_another_kind_of_network_are_refused_by_its_name(tmp_path):
     config = Config(network="unet-lamp", tile=(32, 32, 32), features=2, weights=str(tmp_path / "weights"))
     with pytest.raises(ValueError, match="trained with --network vit, and this run has --network unet-lamp"):
         start_from(made(config), config)
+
+
+def test_weights_of_windows_are_refused_where_others_are_and_may_begin_them(tmp_path):
+    two, four, plain = (replace(SMALL, tile=(16, 16, 16), window=window) for window in (2, 4, 0))
+    file = tmp_path / "weights"
+    for config in (two, four, plain):
+        write_weights(file, made(two, 1))
+        start = replace(config, weights=str(file))
+        if config is two:
+            assert "tokens see windows" not in start_from(made(start), start)
+        else:
+            with pytest.raises(ValueError, match=f"trained with --window 2, .* has --window {config.window}: use --w"):
+                start_from(made(start), start)
+        write_weights(file, made(plain, 1))
+        line = start_from(made(start), start)
+        assert (f"; tokens see windows of {config.window}, and saw all" in line) == (config is not plain)
+        write_weights(file, made(two, 1).state_dict())  # says nothing, as files of earlier versions do
+        assert "tokens see windows" not in start_from(made(start), start)
+    write_weights(file, made(two, 1))
+    hiding = replace(plain, task="pretrain", weights=str(file))
+    with pytest.raises(ValueError, match="--task pretrain knows no windows, take other weights"):
+        start_from(made(hiding), hiding)
+
+
+def test_prediction_refuses_weights_of_other_windows(tmp_path):
+    whole, windows = (replace(SMALL, tile=(16, 16, 16), window=window) for window in (0, 2))
+    runs = [make_run(tmp_path / name, config=config) for name, config in (("whole", whole), ("windows", windows))]
+    for run, other, flags in ((runs[0], runs[1], (2, 0)), (runs[1], runs[0], (0, 2))):
+        file = other / "model.safetensors"
+        with pytest.raises(DataError, match=f"trained with --window {flags[0]}, and {run} has --window {flags[1]}"):
+            load_run(run, str(file))
+        assert load_run(run, str(run / "model.safetensors"))

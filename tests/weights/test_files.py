@@ -66,13 +66,26 @@ def test_files_that_are_no_weights_are_refused_by_name(tmp_path: Path, monkeypat
     torch.save(torch.zeros(3), "bare.pt")
     Path("text.pt").write_text("no weights at all")
     Path("empty.pt").touch()
+    Path("junk.pt").write_bytes(b"\x80\x02he.")  # an object of the past that there is not
     for name in ("whole.safetensors", "whole.pt"):
         Path(f"cut.{name}").write_bytes(Path(name).read_bytes()[:200])
-    for name in ("bare.pt", "code.pt", "text.pt", "empty.pt", "cut.whole.safetensors", "cut.whole.pt", "absent.pt"):
+    for name in (
+        "bare.pt",
+        "code.pt",
+        "text.pt",
+        "empty.pt",
+        "junk.pt",
+        "cut.whole.safetensors",
+        "cut.whole.pt",
+        "absent.pt",
+    ):
         with pytest.raises(ValueError, match=re.escape(name)):
             read_weights(name)
-    with pytest.raises(ValueError, match="more than tensors"):
+    with pytest.raises(ValueError, match=r"code.pt: it holds more than tensors \(getattr\); save only") as refused:
         read_weights("code.pt")
+    assert "weights_only" not in str(refused.value), "torch's advice is to run it"
+    with pytest.raises(ValueError, match="text.pt: it is no file of weights"):
+        read_weights("text.pt")
     assert not Path("ran").exists()
 
 

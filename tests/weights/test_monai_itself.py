@@ -76,7 +76,7 @@ def test_loaded_weights_give_the_reference_output_on_four_ranks(ranks, split: st
     check_spread(ranks, state, x, references.unetr(state, x, HEADS), split, 1e-12)
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 5e-5)])
-def test_monai_itself_agrees_on_four_ranks(ranks, dtype: torch.dtype, bound: float) -> None:
-    theirs, x = monai_net(dtype), torch.cat([image(*TILE, dtype=dtype)] * 2)
-    check_spread(ranks, theirs.state_dict(), x, out(theirs, x), "spatial", bound)
+def test_monai_itself_agrees_on_four_ranks_in_float32(ranks) -> None:
+    """In float64 the reference does, above."""
+    theirs, x = monai_net(torch.float32), torch.cat([image(*TILE, dtype=torch.float32)] * 2)
+    check_spread(ranks, theirs.state_dict(), x, out(theirs, x), "spatial", 5e-5)

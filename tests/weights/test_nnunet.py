@@ -3,6 +3,7 @@
 import json
 import os
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from seqpar.launch.models.build import build
+from seqpar.launch.settings.presets import PRESETS
 from seqpar.launch.weights.files import read_weights
 from seqpar.launch.weights.monai import load_monai
-from seqpar.launch.weights.nnunet import export_nnunet, load_nnunet, nnunet_names
-from seqpar.launch.weights.nnunet_results import fold_files
+from seqpar.launch.weights.nnunet import export_nnunet, load_nnunet, nnunet_names, trained_state
+from seqpar.launch.weights.nnunet_results import fold_files, read_checkpoint
+from seqpar.launch.weights.nnunet_settings import settings_of
 from seqpar.launch.weights.torch_files import load_torch
+from seqpar.mesh import Group
 from tests.support.foreign_weights import HEADS, TILE, tiny_unetr
 from tests.support.nnunet_networks import (
     CHANNELS,
+    DATASET,
     KINDS,
     PATCH,
     Reference,
@@ -81,6 +87,35 @@ def test_weights_go_back_as_the_package_loads_them_strictly(tmp_path: Path, kind
         export_nnunet(load_monai(tiny_unetr(), TILE, HEADS))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forward", [None, (0, 1, 2), (1, 0, 2), (1, 2, 0)], ids=str)
+def test_kernels_of_a_run_are_turned_back_to_nnunets_axes(
+    tmp_path: Path, kind: str, forward: tuple[int, ...] | None
+) -> None:
+    """A run's kernels are W D H, also where they and the strides differ from direction to direction."""
+    theirs = reference(kind)
+    plans = plans_of(configuration(kind), transpose_forward=list(forward or (0, 1, 2)))
+    results = read_checkpoint(write_results(tmp_path / "model", [theirs], plans) / "fold_0" / "checkpoint_final.pth")
+    config = replace(PRESETS["nnunet"](), **settings_of(results.plan, "plans"))
+    net = build(config, CHANNELS, len(DATASET["labels"]), Group("seq")).double()
+    net.load_state_dict(trained_state(results))
+    state = export_nnunet(net, forward)
+    assert state.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in theirs.state_dict().items())
+    assert all(tensor.is_contiguous() for tensor in state.values())
+    alone = export_nnunet(net.unet, forward or (0, 1, 2))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in alone.items())
+
+
+def test_axes_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
+    plans = plans_of(configuration("PlainConvUNet"))
+    net = load_nnunet(write_results(tmp_path / "model", [reference("PlainConvUNet")], plans))
+    with pytest.raises(ValueError, match="in nnU-Net's axes already: leave it out"):
+        export_nnunet(net, (0, 1, 2))
+    with pytest.raises(ValueError, match=r"transpose_forward \(0, 1, 1\): the axes 0, 1 and 2"):
+        export_nnunet(net.unet, (0, 1, 1))
+
+
 def test_what_the_package_itself_trained_loads_and_goes_back_with_its_keys() -> None:
     arguments = json.loads((GOLDEN / "plans.json").read_text())["configurations"]["3d_fullres"]["architecture"]
     for fold, path in enumerate(fold_files(GOLDEN)):
@@ -142,6 +177,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "2d": ({**configuration("PlainConvUNet"), "patch_size": [8, 8]}, "is 2d"),
     "dropout": (change_architecture(dropout_op="torch.nn.Dropout3d"), "has dropout_op torch.nn.Dropout3d"),
     "squeeze-excite": (change_architecture(squeeze_excitation=True), "has squeeze_excitation"),
+    "activation first": (change_architecture(nonlin_first=True), "PlainConvUNet has nonlin_first True: this is not"),
+    "unknown": (change_architecture(new_in_their_next_version=3), "has new_in_their_next_version 3"),
+    "blocks": (change_architecture(n_blocks_per_stage=[1, 3, 4, 6]), "has n_blocks_per_stage"),
+    "running statistics": (
+        change_architecture(norm_op_kwargs={"eps": 1e-5, "affine": True, "track_running_stats": True}),
+        "InstanceNorm3d has track_running_stats True",
+    ),
+    "2d convolutions": (change_architecture(conv_op="torch.nn.modules.conv.Conv2d"), "Conv3d is built"),
     "normalisation": ({**configuration("PlainConvUNet"), "normalization_schemes": ["Own", "Own"]}, "schemes is Own"),
     "resampling": ({**configuration("PlainConvUNet"), "resampling_fn_data": "own"}, "resampling_fn is own"),
     "patch": ({**configuration("PlainConvUNet"), "patch_size": [4, 8, 13]}, "4x8x13 voxels does not fit"),
@@ -159,7 +202,8 @@ def test_what_is_not_built_is_refused_by_name(tmp_path: Path, name: str) -> None
 
 def test_trainers_networks_copies_and_folds_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     net, plans = reference("PlainConvUNet"), plans_of(configuration("PlainConvUNet"))
-    for trainer in ("nnUNetTrainer_250epochs_NoMirroring", "nnUNetTrainerDA5", "nnUNetTrainer_DASegOrd0_NoMirroring"):
+    for trainer in ("nnUNetTrainer_250epochs_NoMirroring", "nnUNetTrainerDA5", "nnUNetTrainer_DASegOrd0_NoMirroring",
+                    "nnUNetTrainerDA5ord0", "nnUNetTrainerDA5Segord0"):  # fmt: skip
         assert load_nnunet(write_results(tmp_path / trainer, [net], plans, trainer_name=trainer)) is not None
     own = write_results(tmp_path / "own", [net], plans, trainer_name="nnUNetTrainerUMambaBot")
     with pytest.raises(ValueError, match="was trained by nnUNetTrainerUMambaBot"):

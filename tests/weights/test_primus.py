@@ -1,12 +1,18 @@
 """Weights under Primus' names give the reference output here, and come back as they were when exported."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from seqpar.launch.models.build import build
+from seqpar.launch.settings.config import Config
 from seqpar.launch.weights.monai import load_monai
-from seqpar.launch.weights.primus import export_primus, load_primus
+from seqpar.launch.weights.pretrained import start_from
+from seqpar.launch.weights.primus import export_primus, has_exchanged_axes, load_primus
+from seqpar.mesh import Group
 from tests.support import references
 from tests.support.foreign_weights import HEADS, TILE, image, out, tiny_unetr
 
@@ -42,3 +48,140 @@ def test_a_primus_without_an_option_loads_and_comes_back(lacking: str) -> None:
     if lacking in neutral:
         filled = {name: t if lacking not in name else torch.full_like(t, neutral[lacking]) for name, t in whole.items()}
         assert (out(net, image(*PRIMUS_TILE)) - references.primus(filled, image(*PRIMUS_TILE), 4)).abs().max() < 1e-12
+
+
+CUBE = {**PRIMUS, "c": 1, "grid": (3, 3, 3)}
+
+
+@pytest.mark.parametrize("order", ["whd", "hwd"])
+def test_weights_of_either_order_of_tokens_give_the_output_that_they_were_trained_to_give(order: str) -> None:
+    state = references.draw(references.primus_shapes(**CUBE))  # type: ignore[arg-type]
+    x = torch.randn(2, 1, 24, 24, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    net = load_primus(state, (24, 24, 24), num_heads=4, token_order=order)
+    right, wrong = (references.primus(state, x, 4, exchanged) for exchanged in (order == "hwd", order != "hwd"))
+    assert (out(net, x) - right).abs().max() < 1e-12 and (out(net, x) - wrong).abs().max() > 1e-3
+
+
+def test_a_pretraining_has_exchanged_tokens_and_a_second_network_that_is_left(tmp_path: Path, caplog) -> None:
+    shapes = references.primus_shapes(
+        **CUBE,
+    )  # type: ignore[arg-type]
+    state = references.draw(shapes)
+    second = {name.replace("eva.", "decoder."): t.clone() for name, t in state.items() if name.startswith("eva.")}
+    x = torch.randn(1, 1, 24, 24, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    whole = {"network_weights": state | second, "trainer_name": "BaseEvaMAETrainer", "current_epoch": 1000,
+             "init_args": {"fold": "all"}, "nnssl_adaptation_plan": {"key_to_encoder": "eva"}}  # fmt: skip
+    torch.save(whole, tmp_path / "checkpoint.pth")
+    net = load_primus(tmp_path / "checkpoint.pth", (24, 24, 24), num_heads=4)
+    assert (out(net, x) - references.primus(state, x, 4, exchanged=True)).abs().max() < 1e-12
+    config = Config(
+        tile=(24, 24, 24), patch=(8, 8, 8), embed_dim=72, depth=2, heads=4, mlp="swiglu", mlp_ratio=192 / 72,
+        attention_norm=True, positions="learned+rope", layer_scale=0.1, decoder="primus", output_bias=False,
+        weights=str(tmp_path / "checkpoint.pth"), precision="fp64",
+    )  # fmt: skip
+    started = build(config, 4, 3, Group("seq")).double()
+    line = start_from(started, config)
+    for words in (
+        "(Primus, pretrained, tokens in the order h w d)",
+        "of 1 channel, repeated over 4",
+        "left: decoder (",
+    ):
+        assert words in line, line
+    assert "fresh: decoder.classes" in line and "up_projection (" in line
+    in_file = x.transpose(2, 4).expand(-1, 4, -1, -1, -1)  # nnU-Net reads the last axis of a file first
+    tokens = started.encoder(in_file).unflatten(1, (3, 3, 3)).transpose(1, 3).flatten(1, 3)  # type: ignore[operator]
+    assert (tokens - net.encoder(x)).abs().max() < 1e-12
+    with pytest.raises(ValueError, match=r"trained with .*--positions learned\+rope"):
+        start_from(
+            build(replace(config, positions="learned"), 4, 3, Group("seq")), replace(config, positions="learned")
+        )
+
+
+def pretraining(trainer: str, tile: tuple[int, ...] = (24, 24, 24), **sizes: Any) -> dict[str, Any]:
+    """Returns a checkpoint of nnssl's without a second network."""
+    state = references.draw(references.primus_shapes(**{**CUBE, **sizes}))
+    return {"network_weights": state, "trainer_name": trainer, "nnssl_adaptation_plan": {"pretrain_patch_size": tile}}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "exchanged"),
+    [
+        ("ModelGenesisEvaTrainer", True),
+        ("VolumeFusionEvaTrainer_BS8", True),
+        ("SimMIMEvaTrainer_BS8", False),
+        ("seqpar", False),
+        ("VoCoEvaTrainer", None),
+    ],
+)
+def test_a_pretraining_without_a_second_network_has_its_trainers_order(trainer: str, exchanged: bool | None) -> None:
+    checkpoint = pretraining(trainer)
+    x = torch.randn(1, 1, 24, 24, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    if exchanged is None:
+        with pytest.raises(ValueError, match=f"by {trainer} does not tell .* say --token-order whd or hwd"):
+            load_primus(checkpoint, 24, num_heads=4)
+    order = "auto" if exchanged is not None else "hwd"
+    net = load_primus(checkpoint, 24, num_heads=4, token_order=order)
+    right = references.primus(checkpoint["network_weights"], x, 4, exchanged is not False)
+    assert (out(net, x) - right).abs().max() < 1e-12
+    assert not has_exchanged_axes(checkpoint["network_weights"], "auto"), "without a trainer it is a Primus"
+
+
+def test_exchanged_axes_are_repaired_on_the_grid_that_the_file_tells() -> None:
+    """Of 27 positions, too, which need not be a cube's; sides w and h that are equal are exchanged exactly."""
+    for grid in ((3, 3, 2), (1, 1, 27)):
+        tile = tuple(8 * side for side in grid)
+        flat = pretraining("ModelGenesisEvaTrainer", tile, grid=grid)
+        x = torch.randn(1, 1, *tile, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        right = references.primus(flat["network_weights"], x, 4, exchanged=True)
+        assert (out(load_primus(flat, tile, num_heads=4), x) - right).abs().max() < 1e-12
+    long = pretraining("ModelGenesisEvaTrainer", (8, 24, 72), grid=(1, 3, 9))
+    with pytest.raises(ValueError, match="27 positions, which are no cube but 1x3x9"):
+        load_primus(long, (24, 24, 24), num_heads=4)
+    del long["network_weights"]["eva.pos_embed"]
+    with pytest.raises(ValueError, match="no cube but 1x3x9"):
+        load_primus(long, (24, 24, 24), num_heads=4)
+
+
+def test_positions_of_a_primus_that_nnunet_trained_are_resized_from_its_plans_patch_size(tmp_path: Path) -> None:
+    state = references.draw(references.primus_shapes(**PRIMUS))  # type: ignore[arg-type]
+    plans = {"configurations": {"base": {"patch_size": [16, 8, 24]}, "own": {"inherits_from": "base"}}}
+    trained = {"plans": plans, "configuration": "own", "dataset_json": {}, "fold": 0}
+    whole = {"network_weights": state, "trainer_name": "nnUNet_Primus_M_Trainer", "init_args": trained}
+    torch.save(whole, tmp_path / "checkpoint_final.pth")
+    config = Config(
+        tile=(16, 16, 32), patch=(8, 8, 8), embed_dim=72, depth=2, heads=4, mlp="swiglu", mlp_ratio=192 / 72,
+        attention_norm=True, positions="learned+rope", layer_scale=0.1, decoder="primus", output_bias=False,
+        weights=str(tmp_path / "checkpoint_final.pth"), precision="fp64",
+    )  # fmt: skip
+    net = build(config, 2, 3, Group("seq")).double()
+    assert "positions resized from 6 tokens to 2x2x4" in start_from(net, config)
+    table = load_primus(state, config.tile, 4, trained_tile=(16, 8, 24), reverse_axes=True).state_dict()
+    assert torch.equal(net.state_dict()["encoder.pos_embed"], table["encoder.pos_embed"])
+    torch.save(state, tmp_path / "checkpoint_final.pth")
+    with pytest.raises(ValueError, match=r"take the tile that they were trained on \(--tile\)"):
+        start_from(net, config)
+    fitting = replace(config, tile=(24, 8, 16))
+    start_from(build(fitting, 2, 3, Group("seq")).double(), fitting)
+
+
+@pytest.mark.parametrize("patch", [(8, 8, 8), (4, 8, 8)])
+def test_a_primus_of_reversed_axes_is_the_same_function_of_images_in_their_files_axes(patch: tuple[int, ...]) -> None:
+    sizes = {**PRIMUS, "patch": patch}
+    state = references.draw(references.primus_shapes(**sizes))  # type: ignore[arg-type]
+    tile = tuple(n * p for n, p in zip((2, 1, 3), patch))
+    x = image(*tile)
+    net = load_primus(state, tile[::-1], num_heads=4, reverse_axes=True)
+    right = references.primus(state, x, 4).transpose(2, 4)
+    assert net.layout.tile == tile[::-1] and (out(net, x.transpose(2, 4)) - right).abs().max() < 1e-12
+    assert all(
+        torch.equal(tensor, state[name]) for name, tensor in export_primus(net, True).items() if name != "mask_token"
+    )
+    assert (out(load_primus(state, tile, num_heads=4), x) - right.transpose(2, 4)).abs().max() < 1e-12
+
+
+def test_an_order_without_a_cube_is_refused() -> None:
+    state = references.draw(references.primus_shapes(**PRIMUS))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="6 positions, which are no cube"):
+        load_primus(state, PRIMUS_TILE, num_heads=4, token_order="hwd")
+    with pytest.raises(ValueError, match="--token-order dhw: choose"):
+        load_primus(state, PRIMUS_TILE, num_heads=4, token_order="dhw")

@@ -1,0 +1,175 @@
+"""An encoder that is written for nnU-Net is what its loader of pretrainings takes, and is the same function there."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.data.errors import DataError
+from seqpar.launch.export import act as export
+from seqpar.launch.models.build import build
+from seqpar.launch.models.masked_net import MaskedNet
+from seqpar.launch.models.segmentation import SegmentationNet
+from seqpar.launch.settings.config import Config
+from seqpar.launch.weights import checkpoint, nnssl
+from seqpar.launch.weights.pretrained import start_from
+from seqpar.mesh import Group
+from tests.support import references
+from tests.support.predictions import RECIPE, make_run
+
+TINY = Config(
+    tile=(24, 16, 8), patch=(8, 8, 8), embed_dim=72, depth=2, heads=4, mlp="swiglu", mlp_ratio=192 / 72,
+    positions="learned+rope", attention_norm=True, layer_scale=0.1, decoder="primus", output_bias=False,
+    precision="fp64",
+)  # fmt: skip
+PRETRAINING = Config(**{**vars(TINY), "task": "pretrain"})
+
+
+@pytest.fixture(autouse=True)
+def tiny_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nnU-Net built so small a network too."""
+    monkeypatch.setitem(nnssl.SIZES, "PrimusXS", (72, 2, 4))
+
+
+def drawn(config: Config, channels: int) -> SegmentationNet | MaskedNet:
+    net = build(config, channels, 3, Group("seq")).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(0.3 * torch.randn(p.shape, dtype=p.dtype, generator=generator))
+    assert isinstance(net, (SegmentationNet, MaskedNet))
+    return net
+
+
+def as_nnunet_loads_it(path: Path, channels: int, tile: list[int]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the weights of encoder and stem, and what nnU-Net's plans then say, by the keys that it looks up."""
+    content = torch.load(path, weights_only=True)
+    plan, weights = content["nnssl_adaptation_plan"], content["network_weights"]
+    ((_, configuration),) = plan["pretrain_plan"]["configurations"].items()
+    architecture = plan["architecture_plans"]
+    adaptation = {
+        "network_class_name": architecture.pop("arch_class_name"),
+        "imports": architecture.pop("arch_kwargs_requiring_import"),
+        "patch_size": plan["recommended_downstream_patchsize"],
+        "spacing": configuration["spacing"],
+    }
+    assert plan["pretrain_patch_size"] == configuration["patch_size"] == tile, "positions fit without resizing"
+    stem, encoder = (
+        {k: v for k, v in weights.items() if k.startswith(plan[f"key_to_{x}"])} for x in ("stem", "encoder")
+    )
+    assert list(plan["key_to_lpe"].split(".", 1)) == ["eva", "pos_embed"] and plan["key_to_lpe"] in encoder
+    if channels > plan["pretrain_num_input_channels"]:
+        assert plan["pretrain_num_input_channels"] == 1
+        name = plan["keys_to_in_proj"][0] + ".weight"
+        stem[name] = stem[name].repeat(1, channels, 1, 1, 1) / channels
+    return encoder | stem, adaptation
+
+
+@pytest.mark.parametrize("config", [TINY, PRETRAINING])
+def test_what_nnunet_loads_is_the_same_function_of_its_images(config: Config, tmp_path: Path) -> None:
+    """Here images have their files' axes, W D H; nnU-Net reads H first."""
+    file, net = tmp_path / "mae.pth", drawn(config, 1)
+    assert nnssl.write_pretrained(file, net, (1.0, 2.0, 3.0), ("zscore",), "CC0") == "PrimusXS"
+    weights, adaptation = as_nnunet_loads_it(file, 2, [8, 16, 24])
+    assert adaptation == {
+        "network_class_name": "PrimusXS",
+        "imports": None,
+        "patch_size": [8, 16, 24],
+        "spacing": [3, 2, 1],
+    }
+    shapes = references.primus_shapes(2, 3, 8, (1, 2, 3), 72, 2, [32, 16])
+    theirs = references.draw(shapes)
+    theirs |= weights
+    assert weights.keys() == {name for name in shapes if name.startswith(("eva.", "down_projection."))}
+    torch.save({"network_weights": theirs}, tmp_path / "whole.pth")
+    ours = drawn(TINY, 2)
+    start_from(ours, Config(**{**vars(TINY), "weights": str(tmp_path / "whole.pth")}))
+    x = torch.randn(1, 2, 8, 16, 24, dtype=torch.float64)
+    with torch.no_grad():
+        logits = ours(x.transpose(2, 4))
+        right = references.primus(theirs, x, 4)
+        tokens = ours.encoder(x.mean(1, keepdim=True).expand_as(x).transpose(2, 4))
+        assert (logits.transpose(2, 4) - right).abs().max() < 1e-12
+        assert (tokens - net.encoder(x.mean(1, keepdim=True).transpose(2, 4))).abs().max() < 1e-12
+
+
+def test_training_here_takes_it_back(tmp_path: Path) -> None:
+    net, file = drawn(PRETRAINING, 1), tmp_path / "mae.pth"
+    nnssl.write_pretrained(file, net, None, ("zscore",), "CC0")
+    started = drawn(TINY, 1)
+    line = start_from(started, Config(**{**vars(TINY), "weights": str(file)}))
+    ours, theirs = (each.encoder.state_dict() for each in (started, net))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and "fresh: decoder." in line
+    wide = Config(**{**vars(TINY), "tile": (32, 16, 16), "weights": str(file)})
+    assert "positions resized from 6 tokens to 4x2x2" in start_from(drawn(wide, 1), wide)
+    with pytest.raises(DataError, match="is there already"):
+        nnssl.write_pretrained(file, net, None, ("zscore",), "CC0")
+
+
+def test_what_nnunet_does_not_build_is_refused_with_the_flags_that_it_does(tmp_path: Path) -> None:
+    for change, words in (
+        (
+            {"depth": 1},
+            r"nnU-Net builds only PrimusS \(--embed-dim 396 --depth 12 --heads 6\), PrimusB .* --preset mae",
+        ),
+        ({"patch": (4, 4, 4)}, "has patches of 8, not of .*: train with --patch 8"),
+        ({"attention_norm": False}, "nnU-Net builds only"),
+        ({"mlp": "gelu"}, "Primus has no ungated MLP"),
+    ):
+        other = drawn(Config(**{**vars(PRETRAINING), **change}), 1)
+        with pytest.raises(ValueError, match=words):
+            nnssl.write_pretrained(tmp_path / "other.pth", other, None, ("zscore",), "CC0")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pretrainings_folder_is_written_from_the_checkpoint_that_is_asked_for(tmp_path: Path, capsys) -> None:
+    recipe = replace(RECIPE, spacing=(1.0, 2.0, 3.0))
+    run = make_run(tmp_path / "run", recipe, PRETRAINING)
+    described, saved = json.dumps({"config": asdict(PRETRAINING)}), {}
+    for step, which in enumerate(("best", "latest")):
+        net = saved[which] = build(replace(PRETRAINING, seed=5 + step), 1, 2, Group("seq"))
+        progress, optimizer = checkpoint.Progress(step), torch.optim.SGD(net.parameters(), 0.1)
+        checkpoint.save(
+            run / "checkpoints", net, optimizer, progress, Group("world"), described, is_best=which == "best"
+        )
+    for which, net in saved.items():
+        file = tmp_path / f"{which}.pth"
+        assert export([str(run), str(file), "--checkpoint", which, "--licence", "CC0"]) == 0
+        said = capsys.readouterr()
+        assert "PrimusXS, licence: CC0" in said.out and f"nnssl -d DATASET -n NAME -pc {file}" in said.out
+        assert not said.err
+        _, adaptation = as_nnunet_loads_it(file, 1, [8, 16, 24])
+        assert adaptation["spacing"] == [3, 2, 1]
+        started = drawn(TINY, 1)
+        line = start_from(started, Config(**{**vars(TINY), "weights": str(file)}))
+        assert "(Primus, pretrained):" in line
+        ours, theirs = (each.encoder.state_dict() for each in (started, net))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name].double()) for name in theirs)
+    with pytest.raises(DataError, match="is there already"):
+        export([str(run), str(tmp_path / "best.pth")])
+
+
+@pytest.mark.parametrize(
+    ("schemes", "stated", "masked", "says"),
+    [
+        (("zscore", "volume", "none"), ("ZScore", "ZScore", "No"), (True, False, False), ""),
+        (("ct", "zscore", "clip"), ("CT", "ZScore", "RescaleTo01"), (False, True, False),
+         "warning: this run normalised channels by ct (CTNormalization there), clip (RescaleTo01Normalization there)"),
+    ],
+)  # fmt: skip
+def test_the_plan_states_how_the_run_normalised_and_what_nnunet_does_otherwise_is_said(
+    schemes: tuple[str, ...], stated: tuple[str, ...], masked: tuple[bool, ...], says: str, tmp_path: Path, capsys
+) -> None:
+    recipe = replace(RECIPE, modalities=tuple("abc"), schemes=schemes, intensities=(None,) * 3)
+    run = make_run(tmp_path / "run", recipe, PRETRAINING)
+    assert export([str(run), str(tmp_path / "mae.pth")]) == 0
+    plan = torch.load(tmp_path / "mae.pth", weights_only=True)["nnssl_adaptation_plan"]["pretrain_plan"]
+    (configuration,) = plan["configurations"].values()
+    assert configuration["normalization_schemes"] == [f"{scheme}Normalization" for scheme in stated]
+    assert configuration["use_mask_for_norm"] == list(masked)
+    err = capsys.readouterr().err
+    assert err.startswith(says) and bool(err) == bool(says)
