@@ -11,6 +11,7 @@ from seqpar.launch.job.exit_codes import run
 from seqpar.launch.job.next_command import next_command
 from seqpar.launch.job.progress_bar import ProgressBar
 from seqpar.launch.settings.command_line import Parser
+from seqpar.quantity import quantity
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -19,7 +20,7 @@ def act(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write the data set to")
     parser.add_argument("--cases", type=int, default=24, metavar="CASES", help="number of patients (%(default)s)")
     parser.add_argument("--kind", choices=list(KINDS), default="brain", help="; ".join(_line(k) for k in KINDS))
-    parser.add_argument("--layout", choices=LAYOUTS, help="names of folders and files (brain: brats, else nnunet)")
+    parser.add_argument("--layout", choices=LAYOUTS, help="names of folders and files (as the kind has them)")
     parser.add_argument(
         "--size",
         type=int,
@@ -35,8 +36,9 @@ def act(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     settings = PhantomSettings.of(options.kind, options.layout, options.size and tuple(options.size), options.seed)
     root = write_phantom(options.out, options.cases, settings, options.workers, ProgressBar("phantom"))
-    print(f"{options.cases} cases in {root}")
-    print(coloured(f"next: {next_command('train', '--data', root)}", sys.stdout))
+    print(f"{quantity(options.cases, 'case')} in {root}")
+    task = ["--task", "classify"] if KINDS[options.kind].class_of else []
+    print(coloured(f"next: {next_command('train', *task, '--data', root)}", sys.stdout))
     return 0
 
 

@@ -7,31 +7,53 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from seqpar.data.errors import DataError
+from seqpar.data.formats.class_lists import read_class_dataset
+from seqpar.data.formats.joined_labels import join_labels
 from seqpar.data.formats.recognise import Dataset, recognise
 from seqpar.data.preparation.cache_place import outdated_cache
 from seqpar.data.preparation.prepare import PrepareSettings, Report, cache_folder, check_cache, is_current, prepare
+from seqpar.data.preparation.recipe import BY_NAME, NORMALISATIONS
 from seqpar.data.preparation.source_check import check_sources
 from seqpar.launch.job.display import coloured
 from seqpar.launch.job.exit_codes import DATA, run
 from seqpar.launch.job.next_command import next_command
 from seqpar.launch.job.progress_bar import ProgressBar
 from seqpar.launch.settings.command_line import Parser
+from seqpar.launch.settings.data_settings import DataSettings
+from seqpar.launch.settings.preparation import prepare_settings
+from seqpar.launch.training.pretrain_data import read_images
+from seqpar.quantity import quantity
+
+TASKS = {  # what a training is for: how its data are read, whether they have labels, the command that trains on them
+    "segment": (recognise, True, ["train"]),
+    "classify": (read_class_dataset, True, ["train", "--task", "classify"]),
+    "pretrain": (read_images, False, ["pretrain"]),
+}
 
 
 def act(arguments: Sequence[str]) -> int:
     """Prepares or checks a data set; returns exit code 0, or 3 if something is wrong."""
     options = _parser().parse_args(arguments)
-    settings = PrepareSettings.spaced(options.spacing)
-    dataset = recognise(options.data)
+    settings = prepare_settings(
+        DataSettings(
+            spacing=options.spacing,
+            join_labels=options.join_labels,
+            crop_to=tuple(options.crop_to),
+            force=options.force,
+            normalise=options.normalise,
+        )
+    )
+    read, labelled, command = TASKS[options.task]
+    dataset = join_labels(read(options.data), settings.joins)
     out = cache_folder(dataset, options.out, settings)
     names = ", ".join(dataset.modalities)
-    print(f"{dataset.name}: {dataset.layout}, {len(dataset.cases)} cases, {names} -> {out}")
+    print(f"{dataset.name}: {dataset.layout}, {quantity(len(dataset.cases), 'case')}, {names} -> {out}")
     if line := outdated_cache(dataset.root, out):
         print(line)
     if options.check:
         return _check(dataset, out, settings, options.workers)
     try:
-        report = prepare(dataset, out, settings, options.workers, ProgressBar("preparing"))
+        report = prepare(dataset, out, settings, options.workers, ProgressBar("preparing"), labelled=labelled)
     except KeyboardInterrupt:
         print(
             "\ninterrupted; what is finished is kept, and the same command goes on",
@@ -44,7 +66,10 @@ def act(arguments: Sequence[str]) -> int:
     if code == 0:
         more = ["--cache", options.out] if options.out else []
         more += ["--spacing", options.spacing] if options.spacing != "source" else []
-        print(coloured(f"next: {next_command('train', '--data', options.data, *more)}", sys.stdout))
+        more += ["--join-labels", options.join_labels] if options.join_labels else []
+        more += ["--crop-to", *options.crop_to, *["--force"] * options.force] if options.crop_to else []
+        more += ["--normalise", options.normalise] if options.normalise != BY_NAME else []
+        print(coloured(f"next: {next_command(*command, '--data', options.data, *more)}", sys.stdout))
     return code
 
 
@@ -64,7 +89,7 @@ def _print_report(report: Report) -> None:
     """Prints in one line what was done."""
     without = f", {len(report.empty)} of them without foreground" if report.empty else ""
     done = f"{len(report.prepared)} prepared, {len(report.kept)} already there{without}"
-    print(f"{done}, {len(report.faults)} faults")
+    print(f"{done}, {quantity(len(report.faults), 'fault')}")
 
 
 def _print_faults(faults: Sequence[DataError], what: str) -> int:
@@ -79,6 +104,12 @@ def _print_faults(faults: Sequence[DataError], what: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("prepare", description="Prepares a data set for training.")
     parser.add_argument(
+        "--task",
+        choices=list(TASKS),
+        default="segment",
+        help="classify: images with one class each; pretrain: images alone (%(default)s)",
+    )
+    parser.add_argument(
         "data", metavar="DATA", help="folder of the data set, list of cases (.json), or name or number under nnUNet_raw"
     )
     parser.add_argument(
@@ -89,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--spacing", default="source", metavar="MM", help="voxel size: source, median, or R,A,S in mm (default: source)"
     )
+    add = parser.add_argument
+    add("--join-labels", default="", metavar="NAME=LABELS", help="labels that become one class, as tumour=1,2,3")
+    add("--crop-to", type=int, nargs="+", default=[], metavar="VOXELS", help="three sides to which volumes are cut")
+    add("--force", action="store_true", help="let --crop-to cut off labelled voxels")
+    add("--normalise", choices=NORMALISATIONS, default=BY_NAME, help="how intensities are normalised: by the names of "
+        "modalities, or each over its whole volume (default: by-name)")  # fmt: skip
     parser.add_argument(
         "--workers",
         type=int,

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 import shutil
 import textwrap
 from collections.abc import Collection, Sequence
@@ -14,17 +15,18 @@ import torch
 
 from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.launch.optimization.table import OPTIMIZERS
+from seqpar.launch.settings.classify_settings import for_task, refuse_idle_for_classes
 from seqpar.launch.settings.config import AUTO, Config, dashed
-from seqpar.launch.settings.curriculum import is_same, lessons_of, parse_curriculum
+from seqpar.launch.settings.curriculum import lessons_of, parse_curriculum
+from seqpar.launch.settings.encoder_settings import with_decoder_of_stages
 from seqpar.launch.settings.presets import PRESETS, start_of_auto
+from seqpar.launch.settings.pretrain_settings import idle_in_pretraining
 from seqpar.losses import scores_classes
-
-# Beside the network's settings, what a resumed run cannot change: its weights or optimizer states depend on it.
-_FIXED = ("tile", "patch", "targets", "optimizer", "amsgrad", "spacing", "curriculum")
-
+from seqpar.quantity import quantity
 
 # How ranks share a tile.
 _OF_GROUPS = ("split", "mode", "attention", "keep_kv", "heads_per_chunk")
+_ACCUMULATE = ("--accumulate", "--micro-batches")
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,6 +80,7 @@ def parse(
     - ``others``: flags of the same command that are no settings
     - ``on_gpu``: whether the run is for a GPU; None: for one where there is one, unless --device says otherwise
     """
+    _refuse_two_names(arguments)
     parser = _parser(default_preset, networks)
     parser.others = others
     parsed = vars(parser.parse_args(list(arguments)))
@@ -85,13 +88,14 @@ def parse(
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()
     }
-    if on_gpu is None:
-        on_gpu = torch.cuda.is_available() and parsed.get("device") != "cpu"
+    on_gpu = wants_gpu(arguments) if on_gpu is None else on_gpu
     start = PRESETS[start_of_auto(on_gpu) if preset == "auto" else preset]()
+    start = for_task(start, values.get("task", start.task), preset)
     if len({values.get("optimizer", start.optimizer), start.optimizer} | {"adam", "adamw"}) > 2:
         values.setdefault("betas", ())  # a preset's are its optimizer's
     if entries := parse_curriculum(values.get("curriculum", "")):
         values.setdefault("epochs", sum(entry.epochs for entry in entries))
+    values = with_decoder_of_stages(values, start.decoder)
     for name in ("tile", "patch"):
         if len(values.get(name, ())) == 1:
             values[name] *= 3
@@ -100,15 +104,39 @@ def parse(
     return preset, replace(start, **values), set(parsed)
 
 
+def _refuse_two_names(arguments: Sequence[str]) -> None:
+    """Refuses a setting by both of its names, of which the first would do nothing."""
+    typed = {argument.partition("=")[0] for argument in arguments}
+    if typed.issuperset(_ACCUMULATE):
+        raise ValueError(f"{' and '.join(_ACCUMULATE)} are two names of one setting: leave one of both out")
+
+
+def wants_gpu(arguments: Sequence[str]) -> bool:
+    """Returns whether a command line trains on a GPU: there is one, and it does not say otherwise."""
+    early = Parser("train", add_help=False)
+    early.add_argument("--device", default="auto")
+    return early.parse_known_args(list(arguments))[0].device != "cpu" and torch.cuda.is_available()
+
+
+def usual_preset(arguments: Sequence[str], on_gpu: bool) -> str:
+    """Returns the preset of a command line that names none."""
+    early = Parser("train", add_help=False)
+    early.add_argument("--task", default="segment")
+    pretrains = early.parse_known_args(list(arguments))[0].task == "pretrain"
+    return {False: ("laptop", "paper"), True: ("mae-laptop", "mae")}[pretrains][on_gpu]
+
+
 def _parser(default_preset: str, networks: Collection[str]) -> Parser:
     parser = Parser(
         "train",
         usage="%(prog)s [--data FOLDER] [--out FOLDER] [any flag below]",
-        description="Trains a sequence-parallel segmentation network; without --data on built-in phantom brains.",
+        description="Trains a sequence-parallel network; without --data on built-in phantom brains.",
         epilog="Defaults here are in brackets. Exit codes: 0 finished, 75 left early and resumable; "
         "2 usage, 3 data, 4 memory, 5 a loss that is not finite, 6 run folder in use: status.json says why.",
     )
-    parser.add_argument("--preset", choices=list(PRESETS), help=f"named settings to start from ({default_preset})")
+    listed = ", ".join(PRESETS)
+    preset_help = f"named settings to start from: {listed} ({default_preset})"
+    parser.add_argument("--preset", choices=list(PRESETS), metavar="NAME", help=preset_help)
     topics: dict[str, argparse._ArgumentGroup] = {}
     hints, shown = get_type_hints(Config), PRESETS[default_preset]()
     for f in dataclasses.fields(Config):
@@ -117,7 +145,8 @@ def _parser(default_preset: str, networks: Collection[str]) -> Parser:
             topics[topic] = parser.add_argument_group(topic)
         choices = tuple(networks) if f.name == "network" else f.metadata["choices"]
         options = _argument(f, hints[f.name], getattr(shown, f.name), choices)
-        topics[topic].add_argument(f"--{dashed(f.name)}", dest=f.name, default=argparse.SUPPRESS, **options)
+        names = _ACCUMULATE if f.name == "accumulate" else [f"--{dashed(f.name)}"]
+        topics[topic].add_argument(*names, dest=f.name, default=argparse.SUPPRESS, **options)
     return parser
 
 
@@ -135,19 +164,22 @@ def _argument(f: dataclasses.Field, kind: Any, default: Any, choices: Sequence[s
     if kind in (tuple[int, ...], tuple[float, ...]):
         options |= {"nargs": "+", "type": int if kind == tuple[int, ...] else float}
     else:
-        options["type"] = _size if f.name == "seqpar" else kind
+        options["type"] = {"seqpar": ranks_or_auto, "pipe": _ranks}.get(f.name, kind)
     if choices:
         options["choices"] = choices
     return options | {"metavar": f.metadata["metavar"] or None}
 
 
-def _size(text: str) -> int:
+def ranks_or_auto(text: str) -> int:
     """Returns a number of ranks, AUTO for "auto"."""
-    if text == "auto":
-        return AUTO
-    number = int(text)
+    return AUTO if text == "auto" else _ranks(text, ", or auto")
+
+
+def _ranks(text: str, or_else: str = "") -> int:
+    """Returns a number of ranks: others are divided by it before a config is checked."""
+    number = int(text) if re.fullmatch(r"[+-]?\d+", text) else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} must be at least 1, or auto")
+        raise argparse.ArgumentTypeError(f"{text} must be a number of ranks, at least 1{or_else}")
     return number
 
 
@@ -159,7 +191,7 @@ def shortened_warmup(config: Config, names: set[str]) -> tuple[Config, str]:
     if "warmup" in names or config.warmup < max(config.epochs, 1):
         return config, ""
     epochs = max(config.epochs, 1) - 1
-    line = f"--warmup: {epochs} of the preset's {config.warmup} epochs, as the run has {config.epochs}"
+    line = f"--warmup: {epochs} of the preset's {quantity(config.warmup, 'epoch')}, as the run has {config.epochs}"
     return replace(config, warmup=epochs), line
 
 
@@ -177,6 +209,7 @@ def refuse_idle(config: Config, names: set[str]) -> None:
         ("tile", not config.curriculum, lessons),
         ("epochs", not config.curriculum, lessons),
         ("batch", not config.curriculum, lessons),
+        ("accumulate", not any(entry.micros for entry in parse_curriculum(config.curriculum)), lessons),
         (
             "foreground",
             lessons_of(config)[-1].foreground == config.foreground,
@@ -186,6 +219,7 @@ def refuse_idle(config: Config, names: set[str]) -> None:
         ("skips", config.decoder == "unetr", f"--decoder {config.decoder} takes no skips: leave it out"),
         ("decoder_width", config.decoder != "primus", "--decoder primus finds its width itself: leave it out"),
         ("interpolation", _deforms(config.augment), f"--augment {config.augment} deforms nothing: leave it out"),
+        ("force", bool(config.crop_to), "there is no --crop-to: leave it out"),
         ("synthesis_per", config.synthesis > 0, "--synthesis is 0: leave it out, or set that"),
         ("betas", len(config.betas) <= len(kind.betas), f"--optimizer {config.optimizer} takes {takes}"),
         ("decay_all", bool(config.weight_decay), "there is no --weight-decay: leave it out"),
@@ -195,14 +229,25 @@ def refuse_idle(config: Config, names: set[str]) -> None:
         ("decay_factor", config.schedule == "step", f"--schedule {config.schedule} has no steps: leave it out"),
         ("loss_weights", len(terms) > 1, f"--loss {config.loss} has one term: leave it out"),
         ("dice", "dice" in terms, f"{calls} Dice: leave it out"),
+        ("dice_smooth", "dice" in terms, f"{calls} Dice: leave it out"),
+        ("cycle_epochs", config.schedule == "cyclic", f"--schedule {config.schedule} has no cycles: leave it out"),
         ("dice_background", has_classes, f"{calls} term per class: leave it out"),
         ("batch_dice", has_classes or not config.batch_dice, f"{calls} term per class: leave it out"),
         ("focal_gamma", "focal" in terms, f"{calls} focal term: leave it out"),
         ("take_over", bool(config.out), "nobody holds a new folder: leave it out, or name the folder with --out"),
+        ("pipe_schedule", config.pipe > 1, "--pipe is 1: leave it out"),
+        ("placement", config.pipe > 1, "--pipe is 1: leave it out"),
+        ("objective", config.placement == "gabra", f"--placement {config.placement} has one objective: leave it out"),
+        ("token_order", bool(config.weights), "there are no --weights: leave it out"),
+        ("attention", not config.window, f"--window {config.window} fetches from neighbours: leave it out"),
+        ("heads_per_chunk", not config.window, f"--window {config.window} takes all heads at once: leave it out"),
         ("measured", is_open, "size, batch and attention are given, so that nothing is chosen by it: leave it out"),
     ):
         if name in names and not acts:
             raise ValueError(f"--{dashed(name)} would do nothing: {why}")
+    refuse_idle_for_classes(config, names)
+    for name in idle_in_pretraining(config.task, names):
+        raise ValueError(f"--{dashed(name)} would do nothing with --task {config.task}: leave it out")
 
 
 def _deforms(augment: str) -> bool:
@@ -222,6 +267,13 @@ def idle_in_groups_of_one(config: Config, names: set[str]) -> str:
     return f"{', '.join(idle)}: no effect with --seqpar 1" if idle and config.seqpar == 1 else ""
 
 
+def idle_on_a_cpu(config: Config, names: Collection[str], on_gpu: bool) -> str:
+    """Returns a line on settings of the command line (``names``) that do nothing without a GPU; "" where none does."""
+    idle = ["--precision tf32"] * (config.precision == "tf32") + ["--deterministic"] * config.deterministic
+    typed = [text for text in idle if text.split()[0].removeprefix("--") in names]
+    return f"{', '.join(typed)}: no effect without a GPU" if typed and not on_gpu else ""
+
+
 def idle_with_data(names: Collection[str], declares_regions: bool, learns_regions: bool) -> str:
     """Returns a line on settings of the command line (``names``) that do nothing with the data; "" for none."""
     whys = {
@@ -229,32 +281,3 @@ def idle_with_data(names: Collection[str], declares_regions: bool, learns_region
         "dice_background": "the outputs are regions, of which none is background" if learns_regions else "",
     }
     return "; ".join(f"--{dashed(name)}: no effect, as {why}" for name, why in whys.items() if why and name in names)
-
-
-def continued(saved: Config, now: Config, names: set[str]) -> Config:
-    """Returns the settings of a resumed run: the saved ones, changed by the command line.
-
-    ``now``: the config of the command line; ``names``: the settings in it.
-    """
-    if is_same(now.curriculum, saved.curriculum):  # as a scheduler repeats the line
-        now = replace(now, curriculum=saved.curriculum)
-    fixed = [f.name for f in dataclasses.fields(Config) if f.metadata["topic"] == "network" or f.name in _FIXED]
-    for name in fixed:
-        if name in names and getattr(now, name) != getattr(saved, name):
-            raise ValueError(
-                f"--{dashed(name)} cannot change in a run that goes on ({getattr(saved, name)} so far): leave it out, "
-                f"or begin another run with --weights {now.out}/model.safetensors"
-            )
-    began_without = saved.optimizer == "rmsprop" and not any(saved.betas[:1])
-    if "betas" in names and began_without and now.betas[0] > 0:
-        raise ValueError(
-            "--betas cannot begin with a momentum in a run that goes on without: rmsprop has no state of it"
-        )
-    if "weights" in names and now.weights != (saved.weights and os.path.abspath(saved.weights)):
-        began = f"from {saved.weights}" if saved.weights else "without"
-        raise ValueError(
-            f"--weights {now.weights} would do nothing: --resume goes on with the run's own weights, which began "
-            f"{began}: leave one of both out, or name another --out"
-        )
-    of_now = {name: getattr(now, name) for name in names | {"dry_run", "take_over"}}
-    return replace(saved, **{**of_now, "resume": True})

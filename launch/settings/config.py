@@ -9,33 +9,42 @@ from typing import Any
 
 from seqpar.attention.strategies import NAMES
 from seqpar.choices import choices_in
-from seqpar.data.sampling.augmentation import RECIPES, STEPS
-from seqpar.data.sampling.augmentation_presets import ORDERS
 from seqpar.decoders import choices as decoders
 from seqpar.decoders.modes.choose import MODES
 from seqpar.launch.optimization.schedules import SCHEDULES
 from seqpar.launch.optimization.table import OPTIMIZERS
-from seqpar.launch.settings.setting import ABOVE_0, AT_LEAST_1, BELOW_1, GAMMA, NOT_NEGATIVE, setting, share
+from seqpar.launch.settings.data_settings import DataSettings
+from seqpar.launch.settings.encoder_settings import EncoderSettings
+from seqpar.launch.settings.pipe_settings import PipeSettings
+from seqpar.launch.settings.pretrain_settings import PretrainSettings
+from seqpar.launch.settings.setting import (
+    ABOVE_0,
+    ABOVE_0_TO_1,
+    AT_LEAST_1,
+    BELOW_1,
+    GAMMA,
+    NOT_NEGATIVE,
+    SEED,
+    setting,
+)
 from seqpar.layout import SPLITS
 from seqpar.losses.mixtures import LossOptions
 from seqpar.losses.table import LOSSES
-from seqpar.rendezvous import START_S
+from seqpar.meeting import START_S
 from seqpar.vit.blocks import RECOMPUTED
 from seqpar.vit.tokens import POSITIONS
 
 AUTO = 0  # value of --seqpar auto: the planner chooses
-ALL_FOLDS = "all5"  # value of --fold: five trainings, one after the other
-PRECISIONS = ("fp32", "bf16", "fp64")
-TARGETS = ("regions", "labels")
-FOREGROUND_BY = ("chance", "count")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp64")
+TOKEN_ORDERS = ("auto", "whd", "hwd")
 TRACKERS = ("none", "wandb", "trackio")
 DEVICE_KINDS = ("auto", "cpu", "cuda")
 DICE = ("linear", "squared")
+NORMS = ("own", "batch", "group", "instance")
 _OWN_BETAS = ", ".join(
     f"{name} {' '.join(f'{beta:g}' for beta in kind.betas)}" for name, kind in OPTIMIZERS.items() if kind.betas
 )
 
-_data = partial(setting, topic="data")
 _layout = partial(setting, topic="layout")
 _network = partial(setting, topic="network")
 _training = partial(setting, topic="training")
@@ -44,54 +53,8 @@ _running = partial(setting, topic="running")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(PipeSettings, PretrainSettings, EncoderSettings, DataSettings):
     """Every setting of a training run; what a run does follows from it, the data and the ranks."""
-
-    data: str = _data(
-        "",
-        "data set: folder of nnU-Net, MSD or BraTS, or list of cases of MSD or MONAI; none: built-in phantom brains",
-        metavar="FOLDER",
-    )
-    out: str = _data("", "run folder; none: runs/<preset>-<time>", metavar="FOLDER")
-    spacing: str = _data("source", "voxel size of the prepared data: source, median, or R,A,S in mm", metavar="MM")
-    cache: str = _data(
-        "", "folder of prepared data; none: in $SEQPAR_CACHE, else seqpar-prepared near DATA", metavar="FOLDER"
-    )
-    fold: str = _data(
-        "0", "held-out fold: number of nnU-Net's or the data set's own, 90:10, or all; all5: five runs", metavar="FOLD"
-    )
-    workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE, metavar="PROCESSES")
-    augment: str = _data(
-        "light",
-        f"augmentation: {', '.join(RECIPES)}; steps are added as in light+{next(iter(STEPS))}: {', '.join(STEPS)}",
-        metavar="RECIPE",
-    )
-    interpolation: str = _data(
-        "linear", "how a deformed image is interpolated; batchgenerators takes cubic", choices=tuple(ORDERS)
-    )
-    synthesis: float = _data(
-        0.0, "share of tiles that get a synthetic tumour in place of the real one", bounds=share(0.5), metavar="SHARE"
-    )
-    synthesis_per: str = _data(
-        "tile",
-        "what a synthetic tumour's contrast and place are found in: the tile, or the volume before it is cut, whose "
-        "lesions must be darker than their organ (Hou et al.)",
-        choices=("tile", "volume"),
-    )
-    foreground: float = _data(
-        0.33, "share of tiles centred on a labelled voxel (nnU-Net: 0.33)", bounds=share(0.33), metavar="SHARE"
-    )
-    foreground_by: str = _data(
-        "chance",
-        "which tiles these are: each by chance, or by count the last ones of a step (nnU-Net)",
-        choices=FOREGROUND_BY,
-    )
-    targets: str = _data(
-        "regions",
-        "what to learn where the data declare regions: the regions, by sigmoids, or their labels, by a softmax",
-        choices=TARGETS,
-    )
-    phantoms: int = _data(24, "number of phantom cases where no --data is given", metavar="CASES")
 
     seqpar: int = _layout(
         1, "ranks that share a tile; auto: the fewest whose memory suffices", bounds=AT_LEAST_1, metavar="RANKS"
@@ -106,7 +69,7 @@ class Config:
     attention: str = _layout(
         "auto", f"how attention crosses ranks: auto, {', '.join(NAMES)}, hybrid:U", metavar="STRATEGY"
     )
-    keep_kv: bool = _layout(False, "keep gathered keys and values for backward: fewer bytes sent, more memory")
+    keep_kv: bool = _layout(False, "keep gathered keys and values: fewer bytes sent, more memory")
     measured: str = _layout("", "figures of launch/doctor.py (--json) to choose and plan by", metavar="FILE")
     heads_per_chunk: int = _layout(0, "heads whose keys and values are gathered at a time; 0: by size", metavar="HEADS")
     tile: tuple[int, ...] = _layout((96, 96, 96), "side of a tile in voxels: one number or three", metavar="VOXELS")
@@ -115,7 +78,9 @@ class Config:
     )
 
     network: str = _network(
-        "vit", "network, a Vision Transformer with a decoder or a U-Net without tokens", metavar="NAME"
+        "vit",
+        "network: a Vision Transformer with a decoder, a U-Net without tokens, or with --task classify a 3D-ResAttNet",
+        metavar="NAME",
     )
     decoder: str = _network("plain", "decoder of the tokens", choices=tuple(choices_in(decoders)))
     depth: int = _network(12, "transformer blocks", bounds=AT_LEAST_1, metavar="BLOCKS")
@@ -136,8 +101,12 @@ class Config:
         128, "channels of the decoder (unetr: of its finest level)", bounds=AT_LEAST_1, metavar="CHANNELS"
     )
     features: int = _network(
-        0, "U-Nets: channels of the first stage; 0: as published", bounds=NOT_NEGATIVE, metavar="CHANNELS"
+        0, "U-Nets, resattnet: channels of the first stage; 0: as published", bounds=NOT_NEGATIVE, metavar="CHANNELS"
     )
+    pooling: str = _network(
+        "mean", "vit with --task classify: mean of the tokens, or a class token", choices=("mean", "token")
+    )
+    norm: str = _network("own", "U-Nets: norm of all layers", choices=NORMS)
     stages: str = _network(
         "",
         "nnunet-…: kernel and stride of each stage, as '133:111 333:122 333:222', and maybe features and convolutions "
@@ -151,7 +120,6 @@ class Config:
         metavar="FILE",
     )
     deep_supervision: bool = _network(False, "nnunet-…: train the logits of all levels but the coarsest")
-
     output_bias: bool = _network(True, "start with biases of the outputs by which foreground is rare; else torch's own")
 
     batch: int = _training(
@@ -167,8 +135,8 @@ class Config:
     epochs: int = _training(200, "epochs", bounds=AT_LEAST_1, metavar="EPOCHS")
     curriculum: str = _training(
         "",
-        "lessons of the run, TILE:EPOCHS[:BATCH], as 64:4800,128:1200,whole:300: small tiles around labelled voxels "
-        "first; in place of --tile, --epochs and --batch",
+        "lessons of the run, TILE:EPOCHS[:BATCH[xMICRO-BATCHES]], as 64:4800,128:1200,whole:300: small tiles around "
+        "labelled voxels first; in place of --tile, --epochs and --batch",
         metavar="LESSONS",
     )
     iterations: int = _training(50, "steps per epoch", bounds=AT_LEAST_1, metavar="STEPS")
@@ -182,6 +150,12 @@ class Config:
         (), f"decay rates: two of Adam, sgd's momentum, rmsprop's momentum and decay ({_OWN_BETAS})", metavar="RATE"
     )
     amsgrad: bool = _training(False, "divide by the largest of Adam's second moments so far")
+    layer_decay: float = _training(
+        1.0,
+        "rate of a layer of the encoder over that of the next (0.75 is usual)",
+        bounds=ABOVE_0_TO_1,
+        metavar="FACTOR",
+    )
     schedule: str = _training("cosine", "learning rate schedule", choices=tuple(SCHEDULES))
     decay_epochs: int = _training(
         0, "with --schedule step: epochs after which the rate falls", bounds=NOT_NEGATIVE, metavar="EPOCHS"
@@ -189,9 +163,11 @@ class Config:
     decay_factor: float = _training(
         0.1, "with --schedule step: by what it is multiplied then", bounds=ABOVE_0, metavar="FACTOR"
     )
+    cycle_epochs: int = _training(8, "with --schedule cyclic: epochs of a cycle", bounds=AT_LEAST_1, metavar="EPOCHS")
+    scale_lr: bool = _training(False, "at the start, multiply --lr and divide --iterations by the groups")
     warmup: int = _training(0, "epochs of linear warm-up", bounds=NOT_NEGATIVE, metavar="EPOCHS")
     clip: float = _training(0.0, "largest global gradient norm; 0: no clipping", bounds=NOT_NEGATIVE, metavar="NORM")
-    precision: str = _training("fp32", "arithmetic", choices=PRECISIONS)
+    precision: str = _training("fp32", "arithmetic; tf32 is NVIDIA's", choices=PRECISIONS, metavar="TYPE")
     loss: str = _training("dice-ce", "loss", choices=tuple(LOSSES))
     loss_weights: tuple[float, ...] = _training(
         (), "weights of the loss's terms, such as 0.9 0.1 (1 each)", metavar="WEIGHT"
@@ -206,14 +182,19 @@ class Config:
         metavar="EXPONENT",
     )
     dice: str = _training("linear", "denominator of soft Dice: probabilities, or their squares (V-Net)", choices=DICE)
+    dice_smooth: float = _training(
+        1e-5, "what soft Dice adds to numerator and denominator", bounds=NOT_NEGATIVE, metavar="NUMBER"
+    )
     dice_background: bool = _training(False, "count the background in Dice too, where outputs exclude each other")
     batch_dice: bool = _training(False, "Dice over the batch instead of per tile")
-    seed: int = _training(0, "seed of everything that is random", bounds=NOT_NEGATIVE, metavar="NUMBER")
+    seed: int = _training(0, "seed of everything that is random", bounds=SEED, metavar="NUMBER")
 
     val_every: int = _watching(
         10, "epochs between validations (one always ends the run)", bounds=NOT_NEGATIVE, metavar="EPOCHS"
     )
-    val_cases: int = _watching(0, "held-out cases per validation; 0: all", bounds=NOT_NEGATIVE, metavar="CASES")
+    val_cases: int = _watching(
+        0, "held-out cases per validation, of classes from each in turn; 0: all", bounds=NOT_NEGATIVE, metavar="CASES"
+    )
     val_overlap: float = _watching(
         0.5, "overlap of sliding windows in validation, as a share", bounds=BELOW_1, metavar="SHARE"
     )
@@ -225,10 +206,17 @@ class Config:
     )
     tensorboard: bool = _watching(False, "write curves and pictures for TensorBoard too")
     tracker: str = _watching("none", "send curves and pictures to an experiment tracker too", choices=TRACKERS)
-    neurological: bool = _watching(False, "show the patient's left on the left; default: on the right (radiological)")
+    neurological: bool = _watching(False, "show the patient's left on the left, else on the right (radiological)")
 
     weights: str = _running(
-        "", "pretrained weights to start from (ours, MONAI's, Primus' or nnU-Net's)", metavar="FILE"
+        "",
+        "pretrained weights to start from: a run folder, or a file (ours, MONAI's, Primus' or nnU-Net's)",
+        metavar="RUN",
+    )
+    token_order: str = _running(
+        "auto",
+        "order of tokens in --weights of Primus; auto: in files of pretrainings their trainer's, else whd",
+        choices=TOKEN_ORDERS,
     )
     resume: bool = _running(False, "continue the run in --out from its last checkpoint")
     again: bool = _running(
@@ -246,6 +234,7 @@ class Config:
     )
     shard_weights: bool = _running(False, "shard weights, gradients and optimizer states over all ranks (FSDP2)")
     compile: bool = _running(False, "compile the MLPs of the blocks")
+    deterministic: bool = _running(False, "the same bits in every run on the same GPUs, slower; a CPU's are anyway")
     device: str = _running("auto", "device; auto: a GPU where there is one", choices=DEVICE_KINDS)
     start_timeout: float = _running(
         START_S, "seconds that ranks may wait for each other before step 1", bounds=ABOVE_0, metavar="SECONDS"
@@ -264,6 +253,16 @@ class Config:
     def loss_terms(self) -> tuple[str, ...]:
         """The names of the loss's terms."""
         return tuple(term.name for term in LOSSES[self.loss](LossOptions()))
+
+    @property
+    def group_ranks(self) -> int:
+        """The ranks that share a tile: those of all stages."""
+        return max(1, self.seqpar) * self.pipe
+
+    @property
+    def depths(self) -> int | tuple[int, ...]:
+        """The blocks of the encoder, or of each of its stages."""
+        return self.depth if self.encoder == "plain" else self.stage_depths
 
     @property
     def steps(self) -> int:

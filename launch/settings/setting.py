@@ -17,7 +17,10 @@ class Bounds:
 AT_LEAST_1 = Bounds(lambda value: value >= 1, "it must be at least 1")
 NOT_NEGATIVE = Bounds(lambda value: 0 <= value < math.inf, "it must not be negative")
 ABOVE_0 = Bounds(lambda value: 0 < value < math.inf, "it must be above 0")
+ABOVE_0_TO_1 = Bounds(lambda value: 0 < value <= 1, "it must be above 0, and at most 1")
 BELOW_1 = Bounds(lambda value: 0 <= value < 1, "it must lie in [0, 1)")
+SEED = Bounds(lambda value: 0 <= value < 2**63, "it must lie in [0, 2^63)")  # what torch takes
+INSIDE_0_1 = Bounds(lambda value: 0 < value < 1, "it must lie between 0 and 1")
 GAMMA = Bounds(lambda value: value == 0 or 1 <= value < math.inf, "it must be 0, or at least 1; 2 is usual")
 
 

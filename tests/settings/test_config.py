@@ -21,7 +21,8 @@ from seqpar.launch.settings.time_limit import seconds
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_can_run_and_survives_json(preset):
-    config = choose_batch(parse(["--preset", preset], "debug")[1])
+    config = parse(["--preset", preset], "debug")[1]
+    config = choose_batch(replace(config, tile=config.tile or (64, 64, 64)))  # () is for the data to say
     refuse(config)
     assert Config.from_dict(json.loads(config.to_json())) == config
     refuse(choose_batch(replace(config, seqpar=4, batch=0, patch=4)))

@@ -9,7 +9,15 @@ from seqpar.launch import plan, train
 from seqpar.launch.job.exit_codes import USAGE, run
 from seqpar.launch.planning import curriculum
 from seqpar.launch.settings.command_line import parse
-from seqpar.launch.settings.curriculum import Entry, lesson_at, lessons_of, parse_curriculum, spell_curriculum
+from seqpar.launch.settings.curriculum import (
+    Entry,
+    in_micro_batches,
+    is_same,
+    lesson_at,
+    lessons_of,
+    parse_curriculum,
+    spell_curriculum,
+)
 from seqpar.launch.training.request import read_request
 
 LINE = "--preset debug --device cpu"
@@ -31,17 +39,43 @@ def test_lessons_are_read_as_they_are_spelled():
     assert spell_curriculum(known) == "64x64x64:4800:16,128x128x64:1200:2,whole=240x240x160:5:1"
     assert list(parse_curriculum(spell_curriculum(known))) == known
     assert parse_curriculum("") == ()
+    assert parse_curriculum("64:300:4x2,whole:3:1") == (Entry((64,) * 3, 300, 4, micros=2), Entry((), 3, 1, True))
+    assert spell_curriculum(parse_curriculum("64:300:4x2,whole:3:1,whole:2")) == "64x64x64:300:4x2,whole:3:1,whole:2"
+
+
+def test_batches_are_dealt_out_to_as_many_micro_batches_as_they_divide_by():
+    dealt = in_micro_batches("64:300:16,96:10:6,128:300:4,whole:300:1,whole:2", 4)
+    assert [(entry.batch, entry.micros) for entry in parse_curriculum(dealt)] == [
+        (4, 4),
+        (2, 3),
+        (1, 4),
+        (1, 1),
+        (0, 0),
+    ]
+    assert dealt.endswith("whole:300:1x1,whole:2")
+
+
+def test_a_lesson_has_its_own_micro_batches_wherever_a_run_goes_on(flags):
+    """What is saved amid a lesson names that lesson's number for ``--accumulate``."""
+    request = request_of(flags, "--curriculum 8:1:1x4,16:1:2")
+    assert request.config.curriculum == "8x8x8:1:1x4,16x16x16:1:2x1" and request.config.accumulate == 4
+    assert [(o.config.batch, o.config.accumulate) for o in lessons_of(request.config)] == [(1, 4), (2, 1)]
+    assert is_same("8:1:1x4,16:1:2", request.config.curriculum) and not is_same("8:1:4", "8x8x8:1:1x4")
+    assert "tile 8x8x8, 1 x 4 a group" in curriculum.describe_lessons(request.config)
+    with pytest.raises(ValueError, match="--accumulate would do nothing: the lessons"):
+        request_of(flags, "--curriculum 8:1:1x4,16:1:2 --accumulate 2")
 
 
 @pytest.mark.parametrize(
-    "text", ["64", "64:x", "64:1:2:3", ",64:1", "64x64:1", "whole=:1", "half:3", ":4", "whole64:1"]
+    "text",
+    ["64", "64:x", "64:1:2:3", "64:1:2x", "64:1:x2", ",64:1", "64x64:1", "whole=:1", "half:3", ":4", "whole64:1"],
 )
 def test_what_is_no_lesson_is_named(text):
     with pytest.raises(ValueError, match=f"--curriculum {text}: .* is no lesson; needed is TILE:EPOCHS"):
         parse_curriculum(text)
 
 
-@pytest.mark.parametrize("text", ["64:0", "0:4", "64:4:0", "64x0x64:1"])
+@pytest.mark.parametrize("text", ["64:0", "0:4", "64:4:0", "64:4:2x0", "64x0x64:1"])
 def test_a_lesson_of_nothing_is_refused(text):
     with pytest.raises(ValueError, match="has a 0"):
         parse_curriculum(text)
@@ -109,7 +143,7 @@ def test_a_dry_run_plans_every_lesson_and_plan_refers_to_it(flags, capsys):
     kept = [text for n, text in enumerate(flags) if not ({text, flags[n - 1]} & ranks)]
     assert run(train.act, [*kept, "--curriculum", "8:3:2,whole:1:1", "--patch", "4", "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert said.count("would run on 1 ranks") == said.count("  memory    ") == 2
+    assert said.count("would run on 1 rank =") == said.count("  memory    ") == 2
     assert "curriculum of 2 lessons:" in said and "tile 8x8x8, 2 a group: steps 1 to 6, centred on labelled" in said
     assert "steps     6; global batch 2 tiles" in said and "steps     2; global batch 1 tile" in said
     assert run(plan.act, ["--curriculum", "8:3:2,whole:1:1"]) == USAGE

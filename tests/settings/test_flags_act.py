@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer
 from seqpar.launch.planning.batch_size import hold_global_batch, keep_global_batch
 from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.preparation import prepare_settings
 from seqpar.launch.settings.time_limit import seconds
 from seqpar.launch.training.data import open_data
 from tests.support.configs import NoStop, config_of, net_of, trainer_of
@@ -98,6 +100,11 @@ ACTS = {
     "cache": ("--cache {other}", lambda c: str(open_data(c, True).dataset.path)),
     "spacing": ("--spacing 3,3,3 --cache {other}", lambda c: shapes_of(open_data(c, True))),
     "fold": ("--fold 1", lambda c: open_data(c, True).held_out_ids),
+    "train_cases": ("--train-cases 2", lambda c: open_data(c, True).train_ids),
+    "join_labels": ("--join-labels all=1 --cache {other}", lambda c: open_data(c, True).dataset.labels),
+    "crop_to": ("--crop-to 9 9 8 --cache {other}", lambda c: shapes_of(open_data(c, True))),
+    "force": ("--crop-to 4 9 8 --force", lambda c: prepare_settings(c).cut_labels),
+    "normalise": ("--normalise volume --cache {other}", lambda c: open_data(c, True).dataset.recipe.schemes),
     "phantoms": ("--phantoms 9", phantom_cases),
     "augment": ("--augment full", lambda c: tile_of(c).tolist()),
     "interpolation": ("--augment full --interpolation cubic", lambda c: open_data(c, True).tiles.augmentation.order),
@@ -113,9 +120,13 @@ ACTS = {
     "patch": ("--patch 4", lambda c: net_of(c).encoder.layout.num_tokens),
     "network": ("--network nnunet-plain", shapes),
     "features": ("--network nnunet-plain --features 4", shapes),
+    "norm": ("--network nnunet-plain --norm group", lambda c: {type(m) for m in net_of(c).modules()}),
     "stages": ("--network nnunet-plain --stages 133:111,333:222", lambda c: net_of(c).layout.patch),
     "deep_supervision": ("--network nnunet-plain --tile 32 --deep-supervision", lambda c: len(net_of(c).unet.outputs)),
     "decoder": ("--decoder unetr", lambda c: type(net_of(c).decoder)),
+    "encoder": ("--encoder hierarchical", lambda c: len(net_of(c).encoder.merges)),
+    "stage_depths": ("--encoder hierarchical --stage-depths 1 2", lambda c: len(net_of(c).encoder.blocks)),
+    "window": ("--window 2", lambda c: net_of(c).encoder.window),
     "depth": ("--depth 2", lambda c: len(net_of(c).encoder.blocks)),
     "embed_dim": ("--embed-dim 24", shapes),
     "heads": ("--heads 3", lambda c: net_of(c).encoder.blocks[0].attn.num_heads),
@@ -140,7 +151,13 @@ ACTS = {
     "decay_all": ("--weight-decay 0.1 --decay-all", lambda c: len(group_of(c)["params"])),
     "betas": ("--betas 0.8 0.9", lambda c: group_of(c)["betas"]),
     "amsgrad": ("--amsgrad", lambda c: group_of(c)["amsgrad"]),
+    "mask_ratio": ("--task pretrain --mask-ratio 0.5", lambda c: net_of(c).ratio),
+    "rebuild_blocks": ("--task pretrain --rebuild-blocks 1", lambda c: len(net_of(c).rebuilder.vit.blocks)),
+    "rebuild_width": ("--task pretrain --rebuild-width 24", shapes),
+    "normalised_targets": ("--task pretrain --normalised-targets", lambda c: loss_of(c).normalised),
+    "layer_decay": ("--layer-decay 0.75", lambda c: len(make_optimizer(c, net_of(c)).param_groups)),
     "schedule": ("--schedule constant", rates),
+    "cycle_epochs": ("--schedule cyclic --cycle-epochs 2", rates),
     "warmup": ("--warmup 1", rates),
     "time_limit": ("--time-limit 1:00:00", lambda c: seconds(c.time_limit)),
     "seed": ("--seed 5", lambda c: tile_of(c).tolist()),
@@ -154,6 +171,7 @@ TRAINER = {
     "class_weights": ("--class-weights 1 2", lambda t: t.loss.class_weights),
     "focal_gamma": ("--loss focal --focal-gamma 3", lambda t: getattr(t.loss.terms[0], "gamma", 2.0)),
     "dice": ("--dice squared", lambda t: t.loss.terms[0].squared),
+    "dice_smooth": ("--dice-smooth 0.1", lambda t: t.loss.terms[0].smooth),
     "dice_background": ("--dice-background", lambda t: t.loss.terms[0].background),
     "batch_dice": ("--batch-dice", lambda t: t.loss.terms[0].batch),
     "foreground_by": ("--foreground-by count", lambda t: t._loader().source.step_tiles),
@@ -168,23 +186,33 @@ TRAINER = {
 
 # Seen elsewhere: tests/test_training.py and the tests below.
 ELSEWHERE = {
+    "task": "test_a_run_ends_with_a_table_of_held_out_classes",
+    "pooling": "test_a_class_token_is_a_token_more",
     "targets": "test_exclusive_labels_are_learned_by_a_softmax_and_tiles_are_drawn_anywhere",
     "synthesis_per": "test_the_volume_synthesis_of_a_run_is_the_one_that_the_flag_names",
     "curriculum": "test_lessons_are_one_run_in_one_folder",
     "decay_epochs": "test_step_decay_is_torchs", "decay_factor": "test_step_decay_is_torchs",
+    "scale_lr": "test_the_rate_grows_with_the_ranks_and_an_epoch_keeps_its_tiles",
     "output_bias": "test_biases_of_the_outputs_are_torchs_own", "out": "test_what_people_watch",
     "plans": "test_flags_win_over_plans_and_contradictions_are_refused",
     "workers": "test_workers_die_with_a_killed_trainer",
     "again": "test_make_train_again_continues_what_was_interrupted_and_else_takes_the_next_folder",
     "clip": "test_clipping_bounds_what_the_optimizer_sees", "val_every": "test_validation_comes_as_often_as_told",
-    "weights": "test_weights_are_taken", "resume": "test_a_run_that_had_to_leave_goes_on_to_the_same_bits",
+    "weights": "test_weights_are_taken",
+    "token_order": "test_weights_of_either_order_of_tokens_give_the_output_that_they_were_trained_to_give",
+    "resume": "test_a_run_that_had_to_leave_goes_on_to_the_same_bits",
     "checkpoint_minutes": "test_a_run_that_loses_a_rank_at_every_moment_in_turn_ends_with_the_same_bits",
     "shard_weights": "test_sharded_weights_become_what_replicated_ones_become",
     "measured": "test_attention_is_chosen_by_measured_links",
+    "deterministic": "test_each_precision_is_one_arithmetic_of_products_and_convolutions",
     "device": "test_the_device_is_the_told_one", "dry_run": "test_a_dry_run_writes_nothing",
     "take_over": "test_on_a_shared_disk_take_over_is_needed_and_whoever_loses_the_folder_leaves_it_alone",
     "tensorboard": "test_tensorboard_gets_the_journals_numbers_and_pictures",
     "tracker": "test_a_tracker_gets_the_runs_numbers_and_pictures_and_goes_on_after_resume",
+    "pipe": "test_a_run_over_two_places_has_all_bits_of_one_process",
+    "pipe_schedule": "test_shapes_and_modes_have_the_losses_scores_and_weights_of_one_process",
+    "placement": "test_placements_differ",
+    "objective": "test_an_objective_is_what_gabra_looks_for",
     "start_timeout": "test_a_rank_that_does_not_start_is_named",
     "timeout": "test_a_rank_that_stops_ends_the_run_by_name",
     "debug_collectives": "test_checked_ranks_that_differ_are_named",

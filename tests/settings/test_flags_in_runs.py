@@ -14,8 +14,10 @@ from seqpar.launch.models.build import build
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.training import trainer as training
 from seqpar.launch.training.data import open_data
+from seqpar.launch.training.tasks import task_of
 from seqpar.mesh import Group
 from seqpar.rendezvous import pick_device
+from tests.support.class_folders import class_folder
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import nnunet, write_json
 
@@ -37,6 +39,26 @@ def test_a_synthesis_that_the_labels_do_not_allow_is_refused_before_ranks_meet(f
         open_data(config, True)
 
 
+def test_what_a_data_sets_description_does_not_allow_is_refused_before_it_is_prepared(tmp_path):
+    data, cache = nnunet(tmp_path / "D", cases=5), tmp_path / "cache"
+    labelled = class_folder(tmp_path / "classes", 10)
+    for line, error in {
+        f"--data {data} --fold 7": "--fold 7: there are folds 0 to 4",
+        f"--data {data} --class-weights 1 2 3": "--class-weights 1 2 3: 2 are needed, for background, tumour",
+        f"--data {data} --class-weights 1 2 --targets sigmoids": "1 are needed, for tumour",
+        f"--data {data} --join-labels a=1 --class-weights 1": "2 are needed, for background, a",
+        f"--data {data} --task pretrain --fold 7": "--fold 7: there are folds 0 to 4",
+        f"--data {labelled} --task classify --fold 7": "--fold 7: there are folds 0 to 4",
+        f"--data {labelled} --task classify --class-weights 1": "2 are needed, for healthy, ill",
+    }.items():
+        config = config_of([*line.split(), "--cache", str(cache)])
+        with pytest.raises(ValueError, match=error):
+            task_of(config).open_data(config, True)
+        with pytest.raises(ValueError, match=error):  # of a dry run
+            task_of(config).describe(task_of(config).look_at(config), config)
+    assert not cache.exists()
+
+
 def test_a_data_sets_own_folds_may_be_more_than_five(tmp_path):
     root, names = nnunet(tmp_path / "D", cases=7), [f"c_{n:03d}" for n in range(7)]
     splits = [{"train": [name for name in names if name != held_out], "val": [held_out]} for held_out in names]
@@ -44,7 +66,7 @@ def test_a_data_sets_own_folds_may_be_more_than_five(tmp_path):
     config = config_of(["--data", str(root), "--fold", "6"])
     refuse(config)
     assert open_data(config, True).held_out_ids == ("c_006",)
-    with pytest.raises(ValueError, match="fold is 7; there are folds 0 to 6"):
+    with pytest.raises(ValueError, match="--fold 7: there are folds 0 to 6"):
         open_data(replace(config, fold="7"), True)
 
 
@@ -60,8 +82,8 @@ def test_clipping_bounds_what_the_optimizer_sees(flags, tmp_path, alone):
         )
         tiles = trainer.data.tiles
         with Loader(tiles, net.encoder.layout, alone, batch=2, steps=range(1), workers=0) as loader:
-            row, _ = trainer._step([next(loader)], NoStop())
-        assert row["grad_norm"] > 0.01
+            make_row, _ = trainer._step(loader, NoStop())
+        assert make_row()["grad_norm"] > 0.01
     assert norms[0] > 0.01 and norms[1] == pytest.approx(0.001, rel=1e-2)
 
 

@@ -93,10 +93,17 @@ def test_the_first_lines_say_what_makes_it() -> None:
 
 def test_tiles_that_swap_cannot_share_are_refused_without_a_batch_that_it_refuses_too() -> None:
     with pytest.raises(
-        ValueError, match="is 6 tiles a step for each of 1 groups, which must divide by --seqpar 4: .* 4"
+        ValueError, match="is 6 tiles a step for each of 1 group, which must divide by --seqpar 4: .* 4"
     ):
         request("--seqpar 4 --mode swap --batch 4 --global-batch 6", 4)
     assert request("--seqpar 4 --mode halo --global-batch 6", 4).accumulate == 3, "the control"
+
+
+def test_accumulation_by_both_of_its_names_is_refused() -> None:
+    for line in ("--accumulate 4 --micro-batches 2", "--micro-batches=4 --accumulate 4"):
+        with pytest.raises(ValueError, match="--accumulate and --micro-batches are two names of one setting"):
+            request(line, 2)
+    assert request("--micro-batches 4", 2).accumulate == request("--accumulate 4", 2).accumulate == 4
 
 
 def test_a_run_that_goes_on_keeps_its_own(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from seqpar.launch.planning.batch_size import keep_global_batch
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.runs.run_folder import describe_run, read_config
 from seqpar.launch.runs.start_history import with_this_start
-from seqpar.launch.settings.command_line import continued, parse, refuse_idle
+from seqpar.launch.settings.command_line import parse, refuse_idle
 from seqpar.launch.settings.presets import PRESETS
+from seqpar.launch.settings.resumed_settings import continued
 from seqpar.launch.training import request
 from seqpar.launch.training.setup import first_lines
 from tests.support.configs import config_of
@@ -26,6 +27,9 @@ def test_a_run_that_goes_on_keeps_its_network_and_takes_new_wishes(flags):
     assert (config.epochs, config.workers, config.depth, config.resume) == (9, 3, saved.depth, True)
     _, now, names = parse(["--out", "x", "--resume", "--depth", "7"], "laptop")
     with pytest.raises(ValueError, match="--depth cannot change .* --weights x/model.safetensors"):
+        continued(saved, now, names)
+    _, now, names = parse(["--out", "x", "--resume", "--tile", "8"], "laptop")
+    with pytest.raises(ValueError, match=r"--tile cannot change in a run that goes on \(16 16 16 so far\)"):
         continued(saved, now, names)
 
 
@@ -104,7 +108,7 @@ def test_a_presets_warm_up_is_shortened_where_it_leaves_no_epoch_and_ones_own_is
     short = order("--epochs", "1")
     assert short.config.warmup == 0 and short.config.epochs == 1
     assert first_lines(short, Launcher("alone")).splitlines()[0] == (
-        "--warmup: 0 of the preset's 1 epochs, as the run has 1"
+        "--warmup: 0 of the preset's 1 epoch, as the run has 1"
     )
     assert "warmup" not in order("--epochs", "2").choices
     with pytest.raises(ValueError, match="--warmup 1 leaves no epoch of 1: use --warmup 0"):

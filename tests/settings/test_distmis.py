@@ -1,0 +1,86 @@
+"""``--preset distmis`` is DistMIS's training: every figure that it states, and what the config makes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqpar.environment import Launcher
+from seqpar.launch.models.build import build
+from seqpar.launch.models.loss import loss_of
+from seqpar.launch.models.optimizer import make_optimizer
+from seqpar.launch.planning.feasibility import refuse
+from seqpar.launch.settings.command_line import parse
+from seqpar.launch.settings.preparation import prepare_settings
+from seqpar.launch.settings.presets import distmis
+from seqpar.launch.training import request
+from seqpar.mesh import Group
+from tests.support.folders import nnunet
+
+
+def test_the_figures_that_it_states() -> None:
+    config = distmis()
+    assert (config.tile, config.batch, config.epochs, config.lr) == ((240, 240, 152), 2, 250, 1e-4)
+    assert (config.optimizer, config.fold, config.targets, config.augment) == ("adam", "70:15:15", "sigmoids", "none")
+    assert config.iterations == 338 // config.batch, "of 484 cases 338 train"
+    settings = prepare_settings(config)
+    assert (settings.joins, settings.crop_to) == ((("tumour", (1, 2, 3)),), (240, 240, 152))
+    assert settings.normalise == "volume"
+    refuse(config)
+
+
+@pytest.mark.parametrize(("flags", "count"), [("", 406_793), ("--network unet-distmis-text", 351_809)])
+def test_its_networks_have_as_many_parameters_as_it_says(flags: str, count: int) -> None:
+    config = parse(["--preset", "distmis", *flags.split()], "paper")[1]
+    net = build(config, 4, 1, Group("seq"), device="meta", has_regions=True)
+    statistics = sum(b.numel() for name, b in net.named_buffers() if "running" in name)
+    total = sum(p.numel() for p in net.parameters()) + statistics * (config.network == "unet-distmis")
+    assert total == count
+
+
+def test_its_loss_is_dice_alone_with_a_tenth_added() -> None:
+    loss = loss_of(distmis(), [(1,)])
+    logits = torch.randn(1, 1, 4, 4, 4, dtype=torch.float64)
+    label = (torch.rand(1, 4, 4, 4) < 0.3).long()
+    probability, truth = logits.sigmoid()[0, 0], label[0].double()
+    wanted = 1 - (2 * (probability * truth).sum() + 0.1) / (probability.sum() + truth.sum() + 0.1)
+    assert loss(logits, label).item() == pytest.approx(wanted.item(), rel=1e-12)
+
+
+def test_its_grid_is_made_of_flags_that_act() -> None:
+    line = "--preset distmis --amsgrad --betas 0.9 0.99 --norm group --tile 16 --crop-to 16 16 16"
+    config = parse(line.split(), "paper")[1]
+    net = build(config, 4, 1, Group("seq"), device="cpu", has_regions=True)
+    assert {type(m).__name__ for m in net.modules() if "Norm" in type(m).__name__} == {"GroupNorm"}
+    (first, *_) = make_optimizer(config, net).param_groups
+    assert first["amsgrad"] and first["betas"] == (0.9, 0.99)
+
+
+def test_the_rate_grows_with_the_ranks_and_an_epoch_keeps_its_tiles(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "D", cases=5)
+    line = f"--preset debug --batch 2 --lr 0.001 --iterations 10 --scale-lr --data {root}".split()
+
+    def config_on(world: int, *more: str):
+        return request.read_request([*line, *more], Launcher("alone", world=world)).config
+
+    alone, four = config_on(1), config_on(4)
+    assert (alone.lr, alone.iterations) == (0.001, 10) and (four.lr, four.iterations) == (0.004, 2)
+    assert config_on(4, "--no-scale-lr").lr == 0.001
+    assert config_on(4, "--seqpar", "2").lr == 0.002
+
+
+def test_a_scaled_run_that_goes_on_keeps_its_rate_on_any_ranks(tmp_path: Path) -> None:
+    from seqpar.launch.runs.run_folder import describe_run
+    from tests.support.folders import write_json
+
+    line = f"--preset debug --batch 2 --lr 0.001 --iterations 8 --scale-lr --out {tmp_path}".split()
+    began = request.read_request(line, Launcher("alone", world=4))
+    layout = {"data": 4, "global_batches": [8]}
+    write_json(tmp_path / "config.json", describe_run(began.config, "debug", {}, layout))
+    for more in ([], line):
+        again = request.read_request([*more, "--resume", "--out", str(tmp_path)], Launcher("alone", world=2)).config
+        assert (again.lr, again.iterations, again.accumulate) == (0.004, 2, 2)
+    with pytest.raises(ValueError, match="--lr: a run that goes on keeps what --scale-lr made of it, 0.004"):
+        request.read_request(["--lr", "0.0007", "--resume", "--out", str(tmp_path)], Launcher("alone"))
+    other = ["--no-scale-lr", "--lr", "0.0007", "--resume", "--out", str(tmp_path)]
+    assert request.read_request(other, Launcher("alone")).config.lr == 0.0007

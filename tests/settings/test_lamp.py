@@ -1,0 +1,94 @@
+"""``--preset lamp`` is LAMP's training: every figure that it states, in the config and in what the config makes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from seqpar.environment import Launcher
+from seqpar.launch import plan
+from seqpar.launch.job.exit_codes import USAGE, run
+from seqpar.launch.models.build import build, refuse_unknown
+from seqpar.launch.models.loss import loss_of
+from seqpar.launch.models.optimizer import learning_rate, make_optimizer
+from seqpar.launch.planning.feasibility import refuse
+from seqpar.launch.settings.command_line import parse
+from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.curriculum import lessons_of
+from seqpar.launch.settings.presets import lamp
+from seqpar.launch.training.request import read_request
+from seqpar.mesh import Group
+
+PASSES = {64: (4800, 16), 128: (1200, 4), "whole": (300, 1)}  # epochs and batch in the paper
+CASES = 261
+
+
+def net_of(config: Config, device: str = "meta"):
+    return build(config, 1, 10, Group("seq"), device=device)
+
+
+def test_the_figures_that_it_states() -> None:
+    config = lamp()
+    assert (config.network, config.optimizer, config.lr, config.schedule) == (
+        "unet-lamp", "rmsprop", 1e-3, "constant",
+    )  # fmt: skip
+    assert (config.loss, config.loss_weights, config.dice_background) == ("dice-focal", (1.0, 0.5), True)
+    assert config.grad_checkpoint == "full"
+    refuse_unknown(config, {"features", "grad_checkpoint"})
+    small = replace(config, features=2)
+    assert type(make_optimizer(small, net_of(small))) is torch.optim.RMSprop
+    assert {learning_rate(config, step) for step in (0, config.steps - 1)} == {1e-3}
+
+
+def test_its_lessons_are_the_papers_passes_over_its_cases() -> None:
+    lessons = lessons_of(lamp())
+    assert [lesson.config.batch for lesson in lessons] == [batch for _, batch in PASSES.values()]
+    assert [lesson.config.tile for lesson in lessons[:2]] == [(64,) * 3, (128,) * 3]
+    for lesson, (epochs, batch) in zip(lessons, PASSES.values()):
+        assert len(lesson.steps) * batch == epochs * CASES
+    assert [lesson.foreground for lesson in lessons] == [1, 1, 0], "small tiles show an organ"
+    assert lamp().steps == sum(len(lesson.steps) for lesson in lessons)
+
+
+def test_over_a_pipe_its_lessons_have_micro_batches_for_every_place() -> None:
+    """As typed; with as many tiles a step. What the command line says of a step stays."""
+
+    def pairs(more: str) -> list[tuple[int, int]]:
+        line = f"--preset lamp --features 2 --device cpu --dry-run {more}"
+        request = read_request(line.split(), Launcher("test", 0, 4))
+        return [(lesson.config.batch, lesson.config.accumulate) for lesson in request.lessons]
+
+    assert pairs("") == pairs("--pipe 2 --accumulate 1") == [(16, 1), (4, 1), (1, 1)]
+    assert pairs("--pipe 2") == [(4, 4), (1, 4), (1, 1)]
+    assert pairs("--pipe 4") == [(2, 8), (1, 4), (1, 1)]
+    assert pairs("--pipe 2 --curriculum 32:1:8,whole:1:1") == [(8, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(("features", "millions"), [(32, 22.9), (64, 91.6), (128, 214.3)])
+def test_its_networks_run_on_two_to_eight_ranks(features: int, millions: float) -> None:
+    config = replace(lamp(), features=features)
+    assert sum(p.numel() for p in net_of(config).parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
+    for ranks in (2, 4, 8):
+        for lesson in lessons_of(replace(config, curriculum="64:1:16,128:1:4,whole=352x256x288:1:1", seqpar=ranks)):
+            refuse(lesson.config)
+
+
+def test_organs_that_a_case_does_not_show_learn_nothing() -> None:
+    loss_of_run = loss_of(replace(lamp(), class_weights=tuple(range(1, 11))))
+    logits = torch.randn(2, 10, 8, 8, 8, dtype=torch.float64, requires_grad=True)
+    label, shown = torch.randint(10, (2, 8, 8, 8)), torch.ones(2, 10, dtype=torch.bool)
+    shown[1, 4] = shown[1, 0] = False  # an organ, and with it the background
+    parts = loss_of_run.parts(logits, label, None, shown)
+    assert set(parts.terms) == {"dice", "focal"}
+    assert torch.allclose(parts.total, parts.terms["dice"] + 0.5 * parts.terms["focal"], rtol=1e-12)
+    parts.total.backward()
+    assert logits.grad is not None and float(logits.grad[1, 4].abs().max()) == 0 < float(logits.grad[0, 4].abs().max())
+
+
+def test_the_planner_plans_its_network_for_a_tile(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--preset", "lamp", "--features", "2", "--tile", "32", "--batch", "2", "--seqpar", "1", "--device", "a100"]
+    line += ["--grad-checkpoint", "none"]
+    assert run(plan.act, line) == 0
+    assert "--preset lamp" in capsys.readouterr().out
+    assert run(plan.act, ["--preset", "lamp", "--curriculum", "32:1:1"]) == USAGE
+    assert parse(["--preset", "lamp", "--curriculum", "32:2:1"], "debug")[1].epochs == 2
