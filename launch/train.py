@@ -11,7 +11,9 @@ import torch
 
 from seqpar.consensus import broadcast_text, by_first
 from seqpar.environment import Launcher, flight_recorder, read_launcher
+from seqpar.launch.hardware.arithmetic import set_arithmetic
 from seqpar.launch.job import exit_codes
+from seqpar.launch.job.kernel_database import bring_kernels, keep_kernels
 from seqpar.launch.job.late_report import report_late
 from seqpar.launch.job.local_ranks import die_with_parent, start_missing_ranks
 from seqpar.launch.job.run_log import RunLog, recorded
@@ -20,14 +22,14 @@ from seqpar.launch.planning.feasibility import refuse_lonely
 from seqpar.launch.runs.run_folder import Status
 from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.time_limit import seconds
-from seqpar.launch.training.data import open_data
-from seqpar.launch.training.data_summary import summary_of_data, tile_line
 from seqpar.launch.training.dry_run import dry_run
 from seqpar.launch.training.failure import end
 from seqpar.launch.training.folds import find_folds
 from seqpar.launch.training.lessons import run_lessons
 from seqpar.launch.training.request import RunRequest, read_request, refuse_other_run
 from seqpar.launch.training.setup import first_lines, open_folder
+from seqpar.launch.training.tasks import task_of
+from seqpar.meeting import Meeting
 from seqpar.mesh import seed
 from seqpar.rendezvous import check_seqpar, start
 
@@ -39,37 +41,41 @@ def act(arguments: Sequence[str]) -> int:
     try:
         if five := find_folds(arguments):
             return five.train(__file__, launcher)
-        request = read_request(arguments, launcher)
+        meeting = Meeting(launcher)
+        request = read_request(arguments, launcher, meeting)
         if request.config.dry_run:
             return dry_run(request, launcher)
-        if request.config.seqpar > launcher.world:
-            return start_missing_ranks(request.config.seqpar, __file__, arguments, launcher)
-        check_seqpar(request.config.seqpar, launcher.world)
+        if request.config.group_ranks > launcher.world:
+            return start_missing_ranks(request.config.seqpar, __file__, arguments, launcher, request.config.pipe)
+        check_seqpar(request.config.seqpar, launcher.world, request.config.pipe)
         refuse_lonely(request.config, launcher.world)
         refuse_other_run(request.config)
-        return _train(request, launcher)
+        return _train(request, launcher, meeting)
     except ValueError as error:
         if launcher.rank == 0:
             raise
         return report_late(error, launcher)
 
 
-def _train(request: RunRequest, launcher: Launcher) -> int:
+def _train(request: RunRequest, launcher: Launcher, meeting: Meeting) -> int:
     """Returns the exit code after this rank's share of the run."""
     with recorded(launcher.rank == 0) as log:
-        return _run(request, launcher, log)
+        return _run(request, launcher, meeting, log)
 
 
-def _run(request: RunRequest, launcher: Launcher, log: RunLog) -> int:
+def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog) -> int:
     config = request.config
     if launcher.rank == 0:
         print(first_lines(request, launcher), flush=True)
     stopper = Stopper(seconds(config.time_limit))
-    data = request.data or open_data(config, launcher.rank == 0)
+    task = task_of(config)
+    data = request.data or task.open_data(config, launcher.rank == 0)
     if launcher.rank == 0:
-        print("\n".join(filter(None, [summary_of_data(data, config.fold), tile_line(request, data)])), flush=True)
+        print("\n".join(filter(None, task.summary(data, config, request.flags, request.preset))), flush=True)
     os.environ.update(flight_recorder(os.environ, config.out, torch.__version__))
-    with start(config.seqpar, None, config.device, config.start_timeout, config.debug_collectives) as mesh:
+    set_arithmetic(config.precision, config.deterministic)
+    check = config.debug_collectives
+    with start(config.seqpar, None, config.device, config.start_timeout, check, config.pipe, meeting) as mesh:
         seed(config.seed)
         out = Path(config.out or broadcast_text(_new_folder(request.preset), 0, mesh.world))
         lock = RunLock(out)
@@ -84,7 +90,10 @@ def _run(request: RunRequest, launcher: Launcher, log: RunLog) -> int:
         try:
             number, text = by_first(lambda: open_folder(status, lock, config, log), mesh.world)
             lock.ticket = (number, text)
+            bring_kernels(out)
             finished = run_lessons(request, mesh, data, status, stopper)
+            if mesh.is_first:
+                keep_kernels(out)
         except (Exception, KeyboardInterrupt) as error:
             end(error, config, mesh, status)
     stopper.close()

@@ -12,11 +12,16 @@ Groups = Iterable[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """What optimizers may take: the rate, ``betas`` as many as the optimizer has, and ``amsgrad``."""
+    """What optimizers may take: the rate, ``betas`` as many as the optimizer has, and ``amsgrad``.
+
+    ``fused``: update all parameters in a few launches, for optimizers that can. ``shards``: parameters are shards.
+    """
 
     lr: float
     betas: tuple[float, ...]
     amsgrad: bool = False
+    fused: bool | None = None
+    shards: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,25 +41,26 @@ class OptimizerKind:
 def _adam(groups: Groups, options: OptimizerOptions) -> Optimizer:
     """Returns Adam, whose weight decay is added to the gradient."""
     beta1, beta2 = options.betas
-    return torch.optim.Adam(groups, options.lr, (beta1, beta2), amsgrad=options.amsgrad)
+    return torch.optim.Adam(groups, options.lr, (beta1, beta2), amsgrad=options.amsgrad, fused=options.fused)
 
 
 def _adamw(groups: Groups, options: OptimizerOptions) -> Optimizer:
     """Returns Adam with decoupled weight decay."""
     beta1, beta2 = options.betas
-    return torch.optim.AdamW(groups, options.lr, (beta1, beta2), amsgrad=options.amsgrad)
+    return torch.optim.AdamW(groups, options.lr, (beta1, beta2), amsgrad=options.amsgrad, fused=options.fused)
 
 
 def _sgd(groups: Groups, options: OptimizerOptions) -> Optimizer:
     """Returns SGD with Nesterov's momentum, the first of betas."""
     momentum = options.betas[0]
-    return torch.optim.SGD(groups, options.lr, momentum, nesterov=momentum > 0)
+    fused, foreach = (None, options.fused) if options.shards else (options.fused, None)  # no fused kernel takes shards
+    return torch.optim.SGD(groups, options.lr, momentum, nesterov=momentum > 0, fused=fused, foreach=foreach)
 
 
 def _rmsprop(groups: Groups, options: OptimizerOptions) -> Optimizer:
     """Returns RMSProp; betas are its momentum and the decay of the squares (torch: alpha)."""
     momentum, alpha = options.betas
-    return torch.optim.RMSprop(groups, options.lr, alpha, momentum=momentum)
+    return torch.optim.RMSprop(groups, options.lr, alpha, momentum=momentum, foreach=options.fused)
 
 
 def _adafactor(groups: Groups, options: OptimizerOptions) -> Optimizer:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 class Moment:
     """Where a run is after its warm-up: ``step`` of ``steps``, and the steps and factor of a step decay.
 
-    ``epoch_steps``: the steps of an epoch.
+    ``epoch_steps``: the steps of an epoch; ``cycle_steps``: those of a cycle.
     """
 
     step: int
@@ -17,6 +17,7 @@ class Moment:
     decay_steps: int = 0
     decay_factor: float = 0.1
     epoch_steps: int = 1
+    cycle_steps: int = 1
 
     @property
     def done(self) -> float:
@@ -49,10 +50,17 @@ def step(moment: Moment) -> float:
     return moment.decay_factor ** (moment.step // moment.decay_steps)
 
 
+def cyclic(moment: Moment) -> float:
+    """Returns a triangle, from a quarter up to 1 in the middle of each cycle and back (Smith's "triangular")."""
+    done = moment.step % moment.cycle_steps / moment.cycle_steps
+    return 1 - 0.75 * abs(1 - 2 * done)
+
+
 SCHEDULES: dict[str, Callable[[Moment], float]] = {
     "cosine": cosine,
     "poly": poly,
     "poly-epochs": poly_epochs,
     "constant": constant,
     "step": step,
+    "cyclic": cyclic,
 }

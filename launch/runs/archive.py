@@ -54,15 +54,16 @@ def write_archive(
     """
     if out.exists():
         raise DataError(out, "is there already; name another file, or remove it")
-    body = save({name: tensor.contiguous() for name, tensor in read_weights(weights).items()})
+    body = _packed(weights)
     is_own = weights.name == ARCHIVED  # another file's name, as a run folder's, may tell what is nobody's business
     step = f"{weights.parent.name}/" if re.fullmatch(r"step-\d+", weights.parent.name) else ""
-    about = {
+    about: dict[str, Any] = {
         "format": "seqpar run", "licence": licence, "checkpoint": f"{step}{ARCHIVED}" if is_own else "another file",
-        "seqpar": seqpar.__version__, "digest": hashlib.blake2b(body, digest_size=16).hexdigest(),
+        "seqpar": seqpar.__version__, "digest": _digest(body),
         "use": f"seqpar-predict {out.name} -i IMAGES -o FOLDER",
-        "dice": dict(windows), "whole_grid": list(whole_grid),
     }  # fmt: skip
+    if windows:
+        about |= {"dice": dict(windows), "whole_grid": list(whole_grid)}
     try:
         with whole_file(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
             for name, part in ((ABOUT, _text(about)), (CONFIG, _text(_shared(content))), (ARCHIVED, body)):
@@ -72,6 +73,22 @@ def write_archive(
     except OSError as error:
         raise unwritable(out, error) from error
     return about
+
+
+def digest_of(run: str | Path, weights: Path) -> str:
+    """Returns what tells weights from others: of a run that was exported, the same as before.
+
+    - ``weights``: a file of the run's weights; an archive holds its own
+    """
+    return str(read_archived(run, ABOUT).get("digest")) if is_archive(run) else _digest(_packed(weights))
+
+
+def _packed(weights: Path) -> bytes:
+    return save({name: tensor.contiguous() for name, tensor in read_weights(weights).items()})
+
+
+def _digest(body: bytes) -> str:
+    return hashlib.blake2b(body, digest_size=16).hexdigest()
 
 
 def read_archived(path: str | Path, name: str) -> dict[str, Any]:
@@ -97,6 +114,8 @@ def _shared(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of config.json that another machine needs and may see."""
     config = {name: "" if name in _PRIVATE else value for name, value in content["config"].items()}
     dataset = {name: content["dataset"][name] for name in _DATASET if name in content["dataset"]}
+    if classes := content["dataset"].get("volume_classes"):
+        dataset["volume_classes"] = {"names": classes["names"]}  # and no names of cases
     return {"config": config, "dataset": dataset, **{name: content[name] for name in _SHARED if name in content}}
 
 

@@ -7,7 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from seqpar.consensus import raise_together
 from seqpar.launch.settings.config import Config
+from seqpar.mesh import Group
 
 
 class Board(Protocol):
@@ -81,6 +83,22 @@ def numbers(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]
             yield from numbers(f"{kind}/{name}", value)
         elif isinstance(value, (int, float)) and name != "epoch":
             yield f"{kind}/{name}", value
+
+
+def open_on_first(config: Config, out: Path, first_step: int, begun: str, world: Group) -> list[Board]:
+    """Returns the first rank's boards, none on others; raises on all ranks what it fails of.
+
+    - ``first_step``: where the run goes on
+    - ``begun``: when it began
+    """
+    boards, error = list[Board](), None
+    if world.index == 0:
+        try:
+            boards = open_boards(config, out, first_step, begun)
+        except ValueError as problem:
+            error = problem
+    raise_together(error, world, name_rank=False)
+    return boards
 
 
 def open_boards(config: Config, out: Path, first_step: int, begun: str) -> list[Board]:

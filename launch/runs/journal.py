@@ -2,7 +2,7 @@
 
 import json
 import resource
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,12 @@ class Journal:
         if self.active:
             self._display.say(text)
 
-    def begin(self, step: int, steps: int) -> None:
-        """Explains the words of the lines that follow, and shows that the first step has begun."""
-        self.say(EPOCH_WORDS)
+    def begin(self, step: int, steps: int, terms: Collection[str]) -> None:
+        """Explains the words of the lines that follow, and shows that the first step has begun.
+
+        - ``terms``: the names of the loss's terms
+        """
+        self.say(f"({'dice: soft Dice on the tiles of training; ' if 'dice' in terms else ''}{EPOCH_WORDS})")
         self.progress([f"step {step + 1} of {steps}"])
 
     def progress(self, fields: Sequence[str], last: bool = False) -> None:
@@ -109,14 +112,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def loss_terms(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns the keys of the loss's terms, such as dice_loss, in any row; a resumed run may take another loss."""
-    return list(dict.fromkeys(name for row in rows for name in row if name.endswith("_loss")))
+    """Returns the keys of the loss's terms, such as dice_loss, in any row; a resumed run may take another loss.
+
+    A single term is the loss itself, and no key is returned.
+    """
+    terms = list(dict.fromkeys(name for row in rows for name in row if name.endswith("_loss")))
+    return terms if len(terms) > 1 else []
 
 
-EPOCH_WORDS = (
-    "(dice: soft Dice on the tiles of training; tokens/s or voxels/s: of all ranks; waited: for tiles, in this epoch; "
-    "GB: most memory that rank 0 took)"
-)
+def held_out_scores(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns under which key a validation's row has scores by name, and what they are."""
+    return ("scores", "Scores") if "scores" in row else ("dice", "Dice")
+
+
+EPOCH_WORDS = "tokens/s or voxels/s: of all ranks; waited: for tiles, in this epoch; GB: most memory that rank 0 took"
 
 
 def epoch_fields(step: int, epochs: int, iterations: int, rows: list[dict[str, Any]], left_s: float) -> list[str]:

@@ -18,4 +18,7 @@ def open_run(path: str | Path, checkpoints: Sequence[str] = (), folds: Sequence[
         return read_nnunet_run(path, folds, checkpoints)
     if folds:
         raise ValueError(f"--folds {' '.join(folds)}: {path} is no results folder of nnU-Net's; leave it out")
-    return read_run(path)
+    run = read_run(path)
+    if run.config.task == "pretrain":
+        raise ValueError(f"{path} is a pretraining, which predicts no labels: train --weights {path} starts from it")
+    return run

@@ -3,7 +3,6 @@
 import json
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +13,15 @@ import safetensors
 import torch
 
 import seqpar
-from seqpar.data.errors import DataError
+from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import write_json
-from seqpar.launch.job.next_command import next_command
+from seqpar.launch.hardware.arithmetic import arithmetic_now
+from seqpar.launch.job.next_command import next_command, typed_command
 from seqpar.launch.runs.archive import ABOUT, CONFIG, is_archive, read_archived
 from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import Config
+
+FOLDS_FILE = "folds.json"  # is in a folder of five folds
 
 
 def read_config(run: str | Path) -> dict[str, Any]:
@@ -28,19 +30,62 @@ def read_config(run: str | Path) -> dict[str, Any]:
         return read_archived(run, CONFIG)
     path = Path(run) / CONFIG
     try:
-        return dict(json.loads(path.read_text()))
+        content = json.loads(path.read_text())
     except FileNotFoundError:
+        if not Path(run).exists():
+            raise ValueError(
+                f"{run} does not exist: name the folder that train wrote (--out), or an archive that export wrote"
+            ) from None
+        if holds_folds(run):
+            raise ValueError(f"{run} holds five folds: name the run folder of one, such as {run}/fold0") from None
         raise ValueError(
             f"{path} is missing, so {run} is no run folder: name the folder that train wrote (--out)"
         ) from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it or train again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged (no JSON object): restore it or train again")
+    return content
+
+
+def tested_cases(*runs: str | Path) -> frozenset[str]:
+    """Returns the cases that runs kept for tests, the same ones; raises ``ValueError`` where they did not."""
+    parts = {frozenset(read_config(run)["dataset"].get("test", ())) for run in runs}
+    names = " and ".join(map(str, runs))
+    if not all(parts):
+        raise ValueError(
+            f"{names} kept no cases for tests: train with three shares, such as --fold 70:15:15, "
+            "or of classes with the split test in labels.csv"
+        )
+    if len(parts) > 1:
+        raise ValueError(f"{names} did not keep the same cases for tests: name one of them")
+    return parts.pop()
+
+
+def holds_run(out: str | Path) -> bool:
+    """Returns whether a folder holds a run that has begun."""
+    return bool(out) and (Path(out) / CONFIG).exists()
+
+
+def holds_folds(out: str | Path) -> bool:
+    """Returns whether a folder is that of five folds."""
+    return bool(out) and (Path(out) / FOLDS_FILE).is_file()
+
+
+def read_status(out: str | Path) -> dict[str, Any]:
+    """Returns the content of a folder's status.json, {} where there is none that can be read."""
+    try:
+        return dict(json.loads((Path(out) / "status.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def describe_run(
     config: Config, preset: str, dataset: dict[str, Any], layout: dict[str, Any], history: Sequence[Any] = ()
 ) -> dict[str, Any]:
-    """Returns the content of config.json: settings, data set, layout of the ranks, versions, commit, command.
+    """Returns the content of config.json: settings, data, layout of the ranks, arithmetic, versions, commit, command.
 
     ``history``: the starts of the run so far, this one included, with the settings that each changed.
     """
@@ -49,6 +94,7 @@ def describe_run(
         "preset": preset,
         "dataset": dataset,
         "layout": layout,
+        "arithmetic": arithmetic_now(config.precision),
         "versions": {
             "seqpar": seqpar.__version__,
             "torch": torch.__version__,
@@ -57,7 +103,7 @@ def describe_run(
             "safetensors": safetensors.__version__,
         },
         "commit": _commit(),
-        "command": sys.argv,
+        "command": typed_command(),
         "history": list(history),
     }
 
@@ -146,9 +192,5 @@ class Status:
 
     def write_unless_over(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
         """Writes, unless another rank has written how the run ended: the first cause is kept."""
-        try:
-            if json.loads(self.path.read_text())["state"] != "running":
-                return
-        except (OSError, ValueError, KeyError):
-            pass
-        self.write(state, why, code, durable)
+        if read_status(self.path.parent).get("state", "running") == "running":
+            self.write(state, why, code, durable)

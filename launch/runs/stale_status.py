@@ -1,11 +1,11 @@
 """A run that was killed cannot write so: its status.json still says "running", but its process has ended."""
 
-import json
 import sys
 from pathlib import Path
 
 from seqpar.launch.job.display import coloured
 from seqpar.launch.runs.journal import read_metrics
+from seqpar.launch.runs.run_folder import read_status
 from seqpar.launch.runs.run_lock import RunLock
 
 
@@ -32,10 +32,7 @@ def warn_if_killed(*folders: Path) -> None:
 
 
 def _says_running(run: Path) -> bool:
-    try:
-        return bool(json.loads((run / "status.json").read_text())["state"] == "running")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return read_status(run).get("state") == "running"
 
 
 def _last_step(run: Path) -> str:

@@ -1,11 +1,11 @@
 """The starts of a run: at which step each began, and which settings it changed."""
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from seqpar.launch.job.next_command import typed_command
 from seqpar.launch.settings.config import Config, dashed
 
 Changes = Mapping[str, Sequence[Any]]  # name of a setting: what it was, what it is
@@ -34,4 +34,4 @@ def _typed(value: Any) -> str:
 def with_this_start(history: Sequence[Any], step: int, ranks: int, changes: Changes) -> list[Any]:
     """Returns a run's history with this start of it; ``step``: from where it goes on."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
-    return [*history, {"step": step, "time": now, "ranks": ranks, "changed": dict(changes), "command": sys.argv}]
+    return [*history, {"step": step, "time": now, "ranks": ranks, "changed": dict(changes), "command": typed_command()}]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,12 +12,14 @@ from seqpar.attention.strategies import check_strategy
 from seqpar.data.errors import DataError
 from seqpar.data.preparation.preparation import ByRecipe, Preparation
 from seqpar.data.preparation.recipe import Recipe
+from seqpar.launch.evaluation.classes import learned_regions
 from seqpar.launch.hardware.devices import device_here
-from seqpar.launch.models.build import build, layout_of
+from seqpar.launch.models.build import NETWORK_NAMES, build, layout_of
 from seqpar.launch.models.net import Net
 from seqpar.launch.planning.attention_choice import choose_quickest
 from seqpar.launch.runs.archive import is_archive
 from seqpar.launch.runs.run_folder import read_best_step, read_config, read_windows
+from seqpar.launch.settings.checks import check_network
 from seqpar.launch.settings.config import Config
 from seqpar.launch.settings.curriculum import lesson_at, lessons_of
 from seqpar.launch.weights import checkpoint
@@ -39,7 +42,7 @@ class Run:
     path: Path
     config: Config
     recipe: Recipe
-    labels: dict[str, int]  # class ids, as in the cache
+    labels: dict[str, int]  # class ids, as in the cache; of whole volumes where --task is classify
     regions: dict[str, tuple[int, ...]]
     regions_class_order: tuple[int, ...]  # class ids
     windows: Mapping[str, float] = field(default_factory=dict)
@@ -47,13 +50,16 @@ class Run:
 
     @property
     def window(self) -> str:
-        """The kind of window to predict by: the better of those measured, sliding windows where none was."""
-        return next(iter(self.windows), "sliding")
+        """The kind of window to predict by: the better of those measured, sliding windows where none was.
+
+        Cases that have one class each pass whole.
+        """
+        return "whole" if self.config.task == "classify" else next(iter(self.windows), "sliding")
 
     @property
     def learns_regions(self) -> bool:
         """Whether the networks' outputs are regions, which may overlap; else they are labels."""
-        return bool(self.regions) and self.config.targets == "regions"
+        return bool(self.regions) and self.config.targets != "labels"
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -92,7 +98,7 @@ class Run:
     def can_share(self, size: int) -> bool:
         """Returns whether so many ranks can share the trained tile."""
         try:
-            layout_of(replace(self.config, seqpar=size))
+            layout_of(replace(self.config, seqpar=size, mode=fitting_mode(self), batch=1))
         except ValueError:
             return False
         return True
@@ -108,18 +114,23 @@ class Run:
 
 def read_run(path: str | Path) -> Run:
     """Reads the run in a folder that train wrote, or in an archive that export wrote."""
-    content = read_config(path)
+    content, windows = read_config(path), read_windows(Path(path))
     try:
-        dataset = content["dataset"]
+        dataset, config = content["dataset"], Config.from_dict(content["config"])
+        check_network(config, NETWORK_NAMES)
         regions = {name: tuple(members) for name, members in dataset["regions"].items()}
+        order = tuple(dataset["regions_class_order"]) if regions else ()
+        if config.targets == "sigmoids":
+            regions = learned_regions(dataset["labels"], regions, config.targets)
+            order = tuple(value for (value,) in regions.values())
         return Run(
             Path(path),
-            _of_best(Config.from_dict(content["config"]), path),
+            _of_best(config, path),
             Recipe.from_json(dataset["recipe"]),
-            dict(dataset["labels"]),
+            _labels_of(dataset),
             regions,
-            tuple(dataset["regions_class_order"]) if regions else (),
-            *read_windows(Path(path)),
+            order,
+            *windows,
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -127,9 +138,17 @@ def read_run(path: str | Path) -> Run:
             f"lacks what prediction needs ({error}); give the folder of a training run",
         ) from None
     except ValueError as error:
-        if isinstance(error, DataError) or not is_archive(path):
+        if isinstance(error, DataError):
             raise
-        raise DataError(path, f"cannot be used ({error}); copy it again, or export the run again") from None
+        if is_archive(path):
+            raise DataError(path, f"cannot be used ({error}); copy it again, or export the run again") from None
+        raise ValueError(f"{path}/config.json: {str(error).removeprefix('config.json: ')}") from None
+
+
+def _labels_of(dataset: Mapping[str, Any]) -> dict[str, int]:
+    """Returns what a run's outputs are labels of: voxels, or volumes."""
+    names = dataset.get("volume_classes", {}).get("names", ())
+    return {str(name): number for number, name in enumerate(names)} or dict(dataset["labels"])
 
 
 def _of_best(config: Config, path: str | Path) -> Config:

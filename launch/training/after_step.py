@@ -21,6 +21,7 @@ from seqpar.launch.runs.run_lock import RunLock
 from seqpar.launch.settings.config import Config
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.checkpoint import NotSaved, Progress
+from seqpar.launch.weights.states import whole_tensors
 from seqpar.mesh import Group, Mesh
 
 LOOK_S = 2.0  # between two looks at the run folder's lock
@@ -40,17 +41,24 @@ class AfterStep:
     """Decides together with all ranks what follows a step, and saves checkpoints.
 
     ``folder``: of the run's checkpoints; ``description``: content of config.json, kept in each of them; ``lock``: of
-    the run folder, None where nobody else can write there.
+    the run folder, None where nobody else can write there; ``collect``: brings tensors to the first rank.
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, folder: Path, description: dict[str, Any], lock: RunLock | None = None
+        self,
+        config: Config,
+        mesh: Mesh,
+        folder: Path,
+        description: dict[str, Any],
+        lock: RunLock | None = None,
+        collect: checkpoint.Collect = whole_tensors,
     ) -> None:
         self.config, self.mesh, self.folder, self.lock = config, mesh, folder, lock
         self._description = json.dumps(description)
         self._last_try = time.monotonic()
         self._last_look = -math.inf  # at the lock
         self._saved: Progress | None = None
+        self._collect = collect
 
     def begin(self, saved: Progress | None) -> None:
         """Starts the clock of checkpoints; ``saved``: the progress that a resumed run has on disk."""
@@ -93,7 +101,15 @@ class AfterStep:
             return
         try:
             checkpoint.save(
-                self.folder, net, optimizer, progress, self.mesh.world, self._description, is_best, self._refuse_lost
+                self.folder,
+                net,
+                optimizer,
+                progress,
+                self.mesh.world,
+                self._description,
+                is_best,
+                self._refuse_lost,
+                self._collect,
             )
             self._saved = progress
         except NotSaved as error:

@@ -105,6 +105,6 @@ def save_memory(config: Config) -> str:
         return f"use --batch {batch} --accumulate {config.batch // batch * config.accumulate}"
     if config.grad_checkpoint != "full" and knows(config, "grad_checkpoint"):
         return "use --grad-checkpoint full, or a larger --seqpar"
-    shards = "" if config.shard_weights else "--shard-weights, "
+    shards = "a larger --pipe, " if config.pipe > 1 else "" if config.shard_weights else "--shard-weights, "
     patch = "a larger --patch " if knows(config, "patch") else ""
     return f"use {shards}a larger --seqpar, {patch}or a smaller --tile"

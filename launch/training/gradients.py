@@ -1,16 +1,20 @@
 """Gradients: forward and backward of a step's micro-batches, on this rank's part."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from seqpar.collectives import whole
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.launch.job.stop_request import Stopper
-from seqpar.launch.models.net import Net
+from seqpar.launch.models.net import Net, autocast
+from seqpar.launch.models.optimizer import all_at_once
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.data import TrainingData, outputs_shown
-from seqpar.launch.training.data_parallel import data_parallel, no_sync, unchanged_statistics
+from seqpar.launch.training.data_parallel import data_parallel, gathered, no_sync, unchanged_statistics
+from seqpar.launch.weights.states import whole_tensors
 from seqpar.losses import Loss
 from seqpar.mesh import Mesh
 from seqpar.messages import expect
@@ -23,11 +27,13 @@ class Gradients:
     ``loss``: of the finest logits.
     """
 
+    roles: Sequence[str] = ()  # of the ranks: all do the same
+
     def __init__(self, config: Config, mesh: Mesh, data: TrainingData, net: Net, loss: Loss) -> None:
         self.config, self.mesh, self.data, self.net = config, mesh, data, net
         self.parallel_net = data_parallel(net, mesh, config.shard_weights)
         self.loss, self.num_sums = net.training_loss(loss), 1 + len(loss.terms)
-        self.loss_groups = net.mode.loss_groups(mesh.data, config.batch)
+        self.loss_groups = net.loss_groups(mesh.data, config.batch)
 
     def warm_up(self) -> None:
         """Runs one forward and backward whose gradients are dropped.
@@ -38,13 +44,25 @@ class Gradients:
         layout, config, device = self.net.layout, self.config, self.mesh.device
         tokens = (config.batch, layout.counts[self.mesh.seq.index])
         image = torch.zeros(*tokens, self.data.num_channels, *layout.patch, device=device)
-        label = torch.zeros(*tokens, *layout.patch, device=device, dtype=torch.long)
+        label = torch.zeros(self.net.label_shape(config.batch), device=device, dtype=torch.long)
         with unchanged_statistics(self.net):
             with self._autocast():
                 logits = self.parallel_net(self._cast(image), None, DropoutKey(0, 0, tuple(range(config.batch))))
             shown = outputs_shown(self.data, self.data.train_ids[:1] * config.batch, self.net.mode, device)
             self.loss(logits, self.net.arrange(label), self.loss_groups, shown).backward()
             self.net.zero_grad()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Returns a context in which this rank predicts with the whole network, as in validation."""
+        return gathered(self.net, self.mesh, self.config.shard_weights)
+
+    def whole_tensors(self, tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+        """Returns whole tensors of the network or its optimizer, or an empty dict on ranks without ``keep``."""
+        return whole_tensors(tensors, keep)
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the whole network's tensors."""
+        return {name: tuple(x.shape) for name, x in self.net.state_dict().items()}
 
     def add(self, micros: list[MicroBatch], step: int, stopper: Stopper) -> Tensor | None:
         """Returns the mean loss and terms of the micro-batches, None where all ranks leave between two.
@@ -62,11 +80,16 @@ class Gradients:
                 sums += self._backward(micro, step) / len(micros)
         return sums
 
+    def clip(self, limit: float) -> Tensor:
+        """Returns the norm of all gradients, after scaling them to ``limit``: the same on all ranks."""
+        parameters = list(self.net.parameters())
+        return whole(torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=all_at_once(parameters)))
+
     def _backward(self, micro: MicroBatch, step: int) -> Tensor:
         """Returns the loss and its terms of a micro-batch after adding its gradients."""
-        label = self.net.arrange(micro.label)
+        label = self.net.arrange(self.data.labels_of(micro))
         with self._autocast():
-            key = DropoutKey(self.config.seed, step, micro.samples)
+            key = self.net.drawn(DropoutKey(self.config.seed, step, micro.samples), self.mesh.device)
             logits = self.parallel_net(self._cast(micro.image), None, key)
         shown = outputs_shown(self.data, micro.cases, self.net.mode, self.mesh.device)
         parts = self.loss.parts(logits, label, self.loss_groups, shown)
@@ -78,5 +101,4 @@ class Gradients:
         return image.double() if self.config.precision == "fp64" else image
 
     def _autocast(self) -> AbstractContextManager[None]:
-        is_half = self.config.precision == "bf16"
-        return torch.autocast(self.mesh.device.type, torch.bfloat16) if is_half else nullcontext()
+        return autocast(self.config.precision, self.mesh.device)

@@ -1,12 +1,16 @@
 """Runs a training lesson by lesson in one folder; without a curriculum there is one lesson."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from seqpar.launch.hardware.kept_memory import keep_memory
 from seqpar.launch.job.stop_request import Stopper
+from seqpar.launch.models.no_compiler import computes_again, no_compiler
 from seqpar.launch.runs.run_folder import Status
+from seqpar.launch.settings.config import Config
 from seqpar.launch.settings.curriculum import Lesson, lesson_at
-from seqpar.launch.training.data import TrainingData, training_tiles
+from seqpar.launch.training.data import TrainingData
 from seqpar.launch.training.request import RunRequest
 from seqpar.launch.training.setup import make_trainer
 from seqpar.launch.weights import checkpoint
@@ -19,13 +23,17 @@ def run_lessons(request: RunRequest, mesh: Mesh, data: TrainingData, status: Sta
     A lesson begins from the checkpoint that the one before it left, as a resumed run does. So what a run becomes does
     not depend on where it was interrupted.
     """
+    if mesh.device.type == "cpu":
+        keep_memory()
     saved = _find(status, mesh) if request.config.resume else None
     number = lesson_at(request.config, checkpoint.read_progress(saved).step) if saved else 0
     is_first = True
     while True:
         lesson = request.lessons[number]
-        if not make_trainer(request, mesh, _tiles_of(lesson, data), status, number, saved, is_first).run(stopper):
-            return False
+        with _compiler(lesson.config):
+            trainer = make_trainer(request, mesh, _tiles_of(lesson, data), status, number, saved, is_first)
+            if not trainer.run(stopper):
+                return False
         number, is_first = number + 1, False
         if number == len(request.lessons):
             return True
@@ -33,10 +41,14 @@ def run_lessons(request: RunRequest, mesh: Mesh, data: TrainingData, status: Sta
         mesh.set_timeout(request.config.start_timeout)  # another tile: everything runs for the first time again
 
 
+def _compiler(config: Config) -> AbstractContextManager[None]:
+    """Returns a context without torch's compiler, or with it where the run may ask for it."""
+    return nullcontext() if config.compile or config.shard_weights or computes_again(config) else no_compiler()
+
+
 def _tiles_of(lesson: Lesson, data: TrainingData) -> TrainingData:
     """Returns the data with tiles of the lesson's size and places."""
-    config = replace(lesson.config, foreground=lesson.foreground)
-    return replace(data, tiles=training_tiles(data.dataset, data.train_ids, config))
+    return data.with_tiles(replace(lesson.config, foreground=lesson.foreground))
 
 
 def _find(status: Status, mesh: Mesh) -> Path | None:

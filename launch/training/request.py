@@ -2,35 +2,43 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from seqpar.consensus import by_first_early
 from seqpar.data.preparation.fingerprint import Fingerprint
-from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.environment import Launcher
-from seqpar.launch.job import exit_codes
-from seqpar.launch.models.build import NETWORKS, refuse_unknown
+from seqpar.launch.models.build import NETWORK_NAMES, refuse_unknown
 from seqpar.launch.planning.auto_preset import plan_from_data
-from seqpar.launch.planning.auto_settings import choose, device_of
+from seqpar.launch.planning.auto_settings import device_of
 from seqpar.launch.planning.batch_size import hold_global_batch, how_held, keep_global_batch
-from seqpar.launch.planning.curriculum import choose_lessons, is_open, refuse_lessons
-from seqpar.launch.planning.feasibility import refuse
+from seqpar.launch.planning.curriculum import deal_out, refuse_lessons
 from seqpar.launch.runs.archive import is_archive
-from seqpar.launch.runs.run_folder import read_config
+from seqpar.launch.runs.five_folds import has_ended, runs_of
+from seqpar.launch.runs.run_folder import holds_folds, holds_run, read_config
 from seqpar.launch.runs.stale_status import killed
 from seqpar.launch.runs.start_history import changed_settings
-from seqpar.launch.settings.command_line import continued, idle_in_groups_of_one, parse, refuse_idle, shortened_warmup
-from seqpar.launch.settings.config import AUTO, Config
+from seqpar.launch.settings.command_line import (
+    idle_in_groups_of_one,
+    idle_on_a_cpu,
+    parse,
+    refuse_idle,
+    shortened_warmup,
+    usual_preset,
+    wants_gpu,
+)
+from seqpar.launch.settings.config import Config
 from seqpar.launch.settings.curriculum import Lesson, lessons_of
+from seqpar.launch.settings.data_settings import ALL_FOLDS
 from seqpar.launch.settings.presets import FROM_DATA
-from seqpar.launch.training.data import TrainingData, look_at, open_data
+from seqpar.launch.settings.resumed_settings import continued
+from seqpar.launch.settings.scaled_rate import SCALED, scaled, stays_scaled
+from seqpar.launch.training.data import TrainingData
+from seqpar.launch.training.open_settings import choose_open_settings
+from seqpar.launch.training.tasks import task_of
 from seqpar.launch.weights.nnunet_settings import with_plans
-
-COME_AGAIN = (exit_codes.USAGE, exit_codes.DATA, exit_codes.MEMORY, exit_codes.NONFINITE)
+from seqpar.meeting import Meeting
 
 
 @dataclass(frozen=True)
@@ -79,42 +87,74 @@ class _CommandLine:
         return {name: getattr(self.config, name) for name in names if name in self.flags and getattr(self.config, name)}
 
 
-def read_request(arguments: Sequence[str], launcher: Launcher) -> RunRequest:
-    """Returns the resolved settings: command line, resumed run, planner's choices; refuses what cannot work."""
+def read_request(arguments: Sequence[str], launcher: Launcher, meeting: Meeting | None = None) -> RunRequest:
+    """Returns the resolved settings: command line, resumed run, planner's choices; refuses what cannot work.
+
+    - ``meeting``: of the ranks, at which the first one says what data and device decide
+    """
     line = _read_line(arguments, launcher)
     config, preset, reason = line.config, line.preset, line.preset_reason
     changes = dict[str, list[Any]]()
     if config.resume:
         saved = _read_saved(line)
         before = Config.from_dict(saved["config"])
-        config = continued(before, config, line.flags - {"resume", "again", "batch", "accumulate"})
+        of_start = SCALED if stays_scaled(before, config, line.flags) else set()
+        config = continued(before, config, line.flags - {"resume", "again", "batch", "accumulate"} - of_start)
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
     refuse_unknown(config, line.flags)
     refuse_idle(config, line.flags)
     config, warmup = shortened_warmup(config, line.flags)
+    config, dealt = deal_out(config, line.flags)
     plans = preset in FROM_DATA and not config.resume and not line.has_plan
-    fingerprint = look_at(config) if config.dry_run or plans else None
+    fingerprint = task_of(config).look_at(config) if config.dry_run else None
     auto: dict[str, tuple[str, ...]] = {}
     if plans and fingerprint:
-        num_ranks = max(launcher.world, config.seqpar)
-        config, auto = plan_from_data(config, line.flags, fingerprint, device_of(config, launcher), num_ranks)
-    config, choices, data = _choose_open_settings(config, launcher, fingerprint if config.dry_run else None)
-    choices = {**auto, **choices}
+        config, auto = _plan(config, line.flags, fingerprint, launcher)
+    elif plans:
+        config, auto = _plan_by_first(config, line.flags, launcher, meeting or Meeting(launcher))
+    config, choices, data = choose_open_settings(config, launcher, fingerprint if config.dry_run else None)
+    choices = {**auto, **choices, **dealt}
     if warmup:
         choices = {"warmup": (warmup,), **choices}
     if line.config.out != line.asked_out:
         sentence = f"--again: {line.asked_out} holds a run that has ended, so this one goes into {config.out}"
         choices = {"out_choice": (sentence,), **choices}
-    num_groups, lessons = max(launcher.world, config.seqpar) // config.seqpar, lessons_of(config)
+    num_groups = max(launcher.world, config.group_ranks) // config.group_ranks
+    if config.scale_lr and not config.resume:
+        config, sentence = scaled(config, num_groups)
+        choices = {**choices, "scale_lr": (sentence,)}
+    lessons = lessons_of(config)
     if config.resume:
         lessons = _keep_global_batches(lessons, saved["layout"], before, num_groups, line)
         changes = changed_settings(lessons_of(before)[0].config, lessons[0].config)
     elif config.global_batch > 0:
         lessons, sentence = _hold_global_batches(lessons, num_groups, line)
         choices = {**choices, "global_batch": (sentence,)}
-    refuse_lessons(lessons)
-    idle, flags = idle_in_groups_of_one(config, line.flags), frozenset(line.flags)
+    refuse_lessons(lessons, num_groups)
+    idle_lines = idle_in_groups_of_one(config, line.flags), idle_on_a_cpu(config, line.flags, wants_gpu(arguments))
+    idle, flags = "; ".join(filter(None, idle_lines)), frozenset(line.flags)
     return RunRequest(lessons[0].config, preset, reason, choices, data, idle, changes, fingerprint, flags, lessons)
+
+
+def _plan(
+    config: Config, flags: Collection[str], fingerprint: Fingerprint, launcher: Launcher
+) -> tuple[Config, dict[str, tuple[str, ...]]]:
+    """Returns the config with what the data and the device here decide, and why, by name."""
+    num_ranks = max(launcher.world, config.group_ranks)
+    return plan_from_data(config, flags, fingerprint, device_of(config, launcher), num_ranks)
+
+
+def _plan_by_first(
+    config: Config, flags: Collection[str], launcher: Launcher, meeting: Meeting
+) -> tuple[Config, dict[str, tuple[str, ...]]]:
+    """Returns, on every rank, what the first one plans: one reads the headers, and hosts' memories may differ."""
+
+    def plan() -> dict[str, Any]:
+        planned, why = _plan(config, flags, task_of(config).look_at(config), launcher)
+        return {"config": json.loads(planned.to_json()), "why": why}
+
+    chosen = by_first_early(plan, meeting, "plan", config.start_timeout)
+    return Config.from_dict(chosen["config"]), {name: tuple(lines) for name, lines in chosen["why"].items()}
 
 
 def _keep_global_batches(
@@ -144,13 +184,13 @@ def _hold_global_batches(
 
 def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     """Returns the command line; where a scheduler starts a run's line again, it resumes that run."""
-    has_gpu = torch.cuda.is_available()
-    preset, config, flags = parse(arguments, "paper" if has_gpu else "laptop", NETWORKS)
+    on_gpu = wants_gpu(arguments)
+    preset, config, flags = parse(arguments, usual_preset(arguments, on_gpu), NETWORK_NAMES)
     asked_out, parsed = config.out, config
     config = with_plans(config, flags)
     has_plan = config is not parsed
     names_preset = any(text.startswith("--preset") for text in arguments)
-    reason = "as told" if names_preset else f"the default where there is {'an' if has_gpu else 'no'} accelerator"
+    reason = "from the command line" if names_preset else f"the default {'with' if on_gpu else 'without'} a GPU"
     if not config.resume and is_restart(launcher) and holds_run(config.out):
         config = replace(config, resume=True)
     elif config.again:
@@ -160,23 +200,19 @@ def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
 
 def _again(config: Config) -> Config:
     """Returns the config of ``--again``: it continues an interrupted run, or takes the next folder without one."""
-    if config.resume or not config.out:
-        needed = "--out, the folder of the first run" if not config.out else "no --resume: leave one of both out"
-        raise ValueError(f"--again needs {needed}")
+    refuse_again(config.out, config.resume)
     out, number = config.out, 1
-    while holds_run(out) and _has_ended(out):
+    while holds_run(out) and has_ended(out):
         number += 1
         out = f"{config.out}-{number}"
     return replace(config, out=out, resume=holds_run(out), again=False)
 
 
-def _has_ended(out: str) -> bool:
-    """Returns whether a run has finished, or failed of what would come again if it went on."""
-    try:
-        status = json.loads((Path(out) / "status.json").read_text())
-        return status["state"] == "finished" or (status["state"] == "failed" and status["code"] in COME_AGAIN)
-    except (OSError, ValueError, KeyError, TypeError):  # it was killed as it began
-        return False
+def refuse_again(out: str, resume: bool) -> None:
+    """Refuses ``--again`` without a folder, or with what it decides by itself."""
+    if resume or not out:
+        needed = "--out, the folder of the first run" if not out else "no --resume: leave one of both out"
+        raise ValueError(f"--again needs {needed}")
 
 
 def _read_saved(line: _CommandLine) -> dict[str, Any]:
@@ -184,55 +220,26 @@ def _read_saved(line: _CommandLine) -> dict[str, Any]:
     out = line.config.out
     if not out:
         raise ValueError("--resume needs --out, the run folder to continue")
+    refuse_folder_of_five(line.config)
     if is_archive(out):
         raise ValueError(
             f"--resume --out {out}: that is a file, and training goes on only in the run folder that it wrote: name "
             f"that folder, or start a new one from an exported run's weights (--weights {out})"
         )
     content = read_config(out)
+    if lacking := [part for part in ("config", "layout") if not isinstance(content.get(part), dict)]:
+        raise ValueError(
+            f"{out}/config.json lacks {lacking[0]!r}, so that the run cannot go on: restore it, or begin anew"
+        )
     preset = content.get("preset", line.preset)
     if line.names_preset and line.preset != preset:
         raise ValueError(f"--preset {line.preset}: the run in {out} goes on as it began, {preset}: leave it out")
     return content
 
 
-def _choose_open_settings(
-    config: Config, launcher: Launcher, fingerprint: Fingerprint | None
-) -> tuple[Config, dict[str, tuple[str, ...]], TrainingData | None]:
-    """Returns the config with group size and batch filled in, why they are these, and the data if it was needed."""
-    if config.seqpar != AUTO and config.curriculum and not is_open(config):
-        return *choose_lessons(config, launcher), None
-    if config.seqpar != AUTO and config.batch and not config.curriculum:
-        return config, {}, None
-    if config.seqpar != AUTO and not config.curriculum:
-        refuse(config)  # before data is prepared
-    data = None if fingerprint else open_data(config, launcher.rank == 0)
-    source = fingerprint or data
-    sizes = sizes_of(source, config)
-    if config.curriculum:
-        return *choose_lessons(config, launcher, _largest_of(source, config), *sizes), data
-    return *choose(config, launcher, *sizes), data
-
-
-def sizes_of(source: Fingerprint | TrainingData | None, config: Config) -> tuple[int, int]:
-    """Returns the channels of the images and the outputs of the network."""
-    assert source is not None
-    if isinstance(source, Fingerprint):
-        return len(source.modalities), len(source.outputs(config.targets))
-    return source.num_channels, source.num_outputs
-
-
-def _largest_of(source: Fingerprint | TrainingData | None, config: Config) -> tuple[int, ...]:
-    """Returns the voxels per direction that hold every case; by headers alone before what preparation crops."""
-    assert source is not None
-    if isinstance(source, Fingerprint):
-        return source.largest(PrepareSettings.spaced(config.spacing).spacing)
-    shapes = [case.properties.shape for case in source.dataset.cases.values()]
-    return tuple(max(sides) for sides in zip(*shapes))
-
-
 def refuse_other_run(config: Config) -> None:
-    """Refuses a run folder that holds a run already, unless that one is resumed."""
+    """Refuses a run folder that holds a run already, unless that one is resumed, and the folder of five."""
+    refuse_folder_of_five(config)
     if not config.resume and holds_run(config.out):
         was_killed = f" ({sentence})" if (sentence := killed(config.out)) else ""
         raise ValueError(
@@ -240,11 +247,15 @@ def refuse_other_run(config: Config) -> None:
         )
 
 
+def refuse_folder_of_five(config: Config) -> None:
+    """Refuses to write a run among five folds, whose status would be lost."""
+    if holds_folds(config.out):
+        raise ValueError(
+            f"--out {config.out} holds five folds: go on with them by --fold {ALL_FOLDS} --resume --out {config.out}, "
+            f"with one of them by --resume --out {runs_of(config.out)[0]}, or name another folder"
+        )
+
+
 def is_restart(launcher: Launcher) -> bool:
     """Returns whether a scheduler or torchrun starts the command line again."""
     return launcher.attempt > 0 or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
-
-
-def holds_run(out: str) -> bool:
-    """Returns whether a folder holds a run that has begun."""
-    return bool(out) and (Path(out) / "config.json").exists()

@@ -5,14 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from seqpar.consensus import by_first, gather_texts, raise_together
 from seqpar.data.files import remove_leftovers
 from seqpar.environment import Launcher
-from seqpar.launch.hardware.rank_facts import device_name
+from seqpar.launch.hardware.arithmetic import refuse_wrong
+from seqpar.launch.hardware.rank_facts import device_name, facts_of
+from seqpar.launch.job.local_ranks import started
 from seqpar.launch.job.run_log import RunLog
 from seqpar.launch.models.build import build, kind_of
 from seqpar.launch.models.net import Net
 from seqpar.launch.models.resized import Resizing
+from seqpar.launch.planning.answer import decoding_of
 from seqpar.launch.planning.auto_settings import choose_attention
 from seqpar.launch.planning.curriculum import describe_lessons
 from seqpar.launch.planning.memory_check import refuse_beyond_free
@@ -24,32 +29,43 @@ from seqpar.launch.settings.command_line import idle_with_data
 from seqpar.launch.settings.config import Config
 from seqpar.launch.settings.curriculum import Lesson
 from seqpar.launch.training.data import TrainingData
+from seqpar.launch.training.pipe_stages import choose_stages
 from seqpar.launch.training.request import RunRequest, refuse_other_run
+from seqpar.launch.training.same_outputs import moved_cases, refuse_other_outputs
 from seqpar.launch.training.trainer import Trainer, global_batch
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.pretrained import start_from
 from seqpar.mesh import Mesh
-
-WORDS = (
-    "(data x seq: groups that train on other tiles x ranks that share a tile; tile: the crop of a case that a group "
-    "trains on; patch: the block of voxels that becomes one token; --help explains the flags)"
-)
+from seqpar.pipeline.stages import StageMap
+from seqpar.quantity import quantity
 
 
 def first_lines(request: RunRequest, launcher: Launcher) -> str:
     """Returns what a run prints first: the planner's choices, preset, ranks, main settings, idle flags, changes."""
     config, world, kind = request.config, launcher.world, kind_of(request.config)
+    pipe = f"pipe {config.pipe} x " if config.pipe > 1 else ""
     line = (
-        f"seqpar: preset {request.preset} ({request.preset_reason}); {world} rank{'s' if world > 1 else ''} = "
-        f"data {world // config.seqpar} x seq {config.seqpar}, started by {launcher.by}; "
+        f"seqpar: preset {request.preset} ({request.preset_reason}); {quantity(world, 'rank')} = "
+        f"data {world // config.group_ranks} x {pipe}seq {config.seqpar}, {started(launcher)}; "
         f"tile {'x'.join(map(str, config.tile))}, {kind.describe_tile(config)}; {kind.describe(config)}; "
-        f"mode {config.mode}, {config.precision}, {config.batch} "
-        f"tile{'s' if config.batch > 1 else ''} per sequence group"
+        f"mode {config.mode}, {config.precision}, {quantity(config.batch, 'tile')} per sequence group"
     )
     if config.accumulate > 1:
         line += f", {config.accumulate} times a step"
     last = filter(None, [describe_lessons(config), request.idle, changes_line(request.changes)])
-    return "\n".join([*(lines[0] for lines in request.choices.values()), line, WORDS, *last])
+    return "\n".join([*(lines[0] for lines in request.choices.values()), line, _words(config), *last])
+
+
+def _words(config: Config) -> str:
+    groups = "data x seq: groups that train on other tiles x ranks that share a tile"
+    if config.pipe > 1:
+        groups = (
+            "data x pipe x seq: groups that train on other tiles x ranks with other stages x ranks that share a tile"
+        )
+    return (
+        f"({groups}; tile: the crop of a case that a group trains on; patch: the block of voxels that becomes one "
+        "token; --help explains the flags)"
+    )
 
 
 def open_folder(status: Status, lock: RunLock, config: Config, log: RunLog) -> tuple[int, str]:
@@ -99,32 +115,40 @@ def make_trainer(
     lesson, out = request.lessons[number], status.path.parent
     config = lesson.config if is_first else replace(lesson.config, resume=False)
     _refuse_unequal_choices(request.lessons, mesh)
-    if config.class_weights and len(config.class_weights) != data.num_outputs:
-        raise ValueError(
-            f"--class-weights {' '.join(f'{weight:g}' for weight in config.class_weights)}: {data.num_outputs} are "
-            f"needed, for {', '.join(data.output_names)}"
-        )
+    refuse_wrong(config.precision, facts_of(mesh))
     before = read_config(out) if config.resume or not is_first else {}
+    data_before, data_now = before.get("dataset", {}), data.describe()
+    refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
-    mode_line = net.mode.check(net.layout, config.batch)
+    mode_line = decoding_of(net, config)
     weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
+    step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())
+    # the stages of a lesson before have other costs
+    stages, stage_lines = _stages(config, mesh, net, before if step > lesson.steps.start else {})
+    if stages is not None:
+        layout |= {"pipe": config.pipe, "stages": {"cuts": stages.cuts, "places": stages.places}}
+        layout |= {"placement": stage_lines}
     layout |= {"devices": gather_texts(device_name(mesh.device), mesh.world), "parameters": net.num_parameters()}
     layout |= {"strategy": str(net.attention), "attention": attention_reasons, **request.choices}
     layout["global_batches"] = [global_batch(each.config, mesh) for each in request.lessons]
-    step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())
     if is_first:
         history = with_this_start(history, step, mesh.world.size, request.changes)
     resizing = net.resized(request.lessons[number - 1].config.tile) if 0 < step == lesson.steps.start else {}
-    description = describe_run(config, request.preset, data.describe(), layout, history)
+    description = describe_run(config, request.preset, data_now, layout, history)
     if mesh.is_first:
         print("\n".join(_lesson_lines(request, number, resizing)), flush=True)
+        if warning := moved_cases(data_before, data_now):
+            print(warning, flush=True)
         if is_first and (idle := idle_with_data(request.flags, bool(data.dataset.regions), bool(data.regions))):
             print(idle, flush=True)
         lines = [f"{_size_line(net, lesson, mesh)}; {mode_line}", *([_outputs_line(data)] if is_first else [])]
         lines += [f"attention: {reason}" for reason in attention_reasons[:1]] + [weights_line] * bool(weights_line)
+        lines += stage_lines
         print("\n".join(lines), flush=True)
-    return Trainer(config, mesh, data, net, status, description, saved, lesson.steps, resizing)
+    trainer = Trainer(config, mesh, data, net, status, description, saved, lesson.steps, resizing, stages)
+    trainer.validation.refuse_whole(net)
+    return trainer
 
 
 def _build_net(
@@ -144,6 +168,20 @@ def _build_net(
     return net, reasons or net.attention_choice
 
 
+def _stages(config: Config, mesh: Mesh, net: Net, before: Mapping[str, Any]) -> tuple[StageMap | None, Sequence[str]]:
+    """Returns the stages of a run over a pipe, and lines about them; a run that goes on keeps those that it has.
+
+    ``before``: content of the resumed run's config.json
+    """
+    if config.pipe == 1:
+        return None, ()
+    net.to(mesh.device, torch.float64 if config.precision == "fp64" else torch.float32)
+    asked = [getattr(config, name) for name in ("placement", "objective")]
+    had = [before.get("config", {}).get(name) for name in ("placement", "objective")]
+    recorded = before["layout"].get("stages", {}) if asked == had else {}
+    return choose_stages(config, mesh, net, recorded)
+
+
 def _load_weights(net: Net, config: Config, mesh: Mesh) -> str:
     """Returns the line of ``start_from``; an error on one rank is raised on all."""
     line: str = ""
@@ -157,7 +195,8 @@ def _load_weights(net: Net, config: Config, mesh: Mesh) -> str:
 
 
 def _size_line(net: Net, lesson: Lesson, mesh: Mesh) -> str:
-    return f"network: {net.describe()}; {len(lesson.steps)} steps of {global_batch(lesson.config, mesh)} tiles"
+    steps, tiles = quantity(len(lesson.steps), "step"), quantity(global_batch(lesson.config, mesh), "tile")
+    return f"network: {net.describe()}; {steps} of {tiles}"
 
 
 def _lesson_lines(request: RunRequest, number: int, resizing: Resizing) -> list[str]:
@@ -175,9 +214,9 @@ def _lesson_lines(request: RunRequest, number: int, resizing: Resizing) -> list[
 
 def _outputs_line(data: TrainingData) -> str:
     """Returns what the network's outputs stand for."""
-    names, kind = data.output_names, "regions, by a sigmoid each" if data.regions else "labels, by a softmax"
+    names = data.output_names
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"outputs: {', '.join(names[:8])}{more} ({kind})"
+    return f"outputs: {', '.join(names[:8])}{more} ({data.kind_of_outputs})"
 
 
 def _chosen(config: Config) -> str:

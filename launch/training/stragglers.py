@@ -24,23 +24,28 @@ class SlowRank:
     host: str
     seconds: float
     usual_s: float
+    role: str = ""  # its stage, where ranks have several
 
     @property
     def factor(self) -> float:
         return self.seconds / max(self.usual_s, 1e-9)
 
     def __str__(self) -> str:
+        of, others = (f" ({self.role})", "the others of its stage") if self.role else ("", "the others")
         return (
-            f"rank {self.rank} on {self.host} takes {self.factor:.1f} x as long as the others for its own part of a "
+            f"rank {self.rank} on {self.host}{of} takes {self.factor:.1f} x as long as {others} for its own part of a "
             f"step ({self.seconds:.3g} s, usual {self.usual_s:.3g} s; loading included): all wait for it"
         )
 
 
 class Stragglers:
-    """Compares the seconds of all ranks over ``WINDOW`` steps, and names each slow rank once."""
+    """Compares the seconds of ranks that do the same over ``WINDOW`` steps, and names each slow rank once.
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self.hosts = hosts
+    ``roles``: of each rank, its stages in a pipe; ranks of one role do the same. None: all do
+    """
+
+    def __init__(self, hosts: Sequence[str], roles: Sequence[str] = ()) -> None:
+        self.hosts, self.roles = hosts, roles or [""] * len(hosts)
         self._steps: list[Sequence[float]] = []
         self._to_skip = SKIPPED
         self._named: set[int] = set()
@@ -55,10 +60,10 @@ class Stragglers:
             return []
         typical = [median(of_rank) for of_rank in zip(*self._steps)]
         self._steps = []
-        usual = median_low(typical)
+        alike = [[own for own, other in zip(typical, self.roles) if other == role] for role in self.roles]
         slow = [
-            SlowRank(rank, self.hosts[rank], own, usual)
-            for rank, own in enumerate(typical)
+            SlowRank(rank, self.hosts[rank], own, usual, self.roles[rank])
+            for rank, (own, usual) in enumerate(zip(typical, map(median_low, alike)))
             if own > FACTOR * usual and own - usual > EXCESS_S and rank not in self._named
         ]
         self._named |= {rank.rank for rank in slow}
@@ -72,9 +77,9 @@ def time_waiting(net: nn.Module, world: Group) -> None:
             parameter.register_post_accumulate_grad_hook(lambda p: world.watch.clock.mark_ready(p.is_cuda))
 
 
-def sum_over_ranks(sums: Tensor, own_s: float, world: Group) -> tuple[Tensor, list[float]]:
-    """Returns the sums over all ranks, and every rank's ``own_s``, in one message."""
-    seconds = sums.new_zeros(world.size)
-    seconds[world.index] = own_s
-    both = all_reduce(torch.cat([sums, seconds]), world)
-    return both[: len(sums)], both[len(sums) :].tolist()
+def sum_over_ranks(sums: Tensor, own: Sequence[float], world: Group) -> Tensor:
+    """Returns the sums over all ranks, and behind them every rank's numbers ``own``, in one message."""
+    every = sums.new_zeros(world.size, len(own))
+    for place, number in enumerate(own):
+        every[world.index, place] = number  # without a copy for which the device would be waited for
+    return all_reduce(torch.cat([sums, every.flatten()]), world)

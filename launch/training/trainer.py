@@ -2,46 +2,49 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from seqpar.collectives import whole
-from seqpar.consensus import raise_together
 from seqpar.data.files import write_json
-from seqpar.data.sampling.loader import Loader, MicroBatch
+from seqpar.data.sampling.loader import Loader
 from seqpar.launch.job.exit_codes import PREEMPTED
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.net import Net
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 from seqpar.launch.models.resized import UNCHANGED, Resizing
-from seqpar.launch.runs.boards import Board, open_boards
+from seqpar.launch.runs.boards import Board, open_on_first
 from seqpar.launch.runs.journal import Journal, epoch_fields, peak_memory_mb
-from seqpar.launch.runs.run_folder import Status, next_lines, result_files, write_window
+from seqpar.launch.runs.run_folder import Status, result_files, write_window
 from seqpar.launch.settings.config import Config
 from seqpar.launch.training.after_step import AfterStep, Decision, raise_non_finite
 from seqpar.launch.training.data import TrainingData, step_tiles
-from seqpar.launch.training.data_parallel import gathered
 from seqpar.launch.training.gradients import Gradients
+from seqpar.launch.training.late_rows import LateRows
 from seqpar.launch.training.pictures import draw_progress
+from seqpar.launch.training.pipe import PipeGradients, most_by_stage
 from seqpar.launch.training.stragglers import Stragglers, sum_over_ranks, time_waiting
-from seqpar.launch.training.validation import Validation
+from seqpar.launch.training.tasks import task_of
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.checkpoint import Progress
 from seqpar.launch.weights.files import write_weights
-from seqpar.launch.weights.states import whole_tensors
 from seqpar.mesh import Mesh, equal_weights
+from seqpar.pipeline.stages import StageMap
+
+Row = dict[str, Any]  # of metrics.jsonl
 
 
 class Trainer:
     """Trains ``net`` on ``data`` with the settings of ``config``.
 
     ``description``: content of the run's config.json; ``saved``: the checkpoint to go on from; ``steps``: of the run,
-    those that it trains, by default all; ``resizing``: the checkpoint's tensors that another tile resizes.
+    those that it trains, by default all; ``resizing``: the checkpoint's tensors that another tile resizes;
+    ``stages``: over a pipe, those of the network's cells.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Trainer:
         saved: Path | None = None,
         steps: range | None = None,
         resizing: Resizing = UNCHANGED,
+        stages: StageMap | None = None,
     ) -> None:
         self.steps, self.resizing = steps or range(config.steps), resizing
         self.config, self.mesh, self.data, self.status = config, mesh, data, status
@@ -67,13 +71,21 @@ class Trainer:
             for module in self.net.compiled():
                 module.compile()
         self.loss = loss_of(config, data.regions, data.dataset.ignore_label)
-        self.gradients = Gradients(config, mesh, data, self.net, self.loss)
+        self.gradients: Gradients | PipeGradients = (
+            Gradients(config, mesh, data, self.net, self.loss)
+            if stages is None
+            else PipeGradients(config, mesh, data, self.net, self.loss, stages)
+        )
         self.optimizer = make_optimizer(config, self.net)
         self.progress = Progress(global_batch=global_batch(config, mesh))
         self.journal = Journal(self.out, False, 0)
-        self.after_step = AfterStep(config, mesh, self.out / "checkpoints", description, status.lock)
-        self.validation = Validation(config, mesh, data, self.loss, self.after_step.refuse_taken_over)
-        self.stragglers = Stragglers(mesh.hosts)
+        self.after_step = AfterStep(
+            config, mesh, self.out / "checkpoints", description, status.lock, self.gradients.whole_tensors
+        )
+        self.task, refuse = task_of(config), self.after_step.refuse_taken_over
+        self.validation = self.task.validation(config, mesh.without_stages(), data, self.loss, refuse)
+        self.stragglers, self.late_rows = Stragglers(mesh.hosts, self.gradients.roles), LateRows()
+        mesh.world.watch.roles = self.gradients.roles
         time_waiting(self.net, mesh.world)
         status.steps = config.steps
 
@@ -81,14 +93,16 @@ class Trainer:
         """Returns whether all steps were done; else all ranks left the run, and it can be resumed."""
         self.gradients.warm_up()
         if self.saved:
-            tiles = self.progress.global_batch
-            self.progress = checkpoint.load(self.saved, self.net, self.optimizer, self.mesh.world.index, self.resizing)
+            tiles, rank, shapes = self.progress.global_batch, self.mesh.world.index, self.gradients.whole_shapes()
+            self.progress = checkpoint.load(self.saved, self.net, self.optimizer, rank, self.resizing, shapes)
             assert self.progress.global_batch == tiles or self.progress.step == self.steps.start
             self.progress.global_batch = tiles
-        boards = self._open_boards()  # settings with which a rank cannot begin are not kept
+        begun = next((start["time"] for start in self.description.get("history", ())), "")
+        # settings with which a rank cannot begin are not kept
+        boards = open_on_first(self.config, self.out, self.progress.step, begun, self.mesh.world)
         self._open_journal(boards)
         self.after_step.begin(self.progress if self.saved else None)
-        with self._loader() as loader:
+        with self._loader() as loader, self.late_rows:
             finished = self._loop(loader, stopper)
         goes_on = finished and self.steps.stop < self.config.steps
         if not goes_on:
@@ -97,18 +111,6 @@ class Trainer:
             self._finish()
         self.journal.close()
         return finished
-
-    def _open_boards(self) -> list[Board]:
-        """Returns the first rank's boards; raises on all ranks what it fails of."""
-        boards, error = list[Board](), None
-        if self.mesh.is_first:
-            begun = next((start["time"] for start in self.description.get("history", ())), "")
-            try:
-                boards = open_boards(self.config, self.out, self.progress.step, begun)
-            except ValueError as problem:
-                error = problem
-        raise_together(error, self.mesh.world, name_rank=False)
-        return boards
 
     def _open_journal(self, boards: Sequence[Board]) -> None:
         """Writes config.json, opens metrics.jsonl at the current step, and says from where a run is resumed."""
@@ -119,7 +121,7 @@ class Trainer:
         if self.config.resume:
             nothing = "" if self.saved else ": nothing was saved before"
             self.journal.say(f"resumed at step {step} of {self.config.steps}{nothing}")
-        self.journal.begin(step, self.config.steps)
+        self.journal.begin(step, self.config.steps, self.loss.weights)
         self.journal.attempt(lambda: self.status.write_unless_over("running"))
 
     def _loader(self) -> Loader:
@@ -142,19 +144,20 @@ class Trainer:
         if first and first % config.iterations == 0 and not self._end_epoch(stopper):  # was left in validation
             return self._leave(stopper)
         while self.progress.step < self.steps.stop:
-            result = self._step([next(loader) for _ in range(config.accumulate)], stopper)
+            result = self._step(loader, stopper)
             if result is None:
+                self.late_rows.write()
                 self._save(must=True)
                 return self._leave(stopper)
-            row, decision = result
-            rows.append(row)
+            make_row, decision = result
             step = self.progress.step
             if step == first + 1:
                 self.mesh.set_timeout(config.timeout)
             epoch_ends = step % config.iterations == 0
-            self.journal.record("train", step - 1, **row)
             left_s = (time.monotonic() - began) / (step - first) * (config.steps - step)
-            self.journal.progress(epoch_fields(step, config.epochs, config.iterations, rows, left_s), epoch_ends)
+            self.late_rows.put(partial(self._record, step, make_row, rows, left_s))
+            if epoch_ends or decision != Decision.GO_ON or step == self.steps.stop:
+                self.late_rows.write()
             if epoch_ends:
                 rows = []
                 if decision == Decision.LEAVE or not self._end_epoch(stopper):
@@ -169,53 +172,66 @@ class Trainer:
             self._save(must=True)
         return True
 
-    def _step(self, micros: list[MicroBatch], stopper: Stopper) -> tuple[dict[str, Any], Decision] | None:
-        """Returns the step's row of metrics.jsonl and the decision of all ranks.
+    def _record(self, step: int, make_row: Callable[[], Row], rows: list[Row], left_s: float) -> None:
+        """Records the step with which ``step`` are done; ``rows``: the epoch's, to which its own comes."""
+        rows.append(make_row())
+        self.journal.record("train", step - 1, **rows[-1])
+        fields = epoch_fields(step, self.config.epochs, self.config.iterations, rows, left_s)
+        self.journal.progress(fields, step % self.config.iterations == 0)
+
+    def _step(self, loader: Loader, stopper: Stopper) -> tuple[Callable[[], Row], Decision] | None:
+        """Returns what makes the step's row of metrics.jsonl, and the decision of all ranks.
 
         None where all ranks leave between two micro-batches: the step is then as if it had not begun.
         """
         config, step, began = self.config, self.progress.step, time.perf_counter()
-        rate = learning_rate(config, step)
+        micros = [next(loader) for _ in range(config.accumulate)]
+        loaded, rate = time.perf_counter(), learning_rate(config, step)
         set_learning_rate(self.optimizer, rate)
         self.mesh.world.watch.clock.measure()
         sums = self.gradients.add(micros, step, stopper)
         if sums is None:
             self.optimizer.zero_grad()
             return None
+        loader.begin_next()
         self.mesh.synchronize()
-        data_wait_s = sum(micro.wait_s for micro in micros)
-        own_s = time.perf_counter() - began - self.mesh.world.watch.clock.take_waited() + data_wait_s
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.net.parameters(), config.clip or math.inf))
-        decision = self.after_step.decide(bool(torch.isfinite(sums[0]) and torch.isfinite(norm)), stopper)
+        own_s = time.perf_counter() - loaded - self.mesh.world.watch.clock.take_waited()
+        norm = self.gradients.clip(config.clip or math.inf)
+        decision = self.after_step.decide(bool(torch.isfinite(sums[0] + norm)), stopper)
         if decision == Decision.BROKEN:
             raise_non_finite(step, float(sums[0]), micros, self.mesh.world)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress.step += 1
         self.status.step = self.progress.step
-        mean = self._mean_over_ranks(sums, own_s)
-        seconds = time.perf_counter() - began + data_wait_s
-        row = {
-            "epoch": step // config.iterations,
-            "loss": float(mean[0]),
-            **{f"{name}_loss": float(value) for name, value in zip(self.loss.weights, mean[1:])},
-            "lr": rate,
-            "grad_norm": float(norm),
+        own = [own_s, peak_memory_mb(self.mesh.device)] if self.gradients.roles else [own_s]
+        sums = sum_over_ranks(sums, own, self.mesh.world)
+        seconds = time.perf_counter() - began
+        timed = {
             f"{self.net.counted}_per_s": self.progress.global_batch * self.net.num_counted() / seconds,
             "seconds": seconds,
-            "data_wait_s": data_wait_s,
+            "data_wait_s": sum(micro.wait_s for micro in micros),
             "peak_mem_mb": peak_memory_mb(self.mesh.device),
         }
-        return row, decision
+        return partial(self._row, step, rate, sums, norm, timed), decision
 
-    def _mean_over_ranks(self, sums: Tensor, own_s: float) -> Tensor:
-        """Returns the mean over all ranks; a rank whose own seconds are many is reported on the way."""
-        sums, seconds = sum_over_ranks(sums, own_s, self.mesh.world)
-        for slow in self.stragglers.note(seconds):
+    def _row(self, step: int, rate: float, sums: Tensor, norm: Tensor, timed: Row) -> Row:
+        """Returns the row of a step; a rank whose own seconds are many is reported on the way.
+
+        ``sums``: of the loss and its terms over all ranks, and every rank's own numbers.
+        """
+        names, numbers = ["loss", *(f"{name}_loss" for name in self.loss.weights)], list[float](sums.tolist())
+        means = {name: number / self.mesh.stage.size for name, number in zip(names, numbers)}
+        of_ranks = numbers[len(names) :]
+        width = len(of_ranks) // self.mesh.world.size
+        every = [of_ranks[at : at + width] for at in range(0, len(of_ranks), width)]
+        for slow in self.stragglers.note([seconds for seconds, *_ in every]):
             self.journal.say(f"warning: {slow}")
             place = {"rank": slow.rank, "host": slow.host}
-            self.journal.record("slow", self.progress.step - 1, **place, factor=slow.factor, seconds=slow.seconds)
-        return sums / self.mesh.world.size
+            self.journal.record("slow", step, **place, factor=slow.factor, seconds=slow.seconds)
+        by_stage = most_by_stage(self.gradients.roles, every, ("stage_s", "stage_peak_mem_mb"))
+        own = {"epoch": step // self.config.iterations, **means, "lr": rate, "grad_norm": float(norm)}
+        return {**own, **timed, **by_stage}
 
     def _end_epoch(self, stopper: Stopper) -> bool:
         """Validates where that is due; returns whether the run goes on (False: all ranks left the validation)."""
@@ -225,7 +241,7 @@ class Trainer:
         if not (is_last or every > 0 and step % every == 0) or self.progress.validated == step:
             return True
         began = time.monotonic()
-        with gathered(self.net, self.mesh, self.config.shard_weights):
+        with self.gradients.gathered():
             result = self.validation.run(self.net, self.journal, stopper, keep=is_last)
         if result is None:
             return False
@@ -238,7 +254,8 @@ class Trainer:
             self.progress.best, self.progress.best_step = result.score, step
             self._save(is_best=True)
             self.after_step.refuse_taken_over()
-            self.journal.attempt(lambda: write_window(self.out, result.windows, step, result.whole_grid))
+            if result.windows:
+                self.journal.attempt(lambda: write_window(self.out, result.windows, step, result.whole_grid))
         return True
 
     def _leave(self, stopper: Stopper) -> bool:
@@ -251,14 +268,16 @@ class Trainer:
 
     def _finish(self) -> None:
         """Writes model.safetensors and the status, and prints where everything lies."""
-        weights = whole_tensors(self.net.state_dict(), self.mesh.is_first)
+        weights = self.gradients.whole_tensors(self.net.state_dict(), self.mesh.is_first)
         self.after_step.refuse_taken_over()
         if self.mesh.is_first:
             self.journal.attempt(lambda: draw_progress(self.out))
             write_weights(self.out / "model.safetensors", weights, self.net.settings)
         self._write_status("finished")
-        best = f"finished: best mean Dice {self.progress.best:.3f} at step {self.progress.best_step}"
-        self.journal.say("\n".join([best, *(f"  {path}" for path in result_files(self.out)), *next_lines(self.out)]))
+        best = f"finished: best {self.task.score} {self.progress.best:.3f} at step {self.progress.best_step}"
+        self.journal.say(
+            "\n".join([best, *(f"  {path}" for path in result_files(self.out)), *self.task.next_lines(self.out)])
+        )
 
     def _save(self, is_best: bool = False, must: bool = False) -> None:
         self.after_step.save(self.net, self.optimizer, self.progress, self.journal, is_best, must)

@@ -1,7 +1,7 @@
 """Validation in training: held-out volumes by sliding windows, in one pass, or both, by the code of predict."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,36 +14,20 @@ from seqpar.data.preparation.cache import PreparedCase
 from seqpar.data.workers import Tell
 from seqpar.launch.evaluation.scores import Scores, score, summarise
 from seqpar.launch.inference.logits_to_labels import to_labels
-from seqpar.launch.inference.sliding_window import join_rows, sliding_window, whole_grid, whole_volume
+from seqpar.launch.inference.sliding_window import join_rows, padded_shape, sliding_window, whole_grid, whole_volume
 from seqpar.launch.inference.windows import WINDOWS, Sliding
 from seqpar.launch.job.display import bar, clock
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.models.net import Net
 from seqpar.launch.runs.journal import Journal
-from seqpar.launch.settings.config import Config
-from seqpar.launch.training.data import TrainingData
+from seqpar.launch.training.case_validation import CaseValidation, ValidationResult
 from seqpar.launch.training.pictures import PicturedCase, draw_cases
 from seqpar.launch.training.planes import favourite
 from seqpar.launch.training.validation_folder import ValidationFolder, label_files, remove_predictions
-from seqpar.losses import Loss, LossParts
-from seqpar.mesh import Mesh
+from seqpar.losses import LossParts
+from seqpar.quantity import quantity
 
 NUM_PICTURED = 3  # cases in validation.png
-
-
-@dataclass(frozen=True)
-class ValidationResult:
-    """The row of metrics.jsonl, the printed table, and the score by which the best checkpoint is kept.
-
-    ``windows`` is the mean Dice by kind of window, the better first; ``whole_grid`` the most tokens per direction in
-    whole passes, if there were any.
-    """
-
-    row: dict[str, Any]
-    text: str
-    score: float
-    windows: dict[str, float]
-    whole_grid: tuple[int, ...] = ()
 
 
 @dataclass
@@ -56,26 +40,24 @@ class _Measured:
     losses: list[LossParts] = field(default_factory=list)
 
 
-class Validation:
+class Validation(CaseValidation):
     """Loss and Dice per class and region on held-out cases; the same on all ranks."""
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        data: TrainingData,
-        loss: Loss,
-        refuse_taken_over: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.config, self.mesh, self.data, self.loss = config, mesh, data, loss
-        self.refuse_taken_over = refuse_taken_over
-        self.ids = data.held_out_ids[: config.val_cases or None]
-        self._is_explained = False  # whether a table has said what its columns mean
+    _is_explained = False  # whether a table has said what its columns mean
 
     @property
     def windows(self) -> tuple[str, ...]:
         """The kinds of window that are measured."""
         return WINDOWS if self.config.val_window == "both" else (self.config.val_window,)
+
+    def refuse_whole(self, net: Net) -> None:
+        """Raises ValueError where whole passes are to be measured and the network cannot make one over some case."""
+        for name in self.ids if "whole" in self.windows else ():
+            try:
+                net.refuse_whole(padded_shape(self.data.dataset.cases[name].image.shape[1:], net.layout))
+            except ValueError as error:
+                line = f"--val-window {self.config.val_window}: case {name}: {error} (--val-window sliding)"
+                raise ValueError(line) from None
 
     def run(self, net: Net, journal: Journal, stopper: Stopper, keep: bool = False) -> ValidationResult | None:
         """Returns the result, None where all ranks leave before its end; ``keep``: writes RUN/validation too."""
@@ -150,15 +132,15 @@ class Validation:
         self, net: Net, case: PreparedCase, window: str, stopper: Stopper, tell: Tell
     ) -> tuple[np.ndarray, LossParts] | None:
         """Returns the class ids of a case and its loss, None where all ranks leave before its end."""
-        order = self.data.dataset.regions_class_order if self.data.regions else ()
+        order = self.data.output_order
         annotated = self.data.annotated([case.id])
         annotated = None if annotated is None else annotated.to(self.mesh.device)
         sums, rows = torch.zeros((), dtype=torch.float64, device=self.mesh.device), list[torch.Tensor]()
         if window == "whole":
-            slabs = whole_volume([net], case.image, self.mesh, tell=tell)
+            slabs = whole_volume([net], case.image, self.mesh, tell=tell, precision=self.config.precision)
         else:
             sliding = Sliding(self.config.tile, self.config.val_overlap)
-            slabs = sliding_window([net], case.image, sliding, self.mesh, tell)
+            slabs = sliding_window([net], case.image, sliding, self.mesh, tell, self.config.precision)
         for slab in slabs:
             if stopper.should_leave():
                 return None
@@ -185,7 +167,7 @@ class Validation:
         }
         known = [value for value in dice.values() if value is not None]
         width = max(len(name) for name in dice)
-        lines = [f"validation on {len(measured.scores)} held-out cases: loss {row['loss']:.4f}"]
+        lines = [f"validation on {quantity(len(measured.scores), 'held-out case')}: loss {row['loss']:.4f}"]
         lines.append(f"  {'class':{width}}  Dice  global")
         lines += [f"  {name:{width}}  {_cell(dice[name])}  {_cell(global_dice[name])}" for name in dice]
         mean_dice = sum(known) / len(known) if known else 0.0

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import learning_rate, make_optimizer
+from seqpar.launch.optimization.optimizers import OptimizerOptions
 from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.launch.planning.step_counter import StepSetup, count_whole_step
 from seqpar.launch.settings.checks import check
-from seqpar.launch.settings.command_line import continued, parse
+from seqpar.launch.settings.command_line import parse
 from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.resumed_settings import continued
 from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.checkpoint import Progress
 from seqpar.mesh import Group
@@ -102,6 +104,25 @@ def test_a_saved_optimizer_goes_on_to_the_same_bits(flags: str, tmp_path: Path) 
     checkpoint.load(path, second, loaded, 0)
     after, resumed = steps(first, optimizer, 2, seed=1), steps(second, loaded, 2, seed=1)
     assert all(torch.equal(after[name], resumed[name]) for name in after)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+def test_fused_steps_are_the_same_and_go_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """As on a GPU; this processor has such kernels too."""
+    kind, results = OPTIMIZERS[name], []
+    for fused in (None, True):
+        first, second = net(), net()
+        options = OptimizerOptions(0.01, kind.betas, fused=fused)
+        optimizer, loaded = (kind.make([{"params": list(n.parameters())}], options) for n in (first, second))
+        steps(first, optimizer, 3)
+        path = checkpoint.save(tmp_path / f"{name} {fused}", first, optimizer, Progress(3), Group("world"))
+        checkpoint.load(path, second, loaded, 0)
+        states = [own["step"] for own in loaded.state.values() if "step" in own]
+        assert all(state.dtype == torch.float32 for state in states) and bool(states) == name.startswith("adam")
+        after, resumed = steps(first, optimizer, 2, seed=1), steps(second, loaded, 2, seed=1)
+        assert all(torch.equal(after[key], resumed[key]) for key in after)
+        results.append(after)
+    assert all(torch.allclose(results[0][key], results[1][key], rtol=1e-12, atol=0) for key in results[0])
 
 
 def test_a_run_without_momentum_does_not_begin_one() -> None:

@@ -11,7 +11,9 @@ import torch
 from seqpar import load_run, read_weights
 from seqpar.data.errors import DataError
 from seqpar.launch.export import act as export
+from seqpar.launch.job.exit_codes import USAGE
 from seqpar.launch.job.exit_codes import run as run_act
+from seqpar.launch.predict import act as predict
 from seqpar.launch.runs.archive import MOST_JSON
 from seqpar.launch.runs.run_folder import write_window
 from seqpar.launch.runs.trained_run import read_run
@@ -43,7 +45,9 @@ def test_an_exported_run_predicts_what_its_folder_does(run, tmp_path, capsys) ->
     write_window(run, {"whole": 0.9, "sliding": 0.8}, 2, [4, 5, 6])  # predict follows it, out of an archive too
     assert export([str(run), str(archive), "--licence", "CC-BY-4.0"]) == 0
     printed = capsys.readouterr().out
-    assert "licence: CC-BY-4.0" in printed and "seqpar-predict a.zip -i IMAGES -o FOLDER" in printed
+    assert (
+        "licence: CC-BY-4.0" in printed and f"predict.py {archive} -i IMAGES -o PREDICTIONS" in printed.splitlines()[-1]
+    )
     assert act(tmp_path, run, out="folder") == act(tmp_path, archive, out="archive") == 0
     folder, archived = (tree(tmp_path / name) for name in ("folder", "archive"))
     windows = [json.loads((tmp_path / name / "prediction.json").read_text()) for name in ("folder", "archive")]
@@ -53,6 +57,15 @@ def test_an_exported_run_predicts_what_its_folder_does(run, tmp_path, capsys) ->
     first, second = load_run(run).state_dict(), load_run(archive).state_dict()
     assert all(torch.equal(first[name], tensor) for name, tensor in second.items()) and len(first) == len(second)
     assert read_weights(archive).keys() == first.keys() and read_run(archive).whole_grid == (4, 5, 6)
+
+
+def test_an_archive_that_is_not_there_is_said_to_be_missing(tmp_path, capsys) -> None:
+    for act_of, more in ((predict, ["-i", "x", "-o", "y"]), (export, ["a.zip"])):
+        assert run_act(act_of, [str(tmp_path / "missing.zip"), *more]) == USAGE
+        said = capsys.readouterr().err
+        assert f"{tmp_path}/missing.zip does not exist" in said and "archive that export wrote" in said
+    assert run_act(export, [str(tmp_path), "a.zip"]) == USAGE
+    assert f"config.json is missing, so {tmp_path} is no run folder" in capsys.readouterr().err, "a folder is there"
 
 
 def test_it_holds_nothing_of_the_machine_or_the_patients(run, tmp_path) -> None:

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.training_runs import tiny_data, trained
+from tests.support.training_runs import prepare, tiny_data, trained
 
 
 @pytest.fixture(scope="session")
 def flags(tmp_path_factory) -> list[str]:
     root = tmp_path_factory.mktemp("training")
     arguments = tiny_data(root)
-    trained(1, [*arguments, "--iterations", "1", "--epochs", "1"], root / "first")  # prepares the cache
+    prepare(arguments)
     return arguments
 
 

@@ -27,6 +27,7 @@ from tests.support.training_runs import status
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.started
 @pytest.mark.parametrize(("more", "code"), [("", 0), ("--lr 1e30 --precision bf16", 5), ("--heads 5", 2)])
 def test_a_run_whose_output_nobody_reads_any_more_goes_on_and_keeps_its_code(flags, tmp_path, more, code):
     line = shlex.join([sys.executable, "launch/train.py", *flags, *more.split(), "--out", str(tmp_path / "run")])
@@ -37,6 +38,7 @@ def test_a_run_whose_output_nobody_reads_any_more_goes_on_and_keeps_its_code(fla
         assert status(tmp_path / "run")["code"] == code and status(tmp_path / "run")["state"] != "running"
 
 
+@pytest.mark.started
 def test_the_literal_command_starts_its_ranks(flags, tmp_path):
     out = tmp_path / "run"
     started = subprocess.run(
@@ -51,6 +53,7 @@ def test_the_literal_command_starts_its_ranks(flags, tmp_path):
     assert status(out)["state"] == "finished" and (out / "validation.png").exists()
 
 
+@pytest.mark.started
 def test_torchrun_shows_a_users_error_last_and_alone():
     command = [sys.executable, "-m", "torch.distributed.run", "launch/train.py", "--preset", "debug", "--heads", "5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -61,6 +64,7 @@ def test_torchrun_shows_a_users_error_last_and_alone():
     assert said.count(error) == 2, "once when it happened, once in the end"
 
 
+@pytest.mark.started
 def test_ranks_that_were_started_here_keep_the_code_and_their_words_come_last(tmp_path):
     words = tmp_path / "error.json"  # as torchrun names a file to the process that starts the ranks
     line = [sys.executable, "launch/train.py", "--preset", "debug", "--seqpar", "2", "--data", str(tmp_path / "none")]
@@ -132,7 +136,8 @@ def test_a_dry_run_writes_nothing(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *of: pytest.fail("a dry run needs no handlers"))
     assert train.act(["--preset", "paper", "--depth", "2", "--seqpar", "4", "--patch", "4", "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "per rank 3456 3456 3456 3456" in said and "4 ranks = data 1 x seq 4" in said
+    assert "per rank 3456 3456 3456 3456" in said and "4 ranks = data 1 x seq 4, to be started here;" in said
+    assert said.index('"seqpar": 4') < said.index("would run on 4 ranks"), "what is short comes last"
     assert "phantom-24 (built-in phantom brains): 24 cases, 22 to train on, 2 held out; 4 (T1, T1c, T2, FLAIR)" in said
     assert not list(tmp_path.iterdir())
 
@@ -153,10 +158,12 @@ def test_a_dry_run_looks_at_the_data_and_at_the_memory(flags, tmp_path, monkeypa
     parts = build(config_of(run), 2, 3, Group("seq", (0, 1)), device="meta")
     sizes = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (parts.encoder, parts.decoder)]
     assert "encoder {:.2f} M + decoder {:.2f} M parameters".format(*sizes) in text
-    with pytest.raises(ValueError, match="fold is 7; there are folds 0 to 4"):
+    with pytest.raises(ValueError, match="--fold 7: there are folds 0 to 4"):
         rehearsed("--fold", "7")
     here = device_here("cpu")
-    monkeypatch.setattr(auto_settings, "device_here", lambda flag: replace(here, memory=0.2 * GIB, reserved_bytes=0.0))
+    monkeypatch.setattr(
+        auto_settings, "device_here", lambda flag: replace(here, memory=0.2 * GIB, reserved_bytes=0.0, group_bytes=0.0)
+    )
     text = rehearsed("--batch", "999")
     assert "does not fit; plan.py finds what does" in text and "MiB too few" in text and "at most -" not in text
     (data / "imagesTr" / "c_002_0001.nii.gz").unlink()

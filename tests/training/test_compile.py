@@ -16,6 +16,7 @@ RUN = "--batch 1 --accumulate 2 --iterations 3 --epochs 1 --val-cases 1 --depth 
 NO_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is None and os.environ.get("CI") != "true"
 
 
+@pytest.mark.started
 @pytest.mark.skipif(NO_COMPILER, reason="torch compiles for the CPU with a C++ compiler, and there is none ($CXX, g++)")
 def test_a_compiled_run_is_the_uncompiled_one(flags: list[str], tmp_path: Path) -> None:
     """Losses of three steps and the weights after them, in float32; Adam would enlarge what is rounding."""

@@ -21,7 +21,7 @@ from seqpar.launch.weights import checkpoint
 from seqpar.launch.weights.checkpoint import Progress
 from seqpar.mesh import Group
 from seqpar.vit.tokens import resize_positions
-from tests.support.training_runs import at, die, farthest, losses, signalled, status, trained, weights
+from tests.support.training_runs import at, die, farthest, losses, scores, signalled, status, trained, weights
 
 CURRICULUM = "8:1:2,12:1:1,whole:1:1"
 OWN = {"--batch", "--tile", "--epochs"}
@@ -82,6 +82,7 @@ def test_a_run_left_in_any_lesson_or_between_two_ends_with_the_same_bits(
     trained(1, [*line, "--resume"], tmp_path / "run")  # as a scheduler repeats the line
     assert weights(tmp_path / "run") == weights(undisturbed_lessons[0])
     assert losses(tmp_path / "run") == losses(undisturbed_lessons[0])
+    assert scores(tmp_path / "run") == scores(undisturbed_lessons[0])
 
 
 @pytest.mark.parametrize("call", [2, 3])

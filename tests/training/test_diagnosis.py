@@ -68,7 +68,7 @@ def test_checked_ranks_that_differ_are_named(flags, tmp_path):
 
 
 def test_checking_changes_no_bit(flags, tmp_path):
-    run = [*flags, "--seqpar", "2", "--mode", "halo"]
+    run = [*flags, "--seqpar", "2", "--mode", "halo", "--epochs", "1"]
     trained(4, [*run, "--debug-collectives"], tmp_path / "checked")
     trained(4, run, tmp_path / "plain")
     assert weights(tmp_path / "checked") == weights(tmp_path / "plain")

@@ -5,7 +5,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from seqpar.launch.job import exit_codes
 from seqpar.launch.runs.run_folder import read_config
 from seqpar.launch.training import folds, gradients
 from tests.support.folders import nnunet, write_json
-from tests.support.training_runs import Hook, at, status, trained, weights
+from tests.support.training_runs import Hook, at, signalled, status, trained, weights
 
 SHORT = ("--epochs", "1", "--iterations", "6", "--seqpar", "2")
 FIVE = ("--fold", "all5")
@@ -75,7 +75,7 @@ def told_in_fold(number: int) -> Hook:
 
 
 def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags, tmp_path) -> None:
-    """The first start meets at a store that outlives a fold, as torchrun's does; the second at ports of their own."""
+    """The first start meets at torchrun's store; the second at one that the first rank holds beside its folds."""
     out = tmp_path / "five"
     line = [*flags, *SHORT, *FIVE]
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -90,8 +90,14 @@ def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags,
         f"go on with --resume --fold all5 --out {out}" in left.said(0)
         and "go on" not in left.said(1).split("fold 1 ")[-1]
     )
+    said_by_first = (out / "fold0" / "train.log").read_text()
     first, parts = weights(out / "fold0"), [read_config(out / "fold0")["dataset"]["held_out"]]
     ended = trained(2, [*line, "--resume"], out, hook=forking)
+    said = ended.said(0).splitlines()
+    for words in ("(data x seq: ", "  modalities: ", "  label tumour", "(dice: soft Dice"):
+        assert sum(line.startswith(words) for line in said) == 1, "said once, not by each fold"
+        assert words in (out / "fold4" / "train.log").read_text() and words in said_by_first
+    assert [line[-8:] for line in said if line.startswith("data: ")] == [f"(fold {fold})" for fold in range(1, 5)]
     assert weights(out / "fold0") == first and "fold 0 of 5 has finished" in ended.said(0)
     for fold in range(1, 5):
         assert status(out / f"fold{fold}")["state"] == "finished"
@@ -100,9 +106,57 @@ def test_five_folds_left_in_the_middle_go_on_and_each_is_a_run_of_its_own(flags,
         parts.append(config["dataset"]["held_out"])
     assert sorted(sum(parts, [])) == [f"c_{n:03d}" for n in range(5)]
     assert status(out)["state"] == "finished" and status(out)["step"] == 5
-    assert f"predict.py {out}/fold0 {out}/fold1" in ended.said(0).splitlines()[-1]
+    assert f"predict.py {out} -i IMAGES" in ended.said(0).splitlines()[-1]
     trained(2, [*flags, *SHORT, "--fold", "1"], tmp_path / "alone")
     assert weights(out / "fold1") == weights(tmp_path / "alone")
+
+
+def ending(*codes: Sequence[int]) -> Hook:
+    """Returns a hook by which a fold's training ends at once: on each rank with its code, in order."""
+
+    def hook(rank: int) -> None:
+        left = list(codes[rank])
+
+        class Ended:
+            def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+                self.code, run = left.pop(0), Path(command[command.index("--out") + 1])
+                if rank == 0:
+                    write_json(run / "config.json", {})
+                    write_json(run / "status.json", {"state": "running" if self.code else "finished"})
+
+            def wait(self) -> int:
+                return self.code
+
+            def poll(self) -> int:
+                return self.code
+
+        folds.start_process = Ended  # type: ignore[assignment, misc]
+
+    return hook
+
+
+def test_ranks_agree_whether_a_fold_begins_and_how_it_ended(flags, tmp_path) -> None:
+    """A signal that one rank alone gets between two folds ends all; the exit code that says most is everyone's."""
+
+    def one_is_told(rank: int) -> None:
+        ending([0], [0])(rank)
+        at(folds.Folds, "_agree", 1, signalled(signal.SIGTERM), call=2)(rank)
+
+    left = trained(2, [*flags, *FIVE], tmp_path / "told", expect=75, hook=one_is_told)
+    assert status(tmp_path / "told")["why"] == "fold 1: it had not begun" and "fold 1 left early" in left.said(0)
+    trained(2, [*flags, *FIVE], tmp_path / "lost", expect=75, hook=ending([0, 75], [0, 1]))
+    assert status(tmp_path / "lost")["step"] == 1
+    trained(2, [*flags, *FIVE], tmp_path / "failed", expect=3, hook=ending([0], [3]))
+    stale = tmp_path / "stale"  # the second rank's disk is late: it sees no run that has ended
+    assert trained(2, [*flags, *FIVE], stale, expect=75, hook=ending([0, 0, 75], [0, 0, 75]))
+
+    def blind(rank: int) -> None:
+        ending([0, 0, 0], [0, 0, 0])(rank)
+        if rank:
+            folds.read_status = folds.read_flags = None  # type: ignore[assignment]
+
+    trained(2, [*FIVE, "--resume"], stale, hook=blind)
+    assert status(stale)["state"] == "finished"
 
 
 def test_five_folds_that_ended_are_left_alone_and_an_error_ends_all(flags, tmp_path) -> None:
@@ -123,7 +177,7 @@ def test_what_five_folds_need_is_said_before_anything(flags, tmp_path) -> None:
         train.act([*flags, *FIVE])
     data = nnunet(tmp_path / "own", cases=4)
     write_json(data / "splits_final.json", [{"train": ["c_000", "c_001"], "val": ["c_002"]}])
-    with pytest.raises(ValueError, match="has 1 splits of its own"):
+    with pytest.raises(ValueError, match="has the folds 0, not 0 to 4"):
         train.act([*flags, *FIVE, "--data", str(data), "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
 
@@ -158,85 +212,3 @@ def test_a_signal_before_a_fold_could_act_is_no_failure(tmp_path, monkeypatch) -
             signal.signal(number, before)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     assert status(tmp_path / "five")["why"] == "fold 0: it had not begun"
-
-
-@pytest.fixture
-def lines_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, list[list[str]]]]]:
-    """Returns a function that starts five folds whose trainings end with ``codes``: exit code, and the flags of each.
-
-    A training that ends with 0 leaves a finished run, any other one that still says that it is running.
-    """
-
-    def begin(*flags: str, codes: Sequence[int] = (0,) * 5) -> tuple[int, list[list[str]]]:
-        lines, left = list[list[str]](), list(codes)
-
-        class Ended:
-            def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-                lines.append(list(command[1:]))
-                self.code, run = left.pop(0), Path(command[command.index("--out") + 1])
-                write_json(run / "config.json", {})
-                write_json(run / "status.json", {"state": "running" if self.code else "finished"})
-
-            def wait(self) -> int:
-                return self.code
-
-        monkeypatch.setattr(folds, "start_process", Ended)
-        five = folds.find_folds([*flags, "--fold", "all5"])
-        assert five is not None
-        return five.train("train.py", folds.Launcher("test")), lines
-
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    yield begin
-    for number, handler in zip(numbers, before):
-        signal.signal(number, handler)
-
-
-def test_folds_that_have_not_begun_take_the_flags_of_the_first_start(lines_of, tmp_path) -> None:
-    """As a run's own settings are kept by --resume, and as what is printed says: else they would train on phantoms."""
-    out = str(tmp_path / "five")
-    begun = ["--preset", "debug", "--lr", "0.1"]
-    assert lines_of(*begun, "--out", out, codes=(0, 75))[0] == 75
-    code, lines = lines_of("--resume", "--out", out, "--lr", "0.2", codes=(0, 0, 75))
-    assert code == 75 and lines[0] == ["--lr", "0.2", "--fold", "1", "--out", f"{out}/fold1", "--resume"]
-    assert lines[1] == [*begun, "--lr", "0.2", "--fold", "2", "--out", f"{out}/fold2"]
-    code, lines = lines_of("--resume", "--out", out, codes=(0, 0))
-    assert code == 0 and lines[0] == ["--fold", "3", "--out", f"{out}/fold3", "--resume"]
-    assert lines[1] == [*begun, "--lr", "0.2", "--fold", "4", "--out", f"{out}/fold4"]
-
-
-def test_a_line_that_is_given_again_whole_adds_nothing_and_a_new_start_begins_anew(lines_of, tmp_path) -> None:
-    out = str(tmp_path / "five")
-    line = ["--preset", "debug", "--out", out]
-    assert lines_of(*line, codes=(75,))[0] == 75
-    code, lines = lines_of(*line, "--resume")
-    assert code == 0 and lines[1][:3] == ["--preset", "debug", "--fold"]
-    for n in range(5):
-        shutil.rmtree(f"{out}/fold{n}")
-    assert lines_of("--lr", "1", "--out", out)[1][0][:3] == ["--lr", "1", "--fold"]
-
-
-def test_resume_needs_five_folds_and_another_run_s_folder_is_left_alone(lines_of, tmp_path) -> None:
-    missing, single = tmp_path / "mistyped", tmp_path / "single"
-    with pytest.raises(ValueError, match="--resume --out .*mistyped: .* no five folds"):
-        lines_of("--resume", "--out", str(missing))
-    assert not missing.exists()
-    write_json(single / "config.json", {})
-    write_json(single / "status.json", {"state": "finished"})
-    for more in ([], ["--resume"], ["--again"]):
-        with pytest.raises(ValueError, match="--out .*single holds a run .* name another"):
-            lines_of("--out", str(single), *more)
-    assert status(single) == {"state": "finished"}
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="--out .*file cannot be written"):
-        lines_of("--out", str(tmp_path / "file"))
-
-
-def test_a_fold_that_was_killed_is_no_running_one(lines_of, tmp_path) -> None:
-    """One that is refused because another training holds its folder is: that one goes on, and will write the end."""
-    out = tmp_path / "five"
-    assert lines_of("--out", str(out), codes=(0, -9))[0] == 137
-    assert (status(out)["state"], status(out)["code"]) == ("failed", 137)
-    assert status(out)["why"] == "fold 1: ended with exit code 137"
-    assert lines_of("--out", str(out), "--resume", codes=(6,))[0] == 6
-    assert status(out)["state"] == "running"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, PolynomialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LRScheduler, PolynomialLR
 
 from seqpar.launch.models.optimizer import learning_rate
 from seqpar.launch.runs.journal import read_metrics
@@ -35,6 +35,19 @@ def test_after_the_warm_up_each_step_has_the_schedules_rate(schedule: str, warmu
     wanted += [LR * FORMULAS[schedule]((step - first) / (STEPS - first)) for step in range(first, STEPS)]
     assert rates(schedule, warmup) == pytest.approx(wanted, rel=1e-12)
     assert rates(schedule, warmup, 3 * LR) == pytest.approx([3 * rate for rate in wanted], rel=1e-12)
+
+
+def test_a_cyclic_rate_is_a_triangle_from_a_quarter_as_torchs() -> None:
+    config = Config(lr=LR, schedule="cyclic", cycle_epochs=2, epochs=8, iterations=5)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
+    scheduler = CyclicLR(optimizer, base_lr=LR / 4, max_lr=LR, step_size_up=5, mode="triangular", cycle_momentum=False)
+    torchs = []
+    for _ in range(config.steps):
+        torchs.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    ours = [learning_rate(config, step) for step in range(config.steps)]
+    assert ours == pytest.approx(torchs, rel=1e-9) and min(ours) == LR / 4 and max(ours) == LR
 
 
 def test_some_rates_by_hand() -> None:

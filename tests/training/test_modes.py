@@ -25,10 +25,10 @@ from seqpar.losses import LossGroups
 from seqpar.mesh import Mesh
 from tests.support.folders import image_array, nnunet, save
 from tests.support.ranks import relative, run_ranks
-from tests.support.training_runs import TINY
+from tests.support.training_runs import TINY, prepare
 
 STEPS = 8
-RUN = f"--precision fp64 --tile 12 8 8 --patch 4 --depth 1 --iterations {STEPS} --epochs 1 --val-cases 1"
+RUN = "--precision fp64 --tile 12 8 8 --patch 4 --depth 1 --epochs 1 --val-cases 1"
 DECODERS = {"unetr": "--decoder unetr --decoder-width 2", "primus": "--decoder primus"}
 LAYOUTS = {"1 x 2": (2, 2, 4), "2 x 1": (2, 1, 2), "2 x 2": (4, 2, 2), "1 x 4": (4, 4, 4)}  # ranks, seq, tiles a group
 MODES = ("halo", "swap")
@@ -61,7 +61,7 @@ class Loss:
             save(root / "labelsTr" / f"c_{case:03d}.nii.gz", label)
         sums = "--batch-dice" if self.batch_dice else "--no-batch-dice"
         flags = [*TINY.split(), *RUN.split(), "--data", str(root), "--cache", str(folder / "cache"), sums]
-        open_data(parse(flags, "debug")[1], True)  # prepares the cache
+        prepare(flags)
         return [*flags, "--split", self.split]
 
 
@@ -78,13 +78,14 @@ class Case:
 
     decoder: str
     loss: str
+    steps: int
     mode: str = "gather"
     more: str = "--batch 4 --accumulate 2"
     sums_alone: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.decoder}, {self.loss}, {self.mode}{', alone' if self.sums_alone else ''}"
+        return f"{self.decoder}, {self.loss}, {self.steps}, {self.mode}{', alone' if self.sums_alone else ''}"
 
 
 Tiles = dict[tuple[str, TileKey], Tile]
@@ -103,11 +104,11 @@ def trained(
     TileSource.draw = lambda source, key: drawn[case.loss, key]
     weights = []
     for case in cases:
-        line = f"{DECODERS[case.decoder]} --mode {case.mode} --seqpar {mesh.seq.size} {case.more}"
-        config = parse([*flags[case.loss], *line.split()], "debug")[1]
+        line = f"{DECODERS[case.decoder]} --mode {case.mode} --seqpar {mesh.seq.size} --iterations {case.steps}"
+        config = parse([*flags[case.loss], *line.split(), *case.more.split()], "debug")[1]
         status = Status(out / case.name)
         by_first(lambda: (out / case.name / "checkpoints").mkdir(parents=True), mesh.world)
-        run = make_trainer(RunRequest(config, "debug", "as told"), mesh, open_data(config, mesh.is_first), status)
+        run = make_trainer(RunRequest(config, "debug", "for a test"), mesh, open_data(config, mesh.is_first), status)
         if case.sums_alone:
             run.gradients.loss_groups = LossGroups()
         stopper = Stopper(math.inf)
@@ -124,7 +125,7 @@ def rows(out: Path, case: Case) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Alone:
-    """The runs of one process by their loss: flags, tiles, rows and weights."""
+    """The runs of one process: flags and tiles by their loss, rows and weights by loss."""
 
     flags: dict[str, list[str]]
     drawn: Tiles
@@ -139,26 +140,26 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     keys = [TileKey(0, step, sample) for step in range(STEPS) for sample in range(8)]
     sources = {loss: open_data(parse(line, "debug")[1], True).tiles for loss, line in flags.items()}
     drawn = {(loss, key): source.draw(key) for loss, source in sources.items() for key in keys}
-    cases = [Case(*run) for run in RUNS]
-    (weights,) = run_ranks(1, trained, cases, flags, drawn, out)
-    return Alone(flags, drawn, {case.loss: rows(out, case) for case in cases}, dict(zip(LOSSES, weights)))
+    cases = {run[1]: Case(*run, STEPS) for run in RUNS}
+    (weights,) = run_ranks(1, trained, list(cases.values()), flags, drawn, out)
+    return Alone(flags, drawn, {name: rows(out, case) for name, case in cases.items()}, dict(zip(cases, weights)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_in_halo_or_swap_becomes_what_one_process_makes(
     layout: str, one_process: Alone, tmp_path: Path, ranks: Callable[..., list]
 ) -> None:
-    """Loss, its terms and the gradient's norm in each of 8 steps, the loss of the validation, and the weights then."""
+    """Loss, its terms and the gradient's norm in each step, the loss of the validation, and the weights then."""
     world, seqpar, batch = LAYOUTS[layout]
     more = f"--batch {batch} --accumulate 2"
-    cases = [Case(*run, mode, more) for run in RUNS for mode in MODES]
-    controls = [Case(*RUNS[0], mode, f"{more} --iterations 1", sums_alone=True) for mode in MODES if world == 2]
+    cases = [Case(*run, STEPS, mode, more) for run in RUNS for mode in MODES]
+    controls = [Case(*RUNS[0], 1, mode, more, sums_alone=True) for mode in MODES if world == 2]
     inputs = one_process.flags, one_process.drawn, tmp_path
     every = ranks(world, trained, [*cases, *controls], *inputs, seqpar=seqpar, timeout=600)
     for number, case in enumerate(cases):
-        wanted, weights = one_process.rows[case.loss], one_process.weights[case.loss]
+        wanted, weights = (of[case.loss] for of in (one_process.rows, one_process.weights))
         journal = rows(tmp_path, case)
-        assert [row["kind"] for row in journal] == [row["kind"] for row in wanted] == ["train"] * STEPS + ["val"]
+        assert [row["kind"] for row in journal] == [row["kind"] for row in wanted] == ["train"] * case.steps + ["val"]
         for ours, theirs in zip(journal, wanted):
             for name in {"loss", "dice_loss", "ce_loss", "grad_norm"} & theirs.keys():
                 assert abs(ours[name] / theirs[name] - 1) < 1e-10, (case, name, ours, theirs)

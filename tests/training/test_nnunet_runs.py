@@ -25,11 +25,12 @@ from seqpar.launch.weights.nnunet import load_nnunet
 from seqpar.mesh import Group
 from tests.support.folders import nnunet
 from tests.support.nnunet_networks import configuration, plans_of, reference, write_results
-from tests.support.training_runs import farthest, losses, trained
+from tests.support.training_runs import farthest, losses, scores, status, trained
 
 SHORT = """
-    --preset nnunet --iterations 2 --epochs 1 --val-overlap 0 --workers 0 --augment none --device cpu --precision fp64
+    --preset nnunet --iterations 2 --val-overlap 0 --workers 0 --augment none --device cpu --precision fp64
 """
+PLAIN_STAGES = "313:111:4:2:2 333:212:6:1:1 333:222:6:2:2 333:212:6:1"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def place(tmp_path_factory) -> Path:
 
 
 def flags_of(place: Path, *more: str) -> list[str]:
-    return [*SHORT.split(), "--data", str(place / "Dataset001_Tiny"), "--cache", str(place / "cache"), *more]
+    epochs = [] if "--curriculum" in more else ["--epochs", "1"]
+    return [*SHORT.split(), *epochs, "--data", str(place / "Dataset001_Tiny"), "--cache", str(place / "cache"), *more]
 
 
 def file_axes(volume: Tensor) -> Tensor:
@@ -90,7 +92,34 @@ def test_losses_by_its_recipe_are_the_same_on_two_ranks_and_plans_name_the_netwo
     trained(2, flags_of(place, *plans, "--seqpar", "2"), tmp_path / "two")
     assert farthest(losses(tmp_path / "two"), losses(tmp_path / "alone")) <= 1e-9
     stages = json.loads((tmp_path / "alone" / "config.json").read_text())["config"]["stages"]
-    assert stages == "313:111:4:2:2 333:212:6:1:1 333:222:6:2:2 333:212:6:1"
+    assert stages == PLAIN_STAGES
+
+
+def test_lessons_of_a_plans_network_run_to_their_end_on_two_ranks_as_on_one(place, tmp_path) -> None:
+    """The stages are the plan's for every tile; validation and prediction take the last lesson's."""
+    line = ["--plans", str(place / "PlainConvUNet" / "plans.json"), "--curriculum", "16x4x8:1:2,whole:1:1"]
+    said = trained(1, flags_of(place, *line), tmp_path / "alone").said()
+    trained(2, flags_of(place, *line, "--seqpar", "2"), tmp_path / "two")
+    assert farthest(losses(tmp_path / "two"), losses(tmp_path / "alone")) <= 1e-9
+    assert "lesson 1 of 2: tile 16x4x8" in said and "lesson 2 of 2: tile" in said
+    config = json.loads((tmp_path / "alone" / "config.json").read_text())["config"]
+    assert config["stages"] == PLAIN_STAGES and config["curriculum"].startswith("16x4x8:1:2,whole=")
+    assert status(tmp_path / "alone")["state"] == "finished" and status(tmp_path / "alone")["step"] == 4
+    assert scores(tmp_path / "two") == scores(tmp_path / "alone") != []
+
+
+@pytest.mark.parametrize("more", [(), ("--mode", "auto")])
+@pytest.mark.parametrize(("batch", "world"), [(1, 2), (2, 2), (2, 4), (3, 2)])
+def test_ranks_take_boxes_or_samples_and_never_the_whole_tile(
+    place, batch: int, world: int, more: tuple[str, ...]
+) -> None:
+    sizes = ["--seqpar", str(world), "--batch", str(batch), "--tile", "16", "16", "32"]
+    config = read_request(flags_of(place, "--dry-run", *sizes, *more), read_launcher({})).config
+    with torch.device("meta"):
+        net = build(config, 2, 3, Group("seq", tuple(range(world)), 1), "meta")
+    tile = torch.empty(batch, 2, 16, 16, 32, device="meta")
+    image, grid = net.image(net.layout.cut(tile, 1), net.layout)
+    assert image.numel() * world == tile.numel() and (grid is None) == (batch % world == 0)
 
 
 def test_flags_win_over_plans_and_contradictions_are_refused(place) -> None:
@@ -137,7 +166,10 @@ def test_the_loss_is_its_own_plus_one_with_its_weights_of_levels(batch_dice: boo
 
 
 def test_steps_decay_every_parameter_and_the_rate_falls_by_epochs() -> None:
-    config = replace(PRESETS["nnunet"](), tile=(16, 16, 16), features=2, epochs=4, iterations=3)
+    recipe = PRESETS["nnunet"]()
+    assert (recipe.clip, recipe.epochs, recipe.iterations, recipe.warmup) == (12.0, 1000, 250, 0)
+    assert (recipe.foreground, recipe.foreground_by, recipe.loss, recipe.augment) == (0.33, "count", "dice-ce", "full")
+    config = replace(recipe, tile=(16, 16, 16), features=2, epochs=4, iterations=3)
     net = build(config, 1, 2, Group("seq"))
     groups = make_optimizer(config, net).param_groups
     decayed = {id(p) for group in groups if group["weight_decay"] == 3e-5 for p in group["params"]}
@@ -176,7 +208,7 @@ def test_the_planner_says_how_large_a_cube_some_ranks_train(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tile_size, "LARGEST", 256)  # fewer to look at
-    line = ["--preset", "nnunet", "--features", "4", "--device", "a100", "--memory", "1.6", "--batch", "1"]
+    line = ["--preset", "nnunet", "--features", "4", "--device", "a100", "--memory", "3.5", "--batch", "1"]
     sides = []
     for size in ("1", "2"):
         assert plan.act([*line, "--largest-tile", "--seqpar", size]) == 0
@@ -184,7 +216,7 @@ def test_the_planner_says_how_large_a_cube_some_ranks_train(
         sides.append(int(row.split("--tile ")[1].split(",")[0]))
     assert 32 < sides[0] < sides[1] < 256
     config = replace(PRESETS["nnunet"](), features=4, batch=1)
-    device = replace(DEVICES["a100"], memory=1.6 * GB)
+    device = replace(DEVICES["a100"], memory=3.5 * GB)
     fits = [
         planned(Run(replace(config, tile=(side,) * 3), device, timed=False), 1).fits
         for side in (sides[0], sides[0] + 32)

@@ -20,12 +20,11 @@ from seqpar.launch.weights.states import fill, optimizer_tensors, whole_tensors
 from seqpar.mesh import Mesh
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.ranks import relative
-from tests.support.training_runs import Launch, at, losses, signalled, tiny_data, trained, weights
+from tests.support.training_runs import Launch, at, losses, prepare, signalled, tiny_data, trained, weights
 
 LAYOUTS = {  # two tiles a step, in each of them
-    "1 x 2": (2, "--seqpar 2 --batch 1 --accumulate 2"),
     "2 x 2": (4, "--seqpar 2 --batch 1 --grad-checkpoint full"),  # validation by groups, of unequally many windows
-    "1 x 4": (4, "--seqpar 4 --batch 2 --mlp-chunks 2"),
+    "1 x 4": (4, "--seqpar 4 --batch 1 --accumulate 2 --mlp-chunks 2"),
 }
 EXACT = "--precision fp64 --dropout 0.1 --clip 0.1 --batch 4"
 BF16 = "--seqpar 2 --precision bf16 --grad-checkpoint full --mlp-chunks 2 --tile 32 --epochs 1"
@@ -33,9 +32,8 @@ BF16 = "--seqpar 2 --precision bf16 --grad-checkpoint full --mlp-chunks 2 --tile
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    root = tmp_path_factory.mktemp("shards")
-    arguments = [*tiny_data(root), *EXACT.split()]
-    trained(1, [*arguments, "--iterations", "1", "--epochs", "1"], root / "first")  # prepares the cache
+    arguments = [*tiny_data(tmp_path_factory.mktemp("shards")), *EXACT.split()]
+    prepare(arguments)
     return arguments
 
 
@@ -125,12 +123,11 @@ def test_in_bf16_every_gradient_of_sharded_weights_is_that_of_replicated_ones(
         assert 1e-3 < max(rounded.values()) < 0.2, rounded
 
 
-def test_sharded_weights_train_in_bf16(flags: list[str], tmp_path: Path) -> None:
-    run = [*flags, *BF16.split()]
-    for name, more in {"replicated": [], "sharded": ["--shard-weights"]}.items():
-        trained(2, [*run, *more], tmp_path / name)
-    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "replicated"), rel=1e-5)
-    assert all(tensor.dtype == torch.float32 for tensor in load_file(tmp_path / "sharded/model.safetensors").values())
+def test_sharded_weights_train_in_bf16_and_are_kept_in_float32(flags: list[str], tmp_path: Path) -> None:
+    """Their gradients are compared above."""
+    trained(2, [*flags, *BF16.split(), "--shard-weights"], tmp_path / "run")
+    assert len(losses(tmp_path / "run")) == 2
+    assert all(tensor.dtype == torch.float32 for tensor in load_file(tmp_path / "run/model.safetensors").values())
 
 
 NETWORK = "--preset debug --tile 16 --patch 8 --embed-dim 48 --heads 4 --depth 2 --decoder-width 8"
@@ -175,8 +172,8 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_states(world: int, rank
     for kind, size in whole.items():
         mine = [sizes[kind] for sizes, _ in shares]
         assert max(mine) <= 1.05 * size / world and sum(mine) >= 0.99 * size, (kind, mine, size)
-    for sizes, _ in ranks(world, count_states, False, NETWORK):
-        assert sizes == whole  # the control
+    if world == 2:
+        assert [sizes for sizes, _ in ranks(2, count_states, False, NETWORK)] == [whole] * 2, "the control"
 
 
 def test_one_rank_cannot_share() -> None:

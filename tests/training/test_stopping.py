@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from seqpar.launch import train
 from seqpar.launch.job.stop_request import Stopper
 from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import after_step, gradients, validation
+from seqpar.launch.training import after_step, gradients, tasks, validation
 from seqpar.launch.weights import checkpoint
 from tests.support.folders import nnunet
 from tests.support.training_runs import (
@@ -82,8 +81,8 @@ def test_a_run_that_cannot_go_on_with_other_data_keeps_its_folder(flags, undistu
     out, data = tmp_path / "run", nnunet(tmp_path / "Dataset002_Two", 5, ("CT", "MR"))
     trained(1, flags, out, expect=75, hook=at(after_step.AfterStep, "decide", 0, signalled(signal.SIGTERM), call=3))
     before = (out / "config.json").read_bytes()
-    refused = trained(1, ["--resume", "--data", str(data), "--cache", str(tmp_path / "cache")], out, expect=2)
-    assert "holds another network" in refused.said() and (out / "config.json").read_bytes() == before
+    refused = trained(1, ["--resume", "--data", str(data), "--cache", str(tmp_path / "cache")], out, expect=3)
+    assert "has the channels CT, MR, but the run in" in refused.said() and (out / "config.json").read_bytes() == before
     trained(1, ["--resume"], out)
     assert weights(out) == weights(undisturbed(1))
 
@@ -143,7 +142,7 @@ def test_the_time_limit_and_a_restart_by_the_scheduler(flags, undisturbed, tmp_p
 
 
 def test_before_there_is_work_a_signal_ends_at_once(flags, tmp_path):
-    hook = at(train, "open_data", 0, signalled(signal.SIGUSR1))
+    hook = at(tasks.Segmentation, "open_data", 0, signalled(signal.SIGUSR1))
     trained(1, flags, tmp_path / "run", expect=75, hook=hook)
     assert not (tmp_path / "run").exists()
 

@@ -1,5 +1,6 @@
 """Runs of networks without tokens: any number of ranks, resumed, in shards, predicted, planned, reported."""
 
+import re
 import signal
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import torch
 import seqpar
 from seqpar.data.volumes import read_volume
 from seqpar.launch import plan, predict, report
+from seqpar.launch.job.exit_codes import USAGE
 from seqpar.launch.runs.journal import read_metrics
 from seqpar.launch.training import after_step
 from seqpar.launch.weights.files import read_weights
 from tests.support.folders import nnunet
-from tests.support.training_runs import Launch, at, farthest, losses, scores, signalled, trained
+from tests.support.training_runs import Launch, at, farthest, losses, prepare, scores, signalled, trained
 
 TINY = """
     --preset debug --tile 16 --features 2 --workers 0 --augment none --batch 2 --iterations 4 --epochs 1
@@ -29,7 +31,7 @@ def flags(tmp_path_factory) -> list[str]:
     root = tmp_path_factory.mktemp("unets")
     nnunet(root / "Dataset001_Tiny", cases=5)
     line = [*TINY.split(), "--data", str(root / "Dataset001_Tiny"), "--cache", str(root / "cache")]
-    trained(1, [*line, *BATCH_NORM.split(), "--iterations", "1", "--epochs", "1"], root / "first")
+    prepare(line)
     return line
 
 
@@ -49,6 +51,15 @@ def apart(run: Path, other: Path) -> float:
     ours, theirs = weights(run), weights(other)
     assert ours.keys() == theirs.keys()
     return max(float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max().clamp(min=1e-3)) for n in theirs)
+
+
+def test_whole_passes_that_distmis_cannot_make_are_refused_before_the_first_step(flags, tmp_path) -> None:
+    run, thin = tmp_path / "run", ["--spacing", "1,1,0.5", "--cache", str(tmp_path / "cache")]
+    with Launch(1, [*flags, *thin, "--network", "unet-distmis", "--tile", "8", "--val-window", "both"], run) as launch:
+        assert launch.wait() == [USAGE]
+        said = launch.said()
+    assert re.search(r"error: --val-window both: case c_\d+: .* is always 8: use .* \(--val-window sliding\)", said)
+    assert not (run / "metrics.jsonl").exists() and "Traceback" not in said
 
 
 @pytest.mark.parametrize(
@@ -120,7 +131,7 @@ def test_a_run_is_loaded_reported_and_begun_from(flags, deep, tmp_path) -> None:
     assert "do not fit the U-Net" in refused.said() and "--features" in refused.said()
 
 
-PLAN = "--network nnunet-plain --preset paper --mode halo --device mi250x --tile 128 --batch 2"
+PLAN = "--network nnunet-plain --preset paper --mode halo --device mi250x --tile 128 --batch 2 --ranks 8"
 
 
 def test_a_plan_says_what_a_network_without_tokens_needs(capsys) -> None:

@@ -1,0 +1,69 @@
+"""Follows the metrics.jsonl that a training is writing; needs no torch, so that many processes can follow runs."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+# what validations are compared by, of each task
+SCORES = {
+    "segment": "mean Dice",
+    "classify": "balanced accuracy",
+    "pretrain": "1 / (1 + error of what is hidden)",
+}
+
+
+class MetricsTail:
+    """Reads what has been added to ``path`` since the last reading.
+
+    A training that goes on writes the file anew, without the rows that it repeats; then all of it is read again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._at, self._node = 0, -1
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the new rows, without a last line that is still being written; none where there is no file."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._start())
+                text = file.read()
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return [row for line in whole.splitlines() if (row := _row(line))]
+
+    def _start(self) -> int:
+        """Returns where the new rows begin: at 0 in a file that is another one, or shorter than it was."""
+        state = self.path.stat()
+        if state.st_ino != self._node or state.st_size < self._at:
+            self._at, self._node = 0, state.st_ino
+        return self._at
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """Returns the row of a line, {} for what a kill left of one."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) and "step" in row else {}
+
+
+def task_of_row(row: Mapping[str, Any]) -> str:
+    """Returns for which task a validation's row was written."""
+    return "classify" if "scores" in row else "segment" if "dice" in row else "pretrain"
+
+
+def score_of(row: Mapping[str, Any]) -> float:
+    """Returns what the validations of a task are compared by, as ``SCORES`` calls it; NaN where no class has one."""
+    task = task_of_row(row)
+    if task == "pretrain":
+        return 1 / (1 + float(row["loss"]))
+    values = row["dice"].values() if task == "segment" else [row["scores"][SCORES[task]]]
+    known = [float(value) for value in values if value is not None]
+    return fmean(known) if known else math.nan

@@ -1,0 +1,79 @@
+"""Volumes as classifiers take them: cut to their middle or padded, alike in training, prediction and maps; presets."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from seqpar.data.formats.volume_classes import VolumeClasses
+from seqpar.data.sampling.tiles import TileKey
+from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.resattnet import ResAttNet
+from seqpar.launch.inference.class_logits import fitted
+from seqpar.launch.inference.explanation import explain
+from seqpar.launch.models.classifier import VolumeClassifier
+from seqpar.launch.models.optimizer import learning_rate
+from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.presets import PRESETS
+from seqpar.launch.training.class_data import ClassData, open_class_data
+from seqpar.launch.training.class_validation import ClassValidation
+from seqpar.launch.training.data import TrainingData
+from seqpar.losses.loss import Loss
+from seqpar.losses.terms import CrossEntropy
+from seqpar.mesh import Group
+from seqpar.rendezvous import start
+from tests.support.class_folders import SHAPE, class_folder
+
+TILE = (24, 32, 16)  # of volumes of 40 x 24 x 16: W is cut, D is padded
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> ClassData:
+    root = tmp_path_factory.mktemp("classes")
+    folder = class_folder(root / "data", 5)
+    where = {"data": str(folder), "cache": str(root / "cache"), "fold": "all"}
+    return open_class_data(Config(task="classify", network="resattnet18", tile=(), augment="none", **where), True)
+
+
+def test_a_tile_is_the_middle_of_a_volume_or_it_is_padded(data: ClassData) -> None:
+    assert data.tiles.tile_size == SHAPE, "left open, it holds every case"
+    tiles = data.with_tiles(Config(task="classify", tile=TILE, augment="none")).tiles
+    middles = {name: np.zeros((1, *TILE), np.float32) for name in data.train_ids}
+    for name, middle in middles.items():
+        middle[:, :, 4:28] = np.asarray(data.dataset.cases[name].image)[:, 8:32]
+        assert np.array_equal(fitted(data.dataset.cases[name].image, TILE), middle), "as in prediction"
+    drawn = [tiles.draw(TileKey(0, step, 0)).image for step in range(12)]
+    names = [[name for name, middle in middles.items() if np.array_equal(image, middle)] for image in drawn]
+    assert all(len(own) == 1 for own in names) and len({own[0] for own in names}) > 2
+
+
+def test_cases_that_are_validated_are_of_each_class_in_turn(data: ClassData) -> None:
+    """Also where names sort them by class, as folders of groups do; no draw is longer than what is held out."""
+    numbers = {f"c_{n:02d}": int(n > 2) for n in range(5)}
+    dataset = replace(data.dataset, volume_classes=VolumeClasses(("healthy", "ill"), numbers))
+    sorted_by_class = replace(data, dataset=dataset)
+    for count, counts in ((2, [1, 1]), (4, [2, 2]), (0, [3, 2]), (9, [3, 2])):
+        ids = sorted_by_class.ids_to_validate(count)
+        assert sorted_by_class.volume_classes.counts(ids) == counts and list(ids) == sorted(ids)
+    assert TrainingData.ids_to_validate(sorted_by_class, 2) == ("c_00", "c_01"), "labels of voxels: the first by name"
+    config = Config(task="classify", tile=SHAPE, val_cases=2)
+    validation = ClassValidation(config, start(1, env={}), sorted_by_class, Loss([CrossEntropy()]))
+    assert sorted_by_class.volume_classes.counts(validation.ids) == [1, 1]
+
+
+def test_what_was_cut_off_has_no_part_in_a_map(data: ClassData) -> None:
+    torch.manual_seed(1)
+    net = VolumeClassifier(ResAttNet(1, 2, (1, 1, 1, 1), 2), TILE, (8, 8, 8), choose_mode("gather", Group("seq")))
+    image = data.dataset.cases["c_01"].image
+    maps = [explain([net.eval()], image, number, torch.device("cpu"), "fp32") for number in (0, 1)]
+    assert all(seen.shape == SHAPE and not seen[:8].any() and not seen[32:].any() for seen in maps)
+    assert max(seen[8:32].max() for seen in maps) > 0.5
+
+
+def test_the_published_training_is_sgd_of_six_volumes_from_1e_4_to_1e_6() -> None:
+    config = PRESETS["resattnet"]()
+    assert (config.task, config.network, config.optimizer) == ("classify", "resattnet18", "sgd")
+    assert (config.batch, config.epochs, config.loss) == (6, 50, "ce")
+    epochs = [learning_rate(replace(config, tile=SHAPE), 100 * epoch) for epoch in range(50)]
+    assert epochs == pytest.approx([1e-4] * 17 + [1e-5] * 17 + [1e-6] * 16)

@@ -1,0 +1,172 @@
+"""How five folds begin, go on and are told apart from single runs; signals that come to one of them."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqpar.environment import Launcher
+from seqpar.launch import train
+from seqpar.launch.job import stop_request
+from seqpar.launch.runs.five_folds import COME_AGAIN
+from seqpar.launch.runs.run_folder import read_config
+from seqpar.launch.training import folds
+from seqpar.launch.training.request import read_request
+from seqpar.mesh import Group, Mesh
+from tests.support.folders import write_json
+from tests.support.training_runs import status, trained
+
+
+@pytest.fixture
+def lines_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, list[list[str]]]]]:
+    """Returns a function that starts five folds whose trainings end with ``codes``: exit code, and the flags of each.
+
+    A training that ends with 0 leaves a finished run, one that would fail again a failed one, any other one that still
+    says that it is running.
+    """
+
+    def begin(*flags: str, codes: Sequence[int] = (0,) * 5) -> tuple[int, list[list[str]]]:
+        lines, left = list[list[str]](), list(codes)
+
+        class Ended:
+            def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+                lines.append(list(command[1:]))
+                self.code, run = left.pop(0), Path(command[command.index("--out") + 1])
+                write_json(run / "config.json", {})
+                failed = self.code in COME_AGAIN
+                state = "failed" if failed else "running" if self.code else "finished"
+                write_json(run / "status.json", {"state": state, "code": self.code})
+
+            def wait(self) -> int:
+                return self.code
+
+        monkeypatch.setattr(folds, "start_process", Ended)
+        five = folds.find_folds([*flags, "--fold", "all5"])
+        assert five is not None
+        return five.train("train.py", folds.Launcher("test")), lines
+
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield begin
+    for number, handler in zip(numbers, before):
+        signal.signal(number, handler)
+
+
+def test_folds_that_have_not_begun_take_the_flags_of_the_first_start(lines_of, tmp_path) -> None:
+    """As a run's own settings are kept by --resume, and as what is printed says: else they would train on phantoms."""
+    out = str(tmp_path / "five")
+    begun = ["--preset", "debug", "--lr", "0.1"]
+    assert lines_of(*begun, "--out", out, codes=(0, 75))[0] == 75
+    code, lines = lines_of("--resume", "--out", out, "--lr", "0.2", codes=(0, 0, 75))
+    assert code == 75 and lines[0] == ["--lr", "0.2", "--fold", "1", "--out", f"{out}/fold1", "--resume"]
+    assert lines[1] == [*begun, "--lr", "0.2", "--fold", "2", "--out", f"{out}/fold2"]
+    code, lines = lines_of("--resume", "--out", out, codes=(0, 0))
+    assert code == 0 and lines[0] == ["--fold", "3", "--out", f"{out}/fold3", "--resume"]
+    assert lines[1] == [*begun, "--lr", "0.2", "--fold", "4", "--out", f"{out}/fold4"]
+
+
+def test_each_fold_has_the_lessons_of_a_curriculum(lines_of, flags, tmp_path) -> None:
+    own = {"--batch", "--tile", "--epochs"}
+    kept = [text for n, text in enumerate(flags) if not ({text, flags[n - 1]} & own)]
+    line = [*kept, "--patch", "4", "--iterations", "1", "--curriculum", "8:1:1,12:1:1"]
+    code, lines = lines_of(*line, "--out", str(tmp_path / "five"))
+    requests = [read_request(of_fold, Launcher("alone")) for of_fold in lines]
+    assert code == 0 and [request.config.fold for request in requests] == list("01234")
+    assert all([lesson.config.tile[0] for lesson in request.lessons] == [8, 12] for request in requests)
+    trained(1, lines[3], tmp_path / "alone")
+    assert status(tmp_path / "alone")["steps"] == 2 and status(tmp_path / "alone")["state"] == "finished"
+    assert read_config(tmp_path / "alone")["config"]["fold"] == "3"
+
+
+def test_a_line_that_is_given_again_whole_adds_nothing_and_a_new_start_begins_anew(lines_of, tmp_path) -> None:
+    out = str(tmp_path / "five")
+    line = ["--preset", "debug", "--out", out]
+    assert lines_of(*line, codes=(75,))[0] == 75
+    code, lines = lines_of(*line, "--resume")
+    assert code == 0 and lines[1][:3] == ["--preset", "debug", "--fold"]
+    for n in range(5):
+        shutil.rmtree(f"{out}/fold{n}")
+    assert lines_of("--lr", "1", "--out", out)[1][0][:3] == ["--lr", "1", "--fold"]
+
+
+def test_resume_needs_five_folds_and_another_run_s_folder_is_left_alone(lines_of, tmp_path) -> None:
+    missing, single = tmp_path / "mistyped", tmp_path / "single"
+    with pytest.raises(ValueError, match="--resume --out .*mistyped: .* no five folds"):
+        lines_of("--resume", "--out", str(missing))
+    assert not missing.exists()
+    write_json(single / "config.json", {})
+    write_json(single / "status.json", {"state": "finished"})
+    for more in ([], ["--resume"], ["--again"]):
+        with pytest.raises(ValueError, match="--out .*single holds a run .* name another"):
+            lines_of("--out", str(single), *more)
+    assert status(single) == {"state": "finished"}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--out .*file cannot be written"):
+        lines_of("--out", str(tmp_path / "file"))
+
+
+def test_again_takes_the_next_folder_after_a_failure_that_would_come_again(lines_of, tmp_path) -> None:
+    """As a single run does; after others it goes on, and without a fold that has begun it begins anew."""
+    out, again = str(tmp_path / "five"), ["--again", "--out", str(tmp_path / "five")]
+    assert lines_of("--lr", "0.1", "--out", out, codes=(0, 75))[0] == 75
+    code, lines = lines_of(*again, codes=(3,))
+    assert code == 3 and lines[0][-1] == "--resume" and f"{out}/fold1" in lines[0]
+    code, lines = lines_of("--lr", "0.2", *again, codes=(75,))
+    assert code == 75 and lines[0] == ["--lr", "0.2", "--fold", "0", "--out", f"{out}-2/fold0"]
+    assert lines_of(*again)[1][0] == ["--fold", "0", "--out", f"{out}-2/fold0", "--resume"]
+    assert lines_of(*again)[1][0][-1] == f"{out}-3/fold0", "both have ended"
+    write_json(tmp_path / "mistyped" / "status.json", {"state": "failed", "code": 2})
+    write_json(tmp_path / "mistyped" / "folds.json", {"flags": ["--heads", "5"]})
+    assert lines_of("--again", "--out", str(tmp_path / "mistyped"))[1][0][0] == "--fold", "not by those flags"
+    with pytest.raises(ValueError, match="--again needs no --resume: leave one of both out"):
+        lines_of(*again, "--resume")
+
+
+def test_a_single_run_does_not_go_among_five_folds(flags, lines_of, tmp_path) -> None:
+    out = str(tmp_path / "five")
+    lines_of("--out", out)
+    for more in ([], ["--fold", "0"], ["--again"], ["--resume"]):
+        with pytest.raises(ValueError, match="--out .*five holds five folds: go on with them by --fold all5 --resume"):
+            train.act([*flags, "--out", out, *more])
+    assert status(tmp_path / "five")["state"] == "finished"
+
+
+def test_one_ctrl_c_that_comes_twice_to_a_fold_is_one(monkeypatch) -> None:
+    """From srun to all processes, and passed on by the one that trains fold after fold."""
+    numbers, clock = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT), [100.0]
+    before = [signal.getsignal(number) for number in numbers]
+    monkeypatch.setattr(stop_request.time, "monotonic", lambda: clock[0])
+    try:
+        for parents, passes in (({folds.PARENT_OF_FOLD: "1"}, True), ({}, False)):
+            monkeypatch.delenv(folds.PARENT_OF_FOLD, raising=False)
+            for name, value in parents.items():
+                monkeypatch.setenv(name, value)
+            stopper = stop_request.Stopper(3600.0)
+            stopper.begin(Mesh(Launcher("alone"), torch.device("cpu"), *[Group("world")] * 7, ("here",)), print)
+            for moment in (100.0, 100.3):
+                clock[0] = moment
+                with nullcontext() if passes or moment == 100.0 else pytest.raises(KeyboardInterrupt):
+                    os.kill(os.getpid(), signal.SIGINT)
+            assert stopper.own_reason() == "SIGINT"
+            clock[0] = 102.0
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            clock[0] = 100.0
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+
+def test_a_fold_that_was_killed_is_no_running_one(lines_of, tmp_path) -> None:
+    """One that is refused because another training holds its folder is: that one goes on, and will write the end."""
+    out = tmp_path / "five"
+    assert lines_of("--out", str(out), codes=(0, -9))[0] == 137
+    assert (status(out)["state"], status(out)["code"]) == ("failed", 137)
+    assert status(out)["why"] == "fold 1: ended with exit code 137"
+    assert lines_of("--out", str(out), "--resume", codes=(6,))[0] == 6
+    assert status(out)["state"] == "running"

@@ -1,0 +1,213 @@
+"""Pretraining as a run: equal on any ranks, interrupted and resumed, without labels, and what starts from it."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from seqpar import DropoutKey
+from seqpar.launch import predict, prepare, pretrain, train
+from seqpar.launch.planning.step_counter import StepSetup, count_step
+from seqpar.launch.runs.journal import Journal, read_metrics
+from seqpar.launch.settings.command_line import usual_preset
+from seqpar.launch.settings.presets import PRESETS
+from seqpar.launch.training import gradients, masked_pictures, masked_validation, pictures
+from seqpar.launch.training.masked_pictures import RebuiltTile, figure_of_tiles
+from seqpar.launch.training.pretrain_data import open_image_data
+from tests.support.configs import NoStop, config_of, trainer_of
+from tests.support.folders import image_array, save, write_json
+from tests.support.training_runs import (
+    at,
+    die,
+    farthest,
+    losses,
+    signalled,
+    status,
+    trained,
+    weights,
+)
+
+# as the tiny runs of train, but for what those say of labels and decoders
+TINY = """
+    --preset mae-debug --tile 16 --patch 4 --embed-dim 12 --heads 2 --depth 1 --workers 0 --augment none --batch 2
+    --iterations 2 --epochs 3 --lr 0.01 --device cpu --val-every 1 --fold all
+"""
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory) -> list[str]:
+    """Returns the flags of a tiny run on a folder of images, without labels or any description."""
+    root = tmp_path_factory.mktemp("images")
+    for case in range(3):
+        save(root / "scans" / f"scan_{case}.nii.gz", image_array(case, (22, 20, 18)))
+    arguments = [*TINY.split(), "--data", str(root / "scans"), "--cache", str(root / "cache")]
+    trained(1, [*arguments, "--iterations", "1", "--epochs", "1"], root / "first", act=pretrain.act)
+    return arguments
+
+
+def test_one_and_three_ranks_have_the_same_losses_on_images_without_labels(images, tmp_path) -> None:
+    for ranks in (1, 3):
+        more = ["--seqpar", str(ranks), "--precision", "fp64"]
+        trained(ranks, [*images, *more], tmp_path / str(ranks), act=pretrain.act)
+    assert farthest(losses(tmp_path / "3"), losses(tmp_path / "1")) < 1e-12
+    rows = [[r["loss"] for r in read_metrics(tmp_path / n / "metrics.jsonl") if r["kind"] == "val"] for n in "13"]
+    assert farthest(*rows) < 1e-12 and len(rows[0]) == 3
+
+
+@pytest.fixture(scope="module")
+def undisturbed_images(images, tmp_path_factory) -> Path:
+    """Returns the folder of a pretraining that nothing disturbed."""
+    whole = tmp_path_factory.mktemp("undisturbed") / "whole"
+    trained(1, images, whole, act=pretrain.act)
+    return whole
+
+
+def test_a_pretraining_that_had_to_leave_goes_on_to_the_same_bits(images, undisturbed_images, tmp_path) -> None:
+    out = tmp_path / "run"
+    leave = at(gradients.Gradients, "_backward", 0, signalled(signal.SIGTERM), call=3)
+    trained(1, images, out, expect=75, hook=leave, act=pretrain.act)
+    assert status(out)["state"] == "preempted" and 0 < len(losses(out)) < 6
+    trained(1, ["--resume"], out, act=pretrain.act)
+    assert weights(out) == weights(undisturbed_images) and losses(out) == losses(undisturbed_images)
+
+
+def test_a_pretraining_that_is_killed_goes_on_to_the_same_bits(images, undisturbed_images, tmp_path) -> None:
+    """In a step, and then while it rebuilds held-out tiles."""
+    out, line = tmp_path / "run", [*images, "--checkpoint-minutes", "1e-9"]
+    for owner, name, call in ((gradients.Gradients, "_backward", 4), (masked_validation.MaskedValidation, "_case", 2)):
+        trained(1, line, out, expect=-signal.SIGKILL, hook=at(owner, name, 0, die, call), act=pretrain.act)
+        assert status(out)["state"] == "running" and 0 < len(losses(out)) < 6
+        line = ["--resume"]
+    trained(1, ["--resume"], out, act=pretrain.act)
+    assert weights(out) == weights(undisturbed_images) and losses(out) == losses(undisturbed_images)
+
+
+def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flags, tmp_path, capsys) -> None:
+    out = tmp_path / "mae"
+    launch = trained(1, images, out, act=pretrain.act, pictures=True)
+    said = launch.said()
+    assert "75% of the tokens hidden, and rebuilt by 2 blocks x 12" in said and "16 visible" in said
+    assert f"next: python launch/train.py --weights {out}" in said
+    for name in ("progress.png", "validation.png", "model.safetensors"):
+        assert (out / name).stat().st_size > 1000
+    more = ["--tile", "24", "--patch", "4", "--weights", str(out), "--layer-decay", "0.8"]
+    tuned = trained(1, [*flags, *more, "--epochs", "1"], tmp_path / "tuned").said()
+    (line,) = (line for line in tuned.splitlines() if line.startswith("weights from"))
+    assert "positions resized from 64 tokens to 6x6x6" in line and "fresh: decoder." in line
+    assert "left: rebuilder (" in line
+    with pytest.raises(ValueError, match="is a pretraining, which predicts no labels: train --weights"):
+        predict.act([str(out), "-i", str(tmp_path), "-o", str(tmp_path / "labels")])
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("--mask-ratio 0.99", "--mask-ratio 0.99 leaves 1 of 64 tokens, fewer than the 2 ranks"),
+        ("--rebuild-width 13", "--rebuild-width 13: --heads 2 does not divide it: use --rebuild-width 12"),
+        ("--mask-ratio 0.001", "--mask-ratio 0.001 hides none of 64 tokens"),
+        ("--join-labels all=1", "--join-labels would do nothing with --task pretrain"),
+        ("--positions none", "hidden tokens could not be told apart"),
+        ("--decoder unetr", "--decoder would do nothing"),
+        ("--dice squared", "--dice would do nothing"),
+        ("--dice-smooth 0.1", "--dice-smooth would do nothing"),
+        ("--pipe 2", "a masked autoencoder is not cut into stages"),
+        ("--task segment", "this act pretrains; start launch/train.py"),
+    ],
+)
+def test_what_a_pretraining_cannot_do_is_refused_before_it_begins(images, more, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        pretrain.act([*images, "--seqpar", "2", *more.split(), "--dry-run"])
+
+
+def test_settings_of_pretraining_are_refused_elsewhere(flags, tmp_path) -> None:
+    with pytest.raises(ValueError, match="--mask-ratio would do nothing"):
+        train.act([*flags, "--mask-ratio", "0.5"])
+    write_json(tmp_path / "config.json", {"config": {"task": "segment"}})
+    with pytest.raises(ValueError, match="that run has --task segment: go on with it by launch/train.py"):
+        pretrain.act(["--resume", "--out", str(tmp_path)])
+
+
+def test_what_decides_where_no_preset_is_named_is_the_task() -> None:
+    lines: tuple[list[str], ...] = ([], ["--task", "pretrain"], ["--task=classify"])
+    assert [usual_preset(line, True) for line in lines] == ["paper", "mae", "paper"]
+    assert [usual_preset(line, False) for line in lines] == ["laptop", "mae-laptop", "laptop"]
+
+
+def test_images_alone_are_prepared_beforehand_as_a_pretraining_takes_them(images, tmp_path, capsys) -> None:
+    scans, cache = images[images.index("--data") + 1], tmp_path / "cache"
+    line = [scans, "--task", "pretrain", "--out", str(cache), "--normalise", "volume", "--workers", "0"]
+    assert prepare.act(line) == 0
+    said = capsys.readouterr().out
+    assert "3 prepared" in said and f"pretrain.py --data {scans} --cache {cache} --normalise volume" in said
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
+    config = config_of([*images, "--cache", str(cache), "--normalise", "volume"])
+    assert set(open_image_data(config, True).dataset.recipe.schemes) == {"volume"}
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()} == before
+
+
+def test_memory_falls_with_what_is_hidden(images) -> None:
+    def held(ratio: str, ranks: int) -> tuple[int, int]:
+        config = config_of([*images, "--depth", "6", "--mask-ratio", ratio, "--seqpar", str(ranks)])
+        step = count_step(StepSetup(config))
+        return step.tokens, step.tokens + step.decoder
+
+    alone = held("0.75", 1)
+    assert alone[0] < 0.36 * held("0.25", 1)[0]  # a quarter of the tokens to three
+    for ranks in (2, 4):
+        for part, whole in zip(held("0.75", ranks), alone):
+            assert part < (1 / ranks + 0.05) * whole, (ranks, part / whole)
+
+
+def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alone, monkeypatch) -> None:
+    trainer, drawn = trainer_of(config_of(images), alone, tmp_path), list[RebuiltTile]()
+    monkeypatch.setattr(masked_validation, "draw_tiles", lambda path, tiles, _: drawn.extend(tiles))
+    journal = Journal(tmp_path, True, 0)
+    result = trainer.validation.run(trainer.net, journal, NoStop())
+    journal.close()
+    assert result is not None and len(drawn) == 3
+    tile = drawn[0]
+    assert tile.image.shape == (16, 16, 16) and tile.hidden.mean() == 0.75
+    assert np.array_equal(tile.rebuilt[~tile.hidden], tile.image[~tile.hidden])
+    error = float(((tile.rebuilt - tile.image)[tile.hidden] ** 2).mean())
+    part = trainer.net.layout.cut(torch.from_numpy(tile.image)[None, None], 0)
+    output = trainer.net(part, None, DropoutKey(trainer.config.seed, -1, (0,)))
+    assert error == pytest.approx(float(trainer.loss(output, part).detach()), rel=1e-5)
+    titles = [panel.get_title() for panel in figure_of_tiles([tile], False).axes]
+    assert [title.split()[-1] for title in titles] == list(masked_pictures.COLUMNS)
+    masked = np.asarray(figure_of_tiles([tile], False).axes[1].images[0].get_array())
+    shown = pictures.plane_of(np.where(tile.hidden, np.nan, tile.image), 2, 8, False)
+    assert np.array_equal(masked[~np.isnan(shown)], shown[~np.isnan(shown)])
+
+
+def test_debug_pretrains_the_encoder_of_debug() -> None:
+    debug, mae = PRESETS["debug"](), PRESETS["mae-debug"]()
+    for name in ("tile", "patch", "embed_dim", "depth", "heads", "positions", "mlp", "mlp_ratio"):
+        assert getattr(debug, name) == getattr(mae, name)
+    recipe = PRESETS["mae"]()
+    assert (recipe.embed_dim, recipe.depth, recipe.heads, recipe.patch[0], recipe.tile[0]) == (864, 16, 12, 8, 160)
+    assert (recipe.mask_ratio, recipe.rebuild_blocks, recipe.lr, recipe.weight_decay) == (0.75, 2, 3e-4, 0.05)
+
+
+def test_the_loss_of_debugs_fifty_steps_falls(tmp_path) -> None:
+    """On built-in phantoms, as it is started; the mean of the first five steps against that of the last ten."""
+    few = ["--phantoms", "2", "--fold", "all", "--spacing", "4,4,4", "--cache", str(tmp_path / "cache")]
+    line = ["--preset", "mae-debug", "--val-every", "0", "--workers", "0", "--device", "cpu", *few]
+    trained(1, line, tmp_path / "run", act=pretrain.act)
+    loss = losses(tmp_path / "run")
+    assert len(loss) == 50 and np.mean(loss[-10:]) < 0.95 * np.mean(loss[:5])
+
+
+def test_a_described_folder_without_some_labels_is_read_as_images(images, tmp_path) -> None:
+    from tests.support.folders import nnunet
+
+    root = nnunet(tmp_path / "Dataset003_Half", cases=3)
+    shutil.rmtree(root / "labelsTr")
+    (root / "labelsTr").mkdir()
+    at_data = images.index("--data")
+    line = [*images[:at_data], "--data", str(root), "--tile", "8", "--epochs", "1"]
+    trained(1, line, tmp_path / "run", act=pretrain.act)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["dataset"]["labels"] == {}
