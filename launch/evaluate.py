@@ -1,4 +1,4 @@
-"""Compares predicted label maps with the true ones: ``python launch/evaluate.py TRUTH PREDICTION``."""
+"""Compares predicted label maps, or classes, with the true ones: ``python launch/evaluate.py TRUTH PREDICTION``."""
 
 import argparse
 import json
@@ -9,51 +9,55 @@ from pathlib import Path
 from typing import Any, get_args
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Dataset
-from seqpar.launch.evaluation.classes import BRATS, Labels, choose_labels
+from seqpar.launch.evaluation.class_evaluation import evaluate_classes, find_class_tables
+from seqpar.launch.evaluation.classes import BRATS, Labels, choose_labels, labels_of_run
 from seqpar.launch.evaluation.comparison import Scored, compare
-from seqpar.launch.evaluation.label_files import Pair, dataset_at, match_cases, score_pairs, validation_of
-from seqpar.launch.evaluation.scores import EmptyPolicy, Scores, format_table, summarise
-from seqpar.launch.evaluation.summary_files import csv_text, output_files, summary_content, write_output
+from seqpar.launch.evaluation.label_files import Pair, dataset_at, refuse_missing, score_pairs
+from seqpar.launch.evaluation.scores import WORDS, EmptyPolicy, Scores, format_table, summarise
+from seqpar.launch.evaluation.summary_files import csv_text, summary_content, write_output
+from seqpar.launch.evaluation.tasks import Task, look_at
 from seqpar.launch.job.exit_codes import DATA, run
+from seqpar.launch.runs.five_folds import expanded
+from seqpar.launch.runs.run_folder import read_config, tested_cases
 from seqpar.launch.runs.stale_status import warn_if_killed
 from seqpar.launch.settings.command_line import Parser
-
-WORDS = (
-    "(mean, median: over cases; global: of the voxels of all cases together; HD95: the distance of the surfaces in mm "
-    "that 95 % do not exceed; NSD: the share of both surfaces that lies within --nsd-tolerance of the other)"
-)
 
 
 def act(arguments: Sequence[str]) -> int:
     """Scores the cases of each prediction, prints what it found and, of several, which is best; returns the code."""
     options = _parse(arguments)
     warn_if_killed(*(folder for path in options.prediction for folder in (path, *path.absolute().parents[:2])))
+    refuse_missing(options.prediction)
+    if tables := find_class_tables(options.prediction):
+        return evaluate_classes(options, tables, tested_cases(options.test_of) if options.test_of else None)
     dataset = dataset_at(options.truth)
-    labels = choose_labels(options.truth, dataset, options.dataset, options.regions or (), options.brats)
-    folders, any_faults = list[Scored](), False
-    for prediction in options.prediction:
+    only, labels = None, None
+    if options.test_of is not None:
+        only, labels = tested_cases(options.test_of), labels_of_run(read_config(options.test_of)["dataset"])
+    if labels is None or options.regions or options.brats or options.dataset:
+        labels = choose_labels(options.truth, dataset, options.dataset, options.regions or (), options.brats)
+    folders, any_faults, words = list[Scored](), False, f"{WORDS}\n"
+    for task in look_at(options.truth, options.prediction, dataset, options.json, options.csv, only):
         if len(options.prediction) > 1:
-            print(f"\n{prediction}:", flush=True)
-        cases, faults = _evaluate(options, prediction, dataset, labels)
+            print(f"\n{task.name}:", flush=True)
+        cases, faults = _evaluate(options, task, labels, words)
         any_faults |= bool(faults)
         if cases:
-            folders.append(Scored(str(prediction), {pair.case: scores for pair, scores in cases}))
+            words = ""  # they have been read
+            folders.append(Scored(task.name, {pair.case: scores for pair, scores in cases}))
     if len(folders) > 1:
         print(f"\n{compare(folders)}", flush=True)
     return DATA if any_faults else 0
 
 
 def _evaluate(
-    options: argparse.Namespace, prediction: Path, dataset: Dataset | None, labels: Labels
+    options: argparse.Namespace, task: Task, labels: Labels, words: str
 ) -> tuple[list[tuple[Pair, Scores]], list[DataError]]:
-    """Prints a line per case, a table, the faults and one line that sums up; returns the cases and the faults."""
-    validation = validation_of(prediction)
-    pairs, faults = match_cases(options.truth, validation or prediction, dataset, only_predicted=bool(validation))
-    files = output_files(prediction if validation is None else None, options.json, options.csv)
-    for place in (file.parent for file in files.values()):  # now, rather than after an hour of distances
-        if place.exists() and not os.access(place, os.W_OK):
-            raise DataError(place, "cannot be written to: choose other places by --json and --csv")
+    """Prints a line per case, a table with its ``words``, the faults and one line that sums up.
+
+    Returns the cases and the faults.
+    """
+    _, pairs, faults, files = task
     settings = {name: getattr(options, name) for name in ("nsd_tolerance", "lesion_wise", "empty")}
     cases: list[tuple[Pair, Scores]] = []
     for pair, result in score_pairs(pairs, labels, settings, min(options.workers, max(len(pairs), 1))):
@@ -63,7 +67,7 @@ def _evaluate(
         cases.append((pair, result))
         dices = ", ".join(f"{name} {row['Dice']:.4f}" for name, row in result.items())
         print(f"{pair.case}: Dice {dices}", flush=True)
-    last_line = _write(files, cases, labels, settings, faults) if cases else "no case could be scored"
+    last_line = _write(files, cases, labels, settings, faults, words) if cases else "no case could be scored"
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr, flush=True)
     print(last_line + (f"; faults {len(faults)}" if faults else ""), flush=True)
@@ -76,10 +80,11 @@ def _write(
     labels: Labels,
     settings: dict[str, Any],
     faults: list[DataError],
+    words: str,
 ) -> str:
     """Prints the table and writes both files, a failure being one more fault; returns the line that sums up."""
     summary = summarise([scores for _, scores in cases])
-    print(f"\n{format_table(summary, labels.classes)}\n{WORDS}\n", flush=True)
+    print(f"\n{format_table(summary, labels.classes)}\n{words}", flush=True)
     content = summary_content(cases, labels, summary) | {"settings": settings, "faults": list(map(str, faults))}
     texts = {"json": json.dumps(content, indent=2) + "\n", "csv": csv_text(cases, labels)}
     for kind, path in files.items():
@@ -95,15 +100,15 @@ def _write(
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the command line, checked."""
-    parser = Parser("evaluate", description="Compares predicted label maps with the true ones.")
+    parser = Parser("evaluate", description="Compares predicted label maps, or classes, with the true ones.")
     add = parser.add_argument
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    add("truth", type=Path, metavar="TRUTH", help="data set, folder of NIfTI label maps, or one label map")
-    add("prediction", type=Path, nargs="+", metavar="PREDICTION",
-        help="folder of label maps named as the cases, label map, or run; several are compared")  # fmt: skip
+    add("truth", type=Path, metavar="TRUTH", help="data set, folder of label maps, or one; for classes labels.csv too")
+    add("prediction", type=Path, nargs="+", metavar="PREDICTION", help="folder, file or run; several are compared")
     add("--dataset", type=Path, metavar="FILE", help="dataset.json with the labels (default: of TRUTH, in or above it)")
     add("--regions", type=_region, action="append", metavar="NAME=1,2", help="a class and its labels; can be repeated")
     add("--brats", choices=sorted(BRATS), help="score the regions of BraTS, in the label values of that year")
+    add("--test-of", type=Path, metavar="RUN", help="score the cases that RUN kept for tests, by its labels")
     add("--nsd-tolerance", type=float, default=1.0, metavar="MM", help="tolerance of the surface Dice (%(default)s mm)")
     add("--lesion-wise", action="store_true", help="add the lesion-wise scores of BraTS 2023")
     add("--empty", choices=get_args(EmptyPolicy),
@@ -118,6 +123,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--nsd-tolerance is {options.nsd_tolerance}: give mm, 0 or more")
     if options.workers < 1:
         raise ValueError(f"--workers is {options.workers}: at least 1 is needed")
+    options.prediction = expanded(options.prediction)
     if len(options.prediction) > 1 and (options.json or options.csv):
         raise ValueError(f"--json, --csv: {len(options.prediction)} predictions have files of their own: leave it out")
     options.empty = options.empty or ("brats" if options.brats else "skip")
@@ -137,7 +143,6 @@ def _region(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def main() -> None:
-    """Ends the process with the act's exit code."""
     sys.exit(run(act))
 
 

@@ -1,4 +1,4 @@
-"""Predicts label maps with a trained run: ``torchrun launch/predict.py RUN -i IMAGES -o FOLDER``."""
+"""Predicts with a trained run: ``torchrun launch/predict.py RUN -i IMAGES -o FOLDER``."""
 
 import argparse
 import os
@@ -8,29 +8,34 @@ from pathlib import Path
 
 from seqpar.decoders.modes.choose import MODES
 from seqpar.environment import read_launcher
+from seqpar.launch.hardware.arithmetic import set_arithmetic
 from seqpar.launch.hardware.devices import device_here
 from seqpar.launch.inference.group_size import fitting_seqpar
-from seqpar.launch.inference.predict_cases import Request, predict_cases
+from seqpar.launch.inference.predict_by_task import Explanation, predict, refuse_runs
+from seqpar.launch.inference.predict_cases import Request
 from seqpar.launch.inference.predictor import Settings
-from seqpar.launch.inference.run_average import Member, refuse_unlike
-from seqpar.launch.inference.windows import WEIGHTS, WINDOWS
+from seqpar.launch.inference.run_average import Member, distinct
+from seqpar.launch.inference.windows import DIRECTIONS, WEIGHTS, WINDOWS, mirrored_dims
 from seqpar.launch.job import exit_codes
 from seqpar.launch.job.local_ranks import die_with_parent, start_missing_ranks
+from seqpar.launch.models.classifier import WAYS
+from seqpar.launch.runs.five_folds import expanded
 from seqpar.launch.runs.open_run import open_run
+from seqpar.launch.runs.run_folder import tested_cases
 from seqpar.launch.runs.stale_status import warn_if_killed
 from seqpar.launch.runs.trained_run import Run
 from seqpar.launch.settings.command_line import Parser
 from seqpar.launch.settings.config import DEVICE_KINDS
+from seqpar.launch.training.class_pictures import draw_evidence
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
-
-DIRECTIONS = "WDH"
 
 
 def act(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 3 if a case could not be predicted; raises what the user has to correct."""
     die_with_parent()
     options = _parser().parse_args(list(arguments))
+    options.run = expanded(options.run)
     launcher = read_launcher(os.environ)
     if launcher.rank == 0:
         warn_if_killed(*options.run)
@@ -41,9 +46,11 @@ def act(arguments: Sequence[str]) -> int:
     seqpar, line = (options.seqpar, "") if options.seqpar else fitting_seqpar(members, launcher.world, memory)
     if line and launcher.rank == 0:
         print(line, flush=True)
+    set_arithmetic("tf32" if all(member.settings.precision == "tf32" for member in members) else "fp32")
     with start(seqpar, device=options.device) as mesh:
         try:
-            faults = predict_cases(request, members, mesh)
+            explanation = Explanation(draw_evidence, options.explain_by)
+            faults = predict(request, members, mesh, explanation if options.explain or options.explain_by else None)
         except Exception as error:
             return _exit_code(error, mesh)
     return exit_codes.DATA if faults else 0
@@ -58,32 +65,26 @@ def _exit_code(error: Exception, mesh: Mesh) -> int:
     if mesh.world.size == 1 or code is None:
         raise error
     if mesh.is_first or not on_all_ranks:
-        where = "" if on_all_ranks else f"rank {mesh.world.index}: "
-        exit_codes.report(f"{where}{error}")
+        exit_codes.report(f"{error}" if on_all_ranks else f"rank {mesh.world.index}: {error}")
     if not on_all_ranks:
         os._exit(code)
     return code
 
 
 def _request(options: argparse.Namespace) -> Request:
-    return Request(
-        inputs=tuple(options.input),
-        output=options.output,
-        mode=options.mode,
-        probabilities=options.probabilities,
-        statistics=options.statistics,
-        resume=options.resume,
-    )
+    same = {name: getattr(options, name) for name in ("output", "mode", "probabilities", "statistics", "resume")}
+    only = tested_cases(*options.run) if options.test_part else None
+    return Request(inputs=tuple(options.input), only=only, **same)
 
 
 def _members(options: argparse.Namespace) -> list[Member]:
     """Returns the runs with their settings and weights; refuses runs that cannot be averaged."""
     checkpoints = options.checkpoint or []
     runs = [open_run(path, checkpoints, options.folds) for path in options.run]
-    refuse_unlike(runs)
+    refuse_runs(options, runs)
     if len(runs) > 1 and (files := [name for name in checkpoints if name not in ("best", "latest")]):
         raise ValueError(f"--checkpoint {files[0]}: a file belongs to one run, and {len(runs)} came: leave it out")
-    return [Member(run, _settings(options, run), run.weights_of(checkpoints)) for run in runs]
+    return distinct(Member(run, _settings(options, run), run.weights_of(checkpoints)) for run in runs)
 
 
 def _settings(options: argparse.Namespace, run: Run) -> Settings:
@@ -94,30 +95,26 @@ def _settings(options: argparse.Namespace, run: Run) -> Settings:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sliding)
         whose = "" if options.window else f", which {run.path} found better than sliding windows,"
         raise ValueError(f"{flags}: a whole pass{whose} has no windows; leave it out, or use --window sliding")
-    if window == "whole" and run.why_not_whole and not options.force:
-        raise ValueError(f"--window whole with {run.path}: {run.why_not_whole}; leave it out, or add --force")
-    if options.force and not (window == "whole" and run.why_not_whole):
-        raise ValueError("--force would do nothing: it is for --window whole with networks of nnU-Net's: leave it out")
-    mirror = run.mirror
-    if options.mirror is not None:
-        flips = options.mirror or DIRECTIONS
-        mirror = tuple(sorted({DIRECTIONS.index(direction) for direction in flips if direction != "none"}))
-    return Settings(window=window, mirror=mirror, min_component=options.min_component, **sliding)
+    mirror = run.mirror if options.mirror is None else mirrored_dims(options.mirror)
+    others = {"min_component": options.min_component, "precision": options.precision or run.config.precision}
+    settings = Settings(window=window, mirror=mirror, force=options.force, **others, **sliding)
+    settings.refuse_for(run)
+    return settings
 
 
 def _parser() -> Parser:
-    parser = Parser("predict", description="Predicts label maps with a trained run.")
+    parser = Parser("predict", description="Predicts label maps, or classes of cases, with a trained run.")
     add = parser.add_argument
     add("run", type=Path, nargs="+", metavar="RUN",
-        help="run folder that train wrote, or archive that export wrote; several are averaged")  # fmt: skip
+        help="run folder of train, folder of five folds, or archive of export; several are averaged")  # fmt: skip
     add("-i", "--input", nargs="+", required=True, metavar="PATH", help="data set, folder or list of images, or files")
-    add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write the label maps to")
+    add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write to")
+    add("--test-part", action="store_true", help="predict only the cases that the run kept for tests")
     add("--folds", nargs="+", default=[], metavar="FOLD", help="folds of nnU-Net's to average (default: all there are)")
     add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
         help="best (default), latest or a file of weights; several are an ensemble: mean of logits")  # fmt: skip
     add("--window", choices=WINDOWS,
-        help="sliding windows of the training tile, or the whole volume in one pass (default: what validation found "
-        "better, train --val-window both; else sliding)")  # fmt: skip
+        help="windows of the training tile, or one pass (default: what validation found better)")  # fmt: skip
     add("--force", action="store_true", help="predict whole volumes by networks of nnU-Net's all the same")
     add("--overlap", type=float, metavar="SHARE", help="share of a window that the next one overlaps (default 0.5)")
     add("--weights", choices=WEIGHTS, help="weights of a window's voxels in the mean over windows (default gaussian)")
@@ -127,6 +124,9 @@ def _parser() -> Parser:
         "nnU-Net's: all that training flipped)")  # fmt: skip
     add("--probabilities", action="store_true", help="also write a volume of probabilities per network output")
     add("--statistics", action="store_true", help="also write statistics.csv: ml and mean intensity per case and class")
+    add("--explain", action="store_true", help="classes: write where each case's is seen, as map and picture")
+    add("--explain-by", choices=WAYS, default="", help="the same, and how (default: resattnet hirescam, vit "
+        "gradient-x-input)")  # fmt: skip
     add("--min-component", default="0", metavar="SIZE",
         help="remove connected components below this size: 50 (mm3) or 20voxels (default 0: keep all)")  # fmt: skip
     add("--continue", action="store_true", dest="resume", help="skip the cases that are already predicted")
@@ -134,12 +134,12 @@ def _parser() -> Parser:
         help="ranks that share a window, started if need be (default: as in training; whole volume: all)")  # fmt: skip
     add("--mode", choices=MODES, default="",
         help="how ranks decode a window that they share (default: the mode that needs the least memory)")  # fmt: skip
+    add("--precision", choices=("fp32", "tf32", "bf16"), help="arithmetic of the networks (default: as in training)")
     add("--device", choices=DEVICE_KINDS, default="auto", help="device to predict on (default auto)")
     return parser
 
 
 def main() -> None:
-    """Ends the process with the act's exit code."""
     sys.exit(exit_codes.run(act))
 
 

@@ -91,12 +91,33 @@ def find_declaration(truth: Path) -> Path | None:
     return next((place for place in places if place.exists()), None)
 
 
+def learned_regions(
+    labels: Mapping[str, int], regions: Mapping[str, tuple[int, ...]], targets: str
+) -> dict[str, tuple[int, ...]]:
+    """Returns what a network learns by sigmoids, as ``--targets`` says: regions, each label, or nothing."""
+    if targets == "sigmoids":
+        return {name: (value,) for name, value in labels.items() if value}
+    return dict(regions) if targets == "regions" else {}
+
+
 def labels_of_run(dataset: Mapping[str, Any]) -> Labels:
     """Returns the labels and regions of a run in the files' values, from "dataset" in its config.json."""
     values, ignore = dataset["values"], dataset["ignore_label"]
     labels = {name: values[n] for name, n in dataset["labels"].items()}
     regions = {name: tuple(values[n] for n in ids) for name, ids in dataset["regions"].items()}
-    return labels_of_declaration(labels, regions, None if ignore is None else values[ignore])
+    declared = labels_of_declaration(labels, regions, None if ignore is None else values[ignore])
+    return with_joined(declared, dataset.get("recipe", {}).get("joined", ()))
+
+
+def with_joined(labels: Labels, joined: Sequence[Sequence[int]]) -> Labels:
+    """Returns labels that also declare the files' values which count as another, by pairs of both."""
+    if not joined:
+        return labels
+    classes = {
+        name: (*values, *(value for value, counts_as in joined if counts_as in values))
+        for name, values in labels.classes.items()
+    }
+    return Labels(classes, labels.declared | {value for value, _ in joined}, labels.ignore)
 
 
 def choose_labels(

@@ -1,5 +1,6 @@
 """Which of several folders of predictions is best: on the cases that all of them have, case by case."""
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -57,20 +58,37 @@ def _table(folders: Sequence[Scored], cases: Sequence[str] | None) -> list[str]:
 def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
     """Returns how sure it is that the first of the folders is better than the second."""
     best, second = ranked[:2]
-    pairs = [(_dice(best.cases[case]), _dice(second.cases[case])) for case in cases]
-    differences = [a - b for a, b in pairs if a is not None and b is not None]
-    line = f"best in mean Dice: {best.name}"
-    if interval := interval_of_mean(differences, low=-1.0, high=1.0):
-        low, high = interval
-        line += (
-            f"; a case's Dice is {fmean(differences):+.4f} to that of {second.name} (95 %: {low:+.4f} to {high:+.4f})"
-        )
-        if low <= 0:
-            line += ", which may be chance"
-    return [line]
+    own, other = _case_values(best, cases), _case_values(second, cases)
+    if not own or not other:
+        return ["best in mean Dice: not known, as no class of these cases has a Dice in both of the first two"]
+    differences = [a - b for a, b in zip(own, other)]
+    difference = fmean(differences)
+    if math.isclose(difference, 0.0, abs_tol=1e-9):
+        return [f"best in mean Dice: none, as that of {best.name} and {second.name} is the same"]
+    line = f"best in mean Dice: {best.name}; it is {difference:+.4f} to that of {second.name}"
+    interval = interval_of_mean(differences, low=-1.0, high=1.0)
+    if interval is None:
+        return [f"{line}, which may be chance: one case cannot tell"]
+    low, high = interval
+    return [f"{line} (95 %: {low:+.4f} to {high:+.4f}{', which may be chance' if low <= 0 else ''})"]
 
 
-def _dice(scores: Scores) -> float | None:
-    """Returns the mean Dice of a case's classes, None where no class has one."""
-    values = without_nan(row["Dice"] for row in scores.values())
-    return fmean(values) if values else None
+def _case_values(folder: Scored, cases: Sequence[str]) -> list[float]:
+    """Returns a value per case whose mean is the folder's mean Dice, that over the classes of their means over cases.
+
+    Where all cases have all classes it is the mean Dice of the case's classes. A class that a case lacks leaves the
+    case at the mean; a class that few cases have weighs more in each of them (the mean's linear approximation).
+    Empty where no class has a Dice.
+    """
+    rows = [folder.cases[case] for case in cases]
+    dices = {name: [row[name]["Dice"] for row in rows] for name in rows[0]}
+    means = {name: fmean(values) for name, each in dices.items() if (values := without_nan(each))}
+    if not means:
+        return []
+    counts = {name: len(without_nan(dices[name])) for name in means}
+    middle = fmean(means.values())
+
+    def influence(name: str, dice: float) -> float:
+        return 0.0 if math.isnan(dice) else (dice - means[name]) * len(cases) / counts[name]
+
+    return [middle + fmean(influence(name, dices[name][at]) for name in means) for at in range(len(cases))]

@@ -1,7 +1,7 @@
 """Label maps on disk: pairs predictions with their true label maps and scores them."""
 
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -60,18 +60,27 @@ def validation_of(path: Path) -> Path | None:
     return folder
 
 
+def refuse_missing(paths: Iterable[Path]) -> None:
+    """Raises DataError for the first path where nothing is."""
+    for path in paths:
+        if not path.exists():
+            raise DataError(path, "does not exist: give a folder of label maps, or one file")
+
+
 def match_cases(
-    truth: Path, prediction: Path, dataset: Dataset | None = None, only_predicted: bool = False
+    truth: Path,
+    prediction: Path,
+    dataset: Dataset | None = None,
+    only_predicted: bool = False,
+    only: Collection[str] | None = None,
 ) -> tuple[list[Pair], list[DataError]]:
     """Returns the cases that have both files, and what is wrong with the others.
 
     ``truth`` and ``prediction`` are two files, or two folders whose files are paired by name without suffix. With a
     ``dataset``, its cases and their label files are the truth. ``only_predicted``: cases without a prediction are no
-    fault.
+    fault. ``only``: the cases that are looked at; None for all.
     """
-    for path in (truth, prediction) if dataset is None else (prediction,):
-        if not path.exists():
-            raise DataError(path, "does not exist: give a folder of label maps, or one file")
+    refuse_missing((truth, prediction) if dataset is None else (prediction,))
     if dataset is None and truth.is_file() and prediction.is_file():
         return [Pair(strip_suffix(truth.name), truth, prediction)], []
     if prediction.is_file() or (dataset is None and truth.is_file()):
@@ -87,6 +96,9 @@ def match_cases(
     if not truth_files:
         raise (faults or [DataError(truth, f"holds no label map ({' or '.join(SUFFIXES)})")])[0]
     predicted_files = list_label_files(prediction)
+    if only is not None:
+        truth_files = {case: files for case, files in truth_files.items() if case in only}
+        predicted_files = {case: files for case, files in predicted_files.items() if case in only}
     for case in sorted(truth_files | predicted_files):
         truths, predictions = truth_files.get(case, []), predicted_files.get(case, [])
         duplicates = next((files for files in (truths, predictions) if len(files) > 1), None)

@@ -30,6 +30,11 @@ COUNTS = ("TP", "FP", "FN", "TN")
 METRICS = choices_in(choices)
 COLUMNS = ("Dice", "IoU", *METRICS, "VolumeError", "Sensitivity", "Specificity")
 LESION_COLUMNS = ("LesionDice", "LesionHD95")
+WORDS = (  # of a table, for people
+    "(mean, median: over cases; global: of the voxels of all cases together; HD95: the distance of the surfaces in mm "
+    "that 95 % do not exceed, where only one map has the class the image's diagonal (as BraTS: 374); NSD: the share of "
+    "both surfaces that lies within --nsd-tolerance of the other)"
+)
 
 
 def class_mask(labels: NDArray[Any], values: Iterable[int]) -> Mask:

@@ -52,6 +52,9 @@ def output_files(prediction: Path | None, json: Path | None, csv: Path | None) -
     - ``prediction``: a folder or a file; None for a run, which has a summary of its own that stays as it is
     """
     named = {kind: path for kind, path in (("json", json), ("csv", csv)) if path}
+    for kind, path in named.items():
+        if path.suffix != f".{kind}":  # it would replace what else has that name
+            raise ValueError(f"--{kind} {path}: name a file that ends with .{kind}")
     if prediction is None:
         return named
     folder = prediction if prediction.is_dir() else prediction.parent

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from seqpar.launch.inference.run_average import Member
+from seqpar.quantity import quantity
 
 
 def fitting_seqpar(members: Sequence[Member], world: int, memory: float) -> tuple[int, str]:
@@ -19,5 +20,5 @@ def fitting_seqpar(members: Sequence[Member], world: int, memory: float) -> tupl
     refused = [size for size in sizes if chosen < size <= most and size not in shared]
     if not refused:
         return chosen, ""
-    ranks = f"{world // chosen} groups of {chosen} rank{'s' if chosen > 1 else ''}"
+    ranks = f"{quantity(world // chosen, 'group')} of {quantity(chosen, 'rank')}"
     return chosen, f"--seqpar {chosen}: {refused[-1]} ranks cannot share the trained tile, so {ranks} predict"

@@ -23,14 +23,15 @@ from seqpar.launch.inference.case_progress import CaseProgress
 from seqpar.launch.inference.class_statistics import ClassStatistics
 from seqpar.launch.inference.prediction_folder import PredictionFolder, ProbabilityFile
 from seqpar.launch.inference.prediction_memory import footprint
-from seqpar.launch.inference.predictor import Predictor
+from seqpar.launch.inference.predictor import Predictor, Settings
 from seqpar.launch.inference.run_average import MeanProbabilities, Member, share_of
 from seqpar.launch.inference.sliding_window import Image, beyond_training
 from seqpar.launch.inference.windows import WindowGrid
 from seqpar.launch.job.next_command import next_command
 from seqpar.launch.runs.trained_run import Run, fitting_mode
-from seqpar.launch.weights.checkpoint import digest
+from seqpar.launch.weights.tensor_files import digest
 from seqpar.mesh import Mesh
+from seqpar.quantity import quantity
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Request:
     ``inputs`` name a data set, a folder or list of images, or files. ``mode`` says how ranks decode a window that they
     share, "" that the run decides.
     ``statistics`` writes statistics.csv too. ``resume`` skips the cases that are already predicted.
+    ``only`` names the cases that are predicted; None for all.
     """
 
     inputs: tuple[str, ...]
@@ -48,6 +50,7 @@ class Request:
     probabilities: bool = False
     statistics: bool = False
     resume: bool = False
+    only: frozenset[str] | None = None
 
 
 def predict_cases(request: Request, members: Sequence[Member], mesh: Mesh) -> list[str]:
@@ -71,7 +74,9 @@ def predict_cases(request: Request, members: Sequence[Member], mesh: Mesh) -> li
     done = f" ({plan['num_done']} are done)" if plan["num_done"] else ""
     files = ", ".join(str(path) for member in members for path in member.weights)
     mean = f", the mean of {len(members)} runs" if len(members) > 1 else ""
-    shown.say(f"predicting {len(cases)} cases{done} by {files}{mean}; {_ranks_line(request, members, mesh)}")
+    shown.say(
+        f"predicting {quantity(len(cases), 'case')}{done} by {files}{mean}; {_ranks_line(request, members, mesh)}"
+    )
     for member in members:
         if len(member.run.windows) > 1:
             dices = ", ".join(f"{window} {dice:.3f}" for window, dice in member.run.windows.items())
@@ -81,20 +86,31 @@ def predict_cases(request: Request, members: Sequence[Member], mesh: Mesh) -> li
                 shown.warn(f"--window whole is the worse of both by the validation of {member.run.path}: leave it out")
     for fault in faults:
         shown.complain(fault)
-    prepared_cases = _PreparedCases(cases, [member.run.preparation for member in members], request.statistics)
+    prepared_cases = PreparedCases(cases, [member.run.preparation for member in members], request.statistics)
+    predicted = 0
     with closing(shown):
         for number, case in enumerate(cases):
             try:
                 _predict_case(predictors, folder, prepared_cases, number, shown)
+                predicted += 1
             except ValueError as error:
                 if isinstance(error, DataError) and error.path == str(request.output):
                     raise
                 faults.append(str(error) if isinstance(error, DataError) else f"{case.id}: {error}")
                 shown.complain(faults[-1])
-    failed = f", faults {len(faults)}" if faults else ""
-    shown.say(f"cases {len(cases)}{failed}: {request.output}")
-    shown.say(f"next: {next_command('evaluate', 'TRUTH', request.output)}  (TRUTH: folder of the true label maps)")
+    failed = f", {quantity(len(faults), 'fault')}" if faults else ""
+    shown.say(f"label maps of {quantity(predicted, 'case')}{failed}: {request.output}")
+    if predicted:
+        shown.say(f"next: {next_command('evaluate', 'TRUTH', request.output)}  (TRUTH: folder of the true label maps)")
     return faults
+
+
+def _that_act(settings: Settings) -> dict[str, Any]:
+    """Returns the settings that predictions depend on; ``force`` only allows them."""
+    return {
+        **{name: value for name, value in asdict(settings).items() if name != "force"},
+        "mirror": [*settings.mirror],
+    }
 
 
 def _record(request: Request, members: Sequence[Member], mesh: Mesh) -> dict[str, Any]:
@@ -103,7 +119,7 @@ def _record(request: Request, members: Sequence[Member], mesh: Mesh) -> dict[str
         {
             "run": str(member.run.path.absolute()),
             "weights": {str(path): digest(path) for path in member.weights},
-            "settings": {**asdict(member.settings), "mirror": list(member.settings.mirror)},
+            "settings": _that_act(member.settings),
         }
         for member in members
     ]
@@ -132,6 +148,7 @@ def _statistics(folder: Path, run: Run) -> ClassStatistics:
 def _plan(folder: PredictionFolder, request: Request, record: dict[str, Any], run: Run) -> dict[str, Any]:
     """Opens the folder; returns the cases to predict, how many are done, and what is wrong with others, as JSON."""
     cases, faults = find_inputs(request.inputs, run.recipe.modalities)
+    cases = [case for case in cases if request.only is None or case.id in request.only]
     left = folder.open(cases, record, request.resume)
     return {
         "cases": [[case.id, list(map(str, case.images))] for case in left],
@@ -142,7 +159,7 @@ def _plan(folder: PredictionFolder, request: Request, record: dict[str, Any], ru
 
 def _ranks_line(request: Request, members: Sequence[Member], mesh: Mesh) -> str:
     """Returns how the ranks are grouped, with a warning where nogather runs on other parts than it was trained on."""
-    ranks = f"{mesh.world.size} rank{'s' if mesh.world.size > 1 else ''}"
+    ranks = quantity(mesh.world.size, "rank")
     line = f"{ranks} = data {mesh.data.size} x seq {mesh.seq.size}"
     for mode, member in zip(_modes(request, members), members):
         config = member.run.config
@@ -151,7 +168,7 @@ def _ranks_line(request: Request, members: Sequence[Member], mesh: Mesh) -> str:
     return line
 
 
-class _PreparedCases:
+class PreparedCases:
     """The cases, each prepared in a thread while the network is busy with the one before; for the first rank.
 
     ``preparations``: each run's; runs that prepare alike share a prepared case.
@@ -185,7 +202,7 @@ class _PreparedCases:
 def _predict_case(
     predictors: Sequence[Predictor],
     folder: PredictionFolder,
-    prepared_cases: _PreparedCases,
+    prepared_cases: PreparedCases,
     number: int,
     shown: CaseProgress,
 ) -> None:
@@ -253,7 +270,7 @@ def _say_size(predictor: Predictor, case: Case, image: Image, to_shape: Sequence
             shown.warn(f"{case.id}: {warning}")
         return f"{voxels} voxels, one pass"
     count = len(WindowGrid.of(image.shape[1:], settings.sliding(run.config.tile, run.window_rule)).corners)
-    return f"{voxels} voxels, {count} window{'s' if count > 1 else ''}"
+    return f"{voxels} voxels, {quantity(count, 'window')}"
 
 
 def _ignore_rows(first_row: int, rows: Tensor) -> None:

@@ -30,6 +30,9 @@ def print_prediction(
 def _lines(
     config: Config, shape: Sequence[int], device: Device, sizes: Sequence[int], channels: int, classes: int
 ) -> Iterator[str]:
+    if config.task == "classify":
+        raise ValueError("--predict with --task classify: a case passes whole, and takes less than a step of training: "
+                         "leave it out")  # fmt: skip
     if len(shape) != 3:
         raise ValueError("--predict needs the --volume to predict: its sides in voxels")
     every = math.prod(shape) * classes * (8 if config.precision == "fp64" else 4)

@@ -39,7 +39,9 @@ class Settings:
     ``window`` is "sliding" or "whole" (one pass over the volume). ``overlap`` (a share of the window), ``weights`` and
     ``window_batch`` (windows at once) are for sliding windows. ``mirror`` names the directions (0 W, 1 D, 2 H) over
     whose flips logits are averaged. ``min_component`` is a volume in mm3 such as "50", or a count such as "20voxels":
-    smaller connected components are removed.
+    smaller connected components are removed. ``precision`` is of what the networks compute: with "bf16" they run under
+    autocast, else in their weights' precision. ``force``: predict whole volumes by networks for which that is another
+    function than they were trained for.
     """
 
     window: str = "sliding"
@@ -48,12 +50,27 @@ class Settings:
     window_batch: int = 1
     mirror: tuple[int, ...] = ()
     min_component: str = "0"
+    precision: str = "fp32"
+    force: bool = False
 
     def __post_init__(self) -> None:
         if self.window not in WINDOWS:
             raise ValueError(f"--window {self.window}: choose {' or '.join(WINDOWS)}")
         parse_min_component(self.min_component, 1.0)
         self.sliding((1, 1, 1))  # checks the settings of sliding windows
+
+    def refuse_for(self, run: Run) -> None:
+        """Raises ValueError where the run's networks are not to predict so, or ``force`` would do nothing."""
+        discouraged = self.window == "whole" and bool(run.why_not_whole)
+        if discouraged and not self.force:
+            raise ValueError(
+                f"--window whole with {run.path}: {run.why_not_whole}; leave it out, or add --force "
+                "(in Python force=True)"
+            )
+        if self.force and not discouraged:
+            raise ValueError(
+                "--force would do nothing: it is for --window whole with networks of nnU-Net's: leave it out"
+            )
 
     def sliding(self, tile: Sequence[int], rule: str = "stride") -> Sliding:
         """Returns the settings of sliding windows of ``tile`` voxels, laid by a ``rule`` of ``windows.RULES``."""
@@ -68,11 +85,12 @@ class Predictor:
 
     - ``run``: the run folder, as ``read_run`` reads it
     - ``nets``: its networks with trained weights
-    - ``settings``: windows, flips, small components
+    - ``settings``: windows, flips, small components; those that would not suit the networks are refused
     - ``mesh``: the ranks that predict together
     """
 
     def __init__(self, run: Run, nets: Sequence[Net], settings: Settings, mesh: Mesh) -> None:
+        settings.refuse_for(run)
         self.run, self.nets, self.settings, self.mesh = run, list(nets), settings, mesh
 
     @classmethod
@@ -87,12 +105,15 @@ class Predictor:
 
         - ``run``: the folder that train wrote, or a results folder of nnU-Net's
         - ``checkpoints``: "best" (the default), "latest" or files of weights
-        - ``settings``: windows, flips, small components; None: windows as the run's validation found better
+        - ``settings``: windows, flips, small components; None: windows as the run's validation found better, and the
+          precision of its training
         - ``mesh``: the ranks, from ``seqpar.start``; None: this process alone, without a process group
         """
         opened, mesh = open_run(run, checkpoints), mesh or start(1, env={})
+        usual = Settings(window=opened.window, mirror=opened.mirror, precision=opened.config.precision)
+        (settings or usual).refuse_for(opened)  # before weights are read
         nets = opened.load_nets(opened.weights_of(checkpoints), mesh)
-        return cls(opened, nets, settings or Settings(window=opened.window, mirror=opened.mirror), mesh)
+        return cls(opened, nets, settings or usual, mesh)
 
     def predict(
         self, images: SpatialImage | Sequence[SpatialImage] | np.ndarray, affine: np.ndarray | None = None
@@ -102,6 +123,8 @@ class Predictor:
         ``images`` is one image, one per modality, or an array ``c W D H`` or ``W D H``. ``affine`` places an array in
         space (without it: RAS, voxels of 1 mm).
         """
+        if isinstance(images, (str, Path)):
+            raise ValueError(f"predict takes images, and a path came: give nibabel.load({str(images)!r})")
         loaded = _from_array(images, affine) if isinstance(images, np.ndarray) else _from_images(images)
         needed = len(self.run.recipe.modalities)
         if len(loaded.image) != needed:
@@ -126,9 +149,10 @@ class Predictor:
         """
         settings, tile = self.settings, self.nets[0].layout.tile
         if settings.window == "whole":
-            slabs = whole_volume(self.nets, image, self.mesh, settings.mirror, tell)
+            slabs = whole_volume(self.nets, image, self.mesh, settings.mirror, tell, settings.precision)
         else:
-            slabs = sliding_window(self.nets, image, settings.sliding(tile, self.run.window_rule), self.mesh, tell)
+            sliding = settings.sliding(tile, self.run.window_rule)
+            slabs = sliding_window(self.nets, image, sliding, self.mesh, tell, settings.precision)
         order = self.run.output_order
         return slabs_to_labels(slabs, image.shape[1:], target, self.mesh, order, write_rows)
 

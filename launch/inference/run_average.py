@@ -1,6 +1,6 @@
 """Runs that predict together: whether they fit each other, and their probabilities added up on the case's own crop."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -14,6 +14,7 @@ from seqpar.launch.inference.logits_to_labels import to_labels
 from seqpar.launch.inference.prediction_folder import ProbabilityFile
 from seqpar.launch.inference.predictor import Settings
 from seqpar.launch.inference.windows import rows_at_once
+from seqpar.launch.runs.archive import digest_of, is_archive
 from seqpar.launch.runs.trained_run import Run
 
 
@@ -41,9 +42,25 @@ def refuse_unlike(runs: Sequence[Run]) -> None:
                 )
 
 
+def distinct(members: Iterable[Member]) -> list[Member]:
+    """Returns the members; raises ValueError where an exported run comes twice, or with the run that it is of."""
+    every, seen = list(members), dict[str, Path]()
+    if len(every) == 1 or not any(is_archive(member.run.path) for member in every):
+        return every  # folders are told apart by their paths
+    for member in every:
+        for file in member.weights:
+            digest = digest_of(member.run.path, file)
+            if other := seen.get(digest):
+                raise ValueError(
+                    f"{other} and {member.run.path} hold the same weights, which would count twice: name one of them"
+                )
+            seen[digest] = member.run.path
+    return every
+
+
 def _meaning(run: Run) -> dict[str, Any]:
     """Returns what a run takes and what its outputs stand for, in the files' label values."""
-    values = run.recipe.values
+    values = run.recipe.values or tuple(run.labels.values())  # of voxels, or of whole volumes
     return {
         "axes": (run.preparation.axes,),
         "channels": run.recipe.modalities,

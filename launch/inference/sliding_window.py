@@ -31,7 +31,7 @@ from seqpar.launch.inference.windows import (
     rows_at_once,
     whole_box,
 )
-from seqpar.launch.models.net import Net
+from seqpar.launch.models.net import Net, autocast
 from seqpar.layout import Layout, to_patches
 from seqpar.mesh import Mesh
 
@@ -47,38 +47,45 @@ class Slab(NamedTuple):
 
 
 def sliding_window(
-    nets: Sequence[Net], image: Image, sliding: Sliding, mesh: Mesh, tell: Tell = unheard
+    nets: Sequence[Net], image: Image, sliding: Sliding, mesh: Mesh, tell: Tell = unheard, precision: str = "fp32"
 ) -> Iterator[Slab]:
     """Yields the weighted mean of the networks' logits over all windows, slab by slab along W.
 
     ``image`` is ``c W D H`` on every rank; a memory-mapped array is read window by window. All ranks get the same
     number of slabs. Sums are taken in float32 or better and in window order, whatever the number of groups. ``tell`` is
-    told which share of the windows is done.
+    told which share of the windows is done. With ``precision`` bf16 the networks compute as they were trained in it.
     """
     window_grid = WindowGrid.of(image.shape[1:], sliding, mesh.world.size)
     weights = RULES[sliding.rule].weights(sliding.tile, sliding.weights)
     batch = fitting_batch(nets, min(sliding.batch, len(window_grid.corners)))
     views = _views(nets, window_grid, sliding.mirror, batch, mesh)
-    return _walk(_Sweep(views, image, window_grid, weights, batch, mesh), tell)
+    return _walk(_Sweep(views, image, window_grid, weights, batch, mesh, precision), tell)
 
 
 def whole_volume(
-    nets: Sequence[Net], image: Image, mesh: Mesh, mirror: Sequence[int] = (), tell: Tell = unheard
+    nets: Sequence[Net],
+    image: Image,
+    mesh: Mesh,
+    mirror: Sequence[int] = (),
+    tell: Tell = unheard,
+    precision: str = "fp32",
 ) -> Iterator[Slab]:
     """Yields the logits of one pass over the whole volume, each rank of a sequence group holding a part of it.
 
     Directions shorter than the network's tile are padded to it, as for sliding windows; longer ones to whole patches.
-    ``tell`` is told which share is done, block by block. Its slabs are small: while labels are taken, a rank holds
-    its share of the logits and a few rows, no second copy.
+    ``tell`` is told which share is done, block by block; ``precision`` as for windows. Slabs are small: while labels
+    are taken, a rank holds its share of the logits and a few rows, no second copy.
     """
     shape = tuple(image.shape[1:])
     tile = padded_shape(shape, nets[0].layout) if nets else shape
+    for net in nets:
+        net.refuse_whole(tile)
     starts = tuple((-((padded - side) // 2),) for padded, side in zip(tile, shape))
     window_grid = WindowGrid(shape, tile, starts, mesh.world.size)
     batch = fitting_batch(nets, 1)
     views = _views(nets, window_grid, mirror, batch, mesh)
     weights = torch.ones(()).expand(tile)
-    return _walk_by_blocks(_Sweep(views, image, window_grid, weights, batch, mesh), tell)
+    return _walk_by_blocks(_Sweep(views, image, window_grid, weights, batch, mesh, precision), tell)
 
 
 def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
@@ -103,7 +110,7 @@ def beyond_training(net: Net, shape: Sequence[int], measured: Sequence[int] = ()
     sizes = ["x".join(map(str, sides)) for sides in (grid, trained, measured)]
     validated = f", and validation measured passes of up to {sizes[2]}" if measured else ""
     return (
-        f"{sizes[0]} {net.pieces} in one pass, but the network was trained on {sizes[1]}{validated}: more than "
+        f"{sizes[0]} {net.piece}s in one pass, but the network was trained on {sizes[1]}{validated}: more than "
         f"{BEYOND:g} times as many along a direction, which can ruin a result; use --window sliding, or let train "
         "--val-window both measure it on such volumes"
     )
@@ -150,7 +157,10 @@ def _views(nets: Sequence[Net], window_grid: WindowGrid, mirror: Sequence[int], 
 
 @dataclass(frozen=True, eq=False)
 class _Sweep:
-    """A walk over the windows of a grid, ``batch`` of them at once, with every view; ``weights``: of their voxels."""
+    """A walk over the windows of a grid, ``batch`` of them at once, with every view; ``weights``: of their voxels.
+
+    ``precision``: of what the networks compute; sums are in float32 at least.
+    """
 
     views: Sequence[_View]
     image: Image
@@ -158,6 +168,7 @@ class _Sweep:
     weights: Tensor
     batch: int
     mesh: Mesh
+    precision: str
 
 
 def _walk(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
@@ -258,9 +269,11 @@ def _predict(sweep: _Sweep, view: _View, windows: Sequence[int]) -> Tensor | Non
         return None
     parts = [_cut(sweep.image, sweep.window_grid.corners[window], view, sweep.mesh.seq.index) for window in windows]
     parts += parts[-1:] * (sweep.batch - len(parts))  # always the same shape, so that kernels round alike
+    device, dtype = sweep.mesh.device, next(view.net.parameters()).dtype
     with torch.no_grad():
-        part = torch.stack(parts).to(sweep.mesh.device, next(view.net.parameters()).dtype)
-        logits = view.net(part, view.layout)
+        part = torch.stack(parts).to(device, dtype)
+        with autocast(sweep.precision, device):
+            logits = view.net(part, view.layout).to(dtype)
     return logits.flip([2 + direction for direction in view.flips]) if view.flips else logits  # type: ignore[no-any-return]
 
 

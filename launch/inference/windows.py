@@ -23,6 +23,7 @@ Region = tuple[Interval, ...]  # half-open voxel interval per direction
 BYTES_AT_ONCE = 64 << 20  # of all classes' logits, where a step can take as few rows as it likes
 
 WINDOWS = ("sliding", "whole")
+DIRECTIONS = "WDH"
 WEIGHTS = ("gaussian", "constant")
 _SIGMA, _MIN_WEIGHT = 0.125, 1e-3  # of the Gaussian: standard deviation as a share of the tile's side
 
@@ -51,6 +52,13 @@ class Sliding:
         if self.batch < 1:
             raise ValueError(f"--window-batch {self.batch}: give 1 or more windows")
         mirrors(self.mirror, len(self.tile))
+
+
+def mirrored_dims(words: Sequence[str]) -> tuple[int, ...]:
+    """Returns the dims that ``--mirror`` names by their letters, all where it names none; "none" stands alone."""
+    if "none" in words and len(set(words)) > 1:
+        raise ValueError(f"--mirror {' '.join(words)}: none and directions contradict each other")
+    return tuple(dim for dim, letter in enumerate(DIRECTIONS) if letter in (words or DIRECTIONS))
 
 
 def mirrors(directions: Sequence[int], num_directions: int) -> list[tuple[int, ...]]:

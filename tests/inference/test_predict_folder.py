@@ -25,7 +25,7 @@ def test_one_bad_case_is_named_and_the_others_are_predicted(ranks, images, tmp_p
     bad.write_bytes(bad.read_bytes()[:200])
     assert act(tmp_path, run) == exit_codes.DATA
     printed = capfd.readouterr()
-    assert printed.err.count("error:") == 1 and "c_001_0000.nii.gz" in printed.err and "faults 1" in printed.out
+    assert printed.err.count("error:") == 1 and "c_001_0000.nii.gz" in printed.err and ", 1 fault:" in printed.out
     for name in ("c_000.nii.gz", "c_002.nii.gz"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "good" / name).read_bytes()
     assert not (tmp_path / "out" / "c_001.nii.gz").exists()

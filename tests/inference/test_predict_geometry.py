@@ -127,6 +127,8 @@ def test_arrays_and_images_are_predicted_as_files_are(images, tmp_path) -> None:
     run = make_run(tmp_path / "run", replace(RECIPE, spacing=(1.5, 0.8, 1.0)))
     assert act(tmp_path, run) == 0
     predictor = seqpar.Predictor.from_run(run)
+    with pytest.raises(ValueError, match=r"a path came: give nibabel.load\('scan.nii.gz'\)"):
+        predictor.predict("scan.nii.gz")
     for name in ("c_000", "c_002"):
         image = nibabel.load(images / f"{name}_0000.nii.gz")
         expected = nibabel.load(tmp_path / "out" / f"{name}.nii.gz")

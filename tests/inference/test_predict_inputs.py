@@ -23,6 +23,8 @@ from tests.support.predictions import RECIPE, act, make_run
         (("--window", "whole", "--overlap", "0.5"), "no windows"),
         (("--mirror", "Z"), "invalid choice"),
         (("--seqpar", "-1"), "--seqpar 1"),
+        (("--explain",), "--explain would do nothing: .* labels voxels, and no whole cases: leave it out"),
+        (("--explain-by", "grad-cam"), "--explain-by would do nothing"),
         (("--checkpoint", "nowhere.pt"), "no such file"),
         (("--unknown",), "unrecognized"),
     ],
@@ -42,7 +44,7 @@ def test_in_a_job_it_says_how_to_start_the_ranks_that_share_a_window(images, tmp
 
 def test_wrong_inputs_are_refused(images, tmp_path) -> None:
     run = make_run(tmp_path / "run")
-    with pytest.raises(ValueError, match="no run folder"):
+    with pytest.raises(ValueError, match="nowhere does not exist: name the folder"):
         act(tmp_path, tmp_path / "nowhere")
     with pytest.raises(DataError, match="does not exist"):
         act(tmp_path, run, images="nowhere")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from seqpar.launch import predict
+from seqpar.launch.inference.predictor import Predictor, Settings
 from seqpar.launch.job import exit_codes
 from seqpar.launch.runs.open_run import open_run
 from tests.support import nnunet_prediction
@@ -105,6 +106,19 @@ def test_a_whole_pass_needs_force_as_it_is_another_function(place: Path) -> None
     flags = ["--folds", "0", "--mirror", "none"]
     assert act(place, place / "model", "--window", "whole", "--force", *flags) == 0
     assert np.count_nonzero(voxels(place / "out" / "c0.nii.gz") != wanted(place, 0, (0,), ())) > 20
+
+
+def test_a_predictor_needs_force_for_a_whole_pass_as_the_command_line_does(place: Path) -> None:
+    """And refuses it before it reads weights, and where it would do nothing."""
+    image = np.ones((2, 12, 14, 17), np.float32)
+    with pytest.raises(ValueError, match="another function than nnU-Net trained.*force=True"):
+        Predictor.from_run(place / "model", settings=Settings("whole"))
+    with pytest.raises(ValueError, match="--force would do nothing"):
+        Predictor.from_run(place / "model", settings=Settings("sliding", force=True))
+    whole = Predictor.from_run(place / "model", settings=Settings("whole", force=True))
+    with pytest.raises(ValueError, match="another function"):
+        Predictor(whole.run, whole.nets, Settings("whole"), whole.mesh)
+    assert whole.predict(image).shape == image.shape[1:]
 
 
 def test_a_window_goes_to_one_rank_and_to_several_where_it_does_not_fit(place: Path) -> None:

@@ -34,7 +34,7 @@ def test_label_files_are_the_same_on_any_number_of_ranks(ranks, images, tmp_path
     recipe = replace(RECIPE, spacing=(1.5, 0.8, 1.0))
     for how, its_recipe in (("as they are", RECIPE), ("resampled", recipe)):
         run = make_run(tmp_path / how, its_recipe)
-        for window, worlds in (("sliding", ((1, 1), (2, 1), (4, 1))), ("whole", ((1, 1), (2, 2)))):
+        for window, worlds in (("sliding", ((1, 1), (3, 1))), ("whole", ((1, 1), (2, 2)))):
             files = []
             for world, size in worlds:
                 out = tmp_path / f"{how}-{window}-{world}"
@@ -55,10 +55,10 @@ def test_label_files_are_the_same_on_any_number_of_ranks(ranks, images, tmp_path
 
 
 def test_a_run_predicts_on_groups_that_cannot_have_its_strategy(ranks, images, tmp_path) -> None:
-    """hybrid:2 takes 4 ranks, or another multiple of 2: a choice of training that changes no number."""
+    """hybrid:2 takes 4 ranks or more: a choice of training that changes no number."""
     run = make_run(tmp_path / "run", config=replace(SMALL, seqpar=4, attention="hybrid:2"))
     written = []
-    for world in (1, 2, 4):
+    for world in (1, 2):
         out = tmp_path / str(world)
         codes = ranks(world, on_ranks, str(run), "-i", str(images), "-o", str(out), "--window", "whole")
         assert codes == [0] * world
@@ -156,6 +156,7 @@ def test_memory_is_counted_not_guessed() -> None:
     assert all(not p.is_meta for p in net.parameters())
 
 
+@pytest.mark.started
 def test_the_script_runs_alone_from_any_folder(images, tmp_path) -> None:
     run = make_run(tmp_path / "run")
     line = [sys.executable, ROOT / "launch" / "predict.py", run, "-i", images, "-o", "out", "--mirror", "W", "H"]

@@ -48,7 +48,7 @@ def logits_of(mesh: Mesh, window: str):
 
 def predict(mesh: Mesh, cases: list[tuple[str, tuple[int, ...]]], writes: bool = False) -> list[Prediction]:
     windows.BYTES_AT_ONCE = 1  # so that a step takes one row; this process ends with the test
-    found = []
+    predictions = []
     for window, to_shape in cases:
         rows_written = list[tuple[int, int]]()
 
@@ -62,8 +62,8 @@ def predict(mesh: Mesh, cases: list[tuple[str, tuple[int, ...]]], writes: bool =
             ids = slabs_to_labels(slabs, SHAPE, TargetGrid(to_shape), mesh, (), write_rows if writes else None)
         planned = footprint(net, SHAPE, CLASSES, mesh.world.size, to_shape, sliding=sliding)
         sent = mesh.world.traffic["labels"]
-        found.append(Prediction(alive.most, planned.total - planned.weights, sent, ids, rows_written))
-    return found
+        predictions.append(Prediction(alive.most, planned.total - planned.weights, sent, ids, rows_written))
+    return predictions
 
 
 def test_a_rank_holds_its_share_of_the_logits_and_a_slab(ranks: Callable[..., list], alone: Mesh) -> None:
@@ -80,10 +80,10 @@ def test_a_rank_holds_its_share_of_the_logits_and_a_slab(ranks: Callable[..., li
         most, planned = max(rank[number].most for rank in every), every[0][number].planned
         assert 0.98 * most <= planned <= 1.4 * most, (CASES[number], planned / most)
     for rank in every:
-        for (window, to_shape), found, ids in zip(CASES, rank, wanted):
+        for (window, to_shape), prediction, ids in zip(CASES, rank, wanted):
             slab = 4 * CLASSES * prod(to_shape[1:]) * 4
-            assert found.most <= size / 4 + slab, (window, to_shape, found.most, size / 4, slab)
-            assert found.ids.dtype == torch.uint8 and (found.ids != ids).float().mean() < 1e-3
+            assert prediction.most <= size / 4 + slab, (window, to_shape, prediction.most, size / 4, slab)
+            assert prediction.ids.dtype == torch.uint8 and (prediction.ids != ids).float().mean() < 1e-3
 
 
 def test_probabilities_come_row_by_row_on_the_first_rank(ranks: Callable[..., list]) -> None:

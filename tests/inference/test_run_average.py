@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from seqpar.data.errors import DataError
-from seqpar.launch import predict
+from seqpar.launch import export, predict
 from seqpar.launch.inference.run_average import MeanProbabilities
 from seqpar.launch.job import exit_codes
-from tests.support.folders import tree
+from tests.support.folders import tree, write_json
 from tests.support.predictions import RECIPE, SMALL, act, make_run, on_ranks, voxels, write_images
 
 OTHER_SPACING = replace(RECIPE, spacing=(1.5, 0.8, 1.0))
@@ -76,6 +76,35 @@ def test_the_mean_is_the_same_on_any_number_of_ranks(ranks, place, tmp_path) -> 
         written.append(tree(out))
     assert written[0] == written[1] == written[2]
     assert set(written[0]) == {"c_000.nii.gz", "c_001.nii.gz", "c_002.nii.gz", "prediction.json", "statistics.csv"}
+
+
+def test_an_exported_run_does_not_count_twice(place, tmp_path) -> None:
+    export.act([str(place / "a"), str(tmp_path / "a.zip")])
+    export.act([str(place / "b"), str(tmp_path / "b.zip")])
+    line = ["-i", str(place / "images"), "-o", str(tmp_path / "out")]
+    with pytest.raises(ValueError, match="/a and .*a.zip hold the same weights, which would count twice"):
+        predict.act([str(place / "a"), str(tmp_path / "a.zip"), *line])
+    options = predict._parser().parse_args([str(place / "a"), str(tmp_path / "b.zip"), *line])
+    assert len(predict._members(options)) == 2
+
+
+def test_a_folder_of_five_folds_stands_for_its_runs(place, tmp_path, monkeypatch) -> None:
+    five, opened = tmp_path / "five", list[str]()
+    write_json(five / "folds.json", {})
+    line = ["-i", str(place / "images"), "-o", str(tmp_path / "out")]
+    for fold in range(5):
+        write_json(five / f"fold{fold}" / "status.json", {"state": "finished" if fold in (0, 3) else "preempted"})
+    with pytest.raises(ValueError, match="fold0, fold3 have finished: .*--resume --fold all5 .*, or average these: .*"):
+        predict.act([str(five), *line])
+    with pytest.raises(ValueError, match=f"{five} holds five folds: name the run folder of one, such as {five}/fold0"):
+        export.act([str(five), str(tmp_path / "five.zip")])
+    for fold in range(5):
+        write_json(five / f"fold{fold}" / "status.json", {"state": "finished"})
+    monkeypatch.setattr(predict, "open_run", lambda path, *of: opened.append(str(path)))
+    monkeypatch.setattr(predict, "refuse_runs", lambda options, runs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        predict.act([str(five), str(place / "a"), *line])
+    assert opened == [*(f"{five}/fold{n}" for n in range(5)), str(place / "a")]
 
 
 def test_what_was_averaged_is_recorded_and_continued_by_the_same_runs_alone(place, tmp_path) -> None:

@@ -1,0 +1,128 @@
+"""Scores of predicted classes: accuracy, sensitivity, specificity, area under the ROC curve, how sure they are.
+
+Legend: n cases, k classes, d draws of the bootstrap.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+DRAWS, LEVEL, SEED = 1000, 0.95, 0
+NUM_BINS = 10  # of a calibration curve
+
+
+def confusion_of(truth: Ints, predicted: Ints, num_classes: int) -> Ints:
+    """Returns how many cases of each class (rows) were given each class (columns)."""
+    counts = np.bincount(truth * num_classes + predicted, minlength=num_classes**2)
+    return counts.reshape(num_classes, num_classes)
+
+
+def area_under_roc(is_class: NDArray[np.bool_], scores: Floats) -> float:
+    """Returns the share of pairs, one case of the class and one of the others, in which the first scores higher.
+
+    Equal scores count half. NaN where there are no such pairs.
+    """
+    positives = int(is_class.sum())
+    negatives = len(is_class) - positives
+    if not positives or not negatives:
+        return math.nan
+    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]  # the mean rank of equal scores, from 1
+    return float((ranks[is_class].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+
+
+def mean_area(truth: Ints, probabilities: Floats) -> float:
+    """Returns the mean over classes of the area of each against all others; of two classes they are the same."""
+    areas = [area_under_roc(truth == number, probabilities[:, number]) for number in range(probabilities.shape[1])]
+    known = [area for area in areas if not math.isnan(area)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def sensitivities(confusion: Ints) -> Floats:
+    """Returns the share of each class's cases that were given it, NaN of a class without cases."""
+    return _shares(np.diag(confusion), confusion.sum(1))
+
+
+def specificities(confusion: Ints) -> Floats:
+    """Returns the share of all other classes' cases that were not given each class."""
+    others = confusion.sum() - confusion.sum(1)
+    return _shares(others - (confusion.sum(0) - np.diag(confusion)), others)
+
+
+def balanced_accuracy(confusion: Ints) -> float:
+    """Returns the mean sensitivity of the classes that have cases."""
+    return float(np.nanmean(sensitivities(confusion)))
+
+
+def score_classes(truth: Sequence[int], probabilities: Floats, names: Sequence[str]) -> dict[str, Any]:
+    """Returns all scores of cases, with their intervals, as JSON has them: NaN stands for what no case shows.
+
+    - ``truth``: class numbers
+    - ``probabilities``: ``n k``; a case is given the most likely class, the first of equals
+    """
+    labels = np.asarray(truth, np.int64)
+    confusion = confusion_of(labels, probabilities.argmax(1), len(names))
+    own = {"sensitivity": sensitivities(confusion), "specificity": specificities(confusion)}
+    classes = {
+        name: {
+            "cases": int(confusion[number].sum()),
+            **{kind: float(values[number]) for kind, values in own.items()},
+            "AUC": area_under_roc(labels == number, probabilities[:, number]),
+        }
+        for number, name in enumerate(names)
+    }
+    main: dict[str, Callable[[Ints, Floats], float]] = {
+        "accuracy": lambda t, p: float((p.argmax(1) == t).mean()),
+        "balanced accuracy": lambda t, p: balanced_accuracy(confusion_of(t, p.argmax(1), len(names))),
+        "AUC": mean_area,
+    }
+    return {
+        "cases": len(labels),
+        "scores": {name: score(labels, probabilities) for name, score in main.items()},
+        "intervals": {name: bootstrap(labels, probabilities, score) for name, score in main.items()},
+        "classes": classes,
+        "confusion": confusion.tolist(),
+        "calibration_error": calibration_error(labels, probabilities),
+    }
+
+
+def bootstrap(truth: Ints, probabilities: Floats, score: Callable[[Ints, Floats], float]) -> list[float]:
+    """Returns the interval of a score over cases drawn anew, as many of each class as there are; always the same."""
+    rng = np.random.default_rng(SEED)
+    rows = [np.flatnonzero(truth == number) for number in np.unique(truth)]
+    drawn = []
+    for _ in range(DRAWS):
+        at = np.concatenate([own[rng.integers(len(own), size=len(own))] for own in rows])
+        drawn.append(score(truth[at], probabilities[at]))
+    tail = (1 - LEVEL) / 2
+    return [float(value) for value in np.nanquantile(drawn, [tail, 1 - tail])] if np.isfinite(drawn).any() else []
+
+
+def calibration(truth: Ints, probabilities: Floats) -> list[tuple[float, float, int]]:
+    """Returns for each tenth of probability the mean one of the class given, the share that is right, and the cases."""
+    given, right = probabilities.max(1), probabilities.argmax(1) == truth
+    bins = np.minimum((given * NUM_BINS).astype(int), NUM_BINS - 1)
+    filled = [bins == number for number in range(NUM_BINS) if (bins == number).any()]
+    return [(float(given[own].mean()), float(right[own].mean()), int(own.sum())) for own in filled]
+
+
+def calibration_error(truth: Ints, probabilities: Floats) -> float:
+    """Returns the mean distance of probability and share that is right, over the tenths, by their cases."""
+    return sum(abs(given - right) * count for given, right, count in calibration(truth, probabilities)) / len(truth)
+
+
+def roc_points(is_class: NDArray[np.bool_], scores: Floats) -> tuple[list[float], list[float]]:
+    """Returns the curve of a class: shares of other cases and of its own that score at least as each threshold."""
+    order = np.argsort(-scores, kind="stable")
+    last = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)  # of each run of equal scores
+    hits, false = (np.cumsum(part[order])[last] for part in (is_class, ~is_class))
+    return [0.0, *(false / max(1, false[-1])).tolist()], [0.0, *(hits / max(1, hits[-1])).tolist()]
+
+
+def _shares(part: Ints, whole: Ints) -> Floats:
+    return np.divide(part, whole, out=np.full(len(whole), np.nan), where=whole > 0)
