@@ -1,24 +1,17 @@
 """Looks at the ranks and nodes of a job before it starts: ``srun -n 8 python launch/doctor.py --seqpar 4``."""
 
 import argparse
-import json
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from seqpar.consensus import broadcast_text, gather_texts
-from seqpar.data.files import write_json
 from seqpar.environment import read_launcher
-from seqpar.launch.hardware.doctor_report import folder_line, print_groups, print_ranks, record
-from seqpar.launch.hardware.findings import judge
-from seqpar.launch.hardware.link_speed import clock_offsets, matmul_speeds, measure_groups
-from seqpar.launch.hardware.rank_facts import RankFacts, facts_of_this_rank, write_speed
+from seqpar.launch.hardware.examination import examine
 from seqpar.launch.job import exit_codes
 from seqpar.launch.job.local_ranks import die_with_parent, run_local
 from seqpar.launch.settings.command_line import Parser
@@ -28,8 +21,8 @@ from seqpar.rendezvous import start
 
 ABOUT = (
     "Looks at the ranks and nodes of a job before it starts. Run it under the launcher of the job, with the job's "
-    "--seqpar and --out. It ends with 0 when nothing stands in the way (there may be warnings), with 1 when something "
-    "does or a rank hangs, which is named, and with 2 on wrong usage."
+    "--seqpar, --pipe and --out. It ends with 0 when nothing stands in the way (there may be warnings), with 1 when "
+    "something does or a rank hangs, which is named, and with 2 on wrong usage."
 )
 
 
@@ -38,20 +31,21 @@ def act(arguments: Sequence[str]) -> int:
     die_with_parent()
     began = time.monotonic()
     options = _parser().parse_args(list(arguments))
-    if options.seqpar < 1 or not options.time_limit >= 5:
-        raise ValueError("--seqpar must be at least 1, and --time-limit at least 5 seconds")
-    if options.json and not Path(options.json).absolute().parent.is_dir():
-        raise ValueError(f"--json {options.json}: its folder does not exist")
+    if options.accept or options.part:
+        return _accept(options)
+    if min(options.seqpar, options.pipe) < 1 or not options.time_limit >= 5:
+        raise ValueError("--seqpar and --pipe must be at least 1, and --time-limit at least 5 seconds")
+    _refuse_missing_folder(options)
     launcher = read_launcher(os.environ)
-    if launcher.world == 1 < options.seqpar:
+    if launcher.world == 1 < options.seqpar * options.pipe:
         if launcher.warning:
             raise ValueError(launcher.warning)
-        return run_local(options.seqpar, [__file__, *arguments])
+        return run_local(options.seqpar * options.pipe, [__file__, *arguments])
     host = launcher.host or socket.gethostname()
     clock = threading.Timer(1.25 * options.time_limit, _overdue, (f"rank {launcher.rank} ({host})", options.time_limit))
     clock.daemon = True
     clock.start()
-    with start(options.seqpar, None, options.device, options.time_limit) as mesh:
+    with start(options.seqpar, None, options.device, options.time_limit, pipe=options.pipe) as mesh:
         clock.cancel()  # from here on the watchdog names who hangs
         left_s = max(4.0, options.time_limit - (time.monotonic() - began))
         mesh.set_timeout(left_s, lambda finding: _leave(mesh, finding))
@@ -65,11 +59,33 @@ def act(arguments: Sequence[str]) -> int:
     return code
 
 
+def _accept(options: argparse.Namespace) -> int:
+    """Runs the acceptance program on this process's device."""
+    usual = _parser().parse_args([])
+    idle = [name for name in ("seqpar", "pipe", "out", "time_limit") if getattr(options, name) != getattr(usual, name)]
+    if not options.accept or idle:
+        flag = "part" if not options.accept else idle[0].replace("_", "-")
+        why = "it names a part of --accept: add that" if not options.accept else "--accept starts its own ranks"
+        raise ValueError(f"--{flag} would do nothing: {why}")
+    _refuse_missing_folder(options)
+    if (world := read_launcher(os.environ).world) > 1:
+        raise ValueError(f"--accept starts its own ranks, and {world} were started: start one")
+    from seqpar.launch.acceptance.program import accept  # all that it tries comes with it
+
+    return accept(options.device, options.part, Path(options.json) if options.json else None)
+
+
+def _refuse_missing_folder(options: argparse.Namespace) -> None:
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        raise ValueError(f"--json {options.json}: its folder does not exist")
+    if options.json and Path(options.json).is_dir():
+        raise ValueError(f"--json {options.json} is a folder: name a file")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("doctor", description=ABOUT)
-    parser.add_argument(
-        "--seqpar", type=int, default=1, metavar="RANKS", help="ranks that share a tile, as in the job (default: 1)"
-    )
+    for flag, what in (("--seqpar", "ranks that share a tile"), ("--pipe", "ranks over which layers are spread")):
+        parser.add_argument(flag, type=int, default=1, metavar="RANKS", help=f"{what}, as in the job (default: 1)")
     parser.add_argument(
         "--out",
         default="",
@@ -77,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the job's output folder: its free space and speed are measured, and whether all ranks see it",
     )
     parser.add_argument(
-        "--json", default="", metavar="FILE", help="write the measured speeds to this file, for plan --measured"
+        "--json", default="", metavar="FILE", help="write what was measured to this file, for plan --measured"
     )
     parser.add_argument(
         "--time-limit",
@@ -89,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=DEVICE_KINDS, default="auto", help="device; auto: a GPU where there is one (default: auto)"
     )
+    accept = "settle on one device, in three parts, whether all numbers are right, and measure its speed"
+    parser.add_argument("--accept", action="store_true", help=accept)
+    parser.add_argument("--part", type=int, choices=(1, 2, 3), default=0, help="of --accept (default: all)")
     return parser
 
 
@@ -104,42 +123,6 @@ def _overdue(who: str, limit_s: float) -> NoReturn:
     """Ends a process whose start hangs before the watchdog runs."""
     print(f"error: {who} has not got through its start within {limit_s:g} s: look at its node", file=sys.stderr)
     os._exit(exit_codes.FAULT)
-
-
-def examine(mesh: Mesh, options: argparse.Namespace) -> int:
-    """Measures and judges; the first rank prints everything. Returns the exit code."""
-    flops = matmul_speeds(mesh)
-    folder = _output_folder(mesh, options.out)
-    own = json.dumps(asdict(facts_of_this_rank(mesh, flops, folder, options.device == "cpu")))
-    ranks = [RankFacts(**json.loads(text)) for text in gather_texts(own, mesh.world)]
-    if mesh.is_first:
-        if folder["file"]:
-            os.unlink(folder["file"])  # all have looked
-        print_ranks(mesh, ranks)
-    offsets = clock_offsets(mesh)
-    groups = measure_groups(mesh, options.time_limit / 3)
-    findings = judge(mesh.seq.size, ranks, offsets, folder)
-    if mesh.is_first:
-        print_groups(groups)
-        print(folder_line(folder) + f"clocks: {max(map(abs, offsets)) * 1e3:.1f} ms apart at most")
-        for trap in findings:
-            print(trap)
-        wrong = sum(trap.error for trap in findings)
-        print(f"{wrong} error(s), {len(findings) - wrong} warning(s)", flush=True)
-        if options.json:
-            write_json(Path(options.json), record(mesh, ranks, groups))
-    return exit_codes.FAULT if any(trap.error for trap in findings) else 0
-
-
-def _output_folder(mesh: Mesh, out: str) -> dict[str, Any]:
-    """Returns what the first rank found in the output folder, on all ranks; it leaves a file there for them to see."""
-    folder: dict[str, Any] = {"out": out, "file": "", "free": 0, "bytes_per_s": 0.0, "fault": ""}
-    if out and mesh.is_first:
-        try:
-            folder |= write_speed(Path(out))
-        except OSError as error:
-            folder["fault"] = f"--out {out} cannot be written ({error.strerror}): name another, or make room"
-    return json.loads(broadcast_text(json.dumps(folder), 0, mesh.world))  # type: ignore[no-any-return]
 
 
 def main() -> None:

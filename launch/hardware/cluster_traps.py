@@ -1,38 +1,9 @@
 """Known traps of clusters and their remedies, as pure functions of a process's environment and of facts about it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-Env = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts about a process, besides its environment, that a trap depends on."""
-
-    on_gpu: bool = False
-    on_cpu: bool = False  # the user chose the CPU
-    rocm: bool = False
-    num_gpus: int = 0  # visible to this process
-    num_nodes: int = 1
-    local_world: int = 1
-    cores: int = 1  # this process may use
-    host_cores: int = 1
-    threads: int = 1  # of torch
-    slingshot: bool = False
-    kernel: tuple[int, int] = (6, 0)
-    launch_warning: str = ""  # of the way ranks were started
-
-
-@dataclass(frozen=True)
-class Trap:
-    """What is wrong and how to cure it; with an ``error`` the job cannot succeed."""
-
-    text: str
-    error: bool = False
-
-    def __str__(self) -> str:
-        return f"{'error' if self.error else 'warning'}: {self.text}"
+from seqpar.launch.hardware.library_traps import LIBRARY_TRAPS
+from seqpar.launch.hardware.trap import Env, Facts, Trap
 
 
 def _two_masks(env: Env, facts: Facts) -> Trap | None:
@@ -167,6 +138,7 @@ TRAPS: Sequence[Callable[[Env, Facts], Trap | None]] = (
     _channels_per_peer,
     _kernel_cache,
     _fork,
+    *LIBRARY_TRAPS,
 )
 
 

@@ -5,8 +5,9 @@ head. So each one that a network has is measured by itself; large ones on a part
 """
 
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,53 +15,85 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.launch.hardware.devices import DTYPES, Device, cpu
+from seqpar.launch.hardware.devices import DTYPES, Device, cpu, usable_cores
 from seqpar.launch.hardware.operations import ATTENTION, CONVOLUTION, MATMUL, OTHER, Operation, operations_of
 
 ENOUGH = 8e9  # operations of one measurement
+WIDE = 1 << 23  # numbers of a sum
+Run = Callable[[], Any]
 
 
-def this_cpu(precision: str) -> Device:
-    """Returns this machine, by the measured speed of one core."""
-    dtype = DTYPES[precision]
-    state = torch.get_rng_state()
-    x, weight = torch.randn(512, 768, dtype=dtype), torch.randn(3072, 768, dtype=dtype)
-    qkv = torch.randn(3, 1, 2, 1536, 64, dtype=dtype, requires_grad=True)
-    volume, kernel = torch.randn(1, 32, 24, 24, 24, dtype=dtype), torch.randn(32, 32, 3, 3, 3, dtype=dtype)
-    wide, there = torch.randn(2, 1 << 23, dtype=dtype)
-    torch.set_rng_state(state)
-    into_fresh = _rate(3.0 * wide.nbytes, lambda: wide + wide)  # into memory that was just allocated
-    into_known = _rate(3.0 * wide.nbytes, lambda: torch.add(wide, wide, out=there))
+def this_cpu(precision: str, busy: int = 0) -> Device:
+    """Returns this machine, by the measured speed of one core while ``busy`` of them work; 0: all that are there."""
+    dtype, busy = DTYPES[precision], busy or usable_cores()
+    into_fresh = _rate(3.0 * WIDE * dtype.itemsize, lambda: _sum(dtype, fresh=True), busy)
+    into_known = _rate(3.0 * WIDE * dtype.itemsize, lambda: _sum(dtype, fresh=False), busy)
     rates = {
-        MATMUL: _rate(2.0 * 512 * 768 * 3072, lambda: F.linear(x, weight)),
-        ATTENTION: _rate(14.0 * 2 * 1536**2 * 64, lambda: F.scaled_dot_product_attention(*qkv).sum().backward()),
-        CONVOLUTION: _rate(2.0 * 32 * 32 * 27 * 24**3, lambda: F.conv3d(volume, kernel, padding=1)),
+        MATMUL: _rate(2.0 * 512 * 768 * 3072, lambda: _product(dtype), busy),
+        ATTENTION: _rate(14.0 * 2 * 1536**2 * 64, lambda: _attention(dtype), busy),
+        CONVOLUTION: _rate(2.0 * 32 * 32 * 27 * 24**3, lambda: _convolution(dtype), busy),
         OTHER: math.sqrt(into_fresh * into_known),  # a step has both
     }
-    return replace(cpu(rates, "measured here"), measured_rate=_MeasuredRates().rate)
+    return replace(cpu(rates, "measured here"), measured_rate=_MeasuredRates(busy).rate)
 
 
-def _rate(amount: float, run: Callable[[], Any], within_s: float = 0.25) -> float:
-    """Returns ``amount`` divided by the processor seconds of ``run`` on one thread, the fastest of some runs."""
-    threads = torch.get_num_threads()
+def _sum(dtype: torch.dtype, fresh: bool) -> Run:
+    wide, there = torch.randn(2, WIDE, dtype=dtype)
+    return (lambda: wide + wide) if fresh else (lambda: torch.add(wide, wide, out=there))
+
+
+def _product(dtype: torch.dtype) -> Run:
+    x, weight = torch.randn(512, 768, dtype=dtype), torch.randn(3072, 768, dtype=dtype)
+    return lambda: F.linear(x, weight)
+
+
+def _attention(dtype: torch.dtype) -> Run:
+    qkv = torch.randn(3, 1, 2, 1536, 64, dtype=dtype, requires_grad=True)
+    return lambda: F.scaled_dot_product_attention(*qkv).sum().backward()
+
+
+def _convolution(dtype: torch.dtype) -> Run:
+    volume, kernel = torch.randn(1, 32, 24, 24, 24, dtype=dtype), torch.randn(32, 32, 3, 3, 3, dtype=dtype)
+    return lambda: F.conv3d(volume, kernel, padding=1)
+
+
+def _rate(amount: float, make: Callable[[], Run], busy: int, within_s: float = 0.25) -> float:
+    """Returns ``amount`` divided by the processor seconds of what ``make`` returns, the fastest of some runs.
+
+    It runs in one thread, while ``busy - 1`` others do the same with numbers of their own: cores share memory.
+    """
+    threads, state, ended = torch.get_num_threads(), torch.get_rng_state(), threading.Event()
     torch.set_num_threads(1)
+    beside = [threading.Thread(target=_repeat, args=(make(), ended), daemon=True) for _ in range(busy - 1)]
     try:
+        run = make()
+        for thread in beside:
+            thread.start()
         run()
         best, end = math.inf, time.perf_counter() + within_s
         while best == math.inf or time.perf_counter() < end:
-            began = time.process_time()
+            began = time.thread_time()
             run()
-            best = min(best, time.process_time() - began)
+            best = min(best, time.thread_time() - began)
     finally:
+        ended.set()
+        for thread in beside:
+            thread.join()
         torch.set_num_threads(threads)
+        torch.set_rng_state(state)
     return amount / best
 
 
-class _MeasuredRates:
-    """Rates of convolutions and attention, forward and backward, each measured once."""
+def _repeat(run: Run, ended: threading.Event) -> None:
+    while not ended.is_set():
+        run()
 
-    def __init__(self) -> None:
-        self._known: dict[Any, float] = {}
+
+class _MeasuredRates:
+    """Rates of convolutions and attention, forward and backward, each measured once, while ``busy`` cores work."""
+
+    def __init__(self, busy: int) -> None:
+        self._busy, self._known = busy, dict[Any, float]()
 
     def rate(self, operation: Operation) -> float:
         """Returns operations a second of such a call."""
@@ -68,11 +101,15 @@ class _MeasuredRates:
         key = (operation.func, *shapes)
         if key not in self._known:
             small = _smaller_attention(operation) if operation.kind == ATTENTION else _smaller_convolution(operation)
-            args = [torch.randn(t.shape, dtype=t.dtype) if isinstance(t, Tensor) else t for t in small]
-            bare = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
+            bare = [t.to("meta") if isinstance(t, Tensor) else t for t in small]
             amount = operations_of(operation.func, bare, operation.kwargs, operation.func(*bare, **operation.kwargs))[1]
-            self._known[key] = _rate(amount, lambda: operation.func(*args, **operation.kwargs), within_s=0.03)
+            self._known[key] = _rate(amount, lambda: _call(operation, small), self._busy, within_s=0.03)
         return self._known[key]
+
+
+def _call(operation: Operation, args: Sequence[Any]) -> Run:
+    numbers = [torch.randn(t.shape, dtype=t.dtype) if isinstance(t, Tensor) else t for t in args]
+    return lambda: operation.func(*numbers, **operation.kwargs)
 
 
 def _smaller_convolution(operation: Operation) -> list[Any]:

@@ -5,7 +5,7 @@ A rank has one GPU, one die of an MI250X, or its share of this machine's cores.
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,25 @@ from seqpar.attention.cost_model import CPU, Machine
 from seqpar.launch.hardware.free_memory import whole_memory
 from seqpar.launch.hardware.operations import ATTENTION, CONVOLUTION, KINDS, MATMUL, OTHER, Operation
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 GB, MIB, GIB = 10**9, 2**20, 2**30
 
 
 @dataclass(frozen=True)
 class Link:
-    """How a rank reaches the others of a group: bytes a second, and seconds of latency for each message."""
+    """How a rank reaches the others of a group: bytes a second, and seconds of latency for each exchange.
+
+    ``hop``: seconds that each further message of an exchange adds; None: as many as the first one's.
+    """
 
     bandwidth: float
     latency: float
+    hop: float | None = None
+
+    def seconds(self, sent: float, exchanges: float, messages: float) -> float:
+        """Returns how long exchanges take that send so many bytes in so many messages altogether."""
+        hop = self.latency if self.hop is None else self.hop
+        return sent / self.bandwidth + exchanges * self.latency + (messages - exchanges) * hop
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class Device:
         bandwidth: bytes a second of its memory.
         links: by the size of the group, up to ``node`` ranks; ``far`` is the link beyond.
         reserved_bytes: memory that libraries take.
+        group_bytes: memory that they take for each group of several ranks that this one is in.
         fragmentation: memory that the allocator loses, as a share of the tensors'.
         launch_seconds: time to start one operation.
         cores: of the machine whose ranks share them, and its memory; 0: each rank has a device of its own.
@@ -55,6 +65,7 @@ class Device:
     far: Link
     node: int = 8
     reserved_bytes: float = 1.0 * GIB
+    group_bytes: float = 0.35 * GIB
     fragmentation: float = 0.05
     launch_seconds: float = 5e-6
     cores: int = 0
@@ -78,6 +89,11 @@ class Device:
             bandwidth=self.bandwidth * cores,
             share_of_cores=cores,
         )
+
+    def in_groups(self, sizes: Sequence[int]) -> "Device":
+        """Returns the device with what libraries take of its memory for groups of these sizes."""
+        taken = self.group_bytes * sum(size > 1 for size in sizes)
+        return replace(self, reserved_bytes=self.reserved_bytes + taken, group_bytes=0.0)
 
     def link(self, size: int) -> Link:
         """Returns the link between ranks of a group of that size."""
@@ -118,22 +134,31 @@ class Clock:
 
 
 def _gpu(
-    name: str, memory: float, peak: tuple[float, float, float], bandwidth: float, links: dict[int, float], far: float
+    name: str,
+    memory: float,
+    peak: tuple[float, float, float, float],
+    bandwidth: float,
+    links: dict[int, float],
+    far: float,
 ) -> Device:
-    """Returns a GPU by its peaks in fp32, bf16, fp64: large products reach half of them, other kinds less."""
-    rates = dict(zip(("fp32", "bf16", "fp64"), peak))
-    near = {size: Link(rate, 2e-5) for size, rate in links.items()}
+    """Returns a GPU by its peaks in fp32, tf32, bf16, fp64: large products reach half of them, other kinds less.
+
+    A hop is what short messages take from rank to rank in a ring: NCCL's own model has 0.5 to 0.9 us in a node, 2.7 us
+    to the next one, and so 1.1 us in the mean where a node has 8 ranks.
+    """
+    rates = dict(zip(("fp32", "tf32", "bf16", "fp64"), peak))
+    near = {size: Link(rate, 2e-5, 1e-6) for size, rate in links.items()}
     shares = {MATMUL: 0.55, CONVOLUTION: 0.35, ATTENTION: 0.40}
-    return Device(name, memory, rates, shares, 0.8 * bandwidth, near, Link(far, 4e-5))
+    return Device(name, memory, rates, shares, 0.8 * bandwidth, near, Link(far, 4e-5, 1e-6))
 
 
 DEVICES: dict[str, Device] = {
     "mi250x": _gpu(  # one die; links of a node's dies are 4, 2 or 1 wide
-        "MI250X GCD", 64 * GIB, (47.9e12, 191.5e12, 47.9e12), 1.6e12, {2: 148e9, 4: 77e9, 8: 39e9}, 11.7e9
+        "MI250X GCD", 64 * GIB, (47.9e12, 47.9e12, 191.5e12, 47.9e12), 1.6e12, {2: 148e9, 4: 77e9, 8: 39e9}, 11.7e9
     ),
-    "a100": _gpu("A100", 80 * GB, (19.5e12, 312e12, 19.5e12), 2.0e12, {8: 240e9}, 23e9),
-    "h100": _gpu("H100", 80 * GB, (67e12, 989e12, 67e12), 3.35e12, {8: 360e9}, 48e9),
-    "h200": _gpu("H200", 141 * GB, (67e12, 989e12, 67e12), 4.8e12, {8: 360e9}, 48e9),
+    "a100": _gpu("A100", 80 * GB, (19.5e12, 156e12, 312e12, 19.5e12), 2.0e12, {8: 240e9}, 23e9),
+    "h100": _gpu("H100", 80 * GB, (67e12, 494e12, 989e12, 67e12), 3.35e12, {8: 360e9}, 48e9),
+    "h200": _gpu("H200", 141 * GB, (67e12, 494e12, 989e12, 67e12), 4.8e12, {8: 360e9}, 48e9),
 }
 
 
@@ -167,6 +192,7 @@ def cpu(rates: Mapping[str, float], source: str) -> Device:
         link,
         CPU.node,
         reserved_bytes=0.4 * GIB,
+        group_bytes=0.0,
         cores=usable_cores(),
         source=source,
     )
@@ -177,6 +203,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def num_devices(on_gpu: bool) -> int:
+    """Returns how many GPUs, or cores, this machine has for this process."""
+    return torch.cuda.device_count() if on_gpu else usable_cores()
+
+
 def measured(path: str, base: Device, precision: str) -> Device:
     """Returns ``base`` with what the doctor's JSON file says of memory, matrix products, ranks of a node and links."""
     try:
@@ -184,7 +215,8 @@ def measured(path: str, base: Device, precision: str) -> Device:
         rates, world, nodes = record["matmul_flops_per_s"], int(record.get("world", 1)), int(record.get("nodes", 1))
         groups = {name: record["groups"][name] for name in ("data", "world", "seq") if name in record.get("groups", {})}
         links = {int(group["size"]): _slowest_link(group) for group in groups.values() if group["size"] > 1}
-        rate = rates.get(str(DTYPES[precision]).removeprefix("torch."), 0.0) if isinstance(rates, dict) else rates
+        name = precision if precision == "tf32" else str(DTYPES[precision]).removeprefix("torch.")
+        rate = rates.get(name, 0.0) if isinstance(rates, dict) else rates
         memory = float(record.get("memory_bytes", 0))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--measured {path} is not what launch/doctor.py writes as JSON: {error}") from None

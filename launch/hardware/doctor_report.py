@@ -2,24 +2,30 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from seqpar.launch.hardware.convolution_speed import Timed
 from seqpar.launch.hardware.devices import GIB
 from seqpar.launch.hardware.findings import crossing
 from seqpar.launch.hardware.rank_facts import RankFacts, device_memory
+from seqpar.launch.job.local_ranks import started
 from seqpar.mesh import Mesh
+from seqpar.quantity import quantity
 
 
 def print_ranks(mesh: Mesh, ranks: Sequence[RankFacts]) -> None:
     """Prints versions and a row for each rank."""
     print(", ".join(f"{name} {version}" for name, version in ranks[0].versions.items()))
-    size, world = mesh.seq.size, mesh.world.size
+    size, world, pipe = mesh.seq.size, mesh.world.size, mesh.pipe.size
     nodes = len(set(mesh.hosts))
-    print(f"{world} rank(s) on {nodes} node(s) = data {world // size} x seq {size}, by {mesh.launcher.by}")
-    names = ("rank", "host", "local", "device", "cores", "seq group", "data group")
+    groups = f"data {mesh.data.size} x {f'pipe {pipe} x ' if pipe > 1 else ''}seq {size}"
+    print(f"{quantity(world, 'rank')} on {quantity(nodes, 'node')} = {groups}, {started(mesh.launcher)}")
+    names = ("rank", "host", "local", "device", "cores", "seq group", "place" if pipe > 1 else "data group")
     rows = [(*names, *(f"{name} TFLOP/s" for name in ranks[0].flops_per_s))]
     for rank, facts in enumerate(ranks):
-        numbers = (rank, facts.host, facts.local_rank, facts.device, facts.cores, rank // size, rank % size)
+        last = mesh.places[rank] if pipe > 1 else rank % size
+        numbers = (rank, facts.host, facts.local_rank, facts.device, facts.cores, rank // size, last)
         speeds = (f"{rate / 1e12:.3g}" for rate in facts.flops_per_s.values())
         rows.append((*map(str, numbers), *speeds))
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -46,16 +52,20 @@ def folder_line(folder: dict[str, Any]) -> str:
     return f"{folder['out']}: {free:,.0f} GiB free, {speed:,.0f} MB/s written; "
 
 
-def record(mesh: Mesh, ranks: Sequence[RankFacts], groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def record(
+    mesh: Mesh, ranks: Sequence[RankFacts], groups: dict[str, dict[str, Any]], timed: Sequence[Timed]
+) -> dict[str, Any]:
     """Returns what the planner reads; every speed is the slowest rank's."""
     return {
         "device": ranks[0].device.partition(" ")[2],
         "memory_bytes": device_memory(mesh),  # of one rank
         "world": mesh.world.size,
         "seqpar": mesh.seq.size,
+        "pipe": mesh.pipe.size,
         "nodes": len(set(mesh.hosts)),
         "seq_crosses_nodes": bool(crossing(mesh.seq.size, ranks)),
         "matmul_flops_per_s": {name: min(facts.flops_per_s[name] for facts in ranks) for name in ranks[0].flops_per_s},
         "groups": groups,
+        "convolutions": [asdict(each) for each in timed],  # of the first rank
         "versions": ranks[0].versions,
     }

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from seqpar.launch.hardware.cluster_traps import Trap
 from seqpar.launch.hardware.devices import GIB
 from seqpar.launch.hardware.rank_facts import RankFacts
+from seqpar.launch.hardware.trap import Trap
 from seqpar.watchdog import these
 
 SKEW_S = 1.0  # clocks that differ by more make time limits and file times wrong

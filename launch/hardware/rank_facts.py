@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 
 import seqpar
-from seqpar.launch.hardware.cluster_traps import Facts, find_traps
+from seqpar.launch.hardware.cluster_traps import find_traps
 from seqpar.launch.hardware.devices import MIB, usable_cores
+from seqpar.launch.hardware.trap import Facts
 from seqpar.mesh import Mesh
 
 WRITTEN_BYTES = 64 * MIB
@@ -46,7 +48,7 @@ def facts_of_this_rank(
         cores=usable_cores(),
         flops_per_s=flops_per_s,
         versions=versions(),
-        traps=[(trap.error, trap.text) for trap in find_traps(os.environ, _facts(mesh, on_cpu))],
+        traps=[(trap.error, trap.text) for trap in find_traps(os.environ, facts_of(mesh, on_cpu, bool(folder["out"])))],
         seen=not folder["file"] or os.path.exists(folder["file"]),
     )
 
@@ -72,7 +74,8 @@ def versions() -> dict[str, str]:
     return by_name
 
 
-def _facts(mesh: Mesh, on_cpu: bool) -> Facts:
+def facts_of(mesh: Mesh, on_cpu: bool = False, has_run_folder: bool = False) -> Facts:
+    """Returns what traps depend on; ``on_cpu``: no GPU is wanted, ``has_run_folder``: one was named."""
     release = platform.release().split(".")
     return Facts(
         on_gpu=mesh.device.type == "cuda",
@@ -87,7 +90,17 @@ def _facts(mesh: Mesh, on_cpu: bool) -> Facts:
         slingshot=os.path.isdir("/sys/class/cxi"),
         kernel=(int(release[0]), int(release[1])) if release[0].isdigit() and release[1].isdigit() else (6, 0),
         launch_warning=mesh.launcher.warning,
+        torch=_numbers(torch.__version__),
+        has_run_folder=has_run_folder,
+        cudnn=0 if torch.version.hip else torch.backends.cudnn.version() or 0,
     )
+
+
+def _numbers(version: str) -> tuple[int, int, int]:
+    """Returns the three numbers of "2.9.1+cu128" or "2.10.0a0+git"."""
+    first, second, third = (re.match("[0-9]*", piece) for piece in f"{version}.0.0".split(".")[:3])
+    major, minor, patch = (int(match.group() or 0) if match else 0 for match in (first, second, third))
+    return major, minor, patch
 
 
 def write_speed(out: Path) -> dict[str, Any]:

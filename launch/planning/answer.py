@@ -11,50 +11,65 @@ from typing import Any
 
 from seqpar.launch.hardware.devices import GB, GIB, MIB
 from seqpar.launch.models.build import kind_of
+from seqpar.launch.models.net import Net
 from seqpar.launch.planning.fit import most_tiles
 from seqpar.launch.planning.needs import Plan, Run
 from seqpar.launch.planning.outline import outline
+from seqpar.launch.settings.classify_settings import for_task
 from seqpar.launch.settings.config import Config, dashed, shorten
 from seqpar.launch.settings.presets import PRESETS
 from seqpar.mesh import Group
+from seqpar.quantity import quantity
 
 
-def rehearsal(config: Config, p: Plan, channels: int, outputs: int, data: str, steps: int) -> str:
+def rehearsal(
+    config: Config, p: Plan, channels: int, outputs: int, data: str, steps: int, stages: Sequence[str] = ()
+) -> str:
     """Describes what would run: data, network, tokens, memory per rank, steps, and how decoding is shared.
 
     - ``p``: the plan of ``config`` on the device here
     - ``data``: the line that describes the data set
     - ``steps``: how many are trained so
+    - ``stages``: lines on those of a pipe
     """
-    memory, groups = p.memory, p.ranks // config.seqpar
+    pipe = f"pipe {config.pipe} x " if config.pipe > 1 else ""
+    memory, groups = p.memory, p.ranks // config.group_ranks
     net = outline(config, Group("seq", tuple(range(config.seqpar))), channels, outputs)
     layout = net.layout
     model = memory["weights"] + memory["gradients"] + memory["optimizer"]
     verdict = "fits" if p.fits else "does not fit; plan.py finds what does, for other devices too"
     return "\n".join(
         [
-            f"would run on {p.ranks} ranks = data {groups} x seq {config.seqpar}; nothing was written",
+            config.to_json(),  # first: it is long, and a terminal shows what comes last
+            f"would run on {quantity(p.ranks, 'rank')} = data {groups} x {pipe}seq {config.seqpar}; "
+            "nothing was written",
             f"  data      {data}",
             f"  network   {net.describe()}",
             f"  tile      {kind_of(config).describe_tile(config)}; per rank {' '.join(map(str, layout.counts))}",
             *(f"  attention {why}" for why in p.attention_why[:1]),
-            f"  decoding  {net.mode.check(layout, config.batch)}",
+            f"  decoding  {decoding_of(net, config)}",
+            *(f"  {'' if number else 'stages':<9} {line}" for number, line in enumerate(stages)),
             f"  memory    {p.total / GIB:.2f} GiB a rank, of {p.device.memory / GIB:.2f} of {p.device.name}: {verdict}",
             f"            {(memory['tokens'] + memory['decoder']) / GIB:.2f} for backward, "
             f"{memory['transient'] / GIB:.2f} more at the worst moment, {model / GIB:.2f} for weights, gradients and "
             "optimizer, the rest for input and libraries",
             f"  steps     {steps}; {tiles_a_step(config, p.ranks)}",
-            config.to_json(),
         ]
     )
 
 
+def decoding_of(net: Net, config: Config) -> str:
+    """Returns how ranks share decoding; raises ValueError where the mode refuses the batch."""
+    line = net.mode.check(net.layout, config.batch)
+    return line if net.group.size > 1 else "each rank decodes whole tiles"
+
+
 def tiles_a_step(config: Config, num_ranks: int) -> str:
     """Returns the global batch of a config on so many ranks, and what it is made of."""
-    groups = num_ranks // config.seqpar
-    factors = f"{groups} group{'s' if groups > 1 else ''} x batch {config.batch} x accumulate {config.accumulate}"
+    groups = num_ranks // config.group_ranks
+    factors = f"{quantity(groups, 'group')} x batch {config.batch} x accumulate {config.accumulate}"
     tiles = groups * config.batch * config.accumulate
-    return f"global batch {tiles} tile{'s' if tiles > 1 else ''} = {factors}"
+    return f"global batch {quantity(tiles, 'tile')} = {factors}"
 
 
 def header(run: Run, preset: str, tile: Sequence[int]) -> str:
@@ -66,7 +81,8 @@ def header(run: Run, preset: str, tile: Sequence[int]) -> str:
     return "\n".join(
         [
             f"plan: preset {preset}, {kind.describe(config)}, mode {config.mode}; {config.precision}",
-            f"tile {_by(tile)}{padding}, {kind.describe_tile(config)}; {run.channels} channels, {run.outputs} classes",
+            f"tile {_by(tile)}{padding}, {kind.describe_tile(config)}; {quantity(run.channels, 'channel')}, "
+            f"{run.outputs} classes",
             f"{device.name}: {device.memory / GIB:.1f} GiB, {device.peak[config.precision] / 1e12:.3g} TFLOP/s"
             f"{shared} ({device.source})",
             "",
@@ -88,7 +104,8 @@ def row(p: Plan) -> str:
         return f"{p.config.seqpar:>6} {why}"
     size = {name: value / GIB for name, value in p.memory.items()}
     model = size["weights"] + size["gradients"] + size["optimizer"]
-    strategy = p.config.attention if p.config.seqpar > 1 and kind_of(p.config).attends else "-"
+    strategy = "windows" if p.config.window else p.config.attention
+    strategy = strategy if p.config.seqpar > 1 and kind_of(p.config).attends else "-"
     seq, world = p.sent["seq"] / GB, p.sent["world"] / GB
     too_much = " " if p.fits else "!"
     return (
@@ -121,7 +138,7 @@ def answer(run: Run, best: Plan, rows: Sequence[Plan], preset: str) -> list[str]
     fused = f"; attention that is not fused {_unfused(rows)}" if kind_of(best.config).attends else ""
     sentences = [
         *batches(run, rows),
-        f"{fits}, with up to {tiles} tile{'s' if tiles > 1 else ''} a group{fused}",
+        f"{fits}, with up to {quantity(tiles, 'tile')} a group{fused}",
         f"MiB on the fullest rank: {parts}",
         f"seconds a step: {seconds}",
     ]
@@ -164,7 +181,8 @@ def command(p: Plan, preset: str) -> str:
 
 def flags(config: Config, preset: str) -> list[str]:
     """Returns the flags that turn the preset into the config."""
-    start, line = PRESETS[preset](), ["--preset", preset]
+    own, line = PRESETS[preset](), ["--preset", preset]
+    start = replace(for_task(own, config.task, preset), task=own.task)
     for f in dataclasses.fields(Config):
         value: Any = getattr(config, f.name)
         if value == getattr(start, f.name) and f.name != "seqpar" or value == ():

@@ -4,26 +4,29 @@ The cost model (``seqpar.attention.cost_model``) compares strategies; here it is
 links and speed, and the memory that the plan leaves.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from seqpar.attention.cost_model import Layer, choose, cost
+from seqpar.attention.cost_model import Layer, choose_for, cost, memory_of
 from seqpar.attention.strategies import Strategy, check_strategy
 from seqpar.launch.hardware.devices import DTYPES, Device
-from seqpar.launch.models.build import kind_of, layout_of
+from seqpar.launch.models.build import kind_of
 from seqpar.launch.settings.config import Config
 
 
 def is_open(config: Config) -> bool:
-    """Returns whether there is a strategy to choose: for a network that attends, on several ranks, none is named."""
-    return kind_of(config).attends and config.attention == "auto" and config.seqpar > 1
+    """Returns whether there is a strategy to choose: for attention to all tokens, on several ranks, none is named."""
+    return kind_of(config).attends and config.attention == "auto" and config.seqpar > 1 and not config.window
 
 
-def layer_of(config: Config) -> Layer:
-    """Returns the sizes of one of the config's attention layers."""
-    sizes = layout_of(config).counts
-    per_chunk = config.heads_per_chunk or None
-    return Layer(sizes, config.heads, config.embed_dim, config.batch, DTYPES[config.precision].itemsize, per_chunk)
+def layers_of(config: Config) -> list[tuple[Layer, int]]:
+    """Returns the sizes of the config's attention layers, and how many have each."""
+    element, per_chunk = DTYPES[config.precision].itemsize, config.heads_per_chunk or None
+    return [
+        (Layer(each.sizes, each.heads, each.width, config.batch, element, per_chunk), each.depth)
+        for each in kind_of(config).attention_layers(config)
+    ]
 
 
 def strategy_of(config: Config) -> Strategy:
@@ -33,17 +36,17 @@ def strategy_of(config: Config) -> Strategy:
     return check_strategy(config.attention, config.seqpar, config.heads, config.keep_kv)
 
 
-def saved_layers(config: Config) -> int:
-    """Returns how many layers hold what attention needs for the backward at a time: one where it is recomputed."""
-    return config.depth if config.grad_checkpoint == Config().grad_checkpoint else 1
+def is_recomputed(config: Config) -> bool:
+    """Returns whether one layer at a time holds what attention needs for the backward."""
+    return config.grad_checkpoint != Config().grad_checkpoint
 
 
 def attention_waiting(config: Config, device: Device) -> float:
-    """Returns the seconds a micro-batch that attention waits for messages."""
-    if not kind_of(config).attends:
+    """Returns the seconds a micro-batch that attention waits for messages of a strategy, which windows have not."""
+    if not kind_of(config).attends or config.window:
         return 0.0
-    machine = device.machine(config.seqpar, config.precision)
-    return cost(strategy_of(config), layer_of(config), machine, config.keep_kv).waiting * config.depth
+    machine, strategy = device.machine(config.seqpar, config.precision), strategy_of(config)
+    return sum(cost(strategy, layer, machine, config.keep_kv).waiting * count for layer, count in layers_of(config))
 
 
 def unfused_scores(config: Config, transient: int) -> float:
@@ -54,9 +57,14 @@ def unfused_scores(config: Config, transient: int) -> float:
     """
     if not kind_of(config).attends:
         return 0.0
-    layer = layer_of(config)
-    one = layer.batch * layer.heads * max(layer.sizes) * sum(layer.sizes) * layer.element
-    return saved_layers(config) * one + max(0, 2 * one - transient)
+    most = config.window**3 or math.inf  # keys of a token
+    scores = [
+        (layer.batch * layer.heads * max(layer.sizes) * min(sum(layer.sizes), most) * layer.element, count)
+        for layer, count in layers_of(config)
+    ]
+    largest = max(one for one, _ in scores)
+    saved = largest if is_recomputed(config) else sum(one * count for one, count in scores)
+    return saved + max(0, 2 * largest - transient)
 
 
 def choose_within_memory(
@@ -69,14 +77,14 @@ def choose_within_memory(
     - ``device``: what one rank has
     - ``planned_bytes``: returns the bytes that a config with a named strategy needs on the fullest rank
     """
-    layer, machine = layer_of(config), device.machine(config.seqpar, config.precision)
-    quickest, _ = choose(layer, machine, config.keep_kv)
-    depth = saved_layers(config)
-    needed = cost(quickest, layer, machine, config.keep_kv).memory(depth)
+    layers, machine = layers_of(config), device.machine(config.seqpar, config.precision)
+    recomputed = is_recomputed(config)
+    quickest, _ = choose_for(layers, machine, config.keep_kv)
+    costs = [(cost(quickest, layer, machine, config.keep_kv), count) for layer, count in layers]
     left = (device.memory - planned_bytes(replace(config, attention=str(quickest)))) / (
         1 + device.fragmentation
-    ) + needed
-    strategy, why = choose(layer, machine, config.keep_kv, left, depth)
+    ) + memory_of(costs, recomputed)
+    strategy, why = choose_for(layers, machine, config.keep_kv, left, recomputed)
     return replace(config, attention=str(strategy)), why
 
 
@@ -84,6 +92,6 @@ def choose_quickest(config: Config, device: Device) -> Config:
     """Returns the config with the quickest strategy for one sample in float32, whatever memory it needs."""
     if not is_open(config):
         return config
-    layer = replace(layer_of(config), batch=1, element=4)
-    strategy, _ = choose(layer, device.machine(config.seqpar, config.precision), config.keep_kv)
+    layers = [(replace(layer, batch=1, element=4), count) for layer, count in layers_of(config)]
+    strategy, _ = choose_for(layers, device.machine(config.seqpar, config.precision), config.keep_kv)
     return replace(config, attention=str(strategy))

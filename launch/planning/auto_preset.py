@@ -11,25 +11,27 @@ from seqpar.data.preparation.fingerprint import Fingerprint, Millimetres, Sides
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.launch.hardware.devices import GIB, Device
 from seqpar.launch.models.build import kind_of
-from seqpar.launch.models.unets import Stages, spell_stages, topology
 from seqpar.launch.planning.fit import largest_batch
-from seqpar.launch.planning.needs import Run, planned
+from seqpar.launch.planning.needs import Run
+from seqpar.launch.planning.pipe_plan import plan_run
 from seqpar.launch.planning.tile_choice import shape_at, smaller_tiles, suited_tile, target_spacing
 from seqpar.launch.settings.config import Config, shorten
+from seqpar.launch.settings.curriculum import parse_curriculum
+from seqpar.quantity import quantity
 
 WIDTHS = ((768, 12, 12), (384, 12, 6), (192, 12, 3))  # --embed-dim, --depth, --heads for GPUs, the widest first
 CPU_WIDTHS = ((96, 3, 4),)
 MOST_VOXELS, CPU_VOXELS = 192**3, 64**3  # of a tile, with patch 8: beyond, time decides and not memory
 USUAL_VOXELS = 96**3  # a width is taken if a tile of so many fits
 LEAST_BATCH, CPU_BATCH, MOST_BATCH = 2, 2, 32
-SHARE = 0.05  # of all voxels in a batch, at most
+SHARE = 0.05  # of all voxels in a step, at most: nnU-Net's batch, which all its devices share
 LONGEST_PATCH, LEAST_TOKENS = 8, 4  # voxels of a token's longest side, and tokens along a direction
 
 
 def plan_from_data(
     config: Config, flags: Collection[str], fingerprint: Fingerprint, device: Device, ranks: int
 ) -> tuple[Config, dict[str, tuple[str, ...]]]:
-    """Returns the config with what the data and the device decide, and five sentences why, by name.
+    """Returns the config with what the data and the device decide, and sentences why, by name.
 
     - ``flags``: the settings on the command line, which stay as they are
     - ``ranks``: of the run
@@ -42,14 +44,17 @@ def plan_from_data(
     shape, size = shape_at(fingerprint, spacing), spacing or fingerprint.spacing
     search = _Search(replace(config, seqpar=config.seqpar or 1), flags, device, ranks, channels, outputs, shape, size)
     search.choose_patch()
+    if config.curriculum:
+        search.take_lessons(fingerprint.largest(spacing or "source"))
     width_line = search.choose_widths()
     tile_line = search.choose_tile()
-    batch_line = search.choose_batch(sum(_voxels(fingerprint, spacing)))
     data_line = (
-        f"auto: {len(fingerprint.ids)} cases, median {_by(shape)} voxels of {_by(size)} mm, not cropped; {channels} "
-        f"channels, {outputs} outputs; {device.memory / GIB:.0f} GiB of {device.name}"
+        f"auto: {quantity(len(fingerprint.ids), 'case')}, median {_by(shape)} voxels of {_by(size)} mm, not cropped; "
+        f"{quantity(channels, 'channel')}, {outputs} outputs; {device.memory / GIB:.0f} GiB of {device.name}"
     )
-    lines = {"data": data_line, "spacing": spacing_line, "widths": width_line, "tile": tile_line, "batch": batch_line}
+    lines = {"data": data_line, "spacing": spacing_line, "widths": width_line, "tile": tile_line}
+    if not config.curriculum:  # its lessons have batches of their own
+        lines["batch"] = search.choose_batch(sum(_voxels(fingerprint, spacing)))
     chosen = replace(search.config, seqpar=config.seqpar)
     return chosen, {f"auto_{name}": (line,) for name, line in lines.items()}
 
@@ -86,9 +91,10 @@ class _Search:
         self, config: Config, flags: Collection[str], device: Device, ranks: int, channels: int, outputs: int,
         shape: Sides, size: Millimetres,
     ) -> None:  # fmt: skip
-        self.config, self.flags, self.device, self.ranks = config, flags, device, ranks
+        self.config, self.flags, self.device, self.ranks = config, frozenset(flags), device, ranks
         self.channels, self.outputs, self.shape, self.size = channels, outputs, shape, size
         self.tile_voxels = float(CPU_VOXELS if device.cores else MOST_VOXELS)
+        self.tile_line = ""  # what is said of tiles that are not chosen
 
     def choose_patch(self) -> None:
         """Takes tokens that are about as long in mm in every direction, and bounds their number."""
@@ -97,6 +103,17 @@ class _Search:
             self.config = replace(self.config, patch=tuple(sides if max(sides) > 1 else [2] * 3))
         if kind_of(self.config).attends:  # attention's time grows with the square of the tokens
             self.tile_voxels *= min(1.0, math.prod(self.config.patch) / LONGEST_PATCH**3)
+
+    def take_lessons(self, largest: Sides) -> None:
+        """Takes the largest tile of a curriculum for the one to plan by; ``largest``: sides that hold every case.
+
+        An nnU-Net's stages are laid out for the first one.
+        """
+        tiles = [entry.tile or largest for entry in parse_curriculum(self.config.curriculum)]
+        self.config = self._with_stages(replace(self.config, tile=tiles[0]))
+        self.config = replace(kind_of(self.config).pinned(self.config), tile=max(tiles, key=math.prod))
+        self.tile_line = f"  tiles and batches of --curriculum, as given; the largest is {_by(self.config.tile)}"
+        self.flags |= {"tile"}
 
     def choose_widths(self) -> str:
         """Takes the widest network that fits with a usual tile, or with the one that was typed; returns why."""
@@ -122,6 +139,8 @@ class _Search:
     def choose_tile(self) -> str:
         """Takes the largest tile that fits with the least batch; returns why."""
         described = kind_of(self.config).describe_tile
+        if self.tile_line:
+            return self.tile_line
         if "tile" in self.flags:
             return f"  --tile {_spaced(self.config.tile)}, as given, {described(self.config)}"
         tiles = list(smaller_tiles(self._tile_of(self.tile_voxels), self.shape, self._unit()))
@@ -140,13 +159,17 @@ class _Search:
         """Takes the largest batch that fits, up to a share of all ``voxels``; returns why."""
         if self.config.batch and "batch" in self.flags:
             return f"  --batch {self.config.batch}, as given"
-        tile = math.prod(self.config.tile)
         most = CPU_BATCH if self.device.cores else MOST_BATCH
-        few = max(LEAST_BATCH, min(most, int(SHARE * voxels / tile)))
+        times = self.ranks // self.config.group_ranks * self.config.accumulate  # batches in a step
+        share = int(SHARE * voxels / math.prod(self.config.tile) / times)
         unit = self.config.seqpar if self.config.mode == "swap" else 1
-        best = largest_batch(self._run(self.config), self.ranks, -(-few // unit) * unit)
+        few = max(-(-LEAST_BATCH // times), min(most, share) // unit * unit, unit)
+        best = largest_batch(self._run(self.config), self.ranks, few)
         self.config = replace(self.config, batch=best.config.batch)
-        why = f"at most {SHARE:.0%} of all voxels" if few < most else f"at most {most}"
+        of_step = "" if times == 1 else f" in a step of {times * best.config.batch} tiles"
+        why = f"at most {SHARE:.0%} of all voxels{of_step}" if share < most else f"at most {most}"
+        if few > share:
+            why = f"the least, though more than {SHARE:.0%} of all voxels{of_step}"
         if not best.fits:
             why = "which may not fit: use a larger --seqpar, or a smaller --embed-dim or --tile"
         return f"  --batch {best.config.batch}: {best.total / GIB:.1f} of {best.device.memory / GIB:.0f} GiB, {why}"
@@ -154,7 +177,7 @@ class _Search:
     def fits(self, tile: Sequence[int]) -> bool:
         """Returns whether the tile fits with the least batch; what cannot be at all does not."""
         try:
-            return planned(self._run(self._with_tile(tile)), self.ranks).fits
+            return plan_run(self._run(self._with_tile(tile)), self.ranks).fits
         except ValueError:
             return False
 
@@ -184,10 +207,10 @@ class _Search:
         return config
 
     def _with_stages(self, config: Config) -> Config:
-        """Returns the config of an nnU-Net with its planner's stages for this spacing, where voxels are not cubes."""
-        if not config.network.startswith("nnunet") or "stages" in self.flags or max(self.size) < 2 * min(self.size):
+        """Returns the config of a network whose stages follow from this spacing, where voxels are not cubes."""
+        if "stages" in self.flags or max(self.size) < 2 * min(self.size):
             return config
-        return replace(config, stages=spell_stages(Stages(*topology(config.tile, self.size))))
+        return kind_of(config).pinned(config, self.size)
 
 
 def _patch_side(length: float, side: int) -> int:

@@ -34,7 +34,7 @@ def choose(
     if config.seqpar == AUTO:
         config, why["seqpar_choice"] = _choose_size(run, launcher)
     if not config.batch:
-        config, sentence = _choose_batch(replace(run, config=config), max(launcher.world, config.seqpar))
+        config, sentence = _choose_batch(replace(run, config=config), max(launcher.world, config.group_ranks))
         why["batch_choice"] = (sentence,)
     return config, why
 
@@ -127,4 +127,5 @@ def _devices(config: Config) -> int:
 
 
 def _needs(p: Plan) -> str:
-    return f"{p.total / GIB:.2f} GiB of {p.device.memory / GIB:.2f} a rank"
+    where = "on the fullest rank of the pipe" if p.config.pipe > 1 else "a rank"
+    return f"{p.total / GIB:.2f} GiB of {p.device.memory / GIB:.2f} {where}"

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from seqpar.launch.models.build import kind_of
 from seqpar.launch.planning.step_counter import StepSetup, count_step
 from seqpar.launch.settings.config import Config
+from seqpar.quantity import quantity
 
 PAPER_BATCH, PAPER_TILE, PAPER_PATCH = 32, 96, 16
 PAPERS = {(96, 16, 0): 32, (128, 16, 0): 16, (96, 4, 4): 1}  # tile, patch, group (0: any): tiles a group in the paper
@@ -31,7 +32,7 @@ def choose_batch(config: Config) -> Config:
 def papers_batch(config: Config) -> int:
     """Returns how many tiles a sequence group the paper trained such a config with; 0 if it did not."""
     cubes = len(set(config.tile)) == 1 == len(set(config.patch))
-    sizes = (config.depth, config.embed_dim, config.heads) == (12, 768, 12) and cubes
+    sizes = (config.depths, config.embed_dim, config.heads, config.window) == (12, 768, 12, 0) and cubes
     if (
         not sizes
         or (config.network, config.decoder, config.precision) != ("vit", "plain", "fp32")
@@ -45,7 +46,7 @@ def papers_batch(config: Config) -> int:
 def _most_by_memory(config: Config) -> int:
     """Returns as many tiles as need the memory of the paper's batch."""
     paper = replace(config, tile=(PAPER_TILE,) * 3, patch=(PAPER_PATCH,) * 3, seqpar=1, attention="auto", keep_kv=False)
-    paper = replace(paper, grad_checkpoint="none", mlp_chunks=1)
+    paper = replace(paper, grad_checkpoint="none", mlp_chunks=1, encoder="plain")
     budget = PAPER_BATCH * saved_per_tile(paper)
     return max(1, min(PAPER_BATCH, int(budget / saved_per_tile(config))))
 
@@ -60,8 +61,9 @@ def keep_global_batch(
     """
     if global_batch % num_groups:
         raise ValueError(
-            f"the run has {global_batch} tiles a step, which {num_groups} sequence groups cannot share evenly: resume "
-            f"on so many groups: {_divisors(global_batch)} (with a larger --seqpar the same ranks make fewer)"
+            f"the run has {quantity(global_batch, 'tile')} a step, which {num_groups} sequence groups cannot share "
+            f"evenly: resume on so many groups: {_divisors(global_batch)} (with a larger --seqpar the same ranks make "
+            "fewer)"
         )
     batch, accumulate = _choose_pair(config, global_batch // num_groups, num_groups, flags, "the run has")
     if config.batch_dice and accumulate != config.accumulate:
@@ -101,17 +103,18 @@ def how_held(before: Config, now: Config, num_groups: int) -> str:
         how = "by the batch" + (", as with --batch-dice tiles stay together" if now.batch_dice else "")
     else:
         how = "as it is without"
-    groups = f"{num_groups} group{'s' if num_groups > 1 else ''}"
+    groups = quantity(num_groups, "group")
     return f"--global-batch {now.global_batch}: {groups} x batch {now.batch} x accumulate {now.accumulate}, {how}"
 
 
 def _choose_pair(config: Config, each: int, num_groups: int, flags: Mapping[str, int], has: str) -> tuple[int, int]:
     """Returns batch and accumulation of ``each`` tiles of a group: the config's, else the largest batch below its."""
-    unit = config.seqpar if config.mode == "swap" else 1
+    unit, tiles = config.seqpar if config.mode == "swap" else 1, quantity(each, "tile")
+    groups = quantity(num_groups, "group")
     if each % unit:
         raise ValueError(
-            f"--mode swap: {has} {each} tiles a step for each of {num_groups} groups, which must divide by --seqpar "
-            f"{unit}: use --mode auto or halo, or tiles a step that divide by {num_groups * unit}"
+            f"--mode swap: {has} {tiles} a step for each of {groups}, which must divide by --seqpar {unit}: use "
+            f"--mode auto or halo, or tiles a step that divide by {num_groups * unit}"
         )
     pairs = [(size, each // size) for size in range(unit, each + 1, unit) if each % size == 0]
     required = flags.get("batch", 0), flags.get("accumulate", 0)
@@ -119,7 +122,7 @@ def _choose_pair(config: Config, each: int, num_groups: int, flags: Mapping[str,
     if not fitting:
         line = " ".join(f"--{name} {number}" for name, number in flags.items())
         fits = ", ".join(f"--batch {size} --accumulate {count}" for size, count in pairs)
-        raise ValueError(f"{line}: {has} {each} tiles a step for each of {num_groups} groups: use {fits}")
+        raise ValueError(f"{line}: {has} {tiles} a step for each of {groups}: use {fits}")
     if (config.batch, config.accumulate) in fitting:
         return config.batch, config.accumulate
     return max((pair for pair in fitting if pair[0] <= config.batch), default=fitting[0])

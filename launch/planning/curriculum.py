@@ -10,8 +10,9 @@ from seqpar.launch.planning.auto_settings import choose
 from seqpar.launch.planning.feasibility import refuse
 from seqpar.launch.planning.outline import outline
 from seqpar.launch.settings.config import AUTO, Config
-from seqpar.launch.settings.curriculum import Lesson, lessons_of, parse_curriculum, spell_curriculum
+from seqpar.launch.settings.curriculum import Lesson, in_micro_batches, lessons_of, parse_curriculum, spell_curriculum
 from seqpar.mesh import Group
+from seqpar.quantity import quantity
 
 Choices = dict[str, tuple[str, ...]]
 
@@ -19,6 +20,19 @@ Choices = dict[str, tuple[str, ...]]
 def is_open(config: Config) -> bool:
     """Returns whether a curriculum has a lesson whose tile or batch is not known."""
     return any(not entry.tile or not entry.batch for entry in parse_curriculum(config.curriculum))
+
+
+def deal_out(config: Config, flags: set[str]) -> tuple[Config, Choices]:
+    """Returns the config whose lessons, a preset's, have micro-batches enough for the places of a pipe, and why.
+
+    ``flags``: the settings on the command line, which may say themselves what a step has
+    """
+    typed = flags & {"curriculum", "accumulate", "global_batch"}
+    if config.pipe == 1 or config.resume or typed or not config.curriculum:
+        return config, {}
+    lessons = in_micro_batches(config.curriculum, 2 * config.pipe)
+    why = f"--curriculum {lessons}: with --pipe {config.pipe} a step's tiles are dealt out to micro-batches"
+    return replace(config, curriculum=lessons), {"micro_batches": (why,)}
 
 
 def choose_lessons(
@@ -30,10 +44,15 @@ def choose_lessons(
     - ``channels``, ``outputs``: of the data; looked at where a batch is open
     """
     entries = [replace(entry, tile=entry.tile or tuple(largest)) for entry in parse_curriculum(config.curriculum)]
+    if any(entry.micros for entry in entries):  # a run that goes on has the number of the lesson that it was in
+        entries = [replace(entry, micros=entry.micros or config.accumulate) for entry in entries]
     config = kind_of(config).pinned(replace(config, tile=entries[0].tile))
     unit = kind_of(config).unit(config)
     entries = [replace(entry, tile=_padded(entry.tile, unit)) if entry.is_whole else entry for entry in entries]
-    configs, why = [replace(config, tile=entry.tile, batch=entry.batch) for entry in entries], Choices()
+    accumulate, why = config.accumulate, Choices()
+    configs = [
+        replace(config, tile=entry.tile, batch=entry.batch, accumulate=entry.micros or accumulate) for entry in entries
+    ]
     if config.seqpar == AUTO:
         answers = [choose(each, launcher, channels, outputs) for each in configs]
         config, reasons = max(answers, key=lambda answer: answer[0].seqpar)
@@ -45,18 +64,22 @@ def choose_lessons(
             (sentence,) = reasons["batch_choice"]
             why[f"batch_choice_{number + 1}"] = (f"tile {'x'.join(map(str, each.tile))}: {sentence}",)
     filled = [replace(entry, batch=each.batch) for entry, each in zip(entries, configs)]
-    return replace(configs[0], curriculum=spell_curriculum(filled)), why
+    return replace(configs[0], accumulate=accumulate, curriculum=spell_curriculum(filled)), why
 
 
 def _padded(sides: Sequence[int], unit: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.ceil(side / step) * step for side, step in zip(sides, unit))
 
 
-def refuse_lessons(lessons: Sequence[Lesson]) -> None:
-    """Refuses lessons that cannot work, and tiles for which the network is another one."""
+def refuse_lessons(lessons: Sequence[Lesson], num_groups: int = 1) -> None:
+    """Refuses lessons that cannot work, and tiles for which the network is another one.
+
+    - ``num_groups``: sequence groups, whose tiles are one batch
+    """
     for lesson in lessons:
         try:
             refuse(lesson.config)
+            kind_of(lesson.config).refuse_batch(lesson.config, num_groups)
         except ValueError as error:
             if len(lessons) == 1:
                 raise
@@ -79,6 +102,11 @@ def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in net.state_dict().items() if name not in resized}
 
 
+def _tiles(config: Config) -> str:
+    """Returns the tiles of a micro-batch, and how many of these a step has."""
+    return f"{config.batch} x {config.accumulate}" if config.accumulate > 1 else str(config.batch)
+
+
 def _by(config: Config) -> str:
     return "x".join(map(str, config.tile))
 
@@ -88,8 +116,8 @@ def describe_lessons(config: Config) -> str:
     if not config.curriculum:
         return ""
     lines = [
-        f"  tile {_by(lesson.config)}, {lesson.config.batch} a group: steps {lesson.steps.start + 1} to "
+        f"  tile {_by(lesson.config)}, {_tiles(lesson.config)} a group: steps {lesson.steps.start + 1} to "
         f"{lesson.steps.stop}{', centred on labelled voxels' if lesson.foreground == 1 else ''}"
         for lesson in lessons_of(config)
     ]
-    return "\n".join([f"curriculum of {len(lines)} lessons:", *lines])
+    return "\n".join([f"curriculum of {quantity(len(lines), 'lesson')}:", *lines])

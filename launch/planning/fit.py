@@ -1,21 +1,20 @@
 """The smallest group and the largest batch that fit a device."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from seqpar.launch.hardware.devices import GIB
 from seqpar.launch.models.build import kind_of
-from seqpar.launch.planning.needs import (
-    Plan,
-    Run,
-    memory_of,
-    plan,
-    planned,
-    steps_of,
-)
+from seqpar.launch.planning.needs import Plan, Run, memory_of, plan, shares_nodes, steps_of
+from seqpar.launch.planning.pipe_plan import plan_run
 from seqpar.launch.planning.step_counter import extended
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def usual_sizes(node: int) -> list[int]:
+    """Returns the group sizes to plan where none is named: those that share nodes of ``node`` ranks evenly."""
+    return [size for size in SIZES if shares_nodes(size, node)]
 
 
 def plans(run: Run, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
@@ -62,18 +61,30 @@ def largest_batch(run: Run, ranks: int, most: int) -> Plan:
     unit = run.config.seqpar if run.config.mode == "swap" else 1
 
     def of(tiles: int) -> Plan:
-        return planned(replace(run, config=replace(run.config, batch=tiles), timed=False), ranks)
+        return plan_run(replace(run, config=replace(run.config, batch=tiles), timed=False), ranks)
 
     largest = of(most)
     if largest.fits or most == unit:
         return largest
     least = of(unit)
+    if run.config.pipe > 1:
+        return _by_halves(of, least, unit, most)
     while not largest.fits and largest.config.batch > unit:  # memory is convex in the batch: a chord lies above it
         tiles = largest.config.batch
         per_tile = (largest.total - least.total) / (tiles - unit)
         guess = unit + int((least.device.memory - least.total) / per_tile / unit) * unit
         largest = of(max(unit, min(guess, tiles - unit)))
     return largest
+
+
+def _by_halves(of: Callable[[int], Plan], least: Plan, unit: int, most: int) -> Plan:
+    """Returns the plan of the largest batch that fits where each batch has its own stages; ``most`` does not fit."""
+    best, low, high = least, 1, most // unit
+    while best.fits and high - low > 1:
+        middle = (low + high) // 2
+        p = of(middle * unit)
+        low, high, best = (middle, high, p) if p.fits else (low, middle, best)
+    return best
 
 
 def refusal(rows: Sequence[Plan], exhausted: bool = False) -> str:

@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
+import torch
+
 from seqpar.consensus import by_first, gather_texts
 from seqpar.launch.hardware.devices import GIB, MIB, device_here
 from seqpar.launch.hardware.free_memory import Memory, memory_here
@@ -25,13 +27,38 @@ def refuse_beyond_free(config: Config, mesh: Mesh, channels: int, outputs: int) 
     - ``config``: a complete one, its attention strategy named
     - ``channels``, ``outputs``: of the images and of the network
     """
-    if mesh.device.type != "cpu":
+    if mesh.device.type != "cpu" or config.pipe > 1:  # stages are looked at when they are placed
         return
-    texts = gather_texts(json.dumps(asdict(memory_here())), mesh.world)
-    memories = [Memory(**json.loads(text)) for text in texts]
-    hosts = mesh.hosts or ("this host",)
+    hosts, memories = mesh.hosts or ("this host",), _memories(mesh)
     if why := by_first(lambda: _shortage(config, hosts, memories, channels, outputs), mesh.world):
         raise TooLittleMemory(why)
+
+
+def free_shares(mesh: Mesh) -> list[float]:
+    """Returns the bytes that each rank has free, its share where ranks of a host have one memory."""
+    if mesh.device.type != "cpu":
+        return [float(text) for text in gather_texts(str(torch.cuda.mem_get_info(mesh.device)[0]), mesh.world)]
+    shares = _shares(mesh.hosts, _memories(mesh))
+    return [shares[host] for host in mesh.hosts]
+
+
+def _memories(mesh: Mesh) -> list[Memory]:
+    """Returns the memory of each rank's host, as it sees it."""
+    texts = gather_texts(json.dumps(asdict(memory_here())), mesh.world)
+    return [Memory(**json.loads(text)) for text in texts]
+
+
+def _shares(hosts: Sequence[str], memories: Sequence[Memory]) -> dict[str, float]:
+    """Returns the free bytes of each of a host's ranks, by host."""
+    by_host = _by_host(hosts, memories)
+    return {host: min(seen, key=lambda m: m.free).free / len(seen) for host, seen in by_host.items()}
+
+
+def _by_host(hosts: Sequence[str], memories: Sequence[Memory]) -> dict[str, list[Memory]]:
+    by_host: dict[str, list[Memory]] = {}
+    for host, memory in zip(hosts, memories):
+        by_host.setdefault(host, []).append(memory)
+    return by_host
 
 
 def _shortage(config: Config, hosts: Sequence[str], memories: Sequence[Memory], channels: int, outputs: int) -> str:
@@ -39,10 +66,7 @@ def _shortage(config: Config, hosts: Sequence[str], memories: Sequence[Memory], 
 
     - ``hosts``, ``memories``: of each rank, as it sees them
     """
-    by_host: dict[str, list[Memory]] = {}
-    for host, memory in zip(hosts, memories):
-        by_host.setdefault(host, []).append(memory)
-    shares = {host: min(seen, key=lambda m: m.free).free / len(seen) for host, seen in by_host.items()}
+    by_host, shares = _by_host(hosts, memories), _shares(hosts, memories)
     tightest = min(shares, key=lambda host: shares[host])
     # what libraries take is taken already
     device = replace(device_here("cpu"), memory=shares[tightest] * len(hosts), reserved_bytes=0.0, fragmentation=0.0)

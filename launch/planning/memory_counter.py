@@ -4,10 +4,9 @@
 that autocast gives real ones.
 """
 
-import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from seqpar.launch.hardware.operations import Operation, operations_of
+from seqpar.launch.planning.meta_results import elementwise_result, known_result
 from seqpar.meta_tensors import casting_again, times
 
 Watch = Callable[[Operation], None]
@@ -48,18 +47,23 @@ class MemoryCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0  # a number by which an optimizer scales: any does not change what is counted
-        result = func(*args, **(kwargs or {}))
-        inputs = [t for t in itertools.chain(tree_leaves(args), tree_leaves(kwargs)) if isinstance(t, Tensor)]
+        kwargs = kwargs or {}
+        inputs = tensors_of((*args, *kwargs.values()))
+        result = elementwise_result(func, args, kwargs, inputs)
+        if result is None:
+            result = known_result(func, args, kwargs, inputs)
+        if result is None:
+            result = func(*args, **kwargs)
         for tensor in inputs:
             self._note(tensor, 0)  # it was there before
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        made = tensors_of((result,))
         new = sum(self._note(t, t.untyped_storage().nbytes()) for t in made)
         self.now += new
         self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
         if self._watch is not None and (new or func._schema.is_mutable):
-            kind, count = operations_of(func, args, kwargs or {}, result)
+            kind, count = operations_of(func, args, kwargs, result)
             size = sum(t.numel() * t.element_size() for t in inputs + made)
-            self._watch(Operation(kind, count, size, func, args, kwargs or {}, times()))
+            self._watch(Operation(kind, count, size, func, args, kwargs, times()))
         return result
 
     def _note(self, tensor: Tensor, size: int) -> int:
@@ -75,6 +79,17 @@ class MemoryCounter(TorchDispatchMode):
 
         self._known[key] = weakref.ref(storage, drop)
         return size
+
+
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """Returns the tensors among an operator's arguments or results, in lists too: all that operators have."""
+    tensors = list[Tensor]()
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += tensors_of(value)
+    return tensors
 
 
 class _Cast(TorchFunctionMode):

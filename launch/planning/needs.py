@@ -91,12 +91,17 @@ def plan(run: Run, size: int) -> Plan:
     return planned(replace(run, config=of_size(run, size)), run.ranks_of(size))
 
 
+def shares_nodes(size: int, node: int) -> bool:
+    """Returns whether groups of a size share nodes of ``node`` ranks evenly."""
+    return size == 1 or node >= 1 << 20 or node % size == 0 or size % node == 0
+
+
 def of_size(run: Run, size: int) -> Config:
     """Returns the run's config for a group size; raises, before anything is counted, where it cannot run."""
     ranks, node = run.ranks_of(size), run.device.node
     if ranks % size:
         raise ValueError(f"does not divide {ranks} ranks")
-    if size > 1 and node < 1 << 20 and node % size and size % node:
+    if not shares_nodes(size, node):
         raise ValueError(f"does not share nodes of {node} evenly")
     config = replace(run.config, seqpar=size)
     if not config.batch:  # plan for the least
@@ -113,7 +118,8 @@ def planned(run: Run, ranks: int) -> Plan:
 
     Training asks the same, so that it runs what was planned.
     """
-    config, device = run.config, run.device.of(ranks)
+    config = run.config
+    device = run.device.of(ranks).in_groups((ranks, config.seqpar, ranks // config.seqpar))
     if not is_open(config):
         return _plan(run, config, device, ranks)
     plan_of = cache(lambda named: _plan(run, named, device, ranks))
@@ -185,11 +191,11 @@ def _seconds(config: Config, device: Device, step: Step, ranks: int) -> dict[str
     if size > 1:
         waiting = attention_waiting(config, device)
         others = [kind for kind in step.sent if kind != "attention"]
-        waiting += sum(step.sent[k] / link.bandwidth + step.messages[k] * link.latency for k in others)
+        waiting += sum(link.seconds(step.sent[k], step.exchanges[k], step.messages[k]) for k in others)
         seconds["waiting"] = waiting * config.accumulate
     if ranks > 1:
         link = device.link(ranks)
         rounds = -(-step.parameters // BUCKET)
-        summing = _world_bytes(config, step, ranks) / link.bandwidth + rounds * 2 * (ranks - 1) * link.latency
+        summing = link.seconds(_world_bytes(config, step, ranks), rounds, rounds * 2 * (ranks - 1))
         seconds["summing"] = max(0.0, summing - computing / 2) if device.on_gpu else summing  # under the backward
     return seconds

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 class Saved:
     """Counts the bytes that code in this context saves for backward, in distinct storages.
 
-    Parameters of ``net`` do not count. They are looked up for each tensor, because sharded ones are gathered only
-    while their block runs.
+    Parameters of ``net`` do not count. Where they are sharded, they are looked up for each tensor, because they are
+    gathered only while their block runs.
 
     - ``apart``: further tensors that do not count
     """
 
     def __init__(self, net: nn.Module, apart: Iterable[Tensor] = ()) -> None:
         self._net = net
-        self._apart = {_storage_id(t) for t in apart}
+        self._is_sharded = any(hasattr(p, "to_local") for p in net.parameters())
+        self._apart = {_storage_id(t) for t in apart} | self._parameters()
         self._sizes: dict[int, int] = {}  # storage -> bytes
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
 
@@ -26,11 +27,18 @@ class Saved:
     def total(self) -> int:
         return sum(self._sizes.values())
 
+    def bytes_of(self, *tensors: Tensor) -> int:
+        """Returns the bytes of those of these tensors' storages that are saved."""
+        return sum(self._sizes.get(storage, 0) for storage in {_storage_id(t) for t in tensors})
+
     def _pack(self, t: Tensor) -> Tensor:
         storage = _storage_id(t)
-        if storage not in self._apart | {_storage_id(p) for p in self._net.parameters() if not hasattr(p, "to_local")}:
+        if storage not in self._apart and not (self._is_sharded and storage in self._parameters()):
             self._sizes[storage] = t.untyped_storage().nbytes()
         return t
+
+    def _parameters(self) -> set[int]:
+        return {_storage_id(p) for p in self._net.parameters() if not hasattr(p, "to_local")}
 
     def __enter__(self) -> "Saved":
         self._hooks.__enter__()

@@ -20,15 +20,16 @@ from seqpar.launch.hardware.operations import Operation
 from seqpar.launch.models.build import kind_of
 from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.net import Net
+from seqpar.launch.models.no_compiler import computes_again, no_compiler
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.optimization.table import OPTIMIZERS
 from seqpar.launch.planning.memory_counter import MemoryCounter, as_autocast
-from seqpar.launch.planning.no_compiler import no_compiler
 from seqpar.launch.planning.outline import outline
 from seqpar.launch.planning.saved_bytes import Saved
 from seqpar.launch.settings.config import Config
 from seqpar.mesh import Group
 from seqpar.meta_tensors import standing_for
+from seqpar.tables import forget_tables
 from seqpar.vit.dropout import DropoutKey
 
 LARGE_BATCH = 16  # tiles for each rank of a group: counting more takes as many times longer, and tells no more
@@ -77,6 +78,7 @@ class Step:
     peaks: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)
+    exchanges: Counter[str] = field(default_factory=Counter)  # of messages that travel together
     operations: Counter[str] = field(default_factory=Counter)
     forward_operations: float = 0.0
     seconds: Counter[str] = field(default_factory=Counter)
@@ -118,8 +120,7 @@ def _count_by_depth(setup: StepSetup) -> Step:
 @lru_cache(maxsize=256)
 def count_whole_step(setup: StepSetup) -> Step:
     """Counts a step with all its blocks; each once, as plans ask for some of them again."""
-    computes_again = setup.config.grad_checkpoint != Config().grad_checkpoint or setup.config.mlp_chunks > 1
-    with nullcontext() if computes_again else no_compiler():
+    with nullcontext() if computes_again(setup.config) else no_compiler():
         return _count_whole_step(setup)
 
 
@@ -128,7 +129,8 @@ def _count_whole_step(setup: StepSetup) -> Step:
     group = Group("seq", tuple(range(config.seqpar)), setup.rank)
     data = Group("data", tuple(range(setup.data_groups)))
     net = outline(config, group, setup.channels, setup.outputs, data)
-    work = _Work(setup.clock)
+    work = Work(setup.clock)
+    forget_tables()
     with standing_for("cuda" if on_gpu else "cpu"):
         with MemoryCounter(work.watch) as counter:
             image, label = _part(setup, net)
@@ -148,6 +150,7 @@ def _count_whole_step(setup: StepSetup) -> Step:
         peaks=Counter({**counter.peaks, "update": inputs + update // owners}),
         sent=Counter(group.traffic),
         messages=Counter(group.messages),
+        exchanges=Counter(group.exchanges),
         operations=work.operations,
         forward_operations=forward_operations,
         seconds=step_seconds,
@@ -155,7 +158,7 @@ def _count_whole_step(setup: StepSetup) -> Step:
     )
 
 
-class _Work:
+class Work:
     """Adds up operations and seconds by kind."""
 
     def __init__(self, clock: Clock) -> None:
@@ -169,19 +172,19 @@ class _Work:
 
 
 def _part(setup: StepSetup, net: Net) -> tuple[Tensor, Tensor]:
-    """Returns the rank's image ``b n c p p p`` and label ``b n p p p``."""
+    """Returns the rank's image ``b n c p p p`` and label."""
     config, layout = setup.config, net.layout
     tokens, dtype = (config.batch, layout.counts[setup.rank]), next(net.parameters()).dtype
     image = torch.empty(*tokens, setup.channels, *layout.patch, dtype=dtype, device="meta")
-    return image, torch.empty(*tokens, *layout.patch, dtype=torch.uint8, device="meta")
+    return image, torch.empty(net.label_shape(config.batch), dtype=torch.uint8, device="meta")
 
 
 def _forward_and_backward(
-    setup: StepSetup, net: Net, data: Group, part: tuple[Tensor, Tensor], counter: MemoryCounter, work: _Work
+    setup: StepSetup, net: Net, data: Group, part: tuple[Tensor, Tensor], counter: MemoryCounter, work: Work
 ) -> tuple[int, int, float]:
     """Returns the bytes saved for backward before the decoder and in all, and the operations forward."""
     config, (image, label) = setup.config, part
-    loss_groups = net.mode.loss_groups(data, config.batch)
+    loss_groups = net.loss_groups(data, config.batch)
     loss_fn = net.training_loss(loss_of(config))
     for p in learned(net):
         p.register_post_accumulate_grad_hook(_drop_gradient)  # gradients are counted by themselves
@@ -215,7 +218,7 @@ def _drop_gradient(p: Tensor) -> None:
     p.grad = None
 
 
-def _update(config: Config, net: nn.Module, work: _Work, on_gpu: bool) -> tuple[int, int]:
+def _update(config: Config, net: nn.Module, work: Work, on_gpu: bool) -> tuple[int, int]:
     """Returns the bytes of the optimizer's states after its first step, and what more is alive while it runs.
 
     It has a counter of its own: what is left over from the backward, and may go meanwhile, does not matter.

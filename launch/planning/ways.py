@@ -48,6 +48,8 @@ def _changes(config: Config, name: str, value: Any) -> bool:
         return now in ("gather", "swap")  # nogather computes something else, auto is what halo does at least
     if name == "grad_checkpoint":
         return now != "full" and now != value and value in kind_of(config).recomputed
+    if name == "shard_weights" and config.pipe > 1:
+        return False
     return bool(now < value)
 
 

@@ -11,7 +11,7 @@ from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.launch import plan
 from seqpar.launch import plan as plan_act
 from seqpar.launch.hardware.devices import DEVICES, GIB, MIB, Device, device_here
-from seqpar.launch.models.build import kind_of
+from seqpar.launch.models.build import NETWORKS, kind_of
 from seqpar.launch.planning import auto_preset
 from seqpar.launch.planning.auto_preset import plan_from_data
 from seqpar.launch.planning.needs import Run, planned
@@ -83,22 +83,31 @@ def test_a_tile_that_does_not_suit_is_told_apart() -> None:
     assert better_tile((96, 96, 24), (100, 100, 20), (1, 1, 1), unit) is None, "flat, as the cases are"
 
 
+def line_of(request: RunRequest, data: Any) -> str:
+    return tile_line(request.config, request.flags, request.preset, data)
+
+
 def test_a_preset_s_tile_that_does_not_suit_is_said_with_the_better_one() -> None:
     """At the start, of the prepared cases; in a dry run, of the headers; not where it was typed or planned."""
     _, config, flags = parse([], "modern")
     request, headers = RunRequest(config, "modern", "", flags=frozenset(flags)), fingerprint(*THIN)
-    line = tile_line(request, headers)
+    line = line_of(request, headers)
     assert line.startswith(
         "note: --tile 96 96 96, the preset's, does not suit cases of 512x512x30 voxels of 0.8x0.8x5 mm"
     )
     assert line.endswith("as it is longer than they are: --tile 176 176 32 does, or --preset auto")
-    assert tile_line(request, fingerprint(*BRAIN)) == ""
-    for other in (replace(request, flags=frozenset({"tile"})), replace(request, preset="auto")):
-        assert tile_line(other, headers) == ""
+    assert line_of(request, fingerprint(*BRAIN)) == ""
+    for changes in (
+        {"flags": frozenset({"tile"})},
+        {"flags": frozenset({"plans"})},
+        {"preset": "auto"},
+        {"preset": "nnunet"},
+    ):
+        assert line_of(replace(request, **changes), headers) == ""
     properties = SimpleNamespace(shape=(512, 512, 30), spacing=(0.8, 0.8, 5.0))
     cases = {"a": SimpleNamespace(properties=properties)}
     prepared: Any = SimpleNamespace(dataset=SimpleNamespace(cases=cases))
-    assert tile_line(request, prepared) == line
+    assert line_of(request, prepared) == line
 
 
 @pytest.fixture
@@ -115,7 +124,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_fits_and_a_larger_tile_or_batch_would_not(network: tuple[str, ...], small, monkeypatch) -> None:
     if not network:
         monkeypatch.setattr(auto_preset, "MOST_VOXELS", 128**3)  # an eighth of them with a patch of 8 8 1
-    device = replace(GPU, memory=(60 if network else 120) * MIB, reserved_bytes=0.0)
+    device = replace(GPU, memory=(60 if network else 120) * MIB, reserved_bytes=0.0, group_bytes=0.0)
     config, why = chosen(THIN, device, *network)
     kind = kind_of(config)
     assert len(why) == 5 and why[0].startswith("auto: ") and all(line.startswith("  ") for line in why[1:])
@@ -148,12 +157,32 @@ def test_what_is_typed_stays_and_the_rest_is_planned_around_it(small) -> None:
 
 
 def test_a_typed_tile_decides_how_wide_the_network_is(small) -> None:
-    roomy = replace(GPU, reserved_bytes=0.0)
+    roomy = replace(GPU, reserved_bytes=0.0, group_bytes=0.0)
     wide, why = chosen(BRAIN, roomy, "--tile", "64")
     assert wide.embed_dim == 96 and why[2].endswith("the widest that fits with the tile of 64")
     need = planned(Run(replace(wide, batch=2), roomy, 1, 2, timed=False), 1).total
     narrow, why = chosen(BRAIN, replace(roomy, memory=need - 1), "--tile", "64")
     assert narrow.embed_dim == 24 and why[2].endswith("the narrowest: wider ones do not fit with the tile of 64")
+
+
+def test_a_curriculum_is_planned_for_by_its_largest_tile(small) -> None:
+    """Its tiles stay; an nnU-Net's stages are those of the first one, for the spacing of the cases."""
+    roomy = replace(GPU, reserved_bytes=0.0, group_bytes=0.0)
+    wide, why = chosen(BRAIN, roomy, "--curriculum", "16:3,64:2")
+    assert wide.embed_dim == 96 and why[2].endswith("the widest that fits with the tile of 64") and len(why) == 4
+    assert why[3] == "  tiles and batches of --curriculum, as given; the largest is 64x64x64"
+    need = planned(Run(replace(wide, batch=2), roomy, 1, 2, timed=False), 1).total
+    assert chosen(BRAIN, replace(roomy, memory=need - 1), "--curriculum", "16:3,64:2")[0].embed_dim == 24
+    flat = ((64, 64, 12),) * 6, ((0.8, 0.8, 5.0),) * 6
+    u_net, why = chosen(flat, roomy, "--network", "nnunet-plain", "--curriculum", "32x32x8:1,whole:1")
+    assert u_net.stages.startswith("331:111 331:221") and why[3].endswith("the largest is 64x64x12")
+
+
+def test_stages_by_spacing_are_the_kinds_own_whatever_its_name(small, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NETWORKS, "vit", NETWORKS["nnunet-plain"])
+    roomy = replace(GPU, reserved_bytes=0.0, group_bytes=0.0)
+    flat = ((64, 64, 12),) * 6, ((0.8, 0.8, 5.0),) * 6
+    assert chosen(flat, roomy, "--curriculum", "32x32x8:1,whole:1")[0].stages.startswith("331:111 331:221")
 
 
 def test_a_tile_that_is_too_large_all_the_same_is_not_said_to_fit(small) -> None:
@@ -162,7 +191,7 @@ def test_a_tile_that_is_too_large_all_the_same_is_not_said_to_fit(small) -> None
 
 
 def test_more_memory_and_more_ranks_take_wider_networks_and_larger_tiles(small) -> None:
-    here, tile = replace(GPU, reserved_bytes=0.0), ("--tile", "32", "32", "32", "--batch", "1")
+    here, tile = replace(GPU, reserved_bytes=0.0, group_bytes=0.0), ("--tile", "32", "32", "32", "--batch", "1")
     sizes = [chosen(BRAIN, replace(here, memory=memory * MIB), *tile)[0] for memory in (5, 200)]
     assert [config.embed_dim for config in sizes] == [24, 96]
     assert "may not fit: use a larger --seqpar" in chosen(BRAIN, replace(here, memory=MIB), *tile[:4])[1][4]
@@ -178,6 +207,17 @@ def test_the_planner_takes_it_for_another_device(tmp_path, capsys) -> None:
     said = capsys.readouterr().out
     assert said.startswith("auto: 5 cases, median 14x12x10 voxels of 1.1x1x1.3 mm") and "2 channels, 2 classes" in said
     assert "75 GiB of H100" in said and "--preset modern" in said.splitlines()[-1]
+
+
+def test_the_tiles_of_a_step_are_at_most_a_share_of_all_voxels() -> None:
+    """As many as four here; all groups and every accumulation count, as nnU-Net's batch is that of all devices."""
+    line = ("--tile", "32", "--patch", "16", "--embed-dim", "12", "--heads", "1", "--depth", "1", "--decoder", "plain")
+    data, batches = (((64, 64, 64),) * 10, ((1.0, 1.0, 1.0),) * 10), dict[str, int]()
+    for ranks, more in ((1, ()), (2, ()), (2, ("--accumulate", "2")), (2, ("--seqpar", "2")), (8, ())):
+        config, why = chosen(data, GPU, *line, *more, ranks=ranks)
+        batches[f"{ranks} {' '.join(more)}".strip()] = config.batch
+    assert batches == {"1": 4, "2": 2, "2 --accumulate 2": 1, "2 --seqpar 2": 4, "8": 1}
+    assert why[4].endswith("the least, though more than 5% of all voxels in a step of 8 tiles")
 
 
 @pytest.mark.parametrize("flag", ["--channels", "--classes"])

@@ -2,9 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +16,8 @@ from seqpar.launch.planning.needs import plan as plan_of
 from seqpar.launch.planning.step_counter import count_step, untimed
 from seqpar.launch.settings.config import AUTO, Config
 from seqpar.launch.settings.presets import PRESETS
-from tests.planning.test_plan import GCD, PAPER, ROOT, SMALL, doctors
-from tests.support.training_runs import tiny_data
+from tests.planning.test_plan import GCD, PAPER, SMALL, doctors
+from tests.support.training_runs import tiny_data, trained
 
 CORES = replace(device_here("cpu"), cores=4)
 COUNTED = functools.cache(count_step)
@@ -39,7 +36,7 @@ def here(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 def auto(
     config: Config, launcher: Launcher, gib: float, monkeypatch: pytest.MonkeyPatch, device: Device = CORES
 ) -> Config:
-    here(replace(device, memory=gib * 2**30, reserved_bytes=0.0), monkeypatch)
+    here(replace(device, memory=gib * 2**30, reserved_bytes=0.0, group_bytes=0.0), monkeypatch)
     chosen, why = auto_settings.choose(replace(config, seqpar=AUTO), launcher, 2, 3)
     reasons = why["seqpar_choice"]
     assert f"--seqpar {chosen.seqpar} is the smallest that fits" in reasons[0] and len(reasons) >= 2
@@ -51,7 +48,7 @@ def test_auto_takes_the_smallest_group_that_the_ranks_allow(monkeypatch: pytest.
     six = Launcher("test", 0, 6)
     assert auto(config, six, 8.0, monkeypatch).seqpar == 1
     monkeypatch.setattr(auto_settings.os, "cpu_count", lambda: 4)
-    whole = replace(device_here("cpu"), reserved_bytes=0.0, cores=4)
+    whole = replace(device_here("cpu"), reserved_bytes=0.0, group_bytes=0.0, cores=4)
     totals = [p.total for p in plans(Run(config, whole, 2, 3, timed=False), (1, 2, 3))]
     assert totals[0] > totals[1] > totals[2]
     chosen = auto(config, six, 6 * 1.01 * totals[1] / 2**30, monkeypatch)
@@ -68,7 +65,9 @@ def test_auto_takes_every_size_that_shares_the_nodes_that_are_there(
         replace(SMALL, tile=(48, 48, 48), mode="halo", embed_dim=96),
         Launcher("t", 0, world, num_nodes=nodes),
     )
-    run = Run(config, replace(GCD, reserved_bytes=0.0, node=world // nodes), 2, 3, ranks=world, timed=False)
+    run = Run(
+        config, replace(GCD, reserved_bytes=0.0, group_bytes=0.0, node=world // nodes), 2, 3, ranks=world, timed=False
+    )
     totals = [p.total for p in plans(run, sizes)]
     assert totals == sorted(totals, reverse=True) and totals[-1] > 0
     for size, need in zip(sizes, totals):
@@ -150,12 +149,8 @@ def test_a_run_that_goes_on_keeps_its_strategy_on_as_many_ranks() -> None:
 
 
 def test_train_chooses_says_and_records(tmp_path: Path) -> None:
-    arguments = [*tiny_data(tmp_path), "--seqpar", "auto", "--out", tmp_path / "run"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, ROOT / "launch" / "train.py", *arguments]
-    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "--seqpar 1 is the smallest that fits this CPU" in done.stdout
+    run = trained(1, [*tiny_data(tmp_path), "--seqpar", "auto"], tmp_path / "run")
+    assert "--seqpar 1 is the smallest that fits this CPU" in run.said()
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["config"]["seqpar"] == 1 and "GiB" in record["layout"]["seqpar_choice"][0]
     assert record["layout"]["strategy"] == "gather-kv"

@@ -61,8 +61,8 @@ def test_a_presets_warm_up_is_shortened_as_train_does(capsys: pytest.CaptureFixt
 
 
 def test_sizes_that_cannot_be_say_why() -> None:
-    config = replace(PAPER, tile=(32, 32, 32), patch=16)
-    why = {p.config.seqpar: p.why for p in plans(Run(config, GCD, ranks=32))}
+    config = replace(PAPER, tile=(32, 32, 32), patch=16, depth=1)
+    why = {p.config.seqpar: p.why for p in plans(Run(config, GCD, ranks=32, timed=False))}
     assert "does not divide 32 ranks" in why[3] and "--seqpar 8" in why[16] and not why[8]
     assert "nodes of 8" in {p.config.seqpar: p.why for p in plans(Run(config, GCD), (6,))}[6]
     assert "--mode swap" in next(plans(Run(replace(config, mode="swap", batch=3), GCD), (2,))).why
@@ -89,9 +89,9 @@ def test_the_most_tiles_fill_the_memory() -> None:
 
 
 def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
-    flags = ["--tile", "128", "--patch", "4", "--seqpar", "8", "--mode", "halo", "--memory", "2", "--device", "a100"]
+    line = "--tile 128 --patch 4 --depth 2 --seqpar 8 --mode halo --memory 1.5 --device a100"
     with pytest.raises(ValueError, match="nothing fits: --seqpar 8 needs .*: try --precision bf16"):
-        plan.act(flags)
+        plan.act(line.split())
     with pytest.raises(ValueError, match="--ranks 12 do not fill nodes of 8: plan for 8 or 16, or say with --node"):
         plan.act(["--ranks", "12", "--device", "a100"])
     with pytest.raises(ValueError, match="--classes 0: it must be at least 1"):
@@ -101,8 +101,8 @@ def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
 
 
 def test_what_is_kept_can_be_planned_by_every_size() -> None:
-    rows = plans(Run(replace(PAPER, keep_kv=True), GCD), (1, 2, 4, 8))
-    assert [p.why for p in rows] == [""] * 4
+    config = replace(PAPER, tile=(32, 32, 32), depth=1, keep_kv=True)
+    assert [p.why for p in plans(Run(config, GCD, timed=False), (1, 2, 4, 8))] == [""] * 4
 
 
 def doctors(folder: Path, bytes_per_s: float) -> Path:
@@ -116,14 +116,15 @@ def doctors(folder: Path, bytes_per_s: float) -> Path:
 
 
 def test_the_line_starts_as_many_ranks_as_were_planned(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    sizes = ["--tile", "32", "--depth", "2", "--patch", "8"]
+    sizes = ["--tile", "32", "--depth", "1", "--patch", "16"]
     file = str(doctors(tmp_path, 1e9))
 
     def line(*flags: str) -> str:
         assert plan.act([*sizes, *flags]) == 0
         return capsys.readouterr().out.strip().splitlines()[-1]
 
-    assert line("--ranks", "16", "--device", "a100").startswith("srun -N 2 --ntasks-per-node 8 python ")
+    sixteen = line("--ranks", "16", "--seqpar", "4", "--device", "a100")
+    assert sixteen.startswith("srun -N 2 --ntasks-per-node 8 python ")
     twelve = ["--ranks", "12", "--seqpar", "4"]
     assert line(*twelve, "--device", "a100", "--node", "4").startswith("srun -N 3 --ntasks-per-node 4 python ")
     assert line(*twelve, "--device", "a100", "--node", "12").startswith("torchrun --nproc-per-node 12 ")
@@ -133,7 +134,7 @@ def test_the_line_starts_as_many_ranks_as_were_planned(capsys: pytest.CaptureFix
 
 
 def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytest.CaptureFixture) -> None:
-    sizes = ["--tile", "64", "--depth", "2", "--patch", "4", "--device", "a100", "--memory", "3"]
+    sizes = ["--tile", "64", "--depth", "2", "--patch", "4", "--device", "a100", "--memory", "3.5"]
 
     def said(*flags: str) -> str:
         assert plan.act([*sizes, *flags]) == 0
@@ -149,7 +150,7 @@ def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytes
 WITHOUT_COMPILER = """
 import gc, sys, torch, weakref
 from seqpar.launch import plan
-from seqpar.launch.planning.no_compiler import no_compiler
+from seqpar.launch.models.no_compiler import no_compiler
 
 plan.act(sys.argv[1:])
 try:
@@ -171,6 +172,7 @@ torch.optim.Adam([torch.zeros(1)])
 """
 
 
+@pytest.mark.started
 def test_the_script_plans_from_any_folder_without_torchs_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,3 +186,11 @@ def test_the_script_plans_from_any_folder_without_torchs_compiler(
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_page_shows_a_row_as_it_is_planned_now(capsys):
+    page = (Path(plan.__file__).parent / "README.md").read_text()
+    line = "--tile 240 240 155 --patch 4 --preset modern --device mi250x"
+    assert plan.act([*line.split(), "--seqpar", "16"]) == 0
+    row = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("    16 "))
+    assert f"python launch/plan.py {line}\n" in page and f"\n{row.rstrip()}\n" in page
