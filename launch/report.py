@@ -1,58 +1,56 @@
-"""Writes one HTML page about a run, to open and to send: ``python launch/report.py RUN``."""
+"""Writes one HTML page about a run, to open and to send, or about several: ``python launch/report.py RUN …``."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from seqpar.data.errors import DataError
 from seqpar.launch.evaluation.summary_files import write_output
 from seqpar.launch.job.exit_codes import DATA, run
-from seqpar.launch.reporting.images import find_images
-from seqpar.launch.reporting.page import page
-from seqpar.launch.reporting.record import CaseScores, read_record, read_scores, score_folders
-from seqpar.launch.reporting.viewer import load_worst, section
+from seqpar.launch.reporting.record import read_record
+from seqpar.launch.reporting.several_runs import page_of_several
+from seqpar.launch.reporting.sweep_page import page_of_sweep
+from seqpar.launch.reporting.task_pages import PAGES
 from seqpar.launch.runs.stale_status import warn_if_killed
+from seqpar.launch.runs.sweep_folder import holds_sweep
 from seqpar.launch.settings.command_line import Parser
 
 
 def act(arguments: Sequence[str]) -> int:
     """Returns the exit code; what a run lacks is noted in the page, faults of two given folders are errors too."""
     options = _parse(arguments)
-    warn_if_killed(options.run)
-    record, gaps = read_record(options.run), list[str]()
-    scored: CaseScores | None = None
-    if options.truth is not None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        scored = score_folders(options.truth, options.prediction, record.labels, min(8, cores))
-    else:
-        try:
-            scored = read_scores(options.run)
-        except DataError as error:
-            gaps.append(f"There are no scores of single cases: {error}.")
-    neurological = bool(record.config.get("neurological") if options.neurological is None else options.neurological)
-    cases, volumes, shown = "<p>No case is shown.</p>", dict[str, Any](), list[Any]()
-    if scored and options.cases:
-        images = find_images(record, options.images, options.truth, gaps)
-        shown = load_worst(record, scored, options.cases, images, gaps)
-    if scored and shown:
-        cases, volumes = section(record, scored, shown, neurological)
-    write_output(options.out, page(record, scored, cases, volumes, gaps))
-    faults = scored.faults if scored and options.truth is not None else ()
-    for fault in faults:
+    if holds_sweep(options.runs[0]):
+        write_output(options.out, page_of_sweep(options.runs[0]))
+        print(f"{options.out}: a sweep", flush=True)
+        return 0
+    warn_if_killed(*options.runs)
+    if len(options.runs) > 1:
+        return _compare(options)
+    record = read_record(options.runs[0])
+    made = PAGES[record.network_settings.task](options, record)
+    write_output(options.out, made.text)
+    print(f"{options.out}: {made.what}{options.out.stat().st_size / 1e6:.1f} MB", flush=True)
+    for fault in made.faults:
         print(f"error: {fault}", file=sys.stderr, flush=True)
-    size = options.out.stat().st_size / 1e6
-    print(f"{options.out}: {len(shown)} cases shown, {size:.1f} MB", flush=True)
-    return DATA if faults else 0
+    return DATA if made.faults else 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    """Writes the page about several runs; returns the exit code."""
+    records = [read_record(folder) for folder in options.runs]
+    text, scored = page_of_several(records)
+    write_output(options.out, text)
+    print(f"{options.out}: {len(records)} runs, of which {scored} have scores of cases", flush=True)
+    return 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the command line, checked."""
-    parser = Parser("report", description="Writes one HTML page about a run, to open and to send.")
+    about = "Writes one HTML page about a run, to open and to send, or one that compares several."
+    parser = Parser("report", description=about)
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run folder that train wrote")
+    add("runs", type=Path, nargs="+", metavar="RUN",
+        help="run folder that train wrote, several are compared; or folder of a sweep")  # fmt: skip
     add("--truth", type=Path, metavar="PATH", help="data set or folder of true label maps to score and show, with "
         "--prediction (default: the run's own validation)")  # fmt: skip
     add("--prediction", type=Path, metavar="FOLDER", help="predicted label maps, named as the cases of --truth")
@@ -61,18 +59,31 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--neurological", action=argparse.BooleanOptionalAction,
         help="show the patient's left on the left; --no-neurological: on the right, as radiologists do "
         "(default: as the run's pictures)")  # fmt: skip
-    add("--cases", type=int, default=6, metavar="CASES", help="cases to show, the worst first (%(default)s)")
-    add("--out", type=Path, metavar="FILE", help="page to write (default: report.html in RUN)")
+    add("--cases", type=int, metavar="CASES", help="cases to show, the worst first (6)")
+    add("--out", type=Path, metavar="FILE", help="page to write (default: report.html in RUN, comparison.html "
+        "in the first of several)")  # fmt: skip
     options = parser.parse_args(arguments)
+    sweeps = [str(run) for run in options.runs if holds_sweep(run)]
+    if sweeps and len(options.runs) > 1:
+        raise ValueError(f"{sweeps[0]} is a sweep, which has a page of its own: name it alone")
+    if len(options.runs) > 1 or sweeps:
+        shown = {"truth": options.truth, "prediction": options.prediction, "images": options.images}
+        shown |= {"neurological": options.neurological, "cases": options.cases}
+        for name in (name for name, value in shown.items() if value is not None):
+            named = f"{sweeps[0]} is a sweep" if sweeps else f"{len(options.runs)} were named"
+            raise ValueError(f"--{name} shows the cases of one run, and {named}: leave it out")
+    options.cases = 6 if options.cases is None else options.cases
     if (options.truth is None) != (options.prediction is None):
         raise ValueError("--truth and --prediction belong together: give both, or neither")
     if options.cases < 0:
         raise ValueError(f"--cases is {options.cases}: 0 or more are needed")
     if options.images is not None and not options.cases:
         raise ValueError("--images would do nothing: --cases 0 shows no case; leave one of both out")
-    options.out = options.out or options.run / "report.html"
+    options.out = options.out or options.runs[0] / ("comparison.html" if len(options.runs) > 1 else "report.html")
     if options.out.is_dir():
         raise ValueError(f"--out {options.out} is a folder: name a file")
+    if options.out.suffix not in (".html", ".htm"):  # it would replace what else has that name
+        raise ValueError(f"--out {options.out}: a report is an HTML page; name it {options.out.name}.html")
     return options
 
 

@@ -18,12 +18,17 @@ MAX_TITLES = 200  # a strip of more dots does not name their cases
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over steps; NaN is a gap. ``dots`` marks each value, for what is measured only now and then."""
+    """Values over steps; NaN is a gap.
+
+    - ``dots``: marks each value, for what is measured only now and then
+    - ``dashed``: what others are compared with
+    """
 
     name: str
     steps: Sequence[float]
     values: Sequence[float]
     dots: bool = False
+    dashed: bool = False
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -35,8 +40,11 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def draw_curves(title: str, curves: Sequence[Curve], high: float | None = None) -> str:
-    """Returns a chart over steps, from 0 to ``high`` (else the largest value), with its legend; "" without values."""
+def draw_curves(title: str, curves: Sequence[Curve], high: float | None = None, along: str = "step") -> str:
+    """Returns a chart over steps, from 0 to ``high`` (else the largest value), with its legend; "" without values.
+
+    - ``along``: what is below the chart, where it is not over steps
+    """
     values = [v for curve in curves for v in curve.values if math.isfinite(v)]
     if not values:
         return ""
@@ -59,7 +67,7 @@ def draw_curves(title: str, curves: Sequence[Curve], high: float | None = None) 
     for n, curve in enumerate(curves):
         colour = "currentColor" if len(curves) == 1 else COLOURS[n % len(COLOURS)]
         parts += _draw_curve(curve, colour, place)
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 2}" text-anchor="end">step</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 2}" text-anchor="end">{escape(along)}</text>')
     keys = "".join(
         f'<span><i style="background:{COLOURS[n % len(COLOURS)]}"></i>{escape(curve.name)}</span>'
         for n, curve in enumerate(curves)
@@ -81,7 +89,8 @@ def _draw_curve(curve: Curve, colour: str, place: Callable[[float, float], str])
         edge = [place(piece[:, 0].mean(), piece[:, 1].max()) for piece in pieces]
         edge += [place(piece[:, 0].mean(), piece[:, 1].min()) for piece in reversed(pieces)]
         parts.append(f'<polygon points="{" ".join(edge)}" fill="{colour}" opacity="0.18"/>')
-    parts.append(f'<polyline class="curve" points="{line}" stroke="{colour}"/>')
+    dashes = ' stroke-dasharray="5 4"' if curve.dashed else ""
+    parts.append(f'<polyline class="curve" points="{line}" stroke="{colour}"{dashes}/>')
     if len(known) == 1 or (curve.dots and len(known) <= 60):  # one value alone makes no line
         for x, y in (place(*point).split(",") for point in known):
             parts.append(f'<circle cx="{x}" cy="{y}" r="2.6" fill="{colour}"/>')

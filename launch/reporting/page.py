@@ -19,7 +19,8 @@ from seqpar.launch.models.build import kind_of
 from seqpar.launch.reporting.charts import Curve, draw_curves
 from seqpar.launch.reporting.record import CaseScores, Record
 from seqpar.launch.reporting.tables import last_validation, metrics_table, number
-from seqpar.launch.runs.journal import loss_terms
+from seqpar.launch.runs.journal import held_out_scores, loss_terms
+from seqpar.quantity import quantity
 
 TEMPLATES = Path(__file__).parent / "template"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
@@ -34,17 +35,31 @@ STATES = {
 
 def page(record: Record, scored: CaseScores | None, cases: str, volumes: dict[str, Any], gaps: Sequence[str]) -> str:
     """Returns the whole page; ``cases`` is the section of cases, ``volumes`` what its viewer reads."""
+    metrics = metrics_table(scored) if scored else last_validation(record)
+    return fill_page(record, headline(record, scored), metrics, scored.faults if scored else (), cases, volumes, gaps)
+
+
+def fill_page(
+    record: Record,
+    headline: str,
+    metrics: str,
+    faults: Sequence[str],
+    cases: str,
+    volumes: dict[str, Any],
+    gaps: Sequence[str],
+) -> str:
+    """Returns the whole page: what every run has, and these sections of scores and cases."""
     name = record.path.resolve().name
     pieces = {
         "title": escape(f"{name} · {record.dataset['name']}"),
         "name": escape(name),
         "verdict": verdict(record),
-        "headline": headline(record, scored),
+        "headline": headline,
         "gaps": notes("What is not here", [*record.gaps, *gaps]),
         "configuration": configuration(record),
         "curves": curves(record),
-        "metrics": metrics_table(scored) if scored else last_validation(record),
-        "faults": notes("What could not be scored", scored.faults if scored else ()),
+        "metrics": metrics,
+        "faults": notes("What could not be scored", faults),
         "cases": cases,
         "about": f"Written by seqpar {escape(seqpar.__version__)} on {time.strftime('%Y-%m-%d %H:%M')}.",
         "volumes": as_json(volumes),
@@ -127,19 +142,22 @@ def configuration(record: Record) -> str:
     settings = record.network_settings
     kind = kind_of(settings)
     tile = " × ".join(map(str, config["tile"]))
-    cases = f"{len(data['train'])} cases to train on, {len(data['held_out'])} held out"
+    cases = f"{quantity(len(data['train']), 'case')} to train on, {len(data['held_out'])} held out"
+    pipe = f"pipe {layout['pipe']} × " if layout.get("pipe") else ""
     main = {
         "data": f"{data['name']} ({data['layout']}): {cases}",
         "modalities": ", ".join(map(str, data["modalities"])),
         "tile": f"{tile} voxels, {kind.describe_tile(settings)}",
         "network": kind.describe(settings),
         "parameters": parameters(layout),
-        "training": f"{config['epochs']} epochs × {config['iterations']} steps, {config['optimizer']}, "
-        f"learning rate {config['lr']}, {config['precision']}",
-        "ranks": f"{layout['ranks']} = data {layout['data']} × seq {layout['seqpar']}, mode {config['mode']}",
+        "training": f"{quantity(config['epochs'], 'epoch')} × {quantity(config['iterations'], 'step')}, "
+        f"{config['optimizer']}, learning rate {config['lr']}, {config['precision']}",
+        "ranks": f"{layout['ranks']} = data {layout['data']} × {pipe}seq {layout['seqpar']}, mode {config['mode']}",
         "hardware": hardware(layout),
         "training time": training_time(record),
     }
+    if stages := layout.get("placement", ()):
+        main["stages"] = str(stages[0])
     versions = record.content.get("versions", {})
     every = {"preset": record.content.get("preset"), "commit": record.content.get("commit")}
     every |= {f"version of {name}": version for name, version in versions.items()}  # seqpar is a setting too
@@ -158,7 +176,7 @@ def hardware(layout: Mapping[str, Any]) -> str:
     """Returns the devices of the ranks and the number of nodes in words, "" where the run did not record them."""
     devices, nodes = Counter(layout.get("devices", ())), len(set(layout.get("hosts", ())))
     names = ", ".join(f"{count} × {name}" for name, count in devices.items())
-    return f"{names} on {nodes} node{'s' if nodes > 1 else ''}" if names else ""
+    return f"{names} on {quantity(nodes, 'node')}" if names else ""
 
 
 def training_time(record: Record) -> str:
@@ -169,39 +187,41 @@ def training_time(record: Record) -> str:
     )
     if not steps:
         return ""
-    times = f"{len(steps):,} steps {clock(sum(steps))} (median {median(steps):.3g} s)"
+    times = f"{quantity(len(steps), 'step', ',')} {clock(sum(steps))} (median {median(steps):.3g} s)"
     if validations:
-        times += f", {len(validations)} validation{'s' if len(validations) > 1 else ''} {clock(sum(validations))}"
+        times += f", {quantity(len(validations), 'validation')} {clock(sum(validations))}"
     return f"{clock(sum(steps) + sum(validations))}: {times}"
 
 
 def _settings(rows: dict[str, Any]) -> str:
-    lines = [f"<tr><th>{escape(str(k))}</th><td>{escape(_spelled(v))}</td></tr>" for k, v in rows.items()]
+    lines = [f"<tr><th>{escape(str(k))}</th><td>{escape(spelled(v))}</td></tr>" for k, v in rows.items()]
     return f'<table class="settings">{"".join(lines)}</table>'
 
 
-def _spelled(value: Any) -> str:
+def spelled(value: Any) -> str:
+    """Returns the value of a setting as people write it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, (list, tuple)):
-        return " ".join(map(str, value))
-    return "–" if value in (None, "") else str(value)
+    text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return "–" if value is None or not text else text
 
 
 def curves(record: Record) -> str:
-    """Returns the charts of loss, Dice and learning rate over the steps."""
+    """Returns the charts of loss, held-out scores and learning rate over the steps."""
 
     def curve(name: str, rows: Sequence[Any], key: str, first: int, dots: bool = False) -> Curve:
         return Curve(name, [row["step"] + first for row in rows], [number(row.get(key)) for row in rows], dots)
 
     train, validations = record.train, record.held_out
     losses = [curve("training", train, "loss", 1), curve("held out", validations, "loss", 0, dots=True)]
-    names = list(validations[-1].get("dice", {})) if validations else []
+    key, title = held_out_scores(validations[-1]) if validations else ("dice", "Dice")
+    names = list(validations[-1].get(key, {})) if validations else []
     steps = [row["step"] for row in validations]
-    dices = [Curve(n, steps, [number(row.get("dice", {}).get(n)) for row in validations], dots=True) for n in names]
+    scores = [Curve(n, steps, [number(row.get(key, {}).get(n)) for row in validations], dots=True) for n in names]
     terms = [curve(key.replace("_", " "), [row for row in train if key in row], key, 1) for key in loss_terms(train)]
     charts = [draw_curves(f"Loss ({record.config.get('loss', 'dice-ce')})", [c for c in losses if c.steps])]
     charts.append(draw_curves("Terms of the loss in training", terms))
-    charts.append(draw_curves("Mean Dice on held-out cases", dices, high=1.0))
+    title = "Mean Dice" if key == "dice" else title
+    charts.append(draw_curves(f"{title} on held-out cases", scores, high=1.0))
     charts.append(draw_curves("Learning rate", [curve("learning rate", train, "lr", 1)]))
     return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else "<p>No step has been recorded.</p>"

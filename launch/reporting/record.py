@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from seqpar.launch.runs.journal import read_metrics
 from seqpar.launch.runs.run_folder import read_config
 from seqpar.launch.runs.stale_status import killed
 from seqpar.launch.settings.config import Config
+from seqpar.launch.settings.encoder_settings import EncoderSettings
+from seqpar.launch.settings.pretrain_settings import MASKED
 
 Row = Mapping[str, Any]
 
@@ -34,7 +36,7 @@ class Record:
 
     path: Path
     content: dict[str, Any]  # of config.json
-    labels: Labels
+    labels: Labels | None  # of voxels; None where each case has one class
     label_names: dict[int, str]  # by value in the files, without background
     status: dict[str, Any] = field(default_factory=dict)
     train: tuple[Row, ...] = ()
@@ -48,8 +50,9 @@ class Record:
     @property
     def network_settings(self) -> Config:
         """The settings that say what network it was; runs of other versions may have further ones."""
-        names = ("network", "features", "stages", *SHOWN["config"])
-        return Config.from_dict({name: self.config[name] for name in names if name in self.config})
+        names = {"task", "network", "pooling", "features", "norm", "stages", *MASKED, *SHOWN["config"]}
+        names.update(each.name for each in fields(EncoderSettings))
+        return Config.from_dict({name: self.config[name] for name in sorted(names & self.config.keys())})
 
     @property
     def dataset(self) -> dict[str, Any]:
@@ -98,7 +101,7 @@ def read_record(run: Path) -> Record:
     content, gaps = read_config(run), list[str]()
     try:
         dataset = content["dataset"]
-        labels = labels_of_run(dataset)
+        labels = labels_of_run(dataset) if dataset["labels"] else None
         names = {int(dataset["values"][n]): str(name) for name, n in dataset["labels"].items() if n}
         for part, settings in SHOWN.items():
             for name in settings:

@@ -1,12 +1,13 @@
 """Tables of scores as HTML, and each class's distribution over the cases."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
 from seqpar.launch.reporting.charts import draw_strips
 from seqpar.launch.reporting.record import CaseScores, Record
+from seqpar.quantity import quantity
 
 COLUMNS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
 
@@ -45,12 +46,13 @@ def metrics_table(scored: CaseScores) -> str:
     head = f'<tr><th rowspan="2">Class</th><th rowspan="2">Labels</th>{groups}<th rowspan="2">Cases</th></tr>'
     table = f'<table class="metrics" id="metrics"><thead>{head}<tr>{seconds}</tr></thead>'
     table += f"<tbody>{''.join(rows)}</tbody></table>"
-    plural = "s" if len(scored.cases) > 1 else ""
-    note = f"Scores of {len(scored.cases)} case{plural}: {scored.source}. Mean and median weigh cases alike, "
+    note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median weigh cases alike, "
     note += "global pools their voxels; cases in which neither map has the class have no Dice and are left out."
     tolerance = scored.settings.get("nsd_tolerance")
     if isinstance(tolerance, (int, float)):
         note += f" The surface Dice (NSD) is at {tolerance:g} mm."
+    if scored.settings.get("empty", "skip") == "skip":
+        note += " Where one map alone has a class, HD95 is the image's diagonal."
     return (
         f'<div class="wide">{table}</div><p class="small">{escape(note)}</p>'
         f'<div class="charts two">{"".join(_strips(scored))}</div>'
@@ -118,6 +120,13 @@ def _case_table(scored: CaseScores) -> str:
     return f'<details{opened}>{title}<div class="wide">{table}</div></details>'
 
 
+def named_table(name: str, heads: Sequence[str], rows: Sequence[str]) -> str:
+    """Returns a table of rows of cells under ``heads``, by whose ``name`` a page finds it."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    return f'<div class="wide"><table class="metrics" id="{name}">{body}</table></div>'
+
+
 def last_validation(record: Record) -> str:
     """Returns the table of the last validation in the journal."""
     if not record.held_out:
@@ -129,7 +138,8 @@ def last_validation(record: Record) -> str:
         scores = f"{cell(number(value), 3)}{cell(number(pooled.get(name)), 3)}"
         cells.append(f'<tr data-class="{escape(name)}"><th>{escape(name)}</th>{scores}</tr>')
     head = "<thead><tr><th>Class</th><th>Dice, mean</th><th>Dice, global</th></tr></thead>"
-    note = f"From the validation after step {row['step']} on {row.get('cases', '–')} held-out cases."
+    cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
+    note = f"From the validation after step {row['step']} on {cases}."
     return (
         f'<table class="metrics" id="metrics">{head}<tbody>{"".join(cells)}</tbody></table>'
         f'<p class="small">{escape(note)}</p>'

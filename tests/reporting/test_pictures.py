@@ -1,13 +1,16 @@
 """A report's pictures: sheets of volumes, outlines, curves and strips."""
 
+import json
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 
 from seqpar.launch.reporting.charts import Curve, draw_curves, draw_strips
 from seqpar.launch.reporting.volumes import coarsen, coarsen_label, embed, encode, outline, png, sheet
+from seqpar.launch.training import pictures
 from tests.support.report_page import unroll
 
 
@@ -24,6 +27,19 @@ def test_a_budget_of_bytes_is_kept() -> None:
         assert made.shape == tuple(-(-side // f) for side, f in zip(image.shape, made.factors))
         unrolled = unroll(made.truth, list(made.shape), made.columns)
         assert np.array_equal(unrolled, coarsen_label(truth, made.factors))
+
+
+def test_curves_of_few_steps_have_whole_steps_and_one_scale_in_all_panels(tmp_path, monkeypatch) -> None:
+    rows = [{"kind": "train", "step": step, "loss": 1.0, "lr": 0.1} for step in range(2)]
+    rows.append({"kind": "val", "step": 2, "loss": 1.0, "dice": {"tumour": 0.0}})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.append(figure))
+    figures = list[Any]()
+    pictures.draw_progress(tmp_path)
+    figures[0].draw_without_rendering()
+    for panel in figures[0].axes:
+        assert panel.get_xlim() == (0, 3) and [float(place) for place in panel.get_xticks()] == [0, 1, 2, 3]
+    assert not figures[0].axes[1].lines[0].get_clip_on(), "a Dice of 0 is seen whole"
 
 
 def test_coarse_images_are_means_of_blocks() -> None:

@@ -36,13 +36,36 @@ def test_time_machine_and_size_are_there(html: str, copied: Path) -> None:
     assert "(median 2 s), 1 validation 1:05" in setting(html, "training time")[0]
     assert setting(html, "hardware") == ["2 × Chip 1 on 2 nodes"]
     assert setting(html, "parameters") == ["2.51 M: encoder 2.50 M + decoder 0.01 M"]
-    content = json.loads((copied / "config.json").read_text())  # as an older version wrote it
+    content = json.loads((copied / "config.json").read_text())
+    few = content["config"] | {"epochs": 1, "iterations": 1, "network": "nnunet-plain", "tile": [8, 8, 8]}
+    few |= {"stages": "333:111 333:222 333:222 333:222"}
+    (copied / "config.json").write_text(json.dumps(content | {"config": few}))
+    html = written(copied).text
+    assert "1 epoch × 1 step, " in html and "8 × 8 × 8 voxels, 1 cube of 8x8x8 voxels" in html
+    # as an older version wrote it
     content["layout"] = {name: content["layout"][name] for name in ("ranks", "data", "seqpar")}
     (copied / "config.json").write_text(json.dumps(content))
     (copied / "metrics.jsonl").write_text((copied / "metrics.jsonl").read_text().replace("seconds", "other"))
     written(copied)
     text = (copied / "report.html").read_text()
     assert [setting(text, name) for name in ("training time", "hardware", "parameters")] == [["–"]] * 3
+
+
+def test_an_encoder_of_stages_has_its_blocks_and_tokens_and_a_plain_one_its_windows(copied: Path) -> None:
+    content = json.loads((copied / "config.json").read_text())
+    sizes = {"tile": [32, 32, 64], "patch": [4, 4, 4], "embed_dim": 24, "heads": 2, "depth": 7, "decoder": "unetr"}
+    hierarchical = {"encoder": "hierarchical", "stage_depths": [1, 2, 1], "window": 0}
+    for network, described in (
+        (hierarchical, ("stages of 1 x 24 + 2 x 48 + 1 x 96, from 2 heads", "1024 tokens, merged to 128, then 16")),
+        (hierarchical | {"window": 3}, ("from 2 heads in windows of 3 tokens a side", "merged to 128, then 16")),
+        ({"window": 4}, ("7 blocks x 24, 2 heads in windows of 4 tokens a side", "patch 4: 1024 tokens")),
+    ):
+        (copied / "config.json").write_text(json.dumps(content | {"config": content["config"] | sizes | network}))
+        written(copied)
+        text = (copied / "report.html").read_text()
+        for name, words in zip(("network", "tile"), described):
+            (said,) = setting(text, name)[:1]
+            assert words in said, (name, said)
 
 
 def test_scores_in_large_numbers_have_interval_and_number_of_cases(html: str, page: Page, copied: Path) -> None:
