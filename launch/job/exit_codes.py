@@ -1,5 +1,6 @@
 """Exit codes, and the one place that turns an exception into a message and a code."""
 
+import errno
 import json
 import os
 import sys
@@ -16,6 +17,9 @@ from seqpar.launch.job.display import coloured
 from seqpar.launch.job.lasting_output import lasting
 
 LAST_WORDS = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable with the file for a rank's error
+# of a path that somebody named, or of its disk
+_NO_WAY_IN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
+_NO_WAY_IN |= {errno.ENOSPC, errno.EDQUOT}
 FAULT, USAGE, DATA, MEMORY, NONFINITE, IN_USE, PREEMPTED = 1, 2, 3, 4, 5, 6, 75
 
 
@@ -86,12 +90,20 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
     try:
         return act(sys.argv[1:] if arguments is None else arguments)
     except Exception as error:
+        error = _of_a_file(error) or error
         code = code_of(error)
         if code is None:
             leave_last_words(traceback.format_exc())
             raise
         report(str(error))
         return code
+
+
+def _of_a_file(error: Exception) -> DataError | None:
+    """Returns what to say of a file or folder that the system keeps from us; None for any other error."""
+    if not isinstance(error, OSError) or error.filename is None or error.errno not in _NO_WAY_IN:
+        return None
+    return DataError(error.filename, f"cannot be used ({error.strerror}); check the path, its rights and its disk")
 
 
 def report(text: str) -> None:

@@ -4,13 +4,31 @@ import os
 import shlex
 import sys
 
+TYPED = "SEQPAR_TYPED"  # variable of processes that another one started: the script of which a person started that one
 
-def next_command(act: str, *arguments: object) -> str:
-    """Returns the line that starts an act: a console script where this one was started by one, else its file."""
-    started = os.path.basename(sys.argv[0])
+
+def typed_script() -> str:
+    """Returns the path of the script that a person started: this process's, or that of the one that started it."""
+    return os.environ.get(TYPED) or sys.argv[0]
+
+
+def typed_command() -> list[str]:
+    """Returns this process's command line, with the script that a person started."""
+    return [typed_script(), *sys.argv[1:]]
+
+
+def next_command(act: str, *arguments: object, ranks: int = 1) -> str:
+    """Returns the line that starts an act: a console script where this one was started by one, else its file.
+
+    - ``ranks``: how many torchrun starts; 1: the act itself
+    """
+    folder, started = os.path.split(typed_script())
     if started.startswith("seqpar-"):
-        words = [f"seqpar-{act}"]
+        words = [f"seqpar-{act}"] if ranks == 1 else ["-m", f"seqpar.launch.{act}"]
     else:
-        beside = os.path.join(os.path.dirname(sys.argv[0]), f"{act}.py")
-        words = ["python", beside if os.path.exists(beside) else f"launch/{act}.py"]
+        beside = os.path.join(folder, f"{act}.py")
+        script = beside if os.path.exists(beside) else f"launch/{act}.py"
+        words = ["python", script] if ranks == 1 else [script]
+    if ranks > 1:
+        words = ["torchrun", "--nproc-per-node", str(ranks), *words]
     return shlex.join([*words, *map(str, arguments)])

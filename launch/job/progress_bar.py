@@ -3,6 +3,7 @@
 import time
 
 from seqpar.launch.job.display import Display, bar, clock
+from seqpar.quantity import quantity
 
 
 class ProgressBar:
@@ -20,7 +21,7 @@ class ProgressBar:
         if total == 0:
             return
         spent, is_over = time.monotonic() - self.start, done >= total
-        fields = [f"{self.activity} {total} cases {bar(done / total)} {done / total:.0%}"]
+        fields = [f"{self.activity} {quantity(total, 'case')} {bar(done / total)} {done / total:.0%}"]
         if not is_over:
             fields.append(f"{clock(spent / done * (total - done))} left" if done else "? left")
         fields.append(f"{clock(spent)} so far" if not is_over else f"in {spent:.0f} s")

@@ -1,16 +1,28 @@
-"""A run's log file: what this process prints, line by line with the time, without colours."""
+"""A run's log file: what this process prints, line by line with the time, without colours.
 
+Of five folds each has such a file with all lines. On the screen, what the fold before has said of its start in the same
+words is not said again.
+"""
+
+import os
 import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
 from seqpar.launch.job.display import EVERY_S
+from seqpar.launch.job.next_command import typed_command
 
+FOLD_BEFORE = (
+    "SEQPAR_FOLD_BEFORE"  # variable of a fold's training: log file of the fold before, which a person has read
+)
+FIRST_EPOCH = "epoch "  # begins the first line after those of the start
+_STAMP = "%Y-%m-%d %H:%M:%S "
 _CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # colours, and the erasing of a line
 
 
@@ -32,7 +44,7 @@ class RunLog:
             return
         try:
             self._file = open(path, "a", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115
-            self._file.write(_stamped(f"$ {shlex.join(sys.argv)}"))
+            self._file.write(_stamped(f"$ {shlex.join(typed_command())}"))
             self._file.writelines(self._early)
         except OSError as error:
             say(f"warning: {path} cannot be written ({error.strerror}): this run has no log file")
@@ -59,13 +71,17 @@ class RunLog:
 
 
 class _Copied:
-    """A stream that hands what it writes to a log as well."""
+    """A stream that hands what it writes to a log as well.
 
-    def __init__(self, stream: Any, log: RunLog) -> None:
+    - ``known``: lines that the log alone gets
+    """
+
+    def __init__(self, stream: Any, log: RunLog, known: Collection[str] = ()) -> None:
         self._stream, self._log, self._open = stream, log, ""
+        self._known, self._waits = known, ""  # a known line without its end, which the next write may bring
 
     def write(self, text: str) -> int:
-        self._stream.write(text)
+        self._stream.write(self._news(text) if self._known else text)
         *lines, self._open = (self._open + text).split("\n")
         for line in lines:
             self._log.line(_last_state(line))
@@ -74,8 +90,29 @@ class _Copied:
             self._log.state(self._open[1:])
         return len(text)
 
+    def _news(self, text: str) -> str:
+        """Returns what the stream gets: all but known lines."""
+        whole, was_begun = self._waits + text, bool(self._open) and not self._waits
+        *lines, rest = whole.split("\n")
+        kept = [line for n, line in enumerate(lines) if (was_begun and n == 0) or not self._is_known(line)]
+        self._waits = rest if self._is_known(rest) and (lines or not was_begun) else ""
+        return "".join(f"{line}\n" for line in kept) + ("" if self._waits else rest)
+
+    def _is_known(self, line: str) -> bool:
+        return _last_state(line).rstrip() in self._known
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _said_before() -> frozenset[str]:
+    """Returns the lines of the start of the fold before, none where there is none."""
+    try:
+        lines = Path(os.environ.get(FOLD_BEFORE, "")).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return frozenset()
+    texts = (line[len(time.strftime(_STAMP)) :] for line in lines)
+    return frozenset(takewhile(lambda text: not text.startswith(FIRST_EPOCH), texts)) - {""}
 
 
 def _last_state(line: str) -> str:
@@ -84,7 +121,7 @@ def _last_state(line: str) -> str:
 
 
 def _stamped(line: str) -> str:
-    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}".rstrip() + "\n"
+    return f"{time.strftime(_STAMP)}{line}".rstrip() + "\n"
 
 
 @contextmanager
@@ -92,7 +129,8 @@ def recorded(active: bool) -> Iterator[RunLog]:
     """Yields a log of what this process prints within the block, where ``active``; elsewhere it takes nothing."""
     log, before = RunLog(active), (sys.stdout, sys.stderr)
     if active:
-        sys.stdout, sys.stderr = (_Copied(stream, log) for stream in before)  # type: ignore[assignment]
+        sys.stdout = _Copied(sys.stdout, log, _said_before())  # type: ignore[assignment]
+        sys.stderr = _Copied(sys.stderr, log)  # type: ignore[assignment]
     try:
         yield log
     finally:

@@ -9,8 +9,11 @@ from contextlib import suppress
 from types import FrameType
 
 from seqpar.launch.job.exit_codes import PREEMPTED
+from seqpar.launch.job.local_ranks import PARENT_OF_FOLD
 from seqpar.launch.job.stop_agreement import StopAgreement
 from seqpar.mesh import Mesh
+
+APART_S = 1.0  # one Ctrl-C may come twice to a fold: from srun to all processes, and passed on
 
 
 class Stopper:
@@ -26,7 +29,7 @@ class Stopper:
 
     def __init__(self, time_limit_s: float, margin_s: float = 90.0) -> None:
         self._reason = ""  # why this rank needs to leave
-        self._interrupts = 0
+        self._interrupted: float | None = None  # when Ctrl-C came first
         self._pipe: int | None = None
         self._agreement: StopAgreement | None = None
         self._deadline = time.monotonic() + time_limit_s - min(margin_s, 0.1 * time_limit_s)
@@ -39,9 +42,12 @@ class Stopper:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._agreement is None:
             raise SystemExit(PREEMPTED)
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts > 1:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            apart_s = APART_S if PARENT_OF_FOLD in os.environ else 0.0
+            if self._interrupted is not None and now - self._interrupted >= apart_s:
+                raise KeyboardInterrupt
+            self._interrupted = self._interrupted or now
         self._reason = self._reason or signal.Signals(number).name
 
     def begin(self, mesh: Mesh, on_lost: Callable[[str], None]) -> None:

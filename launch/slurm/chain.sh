@@ -37,7 +37,13 @@ for word in "$@"; do
     [ "$before" != --out ] || out=$word
     before=$word
 done
-if ! [ "$count" -gt 0 ] 2> /dev/null || [ -z "$out" ]; then
+if ! [ "$count" -gt 0 ] 2> /dev/null; then
+    echo "error: -n $count: a number of jobs is needed" >&2
+    echo "$usage" >&2
+    exit 2
+fi
+if [ -z "$out" ]; then
+    [ $# = 0 ] || echo "error: --out RUN is needed, the folder of the run that all jobs go on with" >&2
     echo "$usage" >&2
     exit 2
 fi

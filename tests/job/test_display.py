@@ -1,21 +1,27 @@
 """What people watch: the time left is never cut, a log gets a line at least every minute, colours only on terminals."""
 
 import io
+import os
 import re
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
+from seqpar.environment import Launcher
 from seqpar.launch import prepare
 from seqpar.launch.job import display as display_module
 from seqpar.launch.job import progress_bar, run_log
 from seqpar.launch.job.display import Display, coloured, fit
 from seqpar.launch.job.exit_codes import DATA
+from seqpar.launch.job.local_ranks import run_local
 from seqpar.launch.job.next_command import next_command
 from seqpar.launch.job.progress_bar import ProgressBar
 from seqpar.launch.job.run_log import recorded
+from seqpar.launch.training import folds
 from tests.support.folders import nnunet
 
 FIELDS = ["epoch 12/200 ███·····", "1:02:03 left", "loss 0.5", "dice 0.81", "9,123 tokens/s"]
@@ -136,6 +142,27 @@ def test_a_log_file_has_what_was_printed_without_what_was_written_over(tmp_path,
     assert not (tmp_path / "other.log").exists(), "only the first rank writes one"
 
 
+def test_what_the_fold_before_said_of_its_start_is_in_the_log_alone(tmp_path, monkeypatch) -> None:
+    before, path, out = tmp_path / "before.log", tmp_path / "train.log", io.StringIO()
+    said = ["$ train.py", "seqpar: debug", "(words)", "", "data: fold 0", "epoch 1/1  0:00 left", "class  Dice"]
+    before.write_text("".join(f"2026-01-01 00:00:00 {line}\n" for line in said))
+    monkeypatch.setenv(run_log.FOLD_BEFORE, str(before))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", errors := io.StringIO())
+    with recorded(True) as log:
+        print("seqpar: debug\ndata: fold 1")
+        log.open(path)
+        print("\x1b[2m(words)\x1b[0m\n")
+        print("(words)", end="")
+        print(" of another line, and", end=" ")
+        print("(words)\nclass  Dice")
+        print("(words)", file=sys.stderr)
+    news = ["data: fold 1", "", "(words) of another line, and (words)", "class  Dice"]
+    assert out.getvalue().splitlines() == news and errors.getvalue() == "(words)\n"
+    logged = [line[20:] for line in path.read_text().splitlines()[1:]]
+    assert logged == ["seqpar: debug", "data: fold 1", "(words)", *news[1:], "(words)"]
+
+
 def test_a_log_file_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdout", out := io.StringIO())
     with recorded(True) as log:
@@ -146,13 +173,41 @@ def test_a_log_file_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch)
 
 
 def test_the_next_command_is_typed_as_this_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    for started, line in (
-        ("/usr/bin/seqpar-train", "seqpar-report 'runs/a b'"),
-        ("launch/train.py", "python launch/report.py 'runs/a b'"),
-        ("/usr/lib/pytest/__main__.py", "python launch/report.py 'runs/a b'"),
+    for started, line, of_two in (
+        ("/usr/bin/seqpar-train", "seqpar-report 'runs/a b'", "-m seqpar.launch.train --lr 1"),
+        ("launch/train.py", "python launch/report.py 'runs/a b'", "launch/train.py --lr 1"),
+        ("/usr/lib/pytest/__main__.py", "python launch/report.py 'runs/a b'", "launch/train.py --lr 1"),
     ):
         monkeypatch.setattr(sys, "argv", [started])
         assert next_command("report", "runs/a b") == line
+        assert next_command("train", "--lr", 1, ranks=2) == f"torchrun --nproc-per-node 2 {of_two}"
+
+
+def test_ranks_and_folds_that_an_act_starts_spell_it_as_that_act_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended:
+        returncode = 0
+
+        def __init__(self, command: Sequence[str], env: dict[str, str], **options: object) -> None:
+            with monkeypatch.context() as inside:
+                inside.setattr(os, "environ", env)
+                inside.setattr(sys, "argv", list(command[1:]))
+                lines.append(next_command("predict", "run"))
+
+        def poll(self) -> int:
+            return 0
+
+        wait = poll
+
+    lines = list[str]()
+    five = folds.find_folds(["--fold", "all5", "--out", "five"])
+    assert five is not None
+    for typed, script in (("/usr/bin/seqpar-train", "seqpar-predict"), ("launch/train.py", "python launch/predict.py")):
+        monkeypatch.setattr(sys, "argv", [typed, "--seqpar", "2"])
+        monkeypatch.setattr(subprocess, "Popen", Ended)
+        assert run_local(2, ["/site-packages/seqpar/launch/train.py"]) == 0
+        assert five._train_fold("/site-packages/seqpar/launch/train.py", 0, "five/fold0", False, Launcher("test")) == 0
+        assert lines == [f"{script} run"] * 3
+        lines.clear()
 
 
 def test_a_preparation_says_how_to_train_on_it(tmp_path, capsys) -> None:

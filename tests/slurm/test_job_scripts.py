@@ -241,6 +241,8 @@ def test_chain_submits_all_its_jobs_under_the_runs_own_name(jobs: Jobs, tmp_path
     mistyped = {
         "launch/slurm/fronteir.sbatch --weights weights.pt --out run": "no job script launch/slurm/fronteir.sbatch",
         "-n 3 -A abc -p batch --mem=0 frontier --out run": "no job script frontier",
+        f"{script} --data DATA": "error: --out RUN is needed",
+        f"-n x {script} --out run": "error: -n x: a number of jobs is needed",
         "-N2 generic.sbatch --out run": "no job script generic.sbatch",
         "--exclusive frontier --out run": "none of these is a job script that is there: --exclusive frontier --out run",
     }
