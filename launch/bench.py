@@ -18,14 +18,22 @@ from seqpar.launch.settings.command_line import Parser
 SUBJECTS = {
     "attention": ("attention",),
     "encoder": ("encoder", "rank"),
+    "hierarchical": ("hierarchical",),
+    "hybrid": ("hybrid", "classes"),
     "memory": ("memory",),
     "data": ("data", "loader"),
+    "pipe": ("pipe",),
     "plan": ("plan", "plan_answer"),
-    "predict": ("predict", "labels"),
-    "step": ("step",),
+    "predict": ("predict", "pass_profile", "labels", "lamp"),
+    "pretrain": ("masked",),
+    "reading": ("reading",),
+    "start": ("start",),
+    "step": ("step", "step_profile", "launches"),
+    "sweep": ("sweep",),
     "unets": ("unets", "halo_share"),
+    "tiles": ("tiles",),
 }
-LARGE = {"memory": ("memory",)}  # these have large_series() too
+LARGE = {"memory": ("memory",), "pretrain": ("masked",)}  # these have large_series() too
 RESULTS = Path(__file__).parent / "benches" / "results"
 CUT_SHORT = 130
 
@@ -97,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=subjects)
     quick = "measure smaller cases in fewer turns: at most 3 minutes a subject on 2 CPU cores"
     parser.add_argument("--quick", action="store_true", help=quick)
-    large = "measure the large cases instead, half an hour or more each; only memory has some"
+    large = "measure the large cases instead, a quarter of an hour or more each; only memory and pretrain have some"
     parser.add_argument("--large", action="store_true", help=large)
     turns = "how often each case is measured (default: as often as its times vary)"
     parser.add_argument("--turns", type=int, metavar="TURNS", help=turns)

@@ -54,7 +54,7 @@ def of_shapes(
 
     def row(case: str, runs: Runs) -> Row:
         way, world = cases[case]
-        held = runs[f"{WAYS[0]}, {world} ranks"]
+        all_at_once = runs[f"{WAYS[0]}, {world} ranks"]
         return {
             "labels": way,
             "ranks": world,
@@ -62,9 +62,9 @@ def of_shapes(
             "voxels": "x".join(map(str, shape)),
             "to": "x".join(map(str, to_shape)),
             "alive MB": statistics.median(run["alive"] for run in runs[case]) / 1e6,
-            "to all held": ratio([run["alive"] for run in runs[case]], [run["alive"] for run in held]),
+            "to all held": ratio([run["alive"] for run in runs[case]], [run["alive"] for run in all_at_once]),
             "s": statistics.median(run["seconds"] for run in runs[case]),
-            "time to all held": ratio([run["seconds"] for run in runs[case]], [run["seconds"] for run in held]),
+            "time to all held": ratio([run["seconds"] for run in runs[case]], [run["seconds"] for run in all_at_once]),
         }
 
     what = f"labels of {num_classes} classes, by all logits in one place and slab by slab"

@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,15 +27,16 @@ from seqpar.launch.benches.apart import measure_apart
 from seqpar.launch.benches.series import Row, Runs, Series, alternate, ratio
 from seqpar.launch.hardware.devices import MIB, device_here
 from seqpar.launch.models.build import build
+from seqpar.launch.models.loss import loss_of
 from seqpar.launch.models.net import Net
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.planning.attention_choice import choose_quickest
 from seqpar.launch.planning.saved_bytes import Saved
 from seqpar.launch.settings.config import Config, shorten
 from seqpar.launch.training.sharded_weights import shard
-from seqpar.losses import DiceCE
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
+from seqpar.vit.dropout import DropoutKey
 
 SMALL = Config(
     tile=(64, 64, 64),
@@ -89,26 +90,18 @@ def series(quick: bool = False) -> list[Series]:
     ]
     cases.append(Case("full, shards", replace(config, seqpar=ranks, grad_checkpoint="full", shard_weights=True), ranks))
     what = f"memory of a training step, option by option, tile {'x'.join(map(str, config.tile))}"
-    return [_series(what, cases, 1 if quick else 3, 12.0 if quick else 25.0)]
+    return [series_of(what, cases, 1 if quick else 3, 12.0 if quick else 25.0)]
 
 
 def large_series(cases: Sequence[Case] = LARGE) -> list[Series]:
     """Returns one series: a whole volume, and ViT-B on a tile of 128 at patch 4."""
-    return [_series("memory of a training step that one process could hardly hold", cases, 1, 1900.0)]
+    return [series_of("memory of a training step that one process could hardly hold", cases, 1, 1900.0)]
 
 
-def _series(what: str, cases: Sequence[Case], turns: int, case_s: float) -> Series:
-    by_name = {f"{case.name}, {case.ranks} ranks": case for case in cases}
-    names = tuple(by_name)
-
-    def row_of(name: str, runs: Runs) -> Row:
-        return row(by_name[name], runs[name], runs[names[0]])
-
-    alternated = partial(alternate, names, lambda name: measure(by_name[name]))
-    return Series(what, names, turns, case_s * len(names), alternated, row_of)
+Measured = Sequence[dict[str, float]]
 
 
-def row(case: Case, runs: Sequence[dict[str, float]], first: Sequence[dict[str, float]]) -> Row:
+def row(case: Case, runs: Measured, first: Measured) -> Row:
     """Returns a case's row of the table; ratios are to the runs of the ``first`` case in the same turns."""
     config, mid = case.config, statistics.median
     return {
@@ -126,6 +119,24 @@ def row(case: Case, runs: Sequence[dict[str, float]], first: Sequence[dict[str, 
     }
 
 
+def series_of(
+    what: str,
+    cases: Sequence[Case],
+    turns: int,
+    case_s: float,
+    row: Callable[[Case, Measured, Measured], Row] = row,
+) -> Series:
+    """Returns the series of these cases; ``case_s``: seconds of each, ``row``: as the function of that name."""
+    by_name = {f"{case.name}, {case.ranks} ranks": case for case in cases}
+    names = tuple(by_name)
+
+    def row_of(name: str, runs: Runs) -> Row:
+        return row(by_name[name], runs[name], runs[names[0]])
+
+    alternated = partial(alternate, names, lambda name: measure(by_name[name]))
+    return Series(what, names, turns, case_s * len(names), alternated, row_of)
+
+
 def measure(case: Case) -> dict[str, float]:
     """Returns bytes and seconds of one run in new processes."""
     threads = max(1, (os.cpu_count() or 1) // case.ranks)
@@ -135,9 +146,10 @@ def measure(case: Case) -> dict[str, float]:
 def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
     """Returns bytes saved for backward, bytes of states and seconds of this rank's last step, and all ranks' peak."""
     net = _build(config, mesh)
-    optimizer, loss_of = make_optimizer(config, net), DiceCE()
-    loss_groups = net.mode.loss_groups(mesh.data, config.batch)
+    optimizer, loss_fn = make_optimizer(config, net), net.training_loss(loss_of(config))
+    loss_groups = net.loss_groups(mesh.data, config.batch)
     part, label = _part(config, net, mesh)
+    key = DropoutKey(config.seed, 0, tuple(range(config.batch)))
     seconds = saved_bytes = 0.0
     state = dict[str, int]()
     for _ in range(steps):
@@ -145,8 +157,8 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
         began = time.perf_counter()
         with Saved(net) as saved:
             with torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-                logits = net(part)
-            loss = loss_of(logits, label, loss_groups)
+                logits = net(part, None, key)
+            loss = loss_fn(logits, label, loss_groups)
         saved_bytes = float(saved.total)
         loss.backward()
         del logits, loss
@@ -178,10 +190,12 @@ def _build(config: Config, mesh: Mesh) -> Net:
 
 
 def _part(config: Config, net: Net, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Returns this rank's part of a random image and label."""
+    """Returns this rank's part of a random image and label; where nothing is labelled, the image is both."""
     layout = net.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])
     part = torch.randn(*tokens, 1, *layout.patch, device=mesh.device, dtype=next(net.parameters()).dtype)
+    if config.task == "pretrain":
+        return part, net.arrange(part)
     return part, net.arrange(torch.randint(0, 2, (*tokens, *layout.patch), device=mesh.device))
 
 

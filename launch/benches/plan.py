@@ -62,9 +62,10 @@ def series(quick: bool = False) -> list[Series]:
 
     def measure(turns: int) -> Generator[tuple[str, dict[str, float]], None, None]:
         for _ in range(turns):
-            device = this_cpu("fp32")  # anew in each turn, beside the steps
+            sizes = {config.seqpar for config in configs}
+            devices = {size: replace(this_cpu("fp32", size), cores=size) for size in sizes}  # anew in each turn
             for name, config in cases.items():
-                need = plan(Run(config, replace(device, cores=config.seqpar), CHANNELS, CLASSES), config.seqpar)
+                need = plan(Run(config, devices[config.seqpar], CHANNELS, CLASSES), config.seqpar)
                 alive = sum(need.memory[kind] for kind in ("input", "tokens", "decoder", "transient"))
                 yield name, {"planned_s": need.step_seconds, "planned_bytes": alive, **_measured(EVERY.index(config))}
 

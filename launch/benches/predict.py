@@ -12,14 +12,18 @@ import signal
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from seqpar.environment import Launcher
+from seqpar.launch.benches.operator_seconds import seconds_by_kind
 from seqpar.launch.benches.series import Row, Runs, Series, alternate, ratio
+from seqpar.launch.inference.seams import seam_of
 from seqpar.launch.inference.sliding_window import sliding_window, whole_volume
 from seqpar.launch.inference.windows import Sliding, WindowGrid
 from seqpar.launch.models.build import build
@@ -60,7 +64,9 @@ def of_network(config: Config, shape: Sequence[int], tiles: Sequence[int], num_c
 
     voxels = "x".join(map(str, shape))
     what = f"prediction of {voxels} voxels by {config.network}, by a whole pass and by sliding windows"
-    measure = partial(alternate, tuple(cases), lambda case: _apart(tuple(shape), cases[case], config, num_classes))
+    measure = partial(
+        alternate, tuple(cases), lambda case: predict_apart(tuple(shape), cases[case], config, num_classes)
+    )
     return Series(what, tuple(cases), 1, 15.0 * len(cases), measure, row)
 
 
@@ -68,11 +74,21 @@ def _name(tile: int) -> str:
     return f"sliding {tile}, overlap {OVERLAP}" if tile else "whole"
 
 
-def _apart(shape: tuple[int, ...], tile: int, config: Config, num_classes: int) -> dict[str, Any]:
-    """Returns what a new process measures."""
+def predict_apart(
+    shape: tuple[int, ...],
+    tile: int,
+    config: Config,
+    num_classes: int,
+    overlap: float = OVERLAP,
+    profiled: bool = False,
+) -> dict[str, Any]:
+    """Returns what a new process measures of a prediction by windows of ``tile``; 0: by a whole pass.
+
+    Where it is profiled, ``kinds`` are the seconds of its operators by what they do; its own are longer then.
+    """
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
-    child = context.Process(target=_measure, args=(writer, shape, tile, config, num_classes))
+    child = context.Process(target=_measure, args=(writer, shape, tile, config, num_classes, overlap, profiled))
     child.start()
     writer.close()
     try:
@@ -89,7 +105,9 @@ def _apart(shape: tuple[int, ...], tile: int, config: Config, num_classes: int) 
     return run
 
 
-def _measure(result: Any, shape: tuple[int, ...], tile: int, config: Config, num_classes: int) -> None:
+def _measure(
+    result: Any, shape: tuple[int, ...], tile: int, config: Config, num_classes: int, overlap: float, profiled: bool
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     torch.set_num_threads(1)
     mesh = join(Launcher("bench"), None, 1, torch.device("cpu"))
@@ -97,23 +115,27 @@ def _measure(result: Any, shape: tuple[int, ...], tile: int, config: Config, num
         config = replace(config, tile=(tile,) * 3)
     net = build(config, 1, num_classes, Group("seq")).eval()
     image = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
-    sliding = Sliding((tile or config.tile[0],) * 3, OVERLAP)
+    sliding = Sliding((tile or config.tile[0],) * 3, overlap)
     window_grid = WindowGrid.of(shape, sliding)
     with torch.no_grad():
         net(torch.zeros(1, 1, *config.tile))  # what happens only once is not measured
+    profiler = profile(activities=[ProfilerActivity.CPU]) if profiled else None
     before, began = _peak(), time.process_time()
-    slabs = sliding_window([net], image, sliding, mesh) if tile else whole_volume([net], image, mesh)
-    logits = torch.cat([slab.logits for slab in slabs], 1)
+    with profiler or nullcontext():
+        slabs = sliding_window([net], image, sliding, mesh) if tile else whole_volume([net], image, mesh)
+        logits = torch.cat([slab.logits for slab in slabs], 1)
     seconds, peak = time.process_time() - began, _peak() - before
-    probabilities = logits.softmax(0)
-    jumps = (probabilities[:, 1:] - probabilities[:, :-1]).abs().mean((0, 2, 3))  # from each row to the next
-    edges = {at + side for at in window_grid.starts[0] for side in (0, tile)} - {0, shape[0]}
-    border = torch.zeros(len(jumps), dtype=torch.bool)
-    border[[edge - 1 for edge in sorted(edges)]] = True
-    padded = (-(-side // p) * p for side, p in zip(shape, config.patch))
+    padded = (-(-side // p) * p for side, p in zip(shape, net.layout.patch))
     voxels = len(window_grid.corners) * tile**3 if tile else math.prod(padded)
-    seam = float(jumps[border].mean() / jumps[~border].mean())
-    result.send({"cpu_s": seconds, "peak_mb": peak, "voxels": voxels, "seam": seam})
+    measured: dict[str, Any] = {
+        "cpu_s": seconds,
+        "peak_mb": peak,
+        "voxels": voxels,
+        "seam": seam_of(logits.softmax(0), window_grid),
+    }
+    if profiler:
+        measured["kinds"] = seconds_by_kind(profiler.key_averages())
+    result.send(measured)
 
 
 def _peak() -> float:

@@ -75,7 +75,7 @@ def _worker(name: str, mode: str, batch: int, steps: int) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     with start(ranks, device="cpu") as mesh:
-        net = _monai() if name == "monai" else _ours(mode, mesh)
+        net = _monai() if name == "monai" else unetr(mode, mesh)
         image, label = torch.randn(batch, CHANNELS, *[TILE] * 3), torch.randint(0, CLASSES, (batch, *[TILE] * 3))
         measured = measure_steps(Step(net, image, label, mesh), steps)
         if mesh.is_first:
@@ -88,7 +88,8 @@ def _monai() -> nn.Module:
     return UNETR(CHANNELS, CLASSES, (TILE,) * 3)  # type: ignore[no-any-return, unused-ignore]
 
 
-def _ours(mode: str, mesh: Mesh) -> SegmentationNet:
+def unetr(mode: str, mesh: Mesh) -> SegmentationNet:
+    """Returns ours, with weights of MONAI's where that is installed."""
     if importlib.util.find_spec("monai"):
         net = load_monai(_monai().state_dict(), (TILE,) * 3, 12, mesh.seq, mode)
         assert isinstance(net, SegmentationNet)
@@ -117,9 +118,13 @@ class Step:
         return self.loss_of(self.net(self.image), label, self.loss_groups)  # type: ignore[no-any-return]
 
     def __call__(self) -> None:
+        self.differentiate()
+        average_gradients(self.net, self.mesh)
+
+    def differentiate(self) -> None:
+        """Makes this rank's gradients anew."""
         self.net.zero_grad()
         self._forward().backward()
-        average_gradients(self.net, self.mesh)
 
     def saved_bytes(self) -> int:
         """Returns the bytes of distinct storages held for backward in a first step, parameters excluded."""

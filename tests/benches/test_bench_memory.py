@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seqpar.launch import bench
-from seqpar.launch.benches import attention, encoder, memory, plan, rank
+from seqpar.launch.benches import attention, encoder, hierarchical, masked, memory, plan, rank
 from seqpar.launch.benches.series import Progress, run_series
 from seqpar.launch.hardware.devices import known
 from seqpar.launch.models.build import build
@@ -90,13 +90,14 @@ def test_the_plan_is_benched_on_nets_by_which_it_was_not_calibrated() -> None:
 
 
 def test_large_rows_can_run() -> None:
-    for config in (case.config for case in memory.LARGE):
+    for config in (*(case.config for case in memory.LARGE), masked.VOLUME):
         refuse(config)
     assert 32**3 == 32768 and 60 * 60 * 39 == 140400
-    with pytest.raises(ValueError, match="--large has rows of memory alone"):
+    with pytest.raises(ValueError, match="--large has rows of memory, pretrain alone"):
         bench.act(["step", "--large"])
 
 
+@pytest.mark.started
 def test_a_case_is_measured_in_new_processes_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
@@ -105,6 +106,48 @@ def test_a_case_is_measured_in_new_processes_from_any_folder(tmp_path: Path, mon
     assert run_series(series, 1, rows.append, Progress())
     (row,) = rows
     assert row["held MiB a rank"] == run_ranks(1, step, {})[0]["held"] / 2**20 and row["tokens"] == 64
+
+
+def masked_step(mesh: Mesh) -> dict[str, float]:
+    return memory.step(replace(TINY, task="pretrain", tile=(32, 32, 32), seqpar=mesh.seq.size), mesh, 1)
+
+
+def test_a_step_of_pretraining_is_measured_beside_what_one_process_holds() -> None:
+    """A rank's share is at most a half and 0.05; what is counted for one process is what that holds."""
+    shares = []
+    for ranks in (1, 2):
+        config = replace(TINY, task="pretrain", tile=(32, 32, 32), seqpar=ranks)
+        runs = run_ranks(ranks, masked_step)[:1]
+        row = masked.row(memory.Case("tiny", config, ranks, 1), runs, runs)
+        assert (row["tokens"], row["visible"]) == (512, 128) and row["s a step"] > 0
+        shares.append(row["share of one process"])
+    assert shares[0] == pytest.approx(1, abs=0.01) and 0.4 < shares[1] <= 0.55
+
+
+STAGES = replace(hierarchical.STAGES, tile=(32, 32, 32), embed_dim=12, heads=1, decoder_width=4)
+
+
+def stages_step(mesh: Mesh, window: int) -> dict[str, float]:
+    return memory.step(replace(STAGES, window=window, seqpar=mesh.seq.size), mesh, 1)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_a_step_of_stages_is_measured_beside_what_one_process_holds(window: int) -> None:
+    """A rank's share, encoder and decoder, is at most a half and 0.05; the control: each rank decodes the whole."""
+    shares = []
+    for ranks in (1, 2):
+        config = replace(STAGES, window=window, seqpar=ranks)
+        runs = run_ranks(ranks, stages_step, window)[:1]
+        row = hierarchical.row(memory.Case("tiny", config, ranks), runs, runs)
+        assert row["tokens"] == 512 and ("in windows of 4" in row["net"]) == bool(window)
+        shares.append(row["share of one process"])
+    assert shares[0] == pytest.approx(1, abs=0.05) and 0.4 < shares[1] <= 0.55
+    (whole, _) = run_ranks(2, gathered_step)
+    assert whole["held"] > 0.6 * masked.held_by_one(STAGES)
+
+
+def gathered_step(mesh: Mesh) -> dict[str, float]:
+    return memory.step(replace(STAGES, mode="gather", seqpar=2), mesh, 1)
 
 
 def encoders(mesh: Mesh) -> dict[str, float]:
