@@ -75,6 +75,7 @@ def test_each_takes_one_new_file_and_one_line() -> None:
         compile(body, "page", "exec")
 
 
+@pytest.mark.started
 def test_all_of_them_train_three_steps(copy, tmp_path) -> None:
     flags = [*tiny_data(tmp_path), "--iterations", "3", "--epochs", "1", "--out", str(tmp_path / "run"), "--batch-dice"]
     added = ["--decoder", "linear", "--augment", "light+salt", "--loss", "tversky", "--optimizer", "nadam"]
@@ -90,6 +91,7 @@ def test_all_of_them_train_three_steps(copy, tmp_path) -> None:
     assert "Precision" in summary["mean"]["1"]
 
 
+@pytest.mark.started
 def test_a_step_acts_where_a_recipe_names_it_and_changes_no_other_draw(copy) -> None:
     code = """
 import numpy as np
@@ -104,6 +106,7 @@ assert 3 < same.count(False) < 25
     assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.started
 def test_the_copy_keeps_the_floors(copy) -> None:
     tests = [f"tests/house/test_floors.py::test_{name}" for name in FLOORS]
     done = run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests)

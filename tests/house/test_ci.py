@@ -1,5 +1,8 @@
-"""Steps of .ci that need a program from outside: where it is missing they say so, and fail where CI=true."""
+"""Steps of .ci: all are run; where a program from outside is missing they say so, and fail where CI=true."""
 
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+NO_STEPS = ("run", "need.sh", "beside.sh", "phantoms")  # phantoms: minutes of training, started by hand
 STEPS = {
     "browser": (["chromium"], "Chromium is not installed (Debian: chromium)", "tests/browser/report_in_chromium.py"),
     "slurm": (
@@ -16,6 +20,75 @@ STEPS = {
         "tests/slurm/jobs_on_slurm.py",
     ),
 }
+
+
+@pytest.mark.parametrize("codes", [(0, 0), (3, 0), (0, 4)])
+def test_of_two_steps_beside_each_other_none_fails_unseen(codes: tuple[int, int], tmp_path: Path) -> None:
+    for name, code in zip(("waiting", "step"), codes):
+        (tmp_path / name).write_text(f"#!/bin/bash\necho this is {name}\nexit {code}\n")
+        (tmp_path / name).chmod(0o755)
+    script = f"set -euo pipefail; . {ROOT}/.ci/beside.sh; beside ./waiting ./step; echo the next"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == max(codes)
+    assert done.stdout.split("\n")[:2] == ["this is step", "this is waiting"]
+    assert ("the next" in done.stdout) == (done.returncode == 0)
+
+
+def test_what_make_test_leaves_out_is_a_step() -> None:
+    """By a mark: what starts new processes, or a compiler."""
+    assert '-m "not started"\n' in (ROOT / "Makefile").read_text()
+    assert "-m started\n" in (ROOT / ".ci" / "commands").read_text()
+
+
+def test_every_step_is_run_and_its_tests_are_not_those_of_make_test() -> None:
+    steps = {path.name: path.read_text() for path in (ROOT / ".ci").iterdir() if path.name not in NO_STEPS}
+    assert {"accept", "commands", "figures", "tune", *STEPS} == set(steps)
+    lines = re.findall(r"^(?:beside (\S+) )?(\S+)(?: #.*)?$", (ROOT / ".ci" / "run").read_text(), re.M)
+    run = [step for line in lines for step in line]
+    text = (ROOT / ".ci" / "run").read_text()
+    assert text.index(".ci/tune") < text.index(".ci/slurm"), "sweeps on Slurm need Ray"
+    assert all(f".ci/{name}" in run and (ROOT / ".ci" / name).stat().st_mode & 0o111 for name in steps)
+    assert "launch/figures.py" in steps.pop("figures")  # an act, whose words it reads
+    assert "launch/doctor.py --accept --device cpu" in steps.pop("accept")  # an act, whose exit code says all
+    for name, text in steps.items():
+        files = [file for found in re.findall(r"tests/[\w/*]+\.py", text) for file in ROOT.glob(found)]
+        own = [file for file in files if not file.name.startswith("test_")]
+        assert own and all("def test_" in file.read_text() for file in own), name
+
+
+PHANTOMS = {"liver": {"liver": 0.9, "lesion": 0.6}, "organs": {"chiasm": 0.5, "mandible": 0.9, "absent": None}}
+TRAINED = """#!/usr/bin/env bash
+echo "$*" >> "$(dirname "$0")/calls"
+case $1 in
+    -c) exec {python} "$@" ;;
+    launch/train.py)
+        while [ "$1" != --out ]; do shift; done
+        mkdir -p "$2" && cp "$(dirname "$0")/$(basename "$2")" "$2/metrics.jsonl" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("worse", [{}, {"lesion": 0.4}, {"liver": 0.8}, {"chiasm": 0.2}], ids=str)
+def test_phantoms_that_are_learned_too_little_fail(worse: dict[str, float], tmp_path: Path) -> None:
+    """The page's flags are those that are tried; an organ that no case shows counts for nothing."""
+    for kind, dice in PHANTOMS.items():
+        rows = [{"kind": "val", "dice": dict.fromkeys(dice, 0.0)}, {"kind": "train"}]
+        rows.append({"kind": "val", "dice": dice | {name: worse[name] for name in dice if name in worse}})
+        (tmp_path / kind).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "python").write_text(TRAINED.format(python=sys.executable))
+    (tmp_path / "python").chmod(0o755)
+    env = {**os.environ, "PYTHON": str(tmp_path / "python")}
+    done = subprocess.run([ROOT / ".ci" / "phantoms"], env=env, capture_output=True, text=True)
+    assert done.returncode == (1 if worse else 0), done.stdout + done.stderr
+    if worse:
+        return
+    assert "liver 0.900 lesion 0.600 mean 0.750" in done.stdout and "mean 0.700" in done.stdout
+    page = (ROOT / "launch" / "README.md").read_text()
+    lines = re.findall(r"^python (launch/train.py .*phantoms/(?:\S+Liver|\S+Organs) .*(?:\n    .*)*)", page, re.M)
+    tried = [call.split() for call in (tmp_path / "calls").read_text().splitlines() if "train.py" in call]
+    assert len(lines) == len(tried) == 2
+    for line, words in zip(lines, tried):
+        assert {word for word in line.split() if not word.startswith("phantoms/")} <= set(words), line
 
 
 @pytest.fixture

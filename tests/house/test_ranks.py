@@ -11,7 +11,8 @@ import torch.distributed as dist
 from seqpar.collectives import all_sum
 from seqpar.environment import Launcher
 from seqpar.mesh import Group, Mesh
-from seqpar.rendezvous import _roll_call, warm_up
+from seqpar.rendezvous import warm_up
+from seqpar.roll_call import Place, roll_call
 from tests.support.ranks import RanksFailed, run_ranks
 
 
@@ -59,7 +60,7 @@ def test_a_rank_that_dies_is_named() -> None:
 def test_missing_ranks_are_named_at_the_start(tmp_path: object) -> None:
     store = dist.FileStore(f"{tmp_path}/store", 3)
     with pytest.raises(TimeoutError, match="ranks 1, 2 did not start within 1 s"):
-        _roll_call(Launcher("test", 0, 3, 0, 3), store, 1.0)
+        roll_call(Launcher("test", 0, 3, 0, 3), store, Place("a"), 1.0)
 
 
 def silent_group(mesh: Mesh, folder: str) -> str:

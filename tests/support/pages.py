@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "launch/README.md", "seqpar/README.md", "launch/slurm/README.md")]
 CLUSTER = ("sbatch", "launch/slurm/chain.sh")  # these hand in jobs
+MAKE = ("make train", "make test")  # run by .ci/run, in a fresh clone
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -19,3 +20,7 @@ def readme_commands(*starts: str) -> list[str]:
     every = [line for page in PAGES[:3] for block in blocks(page, "bash") for line in block.splitlines()]
     commands = [shlex.join(words) for words in (shlex.split(line, comments=True) for line in every) if words]
     return [command for command in commands if not starts or command.startswith(starts)]
+
+
+COMMANDS = readme_commands()
+HERE = [line for line in COMMANDS if not line.startswith((*CLUSTER, *MAKE))]  # run by .ci/commands

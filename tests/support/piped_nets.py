@@ -61,14 +61,17 @@ def net_of(case: Case, mesh: Mesh) -> Net:
 
 
 def micro_batch(case: Case, mesh: Mesh, net: Net, step: int, micro: int) -> tuple[PartOfBatch, Tensor, Tensor]:
-    """Returns this rank's part, its label where its logits are, and the numbers of those voxels."""
+    """Returns this rank's part, its label where its logits are, and the numbers of those voxels, or volumes."""
     dice = torch.Generator().manual_seed(1000 * step + micro)
     like = torch.float32 if case.config.precision == "bf16" else torch.float64
     image = torch.randn(case.samples, CHANNELS, *case.config.tile, generator=dice, dtype=torch.float64).to(like)
-    label = torch.randint(CLASSES, (case.samples, *case.config.tile), generator=dice)
     mine = torch.arange(case.samples).chunk(mesh.data.size)[mesh.data.index]
+    of_volumes = case.config.task == "classify"
+    sides = () if of_volumes else case.config.tile
+    label = torch.randint(CLASSES, (case.samples, *sides), generator=dice)
     numbers = torch.arange(label.numel()).view_as(label)
-    part, target, voxels = (net.layout.cut(x[mine], mesh.seq.index) for x in (image, label, numbers))
+    part = net.layout.cut(image[mine], mesh.seq.index)
+    target, voxels = (x[mine] if of_volumes else net.layout.cut(x[mine], mesh.seq.index) for x in (label, numbers))
     key = DropoutKey(1, step, tuple((micro * case.samples + mine).tolist()))
     return PartOfBatch(part, net.layout, key), net.arrange(target), net.arrange(voxels).flatten()
 
@@ -82,7 +85,7 @@ def train(mesh: Mesh, case: Case) -> Outcome:
     net, outcome = net_of(case, mesh), Outcome()
     loss_of, groups = (
         net.training_loss(DiceCE(batch_dice=True)),
-        net.mode.loss_groups(mesh.data, case.samples // mesh.data.size),
+        net.loss_groups(mesh.data, case.samples // mesh.data.size),
     )
     engine = _engine(case, mesh, net) if mesh.pipe.size > 1 or case.allocation else None
     ddp = DistributedDataParallel(net) if engine is None and mesh.world.size > 1 else net

@@ -28,7 +28,7 @@ def random_stages(dice: random.Random, num_cells: int, num_places: int) -> Stage
 def random_pipe(dice: random.Random, num_cells: int, num_places: int, differ: bool = False) -> Pipe:
     """Returns cells of random costs on places that are alike, or that ``differ``, with little memory."""
     costs = [
-        CellCost(dice.random(), 2 * dice.random(), dice.randint(1, 9), dice.randint(0, 9), dice.randint(0, 9))
+        CellCost(dice.random(), 2 * dice.random(), *(dice.randint(low, 9) for low in (1, 0, 0, 0, 0)))
         for _ in range(num_cells)
     ]
     micros, schedule = dice.choice((1, 2, 5)), dice.choice(("gpipe", "1f1b"))
@@ -38,4 +38,5 @@ def random_pipe(dice: random.Random, num_cells: int, num_places: int, differ: bo
         for _ in range(num_places)
     ]
     per_byte = dice.choice((0.0, 0.02))
-    return Pipe(random_takes(dice, num_cells), (num_cells - 1,), costs, tuple(places), micros, schedule, per_byte)
+    at_once, takes = dice.random() < 0.5, random_takes(dice, num_cells)
+    return Pipe(takes, (num_cells - 1,), costs, tuple(places), micros, schedule, per_byte, at_once)

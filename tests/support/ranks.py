@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from seqpar.collectives import all_reduce
 from seqpar.environment import Launcher
-from seqpar.mesh import Mesh
+from seqpar.mesh import Group, Mesh
 from seqpar.rendezvous import join
 
 torch.set_num_threads(1)
@@ -112,6 +113,12 @@ def once_per_world(*checks: Callable[[Mesh], Any]) -> Callable[[int], list[dict[
         return {check.__name__: check(mesh) for check in checks}
 
     return functools.cache(lambda world: run_ranks(world, run))
+
+
+def summed(tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """Returns the sums over a group's ranks of tensors of one type, by one message: of many small ones each is dear."""
+    whole = all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), group)
+    return [piece.view(t.shape) for piece, t in zip(whole.split([t.numel() for t in tensors]), tensors)]
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -189,12 +189,15 @@ def primus_shapes(
     return shapes | {f"{final}.weight": (channels[-1], k, *last), f"{final}.bias": (k,)}
 
 
-def primus(state: State, x: Tensor, heads: int) -> Tensor:
-    """Returns logits of Primus with everything that its training switches on."""
+def primus(state: State, x: Tensor, heads: int, exchanged: bool = False) -> Tensor:
+    """Returns logits of Primus with everything that its training switches on.
+
+    ``exchanged``: tokens lie in a row with the second axis slowest, which positions know nothing of.
+    """
     weight = state["down_projection.proj.weight"]
     x = F.conv3d(x, weight, state["down_projection.proj.bias"], stride=tuple(weight.shape[2:]))
     grid, e = x.shape[2:], x.shape[1]
-    x = x.flatten(2).transpose(1, 2) + state["eva.pos_embed"]
+    x = (x.transpose(2, 3) if exchanged else x).flatten(2).transpose(1, 2) + state["eva.pos_embed"]
     angles = _axial_angles(grid, e // heads).to(x)
 
     def up(name: str, y: Tensor) -> Tensor:
@@ -223,6 +226,7 @@ def primus(state: State, x: Tensor, heads: int) -> Tensor:
         x = x + w["gamma_2"] * linear("mlp.fc2", norm("mlp.norm", y))
     x = F.layer_norm(x, (e,), state["eva.norm.weight"], state["eva.norm.bias"], 1e-5)
     x = x.transpose(1, 2).reshape(x.shape[0], e, *grid)
+    x = x.transpose(2, 3) if exchanged else x
     s = 0
     while f"up_projection.decode.{s}.0.weight" in state:
         x = up(f"up_projection.decode.{s}.0", x)

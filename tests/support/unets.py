@@ -22,9 +22,17 @@ Edges = tuple[tuple[int, ...], ...]
 Make = Callable[[Group | None], UNet]  # of the group of data
 
 
-def of(data: Group | None, *, norm: str = "instance", supervised: int = 1, bias: bool = False, **more: object) -> UNet:
+def of(
+    data: Group | None,
+    *,
+    norm: str = "instance",
+    activation: str = "leaky_relu",
+    supervised: int = 1,
+    bias: bool = False,
+    **more: object,
+) -> UNet:
     """Returns a small network of three stages; it has no bias before a norm unless it is asked for."""
-    style = Style(norm, num_groups=2, bias=bias, data=data)
+    style = Style(norm, num_groups=2, activation=activation, bias=bias, data=data)
     options = {"features": (3, 4, 5), "encoder": (1, 2, 1), "decoder": (2, 1), "style": style, **more}
     return UNet(Architecture.of(CHANNELS, CLASSES, **options), supervised)  # type: ignore[arg-type]
 
@@ -39,6 +47,7 @@ MAKERS: dict[str, Make] = {
     "bottleneck": lambda data: of(data, block="bottleneck", narrow=(2, 3, 2), squeeze=2),
     "group norm": lambda data: of(data, norm="group", up="trilinear", features=(4, 4, 6)),
     "batch norm": lambda data: of(data, norm="batch", down="max", up="nearest"),
+    "gelu": lambda data: of(data, activation="gelu"),
     "no norm": lambda data: of(data, norm="none", squeeze=2),
     "hou": lambda data: hou(CHANNELS, CLASSES, features=2, data=data),
     "distmis": lambda data: distmis(CHANNELS, CLASSES, 16, features=2, data=data),
