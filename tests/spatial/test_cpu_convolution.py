@@ -1,5 +1,7 @@
 """Convolutions on a CPU: torch's numbers where they are halved, and where weights get their gradients slab by slab."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,3 +115,44 @@ def test_blocks_of_float32_alone_go_by_slabs(monkeypatch: pytest.MonkeyPatch) ->
     assert not is_ours(x.double(), weight.double(), numbers()) and not is_ours(x, weight[..., :1, :1, :1], numbers())
     with standing_for("cuda"):
         assert not is_ours(x.to("meta"), weight.to("meta"), numbers())
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    "volume, side", [((2, 2, 2), 3), ((2, 5, 4), 3), ((1, 4, 4), 2), ((3, 4, 5), 5), ((4, 6, 6), 5)]
+)
+@pytest.mark.parametrize("channels", [8, 16])
+def test_gradients_of_bf16_where_kernels_are_longer_than_the_volume(
+    channels: int, volume: tuple[int, int, int], side: int, last: bool
+) -> None:
+    """Where oneDNN reads what was never written: memory that was, with infinities, is freed right before."""
+    order = torch.channels_last_3d if last else torch.contiguous_format
+    x = torch.randn(2, channels, *volume).bfloat16().contiguous(memory_format=order)
+    weight, options = torch.randn(channels, channels, *[side] * 3).bfloat16(), numbers(padding=side // 2)
+    wide = [t.double().requires_grad_() for t in (x, weight, torch.zeros(channels))]
+    y = F.conv3d(*wide, padding=side // 2)
+    grad = torch.randn(y.shape).bfloat16()
+    want = torch.autograd.grad((y * grad.double()).sum(), wide)
+    for _ in range(5):
+        dirty = [torch.full((1 << power,), math.inf) for power in range(8, 20)]
+        del dirty
+        got = gradients(grad.contiguous(memory_format=order), x, weight, True, options, (True, True, True))
+        for mine, exact in zip(got, want, strict=True):
+            assert mine is not None and relative(mine.double(), exact) < 0.01
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_layer_in_bf16_takes_the_right_gradients(autocast: bool) -> None:
+    layer, x = Conv3d(16, 16, 3, padding=1), torch.randn(1, 16, 2, 2, 2)
+    wide = F.conv3d(x, layer.weight, layer.bias, padding=1)
+    slope = torch.randn_like(wide)
+    want = torch.autograd.grad((wide * slope).sum(), layer.weight)[0]
+    if not autocast:
+        layer, x = layer.bfloat16(), x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y, _ = layer(x)
+    assert y.dtype == torch.bfloat16 and "_Convolve" in type(y.grad_fn).__name__
+    (got,) = torch.autograd.grad((y.float() * slope).sum(), layer.weight)
+    assert relative(got.float(), want) < 0.02
+    y, _ = layer(torch.randn(1, 16, 3, 2, 2, dtype=x.dtype))
+    assert autocast or "_Convolve" not in type(y.grad_fn).__name__, "as long as the kernel: oneDNN is right"
