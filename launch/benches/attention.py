@@ -31,7 +31,7 @@ from seqpar.consensus import agree
 from seqpar.launch.benches.apart import stream_apart
 from seqpar.launch.benches.memory import resident_bytes
 from seqpar.launch.benches.peers import peers
-from seqpar.launch.benches.series import Row, Runs, Series
+from seqpar.launch.benches.series import Row, Runs, Series, ratio, spread
 from seqpar.launch.hardware.devices import MIB
 from seqpar.mesh import Mesh
 from seqpar.rendezvous import start
@@ -101,9 +101,9 @@ def time_row(ranks: int, tokens: int, case: str, runs: Runs) -> Row:
 
 
 def _spread(times: Sequence[float], base: Sequence[float]) -> str:
-    """Returns the median ratio over turns with the smallest and the largest, "" without a base."""
-    ratios = [t / b for t, b in zip(times, base)]
-    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+    """Returns the median ratio over turns, with the smallest and the largest of several, "" without a base."""
+    median, of_turns = ratio(times, base), spread(times, base)
+    return f"{median:.3f}" + (f" ({of_turns})" if of_turns else "") if median else ""
 
 
 def _exchanged(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:

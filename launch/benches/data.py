@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from seqpar.data.sampling.augmentation import Augmentation, augment
-from seqpar.launch.benches.series import Row, Runs, Series
+from seqpar.launch.benches.series import Row, Runs, Series, spread
 
 TILE, CHANNELS = (96, 96, 96), 4
 BATCHGENERATORS = {  # orders of interpolation of image and label
@@ -49,6 +49,7 @@ def _row(case: str, runs: Runs) -> Row:
         "mean_ms": 1000 * mean,
         "median_round_ms": 1000 * statistics.median(runs[case]),
         "ratio": statistics.mean(runs[next(iter(BATCHGENERATORS))]) / mean,
+        "of turns": spread(runs[next(iter(BATCHGENERATORS))], runs[case]),
     }
 
 

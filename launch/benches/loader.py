@@ -22,7 +22,7 @@ import torch
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.loader import Loader
 from seqpar.data.sampling.tiles import TileKey, TileSource
-from seqpar.launch.benches.series import Row, Runs, Series, alternate
+from seqpar.launch.benches.series import Row, Runs, Series, alternate, spread
 from seqpar.layout import Layout
 from seqpar.rendezvous import start
 
@@ -70,6 +70,7 @@ def _of_augmentation(name: str, tiles: int, turns: int) -> Series:
             "ranks": cases[case],
             "tiles_per_s": 1 / rate.wall,
             "ratio": one.wall / rate.wall,
+            "of turns": spread(*([turn.wall for turn in runs[of]] for of in ("1 rank", case))),
             "tiles_per_cpu_s": 1 / rate.busiest,
             "cpu_ratio": one.busiest / rate.busiest,
             "worker_ms": 1000 * rate.worker,

@@ -53,6 +53,12 @@ def ratio(runs: Sequence[float], base: Sequence[float]) -> float | str:
     return statistics.median(ratios) if ratios else ""
 
 
+def spread(runs: Sequence[float], base: Sequence[float]) -> str:
+    """Returns the least and the largest ratio over the turns that both have, "" of less than two turns."""
+    ratios = [a / b for a, b in zip(runs, base)]
+    return f"{min(ratios):.3f} to {max(ratios):.3f}" if len(ratios) > 1 else ""
+
+
 def run_series(series: Series, turns: int, show: Callable[[Row], None], progress: "Progress") -> bool:
     """Measures all cases in turns; returns whether it came to the end, False where Ctrl-C cut it short.
 

@@ -45,7 +45,7 @@ def series(quick: bool = False) -> list[Series]:
             yield from alternate(CASES, lambda case: _started(case, trained, images), turns)
 
     what = "seconds until the first step of train --preset debug, and until predict's first case"
-    return [Series(what, CASES, 1 if quick else 5, 35.0, measure, row)]
+    return [Series(what, CASES, 1 if quick else 5, 20.0, measure, row)]
 
 
 def row(case: str, runs: Runs) -> Row:

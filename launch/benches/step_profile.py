@@ -19,6 +19,7 @@ from seqpar.launch.benches.memory import average_gradients
 from seqpar.launch.benches.operator_seconds import KINDS, seconds_by_kind
 from seqpar.launch.benches.series import Row, Runs, Series, alternate
 from seqpar.launch.benches.step import CHANNELS, CLASSES, TILE, Step, unetr
+from seqpar.launch.hardware.kept_memory import keep_memory
 from seqpar.rendezvous import start
 
 CASES = {"1 rank": (1, "gather"), "2 ranks": (2, "halo")}
@@ -48,6 +49,7 @@ def _row(case: str, runs: Runs) -> Row:
 def _worker(mode: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    keep_memory()  # as in training
     with start(int(os.environ["WORLD_SIZE"]), device="cpu") as mesh:
         image, label = torch.randn(1, CHANNELS, *[TILE] * 3), torch.randint(0, CLASSES, (1, *[TILE] * 3))
         step = Step(unetr(mode, mesh), image, label, mesh)

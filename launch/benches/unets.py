@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from seqpar.launch.benches.apart import measure_apart
-from seqpar.launch.benches.series import Row, Runs, Series, alternate, ratio
+from seqpar.launch.benches.series import Row, Runs, Series, alternate, ratio, spread
 from seqpar.launch.benches.step import CORES, Step, measure_steps
 from seqpar.launch.benches.unet_peers import PEERS, copy_weights, peers_here
 from seqpar.launch.models.build import build
@@ -52,6 +52,7 @@ def of_tile(tile: int, turns: int, features: int = 0, peers: Sequence[str] = ())
             "mode": mode,
             "s forward, loss, backward": statistics.median(seconds[case]),
             "ratio": ratio(seconds[case], seconds[base]),
+            "of turns": spread(seconds[case], seconds[base]),
             "saved MB a rank": runs[case][0]["saved"] / 1e6,
             "saved to the first": runs[case][0]["saved"] / runs[base][0]["saved"],
             "logits apart": runs[case][0].get("apart", ""),

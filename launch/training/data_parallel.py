@@ -20,6 +20,11 @@ def data_parallel(net: Net, mesh: Mesh, shard_weights: bool) -> nn.Module:
 
         sharded_weights.shard(net, mesh)
         return net
+    return averaging(net, mesh)
+
+
+def averaging(net: nn.Module, mesh: Mesh) -> nn.Module:
+    """Returns the module to call, whose backward averages gradients over all ranks meanwhile; one rank: ``net``."""
     if mesh.world.size == 1:
         return net
     return DistributedDataParallel(net, process_group=mesh.world.handle, gradient_as_bucket_view=True)

@@ -11,7 +11,7 @@ from seqpar.launch import bench
 from seqpar.launch.benches import hybrid, loader, pass_profile, rank, start, step_profile, sweep
 from seqpar.launch.benches.apart import stream_apart
 from seqpar.launch.benches.operator_seconds import KINDS
-from seqpar.launch.benches.series import Progress, Row, Runs, Series, ratio, run_series
+from seqpar.launch.benches.series import Progress, Row, Runs, Series, ratio, run_series, spread
 from seqpar.launch.benches.table import Table
 from seqpar.launch.planning.launches import Launches
 
@@ -53,6 +53,7 @@ def test_each_row_comes_as_soon_as_its_last_turn_is_done(capsys: pytest.CaptureF
     assert events[:5] == ["measured a", "measured b", "measured a", "row a", "measured b"] and events[5] == "row b"
     assert [(row["turns"], row["last"]) for row in rows] == [(2, 3.0), (2, 4.0)]
     assert rows[1]["ratio"] == (2 / 1 + 4 / 3) / 2
+    assert spread([2.0, 4.0], [1.0, 3.0]) == "1.333 to 2.000" and spread([2.0], [1.0, 3.0]) == ""
     first, *turns = capsys.readouterr().err.splitlines()
     assert first == "counting: 2 cases, 2 turns, about 2:00 on 2 idle CPU cores"
     assert [line.split(":")[0] for line in turns] == ["  turn 1 of 2", "  turn 2 of 2"] and "left" in turns[0]
@@ -138,7 +139,7 @@ def test_every_case_of_a_series_has_a_row_of_the_same_columns(name: str) -> None
         assert len(rows) > (name != "classes") and all(list(row) == list(rows[0]) for row in rows), name
         assert len({str(row) for row in rows}) == len(rows), "rows say what they are of"
         for word in ("ratio", "times_whole"):
-            assert {str(row[word]) for row in rows if word in row} <= {"1.0", "1.000 (1.00 to 1.00)"}, rows
+            assert {str(row[word]) for row in rows if word in row} <= {"1.0", "1.000 (1.000 to 1.000)"}, rows
 
 
 def test_turns_are_those_that_were_asked_for() -> None:
