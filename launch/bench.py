@@ -62,7 +62,8 @@ def act(arguments: Sequence[str]) -> int:
             f"{title}, {one.series.in_words(one.turns)}", RESULTS / f"{one.subject}.md" if options.write else None
         )
         finished = run_series(one.series, one.turns, table.add, Progress())
-        table.close("" if finished else "Cut short: the rows are of the turns that were done.")
+        cut_short = "Cut short: the rows are of the turns that were done."
+        table.close(one.series.conclude(table.rows) if finished else cut_short)
         if not finished:
             return CUT_SHORT
     return 0

@@ -1,16 +1,20 @@
 """The planner against measurement on this machine: seconds a step and the bytes alive at the worst moment.
 
 One thread a rank. Steps are timed by the clock and by the processor time of the busiest rank; the fastest of some steps
-counts. The planned seconds include waiting for messages: on an idle machine compare them with the clock, on a busy one
-with the processor time. The planner was calibrated on the first nets, not on ``OTHERS``.
+counts. The planner knows cores by its own measurement, links by the doctor's, and was calibrated on the first nets, not
+on ``OTHERS``. The planned seconds include waiting for messages: on an idle machine compare them with the clock, on a
+busy one with the processor time.
 """
 
 import json
 import math
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,6 +24,9 @@ from seqpar.launch.benches.apart import measure_apart
 from seqpar.launch.benches.memory import average_gradients
 from seqpar.launch.benches.series import Row, Series
 from seqpar.launch.hardware.cpu_speed import this_cpu
+from seqpar.launch.hardware.devices import Device, measured, usable_cores
+from seqpar.launch.hardware.kept_memory import keep_memory
+from seqpar.launch.hardware.link_speed import measure_groups
 from seqpar.launch.models.build import build
 from seqpar.launch.models.optimizer import make_optimizer
 from seqpar.launch.planning.memory_counter import MemoryCounter
@@ -51,8 +58,11 @@ OTHERS = (
     ),
     replace(NET, seqpar=2, tile=(64, 48, 32), depth=4, embed_dim=128, heads=8, mode="halo", attention="gather-kv"),
     replace(NET, seqpar=2, tile=(32, 32, 64), depth=5, embed_dim=240, heads=5, decoder="primus", attention="ulysses"),
+    replace(NET, seqpar=4, tile=(64, 48, 32), depth=4, embed_dim=128, heads=8, mode="halo", attention="gather-kv"),
+    replace(NET, seqpar=4, depth=4, embed_dim=144, heads=4, decoder_width=16, mode="halo", attention="ulysses"),
 )
 EVERY = CASES + OTHERS
+ERRORS = "error", "error to the clock"
 
 
 def series(quick: bool = False) -> list[Series]:
@@ -62,8 +72,7 @@ def series(quick: bool = False) -> list[Series]:
 
     def measure(turns: int) -> Generator[tuple[str, dict[str, float]], None, None]:
         for _ in range(turns):
-            sizes = {config.seqpar for config in configs}
-            devices = {size: replace(this_cpu("fp32", size), cores=size) for size in sizes}  # anew in each turn
+            devices = {size: _device(size) for size in {config.seqpar for config in configs}}  # anew in each turn
             for name, config in cases.items():
                 need = plan(Run(config, devices[config.seqpar], CHANNELS, CLASSES), config.seqpar)
                 alive = sum(need.memory[kind] for kind in ("input", "tokens", "decoder", "transient"))
@@ -72,8 +81,28 @@ def series(quick: bool = False) -> list[Series]:
     turns = 1 if quick else 2
     what = "the planner's seconds and bytes of a training step against measured ones"
     return [
-        Series(what, tuple(cases), turns, 12.0 * len(cases), measure, lambda name, runs: _row(cases[name], runs[name]))
+        Series(
+            what,
+            tuple(cases),
+            turns,
+            12.0 * len(cases),
+            measure,
+            lambda name, runs: _row(cases[name], runs[name]),
+            spread_of_errors,
+        )
     ]
+
+
+def _device(ranks: int) -> Device:
+    """Returns the cores that so many ranks share, as the planner measures them, with links as the doctor does."""
+    busy = min(ranks, usable_cores())
+    device = replace(this_cpu("fp32", busy), cores=busy)
+    if ranks == 1:
+        return device
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "doctor.json"
+        record.write_text(json.dumps(measure_apart("plan", ["links", str(ranks)], ranks, 1)))
+        return measured(str(record), device, "fp32")
 
 
 def _name(config: Config) -> str:
@@ -83,8 +112,12 @@ def _name(config: Config) -> str:
 
 
 def _row(config: Config, runs: Sequence[dict[str, float]]) -> Row:
-    """Returns a net's row; the fastest turn counts, of the plan and of the steps."""
+    """Returns a net's row; the fastest turn counts, of the plan and of the steps.
+
+    Where ranks share a core each works only in its share of the planned seconds.
+    """
     planned, processor, clock = (min(run[name] for run in runs) for name in ("planned_s", "processor", "clock"))
+    working = planned * min(1.0, usable_cores() / config.seqpar)
     return {
         "calibrated": "on it" if config in CASES else "on others",
         "ranks": config.seqpar,
@@ -95,21 +128,45 @@ def _row(config: Config, runs: Sequence[dict[str, float]]) -> Row:
         "planned s": planned,
         "processor s": processor,
         "clock s": clock,
-        "error": f"{planned / processor - 1:+.0%}",
+        "error": f"{working / processor - 1:+.0%}",
         "error to the clock": f"{planned / clock - 1:+.0%}",
         "planned MB": runs[0]["planned_bytes"] / 1e6,
         "alive MB": runs[0]["alive"] / 1e6,
     }
 
 
+def spread_of_errors(rows: Sequence[Row]) -> str:
+    """Returns the mean and the worst error of nets on so many ranks, of all and of those that calibrated nothing."""
+    said = []
+    for where in ("on others", "all"):
+        chosen = [row for row in rows if where in (row["calibrated"], "all")]
+        for ranks in sorted({row["ranks"] for row in chosen}):
+            of_ranks = [row for row in chosen if row["ranks"] == ranks]
+            errors = {name: [abs(int(row[name].rstrip("%"))) for row in of_ranks] for name in ERRORS}
+            means = [f"mean {statistics.mean(values):.0f} %, worst {max(values)} %" for values in errors.values()]
+            count = f"{ranks} rank{'s' * (ranks > 1)}, {len(of_ranks)} net{'s' * (len(of_ranks) > 1)}"
+            said.append(f"{where}, {count}: {means[0]}; to the clock {means[1]}")
+    return f"Errors {'. '.join(said)}."
+
+
 def _measured(number: int) -> dict[str, float]:
     """Returns one run's seconds and bytes, measured in new processes."""
-    return measure_apart("plan", [str(number)], EVERY[number].seqpar, 1)
+    return measure_apart("plan", ["net", str(number)], EVERY[number].seqpar, 1)
+
+
+def _measure_links(ranks: int) -> None:
+    """The first rank prints what the doctor's JSON file would have of links."""
+    torch.set_num_threads(1)
+    with start(ranks, device="cpu") as mesh:
+        groups = measure_groups(mesh)
+        if mesh.is_first:
+            print(json.dumps({"matmul_flops_per_s": {}, "groups": groups, "world": ranks}), flush=True)
 
 
 def _worker(config: Config) -> None:
     """Measures one config; every rank runs it and the first one prints the maxima over ranks."""
     torch.set_num_threads(1)
+    keep_memory()  # as in training
     with start(config.seqpar, device="cpu") as mesh:
         net = build(config, CHANNELS, CLASSES, mesh.seq)
         layout, loss_of = net.layout, DiceCE()
@@ -155,4 +212,7 @@ def _fastest_step(config: Config, net: nn.Module, backward: Callable[[], None], 
 
 
 if __name__ == "__main__":
-    _worker(EVERY[int(sys.argv[1])])
+    if sys.argv[1] == "links":
+        _measure_links(int(sys.argv[2]))
+    else:
+        _worker(EVERY[int(sys.argv[2])])

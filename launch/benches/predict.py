@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from seqpar.environment import Launcher
 from seqpar.launch.benches.operator_seconds import seconds_by_kind
 from seqpar.launch.benches.series import Row, Runs, Series, alternate, ratio
+from seqpar.launch.hardware.kept_memory import keep_memory
 from seqpar.launch.inference.seams import seam_of
 from seqpar.launch.inference.sliding_window import sliding_window, whole_volume
 from seqpar.launch.inference.windows import Sliding, WindowGrid
@@ -110,6 +111,7 @@ def _measure(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     torch.set_num_threads(1)
+    keep_memory()  # as predict does
     mesh = join(Launcher("bench"), None, 1, torch.device("cpu"))
     if tile:  # the same weights: sine and cosine positions fit every tile
         config = replace(config, tile=(tile,) * 3)

@@ -24,6 +24,7 @@ class Series:
     - ``turn_s``: seconds that a turn takes on 2 idle CPU cores
     - ``measure``: yields a case and what it came to, turn after turn, for as many turns as it is called with
     - ``row``: returns a case's row of the table, from the runs of all cases so far
+    - ``conclude``: returns what all rows come to, a remark below the table
     """
 
     what: str
@@ -32,6 +33,7 @@ class Series:
     turn_s: float
     measure: Callable[[int], Generator[tuple[str, Any], None, None]]
     row: Callable[[str, Runs], Row]
+    conclude: Callable[[Sequence[Row]], str] = lambda _: ""
 
     def in_words(self, turns: int) -> str:
         """Returns what is measured, and how much of it."""

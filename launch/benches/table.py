@@ -24,6 +24,7 @@ class Table:
     def __init__(self, title: str, path: Path | None) -> None:
         self._title, self._path = title, path
         self._columns: list[str] = []
+        self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
         """Adds a row; the first one decides on the columns."""
@@ -32,6 +33,7 @@ class Table:
             self._print(f"## {self._title}, {time.strftime('%Y-%m-%d')}", "", machine(), "")
             self._print(_line(self._columns), _line(["---"] * len(row)))
         assert list(row) == self._columns, (list(row), self._columns)
+        self.rows.append(row)
         self._print(_line(row.values()))
 
     def close(self, remark: str = "") -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from seqpar.launch.hardware.kept_memory import keep_memory
 from seqpar.launch.inference.predict_cases import Request, predict_cases
 from seqpar.launch.inference.predict_classes import Explained, predict_classes
 from seqpar.launch.inference.run_average import Member, refuse_unlike
@@ -82,4 +83,6 @@ def predict(
 
     - ``explanation``: write where the class of a case is seen too
     """
+    if mesh.device.type == "cpu":
+        keep_memory()
     return _TASKS[members[0].run.config.task].act(request, members, mesh, explanation)

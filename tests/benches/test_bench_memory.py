@@ -76,7 +76,7 @@ def test_attention_is_compared_with_what_begins_and_ends_with_the_same(auto: str
     assert bool(rows["gather-kv"]) == ("ulysses (auto)" in rows) == (auto == "ulysses")
 
 
-def test_the_plan_is_benched_on_nets_by_which_it_was_not_calibrated() -> None:
+def test_the_plan_is_benched_on_nets_by_which_it_was_not_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     for config in plan.EVERY:
         refuse(config)
     assert len(plan.OTHERS) >= 4 and not set(plan.OTHERS) & set(plan.CASES)
@@ -84,6 +84,15 @@ def test_the_plan_is_benched_on_nets_by_which_it_was_not_calibrated() -> None:
     row = plan._row(plan.OTHERS[0], [run, {**run, "processor": 3.0}])
     assert (row["error"], row["error to the clock"], row["calibrated"]) == ("+10%", "-45%", "on others")
     assert (row["planned MB"], row["alive MB"]) == (2, 1)
+    four = next(config for config in plan.OTHERS if config.seqpar == 4)
+    monkeypatch.setattr(plan, "usable_cores", lambda: 2)
+    assert plan._row(four, [run])["error"] == "-45%", "two ranks a core: each works in half of the seconds"
+    rows = [plan._row(config, [run]) for config in (plan.CASES[0], plan.OTHERS[0], plan.OTHERS[0])]
+    rows[2]["error"] = "-30%"
+    assert plan.spread_of_errors(rows) == (
+        "Errors on others, 1 rank, 2 nets: mean 20 %, worst 30 %; to the clock mean 45 %, worst 45 %. "
+        "all, 1 rank, 3 nets: mean 17 %, worst 30 %; to the clock mean 45 %, worst 45 %."
+    )
     for quick, configs in ((True, plan.OTHERS), (False, plan.EVERY)):
         (series,) = plan.series(quick)
         assert len(set(series.cases)) == len(configs), "each net has a name of its own"

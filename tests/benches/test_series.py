@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,15 @@ def test_rows_reach_the_file_one_by_one_and_the_exit_code_says_that_it_was_cut_s
     assert text.startswith("## step (step), counting: 2 cases, 3 turns, 20") and text.count("| ---") == 4
     assert "| b | 2 | 4 |" in text and text.rstrip().endswith("Cut short: the rows are of the turns that were done.")
     assert said.err.startswith("about 3:00 on 2 idle CPU cores (step 3:00)")
+
+
+def test_what_all_rows_come_to_stands_below_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    series = replace(counting()[0], conclude=lambda rows: f"{len(rows)} rows, the last of {rows[-1]['case']}.")
+    monkeypatch.setattr(bench, "plan_series", lambda *how: [bench.Planned("step", "step", series, 2)])
+    assert bench.act(["step"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("|\n\n2 rows, the last of b.")
 
 
 def test_every_subject_has_an_estimate_and_a_quick_form_of_three_minutes_at_most() -> None:

@@ -2,11 +2,13 @@
 
 import multiprocessing
 import resource
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from seqpar.launch.hardware.kept_memory import keep_memory
+from seqpar.launch.inference import predict_by_task
 
 PAGES = 64 * 2**20 // resource.getpagesize()
 
@@ -32,6 +34,17 @@ def test_memory_that_is_freed_serves_the_next_tensor() -> None:
         pytest.skip("not glibc")
     assert given < PAGES // 100
     assert in_child(False)[1] > PAGES // 2, "a control"
+
+
+@pytest.mark.parametrize("device, kept", [("cpu", 1), ("cuda", 0)])
+def test_predictions_on_a_cpu_keep_memory(device: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(predict_by_task, "keep_memory", lambda: calls.append("kept"))
+    act = SimpleNamespace(act=lambda *_: calls.append("predicted") or [])
+    monkeypatch.setattr(predict_by_task, "_TASKS", {"segment": act})
+    members = [SimpleNamespace(run=SimpleNamespace(config=SimpleNamespace(task="segment")))]
+    assert predict_by_task.predict(None, members, SimpleNamespace(device=torch.device(device))) == []  # type: ignore[arg-type]
+    assert calls == ["kept"] * kept + ["predicted"]
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"])
