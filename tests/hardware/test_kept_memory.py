@@ -24,7 +24,7 @@ def pages_given(keeps: bool) -> tuple[bool, int]:
 
 
 def in_child(keeps: bool) -> tuple[bool, int]:
-    with multiprocessing.get_context("fork").Pool(1) as pool:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # other tests may have kept this process's
         return pool.apply(pages_given, (keeps,))
 
 
