@@ -42,8 +42,8 @@ def of(subject: str, column: str, **where: object) -> float:
     return float(fitting[-1][column].split()[0].rstrip("%"))
 
 
-def step(column: str, batch: int, mode: str) -> float:
-    return of("step", column, net="UNETR, ours", batch=batch, mode=mode)
+def step(column: str, batch: int, mode: str, whose: str = "ours") -> float:
+    return of("step", column, net=f"UNETR, {whose}", batch=batch, mode=mode)
 
 
 def encoder(net: str, ranks: str) -> float:
@@ -62,15 +62,16 @@ def attention_of_longer(*strategies: str) -> str:
     return f"{min(every):.2f} to {max(every):.2f}"
 
 
+def newest_plans() -> list[Row]:
+    return table_rows((RESULTS / "plan.md").read_text().rpartition("## plan (plan),")[2].split("\n## ")[0])
+
+
 def plan_errors(ranks: int) -> list[float]:
-    rows = table_rows((RESULTS / "plan.md").read_text())
-    return sorted(float(row["error to the clock"].rstrip("%")) for row in rows if row["ranks"] == str(ranks))
+    return sorted(float(row["error to the clock"].rstrip("%")) for row in newest_plans() if row["ranks"] == str(ranks))
 
 
 def planned_bytes() -> list[float]:
-    rows = table_rows((RESULTS / "plan.md").read_text())
-    names = ("planned MB", "said MB")
-    return sorted(100 * (float(next(row[n] for n in names if n in row)) / float(row["alive MB"]) - 1) for row in rows)
+    return sorted(100 * (float(row["planned MB"]) / float(row["alive MB"]) - 1) for row in newest_plans())
 
 
 def in_log(*words: str) -> bool:
@@ -84,6 +85,7 @@ def two(*numbers: float) -> str:
 
 
 ULYSSES = ("DeepSpeed Ulysses",)
+SPLITS = ((1, "gather"), (1, "halo"), (2, "swap"))
 PEER = "batchgenerators, nnU-Net default"
 RING = ("torch ring, all-gather", "torch ring, all-to-all")
 # how a row of README's table begins → its figures, from where they were measured; None: LOG or a test has them
@@ -91,7 +93,8 @@ FIGURES: dict[str, Callable[[], Any] | None] = {
     "loss of each step": None,
     "weights after 10": None,
     "time of forward, loss and backward of UNETR": lambda: two(
-        step("ratio", 1, "gather"), step("ratio", 1, "halo"), step("ratio", 2, "swap")
+        *(step("ratio", *split) for split in SPLITS),
+        *(step("ratio", *split) / step("ratio", split[0], "", "monai, memory kept") for split in SPLITS),
     ),
     "what it holds for backward on each of 2 ranks": lambda: two(
         step("saved MB a rank", 1, "halo") / of("step", "saved MB a rank", net="UNETR, monai", batch=1)
@@ -119,7 +122,7 @@ FIGURES: dict[str, Callable[[], Any] | None] = {
         f"{of('memory', 'peak MiB, all ranks', case='a whole volume of 240 x 240 x 155') / 1024:.1f} GiB"
     ),
     "the planner's bytes": lambda: "; ".join(
-        f"{errors[0]:+.0f} to {errors[-1]:+.0f} %" for errors in (planned_bytes(), *map(plan_errors, (1, 2)))
+        f"{errors[0]:+.0f} to {errors[-1]:+.0f} %" for errors in (planned_bytes(), *map(plan_errors, (1, 2, 4)))
     ),
 }
 README = (ROOT / "README.md").read_text()
