@@ -119,8 +119,8 @@ def _measure(
     image = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     sliding = Sliding((tile or config.tile[0],) * 3, overlap)
     window_grid = WindowGrid.of(shape, sliding)
-    with torch.no_grad():
-        net(torch.zeros(1, 1, *config.tile))  # what happens only once is not measured
+    with profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext(), torch.no_grad():
+        net(torch.zeros(1, 1, *config.tile))  # what happens only once, the profiler's start too, is not measured
     profiler = profile(activities=[ProfilerActivity.CPU]) if profiled else None
     before, began = _peak(), time.process_time()
     with profiler or nullcontext():
