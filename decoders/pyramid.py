@@ -16,7 +16,7 @@ from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
 from seqpar.spatial.memory_format import for_convolutions
-from seqpar.vit.stages import join_cubes
+from seqpar.vit.token_merging import join_cubes
 
 
 class PyramidDecoder(nn.Module):

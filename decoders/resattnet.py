@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from seqpar.attention.head_exchange import exchange_heads
 from seqpar.decoders.unets.architecture import ONE, Style, Three
 from seqpar.decoders.unets.blocks import ConvBlock, activate, init_weights
-from seqpar.layout import Bounds
-from seqpar.mesh import Group
+from seqpar.parallel.layout import Bounds
+from seqpar.parallel.mesh import Group
 from seqpar.pipeline.cells import CellList, CellNet, Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
 from seqpar.spatial.memory_format import for_convolutions
 from seqpar.spatial.pooling import GlobalMean, MaxPool3d
-from seqpar.spatial.reach import sliding_reach
+from seqpar.spatial.receptive_field import sliding_reach
 
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}  # of each stage, by the number of layers
 FEATURES = 64  # channels of the first stage; each further one has twice as many

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from seqpar.launch.benches.series import Progress, Series, run_series
-from seqpar.launch.benches.table import Table
-from seqpar.launch.job.exit_codes import run
-from seqpar.launch.runs.journal import clock
-from seqpar.launch.settings.command_line import Parser
+from lab.benches.series import Progress, Series, run_series
+from lab.benches.table import Table
+
+from seqpar.cluster.exit_codes import run
+from seqpar.display import clock
+from seqpar.settings.command_line import Parser
 
 # subject → modules of benches/ that have series(), imported only when they are measured
 SUBJECTS = {

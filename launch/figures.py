@@ -11,26 +11,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from seqpar.environment import read_launcher
-from seqpar.launch.experiments.encoder_figure import ENCODER_FIGURE
-from seqpar.launch.experiments.engine import OneByOne
-from seqpar.launch.experiments.figure import Figure, Order, Results, config_of, every_run, runs_of
-from seqpar.launch.experiments.figure_files import write_figure
-from seqpar.launch.experiments.figure_plan import print_plan
-from seqpar.launch.experiments.length_figure import LENGTH_FIGURE
-from seqpar.launch.experiments.paper_figures import PAPER_FIGURES, SCALES
-from seqpar.launch.experiments.planned_run import PlannedRun
-from seqpar.launch.experiments.pretraining_figure import PRETRAINING_FIGURE
-from seqpar.launch.experiments.question_figures import QUESTION_FIGURES
-from seqpar.launch.experiments.tile_figure import TILE_FIGURE
-from seqpar.launch.experiments.window_figure import WINDOW_FIGURE
-from seqpar.launch.job import exit_codes
-from seqpar.launch.models.build import NETWORK_NAMES
-from seqpar.launch.runs.sweep_folder import make_folder
-from seqpar.launch.settings.command_line import Parser, parse
-from seqpar.launch.settings.config import dashed
-from seqpar.launch.settings.data_settings import ALL_FOLDS
-from seqpar.launch.settings.time_limit import seconds
+from lab.figures.encoder_figure import ENCODER_FIGURE
+from lab.figures.figure import Figure, Order, Results, config_of, every_run, runs_of
+from lab.figures.figure_files import write_figure
+from lab.figures.figure_plan import print_plan
+from lab.figures.length_figure import LENGTH_FIGURE
+from lab.figures.paper_figures import PAPER_FIGURES, SCALES
+from lab.figures.pretraining_figure import PRETRAINING_FIGURE
+from lab.figures.question_figures import QUESTION_FIGURES
+from lab.figures.tile_figure import TILE_FIGURE
+from lab.figures.window_figure import WINDOW_FIGURE
+
+from seqpar.cluster import exit_codes
+from seqpar.models.build import NETWORK_NAMES
+from seqpar.parallel.launcher import read_launcher
+from seqpar.runs.sweep_folder import make_folder
+from seqpar.settings.command_line import Parser, parse
+from seqpar.settings.config import dashed
+from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.sweeps.one_by_one import OneByOne
+from seqpar.sweeps.planned_run import PlannedRun
+from seqpar.time_limit import seconds
 
 LATER = (LENGTH_FIGURE, WINDOW_FIGURE, PRETRAINING_FIGURE, TILE_FIGURE, ENCODER_FIGURE)
 EVERY = (*PAPER_FIGURES, *QUESTION_FIGURES, *LATER)

@@ -4,33 +4,32 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-
 # Handed on lazily, so that `import seqpar` costs nothing and pulls in no room that is not used.
 _NAMES = {
     "AttentionOptions": "seqpar.attention.strategies",
     "BoxGrid": "seqpar.spatial.box_grid",
     "DiceCE": "seqpar.losses",
     "DropoutKey": "seqpar.vit.dropout",
-    "Layout": "seqpar.layout",
+    "Layout": "seqpar.parallel.layout",
     "LossGroups": "seqpar.losses",
     "PlainDecoder": "seqpar.decoders.plain",
-    "Predictor": "seqpar.launch.inference.predictor",
+    "Predictor": "seqpar.prediction.predictor",
     "PrimusDecoder": "seqpar.decoders.primus",
-    "SegmentationNet": "seqpar.launch.models.segmentation",
+    "SegmentationNet": "seqpar.models.segmentation_network",
     "SeqParViT": "seqpar.vit.encoder",
     "UnetrDecoder": "seqpar.decoders.unetr",
-    "as_group": "seqpar.mesh",
+    "as_group": "seqpar.parallel.mesh",
     "choose_mode": "seqpar.decoders.modes.choose",
-    "export_monai": "seqpar.launch.weights.monai",
-    "export_nnunet": "seqpar.launch.weights.nnunet",
-    "export_primus": "seqpar.launch.weights.primus",
-    "load_monai": "seqpar.launch.weights.monai",
-    "load_nnunet": "seqpar.launch.weights.nnunet",
-    "load_primus": "seqpar.launch.weights.primus",
-    "load_run": "seqpar.launch.runs.trained_run",
-    "read_weights": "seqpar.launch.weights.files",
-    "start": "seqpar.rendezvous",
-    "write_weights": "seqpar.launch.weights.files",
+    "export_monai": "seqpar.weights.monai_weights",
+    "export_nnunet": "seqpar.weights.nnunet_weights",
+    "export_primus": "seqpar.weights.primus_weights",
+    "load_monai": "seqpar.weights.monai_weights",
+    "load_nnunet": "seqpar.weights.nnunet_weights",
+    "load_primus": "seqpar.weights.primus_weights",
+    "load_run": "seqpar.runs.trained_run",
+    "read_weights": "seqpar.weights.files",
+    "start": "seqpar.parallel.rendezvous",
+    "write_weights": "seqpar.weights.files",
 }
 
 

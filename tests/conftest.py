@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from seqpar.mesh import Mesh
+from seqpar.parallel.mesh import Mesh
 from tests.support.ranks import alone_mesh, run_ranks  # its package caps threads before torch is imported
 
 

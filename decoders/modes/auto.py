@@ -6,9 +6,9 @@ from torch import Tensor
 
 from seqpar.decoders.modes.halo import Halo
 from seqpar.decoders.modes.swap import Swap
-from seqpar.layout import Layout
 from seqpar.losses import LossGroups
-from seqpar.mesh import AnyGroup, Group
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import AnyGroup, Group
 from seqpar.spatial.box_grid import BoxGrid
 
 

@@ -6,7 +6,7 @@ from seqpar.decoders.modes.halo import Halo
 from seqpar.decoders.modes.mode import Mode
 from seqpar.decoders.modes.nogather import NoGather
 from seqpar.decoders.modes.swap import Swap
-from seqpar.mesh import AnyGroup, as_group
+from seqpar.parallel.mesh import AnyGroup, as_group
 
 _MODES: dict[str, type[Gather] | type[NoGather] | type[Halo] | type[Swap] | type[Auto]] = {
     mode.name: mode for mode in (Gather, NoGather, Halo, Swap, Auto)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from seqpar.collectives import gather
 from seqpar.decoders.modes.mode import concat_blocks, split_blocks, with_peers
-from seqpar.layout import Layout
 from seqpar.losses import LossGroups
-from seqpar.mesh import AnyGroup, Group
+from seqpar.parallel.collectives import gather
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import AnyGroup, Group
 
 
 class Gather:

@@ -11,9 +11,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from seqpar.layout import Layout, from_patches
 from seqpar.losses import LossGroups
-from seqpar.mesh import AnyGroup, Group, as_group
+from seqpar.parallel.layout import Layout, from_patches
+from seqpar.parallel.mesh import AnyGroup, Group, as_group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.vit.tokens import to_grid
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from seqpar.decoders.modes.mode import join_patches, with_peers
-from seqpar.layout import Layout
 from seqpar.losses import LossGroups
-from seqpar.mesh import AnyGroup, Group
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import AnyGroup, Group
 from seqpar.vit.tokens import to_grid
 
 

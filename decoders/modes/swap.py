@@ -11,11 +11,11 @@ from einops import rearrange
 from torch import Tensor
 
 from seqpar.decoders.modes.mode import concat_blocks, join_patches, split_blocks, with_peers
-from seqpar.layout import Layout
 from seqpar.losses import LossGroups
-from seqpar.mesh import AnyGroup, Group
-from seqpar.remaps import Remap, plan_remap, remap
-from seqpar.tables import table
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import AnyGroup, Group
+from seqpar.parallel.remaps import Remap, plan_remap, remap
+from seqpar.parallel.tables import table
 
 
 class Swap:

@@ -5,12 +5,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from seqpar.mesh import Group
+from seqpar.parallel.mesh import Group
 
 Three = tuple[int, int, int]
 Ints = tuple[int, ...]
 ONE: Three = (1, 1, 1)
-
 BLOCKS = ("plain", "residual", "bottleneck")
 NORMS = ("instance", "batch", "group", "last axis", "none")
 ACTIVATIONS = ("leaky_relu", "relu", "gelu")

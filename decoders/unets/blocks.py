@@ -20,7 +20,7 @@ from seqpar.spatial.halos import Halos
 from seqpar.spatial.memory_format import for_convolutions
 from seqpar.spatial.norms import BatchNorm3d, GroupNorm, InstanceNorm3d
 from seqpar.spatial.pooling import AvgPool3d, GlobalMean, Upsample
-from seqpar.spatial.reach import Reach
+from seqpar.spatial.receptive_field import Reach
 
 
 def norm_of(style: Style, channels: int, scale: Three) -> nn.Module:

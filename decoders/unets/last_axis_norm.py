@@ -8,7 +8,7 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.mesh import Group
+from seqpar.parallel.mesh import Group
 from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.norms import BatchNorm3d

@@ -2,7 +2,7 @@
 
 from seqpar.decoders.unets.architecture import Architecture, Style
 from seqpar.decoders.unets.unet import UNet
-from seqpar.mesh import Group
+from seqpar.parallel.mesh import Group
 
 HOU_LEVELS = {64: 3, 128: 4, 256: 5, 512: 6}
 LAMP_MOST_FEATURES = 1024

@@ -28,8 +28,8 @@ from seqpar.attention.partition import (
     rotate_in_place,
     tokens_first,
 )
-from seqpar.mesh import Group
-from seqpar.messages import Coming
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.messages import Coming
 
 
 def exchange_heads(

@@ -16,10 +16,10 @@ from einops import rearrange
 from torch import Tensor
 
 from seqpar.attention.strategies import choose_heads_per_chunk
-from seqpar.collectives import is_by_library, start_all_to_all, start_filling, start_reduce_scatter
-from seqpar.mesh import Group
-from seqpar.messages import Coming, Pending, post
-from seqpar.meta_tensors import device_type
+from seqpar.parallel.collectives import is_by_library, start_all_to_all, start_filling, start_reduce_scatter
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.messages import Coming, Pending, post
+from seqpar.parallel.meta_tensors import device_type
 
 KIND = "attention"
 Result = TypeVar("Result")

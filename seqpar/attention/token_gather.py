@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from seqpar.attention.kernels import pick
 from seqpar.attention.partition import KIND, Rotary, heads_first, tokens_first
 from seqpar.attention.strategies import choose_heads_per_chunk
-from seqpar.collectives import start_all_gather, start_reduce_scatter
-from seqpar.mesh import Group
-from seqpar.meta_tensors import device_type
+from seqpar.parallel.collectives import start_all_gather, start_reduce_scatter
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.meta_tensors import device_type
 
 
 def gather_x(

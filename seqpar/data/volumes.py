@@ -20,14 +20,7 @@ from nibabel.nifti2 import Nifti2Header
 from seqpar.data import dicom_series, itk_files
 from seqpar.data.errors import DataError, unreadable, unwritable
 from seqpar.data.files import SUFFIXES, suffix_of, write_bytes
-from seqpar.data.geometry import (
-    Geometry,
-    from_canonical,
-    geometry_of,
-    make_geometry,
-    parse_header,
-    to_canonical,
-)
+from seqpar.data.geometry import Geometry, from_canonical, geometry_of, make_geometry, parse_header, to_canonical
 
 __all__ = [
     "SUFFIXES",
@@ -44,7 +37,6 @@ __all__ = [
     "to_canonical",
     "write_volume",
 ]
-
 _NIFTI = (".nii.gz", ".nii")
 _MAX_DEFLATE = 1100  # no gzip stream holds more than about 1032 bytes a byte
 

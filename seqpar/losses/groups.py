@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from seqpar.mesh import Group, as_group
+from seqpar.parallel.mesh import Group, as_group
 
 
 @dataclass(frozen=True, eq=False)

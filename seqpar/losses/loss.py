@@ -12,10 +12,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.collectives import all_reduce, all_sum
 from seqpar.losses.groups import LossGroups
 from seqpar.losses.terms import ClassTerm, VoxelTerm
 from seqpar.losses.voxels import Voxels, runs, sum_over_voxels
+from seqpar.parallel.collectives import all_reduce, all_sum
 
 Number = TypeVar("Number", Tensor, float)
 TINY = 1e-12  # what a mean divides by where nothing counts, so that it is 0

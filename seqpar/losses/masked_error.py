@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from seqpar.collectives import all_reduce, all_sum
 from seqpar.losses.groups import LossGroups
 from seqpar.losses.loss import Loss, LossParts
+from seqpar.parallel.collectives import all_reduce, all_sum
 
 SMALLEST = 1e-6  # variance of a patch that is constant
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.meta_tensors import alike, device_type
+from seqpar.parallel.meta_tensors import alike, device_type
 
 # logits of which probabilities and targets are held at a time: on a GPU as many as keep its launches few
 RUN, GPU_RUN = 1 << 20, 1 << 26
-
 SumsOfRun = Callable[[Tensor, Tensor], Tensor]  # takes logits and labels of a run, returns b s
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from seqpar.recomputation import computed_again, counting_once
+from seqpar.parallel.recomputation import computed_again, counting_once
 from seqpar.spatial.box_grid import BoxGrid
 
 Value = tuple[Tensor, BoxGrid | None]

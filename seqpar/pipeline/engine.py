@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from seqpar.mesh import Group
+from seqpar.parallel.mesh import Group
 from seqpar.pipeline.cells import IMAGE, Value
 from seqpar.pipeline.schedule import Act, Event, Message
 from seqpar.pipeline.stages import StageMap, Takes

@@ -14,7 +14,6 @@ from seqpar.pipeline.schedule import StageSeconds, Timetable, in_flight, make_ti
 from seqpar.pipeline.stages import StageMap, Takes
 
 Number = TypeVar("Number", int, float)
-
 # steps whose lengths differ by less may be in the other order by the clock, which ran 0.95 to 1.02 of what was foretold
 TIMES_ALIKE = 1.08
 BYTES_ALIKE = 1.05

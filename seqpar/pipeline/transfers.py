@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqpar.mesh import Group
-from seqpar.messages import Pending, post
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.messages import Pending, post
 from seqpar.pipeline.cells import Value
 from seqpar.pipeline.schedule import Message
 from seqpar.pipeline.stages import StageMap

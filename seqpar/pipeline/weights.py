@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from seqpar.collectives import all_gather, all_reduce, reduce_scatter
-from seqpar.mesh import Group
-from seqpar.messages import expect
+from seqpar.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.messages import expect
 
 BUCKET_BYTES = 25 << 20
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqpar.consensus import gather_texts
-from seqpar.mesh import Group
-from seqpar.messages import post
+from seqpar.parallel.consensus import gather_texts
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.messages import post
 from seqpar.pipeline.weights import put_tensor
 
 

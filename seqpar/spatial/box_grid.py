@@ -12,9 +12,9 @@ from functools import cached_property
 
 from torch import Tensor
 
-from seqpar.layout import Bounds
-from seqpar.mesh import Group, as_group
-from seqpar.row_exchange import Interval
+from seqpar.parallel.layout import Bounds
+from seqpar.parallel.mesh import Group, as_group
+from seqpar.parallel.row_exchange import Interval
 
 
 @dataclass(frozen=True)

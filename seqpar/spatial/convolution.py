@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.mesh import Group
-from seqpar.meta_tensors import autocast_dtype, device_type
-from seqpar.row_exchange import Interval
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.meta_tensors import autocast_dtype, device_type
+from seqpar.parallel.row_exchange import Interval
 from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.cache_pieces import in_whole_samples
 from seqpar.spatial.cpu_convolution import ConvOptions, is_ours
 from seqpar.spatial.halos import Halos
-from seqpar.spatial.meanwhile import BoxConvolution, gains, gradients_and_close, open_and_convolve
 from seqpar.spatial.memory_format import in_format_of, is_channels_last
-from seqpar.spatial.pieces import in_whole_samples
-from seqpar.spatial.reach import Reach, output_grid, sliding_reach, transposed_reach
+from seqpar.spatial.overlap import BoxConvolution, gains, gradients_and_close, open_and_convolve
+from seqpar.spatial.receptive_field import Reach, output_grid, sliding_reach, transposed_reach
 
 
 class Conv3d(nn.Conv3d):

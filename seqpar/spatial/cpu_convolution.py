@@ -21,7 +21,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.meta_tensors import alike, autocast_dtype, device_type
+from seqpar.parallel.meta_tensors import alike, autocast_dtype, device_type
 from seqpar.spatial.memory_format import is_channels_last
 
 _NATIVE = 20480  # channels x W x D up to which torch does not call oneDNN

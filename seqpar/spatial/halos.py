@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from seqpar.halo_exchange import HaloPlan, Meanwhile, close_windows, open_windows, window
-from seqpar.mesh import Group
-from seqpar.row_exchange import Interval, Rows
+from seqpar.parallel.halo_exchange import HaloPlan, Meanwhile, close_windows, open_windows, window
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.row_exchange import Interval, Rows
 from seqpar.spatial.box_grid import BoxGrid
-from seqpar.spatial.reach import Reach
+from seqpar.spatial.receptive_field import Reach
 
 _Move = tuple[int, Rows, Rows]  # dimension of ``b c W D H``, what each rank holds of it, what it needs
 

@@ -5,7 +5,7 @@ import os
 import torch
 from torch import Tensor
 
-from seqpar.meta_tensors import autocast_dtype, device_type
+from seqpar.parallel.meta_tensors import autocast_dtype, device_type
 
 
 def is_channels_last(x: Tensor) -> bool:

@@ -11,10 +11,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from seqpar.collectives import all_gather, all_reduce
-from seqpar.mesh import Group
-from seqpar.spatial.pieces import Pieces
-from seqpar.spatial.whole_samples import joined, mean_and_variance
+from seqpar.parallel.collectives import all_gather, all_reduce
+from seqpar.parallel.mesh import Group
+from seqpar.spatial.cache_pieces import Pieces
+from seqpar.spatial.fused_norm import joined, mean_and_variance
 
 
 class Moments(NamedTuple):

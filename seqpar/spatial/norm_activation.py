@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.collectives import all_reduce
-from seqpar.mesh import Group
+from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.mesh import Group
 from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.cache_pieces import Piece, Pieces
+from seqpar.spatial.fused_norm import BeforeActivation, activate, joined, write_gradient
 from seqpar.spatial.moments import MomentGroups
-from seqpar.spatial.pieces import Piece, Pieces
-from seqpar.spatial.whole_samples import BeforeActivation, activate, joined, write_gradient
 
 SLOPE = 0.01
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from seqpar.spatial.cache_pieces import Pieces, in_whole_samples
+from seqpar.spatial.fused_norm import before_leaky_relu, write_gradient
 from seqpar.spatial.moments import MomentGroups
-from seqpar.spatial.pieces import Pieces, in_whole_samples
-from seqpar.spatial.whole_samples import before_leaky_relu, write_gradient
 
 Statistics = tuple[Tensor, Tensor, Tensor | int]  # mean and variance ``b g 1`` of all ranks, and of how many values
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.mesh import AnyGroup, as_group
+from seqpar.parallel.mesh import AnyGroup, as_group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.memory_format import is_channels_last
 from seqpar.spatial.moments import MomentGroups

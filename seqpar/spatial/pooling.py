@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.collectives import all_sum
+from seqpar.parallel.collectives import all_sum
+from seqpar.parallel.tables import table
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.halos import Halos
-from seqpar.spatial.reach import Reach, enlarging_reach, output_grid, sliding_reach
-from seqpar.tables import table
+from seqpar.spatial.receptive_field import Reach, enlarging_reach, output_grid, sliding_reach
 
 
 class MaxPool3d(nn.MaxPool3d):

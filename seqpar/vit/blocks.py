@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.attention.module import Attention, Rotary
-from seqpar.attention.windows import Windows
-from seqpar.recomputation import computed_again
+from seqpar.attention.partition import Rotary
+from seqpar.attention.self_attention import Attention
+from seqpar.attention.window_attention import Windows
+from seqpar.parallel.recomputation import computed_again
 from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
 
 ATTENTION_SITE, MLP_SITE, HIDDEN_SITE = range(3)

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from seqpar.layout import Layout
-from seqpar.meta_tensors import device_type
-from seqpar.tables import table
-from seqpar.uploads import upload
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.meta_tensors import device_type
+from seqpar.parallel.tables import table
+from seqpar.parallel.uploads import upload
 
 Site = tuple[int, ...]
-
 _MASK64 = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15  # splitmix64's increment and its two multipliers
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.attention.cost_model import CPU, GPU, Layer, resolve
-from seqpar.attention.module import Attention, Rotary
+from seqpar.attention.partition import Rotary
+from seqpar.attention.self_attention import Attention
 from seqpar.attention.strategies import AttentionOptions, Strategy
-from seqpar.attention.windows import Windows
-from seqpar.layout import Layout
-from seqpar.mesh import AnyGroup, as_group, notice_that_none_shares
+from seqpar.attention.window_attention import Windows
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import AnyGroup, as_group, notice_that_none_shares
 from seqpar.vit.blocks import ATTENTION_SITE, HIDDEN_SITE, MLP_SITE, Block, GatedMlp, Mlp, Spread
 from seqpar.vit.dropout import DropoutKey, keyed_dropout, token_numbers
 from seqpar.vit.refusals import refuse_unknown, refuse_window
-from seqpar.vit.stages import Merge, cube_of, make_stages, split_cubes
+from seqpar.vit.token_merging import Merge, cube_of, make_stages, split_cubes
 from seqpar.vit.tokens import PatchEmbed, RotaryPositions, learned_positions, sincos_positions
 
 

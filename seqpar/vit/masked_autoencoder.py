@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from seqpar.layout import Layout
-from seqpar.remaps import remap
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.remaps import remap
 from seqpar.vit.dropout import DropoutKey, keyed_dropout, numbers_of, token_numbers
 from seqpar.vit.encoder import SeqParViT
 from seqpar.vit.masking import Visible, make_visible, places_among

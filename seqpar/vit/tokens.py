@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.layout import Layout
+from seqpar.parallel.layout import Layout
 
 POSITIONS = ("learned", "sincos", "rope", "learned+rope", "none")
 _MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from seqpar.acceptance import networks, program, runs, speed
+from seqpar.acceptance.check import MEASURED, RIGHT, WRONG, Check, Error, Outcome, Site, judged
+from seqpar.acceptance.groups import check_library
+from seqpar.acceptance.kernels import check_kernels
+from seqpar.acceptance.on_ranks import cases, errors_of_modes, wrong_types
+from seqpar.acceptance.small_networks import small_networks
+from seqpar.acceptance.started import Ended, run_module
 from seqpar.attention import kernels
-from seqpar.launch import doctor
-from seqpar.launch.acceptance import networks, program, runs, speed
-from seqpar.launch.acceptance.check import MEASURED, RIGHT, WRONG, Check, Error, Outcome, Site, judged
-from seqpar.launch.acceptance.groups import check_library
-from seqpar.launch.acceptance.kernels import check_kernels
-from seqpar.launch.acceptance.on_ranks import cases, errors_of_modes, wrong_types
-from seqpar.launch.acceptance.small_networks import small_networks
-from seqpar.launch.acceptance.started import Ended, run_module
-from seqpar.launch.job.exit_codes import run
-from seqpar.launch.models.build import NETWORKS, layout_of
-from seqpar.mesh import Mesh
+from seqpar.cli import doctor
+from seqpar.cluster.exit_codes import run
+from seqpar.models.build import NETWORKS, layout_of
+from seqpar.parallel.mesh import Mesh
 from tests.support.ranks import run_ranks
 
 
@@ -76,8 +76,8 @@ def refuses(*of: torch.Tensor) -> None:
 
 
 def test_a_kernel_that_is_slightly_off_or_fails_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqpar.launch.acceptance.kernels.LENGTHS", ((37, 53), (8, 512)))
-    monkeypatch.setattr("seqpar.launch.acceptance.kernels.WIDTHS", (8,))
+    monkeypatch.setattr("seqpar.acceptance.kernels.LENGTHS", ((37, 53), (8, 512)))
+    monkeypatch.setattr("seqpar.acceptance.kernels.WIDTHS", (8,))
     outcome = check_kernels(site)
     assert outcome.verdict == RIGHT
     assert [name for name in outcome.figures if name.startswith("float32")] == [
@@ -87,10 +87,10 @@ def test_a_kernel_that_is_slightly_off_or_fails_is_found(site: Site, monkeypatch
     ]
     right = kernels.CPU_FLASH
     wrong = replace(right, _backward=lambda *of: tuple(1.05 * grad for grad in right._backward(*of)))
-    monkeypatch.setattr("seqpar.launch.acceptance.kernels.pick", lambda *of: wrong)
+    monkeypatch.setattr("seqpar.acceptance.kernels.pick", lambda *of: wrong)
     outcome = check_kernels(site)
     assert outcome.verdict == WRONG and "float32 flash, CPU width 8" in outcome.text
-    monkeypatch.setattr("seqpar.launch.acceptance.kernels.pick", lambda *of: replace(right, _forward=refuses))
+    monkeypatch.setattr("seqpar.acceptance.kernels.pick", lambda *of: replace(right, _forward=refuses))
     outcome = check_kernels(site)
     assert outcome.verdict == WRONG and "no plan" in outcome.figures["failed"]["float32 flash, CPU width 8, 37 x 53"]
 
@@ -112,7 +112,7 @@ def test_operations_of_a_step_are_counted(site: Site) -> None:
 
 
 def on_two_ranks(mesh: Mesh) -> tuple[dict[str, float], dict[str, int]]:
-    from seqpar.launch.acceptance import on_ranks
+    from seqpar.acceptance import on_ranks
 
     some = {name: cases()[name] for name in ("halo, ulysses", "swap, gather-kv", "halo, nnunet-resenc")}
     on_ranks.cases = lambda: some

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from seqpar.attention import kernels
-from seqpar.attention.module import Attention
+from seqpar.attention.self_attention import Attention
 from seqpar.attention.strategies import Strategy
-from seqpar.mesh import Mesh
+from seqpar.parallel.mesh import Mesh
 from tests.support.ranks import relative
 
 

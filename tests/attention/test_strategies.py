@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.attention.cost_model import Layer, sent
-from seqpar.attention.module import Attention
+from seqpar.attention.self_attention import Attention
 from seqpar.attention.strategies import AttentionOptions, check_strategy
-from seqpar.layout import Layout
-from seqpar.mesh import Group, Mesh
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.vit.encoder import SeqParViT
 from seqpar.vit.tokens import RotaryPositions
 from tests.support.ranks import relative, run_ranks, summed

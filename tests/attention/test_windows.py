@@ -10,11 +10,11 @@ from einops import rearrange
 from torch import Tensor
 
 from seqpar import Layout
-from seqpar.attention.windows import Windows, attend_in_windows, window_borders
-from seqpar.launch.planning.step_counter import StepSetup, count_step
-from seqpar.launch.settings.config import Config
-from seqpar.mesh import Group, Mesh
-from seqpar.vit.stages import NestedLayout
+from seqpar.attention.window_attention import Windows, attend_in_windows, window_borders
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.planner.step_counter import StepSetup, count_step
+from seqpar.settings.config import Config
+from seqpar.vit.token_merging import NestedLayout
 from seqpar.vit.tokens import RotaryPositions
 from tests.support.ranks import once_per_world, relative
 

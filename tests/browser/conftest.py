@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from seqpar.launch import report
+from seqpar.cli import report
 from tests.browser.chromium import Chromium, find
 from tests.browser.viewer import NAMES
 from tests.support.reported_run import make_run

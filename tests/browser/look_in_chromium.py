@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.launch import report
+from seqpar.cli import report
 from tests.browser.chromium import Chromium, lacking
 from tests.browser.viewer import PLANE, TOLD, middle, press
 from tests.support.reported_run import make_run
 
 LACKING = lacking()
 pytestmark = pytest.mark.skipif(bool(LACKING), reason=LACKING)
-
 PIXELS = """(() => { const c = document.getElementById('plane-2'), d = c.getContext('2d')
   .getImageData(0, 0, c.width, c.height).data, grey = [], coloured = [];
   for (let y = 0; y < c.height; y += 4) for (let x = 0; x < c.width; x += 4) {

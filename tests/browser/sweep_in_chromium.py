@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.launch import report
-from seqpar.launch.experiments.sweep_results import write_results
-from seqpar.launch.runs.sweep_folder import read_sweep
+from seqpar.cli import report
+from seqpar.runs.sweep_folder import read_sweep
+from seqpar.sweeps.sweep_results import write_results
 from tests.browser.chromium import Chromium, lacking
 from tests.support.sweep_folder import make_sweep_folder
 

@@ -8,7 +8,8 @@ import pytest
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import recognise
-from seqpar.data.preparation.prepare import open_cache, prepare
+from seqpar.data.preparation.cache import open_cache
+from seqpar.data.preparation.prepare_dataset import prepare
 from tests.support.folders import label_array, nnunet, save, write_json
 
 LABELS = {"background": 0, "liver": 1, "spleen": 2, "kidney": 5}
@@ -109,7 +110,7 @@ def test_two_ways_at_once_and_a_list_of_another_kind_are_refused(tmp_path: Path)
 
 
 def test_hidden_classes_have_no_scores() -> None:
-    from seqpar.launch.evaluation.scores import score, summarise
+    from seqpar.scores.scores import score, summarise
 
     truth, prediction = np.zeros((2, 6, 6, 6), np.uint8)
     truth[:3], prediction[:2], prediction[4:] = 1, 1, 2
@@ -125,7 +126,7 @@ def test_hidden_classes_have_no_scores() -> None:
 
 
 def test_evaluation_of_a_data_set_scores_what_its_labels_show(tmp_path: Path) -> None:
-    from seqpar.launch import evaluate
+    from seqpar.cli import evaluate
 
     by_csv(tmp_path / "D")
     for n in range(4):

@@ -11,7 +11,7 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.nnunet_plans import declaration_of, plan_of
 from seqpar.data.geometry import to_canonical
 from seqpar.data.preparation.as_nnunet import ByPlan
-from seqpar.data.preparation.case import load_case
+from seqpar.data.preparation.prepared_case import load_case
 from seqpar.data.preparation.transforms import nearest_rows
 from seqpar.data.volumes import read_volume
 from tests.support import nnunet_prediction

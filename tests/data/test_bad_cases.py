@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seqpar.data.preparation.prepare import open_cache
-from seqpar.launch.job.exit_codes import run
-from seqpar.launch.prepare import act
+from seqpar.cli.prepare import act
+from seqpar.cluster.exit_codes import run
+from seqpar.data.preparation.cache import open_cache
 from tests.support.bad_data import prepared, put, rewrite
 from tests.support.folders import OBLIQUE, image_array, label_array, nnunet, save, write_json
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.data.preparation.prepare import open_cache
-from seqpar.launch.job.exit_codes import run
-from seqpar.launch.prepare import act
+from seqpar.cli.prepare import act
+from seqpar.cluster.exit_codes import run
+from seqpar.data.preparation.cache import open_cache
 from tests.support.bad_data import prepared, rewrite
 from tests.support.folders import NEW, brats, decathlon, image_array, nnunet, save, write_json
 

@@ -7,20 +7,15 @@ import nibabel
 import numpy as np
 import pytest
 
-from seqpar.data.formats.recognise import recognise, split
-from seqpar.data.preparation.cache_place import outdated_cache
-from seqpar.data.preparation.case import labels_to_source
-from seqpar.data.preparation.prepare import (
-    PrepareSettings,
-    Recipe,
-    cache_folder,
-    check_cache,
-    open_cache,
-    prepare,
-    prepared,
-)
-from seqpar.launch.prepare import act
-from seqpar.launch.training.data import open_data
+from seqpar.cli.prepare import act
+from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.splits import split
+from seqpar.data.preparation.cache import check_cache, open_cache
+from seqpar.data.preparation.cache_place import cache_folder, outdated_cache
+from seqpar.data.preparation.prepare_dataset import prepare, prepared
+from seqpar.data.preparation.prepared_case import labels_to_source
+from seqpar.data.preparation.recipe import PrepareSettings, Recipe
+from seqpar.tasks.training_data import open_data
 from tests.support.configs import config_of
 from tests.support.folders import NEW, OLD, brats, image_array, label_array, nnunet, save, tree
 

@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from seqpar.cli import prepare as launch_prepare
 from seqpar.data.errors import DataError
 from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.data.formats.class_splits import class_folds, split_classes
 from seqpar.data.formats.volume_classes import VolumeClasses
 from seqpar.data.phantom import dementia
-from seqpar.data.phantom.files import PhantomSettings, write_phantom
+from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.preparation.cache import open_cache
-from seqpar.data.preparation.prepare import prepare
+from seqpar.data.preparation.prepare_dataset import prepare
 from seqpar.data.preparation.recipe import PrepareSettings
-from seqpar.launch import prepare as launch_prepare
-from seqpar.launch.training.folds import refuse_folds
-from seqpar.launch.training.tasks import TASKS
+from seqpar.tasks.tasks import TASKS
+from seqpar.training.folds import refuse_folds
 from tests.support.class_folders import class_folder
 from tests.support.folders import nnunet, write_json
 

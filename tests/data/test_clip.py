@@ -5,7 +5,9 @@ import pytest
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import recognise
-from seqpar.data.preparation.prepare import image_to_source, open_cache, prepare, prepare_case
+from seqpar.data.preparation.cache import open_cache
+from seqpar.data.preparation.prepare_dataset import prepare
+from seqpar.data.preparation.prepared_case import image_to_source, prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe, draft_recipe
 from seqpar.data.volumes import read_volume
 from tests.support.bad_data import rewrite

@@ -7,8 +7,9 @@ import pytest
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.prediction_inputs import find_inputs
-from seqpar.data.formats.recognise import folds, recognise, split
-from seqpar.data.preparation.case import prepare_case
+from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.splits import folds, split
+from seqpar.data.preparation.prepared_case import prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, draft_recipe
 from tests.support.folders import NEW, OLD, brats, decathlon, image_array, label_array, nnunet, save, write_json
 

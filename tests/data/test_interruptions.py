@@ -10,19 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from seqpar.cli.prepare import act
+from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import recognise
+from seqpar.data.preparation.cache import check_cache, open_cache
 from seqpar.data.preparation.cache_writer import CacheError
-from seqpar.data.preparation.prepare import (
-    PrepareSettings,
-    check_cache,
-    open_cache,
-    prepare,
-    prepared,
-)
+from seqpar.data.preparation.prepare_dataset import prepare, prepared
+from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.data.workers import each
-from seqpar.launch.job.exit_codes import run
-from seqpar.launch.prepare import act
 from tests.support.folders import child, exit_code, image_array, nnunet, save, tree
 
 

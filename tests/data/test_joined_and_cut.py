@@ -12,11 +12,11 @@ from seqpar.data.formats import splits
 from seqpar.data.formats.joined_labels import join_labels, parse_joins
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.preparation.cache_place import cache_folder
-from seqpar.data.preparation.case import image_to_source, labels_to_source, prepare_case
-from seqpar.data.preparation.prepare import PrepareSettings, Recipe, prepare, prepared
-from seqpar.data.preparation.recipe import draft_recipe
+from seqpar.data.preparation.prepare_dataset import prepare, prepared
+from seqpar.data.preparation.prepared_case import image_to_source, labels_to_source, prepare_case
+from seqpar.data.preparation.recipe import PrepareSettings, Recipe, draft_recipe
 from seqpar.data.volumes import read_volume
-from seqpar.launch.evaluation.classes import labels_of_run
+from seqpar.scores.label_classes import labels_of_run
 from tests.support.folders import decathlon, label_array, nnunet, save
 
 TUMOUR = parse_joins("tumour=1,2,3")

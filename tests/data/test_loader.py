@@ -17,8 +17,8 @@ from seqpar.data.errors import DataError
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.loader import Loader, MicroBatch
 from seqpar.data.sampling.tiles import TileKey, TileSource
-from seqpar.layout import Layout
-from seqpar.mesh import Mesh
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import Mesh
 from tests.support.cases import NoiseCase, lines, load, noise_source
 
 TILE = (8, 8, 8)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpar.layout import Layout
-from seqpar.mesh import Mesh
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import Mesh
 from tests.support.cases import Telling, lines, load, noise_source
 
 TILE = (8, 8, 8)
@@ -77,9 +77,9 @@ import torch
 import seqpar.data.sampling.loader as loader_module
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.loader import Loader
-from seqpar.environment import Launcher
-from seqpar.layout import Layout
-from seqpar.rendezvous import join
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.rendezvous import join
 
 if __name__ == "__main__":
     torch.set_num_threads(2)  # a threaded autograd before the fork, as training has it
@@ -98,8 +98,6 @@ if __name__ == "__main__":
     if end == "wait":
         time.sleep(600)
 """
-
-
 Trainer = tuple[subprocess.Popen[str], list[int]]  # and its workers' process ids
 ENDS = {"exit": ("exit", "fork"), "raise": ("raise", "fork"), "killed fork": ("wait", "fork"),
         "killed forkserver": ("wait", "forkserver"), "ctrl-c": ("wait", "fork")}  # fmt: skip

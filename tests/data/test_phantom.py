@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
+from seqpar.cli import phantom as launch_phantom
+from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.phantom import builtin
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
-from seqpar.data.phantom.brain import MODALITIES, PhantomCase, make_case
-from seqpar.data.phantom.files import PhantomSettings, write_phantom
+from seqpar.data.phantom.brain import MODALITIES, make_case
+from seqpar.data.phantom.phantom_case import PhantomCase
+from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.preparation.fingerprint import read_fingerprint
-from seqpar.launch import phantom as launch_phantom
-from seqpar.launch.job.exit_codes import DATA, USAGE, run
 
 SIZE = (40, 48, 40)
 TINY = (24, 28, 24)

@@ -10,12 +10,8 @@ from seqpar.data.boxes import uncrop
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.preparation import transforms
-from seqpar.data.preparation.case import Properties, image_to_source, labels_to_source, prepare_case
-from seqpar.data.preparation.prepare import (
-    PrepareSettings,
-    Recipe,
-)
-from seqpar.data.preparation.recipe import draft_recipe
+from seqpar.data.preparation.prepared_case import Properties, image_to_source, labels_to_source, prepare_case
+from seqpar.data.preparation.recipe import PrepareSettings, Recipe, draft_recipe
 from seqpar.data.volumes import read_volume
 from tests.support.folders import OBLIQUE, image_array, label_array, nnunet, save
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.launch.job.exit_codes import run
-from seqpar.launch.prepare import act
+from seqpar.cli.prepare import act
+from seqpar.cluster.exit_codes import run
 from tests.support.folders import image_array, label_array, nnunet, save, tree
 
 

@@ -12,7 +12,8 @@ import torch
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.recognise import recognise
-from seqpar.data.preparation.prepare import open_cache, prepare
+from seqpar.data.preparation.cache import open_cache
+from seqpar.data.preparation.prepare_dataset import prepare
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.tiles import Tile, TileKey, TileSource, position_bounds
 from tests.support.cases import NoiseCase, PlaceCase, Telling, noise_source

@@ -9,16 +9,17 @@ import torch.nn.functional as F
 from scipy import ndimage
 
 from seqpar.data.boxes import read_box
-from seqpar.data.phantom.files import PhantomSettings, write_phantom
-from seqpar.data.preparation.prepare import PrepareSettings, prepared
+from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
+from seqpar.data.preparation.prepare_dataset import prepared
+from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.data.sampling.augmentation import Augmentation, augment
 from seqpar.data.sampling.augmentation_presets import Chance, Recipe
 from seqpar.data.sampling.smooth_noise import SmoothNoise, block_of
 from seqpar.data.sampling.tiles import TileKey, TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.volume_synthesis import VolumeSynthesis
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.training.data import open_data
+from seqpar.settings.command_line import parse
+from seqpar.tasks.training_data import open_data
 
 SIZE = (72, 60, 66)
 

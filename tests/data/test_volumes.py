@@ -10,16 +10,8 @@ import pytest
 from nibabel.testing import data_path
 
 from seqpar.data.errors import DataError
-from seqpar.data.geometry import Geometry, differs
-from seqpar.data.volumes import (
-    digest_file,
-    from_canonical,
-    make_geometry,
-    read_geometry,
-    read_volume,
-    to_canonical,
-    write_volume,
-)
+from seqpar.data.geometry import Geometry, differs, from_canonical, make_geometry, to_canonical
+from seqpar.data.volumes import digest_file, read_geometry, read_volume, write_volume
 from tests.support.folders import OBLIQUE, image_array, save
 
 SAMPLES = (

@@ -11,10 +11,7 @@ import pytest
 from seqpar.data.errors import DataError
 from seqpar.data.preparation import waiting
 from seqpar.data.preparation.cache_writer import clean
-from seqpar.data.preparation.prepare import (
-    prepare,
-    prepared,
-)
+from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.waiting import Announcement
 from tests.support.folders import child, exit_code, nnunet
 

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.attention.strategies import AttentionOptions
-from seqpar.collectives import all_gather, all_reduce
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.plain import PlainDecoder
-from seqpar.environment import Launcher
-from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.launch.planning.saved_bytes import saved_bytes
 from seqpar.losses import DiceCE
-from seqpar.mesh import Mesh
-from seqpar.rendezvous import join
+from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.parallel.collectives import all_gather, all_reduce
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.rendezvous import join
+from seqpar.planner.saved_bytes import saved_bytes
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
 from tests.support.ranks import GOLDEN, relative, summed

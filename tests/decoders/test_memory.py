@@ -10,10 +10,10 @@ import torch
 
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.unetr import UnetrDecoder, taps
-from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.launch.planning.saved_bytes import saved_bytes
 from seqpar.losses import DiceCE
-from seqpar.mesh import Group, Mesh
+from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.planner.saved_bytes import saved_bytes
 from seqpar.vit.encoder import SeqParViT
 
 Case = tuple[int, int, int, str, int]  # tile, patch, depth, mode, batch

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.collectives import all_reduce
 from seqpar.decoders.modes.auto import Auto
 from seqpar.decoders.modes.choose import MODES, choose_mode
 from seqpar.decoders.modes.mode import Mode
 from seqpar.decoders.plain import PlainDecoder
-from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.layout import Layout
 from seqpar.losses import DiceCE
-from seqpar.mesh import Group, Mesh
+from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.vit.encoder import SeqParViT
 from tests.support import nets
 from tests.support.ranks import relative, summed

@@ -12,11 +12,11 @@ from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.plain import PlainDecoder
 from seqpar.decoders.primus import PrimusDecoder
 from seqpar.decoders.unetr import UnetrDecoder, taps
-from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.launch.weights.monai import export_monai, monai_names
-from seqpar.launch.weights.primus import export_primus, load_primus
-from seqpar.mesh import Group
+from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.parallel.mesh import Group
 from seqpar.vit.encoder import SeqParViT
+from seqpar.weights.monai_weights import export_monai, monai_names
+from seqpar.weights.primus_weights import export_primus, load_primus
 from tests.support import nets, references
 from tests.support.ranks import relative
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.plain import PlainDecoder
-from seqpar.launch.models.build import build
-from seqpar.launch.settings.presets import PRESETS
-from seqpar.layout import Layout
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import Group
+from seqpar.settings.presets import PRESETS
 from tests.support.paper_decoder import PaperDecoder
 from tests.support.ranks import relative
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.decoders.unetr import UnetrDecoder, taps
-from seqpar.launch.weights.monai import load_monai, monai_names
 from seqpar.spatial.memory_format import is_channels_last
+from seqpar.weights.monai_weights import load_monai, monai_names
 from tests.support import nets, references
 from tests.support.ranks import relative
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from seqpar.decoders.unets import Style, UNet, distmis
-from seqpar.launch.planning.saved_bytes import saved_bytes
-from seqpar.mesh import Group, Mesh
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.planner.saved_bytes import saved_bytes
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.memory_format import is_channels_last
 from tests.support import unets

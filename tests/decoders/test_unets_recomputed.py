@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from seqpar.decoders.unets import UNet, hou, lamp, nnunet
-from seqpar.launch.planning.saved_bytes import saved_bytes
-from seqpar.launch.planning.step_counter import StepSetup, count_whole_step
-from seqpar.launch.settings.config import Config
+from seqpar.parallel.recomputation import computed_again, copied_buffers, counting_once
 from seqpar.pipeline.cells import IMAGE
-from seqpar.recomputation import computed_again, copied_buffers, counting_once
+from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.planner.step_counter import StepSetup, count_whole_step
+from seqpar.settings.config import Config
 from tests.decoders.test_unets_on_boxes import OF_THREE_STAGES, OFF_THE_STRIDE, UNEVEN, WIDE, WITHOUT_LAST
 from tests.support import unets
 from tests.support.unets import Case

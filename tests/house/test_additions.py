@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.launch.runs.journal import read_metrics
+from seqpar.runs.journal import read_metrics
 from tests.support.pages import ROOT, blocks
 from tests.support.training_runs import tiny_data
 
 PAGE = ROOT / "seqpar" / "README.md"
 NAMES = {  # the list of each room, and the name that the page adds to it
-    "decoders/choices.py": "linear",
-    "launch/evaluation/choices.py": "Precision",
+    "decoders/named_decoders.py": "linear",
+    "seqpar/scores/choices.py": "Precision",
     "seqpar/data/sampling/choices.py": "salt",
     "seqpar/losses/choices.py": "tversky",
-    "launch/optimization/choices.py": "nadam",
+    "seqpar/optimization/choices.py": "nadam",
 }
-
 FLOORS = (
     "every_module_has_a_room_and_every_room_exists",
     "imports_point_down",

@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOPS = {"seqpar": "seqpar", "decoders": "seqpar.decoders", "launch": "seqpar.launch"}
-
 # From the ground up. A floor is a line; its rooms may use each other where that makes no circle.
 GROUND = """
     choices environment late_import quantity tables wait_clock watchdog mesh
@@ -35,7 +34,6 @@ GROUND = """
     launch.reporting launch.benches launch.acceptance
     launch.experiments
 """
-
 ACTS = {
     "train",
     "predict",
@@ -56,24 +54,24 @@ FLOORS.append([f"seqpar.launch.{act}" for act in sorted(ACTS)])
 FREE = {"seqpar", "seqpar.data", "seqpar.decoders", "seqpar.launch"}  # hand names on, or hold nothing
 OWNERS = {
     "torch.distributed": {
-        "seqpar.meeting",
-        "seqpar.mesh",
-        "seqpar.rendezvous",
-        "seqpar.messages",
-        "seqpar.collectives",
-        "seqpar.consensus",
+        "seqpar.parallel.meeting",
+        "seqpar.parallel.mesh",
+        "seqpar.parallel.rendezvous",
+        "seqpar.parallel.messages",
+        "seqpar.parallel.collectives",
+        "seqpar.parallel.consensus",
     },
     "SimpleITK": {"seqpar.data.itk_files"},
     "ray": {
-        "seqpar.launch.experiments.ray_cluster",
-        "seqpar.launch.experiments.ray_engine",
-        "seqpar.launch.experiments.suggested_points",
-        "seqpar.launch.experiments.sweep_order",
-        "seqpar.launch.experiments.trial",
+        "seqpar.sweeps.ray_cluster",
+        "seqpar.sweeps.ray_engine",
+        "seqpar.sweeps.suggested_points",
+        "seqpar.sweeps.sweep_request",
+        "seqpar.sweeps.trial",
     },
-    "torch.nn.parallel": {"seqpar.launch.training.data_parallel"},
-    "torch.distributed.fsdp": {"seqpar.launch.training.sharded_weights"},
-    "torch.distributed.tensor": {"seqpar.launch.training.sharded_weights"},
+    "torch.nn.parallel": {"seqpar.training.data_parallel"},
+    "torch.distributed.fsdp": {"seqpar.training.sharded_weights"},
+    "torch.distributed.tensor": {"seqpar.training.sharded_weights"},
 }
 
 
@@ -183,10 +181,10 @@ def test_neither_files_nor_rooms_form_a_circle() -> None:
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("seqpar.layout", "seqpar.vit.encoder"),
-        ("seqpar.data.formats.brats", "seqpar.data.preparation.case"),
-        ("seqpar.decoders.plain", "seqpar.launch.models.segmentation"),
-        ("seqpar.launch.weights.files", "seqpar.launch.train"),
+        ("seqpar.parallel.layout", "seqpar.vit.encoder"),
+        ("seqpar.data.formats.brats", "seqpar.data.preparation.prepared_case"),
+        ("seqpar.decoders.plain", "seqpar.models.segmentation_network"),
+        ("seqpar.weights.files", "seqpar.cli.train"),
     ],
 )
 def test_an_import_that_is_turned_round_is_refused(name: str, target: str) -> None:
@@ -200,8 +198,8 @@ def test_a_circle_on_one_floor_is_refused() -> None:
     name, target = "seqpar.spatial.box_grid", "seqpar.spatial.convolution"
     turned = {**every, name: {*every[name], target}}
     assert upward(turned) == [] and circle(turned) != []
-    rooms = {**every, "seqpar.launch.settings.config": {"seqpar.launch.job.exit_codes"}}
-    rooms["seqpar.launch.job.exit_codes"] = {"seqpar.launch.settings.command_line"}
+    rooms = {**every, "seqpar.settings.config": {"seqpar.cluster.exit_codes"}}
+    rooms["seqpar.cluster.exit_codes"] = {"seqpar.settings.command_line"}
     assert circle(between_rooms(rooms)) != []
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqpar.collectives import all_sum
-from seqpar.environment import Launcher
-from seqpar.mesh import Group, Mesh
-from seqpar.rendezvous import warm_up
-from seqpar.roll_call import Place, roll_call
+from seqpar.parallel.collectives import all_sum
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.parallel.rendezvous import warm_up
+from seqpar.parallel.roll_call import Place, roll_call
 from tests.support.ranks import RanksFailed, run_ranks
 
 

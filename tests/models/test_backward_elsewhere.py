@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from seqpar.launch.acceptance.small_networks import SmallNetwork, small_networks
-from seqpar.launch.settings.config import Config
-from seqpar.mesh import Mesh
+from seqpar.acceptance.small_networks import SmallNetwork, small_networks
+from seqpar.parallel.mesh import Mesh
+from seqpar.settings.config import Config
 from seqpar.vit.dropout import DropoutKey
 from tests.support.ranks import run_ranks
 

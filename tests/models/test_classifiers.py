@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqpar.launch.models.build import build
-from seqpar.launch.models.classifier import TokenClassifier
-from seqpar.launch.settings.config import Config
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.models.classifier import TokenClassifier
+from seqpar.parallel.mesh import Group
+from seqpar.settings.config import Config
 from tests.support import classifiers
 from tests.support.classifiers import Make, batch, gaps, one_process, outcomes, resattnet, vit, vit_with_token
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from seqpar import DiceCE, DropoutKey, SeqParViT
-from seqpar.collectives import all_gather, all_reduce
-from seqpar.launch.models.build import build, kind_of, layout_of, refuse_unknown
-from seqpar.launch.models.net import Net
-from seqpar.launch.models.optimizer import rate_scale
-from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.planning.saved_bytes import saved_bytes
-from seqpar.launch.settings.command_line import parse, refuse_idle
-from seqpar.launch.settings.config import Config
-from seqpar.mesh import Group, Mesh
+from seqpar.models.build import build, kind_of, layout_of, refuse_unknown
+from seqpar.models.network import Net
+from seqpar.models.optimizer import rate_scale
+from seqpar.parallel.collectives import all_gather, all_reduce
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.planner.feasibility import refuse
+from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.settings.command_line import parse, refuse_idle
+from seqpar.settings.config import Config
 from tests.support.ranks import once_per_world, relative, summed
 
 CHANNELS, CLASSES = 2, 3

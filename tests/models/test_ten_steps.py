@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from seqpar.launch.settings.config import Config
+from seqpar.settings.config import Config
 from tests.support.piped_nets import Case, differences, train, train_all
 from tests.support.ranks import alone_mesh, run_ranks
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.decoders.modes.choose import choose_mode
-from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.launch.models.stages import PartOfBatch
-from seqpar.launch.planning.outline import outline
-from seqpar.launch.settings.config import Config
 from seqpar.losses import DiceCE
-from seqpar.mesh import Group, Mesh
+from seqpar.models.outline import outline
+from seqpar.models.pipelined import PartOfBatch
+from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.pipeline.cells import IMAGE
+from seqpar.settings.config import Config
 from seqpar.vit.encoder import SeqParViT
 from tests.support.ranks import relative, run_ranks, summed
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.environment import Launcher
-from seqpar.launch.inference.sliding_window import padded_shape
-from seqpar.launch.models.build import NETWORKS, build, kind_of, layout_of, refuse_unknown
-from seqpar.launch.models.optimizer import make_optimizer
-from seqpar.launch.models.unets import parse_stages, spell_stages
-from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.planning.saved_bytes import saved_bytes
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.settings.config import Config
-from seqpar.launch.training.request import read_request
 from seqpar.losses import DeepSupervision, DiceCE
-from seqpar.mesh import Group, Mesh
+from seqpar.models.build import NETWORKS, build, kind_of, layout_of, refuse_unknown
+from seqpar.models.optimizer import make_optimizer
+from seqpar.models.unet_families import parse_stages, spell_stages
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.planner.feasibility import refuse
+from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.prediction.sliding_window import padded_shape
+from seqpar.settings.command_line import parse
+from seqpar.settings.config import Config
+from seqpar.training.run_request import read_request
 from tests.support.boxes import numbers
 from tests.support.nets import FEW, Outcome, train_net
 from tests.support.ranks import relative

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.launch.models.build import build
-from seqpar.launch.models.optimizer import learning_rate, make_optimizer
-from seqpar.launch.optimization.optimizers import OptimizerOptions
-from seqpar.launch.optimization.table import OPTIMIZERS
-from seqpar.launch.planning.step_counter import StepSetup, count_whole_step
-from seqpar.launch.settings.checks import check
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.settings.config import Config
-from seqpar.launch.settings.resumed_settings import continued
-from seqpar.launch.weights import checkpoint
-from seqpar.launch.weights.checkpoint import Progress
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.models.optimizer import learning_rate, make_optimizer
+from seqpar.optimization.optimizers import OptimizerOptions
+from seqpar.optimization.table import OPTIMIZERS
+from seqpar.parallel.mesh import Group
+from seqpar.planner.step_counter import StepSetup, count_whole_step
+from seqpar.settings.checks import check
+from seqpar.settings.command_line import parse
+from seqpar.settings.config import Config
+from seqpar.settings.resumed_settings import continued
+from seqpar.weights import checkpoint
+from seqpar.weights.checkpoint import Progress
 from tests.support.training_runs import farthest, losses, tiny_data, trained
 
 DECAY = 0.1

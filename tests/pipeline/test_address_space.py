@@ -9,27 +9,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 import torch._dynamo  # noqa: F401  an optimizer imports it: 68 MiB, before any limit
 from torch import Tensor
 
-from seqpar.launch.hardware.devices import Link
-from seqpar.launch.models.build import build
-from seqpar.launch.models.net import Net
-from seqpar.launch.models.optimizer import make_optimizer
-from seqpar.launch.models.stages import PartOfBatch
-from seqpar.launch.planning.counted_cells import count_cells
-from seqpar.launch.planning.outline import outline
-from seqpar.launch.planning.step_counter import StepSetup
-from seqpar.launch.settings.config import Config
+from seqpar.cluster.devices import Link
 from seqpar.losses import DiceCE
-from seqpar.mesh import Group, Mesh
+from seqpar.models.build import build
+from seqpar.models.network import Net
+from seqpar.models.optimizer import make_optimizer
+from seqpar.models.outline import outline
+from seqpar.models.pipelined import PartOfBatch
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.pipeline.cells import Value
 from seqpar.pipeline.engine import Engine
 from seqpar.pipeline.placement import Pipe, Place, even_cuts
 from seqpar.pipeline.schedule import make_timetable
 from seqpar.pipeline.stages import StageMap
 from seqpar.pipeline.weights import cells_of_names, keep_place, places_of_names
+from seqpar.planner.counted_cells import count_cells
+from seqpar.planner.step_counter import StepSetup
+from seqpar.settings.config import Config
 from tests.support.ranks import run_ranks
 
 MIB, MICROS, CHANNELS, OUTPUTS = 2**20, 2, 1, 3

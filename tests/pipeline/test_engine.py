@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.mesh import Group, Mesh
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.pipeline.cells import IMAGE, Value
 from seqpar.pipeline.engine import Engine
 from seqpar.pipeline.schedule import make_timetable
@@ -243,7 +243,7 @@ def test_the_groups_are_data_x_pipe_x_seq_with_seq_innermost(ranks: Callable[...
 
 
 def test_a_pipe_that_does_not_fit_the_ranks_is_refused() -> None:
-    from seqpar.rendezvous import check_seqpar
+    from seqpar.parallel.rendezvous import check_seqpar
 
     check_seqpar(2, 8, 2)
     with pytest.raises(ValueError, match="--pipe 2 with --seqpar 2 does not fit 6 started ranks.*start 4 ranks or"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from seqpar.pipeline.best_cuts import best_cuts
-from seqpar.pipeline.genetic_placement import OBJECTIVES, Search, gabra, gabra_stages, is_feasible
+from seqpar.pipeline.gabra import OBJECTIVES, Search, gabra, gabra_stages, is_feasible
 from seqpar.pipeline.placement import CellCost, Pipe, Place
 
 

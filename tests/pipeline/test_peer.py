@@ -4,15 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from lab.benches.pipe_peer import PeerStage
 from torch import Tensor
 
-from seqpar.mesh import Mesh
+from seqpar.losses import DiceCE
+from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.stages import StageMap
+from seqpar.settings.config import Config
 from tests.support.piped_nets import Case, micro_batch, net_of, train
-
-from seqpar.launch.benches.pipe_peer import PeerStage  # isort: skip
-from seqpar.launch.settings.config import Config  # isort: skip
-from seqpar.losses import DiceCE  # isort: skip
 
 UNET = {"network": "nnunet-plain", "tile": (8, 8, 16), "features": 3, "stages": "133:111 333:222"}
 pipelining = pytest.importorskip("torch.distributed.pipelining")

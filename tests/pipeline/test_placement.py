@@ -7,16 +7,7 @@ import time
 import pytest
 
 from seqpar.pipeline.best_cuts import best_cuts, best_rings
-from seqpar.pipeline.placement import (
-    CellCost,
-    Pipe,
-    Place,
-    best_of,
-    cuts_by_size,
-    equal_cuts,
-    even_cuts,
-    preferred,
-)
+from seqpar.pipeline.placement import CellCost, Pipe, Place, best_of, cuts_by_size, equal_cuts, even_cuts, preferred
 from seqpar.pipeline.stages import StageMap
 from tests.support.pipes import random_pipe, random_takes
 

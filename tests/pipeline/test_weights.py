@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.mesh import Mesh
+from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.weights import average_gradients, cells_of_names, clip_gradients, keep_place, places_of_names
 from seqpar.pipeline.whole_weights import collect, entries_of, whole_network
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from seqpar import load_run, read_weights
+from seqpar.cli.export import act as export
+from seqpar.cli.predict import act as predict
+from seqpar.cli.train import act as train
+from seqpar.cluster.exit_codes import USAGE
+from seqpar.cluster.exit_codes import run as run_act
 from seqpar.data.errors import DataError
-from seqpar.launch.export import act as export
-from seqpar.launch.job.exit_codes import USAGE
-from seqpar.launch.job.exit_codes import run as run_act
-from seqpar.launch.predict import act as predict
-from seqpar.launch.runs.archive import MOST_JSON
-from seqpar.launch.runs.run_folder import write_window
-from seqpar.launch.runs.trained_run import read_run
-from seqpar.launch.train import act as train
+from seqpar.runs.archive import MOST_JSON
+from seqpar.runs.run_folder import write_window
+from seqpar.runs.trained_run import read_run
 from tests.support.folders import tree
 from tests.support.predictions import ROOT, act, make_run, write_images
 

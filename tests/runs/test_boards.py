@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from matplotlib.image import imsave
 
-from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.runs.boards import TensorBoard, Tracker, open_boards
-from seqpar.launch.runs.journal import Journal, read_metrics
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.settings.config import Config
-from seqpar.launch.training import after_step, validation
+from seqpar.planner.feasibility import refuse
+from seqpar.runs.boards import TensorBoard, Tracker, open_boards
+from seqpar.runs.journal import Journal, read_metrics
+from seqpar.settings.command_line import parse
+from seqpar.settings.config import Config
+from seqpar.tasks.segment import validation
+from seqpar.training import after_step
 from tests.support.training_runs import Hook, Launch, at, signalled, status, tiny_data, trained
 
 RED = np.tile(np.array([1.0, 0.0, 0.0]), (4, 6, 1))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from seqpar.launch.runs.metrics_tail import MetricsTail
+from seqpar.runs.metrics_tail import MetricsTail
 
 
 def test_new_rows_come_once_whole_and_anew_after_the_file_was_replaced(tmp_path: Path) -> None:

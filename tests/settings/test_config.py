@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from seqpar.launch.job.stop_request import Stopper
-from seqpar.launch.planning.batch_size import choose_batch
-from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.settings.command_line import parse, refuse_idle
-from seqpar.launch.settings.config import Config
-from seqpar.launch.settings.presets import PRESETS
-from seqpar.launch.settings.time_limit import seconds
+from seqpar.cluster.stop_request import Stopper
+from seqpar.planner.batch_size import choose_batch
+from seqpar.planner.feasibility import refuse
+from seqpar.settings.command_line import parse, refuse_idle
+from seqpar.settings.config import Config
+from seqpar.settings.presets import PRESETS
+from seqpar.time_limit import seconds
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -127,7 +127,7 @@ def test_unknown_flags_get_the_nearest(line):
 
 
 def test_time_limits_and_slurms_durations():
-    from seqpar.launch.job.stop_request import slurm_duration
+    from seqpar.cluster.stop_request import slurm_duration
 
     assert [seconds(text) for text in ("", "110", "1:50:00", "2-00:00:01")] == [math.inf, 6600, 6600, 172801]
     assert [slurm_duration(text) for text in ("1-02:03:04", "5:06", "UNLIMITED", "")] == [93784, 306, None, None]
@@ -143,7 +143,7 @@ def test_slurms_end_time_is_seen(monkeypatch):
 
 
 def test_a_local_launcher_passes_on_the_code_that_says_most(tmp_path):
-    from seqpar.launch.job.local_ranks import _wait
+    from seqpar.cluster.start_ranks import _wait
 
     def codes(*texts: str) -> int:
         return _wait([subprocess.Popen(["/bin/sh", "-c", text]) for text in texts], grace_s=0.3)
@@ -155,7 +155,7 @@ def test_a_local_launcher_passes_on_the_code_that_says_most(tmp_path):
 
 
 def test_advice_on_memory_changes_no_result_where_something_else_helps():
-    from seqpar.launch.training.failure import save_memory
+    from seqpar.training.failure import save_memory
 
     config = replace(PRESETS["debug"](), batch=4, accumulate=2)
     assert save_memory(config) == "use --batch 2 --accumulate 4"

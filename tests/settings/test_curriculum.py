@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from seqpar.environment import Launcher
-from seqpar.launch import plan, train
-from seqpar.launch.job.exit_codes import USAGE, run
-from seqpar.launch.planning import curriculum
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.settings.curriculum import (
+from seqpar.cli import plan, train
+from seqpar.cluster.exit_codes import USAGE, run
+from seqpar.parallel.launcher import Launcher
+from seqpar.planner import curriculum
+from seqpar.settings.command_line import parse
+from seqpar.settings.curriculum import (
     Entry,
     in_micro_batches,
     is_same,
@@ -18,7 +18,7 @@ from seqpar.launch.settings.curriculum import (
     parse_curriculum,
     spell_curriculum,
 )
-from seqpar.launch.training.request import read_request
+from seqpar.training.run_request import read_request
 
 LINE = "--preset debug --device cpu"
 

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpar.environment import Launcher
-from seqpar.launch.models.build import build
-from seqpar.launch.models.loss import loss_of
-from seqpar.launch.models.optimizer import make_optimizer
-from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.settings.preparation import prepare_settings
-from seqpar.launch.settings.presets import distmis
-from seqpar.launch.training import request
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.models.loss import loss_of
+from seqpar.models.optimizer import make_optimizer
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Group
+from seqpar.planner.feasibility import refuse
+from seqpar.settings.command_line import parse
+from seqpar.settings.preparation import prepare_settings
+from seqpar.settings.presets import distmis
+from seqpar.training import run_request
 from tests.support.folders import nnunet
 
 
@@ -61,7 +61,7 @@ def test_the_rate_grows_with_the_ranks_and_an_epoch_keeps_its_tiles(tmp_path: Pa
     line = f"--preset debug --batch 2 --lr 0.001 --iterations 10 --scale-lr --data {root}".split()
 
     def config_on(world: int, *more: str):
-        return request.read_request([*line, *more], Launcher("alone", world=world)).config
+        return run_request.read_request([*line, *more], Launcher("alone", world=world)).config
 
     alone, four = config_on(1), config_on(4)
     assert (alone.lr, alone.iterations) == (0.001, 10) and (four.lr, four.iterations) == (0.004, 2)
@@ -70,17 +70,17 @@ def test_the_rate_grows_with_the_ranks_and_an_epoch_keeps_its_tiles(tmp_path: Pa
 
 
 def test_a_scaled_run_that_goes_on_keeps_its_rate_on_any_ranks(tmp_path: Path) -> None:
-    from seqpar.launch.runs.run_folder import describe_run
+    from seqpar.runs.run_folder import describe_run
     from tests.support.folders import write_json
 
     line = f"--preset debug --batch 2 --lr 0.001 --iterations 8 --scale-lr --out {tmp_path}".split()
-    began = request.read_request(line, Launcher("alone", world=4))
+    began = run_request.read_request(line, Launcher("alone", world=4))
     layout = {"data": 4, "global_batches": [8]}
     write_json(tmp_path / "config.json", describe_run(began.config, "debug", {}, layout))
     for more in ([], line):
-        again = request.read_request([*more, "--resume", "--out", str(tmp_path)], Launcher("alone", world=2)).config
+        again = run_request.read_request([*more, "--resume", "--out", str(tmp_path)], Launcher("alone", world=2)).config
         assert (again.lr, again.iterations, again.accumulate) == (0.004, 2, 2)
     with pytest.raises(ValueError, match="--lr: a run that goes on keeps what --scale-lr made of it, 0.004"):
-        request.read_request(["--lr", "0.0007", "--resume", "--out", str(tmp_path)], Launcher("alone"))
+        run_request.read_request(["--lr", "0.0007", "--resume", "--out", str(tmp_path)], Launcher("alone"))
     other = ["--no-scale-lr", "--lr", "0.0007", "--resume", "--out", str(tmp_path)]
-    assert request.read_request(other, Launcher("alone")).config.lr == 0.0007
+    assert run_request.read_request(other, Launcher("alone")).config.lr == 0.0007

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpar.launch.models.loss import loss_of
-from seqpar.launch.models.optimizer import learning_rate, make_optimizer
-from seqpar.launch.planning.batch_size import hold_global_batch, keep_global_batch
-from seqpar.launch.settings.config import Config
-from seqpar.launch.settings.preparation import prepare_settings
-from seqpar.launch.settings.time_limit import seconds
-from seqpar.launch.training.data import open_data
+from seqpar.models.loss import loss_of
+from seqpar.models.optimizer import learning_rate, make_optimizer
+from seqpar.planner.batch_size import hold_global_batch, keep_global_batch
+from seqpar.settings.config import Config
+from seqpar.settings.preparation import prepare_settings
+from seqpar.tasks.training_data import open_data
+from seqpar.time_limit import seconds
 from tests.support.configs import NoStop, config_of, net_of, trainer_of
 from tests.support.folders import nnunet
 
@@ -49,7 +49,7 @@ def drops(config: Config) -> list[float]:
 
 
 def windows_of(trainer) -> list:
-    from seqpar.launch.training import validation
+    from seqpar.tasks.segment import validation
 
     seen = []
 
@@ -65,7 +65,7 @@ def windows_of(trainer) -> list:
 
 
 def pictures_of(trainer) -> list:
-    from seqpar.launch.training import validation
+    from seqpar.tasks.segment import validation
 
     seen = []
     trainer.validation.ids = trainer.validation.ids[:1]
@@ -162,7 +162,6 @@ ACTS = {
     "time_limit": ("--time-limit 1:00:00", lambda c: seconds(c.time_limit)),
     "seed": ("--seed 5", lambda c: tile_of(c).tolist()),
 }
-
 # Seen in the trainer that a config makes.
 TRAINER = {
     "precision": ("--precision fp64", lambda t: next(t.net.parameters()).dtype),
@@ -183,7 +182,6 @@ TRAINER = {
     "mlp_chunks": ("--mlp-chunks 2", lambda t: t.net.encoder.blocks[0].mlp_chunks),
     "compile": ("--compile", lambda t: t.net.encoder.blocks[0].mlp._compiled_call_impl is None),
 }
-
 # Seen elsewhere: tests/test_training.py and the tests below.
 ELSEWHERE = {
     "task": "test_a_run_ends_with_a_table_of_held_out_classes",

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqpar.environment import Launcher
-from seqpar.launch.models.build import build
-from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.training import trainer as training
-from seqpar.launch.training.data import open_data
-from seqpar.launch.training.tasks import task_of
-from seqpar.mesh import Group
-from seqpar.rendezvous import pick_device
+from seqpar.models.build import build
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.rendezvous import pick_device
+from seqpar.planner.feasibility import refuse
+from seqpar.tasks.tasks import task_of
+from seqpar.tasks.training_data import open_data
+from seqpar.training import trainer as training
 from tests.support.class_folders import class_folder
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import nnunet, write_json
@@ -102,7 +102,7 @@ def test_validation_comes_as_often_as_told(flags, tmp_path, alone, monkeypatch):
 @pytest.mark.parametrize("origin", ["seqpar", "MONAI"])
 def test_weights_are_taken(flags, tmp_path, origin):
     from seqpar import export_monai, write_weights
-    from seqpar.launch.weights.pretrained import start_from
+    from seqpar.weights.pretrained import start_from
 
     more = ["--decoder", "unetr", "--patch", "16", "--depth", "12"] if origin == "MONAI" else []
     more += ["--tile", "32"] if origin == "MONAI" else []

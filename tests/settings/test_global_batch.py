@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.environment import Launcher
-from seqpar.launch import plan, train
-from seqpar.launch.hardware.devices import DEVICES
-from seqpar.launch.planning.batch_size import hold_global_batch
-from seqpar.launch.planning.fit import plans
-from seqpar.launch.planning.needs import Run
-from seqpar.launch.runs.run_folder import describe_run
-from seqpar.launch.settings.config import Config
-from seqpar.launch.settings.presets import debug, laptop
-from seqpar.launch.training.request import read_request
-from seqpar.launch.training.setup import first_lines
+from seqpar.cli import plan, train
+from seqpar.cluster.devices import DEVICES
+from seqpar.parallel.launcher import Launcher
+from seqpar.planner.batch_size import hold_global_batch
+from seqpar.planner.fit import plans
+from seqpar.planner.needs import Run
+from seqpar.runs.run_folder import describe_run
+from seqpar.settings.config import Config
+from seqpar.settings.presets import debug, laptop
+from seqpar.training.run_request import read_request
+from seqpar.training.setup import first_lines
 from tests.support.folders import write_json
 from tests.support.training_runs import losses, trained
 

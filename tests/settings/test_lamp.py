@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqpar.environment import Launcher
-from seqpar.launch import plan
-from seqpar.launch.job.exit_codes import USAGE, run
-from seqpar.launch.models.build import build, refuse_unknown
-from seqpar.launch.models.loss import loss_of
-from seqpar.launch.models.optimizer import learning_rate, make_optimizer
-from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.settings.config import Config
-from seqpar.launch.settings.curriculum import lessons_of
-from seqpar.launch.settings.presets import lamp
-from seqpar.launch.training.request import read_request
-from seqpar.mesh import Group
+from seqpar.cli import plan
+from seqpar.cluster.exit_codes import USAGE, run
+from seqpar.models.build import build, refuse_unknown
+from seqpar.models.loss import loss_of
+from seqpar.models.optimizer import learning_rate, make_optimizer
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Group
+from seqpar.planner.feasibility import refuse
+from seqpar.settings.command_line import parse
+from seqpar.settings.config import Config
+from seqpar.settings.curriculum import lessons_of
+from seqpar.settings.presets import lamp
+from seqpar.training.run_request import read_request
 
 PASSES = {64: (4800, 16), 128: (1200, 4), "whole": (300, 1)}  # epochs and batch in the paper
 CASES = 261

@@ -10,20 +10,20 @@ import torch
 import torch.nn.functional as F
 
 from seqpar.data.formats.splits import split
-from seqpar.environment import Launcher
-from seqpar.launch.models.build import build
-from seqpar.launch.models.loss import loss_of
-from seqpar.launch.models.optimizer import learning_rate, make_optimizer
-from seqpar.launch.models.vit import FOREGROUND
-from seqpar.launch.planning.batch_size import choose_batch
-from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.runs.run_folder import Status
-from seqpar.launch.settings.config import Config
-from seqpar.launch.settings.presets import PRESETS, paper
-from seqpar.launch.training.data import open_data
-from seqpar.launch.training.request import read_request
-from seqpar.launch.training.setup import make_trainer
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.models.loss import loss_of
+from seqpar.models.optimizer import learning_rate, make_optimizer
+from seqpar.models.vit import FOREGROUND
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Group
+from seqpar.planner.batch_size import choose_batch
+from seqpar.planner.feasibility import refuse
+from seqpar.runs.run_folder import Status
+from seqpar.settings.config import Config
+from seqpar.settings.presets import PRESETS, paper
+from seqpar.tasks.training_data import open_data
+from seqpar.training.run_request import read_request
+from seqpar.training.setup import make_trainer
 from tests.support.configs import net_of, trainer_of
 from tests.support.folders import NEW, brats
 from tests.support.ranks import relative

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from seqpar.environment import Launcher
-from seqpar.launch.planning.batch_size import keep_global_batch
-from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.runs.run_folder import describe_run, read_config
-from seqpar.launch.runs.start_history import with_this_start
-from seqpar.launch.settings.command_line import parse, refuse_idle
-from seqpar.launch.settings.presets import PRESETS
-from seqpar.launch.settings.resumed_settings import continued
-from seqpar.launch.training import request
-from seqpar.launch.training.setup import first_lines
+from seqpar.parallel.launcher import Launcher
+from seqpar.planner.batch_size import keep_global_batch
+from seqpar.planner.feasibility import refuse
+from seqpar.runs.run_folder import describe_run, read_config
+from seqpar.runs.start_history import with_this_start
+from seqpar.settings.command_line import parse, refuse_idle
+from seqpar.settings.presets import PRESETS
+from seqpar.settings.resumed_settings import continued
+from seqpar.training import run_request
+from seqpar.training.setup import first_lines
 from tests.support.configs import config_of
 from tests.support.folders import write_json
 from tests.support.pages import ROOT
@@ -56,7 +56,7 @@ def test_a_fine_tuned_run_goes_on_with_the_line_that_began_it_and_without_the_fi
 
 def test_another_preset_is_refused_in_a_run_that_goes_on_and_its_flags_are_judged_by_the_run(tmp_path):
     def order(line: str):
-        return request.read_request([*line.split(), "--out", str(tmp_path)], Launcher("alone"))
+        return run_request.read_request([*line.split(), "--out", str(tmp_path)], Launcher("alone"))
 
     began = order("--preset paper --depth 12 --batch 2")
     write_json(tmp_path / "config.json", describe_run(began.config, began.preset, {}, {"data": 1}))
@@ -72,9 +72,9 @@ def test_make_train_again_continues_what_was_interrupted_and_else_takes_the_next
     monkeypatch.chdir(tmp_path)
 
     def order(*more: str) -> tuple[str, bool, str]:
-        asked = request.read_request([*line.split(), "--preset", "debug", *more], Launcher("alone"))
+        asked = run_request.read_request([*line.split(), "--preset", "debug", *more], Launcher("alone"))
         assert not asked.config.again, "a saved run would take another folder again"
-        request.refuse_other_run(asked.config)
+        run_request.refuse_other_run(asked.config)
         return asked.config.out, asked.config.resume, first_lines(asked, Launcher("alone")).splitlines()[0]
 
     def leave(out: str, state: str, code: int = 0) -> None:
@@ -97,12 +97,12 @@ def test_make_train_again_continues_what_was_interrupted_and_else_takes_the_next
     with pytest.raises(ValueError, match="--again needs no --resume"):
         order("--resume")
     with pytest.raises(ValueError, match="--again needs --out"):
-        request.read_request(["--again"], Launcher("alone"))
+        run_request.read_request(["--again"], Launcher("alone"))
 
 
 def test_a_presets_warm_up_is_shortened_where_it_leaves_no_epoch_and_ones_own_is_refused(tmp_path):
     def order(*flags: str):
-        return request.read_request(["--preset", "laptop", "--dry-run", *flags], Launcher("alone"))
+        return run_request.read_request(["--preset", "laptop", "--dry-run", *flags], Launcher("alone"))
 
     assert PRESETS["laptop"]().warmup == 1 == order("--epochs", "2").config.warmup
     short = order("--epochs", "1")
@@ -122,7 +122,7 @@ def test_what_a_resumed_run_changes_is_announced_and_kept(tmp_path):
     started = with_this_start([], 0, 1, {})
     write_json(tmp_path / "config.json", describe_run(config, "debug", {}, {"data": 1}, started))
     line = ["--resume", "--take-over", "--out", f"{tmp_path}/.", "--lr", "0.01", "--betas", "0.8", "0.9", "--compile"]
-    order = request.read_request(line, Launcher("alone"))
+    order = run_request.read_request(line, Launcher("alone"))
     assert order.changes == {"lr": [2e-3, 0.01], "betas": [(), (0.8, 0.9)], "compile": [False, True]}
     announced = first_lines(order, Launcher("alone")).splitlines()[-1]
     assert announced == (
@@ -130,7 +130,7 @@ def test_what_a_resumed_run_changes_is_announced_and_kept(tmp_path):
     )
     history = with_this_start(read_config(tmp_path)["history"], 30, 4, order.changes)
     assert [(start["step"], start["ranks"]) for start in history] == [(0, 1), (30, 4)]
-    same = request.read_request(["--resume", "--out", str(tmp_path), "--lr", "0.002"], Launcher("alone"))
+    same = run_request.read_request(["--resume", "--out", str(tmp_path), "--lr", "0.002"], Launcher("alone"))
     assert same.changes == {} and "changed" not in first_lines(same, Launcher("alone"))
 
 
@@ -147,7 +147,7 @@ WISHES = {"--batch 1": (1, 8), "--batch 8": (8, 1), "--accumulate 4": (2, 4), "-
 def test_a_run_goes_on_with_another_batch_or_accumulation_that_makes_its_tiles_a_step(tmp_path, wish):
     config = replace(PRESETS["debug"](), batch=2, out=str(tmp_path))
     write_json(tmp_path / "config.json", describe_run(config, "debug", {}, {"data": 4}))
-    order = request.read_request(["--resume", "--out", str(tmp_path), *wish.split()], Launcher("alone"))
+    order = run_request.read_request(["--resume", "--out", str(tmp_path), *wish.split()], Launcher("alone"))
     assert (order.config.batch, order.config.accumulate) == WISHES[wish]
     line = first_lines(order, Launcher("alone"))
     assert f"{WISHES[wish][0]} tile" in line and (f"{WISHES[wish][1]} times a step" in line) == (WISHES[wish][1] > 1)

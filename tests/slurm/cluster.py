@@ -17,7 +17,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 300.0  # seconds, for machines with much else to do
-
 CONF = """
 
 ClusterName=pretend

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from seqpar.cluster import exit_codes
 from seqpar.data.files import write_json
-from seqpar.environment import Launcher
-from seqpar.launch.job import exit_codes
-from seqpar.launch.runs.run_folder import describe_run
-from seqpar.launch.training import request
+from seqpar.parallel.launcher import Launcher
+from seqpar.runs.run_folder import describe_run
+from seqpar.training import run_request
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "launch" / "slurm"
@@ -149,10 +149,10 @@ def test_a_chain_of_fine_tuning_jobs_goes_on_with_the_line_that_began_it(jobs: J
         jobs.job(code=75, state="preempted", said=75, flags=flags)
     first, second = jobs.calls("srun")
     assert second == f"{first} --resume"
-    began = request.read_request(first.split()[3:], Launcher("alone"))
+    began = run_request.read_request(first.split()[3:], Launcher("alone"))
     write_json(jobs.run / "config.json", describe_run(began.config, began.preset, {}, {"data": 1}))
     weights.unlink()  # a saved run needs it no more
-    assert request.read_request(second.split()[3:], Launcher("alone")).config.resume
+    assert run_request.read_request(second.split()[3:], Launcher("alone")).config.resume
 
 
 def test_a_chain_of_five_folds_goes_on_while_any_of_them_does(jobs: Jobs) -> None:

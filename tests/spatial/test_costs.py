@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqpar.collectives import all_reduce
-from seqpar.mesh import Group, Mesh
+from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.spatial import convolution, norms, pooling
 from seqpar.spatial.box_grid import BoxGrid
-from seqpar.spatial.reach import sliding_reach
+from seqpar.spatial.receptive_field import sliding_reach
 from tests.support.boxes import box, numbers
 from tests.support.ranks import relative
 

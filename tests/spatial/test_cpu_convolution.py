@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.meta_tensors import standing_for
+from seqpar.parallel.meta_tensors import standing_for
 from seqpar.spatial import cpu_convolution
 from seqpar.spatial.convolution import Conv3d
 from seqpar.spatial.cpu_convolution import ConvOptions, convolve, gradients, is_ours

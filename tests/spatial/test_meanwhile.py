@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqpar import row_exchange
-from seqpar.mesh import Group, Mesh
-from seqpar.messages import Coming, Pending
-from seqpar.spatial import convolution, meanwhile
+from seqpar.parallel import row_exchange
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.parallel.messages import Coming, Pending
+from seqpar.parallel.watchdog import Watch
+from seqpar.spatial import convolution, overlap
 from seqpar.spatial.box_grid import BoxGrid
-from seqpar.watchdog import Watch
 from tests.spatial.test_operations import conv, transposed
 from tests.support.boxes import Case, box, draw_cases, numbers
 from tests.support.ranks import relative
@@ -36,13 +36,13 @@ def results(case: Case, group: Group) -> list[Tensor]:
 def compare(mesh: Mesh, cases: list[Case]) -> tuple[float, int, list[int]]:
     """Returns how far results are apart, how many cases send anything, and the slabs of each that went on."""
     worst, sending, went_on = 0.0, 0, list[int]()
-    original = meanwhile.slabs_of
+    original = overlap.slabs_of
 
-    def noted(*of: Any) -> list[meanwhile.Slab]:
+    def noted(*of: Any) -> list[overlap.Slab]:
         went_on.append(len(original(*of)))
         return original(*of)
 
-    meanwhile.slabs_of = noted
+    overlap.slabs_of = noted
     for case in cases:
         before = len(went_on)
         convolution.gains = lambda kind, bytes_to_come: False
@@ -88,7 +88,7 @@ def acts_of(keep_window: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> li
     with monkeypatch.context() as patch:
         patch.setattr(row_exchange, "post", lambda *of: acts.append("post") or start(*of))  # type: ignore[func-returns-value]
         patch.setattr(row_exchange.Coming, "wait", lambda of: acts.append("wait") or wait(of))  # type: ignore[func-returns-value]
-        patch.setattr(meanwhile, "ENOUGH", 1)
+        patch.setattr(overlap, "ENOUGH", 1)
         patch.setattr(convolution, "device_type", lambda x: kind)
         grid = BoxGrid(((0, 8, 16), (0, 8, 16), (0, 8)), Group("seq", tuple(range(4)), 3))
         module = convolution.Conv3d(2, 2, 3, padding=1, bias=False, keep_window=keep_window).to("meta")
@@ -137,7 +137,7 @@ def test_on_a_gpu_messages_have_a_stream_of_their_own(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams("here"))
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(row_exchange, "_stream_beside", lambda device: streams("beside"))
-    monkeypatch.setattr("seqpar.wait_clock._record", lambda: acts.append("event"))
+    monkeypatch.setattr("seqpar.parallel.wait_clock._record", lambda: acts.append("event"))
     watch.clock.measure()
     like = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
     row_exchange.run_in_turn([exchange, exchange], like, watch, lambda: acts.append("work"))  # type: ignore[arg-type]
@@ -148,14 +148,14 @@ def test_on_a_gpu_messages_have_a_stream_of_their_own(monkeypatch: pytest.Monkey
 
 
 def test_large_halos_of_gpus_are_gone_on_beside() -> None:
-    sizes = ("cuda", meanwhile.ENOUGH), ("cuda", meanwhile.ENOUGH - 1), ("cpu", meanwhile.ENOUGH)
-    assert [meanwhile.gains(*of) for of in sizes] == [True, False, False]
+    sizes = ("cuda", overlap.ENOUGH), ("cuda", overlap.ENOUGH - 1), ("cpu", overlap.ENOUGH)
+    assert [overlap.gains(*of) for of in sizes] == [True, False, False]
 
 
 def test_slabs_hold_each_output_that_reads_halos_once() -> None:
     known, outputs, spans, strides = {2: (1, 9), 4: (0, 6)}, (4, 5, 7), (3, 3, 2), (2, 1, 1)
     times = torch.zeros(outputs, dtype=torch.int)
-    for slab in meanwhile.slabs_of(known, outputs, spans, strides):
+    for slab in overlap.slabs_of(known, outputs, spans, strides):
         times[slab.outputs[2:]] += 1
         assert slab.inputs[3] == slice(None)
     first, last = (torch.arange(n) * s for n, s in ((4, 2), (7, 1)))

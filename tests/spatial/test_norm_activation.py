@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.spatial import pieces
+from seqpar.spatial import cache_pieces
 from seqpar.spatial.norm_activation import NormedActivation
 from tests.support.ranks import relative
 
@@ -16,10 +16,10 @@ from tests.support.ranks import relative
 def test_normed_activations_are_torch_s_own(
     kind: str, dtype: torch.dtype, bound: float, last: bool, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "in_whole_samples", lambda x: samples > 0)
-    monkeypatch.setattr(pieces, "_GPU_AT_ONCE", samples * 3 * 6 * 5 * 4)
-    monkeypatch.setattr(pieces, "_AT_ONCE", 64)  # several pieces a volume, and a rest
-    monkeypatch.setattr(pieces, "_LINE", 14)
+    monkeypatch.setattr(cache_pieces, "in_whole_samples", lambda x: samples > 0)
+    monkeypatch.setattr(cache_pieces, "_GPU_AT_ONCE", samples * 3 * 6 * 5 * 4)
+    monkeypatch.setattr(cache_pieces, "_AT_ONCE", 64)  # several pieces a volume, and a rest
+    monkeypatch.setattr(cache_pieces, "_LINE", 14)
     order = torch.channels_last_3d if last else torch.contiguous_format
     dice = torch.Generator().manual_seed(0)
     x, other, slope = (torch.randn(2, 3, 6, 5, 4, generator=dice).double() * 3 + 1 for _ in range(3))

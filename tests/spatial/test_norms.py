@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.collectives import all_reduce
-from seqpar.mesh import Group, Mesh
-from seqpar.spatial import norm_function, norms, pieces
+from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.spatial import cache_pieces, norm_function, norms
 from seqpar.spatial.box_grid import BoxGrid
 from tests.support.boxes import apart, box, check_cases, make_case, numbers
 from tests.support.ranks import relative
@@ -84,9 +84,9 @@ def test_norms_of_whole_samples_are_those_of_pieces(
     """As a GPU takes them."""
     order = torch.channels_last_3d if last else torch.contiguous_format
     grid, results = BoxGrid(((0, 6), (0, 5), (0, 4)), Group("seq")), []
-    monkeypatch.setattr(pieces, "_GPU_AT_ONCE", samples * 4 * 6 * 5 * 4)
+    monkeypatch.setattr(cache_pieces, "_GPU_AT_ONCE", samples * 4 * 6 * 5 * 4)
     for whole in (True, False):
-        monkeypatch.setattr(pieces, "in_whole_samples", lambda x, whole=whole: whole)
+        monkeypatch.setattr(cache_pieces, "in_whole_samples", lambda x, whole=whole: whole)
         module, x = make().double(), numbers(1, 2, 4, 6, 5, 4).contiguous(memory_format=order).requires_grad_()
         with torch.no_grad():
             for number, p in enumerate(module.parameters()):
@@ -116,10 +116,10 @@ def test_a_leaky_relu_within_a_norm_is_one_behind_it(
     slope: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (pieces, norm_function):
+    for module in (cache_pieces, norm_function):
         monkeypatch.setattr(module, "in_whole_samples", lambda x: whole)
-    monkeypatch.setattr(pieces, "_AT_ONCE", 64)  # several pieces a volume, and a rest
-    monkeypatch.setattr(pieces, "_LINE", 14)
+    monkeypatch.setattr(cache_pieces, "_AT_ONCE", 64)  # several pieces a volume, and a rest
+    monkeypatch.setattr(cache_pieces, "_LINE", 14)
     grid = BoxGrid(((0, 6), (0, 5), (0, 4)), Group("seq"))
     x, towards = numbers(1, 2, 3, 6, 5, 4).to(dtype), numbers(2, 2, 3, 6, 5, 4).to(dtype)
     ours, theirs = make().to(torch.promote_types(dtype, torch.float32)), torchs().double()

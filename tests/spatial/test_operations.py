@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from seqpar.mesh import Mesh
+from seqpar.parallel.mesh import Mesh
 from seqpar.spatial import convolution, norms, pooling
 from seqpar.spatial.box_grid import BoxGrid
 from tests.support.boxes import Case, Maker, check_cases, draw_cases

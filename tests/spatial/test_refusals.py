@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from seqpar.mesh import Group
+from seqpar.parallel.mesh import Group
 from seqpar.spatial import convolution, norms, pooling
 from seqpar.spatial.box_grid import BoxGrid
 

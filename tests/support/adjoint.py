@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from seqpar.collectives import all_reduce
-from seqpar.mesh import Mesh
+from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.mesh import Mesh
 
 
 def adjoint_gap(mesh: Mesh, x: Tensor, forward: Callable[[Tensor], Tensor]) -> float:

@@ -7,8 +7,8 @@ import nibabel
 import numpy as np
 import pytest
 
-from seqpar.launch.job.exit_codes import run
-from seqpar.launch.prepare import act
+from seqpar.cli.prepare import act
+from seqpar.cluster.exit_codes import run
 from tests.support.folders import save, tree
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.collectives import all_reduce
-from seqpar.mesh import Group, Mesh
+from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.spatial import pooling
 from seqpar.spatial.box_grid import BoxGrid
 

@@ -18,8 +18,8 @@ from seqpar.data.errors import DataError
 from seqpar.data.sampling.augmentation import Augmentation, augment
 from seqpar.data.sampling.loader import Loader
 from seqpar.data.sampling.tiles import TileSource
-from seqpar.layout import Layout
-from seqpar.mesh import Mesh
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import Mesh
 
 SHAPE = (30, 26, 28)
 

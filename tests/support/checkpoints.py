@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from seqpar.launch.weights import checkpoint
-from seqpar.launch.weights.checkpoint import Progress
-from seqpar.mesh import Group
+from seqpar.parallel.mesh import Group
+from seqpar.weights import checkpoint
+from seqpar.weights.checkpoint import Progress
 
 ALONE = Group("world")
 

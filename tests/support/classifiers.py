@@ -6,13 +6,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from seqpar.collectives import all_reduce
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.resattnet import ResAttNet
-from seqpar.launch.models.classifier import Classifier, TokenClassifier, VolumeClassifier
 from seqpar.losses.loss import Loss
 from seqpar.losses.terms import CrossEntropy
-from seqpar.mesh import Group, Mesh
+from seqpar.models.classifier import Classifier, TokenClassifier, VolumeClassifier
+from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
 from tests.support.boxes import numbers

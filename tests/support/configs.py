@@ -1,13 +1,13 @@
 """Configs, networks and trainers of command lines, for the tests."""
 
-from seqpar.launch.models.build import build
-from seqpar.launch.planning.batch_size import choose_batch
-from seqpar.launch.runs.run_folder import Status, describe_run
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.settings.config import Config
-from seqpar.launch.training import trainer as training
-from seqpar.launch.training.data import open_data
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.parallel.mesh import Group
+from seqpar.planner.batch_size import choose_batch
+from seqpar.runs.run_folder import Status, describe_run
+from seqpar.settings.command_line import parse
+from seqpar.settings.config import Config
+from seqpar.tasks.training_data import open_data
+from seqpar.training import trainer as training
 
 
 def config_of(flags: list[str], *more: str) -> Config:

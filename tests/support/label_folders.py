@@ -7,8 +7,8 @@ from pathlib import Path
 import nibabel
 import numpy as np
 
-from seqpar.launch import evaluate
-from seqpar.launch.job.exit_codes import run
+from seqpar.cli import evaluate
+from seqpar.cluster.exit_codes import run
 
 LABELS = {"background": 0, "whole": [1, 2], "core": [2]}
 OBLIQUE = np.array([[-0.9, 0.3, 0, 20], [0.3, 0.9, 0, -30], [0, 0, 2.5, 5], [0, 0, 0, 1.0]])

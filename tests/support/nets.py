@@ -7,13 +7,13 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from seqpar.collectives import all_reduce
 from seqpar.decoders.modes.choose import choose_mode
-from seqpar.launch.models.net import Net
-from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.layout import Layout
 from seqpar.losses import DiceCE
-from seqpar.mesh import Group, Mesh
+from seqpar.models.network import Net
+from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.vit.encoder import SeqParViT
 from tests.support.ranks import relative, summed

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.launch.models.build import build
-from seqpar.launch.models.net import Net
-from seqpar.launch.models.stages import PartOfBatch
-from seqpar.launch.settings.config import Config
 from seqpar.losses import DiceCE
-from seqpar.mesh import Mesh
+from seqpar.models.build import build
+from seqpar.models.network import Net
+from seqpar.models.pipelined import PartOfBatch
+from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.engine import Engine
 from seqpar.pipeline.schedule import make_timetable
 from seqpar.pipeline.stages import StageMap
 from seqpar.pipeline.weights import average_gradients, keep_place, places_of_names
+from seqpar.settings.config import Config
 from seqpar.vit.dropout import DropoutKey
 
 CHANNELS, CLASSES = 2, 3

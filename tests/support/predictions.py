@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from seqpar.cli import predict
+from seqpar.cluster import exit_codes
 from seqpar.data.preparation.recipe import Recipe
-from seqpar.launch import predict
-from seqpar.launch.inference import predict_cases
-from seqpar.launch.job import exit_codes
-from seqpar.launch.models.build import build
-from seqpar.launch.settings.config import Config
-from seqpar.launch.weights.files import write_weights
-from seqpar.mesh import Group, Mesh
+from seqpar.models.build import build
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.settings.config import Config
+from seqpar.tasks.segment import prediction
+from seqpar.weights.files import write_weights
 from tests.support.folders import image_array, save
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def voxels(path: Path) -> np.ndarray:
 
 def on_ranks(mesh: Mesh, *arguments: str) -> int:
     options = predict._parser().parse_args(list(arguments))
-    faults = predict_cases.predict_cases(predict._request(options), predict._members(options), mesh)
+    faults = prediction.predict_cases(predict._request(options), predict._members(options), mesh)
     return exit_codes.DATA if faults else 0
 
 

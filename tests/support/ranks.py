@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from seqpar.collectives import all_reduce
-from seqpar.environment import Launcher
-from seqpar.mesh import Group, Mesh
-from seqpar.rendezvous import join
+from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.parallel.rendezvous import join
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with Ctrl-C ignored

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from seqpar.launch import report
-from seqpar.launch.job.exit_codes import run
+from seqpar.cli import report
+from seqpar.cluster.exit_codes import run
 
 NAMES = ["case-a", "case-b", 'case-<b>&"c"']
 VOID = {"meta", "input", "link", "br", "img"}

@@ -9,11 +9,12 @@ from scipy import ndimage
 
 import seqpar
 from seqpar.data.formats.dataset import Case, Dataset
-from seqpar.data.preparation.prepare import open_cache, prepare
-from seqpar.launch.runs.run_folder import Status
-from seqpar.launch.settings.presets import debug
-from seqpar.launch.training.data import TrainingData, training_tiles
-from seqpar.launch.training.validation_folder import ValidationFolder
+from seqpar.data.preparation.cache import open_cache
+from seqpar.data.preparation.prepare_dataset import prepare
+from seqpar.runs.run_folder import Status
+from seqpar.settings.presets import debug
+from seqpar.tasks.segment.validation_folder import ValidationFolder
+from seqpar.tasks.training_data import TrainingData, training_tiles
 from tests.support.folders import NEW, save
 
 SHAPE = (26, 30, 22)

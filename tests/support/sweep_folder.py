@@ -4,8 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
-from seqpar.launch import tune
-from seqpar.launch.runs.sweep_folder import Sweep, looked_up, write_sweep
+from seqpar.cli import tune
+from seqpar.runs.sweep_folder import Sweep, looked_up, write_sweep
 from tests.support.reported_run import make_run
 
 SPACE = ["--space", "lr=1e-3,2e-3", "batch=1,2"]

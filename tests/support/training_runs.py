@@ -16,14 +16,16 @@ from typing import Any
 import scipy.ndimage  # noqa: F401  scores import it: once here, not in every run
 import torch._dynamo  # noqa: F401  an optimizer imports it: once here, not in every rank
 
-from seqpar.launch import train
-from seqpar.launch.job import exit_codes
-from seqpar.launch.planning.step_counter import StepSetup, count_step
-from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.training import after_step, class_validation, gradients, trainer, validation
-from seqpar.launch.training.data import open_data
-from seqpar.launch.weights import checkpoint
+from seqpar.cli import train
+from seqpar.cluster import exit_codes
+from seqpar.planner.step_counter import StepSetup, count_step
+from seqpar.runs.journal import read_metrics
+from seqpar.settings.command_line import parse
+from seqpar.tasks.classify import validation as class_validation
+from seqpar.tasks.segment import validation
+from seqpar.tasks.training_data import open_data
+from seqpar.training import after_step, gradients, trainer
+from seqpar.weights import checkpoint
 from tests.support.folders import nnunet
 
 Hook = Callable[[int], None]

@@ -8,11 +8,11 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from seqpar.collectives import all_reduce
 from seqpar.decoders.unets import Architecture, Style, UNet, distmis, hou, lamp
 from seqpar.decoders.unets.nnunet import network
 from seqpar.decoders.unets.published import SQUEEZE
-from seqpar.mesh import Group, Mesh
+from seqpar.parallel.collectives import all_reduce
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.spatial.box_grid import BoxGrid
 from tests.support.boxes import box, numbers
 from tests.support.ranks import relative

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.plain import PlainDecoder
-from seqpar.launch.inference.sliding_window import join_rows
-from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.mesh import Mesh
+from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.parallel.mesh import Mesh
+from seqpar.prediction.sliding_window import join_rows
 from seqpar.vit.encoder import SeqParViT
 
 CLASSES, CHANNELS, TILE = 3, 2, (8, 12, 8)

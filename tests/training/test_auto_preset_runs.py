@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import request
+from seqpar.runs.journal import read_metrics
+from seqpar.training import run_request
 from tests.runs.test_boards import telling
 from tests.support.training_runs import losses, trained
 
@@ -26,7 +26,7 @@ def read(out: Path) -> dict[str, Any]:
 def only_the_first_looks(rank: int) -> None:
     """Others read no header, and plan nothing: their memory may differ, and thousands of cases take time."""
     if rank:
-        request.look_at = request.plan_from_data = None  # type: ignore[assignment]
+        run_request.look_at = run_request.plan_from_data = None  # type: ignore[assignment]
 
 
 def test_a_planned_run_keeps_its_plan_where_it_goes_on(flags, tmp_path) -> None:

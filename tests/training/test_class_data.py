@@ -10,19 +10,19 @@ from seqpar.data.formats.volume_classes import VolumeClasses
 from seqpar.data.sampling.tiles import TileKey
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.resattnet import ResAttNet
-from seqpar.launch.inference.class_logits import fitted
-from seqpar.launch.inference.explanation import explain
-from seqpar.launch.models.classifier import VolumeClassifier
-from seqpar.launch.models.optimizer import learning_rate
-from seqpar.launch.settings.config import Config
-from seqpar.launch.settings.presets import PRESETS
-from seqpar.launch.training.class_data import ClassData, open_class_data
-from seqpar.launch.training.class_validation import ClassValidation
-from seqpar.launch.training.data import TrainingData
 from seqpar.losses.loss import Loss
 from seqpar.losses.terms import CrossEntropy
-from seqpar.mesh import Group
-from seqpar.rendezvous import start
+from seqpar.models.classifier import VolumeClassifier
+from seqpar.models.optimizer import learning_rate
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.rendezvous import start
+from seqpar.settings.config import Config
+from seqpar.settings.presets import PRESETS
+from seqpar.tasks.classify.class_logits import fitted
+from seqpar.tasks.classify.data import ClassData, open_class_data
+from seqpar.tasks.classify.explanation import explain
+from seqpar.tasks.classify.validation import ClassValidation
+from seqpar.tasks.training_data import TrainingData
 from tests.support.class_folders import SHAPE, class_folder
 
 TILE = (24, 32, 16)  # of volumes of 40 x 24 x 16: W is cut, D is padded

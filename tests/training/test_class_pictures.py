@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqpar.launch.evaluation.class_scores import score_classes
-from seqpar.launch.training import class_pictures
-from seqpar.launch.training.class_pictures import draw_evidence, draw_scores
+from seqpar.report import class_pictures
+from seqpar.report.class_pictures import draw_evidence, draw_scores
+from seqpar.scores.class_scores import score_classes
 
 NAMES = ["healthy", "a$b$", "$\\frac$"]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from seqpar.cli import train
+from seqpar.cluster import exit_codes, late_report
+from seqpar.cluster.devices import GIB, device_here
 from seqpar.data.errors import DataError
-from seqpar.environment import Launcher
-from seqpar.launch import train
-from seqpar.launch.hardware.devices import GIB, device_here
-from seqpar.launch.job import exit_codes, late_report
-from seqpar.launch.models.build import build
-from seqpar.launch.planning import auto_settings
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Group
+from seqpar.planner import auto_settings
 from tests.support.configs import config_of
 from tests.support.folders import nnunet
 from tests.support.training_runs import status

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
-from seqpar.launch.training import trainer
+from seqpar.training import trainer
 from tests.support.ranks import relative
 from tests.support.training_runs import Launch, at, farthest, losses
 

@@ -7,20 +7,21 @@ import torch
 from torch import nn
 
 from seqpar.data.sampling.tiles import TileKey
-from seqpar.environment import Launcher
-from seqpar.launch.models.build import build
-from seqpar.launch.models.optimizer import make_optimizer
-from seqpar.launch.models.resized import NewGrid, resized
-from seqpar.launch.runs.run_folder import read_config
-from seqpar.launch.runs.trained_run import load_run, read_run
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.training import gradients, lessons, validation
-from seqpar.launch.training.data import open_data
-from seqpar.launch.training.request import read_request
-from seqpar.launch.weights import checkpoint
-from seqpar.launch.weights.checkpoint import Progress
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.models.optimizer import make_optimizer
+from seqpar.models.resized_positions import NewGrid, resized
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Group
+from seqpar.runs.run_folder import read_config
+from seqpar.runs.trained_run import load_run, read_run
+from seqpar.settings.command_line import parse
+from seqpar.tasks.segment import validation
+from seqpar.tasks.training_data import open_data
+from seqpar.training import gradients, lessons
+from seqpar.training.run_request import read_request
 from seqpar.vit.tokens import resize_positions
+from seqpar.weights import checkpoint
+from seqpar.weights.checkpoint import Progress
 from tests.support.training_runs import at, die, farthest, losses, scores, signalled, status, trained, weights
 
 CURRICULUM = "8:1:2,12:1:1,whole:1:1"
@@ -54,7 +55,7 @@ def test_lessons_are_one_run_in_one_folder(undisturbed_lessons):
 
 
 def trainer_rows(out):
-    from seqpar.launch.runs.journal import read_metrics
+    from seqpar.runs.journal import read_metrics
 
     return [row for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "train"]
 

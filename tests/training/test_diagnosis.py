@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from seqpar import wait_clock
-from seqpar.environment import flight_recorder
-from seqpar.launch import train
-from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import gradients, stragglers, trainer
-from seqpar.launch.training.stragglers import SKIPPED, WINDOW, Stragglers
-from seqpar.wait_clock import WaitClock
+from seqpar.cli import train
+from seqpar.parallel import wait_clock
+from seqpar.parallel.launcher import flight_recorder
+from seqpar.parallel.wait_clock import WaitClock
+from seqpar.runs.journal import read_metrics
+from seqpar.training import gradients, stragglers, trainer
+from seqpar.training.stragglers import SKIPPED, WINDOW, Stragglers
 from tests.support.training_runs import Launch, at, status, trained, weights
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from seqpar.cli import evaluate, predict
+from seqpar.cluster.exit_codes import USAGE, run
 from seqpar.data.volumes import read_volume
-from seqpar.launch import evaluate, predict
-from seqpar.launch.job.exit_codes import USAGE, run
-from seqpar.launch.models import unets
-from seqpar.launch.weights.files import read_weights
+from seqpar.models import unet_families
+from seqpar.weights.files import read_weights
 from tests.support.folders import decathlon
 from tests.support.training_runs import Hook, farthest, losses, status, trained
 
@@ -75,7 +75,7 @@ def test_replicas_are_one_process_with_as_many_times_the_batch(made: Path, tmp_p
             assert (state[name] - tensor).abs().max() <= 1e-10 * tensor.abs().max(), name
 
     def own_norms(rank: int) -> None:
-        unets.norm_groups = lambda *of: (None, None)
+        unet_families.norm_groups = lambda *of: (None, None)
 
     assert farthest(losses(replicas(made, 2, tmp_path / "own", own_norms)), losses(alone)) > 1e-4
 

@@ -10,25 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from seqpar.cluster import last_steps, late_report
 from seqpar.data.errors import DataError
-from seqpar.launch.job import last_steps, late_report
-from seqpar.launch.job.run_log import RunLog
-from seqpar.launch.runs.run_folder import Status
-from seqpar.launch.runs.run_lock import RunLock
-from seqpar.launch.settings.config import Config
-from seqpar.launch.training import after_step, gradients, request, setup, trainer, validation
-from seqpar.launch.weights import checkpoint
-from tests.support.training_runs import (
-    Launch,
-    at,
-    die,
-    losses,
-    moments,
-    signalled,
-    status,
-    trained,
-    weights,
-)
+from seqpar.runs.run_folder import Status
+from seqpar.runs.run_lock import RunLock
+from seqpar.runs.run_log import RunLog
+from seqpar.settings.config import Config
+from seqpar.tasks.segment import validation
+from seqpar.training import after_step, gradients, run_request, setup, trainer
+from seqpar.weights import checkpoint
+from tests.support.training_runs import Launch, at, die, losses, moments, signalled, status, trained, weights
 
 EVERY_STEP = ["--checkpoint-minutes", "1e-9"]
 
@@ -40,7 +31,7 @@ def test_what_one_rank_alone_refuses_it_says_with_its_name_and_code(flags, tmp_p
         raise DataError("/nvme/case", "no such file")
 
     def hook(rank: int) -> None:
-        at(request, "refuse_lessons", 1, refuse)(rank)
+        at(run_request, "refuse_lessons", 1, refuse)(rank)
         late_report.FIRST_RANK_S = 0.1
 
     with Launch(2, [*flags, "--seqpar", "2", "--start-timeout", "3"], tmp_path / "run", hook) as launch:

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpar.environment import Launcher
-from seqpar.launch import train
-from seqpar.launch.job import stop_request
-from seqpar.launch.runs.five_folds import COME_AGAIN
-from seqpar.launch.runs.run_folder import read_config
-from seqpar.launch.training import folds
-from seqpar.launch.training.request import read_request
-from seqpar.mesh import Group, Mesh
+from seqpar.cli import train
+from seqpar.cluster import stop_request
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.runs.fold_folder import COME_AGAIN
+from seqpar.runs.run_folder import read_config
+from seqpar.training import folds
+from seqpar.training.run_request import read_request
 from tests.support.folders import write_json
 from tests.support.training_runs import status, trained
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from seqpar.launch import train
-from seqpar.launch.job import exit_codes
-from seqpar.launch.runs.run_folder import read_config
-from seqpar.launch.training import folds, gradients
+from seqpar.cli import train
+from seqpar.cluster import exit_codes
+from seqpar.runs.run_folder import read_config
+from seqpar.training import folds, gradients
 from tests.support.folders import nnunet, write_json
 from tests.support.training_runs import Hook, at, signalled, status, trained, weights
 

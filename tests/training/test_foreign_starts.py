@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from seqpar.environment import read_launcher
-from seqpar.launch import plan
-from seqpar.launch.models.build import build
-from seqpar.launch.settings.config import Config
-from seqpar.launch.training.request import read_request
-from seqpar.launch.weights import nnssl
-from seqpar.launch.weights.pretrained import start_from
-from seqpar.mesh import Group
+from seqpar.cli import plan
+from seqpar.models.build import build
+from seqpar.parallel.launcher import read_launcher
+from seqpar.parallel.mesh import Group
+from seqpar.settings.config import Config
+from seqpar.training.run_request import read_request
+from seqpar.weights import nnssl
+from seqpar.weights.pretrained import start_from
 from tests.support import references
 
 FLAGS = """

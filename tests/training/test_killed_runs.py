@@ -9,17 +9,17 @@ from html import escape
 import pytest
 import torch
 
-from seqpar.environment import Launcher
-from seqpar.launch import evaluate, export, predict, report, train
-from seqpar.launch.hardware.free_memory import Memory
-from seqpar.launch.job import exit_codes
-from seqpar.launch.planning import memory_check
-from seqpar.launch.planning.auto_settings import plan_here
-from seqpar.launch.runs.run_owner import RunOwner
-from seqpar.launch.runs.stale_status import killed
-from seqpar.launch.settings.config import Config
-from seqpar.launch.settings.presets import debug
-from seqpar.launch.training import gradients
+from seqpar.cli import evaluate, export, predict, report, train
+from seqpar.cluster import exit_codes
+from seqpar.cluster.host_memory import Memory
+from seqpar.parallel.launcher import Launcher
+from seqpar.planner import memory_check
+from seqpar.planner.auto_settings import plan_here
+from seqpar.runs.run_owner import RunOwner
+from seqpar.runs.stale_status import killed
+from seqpar.settings.config import Config
+from seqpar.settings.presets import debug
+from seqpar.training import gradients
 from tests.support.ranks import alone_mesh
 from tests.support.training_runs import Launch, at, die, status, trained
 

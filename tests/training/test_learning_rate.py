@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LRScheduler, PolynomialLR
 
-from seqpar.launch.models.optimizer import learning_rate
-from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.settings.config import Config
-from seqpar.launch.training import trainer
+from seqpar.models.optimizer import learning_rate
+from seqpar.runs.journal import read_metrics
+from seqpar.settings.config import Config
+from seqpar.training import trainer
 from tests.support.training_runs import trained
 
 LR, STEPS = 0.02, 40

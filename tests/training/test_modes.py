@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from seqpar.consensus import by_first
+from seqpar.cluster.stop_request import Stopper
 from seqpar.data.sampling.tiles import Tile, TileKey, TileSource
-from seqpar.launch.job.stop_request import Stopper
-from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.runs.run_folder import Status
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.training import trainer, validation
-from seqpar.launch.training.data import open_data
-from seqpar.launch.training.request import RunRequest
-from seqpar.launch.training.setup import make_trainer
 from seqpar.losses import LossGroups
-from seqpar.mesh import Mesh
+from seqpar.parallel.consensus import by_first
+from seqpar.parallel.mesh import Mesh
+from seqpar.runs.journal import read_metrics
+from seqpar.runs.run_folder import Status
+from seqpar.settings.command_line import parse
+from seqpar.tasks.segment import validation
+from seqpar.tasks.training_data import open_data
+from seqpar.training import trainer
+from seqpar.training.run_request import RunRequest
+from seqpar.training.setup import make_trainer
 from tests.support.folders import image_array, nnunet, save
 from tests.support.ranks import relative, run_ranks
 from tests.support.training_runs import TINY, prepare

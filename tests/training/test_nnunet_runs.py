@@ -9,20 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.environment import read_launcher
-from seqpar.launch import plan
-from seqpar.launch.hardware.devices import DEVICES, GB
-from seqpar.launch.models.build import build
-from seqpar.launch.models.loss import loss_of
-from seqpar.launch.models.optimizer import learning_rate, make_optimizer
-from seqpar.launch.models.unets import parse_stages, spell_stages
-from seqpar.launch.planning import tile_size
-from seqpar.launch.planning.needs import Run, planned
-from seqpar.launch.settings.presets import PRESETS
-from seqpar.launch.training.request import read_request
-from seqpar.launch.weights.files import read_weights
-from seqpar.launch.weights.nnunet import load_nnunet
-from seqpar.mesh import Group
+from seqpar.cli import plan
+from seqpar.cluster.devices import DEVICES, GB
+from seqpar.models.build import build
+from seqpar.models.loss import loss_of
+from seqpar.models.optimizer import learning_rate, make_optimizer
+from seqpar.models.unet_families import parse_stages, spell_stages
+from seqpar.parallel.launcher import read_launcher
+from seqpar.parallel.mesh import Group
+from seqpar.planner import tile_size
+from seqpar.planner.needs import Run, planned
+from seqpar.settings.presets import PRESETS
+from seqpar.training.run_request import read_request
+from seqpar.weights.files import read_weights
+from seqpar.weights.nnunet_weights import load_nnunet
 from tests.support.folders import nnunet
 from tests.support.nnunet_networks import configuration, plans_of, reference, write_results
 from tests.support.training_runs import farthest, losses, scores, status, trained

@@ -5,12 +5,12 @@ from dataclasses import asdict
 
 import pytest
 
+from seqpar.cli import plan, predict
 from seqpar.data.volumes import read_volume
-from seqpar.launch import plan, predict
-from seqpar.launch.models.build import kind_of
-from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.settings.config import Config
+from seqpar.models.build import kind_of
+from seqpar.planner.feasibility import refuse
+from seqpar.settings.command_line import parse
+from seqpar.settings.config import Config
 from tests.support.training_runs import farthest, losses, trained
 
 PATCHES = ["--patch", "8", "4", "2", "--decoder", "unetr", "--mode", "halo", "--precision", "fp64", "--lr", "1e-3"]

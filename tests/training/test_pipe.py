@@ -9,25 +9,14 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.launch.reporting.page import configuration
-from seqpar.launch.reporting.record import read_record
-from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import pipe
-from seqpar.launch.weights.files import read_weights
 from seqpar.pipeline.schedule import Act
+from seqpar.report.record import read_record
+from seqpar.report.run_page import configuration
+from seqpar.runs.journal import read_metrics
+from seqpar.training import pipeline_gradients
+from seqpar.weights.files import read_weights
 from tests.support.folders import nnunet
-from tests.support.training_runs import (
-    Launch,
-    at,
-    die,
-    farthest,
-    losses,
-    scores,
-    signalled,
-    status,
-    trained,
-    weights,
-)
+from tests.support.training_runs import Launch, at, die, farthest, losses, scores, signalled, status, trained, weights
 
 RUN = """
     --preset debug --tile 16 --workers 0 --augment none --batch 1 --accumulate 2 --iterations 3 --epochs 2
@@ -91,7 +80,7 @@ def test_a_run_over_two_places_has_all_bits_of_one_process(flags, hou, tmp_path)
 
 def print_order(rank: int) -> None:
     """Prints the forwards and backwards of a rank's step, and after each step the bytes that it has sent."""
-    original, add = pipe.PipeGradients.__init__, pipe.PipeGradients.add
+    original, add = pipeline_gradients.PipeGradients.__init__, pipeline_gradients.PipeGradients.add
 
     def wrapped(self, *of):
         original(self, *of)
@@ -104,7 +93,7 @@ def print_order(rank: int) -> None:
         print("sent", json.dumps(sent))
         return result
 
-    pipe.PipeGradients.__init__, pipe.PipeGradients.add = wrapped, counted
+    pipeline_gradients.PipeGradients.__init__, pipeline_gradients.PipeGradients.add = wrapped, counted
 
 
 def bytes_sent(launch: Launch, rank: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -149,14 +138,14 @@ def test_a_run_killed_in_each_stage_goes_on_in_other_shapes(flags, hou, tmp_path
     """
     out, again = tmp_path / "run", [*flags, *HOU.split(), "--resume"]
     first = [*flags, *HOU.split(), "--pipe", "2", "--checkpoint-minutes", "1e-9", "--placement", "equal"]
-    with Launch(2, first, out, at(pipe.PipeGradients, "add", 0, die, call=3)) as killed:
+    with Launch(2, first, out, at(pipeline_gradients.PipeGradients, "add", 0, die, call=3)) as killed:
         assert killed.wait() == [-9, 1], killed.said()
     shape = ["--pipe", "2", "--seqpar", "2", "--checkpoint-minutes", "1e-9"]
-    with Launch(4, [*again, *shape], out, at(pipe.PipeGradients, "add", 3, die, call=2)) as killed:
+    with Launch(4, [*again, *shape], out, at(pipeline_gradients.PipeGradients, "add", 3, die, call=2)) as killed:
         codes = killed.wait()
         assert codes[3] == -9 and set(codes[:3]) == {1}, killed.said()
         assert "as the run began" in killed.said(0), "cuts stay with the number of places"
-    leave = at(pipe.PipeGradients, "add", 2, signalled(signal.SIGTERM), call=1)
+    leave = at(pipeline_gradients.PipeGradients, "add", 2, signalled(signal.SIGTERM), call=1)
     trained(3, [*again, "--pipe", "3", "--seqpar", "1", "--placement", "auto"], out, expect=75, hook=leave)
     assert status(out)["state"] == "preempted" and 4 <= status(out)["step"] == len(losses(out)) < 6
     trained(1, [*again, "--pipe", "1"], out)
@@ -176,7 +165,9 @@ def test_a_run_killed_on_eight_ranks_goes_on_in_other_shapes(flags, tmp_path) ->
         (6, 5, "--pipe 3 --seqpar 2 --placement auto --resume"),
     ]
     for world, lost, shape in shapes:
-        with Launch(world, [*line, *shape.split()], out, at(pipe.PipeGradients, "add", lost, die, call=2)) as killed:
+        with Launch(
+            world, [*line, *shape.split()], out, at(pipeline_gradients.PipeGradients, "add", lost, die, call=2)
+        ) as killed:
             codes = killed.wait()
             assert codes[lost] == -9 and set(codes) == {1, -9}, killed.said()
             assert world != 4 or "as the run began" in killed.said(0)
@@ -186,14 +177,14 @@ def test_a_run_killed_on_eight_ranks_goes_on_in_other_shapes(flags, tmp_path) ->
 
 def test_a_loss_that_is_not_finite_ends_all_places_at_one_step(flags, tmp_path) -> None:
     def spoil(rank: int) -> None:
-        original = pipe.average_gradients
+        original = pipeline_gradients.average_gradients
 
         def wrapped(parameters, stage):
             original(parameters, stage)
             if rank == 0:
                 next(p for p in parameters if p.grad is not None).grad.fill_(float("nan"))
 
-        pipe.average_gradients = wrapped
+        pipeline_gradients.average_gradients = wrapped
 
     with Launch(2, [*flags, *HOU.split(), "--pipe", "2"], tmp_path / "run", spoil) as launch:
         assert launch.wait() == [5, 5], launch.said()
@@ -202,16 +193,16 @@ def test_a_loss_that_is_not_finite_ends_all_places_at_one_step(flags, tmp_path) 
 
 def test_the_first_ranks_costs_are_everybodys(flags, tmp_path) -> None:
     """Ranks that measure other costs would not agree on the timetable."""
-    from seqpar.launch.training import pipe_stages
+    from seqpar.training import stage_choice
 
     def differ(rank: int) -> None:
-        original = pipe_stages._measure
+        original = stage_choice._measure
 
         def wrapped(*of):
             costs, link = original(*of)
             return (costs if rank == 0 else costs[::-1]), link * (1 + rank)
 
-        pipe_stages._measure = wrapped
+        stage_choice._measure = wrapped
 
     run = [*flags, *HOU.split(), "--pipe", "2", "--placement", "cuts", "--epochs", "1"]
     trained(2, run, tmp_path / "run", hook=differ)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from torch._dynamo.utils import counters
 
-from seqpar.launch.runs.five_folds import write_flags
-from seqpar.launch.runs.run_folder import read_config
-from seqpar.launch.training import pipe, trainer
+from seqpar.runs.fold_folder import write_flags
+from seqpar.runs.run_folder import read_config
+from seqpar.training import pipeline_gradients, trainer
 from tests.support.folders import write_json
 from tests.support.training_runs import Launch, at, losses, scores, signalled, status, trained, weights
 from tests.training.test_compile import NO_COMPILER
@@ -26,7 +26,7 @@ def test_lessons_in_bf16_left_over_a_pipe_have_all_bits_of_one_process(flags: li
     kept = [text for n, text in enumerate(flags) if not {text, flags[n - 1]} & OF_LESSONS]
     line, one, two = [*kept, *LESSONS.split()], tmp_path / "one", tmp_path / "two"
     trained(1, line, one)
-    leave = at(pipe.PipeGradients, "add", 1, signalled(signal.SIGTERM))
+    leave = at(pipeline_gradients.PipeGradients, "add", 1, signalled(signal.SIGTERM))
     left = trained(2, [*line, *PIPE], two, 75, leave).said(0)
     assert "tile 8x8x8, 1 x 2 a group" in left and 1 <= status(two)["step"] < 4
     goes_on = trained(2, ["--resume"], two).said(0)

@@ -8,22 +8,22 @@ from dataclasses import replace
 
 import pytest
 
-from seqpar.environment import read_launcher
-from seqpar.launch import train
-from seqpar.launch.job.exit_codes import TooLittleMemory
-from seqpar.launch.models.build import NETWORKS
-from seqpar.launch.planning.feasibility import refuse
-from seqpar.launch.planning.stage_lines import no_overlap
-from seqpar.launch.settings.checks import check
-from seqpar.launch.settings.command_line import parse, refuse_idle
-from seqpar.launch.settings.config import Config
-from seqpar.launch.training import pipe
-from seqpar.launch.training.pipe import most_by_stage
-from seqpar.launch.training.pipe_stages import _kept, _placed
-from seqpar.launch.training.request import read_request
-from seqpar.launch.training.stragglers import SKIPPED, WINDOW, Stragglers
+from seqpar.cli import train
+from seqpar.cluster.exit_codes import TooLittleMemory
+from seqpar.models.build import NETWORKS
+from seqpar.parallel.launcher import read_launcher
 from seqpar.pipeline.placement import CellCost, Pipe, Place
 from seqpar.pipeline.stages import StageMap
+from seqpar.planner.feasibility import refuse
+from seqpar.planner.stage_lines import no_overlap
+from seqpar.settings.checks import check
+from seqpar.settings.command_line import parse, refuse_idle
+from seqpar.settings.config import Config
+from seqpar.training import pipeline_gradients
+from seqpar.training.pipeline_gradients import most_by_stage
+from seqpar.training.run_request import read_request
+from seqpar.training.stage_choice import _kept, _placed
+from seqpar.training.stragglers import SKIPPED, WINDOW, Stragglers
 from tests.support.training_runs import Launch, at, status
 
 BAD = {
@@ -137,7 +137,7 @@ def leave_late() -> None:
 
 
 def test_a_rank_that_stops_is_named_with_its_stage(flags, tmp_path) -> None:
-    hang = at(pipe, "outputs_shown", 1, leave_late, call=4)
+    hang = at(pipeline_gradients, "outputs_shown", 1, leave_late, call=4)
     line = "--pipe 2 --accumulate 2 --placement equal --timeout 4"
     with Launch(2, [*flags, *line.split()], tmp_path / "run", hang) as run:
         codes, said = run.wait(), run.said()

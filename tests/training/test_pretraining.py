@@ -10,26 +10,19 @@ import pytest
 import torch
 
 from seqpar import DropoutKey
-from seqpar.launch import predict, prepare, pretrain, train
-from seqpar.launch.planning.step_counter import StepSetup, count_step
-from seqpar.launch.runs.journal import Journal, read_metrics
-from seqpar.launch.settings.command_line import usual_preset
-from seqpar.launch.settings.presets import PRESETS
-from seqpar.launch.training import gradients, masked_pictures, masked_validation, pictures
-from seqpar.launch.training.masked_pictures import RebuiltTile, figure_of_tiles
-from seqpar.launch.training.pretrain_data import open_image_data
+from seqpar.cli import predict, prepare, pretrain, train
+from seqpar.planner.step_counter import StepSetup, count_step
+from seqpar.report import pictures
+from seqpar.runs.journal import Journal, read_metrics
+from seqpar.settings.command_line import usual_preset
+from seqpar.settings.presets import PRESETS
+from seqpar.tasks.pretrain import masked_pictures, masked_validation
+from seqpar.tasks.pretrain.data import open_image_data
+from seqpar.tasks.pretrain.masked_pictures import RebuiltTile, figure_of_tiles
+from seqpar.training import gradients
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import image_array, save, write_json
-from tests.support.training_runs import (
-    at,
-    die,
-    farthest,
-    losses,
-    signalled,
-    status,
-    trained,
-    weights,
-)
+from tests.support.training_runs import at, die, farthest, losses, signalled, status, trained, weights
 
 # as the tiny runs of train, but for what those say of labels and decoders
 TINY = """

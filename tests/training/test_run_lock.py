@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.launch import train
-from seqpar.launch.runs.run_lock import RunLock, TakenOver
-from seqpar.launch.runs.run_owner import FIRST_NAMESPACE, RunOwner, _began
-from seqpar.launch.training import after_step, gradients, lessons
+from seqpar.cli import train
+from seqpar.runs.run_lock import RunLock, TakenOver
+from seqpar.runs.run_owner import FIRST_NAMESPACE, RunOwner, _began
+from seqpar.training import after_step, gradients, lessons
 from tests.support.folders import child, exit_code
 from tests.support.training_runs import Hook, Launch, at, die, losses, status, trained, weights
 
@@ -187,7 +187,7 @@ def test_a_slow_start_takes_nothing_of_what_came_after_the_lock_that_it_judged(t
 
 
 def test_a_lock_that_cannot_be_read_is_nobodys_to_take_without_a_word(tmp_path, monkeypatch):
-    monkeypatch.setattr("seqpar.launch.runs.run_lock._PAUSE_S", 0.0)
+    monkeypatch.setattr("seqpar.runs.run_lock._PAUSE_S", 0.0)
     (tmp_path / "lock-3.json").touch()
     with pytest.raises(ValueError, match=r"lock-3.json cannot be read"):
         RunLock(tmp_path).take()

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from seqpar.launch.models.build import build
-from seqpar.launch.planning.feasibility import refuse_lonely
-from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.settings.command_line import parse
-from seqpar.launch.settings.config import Config
-from seqpar.launch.training import after_step, sharded_weights
-from seqpar.launch.weights.states import fill, optimizer_tensors, whole_tensors
-from seqpar.mesh import Mesh
+from seqpar.models.build import build
+from seqpar.parallel.mesh import Mesh
+from seqpar.planner.feasibility import refuse_lonely
+from seqpar.runs.journal import read_metrics
+from seqpar.settings.command_line import parse
+from seqpar.settings.config import Config
+from seqpar.training import after_step, sharded_weights
+from seqpar.weights.states import fill, optimizer_tensors, whole_tensors
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.ranks import relative
 from tests.support.training_runs import Launch, at, losses, prepare, signalled, tiny_data, trained, weights

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from seqpar.cli import plan, predict, train
 from seqpar.data.volumes import read_volume
-from seqpar.launch import plan, predict, train
 from tests.support.training_runs import farthest, losses, trained
 
 STAGES = "--encoder hierarchical --stage-depths 1 1 --patch 4 --decoder unetr --mode auto --precision fp64 --lr 1e-3"
@@ -58,7 +58,7 @@ def test_the_plan_counts_stages_pads_to_cubes_and_prints_what_runs_it(capsys) ->
 
 @pytest.mark.started  # 30 s of counting
 def test_the_page_shows_rows_as_they_are_planned_now(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("seqpar.launch.planning.answer.most_tiles", lambda *of: 1)  # counts as much again
+    monkeypatch.setattr("seqpar.planner.answer.most_tiles", lambda *of: 1)  # counts as much again
     page = (Path(plan.__file__).parent / "README.md").read_text()
     (line,) = re.findall(r"python launch/plan.py (--preset modern --encoder hierarchical .*)", page)
     (more,) = re.findall(r"`(--window 8 .*? --seqpar 64)`", page)

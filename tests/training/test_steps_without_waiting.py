@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from seqpar import wait_clock
-from seqpar.launch.training.late_rows import LateRows
-from seqpar.mesh import Mesh
-from seqpar.wait_clock import WaitClock
+from seqpar.parallel import wait_clock
+from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.wait_clock import WaitClock
+from seqpar.training.late_rows import LateRows
 from tests.support.cases import load, noise_source
 
 

@@ -8,22 +8,14 @@ import time
 
 import pytest
 
-from seqpar.launch.job.stop_request import Stopper
-from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import after_step, gradients, tasks, validation
-from seqpar.launch.weights import checkpoint
+from seqpar.cluster.stop_request import Stopper
+from seqpar.runs.journal import read_metrics
+from seqpar.tasks import tasks
+from seqpar.tasks.segment import validation
+from seqpar.training import after_step, gradients
+from seqpar.weights import checkpoint
 from tests.support.folders import nnunet
-from tests.support.training_runs import (
-    Launch,
-    at,
-    die,
-    losses,
-    scores,
-    signalled,
-    status,
-    trained,
-    weights,
-)
+from tests.support.training_runs import Launch, at, die, losses, scores, signalled, status, trained, weights
 
 LEFT = {
     "alone, TERM in a step": (1, "", at(gradients.Gradients, "_backward", 0, signalled(signal.SIGTERM), call=3)),

@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
-from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.runs.run_folder import read_config
-from seqpar.launch.training import after_step
-from seqpar.launch.weights.files import read_weights
+from seqpar.runs.journal import read_metrics
+from seqpar.runs.run_folder import read_config
+from seqpar.training import after_step
+from seqpar.weights.files import read_weights
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.training_runs import Launch, at, farthest, losses, signalled, status, trained
 
@@ -138,7 +138,7 @@ class _Terminal:
 
 
 def test_a_terminal_sees_one_line_an_epoch_that_changes(tmp_path, monkeypatch):
-    from seqpar.launch.runs.journal import Journal
+    from seqpar.runs.journal import Journal
 
     monkeypatch.setattr(sys, "stdout", terminal := _Terminal())
     journal = Journal(tmp_path, True, 0)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import seqpar
+from seqpar.cli import plan, predict, report
+from seqpar.cluster.exit_codes import USAGE
 from seqpar.data.volumes import read_volume
-from seqpar.launch import plan, predict, report
-from seqpar.launch.job.exit_codes import USAGE
-from seqpar.launch.runs.journal import read_metrics
-from seqpar.launch.training import after_step
-from seqpar.launch.weights.files import read_weights
+from seqpar.runs.journal import read_metrics
+from seqpar.training import after_step
+from seqpar.weights.files import read_weights
 from tests.support.folders import nnunet
 from tests.support.training_runs import Launch, at, farthest, losses, prepare, scores, signalled, trained
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqpar.launch.models import optimizer as optimizers
-from seqpar.launch.models.build import build
-from seqpar.launch.settings.command_line import parse
 from seqpar.launch.training import gradients, sharded_weights  # noqa: F401  the second once here, not in every rank
-from seqpar.launch.training.data_parallel import data_parallel
-from seqpar.launch.weights import checkpoint
-from seqpar.launch.weights.checkpoint import Progress
-from seqpar.launch.weights.states import whole_tensors
-from seqpar.mesh import Mesh
+from seqpar.models import optimizer as optimizers
+from seqpar.models.build import build
+from seqpar.parallel.mesh import Mesh
+from seqpar.settings.command_line import parse
+from seqpar.training.data_parallel import data_parallel
+from seqpar.weights import checkpoint
+from seqpar.weights.checkpoint import Progress
+from seqpar.weights.states import whole_tensors
 from tests.support.ranks import relative
 
 NETWORK = "--preset debug --tile 16 --patch 8 --embed-dim 24 --heads 2 --depth 1 --decoder-width 4 --precision fp64"

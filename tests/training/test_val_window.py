@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.launch import predict
-from seqpar.launch.inference.predictor import Predictor
-from seqpar.launch.inference.sliding_window import BEYOND, beyond_training
-from seqpar.launch.runs.journal import Journal, read_metrics
-from seqpar.launch.runs.run_folder import write_window
-from seqpar.launch.runs.run_lock import RunLock, TakenOver
+from seqpar.cli import predict
+from seqpar.prediction.predictor import Predictor
+from seqpar.prediction.sliding_window import BEYOND, beyond_training
+from seqpar.runs.journal import Journal, read_metrics
+from seqpar.runs.run_folder import write_window
+from seqpar.runs.run_lock import RunLock, TakenOver
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import tree
 from tests.support.predictions import act, make_run, write_images

@@ -5,7 +5,7 @@ import torch
 
 import seqpar
 from seqpar import DropoutKey, Layout, SeqParViT
-from seqpar.mesh import Group
+from seqpar.parallel.mesh import Group
 from tests.support.ranks import relative
 
 SMALL = dict(in_channels=2, tile=(16, 8, 24), patch=8, embed_dim=24, depth=3, num_heads=2)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from seqpar import BoxGrid, DiceCE, LossGroups, SegmentationNet, SeqParViT, UnetrDecoder, as_group, choose_mode
-from seqpar.mesh import Group, Mesh
+from seqpar.parallel.mesh import Group, Mesh
 from seqpar.spatial import BatchNorm3d
 from tests.support.ranks import run_ranks
 

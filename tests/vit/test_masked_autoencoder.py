@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar import DropoutKey, SeqParViT
-from seqpar.launch.planning.saved_bytes import Saved
 from seqpar.losses import LossGroups, MaskedError
-from seqpar.mesh import Group, Mesh
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.planner.saved_bytes import Saved
 from seqpar.vit.masked_autoencoder import Rebuilder, encode_visible, rebuild_hidden
 from seqpar.vit.masking import make_visible, visible_tokens
 from tests.support.ranks import relative, run_ranks, summed

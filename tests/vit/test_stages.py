@@ -8,9 +8,9 @@ from einops import rearrange
 from torch import Tensor
 
 from seqpar import Layout, SeqParViT, export_monai
-from seqpar.layout import to_patches
+from seqpar.parallel.layout import to_patches
 from seqpar.vit.dropout import token_numbers
-from seqpar.vit.stages import Merge, NestedLayout, join_cubes, make_stages, split_cubes
+from seqpar.vit.token_merging import Merge, NestedLayout, join_cubes, make_stages, split_cubes
 from seqpar.vit.tokens import RotaryPositions, to_grid
 from tests.support.ranks import relative
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from seqpar.launch.hardware.launch_counter import LaunchCounter
-from seqpar.layout import Layout
-from seqpar.meta_tensors import standing_for
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.meta_tensors import standing_for
+from seqpar.planner.launch_counter import LaunchCounter
 from seqpar.vit import dropout
 from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
 from seqpar.vit.tokens import PatchEmbed, RotaryPositions, learned_positions, sincos_positions, to_grid

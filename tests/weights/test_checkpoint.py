@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from seqpar.launch.runs.run_lock import RunLock, TakenOver
-from seqpar.launch.weights import checkpoint
-from seqpar.launch.weights.checkpoint import NotSaved, Progress
-from seqpar.launch.weights.states import optimizer_tensors, random_states, set_random_states
+from seqpar.runs.run_lock import RunLock, TakenOver
+from seqpar.weights import checkpoint
+from seqpar.weights.checkpoint import NotSaved, Progress
+from seqpar.weights.states import optimizer_tensors, random_states, set_random_states
 from tests.support.checkpoints import ALONE, names, save, stepped
 from tests.support.training_runs import at, die
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from seqpar.launch.weights import checkpoint
-from seqpar.launch.weights.checkpoint import DamagedCheckpoint, NotSaved, Progress
+from seqpar.weights import checkpoint
+from seqpar.weights.checkpoint import DamagedCheckpoint, NotSaved, Progress
 from tests.support.checkpoints import ALONE, names, save, stepped
 
 

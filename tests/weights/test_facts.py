@@ -6,16 +6,16 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+from seqpar.cli.export import act as export
 from seqpar.data.errors import DataError
-from seqpar.launch.export import act as export
-from seqpar.launch.models.build import build
-from seqpar.launch.models.net import Net
-from seqpar.launch.runs.trained_run import load_run
-from seqpar.launch.settings.config import Config
-from seqpar.launch.weights import checkpoint
-from seqpar.launch.weights.files import write_weights
-from seqpar.launch.weights.pretrained import start_from
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.models.network import Net
+from seqpar.parallel.mesh import Group
+from seqpar.runs.trained_run import load_run
+from seqpar.settings.config import Config
+from seqpar.weights import checkpoint
+from seqpar.weights.files import write_weights
+from seqpar.weights.pretrained import start_from
 from tests.support.predictions import SMALL, make_run
 
 UNETR = replace(SMALL, tile=(16, 16, 32), decoder="unetr", depth=12)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import seqpar
-from seqpar.launch.weights.monai import export_monai, load_monai
+from seqpar.weights.monai_weights import export_monai, load_monai
 from tests.support import references
 from tests.support.foreign_weights import HEADS, TILE, TINY, image, out, tiny_unetr
 from tests.support.ranks import relative

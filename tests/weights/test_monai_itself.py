@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.launch.weights.monai import export_monai, load_monai
-from seqpar.mesh import Mesh
+from seqpar.parallel.mesh import Mesh
+from seqpar.weights.monai_weights import export_monai, load_monai
 from tests.support import references
 from tests.support.foreign_weights import HEADS, TILE, image, out, tiny_unetr
 

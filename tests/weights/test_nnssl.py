@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from seqpar.cli.export import act as export
 from seqpar.data.errors import DataError
-from seqpar.launch.export import act as export
-from seqpar.launch.models.build import build
-from seqpar.launch.models.masked_net import MaskedNet
-from seqpar.launch.models.segmentation import SegmentationNet
-from seqpar.launch.settings.config import Config
-from seqpar.launch.weights import checkpoint, nnssl
-from seqpar.launch.weights.pretrained import start_from
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.models.masked_network import MaskedNet
+from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.parallel.mesh import Group
+from seqpar.settings.config import Config
+from seqpar.weights import checkpoint, nnssl
+from seqpar.weights.pretrained import start_from
 from tests.support import references
 from tests.support.predictions import RECIPE, make_run
 

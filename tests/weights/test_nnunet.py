@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.launch.models.build import build
-from seqpar.launch.settings.presets import PRESETS
-from seqpar.launch.weights.files import read_weights
-from seqpar.launch.weights.monai import load_monai
-from seqpar.launch.weights.nnunet import export_nnunet, load_nnunet, nnunet_names, trained_state
-from seqpar.launch.weights.nnunet_results import fold_files, read_checkpoint
-from seqpar.launch.weights.nnunet_settings import settings_of
-from seqpar.launch.weights.torch_files import load_torch
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.parallel.mesh import Group
+from seqpar.settings.presets import PRESETS
+from seqpar.weights.files import read_weights
+from seqpar.weights.monai_weights import load_monai
+from seqpar.weights.nnunet_results import fold_files, read_checkpoint
+from seqpar.weights.nnunet_settings import settings_of
+from seqpar.weights.nnunet_weights import export_nnunet, load_nnunet, nnunet_names, trained_state
+from seqpar.weights.torch_files import load_torch
 from tests.support.foreign_weights import HEADS, TILE, tiny_unetr
 from tests.support.nnunet_networks import (
     CHANNELS,

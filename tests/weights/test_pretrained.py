@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from seqpar import SeqParViT
-from seqpar.launch.models.build import build
-from seqpar.launch.models.net import Net
-from seqpar.launch.models.optimizer import make_optimizer, set_learning_rate
-from seqpar.launch.settings.config import Config
-from seqpar.launch.weights import checkpoint
-from seqpar.launch.weights.files import write_weights
-from seqpar.launch.weights.pretrained import start_from
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.models.network import Net
+from seqpar.models.optimizer import make_optimizer, set_learning_rate
+from seqpar.parallel.mesh import Group
+from seqpar.settings.config import Config
+from seqpar.weights import checkpoint
+from seqpar.weights.files import write_weights
+from seqpar.weights.pretrained import start_from
 from tests.support.predictions import SMALL
 from tests.support.ranks import relative
 

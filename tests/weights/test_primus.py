@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from seqpar.launch.models.build import build
-from seqpar.launch.settings.config import Config
-from seqpar.launch.weights.monai import load_monai
-from seqpar.launch.weights.pretrained import start_from
-from seqpar.launch.weights.primus import export_primus, has_exchanged_axes, load_primus
-from seqpar.mesh import Group
+from seqpar.models.build import build
+from seqpar.parallel.mesh import Group
+from seqpar.settings.config import Config
+from seqpar.weights.monai_weights import load_monai
+from seqpar.weights.pretrained import start_from
+from seqpar.weights.primus_weights import export_primus, has_exchanged_axes, load_primus
 from tests.support import references
 from tests.support.foreign_weights import HEADS, TILE, image, out, tiny_unetr
 

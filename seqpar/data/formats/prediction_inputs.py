@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from seqpar.data.errors import DataError
+from seqpar.data.files import SUFFIXES
 from seqpar.data.formats.dataset import Case
-from seqpar.data.formats.nnunet import of_images
+from seqpar.data.formats.nnunet_folders import of_images
 from seqpar.data.formats.recognise import describe, find, refuse_twice
-from seqpar.data.volumes import SUFFIXES, is_volume
+from seqpar.data.volumes import is_volume
 
 
 def find_inputs(paths: Sequence[str | Path], modalities: Sequence[str]) -> tuple[list[Case], list[DataError]]:

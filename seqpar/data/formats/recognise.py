@@ -9,13 +9,13 @@ from seqpar.data.errors import DataError, unreadable
 from seqpar.data.formats.annotations import with_annotations
 from seqpar.data.formats.brats import meaning_with, read_brats
 from seqpar.data.formats.case_lists import read_decathlon, read_fold_json
-from seqpar.data.formats.dataset import Case, Dataset, Split
+from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.dataset_json import content_of, labels_of
-from seqpar.data.formats.nnunet import has_channel_files, read_images, read_nnunet
+from seqpar.data.formats.nnunet_folders import has_channel_files, read_images, read_nnunet
 from seqpar.data.formats.splits import folds, read_splits, split
+from seqpar.data.formats.volume_classes import Split
 
 __all__ = ["Case", "Dataset", "Split", "declared_in", "describe", "find", "folds", "recognise", "refuse_twice", "split"]
-
 _RAW = "nnUNet_raw"
 OLD_CACHE = ".prepared"  # ends the names of the caches that once lay beside the data
 _KNOWN = (

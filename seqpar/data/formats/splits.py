@@ -11,7 +11,7 @@ import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
-from seqpar.data.formats.dataset import Split
+from seqpar.data.formats.volume_classes import Split
 
 FOLDS, SEED = 5, 12345  # nnU-Net's
 _PREPROCESSED = "nnUNet_preprocessed"

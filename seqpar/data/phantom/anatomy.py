@@ -11,7 +11,6 @@ from seqpar.data.phantom import fields
 from seqpar.data.phantom.fields import Field, Mask, inside, soft
 
 FIELD_OF_VIEW = (192.0, 224.0, 192.0)  # mm
-
 place_voxels, random_field = fields.over(FIELD_OF_VIEW)
 
 

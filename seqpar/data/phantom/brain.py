@@ -14,12 +14,10 @@ from seqpar.data.phantom.phantom_case import PhantomCase, spacing_of, streams
 from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")
-
 MODALITIES = ("t1n", "t1c", "t2w", "t2f")  # T1, T1ce, T2, FLAIR under their BraTS 2023 names
 LABELS = {"background": 0, "NCR": 1, "ED": 2, "ET": 3}
 DEFAULT_SIZE = (96, 112, 96)  # 2 mm voxels
 HEALTHY_EVERY = 8  # every eighth case has no tumour
-
 #                           T1    T1ce  T2    FLAIR
 TISSUES = {
     "white": np.array([0.84, 0.86, 0.34, 0.43]),

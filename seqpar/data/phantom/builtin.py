@@ -8,7 +8,7 @@ from seqpar.data.formats.brats import MODALITIES as BRATS_MODALITIES
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.joined_labels import Joins, join_labels
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
-from seqpar.data.phantom.files import PhantomSettings, write_phantom
+from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.data.preparation.waiting import announced, run_token, wait_for
 from seqpar.data.workers import Progress, silent

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from seqpar.late_import import late
 
 fft, ndimage = late("scipy.fft"), late("scipy.ndimage")
-
 Extent = tuple[float, float, float]
 Field = NDArray[np.float32]
 Mask = NDArray[np.bool_]

@@ -13,14 +13,13 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.nnunet_plans import Declaration, Plan, Resampling
 from seqpar.data.geometry import Geometry, from_canonical, parse_header
-from seqpar.data.preparation.case import Loaded, Prepared, Properties
 from seqpar.data.preparation.preparation import Preparation, TargetGrid
+from seqpar.data.preparation.prepared_case import Loaded, Prepared, Properties
 from seqpar.data.preparation.recipe import Recipe
 from seqpar.data.preparation.transforms import nearest_rows, to_values
 from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")
-
 ANISOTROPIC = 3  # times as long as the shortest side: a voxel's axis that is resampled by itself
 _LEAST = 1e-8  # that is divided by
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
-from seqpar.data.formats.dataset import Split
-from seqpar.data.formats.volume_classes import VolumeClasses
-from seqpar.data.preparation.case import Properties
+from seqpar.data.formats.volume_classes import Split, VolumeClasses
+from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
 
 VERSION = 1  # of what preparation computes and how it is stored: a change prepares every case again

@@ -16,7 +16,7 @@ import numpy as np
 from seqpar.data.errors import DataError
 from seqpar.data.files import sync, write_json
 from seqpar.data.preparation.cache import VERSION
-from seqpar.data.preparation.case import Prepared
+from seqpar.data.preparation.prepared_case import Prepared
 from seqpar.data.preparation.recipe import Recipe
 
 STATE = "state-"  # begins the names of files in which runs say how far they are; each writes its own, without the lock

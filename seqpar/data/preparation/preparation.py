@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqpar.data.formats.dataset import Case
-from seqpar.data.preparation.case import (
+from seqpar.data.preparation.prepared_case import (
     Loaded,
     Prepared,
     Properties,

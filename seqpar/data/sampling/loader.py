@@ -18,13 +18,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from seqpar.collectives import exchange_rows
-from seqpar.consensus import agree_all, raise_together
 from seqpar.data.sampling.packing import Packing
 from seqpar.data.sampling.tiles import TileKey, TileSource
 from seqpar.data.sampling.worker_pool import Fault, Pool
-from seqpar.layout import Layout
-from seqpar.mesh import Mesh
+from seqpar.parallel.collectives import exchange_rows
+from seqpar.parallel.consensus import agree_all, raise_together
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, eq=False)

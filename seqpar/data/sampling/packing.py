@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.data.sampling.tiles import Tile
-from seqpar.layout import Layout
+from seqpar.parallel.layout import Layout
 
 
 @dataclass(frozen=True)

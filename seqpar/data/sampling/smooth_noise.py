@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")
-
 _MOST_ROWS = 128  # per direction, from which a percentile of a large volume is taken
 
 

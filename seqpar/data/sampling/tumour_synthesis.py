@@ -12,7 +12,6 @@ from seqpar.data.sampling.smooth_noise import block_of, lowest_voxels
 from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")
-
 _LESION = re.compile("tumou?r|lesion|cancer|metastas|carcinoma", re.IGNORECASE)
 _WHOLE = re.compile("wt|whole[ _-]?tumou?r", re.IGNORECASE)
 

@@ -19,7 +19,6 @@ from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")
-
 Arrays = tuple[NDArray[np.float32], NDArray[Any]]
 _SLABS = 32  # in which a case is read for its means
 

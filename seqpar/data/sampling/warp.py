@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")
-
 Size = tuple[int, ...]
 
 

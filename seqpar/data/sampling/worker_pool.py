@@ -28,7 +28,6 @@ from seqpar.data.workers import die_with_parent
 
 Task = TypeVar("Task")
 Consumed = TypeVar("Consumed", contravariant=True)
-
 # A scheduler warns every process of a job; whether work goes on is the parent's to decide.
 _PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -1,0 +1,1 @@
+"""The decoders that ``--decoder`` names."""

@@ -1,4 +1,0 @@
-"""The metrics that every class of a case gets beside the counts of its voxels and what follows from them."""
-
-from seqpar.launch.evaluation.metrics import hd95_of as HD95
-from seqpar.launch.evaluation.metrics import nsd_of as NSD

@@ -1,0 +1,217 @@
+"""The planner against measurement on this machine: seconds a step and the bytes alive at the worst moment.
+
+One thread a rank. Steps are timed by the clock and by the processor time of the busiest rank; the fastest of some steps
+counts. The planner knows cores by its own measurement, links by the doctor's, and was calibrated on the first nets, not
+on ``OTHERS``. The planned seconds include waiting for messages: on an idle machine compare them with the clock, on a
+busy one with the processor time.
+"""
+
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from lab.benches.apart import measure_apart
+from lab.benches.memory import average_gradients
+from lab.benches.series import Row, Series
+from torch import nn
+
+from seqpar.cluster.cpu_speed import this_cpu
+from seqpar.cluster.devices import Device, measured, usable_cores
+from seqpar.cluster.kept_memory import keep_memory
+from seqpar.cluster.link_speed import measure_groups
+from seqpar.losses import DiceCE
+from seqpar.models.build import build
+from seqpar.models.optimizer import make_optimizer
+from seqpar.parallel.consensus import gather_texts
+from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.rendezvous import start
+from seqpar.planner.memory_counter import MemoryCounter
+from seqpar.planner.needs import Run, plan
+from seqpar.settings.config import Config, shorten
+
+CHANNELS, CLASSES, STEPS = 2, 3, 4
+NET = Config(tile=(48, 48, 48), patch=(4, 4, 4), depth=3, embed_dim=192, heads=6, decoder_width=32, batch=1)
+CASES = (
+    NET,
+    replace(NET, tile=(64, 64, 64), depth=2, embed_dim=96, heads=3),
+    replace(NET, patch=(8, 8, 8), depth=6, embed_dim=384),
+    replace(NET, decoder="primus"),
+    replace(NET, decoder="unetr", decoder_width=8),
+    replace(NET, seqpar=2, mode="halo", attention="gather-kv"),
+    replace(NET, seqpar=2, mode="halo", attention="ulysses"),
+    replace(NET, seqpar=2, patch=(8, 8, 8), depth=6, embed_dim=384, attention="gather-x"),
+    replace(NET, seqpar=2, mode="halo", decoder="unetr", decoder_width=8, attention="gather-x"),
+)
+OTHERS = (
+    replace(NET, tile=(32, 32, 32), patch=(8, 8, 8), embed_dim=256, depth=4, heads=4, decoder_width=16),
+    replace(NET, tile=(64, 48, 32), depth=4, embed_dim=128, heads=8, mlp_ratio=2.0, decoder_width=24),
+    replace(
+        NET, tile=(64, 64, 64), patch=(16, 16, 16), depth=8, embed_dim=512, heads=8, decoder="unetr", decoder_width=16
+    ),
+    replace(NET, seqpar=2, tile=(64, 48, 32), depth=4, embed_dim=128, heads=8, mode="halo", attention="gather-kv"),
+    replace(NET, seqpar=2, tile=(32, 32, 64), depth=5, embed_dim=240, heads=5, decoder="primus", attention="ulysses"),
+    replace(NET, seqpar=4, tile=(64, 48, 32), depth=4, embed_dim=128, heads=8, mode="halo", attention="gather-kv"),
+    replace(NET, seqpar=4, depth=4, embed_dim=144, heads=4, decoder_width=16, mode="halo", attention="ulysses"),
+)
+EVERY = CASES + OTHERS
+ERRORS = "error", "error to the clock"
+
+
+def series(quick: bool = False) -> list[Series]:
+    """Returns one series: every net, or those by which the planner was not calibrated if quick."""
+    configs = OTHERS if quick else EVERY
+    cases = {_name(config): config for config in configs}
+
+    def measure(turns: int) -> Generator[tuple[str, dict[str, float]], None, None]:
+        for _ in range(turns):
+            devices = {size: _device(size) for size in {config.seqpar for config in configs}}  # anew in each turn
+            for name, config in cases.items():
+                need = plan(Run(config, devices[config.seqpar], CHANNELS, CLASSES), config.seqpar)
+                alive = sum(need.memory[kind] for kind in ("input", "tokens", "decoder", "transient"))
+                yield name, {"planned_s": need.step_seconds, "planned_bytes": alive, **_measured(EVERY.index(config))}
+
+    turns = 1 if quick else 2
+    what = "the planner's seconds and bytes of a training step against measured ones"
+    return [
+        Series(
+            what,
+            tuple(cases),
+            turns,
+            12.0 * len(cases),
+            measure,
+            lambda name, runs: _row(cases[name], runs[name]),
+            spread_of_errors,
+        )
+    ]
+
+
+def _device(ranks: int) -> Device:
+    """Returns the cores that so many ranks share, as the planner measures them, with links as the doctor does."""
+    busy = min(ranks, usable_cores())
+    device = replace(this_cpu("fp32", busy), cores=busy)
+    if ranks == 1:
+        return device
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "doctor.json"
+        record.write_text(json.dumps(measure_apart("plan", ["links", str(ranks)], ranks, 1)))
+        return measured(str(record), device, "fp32")
+
+
+def _name(config: Config) -> str:
+    sizes = f"tile {'x'.join(map(str, config.tile))}, patch {shorten(config.patch, 'x')}, width {config.embed_dim}"
+    name = f"{config.decoder}, {sizes}"
+    return f"{name}, {config.seqpar} ranks, {config.attention}" if config.seqpar > 1 else name
+
+
+def _row(config: Config, runs: Sequence[dict[str, float]]) -> Row:
+    """Returns a net's row; the fastest turn counts, of the plan and of the steps.
+
+    Where ranks share a core each works only in its share of the planned seconds.
+    """
+    planned, processor, clock = (min(run[name] for run in runs) for name in ("planned_s", "processor", "clock"))
+    working = planned * min(1.0, usable_cores() / config.seqpar)
+    return {
+        "calibrated": "on it" if config in CASES else "on others",
+        "ranks": config.seqpar,
+        "tokens": math.prod(side // p for side, p in zip(config.tile, config.patch)),
+        "width": config.embed_dim,
+        "decoder": config.decoder,
+        "attention": config.attention if config.seqpar > 1 else "",
+        "planned s": planned,
+        "processor s": processor,
+        "clock s": clock,
+        "error": f"{working / processor - 1:+.0%}",
+        "error to the clock": f"{planned / clock - 1:+.0%}",
+        "planned MB": runs[0]["planned_bytes"] / 1e6,
+        "alive MB": runs[0]["alive"] / 1e6,
+    }
+
+
+def spread_of_errors(rows: Sequence[Row]) -> str:
+    """Returns the mean and the worst error of nets on so many ranks, of all and of those that calibrated nothing."""
+    said = []
+    for where in ("on others", "all"):
+        chosen = [row for row in rows if where in (row["calibrated"], "all")]
+        for ranks in sorted({row["ranks"] for row in chosen}):
+            of_ranks = [row for row in chosen if row["ranks"] == ranks]
+            errors = {name: [abs(int(row[name].rstrip("%"))) for row in of_ranks] for name in ERRORS}
+            means = [f"mean {statistics.mean(values):.0f} %, worst {max(values)} %" for values in errors.values()]
+            count = f"{ranks} rank{'s' * (ranks > 1)}, {len(of_ranks)} net{'s' * (len(of_ranks) > 1)}"
+            said.append(f"{where}, {count}: {means[0]}; to the clock {means[1]}")
+    return f"Errors {'. '.join(said)}."
+
+
+def _measured(number: int) -> dict[str, float]:
+    """Returns one run's seconds and bytes, measured in new processes."""
+    return measure_apart("plan", ["net", str(number)], EVERY[number].seqpar, 1)
+
+
+def _measure_links(ranks: int) -> None:
+    """The first rank prints what the doctor's JSON file would have of links."""
+    torch.set_num_threads(1)
+    with start(ranks, device="cpu") as mesh:
+        groups = measure_groups(mesh)
+        if mesh.is_first:
+            print(json.dumps({"matmul_flops_per_s": {}, "groups": groups, "world": ranks}), flush=True)
+
+
+def _worker(config: Config) -> None:
+    """Measures one config; every rank runs it and the first one prints the maxima over ranks."""
+    torch.set_num_threads(1)
+    keep_memory()  # as in training
+    with start(config.seqpar, device="cpu") as mesh:
+        net = build(config, CHANNELS, CLASSES, mesh.seq)
+        layout, loss_of = net.layout, DiceCE()
+        tokens = (config.batch, layout.counts[mesh.seq.index])
+        image = torch.randn(*tokens, CHANNELS, *layout.patch)
+        label = torch.randint(0, CLASSES, (*tokens, *layout.patch), dtype=torch.uint8)
+        loss_groups = net.mode.loss_groups(None, config.batch)
+
+        def backward() -> None:
+            loss_of(net(image), net.arrange(label), loss_groups).backward()
+
+        alive = _bytes_alive(net, backward)
+        processor, clock = _fastest_step(config, net, backward, mesh)
+        ranks = [json.loads(text) for text in gather_texts(json.dumps([processor, clock, alive]), mesh.world)]
+        if mesh.is_first:
+            names = "processor", "clock", "alive"
+            print(json.dumps({name: max(values) for name, values in zip(names, zip(*ranks))}), flush=True)
+
+
+def _bytes_alive(net: nn.Module, backward: Callable[[], None]) -> int:
+    """Returns the most bytes alive in forward and backward, without gradients: those are planned by themselves."""
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in net.parameters()]
+    with MemoryCounter() as counter:
+        backward()
+    for hook in hooks:
+        hook.remove()
+    return counter.most
+
+
+def _fastest_step(config: Config, net: nn.Module, backward: Callable[[], None], mesh: Mesh) -> tuple[float, float]:
+    """Returns the least processor seconds and the least clock seconds of some steps; the first does not count."""
+    optimizer = make_optimizer(config, net)
+    times = []
+    for _ in range(STEPS):
+        processor, clock = time.process_time(), time.perf_counter()
+        backward()
+        average_gradients(net, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append((time.process_time() - processor, time.perf_counter() - clock))
+    least_processor, least_clock = map(min, zip(*times[1:]))
+    return least_processor, least_clock
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "links":
+        _measure_links(int(sys.argv[2]))
+    else:
+        _worker(EVERY[int(sys.argv[2])])

@@ -1,0 +1,144 @@
+"""Compares a pass over a whole volume with sliding windows: time, memory, and seams at the borders of windows.
+
+Each run has a new process, so that its peak memory is its own. Times are CPU seconds, so that a busy machine disturbs
+them little. Ratios are to the first row, the whole pass. ``seam`` tells how many times more the probabilities
+change from one row of voxels to the next at borders of windows than elsewhere.
+"""
+
+import math
+import multiprocessing
+import resource
+import signal
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from lab.benches.operator_seconds import seconds_by_kind
+from lab.benches.seams import seam_of
+from lab.benches.series import Row, Runs, Series, alternate, ratio
+from torch.profiler import ProfilerActivity, profile
+
+from seqpar.cluster.kept_memory import keep_memory
+from seqpar.models.build import build
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.rendezvous import join
+from seqpar.prediction.sliding_window import sliding_window, whole_volume
+from seqpar.prediction.windows import Sliding, WindowGrid
+from seqpar.settings.config import Config
+
+SHAPE, TILES, OVERLAP = (240, 240, 155), (96, 64), 0.5
+NETWORK = Config(
+    tile=(96, 96, 96), patch=(16, 16, 16), embed_dim=192, depth=6, heads=6, decoder_width=32, positions="sincos"
+)
+STAGES = "333:111 333:222 333:222 333:222"  # of every tile: the same weights
+U_NET = Config(network="nnunet-plain", tile=(96, 96, 96), stages=STAGES, features=8)
+
+
+def series(quick: bool = False) -> list[Series]:
+    """Returns a series for a ViT and one for a U-Net, with windows of the first tile alone if quick."""
+    tiles = TILES[:1] if quick else TILES
+    return [of_network(config, SHAPE, tiles, 4) for config in (NETWORK, U_NET)]
+
+
+def of_network(config: Config, shape: Sequence[int], tiles: Sequence[int], num_classes: int) -> Series:
+    """Returns a network's series: a whole pass, and sliding windows of each tile."""
+    cases = {_name(tile): tile for tile in (0, *tiles)}
+
+    def row(case: str, runs: Runs) -> Row:
+        def to_whole(column: str) -> float | str:
+            return ratio(*([run[column] for run in runs[name]] for name in (case, _name(0))))
+
+        columns = {name: statistics.median(run[name] for run in runs[case]) for name in runs[case][0]}
+        network = "" if config.network == "vit" else f", {config.network}"
+        return {
+            "name": case + network,
+            **columns,
+            "times_whole": to_whole("cpu_s"),
+            "voxels_times_whole": to_whole("voxels"),
+        }
+
+    voxels = "x".join(map(str, shape))
+    what = f"prediction of {voxels} voxels by {config.network}, by a whole pass and by sliding windows"
+    measure = partial(
+        alternate, tuple(cases), lambda case: predict_apart(tuple(shape), cases[case], config, num_classes)
+    )
+    return Series(what, tuple(cases), 1, 15.0 * len(cases), measure, row)
+
+
+def _name(tile: int) -> str:
+    return f"sliding {tile}, overlap {OVERLAP}" if tile else "whole"
+
+
+def predict_apart(
+    shape: tuple[int, ...],
+    tile: int,
+    config: Config,
+    num_classes: int,
+    overlap: float = OVERLAP,
+    profiled: bool = False,
+) -> dict[str, Any]:
+    """Returns what a new process measures of a prediction by windows of ``tile``; 0: by a whole pass.
+
+    Where it is profiled, ``kinds`` are the seconds of its operators by what they do; its own are longer then.
+    """
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    child = context.Process(target=_measure, args=(writer, shape, tile, config, num_classes, overlap, profiled))
+    child.start()
+    writer.close()
+    try:
+        run: dict[str, Any] = reader.recv()
+    except EOFError:
+        raise MemoryError(
+            f"predicting {shape} voxels by tile {tile or 'whole'} ended without a result, as when killed"
+        ) from None
+    except KeyboardInterrupt:
+        child.kill()
+        raise
+    finally:
+        child.join()
+    return run
+
+
+def _measure(
+    result: Any, shape: tuple[int, ...], tile: int, config: Config, num_classes: int, overlap: float, profiled: bool
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    torch.set_num_threads(1)
+    keep_memory()  # as predict does
+    mesh = join(Launcher("bench"), None, 1, torch.device("cpu"))
+    if tile:  # the same weights: sine and cosine positions fit every tile
+        config = replace(config, tile=(tile,) * 3)
+    net = build(config, 1, num_classes, Group("seq")).eval()
+    image = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    sliding = Sliding((tile or config.tile[0],) * 3, overlap)
+    window_grid = WindowGrid.of(shape, sliding)
+    with profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext(), torch.no_grad():
+        net(torch.zeros(1, 1, *config.tile))  # what happens only once, the profiler's start too, is not measured
+    profiler = profile(activities=[ProfilerActivity.CPU]) if profiled else None
+    before, began = _peak(), time.process_time()
+    with profiler or nullcontext():
+        slabs = sliding_window([net], image, sliding, mesh) if tile else whole_volume([net], image, mesh)
+        logits = torch.cat([slab.logits for slab in slabs], 1)
+    seconds, peak = time.process_time() - began, _peak() - before
+    padded = (-(-side // p) * p for side, p in zip(shape, net.layout.patch))
+    voxels = len(window_grid.corners) * tile**3 if tile else math.prod(padded)
+    measured: dict[str, Any] = {
+        "cpu_s": seconds,
+        "peak_mb": peak,
+        "voxels": voxels,
+        "seam": seam_of(logits.softmax(0), window_grid),
+    }
+    if profiler:
+        measured["kinds"] = seconds_by_kind(profiler.key_averages())
+    result.send(measured)
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,131 @@
+"""Series: cases that are measured in turns, and the rows of a table that come of them."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from seqpar.display import clock
+
+Row = dict[str, Any]
+Runs = dict[str, list[Any]]  # by case, what each of its turns came to
+
+
+@dataclass(frozen=True)
+class Series:
+    """Cases that are measured in turns, so that other load on the machine disturbs all of them alike.
+
+    - ``what``: what is measured, in words
+    - ``cases``: their names, in the order of a turn
+    - ``turns``: how many, where nobody asks for another number
+    - ``turn_s``: seconds that a turn takes on 2 idle CPU cores
+    - ``measure``: yields a case and what it came to, turn after turn, for as many turns as it is called with
+    - ``row``: returns a case's row of the table, from the runs of all cases so far
+    - ``conclude``: returns what all rows come to, a remark below the table
+    """
+
+    what: str
+    cases: tuple[str, ...]
+    turns: int
+    turn_s: float
+    measure: Callable[[int], Generator[tuple[str, Any], None, None]]
+    row: Callable[[str, Runs], Row]
+    conclude: Callable[[Sequence[Row]], str] = lambda _: ""
+
+    def in_words(self, turns: int) -> str:
+        """Returns what is measured, and how much of it."""
+        return f"{self.what}: {_count(len(self.cases), 'case')}, {_count(turns, 'turn')}"
+
+
+def alternate(
+    cases: Sequence[str], measure: Callable[[str], Any], turns: int
+) -> Generator[tuple[str, Any], None, None]:
+    """Yields each case with what ``measure`` returns for it, turn after turn."""
+    for _ in range(turns):
+        for case in cases:
+            yield case, measure(case)
+
+
+def ratio(runs: Sequence[float], base: Sequence[float]) -> float | str:
+    """Returns the median ratio over the turns that both have, "" where there is none."""
+    ratios = [a / b for a, b in zip(runs, base)]
+    return statistics.median(ratios) if ratios else ""
+
+
+def spread(runs: Sequence[float], base: Sequence[float]) -> str:
+    """Returns the least and the largest ratio over the turns that both have, "" of less than two turns."""
+    ratios = [a / b for a, b in zip(runs, base)]
+    return f"{min(ratios):.3f} to {max(ratios):.3f}" if len(ratios) > 1 else ""
+
+
+def run_series(series: Series, turns: int, show: Callable[[Row], None], progress: "Progress") -> bool:
+    """Measures all cases in turns; returns whether it came to the end, False where Ctrl-C cut it short.
+
+    ``show`` gets each row as soon as its last turn is done, or, where it is cut short, of the turns so far.
+    """
+    runs: Runs = {case: [] for case in series.cases}
+    shown = set[str]()
+
+    def show_row(case: str) -> None:
+        shown.add(case)
+        progress.clear()
+        show(series.row(case, runs))
+
+    progress.begin(series, turns)
+    try:
+        with closing(series.measure(turns)) as measurements:
+            for case, run in measurements:
+                runs[case].append(run)
+                progress.note(sum(map(len, runs.values())))
+                if len(runs[case]) == turns:
+                    show_row(case)
+    except KeyboardInterrupt:
+        for case in series.cases:
+            if runs[case] and case not in shown:
+                show_row(case)
+        return False
+    return True
+
+
+class Progress:
+    """Says on stderr what is measured now, and how long it takes: on a terminal each case, in a log each turn."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+
+    def begin(self, series: Series, turns: int) -> None:
+        """Says what comes, with an estimate."""
+        self._series, self._turns, self._began = series, turns, time.monotonic()
+        self._say(f"{series.in_words(turns)}, about {clock(turns * series.turn_s)} on 2 idle CPU cores")
+        self._say_case(0)
+
+    def note(self, done: int) -> None:
+        """Takes note of another measurement; ``done``: how many there are now."""
+        num_cases = len(self._series.cases)
+        if done % num_cases == 0:
+            spent, turn = time.monotonic() - self._began, done // num_cases
+            left = f", about {clock(spent / turn * (self._turns - turn))} left" if turn < self._turns else ""
+            self.clear()
+            self._say(f"  turn {turn} of {self._turns}: {clock(spent)}{left}")
+        self._say_case(done)
+
+    def clear(self) -> None:
+        """Clears the line of the present case."""
+        if self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _say_case(self, done: int) -> None:
+        cases = self._series.cases
+        if self._terminal and done < self._turns * len(cases):
+            text = f"  turn {done // len(cases) + 1} of {self._turns}: {cases[done % len(cases)]} ..."
+            print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,74 @@
+"""What a rank does during forward, loss and backward of UNETR, and how long gradients are summed afterwards.
+
+torch's profiler adds up the time of each operator alone, on one thread a rank; the wait clock
+what this rank waits for others. What is left over is between operators.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from functools import partial
+
+import torch
+from lab.benches.apart import measure_apart
+from lab.benches.memory import average_gradients
+from lab.benches.operator_seconds import KINDS, seconds_by_kind
+from lab.benches.series import Row, Runs, Series, alternate
+from lab.benches.step import CHANNELS, CLASSES, TILE, Step, unetr
+from torch.profiler import ProfilerActivity, profile
+
+from seqpar.cluster.kept_memory import keep_memory
+from seqpar.parallel.rendezvous import start
+
+CASES = {"1 rank": (1, "gather"), "2 ranks": (2, "halo")}
+SETTLED = ("norms, sums, activations", "waits", "between operators", "gradient sums")
+
+
+def series(quick: bool = False) -> list[Series]:
+    """Returns one series: ours on one rank and on two in halo, one thread each."""
+
+    def measure(case: str) -> dict[str, float]:
+        ranks, mode = CASES[case]
+        return measure_apart("step_profile", [mode], ranks, 1)
+
+    what = f"what a rank does in a step of UNETR, tile {TILE}, batch 1, one thread a rank"
+    turns = 1 if quick else 3
+    return [Series(what, tuple(CASES), turns, 30.0, partial(alternate, tuple(CASES), measure), _row)]
+
+
+def _row(case: str, runs: Runs) -> Row:
+    """Returns the medians of a case's turns, in seconds."""
+    names = ("clock_s", "processor_s", *KINDS, *SETTLED)
+    return {"ranks": case, "mode": CASES[case][1]} | {
+        name: statistics.median(run[name] for run in runs[case]) for name in names
+    }
+
+
+def _worker(mode: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    keep_memory()  # as in training
+    with start(int(os.environ["WORLD_SIZE"]), device="cpu") as mesh:
+        image, label = torch.randn(1, CHANNELS, *[TILE] * 3), torch.randint(0, CLASSES, (1, *[TILE] * 3))
+        step = Step(unetr(mode, mesh), image, label, mesh)
+        step()  # the first one takes longer
+        mesh.world.watch.clock.measure()
+        began, processor = time.perf_counter(), time.process_time()
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            step.differentiate()
+        clock, processor = time.perf_counter() - began, time.process_time() - processor
+        waits, began = mesh.world.watch.clock.take_waited(), time.perf_counter()
+        average_gradients(step.net, mesh)
+        sums = time.perf_counter() - began
+        by_kind = seconds_by_kind(profiled.key_averages())
+        left = clock - by_kind.total() - waits
+        shown = {"clock_s": clock, "processor_s": processor, **{name: by_kind[name] for name in KINDS}}
+        shown |= dict(zip(SETTLED, (by_kind[""], waits, left, sums)))
+        if mesh.is_first:
+            print(json.dumps(shown), flush=True)
+
+
+if __name__ == "__main__":
+    _worker(sys.argv[1])

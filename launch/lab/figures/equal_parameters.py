@@ -1,0 +1,40 @@
+"""Networks of equal size: the setting by which one has as many parameters as another."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from seqpar.models.outline import outline
+from seqpar.parallel.mesh import Group
+from seqpar.settings.config import Config
+from seqpar.tasks.training_data import look_at
+
+_MOST = 1024  # channels that are tried
+
+
+def match_parameters(config: Config, name: str, other: Config) -> int:
+    """Returns the value of a setting by which a config's network has the number of parameters of another's, nearly.
+
+    - ``name``: a number of channels, with which parameters grow
+    """
+    target = count_parameters(other)
+
+    def far(value: int) -> int:
+        channels: dict[str, Any] = {name: value}
+        return count_parameters(replace(config, **channels)) - target
+
+    low, high = 1, 2
+    while far(high) < 0 and high < _MOST:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if far(middle) < 0 else (low, middle)
+    return min(low, high, key=lambda value: abs(far(value)))
+
+
+@cache
+def count_parameters(config: Config) -> int:
+    """Returns the parameters of a config's network for its data."""
+    data = look_at(config)
+    sizes = len(data.modalities), len(data.outputs(config.targets))
+    return sum(outline(replace(config, seqpar=1), Group("seq"), *sizes).num_parameters().values())

@@ -1,0 +1,236 @@
+"""Figure: a list of runs, what of them is drawn, and the verdicts that are computed from their points."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lab.figures.equal_parameters import match_parameters
+
+from seqpar.data.preparation.fingerprint import Fingerprint
+from seqpar.models.build import NETWORK_NAMES, knows, refuse_unknown
+from seqpar.planner.feasibility import refuse
+from seqpar.report.curves import QUANTITIES, Curve, read_curve
+from seqpar.report.diagrams import Bars, Diagram, over_steps
+from seqpar.runs.run_folder import read_config
+from seqpar.settings.command_line import parse, refuse_idle, shortened_warmup
+from seqpar.settings.config import Config, dashed
+from seqpar.settings.presets import PRESETS
+from seqpar.settings.pretraining_settings import idle_in_pretraining
+from seqpar.sweeps.planned_run import PlannedRun
+from seqpar.tasks.tasks import task_of
+
+EPOCHS = "EPOCHS"  # in an arm's curriculum: as many as the run of another arm has
+LESSON = ("tile", "epochs", "batch")  # what a curriculum's lessons say
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-2, "bf16": 1e-1}  # within which curves coincide, by arithmetic
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the runs of all figures are: a preset, the settings that differ from it, and sequence groups."""
+
+    preset: str
+    settings: Mapping[str, Any]
+    groups: int = 1
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One curve of a figure: its label, and the settings that are compared with those of the other curves.
+
+    - ``at``: settings of single scales
+    - ``matched``: a number of channels, set so that the network has as many parameters as the figure's ``size_of``
+    - ``after``: another training, from whose weights this one starts
+    """
+
+    label: str
+    settings: Mapping[str, Any]
+    at: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    matched: str = ""
+    after: "Arm | None" = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """The finished runs of a figure.
+
+    - ``runs``: a folder for each seed of each arm, by the arm's label
+    - ``reach``: a Dice, the time to which is asked for
+    - ``before``: likewise, of the trainings from whose weights an arm's started
+    """
+
+    runs: Mapping[str, Sequence[Path]]
+    reach: float = 0.8
+    before: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+
+    def curves(self, quantity: str, *labels: str) -> list[Curve]:
+        """Returns a quantity of the arms of these labels, of all without one."""
+        return [read_curve(label, self.runs[label], quantity) for label in labels or self.runs]
+
+    def config(self, label: str = "") -> Config:
+        """Returns the settings of an arm's first run, of the first arm by default."""
+        run = self.runs[label or next(iter(self.runs))][0]
+        return Config.from_dict(read_config(run)["config"])
+
+    def parameters(self, label: str) -> int:
+        """Returns how many parameters the network of an arm has."""
+        counts: dict[str, int] = read_config(self.runs[label][0])["layout"]["parameters"]
+        return sum(counts.values())
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.config().precision]
+
+
+def losses_and_dice(results: Results) -> list[Diagram]:
+    """Returns the paper's three diagrams: training loss, validation loss and Dice over steps."""
+    return [over_steps(name, "step", results.curves(name)) for name in QUANTITIES]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure.
+
+    - ``shows``: a line on what a reader sees in it
+    - ``arms``: what it compares, in their order
+    - ``judge``: returns the verdicts on finished runs
+    - ``settings``: of all its runs, by scale; the command line may set others
+    - ``draw``: returns what is drawn of finished runs
+    - ``size_of``: the arm whose number of parameters others match
+    - ``of_phantoms``: settings of all its runs, by scale, where no data are named
+    """
+
+    number: int
+    title: str
+    shows: str
+    arms: tuple[Arm, ...]
+    judge: Callable[[Results], list[str]]
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    draw: Callable[[Results], Sequence[Diagram | Bars]] = losses_and_dice
+    size_of: str = ""
+    of_phantoms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def compared(self) -> set[str]:
+        """Returns the settings in which the arms differ."""
+        every = [arm.settings for arm in self.arms] + [own for arm in self.arms for own in arm.at.values()]
+        return {name for settings in every for name in settings} | {arm.matched for arm in self.arms if arm.matched}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a person asks of all figures: scale, settings of the command line, seeds, groups."""
+
+    scale: str
+    typed: Mapping[str, Any] = field(default_factory=dict)
+    seeds: int = 1
+    groups: int = 0
+
+
+def runs_of(figure: Figure, order: Order, scales: Mapping[str, Scale]) -> dict[str, list[PlannedRun]]:
+    """Returns the runs of a figure, one for each seed, by the label of their arm.
+
+    Figures that compare the same run name it alike, so that it is made once.
+    """
+    for name in sorted(order.typed.keys() & figure.compared()):
+        raise ValueError(f"--{dashed(name)} is what figure {figure.number} compares: leave it out")
+    scale = scales[order.scale]
+    start = replace(PRESETS[scale.preset](), **scale.settings)
+    every = {arm.label: _settings(figure, arm, order, start) for arm in figure.arms}
+    for arm in figure.arms:
+        if arm.matched:
+            config, other = (replace(start, **every[label]) for label in (arm.label, figure.size_of))
+            every[arm.label] |= {arm.matched: match_parameters(config, arm.matched, other)}
+    result = dict[str, list[PlannedRun]]()
+    for arm in figure.arms:
+        before = _of_seeds(_settings(figure, arm.after, order, start), order, scale, start) if arm.after else ()
+        result[arm.label] = _of_seeds(every[arm.label], order, scale, start, before)
+    return result
+
+
+def every_run(runs: Mapping[str, Sequence[PlannedRun]]) -> list[PlannedRun]:
+    """Returns all runs of a figure, those of the first seed first, and each after the one whose weights it takes."""
+    every = [run for of_seed in zip(*runs.values()) for run in of_seed]
+    return list({one.name: one for run in every for one in (run.before, run) if one}.values())
+
+
+def _of_seeds(
+    settings: Mapping[str, Any], order: Order, scale: Scale, start: Config, before: Sequence[PlannedRun] = ()
+) -> list[PlannedRun]:
+    """Returns the runs of these settings, one for each seed; ``before``: those whose weights they take."""
+    own = {name: value for name, value in settings.items() if name != "seed" and value != getattr(start, name)}
+    named = [f"{dashed(name)}-{_spelled(own[name])}" for name in sorted(own.keys() - order.typed.keys())]
+    network = replace(start, **own)
+    of_lessons = LESSON if network.curriculum else ()
+    beside = {name: value for name, value in scale.settings.items() if name not in of_lessons}
+    flags = {name: value for name, value in {**beside, **own}.items() if _acts(network, name)}
+    runs, first = list[PlannedRun](), int(order.typed.get("seed", 0))
+    for number, seed in enumerate(range(first, first + order.seeds)):
+        earlier = before[number] if before else None
+        name = "_".join([*named, *(["after", earlier.name] if earlier else [f"seed-{seed}"])])
+        runs.append(PlannedRun(name, scale.preset, {**flags, "seed": seed}, order.groups or scale.groups, earlier))
+    return runs
+
+
+def _settings(figure: Figure, arm: Arm, order: Order, start: Config) -> dict[str, Any]:
+    """Returns the settings of an arm beside those that all figures have, those that act on its network."""
+    built_in = {} if order.typed.get("data") else figure.of_phantoms.get(order.scale, {})
+    common = {**figure.settings.get(order.scale, {}), **built_in}
+    settings = {**common, **order.typed, **arm.settings, **arm.at.get(order.scale, {})}
+    if curriculum := settings.get("curriculum"):
+        settings["curriculum"] = curriculum.replace(EPOCHS, str(settings.pop("epochs", start.epochs)))
+    network = replace(start, **settings)
+    return {name: value for name, value in settings.items() if _acts(network, name)}
+
+
+def _acts(config: Config, name: str) -> bool:
+    """Returns whether a setting acts on the training of a config."""
+    in_windows = bool(config.window) and name == "attention"  # whose keys come from neighbours
+    return knows(config, name) and not in_windows and not idle_in_pretraining(config.task, [name])
+
+
+def _spelled(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(":", ".")
+
+
+def config_of(planned: PlannedRun, acting: Collection[str] = ()) -> Config:
+    """Returns the config of a run; raises ValueError where its settings cannot be, before any run begins.
+
+    - ``acting``: settings that have an effect whatever the others are
+    """
+    _, config, names = parse(planned.flags, planned.preset, NETWORK_NAMES)
+    refuse_unknown(config, names)
+    refuse_idle(config, names.difference(acting))
+    config, _ = shortened_warmup(config, names)
+    if not config.tile:
+        config = task_of(config).with_tile(config, _headers(config.task, config.data))
+    if config.batch or not config.curriculum:
+        refuse(config)
+    return config
+
+
+@cache
+def _headers(task: str, data: str) -> Fingerprint:
+    """Returns what the headers of a task's data say, whose volumes are taken whole."""
+    config = Config(task=task, data=data)
+    return task_of(config).look_at(config)
+
+
+_SHOWN = ("data", "phantoms", "tile", "patch", "decoder", "depth", "embed_dim", "heads", "decoder_width", "batch",
+          "train_cases", "positions", "epochs", "iterations", "lr", "precision", "augment")  # fmt: skip
+
+
+def scaling(config: Config, paper: Config) -> str:
+    """Returns in which settings a run is not the paper's, as "tile 32 (paper: 96), …"; "" where in none."""
+    differing = []
+    for name in _SHOWN:
+        ours, theirs = getattr(config, name), getattr(paper, name)
+        if ours != theirs and not (name == "phantoms" and config.data):
+            theirs_text = "" if name in ("data", "phantoms") or not theirs else f" (paper: {_short(theirs)})"
+            differing.append(f"{dashed(name)} {_short(ours) or 'phantoms'}{theirs_text}")
+    return ", ".join(differing)
+
+
+def _short(value: Any) -> str:
+    sides = value if isinstance(value, tuple) else (value,)
+    return "x".join(map(str, sides if len(set(sides)) > 1 else sides[:1]))

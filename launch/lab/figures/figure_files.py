@@ -1,0 +1,45 @@
+"""The files of a figure: pictures, every point, and the verdicts with what they are of."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.benches.table import machine
+from lab.figures.figure import Figure, Results, scaling
+
+from seqpar.data.files import write_text
+from seqpar.quantity import quantity
+from seqpar.report.diagrams import Bars, Diagram, points_of
+from seqpar.report.picture import draw_figure
+from seqpar.settings.presets import paper
+
+
+def write_figure(figure: Figure, results: Results, scale: str, out: Path) -> list[str]:
+    """Writes figure-N.png, .svg, .csv and .txt into a folder; returns the verdicts."""
+    start = out / f"figure-{figure.number}"
+    verdicts = figure.judge(results)
+    note = note_of(results, scale)
+    diagrams = figure.draw(results)
+    title = f"Figure {figure.number}. {figure.title}"
+    draw_figure(title, diagrams, note, [start.with_suffix(suffix) for suffix in (".png", ".svg")])
+    write_text(start.with_suffix(".csv"), points(diagrams))
+    write_text(start.with_suffix(".txt"), "\n".join([title, "", *verdicts, "", note, machine(), ""]))
+    return verdicts
+
+
+def note_of(results: Results, scale: str) -> str:
+    """Returns what the runs of a figure are of: the scale, and in which settings the first is not the paper's."""
+    seeds = len(next(iter(results.runs.values())))
+    text = f"--scale {scale}, {quantity(seeds, 'seed')}"
+    differing = scaling(results.config(), paper())
+    return f"{text}: {differing}" if differing else text
+
+
+def points(diagrams: Sequence[Diagram | Bars]) -> str:
+    """Returns every point of every diagram, a line each."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["quantity", "curve", "seed_or_kind", "over", "place", "value"])
+    rows.writerows(points_of(diagrams))
+    return text.getvalue()

@@ -1,0 +1,38 @@
+"""What making figures takes: their runs, and the time of those that are still to make, before anything begins."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lab.figures.figure import config_of, every_run
+
+from seqpar.display import clock
+from seqpar.quantity import quantity
+from seqpar.sweeps.costs import plan_of
+from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, read_status
+
+
+def print_plan(figures: Mapping[int, Mapping[str, Sequence[PlannedRun]]], root: Path) -> None:
+    """Prints each run of the figures once, how far it is, and the planned time of the steps that it lacks."""
+    numbers, runs = dict[str, list[int]](), dict[str, PlannedRun]()
+    for number, arms in figures.items():
+        for run in every_run(arms):
+            runs[run.name] = run
+            numbers.setdefault(run.name, []).append(number)
+    print(f"{'figures':>12} {'ranks':>5} {'steps':>7}  {'time':>8}  run", flush=True)
+    left_s = 0.0
+    for name, run in runs.items():
+        config, folder = config_of(run), root / name
+        left, state = config.steps, ""
+        if has_finished(folder):
+            left, state = 0, " (finished)"
+        elif has_begun(folder):
+            left = config.steps - int(read_status(folder).get("step", 0))
+            state = f" (goes on at step {config.steps - left})"
+        seconds = left * plan_of(config, run.ranks).step_seconds if left else 0.0
+        left_s += seconds
+        of = ",".join(map(str, numbers[name]))
+        print(f"{of:>12} {run.ranks:>5} {left:>7}  {clock(seconds):>8}  {folder}{state}", flush=True)
+    print(
+        f"{quantity(len(runs), 'run')}, {clock(left_s)} of steps by the planner, one run after the other; starts and "
+        "validations come on top"
+    )

@@ -1,0 +1,136 @@
+"""The paper's figures, 5 to 8: which runs each takes, and what is said of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lab.figures.figure import Arm, Figure, Results, Scale, losses_and_dice
+from lab.figures.verdicts import best_of, coincide, differ, first_to_reach, highest
+
+from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS
+from seqpar.report.diagrams import Diagram, over_steps
+
+DEBUG = dict(
+    mode="gather", attention="gather-kv", decoder="plain", output_bias=False, augment="none", epochs=3, iterations=8
+)
+LAPTOP = dict(
+    mode="gather", attention="gather-kv", decoder="plain", output_bias=False, epochs=10, iterations=30, val_every=2
+)
+SCALES = {
+    "debug": Scale("debug", {**DEBUG, "val_every": 1, "val_cases": 1, "val_overlap": 0.0}),
+    "laptop": Scale("laptop", {**LAPTOP, "val_cases": 2, "val_overlap": 0.25}),
+    "paper": Scale("paper", {"val_every": 10}, groups=8),  # a node of Frontier where nobody shares a tile
+}
+LARGER_TILE: dict[str, dict[str, Any]] = {  # ordered chunks of it are boxes on 4 ranks, which nogather needs
+    "debug": {"tile": (64, 32, 32)},
+    "laptop": {"tile": (64, 64, 64), "epochs": 5, "val_every": 1},
+    "paper": {"tile": (128, 128, 128), "batch": 16},
+}
+EXACT: dict[str, dict[str, Any]] = {
+    "debug": {"precision": "fp64"},
+    "laptop": {
+        "precision": "fp64",
+        "lr": 5e-4,
+        "epochs": 5,
+        "iterations": 10,
+        "val_every": 1,
+    },  # rounding grows by step
+    "paper": {"batch": 32},
+}
+NO_GATHER: dict[str, dict[str, Any]] = {
+    **EXACT,
+    "laptop": {"precision": "fp64", "epochs": 5, "iterations": 20, "val_every": 1},
+}
+
+
+def sizes(*numbers: int, **settings: Any) -> tuple[Arm, ...]:
+    """Returns an arm for each size of the sequence group; one rank alone has the same network in every mode."""
+    return tuple(Arm(f"SeqPar {n}", {"seqpar": n, **(settings if n > 1 else {})}) for n in numbers)
+
+
+def all_coincide(subject: str) -> Callable[[Results], list[str]]:
+    """Returns the judge of arms that all compute the same."""
+
+    def judge(results: Results) -> list[str]:
+        return [coincide(subject, name, results.curves(name), results.tolerance) for name in QUANTITIES]
+
+    return judge
+
+
+def judge_no_gather(results: Results) -> list[str]:
+    """Returns how each size without a gather differs from one process."""
+    lines = []
+    for name in QUANTITIES:
+        reference, *others = results.curves(name)
+        lines += [differ("No-Gather", name, reference, other) for other in others]
+    return lines
+
+
+def judge_splits(results: Results) -> list[str]:
+    """Returns whether the split matters: with a gather it does not, without one it may."""
+    gather, no_gather = ("Gather spatial", "Gather ordered"), ("No-Gather spatial", "No-Gather ordered")
+    lines = [
+        coincide("Splits", name, results.curves(name, "SeqPar 1", *gather), results.tolerance) for name in QUANTITIES
+    ]
+    for name in QUANTITIES:
+        lines.append(differ("Splits", name, *results.curves(name, *no_gather)))
+    return [*lines, differ("Splits", TRAIN_LOSS, *results.curves(TRAIN_LOSS, "SeqPar 1", no_gather[0]))]
+
+
+def judge_patches(results: Results) -> list[str]:
+    """Returns which patch is ahead at equal steps and at equal time."""
+    dice = results.curves(DICE)
+    coarse, *finer = dice
+    lines = [highest("Patches", DICE, dice), *(differ("Patches", DICE, coarse, other) for other in finer)]
+    return [*lines, first_to_reach("Patches", DICE, dice, best_of(coarse))]
+
+
+def dice_over_time_too(results: Results) -> list[Diagram]:
+    """Returns the usual diagrams, and Dice over the seconds of training."""
+    return [*losses_and_dice(results), over_steps(DICE, "seconds", results.curves(DICE))]
+
+
+PAPER_FIGURES = (
+    Figure(
+        5,
+        "Gather: training on 1, 2 and 4 ranks a tile",
+        "losses and Dice of SeqPar 1, 2, 4 in mode gather, which coincide",
+        sizes(1, 2, 4, mode="gather"),
+        all_coincide("Gather"),
+        EXACT,
+    ),
+    Figure(
+        6,
+        "No-Gather: each rank decodes its own part",
+        "the same in mode nogather, whose training loss is another one",
+        sizes(1, 2, 4, mode="nogather"),
+        judge_no_gather,
+        NO_GATHER,
+    ),
+    Figure(
+        7,
+        "Ordered and spatial splitting at the larger tile, SeqPar 4",
+        "ordered against spatial splits with 4 ranks a tile, with and without a gather",
+        (
+            Arm("SeqPar 1", {"seqpar": 1}),
+            *(
+                Arm(f"{label} {split}", {"seqpar": 4, "mode": mode, "split": split})
+                for label, mode in (("Gather", "gather"), ("No-Gather", "nogather"))
+                for split in ("spatial", "ordered")
+            ),
+        ),
+        judge_splits,
+        LARGER_TILE,
+    ),
+    Figure(
+        8,
+        "Long sequences: patches of 16, 8 and 4",
+        "losses and Dice of patch 16, 8 and 4, Dice over steps and over time of training",
+        (
+            Arm("patch 16", {"patch": (16, 16, 16), "seqpar": 1}, {"paper": {"batch": 32}}),
+            Arm("patch 8", {"patch": (8, 8, 8), "seqpar": 2}, {"paper": {"seqpar": 4}}),
+            Arm("patch 4", {"patch": (4, 4, 4), "seqpar": 2}, {"paper": {"seqpar": 4, "batch": 1}}),
+        ),
+        judge_patches,
+        draw=dice_over_time_too,
+    ),
+)

@@ -1,0 +1,90 @@
+"""Two ranks against one process: started as a program of its own, which starts both ranks itself.
+
+Each rank computes the reference alone; the first one writes all errors to a file.
+"""
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from seqpar.acceptance.small_networks import VIT, small_networks, step_of
+from seqpar.cluster import exit_codes
+from seqpar.cluster.arithmetic import set_arithmetic
+from seqpar.cluster.start_ranks import die_with_parent, run_local
+from seqpar.data.files import write_json
+from seqpar.parallel.collectives import all_gather, exchange_rows
+from seqpar.parallel.consensus import gather_texts
+from seqpar.parallel.launcher import read_launcher
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.parallel.rendezvous import start
+from seqpar.settings.config import Config
+
+RANKS = 2
+MODES, STRATEGIES = ("gather", "halo", "swap"), ("gather-kv", "gather-x", "ulysses")
+DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+def cases() -> dict[str, Config]:
+    """Returns a config of every mode with every strategy, and of every other network in the mode halo."""
+    vit = replace(VIT, decoder="unetr", seqpar=RANKS)
+    every = {f"{mode}, {name}": replace(vit, mode=mode, attention=name) for mode in MODES for name in STRATEGIES}
+    others = {name: config for name, config in small_networks().items() if name != "vit, unetr"}
+    return every | {f"halo, {name}": replace(config, mode="halo", seqpar=RANKS) for name, config in others.items()}
+
+
+def errors_of_modes(mesh: Mesh) -> dict[str, float]:
+    """Returns how far loss and gradients of each case are from one process, in float64."""
+    errors = {}
+    for name, config in cases().items():
+        alone = replace(config, seqpar=1, mode="gather", attention="auto")
+        exact = step_of(alone, Group("seq"), mesh.device, torch.float64)
+        errors[name] = step_of(config, mesh.seq, mesh.device, torch.float64).error(exact)
+    return errors
+
+
+def wrong_types(mesh: Mesh) -> dict[str, int]:
+    """Returns for each type how many of the numbers that it sends to all ranks, or in turn, arrive changed."""
+    wrong = {}
+    for dtype in DTYPES:
+        rows = [(torch.arange(12).view(RANKS, 6) % 5 + rank).to(mesh.device, dtype) for rank in range(RANKS)]
+        mine, ones = rows[mesh.seq.index], [1] * RANKS
+        whole = all_gather(mine, mesh.seq, 0, [RANKS] * RANKS)
+        turned = exchange_rows(mine, mesh.seq, ones, ones)
+        pairs = (whole, torch.cat(rows)), (turned, torch.stack([row[mesh.seq.index] for row in rows]))
+        wrong[str(dtype).removeprefix("torch.")] = sum(int((a != b).sum()) for a, b in pairs)
+    return wrong
+
+
+def act(arguments: Sequence[str]) -> int:
+    """Starts both ranks, or is one of them."""
+    die_with_parent()
+    parser = argparse.ArgumentParser("seqpar-acceptance")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--time-limit", type=float, required=True)
+    options = parser.parse_args(list(arguments))
+    if read_launcher(os.environ).world == 1:
+        return run_local(RANKS, ["-m", "seqpar.acceptance.on_ranks", *arguments])
+    clock = threading.Timer(options.time_limit, os._exit, (exit_codes.FAULT,))
+    clock.daemon = True
+    clock.start()
+    set_arithmetic("fp64")
+    with start(RANKS, device=options.device, timeout_s=options.time_limit) as mesh:
+        results = {"modes": errors_of_modes(mesh), "types": wrong_types(mesh)}
+        gather_texts("done", mesh.world)
+        if mesh.is_first:
+            write_json(options.json, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_codes.run(act))

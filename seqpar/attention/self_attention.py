@@ -1,0 +1,105 @@
+"""Multi-head self-attention of tokens that are spread over a group, by one of several strategies, all exact.
+
+``windows`` has attention among near tokens instead of all.
+
+Legend: b batch, n tokens, e embedding, a heads, f features per head; ``n/s`` is this rank's share of the tokens.
+
+``strategies`` names the strategies, ``cost_model`` says what each sends and holds; ``head_exchange`` and
+``token_gather`` carry them out. Nothing of whole-sequence size is held for the backward unless ``keep_kv`` asks for it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from seqpar.attention.head_exchange import exchange_heads
+from seqpar.attention.partition import Rotary
+from seqpar.attention.strategies import Strategy
+from seqpar.attention.token_gather import gather_x
+from seqpar.attention.window_attention import Windows, attend_in_windows
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.meta_tensors import autocast_dtype
+from seqpar.parallel.tables import table
+
+__all__ = ["Attention", "Rotary"]
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention of the tokens of all ranks, computed for this rank's queries.
+
+    Keys have no bias: softmax does not see it, its gradient is zero, and Adam would amplify that zero's noise.
+
+    - ``qkv_bias``: whether queries and values have one
+    - ``norm_eps``: epsilon of a LayerNorm over the joined heads, before the projection; None: no such norm
+    - ``strategy``: how attention crosses ranks; None: gather-kv
+    - ``keep_kv``: hold what was gathered until the backward
+    - ``heads_per_chunk``: heads that are attended at a time; None: by size
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        qkv_bias: bool = True,
+        norm_eps: float | None = None,
+        group: Group | None = None,
+        strategy: Strategy | None = None,
+        keep_kv: bool = False,
+        heads_per_chunk: int | None = None,
+    ) -> None:
+        super().__init__()
+        if embed_dim % num_heads:
+            fits = [h for h in range(1, embed_dim + 1) if embed_dim % h == 0 and h <= 2 * num_heads]
+            raise ValueError(f"--heads {num_heads} does not divide --embed-dim {embed_dim}: use {fits[-3:]}")
+        if heads_per_chunk is not None and not 1 <= heads_per_chunk <= num_heads:
+            raise ValueError(f"--heads-per-chunk {heads_per_chunk}: choose 1 to {num_heads}, or leave it to the size")
+        self.num_heads, self.keep_kv, self.heads_per_chunk = num_heads, keep_kv, heads_per_chunk
+        self.group = group or Group("seq")
+        self.strategy = strategy or Strategy("gather-kv")
+        self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(embed_dim)) if qkv_bias else None
+        self.v_bias = nn.Parameter(torch.zeros(embed_dim)) if qkv_bias else None
+        if self.q_bias is not None:  # here already, so that a step is counted without them, whoever counts first
+            _zeros(embed_dim, self.q_bias.dtype, self.q_bias.device)
+        self.norm = nn.LayerNorm(embed_dim, norm_eps) if norm_eps is not None else nn.Identity()
+        self.proj = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor, spread: Sequence[int] | Windows, rotary: Rotary | None = None) -> Tensor:
+        """Returns the attended tokens ``b n/s e``.
+
+        - ``spread``: the token counts of all ranks, of which each token sees all; or the windows that it sees instead
+        - ``rotary``: rotary positions of this rank's tokens
+        """
+        if isinstance(spread, Windows):
+            attended = attend_in_windows(self._project(x), spread, rotary, self.keep_kv)
+        elif self.strategy.name == "gather-x":
+            attended = self._gather_tokens(x, spread, rotary)
+        else:
+            how = self.strategy.inner, rotary, self.keep_kv, self.heads_per_chunk
+            attended = exchange_heads(self._project(x), self.group, spread, *how)
+        return self.proj(self.norm(rearrange(attended, "b n a f -> b n (a f)")))  # type: ignore[no-any-return]
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Returns queries, keys and values ``b n/s 3 a f``."""
+        bias = None
+        if self.q_bias is not None and self.v_bias is not None:
+            zeros = _zeros(len(self.q_bias), self.q_bias.dtype, self.q_bias.device)
+            bias = torch.cat([self.q_bias, zeros, self.v_bias])
+        return rearrange(F.linear(x, self.qkv.weight, bias), "b n (m a f) -> b n m a f", m=3, a=self.num_heads)
+
+    def _gather_tokens(self, x: Tensor, sizes: Sequence[int], rotary: Rotary | None) -> Tensor:
+        projection = self.qkv.weight, self.q_bias, self.v_bias
+        dtype = autocast_dtype(x)
+        if dtype is not None:  # before the gather, as a linear layer would
+            x = x.to(dtype)
+            projection = tuple(t if t is None else t.to(dtype) for t in projection)  # type: ignore[assignment]
+        return gather_x(x, *projection, self.num_heads, self.group, sizes, rotary, self.keep_kv, self.heads_per_chunk)
+
+
+@table(256)
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns zeros, made once, in the place of a bias."""
+    return torch.zeros(size, dtype=dtype, device=device)

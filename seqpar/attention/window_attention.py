@@ -1,0 +1,225 @@
+"""Attention in windows: each token sees those of its window, which may reach into the boxes of other ranks.
+
+Legend: b batch, n tokens, a heads, f features per head, w d h tokens per direction; ``/s`` is this rank's box of them,
+``+`` the box with all windows that touch it. p windows of one shape along all directions, q this rank's queries of such
+a window, k its keys.
+
+Windows are cubes of a token grid, cut from its first token on; shifted ones half a window later, so that what a border
+parts in one block is together in the next. At the grid's ends they are smaller. A rank fetches keys and values of the
+tokens that its windows have in other boxes, as a convolution fetches its halo, and computes for its own queries. Work,
+memory and messages grow with the tokens, not with their square.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from seqpar.attention.kernels import State, pick
+from seqpar.attention.partition import Rotary
+from seqpar.parallel.halo_exchange import close_windows, open_windows
+from seqpar.parallel.layout import Bounds, Layout
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.row_exchange import Interval
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.halos import Halos
+from seqpar.spatial.receptive_field import Reach
+
+KIND = "windows"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Windows of one shape that follow each other along a direction: this rank's queries of them, and their keys.
+
+    - ``queries``: where they begin in the box, ``keys``: in the box with its windows
+    - ``count``: of windows; ``query_side``, ``key_side``: of one of them
+    """
+
+    queries: int
+    keys: int
+    count: int
+    query_side: int
+    key_side: int
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """The windows that touch a rank's box of tokens, and how their keys and values come there.
+
+    - ``order``: where the box's tokens, in raster order, lie among this rank's; ``back``: the other way round
+    - ``sides``: of the box
+    - ``runs``: by direction
+    """
+
+    group: Group
+    halos: Halos
+    order: Tensor
+    back: Tensor
+    sides: tuple[int, ...]
+    runs: tuple[tuple[Run, ...], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, group: Group, side: int, is_shifted: bool, device: torch.device) -> "Windows":
+        """Returns the windows of ``side`` tokens per direction, which a layout makes once for a device."""
+        key = "windows", group.index, side, is_shifted, device
+        return layout.once(key, lambda: cls._make(layout, group, side, is_shifted, device))
+
+    @classmethod
+    def _make(cls, layout: Layout, group: Group, side: int, is_shifted: bool, device: torch.device) -> "Windows":
+        grid = BoxGrid(layout.voxel_cuts(), group)
+        borders = [window_borders(extent, side, is_shifted) for extent in layout.grid]
+        reaches = [_reach(edges, cut) for edges, cut in zip(grid.edges, borders)]
+        runs = tuple(_runs(box, cut) for box, cut in zip(grid.box, borders))
+        order = layout.token_ids(group.index, device).argsort()
+        return cls(group, Halos.of(grid, reaches), order, order.argsort(), grid.sides, runs)
+
+    def blocks(self) -> list[tuple[Run, ...]]:
+        """Returns the runs of each block of windows of one shape, one run per direction."""
+        return list(itertools.product(*self.runs))
+
+
+def window_borders(extent: int, side: int, is_shifted: bool) -> Bounds:
+    """Returns where windows cut a direction; one that is no longer than a window is not cut."""
+    if extent <= side:
+        return 0, extent
+    return 0, *range(side // 2 if is_shifted else side, extent, side), extent
+
+
+def _reach(edges: Bounds, borders: Bounds) -> Reach:
+    """Returns what each rank needs along a direction: all of the windows that touch its interval."""
+    needed = tuple(_around(interval, borders) for interval in itertools.pairwise(edges))
+    return Reach(edges, needed, len(edges) == 2)
+
+
+def _around(interval: Interval, borders: Bounds) -> Interval:
+    low, high = interval
+    return max(at for at in borders if at <= low), min(at for at in borders if at >= high)
+
+
+def _runs(interval: Interval, borders: Bounds) -> tuple[Run, ...]:
+    """Returns the windows that touch a rank's interval, those that follow each other in one shape together."""
+    first, runs = _around(interval, borders)[0], list[Run]()
+    for low, high in itertools.pairwise(borders):
+        begin, end = max(low, interval[0]), min(high, interval[1])
+        if begin >= end:
+            continue
+        shape, last = (end - begin, high - low), runs[-1] if runs else None
+        if last is not None and shape == (last.query_side, last.key_side):
+            runs[-1] = Run(last.queries, last.keys, last.count + 1, *shape)
+        else:
+            runs.append(Run(begin - interval[0], low - first, 1, *shape))
+    return tuple(runs)
+
+
+def attend_in_windows(qkv: Tensor, windows: Windows, rotary: Rotary | None = None, keep_kv: bool = False) -> Tensor:
+    """Returns softmax(q Kᵀ/√f) V, ``b n/s a f``, for the keys and values of each token's window.
+
+    *forward:* keys and values of windows that reach into other boxes come from there, direction after direction.
+    *backward:* the same again (unless ``keep_kv``); their gradients go back and are added.
+
+    - ``qkv``: this rank's queries, keys and values ``b n/s 3 a f``
+    - ``rotary``: rotary positions of this rank's tokens; ``qkv`` is then rotated in place: nothing else may need it
+    - ``keep_kv``: hold the keys and values that came until the backward
+    """
+    return _WindowAttention.apply(qkv, windows, rotary, keep_kv)  # type: ignore[no-any-return]
+
+
+class _WindowAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, windows: Windows, rotary: Rotary | None, keep_kv: bool) -> Tensor:
+        if rotary is not None:
+            rotary.rotate_(rearrange(qkv[:, :, :2], "b n m a f -> m b a n f"))
+        q, pair = _in_box(qkv, windows)
+        pair = _open(pair, windows)
+        out, states, kernels = torch.empty_like(q), list[State](), []
+        for runs in windows.blocks():
+            queries, keys, values = _block(q, pair, runs)
+            kernels.append(pick(qkv, qkv.shape[-1], keys.shape[2]))
+            attended, state = kernels[-1].forward(queries, keys, values)
+            _part_of(out, runs, of_keys=False).copy_(_as_grid(attended, runs, of_keys=False))
+            states.append(state)
+        result = out.flatten(1, len(windows.sides)).index_select(1, windows.back)
+        ctx.options = windows, rotary, kernels, [len(state) for state in states], keep_kv
+        ctx.save_for_backward(qkv, result, *([pair] if keep_kv else []), *(t for state in states for t in state))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        windows, rotary, kernels, counts, keep_kv = ctx.options
+        qkv, result, *saved = ctx.saved_tensors
+        assert grad.shape == result.shape, (grad.shape, result.shape)
+        q, pair = _in_box(qkv, windows)
+        pair = saved.pop(0) if keep_kv else _open(pair, windows)
+        out, grad_out = (t.index_select(1, windows.order).unflatten(1, windows.sides) for t in (result, grad))
+        dq, dpair, states = torch.empty_like(q), torch.empty_like(pair), iter(saved)
+        for runs, kernel, count in zip(windows.blocks(), kernels, counts):
+            state = tuple(next(states) for _ in range(count))
+            queries, keys, values = _block(q, pair, runs)
+            outer, inner = (_as_rows(_part_of(t, runs, of_keys=False), runs, of_keys=False) for t in (grad_out, out))
+            gradients = kernel.backward(outer, queries, keys, values, inner, state)
+            _part_of(dq, runs, of_keys=False).copy_(_as_grid(gradients[0], runs, of_keys=False))
+            for number, each in enumerate(gradients[1:]):
+                _part_of(dpair, runs, of_keys=True)[..., number, :, :].copy_(_as_grid(each, runs, of_keys=True))
+        dpair = close_windows(dpair[:, None], windows.group, windows.halos.plans, KIND)[:, 0]
+        together = torch.cat([dq.unsqueeze(-3), dpair], -3)  # b w/s d/s h/s 3 a f
+        dqkv = together.flatten(1, len(windows.sides)).index_select(1, windows.back)
+        if rotary is not None:
+            rotary.rotate_(rearrange(dqkv[:, :, :2], "b n m a f -> m b a n f"), back=True)
+        return dqkv, None, None, None
+
+
+def _in_box(qkv: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
+    """Returns the box's queries ``b w/s d/s h/s a f``, and its keys and values ``b w/s d/s h/s 2 a f``."""
+    box = qkv.index_select(1, windows.order).unflatten(1, windows.sides)
+    return box[..., 0, :, :], box[..., 1:, :, :]
+
+
+def _open(pair: Tensor, windows: Windows) -> Tensor:
+    """Returns keys and values ``b w+ d+ h+ 2 a f`` of all windows that touch the box."""
+    return open_windows(pair[:, None], windows.group, windows.halos.plans, KIND)[:, 0]
+
+
+def _part_of(grid: Tensor, runs: Sequence[Run], of_keys: bool) -> Tensor:
+    """Returns the part of a grid ``b w d h ...`` that a block of windows has of it, a view."""
+    for at, run in enumerate(runs):
+        begin, side = (run.keys, run.key_side) if of_keys else (run.queries, run.query_side)
+        grid = grid.narrow(1 + at, begin, run.count * side)
+    return grid
+
+
+def _as_rows(part: Tensor, runs: Sequence[Run], of_keys: bool) -> Tensor:
+    """Returns the windows ``(b p) a m f`` of a part ``b w d h a f``; m: tokens of a window."""
+    count = len(runs)
+    for at in reversed(range(count)):
+        side = runs[at].key_side if of_keys else runs[at].query_side
+        part = part.unflatten(1 + at, (runs[at].count, side))
+    order = [*range(1, 2 * count, 2), 1 + 2 * count, *range(2, 1 + 2 * count, 2), 2 + 2 * count]
+    windows = part.permute(0, *order)  # b p p p a w d h f
+    return windows.flatten(2 + count, 1 + 2 * count).flatten(0, count)
+
+
+def _as_grid(rows: Tensor, runs: Sequence[Run], of_keys: bool) -> Tensor:
+    """Returns the part ``b w d h a f`` of windows ``(b p) a m f``, the inverse of ``_as_rows``."""
+    count, counts = len(runs), [run.count for run in runs]
+    sides = [run.key_side if of_keys else run.query_side for run in runs]
+    x = rows.unflatten(2, sides).unflatten(0, (-1, *counts))  # b p p p a w d h f
+    order = [dim for at in range(count) for dim in (1 + at, 2 + count + at)]
+    x = x.permute(0, *order, 1 + count, 2 + 2 * count)
+    for at in range(count):
+        x = x.flatten(1 + at, 2 + at)
+    return x
+
+
+def _block(q: Tensor, pair: Tensor, runs: Sequence[Run]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the queries ``(b p) a q f``, keys and values ``(b p) a k f`` of a block of windows."""
+    keys, values = _part_of(pair, runs, of_keys=True).unbind(-3)
+    queries = _as_rows(_part_of(q, runs, of_keys=False), runs, of_keys=False)
+    return queries, _as_rows(keys, runs, of_keys=True), _as_rows(values, runs, of_keys=True)

@@ -1,0 +1,61 @@
+"""Packs a trained run into one file to hand on: ``python launch/export.py RUN OUT.zip``.
+
+``OUT.pth`` has the encoder of a Primus, pretrained or trained, for nnU-Net to train on.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from seqpar.cluster.exit_codes import run
+from seqpar.display import coloured
+from seqpar.next_command import next_command
+from seqpar.runs.archive import write_archive
+from seqpar.runs.run_folder import read_config, read_windows
+from seqpar.runs.stale_status import warn_if_killed
+from seqpar.runs.trained_run import find_weights, load_run, read_run
+from seqpar.settings.command_line import Parser
+from seqpar.weights.nnssl import other_normalisation, write_pretrained
+
+
+def act(arguments: Sequence[str]) -> int:
+    """Writes the file and prints what is in it; returns exit code 0."""
+    parser = Parser("export", description="Packs a trained run into one file.")
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run folder that train wrote")
+    add("out", type=Path, metavar="OUT", help="file to write: OUT.zip, which predict takes in the place of a run "
+        "folder; or OUT.pth, the encoder of a Primus, which nnU-Net trains on as a pretraining of nnssl's")  # fmt: skip
+    add("--checkpoint", default="best", metavar="WHICH", help="best (default), latest or a file of the run's weights")
+    add("--licence", default="not stated", metavar="TEXT", help="licence of the weights, such as CC-BY-4.0")
+    options = parser.parse_args(list(arguments))
+    if options.out.suffix not in (".zip", ".pth"):
+        raise ValueError(
+            f"{options.out}: an archive is a zip file, weights for nnU-Net a pth file; name it {options.out.name}.zip"
+        )
+    warn_if_killed(options.run)
+    trained = read_run(options.run)
+    weights = find_weights(trained, options.checkpoint)
+    net = load_run(options.run, str(weights))  # weights of another network would be found out by its user
+    if options.out.suffix == ".pth":
+        schemes = trained.recipe.schemes
+        name = write_pretrained(options.out, net, trained.recipe.spacing, schemes, options.licence)
+        print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, {name}, licence: {options.licence}")
+        if line := other_normalisation(schemes):
+            print(line, file=sys.stderr)
+        print(f"next: nnUNetv2_preprocess_like_nnssl -d DATASET -n NAME -pc {options.out}")
+        return 0
+    windows, whole_grid = read_windows(options.run)
+    about = write_archive(options.out, read_config(options.run), weights, options.licence, windows, whole_grid)
+    size = options.out.stat().st_size / 1e6
+    print(f"{options.out}: {size:.1f} MB, weights {about['checkpoint']}, licence: {about['licence']}")
+    print(coloured(f"next: {next_command('predict', options.out, '-i', 'IMAGES', '-o', 'PREDICTIONS')}", sys.stdout))
+    return 0
+
+
+def main() -> None:
+    """Ends the process with the act's exit code."""
+    sys.exit(run(act))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Writes a phantom data set: ``python launch/phantom.py --cases 24 --out DIR``."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from seqpar.cluster.exit_codes import run
+from seqpar.data.phantom.kinds import KINDS
+from seqpar.data.phantom.phantom_files import LAYOUTS, PhantomSettings, write_phantom
+from seqpar.display import coloured
+from seqpar.next_command import next_command
+from seqpar.progress_bar import ProgressBar
+from seqpar.quantity import quantity
+from seqpar.settings.command_line import Parser
+
+
+def act(arguments: Sequence[str]) -> int:
+    """Writes the cases; returns exit code 0."""
+    parser = Parser("phantom", description="Writes a data set of phantoms, to try things out.")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write the data set to")
+    parser.add_argument("--cases", type=int, default=24, metavar="CASES", help="number of patients (%(default)s)")
+    parser.add_argument("--kind", choices=list(KINDS), default="brain", help="; ".join(_line(k) for k in KINDS))
+    parser.add_argument("--layout", choices=LAYOUTS, help="names of folders and files (as the kind has them)")
+    parser.add_argument(
+        "--size",
+        type=int,
+        nargs=3,
+        metavar=("W", "D", "H"),
+        help="voxels per direction; the field of view stays the same (as the kind says)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="NUMBER", help="seed of the random patients (%(default)s)"
+    )
+    workers = min(4, os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, default=workers, metavar="PROCESSES", help="processes (%(default)s)")
+    options = parser.parse_args(arguments)
+    settings = PhantomSettings.of(options.kind, options.layout, options.size and tuple(options.size), options.seed)
+    root = write_phantom(options.out, options.cases, settings, options.workers, ProgressBar("phantom"))
+    print(f"{quantity(options.cases, 'case')} in {root}")
+    task = ["--task", "classify"] if KINDS[options.kind].class_of else []
+    print(coloured(f"next: {next_command('train', *task, '--data', root)}", sys.stdout))
+    return 0
+
+
+def _line(kind: str) -> str:
+    """Returns what a kind shows, for --help."""
+    about = KINDS[kind]
+    return f"{kind}: {about.description}, {'x'.join(map(str, about.size))} voxels"
+
+
+def main() -> None:
+    sys.exit(run(act))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Plans a run before it is queued: ``python launch/plan.py --tile 128 --patch 4 --preset paper``.
+
+Prints memory, bytes sent, time and MFU for groups of 1 to 64 ranks, and the command line of the smallest that fits.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from seqpar.cluster import exit_codes
+from seqpar.cluster.cpu_speed import this_cpu
+from seqpar.cluster.devices import DEVICES, GB, Device, device_here, measured
+from seqpar.models.build import NETWORK_NAMES, kind_of, refuse_unknown
+from seqpar.planner.answer import answer, columns, header, print_rows
+from seqpar.planner.fit import plans, smallest, usual_sizes
+from seqpar.planner.needs import Run
+from seqpar.planner.other_ways import print_other_ways
+from seqpar.planner.pipe_answer import print_pipe
+from seqpar.planner.preset_from_data import plan_from_data
+from seqpar.planner.tile_size import print_largest
+from seqpar.prediction.prediction_plan import print_prediction
+from seqpar.settings.command_line import Parser, parse, ranks_or_auto, refuse_idle, shortened_warmup
+from seqpar.settings.config import AUTO, Config, dashed
+from seqpar.settings.presets import start_of_auto
+from seqpar.tasks.tasks import task_of
+from seqpar.training.open_settings import sized
+from seqpar.weights.nnunet_settings import with_plans
+
+
+def act(arguments: Sequence[str]) -> int:
+    """Prints the plan and returns 0; raises where no group fits."""
+    parser = _parser()
+    own, rest = parser.parse_known_args(list(arguments))
+    on_gpu = own.device != "cpu"
+    preset, config, flags = parse(rest, "paper", NETWORK_NAMES, tuple(parser._option_string_actions), on_gpu)
+    if "curriculum" in flags:
+        raise ValueError("--curriculum: plan each lesson by itself, with --tile; train --dry-run plans all of them")
+    _refuse_with_pipe(own, config)
+    # a preset's lessons are left out
+    config = replace(config, curriculum="", pipe=1 if own.pipe is None else own.pipe or 2)
+    config = with_plans(config, flags)
+    refuse_unknown(config, flags)
+    refuse_idle(config, flags - {"measured"})  # seconds are planned with it in any case
+    config, warmup = shortened_warmup(config, flags)
+    device = _device(own, config)
+    if preset == "auto":
+        preset, config = start_of_auto(on_gpu), _planned_from_data(own, config, flags, device)
+    config, own.channels, own.classes = sized(config, tuple(own.volume or ()), own.channels, own.classes)
+    sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else usual_sizes(device.node)
+    sizes = [size for size in sizes if size <= (own.ranks or size)]
+    if own.predict:
+        return print_prediction(config, own.volume or (), device, sizes, own.channels, own.classes)
+    tile = tuple(own.volume or config.tile)
+    unit = kind_of(replace(config, tile=tile)).unit(replace(config, tile=tile))
+    config = replace(config, tile=tuple(math.ceil(side / step) * step for side, step in zip(tile, unit)))
+    fixed = {name: getattr(config, name) for name in flags & {"batch", "accumulate"}}
+    run = Run(config, device, own.channels, own.classes, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)
+    if own.largest_tile:
+        return print_largest(run, sizes)
+    if config.pipe > 1:
+        return print_pipe(run, own.pipe, preset, tile)
+    print("\n".join(filter(None, [header(run, preset, tile), warmup, columns()])), flush=True)
+    rows = print_rows(plans(run, sizes))
+    if best := smallest(rows):
+        print("\n".join(["", *answer(run, best, rows, preset)]))
+        return 0
+    return print_other_ways(run, sizes, rows, flags, preset)
+
+
+def _refuse_with_pipe(own: argparse.Namespace, config: Config) -> None:
+    """Refuses what a plan of stages does not answer."""
+    for name in ("predict", "largest_tile"):
+        if own.pipe is not None and getattr(own, name):
+            raise ValueError(f"--{dashed(name)} with --pipe: it knows no stages: leave one of both out")
+    if own.pipe is not None and config.seqpar == AUTO:
+        raise ValueError("--seqpar auto with --pipe: stages are planned for one size: give --seqpar a number")
+
+
+def _planned_from_data(own: argparse.Namespace, config: Config, flags: set[str], device: Device) -> Config:
+    """Returns the config of --preset auto for --data, after saying why; its channels and classes are the data's."""
+    if typed := [name for name in ("channels", "classes") if getattr(own, name) is not None]:
+        raise ValueError(f"--{typed[0]} would do nothing: --preset auto takes it from --data: leave it out")
+    fingerprint = task_of(config).look_at(config)
+    own.channels, own.classes = len(fingerprint.modalities), len(fingerprint.outputs(config.targets))
+    config, why = plan_from_data(config, flags, fingerprint, device, own.ranks or config.group_ranks)
+    print("\n".join(line for lines in why.values() for line in lines), end="\n\n", flush=True)
+    return config
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = str(__doc__).partition("\n\n")[2]
+    parser = Parser("plan", description=about, epilog="All flags of train are taken as well: seqpar-train --help.")
+    device = "device to plan for (default: this machine's GPU, else mi250x); cpu: this machine, measured for seconds"
+    parser.add_argument("--device", choices=[*DEVICES, "cpu"], help=device)
+    memory = "memory of a rank, in 10^9 bytes (default: the device's)"
+    parser.add_argument("--memory", type=float, metavar="GB", help=memory)
+    volume = "sides of a whole volume to take as the tile, in voxels (default: --tile)"
+    parser.add_argument("--volume", type=int, nargs=3, metavar=("W", "D", "H"), help=volume)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--largest-tile", action="store_true", help="say only how large a cube 1, 2, 4, 8 ranks train")
+    pipe = "ranks over which the network's layers are spread: compares all placements; auto: the fewest that fit"
+    parser.add_argument("--pipe", type=ranks_or_auto, metavar="RANKS", help=pipe)
+    predict = "plan prediction of --volume instead of training: by windows of --tile, and in a whole pass"
+    kind.add_argument("--predict", action="store_true", help=predict)
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument("--ranks", type=int, metavar="RANKS", help="ranks of the run (default: those of its groups)")
+    groups = "sequence groups of the run, as many at every size, so that more ranks share a tile (default: 1)"
+    ranks.add_argument("--groups", type=int, metavar="GROUPS", help=groups)
+    node = "ranks on a node (default: 8; cpu: all)"
+    parser.add_argument("--node", type=int, metavar="RANKS", help=node)
+    parser.add_argument("--channels", type=int, metavar="CHANNELS", help="of the images (default: 4)")
+    parser.add_argument("--classes", type=int, metavar="CLASSES", help="classes, background included (default: 4)")
+    return parser
+
+
+def _device(own: argparse.Namespace, config: Config) -> Device:
+    for name in ("ranks", "groups", "node", "channels", "classes", "memory", "volume"):
+        value = getattr(own, name)
+        values = value if isinstance(value, list) else [value]
+        if value is not None and not 1 <= min(values) < math.inf:
+            raise ValueError(f"--{name} {' '.join(map(str, values))}: it must be at least 1")
+    name = own.device or ("" if torch.cuda.is_available() else "mi250x")
+    if name == "cpu":
+        device = this_cpu(config.precision)
+    else:
+        device = DEVICES[name] if name else device_here()
+    if config.measured:
+        device = measured(config.measured, device, config.precision)
+    if own.memory:
+        device = replace(device, memory=own.memory * GB, source=f"{device.source}; --memory {own.memory:g}")
+    device = replace(device, node=own.node) if own.node else device
+    if own.ranks and own.ranks > device.node and own.ranks % device.node:
+        fits = own.ranks // device.node * device.node
+        raise ValueError(
+            f"--ranks {own.ranks} do not fill nodes of {device.node}: plan for {fits} or {fits + device.node}, or say "
+            "with --node how many a node has"
+        )
+    return device
+
+
+def main() -> None:
+    sys.exit(exit_codes.run(act))
+
+
+if __name__ == "__main__":
+    main()

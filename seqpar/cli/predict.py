@@ -1,0 +1,147 @@
+"""Predicts with a trained run: ``torchrun launch/predict.py RUN -i IMAGES -o FOLDER``."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from seqpar.cluster import exit_codes
+from seqpar.cluster.arithmetic import set_arithmetic
+from seqpar.cluster.devices import device_here
+from seqpar.cluster.start_ranks import die_with_parent, start_missing_ranks
+from seqpar.decoders.modes.choose import MODES
+from seqpar.models.classifier import WAYS
+from seqpar.parallel.launcher import read_launcher
+from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.rendezvous import start
+from seqpar.prediction.group_size import fitting_seqpar
+from seqpar.prediction.predictor import Settings
+from seqpar.prediction.run_average import Member, distinct
+from seqpar.prediction.windows import DIRECTIONS, WEIGHTS, WINDOWS, mirrored_dims
+from seqpar.report.class_pictures import draw_evidence
+from seqpar.runs.fold_folder import expanded
+from seqpar.runs.open_run import open_run
+from seqpar.runs.run_folder import tested_cases
+from seqpar.runs.stale_status import warn_if_killed
+from seqpar.runs.trained_run import Run
+from seqpar.settings.command_line import Parser
+from seqpar.settings.config import DEVICE_KINDS
+from seqpar.tasks.predict_by_task import Explanation, predict, refuse_runs
+from seqpar.tasks.segment.prediction import Request
+
+
+def act(arguments: Sequence[str]) -> int:
+    """Returns the exit code: 0, or 3 if a case could not be predicted; raises what the user has to correct."""
+    die_with_parent()
+    options = _parser().parse_args(list(arguments))
+    options.run = expanded(options.run)
+    launcher = read_launcher(os.environ)
+    if launcher.rank == 0:
+        warn_if_killed(*options.run)
+    request, members = _request(options), _members(options)
+    if options.seqpar > launcher.world:
+        return start_missing_ranks(options.seqpar, __file__, arguments, launcher)
+    memory = device_here(options.device).of(launcher.world).memory
+    seqpar, line = (options.seqpar, "") if options.seqpar else fitting_seqpar(members, launcher.world, memory)
+    if line and launcher.rank == 0:
+        print(line, flush=True)
+    set_arithmetic("tf32" if all(member.settings.precision == "tf32" for member in members) else "fp32")
+    with start(seqpar, device=options.device) as mesh:
+        try:
+            explanation = Explanation(draw_evidence, options.explain_by)
+            faults = predict(request, members, mesh, explanation if options.explain or options.explain_by else None)
+        except Exception as error:
+            return _exit_code(error, mesh)
+    return exit_codes.DATA if faults else 0
+
+
+def _exit_code(error: Exception, mesh: Mesh) -> int:
+    """Returns the exit code of an error that all ranks raise alike; on any other error ends this process at once.
+
+    The other ranks may be waiting for this one in a collective, so it must not wait for them.
+    """
+    code, on_all_ranks = exit_codes.code_of(error), isinstance(error, ValueError)
+    if mesh.world.size == 1 or code is None:
+        raise error
+    if mesh.is_first or not on_all_ranks:
+        exit_codes.report(f"{error}" if on_all_ranks else f"rank {mesh.world.index}: {error}")
+    if not on_all_ranks:
+        os._exit(code)
+    return code
+
+
+def _request(options: argparse.Namespace) -> Request:
+    same = {name: getattr(options, name) for name in ("output", "mode", "probabilities", "statistics", "resume")}
+    only = tested_cases(*options.run) if options.test_part else None
+    return Request(inputs=tuple(options.input), only=only, **same)
+
+
+def _members(options: argparse.Namespace) -> list[Member]:
+    """Returns the runs with their settings and weights; refuses runs that cannot be averaged."""
+    checkpoints = options.checkpoint or []
+    runs = [open_run(path, checkpoints, options.folds) for path in options.run]
+    refuse_runs(options, runs)
+    if len(runs) > 1 and (files := [name for name in checkpoints if name not in ("best", "latest")]):
+        raise ValueError(f"--checkpoint {files[0]}: a file belongs to one run, and {len(runs)} came: leave it out")
+    return distinct(Member(run, _settings(options, run), run.weights_of(checkpoints)) for run in runs)
+
+
+def _settings(options: argparse.Namespace, run: Run) -> Settings:
+    window = options.window or run.window
+    values = {name: getattr(options, name) for name in ("overlap", "weights", "window_batch")}
+    sliding = {name: value for name, value in values.items() if value is not None}
+    if sliding and window == "whole":
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sliding)
+        whose = "" if options.window else f", which {run.path} found better than sliding windows,"
+        raise ValueError(f"{flags}: a whole pass{whose} has no windows; leave it out, or use --window sliding")
+    mirror = run.mirror if options.mirror is None else mirrored_dims(options.mirror)
+    others = {"min_component": options.min_component, "precision": options.precision or run.config.precision}
+    settings = Settings(window=window, mirror=mirror, force=options.force, **others, **sliding)
+    settings.refuse_for(run)
+    return settings
+
+
+def _parser() -> Parser:
+    parser = Parser("predict", description="Predicts label maps, or classes of cases, with a trained run.")
+    add = parser.add_argument
+    add("run", type=Path, nargs="+", metavar="RUN",
+        help="run folder of train, folder of five folds, or archive of export; several are averaged")  # fmt: skip
+    add("-i", "--input", nargs="+", required=True, metavar="PATH", help="data set, folder or list of images, or files")
+    add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write to")
+    add("--test-part", action="store_true", help="predict only the cases that the run kept for tests")
+    add("--folds", nargs="+", default=[], metavar="FOLD", help="folds of nnU-Net's to average (default: all there are)")
+    add("--checkpoint", nargs="+", action="extend", metavar="WHICH",
+        help="best (default), latest or a file of weights; several are an ensemble: mean of logits")  # fmt: skip
+    add("--window", choices=WINDOWS,
+        help="windows of the training tile, or one pass (default: what validation found better)")  # fmt: skip
+    add("--force", action="store_true", help="predict whole volumes by networks of nnU-Net's all the same")
+    add("--overlap", type=float, metavar="SHARE", help="share of a window that the next one overlaps (default 0.5)")
+    add("--weights", choices=WEIGHTS, help="weights of a window's voxels in the mean over windows (default gaussian)")
+    add("--window-batch", type=int, metavar="WINDOWS", help="windows that a group predicts at once (default 1)")
+    add("--mirror", nargs="*", choices=[*DIRECTIONS, "none"],
+        help="average over flips along these directions, all three if none is named (default: none; networks of "
+        "nnU-Net's: all that training flipped)")  # fmt: skip
+    add("--probabilities", action="store_true", help="also write a volume of probabilities per network output")
+    add("--statistics", action="store_true", help="also write statistics.csv: ml and mean intensity per case and class")
+    add("--explain", action="store_true", help="classes: write where each case's is seen, as map and picture")
+    add("--explain-by", choices=WAYS, default="", help="the same, and how (default: resattnet hirescam, vit "
+        "gradient-x-input)")  # fmt: skip
+    add("--min-component", default="0", metavar="SIZE",
+        help="remove connected components below this size: 50 (mm3) or 20voxels (default 0: keep all)")  # fmt: skip
+    add("--continue", action="store_true", dest="resume", help="skip the cases that are already predicted")
+    add("--seqpar", type=int, default=0, metavar="RANKS",
+        help="ranks that share a window, started if need be (default: as in training; whole volume: all)")  # fmt: skip
+    add("--mode", choices=MODES, default="",
+        help="how ranks decode a window that they share (default: the mode that needs the least memory)")  # fmt: skip
+    add("--precision", choices=("fp32", "tf32", "bf16"), help="arithmetic of the networks (default: as in training)")
+    add("--device", choices=DEVICE_KINDS, default="auto", help="device to predict on (default auto)")
+    return parser
+
+
+def main() -> None:
+    sys.exit(exit_codes.run(act))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Prepares a data set for training: ``python launch/prepare.py DATA [--out CACHE]``."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from seqpar.cluster.exit_codes import DATA, run
+from seqpar.data.errors import DataError
+from seqpar.data.formats.class_lists import read_class_dataset
+from seqpar.data.formats.dataset import Dataset
+from seqpar.data.formats.joined_labels import join_labels
+from seqpar.data.formats.recognise import recognise
+from seqpar.data.preparation.cache import check_cache
+from seqpar.data.preparation.cache_index import is_current
+from seqpar.data.preparation.cache_place import cache_folder, outdated_cache
+from seqpar.data.preparation.prepare_dataset import Report, prepare
+from seqpar.data.preparation.recipe import BY_NAME, NORMALISATIONS, PrepareSettings
+from seqpar.data.preparation.source_check import check_sources
+from seqpar.display import coloured
+from seqpar.next_command import next_command
+from seqpar.progress_bar import ProgressBar
+from seqpar.quantity import quantity
+from seqpar.settings.command_line import Parser
+from seqpar.settings.data_settings import DataSettings
+from seqpar.settings.preparation import prepare_settings
+from seqpar.tasks.pretrain.data import read_images
+
+TASKS = {  # what a training is for: how its data are read, whether they have labels, the command that trains on them
+    "segment": (recognise, True, ["train"]),
+    "classify": (read_class_dataset, True, ["train", "--task", "classify"]),
+    "pretrain": (read_images, False, ["pretrain"]),
+}
+
+
+def act(arguments: Sequence[str]) -> int:
+    """Prepares or checks a data set; returns exit code 0, or 3 if something is wrong."""
+    options = _parser().parse_args(arguments)
+    settings = prepare_settings(
+        DataSettings(
+            spacing=options.spacing,
+            join_labels=options.join_labels,
+            crop_to=tuple(options.crop_to),
+            force=options.force,
+            normalise=options.normalise,
+        )
+    )
+    read, labelled, command = TASKS[options.task]
+    dataset = join_labels(read(options.data), settings.joins)
+    out = cache_folder(dataset, options.out, settings)
+    names = ", ".join(dataset.modalities)
+    print(f"{dataset.name}: {dataset.layout}, {quantity(len(dataset.cases), 'case')}, {names} -> {out}")
+    if line := outdated_cache(dataset.root, out):
+        print(line)
+    if options.check:
+        return _check(dataset, out, settings, options.workers)
+    try:
+        report = prepare(dataset, out, settings, options.workers, ProgressBar("preparing"), labelled=labelled)
+    except KeyboardInterrupt:
+        print(
+            "\ninterrupted; what is finished is kept, and the same command goes on",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 128 + signal.SIGINT
+    _print_report(report)
+    code = _print_faults(report.faults, "data set")
+    if code == 0:
+        more = ["--cache", options.out] if options.out else []
+        more += ["--spacing", options.spacing] if options.spacing != "source" else []
+        more += ["--join-labels", options.join_labels] if options.join_labels else []
+        more += ["--crop-to", *options.crop_to, *["--force"] * options.force] if options.crop_to else []
+        more += ["--normalise", options.normalise] if options.normalise != BY_NAME else []
+        print(coloured(f"next: {next_command(*command, '--data', options.data, *more)}", sys.stdout))
+    return code
+
+
+def _check(dataset: Dataset, out: Path, settings: PrepareSettings, workers: int | None) -> int:
+    """Prints what is wrong with the data set's files and with its cache, if there is one; returns the exit code."""
+    faults = [*dataset.faults, *check_sources(dataset, out, settings, workers, ProgressBar("checking"))]
+    if not out.exists():
+        print(f"{out}: there is no cache yet")
+        return _print_faults(faults, "data set")
+    faults += check_cache(out)
+    if not faults and not is_current(dataset, out, settings):
+        faults = [DataError(out, "is not what the data set and settings are now; run prepare again")]
+    return _print_faults(faults, "data set, and its cache,")
+
+
+def _print_report(report: Report) -> None:
+    """Prints in one line what was done."""
+    without = f", {len(report.empty)} of them without foreground" if report.empty else ""
+    done = f"{len(report.prepared)} prepared, {len(report.kept)} already there{without}"
+    print(f"{done}, {quantity(len(report.faults), 'fault')}")
+
+
+def _print_faults(faults: Sequence[DataError], what: str) -> int:
+    """Prints a line for each fault; returns the exit code."""
+    for fault in faults:
+        print(f"error: {fault}", file=sys.stderr, flush=True)
+    if not faults:
+        print(f"the {what} is in order")
+    return DATA if faults else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("prepare", description="Prepares a data set for training.")
+    parser.add_argument(
+        "--task",
+        choices=list(TASKS),
+        default="segment",
+        help="classify: images with one class each; pretrain: images alone (%(default)s)",
+    )
+    parser.add_argument(
+        "data", metavar="DATA", help="folder of the data set, list of cases (.json), or name or number under nnUNet_raw"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="folder of the cache (default: in $SEQPAR_CACHE if set, else in seqpar-prepared near DATA)",
+    )
+    parser.add_argument(
+        "--spacing", default="source", metavar="MM", help="voxel size: source, median, or R,A,S in mm (default: source)"
+    )
+    add = parser.add_argument
+    add("--join-labels", default="", metavar="NAME=LABELS", help="labels that become one class, as tumour=1,2,3")
+    add("--crop-to", type=int, nargs="+", default=[], metavar="VOXELS", help="three sides to which volumes are cut")
+    add("--force", action="store_true", help="let --crop-to cut off labelled voxels")
+    add("--normalise", choices=NORMALISATIONS, default=BY_NAME, help="how intensities are normalised: by the names of "
+        "modalities, or each over its whole volume (default: by-name)")  # fmt: skip
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="PROCESSES",
+        help="processes; 0: none but this one (default: number of cores, at most 8)",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only read all files, and compare the cache with them; change nothing"
+    )
+    return parser
+
+
+def main() -> None:
+    """Prepares what the command line says and exits with its code."""
+    sys.exit(run(act))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Writes one HTML page about a run, to open and to send, or about several: ``python launch/report.py RUN …``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from seqpar.cluster.exit_codes import DATA, run
+from seqpar.report.record import read_record
+from seqpar.runs.stale_status import warn_if_killed
+from seqpar.runs.sweep_folder import holds_sweep
+from seqpar.scores.summary_files import write_output
+from seqpar.settings.command_line import Parser
+from seqpar.tasks.several_runs import page_of_several
+from seqpar.tasks.sweep_page import page_of_sweep
+from seqpar.tasks.task_pages import PAGES
+
+
+def act(arguments: Sequence[str]) -> int:
+    """Returns the exit code; what a run lacks is noted in the page, faults of two given folders are errors too."""
+    options = _parse(arguments)
+    if holds_sweep(options.runs[0]):
+        write_output(options.out, page_of_sweep(options.runs[0]))
+        print(f"{options.out}: a sweep", flush=True)
+        return 0
+    warn_if_killed(*options.runs)
+    if len(options.runs) > 1:
+        return _compare(options)
+    record = read_record(options.runs[0])
+    made = PAGES[record.network_settings.task](options, record)
+    write_output(options.out, made.text)
+    print(f"{options.out}: {made.what}{options.out.stat().st_size / 1e6:.1f} MB", flush=True)
+    for fault in made.faults:
+        print(f"error: {fault}", file=sys.stderr, flush=True)
+    return DATA if made.faults else 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    """Writes the page about several runs; returns the exit code."""
+    records = [read_record(folder) for folder in options.runs]
+    text, scored = page_of_several(records)
+    write_output(options.out, text)
+    print(f"{options.out}: {len(records)} runs, of which {scored} have scores of cases", flush=True)
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Returns the command line, checked."""
+    about = "Writes one HTML page about a run, to open and to send, or one that compares several."
+    parser = Parser("report", description=about)
+    add = parser.add_argument
+    add("runs", type=Path, nargs="+", metavar="RUN",
+        help="run folder that train wrote, several are compared; or folder of a sweep")  # fmt: skip
+    add("--truth", type=Path, metavar="PATH", help="data set or folder of true label maps to score and show, with "
+        "--prediction (default: the run's own validation)")  # fmt: skip
+    add("--prediction", type=Path, metavar="FOLDER", help="predicted label maps, named as the cases of --truth")
+    add("--images", type=Path, metavar="FOLDER", help="images of the cases, of all modalities, such as imagesTs "
+        "(default: those of the data set that --truth names, else the run's prepared data)")  # fmt: skip
+    add("--neurological", action=argparse.BooleanOptionalAction,
+        help="show the patient's left on the left; --no-neurological: on the right, as radiologists do "
+        "(default: as the run's pictures)")  # fmt: skip
+    add("--cases", type=int, metavar="CASES", help="cases to show, the worst first (6)")
+    add("--out", type=Path, metavar="FILE", help="page to write (default: report.html in RUN, comparison.html "
+        "in the first of several)")  # fmt: skip
+    options = parser.parse_args(arguments)
+    sweeps = [str(run) for run in options.runs if holds_sweep(run)]
+    if sweeps and len(options.runs) > 1:
+        raise ValueError(f"{sweeps[0]} is a sweep, which has a page of its own: name it alone")
+    if len(options.runs) > 1 or sweeps:
+        shown = {"truth": options.truth, "prediction": options.prediction, "images": options.images}
+        shown |= {"neurological": options.neurological, "cases": options.cases}
+        for name in (name for name, value in shown.items() if value is not None):
+            named = f"{sweeps[0]} is a sweep" if sweeps else f"{len(options.runs)} were named"
+            raise ValueError(f"--{name} shows the cases of one run, and {named}: leave it out")
+    options.cases = 6 if options.cases is None else options.cases
+    if (options.truth is None) != (options.prediction is None):
+        raise ValueError("--truth and --prediction belong together: give both, or neither")
+    if options.cases < 0:
+        raise ValueError(f"--cases is {options.cases}: 0 or more are needed")
+    if options.images is not None and not options.cases:
+        raise ValueError("--images would do nothing: --cases 0 shows no case; leave one of both out")
+    options.out = options.out or options.runs[0] / ("comparison.html" if len(options.runs) > 1 else "report.html")
+    if options.out.is_dir():
+        raise ValueError(f"--out {options.out} is a folder: name a file")
+    if options.out.suffix not in (".html", ".htm"):  # it would replace what else has that name
+        raise ValueError(f"--out {options.out}: a report is an HTML page; name it {options.out.name}.html")
+    return options
+
+
+def main() -> None:
+    """Ends the process with the act's exit code."""
+    sys.exit(run(act))
+
+
+if __name__ == "__main__":
+    main()

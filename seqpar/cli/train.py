@@ -1,0 +1,119 @@
+"""Trains: ``torchrun launch/train.py --seqpar 4 --patch 4``; without --data on built-in phantom brains."""
+
+import io
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from seqpar.cluster import exit_codes
+from seqpar.cluster.arithmetic import set_arithmetic
+from seqpar.cluster.kernel_database import bring_kernels, keep_kernels
+from seqpar.cluster.late_report import report_late
+from seqpar.cluster.start_ranks import die_with_parent, start_missing_ranks
+from seqpar.cluster.stop_request import Stopper
+from seqpar.parallel.consensus import broadcast_text, by_first
+from seqpar.parallel.launcher import Launcher, flight_recorder, read_launcher
+from seqpar.parallel.meeting import Meeting
+from seqpar.parallel.mesh import seed
+from seqpar.parallel.rendezvous import check_seqpar, start
+from seqpar.planner.feasibility import refuse_lonely
+from seqpar.runs.run_folder import Status
+from seqpar.runs.run_lock import RunLock
+from seqpar.runs.run_log import RunLog, recorded
+from seqpar.tasks.tasks import task_of
+from seqpar.time_limit import seconds
+from seqpar.training.dry_run import dry_run
+from seqpar.training.failure import end
+from seqpar.training.folds import find_folds
+from seqpar.training.lessons import run_lessons
+from seqpar.training.run_request import RunRequest, read_request, refuse_other_run
+from seqpar.training.setup import first_lines, open_folder
+
+
+def act(arguments: Sequence[str]) -> int:
+    """Returns the exit code: 0 finished, 75 preempted and resumable; a user's errors are raised."""
+    die_with_parent()
+    launcher = read_launcher(os.environ)
+    try:
+        if five := find_folds(arguments):
+            return five.train(__file__, launcher)
+        meeting = Meeting(launcher)
+        request = read_request(arguments, launcher, meeting)
+        if request.config.dry_run:
+            return dry_run(request, launcher)
+        if request.config.group_ranks > launcher.world:
+            return start_missing_ranks(request.config.seqpar, __file__, arguments, launcher, request.config.pipe)
+        check_seqpar(request.config.seqpar, launcher.world, request.config.pipe)
+        refuse_lonely(request.config, launcher.world)
+        refuse_other_run(request.config)
+        return _train(request, launcher, meeting)
+    except ValueError as error:
+        if launcher.rank == 0:
+            raise
+        return report_late(error, launcher)
+
+
+def _train(request: RunRequest, launcher: Launcher, meeting: Meeting) -> int:
+    """Returns the exit code after this rank's share of the run."""
+    with recorded(launcher.rank == 0) as log:
+        return _run(request, launcher, meeting, log)
+
+
+def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog) -> int:
+    config = request.config
+    if launcher.rank == 0:
+        print(first_lines(request, launcher), flush=True)
+    stopper = Stopper(seconds(config.time_limit))
+    task = task_of(config)
+    data = request.data or task.open_data(config, launcher.rank == 0)
+    if launcher.rank == 0:
+        print("\n".join(filter(None, task.summary(data, config, request.flags, request.preset))), flush=True)
+    os.environ.update(flight_recorder(os.environ, config.out, torch.__version__))
+    set_arithmetic(config.precision, config.deterministic)
+    check = config.debug_collectives
+    with start(config.seqpar, None, config.device, config.start_timeout, check, config.pipe, meeting) as mesh:
+        seed(config.seed)
+        out = Path(config.out or broadcast_text(_new_folder(request.preset), 0, mesh.world))
+        lock = RunLock(out)
+        status = Status(out, lock)
+
+        def write_preempted(why: str) -> None:
+            if mesh.is_first:
+                status.write_unless_over("preempted", why, exit_codes.PREEMPTED, durable=False)
+                lock.release()
+
+        stopper.begin(mesh, write_preempted)
+        try:
+            number, text = by_first(lambda: open_folder(status, lock, config, log), mesh.world)
+            lock.ticket = (number, text)
+            bring_kernels(out)
+            finished = run_lessons(request, mesh, data, status, stopper)
+            if mesh.is_first:
+                keep_kernels(out)
+        except (Exception, KeyboardInterrupt) as error:
+            end(error, config, mesh, status)
+    stopper.close()
+    if launcher.rank == 0:
+        lock.release()
+    if not finished:
+        exit_codes.leave_last_words(f"left early ({stopper.reason}): go on with --resume --out {out}")
+    return 0 if finished else exit_codes.PREEMPTED
+
+
+def _new_folder(preset: str) -> str:
+    return f"runs/{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may not know every sign
+    sys.exit(exit_codes.run(act))
+
+
+if __name__ == "__main__":
+    main()

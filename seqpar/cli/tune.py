@@ -1,0 +1,150 @@
+"""Compares settings: ``python launch/tune.py --space lr=1e-4,1e-3 amsgrad=no,yes --out sweeps/first``.
+
+Every point of the space is a run of its own; Ray Tune makes as many of them at a time as there are devices.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from seqpar.cluster import exit_codes
+from seqpar.cluster.devices import num_devices
+from seqpar.runs.run_folder import holds_folds, holds_run
+from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
+from seqpar.settings.command_line import Parser, usual_preset, wants_gpu
+from seqpar.sweeps.scaling_plan import print_plan
+from seqpar.sweeps.space import parse_space
+from seqpar.sweeps.sweep_request import (
+    ALL,
+    MAX_FAILURES,
+    SEARCHES,
+    STOPPERS,
+    SweepOrder,
+    check_devices,
+    check_search,
+    going_on,
+    has_begun_points,
+    need_ray,
+    same_order,
+    tupled_points,
+    typed_settings,
+    with_typed,
+)
+from seqpar.sweeps.sweep_results import write_results
+from seqpar.time_limit import seconds
+
+
+def act(arguments: Sequence[str]) -> int:
+    """Returns the exit code: 0 once all points are over, 75 where they were left early, else that of a run."""
+    options, rest = _parse(arguments)
+    order, sweep = _order(options, rest)
+    devices = options.devices or num_devices(order.on_gpu)
+    if options.plan:
+        print_plan(order, sweep, options.out, devices)
+        return 0
+    check_devices(options.devices, order.on_gpu)
+    if not options.ray:
+        order.runs(order.known(sweep), devices)  # refuses ranks for which there are no devices
+    need_ray()
+    from seqpar.sweeps.sweep_runs import make_sweep  # Ray takes seconds to import
+
+    code, sweep = make_sweep(order, sweep, options, time.monotonic() + seconds(options.time_limit))
+    print("\n".join(write_results(options.out, sweep)), flush=True)
+    if code == exit_codes.PREEMPTED:
+        print(f"left early: go on with --resume --out {options.out}", flush=True)
+    return code
+
+
+def _order(options: argparse.Namespace, rest: Sequence[str]) -> tuple[SweepOrder, Sweep]:
+    """Returns what is asked for, and its points as they stand; refuses a folder that holds something else."""
+    typed = _typed_order(options, rest) if options.space else None
+    out, is_there = options.out, holds_sweep(options.out)
+    if not is_there and options.resume:
+        raise ValueError(f"--resume --out {out}: it holds no sweep: name its folder, or leave --resume out")
+    if typed is None and not is_there:
+        raise ValueError("--space is missing: name flags of train and their values, as in --space lr=1e-4,1e-3")
+    if holds_run(out) or holds_folds(out):
+        raise ValueError(f"--out {out} holds a run, whose status would be lost: name another folder")
+    if typed is not None and (not is_there or not has_begun_points(out)):
+        return typed, typed.sweep()
+    if not options.resume and not options.plan:
+        raise ValueError(f"--out {out} holds a sweep already: add --resume to go on, or name another folder")
+    before = tupled_points(read_sweep(out))
+    if typed is not None:
+        same_order(before.began, typed.began(), str(out))
+    elif rest:
+        raise ValueError(f"{rest[0]} without --space: a sweep goes on by the flags of its sweep.json: leave it out")
+    return going_on(before, options)
+
+
+def _typed_order(options: argparse.Namespace, rest: Sequence[str]) -> SweepOrder:
+    """Returns what the command line asks for."""
+    space = parse_space(options.space)
+    check_search(space, options.samples, options.search)
+    usual, own = usual_preset(rest, wants_gpu(rest)), tuple(_parser()._option_string_actions)
+    preset, settings = typed_settings(rest, space, usual, own)
+    order = SweepOrder(space, preset, settings, options.devices_per_run, options.samples, options.search)
+    return with_typed(order, options)
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options of this act, checked, and the flags of train."""
+    options, rest = _parser().parse_known_args(arguments)
+    per_run = options.devices_per_run
+    if per_run != ALL and not (per_run.isdigit() and int(per_run)):
+        raise ValueError(f"--devices-per-run {per_run}: give a number of devices, 1 or more, or {ALL}")
+    for flag, number in (("--max-failures", options.max_failures), ("--devices", options.devices)):
+        if number is not None and number < 0:
+            raise ValueError(f"{flag} {number}: it must not be negative")
+    if options.ray_nodes != 1 and not options.ray:
+        raise ValueError(f"--ray-nodes {options.ray_nodes} would do nothing: there is no --ray: leave it out")
+    if options.devices and options.ray:
+        raise ValueError("--devices is of a Ray that is started here, and --ray names a running one: leave one out")
+    return options, rest
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "tune",
+        usage="%(prog)s --space FLAG=VALUE,VALUE ... --out FOLDER [train's flags]",
+        description="Compares settings: each point of --space is a run of its own, several side by side by Ray Tune.",
+        epilog="All flags of train are taken as well: seqpar-train --help. Exit codes are those of train; 75: left "
+        "early, and --resume --out FOLDER goes on.",
+    )
+    add = parser.add_argument
+    add("--space", nargs="+", default=[], metavar="FLAG=VALUES", help="flags of train and their values: lr=1e-4,1e-3 "
+        "amsgrad=no,yes betas=0.9:0.99,0.9:0.999 lr=log:1e-4:1e-2, or a JSON file of such lists")  # fmt: skip
+    add("--samples", type=int, default=1, metavar="NUMBER", help="draws from ranges, for each of the other values; "
+        "with --search optuna all points (%(default)s)")  # fmt: skip
+    add("--search", choices=SEARCHES, default=SEARCHES[0], help="who draws: at random, or optuna by the scores so far "
+        "(%(default)s)")  # fmt: skip
+    add("--devices-per-run", default="1", metavar="NUMBER", help="ranks of a run, each on a GPU or a core; all: one "
+        "run after the other (%(default)s)")  # fmt: skip
+    add("--devices", type=int, default=0, metavar="NUMBER", help="devices of this machine to use (default: all)")
+    add("--out", type=Path, default=Path("sweeps/first"), metavar="FOLDER", help="folder of the sweep, in which each "
+        "point has a run folder (%(default)s)")  # fmt: skip
+    add("--ray", default="", metavar="ADDRESS", help="running Ray cluster to use, HOST:PORT or auto")
+    add("--ray-nodes", type=int, default=1, metavar="NUMBER", help="nodes of that cluster to wait for (%(default)s)")
+    add("--stop-early", choices=STOPPERS, help=f"end runs that fall behind ({STOPPERS[0]})")
+    add("--max-failures", type=int, metavar="NUMBER", help="times that a training that was killed goes on from its "
+        f"checkpoint ({MAX_FAILURES})")  # fmt: skip
+    add("--resume", action="store_true", help="go on with the sweep in --out: points that are over stay")
+    add("--take-over", action="store_true", help="take --out over from a tune that may still run there")
+    add("--time-limit", default="", metavar="TIME", help="of the whole sweep: minutes or H:MM:SS")
+    add("--plan", action="store_true", help="say how long the sweep takes, side by side and one run after the other")
+    return parser
+
+
+def main() -> None:
+    """Ends the process with the act's exit code, without waiting for threads of a Ray that is gone."""
+    code = exit_codes.run(act)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Exit codes, and the one place that turns an exception into a message and a code."""
+
+import errno
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from seqpar.cluster.lasting_output import lasting
+from seqpar.data.errors import DataError
+from seqpar.display import coloured
+
+LAST_WORDS = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable with the file for a rank's error
+# of a path that somebody named, or of its disk
+_NO_WAY_IN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
+_NO_WAY_IN |= {errno.ENOSPC, errno.EDQUOT}
+FAULT, USAGE, DATA, MEMORY, NONFINITE, IN_USE, PREEMPTED = 1, 2, 3, 4, 5, 6, 75
+
+
+class NonFinite(RuntimeError):
+    """A loss or gradient that is not finite, on any rank."""
+
+
+class FolderInUse(ValueError):
+    """A run folder that another training holds, or has taken over; later it may be free."""
+
+
+class TooLittleMemory(MemoryError):
+    """A run needs more memory than its hosts have free: known before it is asked for, and the same on all ranks."""
+
+
+def code_of(error: BaseException) -> int | None:
+    """Returns the exit code of an error that a user can cause, None for a bug."""
+    if isinstance(error, DataError):
+        return DATA
+    if isinstance(error, NonFinite):
+        return NONFINITE
+    if is_out_of_memory(error):
+        return MEMORY
+    if isinstance(error, FolderInUse):
+        return IN_USE
+    if isinstance(error, ValueError):
+        return USAGE
+    if isinstance(error, (ConnectionError, TimeoutError)):  # names the ranks that did not start
+        return FAULT
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether the error is a GPU or this machine running out of memory."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # torch's CPU allocator raises no error of its own class
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> int:
+    """Calls ``act(arguments)`` and returns its exit code; an error by the user is one line on stderr, no traceback.
+
+    A reader of its output may close the pipe early (``| head``); the act goes on, and its code stays the same.
+    """
+    with lasting():
+        code = _call(act, arguments)
+    if code:
+        leave_last_words(f"ended with exit code {code}: the lines above say why")
+    if code in (USAGE, DATA, MEMORY):
+        write_verdict(code)
+    return code
+
+
+def write_verdict(code: int) -> None:
+    """Writes the exit code to the file that SEQPAR_VERDICT names, unless another rank already has.
+
+    When this rank exits, the launcher kills the others and may report a signal's code, and status.json may not exist
+    yet.
+    """
+    path = os.environ.get("SEQPAR_VERDICT")
+    if path:
+        with suppress(OSError), open(path, "x") as file:
+            file.write(f"{code}\n")
+
+
+def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) -> int:
+    try:
+        return act(sys.argv[1:] if arguments is None else arguments)
+    except Exception as error:
+        error = _of_a_file(error) or error
+        code = code_of(error)
+        if code is None:
+            leave_last_words(traceback.format_exc())
+            raise
+        report(str(error))
+        return code
+
+
+def _of_a_file(error: Exception) -> DataError | None:
+    """Returns what to say of a file or folder that the system keeps from us; None for any other error."""
+    if not isinstance(error, OSError) or error.filename is None or error.errno not in _NO_WAY_IN:
+        return None
+    return DataError(error.filename, f"cannot be used ({error.strerror}); check the path, its rights and its disk")
+
+
+def report(text: str) -> None:
+    """Prints an error on stderr, as the last words of this process too."""
+    print(coloured(f"error: {text}", sys.stderr), file=sys.stderr, flush=True)
+    leave_last_words(f"error: {text}")
+
+
+def leave_last_words(text: str) -> None:
+    """Writes why this process ends to where torchrun looks for it, unless that is done.
+
+    Whatever a rank's exit code, torchrun prints a traceback of its own and ends with 1; the last lines of what it
+    prints are these.
+    """
+    path = os.environ.get(LAST_WORDS)
+    if path:
+        message = {"message": text, "extraInfo": {"py_callstack": f"\n\n{text}", "timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(path, "x") as file:
+            json.dump({"message": message}, file)
+
+
+def last_words() -> str:
+    """Returns what was left as this process's last words, or those of any rank started with it here; "" if nothing."""
+    try:
+        return str(json.loads(Path(os.environ[LAST_WORDS]).read_text())["message"]["message"])
+    except (KeyError, OSError, ValueError):
+        return ""

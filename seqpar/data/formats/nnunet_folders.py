@@ -1,0 +1,153 @@
+"""nnU-Net's raw folders, and bare folders of images named as its are: each reader returns a Dataset."""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.dicom_series import is_series
+from seqpar.data.errors import DataError
+from seqpar.data.files import SUFFIXES, strip_suffix, suffix_of
+from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.formats.dataset_json import checked, content_of, labels_of, modalities_of, numbered, order_of, place
+from seqpar.data.volumes import is_volume
+
+_CHANNEL = re.compile(r"^(.+)_(\d{4})(\.nii|\.nii\.gz|\.nrrd|\.mha)?$")  # a DICOM series has no suffix
+
+
+def read_nnunet(root: Path, labelled: bool = True) -> Dataset:
+    """Returns the data set of an nnU-Net raw folder (``imagesTr``, ``labelsTr`` or explicit paths)."""
+    path = root / "dataset.json"
+    content = content_of(path)
+    modalities = modalities_of(content, path)
+    labels, regions, ignore = labels_of(content, path) if labelled else ({}, {}, None)
+    ending = content.get("file_ending", ".nii.gz")
+    if ending not in SUFFIXES:
+        raise DataError(path, f"file_ending is {ending!r}; {' or '.join(SUFFIXES)} can be read: convert the images")
+    read = _explicit if "dataset" in content else _scanned
+    cases, faults = read(root, content, modalities, ending, labelled)
+    return Dataset(
+        root.name, root, "nnU-Net raw", tuple(cases), modalities, labels, regions,
+        order_of(content, path) if regions else (), ignore, faults=tuple(faults),
+    )  # fmt: skip
+
+
+def read_images(root: Path) -> Dataset | None:
+    """Returns a data set without labels from a folder of images, or of one DICOM series; None where it holds none."""
+    files = [root] if is_volume(root) else [file for file in sorted(root.iterdir()) if is_volume(file)]
+    if not files:
+        return None
+    described = root.parent / "dataset.json"
+    content = content_of(described) if described.is_file() else {}
+    named = "channel_names" in content or "modality" in content
+    return of_images(root, files, modalities_of(content, described) if named else ())
+
+
+def of_images(root: Path, files: list[Path], names: tuple[str, ...] = ()) -> Dataset:
+    """Returns a data set without labels from image files, grouped by channel numbers where one has 0000."""
+    faults: list[DataError] = []
+    if any(match[2] == "0000" for file in files if (match := _CHANNEL.match(file.name))):
+        channels_of, faults = _numbered_files(files)
+        modalities = names or tuple(f"channel {n}" for n in range(max(map(len, channels_of.values()))))
+        cases: list[Case] = []
+        for name, channels in channels_of.items():
+            _collect(cases, faults, root, name, channels, modalities)
+    else:
+        cases = [Case(strip_suffix(file.name), (file,)) for file in files]
+        modalities = names or _numbered_by_first(cases)
+    return Dataset(root.name, root, "images alone", tuple(cases), modalities, {}, faults=tuple(faults))
+
+
+def _numbered_by_first(cases: list[Case]) -> tuple[str, ...]:
+    """Returns names for the channels of the first case that can be read; the others' faults are their own."""
+    for case in cases[:-1]:
+        try:
+            return numbered(case.images)
+        except DataError:
+            continue
+    return numbered(cases[-1].images)
+
+
+def has_channel_files(root: Path) -> bool:
+    """Tells whether imagesTr holds files named as nnU-Net's are, a file a modality."""
+    images = root / "imagesTr"
+    return images.is_dir() and any(_CHANNEL.match(file.name) for file in images.glob("*_0000*"))
+
+
+def _scanned(
+    root: Path, content: dict[str, Any], modalities: tuple[str, ...], ending: str, labelled: bool
+) -> tuple[list[Case], list[DataError]]:
+    """Returns the cases whose files lie in imagesTr and labelsTr, and what is wrong with the others."""
+    images, labels = root / "imagesTr", root / "labelsTr"
+    for folder in (images, labels) if labelled else (images,):
+        if not folder.is_dir():
+            raise DataError(folder, "is missing; an nnU-Net raw folder has imagesTr and labelsTr")
+    cases: list[Case] = []
+    files = [file for file in sorted(images.iterdir()) if _is_image(file, ending)]
+    channels_of, faults = _numbered_files(files)
+    for name, channels in channels_of.items():
+        label = labels / f"{name}{ending}" if labelled else None
+        _collect(cases, faults, images, name, channels, modalities, label)
+    for file in sorted(labels.iterdir()) if labelled else ():
+        name = file.name.removesuffix(ending)
+        if file.name.endswith(ending) and file.name[0] != "." and name not in channels_of:
+            faults.append(DataError(file, f"is a label without images; add {name}_0000{ending} or remove it"))
+    return cases, faults
+
+
+def _is_image(file: Path, ending: str) -> bool:
+    """Returns whether a file is named as the data set's images are; a DICOM series may stand for any of them."""
+    return file.name[0] != "." and (file.name.endswith(ending) or is_series(file))
+
+
+def _numbered_files(files: list[Path]) -> tuple[dict[str, dict[int, Path]], list[DataError]]:
+    """Returns case to channel number to file, for names such as CASE_0000.nii.gz; other names are faults."""
+    channels_of: dict[str, dict[int, Path]] = defaultdict(dict)
+    faults: list[DataError] = []
+    for file in files:
+        if match := _CHANNEL.match(file.name):
+            channels_of[match[1]][int(match[2])] = file
+        else:
+            ending = suffix_of(file.name)
+            faults.append(DataError(file, f"has no channel number; name it CASE_0000{ending}, or take it out"))
+    return channels_of, faults
+
+
+def _collect(
+    cases: list[Case], faults: list[DataError], folder: Path, name: str, channels: dict[int, Path],
+    modalities: tuple[str, ...], label: Path | None = None,
+) -> None:  # fmt: skip
+    """Adds a case, or the fault that it has instead: a modality or the label missing, one too many."""
+    ending = next(iter(channels.values())).name.removeprefix(f"{name}_")[4:]
+    extra = [channels[n] for n in sorted(channels) if n >= len(modalities)]
+    missing = [n for n in range(len(modalities)) if n not in channels]
+    if extra:
+        faults.append(DataError(extra[0], f"is an extra modality; {len(modalities)} are declared: {modalities}"))
+    elif missing:
+        path = folder / f"{name}_{missing[0]:04d}{ending}"
+        faults.append(DataError(path, f"is missing; case {name} needs the modality {modalities[missing[0]]}"))
+    elif label is not None and not label.is_file():
+        faults.append(DataError(label, f"is missing; case {name} needs its label, or remove its images"))
+    else:
+        cases.append(Case(name, tuple(channels[n] for n in range(len(modalities))), label))
+
+
+def _explicit(
+    root: Path, content: dict[str, Any], modalities: tuple[str, ...], ending: str, labelled: bool
+) -> tuple[list[Case], list[DataError]]:
+    """Returns the cases that dataset.json spells out with their paths."""
+    path = root / "dataset.json"
+    cases: list[Case] = []
+    faults: list[DataError] = []
+    if not isinstance(content["dataset"], dict):
+        raise DataError(path, '"dataset" is no object; {"CASE": {"images": […], "label": …}} is needed')
+    for name, entry in content["dataset"].items():
+        try:
+            images = tuple(place(root, image) for image in entry["images"])
+            label = place(root, entry["label"]) if labelled else None
+            cases.append(checked(Case(name, images, label), path))
+        except (KeyError, TypeError):
+            faults.append(DataError(path, f"case {name} is {entry!r}; it needs images and label"))
+        except DataError as fault:
+            faults.append(fault)
+    return cases, faults

@@ -1,0 +1,225 @@
+"""Prepares a data set: each case once, into a cache that training maps; resumes, and updates what changed."""
+
+import os
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import write_json
+from seqpar.data.formats.dataset import Case, Dataset, unlabelled
+from seqpar.data.formats.joined_labels import join_labels
+from seqpar.data.formats.recognise import recognise
+from seqpar.data.preparation.cache import PreparedCase, PreparedDataset, check_cache, open_cache, read_record
+from seqpar.data.preparation.cache_index import (
+    files_of,
+    is_current,
+    is_of_settings,
+    refuse_other,
+    sources_of,
+    withdraw_index,
+    write_index,
+)
+from seqpar.data.preparation.cache_place import cache_folder
+from seqpar.data.preparation.cache_writer import CacheError, clean, discard, locked, reopen, writable, write_case
+from seqpar.data.preparation.prepared_case import (
+    CutOffError,
+    Properties,
+    channel_to_source,
+    image_to_source,
+    labels_to_source,
+    prepare_case,
+    refuse_unannotated,
+)
+from seqpar.data.preparation.recipe import PrepareSettings, Recipe
+from seqpar.data.preparation.recipe_survey import decide_recipe, lost
+from seqpar.data.preparation.waiting import announced, run_token, wait_for
+from seqpar.data.volumes import digest_file
+from seqpar.data.workers import Lost, Progress, Tell, each, silent, unheard
+
+__all__ = [
+    "PrepareSettings", "PreparedCase", "PreparedDataset", "Properties", "Recipe", "Report", "cache_folder",
+    "channel_to_source", "check_cache", "image_to_source", "is_current", "labels_to_source", "open_cache",
+    "prepare", "prepare_case", "prepared",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a preparation did: ids prepared, kept and without foreground, and all faults."""
+
+    path: Path
+    prepared: tuple[str, ...]
+    kept: tuple[str, ...]
+    empty: tuple[str, ...]
+    faults: tuple[DataError, ...]
+
+
+def prepare(
+    dataset: Dataset,
+    out: str | Path,
+    settings: PrepareSettings | None = None,
+    workers: int | None = None,
+    progress: Progress = silent,
+    replace: bool = True,
+    labelled: bool = True,
+) -> Report:
+    """Brings the cache in ``out`` up to date; returns a report, which lists bad cases instead of raising them.
+
+    workers: processes; 0 works in this one (default: the number of cores, at most 8).
+    replace: whether cases prepared with other settings are prepared again; otherwise they are an error.
+    labelled: whether a data set without labels is refused.
+    """
+    settings, out = settings or PrepareSettings(), Path(out)
+    workers = default_workers() if workers is None else workers
+    if workers < 0:
+        raise ValueError(f"workers is {workers}; 0 (none) or more are needed")
+    if labelled and not dataset.labels and dataset.volume_classes is None:
+        raise unlabelled(dataset)
+    if is_current(dataset, out, settings):  # nothing is written: the folder may be read-only
+        return _report(dataset, out, [], [])
+    total = len(dataset.cases)
+    with locked(out, lambda: progress(0, total)):
+        refuse_other(dataset, out, None if replace else settings)
+        if is_current(dataset, out, settings):  # by whom this process waited for
+            return _report(dataset, out, [], [])
+        was_finished = is_of_settings(out, settings)
+        clean(out, set(dataset.ids))
+        recipe, was_surveyed = decide_recipe(dataset, out, settings, workers, progress)
+
+        def second_half(done: float, total: int) -> None:
+            progress((total + done) / 2, total)
+
+        try:
+            made, faults = _run(_Work(out, recipe), dataset, workers, second_half if was_surveyed else progress)
+        finally:
+            clean(out, set(dataset.ids))
+        if any(isinstance(fault, CutOffError) for fault in faults) and not was_finished:
+            # the sides that are asked for next are not to be refused for these
+            withdraw_index(out)
+        else:
+            write_index(dataset, out, settings, recipe)
+        return _report(dataset, out, made, faults)
+
+
+def _run(work: "_Work", dataset: Dataset, workers: int, progress: Progress) -> tuple[list[str], list[DataError]]:
+    """Returns the prepared ids, and the faults of other cases; raises CacheError if the folder cannot be written."""
+    total, ended_ids, prepared_ids = len(dataset.cases), list[str](), list[str]()
+    faults: list[DataError] = []
+
+    def beat(shares: dict[int, float]) -> None:
+        progress(len(ended_ids) + sum(shares.values()), total)
+
+    with closing(each(work, dataset.cases, workers, beat)) as outcomes:
+        for case, outcome in outcomes:
+            if isinstance(outcome, CacheError):
+                raise outcome
+            if isinstance(outcome, Lost):
+                outcome = lost(case, outcome)
+            if isinstance(outcome, DataError):
+                faults.append(outcome)
+                discard(work.out, case.id)
+            elif outcome:
+                prepared_ids.append(case.id)
+            ended_ids.append(case.id)
+    return prepared_ids, faults
+
+
+def prepared(
+    path: str | Path | Dataset,
+    out: str | Path | None = None,
+    settings: PrepareSettings | None = None,
+    *,
+    is_first: bool,
+    workers: int | None = None,
+    token: str | None = None,
+    deadline: float = 600.0,
+    progress: Progress = silent,
+    labelled: bool = True,
+) -> PreparedDataset:
+    """Returns the cache for training: the first process prepares what is missing, the others wait for it.
+
+    A bad case raises, the same error in all processes; so does a cache that was made with other settings, since
+    another run may be reading it.
+
+    token: a name of this run (default: made of the variables of torchrun or Slurm).
+    deadline: seconds without news after which the preparing process counts as lost.
+    labelled: whether a data set without labels is refused.
+    """
+    settings = settings or PrepareSettings()
+    dataset = join_labels(path if isinstance(path, Dataset) else recognise(path), settings.joins)
+    folder, token = cache_folder(dataset, out, settings), run_token() if token is None else token
+    _raise(dataset.faults)
+    refuse_other(dataset, folder, settings)
+    if not is_first:
+        wait_for(
+            folder, folder / "cache.json", token, lambda: is_current(dataset, folder, settings), deadline, progress
+        )
+    elif not is_current(dataset, folder, settings):
+        with announced(folder, token) as announcement:
+
+            def show(done: float, total: int) -> None:
+                announcement.tell(done, total)
+                progress(done, total)
+
+            _raise(prepare(dataset, folder, settings, workers, show, replace=False, labelled=labelled).faults)
+    return open_cache(folder)
+
+
+def _raise(faults: tuple[DataError, ...]) -> None:
+    """Raises the first of the faults, if any, and says how to see the others."""
+    if faults:
+        more = f" (and {len(faults) - 1} more: run prepare to see them all)" if len(faults) > 1 else ""
+        raise DataError(faults[0].path, faults[0].problem + more)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Brings one case of the cache up to date; returns whether it had to be prepared."""
+
+    out: Path
+    recipe: Recipe
+
+    def __call__(self, case: Case, tell: Tell = unheard) -> bool:
+        labelled(case, self.recipe)
+        sources, record = sources_of(case), read_record(self.out, case.id)
+        if record is not None and Recipe.from_json(record["recipe"]) == self.recipe:
+            refuse_unannotated(case, record["properties"]["counts"], self.recipe)
+            if record["sources"] == sources:
+                return False
+            if record["digests"] == [digest_file(path) for path in files_of(case)]:  # touched, or moved
+                with writable(self.out):
+                    reopen(self.out)
+                    write_json(self.out / "cases" / case.id / "case.json", {**record, "sources": sources})
+                return False
+        prepared_case = prepare_case(case, self.recipe, tell)
+        refuse_unannotated(case, prepared_case.properties.counts, self.recipe)
+        write_case(self.out, case.id, prepared_case, self.recipe, sources)
+        return True
+
+
+def labelled(case: Case, recipe: Recipe) -> None:
+    """Raises DataError if a case has no label, where cases have labels of voxels."""
+    if case.label is None and recipe.values:
+        raise DataError(case.images[0], "has no label; add it, or remove the image")
+
+
+def _report(dataset: Dataset, out: Path, prepared_ids: list[str], faults: list[DataError]) -> Report:
+    """Returns the report; it is a fault of the data set if no case has foreground."""
+    records = {name: record for name in dataset.ids if (record := read_record(out, name)) is not None}
+    background = [name for name, record in records.items() if dataset.labels and not record["locations"]]
+    if background and len(background) == len(records):
+        faults = [*faults, nothing_to_learn(dataset)]
+    kept = tuple(name for name in records if name not in prepared_ids)
+    all_faults = sorted((*dataset.faults, *faults), key=lambda fault: fault.path)
+    return Report(out, tuple(sorted(prepared_ids)), kept, tuple(background), tuple(all_faults))
+
+
+def nothing_to_learn(dataset: Dataset) -> DataError:
+    """Returns the error of a data set in which nothing is labelled."""
+    return DataError(dataset.root, "no case has a labelled voxel; there is nothing to learn")
+
+
+def default_workers() -> int:
+    """Returns how many processes prepare cases if nobody says: a worker holds a case several times over."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)

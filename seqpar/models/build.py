@@ -1,0 +1,92 @@
+"""Builds the network that ``--network`` names: the one place that knows which kinds of network there are."""
+
+from collections.abc import Collection
+from dataclasses import asdict
+
+import torch
+
+from seqpar.models.classifier_families import CLASSIFIERS
+from seqpar.models.hierarchical import HierarchicalTransformer
+from seqpar.models.network import Net
+from seqpar.models.network_family import Kind
+from seqpar.models.pretraining_family import PRETRAINED
+from seqpar.models.unet_families import UNETS
+from seqpar.models.vit import VisionTransformer
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import Group
+from seqpar.settings.config import Config, dashed
+
+NETWORKS: dict[str, Kind] = {"vit": VisionTransformer(), **UNETS}  # for labels of voxels
+_OF_TASKS: dict[str, dict[str, Kind]] = {"segment": NETWORKS, "classify": CLASSIFIERS, "pretrain": PRETRAINED}
+NETWORK_NAMES = tuple(dict.fromkeys(name for networks in _OF_TASKS.values() for name in networks))
+_OF_STAGES = HierarchicalTransformer()  # in the place of vit, with --encoder hierarchical
+_KINDS = [*(kind for networks in _OF_TASKS.values() for kind in networks.values()), _OF_STAGES]
+_SPECIAL = frozenset(name for kind in _KINDS for name in kind.settings)  # settings of some networks only
+
+
+def kind_of(config: Config) -> Kind:
+    """Returns the kind of a config's network."""
+    networks = _OF_TASKS[config.task]
+    if config.network not in networks:
+        raise ValueError(f"--network {config.network} with --task {config.task}: choose one of {', '.join(networks)}")
+    kind = networks[config.network]
+    if config.encoder == "plain" or "embed_dim" not in kind.settings:  # it has no encoder
+        return kind
+    if config.task != "segment":
+        raise ValueError(
+            f"--encoder {config.encoder} with --task {config.task}: it is made for labels of voxels: "
+            "use --encoder plain"
+        )
+    return _OF_STAGES
+
+
+def build(
+    config: Config,
+    in_channels: int,
+    num_outputs: int,
+    group: Group,
+    has_regions: bool = False,
+    device: str = "cpu",
+    data: Group | None = None,
+) -> Net:
+    """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks.
+
+    - ``has_regions``: outputs are regions by themselves; else they are classes, of which the first is background
+    - ``device``: on "meta" the network has shapes alone
+    - ``data``: the group whose ranks have other tiles; batch norm in training runs over them
+    """
+    torch.manual_seed(config.seed)
+    with torch.device(device):
+        net = kind_of(config).build(config, in_channels, num_outputs, group, data, has_regions)
+    net.settings = asdict(config)
+    return net
+
+
+def layout_of(config: Config) -> Layout:
+    """Returns how a tile is divided over the ranks of a sequence group; raises ValueError where it cannot be."""
+    kind = kind_of(config)
+    kind.refuse_tile(config)
+    return Layout.of(config.tile, kind.unit(config), config.seqpar, config.split)
+
+
+def knows(config: Config, name: str) -> bool:
+    """Returns whether a setting acts on the config's network."""
+    return name in kind_of(config).settings or name not in _SPECIAL
+
+
+def refuse_unknown(config: Config, names: Collection[str]) -> None:
+    """Refuses settings on the command line (``names``) that the config's network does not know.
+
+    Those that a preset sets are not looked at.
+    """
+    for name in sorted(names):
+        if not knows(config, name):
+            kind = kind_of(config)
+            known = ", ".join(f"--{dashed(setting)}" for setting in sorted(kind.settings))
+            beside = f" with --encoder {config.encoder}" if "encoder" in kind.settings else ""
+            if config.task != "segment":
+                beside = f" with --task {config.task}"
+            raise ValueError(
+                f"--{dashed(name)} would do nothing: --network {config.network}{beside} does not know it, but "
+                f"{known}: leave it out"
+            )

@@ -1,0 +1,152 @@
+"""What training, planning and prediction ask of a network, whatever it is made of.
+
+Legend: b batch, c channels, n tokens, k classes, p voxels of a patch along a direction, W D H voxels; ``n/s`` is
+this rank's share of the tokens. A network without tokens has cubes of as many voxels as its strides need instead.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.decoders.modes.mode import Mode
+from seqpar.losses import DeepSupervision, Loss, LossGroups
+from seqpar.models.resized_positions import Resizing
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import Group
+from seqpar.pipeline.engine import StagedNet
+from seqpar.quantity import quantity
+from seqpar.vit.dropout import DropoutKey
+
+
+class Net(nn.Module, ABC):
+    """A network on parts of a tile: logits of this rank's part, or, in a group of one, of a whole tile ``b c W D H``.
+
+    - ``layout``: which part of a tile each rank of the sequence group holds
+    - ``mode``: brings the parts to where logits are computed
+    """
+
+    attention: object = "none"  # how attention crosses ranks
+    attention_choice: Sequence[str] = ()  # why, in lines
+    settings: Mapping[str, Any] = MappingProxyType({})  # of the run with which it was built
+    in_channels: int
+    body: str  # what must fit pretrained weights, in a word
+    counted = "tokens"  # what is done in a second
+    piece = "token"  # of a tile, each on one rank
+
+    def __init__(self, layout: Layout, mode: Mode) -> None:
+        super().__init__()
+        self.layout, self.mode, self.group = layout, mode, mode.group
+        mode.check(layout)
+
+    def forward(
+        self, part: Tensor, layout: Layout | None = None, key: DropoutKey | None = None
+    ) -> Tensor | list[Tensor]:
+        """Returns logits ``b k W D H``, or this rank's share of them where the mode leaves them spread.
+
+        In training, under deep supervision, a list: those of each level that is trained, the finest first.
+        """
+        sides = None  # of a whole tile, before it is padded to the patch
+        if part.ndim == len(self.layout.tile) + 2:
+            sides = part.shape[2:]
+            part, layout = self.layout.place(part)
+        first, *others = self.logits(part, layout or self.layout, key)
+        if sides is not None and sides != first.shape[2:]:
+            if others:
+                raise ValueError(
+                    f"a tile of {' x '.join(map(str, sides))} came in training with deep supervision: its sides must "
+                    f"be multiples of {' x '.join(map(str, self.layout.patch))}"
+                )
+            inside: tuple[Any, ...] = (..., *(slice(side) for side in sides))
+            first = first[inside]
+        return [first, *others] if others else first
+
+    @abstractmethod
+    def logits(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> list[Tensor]:
+        """Returns the logits of a part, of each level that is trained."""
+
+    def drawn(self, key: DropoutKey, device: torch.device) -> DropoutKey:
+        """Returns the key of a step with all that the network draws by it, on the device."""
+        return key
+
+    def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:
+        """Returns the label ``b n/s p p p`` of a part as the logits are: their voxels, on the ranks that hold them."""
+        return self.mode.voxels(label, layout or self.layout)
+
+    def label_shape(self, batch: int) -> tuple[int, ...]:
+        """Returns the shape of the labels that ``arrange`` takes on this rank."""
+        return batch, self.layout.counts[self.group.index], *self.layout.patch
+
+    def loss_groups(self, data: Group | None, batch: int) -> LossGroups:
+        """Returns over which ranks the loss sums; ``data``: the group whose ranks have other tiles."""
+        return self.mode.loss_groups(data, batch)
+
+    def training_loss(self, loss: Loss) -> Loss | DeepSupervision:
+        """Returns the loss of what ``forward`` returns in training; ``loss``: that of the finest logits."""
+        return loss
+
+    @abstractmethod
+    def staged(self) -> StagedNet:
+        """Returns the network as a list of cells, between which a pipe may cut it."""
+
+    @abstractmethod
+    def units(self) -> list[nn.Module]:
+        """Returns the modules whose weights are sharded and gathered each by itself."""
+
+    def resized(self, tile: Sequence[int]) -> Resizing:
+        """Returns the tensors whose size follows the tile's, and how those of a network for ``tile`` become its own."""
+        return {}
+
+    def compiled(self) -> list[nn.Module]:
+        """Returns the modules that gain by being compiled."""
+        return []
+
+    @abstractmethod
+    def on_phases(self, act: Callable[[str], None]) -> None:
+        """Calls ``act`` with the name of each phase that the next steps come to.
+
+        "decoder" in the forward pass; in the backward pass, where blocks that are alike follow each other, "blocks
+        backward" and then "embedding backward".
+        """
+
+    def num_counted(self) -> int:
+        """Returns how many tokens, or whatever ``counted`` says, a tile has."""
+        return self.layout.num_tokens
+
+    def most_on_a_rank(self) -> int:
+        """Returns how many of a tile's pieces the fullest rank holds."""
+        return max(self.layout.counts)
+
+    @abstractmethod
+    def in_body(self, name: str) -> bool:
+        """Returns whether a tensor of that name must fit pretrained weights; heads may begin afresh."""
+
+    @abstractmethod
+    def num_parameters(self) -> dict[str, int]:
+        """Returns how many parameters each part of the network has."""
+
+    def describe(self) -> str:
+        """Returns the network's size, and how much of a tile a rank holds."""
+        sizes = " + ".join(f"{name} {count / 1e6:.2f} M" for name, count in self.num_parameters().items())
+        return f"{sizes} parameters; {self.describe_tile()} a tile, {self.most_on_a_rank()} per rank"
+
+    def refuse_whole(self, sides: Sequence[int]) -> None:  # noqa: B027  most take any volume of whole patches
+        """Raises ValueError for a volume of that many voxels per direction that cannot pass whole."""
+
+    def describe_tile(self) -> str:
+        """Returns what a tile is made of."""
+        return quantity(self.layout.num_tokens, self.piece)
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
+    """Returns the context of a forward pass: only bf16 casts."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Returns how many parameters a module has."""
+    return sum(p.numel() for p in module.parameters())

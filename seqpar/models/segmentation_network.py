@@ -1,0 +1,62 @@
+"""Encoder and decoder meet here, and nowhere else.
+
+Legend: b batch, c channels, n tokens, k classes, p voxels of a patch along a direction, W D H voxels; ``n/s`` is
+this rank's share of the tokens.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from seqpar.decoders.modes.mode import Mode
+from seqpar.models.network import num_parameters
+from seqpar.models.pipelined import TokenCells, refuse_other_grid
+from seqpar.models.token_network import TokenNet
+from seqpar.parallel.layout import Layout
+from seqpar.vit.dropout import DropoutKey
+from seqpar.vit.encoder import SeqParViT
+
+
+class SegmentationNet(TokenNet):
+    """An encoder and a decoder.
+
+    - ``encoder``: gives each rank the tokens of its part
+    - ``decoder``: ``(features, image, grid) -> (logits, grid)``, as ``PlainDecoder``; ``num_features`` says how many
+      token grids it takes, ``uses_image`` whether it takes the image, else None comes. One of torch's own modules may
+      return the logits alone: it works in modes in which every rank decodes whole volumes
+    - ``mode``: brings the tokens to where they are decoded (``choose_mode``)
+    - ``taps``: the encoder's blocks whose tokens the decoder takes before the normed last ones
+    """
+
+    def __init__(self, encoder: SeqParViT, decoder: nn.Module, mode: Mode, taps: tuple[int, ...] = ()) -> None:
+        super().__init__(encoder, mode)
+        self.decoder, self.taps = decoder, taps
+        if decoder.num_features != len(taps) + 1:
+            raise ValueError(
+                f"{type(decoder).__name__} takes {decoder.num_features} token grids; taps={taps} and the last tokens "
+                f"make {len(taps) + 1}: give as many taps as it takes, less one"
+            )
+
+    def logits(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> list[Tensor]:
+        """Returns the logits of a part."""
+        last, taken = self.encoder.forward_intermediates(part, self.taps, layout, key)
+        features = self.mode.features([*taken, last], layout)
+        image = self.mode.voxels(part, layout) if self.decoder.uses_image else None
+        box_grid = self.mode.box_grid(layout, len(part))
+        output = self.decoder(features, image, box_grid)
+        logits, grid = (output, None) if isinstance(output, Tensor) else output
+        refuse_other_grid(grid, box_grid and box_grid.scaled(layout.patch), self.decoder, self.mode)
+        return [logits]
+
+    def staged(self) -> TokenCells:
+        """Returns the embedding, a cell a block, and the decoder's cells."""
+        return TokenCells(self.encoder, self.decoder, self.mode, self.taps)
+
+    def on_phases(self, act: Callable[[str], None]) -> None:
+        """Calls ``act`` as the decoder begins, and as backward comes to the blocks and to the embedding."""
+        self.decoder.register_forward_pre_hook(lambda *_: act("decoder"))
+        super().on_phases(act)
+
+    def num_parameters(self) -> dict[str, int]:
+        """Returns how many parameters encoder and decoder have."""
+        return {"encoder": num_parameters(self.encoder), "decoder": num_parameters(self.decoder)}

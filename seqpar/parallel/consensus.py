@@ -1,0 +1,128 @@
+"""Small facts that all ranks of a group agree on: flags, texts, and the error that one of them met.
+
+Everything here travels on the CPU, beside the device's work, and is no part of the traffic that groups count.
+"""
+
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqpar.parallel.meeting import START_S, Meeting
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.messages import described, expect
+
+
+def agree(flag: int, group: Group) -> int:
+    """Returns the largest of all ranks' flags, the same on each."""
+    return agree_all((flag,), group)[0]
+
+
+def agree_all(flags: Sequence[int], group: Group) -> tuple[int, ...]:
+    """Returns the largest of all ranks' first flags, the largest of their second ones, and so on."""
+    if group.size == 1:
+        return tuple(flags)
+    numbers = torch.tensor(flags, dtype=torch.int64)
+    expect("agreement", group, described(numbers))
+    with group.watch.waiting(False):
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.handle)
+    return tuple(numbers.tolist())
+
+
+def broadcast_text(text: str, source: int, group: Group) -> str:
+    """Returns the text of the rank at place ``source`` on every rank; what the others pass is ignored."""
+    if group.size == 1:
+        return text
+    letters = _letters(text)
+    length = torch.tensor([len(letters)])
+    expect("text", group, f"from rank {group.ranks[source]}")
+    with group.watch.waiting(False):
+        dist.broadcast(length, group.ranks[source], group=group.handle)
+        if group.index != source:
+            letters = letters.new_empty(int(length))
+        dist.broadcast(letters, group.ranks[source], group=group.handle)
+    return bytes(letters.tolist()).decode()
+
+
+def gather_texts(text: str, group: Group) -> list[str]:
+    """Returns every rank's text, in rank order, the same on each."""
+    if group.size == 1:
+        return [text]
+    letters = _letters(text)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in group.ranks]
+    expect("texts", group, "from all")
+    with group.watch.waiting(False):
+        dist.all_gather(lengths, torch.tensor([len(letters)]), group=group.handle)
+        page = torch.zeros(max(1, *(int(length) for length in lengths)), dtype=torch.uint8)
+        page[: len(letters)] = letters
+        pages = [torch.empty_like(page) for _ in group.ranks]
+        dist.all_gather(pages, page, group=group.handle)
+    return [bytes(page[: int(length)].tolist()).decode() for page, length in zip(pages, lengths)]
+
+
+def _letters(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def raise_together(error: Exception | None, group: Group, name_rank: bool = True) -> None:
+    """Raises on every rank what failed on one of them; returns where nothing failed.
+
+    All ranks call it, with what they caught. All raise the error of the first rank that has one, with its type, so
+    that they end with the same exit code; the rank itself raises the very object.
+
+    ``name_rank``: whether the message names that rank on the others. Without it, the message is the same on all:
+    for what only one rank does, or what already says where it happened.
+    """
+    for index, text in enumerate(gather_texts("" if error is None else _packed(error), group)):
+        if text and index == group.index:
+            assert error is not None
+            raise error
+        if text:
+            problem: Exception = pickle.loads(bytes.fromhex(text))
+            if name_rank and problem.args == (str(problem),):
+                problem.args = (f"rank {group.ranks[index]}: {problem}",)
+            raise problem from error
+
+
+def _packed(error: Exception) -> str:
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+    except Exception:  # some exceptions cannot be pickled, or not be made again
+        packed = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return packed.hex()
+
+
+def by_first(act: Callable[[], Any], group: Group) -> Any:
+    """Returns on every rank what ``act`` returned on the first one, as JSON has it; raises on all what it raises."""
+    text, error = "", None
+    if group.index == 0:
+        try:
+            text = json.dumps(act())
+        except Exception as problem:
+            error = problem
+    raise_together(error, group, name_rank=False)
+    return json.loads(broadcast_text(text, 0, group))
+
+
+def by_first_early(act: Callable[[], Any], meeting: Meeting, name: str, timeout_s: float = START_S) -> Any:
+    """As `by_first`, of processes that have no mesh yet.
+
+    - ``name``: of what is agreed, which a meeting takes once
+    """
+    text, error = "", None
+    if meeting.launcher.rank == 0:
+        try:
+            text = f"={json.dumps(act())}"
+        except Exception as problem:
+            text, error = f"!{_packed(problem)}", problem
+    text = meeting.of_first(name, text, timeout_s)
+    if error is not None:
+        raise error
+    if text.startswith("!"):
+        raise pickle.loads(bytes.fromhex(text[1:]))
+    return json.loads(text[1:])

@@ -1,0 +1,265 @@
+"""The halo exchange: the rows that a rank needs of a dimension that is spread over ranks, with its adjoint.
+
+A rank's *part* is what it owns of the dimension, its *window* what an operation reads there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.messages import Coming
+from seqpar.parallel.row_exchange import Interval, Rows, run_in_turn, start_exchange
+
+NOTHING = (0, 0)
+Margins = Sequence[tuple[int, int, int]]  # dimension, how many before, how many behind
+Meanwhile = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class HaloPlan:
+    """Which rows of dimension ``dim`` this rank sends and receives; the adjoint swaps the two.
+
+    ``send``: for each place in the group, the rows of this rank's part that it needs. ``receive``: the rows of this
+    rank's window that it owns. This rank itself is among both with the rows that it keeps; ranks that exchange
+    nothing are left out. ``margins`` are laid around the window, along any dimensions, and sent nowhere.
+    """
+
+    dim: int
+    part_extent: int
+    window_extent: int  # without margins
+    send: Rows
+    receive: Rows
+    margins: Margins = ()
+
+    def keeps_part(self, group: Group) -> bool:
+        """Returns whether this rank's window holds all of its part."""
+        return self.send.get(group.index, NOTHING) == (0, self.part_extent)
+
+    def known_rows(self, group: Group, before: int, behind: int) -> Interval:
+        """Returns the rows of the window that need no message: this rank's own, and margins of so many beside them."""
+        low, high = self.receive.get(group.index, NOTHING)
+        return low and low + before, high + before + (behind if high == self.window_extent else 0)
+
+    @classmethod
+    def of(cls, group: Group, dim: int, owned: Rows, needed: Rows, margins: Margins = ()) -> "HaloPlan":
+        """Returns the plan of a dimension of which each rank holds ``owned`` and needs ``needed``.
+
+        Both are intervals of the whole dimension by place in ``group``; ranks that are not in them take no part.
+        What a rank needs may be smaller than what it owns, lie elsewhere, or reach over several neighbours.
+        """
+        part, window = owned[group.index], needed[group.index]
+        send = {place: _rows_of(part, needed[place]) for place in owned}
+        receive = {place: _rows_of(window, owned[place]) for place in owned}
+        return cls(
+            dim, part[1] - part[0], window[1] - window[0], _without_empty(send), _without_empty(receive), tuple(margins)
+        )
+
+
+def window(x: Tensor, group: Group, *plans: HaloPlan, kind: str = "window", fill: float = 0.0) -> Tensor:
+    """Returns this rank's window, of which ``x`` is its part; the margins around it hold ``fill``.
+
+    Several ``plans`` are for a dimension each, in this order: a later one sends rows that earlier ones have widened, so
+    that corners need no messages of their own.
+
+    *forward:* each rank sends the rows of its part that others need.
+    *backward:* the gradient of every received row goes back to its owner, which adds up what comes.
+    """
+    return _Window.apply(x, group, plans, kind, fill)  # type: ignore[no-any-return]
+
+
+class _Window(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, plans: Sequence[HaloPlan], kind: str, fill: float) -> Tensor:
+        ctx.how = group, plans, kind
+        ctx.shape = x.shape
+        return open_windows(x, group, plans, kind, fill)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, plans, kind = ctx.how
+        result = close_windows(grad.clone() if len(plans) > 1 else grad, group, plans, kind)
+        assert result.shape == ctx.shape, (result.shape, ctx.shape)
+        return result, None, None, None, None
+
+
+def open_windows(
+    x: Tensor,
+    group: Group,
+    plans: Sequence[HaloPlan],
+    kind: str = "window",
+    fill: float = 0.0,
+    meanwhile: Meanwhile | None = None,
+) -> Tensor:
+    """Returns ``window``'s result, without a gradient.
+
+    The part is copied into the window once; messages go from there and come there, dimension after dimension.
+
+    ``meanwhile``: called with the window while messages travel, if all of the part lies there; its halos are then
+    anything.
+    """
+    if not _keep_parts(plans, group):
+        for plan in plans:
+            x = _open_one(x, group, plan, kind, fill)
+        return x
+    if not plans:
+        return x
+    assert all(x.shape[plan.dim] == plan.part_extent for plan in plans), (x.shape, plans)
+    shape, own = list(x.shape), x
+    for plan in plans:
+        shape[plan.dim] = plan.window_extent
+        low, high = plan.send.get(group.index, NOTHING)
+        own = own.narrow(plan.dim, low, high - low)
+    result, inner = _with_margins(x, shape, plans[-1].margins, fill)
+    _own_rows(inner, plans, group).copy_(own)
+    exchanges = []
+    for at, plan in enumerate(plans):
+        wide = _own_rows(inner, plans[at + 1 :], group)  # widened along the dimensions before
+        rows = wide, _in_window(plan, group), wide, _others(plan.receive, group)
+        exchanges.append(partial(start_exchange, *rows, group, plan.dim, kind, add=False))
+    run_in_turn(exchanges, x, group.watch, meanwhile and partial(meanwhile, result))
+    return result
+
+
+def close_windows(
+    grad: Tensor,
+    group: Group,
+    plans: Sequence[HaloPlan],
+    kind: str = "window",
+    meanwhile: Callable[[], None] | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """Returns the adjoint of ``open_windows``: what all ranks' windows have for this rank's part, added.
+
+    Where there are several plans ``grad`` is written to: what comes is added there, until the part is copied out.
+
+    - ``meanwhile``: called while messages travel, as in ``open_windows``
+    - ``in_place``: write to ``grad`` in any case, and return a view of it where the part lies there as a whole
+    """
+    if not _keep_parts(plans, group):
+        for plan in reversed(plans):
+            grad = _close_one(grad, group, plan, kind)
+        return grad
+    if not plans:
+        return grad
+    whole = grad  # with its margins, in the memory format that the result is to have
+    for dim, before, behind in plans[-1].margins:
+        grad = grad.narrow(dim, before, grad.shape[dim] - before - behind)
+    assert all(grad.shape[plan.dim] == plan.window_extent for plan in plans), (grad.shape, plans)
+    exchanges: list[Callable[[], Coming[None]]] = []
+    for at in reversed(range(1, len(plans))):
+        wide, plan = _own_rows(grad, plans[at + 1 :], group), plans[at]
+        rows = wide, _others(plan.receive, group), wide, _in_window(plan, group)
+        exchanges.append(partial(start_exchange, *rows, group, plan.dim, kind, add=True))
+    shape = list(grad.shape)
+    for plan in plans:
+        shape[plan.dim] = plan.part_extent
+    keeps = all(plan.keeps_part(group) for plan in plans)
+    result = _own_rows(grad, plans, group)
+    own: Tensor | None = None
+    if not (in_place and keeps and result.is_contiguous(memory_format=_order(whole))):
+        result = own = _empty_like(whole, shape)
+        if not keeps:
+            result.zero_()
+        for plan in plans:
+            low, high = plan.send.get(group.index, NOTHING)
+            own = own.narrow(plan.dim, low, high - low)
+
+    def last() -> Coming[None]:
+        if own is not None:
+            own.copy_(_own_rows(grad, plans, group))
+        first, wide = plans[0], _own_rows(grad, plans[1:], group)
+        rows = wide, _others(first.receive, group), result, _others(first.send, group)
+        return start_exchange(*rows, group, first.dim, kind, add=True)
+
+    run_in_turn([*exchanges, last], whole, group.watch, meanwhile)
+    return result
+
+
+def _keep_parts(plans: Sequence[HaloPlan], group: Group) -> bool:
+    """Returns whether what is sent of the part lies in the window too, so that messages may go from there.
+
+    Ranks may differ in it: their messages are the same.
+    """
+    keeps = all(plan.keeps_part(group) for plan in plans)
+    sends_nothing = not any(_others({**plan.send, **plan.receive}, group) for plan in plans)
+    return (keeps or sends_nothing) and not any(plan.margins for plan in plans[:-1])
+
+
+def _own_rows(window: Tensor, plans: Sequence[HaloPlan], group: Group) -> Tensor:
+    """Returns what of a window this rank has itself, along the dimensions of these plans."""
+    for plan in plans:
+        low, high = plan.receive.get(group.index, NOTHING)
+        window = window.narrow(plan.dim, low, high - low)
+    return window
+
+
+def _in_window(plan: HaloPlan, group: Group) -> Rows:
+    """Returns where the rows that others need lie in this rank's window."""
+    shift = plan.receive.get(group.index, NOTHING)[0] - plan.send.get(group.index, NOTHING)[0]
+    return {place: (low + shift, high + shift) for place, (low, high) in _others(plan.send, group).items()}
+
+
+def _others(rows: Rows, group: Group) -> Rows:
+    return {place: interval for place, interval in rows.items() if place != group.index}
+
+
+def _open_one(x: Tensor, group: Group, plan: HaloPlan, kind: str, fill: float) -> Tensor:
+    """Returns the window along one dimension."""
+    assert x.shape[plan.dim] == plan.part_extent, (x.shape, plan)
+    shape = list(x.shape)
+    shape[plan.dim] = plan.window_extent
+    result, inner = _with_margins(x, shape, plan.margins, fill)
+    start_exchange(x, plan.send, inner, plan.receive, group, plan.dim, kind, add=False).wait()
+    return result
+
+
+def _with_margins(x: Tensor, shape: list[int], margins: Margins, fill: float) -> tuple[Tensor, Tensor]:
+    """Returns an empty tensor of that shape with margins of ``fill`` around it, and the view of it without them."""
+    for dim, before, behind in margins:
+        shape[dim] += before + behind
+    result = inner = _empty_like(x, shape)
+    for dim, before, behind in margins:
+        inner.narrow(dim, 0, before).fill_(fill)
+        inner.narrow(dim, shape[dim] - behind, behind).fill_(fill)
+        inner = inner.narrow(dim, before, shape[dim] - before - behind)
+    return result, inner
+
+
+def _close_one(grad: Tensor, group: Group, plan: HaloPlan, kind: str) -> Tensor:
+    """Returns the adjoint of ``_open_one``."""
+    for dim, before, behind in plan.margins:
+        grad = grad.narrow(dim, before, grad.shape[dim] - before - behind)
+    assert grad.shape[plan.dim] == plan.window_extent, (grad.shape, plan)
+    shape = list(grad.shape)
+    shape[plan.dim] = plan.part_extent
+    result = _empty_like(grad, shape).zero_()
+    start_exchange(grad, plan.receive, result, plan.send, group, plan.dim, kind, add=True).wait()
+    return result
+
+
+def _rows_of(interval: Interval, other: Interval) -> Interval:
+    """Returns which rows of ``interval``, counted from its begin, lie in ``other`` too."""
+    low = max(interval[0], other[0])
+    return low - interval[0], max(low, min(interval[1], other[1])) - interval[0]
+
+
+def _without_empty(rows: Rows) -> Rows:
+    return {place: (low, high) for place, (low, high) in rows.items() if high > low}
+
+
+def _empty_like(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns an empty tensor of that shape in the memory format of ``x``."""
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_order(x))
+
+
+def _order(x: Tensor) -> torch.memory_format:
+    last = x.ndim == 5 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
+    return torch.channels_last_3d if last else torch.contiguous_format

@@ -1,0 +1,295 @@
+"""Layout: which rank owns which tokens and voxels. Nothing here communicates.
+
+Legend: b batch, c channels, n tokens, p q r voxels of a patch per direction, all written p where they are alike;
+W D H voxels, w d h tokens. There are as many directions as ``tile`` has numbers.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from seqpar.quantity import quantity
+
+Box = tuple[tuple[int, int], ...]  # half-open token interval per direction
+Bounds = tuple[int, ...]  # where a direction is cut: 0, ..., its extent
+Made = TypeVar("Made")
+SPLITS = ("spatial", "ordered")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tokens of a tile each rank of a sequence group owns; an encoder's is ``encoder.layout``.
+
+    ``cut`` gives a rank its part of an image or label, ``join`` puts all parts together again.
+
+    - ``tile``: voxels along each direction, a multiple of ``patch``; ``Layout.of`` takes one number for a cube
+    - ``patch``: voxels of a token along each direction
+    - ``num_ranks``: of the group
+    - ``split``: ``spatial``: boxes; the prime factors of ``num_ranks``, largest first, cut W, D, H in turn.
+      ``ordered``: consecutive chunks of the raster with H fastest, which need not be boxes
+    """
+
+    tile: tuple[int, ...]
+    patch: tuple[int, ...]
+    num_ranks: int = 1
+    split: str = "spatial"
+    is_nested = False  # whether a rank's tokens lie in another order than the raster's
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise ValueError(f"--split {self.split}: choose {' or '.join(SPLITS)}")
+        if len(self.patch) != len(self.tile):
+            raise ValueError(f"patch {self.patch} and tile {self.tile} differ in the number of directions")
+        if min(self.tile) < 1 or min(self.patch) < 1 or self.num_ranks < 1:
+            raise ValueError(f"tile {self.tile}, patch {self.patch} and --seqpar {self.num_ranks} must be positive")
+        if any(t % p for t, p in zip(self.tile, self.patch)):
+            nearest = tuple(-(-t // p) * p for t, p in zip(self.tile, self.patch))
+            raise ValueError(
+                f"tile {self.tile} is no multiple of patch {self.patch}: use --tile {' '.join(map(str, nearest))}"
+            )
+        if self.num_ranks > self.num_tokens:
+            raise ValueError(
+                f"--seqpar {self.num_ranks} is more than the {quantity(self.num_tokens, 'token')} of tile {self.tile} "
+                f"at patch {self.patch}: use --seqpar {self.num_tokens} or fewer, a larger --tile or a smaller --patch"
+            )
+        if self.split == "spatial":
+            self.parts  # noqa: B018  refuses where no cut into boxes exists
+
+    @classmethod
+    def of(
+        cls, tile: int | Sequence[int], patch: int | Sequence[int], num_ranks: int = 1, split: str = "spatial"
+    ) -> "Layout":
+        """Returns the layout of a tile and patch, each one number for a cube or one per direction."""
+        sides = (tile,) * 3 if isinstance(tile, int) else tuple(tile)
+        cube = (patch,) * len(sides) if isinstance(patch, int) else tuple(patch)
+        return cls(sides, cube, num_ranks, split)
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """Tokens per direction."""
+        return tuple(t // p for t, p in zip(self.tile, self.patch))
+
+    @property
+    def num_tokens(self) -> int:
+        return math.prod(self.grid)
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """How many intervals ``spatial`` cuts each direction into."""
+        return cut_counts(self.num_ranks, self.grid)
+
+    @cached_property
+    def _ids(self) -> tuple[Tensor, ...]:
+        raster = torch.arange(self.num_tokens, device="cpu")  # also where a network is only outlined
+        if self.split == "ordered":
+            bounds = even_bounds(self.num_tokens, self.num_ranks)
+            return tuple(raster[low:high] for low, high in itertools.pairwise(bounds))
+        grid = raster.reshape(self.grid)
+        return tuple(grid[tuple(slice(*side) for side in box)].flatten() for box in grid_boxes(self.grid, self.parts))
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Returns what ``make`` returned when it was first asked for under this key.
+
+        So ids, orders and tables of this layout are made once, and lie on their device from then on.
+        """
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[no-any-return]
+
+    def token_ids(self, rank: int, device: torch.device | None = None) -> Tensor:
+        """Returns the raster numbers of the rank's tokens, ascending; on the CPU, or on ``device``."""
+        if device is None or device.type == "cpu":
+            return self._ids[rank]
+        return self.once(("ids", rank, device), lambda: self._ids[rank].to(device))
+
+    def raster_order(self, device: torch.device) -> Tensor:
+        """Returns where the tokens of the grid, in raster order, lie among those of all ranks in rank order."""
+        return self.once(("order", device), lambda: torch.argsort(torch.cat(self._ids)).to(device))
+
+    @property
+    def all_ids(self) -> tuple[Tensor, ...]:
+        """Each rank's token numbers, in rank order."""
+        return self._ids
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Each rank's number of tokens."""
+        return tuple(len(ids) for ids in self._ids)
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """The rank that owns each token of the grid, shaped like the grid."""
+        flat = torch.empty(self.num_tokens, dtype=torch.int64, device="cpu")
+        for rank, ids in enumerate(self._ids):
+            flat[ids] = rank
+        return flat.reshape(self.grid)
+
+    def coordinates(self, rank: int) -> Tensor:
+        """Returns where the rank's tokens lie in the whole grid: one row per token, one column per direction."""
+        steps = [math.prod(self.grid[dim + 1 :]) for dim in range(len(self.grid))]
+        return torch.stack([self._ids[rank] // step % side for step, side in zip(steps, self.grid)], 1)
+
+    @cached_property
+    def _boxes(self) -> tuple[Box | None, ...]:
+        return tuple(_box_of(self.coordinates(rank)) for rank in range(self.num_ranks))
+
+    @property
+    def is_box(self) -> bool:
+        """Whether every rank's part is a rectangle of tokens."""
+        return None not in self._boxes
+
+    def box(self, rank: int) -> Box:
+        """Returns the rank's token intervals; raises where its part is no box."""
+        box = self._boxes[rank]
+        if box is None:
+            raise ValueError(f"rank {rank}'s part of grid {self.grid} is no box: {self.box_advice()}")
+        return box
+
+    def box_advice(self) -> str:
+        """Returns which split or group size gives boxes instead."""
+        sizes = [s for s in range(1, self.num_ranks) if Layout(self.tile, self.patch, s, self.split).is_box]
+        smaller = f" or --seqpar {' or '.join(map(str, sizes))}" if sizes else ""
+        return f"use --split spatial{smaller}"
+
+    @cached_property
+    def cuts(self) -> tuple[Bounds, ...] | None:
+        """Token bounds per direction if the parts are a grid of boxes in rank order, else None."""
+        boxes = [box for box in self._boxes if box is not None]
+        if len(boxes) < self.num_ranks:
+            return None
+        bounds = [sorted({edge for box in boxes for edge in box[dim]}) for dim in range(len(self.grid))]
+        product = itertools.product(*(itertools.pairwise(edges) for edges in bounds))
+        return tuple(map(tuple, bounds)) if list(product) == boxes else None
+
+    def voxel_cuts(self, per_token: int | Sequence[int] = 1) -> tuple[Bounds, ...]:
+        """Returns ``cuts`` on a grid of ``per_token`` points for each token along each direction."""
+        if self.cuts is None:
+            raise ValueError(f"the parts of grid {self.grid} are no grid of boxes: use --split spatial")
+        times = (per_token,) * len(self.grid) if isinstance(per_token, int) else tuple(per_token)
+        return tuple(tuple(edge * t for edge in edges) for edges, t in zip(self.cuts, times))
+
+    def boxed(self) -> "Layout":
+        """Returns this layout if its parts are a grid of boxes, else the spatial one."""
+        return self if self.cuts is not None else Layout(self.tile, self.patch, self.num_ranks, "spatial")
+
+    def of_tile(self, tile: Sequence[int]) -> "Layout":
+        """Returns the same split of another tile."""
+        return self if tuple(tile) == self.tile else Layout(tuple(tile), self.patch, self.num_ranks, self.split)
+
+    def place(self, whole: Tensor) -> tuple[Tensor, "Layout"]:
+        """Returns a whole image ``b c W D H`` as the part of a group of one, padded to the patch, with its layout."""
+        if self.num_ranks > 1:
+            raise ValueError(
+                f"a whole tile {tuple(whole.shape)} came to a sequence group of {self.num_ranks}: give each rank "
+                "its part, layout.cut(tile, rank)"
+            )
+        short = [-side % p for side, p in zip(whole.shape[2:], self.patch)]
+        whole = F.pad(whole, [edge for missing in reversed(short) for edge in (0, missing)])
+        layout = self.of_tile(whole.shape[2:])
+        return layout.cut(whole, 0), layout
+
+    def cut(self, whole: Tensor, rank: int) -> Tensor:
+        """Returns the rank's part ``b n c p p p`` of an image ``b c W D H``, ``b n p p p`` of a label ``b W D H``."""
+        is_image, cells = whole.ndim == len(self.tile) + 2, to_patches(whole, self.patch)
+        if self.num_ranks > 1 or self.is_nested:
+            cells = cells.index_select(2 if is_image else 1, self.token_ids(rank, whole.device))
+        return rearrange(cells, "b c n ... -> b n c ...") if is_image else cells
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the whole image or label of all ranks' parts, the inverse of ``cut``."""
+        cells = parts[0]
+        if len(parts) > 1 or self.is_nested:
+            cells = torch.cat(list(parts), 1).index_select(1, self.raster_order(cells.device))
+        is_image = cells.ndim == len(self.tile) + 3
+        return from_patches(rearrange(cells, "b n c ... -> b c n ...") if is_image else cells, self.grid)
+
+
+def _box_of(coordinates: Tensor) -> Box | None:
+    """Returns the box that these tokens fill, None where they fill none."""
+    box = tuple(zip(coordinates.amin(0).tolist(), (coordinates.amax(0) + 1).tolist()))
+    return box if math.prod(high - low for low, high in box) == len(coordinates) else None
+
+
+def to_patches(whole: Tensor, patch: Sequence[int]) -> Tensor:
+    """Returns ``... n p p p`` of ``... W D H``, tokens in raster order."""
+    voxels, cells = _patterns(len(patch))
+    return rearrange(whole, f"{voxels} -> {cells}", **dict(zip("pqr", patch)))
+
+
+def from_patches(cells: Tensor, grid: Sequence[int]) -> Tensor:
+    """Returns ``... W D H`` of ``... n p p p``, the inverse of ``to_patches``."""
+    voxels, cells_pattern = _patterns(len(grid))
+    return rearrange(cells, f"{cells_pattern} -> {voxels}", **dict(zip("wdh", grid)))
+
+
+def _patterns(num_directions: int) -> tuple[str, str]:
+    """Returns the patterns of voxels and patches: for three ``... (w p) (d q) (h r)`` and ``... (w d h) p q r``."""
+    tokens, inside = "wdh"[:num_directions], "pqr"[:num_directions]
+    voxels = " ".join(f"({token} {voxel})" for token, voxel in zip(tokens, inside))
+    return f"... {voxels}", f"... ({' '.join(tokens)}) {' '.join(inside)}"
+
+
+def even_bounds(extent: int, count: int) -> Bounds:
+    """Returns where ``extent`` is cut into ``count`` intervals that differ by one at most."""
+    return tuple(extent * at // count for at in range(count + 1))
+
+
+def grid_boxes(grid: Sequence[int], parts: Sequence[int]) -> list[Box]:
+    """Returns the boxes of a grid cut into ``parts`` intervals per direction, last direction fastest."""
+    sides = [list(itertools.pairwise(even_bounds(g, s))) for g, s in zip(grid, parts)]
+    return list(itertools.product(*sides))
+
+
+def cut_counts(num_ranks: int, grid: Sequence[int]) -> tuple[int, ...]:
+    """Returns how many intervals each direction gets: prime factors, largest first, to W, D, H in turn.
+
+    Where a direction has fewer tokens than that, the factorisation whose largest box is smallest.
+    """
+    counts = [1] * len(grid)
+    for turn, prime in enumerate(sorted(_primes(num_ranks), reverse=True)):
+        counts[turn % len(grid)] *= prime
+    if all(s <= g for s, g in zip(counts, grid)):
+        return tuple(counts)
+    fitting = [c for c in _factorisations(num_ranks, len(grid)) if all(s <= g for s, g in zip(c, grid))]
+    if not fitting:
+        possible = [s for s in range(1, num_ranks) if _fits(s, grid)]
+        raise ValueError(
+            f"--seqpar {num_ranks} cannot cut the token grid {tuple(grid)} into boxes: use --seqpar {possible[-1]}, "
+            "or --split ordered"
+        )
+    return min(fitting, key=lambda c: (math.prod(-(-g // s) for s, g in zip(c, grid)), [-s for s in c]))
+
+
+def _fits(num_ranks: int, grid: Sequence[int]) -> bool:
+    return any(all(s <= g for s, g in zip(c, grid)) for c in _factorisations(num_ranks, len(grid)))
+
+
+def _primes(number: int) -> Iterator[int]:
+    divisor = 2
+    while number > 1:
+        while number % divisor == 0:
+            yield divisor
+            number //= divisor
+        divisor += 1
+
+
+def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorisations(number // first, count - 1):
+                yield (first, *rest)

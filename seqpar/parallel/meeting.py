@@ -1,0 +1,113 @@
+"""Meeting: where the processes of a launcher find each other, and what they tell each other before there is a mesh."""
+
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.watchdog import these
+
+START_S = 900.0  # hundreds of nodes that read one file system have been seen to need 600 s
+
+
+class Meeting:
+    """The store of the processes of one launcher, which the first rank holds; a process alone has none.
+
+    They meet when the store is first used. A name of a text is used once.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self._store: dist.Store | None = None
+
+    def store(self, timeout_s: float = START_S) -> dist.Store | None:
+        """Returns the store, once this rank has met the first one; None for a process alone."""
+        if self._store is None and self.launcher.world > 1:
+            self._store = _meet(self.launcher, timeout_s)
+        return self._store
+
+    def of_first(self, name: str, text: str, timeout_s: float = START_S) -> str:
+        """Returns the text of the first rank on every rank; what the others pass is ignored."""
+        return self._exchange(name, text, [0], timeout_s)[0]
+
+    def gather(self, name: str, text: str, timeout_s: float = START_S) -> list[str]:
+        """Returns every rank's text, in rank order, the same on each."""
+        return self._exchange(name, text, range(self.launcher.world), timeout_s)
+
+    def _exchange(self, name: str, text: str, ranks: Sequence[int], timeout_s: float) -> list[str]:
+        """Returns the texts of ``ranks``; the first rank, whose end may be the store's, leaves when all have them."""
+        store, rank = self.store(timeout_s), self.launcher.rank
+        if store is None:
+            return [text]
+        if rank in ranks:
+            store.set(f"{name}/{rank}", f"={text}")
+        self._wait(store, name, ranks, timeout_s)
+        texts = [store.get(f"{name}/{other}").decode()[1:] for other in ranks]
+        store.set(f"{name}/read/{rank}", "=")
+        if rank == 0:
+            self._wait(store, f"{name}/read", range(self.launcher.world), timeout_s)
+        return texts
+
+    def _wait(self, store: dist.Store, name: str, ranks: Sequence[int], timeout_s: float) -> None:
+        try:
+            store.wait([f"{name}/{rank}" for rank in ranks], timedelta(seconds=timeout_s))
+        except (dist.DistError, RuntimeError) as error:
+            try:
+                missing = these([rank for rank in ranks if not store.check([f"{name}/{rank}"])])
+            except (dist.DistError, RuntimeError):
+                raise ConnectionError(f"the first rank has left ({str(error).splitlines()[0]}): see its log") from None
+            raise TimeoutError(
+                f"of {self.launcher.world} ranks, {missing} said nothing within {timeout_s:.0f} s ({name}); look at "
+                "their logs"
+            ) from None
+
+
+def _meet(launcher: Launcher, timeout_s: float) -> dist.Store:
+    limit = timedelta(seconds=timeout_s)
+    host = launcher.rank == 0 and not launcher.agent_store
+    _check_name(launcher)
+    if not host:
+        _await_listener(launcher, timeout_s)
+    try:
+        meeting = dist.TCPStore(
+            launcher.address, launcher.port, launcher.world, host, timeout=limit, wait_for_workers=False
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise ConnectionError(
+            f"rank {launcher.rank} ({launcher.by}): no meeting at {launcher.address}:{launcher.port}: another job may "
+            f"use this port, or MASTER_ADDR is not rank 0's; export another MASTER_PORT ({str(error).splitlines()[0]})"
+        ) from None
+    return dist.PrefixStore(f"seqpar/{launcher.job}/{launcher.attempt}", meeting)
+
+
+def _check_name(launcher: Launcher) -> None:
+    """Raises where this host cannot look up the address, which torch would try for minutes."""
+    try:
+        socket.getaddrinfo(launcher.address, launcher.port)
+    except OSError as error:
+        raise ConnectionError(
+            f"rank {launcher.rank} ({launcher.by}) on {socket.gethostname()} does not know the host {launcher.address} "
+            f"({error.strerror}): export MASTER_ADDR=$(hostname -i) on the node of rank 0, before srun"
+        ) from None
+
+
+def _await_listener(launcher: Launcher, timeout_s: float) -> None:
+    """Waits until rank 0 listens; torch's own client waits twice as long and fills the log meanwhile."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(
+                (launcher.address, launcher.port), timeout=max(0.1, until - time.monotonic())
+            ).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ConnectionError(
+                    f"rank {launcher.rank} ({launcher.by}): rank 0 does not answer at "
+                    f"{launcher.address}:{launcher.port} within {timeout_s:.0f} s; check that rank 0 started, and "
+                    f"MASTER_ADDR and MASTER_PORT ({error.strerror})"
+                ) from None
+            time.sleep(0.1)

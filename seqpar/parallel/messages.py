@@ -1,0 +1,91 @@
+"""Point-to-point messages: posted, counted in bytes, and waited for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.watchdog import Watch
+
+Result = TypeVar("Result")
+# What NCCL has a name for; other types, such as labels of many classes (int16), travel as bytes.
+_SENT_AS_THEY_ARE = frozenset(
+    (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    + (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+)
+
+
+class Pending:
+    """Messages that were posted; keeps their tensors alive until ``wait``."""
+
+    def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor], watch: Watch | None = None) -> None:
+        self._works, self._tensors, self._watch = works, tensors, watch
+
+    def wait(self) -> None:
+        if self._watch is not None and self._works:
+            on_gpu = self._tensors[0].is_cuda
+            patience = None if on_gpu else self._watch.patience
+            with self._watch.waiting(on_gpu):
+                for work in self._works:
+                    work.wait() if patience is None else work.wait(patience)
+        self._works, self._tensors = (), ()
+
+
+class Coming(Generic[Result]):
+    """A result whose messages are still to arrive; ``wait`` may be called once.
+
+    ``finish``: makes the result when ``pending`` has arrived; dropped then, with the tensors that it holds.
+    """
+
+    def __init__(self, pending: Pending, finish: Callable[[], Result]) -> None:
+        self._pending, self._finish = pending, finish
+
+    def wait(self) -> Result:
+        self._pending.wait()
+        finish = self._finish
+        del self._finish
+        return finish()
+
+
+def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Group, kind: str) -> Pending:
+    """Starts messages to and from other places of ``group``, one each way for each pair.
+
+    ``sends``: by place, what goes there. ``receives``: by place, the tensor that what comes from there fills.
+    Empty tensors are left out on both sides. ``kind``: under which name the bytes are counted.
+    """
+    outgoing = [(q, t) for q, t in sends.items() if t.numel()]
+    incoming = [(q, t) for q, t in receives.items() if t.numel()]
+    assert all(t.is_contiguous() for _, t in outgoing + incoming)
+    group.count(kind, sum(t.numel() * t.element_size() for _, t in outgoing), len(outgoing))
+    if any(t.is_meta for _, t in outgoing + incoming):
+        return Pending((), ())
+    place = group.places or range(group.size)
+    ops = [dist.P2POp(dist.isend, as_sent(t), group=group.handle, group_peer=place[q]) for q, t in outgoing]
+    ops += [dist.P2POp(dist.irecv, as_sent(t), group=group.handle, group_peer=place[q]) for q, t in incoming]
+    group.watch.enter(kind, group)
+    if group.watch.check:
+        described_sides = (
+            {group.ranks[q]: f"{kind} of {t.numel()} {t.dtype}" for q, t in side} for side in (outgoing, incoming)
+        )
+        group.watch.announce(group.name, *described_sides)
+    return Pending(dist.batch_isend_irecv(ops) if ops else (), [t for _, t in outgoing + incoming], group.watch)
+
+
+def as_sent(x: Tensor) -> Tensor:
+    """Returns a contiguous tensor, or its bytes in the same memory where no library has a name for its type."""
+    return x if x.dtype in _SENT_AS_THEY_ARE else x.view(-1).view(torch.uint8)
+
+
+def expect(kind: str, group: Group, what: str = "") -> None:
+    """Notes that this rank enters a collective; where collectives are checked, raises unless all ranks enter it."""
+    group.watch.enter(kind, group)
+    if group.watch.check and group.size > 1:
+        group.watch.compare(group.name, group.ranks, f"{kind} {what}".strip())
+
+
+def described(x: Tensor) -> str:
+    """Returns a tensor's shape and type in words."""
+    return f"of {' x '.join(map(str, x.shape)) or 'a number'} {x.dtype}"

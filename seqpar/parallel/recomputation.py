@@ -1,0 +1,50 @@
+"""Computes again in backward what forward does not hold."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from seqpar.parallel.meta_tensors import around_checkpoint
+
+Result = TypeVar("Result")
+
+
+def computed_again(fn: Callable[..., Result], *inputs: object) -> Result:
+    """Returns ``fn(*inputs)``; holds the tensors among its inputs alone, and runs ``fn`` again in backward."""
+    if not torch.is_grad_enabled():
+        return fn(*inputs)
+    result: Result = checkpoint(
+        fn, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=around_checkpoint
+    )
+    return result
+
+
+def counting_once(fn: Callable[..., Result], module: nn.Module) -> Callable[..., Result]:
+    """Returns ``fn`` whose first run alone moves the buffers of ``module``, such as running statistics."""
+    runs = itertools.count()
+
+    def run(*inputs: object) -> Result:
+        if next(runs) == 0:
+            return fn(*inputs)
+        with copied_buffers(module):
+            return fn(*inputs)
+
+    return run
+
+
+@contextmanager
+def copied_buffers(module: nn.Module) -> Iterator[None]:
+    """Lets a module write to copies of its buffers, which are dropped in the end."""
+    own = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
+    for part, name, buffer in own:
+        part._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for part, name, buffer in own:
+            part._buffers[name] = buffer

@@ -1,0 +1,247 @@
+"""How processes find each other: the store where they meet, each rank's device, the groups of the mesh."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from seqpar.parallel.launcher import LAZY_GROUPS, SHARE_GPU, Launcher, read_launcher, shared_gpu_settings
+from seqpar.parallel.meeting import START_S, Meeting
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.parallel.roll_call import own_place, roll_call
+from seqpar.parallel.start_limit import StartLimit
+from seqpar.parallel.watchdog import Watch, these
+from seqpar.quantity import quantity
+
+
+def start(
+    seqpar: int = 1,
+    env: Mapping[str, str] | None = None,
+    device: str = "auto",
+    timeout_s: float = START_S,
+    check: bool = False,
+    pipe: int = 1,
+    meeting: Meeting | None = None,
+) -> Mesh:
+    """Returns the mesh of the processes that torchrun, Slurm or MPI started, or of this one alone.
+
+    A context manager: at its end all ranks wait for each other and leave. Its groups are ``seq`` (ranks that share a
+    tile), ``data`` (ranks at the same place of other tiles) and ``world``, and those that ``pipe`` makes (``Mesh``);
+    each has ``index``, ``size`` and torch's process group, ``handle``.
+
+    - ``seqpar``: ranks per sequence group
+    - ``env``: the variables of the launcher; None: this process's own
+    - ``device``: auto, cpu or cuda
+    - ``timeout_s``: for all steps of the start together
+    - ``check``: announce every message and collective before it is sent, which is slow and names ranks that differ
+    - ``pipe``: places over which a network's stages are spread
+    - ``meeting``: of these processes, where they have met before
+    """
+    launcher = read_launcher(os.environ if env is None else env)
+    check_seqpar(seqpar, launcher.world, pipe)
+    if launcher.warning:
+        print(f"warning: {launcher.warning}", file=sys.stderr, flush=True)
+    own_device = pick_device(launcher, device)
+    until = time.monotonic() + timeout_s
+    store = (meeting or Meeting(launcher)).store(timeout_s)
+    return join(launcher, store, seqpar, own_device, timeout_s, check, until, pipe)
+
+
+def check_seqpar(seqpar: int, world: int, pipe: int = 1) -> None:
+    """Raises unless ``seqpar`` times ``pipe`` divides the number of ranks; names the sizes that do."""
+    if pipe != 1:
+        if pipe < 1 or seqpar < 1 or world % (pipe * seqpar):
+            least = max(1, pipe) * max(1, seqpar)
+            raise ValueError(
+                f"--pipe {pipe} with --seqpar {seqpar} does not fit {quantity(world, 'started rank')}: "
+                f"start {least} ranks or a multiple, or change one of them"
+            )
+        return
+    if seqpar < 1 or world % seqpar:
+        fits = [size for size in range(1, world + 1) if world % size == 0]
+        more = f", or start a multiple of {seqpar} ranks" if seqpar > 0 else ""
+        raise ValueError(
+            f"--seqpar {seqpar} does not fit {quantity(world, 'started rank')}: "
+            f"use --seqpar {' or '.join(map(str, fits))}{more}"
+        )
+
+
+def pick_device(launcher: Launcher, kind: str = "auto") -> torch.device:
+    """Returns this rank's device and makes it current: index 0 where one GPU is visible, else the local rank.
+
+    ``kind``: auto, cpu or cuda.
+    """
+    if kind not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {kind}: choose auto, cpu or cuda (cuda is also AMD's name in torch)")
+    visible = torch.cuda.device_count() if kind != "cpu" else 0
+    if kind == "cuda" and visible == 0:
+        raise ValueError("--device cuda: this process sees no GPU; ask the scheduler for one or use --device cpu")
+    if visible == 0:
+        return torch.device("cpu")
+    if visible > 1 and launcher.local_rank >= visible:
+        raise ValueError(
+            f"local rank {launcher.local_rank} has no GPU of its own: {visible} are visible and "
+            f"{launcher.local_world} ranks run on this node; start at most {visible} ranks a node"
+        )
+    device = torch.device("cuda", 0 if visible == 1 else launcher.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(
+    launcher: Launcher,
+    store: dist.Store | None,
+    seqpar: int,
+    device: torch.device,
+    timeout_s: float = START_S,
+    check: bool = False,
+    until: float | None = None,
+    pipe: int = 1,
+) -> Mesh:
+    """Returns the mesh of ``launcher.world`` processes that meet at ``store``, which is None for a process alone.
+
+    ``until``: when ``timeout_s`` ends, by ``time.monotonic``, where meeting has used some of it. Each step gets the
+    time that is left, and a tenth of ``timeout_s`` at least.
+    """
+    until = time.monotonic() + timeout_s if until is None else until
+    check_seqpar(seqpar, launcher.world, pipe)
+    if store is None:
+        alone = _groups(np.zeros((1, 1, 1), int), Group("world"), None)
+        return Mesh(launcher, device, *alone, (launcher.host or socket.gethostname(),))
+    hosts = roll_call(launcher, store, own_place(launcher, device), _left_s(until, timeout_s))
+    on_gpu = device.type == "cuda"
+    if on_gpu and os.environ.get(SHARE_GPU) == "1":
+        os.environ.update(shared_gpu_settings(os.environ, launcher.rank))
+    limit = StartLimit(store, launcher.rank, launcher.world, lambda: _left_s(until, timeout_s))
+    everyone = tuple(range(launcher.world))
+    with limit.making("world", everyone):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore("world", store),
+            rank=launcher.rank,
+            world_size=launcher.world,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=_eager_device(device, os.environ),
+        )
+    watch = Watch(launcher.rank, hosts, dist.PrefixStore("watch", store), check)
+    watch.start_limit_s = timeout_s
+    world = Group("world", everyone, launcher.rank, dist.group.WORLD, watch=watch)
+    groups = _groups(np.arange(launcher.world).reshape(-1, pipe, seqpar), world, limit)
+    if launcher.rank == 0:
+        _warn_of_crossing(hosts, seqpar)
+    for group in {id(group.handle): group for group in groups}.values():
+        if group.handle is not None:
+            warm_up(group, store, device, _left_s(until, timeout_s))
+    own = store.clone() if hasattr(store, "clone") else store  # never busy with what the main thread waits for
+    return Mesh(launcher, device, *groups, hosts, dist.PrefixStore("beside", own))
+
+
+def _eager_device(device: torch.device, env: Mapping[str, str]) -> torch.device | None:
+    """Returns the GPU whose groups connect when they are made, one after the other over all ranks.
+
+    None where each connects at its first message, which groups without common ranks do side by side: quicker from
+    hundreds of ranks on, but a group that cannot connect is found out one by one.
+    """
+    return device if device.type == "cuda" and env.get(LAZY_GROUPS) != "1" else None
+
+
+def _groups(
+    ranks: np.ndarray, world: Group, limit: StartLimit | None
+) -> tuple[Group, Group, Group, Group, Group, Group, Group]:
+    """Returns the groups of a mesh in its order, the world first; ``ranks``: by data, pipe and seq.
+
+    Groups of the same ranks share a process group, but for ``pipe``, whose messages are under way beside others.
+    """
+    num_data, pipe, seqpar = ranks.shape
+    data = _split("data", ranks.transpose(1, 2, 0).reshape(-1, num_data), world.watch, limit)
+    seq = _split("seq", ranks.reshape(-1, seqpar), world.watch, limit)
+    if pipe == 1:
+        line = Group("pipe", (world.index,), watch=world.watch)
+        return world, data, seq, line, world, seq, data
+    line = _split("pipe", ranks.transpose(0, 2, 1).reshape(-1, pipe), world.watch, limit)
+    stage = _split("stage", ranks.transpose(1, 0, 2).reshape(pipe, -1), world.watch, limit, (data, seq))
+    tile = _split("tile", ranks.reshape(num_data, -1), world.watch, limit, (world,))
+    others = _split("others", ranks.transpose(2, 0, 1).reshape(seqpar, -1), world.watch, limit, (world,))
+    return world, data, seq, line, stage, tile, others
+
+
+def pretend(size: int) -> Group:
+    """Returns a sequence group of which only the first rank exists: messages go nowhere and bring nothing.
+
+    It serves to measure that rank's own work, and can be made once in a process.
+    """
+    if size == 1:
+        return Group("seq")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    return Group("seq", tuple(range(size)), 0, dist.group.WORLD)
+
+
+def _left_s(until: float, timeout_s: float) -> float:
+    return max(0.1 * timeout_s, until - time.monotonic())
+
+
+def _split(name: str, parts: np.ndarray, watch: Watch, limit: StartLimit | None, like: Sequence[Group] = ()) -> Group:
+    """Returns the group among the rows of ``parts`` that this rank is in.
+
+    Every rank makes all process groups, in one order, unless groups of as many ranks are in ``like``: of the same
+    ranks then, as all split the ranks evenly and in order.
+    """
+    mine: Group | None = None
+    timeout = timedelta(seconds=watch.start_limit_s)  # else torch's, of half an hour
+    rows = list(map(tuple, parts.tolist()))
+    shared = next((group for group in like if group.ranks in rows), None)
+    for ranks in rows:
+        handle = None if shared is None else shared.handle
+        if len(ranks) > 1 and shared is None:
+            assert limit is not None
+            with limit.making(name, ranks):
+                handle = dist.new_group(list(ranks), timeout=timeout)
+        if watch.rank in ranks:
+            mine = Group(name, ranks, ranks.index(watch.rank), handle, watch=watch)
+    assert mine is not None
+    return mine
+
+
+def _warn_of_crossing(hosts: Sequence[str], seqpar: int) -> None:
+    for first in range(0, len(hosts), seqpar):
+        inside = list(dict.fromkeys(hosts[first : first + seqpar]))
+        if len(inside) > 1:
+            print(
+                f"warning: the sequence group of ranks {first}…{first + seqpar - 1} crosses nodes "
+                f"{', '.join(inside)}: every attention layer will use the network. Let --seqpar divide the "
+                "ranks of a node.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _places_of(device: torch.device) -> tuple[torch.device, ...]:
+    """Returns where a group's tensors lie, in the order in which all ranks try them."""
+    return tuple(dict.fromkeys((torch.device("cpu"), device)))
+
+
+def warm_up(group: Group, store: dist.Store, device: torch.device, timeout_s: float) -> None:
+    """Takes a first small sum over ``group``; raises with its name and the absent ranks where that hangs."""
+    limit = timedelta(seconds=timeout_s)
+    keys = [f"warm/{group}/{rank}" for rank in group.ranks]
+    store.set(keys[group.index], "here")
+    try:
+        store.wait(keys, limit)
+        for place in _places_of(device):
+            work = dist.all_reduce(torch.ones(1, device=place), group=group.handle, async_op=True)
+            assert work is not None
+            work.wait(limit)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except (dist.DistError, RuntimeError) as error:
+        missing = [rank for rank, key in zip(group.ranks, keys) if not store.check([key])]
+        why = f"{these(missing)} never came" if missing else str(error).splitlines()[0]
+        raise TimeoutError(f"the {group} hangs in its first sum ({timeout_s:.0f} s): {why}") from None

@@ -1,0 +1,242 @@
+"""Watches over ranks that work together, and names those that hold up the others.
+
+A library's timeout says that a message did not come, not from whom. Here every rank notes which collective it
+enters. When nothing has moved for long, a thread of each rank tells the others through the store where its main
+thread is; ranks that do not wait in a collective, or that do not answer, are named. With ``check`` every message and
+collective is announced before it is sent, so that a mismatch is an error with names instead of a hang or a crash
+somewhere else.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from seqpar.parallel.wait_clock import WaitClock
+
+# Where DDP, sharded weights and the device wait, which do so without ``Watch.waiting``.
+_WAITING_IN_TORCH = ("torch.distributed", "torch.autograd.graph", "torch.cuda")
+_GROUND = str(Path(__file__).parent)  # what crosses ranks lies beside this file
+
+
+class OutOfStep(RuntimeError):
+    """Ranks entered different collectives, or the same with different sizes."""
+
+
+class Whereabouts(NamedTuple):
+    """What a rank tells the others about its main thread."""
+
+    waits: bool  # for other ranks
+    place: str  # the line that it is in
+    last: str  # the collective that it entered last
+
+
+class Watch:
+    """What one process knows of its own waiting; shared by all its groups, idle in a process alone.
+
+    ``hosts``: every rank's node. ``store``: through which ranks tell each other where they are. ``check``: announce
+    every message and collective before it is sent.
+    """
+
+    def __init__(self, rank: int = 0, hosts: Sequence[str] = ("",), store: Any = None, check: bool = False) -> None:
+        self.rank, self.hosts, self.check = rank, hosts, check
+        self.limit_s = 0.0  # how long a collective may take; 0: the library's own limit
+        self.start_limit_s = 0.0
+        self.clock = WaitClock()
+        self.finding = ""
+        self.roles: Sequence[str] = ()  # of every rank, such as its stage, where ranks do different work
+        self.speaks = True  # whether this is the rank that prints the finding
+        self._store = store
+        self._counts: Counter[str] = Counter()
+        self._last: tuple[str, object] = ("nothing yet", "")
+        self._beat = time.monotonic()
+        self._waits = 0  # how many ``waiting`` blocks are open
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+
+    def enter(self, kind: str, group: object) -> None:
+        """Notes that this rank enters a collective of a group."""
+        self._last, self._beat = (kind, group), time.monotonic()
+
+    @contextmanager
+    def waiting(self, on_gpu: bool) -> Iterator[None]:
+        """Marks what happens inside as waiting for other ranks, and counts its time.
+
+        Every call that blocks until others come stands in such a block: a rank outside of one is taken for the cause
+        of a hang.
+        """
+        self._waits += 1
+        try:
+            with self.clock.waiting(on_gpu):
+                yield
+        finally:
+            self._waits -= 1
+        self._beat = time.monotonic()
+
+    @property
+    def patience(self) -> timedelta | None:
+        """How long a message between two CPUs may take; gloo's own limit for them cannot be changed later."""
+        return timedelta(seconds=self.limit_s) if self.limit_s else None
+
+    # Announcing what is sent ----------------------------------------------------------------------------------
+
+    def compare(self, group: str, ranks: Sequence[int], what: str) -> None:
+        """Raises on all ranks of a group, with their names, unless all enter the same collective now."""
+        name = f"{group}/{'-'.join(map(str, ranks))}"
+        self._counts[name] += 1
+        number = self._counts[name]
+        keys = {rank: f"check/{name}/{number}/{rank}" for rank in ranks}
+        self._store.set(keys[self.rank], what)
+        entered = {
+            rank: self._read(key, f"rank {rank} did not enter {what} in the {group} group")
+            for rank, key in keys.items()
+        }
+        self._store.delete_key(f"check/{name}/{number - 2}/{self.rank}")  # all have read it: they were at the next one
+        if len(set(entered.values())) > 1:
+            differing = [
+                f"{these([r for r in ranks if entered[r] == one])}: {one}" for one in _unique(entered.values())
+            ]
+            raise OutOfStep(f"collective {number} of the {group} group differs: {'; '.join(differing)}")
+
+    def announce(self, group: str, sends: Mapping[int, str], receives: Mapping[int, str]) -> None:
+        """Tells other ranks what they will get, and raises unless what they will send is what is expected."""
+        for rank, what in sends.items():
+            self._store.set(self._channel(group, self.rank, rank), what)
+        for rank, what in receives.items():
+            key = self._channel(group, rank, self.rank)
+            coming = self._read(key, f"rank {rank} did not send {what} in the {group} group")
+            self._store.delete_key(key)
+            if coming != what:
+                raise OutOfStep(f"rank {self.rank} expects {what} in the {group} group; rank {rank} sends {coming}")
+
+    def _channel(self, group: str, sender: int, receiver: int) -> str:
+        name = f"{group}/{sender}>{receiver}"
+        self._counts[name] += 1
+        return f"check/{name}/{self._counts[name]}"
+
+    def _read(self, key: str, problem: str) -> str:
+        """Returns another rank's announcement; ``problem`` is what is wrong where it does not come."""
+        limit_s = 0.5 * (self.limit_s or self.start_limit_s)
+        try:
+            with self.waiting(False):
+                self._store.wait([key], timedelta(seconds=limit_s))
+            return self._store.get(key).decode()  # type: ignore[no-any-return]
+        except RuntimeError:  # DistError is one
+            raise OutOfStep(f"{problem} within {limit_s:.0f} s, or had left it") from None
+
+    # Naming who holds up the others ---------------------------------------------------------------------------
+
+    def begin(self, limit_s: float, act: Callable[[str], None] | None = None) -> None:
+        """Starts a thread that names who holds up the others once this rank has not moved for 3/4 of ``limit_s``.
+
+        ``act`` is called with that text on every rank, where any rank waits; without it, one rank prints the text.
+        """
+        self.limit_s = limit_s
+        if self._store is None or self._thread is not None:
+            return
+        store = self._store.clone() if hasattr(self._store, "clone") else self._store  # one that is never busy
+        main = threading.get_ident()
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(
+            target=self._look, args=(store, main, act or self._say), daemon=True, name="seqpar-watch"
+        )
+        self._thread.start()
+
+    def _say(self, finding: str) -> None:
+        if self.speaks:
+            print(f"warning: {finding}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Stops the thread."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(5)
+
+    def _look(self, store: Any, main: int, act: Callable[[str], None]) -> None:
+        reported = 0.0  # the beat after which nothing had moved
+        while not self._over.wait(min(1.0, self.limit_s / 20)):
+            beat = self._beat
+            try:
+                if reported and reported != beat:
+                    store.delete_key(f"held/{self.rank}")
+                    self.finding, reported = "", 0.0
+                if not reported and time.monotonic() - beat > 0.75 * self.limit_s:
+                    self.finding, reported = self._ask(store, main), beat
+                    if self.finding:
+                        act(self.finding)
+            except RuntimeError:  # the store is gone, and with it the rank that keeps it
+                return
+
+    def _ask(self, store: Any, main: int) -> str:
+        """Tells the others where this rank is, hears where they are, and returns who holds up whom."""
+        store.set(f"held/{self.rank}", json.dumps(self.whereabouts(sys._current_frames().get(main))))
+        keys = [f"held/{rank}" for rank in range(len(self.hosts))]
+        until = time.monotonic() + min(10.0, 0.1 * self.limit_s)
+        while not store.check(keys) and time.monotonic() < until:
+            time.sleep(min(0.1, 0.01 * self.limit_s))
+        answers = {
+            rank: Whereabouts(*json.loads(store.get(key))) for rank, key in enumerate(keys) if store.check([key])
+        }
+        self.speaks = self.rank == min((rank for rank, answer in answers.items() if answer.waits), default=self.rank)
+        names = [f"{host}, {role}" for host, role in zip(self.hosts, self.roles)] or self.hosts
+        return judge(answers, names, 0.75 * self.limit_s)
+
+    def whereabouts(self, frame: FrameType | None) -> Whereabouts:
+        """Returns where the main thread is, whose innermost frame is ``frame``."""
+        in_torch = frame is not None and _module(frame).startswith(_WAITING_IN_TORCH)
+        return Whereabouts(self._waits > 0 or in_torch, place_of(frame), " of the ".join(map(str, self._last)))
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Returns the innermost line of this package above the ground, which called what crosses ranks."""
+    if frame is None:
+        return "its end"
+    while frame.f_back and not _above_ground(frame):
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno} ({code.co_name})"
+
+
+def _above_ground(frame: FrameType) -> bool:
+    package = __name__.partition(".")[0]
+    return _module(frame).startswith(f"{package}.") and str(Path(frame.f_code.co_filename).parent) != _GROUND
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def judge(answers: Mapping[int, Whereabouts], hosts: Sequence[str], seconds: float) -> str:
+    """Returns who holds up whom, as the ranks that answered tell; "" where no rank waits.
+
+    - ``hosts``: of each rank its node, and what it does where others do something else
+    """
+    waiting = [rank for rank, answer in answers.items() if answer.waits]
+    if not waiting:
+        return ""
+    silent = [rank for rank in range(len(hosts)) if rank not in answers]
+    causes = [f"rank {rank} ({hosts[rank]}) does not answer" for rank in silent]
+    causes += [f"rank {rank} ({hosts[rank]}) stays at {one.place}" for rank, one in answers.items() if not one.waits]
+    collectives = _unique(answers[rank].last for rank in waiting)
+    waits = "; ".join(f"{these([r for r in waiting if answers[r].last == last])} in {last}" for last in collectives)
+    if not causes:
+        return f"for {seconds:.0f} s all ranks have waited for each other ({waits}): use --debug-collectives"
+    return f"{' and '.join(causes)}, while for {seconds:.0f} s others have waited: {waits}"
+
+
+def _unique(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
+
+
+def these(ranks: Sequence[int]) -> str:
+    """Returns "rank 2", "ranks 0, 1", or of many in a row the first and the last."""
+    if len(ranks) > 8 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}…{ranks[-1]}"
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,139 @@
+"""The default batch of a sequence group, and the batch that keeps a resumed run's tiles a step."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from seqpar.models.build import kind_of
+from seqpar.planner.step_counter import StepSetup, count_step
+from seqpar.quantity import quantity
+from seqpar.settings.config import Config
+
+PAPER_BATCH, PAPER_TILE, PAPER_PATCH = 32, 96, 16
+PAPERS = {(96, 16, 0): 32, (128, 16, 0): 16, (96, 4, 4): 1}  # tile, patch, group (0: any): tiles a group in the paper
+
+
+def choose_batch(config: Config) -> Config:
+    """Fills in the batch where it is left open: the network's usual one.
+
+    For a ViT it is the paper's where the config is one of its; else as many tiles as need the memory of its 32 at
+    patch 16.
+    """
+    if config.batch:
+        return config
+    if batch := papers_batch(config):
+        return replace(config, batch=batch)
+    most = kind_of(config).usual_batch or _most_by_memory(config)
+    if config.mode == "swap":  # each rank decodes as many samples
+        most = max(1, most // config.seqpar) * config.seqpar
+    return replace(config, batch=most)
+
+
+def papers_batch(config: Config) -> int:
+    """Returns how many tiles a sequence group the paper trained such a config with; 0 if it did not."""
+    cubes = len(set(config.tile)) == 1 == len(set(config.patch))
+    sizes = (config.depths, config.embed_dim, config.heads, config.window) == (12, 768, 12, 0) and cubes
+    if (
+        not sizes
+        or (config.network, config.decoder, config.precision) != ("vit", "plain", "fp32")
+        or config.mode not in ("gather", "nogather")
+    ):
+        return 0
+    settings = config.tile[0], config.patch[0]
+    return PAPERS.get((*settings, 0)) or PAPERS.get((*settings, config.seqpar), 0)
+
+
+def _most_by_memory(config: Config) -> int:
+    """Returns as many tiles as need the memory of the paper's batch."""
+    paper = replace(config, tile=(PAPER_TILE,) * 3, patch=(PAPER_PATCH,) * 3, seqpar=1, attention="auto", keep_kv=False)
+    paper = replace(paper, grad_checkpoint="none", mlp_chunks=1, encoder="plain")
+    budget = PAPER_BATCH * saved_per_tile(paper)
+    return max(1, min(PAPER_BATCH, int(budget / saved_per_tile(config))))
+
+
+def keep_global_batch(
+    config: Config, global_batch: int, num_groups: int, flags: Mapping[str, int] = MappingProxyType({})
+) -> Config:
+    """Returns the config with the batch and accumulation that keep a run's tiles a step on other ranks.
+
+    - ``global_batch``: the run's tiles a step, over all groups
+    - ``flags``: batch and accumulate, where the command line sets them
+    """
+    if global_batch % num_groups:
+        raise ValueError(
+            f"the run has {quantity(global_batch, 'tile')} a step, which {num_groups} sequence groups cannot share "
+            f"evenly: resume on so many groups: {_divisors(global_batch)} (with a larger --seqpar the same ranks make "
+            "fewer)"
+        )
+    batch, accumulate = _choose_pair(config, global_batch // num_groups, num_groups, flags, "the run has")
+    if config.batch_dice and accumulate != config.accumulate:
+        raise ValueError(
+            "with --batch-dice the loss depends on which tiles are computed together, "
+            f"{global_batch // config.accumulate} so far: keep --accumulate {config.accumulate}, or resume on as many "
+            "ranks as before"
+        )
+    return replace(config, batch=batch, accumulate=accumulate)
+
+
+def hold_global_batch(config: Config, num_groups: int, flags: Mapping[str, int] = MappingProxyType({})) -> Config:
+    """Returns the config with the batch and accumulation that make ``--global-batch`` tiles a step.
+
+    - ``flags``: batch and accumulate, where the command line sets them
+    """
+    number, flags = config.global_batch, {name: size for name, size in flags.items() if size}
+    if number % num_groups:
+        below = number // num_groups * num_groups
+        nearest = " or ".join(f"--global-batch {size}" for size in (below, below + num_groups) if size)
+        raise ValueError(
+            f"--global-batch {number}: {num_groups} sequence groups cannot share it evenly: use {nearest}, or so many "
+            f"groups: {_divisors(number)}"
+        )
+    if config.batch_dice and not flags:  # micro-batches are apart in Dice, so that no more of them are made
+        flags = {"accumulate": config.accumulate}
+    each = number // num_groups
+    batch, accumulate = _choose_pair(config, each, num_groups, flags, f"--global-batch {number} is")
+    return replace(config, batch=batch, accumulate=accumulate)
+
+
+def how_held(before: Config, now: Config, num_groups: int) -> str:
+    """Returns a line on what makes ``--global-batch``; ``before``: the config without it."""
+    if now.accumulate != before.accumulate:
+        how = "by accumulation"
+    elif now.batch != before.batch:
+        how = "by the batch" + (", as with --batch-dice tiles stay together" if now.batch_dice else "")
+    else:
+        how = "as it is without"
+    groups = quantity(num_groups, "group")
+    return f"--global-batch {now.global_batch}: {groups} x batch {now.batch} x accumulate {now.accumulate}, {how}"
+
+
+def _choose_pair(config: Config, each: int, num_groups: int, flags: Mapping[str, int], has: str) -> tuple[int, int]:
+    """Returns batch and accumulation of ``each`` tiles of a group: the config's, else the largest batch below its."""
+    unit, tiles = config.seqpar if config.mode == "swap" else 1, quantity(each, "tile")
+    groups = quantity(num_groups, "group")
+    if each % unit:
+        raise ValueError(
+            f"--mode swap: {has} {tiles} a step for each of {groups}, which must divide by --seqpar {unit}: use "
+            f"--mode auto or halo, or tiles a step that divide by {num_groups * unit}"
+        )
+    pairs = [(size, each // size) for size in range(unit, each + 1, unit) if each % size == 0]
+    required = flags.get("batch", 0), flags.get("accumulate", 0)
+    fitting = [pair for pair in pairs if all(number in (0, kept) for number, kept in zip(required, pair))]
+    if not fitting:
+        line = " ".join(f"--{name} {number}" for name, number in flags.items())
+        fits = ", ".join(f"--batch {size} --accumulate {count}" for size, count in pairs)
+        raise ValueError(f"{line}: {has} {tiles} a step for each of {groups}: use {fits}")
+    if (config.batch, config.accumulate) in fitting:
+        return config.batch, config.accumulate
+    return max((pair for pair in fitting if pair[0] <= config.batch), default=fitting[0])
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(count) for count in range(1, number + 1) if number % count == 0)
+
+
+def saved_per_tile(config: Config) -> float:
+    """Returns the bytes a tile that the first rank saves for backward."""
+    batch = config.batch or (config.seqpar if config.mode == "swap" else 1)
+    step = count_step(StepSetup(replace(config, batch=batch)))
+    return (step.tokens + step.decoder) / batch

@@ -1,0 +1,122 @@
+"""Refuses a training that needs more memory than its hosts have free, before its first step.
+
+A GPU's allocator raises an error when its memory is out; a CPU's takes what it is asked for, and later the system
+kills the process without a word.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+import torch
+
+from seqpar.cluster.devices import GIB, MIB, device_here
+from seqpar.cluster.exit_codes import TooLittleMemory
+from seqpar.cluster.host_memory import Memory, memory_here
+from seqpar.parallel.consensus import by_first, gather_texts
+from seqpar.parallel.mesh import Mesh
+from seqpar.planner.fit import advice, largest_batch
+from seqpar.planner.memory_saving import flags_of, ways
+from seqpar.planner.needs import Plan, Run, plan, planned
+from seqpar.settings.config import Config
+
+
+def refuse_beyond_free(config: Config, mesh: Mesh, channels: int, outputs: int) -> None:
+    """Raises ``TooLittleMemory`` on all ranks, with the same words, where a host has less free than its ranks need.
+
+    - ``config``: a complete one, its attention strategy named
+    - ``channels``, ``outputs``: of the images and of the network
+    """
+    if mesh.device.type != "cpu" or config.pipe > 1:  # stages are looked at when they are placed
+        return
+    hosts, memories = mesh.hosts or ("this host",), _memories(mesh)
+    if why := by_first(lambda: _shortage(config, hosts, memories, channels, outputs), mesh.world):
+        raise TooLittleMemory(why)
+
+
+def free_shares(mesh: Mesh) -> list[float]:
+    """Returns the bytes that each rank has free, its share where ranks of a host have one memory."""
+    if mesh.device.type != "cpu":
+        return [float(text) for text in gather_texts(str(torch.cuda.mem_get_info(mesh.device)[0]), mesh.world)]
+    shares = _shares(mesh.hosts, _memories(mesh))
+    return [shares[host] for host in mesh.hosts]
+
+
+def _memories(mesh: Mesh) -> list[Memory]:
+    """Returns the memory of each rank's host, as it sees it."""
+    texts = gather_texts(json.dumps(asdict(memory_here())), mesh.world)
+    return [Memory(**json.loads(text)) for text in texts]
+
+
+def _shares(hosts: Sequence[str], memories: Sequence[Memory]) -> dict[str, float]:
+    """Returns the free bytes of each of a host's ranks, by host."""
+    by_host = _by_host(hosts, memories)
+    return {host: min(seen, key=lambda m: m.free).free / len(seen) for host, seen in by_host.items()}
+
+
+def _by_host(hosts: Sequence[str], memories: Sequence[Memory]) -> dict[str, list[Memory]]:
+    by_host: dict[str, list[Memory]] = {}
+    for host, memory in zip(hosts, memories):
+        by_host.setdefault(host, []).append(memory)
+    return by_host
+
+
+def _shortage(config: Config, hosts: Sequence[str], memories: Sequence[Memory], channels: int, outputs: int) -> str:
+    """Returns what is needed, what is free and what to change; "" where it suffices.
+
+    - ``hosts``, ``memories``: of each rank, as it sees them
+    """
+    by_host, shares = _by_host(hosts, memories), _shares(hosts, memories)
+    tightest = min(shares, key=lambda host: shares[host])
+    # what libraries take is taken already
+    device = replace(device_here("cpu"), memory=shares[tightest] * len(hosts), reserved_bytes=0.0, fragmentation=0.0)
+    run = Run(config, device, channels, outputs, timed=False)
+    need = planned(run, len(hosts))
+    if need.fits:
+        return ""
+    seen = by_host[tightest]
+    memory = min(seen, key=lambda m: m.free)
+    sharing = f"its {len(seen)} ranks, {_size(shares[tightest])} each" if len(seen) > 1 else "the rank there"
+    return (
+        f"too little memory for the first step: a rank needs {_size(need.total)} ({_parts(need.memory)}), and "
+        f"{tightest} has {_size(memory.free)} free for {sharing} (of {_size(memory.whole)}, "
+        f"{memory.limit}): {_remedy(run, need)}"
+    )
+
+
+def _remedy(run: Run, need: Plan) -> str:
+    """Returns what to change: a batch that fits and keeps the step's tiles, a way that keeps the numbers, or others."""
+    config = run.config
+    most = largest_batch(run, need.ranks, config.batch)
+    batch, flags = _divisor(config, most.config.batch), ""
+    if batch < config.batch:
+        config = replace(config, batch=batch, accumulate=config.accumulate * config.batch // batch, global_batch=0)
+        flags = f"--batch {batch}"
+        if not config.batch_dice:  # whose Dice runs over the tiles of a micro-batch
+            flags += f" --accumulate {config.accumulate}"
+    if most.fits:
+        return f"use {flags}"
+    for way, _ in ways(config, ()):
+        try:
+            if plan(replace(run, config=replace(config, **way), ranks=need.ranks), config.seqpar).fits:
+                return f"use {flags} {flags_of(way)}".replace("  ", " ")
+        except ValueError:  # one that cannot be on so many ranks
+            continue
+    return f"try {advice(most, exhausted=True)}"
+
+
+def _divisor(config: Config, most: int) -> int:
+    """Returns the largest batch up to ``most`` that accumulation can make the config's of."""
+    unit = config.seqpar if config.mode == "swap" else 1
+    return max(size for size in range(unit, max(most, unit) + 1, unit) if config.batch % size == 0)
+
+
+def _parts(memory: Mapping[str, float]) -> str:
+    model = memory["weights"] + memory["gradients"] + memory["optimizer"]
+    parts = {"model": model, **{name: memory[name] for name in ("input", "tokens", "decoder")}}
+    listed = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
+    return f"{listed}, worst moment {_size(memory['transient'])}"
+
+
+def _size(number: float) -> str:
+    return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / MIB:.1f} MiB"

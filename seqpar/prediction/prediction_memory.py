@@ -1,0 +1,112 @@
+"""How much memory prediction takes on each rank, counted before it starts.
+
+The network runs on meta tensors, and the bytes that are alive are counted; what its logits take on their way to labels
+is worked out. Legend: k classes, W D H voxels.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from seqpar.cluster.devices import MIB
+from seqpar.models.network import Net
+from seqpar.models.outline import without_numbers
+from seqpar.planner.memory_counter import MemoryCounter
+from seqpar.prediction.sliding_window import fitting_batch, padded_shape
+from seqpar.prediction.windows import Sliding, WindowGrid, rows_at_once
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that prediction takes on a rank.
+
+    - ``encoder``, ``decoder``: while the network runs; ``decoder`` includes the logits that it returns
+    - ``sums``: logits that wait for those of other windows, flips or networks
+    - ``labels``: while labels are taken, without ``sums``
+    """
+
+    encoder: int
+    decoder: int
+    sums: int
+    labels: int
+    weights: int
+
+    @property
+    def total(self) -> int:
+        """The largest of encoder, decoder and labels, which follow each other, with what stays during all."""
+        return max(self.encoder, self.decoder, self.labels) + self.sums + self.weights
+
+    def __str__(self) -> str:
+        parts = {
+            "encoder": self.encoder,
+            "decoder": self.decoder,
+            "labels": self.labels,
+            "sums": self.sums,
+            "weights": self.weights,
+        }
+        sizes = ", ".join(f"{name} {size / MIB:.1f}" for name, size in parts.items())
+        return f"about {self.total / MIB:.1f} MiB on each rank ({sizes})"
+
+
+def footprint(
+    net: Net,
+    shape: Sequence[int],
+    num_classes: int,
+    ranks: int,
+    to_shape: Sequence[int] = (),
+    views: int = 1,
+    sliding: Sliding | None = None,
+) -> Footprint:
+    """Returns what predicting a volume of that shape on so many ranks takes on this one.
+
+    A volume that the network cannot pass raises ValueError, as the pass would; call it on all ranks, so that all do.
+
+    - ``to_shape``: the case's own, to which logits are resampled; by default ``shape``
+    - ``views``: networks and flips over which logits are averaged
+    - ``sliding``: of windows; None: one pass over the whole volume
+    """
+    meta_net = without_numbers(net).eval()
+    tile = padded_shape(shape, meta_net.layout) if sliding is None else sliding.tile
+    layout, batch = meta_net.layout.of_tile(tile), fitting_batch([net], 1 if sliding is None else sliding.batch)
+    dtype = next(meta_net.parameters()).dtype
+    with torch.no_grad(), MemoryCounter() as counter:
+        counter.phase = "encoder"
+        part_shape = batch, layout.counts[meta_net.group.index], net.in_channels, *layout.patch  # b n/s c p p p
+        part = torch.empty(part_shape, dtype=dtype, device="meta")
+        meta_net.on_phases(lambda phase: setattr(counter, "phase", phase))
+        logits = meta_net(part, layout).nbytes
+    itemsize = max(dtype.itemsize, 4)
+    row = num_classes * math.prod(shape[1:]) * itemsize
+    step = _label_step(num_classes, shape, to_shape or shape, ranks, itemsize)
+    if sliding is None:
+        sums = row * -(-shape[0] // ranks) if views > 1 else 0
+        labels = logits + step
+    else:
+        rows = _open_rows(WindowGrid.of(shape, sliding, ranks))
+        sums = rows * (row + row // num_classes)
+        labels = max(4 * logits, step)  # of its windows: as they are, on their way, and as they come
+    weights = sum(p.nbytes for p in net.parameters())
+    return Footprint(counter.peaks["encoder"], counter.peaks["decoder"], sums, labels, weights)
+
+
+def _label_step(num_classes: int, shape: Sequence[int], to_shape: Sequence[int], ranks: int, itemsize: int) -> int:
+    """Returns the bytes that resampling and labels take at a time, of a slab's rows."""
+
+    def rows_of(extents: Sequence[int]) -> int:
+        rows = min(rows_at_once(num_classes, extents[1:], itemsize), -(-extents[0] // ranks))
+        return rows * num_classes * math.prod(extents[1:]) * itemsize
+
+    old, new, row = rows_of(shape), rows_of(to_shape), num_classes * math.prod(shape[1:]) * itemsize
+    resampling = 0 if tuple(shape) == tuple(to_shape) else 2 * row + 2 * new  # neighbours' rows; logits, probabilities
+    return max(2 * old, old + resampling)
+
+
+def _open_rows(window_grid: WindowGrid) -> int:
+    """Returns how many rows of the slabs under a layer of windows the first rank holds, which has most."""
+    tile = window_grid.tile[0]
+    return max(
+        sum(bounds[1] - bounds[0] for bounds in window_grid.bounds if start < bounds[-1] and bounds[0] < start + tile)
+        for start in window_grid.starts[0]
+    )

@@ -1,0 +1,214 @@
+"""Predicts a case with the networks of a run: prepares it as in training, returns labels in the source's geometry.
+
+Legend: c channels, k classes, W D H voxels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import torch
+from nibabel.spatialimages import SpatialImage
+from torch import Tensor
+
+from seqpar.data.formats.dataset import Case
+from seqpar.data.geometry import Geometry, geometry_of, make_geometry, to_canonical
+from seqpar.data.preparation.preparation import TargetGrid
+from seqpar.data.preparation.prepared_case import Loaded, Prepared, Properties
+from seqpar.data.workers import Tell, unheard
+from seqpar.models.network import Net
+from seqpar.parallel.collectives import all_gather
+from seqpar.parallel.consensus import by_first
+from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.rendezvous import start
+from seqpar.prediction.logits_to_labels import WriteRows, slabs_to_labels
+from seqpar.prediction.sliding_window import Image, sliding_window, whole_volume
+from seqpar.prediction.small_components import drop_small_components, parse_min_component
+from seqpar.prediction.windows import WINDOWS, Sliding
+from seqpar.runs.open_run import open_run
+from seqpar.runs.trained_run import Run
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How cases are predicted.
+
+    ``window`` is "sliding" or "whole" (one pass over the volume). ``overlap`` (a share of the window), ``weights`` and
+    ``window_batch`` (windows at once) are for sliding windows. ``mirror`` names the directions (0 W, 1 D, 2 H) over
+    whose flips logits are averaged. ``min_component`` is a volume in mm3 such as "50", or a count such as "20voxels":
+    smaller connected components are removed. ``precision`` is of what the networks compute: with "bf16" they run under
+    autocast, else in their weights' precision. ``force``: predict whole volumes by networks for which that is another
+    function than they were trained for.
+    """
+
+    window: str = "sliding"
+    overlap: float = 0.5
+    weights: str = "gaussian"
+    window_batch: int = 1
+    mirror: tuple[int, ...] = ()
+    min_component: str = "0"
+    precision: str = "fp32"
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.window not in WINDOWS:
+            raise ValueError(f"--window {self.window}: choose {' or '.join(WINDOWS)}")
+        parse_min_component(self.min_component, 1.0)
+        self.sliding((1, 1, 1))  # checks the settings of sliding windows
+
+    def refuse_for(self, run: Run) -> None:
+        """Raises ValueError where the run's networks are not to predict so, or ``force`` would do nothing."""
+        discouraged = self.window == "whole" and bool(run.why_not_whole)
+        if discouraged and not self.force:
+            raise ValueError(
+                f"--window whole with {run.path}: {run.why_not_whole}; leave it out, or add --force "
+                "(in Python force=True)"
+            )
+        if self.force and not discouraged:
+            raise ValueError(
+                "--force would do nothing: it is for --window whole with networks of nnU-Net's: leave it out"
+            )
+
+    def sliding(self, tile: Sequence[int], rule: str = "stride") -> Sliding:
+        """Returns the settings of sliding windows of ``tile`` voxels, laid by a ``rule`` of ``windows.RULES``."""
+        return Sliding(tuple(tile), self.overlap, self.weights, self.window_batch, self.mirror, rule)
+
+
+class Predictor:
+    """Predicts cases with the networks of a run; several networks are an ensemble, whose logits are averaged.
+
+    ``Predictor.from_run(folder)`` makes one, ``predict(image)`` returns the label map. With several ranks, call every
+    method on all of them.
+
+    - ``run``: the run folder, as ``read_run`` reads it
+    - ``nets``: its networks with trained weights
+    - ``settings``: windows, flips, small components; those that would not suit the networks are refused
+    - ``mesh``: the ranks that predict together
+    """
+
+    def __init__(self, run: Run, nets: Sequence[Net], settings: Settings, mesh: Mesh) -> None:
+        settings.refuse_for(run)
+        self.run, self.nets, self.settings, self.mesh = run, list(nets), settings, mesh
+
+    @classmethod
+    def from_run(
+        cls,
+        run: str | Path,
+        checkpoints: Sequence[str] = (),
+        settings: Settings | None = None,
+        mesh: Mesh | None = None,
+    ) -> "Predictor":
+        """Returns the predictor of a run folder.
+
+        - ``run``: the folder that train wrote, or a results folder of nnU-Net's
+        - ``checkpoints``: "best" (the default), "latest" or files of weights
+        - ``settings``: windows, flips, small components; None: windows as the run's validation found better, and the
+          precision of its training
+        - ``mesh``: the ranks, from ``seqpar.start``; None: this process alone, without a process group
+        """
+        opened, mesh = open_run(run, checkpoints), mesh or start(1, env={})
+        usual = Settings(window=opened.window, mirror=opened.mirror, precision=opened.config.precision)
+        (settings or usual).refuse_for(opened)  # before weights are read
+        nets = opened.load_nets(opened.weights_of(checkpoints), mesh)
+        return cls(opened, nets, settings or usual, mesh)
+
+    def predict(
+        self, images: SpatialImage | Sequence[SpatialImage] | np.ndarray, affine: np.ndarray | None = None
+    ) -> Any:
+        """Returns the label map of one case: a NIfTI image for images, an array for an array.
+
+        ``images`` is one image, one per modality, or an array ``c W D H`` or ``W D H``. ``affine`` places an array in
+        space (without it: RAS, voxels of 1 mm).
+        """
+        if isinstance(images, (str, Path)):
+            raise ValueError(f"predict takes images, and a path came: give nibabel.load({str(images)!r})")
+        loaded = _from_array(images, affine) if isinstance(images, np.ndarray) else _from_images(images)
+        needed = len(self.run.recipe.modalities)
+        if len(loaded.image) != needed:
+            names = ", ".join(self.run.recipe.modalities)
+            raise ValueError(f"{len(loaded.image)} channels came; the network needs {needed}: {names}")
+        prepared = self.run.preparation.prepare(loaded, Case("image", (Path("the image"),)))
+        ids = self.class_ids(prepared.image, self.run.preparation.target_grid(prepared.properties))
+        labels = self.to_source(ids.numpy(), prepared.properties)
+        if isinstance(images, np.ndarray):
+            return labels
+        header = nibabel.Nifti1Image.from_image(_as_list(images)[0]).header.copy()
+        header.set_data_dtype(labels.dtype)
+        return nibabel.Nifti1Image(labels, loaded.geometry.affine, header)
+
+    def class_ids(
+        self, image: Image, target: TargetGrid, write_rows: WriteRows | None = None, tell: Tell = unheard
+    ) -> Tensor:
+        """Returns the class ids of a prepared image ``c W D H`` on the grid ``target``; the same on all ranks.
+
+        ``write_rows`` takes the probabilities; pass it on all ranks or none, it is called on the first one alone.
+        ``tell`` is told which share of the work is done.
+        """
+        settings, tile = self.settings, self.nets[0].layout.tile
+        if settings.window == "whole":
+            slabs = whole_volume(self.nets, image, self.mesh, settings.mirror, tell, settings.precision)
+        else:
+            sliding = settings.sliding(tile, self.run.window_rule)
+            slabs = sliding_window(self.nets, image, sliding, self.mesh, tell, settings.precision)
+        order = self.run.output_order
+        return slabs_to_labels(slabs, image.shape[1:], target, self.mesh, order, write_rows)
+
+    def to_source(self, ids: np.ndarray, properties: Properties) -> np.ndarray:
+        """Returns the file's label values in the file's geometry, without small components, from class ids."""
+        min_voxels = parse_min_component(self.settings.min_component, float(np.prod(properties.geometry.spacing)))
+        regions, order = self.run.regions.values(), self.run.regions_class_order
+        kept = drop_small_components(ids, min_voxels, regions, order)
+        return self.run.preparation.labels_to_source(kept, properties)
+
+    def distribute(self, prepare: Callable[[], Prepared]) -> tuple[Image, TargetGrid, Prepared | None]:
+        """Prepares a case on the first rank; returns on every rank its image ``c W D H`` and the grid of its crop.
+
+        The prepared case itself is returned on the first rank only, None on the others.
+        """
+        prepared: Prepared | None = None
+
+        def prepare_and_measure() -> Any:
+            nonlocal prepared
+            prepared = prepare()
+            target = self.run.preparation.target_grid(prepared.properties)
+            return prepared.image.shape, target.shape, target.nearest
+
+        shape, crop_shape, nearest = by_first(prepare_and_measure, self.mesh.world)
+        channels = torch.empty(0, *shape[1:]) if prepared is None else torch.from_numpy(prepared.image)
+        num_channels = [shape[0], *[0] * (self.mesh.world.size - 1)]  # all lie on the first rank
+        image = all_gather(channels, self.mesh.world, 0, num_channels, "images")
+        return image, TargetGrid(tuple(crop_shape), nearest), prepared
+
+
+def _as_list(images: SpatialImage | Sequence[SpatialImage]) -> list[SpatialImage]:
+    return [images] if isinstance(images, SpatialImage) else list(images)
+
+
+def _from_images(images: SpatialImage | Sequence[SpatialImage]) -> Loaded:
+    channels: list[np.ndarray] = []
+    first: Geometry | None = None
+    for image in _as_list(images):
+        nifti = nibabel.Nifti1Image.from_image(image)
+        nifti.update_header()
+        geometry = geometry_of(nifti.header.binaryblock, "the image")
+        first = first or geometry
+        if geometry.shape != first.shape or not np.allclose(geometry.affine, first.affine, atol=1e-3):
+            raise ValueError("the modalities' images differ in shape or affine: resample them to one grid")
+        array = np.asanyarray(image.dataobj)
+        array = np.moveaxis(array, 3, 0) if geometry.ndim == 4 else array[None]
+        channels += list(to_canonical(array, geometry.orientation))
+    if first is None:
+        raise ValueError("no image came: give one, or one per modality")
+    return Loaded(np.stack(channels), None, first, ())
+
+
+def _from_array(array: np.ndarray, affine: np.ndarray | None) -> Loaded:
+    array = array[None] if array.ndim == 3 else array
+    if array.ndim != 4:
+        raise ValueError(f"an array of shape {array.shape} came: (channels, W, D, H) or (W, D, H) is needed")
+    w, d, h = array.shape[1:]
+    geometry = make_geometry((w, d, h), np.eye(4) if affine is None else np.asarray(affine, float))
+    return Loaded(to_canonical(array, geometry.orientation), None, geometry, ())

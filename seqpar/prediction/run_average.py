@@ -1,0 +1,114 @@
+"""Runs that predict together: whether they fit each other, and their probabilities added up on the case's own crop."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.data.workers import Tell
+from seqpar.prediction.logits_to_labels import to_labels
+from seqpar.prediction.prediction_folder import ProbabilityFile
+from seqpar.prediction.predictor import Settings
+from seqpar.prediction.windows import rows_at_once
+from seqpar.runs.archive import digest_of, is_archive
+from seqpar.runs.trained_run import Run
+
+
+@dataclass(frozen=True)
+class Member:
+    """A run, the settings by which it predicts, and the weights that it does so with."""
+
+    run: Run
+    settings: Settings
+    weights: tuple[Path, ...]
+
+
+def refuse_unlike(runs: Sequence[Run]) -> None:
+    """Raises ValueError where probabilities of these runs do not mean the same, or where one of them comes twice."""
+    first, seen = runs[0], set[Path]()
+    for run in runs:
+        if run.path.resolve() in seen:
+            raise ValueError(f"{run.path} is named twice and would count twice: name it once")
+        seen.add(run.path.resolve())
+        for what, one in _meaning(first).items():
+            if (other := _meaning(run)[what]) != one:
+                raise ValueError(
+                    f"{first.path} and {run.path} do not fit together: their {what} are {_text(one)} and "
+                    f"{_text(other)}; name runs that learn the same from the same channels, or predict with each alone"
+                )
+
+
+def distinct(members: Iterable[Member]) -> list[Member]:
+    """Returns the members; raises ValueError where an exported run comes twice, or with the run that it is of."""
+    every, seen = list(members), dict[str, Path]()
+    if len(every) == 1 or not any(is_archive(member.run.path) for member in every):
+        return every  # folders are told apart by their paths
+    for member in every:
+        for file in member.weights:
+            digest = digest_of(member.run.path, file)
+            if other := seen.get(digest):
+                raise ValueError(
+                    f"{other} and {member.run.path} hold the same weights, which would count twice: name one of them"
+                )
+            seen[digest] = member.run.path
+    return every
+
+
+def _meaning(run: Run) -> dict[str, Any]:
+    """Returns what a run takes and what its outputs stand for, in the files' label values."""
+    values = run.recipe.values or tuple(run.labels.values())  # of voxels, or of whole volumes
+    return {
+        "axes": (run.preparation.axes,),
+        "channels": run.recipe.modalities,
+        "outputs": run.outputs,
+        "labels": {name: values[n] for name, n in run.labels.items()},
+        "regions": {name: sorted(values[n] for n in members) for name, members in run.regions.items()},
+        "labels of regions": tuple(values[n] for n in run.output_order),
+    }
+
+
+def _text(meaning: Any) -> str:
+    if isinstance(meaning, dict):
+        return ", ".join(f"{name} {value}" for name, value in meaning.items()) or "none"
+    return ", ".join(map(str, meaning)) or "none"
+
+
+class MeanProbabilities(ProbabilityFile):
+    """The mean of the probabilities ``k W D H`` of ``num_runs`` runs in a temporary file: each adds its rows."""
+
+    def __init__(self, path: Path, shape: Sequence[int], softmax: bool, num_runs: int) -> None:
+        super().__init__(path, shape, softmax)
+        self.num_runs = num_runs
+
+    def put(self, file: IO[bytes], place: int, rows: np.ndarray) -> None:
+        """Adds a run's share of the mean to what the file holds at a place, in bytes."""
+        share = rows / np.float32(self.num_runs)
+        file.seek(place)
+        before = np.frombuffer(file.read(share.nbytes), np.float32)  # shorter where no run has written
+        share.reshape(-1)[: before.size] += before
+        super().put(file, place, share)
+
+    def class_ids(self, regions_class_order: Sequence[int]) -> Tensor:
+        """Returns the class ids ``W D H`` of the mean, as ``to_labels`` takes them from logits."""
+        ids = [to_labels(_centred(rows, regions_class_order), regions_class_order) for rows in self._chunks()]
+        return torch.cat(ids).to(torch.int16)
+
+    def _chunks(self) -> Iterator[Tensor]:
+        whole = self.mapped()  # w k D H
+        rows = rows_at_once(whole.shape[1], whole.shape[2:])
+        for first in range(0, len(whole), rows):
+            yield torch.from_numpy(np.array(whole[first : first + rows])).transpose(0, 1)  # k w D H
+
+
+def _centred(probabilities: Tensor, regions_class_order: Sequence[int]) -> Tensor:
+    """Returns what is above 0 where a region's probability is above one half; labels are compared as they are."""
+    return probabilities - 0.5 if regions_class_order else probabilities
+
+
+def share_of(tell: Tell, number: int, count: int) -> Tell:
+    """Returns a function that tells of the whole work, of which the ``number``-th of ``count`` equal parts is done."""
+    return lambda share: tell((number + share) / count)

@@ -1,0 +1,285 @@
+"""Predicts whole volumes with a network of tiles: by sliding windows, or in one sequence-parallel pass.
+
+Windows go to sequence groups, each window's parts to the ranks of its group; logits travel to the ranks that add up
+the rows they lie in. Legend: b windows, c channels, n tokens, k classes, p voxels of a patch along a direction, W D H
+voxels of the volume, w rows of a slab; ``/s`` after the letter that is spread over ranks.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from seqpar.data.boxes import read_box
+from seqpar.data.workers import Tell, unheard
+from seqpar.models.network import Net, autocast
+from seqpar.parallel.collectives import all_gather
+from seqpar.parallel.consensus import agree
+from seqpar.parallel.layout import Layout, to_patches
+from seqpar.parallel.mesh import Mesh
+from seqpar.prediction.window_sums import Block, WindowSums
+from seqpar.prediction.windows import RULES, Region, Sliding, WindowGrid, flipped, mirrors, rows_at_once, whole_box
+
+Image = Tensor | np.ndarray
+BEYOND = 2.0  # times as many tokens along a direction as in training, from which on a whole pass may fail
+
+
+class Slab(NamedTuple):
+    """Finished rows of a volume: rank r holds the rows ``bounds[r]`` to ``bounds[r + 1]``, none if they are equal."""
+
+    bounds: tuple[int, ...]
+    logits: Tensor  # k w/s D H
+
+
+def sliding_window(
+    nets: Sequence[Net], image: Image, sliding: Sliding, mesh: Mesh, tell: Tell = unheard, precision: str = "fp32"
+) -> Iterator[Slab]:
+    """Yields the weighted mean of the networks' logits over all windows, slab by slab along W.
+
+    ``image`` is ``c W D H`` on every rank; a memory-mapped array is read window by window. All ranks get the same
+    number of slabs. Sums are taken in float32 or better and in window order, whatever the number of groups. ``tell`` is
+    told which share of the windows is done. With ``precision`` bf16 the networks compute as they were trained in it.
+    """
+    window_grid = WindowGrid.of(image.shape[1:], sliding, mesh.world.size)
+    weights = RULES[sliding.rule].weights(sliding.tile, sliding.weights)
+    batch = fitting_batch(nets, min(sliding.batch, len(window_grid.corners)))
+    views = _views(nets, window_grid, sliding.mirror, batch, mesh)
+    return _walk(_Sweep(views, image, window_grid, weights, batch, mesh, precision), tell)
+
+
+def whole_volume(
+    nets: Sequence[Net],
+    image: Image,
+    mesh: Mesh,
+    mirror: Sequence[int] = (),
+    tell: Tell = unheard,
+    precision: str = "fp32",
+) -> Iterator[Slab]:
+    """Yields the logits of one pass over the whole volume, each rank of a sequence group holding a part of it.
+
+    Directions shorter than the network's tile are padded to it, as for sliding windows; longer ones to whole patches.
+    ``tell`` is told which share is done, block by block; ``precision`` as for windows. Slabs are small: while labels
+    are taken, a rank holds its share of the logits and a few rows, no second copy.
+    """
+    shape = tuple(image.shape[1:])
+    tile = padded_shape(shape, nets[0].layout) if nets else shape
+    for net in nets:
+        net.refuse_whole(tile)
+    starts = tuple((-((padded - side) // 2),) for padded, side in zip(tile, shape))
+    window_grid = WindowGrid(shape, tile, starts, mesh.world.size)
+    batch = fitting_batch(nets, 1)
+    views = _views(nets, window_grid, mirror, batch, mesh)
+    weights = torch.ones(()).expand(tile)
+    return _walk_by_blocks(_Sweep(views, image, window_grid, weights, batch, mesh, precision), tell)
+
+
+def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """Returns the shape to which ``whole_volume`` pads a volume."""
+    return tuple(max(tile, -(-side // p) * p) for side, tile, p in zip(shape, layout.tile, layout.patch))
+
+
+def whole_grid(net: Net, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the tokens or cubes per direction in a pass over a whole volume of that shape."""
+    return net.layout.of_tile(padded_shape(shape, net.layout)).grid
+
+
+def beyond_training(net: Net, shape: Sequence[int], measured: Sequence[int] = ()) -> str:
+    """Returns a warning where a whole volume has many more tokens or cubes along a direction than a tile, else "".
+
+    - ``measured``: the largest grid in whole passes of the run's validation, which showed how good these are
+    """
+    grid, trained = whole_grid(net, shape), net.layout.grid
+    known = [max(sides) for sides in zip(trained, measured or trained)]
+    if all(now <= BEYOND * then for now, then in zip(grid, known)):
+        return ""
+    sizes = ["x".join(map(str, sides)) for sides in (grid, trained, measured)]
+    validated = f", and validation measured passes of up to {sizes[2]}" if measured else ""
+    return (
+        f"{sizes[0]} {net.piece}s in one pass, but the network was trained on {sizes[1]}{validated}: more than "
+        f"{BEYOND:g} times as many along a direction, which can ruin a result; use --window sliding, or let train "
+        "--val-window both measure it on such volumes"
+    )
+
+
+def join_rows(rows: Tensor, bounds: Sequence[int], mesh: Mesh, dim: int = 0) -> Tensor:
+    """Returns all ranks' rows of a slab joined, on the CPU of every rank."""
+    sizes = [high - low for low, high in zip(bounds, bounds[1:])]
+    return all_gather(rows.cpu(), mesh.world, dim, sizes, "labels")
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """A network that sees windows flipped along some directions."""
+
+    net: Net
+    layout: Layout
+    flips: tuple[int, ...]
+
+
+def fitting_batch(nets: Sequence[Net], batch: int) -> int:
+    """Returns how many windows a group predicts at once: a multiple of its size where each rank decodes whole ones."""
+    sizes = [net.group.size for net in nets if net.mode.name == "swap"]
+    return math.lcm(*sizes) * -(-batch // math.lcm(*sizes))
+
+
+def _views(nets: Sequence[Net], window_grid: WindowGrid, mirror: Sequence[int], batch: int, mesh: Mesh) -> list[_View]:
+    """Returns every network with every combination of flips; what cannot pass is refused on all ranks alike."""
+    if not nets:
+        raise ValueError("there is no network: give one or, as an ensemble, several")
+    views = []
+    for net in nets:
+        if net.training:
+            raise ValueError("the network is in training mode: call eval() first")
+        if net.group.size != mesh.seq.size:
+            raise ValueError(
+                f"the network was built for a sequence group of {net.group.size}, the mesh has {mesh.seq.size}"
+            )
+        layout = net.layout.of_tile(window_grid.tile)
+        net.mode.check(layout, batch)
+        views += [_View(net, layout, flips) for flips in mirrors(mirror, len(window_grid.tile))]
+    return views
+
+
+@dataclass(frozen=True, eq=False)
+class _Sweep:
+    """A walk over the windows of a grid, ``batch`` of them at once, with every view; ``weights``: of their voxels.
+
+    ``precision``: of what the networks compute; sums are in float32 at least.
+    """
+
+    views: Sequence[_View]
+    image: Image
+    window_grid: WindowGrid
+    weights: Tensor
+    batch: int
+    mesh: Mesh
+    precision: str
+
+
+def _walk(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
+    """Yields the slabs of a window grid: in each round, every group predicts some windows with every view."""
+    views, window_grid, batch, mesh = sweep.views, sweep.window_grid, sweep.batch, sweep.mesh
+    num_windows, groups = len(window_grid.corners), mesh.data.size
+    blocks = [_find_blocks(view, batch, mesh) for view in views]
+    dtype = _sums_dtype(views)
+    sums: WindowSums | None = None
+    num_complete = 0
+    for first in range(0, num_windows, groups * batch):
+        end = min(first + groups * batch, num_windows)
+        # Whole batches go to groups: a window shares its batch with the same ones, however many groups there are.
+        starts = range(first, first + groups * batch, batch)
+        turns = [range(min(start, end), min(start + batch, end)) for start in starts]
+        for number, (view, view_blocks) in enumerate(zip(views, blocks)):
+            logits = _predict(sweep, view, turns[mesh.data.index])
+            if sums is None:  # a group without a window gets the number of classes from the others
+                num_classes = agree(0 if logits is None else logits.shape[1], mesh.world)
+                sums = WindowSums(window_grid, sweep.weights.to(mesh.device, dtype), num_classes, mesh)
+            if number == 0:
+                sums.open(range(first, end))
+            sums.deliver(logits, view_blocks, turns)
+            tell((first + (end - first) * (number + 1) / len(views)) / num_windows)
+            del logits
+        assert sums is not None
+        sums.close()
+        for slab in range(num_complete, window_grid.num_complete(end)):
+            yield Slab(window_grid.bounds[slab], sums.finish(slab, len(views)))
+        num_complete = window_grid.num_complete(end)
+
+
+def _sums_dtype(views: Sequence[_View]) -> torch.dtype:
+    return torch.promote_types(next(views[0].net.parameters()).dtype, torch.float32)
+
+
+def _walk_whole(sweep: _Sweep) -> Iterator[Slab]:
+    """Yields small slabs of the one window of a grid: the last view's logits travel slab by slab."""
+    views, window_grid, mesh, dtype = sweep.views, sweep.window_grid, sweep.mesh, _sums_dtype(sweep.views)
+    turns = [range(group == 0) for group in range(mesh.data.size)]
+    sums: WindowSums | None = None
+    for number, view in enumerate(views):
+        blocks = _find_blocks(view, sweep.batch, mesh)
+        logits = _predict(sweep, view, turns[mesh.data.index])
+        if sums is None:  # the other groups get the number of classes from the first
+            num_classes = agree(0 if logits is None else logits.shape[1], mesh.world)
+            rows = rows_at_once(num_classes, window_grid.shape[1:], dtype.itemsize) * mesh.world.size
+            window_grid = replace(window_grid, slab_rows=rows)
+            weight = sweep.weights.new_ones((), device=mesh.device, dtype=dtype)  # for all voxels: no memory
+            sums = WindowSums(window_grid, weight.expand(window_grid.tile), num_classes, mesh)
+            sums.open([0])
+        for slab, bounds in enumerate(window_grid.bounds):
+            sums.deliver(logits, blocks, turns, [slab])
+            if number == len(views) - 1:
+                sums.close([slab])
+                yield Slab(bounds, sums.finish(slab, len(views)))
+        del logits
+
+
+def _walk_by_blocks(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
+    """Yields what ``_walk_whole`` does, and tells of each block or cell that has run: one window takes long."""
+    total = sum(len(view.net.units()) + 1 for view in sweep.views)  # a decoder is about as much again
+    numbers = itertools.count(1)
+    hooks = [
+        block.register_forward_hook(lambda *_: tell(min(next(numbers) / total, 1.0)))
+        for net in dict.fromkeys(view.net for view in sweep.views)
+        for block in net.units()
+    ]
+    try:
+        yield from _walk_whole(sweep)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    tell(1.0)
+
+
+def _find_blocks(view: _View, batch: int, mesh: Mesh) -> list[Block]:
+    """Returns which logits each rank of a group holds: lets the network's mode move the numbers of the tokens."""
+    layout, group = view.layout, mesh.seq
+    tokens = Layout(layout.grid, (1,) * len(layout.grid), layout.num_ranks, layout.split)
+    sides = (batch, *layout.grid)
+    numbers = torch.arange(math.prod(sides), device=mesh.device).reshape(sides)
+    own_numbers = view.net.arrange(tokens.cut(numbers, group.index), tokens).flatten()
+    first_and_last = all_gather(own_numbers[[0, -1]][None], group, 0, [1] * group.size, "plan").cpu()
+    blocks = []
+    for first, last in torch.stack(torch.unravel_index(first_and_last, sides), 2).tolist():
+        windows, *intervals = ((low, high + 1) for low, high in zip(first, last))
+        box = tuple((low * p, high * p) for (low, high), p in zip(intervals, layout.patch))
+        blocks.append(Block(windows, flipped(box, layout.tile, view.flips)))
+    (low, high), box = blocks[group.index]
+    assert len(own_numbers) * math.prod(layout.patch) == (high - low) * math.prod(b - a for a, b in box), "no box"
+    return blocks
+
+
+def _predict(sweep: _Sweep, view: _View, windows: Sequence[int]) -> Tensor | None:
+    """Returns this rank's logits ``b k W/s D/s H/s`` of its group's windows, flipped back; None without windows."""
+    if not windows:
+        return None
+    parts = [_cut(sweep.image, sweep.window_grid.corners[window], view, sweep.mesh.seq.index) for window in windows]
+    parts += parts[-1:] * (sweep.batch - len(parts))  # always the same shape, so that kernels round alike
+    device, dtype = sweep.mesh.device, next(view.net.parameters()).dtype
+    with torch.no_grad():
+        part = torch.stack(parts).to(device, dtype)
+        with autocast(sweep.precision, device):
+            logits = view.net(part, view.layout).to(dtype)
+    return logits.flip([2 + direction for direction in view.flips]) if view.flips else logits  # type: ignore[no-any-return]
+
+
+def _cut(image: Image, corner: Sequence[int], view: _View, rank: int) -> Tensor:
+    """Returns the rank's part ``n/s c p p p`` of the flipped window at ``corner``, zeros outside the volume."""
+    layout, flip_dims = view.layout, [1 + direction for direction in view.flips]
+    if not layout.is_box:
+        return layout.cut(_read(image, corner, whole_box(layout.tile)).flip(flip_dims)[None], rank)[0]
+    box = tuple((low * p, high * p) for (low, high), p in zip(layout.box(rank), layout.patch))
+    window = _read(image, corner, flipped(box, layout.tile, view.flips)).flip(flip_dims)
+    return rearrange(to_patches(window, layout.patch), "c n ... -> n c ...")
+
+
+def _read(image: Image, corner: Sequence[int], box: Region) -> Tensor:
+    """Returns a box ``c W D H`` of the window at ``corner``, 0 outside the volume."""
+    first = [start + low for start, (low, _) in zip(corner, box)]
+    size = [high - low for low, high in box]
+    return read_box(image, first, size) if isinstance(image, Tensor) else torch.from_numpy(read_box(image, first, size))

@@ -1,0 +1,159 @@
+"""Volumes as a page embeds them: coarsened to a budget of bytes, all slices side by side in one PNG sheet.
+
+Legend: ``W D H`` voxels as in canonical volumes. Voxel (w, d, h) lies in its sheet at column ``(h mod n) W + w`` and
+row ``(h div n) D + d``, where n is the number of slices side by side.
+"""
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from einops import rearrange
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Factors = tuple[int, int, int]
+GREYS = 64  # levels that an image keeps: more would be noise, which costs most of the bytes
+_MARK = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A case's volumes as base64 PNG sheets; ``factors`` says how many voxels along W, D, H became one."""
+
+    shape: tuple[int, int, int]
+    factors: Factors
+    columns: int
+    images: tuple[str, ...]  # a sheet per modality
+    truth: str  # a sheet of label numbers, 0 for none
+    prediction: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, (*self.images, self.truth, self.prediction)))
+
+
+def embed(images: Sequence[Bytes], truth: Bytes, prediction: Bytes, spacing: Sequence[float], budget: int) -> Embedded:
+    """Returns the volumes as finely as the budget of bytes allows; ``spacing`` is in mm."""
+    factors: Factors = (1, 1, 1)
+    while True:
+        estimate = math.prod(-(-side // f) for side, f in zip(truth.shape, factors)) * len(images) / 6
+        if estimate < budget:  # a sheet takes at least about a byte for six voxels: do not try what cannot fit
+            embedded = _embed(images, truth, prediction, factors)
+            if embedded.num_bytes <= budget or max(embedded.shape) == 1:
+                return embedded
+        factors = coarser(factors, truth.shape, spacing)
+
+
+def coarser(factors: Factors, shape: Sequence[int], spacing: Sequence[float]) -> Factors:
+    """Returns the next coarser factors: one more along the direction with the finest voxels."""
+    steps = [s * f if f < side else math.inf for s, f, side in zip(spacing, factors, shape)]
+    dim = steps.index(min(steps))
+    w, d, h = (f + (n == dim) for n, f in enumerate(factors))
+    return w, d, h
+
+
+def _embed(images: Sequence[Bytes], truth: Bytes, prediction: Bytes, factors: Factors) -> Embedded:
+    labels = [coarsen_label(label, factors) for label in (truth, prediction)]
+    columns = math.ceil(math.sqrt(labels[0].shape[2]))
+    pictures = [levels(coarsen(image, factors)) for image in images]
+    sheets = [encode(png(sheet(volume, columns))) for volume in (*pictures, *labels)]
+    w, d, h = labels[0].shape
+    return Embedded((w, d, h), factors, columns, tuple(sheets[:-2]), *sheets[-2:])
+
+
+def levels(image: Bytes) -> Bytes:
+    """Returns an image in ``GREYS`` levels from 0 to 255."""
+    step = 255 / (GREYS - 1)
+    rounded: Bytes = np.rint(np.rint(image / step) * step).astype(np.uint8)
+    return rounded
+
+
+def coarsen(volume: Bytes, factors: Factors) -> Bytes:
+    """Returns the mean over blocks of voxels; the last block along a direction may reach over the edge."""
+    sums: NDArray[Any] = volume.astype(np.float32)
+    for dim, factor in enumerate(factors):
+        starts = np.arange(0, volume.shape[dim], factor)
+        counts = np.diff([*starts, volume.shape[dim]])
+        shape = [-1 if n == dim else 1 for n in range(3)]
+        sums = np.add.reduceat(sums, starts, dim) / counts.reshape(shape)
+    means: Bytes = np.rint(sums).astype(np.uint8)
+    return means
+
+
+def coarsen_label(label: Bytes, factors: Factors) -> Bytes:
+    """Returns the label in the middle of each block of voxels."""
+    picks = [np.minimum(np.arange(0, side, f) + f // 2, side - 1) for side, f in zip(label.shape, factors)]
+    picked: Bytes = label[np.ix_(*picks)]
+    return picked
+
+
+def sheet(volume: Bytes, columns: int) -> Bytes:
+    """Returns all slices across H of a volume in one picture, ``columns`` side by side."""
+    w, d, h = volume.shape
+    rows = -(-h // columns)
+    padded = np.zeros((w, d, rows * columns), np.uint8)
+    padded[..., :h] = volume
+    return np.ascontiguousarray(rearrange(padded, "W D (row column) -> (row D) (column W)", column=columns))
+
+
+def png(picture: Bytes) -> bytes:
+    """Returns a grey picture as a PNG file; each row is stored by the filter that leaves the smallest differences."""
+    rows, columns = picture.shape
+    left, above = np.zeros_like(picture), np.zeros_like(picture)
+    left[:, 1:], above[1:] = picture[:, :-1], picture[:-1]
+    filtered = np.stack([picture, picture - left, picture - above])  # modulo 256, as the format has it
+    cost = np.abs(filtered.view(np.int8).astype(np.int16)).sum(2)
+    kinds = cost.argmin(0)
+    body = np.empty((rows, columns + 1), np.uint8)
+    body[:, 0], body[:, 1:] = kinds, filtered[kinds, np.arange(rows)]
+    head = struct.pack(">IIBBBBB", columns, rows, 8, 0, 0, 0, 0)
+    packed = zlib.compress(body.tobytes(), 9)
+    return _MARK + b"".join(_chunk(kind, data) for kind, data in ((b"IHDR", head), (b"IDAT", packed), (b"IEND", b"")))
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def encode(data: bytes) -> str:
+    """Returns bytes as base64."""
+    return base64.b64encode(data).decode()
+
+
+def outline(mask: NDArray[Any]) -> str:
+    """Returns an SVG path around a mask ``[y, x]`` along the edges of its pixels, inside on the right."""
+    inside = np.pad(mask.astype(bool), 1)
+    core, turns = inside[1:-1, 1:-1], dict[tuple[int, int], list[tuple[int, int]]]()
+    sides = (
+        (inside[:-2, 1:-1], (0, 0), (1, 0)),
+        (inside[1:-1, 2:], (1, 0), (0, 1)),
+        (inside[2:, 1:-1], (1, 1), (-1, 0)),
+        (inside[1:-1, :-2], (0, 1), (0, -1)),
+    )
+    for neighbour, (x0, y0), step in sides:
+        for y, x in zip(*(index.tolist() for index in np.nonzero(core & ~neighbour))):
+            turns.setdefault((x + x0, y + y0), []).append(step)
+    path = []
+    while turns:
+        x, y = first = next(iter(turns))
+        steps: list[list[int]] = []
+        while True:
+            dx, dy = turns[x, y].pop()
+            if not turns[x, y]:
+                del turns[x, y]
+            if steps and (dx != 0) == (steps[-1][0] != 0):
+                steps[-1] = [steps[-1][0] + dx, steps[-1][1] + dy]
+            else:
+                steps.append([dx, dy])
+            x, y = x + dx, y + dy
+            if (x, y) == first:
+                break
+        moves = "".join(f"h{dx}" if dx else f"v{dy}" for dx, dy in steps)
+        path.append(f"M{first[0]} {first[1]}{moves}z")
+    return "".join(path)

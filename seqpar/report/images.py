@@ -1,0 +1,86 @@
+"""Where a report finds the images of its cases: files that the caller names, else the run's prepared data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.dataset import Case
+from seqpar.data.formats.prediction_inputs import find_inputs
+from seqpar.data.preparation.cache import PreparedDataset, open_cache
+from seqpar.data.preparation.prepared_case import Properties, prepare_case
+from seqpar.data.preparation.recipe import Recipe
+from seqpar.report.record import Record
+from seqpar.scores.label_files import dataset_at
+
+
+class FoundImage(NamedTuple):
+    """A case's image ``c W D H`` as the network takes it, and its class ids ``W D H`` where the cache has them."""
+
+    image: np.ndarray
+    label: np.ndarray | None
+    properties: Properties
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images that can be shown.
+
+    ``files`` are cases by name whose files are prepared when they are shown; ``place`` says where they lie.
+    """
+
+    recipe: Recipe
+    cache: PreparedDataset | None
+    files: Mapping[str, Case] = field(default_factory=dict)
+    place: str = ""
+
+    def of(self, name: str) -> FoundImage | None:
+        """Returns a case's image, None where it is not known; raises DataError if its files cannot be used."""
+        if name in self.files:
+            prepared = prepare_case(self.files[name], self.recipe)
+            return FoundImage(prepared.image, None, prepared.properties)
+        cached = self.cache.cases.get(name) if self.cache else None
+        return None if cached is None else FoundImage(cached.image, cached.label, cached.properties)
+
+    def missing(self, name: str) -> str:
+        """Returns why a case is shown without its image, and what to do."""
+        if self.place:
+            return f"{self.place} holds no image of {name}; only the labels are shown."
+        return "The images of this case are not known: name their folder by --images. Only the labels are shown."
+
+
+def find_images(record: Record, folder: Path | None, truth: Path | None, gaps: list[str]) -> Images:
+    """Returns the images of a run's data, and of the cases in ``folder``, which come first.
+
+    Without a folder, ``truth`` may be a data set, which has images too. What is lacking is added to ``gaps``; a folder
+    without any usable case raises DataError.
+    """
+    try:
+        recipe = Recipe.from_json(record.dataset["recipe"])
+    except (KeyError, TypeError, AttributeError) as error:
+        problem = f"does not say how images are prepared ({type(error).__name__}: {error}); use --cases 0"
+        raise DataError(record.path / "config.json", problem) from None
+    place = record.dataset.get("prepared")
+    try:
+        cache = open_cache(Path(str(place))) if place else None
+    except DataError:
+        cache = None
+    if folder is not None:
+        cases, faults = find_inputs((folder,), recipe.modalities)
+        if not cases and faults:
+            raise faults[0]
+        gaps += [f"An image is left out: {fault}." for fault in faults]
+        return Images(recipe, cache, {case.id: case for case in cases}, str(folder))
+    if truth is not None and dataset_at(truth) is not None:
+        try:
+            cases, _ = find_inputs((truth,), recipe.modalities)  # what is wrong with some is said by their scores
+            return Images(recipe, cache, {case.id: case for case in cases}, str(truth))
+        except DataError as error:
+            gaps.append(f"The images of the data set cannot be shown: {error}.")
+    elif cache is None:
+        gaps.append(f"The prepared data are not where the run had them ({place or 'no folder is recorded'}): name the "
+                    "folder of the images by --images to see them.")  # fmt: skip
+    return Images(recipe, cache)

@@ -1,0 +1,45 @@
+"""How planes of a volume are shown, in a run's pictures and in reports alike: colours, sides, slices, grey levels.
+
+Legend: ``W D H`` voxels in canonical orientation: they grow to the patient's right, to the front, upwards.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# The palette of Okabe and Ito without its black, which people with colour blindness can tell apart, and one more.
+COLOURS = ("#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00", "#f0e442", "#0072b2", "#b2df8a")
+PLANES = (("sagittal", 0), ("coronal", 1), ("axial", 2))  # a plane's name, and the direction that it is across
+LETTERS = "R right, L left, A front (anterior), P back (posterior), S top (superior), I bottom (inferior)"
+
+
+def sides(neurological: bool) -> tuple[str, str, str]:
+    """Returns what lies at the left, right, top and bottom of each plane, a letter each."""
+    return ("PASI", "LRSI", "LRAP") if neurological else ("APSI", "RLSI", "RLAP")
+
+
+def convention(neurological: bool) -> str:
+    """Returns the convention of left and right in words."""
+    name, side = ("Neurological", "left") if neurological else ("Radiological", "right")
+    return f"{name} convention: the patient's left is on the {side} of a picture"
+
+
+def plane_of(volume: NDArray[Any], dim: int, at: int, neurological: bool) -> NDArray[Any]:
+    """Returns a plane ``[y, x]`` of a volume ``W D H``, its first row at the top, its sides as ``sides`` says."""
+    picture = np.take(volume, at, dim).T[::-1]
+    return picture if neurological else picture[:, ::-1]
+
+
+def fullest_planes(mask: NDArray[Any]) -> tuple[int, ...]:
+    """Returns the index of the plane with most of the mask in each direction; the middle ones of an empty mask."""
+    if not mask.any():
+        return tuple(side // 2 for side in mask.shape)
+    others = [tuple(d for d in range(mask.ndim) if d != dim) for dim in range(mask.ndim)]
+    return tuple(int(np.argmax((mask > 0).sum(axis))) for axis in others)
+
+
+def favourite(names: Sequence[str]) -> str:
+    """Returns the modality on which a tumour is seen best: FLAIR, or else the first one; "" of none."""
+    return next((name for name in names if name.lower() in ("flair", "t2f", "t2-flair")), names[0] if names else "")

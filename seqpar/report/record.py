@@ -1,0 +1,181 @@
+"""Reads what a report shows of a run folder: settings, verdict, journal, scores; gaps are named, not raised."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import strip_suffix
+from seqpar.runs.journal import read_metrics
+from seqpar.runs.run_folder import read_config
+from seqpar.runs.stale_status import killed
+from seqpar.scores.label_classes import Labels, labels_of_run
+from seqpar.scores.label_files import dataset_at, match_cases, score_pairs
+from seqpar.scores.scores import DEFAULT_SETTINGS, summarise
+from seqpar.scores.summary_files import summary_content
+from seqpar.settings.config import Config
+from seqpar.settings.network_settings import EncoderSettings
+from seqpar.settings.pretraining_settings import MASKED
+
+Row = Mapping[str, Any]
+SHOWN = {  # what a report shows of config.json
+    "config": ("tile", "patch", "mode", "depth", "embed_dim", "heads", "decoder", "epochs", "iterations", "optimizer",
+               "lr", "precision"),
+    "dataset": ("name", "layout", "modalities", "train", "held_out"),
+    "layout": ("ranks", "data", "seqpar"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Record:
+    """The contents of a run folder; ``gaps`` says what it lacks. config.json has every setting of ``SHOWN``."""
+
+    path: Path
+    content: dict[str, Any]  # of config.json
+    labels: Labels | None  # of voxels; None where each case has one class
+    label_names: dict[int, str]  # by value in the files, without background
+    status: dict[str, Any] = field(default_factory=dict)
+    train: tuple[Row, ...] = ()
+    held_out: tuple[Row, ...] = ()
+    gaps: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return dict(self.content["config"])
+
+    @property
+    def network_settings(self) -> Config:
+        """The settings that say what network it was; runs of other versions may have further ones."""
+        names = {"task", "network", "pooling", "features", "norm", "stages", *MASKED, *SHOWN["config"]}
+        names.update(each.name for each in fields(EncoderSettings))
+        return Config.from_dict({name: self.config[name] for name in sorted(names & self.config.keys())})
+
+    @property
+    def dataset(self) -> dict[str, Any]:
+        return dict(self.content["dataset"])
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        return dict(self.content["layout"])
+
+
+@dataclass(frozen=True)
+class ScoredCase:
+    """One case: its files, and its score per class and metric (NaN where it has none)."""
+
+    name: str
+    truth: Path
+    prediction: Path
+    scores: dict[str, dict[str, float]]
+
+    @property
+    def dice(self) -> float:
+        """The mean over the classes that have a Dice, NaN where none has."""
+        return mean_of_numbers(row.get("Dice", math.nan) for row in self.scores.values())
+
+
+@dataclass(frozen=True)
+class CaseScores:
+    """Scores of cases, the worst first, and their summary per kind (mean, median, global), class and metric."""
+
+    source: str
+    classes: dict[str, str]  # name to the labels that it is made of, as summary.json spells them
+    cases: tuple[ScoredCase, ...]
+    summary: dict[str, dict[str, dict[str, float]]]
+    settings: dict[str, Any]
+    faults: tuple[str, ...] = ()
+
+
+def mean_of_numbers(values: Iterable[float]) -> float:
+    """Returns the mean of the values that are not NaN; NaN if there is none."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def read_record(run: Path) -> Record:
+    """Returns the contents of a run folder; raises DataError if it holds no run, or config.json lacks what is shown."""
+    content, gaps = read_config(run), list[str]()
+    try:
+        dataset = content["dataset"]
+        labels = labels_of_run(dataset) if dataset["labels"] else None
+        names = {int(dataset["values"][n]): str(name) for name, n in dataset["labels"].items() if n}
+        for part, settings in SHOWN.items():
+            for name in settings:
+                content[part][name]
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        problem = f"lacks what a report needs ({type(error).__name__}: {error}); give the folder of a training run"
+        raise DataError(run / "config.json", problem) from None
+    status: dict[str, Any] = {}
+    try:
+        status = dict(json.loads((run / "status.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        gaps.append("There is no readable status.json, so that the run's verdict is not known.")
+    if why := killed(run):
+        status |= {"state": "killed", "why": why, "step": -1}  # where it is, the journal knows
+    rows: list[Row] = []
+    try:
+        rows = [row for row in read_metrics(run / "metrics.jsonl") if isinstance(row, dict)]
+    except (OSError, UnicodeDecodeError):
+        gaps.append("There is no readable metrics.jsonl: no curves.")
+    train, held_out = (tuple(row for row in rows if row.get("kind") == kind) for kind in ("train", "val"))
+    if rows and not held_out:
+        gaps.append("The run has not been validated yet.")
+    return Record(run, content, labels, names, status, train, held_out, tuple(gaps))
+
+
+def read_scores(run: Path) -> CaseScores:
+    """Returns the scores that the run's last validation left; raises DataError if there are none."""
+    path = run / "validation" / "summary.json"
+    try:
+        content = json.loads(path.read_text())
+        after = f", written after step {content['step']:,}" if "step" in content else ""
+        return parse_scores(content, f"{path}{after}", path.parent)
+    except FileNotFoundError:
+        raise DataError(path, "is not there: only a run that came to its end leaves scores of all its cases") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(path, f"cannot be used ({type(error).__name__}: {error})") from None
+
+
+def score_folders(truth: Path, prediction: Path, labels: Labels, workers: int) -> CaseScores:
+    """Returns the scores of two folders of label maps; what is wrong with single files is in ``faults``."""
+    pairs, faults = match_cases(truth, prediction, dataset_at(truth))
+    cases = []
+    for pair, result in score_pairs(pairs, labels, DEFAULT_SETTINGS, max(1, min(workers, len(pairs)))):
+        if isinstance(result, DataError):
+            faults.append(result)
+        else:
+            cases.append((pair, result))
+    if not cases:
+        raise faults[0]
+    content = summary_content(cases, labels, summarise([row for _, row in cases]))
+    content |= {"settings": DEFAULT_SETTINGS, "faults": list(map(str, faults))}
+    return parse_scores(content, f"{prediction} against {truth}", None)
+
+
+def parse_scores(content: Mapping[str, Any], source: str, folder: Path | None) -> CaseScores:
+    """Returns the scores in the content of a summary.json, the worst case first.
+
+    ``folder`` is where the predictions lie, None that the content says where. ``source`` says whose scores they are.
+    """
+    per_case, keys = content["metric_per_case"], content.get("classes")
+    keys = dict(keys) if keys else {key: key for key in content["mean"]}
+    cases = []
+    for entry in per_case:
+        prediction = Path(entry["prediction_file"])
+        rows = {name: _numbers(entry["metrics"][key]) for name, key in keys.items()}
+        path = prediction if folder is None else folder / prediction.name  # a run folder may have moved
+        cases.append(ScoredCase(strip_suffix(prediction.name), Path(entry["reference_file"]), path, rows))
+    cases.sort(key=lambda case: (math.inf if math.isnan(case.dice) else case.dice, case.name))
+    kinds = ("mean", "median", "global", "num_values")
+    summary = {
+        kind: {name: _numbers(content[kind][key]) for name, key in keys.items()} for kind in kinds if kind in content
+    }
+    settings, faults = dict(content.get("settings", {})), tuple(map(str, content.get("faults", ())))
+    return CaseScores(source, {str(n): str(k) for n, k in keys.items()}, tuple(cases), summary, settings, faults)
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): math.nan if value is None else float(value) for name, value in row.items()}

@@ -1,0 +1,92 @@
+"""A folder of five folds, each a run of its own, as ``train --fold all5`` leaves it.
+
+OUT/fold0 … OUT/fold4   run folders, as train writes them
+OUT/status.json         how all of them stand: "step" counts the folds that have finished
+OUT/folds.json          the flags by which folds begin, so that --resume needs to name OUT alone
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from seqpar.cluster import exit_codes
+from seqpar.data.files import write_json
+from seqpar.data.formats.splits import FOLDS
+from seqpar.next_command import next_command
+from seqpar.runs.run_folder import FOLDS_FILE, holds_folds, holds_run, read_status
+
+COME_AGAIN = (exit_codes.USAGE, exit_codes.DATA, exit_codes.MEMORY, exit_codes.NONFINITE)
+
+
+def has_ended(out: str | Path) -> bool:
+    """Returns whether a run, or a whole of five, has finished, or failed of what would come again if it went on."""
+    status = read_status(out)
+    return has_finished(status) or status.get("state") == "failed" and status.get("code") in COME_AGAIN
+
+
+def has_finished(status: Mapping[str, Any]) -> bool:
+    """Returns whether a status.json says so."""
+    return status.get("state") == "finished"
+
+
+def runs_of(out: str | Path) -> list[str]:
+    """Returns the folders of the five runs, whether they are there or not."""
+    return [f"{out}/fold{number}" for number in range(FOLDS)]
+
+
+def begun(out: str | Path) -> list[str]:
+    """Returns the folders of the runs that have begun."""
+    return [run for run in runs_of(out) if holds_run(run)]
+
+
+def all_ended(out: str | Path) -> bool:
+    """Returns whether five folds have begun and are over: all have finished, or one has failed for good."""
+    runs = begun(out)
+    if not runs:
+        return False
+    finished = [has_finished(read_status(run)) for run in runs]
+    failed = any(has_ended(run) and not done for run, done in zip(runs, finished))
+    return has_ended(out) or failed or len(runs) == FOLDS and all(finished)
+
+
+def expanded(paths: Sequence[Path]) -> list[Path]:
+    """Returns the paths, in the place of a folder of five its run folders."""
+    return [run for path in paths for run in (finished_runs(path) if holds_folds(path) else [path])]
+
+
+def finished_runs(out: str | Path) -> list[Path]:
+    """Returns the run folders of five folds that have finished.
+
+    Raises ``ValueError`` with the lines to type where some have not: a mean over other folds has to be asked for.
+    """
+    runs = [Path(run) for run in runs_of(out)]
+    finished = [run for run in runs if has_finished(read_status(run))]
+    if len(finished) < FOLDS:
+        those = "none has" if not finished else f"{', '.join(run.name for run in finished)} {_has(len(finished))}"
+        predict = next_command("predict", *finished, "-i", "IMAGES", "-o", "PREDICTIONS")
+        only = f", or average these: {predict}" if finished else ""
+        resume = next_command("train", "--resume", "--fold", "all5", "--out", out)
+        raise ValueError(f"{out} is to hold five folds, of which {those} finished: go on with {resume}{only}")
+    return runs
+
+
+def _has(count: int) -> str:
+    return "has" if count == 1 else "have"
+
+
+def read_flags(out: str | Path) -> list[str]:
+    """Returns the flags by which folds begin, [] where none are written."""
+    try:
+        return list(json.loads((Path(out) / FOLDS_FILE).read_text()).get("flags", []))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return []
+
+
+def write_flags(out: str | Path, flags: Sequence[str]) -> None:
+    """Writes the flags by which folds begin; makes the folder."""
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        write_json(Path(out) / FOLDS_FILE, {"flags": list(flags)})
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None

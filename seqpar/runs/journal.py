@@ -1,0 +1,156 @@
+"""The journal of a run: metrics.jsonl, boards where asked for, and the lines that people watch."""
+
+import json
+import resource
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqpar.cluster.devices import MIB
+from seqpar.data.files import write_text
+from seqpar.display import Display, bar, clock
+from seqpar.runs.boards import Board
+
+
+class Journal:
+    """Records metrics and prints on the first rank (``active``); on the others it does nothing.
+
+    ``first_step``: where the run goes on; ``validated``: the step whose validation is complete, -1 for none;
+    ``boards``: where numbers and pictures go too. What cannot be written is one warning and ends no run.
+    """
+
+    def __init__(
+        self, out: Path, active: bool, first_step: int, validated: int = -1, boards: Iterable[Board] = ()
+    ) -> None:
+        self.path, self.active = out / "metrics.jsonl", active
+        self._warned, self._display = False, Display("stdout")
+        self._boards = list(boards)
+        if active:
+            self._drop_from(first_step, validated)
+            self._file = open(self.path, "a", buffering=1)  # noqa: SIM115  open for the run's whole life
+
+    def attempt(self, act: Callable[[], object]) -> None:
+        """Calls ``act`` on the first rank; an ``OSError`` is a warning, once."""
+        if not self.active:
+            return
+        try:
+            act()
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self.say(f"warning: {self.path.parent} cannot be written ({error.strerror}); training goes on")
+
+    def _drop_from(self, step: int, validated: int) -> None:
+        """Removes the rows of steps and validations that a resumed run repeats."""
+        if not self.path.exists():
+            return
+        rows = read_metrics(self.path)
+        kept = [row for row in rows if row["step"] < step or row["kind"] == "val" and row["step"] == step == validated]
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def record(self, kind: str, step: int, **values: Any) -> None:
+        """Adds a row to metrics.jsonl, and its numbers to the boards; ``kind``: train, val or slow."""
+        row = json.dumps({"kind": kind, "step": step, **values}) + "\n"
+        self.attempt(lambda: self._file.write(row))
+        self._tell_boards(lambda board: board.record(kind, step, values))
+
+    def picture(self, name: str, step: int, path: Path) -> None:
+        """Adds a picture of the run folder to the boards, if it could be drawn."""
+        if path.exists():
+            self._tell_boards(lambda board: board.picture(name, step, path))
+
+    def _tell_boards(self, tell: Callable[[Board], None]) -> None:
+        """Calls ``tell`` with each board; one that fails of anything but a disk gets nothing more."""
+        for board in list(self._boards):
+            try:
+                self.attempt(partial(tell, board))
+            except Exception as error:  # other people's code, often over a network, ends no training
+                self._boards.remove(board)
+                self.say(f"warning: {board.name} failed ({error}); training goes on without it")
+
+    def say(self, text: str) -> None:
+        """Prints text on lines of its own."""
+        if self.active:
+            self._display.say(text)
+
+    def begin(self, step: int, steps: int, terms: Collection[str]) -> None:
+        """Explains the words of the lines that follow, and shows that the first step has begun.
+
+        - ``terms``: the names of the loss's terms
+        """
+        self.say(f"({'dice: soft Dice on the tiles of training; ' if 'dice' in terms else ''}{EPOCH_WORDS})")
+        self.progress([f"step {step + 1} of {steps}"])
+
+    def progress(self, fields: Sequence[str], last: bool = False) -> None:
+        """Shows how far the run is: what is done, how long it still takes, and more, the most important first.
+
+        On a terminal one line changes; a log gets the ``last`` ones, and a line every minute.
+        """
+        if self.active:
+            self._display.show(fields, last)
+
+    def close(self) -> None:
+        self._display.close()
+        self.attempt(lambda: self._file.close())
+        self._tell_boards(lambda board: board.close())
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of metrics.jsonl, without a last line that a kill cut off."""
+    rows = []
+    for line in path.read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
+    return rows
+
+
+def loss_terms(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns the keys of the loss's terms, such as dice_loss, in any row; a resumed run may take another loss.
+
+    A single term is the loss itself, and no key is returned.
+    """
+    terms = list(dict.fromkeys(name for row in rows for name in row if name.endswith("_loss")))
+    return terms if len(terms) > 1 else []
+
+
+def held_out_scores(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns under which key a validation's row has scores by name, and what they are."""
+    return ("scores", "Scores") if "scores" in row else ("dice", "Dice")
+
+
+EPOCH_WORDS = "tokens/s or voxels/s: of all ranks; waited: for tiles, in this epoch; GB: most memory that rank 0 took"
+
+
+def epoch_fields(step: int, epochs: int, iterations: int, rows: list[dict[str, Any]], left_s: float) -> list[str]:
+    """Returns an epoch's line in fields: bar, time left, mean losses, tokens or voxels a second, waiting, memory.
+
+    ``step``: steps done so far; ``iterations``: steps of an epoch; ``rows``: those of this epoch.
+    """
+    epoch, done = (step - 1) // iterations + 1, ((step - 1) % iterations + 1) / iterations
+    speed = next(name for name in rows[0] if name.endswith("_per_s"))
+    names = [name for name in ("loss", "dice_loss", speed) if name in rows[0]]
+    mean = {name: sum(row[name] for row in rows) / len(rows) for name in names}
+    waited = sum(row["data_wait_s"] for row in rows)
+    return [
+        f"epoch {epoch}/{epochs} {bar(done)}",
+        f"{clock(left_s)} left",
+        f"loss {mean['loss']:.4f}",
+        *([f"dice {1 - mean['dice_loss']:.3f}"] if "dice_loss" in mean else []),
+        f"{mean[speed]:,.0f} {speed.removesuffix('_per_s')}/s",
+        f"waited {waited:.1f} s",
+        f"{rows[-1]['peak_mem_mb'] / 1024:.2f} GB",
+    ]
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Returns the peak memory of this rank in MiB: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / MIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,123 @@
+"""A results folder of nnU-Net's, in the place of a run: its networks predict as nnU-Net has them predict."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from seqpar.data.preparation.as_nnunet import ByPlan
+from seqpar.data.preparation.preparation import Preparation
+from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.unets.nnunet import network
+from seqpar.models.network import Net
+from seqpar.models.volume_net import VolumeNet
+from seqpar.parallel.layout import Layout
+from seqpar.parallel.mesh import Group, Mesh
+from seqpar.planner.memory_counter import MemoryCounter
+from seqpar.runs.trained_run import Run
+from seqpar.settings.config import Config
+from seqpar.weights.nnunet_results import CHECKPOINT, Results, fold_files, read_results
+from seqpar.weights.nnunet_weights import nets_of
+
+NAMES = {"best": "checkpoint_best.pth", "latest": "checkpoint_latest.pth", "final": CHECKPOINT}
+
+
+@dataclass(frozen=True)
+class NnunetRun(Run):
+    """Networks of several folds, and the plan by which they predict; axes are nnU-Net's.
+
+    - ``files``: the folds' checkpoints
+    """
+
+    results: Results | None = None
+    files: tuple[Path, ...] = ()
+
+    @property
+    def preparation(self) -> Preparation:
+        """How cases are prepared: by the plan."""
+        assert self.results is not None
+        return ByPlan.of(self.results.plan, self.results.declaration)
+
+    @property
+    def mirror(self) -> tuple[int, ...]:
+        """The axes over whose flips predictions are averaged: those that training flipped."""
+        assert self.results is not None
+        return self.results.folds[0].mirror
+
+    @property
+    def window_rule(self) -> str:
+        """Where windows lie and what they weigh."""
+        return "nnU-Net"
+
+    @property
+    def why_not_whole(self) -> str:
+        """Why a whole pass is another function than these networks were trained for."""
+        return (
+            "it would be another function than nnU-Net trained: instance norm would take its statistics over the whole "
+            f"volume instead of windows of {'x'.join(map(str, self.config.tile))}, and zeros would lie elsewhere, so "
+            "that percents of the labels differ"
+        )
+
+    def window_group(self, sizes: Sequence[int], memory: float) -> int:
+        """Returns the smallest of ``sizes`` with which a window fits a rank's memory; the last where none does."""
+        return next((size for size in sizes if self.window_bytes(size) <= memory), sizes[-1])
+
+    def can_share(self, size: int) -> bool:
+        """Returns whether so many ranks can share the trained tile."""
+        assert self.results is not None
+        try:
+            Layout.of(self.config.tile, self.results.architecture.unit, size)
+        except ValueError:
+            return False
+        return True
+
+    def window_bytes(self, size: int) -> int:
+        """Returns the bytes that a window takes on the first of ``size`` ranks that share it, weights included."""
+        assert self.results is not None
+        group = Group("seq", tuple(range(size)))
+        with torch.device("meta"):
+            unet = network(self.results.architecture)
+        net = VolumeNet(unet, self.config.tile, choose_mode("auto", group)).eval()
+        layout = net.layout
+        part = torch.empty((1, layout.counts[0], net.in_channels, *layout.patch), device="meta")
+        with torch.no_grad(), MemoryCounter() as counter:
+            net(part)
+        return counter.most + len(self.files) * sum(p.nbytes for p in net.parameters())
+
+    def weights_of(self, checkpoints: Sequence[str]) -> tuple[Path, ...]:
+        """Returns the folds' checkpoints, which were chosen when the folder was opened."""
+        return self.files
+
+    def load_nets(self, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Net]:
+        """Returns the network of each fold."""
+        assert self.results is not None and tuple(files) == self.files
+        nets = nets_of(self.results, mesh.seq, mode or "auto")
+        return [net.to(mesh.device, torch.float32).eval() for net in nets]
+
+
+def read_nnunet_run(path: str | Path, folds: Sequence[str] = (), checkpoints: Sequence[str] = ()) -> NnunetRun:
+    """Reads a results folder; for ``folds`` and ``checkpoints`` see ``open_run``."""
+    if len(checkpoints) > 1:
+        raise ValueError(f"--checkpoint {' '.join(checkpoints)}: of {path} one is taken of each fold; give one name")
+    name = checkpoints[0] if checkpoints else CHECKPOINT
+    files = fold_files(path, folds, NAMES.get(name, name))
+    results = read_results(path, files)
+    plan, declaration = results.plan, results.declaration
+    sides = plan.patch_size
+    config = Config(
+        network="nnunet-plain" if results.architecture.block == "plain" else "nnunet-resenc",
+        tile=sides,
+        mode="auto",
+        targets="regions" if declaration.regions else "labels",
+    )
+    return NnunetRun(
+        Path(path),
+        config,
+        ByPlan.of(plan, declaration).recipe,
+        declaration.labels,
+        declaration.regions,
+        declaration.regions_class_order,
+        results=results,
+        files=tuple(files),
+    )

@@ -1,0 +1,196 @@
+"""The files of a run folder: config.json and status.json."""
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import safetensors
+import torch
+
+import seqpar
+from seqpar.cluster.arithmetic import arithmetic_now
+from seqpar.data.errors import DataError, unreadable
+from seqpar.data.files import write_json
+from seqpar.next_command import next_command, typed_command
+from seqpar.runs.archive import ABOUT, CONFIG, is_archive, read_archived
+from seqpar.runs.run_lock import RunLock
+from seqpar.settings.config import Config
+
+FOLDS_FILE = "folds.json"  # is in a folder of five folds
+
+
+def read_config(run: str | Path) -> dict[str, Any]:
+    """Returns the config.json of a run folder, or of a run that was exported."""
+    if is_archive(run):
+        return read_archived(run, CONFIG)
+    path = Path(run) / CONFIG
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        if not Path(run).exists():
+            raise ValueError(
+                f"{run} does not exist: name the folder that train wrote (--out), or an archive that export wrote"
+            ) from None
+        if holds_folds(run):
+            raise ValueError(f"{run} holds five folds: name the run folder of one, such as {run}/fold0") from None
+        raise ValueError(
+            f"{path} is missing, so {run} is no run folder: name the folder that train wrote (--out)"
+        ) from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it or train again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged (no JSON object): restore it or train again")
+    return content
+
+
+def tested_cases(*runs: str | Path) -> frozenset[str]:
+    """Returns the cases that runs kept for tests, the same ones; raises ``ValueError`` where they did not."""
+    parts = {frozenset(read_config(run)["dataset"].get("test", ())) for run in runs}
+    names = " and ".join(map(str, runs))
+    if not all(parts):
+        raise ValueError(
+            f"{names} kept no cases for tests: train with three shares, such as --fold 70:15:15, "
+            "or of classes with the split test in labels.csv"
+        )
+    if len(parts) > 1:
+        raise ValueError(f"{names} did not keep the same cases for tests: name one of them")
+    return parts.pop()
+
+
+def holds_run(out: str | Path) -> bool:
+    """Returns whether a folder holds a run that has begun."""
+    return bool(out) and (Path(out) / CONFIG).exists()
+
+
+def holds_folds(out: str | Path) -> bool:
+    """Returns whether a folder is that of five folds."""
+    return bool(out) and (Path(out) / FOLDS_FILE).is_file()
+
+
+def read_status(out: str | Path) -> dict[str, Any]:
+    """Returns the content of a folder's status.json, {} where there is none that can be read."""
+    try:
+        return dict(json.loads((Path(out) / "status.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def describe_run(
+    config: Config, preset: str, dataset: dict[str, Any], layout: dict[str, Any], history: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Returns the content of config.json: settings, data, layout of the ranks, arithmetic, versions, commit, command.
+
+    ``history``: the starts of the run so far, this one included, with the settings that each changed.
+    """
+    return {
+        "config": json.loads(config.to_json()),
+        "preset": preset,
+        "dataset": dataset,
+        "layout": layout,
+        "arithmetic": arithmetic_now(config.precision),
+        "versions": {
+            "seqpar": seqpar.__version__,
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "python": platform.python_version(),
+            "safetensors": safetensors.__version__,
+        },
+        "commit": _commit(),
+        "command": typed_command(),
+        "history": list(history),
+    }
+
+
+def _commit() -> str:
+    """Returns the git commit of this code, "" where it is no checkout."""
+    try:
+        git = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return git.stdout.strip()
+
+
+def result_files(run: Path) -> list[Path]:
+    """Returns the files that a finished run leaves for people, those that are there."""
+    names = ["progress.png", "validation.png", "validation/summary.json", "metrics.jsonl"]
+    names += ["model.safetensors", "config.json", "train.log"]
+    return [run / name for name in names if (run / name).exists()]
+
+
+def next_lines(run: Path) -> list[str]:
+    """Returns the commands that usually follow a finished run."""
+    predict = next_command("predict", run, "-i", "IMAGES", "-o", "PREDICTIONS")
+    return [f"next: {predict}", f"next: {next_command('report', run)}  (curves, scores and cases on one page)"]
+
+
+def write_window(run: Path, windows: Mapping[str, float], step: int, whole_grid: Sequence[int] = ()) -> None:
+    """Writes window.json: the mean Dice of the best checkpoint by kind of window, the better first.
+
+    - ``whole_grid``: the most tokens per direction in whole passes
+    """
+    content = {"window": next(iter(windows)), "dice": dict(windows), "step": step, "whole_grid": list(whole_grid)}
+    write_json(run / "window.json", content)
+
+
+def read_windows(run: Path) -> tuple[dict[str, float], tuple[int, ...]]:
+    """Returns what validation measured: the mean Dice by kind of window, the better first, and the most tokens per
+    direction in whole passes; both are empty where none is recorded.
+    """
+    try:
+        windows = read_archived(run, ABOUT) if is_archive(run) else json.loads((run / "window.json").read_text())
+        dice = {str(window): float(mean) for window, mean in windows.get("dice", {}).items()}
+        return dice, tuple(int(side) for side in windows.get("whole_grid", ()))
+    except FileNotFoundError:
+        return {}, ()
+    except DataError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if is_archive(run):
+            raise DataError(run, f"its {ABOUT} is damaged ({error}); copy it again") from None
+        raise ValueError(f"{run / 'window.json'} is damaged ({error}): remove it, and name --window yourself") from None
+
+
+def read_best_step(run: str | Path) -> int | None:
+    """Returns the step of the best checkpoint of a run folder, None where none is recorded."""
+    try:
+        return int(json.loads((Path(run) / "window.json").read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class Status:
+    """Writes ``status.json``: whether a run is running, finished, preempted or failed, and why.
+
+    ``step`` is where the run is, ``steps`` where it ends. ``lock``: of the run folder; without holding it, nothing is
+    written.
+    """
+
+    def __init__(self, out: Path, lock: RunLock | None = None) -> None:
+        self.path, self.lock = out / "status.json", lock
+        self.step = self.steps = 0
+
+    def write(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
+        """Writes the state.
+
+        - ``code``: the exit code that goes with it
+        - ``durable``: wait until it is on disk. False where this process ends in trouble: its peers wait for that end,
+          the disk may be what does not answer, and other processes read the new file at once anyway
+        """
+        if self.lock is not None and self.lock.is_lost():
+            return
+        content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
+        write_json(self.path, {**content, "time": time.time()}, durable)
+
+    def write_unless_over(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
+        """Writes, unless another rank has written how the run ended: the first cause is kept."""
+        if read_status(self.path.parent).get("state", "running") == "running":
+            self.write(state, why, code, durable)

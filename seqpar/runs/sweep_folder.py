@@ -1,0 +1,192 @@
+"""The folder of a sweep, whose points are runs of their own, as ``tune`` leaves it.
+
+OUT/NAME            run folders, as train writes them; NAME tells the settings
+OUT/sweep.json      the space, the flags of all runs, and how each point stands
+OUT/sweep.csv       the points as a table; OUT/sweep.png: drawn
+OUT/logs/NAME.txt   what the ranks of a point printed
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import read_json, write_json
+from seqpar.runs.journal import read_metrics
+from seqpar.runs.metrics_tail import SCORES, score_of
+from seqpar.runs.run_folder import read_status
+from seqpar.settings.config import Config
+from seqpar.settings.presets import PRESETS
+
+SWEEP_FILE = "sweep.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a sweep: the name of its run folder, its settings, and how its run stands.
+
+    - ``state``: of its status.json; "open" before it begins, "stopped" where the sweep ended it early
+    - ``score``, ``at``: the best score of its validations and the step of it; NaN before the first
+    - ``loss``: of the last step
+    - ``seconds``: of all recorded steps and validations
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    state: str = "open"
+    step: int = 0
+    steps: int = 0
+    score: float = math.nan
+    at: int = 0
+    loss: float = math.nan
+    seconds: float = 0.0
+    code: int = 0
+    why: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the point needs no further training."""
+        return self.state in ("finished", "stopped")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What sweep.json holds.
+
+    - ``began``: by what the sweep was begun: space, preset, flags, devices; a resumed one has to be the same
+    """
+
+    began: Mapping[str, Any]
+    points: tuple[Point, ...] = field(default=())
+
+    @property
+    def best(self) -> Point | None:
+        """The point with the highest score, of equal ones that with the lower loss; None before any has one."""
+        known = [point for point in self.points if not math.isnan(point.score)]
+        return max(known, key=lambda point: (point.score, -point.loss), default=None)
+
+    @property
+    def score_name(self) -> str:
+        """What the points are compared by."""
+        preset = PRESETS[self.began["preset"]]() if "preset" in self.began else Config()
+        return SCORES[self.began.get("settings", {}).get("task", preset.task)]
+
+    def varied(self) -> list[str]:
+        """Returns the settings in which points differ, by their names in Config."""
+        names = dict.fromkeys(name for point in self.points for name in point.settings)
+        return [name for name in names if len({str(point.settings.get(name)) for point in self.points}) > 1]
+
+    def main_effects(self) -> dict[str, dict[str, list[tuple[float, str]]]]:
+        """Returns, for each setting in which points differ and each of its values, the score and name of its points."""
+        effects: dict[str, dict[str, list[tuple[float, str]]]] = {}
+        for name in self.varied():
+            of_values = effects.setdefault(name, {})
+            for point in self.points:
+                if not math.isnan(point.score) and name in point.settings:
+                    of_values.setdefault(show(point.settings[name]), []).append((point.score, point.name))
+        return {name: of_values for name, of_values in effects.items() if of_values}
+
+
+def show(value: Any) -> str:
+    """Returns a setting's value in short: of a cube one side, of a switch yes or no."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (tuple, list)):
+        return "x".join(map(show, value[:1] if len(set(value)) == 1 else value))
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+def holds_sweep(out: str | Path) -> bool:
+    """Returns whether a folder is that of a sweep."""
+    return (Path(out) / SWEEP_FILE).is_file()
+
+
+def read_sweep(out: str | Path) -> Sweep:
+    """Returns the content of sweep.json; raises DataError where it is damaged."""
+    path = Path(out) / SWEEP_FILE
+    content = read_json(path)
+    try:
+        rows: list[dict[str, Any]] = [
+            {name: math.nan if value is None else value for name, value in row.items()} for row in content["points"]
+        ]
+        return Sweep(content["began"], tuple(Point(**row) for row in rows))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise no_sweep(path, error) from None
+
+
+def no_sweep(path: Path, error: Exception) -> DataError:
+    """Returns the error of a sweep.json that lacks something, or has something else in its place."""
+    return DataError(path, f"is no sweep of this version ({error}); restore it, or begin in another folder")
+
+
+def write_sweep(out: Path, sweep: Sweep) -> None:
+    """Writes sweep.json, whole or not at all; makes the folder."""
+    best = sweep.best
+    rows = [{name: _finite(value) for name, value in asdict(point).items()} for point in sweep.points]
+    content = {"version": VERSION, "best": best.name if best else None, "began": dict(sweep.began), "points": rows}
+    make_folder(out)
+    try:
+        write_json(out / SWEEP_FILE, content)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None
+
+
+def make_folder(out: Path) -> None:
+    """Makes the folder of a sweep, unless it is there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be made ({error.strerror}): name another") from None
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def looked_up(out: Path, sweep: Sweep, stopped: Sequence[str] = (), ended: str = "") -> Sweep:
+    """Returns the sweep with each point as its run folder has it now.
+
+    - ``stopped``: names of points that the sweep ended early
+    - ``ended``: the state of points whose status says that they run, where none does any more: "killed", or
+      "preempted" where a signal reached a training before it could act on it
+    """
+    points = (_look_up(out / point.name, point, stopped) for point in sweep.points)
+    return replace(sweep, points=tuple(_ended(point, ended) if ended else point for point in points))
+
+
+def _ended(point: Point, state: str) -> Point:
+    if point.state != "running":
+        return point
+    why = f"its training was killed, after step {point.step}" if state == "killed" else ""
+    return replace(point, state=state, code=1 if why else 0, why=why)
+
+
+def _look_up(run: Path, point: Point, stopped: Sequence[str]) -> Point:
+    status = read_status(run)
+    if not status:
+        return point
+    state = str(status.get("state", "open"))
+    if state != "finished" and (point.state == "stopped" or point.name in stopped):
+        state = "stopped"
+    try:
+        rows = read_metrics(run / "metrics.jsonl")
+    except OSError:
+        rows = []
+    train, held_out = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
+    scored = [(score_of(row), row["step"]) for row in held_out if not math.isnan(score_of(row))]
+    score, at = max(scored, key=lambda pair: (pair[0], -pair[1]), default=(math.nan, 0))
+    return replace(
+        point,
+        state=state,
+        step=max((row["step"] + 1 for row in train), default=0),
+        steps=int(status.get("steps", 0)),
+        score=score,
+        at=at,
+        loss=float(train[-1]["loss"]) if train else math.nan,
+        seconds=sum(row.get("seconds", 0.0) for row in (*train, *held_out)),
+        code=int(status.get("code", 0)),
+        why="" if state == "stopped" else str(status.get("why", "")),
+    )

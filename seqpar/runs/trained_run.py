@@ -1,0 +1,241 @@
+"""Reads a run folder for prediction: its settings, what its data mean, and the networks of its checkpoints."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqpar.attention.strategies import check_strategy
+from seqpar.cluster.devices import device_here
+from seqpar.data.errors import DataError
+from seqpar.data.preparation.preparation import ByRecipe, Preparation
+from seqpar.data.preparation.recipe import Recipe
+from seqpar.models.build import NETWORK_NAMES, build, layout_of
+from seqpar.models.network import Net
+from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.rendezvous import start
+from seqpar.planner.attention_choice import choose_quickest
+from seqpar.runs.archive import is_archive
+from seqpar.runs.run_folder import read_best_step, read_config, read_windows
+from seqpar.scores.label_classes import learned_regions
+from seqpar.settings.checks import check_network
+from seqpar.settings.config import Config
+from seqpar.settings.curriculum import lesson_at, lessons_of
+from seqpar.weights import checkpoint
+from seqpar.weights.facts import differing_flags, read_facts
+from seqpar.weights.files import listed, read_weights
+
+LAST = "model.safetensors"  # what a finished run leaves beside its checkpoints
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: its config, how its cases were prepared, and what its outputs stand for.
+
+    ``windows`` is the mean Dice by kind of window that its validation measured, the better first; ``whole_grid`` the
+    most tokens per direction in the whole passes among them.
+    """
+
+    path: Path
+    config: Config
+    recipe: Recipe
+    labels: dict[str, int]  # class ids, as in the cache; of whole volumes where --task is classify
+    regions: dict[str, tuple[int, ...]]
+    regions_class_order: tuple[int, ...]  # class ids
+    windows: Mapping[str, float] = field(default_factory=dict)
+    whole_grid: tuple[int, ...] = ()
+
+    @property
+    def window(self) -> str:
+        """The kind of window to predict by: the better of those measured, sliding windows where none was.
+
+        Cases that have one class each pass whole.
+        """
+        return "whole" if self.config.task == "classify" else next(iter(self.windows), "sliding")
+
+    @property
+    def learns_regions(self) -> bool:
+        """Whether the networks' outputs are regions, which may overlap; else they are labels."""
+        return bool(self.regions) and self.config.targets != "labels"
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The networks' outputs by name: regions, or labels."""
+        return tuple(self.regions if self.learns_regions else self.labels)
+
+    @property
+    def output_order(self) -> tuple[int, ...]:
+        """The class id that each output's voxels get where outputs are regions; empty where they are labels."""
+        return self.regions_class_order if self.learns_regions else ()
+
+    @property
+    def preparation(self) -> Preparation:
+        """How cases are prepared for the networks."""
+        return ByRecipe(self.recipe)
+
+    @property
+    def mirror(self) -> tuple[int, ...]:
+        """The directions over whose flips predictions are averaged where nothing else is asked for."""
+        return ()
+
+    @property
+    def window_rule(self) -> str:
+        """Where sliding windows lie and what they weigh: one of ``inference.windows.RULES``."""
+        return "stride"
+
+    @property
+    def why_not_whole(self) -> str:
+        """Why the networks are not to predict whole volumes in one pass; "" where they may."""
+        return ""
+
+    def window_group(self, sizes: Sequence[int], memory: float) -> int:
+        """Returns how many ranks of ``memory`` bytes share a window: the most of ``sizes`` that training allows."""
+        return max(size for size in sizes if size <= self.config.seqpar)
+
+    def can_share(self, size: int) -> bool:
+        """Returns whether so many ranks can share the trained tile."""
+        try:
+            layout_of(replace(self.config, seqpar=size, mode=fitting_mode(self), batch=1))
+        except ValueError:
+            return False
+        return True
+
+    def weights_of(self, checkpoints: Sequence[str]) -> tuple[Path, ...]:
+        """Returns the files of weights that ``--checkpoint`` names, by default the best."""
+        return tuple(find_weights(self, name) for name in checkpoints or ["best"])
+
+    def load_nets(self, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Net]:
+        """Returns the network with the weights of each file, ready to predict; for ``mode`` see ``load_nets``."""
+        return load_nets(self, files, mesh, mode)
+
+
+def read_run(path: str | Path) -> Run:
+    """Reads the run in a folder that train wrote, or in an archive that export wrote."""
+    content, windows = read_config(path), read_windows(Path(path))
+    try:
+        dataset, config = content["dataset"], Config.from_dict(content["config"])
+        check_network(config, NETWORK_NAMES)
+        regions = {name: tuple(members) for name, members in dataset["regions"].items()}
+        order = tuple(dataset["regions_class_order"]) if regions else ()
+        if config.targets == "sigmoids":
+            regions = learned_regions(dataset["labels"], regions, config.targets)
+            order = tuple(value for (value,) in regions.values())
+        return Run(
+            Path(path),
+            _of_best(config, path),
+            Recipe.from_json(dataset["recipe"]),
+            _labels_of(dataset),
+            regions,
+            order,
+            *windows,
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            path if is_archive(path) else Path(path) / "config.json",
+            f"lacks what prediction needs ({error}); give the folder of a training run",
+        ) from None
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        if is_archive(path):
+            raise DataError(path, f"cannot be used ({error}); copy it again, or export the run again") from None
+        raise ValueError(f"{path}/config.json: {str(error).removeprefix('config.json: ')}") from None
+
+
+def _labels_of(dataset: Mapping[str, Any]) -> dict[str, int]:
+    """Returns what a run's outputs are labels of: voxels, or volumes."""
+    names = dataset.get("volume_classes", {}).get("names", ())
+    return {str(name): number for number, name in enumerate(names)} or dict(dataset["labels"])
+
+
+def _of_best(config: Config, path: str | Path) -> Config:
+    """Returns the config with the tile of the lesson that the best checkpoint is from."""
+    step = read_best_step(path)
+    return config if step is None else replace(config, tile=lessons_of(config)[lesson_at(config, step)].config.tile)
+
+
+def _tile_of(config: Config, state: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+    """Returns the tile for whose tokens weights have learned positions; the config's where they have none."""
+    table = state.get("encoder.pos_embed")
+    tiles = [config.tile, *(lesson.config.tile for lesson in lessons_of(config))]
+    counts = [math.prod(side // voxels for side, voxels in zip(tile, config.patch)) for tile in tiles]
+    return next((t for t, count in zip(tiles, counts) if table is not None and count == table.shape[1]), config.tile)
+
+
+def find_weights(run: Run, which: str = "best") -> Path:
+    """Returns a file of the run's weights.
+
+    - ``which``: best, latest, or the path of a file or checkpoint folder
+    """
+    folder = run.path / "checkpoints"
+    if which not in ("best", "latest"):
+        path = Path(which)
+        return path / LAST if path.is_dir() else path
+    if is_archive(run.path):
+        if which != "best":
+            raise ValueError(f"--checkpoint {which}: {run.path} holds one set of weights; leave it out")
+        return run.path
+    for name in (which, "latest"):
+        if (folder / name).is_file():
+            return checkpoint.find(folder, name) / LAST
+    if (run.path / LAST).is_file():
+        return run.path / LAST
+    raise DataError(folder, f"holds no checkpoint, and {run.path} no {LAST}; train first, or name a file of weights")
+
+
+def fitting_mode(run: Run) -> str:
+    """Returns the mode for prediction: auto, or nogather for a network trained so, as only that computes otherwise."""
+    return "nogather" if run.config.mode == "nogather" else "auto"
+
+
+def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Net]:
+    """Returns the run's network with the weights of each file, ready to predict.
+
+    - ``mode``: of the decoder; by default ``fitting_mode``
+    """
+    config = _with_fitting_attention(replace(run.config, mode=mode or fitting_mode(run), seqpar=mesh.seq.size))
+    config = choose_quickest(config, device_here(mesh.device.type))
+    nets = []
+    for path in files:
+        theirs, ours = differing_flags(read_facts(path), config)
+        if theirs:
+            raise DataError(path, f"holds weights that were trained with {theirs}, and {run.path} has {ours}")
+        state = read_weights(path)
+        of_tile = replace(config, tile=_tile_of(config, state))
+        net = build(of_tile, len(run.recipe.modalities), len(run.outputs), mesh.seq)
+        own = net.state_dict()
+        differing = [name for name in {**own, **state} if _shape(own, name) != _shape(state, name)]
+        if differing:
+            raise DataError(path, f"holds weights of another network than {run.path}: {listed(differing, 4)} differ")
+        net.load_state_dict(state)
+        dtype = torch.float64 if run.config.precision == "fp64" else torch.float32
+        nets.append(net.to(mesh.device, dtype).eval())
+    return nets
+
+
+def _with_fitting_attention(config: Config) -> Config:
+    """Returns the config with attention left open where the trained strategy is none of this group's: all are exact."""
+    if config.attention == "auto":
+        return config
+    try:
+        check_strategy(config.attention, config.seqpar, config.heads, config.keep_kv)
+    except ValueError:
+        return replace(config, attention="auto")
+    return config
+
+
+def _shape(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(state[name].shape) if name in state else None
+
+
+def load_run(path: str | Path, which: str = "best") -> Net:
+    """Returns the network of a run folder, ready to predict, in this process alone: no process group is needed.
+
+    - ``path``: the folder that train wrote
+    - ``which``: best, latest, or the path of a file or checkpoint folder
+    """
+    run = read_run(path)
+    return load_nets(run, [find_weights(run, which)], start(1, env={}))[0]

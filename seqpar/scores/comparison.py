@@ -1,0 +1,94 @@
+"""Which of several folders of predictions is best: on the cases that all of them have, case by case."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from numpy import nan_to_num
+
+from seqpar.scores.intervals import interval_of_mean
+from seqpar.scores.scores import Scores, summarise, without_nan
+
+COLUMNS = {"Dice": 4, "HD95": 2, "NSD": 4}  # and their decimal places
+
+
+class Scored(NamedTuple):
+    """A folder of predictions, or a run, and the scores of its cases."""
+
+    name: str
+    cases: Mapping[str, Scores]
+
+
+def compare(folders: Sequence[Scored]) -> str:
+    """Returns a table of the folders, and which of them has the highest mean Dice over the cases that all have.
+
+    Folds of a cross-validation have no case in common: their cases are then summed up together, and none is best.
+    """
+    every = [case for folder in folders for case in folder.cases]
+    common = [case for case in folders[0].cases if all(case in folder.cases for folder in folders)]
+    if common:
+        ranked = sorted(folders, key=lambda folder: -nan_to_num(_mean(folder, common)["Dice"], nan=-1.0))
+        return "\n".join([*_table(ranked, common), *_verdict(ranked, common)])
+    if len(set(every)) == len(every):
+        pooled = summarise([scores for folder in folders for scores in folder.cases.values()])["foreground_mean"]
+        line = f"no case is in two of them: over all {len(every)} cases mean Dice {pooled['Dice']:.4f}"
+    else:
+        line = "no case is in all of them, so that none is called best"
+    return "\n".join([*_table(folders, None), line])
+
+
+def _mean(folder: Scored, cases: Sequence[str] | None) -> Mapping[str, float]:
+    """Returns each metric's mean over the classes of their means over ``cases``, None for all of the folder."""
+    rows = [folder.cases[case] for case in cases or folder.cases]
+    means: Mapping[str, float] = summarise(rows)["foreground_mean"]
+    return means
+
+
+def _table(folders: Sequence[Scored], cases: Sequence[str] | None) -> list[str]:
+    width = max(len(folder.name) for folder in folders)
+    lines = [f"{'':{width}}  cases" + "".join(f"{name:>9}" for name in COLUMNS)]
+    for folder in folders:
+        means = _mean(folder, cases)
+        figures = "".join(f"{means[name]:>9.{places}f}" for name, places in COLUMNS.items())
+        lines.append(f"{folder.name:{width}}  {len(cases or folder.cases):5}{figures}")
+    return lines
+
+
+def _verdict(ranked: Sequence[Scored], cases: Sequence[str]) -> list[str]:
+    """Returns how sure it is that the first of the folders is better than the second."""
+    best, second = ranked[:2]
+    own, other = _case_values(best, cases), _case_values(second, cases)
+    if not own or not other:
+        return ["best in mean Dice: not known, as no class of these cases has a Dice in both of the first two"]
+    differences = [a - b for a, b in zip(own, other)]
+    difference = fmean(differences)
+    if math.isclose(difference, 0.0, abs_tol=1e-9):
+        return [f"best in mean Dice: none, as that of {best.name} and {second.name} is the same"]
+    line = f"best in mean Dice: {best.name}; it is {difference:+.4f} to that of {second.name}"
+    interval = interval_of_mean(differences, low=-1.0, high=1.0)
+    if interval is None:
+        return [f"{line}, which may be chance: one case cannot tell"]
+    low, high = interval
+    return [f"{line} (95 %: {low:+.4f} to {high:+.4f}{', which may be chance' if low <= 0 else ''})"]
+
+
+def _case_values(folder: Scored, cases: Sequence[str]) -> list[float]:
+    """Returns a value per case whose mean is the folder's mean Dice, that over the classes of their means over cases.
+
+    Where all cases have all classes it is the mean Dice of the case's classes. A class that a case lacks leaves the
+    case at the mean; a class that few cases have weighs more in each of them (the mean's linear approximation).
+    Empty where no class has a Dice.
+    """
+    rows = [folder.cases[case] for case in cases]
+    dices = {name: [row[name]["Dice"] for row in rows] for name in rows[0]}
+    means = {name: fmean(values) for name, each in dices.items() if (values := without_nan(each))}
+    if not means:
+        return []
+    counts = {name: len(without_nan(dices[name])) for name in means}
+    middle = fmean(means.values())
+
+    def influence(name: str, dice: float) -> float:
+        return 0.0 if math.isnan(dice) else (dice - means[name]) * len(cases) / counts[name]
+
+    return [middle + fmean(influence(name, dices[name][at]) for name in means) for at in range(len(cases))]

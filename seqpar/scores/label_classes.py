@@ -1,0 +1,151 @@
+"""Which classes are scored and which values a label map may hold, as BraTS or a data set declares them."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.brats import MEANINGS
+from seqpar.data.formats.dataset import Dataset
+from seqpar.data.formats.recognise import declared_in
+
+BRATS = {  # the command line's names for the label tables of BraTS
+    "2021": "to 2021",
+    "2023": "2023",
+    "2024-glioma": "2024, glioma after treatment",
+    "2024-paediatric": "2024, paediatric",
+    "msd": "Medical Segmentation Decathlon",
+}
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The classes to score.
+
+    ``classes`` maps a name to its label values (several for a region), ``declared`` holds every value that a label
+    map may have, ``ignore`` is the true value whose voxels are left out.
+    """
+
+    classes: dict[str, tuple[int, ...]]
+    declared: frozenset[int]
+    ignore: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.classes:
+            raise ValueError("there is no class to score: declare at least one label other than 0")
+        names: dict[tuple[int, ...], str] = {}
+        for name, labels in self.classes.items():
+            if labels in names:
+                raise ValueError(f"classes {names[labels]} and {name} are both {labels}: keep one of them")
+            names[labels] = name
+
+
+def hidden_classes(classes: Mapping[str, tuple[int, ...]], shown: Collection[int] | None) -> tuple[str, ...]:
+    """Returns the classes that a label does not show, of the values that it shows (None: all)."""
+    return () if shown is None else tuple(name for name, values in classes.items() if not set(values) <= set(shown))
+
+
+def labels_of_classes(classes: dict[str, tuple[int, ...]]) -> Labels:
+    """Returns labels that declare the values of these classes, and 0."""
+    return Labels(classes, frozenset({0}.union(*classes.values())))
+
+
+def labels_of_brats(year: str) -> Labels:
+    """Returns the regions of BraTS in the label values of a year, a key of ``BRATS``."""
+    meaning = MEANINGS[BRATS[year]]
+    return Labels(dict(meaning.regions), frozenset(meaning.labels.values()))
+
+
+def labels_of_declaration(
+    labels: Mapping[str, int], regions: Mapping[str, tuple[int, ...]], ignore: int | None
+) -> Labels:
+    """Returns the labels and regions that a data set declares; a region of one label replaces that label.
+
+    Where there are regions, a value without a name of its own ("label 3") is declared, but no class.
+    """
+    named = {n: v for n, v in labels.items() if v and not (regions and re.fullmatch(r"label \d+", n))}
+    members = {name: (value,) for name, value in named.items()} | dict(regions)
+    names = {values: name for name, values in members.items()}
+    return Labels({name: values for values, name in names.items()}, frozenset({0, *labels.values()}), ignore)
+
+
+def labels_of_dataset(dataset: Dataset) -> Labels:
+    """Returns the classes of a data set."""
+    return labels_of_declaration(dataset.labels, dataset.regions, dataset.ignore_label)
+
+
+def read_declared_labels(path: Path) -> Labels:
+    """Returns the classes that a dataset.json declares, the same as in training."""
+    declared = declared_in(path)
+    try:
+        return labels_of_declaration(*declared)
+    except ValueError as error:
+        raise DataError(path, str(error)) from error
+
+
+def find_declaration(truth: Path) -> Path | None:
+    """Returns the dataset.json in the folder of the truth or in the one above, None if there is none."""
+    folder = truth if truth.is_dir() else truth.parent
+    places = folder / "dataset.json", folder.resolve().parent / "dataset.json"
+    return next((place for place in places if place.exists()), None)
+
+
+def learned_regions(
+    labels: Mapping[str, int], regions: Mapping[str, tuple[int, ...]], targets: str
+) -> dict[str, tuple[int, ...]]:
+    """Returns what a network learns by sigmoids, as ``--targets`` says: regions, each label, or nothing."""
+    if targets == "sigmoids":
+        return {name: (value,) for name, value in labels.items() if value}
+    return dict(regions) if targets == "regions" else {}
+
+
+def labels_of_run(dataset: Mapping[str, Any]) -> Labels:
+    """Returns the labels and regions of a run in the files' values, from "dataset" in its config.json."""
+    values, ignore = dataset["values"], dataset["ignore_label"]
+    labels = {name: values[n] for name, n in dataset["labels"].items()}
+    regions = {name: tuple(values[n] for n in ids) for name, ids in dataset["regions"].items()}
+    declared = labels_of_declaration(labels, regions, None if ignore is None else values[ignore])
+    return with_joined(declared, dataset.get("recipe", {}).get("joined", ()))
+
+
+def with_joined(labels: Labels, joined: Sequence[Sequence[int]]) -> Labels:
+    """Returns labels that also declare the files' values which count as another, by pairs of both."""
+    if not joined:
+        return labels
+    classes = {
+        name: (*values, *(value for value, counts_as in joined if counts_as in values))
+        for name, values in labels.classes.items()
+    }
+    return Labels(classes, labels.declared | {value for value, _ in joined}, labels.ignore)
+
+
+def choose_labels(
+    truth: Path,
+    dataset: Dataset | None,
+    declaration: Path | None = None,
+    regions: Sequence[tuple[str, tuple[int, ...]]] = (),
+    brats: str = "",
+) -> Labels:
+    """Returns the labels to score.
+
+    ``brats`` (a key of ``BRATS``) decides alone. Else the labels are those of ``declaration`` (a dataset.json), of the
+    ``dataset`` that the truth is, or of a dataset.json beside the truth; ``regions`` replaces their classes.
+    """
+    if brats:
+        return labels_of_brats(brats)
+    if dataset is not None and not declaration:
+        declared: Labels | None = labels_of_dataset(dataset)
+    else:
+        path = declaration or find_declaration(truth)
+        declared = read_declared_labels(path) if path else None
+    if not regions:
+        if not declared:
+            where = f"there is no dataset.json in {truth} or above it"
+            raise ValueError(f"{where}: declare the labels by --dataset, --regions or --brats")
+        return declared
+    if len({name for name, _ in regions}) < len(regions):
+        raise ValueError("--regions names a region twice")
+    labels = labels_of_classes(dict(regions))
+    return Labels(labels.classes, labels.declared | declared.declared, declared.ignore) if declared else labels

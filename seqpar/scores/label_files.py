@@ -1,0 +1,185 @@
+"""Label maps on disk: pairs predictions with their true label maps and scores them."""
+
+import multiprocessing
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import SUFFIXES, strip_suffix
+from seqpar.data.formats.annotations import with_annotations
+from seqpar.data.formats.brats import read_brats
+from seqpar.data.formats.dataset import Dataset
+from seqpar.data.formats.recognise import describe, find
+from seqpar.data.geometry import Geometry, differs, to_canonical
+from seqpar.data.volumes import output_suffix, read_volume
+from seqpar.scores.label_classes import Labels, hidden_classes
+from seqpar.scores.scores import Scores, score
+
+
+class Pair(NamedTuple):
+    """One case: its name, its two label maps, and which values the truth shows (None: all)."""
+
+    case: str
+    truth: Path
+    prediction: Path
+    shown: tuple[int, ...] | None = None
+
+
+def dataset_at(truth: Path) -> Dataset | None:
+    """Returns the data set that a path names, None if it is a label map or a folder of label maps."""
+    if truth.is_file() and truth.suffix != ".json":
+        return None
+    if truth.is_dir() and list_label_files(truth):
+        brats = read_brats(truth)  # the one format whose images lie beside their labels
+        return brats if brats and brats.labels else None
+    dataset = describe(truth)
+    return with_annotations(dataset, find(truth)) if dataset.labels else dataset
+
+
+def list_label_files(folder: Path) -> dict[str, list[Path]]:
+    """Returns the label maps of a folder by name without suffix, hidden files left out."""
+    cases: dict[str, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.endswith(SUFFIXES) and path.is_file() and not path.name.startswith("."):
+            cases.setdefault(strip_suffix(path.name), []).append(path)
+    return cases
+
+
+def validation_of(path: Path) -> Path | None:
+    """Returns the folder with the label maps of a run's last validation, None where the path is no run folder."""
+    if not (path / "config.json").is_file():
+        return None
+    folder = path / "validation"
+    if not folder.is_dir() or not list_label_files(folder):
+        raise DataError(folder, "holds no label map: let the run finish, or give a folder of predictions")
+    return folder
+
+
+def refuse_missing(paths: Iterable[Path]) -> None:
+    """Raises DataError for the first path where nothing is."""
+    for path in paths:
+        if not path.exists():
+            raise DataError(path, "does not exist: give a folder of label maps, or one file")
+
+
+def match_cases(
+    truth: Path,
+    prediction: Path,
+    dataset: Dataset | None = None,
+    only_predicted: bool = False,
+    only: Collection[str] | None = None,
+) -> tuple[list[Pair], list[DataError]]:
+    """Returns the cases that have both files, and what is wrong with the others.
+
+    ``truth`` and ``prediction`` are two files, or two folders whose files are paired by name without suffix. With a
+    ``dataset``, its cases and their label files are the truth. ``only_predicted``: cases without a prediction are no
+    fault. ``only``: the cases that are looked at; None for all.
+    """
+    refuse_missing((truth, prediction) if dataset is None else (prediction,))
+    if dataset is None and truth.is_file() and prediction.is_file():
+        return [Pair(strip_suffix(truth.name), truth, prediction)], []
+    if prediction.is_file() or (dataset is None and truth.is_file()):
+        raise ValueError(f"{truth} and {prediction}: give two folders or two files")
+    pairs, faults = list[Pair](), list[DataError]()
+    shown: dict[str, tuple[int, ...] | None] = {}
+    if dataset is not None:
+        faults += dataset.faults
+        truth_files = {case.id: [case.label] for case in dataset.cases if case.label is not None}
+        shown = {case.id: case.annotated for case in dataset.cases}
+    else:
+        truth_files = list_label_files(truth)
+    if not truth_files:
+        raise (faults or [DataError(truth, f"holds no label map ({' or '.join(SUFFIXES)})")])[0]
+    predicted_files = list_label_files(prediction)
+    if only is not None:
+        truth_files = {case: files for case, files in truth_files.items() if case in only}
+        predicted_files = {case: files for case, files in predicted_files.items() if case in only}
+    for case in sorted(truth_files | predicted_files):
+        truths, predictions = truth_files.get(case, []), predicted_files.get(case, [])
+        duplicates = next((files for files in (truths, predictions) if len(files) > 1), None)
+        if duplicates:
+            faults.append(DataError(duplicates[0], f"is there as {duplicates[1]} too: keep one of them"))
+        elif not predictions:
+            if only_predicted:
+                continue
+            path = prediction / f"{case}{output_suffix(truths[0])}"
+            faults.append(DataError(path, f"is missing, and the truth has {truths[0]}"))
+        elif not truths:
+            faults.append(DataError(predictions[0], f"has no truth of this name in {truth}"))
+        else:
+            pairs.append(Pair(case, truths[0], predictions[0], shown.get(case)))
+    return pairs, faults
+
+
+def read_label_map(path: Path) -> tuple[NDArray[Any], Geometry]:
+    """Returns a label map ``W D H`` as integers in canonical orientation, and the geometry of its file."""
+    array, geometry, _ = read_volume(path)
+    if len(array) != 1:
+        raise DataError(path, f"holds {len(array)} channels: a label map has one value per voxel")
+    values = to_canonical(array[0], geometry.orientation)
+    if values.dtype.kind == "f":
+        whole = np.rint(values)
+        if not np.allclose(values, whole, rtol=0, atol=1e-3):
+            raise DataError(path, "holds values that are not whole numbers: a label map is needed")
+        values = whole.astype(np.int32)
+    return values, geometry
+
+
+def check_values(path: Path, values: NDArray[Any], declared: frozenset[int]) -> None:
+    """Raises DataError if a label map holds a value that is not declared."""
+    undeclared = sorted(set(np.unique(values).tolist()) - declared)
+    if undeclared:
+        raise DataError(
+            path,
+            f"holds {undeclared[:5]}, which is not among the declared labels {sorted(declared)}: "
+            "declare it (dataset.json or --regions NAME=VALUE) or choose the preset that has it",
+        )
+
+
+def score_pair(pair: Pair, labels: Labels, settings: dict[str, Any]) -> Scores:
+    """Returns the scores of one case, read from its two files; ``settings`` are keyword arguments of ``score``."""
+    truth, geometry = read_label_map(pair.truth)
+    prediction, predicted_geometry = read_label_map(pair.prediction)
+    if (difference := differs(predicted_geometry, geometry)) is not None:
+        problem = f"does not lie on {pair.truth}: {difference}; write it in the geometry of the source"
+        raise DataError(pair.prediction, problem)
+    ignored = frozenset() if labels.ignore is None else frozenset({labels.ignore})
+    check_values(pair.truth, truth, labels.declared | ignored)
+    check_values(pair.prediction, prediction, labels.declared)
+    known: dict[str, Any] = {"ignore": labels.ignore, "hidden": hidden_classes(labels.classes, pair.shown)}
+    return score(truth, prediction, labels.classes, geometry.canonical_spacing, **known, **settings)
+
+
+def score_pairs(
+    pairs: Sequence[Pair], labels: Labels, settings: dict[str, Any], workers: int = 1
+) -> Iterator[tuple[Pair, Scores | DataError]]:
+    """Yields, case by case in order, its scores or what is wrong with its files; ``workers`` processes score them."""
+    if workers < 1:
+        raise ValueError(f"workers is {workers}: at least 1 is needed")
+    if workers == 1:
+        for pair in pairs:
+            try:
+                yield pair, score_pair(pair, labels, settings)
+            except DataError as error:
+                yield pair, error
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        futures: list[Future[Scores]] = [pool.submit(score_pair, pair, labels, settings) for pair in pairs]
+        try:
+            for pair, future in zip(pairs, futures):
+                try:
+                    yield pair, future.result()
+                except DataError as error:
+                    yield pair, error
+        except BrokenProcessPool as error:
+            raise MemoryError(
+                f"a worker was killed, perhaps because memory ran out: lower --workers {workers}"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)

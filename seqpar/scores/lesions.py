@@ -1,0 +1,136 @@
+"""Lesion-wise scores of a predicted mask, as in the BraTS 2023 challenge."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.data.boxes import crop, smallest_box
+from seqpar.late_import import late
+from seqpar.scores.metrics import Mask, check, confusion, hd95
+
+ndimage = late("scipy.ndimage")
+
+
+class Detection(NamedTuple):
+    """How many lesions of a case are found, missed, and predicted where there is none."""
+
+    found: int
+    missed: int
+    false: int
+
+
+class LesionScores(NamedTuple):
+    """Lesion-wise Dice and HD95 (mm) of a case, and its numbers of found, missed and falsely predicted lesions."""
+
+    dice: float
+    hd95: float
+    found: int
+    missed: int
+    false: int
+
+
+def lesion_wise(
+    truth: Mask,
+    prediction: Mask,
+    spacing: Sequence[float],
+    dilation: int = 3,
+    min_volume: float = 50.0,
+    missed_distance: float = 374.0,
+) -> LesionScores:
+    """Returns the lesion-wise scores of BraTS 2023: every lesion weighs the same, however large.
+
+    Components are connected by face, edge or corner. True components whose dilations (by ``dilation`` voxels) touch
+    are one lesion. A lesion's match is every predicted component that touches its dilation; both are compared
+    undilated. Lesions of up to ``min_volume`` mm³ do not count, though what matches them is no false positive. Any
+    other unmatched predicted component, of whatever size, is a false positive: it has Dice 0 and an HD95 of
+    ``missed_distance`` mm, as has a missed lesion. Without lesions and false positives the scores are 1 and 0.
+
+    The challenge takes dilation 1 for meningioma and metastases, and volume 2 for metastases. Its HD95 weighs surface
+    voxels by area, ours counts them.
+    """
+    matching = _match(truth, prediction, spacing, dilation, min_volume)
+    dices, distances = [], []
+    for lesion in matching.counted:
+        lesion_mask, match_mask = matching.masks(lesion)
+        dices.append(confusion(lesion_mask, match_mask).dice)
+        distances.append(hd95(lesion_mask, match_mask, spacing) if match_mask.any() else missed_distance)
+    detection = matching.detection
+    count = len(dices) + detection.false
+    if not count:
+        return LesionScores(1.0, 0.0, 0, 0, 0)
+    distance = (sum(distances) + missed_distance * detection.false) / count
+    return LesionScores(sum(dices) / count, distance, *detection)
+
+
+def detect(
+    truth: Mask, prediction: Mask, spacing: Sequence[float], dilation: int = 3, min_volume: float = 50.0
+) -> Detection:
+    """Returns how many lesions are found, missed and falsely predicted, by the rules of ``lesion_wise``."""
+    return _match(truth, prediction, spacing, dilation, min_volume).detection
+
+
+@dataclass(frozen=True, eq=False)
+class _Matching:
+    """Which predicted components match which true lesions.
+
+    ``lesions`` and ``components`` number voxels; ``matches`` holds pairs of such numbers, ``counted`` the lesions that
+    are large enough to count.
+    """
+
+    truth: Mask
+    lesions: NDArray[Any]
+    components: NDArray[Any]
+    matches: NDArray[Any]  # 2 n
+    counted: list[int]
+
+    @property
+    def detection(self) -> Detection:
+        matched = len(set(self.counted) & set(self.matches[0].tolist()))
+        false = int(self.components.max(initial=0)) - len(np.unique(self.matches[1]))
+        return Detection(matched, len(self.counted) - matched, false)
+
+    def masks(self, lesion: int) -> tuple[Mask, Mask]:
+        """Returns a lesion and what matches it, in the box around both."""
+        match = self.matches[1][self.matches[0] == lesion]
+        parts = (self._lesion_boxes[lesion - 1], *(self._component_boxes[number - 1] for number in match))
+        box = enclosing_box(parts)
+        return self.truth[box] & (self.lesions[box] == lesion), np.isin(self.components[box], match)
+
+    @cached_property
+    def _lesion_boxes(self) -> list[tuple[slice, ...]]:
+        return list(ndimage.find_objects(self.lesions))
+
+    @cached_property
+    def _component_boxes(self) -> list[tuple[slice, ...]]:
+        return list(ndimage.find_objects(self.components))
+
+
+def _match(truth: Mask, prediction: Mask, spacing: Sequence[float], dilation: int, min_volume: float) -> _Matching:
+    check(truth, prediction, spacing)
+    if dilation < 0 or min_volume < 0:
+        raise ValueError(f"dilation is {dilation}, min_volume {min_volume}: neither can be negative")
+    if truth.any() or prediction.any():
+        # No margin for the dilation: what touches outside the box around two voxels touches inside it too.
+        box = smallest_box(truth | prediction)
+        truth, prediction = crop(truth, box), crop(prediction, box)
+    neighbours = np.ones((3,) * truth.ndim, bool)
+    components, _ = ndimage.label(prediction, neighbours)
+    if not truth.any():  # nothing to dilate
+        return _Matching(truth, np.zeros(truth.shape, np.int32), components, np.zeros((2, 0), np.int32), [])
+    step = ndimage.generate_binary_structure(truth.ndim, 2)
+    # An iteration count of 0 would mean "until nothing changes" to scipy.
+    dilated = ndimage.binary_dilation(truth, step, iterations=dilation) if dilation else truth
+    lesions, num_lesions = ndimage.label(dilated, neighbours)
+    touching = (lesions > 0) & (components > 0)
+    matches = np.unique(np.stack([lesions[touching], components[touching]]), axis=1)
+    volumes = np.bincount(lesions[truth], minlength=num_lesions + 1) * float(np.prod(spacing))
+    return _Matching(truth, lesions, components, matches, np.flatnonzero(volumes > min_volume).tolist())
+
+
+def enclosing_box(boxes: Sequence[tuple[slice, ...]]) -> tuple[slice, ...]:
+    """Returns the smallest box around several boxes."""
+    return tuple(slice(min(s.start for s in dim), max(s.stop for s in dim)) for dim in zip(*boxes))

@@ -1,0 +1,70 @@
+"""The files of an evaluation: summary.json in nnU-Net's schema, and metrics.csv."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import unwritable
+from seqpar.data.files import write_text
+from seqpar.scores.label_classes import Labels
+from seqpar.scores.label_files import Pair
+from seqpar.scores.scores import Scores
+
+
+def class_key(labels: tuple[int, ...]) -> str:
+    """Returns nnU-Net's key for a class in a summary: its label, or the tuple of a region's labels."""
+    return str(labels[0] if len(labels) == 1 else labels)
+
+
+def summary_content(cases: list[tuple[Pair, Scores]], labels: Labels, summary: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of summary.json: nnU-Net's schema (NaN as it writes it), and the scores that it lacks."""
+    keys = {name: class_key(values) for name, values in labels.classes.items()}
+    per_case = [
+        {
+            "metrics": {keys[name]: row for name, row in scores.items()},
+            "prediction_file": str(pair.prediction),
+            "reference_file": str(pair.truth),
+        }
+        for pair, scores in cases
+    ]
+    content = {"foreground_mean": summary["foreground_mean"], "metric_per_case": per_case, "classes": keys}
+    for kind in ("mean", "median", "num_values", "global"):
+        content[kind] = {keys[name]: row for name, row in summary[kind].items()}
+    return content
+
+
+def csv_text(cases: list[tuple[Pair, Scores]], labels: Labels) -> str:
+    """Returns the content of metrics.csv: a line per case and class."""
+    text = io.StringIO(newline="")
+    first = next(iter(cases[0][1].values()))
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["case", "class", "labels", *first])
+    for pair, scores in cases:
+        for name, row in scores.items():
+            writer.writerow([pair.case, name, class_key(labels.classes[name]), *row.values()])
+    return text.getvalue()
+
+
+def output_files(prediction: Path | None, json: Path | None, csv: Path | None) -> dict[str, Path]:
+    """Returns the files to write, by kind: beside a prediction, unless named.
+
+    - ``prediction``: a folder or a file; None for a run, which has a summary of its own that stays as it is
+    """
+    named = {kind: path for kind, path in (("json", json), ("csv", csv)) if path}
+    for kind, path in named.items():
+        if path.suffix != f".{kind}":  # it would replace what else has that name
+            raise ValueError(f"--{kind} {path}: name a file that ends with .{kind}")
+    if prediction is None:
+        return named
+    folder = prediction if prediction.is_dir() else prediction.parent
+    return {"json": folder / "summary.json", "csv": folder / "metrics.csv", **named}
+
+
+def write_output(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, and makes the folders above it; raises DataError if that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+    except OSError as error:
+        raise unwritable(path, error) from error

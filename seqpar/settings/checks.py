@@ -1,0 +1,139 @@
+"""What a config is refused for before anything is built, with the nearest that works."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from seqpar.attention.strategies import check_strategy
+from seqpar.data.formats.splits import FOLDS, shares_of
+from seqpar.data.sampling.augmentation import recipe_of
+from seqpar.losses.loss import check_signs, check_weights
+from seqpar.optimization.table import OPTIMIZERS
+from seqpar.pipeline.named_placements import WAYS, parse_cuts
+from seqpar.settings.classify_settings import LOSSES
+from seqpar.settings.config import Config, dashed, shorten
+from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.settings.network_settings import check_stages
+from seqpar.settings.preparation import prepare_settings
+from seqpar.time_limit import seconds
+
+
+def check(config: Config, networks: Sequence[str]) -> None:
+    """Raises ``ValueError`` for what cannot work, before anything is allocated, with the nearest that does.
+
+    ``networks``: the names that there are.
+    """
+    _check_values(config, networks, dataclasses.fields(config))
+    _check_network(config)
+    _check_run(config)
+    if config.task == "classify":
+        _check_classes(config)
+
+
+def check_network(config: Config, networks: Sequence[str]) -> None:
+    """Raises ``ValueError`` for settings by which no network can be built, such as those of a damaged run.
+
+    ``networks``: the names that there are.
+    """
+    own = [f for f in dataclasses.fields(config) if f.metadata["topic"] == "network" or f.name in ("mode", "split")]
+    _check_values(config, networks, own)
+    _check_network(config)
+
+
+def _check_values(config: Config, networks: Sequence[str], settings: Sequence[dataclasses.Field[Any]]) -> None:
+    for f in settings:
+        value, bounds = getattr(config, f.name), f.metadata["bounds"]
+        choices = networks if f.name == "network" else f.metadata["choices"]
+        if choices and value not in choices:
+            raise ValueError(f"--{dashed(f.name)} {value}: choose one of {', '.join(choices)}")
+        if bounds and not bounds.allows(value):
+            raise ValueError(f"--{dashed(f.name)} {value}: {bounds.text}")
+
+
+def _check_network(config: Config) -> None:
+    if not config.tile:
+        raise ValueError("--tile is left to the data of --task classify, which are not looked at here: give it")
+    if len(config.tile) != 3:
+        raise ValueError(f"--tile {' '.join(map(str, config.tile))}: give one number, or three")
+    if min(config.tile) < 1:
+        raise ValueError(f"--tile {shorten(config.tile)}: it must be at least 1")
+    _check_patch(config.patch)
+    check_stages(config.stage_depths)
+    if config.embed_dim % config.heads:
+        divisors = [heads for heads in range(1, config.embed_dim + 1) if config.embed_dim % heads == 0]
+        near = min(divisors, key=lambda heads: abs(heads - config.heads))
+        raise ValueError(f"--heads {config.heads} does not divide --embed-dim {config.embed_dim}: use --heads {near}")
+    if not 0 <= config.heads_per_chunk <= config.heads:
+        raise ValueError(f"--heads-per-chunk {config.heads_per_chunk}: choose 1 to {config.heads}, or 0 for by size")
+    if config.attention != "auto":
+        check_strategy(config.attention, config.seqpar, config.heads, config.keep_kv)
+
+
+def _check_patch(patch: Sequence[int]) -> None:
+    typed = shorten(patch) if len(patch) == 3 else " ".join(map(str, patch))
+    if len(patch) != 3:
+        raise ValueError(f"--patch {typed}: give one number, or three")
+    if min(patch) < 1:
+        raise ValueError(f"--patch {typed}: it must be at least 1")
+    sides = (1, 2, 4, 8, 16) if len(set(patch)) > 1 else (2, 4, 8, 16)
+    nearest = [min(sides, key=lambda side: abs(math.log2(side / p))) for p in patch]
+    if nearest != list(patch):
+        raise ValueError(f"--patch {typed}: the decoders double the grid; use --patch {shorten(nearest)}")
+
+
+def _check_run(config: Config) -> None:
+    kind = OPTIMIZERS[config.optimizer]
+    if config.betas and (len(config.betas) < len(kind.betas) or not all(0 <= beta < 1 for beta in config.betas)):
+        count = {1: "a number", 2: "two numbers"}.get(len(kind.betas), "numbers")
+        usual = " ".join(f"{beta:g}" for beta in kind.betas)
+        raise ValueError(f"--betas {' '.join(map(str, config.betas))}: {count} in [0, 1), such as {usual}")
+    if config.shard_weights and kind.whole:
+        raise ValueError(
+            f"--shard-weights: a step of {config.optimizer} looks at whole parameters, which no rank then has: "
+            "leave it out, or take another --optimizer"
+        )
+    if config.pipe > 1:
+        _check_pipe(config)
+    if config.schedule == "step" and not config.decay_epochs:
+        raise ValueError("--schedule step needs --decay-epochs, the epochs after which the rate falls")
+    check_signs("--class-weights", config.class_weights)
+    if config.loss_weights:
+        try:
+            check_weights(config.loss_weights, config.loss_terms)
+        except ValueError as error:
+            raise ValueError(f"--loss-weights with --loss {config.loss}: {error}") from None
+    if config.warmup and config.warmup >= config.epochs:
+        raise ValueError(
+            f"--warmup {config.warmup} leaves no epoch of {config.epochs}: use --warmup {config.epochs - 1}"
+        )
+    is_named = config.fold in ("90:10", "all", ALL_FOLDS) or re.fullmatch("[0-9]+", config.fold)
+    if not is_named and not shares_of(config.fold):
+        raise ValueError(f"--fold {config.fold}: choose a fold's number, such as 0, or 90:10, 70:15:15, all or all5")
+    if not config.data and config.task == "segment" and config.phantoms < FOLDS:
+        raise ValueError(f"--phantoms {config.phantoms}: five folds need at least 5 cases")
+    if not config.data and config.fold.isdigit() and int(config.fold) >= FOLDS:
+        raise ValueError(f"--fold {config.fold}: there are folds 0 to {FOLDS - 1}, all and 90:10")
+    prepare_settings(config)
+    try:
+        recipe_of(config.augment)
+    except ValueError as error:
+        raise ValueError(f"--augment {config.augment}: {error}") from None
+    seconds(config.time_limit)
+
+
+def _check_classes(config: Config) -> None:
+    """Refuses what does not go with one class a volume."""
+    if config.loss not in LOSSES:
+        raise ValueError(f"--loss {config.loss} with --task classify: it takes voxels: use {' or '.join(LOSSES)}")
+
+
+def _check_pipe(config: Config) -> None:
+    """Refuses what does not go with stages on different ranks."""
+    if config.shard_weights:
+        raise ValueError(
+            "--shard-weights with --pipe: each rank holds the weights of its stages alone: leave one of the two out"
+        )
+    if config.placement not in WAYS:
+        parse_cuts(config.placement, config.pipe)

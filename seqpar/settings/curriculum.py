@@ -1,0 +1,123 @@
+"""A curriculum: one network trained on small tiles first and on larger ones later, in one run (as LAMP is trained)."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from seqpar.settings.config import Config
+
+EXAMPLE = "64:4800,128:1200,whole:300"
+_SIDES = r"\d+(?:x\d+x\d+)?"
+_ENTRY = re.compile(
+    rf"(?:(?P<whole>whole)(?:=(?P<size>{_SIDES}))?|(?P<tile>{_SIDES})):(?P<epochs>\d+)"
+    r"(?::(?P<batch>\d+)(?:x(?P<micros>\d+))?)?"
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A lesson as it is written.
+
+    ``tile`` is () for a whole volume whose size is not known yet, ``batch`` 0 where memory shall say it, ``micros`` (of
+    a step) 0 where ``--accumulate`` does.
+    """
+
+    tile: tuple[int, ...]
+    epochs: int
+    batch: int = 0
+    is_whole: bool = False
+    micros: int = 0
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A part of a run: ``config`` with its tile, batch and micro-batches, the ``steps`` of the run that are its own.
+
+    ``foreground`` is the share of its tiles that are centred on a labelled voxel.
+    """
+
+    config: Config
+    steps: range
+    foreground: float
+
+
+def parse_curriculum(text: str) -> tuple[Entry, ...]:
+    """Returns the lessons of a text such as "64:4800,128x128x64:1200:2x4,whole:300": tile, epochs, batch."""
+    return tuple(_parse_entry(entry.strip(), text) for entry in text.split(",")) if text else ()
+
+
+def _parse_entry(entry: str, text: str) -> Entry:
+    match = _ENTRY.fullmatch(entry)
+    if not match:
+        raise ValueError(
+            f"--curriculum {text}: {entry or 'nothing'} is no lesson; needed is TILE:EPOCHS or TILE:EPOCHS:BATCH, with "
+            "one side, three (128x128x64) or whole as TILE, and tiles or tiles x micro-batches (4x4) as BATCH, such as "
+            f"{EXAMPLE}"
+        )
+    sides = tuple(int(side) for side in (match["tile"] or match["size"] or "").split("x") if side)
+    epochs, batch, micros = int(match["epochs"]), int(match["batch"] or 0), int(match["micros"] or 0)
+    if epochs < 1 or (match["batch"] and batch < 1) or (match["micros"] and micros < 1) or not all(sides):
+        raise ValueError(f"--curriculum {text}: {entry} has a 0; sides, epochs and batch must be at least 1")
+    return Entry(sides * 3 if len(sides) == 1 else sides, epochs, batch, bool(match["whole"]), micros)
+
+
+def spell_curriculum(entries: Sequence[Entry]) -> str:
+    """Returns lessons as ``parse_curriculum`` reads them."""
+    return ",".join(map(_spell_entry, entries))
+
+
+def _spell_entry(entry: Entry) -> str:
+    tile = "=".join(filter(None, ["whole" * entry.is_whole, "x".join(map(str, entry.tile))]))
+    batch = "x".join(str(number) for number in (entry.batch, entry.micros) if number)
+    return ":".join(filter(None, [tile, str(entry.epochs), batch]))
+
+
+def in_micro_batches(text: str, most: int) -> str:
+    """Returns lessons that deal each batch out to as many micro-batches as it divides by, up to ``most``."""
+
+    def dealt(entry: Entry) -> Entry:
+        micros = max(number for number in range(1, most + 1) if entry.batch % number == 0)
+        return replace(entry, batch=entry.batch // micros, micros=micros) if entry.batch else entry
+
+    return spell_curriculum([dealt(entry) for entry in parse_curriculum(text)])
+
+
+def is_same(typed: str, filled: str) -> bool:
+    """Returns whether a curriculum as it was typed is one whose tiles and batches have been filled in since."""
+    pairs = list(zip_longest(parse_curriculum(typed), parse_curriculum(filled)))
+    return all(
+        asked is not None
+        and own is not None
+        and (asked.epochs, asked.is_whole) == (own.epochs, own.is_whole)
+        and asked.tile in ((), own.tile)
+        and asked.batch in (0, own.batch)
+        and asked.micros in (0, own.micros)
+        for asked, own in pairs
+    )
+
+
+def lessons_of(config: Config) -> tuple[Lesson, ...]:
+    """Returns the lessons of a run; without a curriculum one, of all its steps.
+
+    All tiles before the last lesson are centred on labelled voxels, those of the last as ``--foreground`` says. A
+    whole volume has one place.
+    """
+    entries, start = parse_curriculum(config.curriculum), 0
+    if not entries:
+        return (Lesson(config, range(config.steps), config.foreground),)
+    lessons = []
+    for entry in entries:
+        share = config.foreground if entry is entries[-1] else 1.0
+        steps = range(start, start + entry.epochs * config.iterations)
+        own = replace(config, tile=entry.tile or config.tile, batch=entry.batch)
+        own = replace(own, accumulate=entry.micros or config.accumulate)
+        lessons.append(Lesson(own, steps, 0.0 if entry.is_whole else share))
+        start = steps.stop
+    return tuple(lessons)
+
+
+def lesson_at(config: Config, step: int) -> int:
+    """Returns the number of the lesson that a run is in after ``step`` steps, from 0; at a border the one that ends."""
+    lessons = lessons_of(config)
+    return next((number for number, lesson in enumerate(lessons) if step <= lesson.steps.stop), len(lessons) - 1)

@@ -1,0 +1,139 @@
+"""Convolutions that go on while their halos travel: all of the window first, then again the outputs that read halos.
+
+So what does not wait has the shape, and thereby the kernel and the bits, of a convolution that waits. In backward
+nothing is done twice: the input's gradient, whose halos are sent, comes first, the weights' is computed meanwhile.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.row_exchange import Interval
+from seqpar.spatial.cpu_convolution import ConvOptions, convolve, gradients
+from seqpar.spatial.halos import Halos
+from seqpar.spatial.memory_format import in_format_of
+
+# Bytes of halos from which it gains: 40 us on a link of 25 GB/s, which is what convolutions of three thin slabs take.
+ENOUGH = 1 << 20
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class BoxConvolution:
+    """One rank's convolution: the window that it fetches, its options, and the crop of what the window yields."""
+
+    halos: Halos
+    options: ConvOptions
+    keep_window: bool
+    crop: Halos = Halos(Group("self"))
+
+
+class Slab(NamedTuple):
+    """Outputs that read halos, and what they read of the window."""
+
+    outputs: tuple[slice, ...]
+    inputs: tuple[slice, ...]
+    size: int  # outputs of a channel
+
+
+def gains(kind: str, bytes_to_come: int) -> bool:
+    """Returns whether to go on while halos travel: on a GPU, whose messages take little of its time, for large ones.
+
+    - ``kind``: of the device
+    - ``bytes_to_come``: of halos
+    """
+    return kind == "cuda" and bytes_to_come >= ENOUGH
+
+
+def slabs_of(
+    known: Mapping[int, Interval], outputs: Sequence[int], spans: Sequence[int], strides: Sequence[int]
+) -> list[Slab]:
+    """Returns slabs that hold each output once that reads rows which are not known.
+
+    - ``known``: rows of the window that need no message, by dimension of ``b c W D H``; of other dimensions all
+    - ``outputs``: extents of the output
+    - ``spans``: extents of the kernel with its dilation
+    """
+    left, slabs = [(0, extent) for extent in outputs], list[Slab]()
+    for dim, (low, high) in known.items():
+        at = dim - 2
+        first = min(-(-low // strides[at]), outputs[at])
+        behind = max((high - spans[at]) // strides[at] + 1, first)
+        for begin, end in ((0, first), (behind, outputs[at])):
+            if end > begin:
+                box = [*left[:at], (begin, end), *left[at + 1 :]]
+                reads = [
+                    slice(a * strides[d], (b - 1) * strides[d] + spans[d]) if d + 2 in known else ALL
+                    for d, (a, b) in enumerate(box)
+                ]
+                size = math.prod(b - a for a, b in box)
+                slabs.append(Slab((ALL, ALL, *(slice(a, b) for a, b in box)), (ALL, ALL, *reads), size))
+        left[at] = first, behind
+    return [slab for slab in slabs if slab.size]
+
+
+def open_and_convolve(
+    how: BoxConvolution, x: Tensor, weight: Tensor, bias: Tensor | None, goes_on: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns the window of ``x``, and what it yields in the memory format of ``x``; ``goes_on`` while halos travel."""
+    options, slabs, early = how.options, list[Slab](), list[Tensor]()
+
+    def begin(window: Tensor) -> None:
+        spans = [(kernel - 1) * dilation + 1 for kernel, dilation in zip(weight.shape[2:], options.dilation)]
+        padded = [side + 2 * pad for side, pad in zip(window.shape[2:], options.padding)]
+        outputs = [(side - span) // stride + 1 for side, span, stride in zip(padded, spans, options.stride)]
+        slabs.extend(slabs_of(how.halos.known_rows(), outputs, spans, options.stride))
+        if 2 * sum(slab.size for slab in slabs) <= math.prod(outputs):  # else most of it would be done twice
+            early.append(in_format_of(convolve(window, weight, bias, options), x))
+
+    window = how.halos.open(x, begin if goes_on and not options.transposed else None)
+    if not early:
+        return window, in_format_of(convolve(window, weight, bias, options), x)
+    for slab in slabs:
+        early[0][slab.outputs] = convolve(window[slab.inputs], weight, bias, options)
+    return window, early[0]
+
+
+def gradients_and_close(
+    how: BoxConvolution,
+    grad: Tensor,
+    kept: Tensor,
+    weight: Tensor,
+    biased: bool,
+    needs: Sequence[bool],
+    goes_on: bool,
+) -> Gradients:
+    """Returns the gradients of ``x``, weight and bias, None where ``needs`` is false; ``goes_on`` while halos travel.
+
+    - ``grad``: of what the window yields
+    - ``kept``: the window, or ``x``, whose halos are then fetched again
+    """
+    for_x, *others = needs
+    if not goes_on:
+        window = kept if how.keep_window else how.halos.open(kept)
+        dx, dweight, dbias = gradients(grad, window, weight, biased, how.options, needs)
+        return None if dx is None else how.halos.close(dx), dweight, dbias
+    of_input, of_weights = list[Tensor | None](), list[Gradients]()
+
+    def by_input(window: Tensor) -> None:  # of which it needs the shape alone
+        of_input.append(gradients(grad, window, weight, biased, how.options, (for_x, False, False))[0])
+
+    def by_weights(window: Tensor) -> None:
+        of_weights.append(gradients(grad, window, weight, biased, how.options, (False, *others)))
+
+    window = kept if how.keep_window else how.halos.open(kept, by_input)
+    if not of_input:
+        by_input(window)
+    dx = of_input[0]
+    if dx is not None:
+        dx = how.halos.close(dx, partial(by_weights, window))
+    if not of_weights:
+        by_weights(window)
+    _, dweight, dbias = of_weights[0]
+    return dx, dweight, dbias

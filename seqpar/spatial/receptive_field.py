@@ -1,0 +1,86 @@
+"""Which input interval each rank's output interval needs, one dimension at a time.
+
+Reaches follow from numbers that all ranks know, so that all ranks raise ValueError, or none.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from seqpar.parallel.layout import Bounds
+from seqpar.parallel.row_exchange import Interval
+from seqpar.spatial.box_grid import BoxGrid
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Where the output of an operation is cut along one dimension, and which input interval each rank needs for it.
+
+    ``needed`` reaches out of the volume where the operation pads. Where the dimension is not cut, the reach may be
+    ``local``: nothing is fetched, and the operation itself pads both sides by ``padding``.
+    """
+
+    edges: Bounds
+    needed: tuple[Interval, ...]
+    local: bool = False
+    padding: int = 0
+
+
+def sliding_reach(
+    edges: Bounds, span: int, stride: int, pads: tuple[int, int], what: str, ceil_mode: bool = False
+) -> Reach:
+    """Returns the reach of a window of ``span`` voxels (kernel with its dilation) that moves by ``stride``.
+
+    The output at ``o`` reads ``[o * stride - pad, o * stride - pad + span)``. A rank holds the outputs whose
+    ``o * stride`` lies in its box, the last rank all that remain. ``what`` names the operation in errors.
+    """
+    extent = edges[-1]
+    count = (extent + sum(pads) - span + (stride - 1 if ceil_mode else 0)) // stride + 1
+    if ceil_mode and (count - 1) * stride >= extent + pads[0]:
+        count -= 1
+    cut = _cut_at([-(-edge // stride) for edge in edges], count, edges, what)
+    needed = tuple((a * stride - pads[0], (b - 1) * stride - pads[0] + span) for a, b in itertools.pairwise(cut))
+    local = len(edges) == 2 and pads[0] == pads[1]
+    return Reach(cut, needed, local, pads[0] if local else 0)
+
+
+def transposed_reach(
+    edges: Bounds, kernel: int, stride: int, padding: int, dilation: int, output_padding: int, what: str
+) -> Reach:
+    """Returns the reach of a transposed convolution.
+
+    Its input ``i`` adds to the outputs ``i * stride - padding + dilation * t`` of each kernel element ``t``.
+    """
+    extent, span = edges[-1], dilation * (kernel - 1)
+    count = (extent - 1) * stride - 2 * padding + span + output_padding + 1
+    cut = _cut_at([edge * stride for edge in edges], count, edges, what)
+    needed = []
+    for a, b in itertools.pairwise(cut):
+        low = min(max(-(-(a + padding - span) // stride), 0), extent - 1)
+        high = max(min((b - 1 + padding) // stride + 1, extent), low + 1)  # one at least: no empty convolution
+        needed.append((low, high))
+    return Reach(cut, tuple(needed), len(edges) == 2, padding if len(edges) == 2 else 0)
+
+
+def enlarging_reach(edges: Bounds, factor: int, halo: int) -> Reach:
+    """Returns the reach of an upsampling by ``factor`` that reads ``halo`` voxels of each neighbour."""
+    needed = tuple((max(a - halo, 0), min(b + halo, edges[-1])) for a, b in itertools.pairwise(edges))
+    return Reach(tuple(edge * factor for edge in edges), needed, len(edges) == 2)
+
+
+def _cut_at(targets: Sequence[int], count: int, edges: Bounds, what: str) -> Bounds:
+    """Returns the output's edges; raises ValueError if the output, or a rank's interval of it, is empty."""
+    if count < 1:
+        raise ValueError(f"{what} leaves nothing of extent {edges[-1]}: use a larger --tile or a smaller kernel")
+    cut = (*(min(at, count) for at in targets[:-1]), count)
+    if any(a >= b for a, b in itertools.pairwise(cut)):
+        raise ValueError(
+            f"{what} turns the intervals at {edges} into ones at {cut}: a rank would hold no output; use a smaller "
+            "--seqpar, a larger --tile, or --mode gather"
+        )
+    return cut
+
+
+def output_grid(grid: BoxGrid, reaches: Sequence[Reach]) -> BoxGrid:
+    """Returns the box grid of an operation's output."""
+    return BoxGrid(tuple(reach.edges for reach in reaches), grid.group)

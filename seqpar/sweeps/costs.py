@@ -1,0 +1,71 @@
+"""What a run cost and what the planner says it costs: memory of a rank, and seconds a step."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+from seqpar.cluster.cpu_speed import this_cpu
+from seqpar.cluster.devices import MIB, Device, device_here, measured
+from seqpar.data.preparation.recipe import PrepareSettings
+from seqpar.parallel.launcher import Launcher
+from seqpar.planner.batch_size import choose_batch
+from seqpar.planner.curriculum import choose_lessons, is_open
+from seqpar.planner.needs import Plan, Run, planned
+from seqpar.runs.journal import read_metrics
+from seqpar.runs.run_folder import read_config
+from seqpar.settings.config import Config
+from seqpar.settings.curriculum import lessons_of
+from seqpar.tasks.tasks import task_of
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Mebibytes of a rank, and seconds a step."""
+
+    memory: float
+    seconds: float
+
+
+def measured_cost(run: Path) -> Cost:
+    """Returns the most memory that the first rank took, and the median time of its steps but the first."""
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
+    seconds = [row["seconds"] for row in rows]
+    return Cost(max(row["peak_mem_mb"] for row in rows), median(seconds[1:] or seconds))
+
+
+def planned_cost(run: Path) -> Cost:
+    """Returns what the planner says of a finished run, for the device here."""
+    content = read_config(run)
+    return cost_of(plan_of(Config.from_dict(content["config"]), content["layout"]["ranks"]))
+
+
+def cost_of(plan: Plan) -> Cost:
+    return Cost(plan.total / MIB, plan.step_seconds)
+
+
+def plan_of(config: Config, ranks: int) -> Plan:
+    """Returns the plan of a config on so many ranks of the device here; of a curriculum's, that of its last lesson."""
+    config = replace(config, out="", resume=False)
+    if is_open(config):
+        data = task_of(config).look_at(config)
+        largest = data.largest(PrepareSettings.spaced(config.spacing).spacing)
+        sizes = len(data.modalities), len(data.outputs(config.targets))
+        config, _ = choose_lessons(config, Launcher("alone"), largest, *sizes)
+    return _plan(choose_batch(lessons_of(config)[-1].config), ranks)
+
+
+@cache
+def _plan(config: Config, ranks: int) -> Plan:
+    data = task_of(config).look_at(config)
+    device = _device(config.device, config.precision)
+    if config.measured:
+        device = measured(config.measured, device, config.precision)
+    return planned(Run(config, device, len(data.modalities), len(data.outputs(config.targets))), ranks)
+
+
+@cache
+def _device(kind: str, precision: str) -> Device:
+    """Returns the device here; a CPU's cores are measured, which takes some seconds."""
+    device = device_here(kind)
+    return device if device.on_gpu else this_cpu(precision)

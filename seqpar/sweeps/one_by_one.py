@@ -1,0 +1,111 @@
+"""Makes the runs of a list: those that are missing begin, those that were cut go on, those that finished stay.
+
+An engine decides what runs when and where. This one makes one run after the other, on all devices; each is a training
+of its own, as a person would start it, and its exit code is what the engine knows of it.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from seqpar.cluster.exit_codes import PREEMPTED
+from seqpar.cluster.start_ranks import SIGNALS, run_local, signals_passed_on
+from seqpar.quantity import quantity
+from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, read_status, refuse_other_flags
+
+TRAIN = Path(__file__).parents[1] / "train.py"
+
+
+class Engine(Protocol):
+    """What makes runs."""
+
+    def make(self, runs: Sequence[PlannedRun], root: Path) -> int:
+        """Returns 0 once every run has finished in its folder below ``root``, else the exit code of one that did not;
+        75: they were left early, and the same call goes on.
+        """
+
+
+@dataclass
+class OneByOne:
+    """Makes one run after the other; ``start`` trains with flags on so many ranks, and returns the exit code.
+
+    - ``until``: when to leave, by ``time.monotonic``
+    - ``signals``: those that came so far; after one no run begins
+    """
+
+    start: Callable[[int, Sequence[str], list[int]], int] = field(default_factory=lambda: start_ranks)
+    until: float = float("inf")
+    signals: list[int] = field(default_factory=list)
+
+    def make(self, runs: Sequence[PlannedRun], root: Path) -> int:
+        for planned in runs:
+            if has_begun(root / planned.name):
+                refuse_other_flags(planned, root / planned.name)
+        with kept_signals(self.signals):
+            for number, planned in enumerate(runs):
+                if code := self._make(planned, root / planned.name, f"run {number + 1} of {len(runs)}"):
+                    return code
+        return PREEMPTED if self.signals else 0
+
+    def _make(self, planned: PlannedRun, run: Path, which: str) -> int:
+        """Returns 0 once the run has finished, else the exit code of its training."""
+        ranks = quantity(planned.ranks, "rank")
+        if has_finished(run):
+            print(f"{which} has finished: {run}", flush=True)
+            return 0
+        if self.signals or time.monotonic() > self.until:
+            return PREEMPTED
+        resume = has_begun(run)
+        print(f"{which} {'goes on' if resume else 'begins'} on {ranks}: {run}", flush=True)
+        line = ["--resume", "--out", str(run)] if resume else planned.line(run)
+        if self.until < float("inf"):
+            line += ["--time-limit", f"{max(self.until - time.monotonic(), 1.0) / 60:.3f}"]
+        code = self.start(planned.ranks, line, self.signals)
+        if self.signals and code and not has_finished(run):  # a signal also ends a process that cannot act on it yet
+            return PREEMPTED
+        if code and code != PREEMPTED:
+            why = read_status(run).get("why") or "the lines above say why"
+            print(f"{which} ended with exit code {code}: {run}: {why}", file=sys.stderr, flush=True)
+        return code
+
+
+@contextmanager
+def kept_signals(signals: list[int]) -> Iterator[None]:
+    """Within the block, signals that ask this process to leave are added to ``signals``.
+
+    While a run trains on ranks that were started here, they are passed on to it as well.
+    """
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    before = {number: signal.signal(number, keep) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def start_ranks(ranks: int, flags: Sequence[str], signals: list[int]) -> int:
+    """Returns the exit code of a training on ranks that are started here: by srun in a Slurm job, else on this machine.
+
+    - ``signals``: those that come meanwhile are added here
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        return run_local(ranks, [str(TRAIN), *flags], signals)
+    step = subprocess.Popen(
+        ["srun", "-n", str(ranks), "--kill-on-bad-exit=1", sys.executable, "-u", str(TRAIN), *flags],
+        start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on once
+    )
+    with signals_passed_on([step], signals):
+        code = step.wait()
+    return code if code >= 0 else 128 - code

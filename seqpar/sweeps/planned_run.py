@@ -1,0 +1,99 @@
+"""PlannedRun: a training run of a list, by its settings; and how far the run folder of it is."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import DataError
+from seqpar.runs.run_folder import read_config
+from seqpar.settings.config import dashed
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of ``train``.
+
+    - ``name``: of its folder
+    - ``preset``: what its settings begin with
+    - ``settings``: the others, by their names in Config
+    - ``groups``: sequence groups, which train on different tiles
+    - ``before``: the run from whose weights it starts, in a folder beside its own
+    """
+
+    name: str
+    preset: str
+    settings: Mapping[str, Any]
+    groups: int = 1
+    before: "PlannedRun | None" = None
+
+    @property
+    def ranks(self) -> int:
+        return self.groups * int(self.settings.get("seqpar", 1)) * int(self.settings.get("pipe", 1))
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of train that begin the run, all but the folders: --out and --weights."""
+        own = (word for name, value in self.settings.items() for word in words(name, value))
+        return ["--preset", self.preset, *own]
+
+    def line(self, run: Path) -> list[str]:
+        """Returns the flags of train that begin the run in this folder."""
+        weights = ["--weights", str(run.with_name(self.before.name))] if self.before else []
+        return [*self.flags, "--out", str(run), *weights]
+
+
+def words(name: str, value: Any) -> list[str]:
+    """Returns the words of a setting on the command line."""
+    if isinstance(value, bool):
+        return [f"--{'' if value else 'no-'}{dashed(name)}"]
+    return [f"--{dashed(name)}", *map(str, value if isinstance(value, tuple) else [value])]
+
+
+def has_begun(run: Path) -> bool:
+    """Returns whether a run folder has a config.json, from which its training can go on."""
+    return (run / "config.json").exists()
+
+
+def has_finished(run: Path) -> bool:
+    """Returns whether the training of a run folder came to its end."""
+    return read_status(run).get("state") == "finished"
+
+
+def read_status(run: Path) -> dict[str, Any]:
+    """Returns the content of a run folder's status.json, {} where there is none."""
+    try:
+        return dict(json.loads((run / "status.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def refuse_other_flags(planned: PlannedRun, run: Path) -> None:
+    """Refuses a run folder that was begun by other flags than those of ``planned``, or on other ranks."""
+    content = read_config(run)
+    try:
+        began, ranks = content["history"][0]["command"][1:], content["layout"]["ranks"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise DataError(run / "config.json", f"does not say how the run began ({error}); remove {run}") from None
+    now = planned.flags
+    if began[: len(now)] == now and began[len(now) : len(now) + 1] == ["--out"]:
+        return
+    was, asked = _by_flag(began), _by_flag(now)
+    for name in ("--out", "--weights", "--time-limit"):
+        was.pop(name, None)
+    other = [name for name in {**was, **asked} if was.get(name) != asked.get(name)]
+    changes = "; ".join(f"{was.get(name) or f'no {name}'}, and now {asked.get(name) or f'no {name}'}" for name in other)
+    raise ValueError(
+        f"{run} was made with {changes or f'the same flags in another order, on {ranks} ranks'}: name another --out, "
+        "or the flags of then"
+    )
+
+
+def _by_flag(line: list[str]) -> dict[str, str]:
+    """Returns each flag of a command line with its values."""
+    flags, name = dict[str, str](), ""
+    for word in line:
+        name = word if word.startswith("--") else name
+        flags[name] = f"{flags[name]} {word}" if name in flags else word
+    return flags

@@ -1,0 +1,133 @@
+"""The Ray that a sweep runs on: one of this process, which ends with it, or a running cluster."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from seqpar.cluster.devices import num_devices
+from seqpar.sweeps.ray_nodes import rank_bundle
+
+NODES_S = 300.0
+OBJECT_STORE_BYTES = 100 * 2**20  # trials share nothing but their settings
+# nothing sent, no token in the home folder, no files of Tune's own loggers; Tune's signal handlers are off
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
+    "TUNE_WARN_THRESHOLD_S": "60",
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray that is there.
+
+    - ``devices``: GPUs, or cores where there are none or none are wanted; ``on_gpu``: which of both
+    - ``bundle``: what Ray reserves for a rank
+    - ``own``: processes of a Ray that this process has started, none of a running cluster
+    """
+
+    devices: int
+    bundle: dict[str, float]
+    own: tuple[int, ...] = ()
+    on_gpu: bool = False
+
+    def lost(self) -> str:
+        """Returns which process of Ray's has ended without being asked to, "" where none has."""
+        return next((f"process {pid} of Ray's on this machine has ended" for pid in self.own if not _runs(pid)), "")
+
+
+@contextmanager
+def ray_cluster(address: str, device: str, gpus_here: bool, devices: int = 0, nodes: int = 1) -> Iterator[Cluster]:
+    """Yields a Ray, started here or, with an address, running already; one that was started here ends with the block.
+
+    - ``device``: that of the runs, as --device has it
+    - ``gpus_here``: whether this machine has GPUs for them; a running cluster may have them where this machine has none
+    - ``devices``: how many of this machine's are used; 0: all
+    - ``nodes``: how many nodes of a running cluster to wait for
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    before = _children()
+    try:
+        if address:
+            ray.init(address, log_to_driver=False, logging_level="ERROR")
+        else:
+            count = devices or num_devices(gpus_here)
+            amounts = {"num_gpus": count} if gpus_here else {"num_cpus": count, "num_gpus": 0}
+            with _other_group():
+                ray.init(
+                    "local",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    **amounts,
+                )
+    except (ConnectionError, RuntimeError, TimeoutError, OSError) as error:
+        where = f"--ray {address}: no cluster answers there" if address else "Ray could not be started here"
+        raise ConnectionError(f"{where} ({str(error).splitlines()[0] if str(error) else error!r})") from None
+    try:
+        _wait_for(nodes)
+        on_gpu, count, bundle = rank_bundle(ray.nodes(), device, gpus_here)
+        own = () if address else tuple(sorted(_children() - before))
+        yield Cluster(count, bundle, own, on_gpu)
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _other_group() -> Iterator[None]:
+    """Within the block, processes begin in another process group than ours.
+
+    So a signal to our group, as ``timeout`` sends it, reaches this process alone: Ray lives until all runs have saved.
+    """
+    home, leader = os.getpgrp(), subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=os.setpgrp)
+    try:
+        with suppress(OSError):  # who leads a session cannot change its group
+            os.setpgid(0, leader.pid)
+        yield
+    finally:
+        with suppress(OSError):
+            os.setpgid(0, home)
+        leader.kill()
+        leader.communicate()
+
+
+def _wait_for(nodes: int) -> None:
+    """Returns once so many nodes are there; raises ``TimeoutError`` where they do not come."""
+    until = time.monotonic() + NODES_S
+    while (count := sum(node["Alive"] for node in ray.nodes())) < nodes:
+        if time.monotonic() > until:
+            raise TimeoutError(f"--ray-nodes {nodes}: {count} nodes came within {NODES_S:.0f} s")
+        time.sleep(0.5)
+
+
+def _children() -> set[int]:
+    """Returns the processes that this one has started and that run; none where the kernel does not say."""
+    every = set[int]()
+    for path in Path("/proc/self/task").glob("*/children"):
+        try:
+            every |= {int(word) for word in path.read_text().split()}
+        except OSError:
+            continue
+    return {pid for pid in every if _runs(pid)}
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

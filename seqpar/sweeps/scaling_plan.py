@@ -1,0 +1,190 @@
+"""``tune --plan``: what a sweep takes on 1, 2, 4, … devices, side by side and one run after the other."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from seqpar.cluster.devices import device_here, usable_cores
+from seqpar.data.errors import DataError
+from seqpar.display import clock
+from seqpar.planner.batch_size import hold_global_batch
+from seqpar.quantity import quantity
+from seqpar.report.diagrams import Diagram, Line
+from seqpar.report.picture import draw_figure
+from seqpar.runs.run_folder import read_config
+from seqpar.runs.sweep_folder import Sweep
+from seqpar.settings.config import Config
+from seqpar.settings.scaled_rate import as_begun
+from seqpar.sweeps.costs import plan_of
+from seqpar.sweeps.scaling import TABLE_I, Scaling, scale, speedup_of_equal
+from seqpar.sweeps.sweep_request import ALL, SweepOrder
+
+MOST_DEVICES = 32  # of the table, unless more are here
+# what changes no length of a step
+_FREE = {"lr": 1e-4, "betas": (), "amsgrad": False, "seed": 0, "weight_decay": 0.0, "fold": "0", "schedule": "constant"}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run took, in seconds, and on how many ranks."""
+
+    seconds: float
+    ranks: int
+
+
+def print_plan(order: SweepOrder, sweep: Sweep, out: Path, devices_here: int) -> None:
+    """Prints what the sweep takes, and draws scaling.png into its folder.
+
+    - ``devices_here``: how many there are
+    """
+    configs = order.configs(order.known(sweep), {"measured"})  # seconds are planned with it in any case
+    fewest = max(config.group_ranks for config in configs.values())
+    per_run = fewest if order.devices_per_run == ALL else int(order.devices_per_run)
+    usual = devices_here if order.devices_per_run == ALL else per_run
+    recorded = {
+        point.name: Recorded(point.seconds, _ranks_of(out / point.name, usual))
+        for point in sweep.points
+        if point.state == "finished" and point.seconds
+    }
+    runs = [(config, recorded.get(name)) for name, config in configs.items()]
+    lengths = [length_on(per_run, *run) for run in runs]
+    sizes = _sizes(per_run, len(lengths), devices_here)
+    rows = scale(lengths, per_run, sizes, lambda size: _on_all(runs, per_run, size))
+    print(f"{quantity(len(lengths), 'point')} of {_range(lengths)}, {source_of(len(recorded), len(lengths))}")
+    is_distmis = order.preset == "distmis" and len(lengths) == 32
+    for line in table(rows, len(lengths) if per_run == 1 else 0, is_distmis):
+        print(line)
+    here = next((row for row in rows if row.devices == devices_here), rows[-1])
+    print(verdict(here), flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    draw_scaling(rows, is_distmis, out / "scaling.png")
+    print(out / "scaling.png", flush=True)
+
+
+def source_of(recorded: int, points: int) -> str:
+    """Returns where the lengths of points come from: those that have finished recorded theirs."""
+    if recorded == points:
+        return "as recorded; starts come on top"
+    by_planner = "by the planner's steps; starts and validations come on top"
+    return f"{recorded} of them as recorded, the others {by_planner}" if recorded else f"all {by_planner}"
+
+
+def run_seconds(config: Config, ranks: int) -> float:
+    """Returns the seconds of a run's steps on so many ranks, by the planner.
+
+    More sequence groups see more tiles a step; the steps are fewer with ``--scale-lr`` alone, the tiles of a group with
+    ``--global-batch``.
+    """
+    num_groups = ranks // config.group_ranks
+    held = hold_global_batch(config, num_groups) if config.global_batch > 0 else config
+    return as_begun(config, num_groups).steps * step_seconds(held, ranks)
+
+
+def length_on(ranks: int, config: Config, recorded: Recorded | None = None) -> float:
+    """Returns the seconds of a run on so many ranks: recorded on these, or on others and converted, or planned."""
+    if recorded is None:
+        return run_seconds(config, ranks)
+    if recorded.ranks == ranks:
+        return recorded.seconds
+    return recorded.seconds * run_seconds(config, ranks) / run_seconds(config, recorded.ranks)
+
+
+def step_seconds(config: Config, ranks: int) -> float:
+    """Returns the seconds of a step on so many ranks, each on a device of its own.
+
+    The planner shares the cores of a CPU out to all ranks; here each of them has one.
+    """
+    seconds = plan_of(replace(config, **_FREE), ranks).step_seconds  # type: ignore[arg-type]
+    return seconds if device_here(config.device).on_gpu else seconds * usable_cores() / ranks
+
+
+def _on_all(runs: Sequence[tuple[Config, Recorded | None]], per_run: int, size: int) -> Sequence[float]:
+    """Returns the seconds of each run on all of ``size`` devices, () where one of them cannot be made so."""
+    for config, _ in runs:
+        num_groups, odd = divmod(size, config.group_ranks)
+        if size < per_run or odd or (config.global_batch > 0 and config.global_batch % num_groups):
+            return ()
+    return [length_on(size, *run) for run in runs]
+
+
+def _ranks_of(run: Path, usual: int) -> int:
+    """Returns the ranks on which a run was made, ``usual`` where its folder does not say."""
+    try:
+        return int(read_config(run)["layout"]["ranks"])
+    except (DataError, ValueError, KeyError, TypeError):
+        return usual
+
+
+def _sizes(per_run: int, points: int, devices_here: int) -> list[int]:
+    """Returns the numbers of devices to plan for: doubled, as far as they help, and those that are here."""
+    most = max(min(per_run * 2 ** math.ceil(math.log2(max(points, 1))), MOST_DEVICES), devices_here, per_run)
+    sizes = {per_run * 2**power for power in range(16) if per_run * 2**power <= most}
+    return sorted(sizes | ({devices_here} if devices_here >= per_run else set()))
+
+
+def _range(lengths: Sequence[float]) -> str:
+    low, high = min(lengths), max(lengths)
+    return clock(low) if clock(low) == clock(high) else f"{clock(low)} to {clock(high)}"
+
+
+def table(rows: Sequence[Scaling], equal_runs: int, is_distmis: bool) -> list[str]:
+    """Returns the lines of the table: times and how many times as fast as on the fewest devices.
+
+    - ``equal_runs``: as how many runs of equal length the bound is computed; 0: there is none
+    - ``is_distmis``: whether what DistMIS measured stands beside
+    """
+    heads = f"{'devices':>7}  {'side by side':>14} {'x':>6}  {'one by one':>14} {'x':>6}"
+    heads += f"  {'bound':>6}" * bool(equal_runs) + f"   {'measured in the paper: x, x':>29}" * is_distmis
+    lines, first = [heads], rows[0]
+    for row in rows:
+        line = f"{row.devices:>7}  {clock(row.side_by_side):>14} {first.side_by_side / row.side_by_side:>6.2f}"
+        line += f"  {clock(row.one_by_one):>14} {first.one_by_one / row.one_by_one:>6.2f}"
+        if equal_runs:
+            line += f"  {speedup_of_equal(equal_runs, row.devices):>6.2f}"
+        if is_distmis and row.devices in TABLE_I:
+            theirs, alone = TABLE_I[row.devices], TABLE_I[1]
+            pair = f"{alone.side_by_side / theirs.side_by_side:.2f}, {alone.one_by_one / theirs.one_by_one:.2f}"
+            line += f"   {pair:>29}"
+        lines.append(line)
+    return lines
+
+
+def verdict(row: Scaling) -> str:
+    """Returns which way is quicker, in a sentence."""
+    if math.isnan(row.one_by_one) or math.isnan(row.side_by_side):
+        return f"on {row.devices} devices only one way can be taken"
+    quicker = row.side_by_side <= row.one_by_one
+    ways = ("side by side", "one run after the other (--devices-per-run all)")
+    ratio = max(row.side_by_side, row.one_by_one) / max(min(row.side_by_side, row.one_by_one), 1e-9)
+    return f"on {row.devices} devices {ways[not quicker]} is quicker, {ratio:.2f} times"
+
+
+def draw_scaling(rows: Sequence[Scaling], is_distmis: bool, path: Path) -> None:
+    """Draws seconds and speed-up of both ways over the number of devices."""
+    sizes, first = [row.devices for row in rows], rows[0]
+    times = [
+        Line("side by side", sizes, [[row.side_by_side / 3600 for row in rows]]),
+        Line("one after the other", sizes, [[row.one_by_one / 3600 for row in rows]]),
+    ]
+    speeds = [
+        Line("side by side", sizes, [[first.side_by_side / row.side_by_side for row in rows]]),
+        Line("one after the other", sizes, [[first.one_by_one / row.one_by_one for row in rows]]),
+        Line("as many times as there are devices", sizes, [[size / sizes[0] for size in sizes]]),
+    ]
+    if is_distmis:
+        paper = list(TABLE_I.values())
+        gpus, alone = [row.devices for row in paper], paper[0]
+        side = [[alone.side_by_side / row.side_by_side for row in paper]]
+        speeds += [
+            Line("measured in the paper, side by side", gpus, side, True),
+            Line("measured in the paper, one after the other", gpus,
+                 [[alone.one_by_one / row.one_by_one for row in paper]], True),
+        ]  # fmt: skip
+    note = "planned or recorded lengths of runs, simulated: each run begins where devices are free first"
+    draw_figure(
+        "What the sweep takes",
+        [Diagram("hours", "devices", times, log=True), Diagram("times as fast", "devices", speeds, log=True)],
+        note,
+        [path],
+    )

@@ -1,0 +1,71 @@
+"""What the validations of all tasks share: held-out cases and a result; those of whole cases take turns."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from seqpar.cluster.stop_request import Stopper
+from seqpar.display import bar, clock
+from seqpar.losses import Loss
+from seqpar.models.network import Net
+from seqpar.parallel.mesh import Mesh
+from seqpar.runs.journal import Journal
+from seqpar.settings.config import Config
+from seqpar.tasks.training_data import TrainingData
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """The row of metrics.jsonl, the printed table, and the score by which the best checkpoint is kept.
+
+    ``windows`` is the mean Dice by kind of window, the better first, where windows label voxels; ``whole_grid`` the
+    most tokens per direction in whole passes, if there were any.
+    """
+
+    row: dict[str, Any]
+    text: str
+    score: float
+    windows: dict[str, float]
+    whole_grid: tuple[int, ...] = ()
+
+
+class CaseValidation(ABC):
+    """Loss and scores on held-out cases; the same on all ranks.
+
+    - ``refuse_taken_over``: raises where this run has lost its folder, before anything is written
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        data: TrainingData,
+        loss: Loss,
+        refuse_taken_over: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config, self.mesh, self.data, self.loss = config, mesh, data, loss
+        self.refuse_taken_over = refuse_taken_over
+        self.ids = data.ids_to_validate(config.val_cases)
+
+    @abstractmethod
+    def run(self, net: Net, journal: Journal, stopper: Stopper, keep: bool = False) -> ValidationResult | None:
+        """Returns the result, None where all ranks leave before its end; ``keep``: writes RUN/validation too."""
+
+    def refuse_whole(self, net: Net) -> None:  # noqa: B027 - most validations have nothing to refuse
+        """Raises ValueError where the network cannot take a case as this validation hands it over; else nothing."""
+
+    def turns(self, journal: Journal, stopper: Stopper) -> Iterator[int | None]:
+        """Yields, turn by turn, the number of the case that the first group takes, others the following ones.
+
+        The last value is None where all ranks leave before the last turn.
+        """
+        began, total = time.monotonic(), len(self.ids)
+        for first in range(0, total, self.mesh.data.size):
+            if stopper.should_leave():
+                yield None
+                return
+            left = f"{clock((time.monotonic() - began) / first * (total - first))} left" if first else "? left"
+            journal.progress([f"validating case {first + 1}/{total} {bar(first / total)}", left])
+            yield first

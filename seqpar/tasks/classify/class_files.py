@@ -1,0 +1,120 @@
+"""Predicted classes on disk: predictions.csv, and the summary of their scores."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.data.errors import DataError
+from seqpar.data.formats.class_lists import read_rows
+from seqpar.scores.class_scores import score_classes
+
+TABLE = "predictions.csv"
+
+
+@dataclass(frozen=True)
+class ClassTable:
+    """Probabilities ``n k`` of cases, in the order of ``names``, the classes."""
+
+    names: tuple[str, ...]
+    cases: tuple[str, ...]
+    probabilities: NDArray[np.float64]
+
+    def of(self, cases: Collection[str]) -> "ClassTable":
+        """Returns the lines of those of its cases that are among these."""
+        at = [number for number, case in enumerate(self.cases) if case in cases]
+        return ClassTable(self.names, tuple(self.cases[number] for number in at), self.probabilities[at])
+
+    def text(self) -> str:
+        """Returns the content of predictions.csv: case, the class that it is given, the probability of each.
+
+        With all digits: scores that fewer make equal have another area under the ROC curve.
+        """
+        text = io.StringIO(newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["case", "class", *(f"p({name})" for name in self.names)])
+        for case, row in zip(self.cases, self.probabilities):
+            writer.writerow([case, self.names[int(row.argmax())], *(repr(float(p)) for p in row)])
+        return text.getvalue()
+
+
+def read_class_table(path: Path) -> ClassTable:
+    """Returns the content of a predictions.csv; raises DataError for what is none."""
+    rows = list(read_rows(path, ("case", "class")).values())
+    columns = [name for name in rows[0] if name.startswith("p(") and name.endswith(")")] if rows else []
+    if len(columns) < 2:
+        raise DataError(path, "has no probabilities; columns such as p(healthy) are needed, as predict writes them")
+    try:
+        values = np.array([[float(row[name]) for name in columns] for row in rows])
+    except ValueError as error:
+        raise DataError(path, f"holds a probability that is no number ({error}); write it again") from None
+    for row, given in zip(rows, values):
+        if not np.isfinite(given).all() or (given < 0).any() or abs(given.sum() - 1) > 1e-3:
+            raise DataError(path, f"case {row['case']} has probabilities that do not sum to 1; write it again")
+    return ClassTable(tuple(name[2:-1] for name in columns), tuple(row["case"] for row in rows), values)
+
+
+def class_summary(table: ClassTable, truth: Mapping[str, str], path: Path) -> dict[str, Any]:
+    """Returns the content of summary.json: scores of the cases of a table whose true class is known, and each case.
+
+    - ``truth``: the class of each case by name; ``path``: of the table, for errors
+    """
+    names = {name: number for number, name in enumerate(table.names)}
+    known = [at for at, case in enumerate(table.cases) if case in truth]
+    if not known:
+        raise DataError(path, "holds no case whose true class is known; give the truth of these cases")
+    if outside := sorted({truth[table.cases[at]] for at in known if truth[table.cases[at]] not in names}):
+        raise DataError(path, f"knows the classes {', '.join(table.names)}, but a case is {outside[0]}: correct one")
+    numbers = [names[truth[table.cases[at]]] for at in known]
+    content = score_classes(numbers, table.probabilities[known], table.names)
+    cases = [
+        {
+            "case": table.cases[at],
+            "truth": table.names[number],
+            "class": table.names[int(table.probabilities[at].argmax())],
+            "probabilities": table.probabilities[at].tolist(),
+        }
+        for at, number in zip(known, numbers)
+    ]
+    return {"task": "classify", "names": list(table.names), **content, "metric_per_case": cases}
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    """Returns JSON with null for NaN, which it does not know."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None
+        if isinstance(value, dict):
+            return {name: plain(part) for name, part in value.items()}
+        return [plain(part) for part in value] if isinstance(value, list) else value
+
+    return json.dumps(plain(dict(content)), indent=2) + "\n"
+
+
+def class_lines(content: Mapping[str, Any]) -> list[str]:
+    """Returns the scores of a summary as a table in lines."""
+
+    def number(value: float | None) -> str:
+        return "  –  " if value is None or math.isnan(value) else f"{value:.3f}"
+
+    lines = list[str]()
+    for name, value in content["scores"].items():
+        low_high = content["intervals"][name]
+        sure = f"  ({number(low_high[0])} to {number(low_high[1])})" if low_high else ""
+        lines.append(f"  {name:17} {number(value)}{sure}")
+    width = max(len(name) for name in (*content["names"], "class"))
+    lines.append(
+        f"  {'class':{width}}  cases  sensitivity  specificity  AUC    given as: {', '.join(content['names'])}"
+    )
+    for name, row, counts in zip(content["names"], content["classes"].values(), content["confusion"]):
+        cells = f"{number(row['sensitivity']):>11}  {number(row['specificity']):>11}  {number(row['AUC'])}"
+        lines.append(f"  {name:{width}}  {row['cases']:5}  {cells}  {'  '.join(map(str, counts))}")
+    return lines

@@ -1,0 +1,38 @@
+"""Whole volumes through classifiers: one pass each, by the ranks of a sequence group.
+
+Legend: c channels, k classes, W D H voxels.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqpar.data.boxes import read_box
+from seqpar.data.sampling.tiles import middle_of
+from seqpar.models.network import Net, autocast
+
+
+def fitted(image: Tensor | np.ndarray, tile: Sequence[int]) -> Tensor:
+    """Returns a prepared image ``c W D H`` as training sees it: padded to the tile, or its middle."""
+    first = middle_of(image.shape[1:], tile)
+    return read_box(image, first, tile) if isinstance(image, Tensor) else torch.from_numpy(read_box(image, first, tile))
+
+
+def part_of(net: Net, image: Tensor, device: torch.device) -> Tensor:
+    """Returns this rank's part ``b n c p p p`` of a fitted image: one sample, or as many as swap needs, all alike."""
+    copies = net.group.size if net.mode.name == "swap" else 1
+    batch = image[None].expand(copies, *image.shape)
+    part = net.layout.cut(batch, net.group.index)
+    return part.to(device, next(net.parameters()).dtype)
+
+
+def class_logits(nets: Sequence[Net], image: Tensor | np.ndarray, device: torch.device, precision: str) -> Tensor:
+    """Returns the mean logits ``k`` of networks for a prepared image, float64, the same on all ranks of the group."""
+    every = []
+    with torch.no_grad(), autocast(precision, device):
+        for net in nets:
+            logits = net(part_of(net, fitted(image, net.layout.tile), device))
+            every.append(logits[0].flatten().double())
+    return torch.stack(every).mean(0)

@@ -1,0 +1,155 @@
+"""ClassData: volumes with one class each, prepared, split by subject, and each as one tile."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from seqpar.data.formats.class_lists import read_class_dataset
+from seqpar.data.formats.class_splits import split_classes
+from seqpar.data.formats.splits import some_of
+from seqpar.data.formats.volume_classes import VolumeClasses
+from seqpar.data.preparation.cache import PreparedDataset
+from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
+from seqpar.data.preparation.prepare_dataset import prepared
+from seqpar.data.sampling.augmentation import augment
+from seqpar.data.sampling.augmentation_presets import ORDERS
+from seqpar.data.sampling.case_arrays import Unlabelled
+from seqpar.data.sampling.loader import MicroBatch
+from seqpar.data.sampling.tiles import TileSource
+from seqpar.data.workers import silent
+from seqpar.models.build import kind_of
+from seqpar.parallel.uploads import upload
+from seqpar.progress_bar import ProgressBar
+from seqpar.settings.config import Config
+from seqpar.settings.preparation import prepare_settings
+from seqpar.tasks.data_summary import case_lines, span
+from seqpar.tasks.training_data import TrainingData, refuse_weights
+
+
+@dataclass(frozen=True)
+class ClassData(TrainingData):
+    """Prepared volumes, of which each has one class; a tile is a whole volume, padded, or its middle."""
+
+    @property
+    def volume_classes(self) -> VolumeClasses:
+        """The class of each case."""
+        assert self.dataset.volume_classes is not None
+        return self.dataset.volume_classes
+
+    @property
+    def regions(self) -> tuple[tuple[int, ...], ...]:
+        """None: classes exclude each other."""
+        return ()
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The classes."""
+        return self.volume_classes.names
+
+    def labels_of(self, micro: MicroBatch) -> Tensor:
+        """Returns the class numbers ``b`` of a micro-batch's cases."""
+        numbers = torch.tensor([self.volume_classes.numbers[case] for case in micro.cases])
+        return upload(numbers, micro.image.device)
+
+    def ids_to_validate(self, count: int) -> tuple[str, ...]:
+        """Returns so many of the held-out cases, drawn from each class in turn; all for 0."""
+        ids = self.held_out_ids
+        return some_of(ids, min(count, len(ids)), self.volume_classes.numbers.__getitem__)
+
+    def with_tiles(self, config: Config) -> "ClassData":
+        """Returns the data with tiles of a config's size and augmentation."""
+        return replace(self, tiles=class_tiles(self.dataset, self.train_ids, config))
+
+
+def open_class_data(config: Config, is_first: bool) -> ClassData:
+    """Returns the data of a run; the first process prepares what is missing, the others wait for its files.
+
+    Where the config leaves the tile open, it holds every prepared case. Raises ``ValueError`` where the data do not
+    allow the config's split.
+    """
+    settings, progress = prepare_settings(config), ProgressBar("preparing") if is_first else silent
+    source = read_class_dataset(data_of(config))
+    assert source.volume_classes is not None
+    class_split(source.volume_classes, config)  # before a preparation that may take hours
+    refuse_weights(config, source.volume_classes.names)
+    dataset = prepared(source, config.cache or None, settings, is_first=is_first, progress=progress)
+    assert dataset.volume_classes is not None
+    train_ids, held_out_ids = class_split(dataset.volume_classes, config)
+    shapes = [case.properties.shape for case in dataset.cases.values()]
+    tiles = class_tiles(dataset, train_ids, with_tile(config, [max(sides) for sides in zip(*shapes)]))
+    return ClassData(dataset, train_ids, held_out_ids, tiles, test_ids=dataset.volume_classes.tests)
+
+
+def look_at_classes(config: Config) -> Fingerprint:
+    """Returns what the headers of a run's data say; nothing is prepared or written."""
+    return read_fingerprint(read_class_dataset(data_of(config)))
+
+
+def data_of(config: Config) -> Path:
+    """Returns the path of a run's data; raises ValueError where none is given."""
+    if not config.data:
+        raise ValueError(
+            f"--task {config.task} needs --data, a folder of images with labels.csv (case,class): "
+            "phantom.py --kind dementia makes one to try things on"
+        )
+    return Path(config.data)
+
+
+def with_tile(config: Config, largest: Sequence[int]) -> Config:
+    """Returns the config whose tile, where it was left open, holds ``largest`` voxels, in whole units."""
+    if config.tile:
+        return config
+    unit = kind_of(config).unit(config)
+    return replace(config, tile=tuple(-(-side // step) * step for side, step in zip(largest, unit)))
+
+
+def class_split(classes: VolumeClasses, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the ids of the cases to train on and to hold out; raises ValueError where a class has none to learn."""
+    if config.fold.count(":") > 1:
+        raise ValueError(
+            f"--fold {config.fold} with --task {config.task}: cases for tests are those whose split is test in "
+            "labels.csv: write it there, and use 90:10 or a fold's number"
+        )
+    train_ids, held_out_ids = split_classes(classes, config.fold)
+    train_ids = some_of(train_ids, config.train_cases, classes.numbers.__getitem__)
+    for name, count in zip(classes.names, classes.counts(train_ids)):
+        if not count:
+            few = f" with --train-cases {config.train_cases}" if config.train_cases else ""
+            raise ValueError(f"--fold {config.fold}{few} leaves no case of {name} to train on: choose another, or all")
+    return train_ids, held_out_ids
+
+
+def class_tiles(dataset: PreparedDataset, ids: Sequence[str], config: Config) -> TileSource:
+    """Returns the source of augmented whole volumes."""
+    cases = tuple(Unlabelled(dataset.cases[name]) for name in sorted(set(ids)))
+    keep_background = config.augment.split("+")[0] == "full" and "zscore" in dataset.recipe.schemes
+    order = ORDERS[config.interpolation]
+    augmentation = augment(config.augment, config.tile, order=order, keep_background=keep_background)
+    return TileSource(cases, augmentation, len(dataset.modalities), 1, 0.0, from_middle=True)
+
+
+def summary_of_classes(data: TrainingData, fold: str) -> str:
+    """Returns the lines that say what a run trains on; reads a small file of each case."""
+    assert isinstance(data, ClassData)
+    classes = data.volume_classes
+    train, held_out = classes.counts(data.train_ids), classes.counts(data.held_out_ids)
+    rows = zip(classes.names, train, held_out)
+    return "\n".join(
+        [*case_lines(data, fold), *(f"  class {name}: {a} to train on, {b} held out" for name, a, b in rows)]
+    )
+
+
+def describe_classes(fingerprint: Fingerprint, config: Config) -> str:
+    """Returns a line on a data set; raises ``ValueError`` where it does not allow the config's split."""
+    assert fingerprint.volume_classes is not None
+    train_ids, held_out_ids = class_split(fingerprint.volume_classes, config)
+    refuse_weights(config, fingerprint.labels)
+    voxels, millimetres = (span(rows, "{:.3g}") for rows in (fingerprint.shapes, fingerprint.spacings))
+    return (
+        f"{fingerprint.name} ({fingerprint.layout}): {len(fingerprint.ids)} cases, {len(train_ids)} to train on, "
+        f"{len(held_out_ids)} held out; {', '.join(fingerprint.modalities)}; tells {', '.join(fingerprint.labels)} "
+        f"apart; {voxels} voxels of {millimetres} mm before what is empty is cropped"
+    )

@@ -1,0 +1,106 @@
+"""ImageData: images to learn from without labels, whether their data set has some or not."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from seqpar.data.formats.dataset import Dataset
+from seqpar.data.formats.recognise import describe, recognise
+from seqpar.data.phantom.builtin import phantom, phantom_fingerprint
+from seqpar.data.preparation.cache import PreparedDataset
+from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
+from seqpar.data.preparation.prepare_dataset import prepared
+from seqpar.data.sampling.augmentation import augment
+from seqpar.data.sampling.augmentation_presets import ORDERS
+from seqpar.data.sampling.case_arrays import Unlabelled
+from seqpar.data.sampling.loader import MicroBatch
+from seqpar.data.sampling.tiles import TileSource
+from seqpar.data.workers import silent
+from seqpar.progress_bar import ProgressBar
+from seqpar.settings.config import Config
+from seqpar.settings.preparation import prepare_settings
+from seqpar.tasks.data_summary import case_lines, span
+from seqpar.tasks.training_data import TrainingData, split_of
+
+
+@dataclass(frozen=True)
+class ImageData(TrainingData):
+    """A prepared data set of which the images are looked at alone: they are what is to be rebuilt."""
+
+    @property
+    def regions(self) -> tuple[tuple[int, ...], ...]:
+        """None."""
+        return ()
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The channels of what is rebuilt."""
+        return self.dataset.modalities
+
+    @property
+    def kind_of_outputs(self) -> str:
+        """What they are, in words."""
+        return "voxels of hidden patches, of each channel"
+
+    def labels_of(self, micro: MicroBatch) -> Tensor:
+        """Returns the images themselves ``b n/s c p p p``."""
+        return micro.image
+
+    def with_tiles(self, config: Config) -> "ImageData":
+        """Returns the data with tiles of a config's size and augmentation."""
+        return replace(self, tiles=image_tiles(self.dataset, self.train_ids, config))
+
+
+def read_images(path: str | Path | int) -> Dataset:
+    """Returns a data set as training reads it, or, where labels are missing or wrong, its images alone."""
+    dataset = recognise(path)
+    return describe(path, labelled=False) if dataset.faults else dataset
+
+
+def open_image_data(config: Config, is_first: bool) -> ImageData:
+    """Returns the data of a run; the first process prepares what is missing, the others wait for its files.
+
+    Raises ``ValueError`` where the data do not allow the config's split.
+    """
+    progress = ProgressBar if is_first else lambda text: silent
+    folder = config.data or phantom(config.phantoms, is_first, progress("making phantoms"))
+    settings, cache = prepare_settings(config), config.cache or None
+    source = read_images(folder)
+    if not source.faults:
+        split_of(source, config)  # before a preparation that may take hours
+    dataset = prepared(source, cache, settings, is_first=is_first, progress=progress("preparing"), labelled=False)
+    train_ids, held_out_ids = split_of(dataset, config)
+    return ImageData(dataset, train_ids, held_out_ids, image_tiles(dataset, train_ids, config))
+
+
+def look_at_images(config: Config) -> Fingerprint:
+    """Returns what the headers of a run's data say; nothing is prepared or written."""
+    if not config.data:
+        return phantom_fingerprint(config.phantoms)
+    return read_fingerprint(read_images(config.data), labelled=False)
+
+
+def image_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Config) -> TileSource:
+    """Returns the source of augmented tiles anywhere in the cases ``ids``."""
+    cases = tuple(Unlabelled(dataset.cases[name]) for name in sorted(set(ids)))
+    keep_background = config.augment.split("+")[0] == "full" and "zscore" in dataset.recipe.schemes
+    order = ORDERS[config.interpolation]
+    augmentation = augment(config.augment, config.tile, order=order, keep_background=keep_background)
+    return TileSource(cases, augmentation, len(dataset.modalities), 1, 0.0)
+
+
+def summary_of_images(data: TrainingData, fold: str) -> str:
+    """Returns the lines that say what a run trains on; reads a small file of each case."""
+    return "\n".join([*case_lines(data, fold), "  labels are not looked at"])
+
+
+def describe_images(fingerprint: Fingerprint, config: Config) -> str:
+    """Returns a line on a data set; raises ``ValueError`` where it does not allow the config's split."""
+    train_ids, held_out_ids = split_of(fingerprint, config)
+    voxels, millimetres = (span(rows, "{:.3g}") for rows in (fingerprint.shapes, fingerprint.spacings))
+    return (
+        f"{fingerprint.name} ({fingerprint.layout}): {len(fingerprint.ids)} cases, {len(train_ids)} to train on, "
+        f"{len(held_out_ids)} held out; {', '.join(fingerprint.modalities)}; labels are not looked at; {voxels} voxels "
+        f"of {millimetres} mm"
+    )

@@ -1,0 +1,195 @@
+"""Validation in training: held-out volumes by sliding windows, in one pass, or both, by the code of predict."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from seqpar.cluster.stop_request import Stopper
+from seqpar.data.preparation.cache import PreparedCase
+from seqpar.data.workers import Tell
+from seqpar.display import bar, clock
+from seqpar.losses import LossParts
+from seqpar.models.network import Net
+from seqpar.parallel.collectives import all_reduce
+from seqpar.prediction.logits_to_labels import to_labels
+from seqpar.prediction.sliding_window import join_rows, padded_shape, sliding_window, whole_grid, whole_volume
+from seqpar.prediction.windows import WINDOWS, Sliding
+from seqpar.quantity import quantity
+from seqpar.report.pictures import PicturedCase, draw_cases
+from seqpar.report.planes import favourite
+from seqpar.runs.journal import Journal
+from seqpar.scores.scores import Scores, score, summarise
+from seqpar.tasks.case_validation import CaseValidation, ValidationResult
+from seqpar.tasks.segment.validation_folder import ValidationFolder, label_files, remove_predictions
+
+NUM_PICTURED = 3  # cases in validation.png
+
+
+@dataclass
+class _Measured:
+    """What one kind of window gave, case after case; ``folder`` is where its label maps are kept, if they are."""
+
+    window: str
+    folder: ValidationFolder | None
+    scores: list[Scores] = field(default_factory=list)
+    losses: list[LossParts] = field(default_factory=list)
+
+
+class Validation(CaseValidation):
+    """Loss and Dice per class and region on held-out cases; the same on all ranks."""
+
+    _is_explained = False  # whether a table has said what its columns mean
+
+    @property
+    def windows(self) -> tuple[str, ...]:
+        """The kinds of window that are measured."""
+        return WINDOWS if self.config.val_window == "both" else (self.config.val_window,)
+
+    def refuse_whole(self, net: Net) -> None:
+        """Raises ValueError where whole passes are to be measured and the network cannot make one over some case."""
+        for name in self.ids if "whole" in self.windows else ():
+            try:
+                net.refuse_whole(padded_shape(self.data.dataset.cases[name].image.shape[1:], net.layout))
+            except ValueError as error:
+                line = f"--val-window {self.config.val_window}: case {name}: {error} (--val-window sliding)"
+                raise ValueError(line) from None
+
+    def run(self, net: Net, journal: Journal, stopper: Stopper, keep: bool = False) -> ValidationResult | None:
+        """Returns the result, None where all ranks leave before its end; ``keep``: writes RUN/validation too."""
+        out, dataset = journal.path.parent, self.data.dataset
+        shown = dataset.modalities.index(favourite(dataset.modalities))
+        net.eval()
+        kinds = [_Measured(window, self._folder(out, window) if keep else None) for window in self.windows]
+        if keep and len(kinds) == 1:  # the settings of a resumed run may have changed
+            journal.attempt(lambda: remove_predictions(out / "validation-whole", self.data.held_out_ids))
+        pictured: list[PicturedCase] = []
+        began = time.monotonic()
+        for number, name in enumerate(self.ids):
+            case = dataset.cases[name]
+            truth, spacing = np.asarray(case.label), case.properties.spacing
+            known: dict[str, Any] = {"ignore": dataset.ignore_label, "hidden": self.data.hidden_classes(name)}
+            for at, kind in enumerate(kinds):
+                tell = self._progress(journal, number, at, began)
+                prediction = self._predict(net, case, kind.window, stopper, tell)
+                if prediction is None:
+                    net.train()
+                    return None
+                ids, parts = prediction
+                kind.losses.append(parts)
+                if keep:
+                    self.refuse_taken_over()
+                if kind.folder:
+                    kind.folder.add(case, ids, dataset.annotated.get(name))
+                kind.scores.append(score(truth, ids, self.data.classes, spacing, **known, surfaces=False))
+                if self.mesh.is_first and not at and len(pictured) < NUM_PICTURED:
+                    pictured.append(PicturedCase(name, np.asarray(case.image[shown]), truth, ids, spacing))
+        net.train()
+        self.refuse_taken_over()
+        classes = [name for name, value in dataset.labels.items() if value]
+        picture = out / "validation.png"
+        journal.attempt(lambda: draw_cases(picture, pictured, classes, self.config.neurological))
+        result = _better([self._summary(kind) for kind in kinds])
+        lines = [result.text, *(line for kind in kinds if kind.folder for line in kind.folder.close())]
+        if not self._is_explained:
+            lines.insert(1, "  (Dice: mean over cases; global: of the voxels of all cases together)")
+            self._is_explained = True
+        return replace(result, text="\n".join(lines), whole_grid=self._whole_grid(net))
+
+    def _whole_grid(self, net: Net) -> tuple[int, ...]:
+        """Returns the most tokens per direction in whole passes over the held-out cases, () where none is made."""
+        shapes = [self.data.dataset.cases[name].image.shape[1:] for name in self.ids if "whole" in self.windows]
+        return tuple(map(max, zip(*(whole_grid(net, shape) for shape in shapes))))
+
+    def _folder(self, out: Path, window: str) -> ValidationFolder | None:
+        """Returns RUN/validation on the first rank, and RUN/validation-whole where both kinds are measured."""
+        if not self.mesh.is_first:
+            return None
+        name = "validation" if window == self.windows[0] else f"validation-{window}"
+        return ValidationFolder(out / name, self.data.describe(), lambda: label_files(self.config), self.config.steps)
+
+    def _progress(self, journal: Journal, number: int, window: int, began: float) -> Tell:
+        """Returns a function that shows which share of a case is done with one of the kinds of window.
+
+        - ``number``, ``window``: of the case, and of the kind
+        - ``began``: when the first case began
+        """
+
+        def tell(share: float) -> None:
+            share = (window + share) / len(self.windows)
+            done, total = number + share, len(self.ids)
+            left = f"{clock((time.monotonic() - began) / done * (total - done))} left" if done else "? left"
+            journal.progress([f"validating case {number + 1}/{total} {bar(share)} {share:.0%}", left])
+
+        tell(0.0)
+        return tell
+
+    def _predict(
+        self, net: Net, case: PreparedCase, window: str, stopper: Stopper, tell: Tell
+    ) -> tuple[np.ndarray, LossParts] | None:
+        """Returns the class ids of a case and its loss, None where all ranks leave before its end."""
+        order = self.data.output_order
+        annotated = self.data.annotated([case.id])
+        annotated = None if annotated is None else annotated.to(self.mesh.device)
+        sums, rows = torch.zeros((), dtype=torch.float64, device=self.mesh.device), list[torch.Tensor]()
+        if window == "whole":
+            slabs = whole_volume([net], case.image, self.mesh, tell=tell, precision=self.config.precision)
+        else:
+            sliding = Sliding(self.config.tile, self.config.val_overlap)
+            slabs = sliding_window([net], case.image, sliding, self.mesh, tell, self.config.precision)
+        for slab in slabs:
+            if stopper.should_leave():
+                return None
+            low, high = slab.bounds[self.mesh.world.index : self.mesh.world.index + 2]
+            truth = torch.from_numpy(np.array(case.label[low:high])).to(self.mesh.device)
+            sums = sums + self.loss.sums(slab.logits[None], truth[None], annotated)
+            ids = to_labels(slab.logits, order)
+            rows.append(join_rows(ids.to(torch.int16), slab.bounds, self.mesh))
+            del slab  # or its logits would be alive while the next one is made
+        parts = self.loss.of_sums(all_reduce(sums, self.mesh.world), annotated)
+        return torch.cat(rows).numpy(), parts
+
+    def _summary(self, measured: _Measured) -> ValidationResult:
+        summary, losses = summarise(measured.scores), measured.losses
+        dice = {name: _nan_to_none(mean["Dice"]) for name, mean in summary["mean"].items()}
+        global_dice = {name: _nan_to_none(pooled["Dice"]) for name, pooled in summary["global"].items()}
+        terms = {name: float(torch.stack([one.terms[name] for one in losses]).mean()) for name in self.loss.weights}
+        row = {
+            "loss": self.loss.weighted(terms),
+            **{f"{name}_loss": value for name, value in terms.items()},
+            "dice": dice,
+            "global_dice": global_dice,
+            "cases": len(measured.scores),
+        }
+        known = [value for value in dice.values() if value is not None]
+        width = max(len(name) for name in dice)
+        lines = [f"validation on {quantity(len(measured.scores), 'held-out case')}: loss {row['loss']:.4f}"]
+        lines.append(f"  {'class':{width}}  Dice  global")
+        lines += [f"  {name:{width}}  {_cell(dice[name])}  {_cell(global_dice[name])}" for name in dice]
+        mean_dice = sum(known) / len(known) if known else 0.0
+        return ValidationResult(row, "\n".join(lines), mean_dice, {measured.window: mean_dice})
+
+
+def _better(results: Sequence[ValidationResult]) -> ValidationResult:
+    """Returns the result of the kind of window with the highest score; it says those of all."""
+    if len(results) == 1:
+        return results[0]
+    ranked = sorted(results, key=lambda result: -result.score)  # stable: sliding windows where they are equal
+    windows = {window: dice for result in ranked for window, dice in result.windows.items()}
+    means = ", ".join(f"{window} {dice:.3f}" for window, dice in windows.items())
+    best, window = ranked[0], next(iter(windows))
+    text = f"{best.text}\n  these are by --window {window}, the better in mean Dice: {means}"
+    return replace(best, row={**best.row, "window": window, "windows": windows}, text=text, windows=windows)
+
+
+def _nan_to_none(value: float) -> float | None:
+    """Returns None, which JSON knows, for NaN: no case has the class."""
+    return None if np.isnan(value) else float(value)
+
+
+def _cell(value: float | None) -> str:
+    return " –   " if value is None else f"{value:.3f}"

@@ -1,0 +1,231 @@
+"""``--fold all5``: five folds one after the other, each a training in a process and a run folder of its own.
+
+Every rank has such a process. All of them agree, at a store that outlives the folds, where the runs lie, whether the
+next fold begins and how it ended.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from seqpar.cluster import exit_codes
+from seqpar.cluster.start_ranks import PARENT_OF_FOLD, most_telling
+from seqpar.data.formats.splits import FOLDS
+from seqpar.next_command import TYPED, next_command, typed_script
+from seqpar.parallel.consensus import by_first_early
+from seqpar.parallel.launcher import MEETING, Launcher
+from seqpar.parallel.meeting import START_S, Meeting
+from seqpar.runs.fold_folder import all_ended, begun, has_ended, has_finished, read_flags, runs_of, write_flags
+from seqpar.runs.run_folder import Status, holds_folds, holds_run, read_status
+from seqpar.runs.run_log import FOLD_BEFORE
+from seqpar.settings.command_line import Parser, parse
+from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.tasks.tasks import Task, task_of
+from seqpar.time_limit import seconds
+from seqpar.training.run_request import is_restart, refuse_again
+
+GRACE_S = 60.0  # for other ranks' word on how a fold ended, where it failed on this one
+
+
+def find_folds(arguments: Sequence[str]) -> "Folds | None":
+    """Returns the five trainings that a command line asks for, None where it asks for one."""
+    parser = Parser("train", add_help=False, allow_abbrev=False)
+    for name in ("fold", "out", "data", "time-limit"):
+        parser.add_argument(f"--{name}", default="")
+    for name in ("resume", "again", "dry-run"):
+        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=False)
+    own, others = parser.parse_known_args(list(arguments))
+    return Folds(own, others) if own.fold == ALL_FOLDS else None
+
+
+class Folds:
+    """Five trainings of one command line.
+
+    ``own``: its flags that say which folds, where, and whether they go on; ``others``: the rest of it.
+    """
+
+    def __init__(self, own: argparse.Namespace, others: Sequence[str]) -> None:
+        self.own, self.typed = own, [*others, *(["--data", own.data] if own.data else [])]
+        self.flags = self.typed  # by which folds begin
+        self.until = time.monotonic() + seconds(own.time_limit)
+        self._signals, self._before = list[int](), ""  # the run folder that was trained before, in this start
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def train(self, script: str, launcher: Launcher) -> int:
+        """Returns 0 once all folds have finished, else the exit code of the fold that did not; called on every rank.
+
+        The first rank alone looks at the folders of runs, and writes into the one that holds them.
+        """
+        if self.own.dry_run:
+            return self._rehearse(script)
+        meeting = Meeting(launcher)
+        place = by_first_early(lambda: self._open(launcher), meeting, "place")
+        out, self.flags = place["out"], place["flags"]
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._pass_on)
+        runs = runs_of(out)
+        for fold, run in enumerate(runs):
+            now = self._agree(meeting, fold, run)
+            if launcher.rank == 0:
+                print(f"fold {fold} of {FOLDS}{' has finished' if now['finished'] else ''}: {run}", flush=True)
+            if now["finished"]:
+                continue
+            _write(out, launcher, fold, "running")
+            code = exit_codes.PREEMPTED
+            if not now["leaves"]:
+                code = _agree_code(self._train_fold(script, fold, run, now["begun"], launcher), meeting, fold)
+            if code:
+                return self._end(code, out, fold, launcher)
+        _write(out, launcher, FOLDS, "finished")
+        if launcher.rank == 0:
+            line = next_command("predict", out, "-i", "IMAGES", "-o", "PREDICTIONS")
+            print(f"next: {line}  (the mean of all folds)", flush=True)
+        return 0
+
+    def _rehearse(self, script: str) -> int:
+        """Returns the exit code of the dry run of the first fold, for which ranks need not meet."""
+        self._refuse()
+        if self.own.resume:
+            self._add_flags_of_before(self.own.out)
+        return self._start([script, *self._line(0, runs_of(self.own.out)[0]), "--dry-run"], {})
+
+    def _open(self, launcher: Launcher) -> dict[str, Any]:
+        """Returns where the runs lie and by which flags folds begin, after making and marking the place."""
+        self._refuse()
+        out = self._folder(is_restart(launcher))
+        write_flags(out, self.flags)
+        return {"out": out, "flags": list(self.flags)}
+
+    def _refuse(self) -> None:
+        if self.own.again:
+            refuse_again(self.own.out, self.own.resume)
+        if not self.own.out:
+            raise ValueError(f"--fold {ALL_FOLDS} needs --out, the folder for the five run folders")
+        task = task_of(parse(self.typed, "laptop")[1])
+        if self.own.data:
+            refuse_folds(task, self.own.data)
+
+    def _folder(self, restarted: bool) -> str:
+        """Returns the folder of the five run folders; those that are in it go on, which has to be asked for."""
+        out = str(self.own.out)
+        if holds_run(out):
+            raise ValueError(f"--out {out} holds a run of its own, whose status would be lost: name another folder")
+        if self.own.again:
+            number = 1
+            while all_ended(out) or holds_run(out):
+                number += 1
+                out = f"{self.own.out}-{number}"
+            if not has_ended(out):  # else no fold could begin by the flags of before
+                self._add_flags_of_before(out)
+            return out
+        runs = begun(out)
+        if runs and not (self.own.resume or restarted):
+            raise ValueError(f"--out {out} holds a run already, {runs[0]}: add --resume to continue, or name another")
+        if self.own.resume and not runs and not holds_folds(out):
+            raise ValueError(f"--resume --out {out}: it holds no five folds: name their folder, or leave --resume out")
+        if self.own.resume or restarted:
+            self._add_flags_of_before(out)
+        return out
+
+    def _add_flags_of_before(self, out: str) -> None:
+        """Begins folds by the flags of earlier starts, then those of this one, which win."""
+        before = read_flags(out)
+        known = before[len(before) - len(self.typed) :] == self.typed  # the line of before, typed again
+        self.flags = before if known else [*before, *self.typed]
+
+    def _agree(self, meeting: Meeting, fold: int, run: str) -> dict[str, bool]:
+        """Returns, on every rank, how the fold stands by the first one's reading, and whether any has to leave."""
+        own = {"leaves": bool(self._signals) or time.monotonic() > self.until}
+        if meeting.launcher.rank == 0:
+            own |= {"finished": has_finished(read_status(run)), "begun": holds_run(run)}
+        words = [dict(json.loads(text)) for text in meeting.gather(f"fold {fold} begins", json.dumps(own))]
+        return {**words[0], "leaves": any(word["leaves"] for word in words)}
+
+    def _train_fold(self, script: str, fold: int, run: str, resume: bool, launcher: Launcher) -> int:
+        """Returns the exit code of one fold's training on this rank."""
+        env = {PARENT_OF_FOLD: str(os.getpid()), TYPED: typed_script()}
+        env |= {FOLD_BEFORE: f"{self._before}/train.log"} if self._before else {}
+        self._before = run
+        if launcher.world > 1:  # ranks of one fold never meet those of another
+            env[MEETING] = f"fold{fold}"
+        return self._start([script, *self._line(fold, run, resume)], env)
+
+    def _line(self, fold: int, run: str, resume: bool = False) -> list[str]:
+        """Returns the flags of one fold's training; a run that goes on has its settings."""
+        line = [*(self.typed if resume else self.flags), "--fold", str(fold), "--out", run]
+        if self.own.time_limit:
+            line += ["--time-limit", f"{max(self.until - time.monotonic(), 1.0) / 60:.3f}"]
+        return [*line, "--resume"] if resume else line
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str]) -> int:
+        """Returns the exit code of a process, to which signals are passed on; 75 where one came before it could act."""
+        self._child = start_process(command, {**os.environ, **env})
+        if self._signals:  # it came while the process was made
+            self._child.send_signal(self._signals[-1])
+        code = self._child.wait()
+        if -code in self._signals:
+            return exit_codes.PREEMPTED
+        return code if code >= 0 else 128 - code
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(number)
+
+    def _end(self, code: int, out: str, fold: int, launcher: Launcher) -> int:
+        """Writes and says how it ended, on the first rank; returns the exit code."""
+        if launcher.rank:
+            return code
+        left = code == exit_codes.PREEMPTED
+        how = "left early" if left else f"ended with exit code {code}"
+        state, killed = read_status(runs_of(out)[fold]), code > 128
+        if left or killed or state.get("state") != "running":  # else another training may hold it, which goes on
+            why = f"fold {fold}: {state.get('why') or ('it had not begun' if left else how)}"
+            _write(out, launcher, fold, "preempted" if left else "failed", why, code)
+        line = f"fold {fold} {how}: go on with --resume --fold {ALL_FOLDS} --out {out}"
+        print(line, flush=True)
+        exit_codes.leave_last_words(line)
+        return code
+
+
+def start_process(command: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Returns a Python process that is started; Ctrl-C comes to this process alone, which passes it on."""
+    return subprocess.Popen([sys.executable, *command], env=dict(env), start_new_session=True)
+
+
+def _agree_code(code: int, meeting: Meeting, fold: int) -> int:
+    """Returns the most telling of all ranks' exit codes of a fold; its own where it failed and others are gone."""
+    try:
+        return most_telling(
+            [int(text) for text in meeting.gather(f"fold {fold} ends", str(code), GRACE_S if code else START_S)]
+        )
+    except (ConnectionError, TimeoutError):
+        if not code:
+            raise
+        return code
+
+
+def _write(out: str, launcher: Launcher, fold: int, state: str, why: str = "", code: int = 0) -> None:
+    """Writes how all five stand, on the first rank."""
+    if launcher.rank == 0:
+        status = Status(Path(out))
+        status.step, status.steps = fold, FOLDS
+        status.write(state, why, code)
+
+
+def refuse_folds(task: Task, data: str) -> None:
+    """Raises ValueError for a data set whose folds are not those that --fold all5 trains."""
+    numbers = task.fold_numbers(data)
+    if list(numbers) != list(range(FOLDS)):
+        listed = ", ".join(map(str, numbers))
+        raise ValueError(
+            f"--fold {ALL_FOLDS}: {data} has the folds {listed}, not 0 to {FOLDS - 1}: train each by its number"
+        )

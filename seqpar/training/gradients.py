@@ -1,0 +1,104 @@
+"""Gradients: forward and backward of a step's micro-batches, on this rank's part."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from seqpar.cluster.stop_request import Stopper
+from seqpar.data.sampling.loader import MicroBatch
+from seqpar.losses import Loss
+from seqpar.models.network import Net, autocast
+from seqpar.models.optimizer import all_at_once
+from seqpar.parallel.collectives import whole
+from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.messages import expect
+from seqpar.settings.config import Config
+from seqpar.tasks.training_data import TrainingData, outputs_shown
+from seqpar.training.data_parallel import data_parallel, gathered, no_sync, unchanged_statistics
+from seqpar.vit.dropout import DropoutKey
+from seqpar.weights.states import whole_tensors
+
+
+class Gradients:
+    """Adds the gradients of ``net``, averaged over all ranks, with the settings of ``config``.
+
+    ``loss``: of the finest logits.
+    """
+
+    roles: Sequence[str] = ()  # of the ranks: all do the same
+
+    def __init__(self, config: Config, mesh: Mesh, data: TrainingData, net: Net, loss: Loss) -> None:
+        self.config, self.mesh, self.data, self.net = config, mesh, data, net
+        self.parallel_net = data_parallel(net, mesh, config.shard_weights)
+        self.loss, self.num_sums = net.training_loss(loss), 1 + len(loss.terms)
+        self.loss_groups = net.loss_groups(mesh.data, config.batch)
+
+    def warm_up(self) -> None:
+        """Runs one forward and backward whose gradients are dropped.
+
+        DDP rearranges its buckets after the first backward, which changes the order of sums from 3 ranks up: so every
+        start, fresh or resumed, has its first backward before the first step that counts.
+        """
+        layout, config, device = self.net.layout, self.config, self.mesh.device
+        tokens = (config.batch, layout.counts[self.mesh.seq.index])
+        image = torch.zeros(*tokens, self.data.num_channels, *layout.patch, device=device)
+        label = torch.zeros(self.net.label_shape(config.batch), device=device, dtype=torch.long)
+        with unchanged_statistics(self.net):
+            with self._autocast():
+                logits = self.parallel_net(self._cast(image), None, DropoutKey(0, 0, tuple(range(config.batch))))
+            shown = outputs_shown(self.data, self.data.train_ids[:1] * config.batch, self.net.mode, device)
+            self.loss(logits, self.net.arrange(label), self.loss_groups, shown).backward()
+            self.net.zero_grad()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Returns a context in which this rank predicts with the whole network, as in validation."""
+        return gathered(self.net, self.mesh, self.config.shard_weights)
+
+    def whole_tensors(self, tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+        """Returns whole tensors of the network or its optimizer, or an empty dict on ranks without ``keep``."""
+        return whole_tensors(tensors, keep)
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the whole network's tensors."""
+        return {name: tuple(x.shape) for name, x in self.net.state_dict().items()}
+
+    def add(self, micros: list[MicroBatch], step: int, stopper: Stopper) -> Tensor | None:
+        """Returns the mean loss and terms of the micro-batches, None where all ranks leave between two.
+
+        The last backward averages the gradients over the ranks.
+        """
+        sums = torch.zeros(self.num_sums, dtype=torch.float64, device=self.mesh.device)
+        for number, micro in enumerate(micros):
+            is_last = number == len(micros) - 1
+            if number and stopper.should_leave():
+                return None
+            if is_last:
+                expect("gradients", self.mesh.world)
+            with nullcontext() if is_last else no_sync(self.parallel_net):
+                sums += self._backward(micro, step) / len(micros)
+        return sums
+
+    def clip(self, limit: float) -> Tensor:
+        """Returns the norm of all gradients, after scaling them to ``limit``: the same on all ranks."""
+        parameters = list(self.net.parameters())
+        return whole(torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=all_at_once(parameters)))
+
+    def _backward(self, micro: MicroBatch, step: int) -> Tensor:
+        """Returns the loss and its terms of a micro-batch after adding its gradients."""
+        label = self.net.arrange(self.data.labels_of(micro))
+        with self._autocast():
+            key = self.net.drawn(DropoutKey(self.config.seed, step, micro.samples), self.mesh.device)
+            logits = self.parallel_net(self._cast(micro.image), None, key)
+        shown = outputs_shown(self.data, micro.cases, self.net.mode, self.mesh.device)
+        parts = self.loss.parts(logits, label, self.loss_groups, shown)
+        (parts.total / self.config.accumulate).backward()
+        self.mesh.world.watch.clock.count_since_ready()
+        return torch.stack([parts.total, *parts.terms.values()]).detach().double()
+
+    def _cast(self, image: Tensor) -> Tensor:
+        return image.double() if self.config.precision == "fp64" else image
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        return autocast(self.config.precision, self.mesh.device)

@@ -1,0 +1,261 @@
+"""RunRequest: the settings of a run, from its command line, the run that it resumes, and the planner's choices."""
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from seqpar.data.preparation.fingerprint import Fingerprint
+from seqpar.models.build import NETWORK_NAMES, refuse_unknown
+from seqpar.parallel.consensus import by_first_early
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.meeting import Meeting
+from seqpar.planner.auto_settings import device_of
+from seqpar.planner.batch_size import hold_global_batch, how_held, keep_global_batch
+from seqpar.planner.curriculum import deal_out, refuse_lessons
+from seqpar.planner.preset_from_data import plan_from_data
+from seqpar.runs.archive import is_archive
+from seqpar.runs.fold_folder import has_ended, runs_of
+from seqpar.runs.run_folder import holds_folds, holds_run, read_config
+from seqpar.runs.stale_status import killed
+from seqpar.runs.start_history import changed_settings
+from seqpar.settings.command_line import (
+    idle_in_groups_of_one,
+    idle_on_a_cpu,
+    parse,
+    refuse_idle,
+    shortened_warmup,
+    usual_preset,
+    wants_gpu,
+)
+from seqpar.settings.config import Config
+from seqpar.settings.curriculum import Lesson, lessons_of
+from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.settings.presets import FROM_DATA
+from seqpar.settings.resumed_settings import continued
+from seqpar.settings.scaled_rate import SCALED, scaled, stays_scaled
+from seqpar.tasks.tasks import task_of
+from seqpar.tasks.training_data import TrainingData
+from seqpar.training.open_settings import choose_open_settings
+from seqpar.weights.nnunet_settings import with_plans
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The resolved settings of a run, and where they came from.
+
+    ``preset_reason`` says why the preset is this one. ``choices`` holds what the planner chose, by name: a sentence,
+    then lines with figures. ``data`` is set where the planner needed its channels, so that it is opened once;
+    ``fingerprint`` is set in its place for a dry run, which prepares nothing.
+    ``idle`` is a line on flags that do nothing here.
+    ``flags``: the settings on the command line.
+    ``changes``: the settings of a resumed run that are not what they were.
+    ``lessons``: the run's, one without a curriculum; ``config`` is that of the first.
+    """
+
+    config: Config
+    preset: str
+    preset_reason: str
+    choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    data: TrainingData | None = None
+    idle: str = ""
+    changes: dict[str, list[Any]] = field(default_factory=dict)
+    fingerprint: Fingerprint | None = None
+    flags: frozenset[str] = frozenset()
+    lessons: tuple[Lesson, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.lessons:
+            object.__setattr__(self, "lessons", lessons_of(self.config))
+
+
+@dataclass(frozen=True)
+class _CommandLine:
+    """The command line: its config, the names of the flags in it, and the preset."""
+
+    config: Config
+    flags: set[str]
+    preset: str
+    preset_reason: str
+    names_preset: bool
+    asked_out: str  # the folder on the command line; another one may be taken
+    has_plan: bool  # nnU-Net's plans or weights say what the data would otherwise decide
+
+    def numbers(self, *names: str) -> dict[str, int]:
+        """Returns those of the settings that the command line has, and leaves them not open (0)."""
+        return {name: getattr(self.config, name) for name in names if name in self.flags and getattr(self.config, name)}
+
+
+def read_request(arguments: Sequence[str], launcher: Launcher, meeting: Meeting | None = None) -> RunRequest:
+    """Returns the resolved settings: command line, resumed run, planner's choices; refuses what cannot work.
+
+    - ``meeting``: of the ranks, at which the first one says what data and device decide
+    """
+    line = _read_line(arguments, launcher)
+    config, preset, reason = line.config, line.preset, line.preset_reason
+    changes = dict[str, list[Any]]()
+    if config.resume:
+        saved = _read_saved(line)
+        before = Config.from_dict(saved["config"])
+        of_start = SCALED if stays_scaled(before, config, line.flags) else set()
+        config = continued(before, config, line.flags - {"resume", "again", "batch", "accumulate"} - of_start)
+        preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
+    refuse_unknown(config, line.flags)
+    refuse_idle(config, line.flags)
+    config, warmup = shortened_warmup(config, line.flags)
+    config, dealt = deal_out(config, line.flags)
+    plans = preset in FROM_DATA and not config.resume and not line.has_plan
+    fingerprint = task_of(config).look_at(config) if config.dry_run else None
+    auto: dict[str, tuple[str, ...]] = {}
+    if plans and fingerprint:
+        config, auto = _plan(config, line.flags, fingerprint, launcher)
+    elif plans:
+        config, auto = _plan_by_first(config, line.flags, launcher, meeting or Meeting(launcher))
+    config, choices, data = choose_open_settings(config, launcher, fingerprint if config.dry_run else None)
+    choices = {**auto, **choices, **dealt}
+    if warmup:
+        choices = {"warmup": (warmup,), **choices}
+    if line.config.out != line.asked_out:
+        sentence = f"--again: {line.asked_out} holds a run that has ended, so this one goes into {config.out}"
+        choices = {"out_choice": (sentence,), **choices}
+    num_groups = max(launcher.world, config.group_ranks) // config.group_ranks
+    if config.scale_lr and not config.resume:
+        config, sentence = scaled(config, num_groups)
+        choices = {**choices, "scale_lr": (sentence,)}
+    lessons = lessons_of(config)
+    if config.resume:
+        lessons = _keep_global_batches(lessons, saved["layout"], before, num_groups, line)
+        changes = changed_settings(lessons_of(before)[0].config, lessons[0].config)
+    elif config.global_batch > 0:
+        lessons, sentence = _hold_global_batches(lessons, num_groups, line)
+        choices = {**choices, "global_batch": (sentence,)}
+    refuse_lessons(lessons, num_groups)
+    idle_lines = idle_in_groups_of_one(config, line.flags), idle_on_a_cpu(config, line.flags, wants_gpu(arguments))
+    idle, flags = "; ".join(filter(None, idle_lines)), frozenset(line.flags)
+    return RunRequest(lessons[0].config, preset, reason, choices, data, idle, changes, fingerprint, flags, lessons)
+
+
+def _plan(
+    config: Config, flags: Collection[str], fingerprint: Fingerprint, launcher: Launcher
+) -> tuple[Config, dict[str, tuple[str, ...]]]:
+    """Returns the config with what the data and the device here decide, and why, by name."""
+    num_ranks = max(launcher.world, config.group_ranks)
+    return plan_from_data(config, flags, fingerprint, device_of(config, launcher), num_ranks)
+
+
+def _plan_by_first(
+    config: Config, flags: Collection[str], launcher: Launcher, meeting: Meeting
+) -> tuple[Config, dict[str, tuple[str, ...]]]:
+    """Returns, on every rank, what the first one plans: one reads the headers, and hosts' memories may differ."""
+
+    def plan() -> dict[str, Any]:
+        planned, why = _plan(config, flags, task_of(config).look_at(config), launcher)
+        return {"config": json.loads(planned.to_json()), "why": why}
+
+    chosen = by_first_early(plan, meeting, "plan", config.start_timeout)
+    return Config.from_dict(chosen["config"]), {name: tuple(lines) for name, lines in chosen["why"].items()}
+
+
+def _keep_global_batches(
+    lessons: tuple[Lesson, ...], layout: Mapping[str, Any], before: Config, num_groups: int, line: _CommandLine
+) -> tuple[Lesson, ...]:
+    """Returns the lessons with the batches that keep a run's tiles a step; ``layout``: that of its config.json."""
+    tiles = layout.get("global_batches") or [layout["data"] * before.batch * before.accumulate]
+    if "global_batch" in line.flags and any(line.config.global_batch != number for number in tiles):
+        raise ValueError(
+            f"--global-batch {line.config.global_batch}: the run in {line.config.out} has "
+            f"{' and '.join(map(str, tiles))} tiles a step, which it keeps on any ranks: leave it out"
+        )
+    flags = line.numbers("batch", "accumulate")
+    kept = [keep_global_batch(each.config, number, num_groups, flags) for each, number in zip(lessons, tiles)]
+    return tuple(replace(lesson, config=config) for lesson, config in zip(lessons, kept))
+
+
+def _hold_global_batches(
+    lessons: tuple[Lesson, ...], num_groups: int, line: _CommandLine
+) -> tuple[tuple[Lesson, ...], str]:
+    """Returns the lessons with the batches that make ``--global-batch``, and a sentence on how."""
+    flags = line.numbers("batch", "accumulate")
+    now = [replace(each, config=hold_global_batch(each.config, num_groups, flags)) for each in lessons]
+    how = dict.fromkeys(how_held(was.config, own.config, num_groups) for was, own in zip(lessons, now))
+    return tuple(now), "; ".join(how)
+
+
+def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
+    """Returns the command line; where a scheduler starts a run's line again, it resumes that run."""
+    on_gpu = wants_gpu(arguments)
+    preset, config, flags = parse(arguments, usual_preset(arguments, on_gpu), NETWORK_NAMES)
+    asked_out, parsed = config.out, config
+    config = with_plans(config, flags)
+    has_plan = config is not parsed
+    names_preset = any(text.startswith("--preset") for text in arguments)
+    reason = "from the command line" if names_preset else f"the default {'with' if on_gpu else 'without'} a GPU"
+    if not config.resume and is_restart(launcher) and holds_run(config.out):
+        config = replace(config, resume=True)
+    elif config.again:
+        config = _again(config)
+    return _CommandLine(config, flags, preset, reason, names_preset, asked_out, has_plan)
+
+
+def _again(config: Config) -> Config:
+    """Returns the config of ``--again``: it continues an interrupted run, or takes the next folder without one."""
+    refuse_again(config.out, config.resume)
+    out, number = config.out, 1
+    while holds_run(out) and has_ended(out):
+        number += 1
+        out = f"{config.out}-{number}"
+    return replace(config, out=out, resume=holds_run(out), again=False)
+
+
+def refuse_again(out: str, resume: bool) -> None:
+    """Refuses ``--again`` without a folder, or with what it decides by itself."""
+    if resume or not out:
+        needed = "--out, the folder of the first run" if not out else "no --resume: leave one of both out"
+        raise ValueError(f"--again needs {needed}")
+
+
+def _read_saved(line: _CommandLine) -> dict[str, Any]:
+    """Returns the config.json of the run that the command line resumes."""
+    out = line.config.out
+    if not out:
+        raise ValueError("--resume needs --out, the run folder to continue")
+    refuse_folder_of_five(line.config)
+    if is_archive(out):
+        raise ValueError(
+            f"--resume --out {out}: that is a file, and training goes on only in the run folder that it wrote: name "
+            f"that folder, or start a new one from an exported run's weights (--weights {out})"
+        )
+    content = read_config(out)
+    if lacking := [part for part in ("config", "layout") if not isinstance(content.get(part), dict)]:
+        raise ValueError(
+            f"{out}/config.json lacks {lacking[0]!r}, so that the run cannot go on: restore it, or begin anew"
+        )
+    preset = content.get("preset", line.preset)
+    if line.names_preset and line.preset != preset:
+        raise ValueError(f"--preset {line.preset}: the run in {out} goes on as it began, {preset}: leave it out")
+    return content
+
+
+def refuse_other_run(config: Config) -> None:
+    """Refuses a run folder that holds a run already, unless that one is resumed, and the folder of five."""
+    refuse_folder_of_five(config)
+    if not config.resume and holds_run(config.out):
+        was_killed = f" ({sentence})" if (sentence := killed(config.out)) else ""
+        raise ValueError(
+            f"--out {config.out} holds a run already{was_killed}: add --resume to continue it, or name another folder"
+        )
+
+
+def refuse_folder_of_five(config: Config) -> None:
+    """Refuses to write a run among five folds, whose status would be lost."""
+    if holds_folds(config.out):
+        raise ValueError(
+            f"--out {config.out} holds five folds: go on with them by --fold {ALL_FOLDS} --resume --out {config.out}, "
+            f"with one of them by --resume --out {runs_of(config.out)[0]}, or name another folder"
+        )
+
+
+def is_restart(launcher: Launcher) -> bool:
+    """Returns whether a scheduler or torchrun starts the command line again."""
+    return launcher.attempt > 0 or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")

@@ -1,0 +1,235 @@
+"""Sets a run up: its folder, its network and its trainer, and the lines that say what it will do."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqpar.cluster.arithmetic import refuse_wrong
+from seqpar.cluster.rank_facts import device_name, facts_of
+from seqpar.cluster.start_ranks import started
+from seqpar.data.files import remove_leftovers
+from seqpar.models.build import build, kind_of
+from seqpar.models.network import Net
+from seqpar.models.resized_positions import Resizing
+from seqpar.parallel.consensus import by_first, gather_texts, raise_together
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Mesh
+from seqpar.pipeline.stages import StageMap
+from seqpar.planner.answer import decoding_of
+from seqpar.planner.auto_settings import choose_attention
+from seqpar.planner.curriculum import describe_lessons
+from seqpar.planner.memory_check import refuse_beyond_free
+from seqpar.quantity import quantity
+from seqpar.runs.run_folder import Status, describe_run, read_config
+from seqpar.runs.run_lock import RunLock
+from seqpar.runs.run_log import RunLog
+from seqpar.runs.stale_status import killed
+from seqpar.runs.start_history import changes_line, with_this_start
+from seqpar.settings.command_line import idle_with_data
+from seqpar.settings.config import Config
+from seqpar.settings.curriculum import Lesson
+from seqpar.tasks.training_data import TrainingData
+from seqpar.training.run_request import RunRequest, refuse_other_run
+from seqpar.training.same_outputs import moved_cases, refuse_other_outputs
+from seqpar.training.stage_choice import choose_stages
+from seqpar.training.trainer import Trainer, global_batch
+from seqpar.weights import checkpoint
+from seqpar.weights.pretrained import start_from
+
+
+def first_lines(request: RunRequest, launcher: Launcher) -> str:
+    """Returns what a run prints first: the planner's choices, preset, ranks, main settings, idle flags, changes."""
+    config, world, kind = request.config, launcher.world, kind_of(request.config)
+    pipe = f"pipe {config.pipe} x " if config.pipe > 1 else ""
+    line = (
+        f"seqpar: preset {request.preset} ({request.preset_reason}); {quantity(world, 'rank')} = "
+        f"data {world // config.group_ranks} x {pipe}seq {config.seqpar}, {started(launcher)}; "
+        f"tile {'x'.join(map(str, config.tile))}, {kind.describe_tile(config)}; {kind.describe(config)}; "
+        f"mode {config.mode}, {config.precision}, {quantity(config.batch, 'tile')} per sequence group"
+    )
+    if config.accumulate > 1:
+        line += f", {config.accumulate} times a step"
+    last = filter(None, [describe_lessons(config), request.idle, changes_line(request.changes)])
+    return "\n".join([*(lines[0] for lines in request.choices.values()), line, _words(config), *last])
+
+
+def _words(config: Config) -> str:
+    groups = "data x seq: groups that train on other tiles x ranks that share a tile"
+    if config.pipe > 1:
+        groups = (
+            "data x pipe x seq: groups that train on other tiles x ranks with other stages x ranks that share a tile"
+        )
+    return (
+        f"({groups}; tile: the crop of a case that a group trains on; patch: the block of voxels that becomes one "
+        "token; --help explains the flags)"
+    )
+
+
+def open_folder(status: Status, lock: RunLock, config: Config, log: RunLog) -> tuple[int, str]:
+    """Makes the run folder, takes its lock, clears it of what a killed run was writing, writes that it has begun,
+    and opens its log file.
+
+    Returns the lock's ticket.
+    """
+    out = status.path.parent
+    try:
+        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        was_killed = killed(out)
+        source = lock.take(config.take_over)
+        if source:
+            print(f"{out} is taken over from {source}", flush=True)
+        if was_killed:
+            print(f"warning: {was_killed}", flush=True)
+        try:
+            refuse_other_run(replace(config, out=str(out)))  # it may have come since the command line was read
+        except ValueError:
+            lock.release()
+            raise
+        for folder in (out, *(path for path in out.glob("validation*") if path.is_dir())):
+            remove_leftovers(folder)
+        status.write("running")
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written ({error.strerror}): name another, or make room") from None
+    log.open(out / "train.log")
+    return lock.ticket
+
+
+def make_trainer(
+    request: RunRequest,
+    mesh: Mesh,
+    data: TrainingData,
+    status: Status,
+    number: int = 0,
+    saved: Path | None = None,
+    is_first: bool = True,
+) -> Trainer:
+    """Returns the trainer of a lesson, after printing the network's size and how attention crosses ranks.
+
+    - ``number``: of the lesson
+    - ``saved``: the checkpoint to go on from
+    - ``is_first``: whether this start of the run begins with this lesson
+    """
+    lesson, out = request.lessons[number], status.path.parent
+    config = lesson.config if is_first else replace(lesson.config, resume=False)
+    _refuse_unequal_choices(request.lessons, mesh)
+    refuse_wrong(config.precision, facts_of(mesh))
+    before = read_config(out) if config.resume or not is_first else {}
+    data_before, data_now = before.get("dataset", {}), data.describe()
+    refuse_other_outputs(data_before, data_now, config.data, out)
+    net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
+    mode_line = decoding_of(net, config)
+    weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
+    layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
+    step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())
+    # the stages of a lesson before have other costs
+    stages, stage_lines = _stages(config, mesh, net, before if step > lesson.steps.start else {})
+    if stages is not None:
+        layout |= {"pipe": config.pipe, "stages": {"cuts": stages.cuts, "places": stages.places}}
+        layout |= {"placement": stage_lines}
+    layout |= {"devices": gather_texts(device_name(mesh.device), mesh.world), "parameters": net.num_parameters()}
+    layout |= {"strategy": str(net.attention), "attention": attention_reasons, **request.choices}
+    layout["global_batches"] = [global_batch(each.config, mesh) for each in request.lessons]
+    if is_first:
+        history = with_this_start(history, step, mesh.world.size, request.changes)
+    resizing = net.resized(request.lessons[number - 1].config.tile) if 0 < step == lesson.steps.start else {}
+    description = describe_run(config, request.preset, data_now, layout, history)
+    if mesh.is_first:
+        print("\n".join(_lesson_lines(request, number, resizing)), flush=True)
+        if warning := moved_cases(data_before, data_now):
+            print(warning, flush=True)
+        if is_first and (idle := idle_with_data(request.flags, bool(data.dataset.regions), bool(data.regions))):
+            print(idle, flush=True)
+        lines = [f"{_size_line(net, lesson, mesh)}; {mode_line}", *([_outputs_line(data)] if is_first else [])]
+        lines += [f"attention: {reason}" for reason in attention_reasons[:1]] + [weights_line] * bool(weights_line)
+        lines += stage_lines
+        print("\n".join(lines), flush=True)
+    trainer = Trainer(config, mesh, data, net, status, description, saved, lesson.steps, resizing, stages)
+    trainer.validation.refuse_whole(net)
+    return trainer
+
+
+def _build_net(
+    config: Config, mesh: Mesh, data: TrainingData, saved_layout: Mapping[str, Any]
+) -> tuple[Net, Sequence[str]]:
+    """Returns the network, and the reasons for its attention strategy; refuses one beyond the free memory.
+
+    Where the strategy is left open, the first rank plans, and its choice holds on all. ``saved_layout`` is the
+    ``layout`` of the resumed run's config.json, which keeps its strategy.
+    """
+    sizes = data.num_channels, data.num_outputs
+    choice = by_first(lambda: choose_attention(config, mesh.launcher, *sizes, saved_layout), mesh.world)
+    strategy, reasons = (choice[0], choice[1:]) if choice else (config.attention, ())
+    named = replace(config, attention=strategy)
+    refuse_beyond_free(named, mesh, *sizes)
+    net = build(named, *sizes, mesh.seq, bool(data.regions), data=mesh.data)
+    return net, reasons or net.attention_choice
+
+
+def _stages(config: Config, mesh: Mesh, net: Net, before: Mapping[str, Any]) -> tuple[StageMap | None, Sequence[str]]:
+    """Returns the stages of a run over a pipe, and lines about them; a run that goes on keeps those that it has.
+
+    ``before``: content of the resumed run's config.json
+    """
+    if config.pipe == 1:
+        return None, ()
+    net.to(mesh.device, torch.float64 if config.precision == "fp64" else torch.float32)
+    asked = [getattr(config, name) for name in ("placement", "objective")]
+    had = [before.get("config", {}).get(name) for name in ("placement", "objective")]
+    recorded = before["layout"].get("stages", {}) if asked == had else {}
+    return choose_stages(config, mesh, net, recorded)
+
+
+def _load_weights(net: Net, config: Config, mesh: Mesh) -> str:
+    """Returns the line of ``start_from``; an error on one rank is raised on all."""
+    line: str = ""
+    error: Exception | None = None
+    try:
+        line = start_from(net, config)
+    except Exception as problem:
+        error = problem
+    raise_together(error, mesh.world)
+    return line
+
+
+def _size_line(net: Net, lesson: Lesson, mesh: Mesh) -> str:
+    steps, tiles = quantity(len(lesson.steps), "step"), quantity(global_batch(lesson.config, mesh), "tile")
+    return f"network: {net.describe()}; {steps} of {tiles}"
+
+
+def _lesson_lines(request: RunRequest, number: int, resizing: Resizing) -> list[str]:
+    """Returns which lesson begins, and what is resized for it; nothing where there is no curriculum."""
+    if not request.config.curriculum:
+        return []
+    tile = "x".join(map(str, request.lessons[number].config.tile))
+    lines = [f"lesson {number + 1} of {len(request.lessons)}: tile {tile}"]
+    return lines + [
+        f"{name}: resized from {'x'.join(map(str, grid.old))} to {'x'.join(map(str, grid.new))} tokens, and with it "
+        "what the optimizer holds for each token"
+        for name, grid in resizing.items()
+    ]
+
+
+def _outputs_line(data: TrainingData) -> str:
+    """Returns what the network's outputs stand for."""
+    names = data.output_names
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"outputs: {', '.join(names[:8])}{more} ({data.kind_of_outputs})"
+
+
+def _chosen(config: Config) -> str:
+    """Returns the flags whose values may follow from a device's memory."""
+    flags = {"seqpar": config.seqpar, "batch": config.batch, "tile": " ".join(map(str, config.tile))}
+    if config.curriculum:
+        flags = {"seqpar": config.seqpar, "curriculum": config.curriculum}
+    flags |= {"embed-dim": config.embed_dim, "depth": config.depth, "heads": config.heads}
+    return " ".join(f"--{name} {value}" for name, value in flags.items())
+
+
+def _refuse_unequal_choices(lessons: Sequence[Lesson], mesh: Mesh) -> None:
+    """Refuses ranks that chose differently, because the memory of their devices differs."""
+    choices = dict.fromkeys(gather_texts(_chosen(lessons[0].config), mesh.world))
+    if len(choices) > 1:
+        raise ValueError(f"ranks have different memory and chose {' and '.join(choices)}: give one of these")

@@ -1,0 +1,291 @@
+"""The training loop: each step, each validation, what the run records, and how it ends."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqpar.cluster.exit_codes import PREEMPTED
+from seqpar.cluster.stop_request import Stopper
+from seqpar.data.files import write_json
+from seqpar.data.sampling.loader import Loader
+from seqpar.models.loss import loss_of
+from seqpar.models.network import Net
+from seqpar.models.optimizer import learning_rate, make_optimizer, set_learning_rate
+from seqpar.models.resized_positions import UNCHANGED, Resizing
+from seqpar.parallel.mesh import Mesh, equal_weights
+from seqpar.pipeline.stages import StageMap
+from seqpar.report.pictures import draw_progress
+from seqpar.runs.boards import Board, open_on_first
+from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
+from seqpar.runs.run_folder import Status, result_files, write_window
+from seqpar.settings.config import Config
+from seqpar.tasks.tasks import task_of
+from seqpar.tasks.training_data import TrainingData, step_tiles
+from seqpar.training.after_step import AfterStep, Decision, raise_non_finite
+from seqpar.training.gradients import Gradients
+from seqpar.training.late_rows import LateRows
+from seqpar.training.pipeline_gradients import PipeGradients, most_by_stage
+from seqpar.training.stragglers import Stragglers, sum_over_ranks, time_waiting
+from seqpar.weights import checkpoint
+from seqpar.weights.checkpoint import Progress
+from seqpar.weights.files import write_weights
+
+Row = dict[str, Any]  # of metrics.jsonl
+
+
+class Trainer:
+    """Trains ``net`` on ``data`` with the settings of ``config``.
+
+    ``description``: content of the run's config.json; ``saved``: the checkpoint to go on from; ``steps``: of the run,
+    those that it trains, by default all; ``resizing``: the checkpoint's tensors that another tile resizes;
+    ``stages``: over a pipe, those of the network's cells.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        data: TrainingData,
+        net: Net,
+        status: Status,
+        description: dict[str, Any],
+        saved: Path | None = None,
+        steps: range | None = None,
+        resizing: Resizing = UNCHANGED,
+        stages: StageMap | None = None,
+    ) -> None:
+        self.steps, self.resizing = steps or range(config.steps), resizing
+        self.config, self.mesh, self.data, self.status = config, mesh, data, status
+        self.description, self.saved, self.out = description, saved, status.path.parent
+        self.net = net.to(torch.float64 if config.precision == "fp64" else torch.float32)
+        if not config.shard_weights:
+            self.net.to(mesh.device)
+        equal_weights(self.net, mesh.world)
+        if config.compile:
+            for module in self.net.compiled():
+                module.compile()
+        self.loss = loss_of(config, data.regions, data.dataset.ignore_label)
+        self.gradients: Gradients | PipeGradients = (
+            Gradients(config, mesh, data, self.net, self.loss)
+            if stages is None
+            else PipeGradients(config, mesh, data, self.net, self.loss, stages)
+        )
+        self.optimizer = make_optimizer(config, self.net)
+        self.progress = Progress(global_batch=global_batch(config, mesh))
+        self.journal = Journal(self.out, False, 0)
+        self.after_step = AfterStep(
+            config, mesh, self.out / "checkpoints", description, status.lock, self.gradients.whole_tensors
+        )
+        self.task, refuse = task_of(config), self.after_step.refuse_taken_over
+        self.validation = self.task.validation(config, mesh.without_stages(), data, self.loss, refuse)
+        self.stragglers, self.late_rows = Stragglers(mesh.hosts, self.gradients.roles), LateRows()
+        mesh.world.watch.roles = self.gradients.roles
+        time_waiting(self.net, mesh.world)
+        status.steps = config.steps
+
+    def run(self, stopper: Stopper) -> bool:
+        """Returns whether all steps were done; else all ranks left the run, and it can be resumed."""
+        self.gradients.warm_up()
+        if self.saved:
+            tiles, rank, shapes = self.progress.global_batch, self.mesh.world.index, self.gradients.whole_shapes()
+            self.progress = checkpoint.load(self.saved, self.net, self.optimizer, rank, self.resizing, shapes)
+            assert self.progress.global_batch == tiles or self.progress.step == self.steps.start
+            self.progress.global_batch = tiles
+        begun = next((start["time"] for start in self.description.get("history", ())), "")
+        # settings with which a rank cannot begin are not kept
+        boards = open_on_first(self.config, self.out, self.progress.step, begun, self.mesh.world)
+        self._open_journal(boards)
+        self.after_step.begin(self.progress if self.saved else None)
+        with self._loader() as loader, self.late_rows:
+            finished = self._loop(loader, stopper)
+        goes_on = finished and self.steps.stop < self.config.steps
+        if not goes_on:
+            stopper.finish()
+        if finished and not goes_on:
+            self._finish()
+        self.journal.close()
+        return finished
+
+    def _open_journal(self, boards: Sequence[Board]) -> None:
+        """Writes config.json, opens metrics.jsonl at the current step, and says from where a run is resumed."""
+        self.status.step = step = self.progress.step
+        if self.mesh.is_first:
+            write_json(self.out / "config.json", self.description)
+        self.journal = Journal(self.out, self.mesh.is_first, step, self.progress.validated, boards)
+        if self.config.resume:
+            nothing = "" if self.saved else ": nothing was saved before"
+            self.journal.say(f"resumed at step {step} of {self.config.steps}{nothing}")
+        self.journal.begin(step, self.config.steps, self.loss.weights)
+        self.journal.attempt(lambda: self.status.write_unless_over("running"))
+
+    def _loader(self) -> Loader:
+        config = self.config
+        return Loader(
+            step_tiles(self.data.tiles, config, global_batch(config, self.mesh)),
+            self.net.layout,
+            self.mesh,
+            batch=config.batch,
+            steps=range(self.progress.step, self.steps.stop),
+            accumulate=config.accumulate,
+            workers=config.workers,
+            seed=config.seed,
+        )
+
+    def _loop(self, loader: Loader, stopper: Stopper) -> bool:
+        """Returns whether all steps were done; else the run was saved and left."""
+        config, rows = self.config, list[dict[str, Any]]()
+        began, first = time.monotonic(), self.progress.step
+        if first and first % config.iterations == 0 and not self._end_epoch(stopper):  # was left in validation
+            return self._leave(stopper)
+        while self.progress.step < self.steps.stop:
+            result = self._step(loader, stopper)
+            if result is None:
+                self.late_rows.write()
+                self._save(must=True)
+                return self._leave(stopper)
+            make_row, decision = result
+            step = self.progress.step
+            if step == first + 1:
+                self.mesh.set_timeout(config.timeout)
+            epoch_ends = step % config.iterations == 0
+            left_s = (time.monotonic() - began) / (step - first) * (config.steps - step)
+            self.late_rows.put(partial(self._record, step, make_row, rows, left_s))
+            if epoch_ends or decision != Decision.GO_ON or step == self.steps.stop:
+                self.late_rows.write()
+            if epoch_ends:
+                rows = []
+                if decision == Decision.LEAVE or not self._end_epoch(stopper):
+                    decision = Decision.LEAVE
+            if step == self.steps.stop:
+                decision = max(decision, Decision.SAVE)
+            if decision != Decision.GO_ON:
+                self._save(must=decision == Decision.LEAVE or step == self.steps.stop)
+            if decision == Decision.LEAVE and not step == self.progress.validated == config.steps:
+                return self._leave(stopper)
+        if self.steps.stop < config.steps:  # the next steps begin from what is saved, a validation made up included
+            self._save(must=True)
+        return True
+
+    def _record(self, step: int, make_row: Callable[[], Row], rows: list[Row], left_s: float) -> None:
+        """Records the step with which ``step`` are done; ``rows``: the epoch's, to which its own comes."""
+        rows.append(make_row())
+        self.journal.record("train", step - 1, **rows[-1])
+        fields = epoch_fields(step, self.config.epochs, self.config.iterations, rows, left_s)
+        self.journal.progress(fields, step % self.config.iterations == 0)
+
+    def _step(self, loader: Loader, stopper: Stopper) -> tuple[Callable[[], Row], Decision] | None:
+        """Returns what makes the step's row of metrics.jsonl, and the decision of all ranks.
+
+        None where all ranks leave between two micro-batches: the step is then as if it had not begun.
+        """
+        config, step, began = self.config, self.progress.step, time.perf_counter()
+        micros = [next(loader) for _ in range(config.accumulate)]
+        loaded, rate = time.perf_counter(), learning_rate(config, step)
+        set_learning_rate(self.optimizer, rate)
+        self.mesh.world.watch.clock.measure()
+        sums = self.gradients.add(micros, step, stopper)
+        if sums is None:
+            self.optimizer.zero_grad()
+            return None
+        loader.begin_next()
+        self.mesh.synchronize()
+        own_s = time.perf_counter() - loaded - self.mesh.world.watch.clock.take_waited()
+        norm = self.gradients.clip(config.clip or math.inf)
+        decision = self.after_step.decide(bool(torch.isfinite(sums[0] + norm)), stopper)
+        if decision == Decision.BROKEN:
+            raise_non_finite(step, float(sums[0]), micros, self.mesh.world)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.progress.step += 1
+        self.status.step = self.progress.step
+        own = [own_s, peak_memory_mb(self.mesh.device)] if self.gradients.roles else [own_s]
+        sums = sum_over_ranks(sums, own, self.mesh.world)
+        seconds = time.perf_counter() - began
+        timed = {
+            f"{self.net.counted}_per_s": self.progress.global_batch * self.net.num_counted() / seconds,
+            "seconds": seconds,
+            "data_wait_s": sum(micro.wait_s for micro in micros),
+            "peak_mem_mb": peak_memory_mb(self.mesh.device),
+        }
+        return partial(self._row, step, rate, sums, norm, timed), decision
+
+    def _row(self, step: int, rate: float, sums: Tensor, norm: Tensor, timed: Row) -> Row:
+        """Returns the row of a step; a rank whose own seconds are many is reported on the way.
+
+        ``sums``: of the loss and its terms over all ranks, and every rank's own numbers.
+        """
+        names, numbers = ["loss", *(f"{name}_loss" for name in self.loss.weights)], list[float](sums.tolist())
+        means = {name: number / self.mesh.stage.size for name, number in zip(names, numbers)}
+        of_ranks = numbers[len(names) :]
+        width = len(of_ranks) // self.mesh.world.size
+        every = [of_ranks[at : at + width] for at in range(0, len(of_ranks), width)]
+        for slow in self.stragglers.note([seconds for seconds, *_ in every]):
+            self.journal.say(f"warning: {slow}")
+            place = {"rank": slow.rank, "host": slow.host}
+            self.journal.record("slow", step, **place, factor=slow.factor, seconds=slow.seconds)
+        by_stage = most_by_stage(self.gradients.roles, every, ("stage_s", "stage_peak_mem_mb"))
+        own = {"epoch": step // self.config.iterations, **means, "lr": rate, "grad_norm": float(norm)}
+        return {**own, **timed, **by_stage}
+
+    def _end_epoch(self, stopper: Stopper) -> bool:
+        """Validates where that is due; returns whether the run goes on (False: all ranks left the validation)."""
+        step, every = self.progress.step, self.config.val_every * self.config.iterations
+        self.journal.attempt(lambda: draw_progress(self.out))
+        is_last = step == self.config.steps
+        if not (is_last or every > 0 and step % every == 0) or self.progress.validated == step:
+            return True
+        began = time.monotonic()
+        with self.gradients.gathered():
+            result = self.validation.run(self.net, self.journal, stopper, keep=is_last)
+        if result is None:
+            return False
+        seconds = time.monotonic() - began
+        self.journal.record("val", step, epoch=(step - 1) // self.config.iterations, **result.row, seconds=seconds)
+        self.journal.say(result.text)
+        self.journal.picture("validation", step, self.out / "validation.png")
+        self.progress.validated = step
+        if result.score > self.progress.best:
+            self.progress.best, self.progress.best_step = result.score, step
+            self._save(is_best=True)
+            self.after_step.refuse_taken_over()
+            if result.windows:
+                self.journal.attempt(lambda: write_window(self.out, result.windows, step, result.whole_grid))
+        return True
+
+    def _leave(self, stopper: Stopper) -> bool:
+        """Returns False, for a run that did not finish, after saying why and how to resume it."""
+        stopper.ignore_signals()
+        self._write_status("preempted", stopper.reason, PREEMPTED)
+        step, total = self.progress.step, self.config.steps
+        self.journal.say(f"left at step {step} of {total} ({stopper.reason}); go on with --resume --out {self.out}")
+        return False
+
+    def _finish(self) -> None:
+        """Writes model.safetensors and the status, and prints where everything lies."""
+        weights = self.gradients.whole_tensors(self.net.state_dict(), self.mesh.is_first)
+        self.after_step.refuse_taken_over()
+        if self.mesh.is_first:
+            self.journal.attempt(lambda: draw_progress(self.out))
+            write_weights(self.out / "model.safetensors", weights, self.net.settings)
+        self._write_status("finished")
+        best = f"finished: best {self.task.score} {self.progress.best:.3f} at step {self.progress.best_step}"
+        self.journal.say(
+            "\n".join([best, *(f"  {path}" for path in result_files(self.out)), *self.task.next_lines(self.out)])
+        )
+
+    def _save(self, is_best: bool = False, must: bool = False) -> None:
+        self.after_step.save(self.net, self.optimizer, self.progress, self.journal, is_best, must)
+
+    def _write_status(self, state: str, why: str = "", code: int = 0) -> None:
+        self.journal.attempt(lambda: self.status.write(state, why, code))
+
+
+def global_batch(config: Config, mesh: Mesh) -> int:
+    """Returns the tiles of one step over all ranks."""
+    return mesh.data.size * config.batch * config.accumulate

@@ -1,0 +1,168 @@
+"""Stages of an encoder: between two of them 2 x 2 x 2 tokens become one of twice the width.
+
+Legend: b batch, c channels, n cubes, m tokens of a stage in a cube, e embedding, p voxels of a patch along a direction,
+w d h cubes per direction; ``n/s`` is this rank's share of the cubes.
+
+A *cube* is what one token of the last stage is made of, and ranks hold whole cubes. So merging sends nothing, however
+a tile is divided. Tokens of a cube are in nested order: those that become one follow each other, at every stage, so
+that merging is a view of the tokens and a matrix.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.parallel.layout import Bounds, Layout
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Blocks on tokens of one size.
+
+    - ``blocks``: their numbers in the encoder
+    - ``merges``: how often tokens merge behind it, until a cube is one token
+    """
+
+    number: int
+    blocks: range
+    embed_dim: int
+    num_heads: int
+    merges: int
+
+    def layout(self, cubes: Layout) -> Layout:
+        """Returns the layout of the stage's tokens; ``cubes``: that of the cubes."""
+        if self.merges == 0:
+            return cubes
+        patch = tuple(side >> self.merges for side in cubes.patch)
+        key = "stage", self.merges
+        return cubes.once(key, lambda: NestedLayout(cubes.tile, patch, cubes.num_ranks, cubes.split, self.merges))
+
+
+def make_stages(depth: int | Sequence[int], embed_dim: int, num_heads: int) -> tuple[Stage, ...]:
+    """Returns the stages of an encoder: each has twice the width and heads of the one before.
+
+    - ``depth``: blocks, or those of each stage
+    - ``embed_dim``, ``num_heads``: of the first stage
+    """
+    depths = (depth,) if isinstance(depth, int) else tuple(depth)
+    if not depths or min(depths) < 1:
+        raise ValueError(f"--stage-depths {' '.join(map(str, depths))}: each stage needs a block: give such as 2 2 6")
+    ends = itertools.accumulate(depths)
+    return tuple(
+        Stage(number, range(end - count, end), embed_dim << number, num_heads << number, len(depths) - 1 - number)
+        for number, (count, end) in enumerate(zip(depths, ends))
+    )
+
+
+def cube_of(patch: int | Sequence[int], stages: Sequence[Stage]) -> int | tuple[int, ...]:
+    """Returns the voxels of a cube; ``patch``: those of a token of the first stage."""
+    merges = len(stages) - 1
+    return patch << merges if isinstance(patch, int) else tuple(side << merges for side in patch)
+
+
+@dataclass(frozen=True)
+class NestedLayout(Layout):
+    """The layout of the tokens inside of each rank's cubes, in nested order.
+
+    - ``merges``: how often 2 x 2 x 2 tokens become one until a cube is one token
+    """
+
+    merges: int = 0
+    is_nested = True
+
+    @cached_property
+    def _cubes(self) -> Layout:
+        cube = tuple(side << self.merges for side in self.patch)
+        return Layout(self.tile, cube, self.num_ranks, self.split)
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """How many intervals ``spatial`` cuts each direction into."""
+        return self._cubes.parts
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Each rank's number of tokens."""
+        return tuple(count << self.merges * len(self.grid) for count in self._cubes.counts)
+
+    @cached_property
+    def cuts(self) -> tuple[Bounds, ...] | None:
+        """Token bounds per direction if the parts are a grid of boxes in rank order, else None."""
+        return self._cubes.cuts and self._cubes.voxel_cuts(1 << self.merges)
+
+    def coordinates(self, rank: int) -> Tensor:
+        """Returns where the rank's tokens lie in the whole grid: one row per token, one column per direction."""
+        inside = nested_places(self.merges, len(self.grid))
+        return ((self._cubes.coordinates(rank)[:, None] << self.merges) + inside).flatten(0, 1)
+
+    def token_ids(self, rank: int, device: torch.device | None = None) -> Tensor:
+        """Returns the raster numbers of the rank's tokens, in nested order; on the CPU, or on ``device``."""
+        device = device or torch.device("cpu")
+        return self.once(("ids", rank, device), lambda: self._ids_on(rank, device))
+
+    def _ids_on(self, rank: int, device: torch.device) -> Tensor:
+        if device.type == "meta":
+            return torch.empty(self.counts[rank], dtype=torch.int64, device=device)
+        return self._ids_of(rank).to(device)
+
+    @cached_property
+    def _ids(self) -> tuple[Tensor, ...]:
+        return tuple(map(self._ids_of, range(self.num_ranks)))
+
+    def _ids_of(self, rank: int) -> Tensor:
+        strides = [math.prod(self.grid[at + 1 :]) for at in range(len(self.grid))]
+        return (self.coordinates(rank) * torch.tensor(strides, device="cpu")).sum(1)
+
+
+def nested_places(merges: int, directions: int) -> Tensor:
+    """Returns where the tokens of a cube lie in it, in nested order: a row per token, a column per direction."""
+    corners = torch.tensor(list(itertools.product((0, 1), repeat=directions)), device="cpu")
+    places = torch.zeros(1, directions, dtype=torch.int64, device="cpu")
+    for _ in range(merges):
+        places = (2 * places[:, None] + corners).flatten(0, 1)
+    return places
+
+
+def split_cubes(cubes: Tensor, merges: int) -> Tensor:
+    """Returns the patches ``b (n m) c p p p`` of cubes ``b n c P P P``, those of a cube in nested order."""
+    sides = cubes.shape[3:]
+    count, step = len(sides), merges + 1
+    for at in reversed(range(count)):
+        cubes = cubes.unflatten(3 + at, (*[2] * merges, sides[at] >> merges))
+    halves = [3 + at * step + level for level in range(merges) for at in range(count)]
+    inside = [3 + at * step + merges for at in range(count)]
+    return cubes.permute(0, 1, *halves, 2, *inside).flatten(1, 1 + len(halves))
+
+
+def join_cubes(rows: Tensor, merges: int) -> Tensor:
+    """Returns the grid ``b e W D H`` of a stage's tokens, of cubes ``b (m e) w d h`` in nested order."""
+    batch, width, *grid = rows.shape
+    count = len(grid)
+    halves = rows.unflatten(1, (*[2] * (merges * count), width >> merges * count))
+    order = [0, 1 + merges * count]
+    for at in range(count):
+        order += [2 + merges * count + at, *(1 + level * count + at for level in range(merges))]
+    return halves.permute(order).reshape(batch, -1, *(side << merges for side in grid))
+
+
+class Merge(nn.Module):
+    """Swin's merging: tokens that follow each other become one, by a norm and a matrix.
+
+    - ``embed_dim``: of the tokens; of those that they become twice as much
+    - ``count``: tokens that become one
+    """
+
+    def __init__(self, embed_dim: int, count: int, norm_eps: float) -> None:
+        super().__init__()
+        self.count = count
+        self.norm = nn.LayerNorm(count * embed_dim, norm_eps)
+        self.reduction = nn.Linear(count * embed_dim, 2 * embed_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns tokens ``b n/s 2e`` of tokens ``b (n/s m) e``."""
+        return self.reduction(self.norm(x.unflatten(1, (-1, self.count)).flatten(2)))  # type: ignore[no-any-return]

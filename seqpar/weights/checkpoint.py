@@ -1,0 +1,295 @@
+"""Saves and loads checkpoints: safetensors and JSON, one directory per saved step, complete or absent.
+
+A save writes ``checkpoints/step-N.HOST.PID.tmp``, waits for all ranks, writes digests, syncs, renames the directory,
+points ``latest`` to it in one system call, and only then removes old checkpoints. Whenever a save is killed, the last
+complete checkpoint stays. A save that hung on its disk while another training took the run over changes nothing there.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from seqpar.data.files import sync, umask_mode, write_text
+from seqpar.models.resized_positions import UNCHANGED, Resizing, resized
+from seqpar.parallel.consensus import agree, by_first, raise_together
+from seqpar.parallel.mesh import Group
+from seqpar.weights.facts import as_metadata
+from seqpar.weights.states import (
+    fill,
+    fill_optimizer,
+    optimizer_tensors,
+    random_states,
+    set_random_states,
+    whole_tensors,
+)
+from seqpar.weights.tensor_files import digest, shapes_in, tensors_in
+
+MODEL, OPTIMIZER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
+MANIFEST = "manifest.json"
+State = dict[str, Tensor]
+Collect = Callable[[State, bool], State]  # tensors of all ranks, whole, or on ranks that keep none an empty dict
+
+
+@dataclass
+class Progress:
+    """How far a run has come: everything in a checkpoint that is not a tensor."""
+
+    step: int = 0
+    best: float = -1.0
+    best_step: int = -1
+    validated: int = -1  # the step of the last complete validation
+    global_batch: int = 0
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint whose files do not match their digests."""
+
+
+class NotSaved(OSError):
+    """A save that some rank could not finish; all ranks raise it, and earlier checkpoints are kept."""
+
+
+def save(
+    folder: Path,
+    net: nn.Module,
+    optimizer: Optimizer,
+    progress: Progress,
+    world: Group,
+    config: str = "{}",
+    is_best: bool = False,
+    refuse_lost: Callable[[], None] = lambda: None,
+    collect: Collect = whole_tensors,
+) -> Path:
+    """Saves a checkpoint and returns its directory; if one rank fails, all raise ``NotSaved``.
+
+    - ``folder``: the run's folder of checkpoints
+    - ``world``: all ranks of the run
+    - ``config``: text of the run's config.json, so that the checkpoint can be read without the run folder
+    - ``is_best``: whether ``best`` shall name this checkpoint
+    - ``refuse_lost``: raises ``ValueError`` where another training has the run folder by now; the first rank asks
+      before each change of what is saved there, and all ranks raise the error
+    - ``collect``: brings tensors, of the network and of its optimizer, to the first rank
+    """
+    target = folder / f"step-{progress.step:08d}"
+    is_first = world.index == 0
+    model = collect(net.state_dict(), is_first)
+    states = collect(optimizer_tensors(net, optimizer), is_first)
+    draft = target.with_name(f"{target.name}.{by_first(_this_process, world)}.tmp")
+    problem = _attempt(lambda: _make_draft(draft)) if is_first else ""
+    agree(0, world)  # no rank writes before the folder exists
+    problem = problem or _attempt(lambda: _write(draft, model, states, progress, world.index, config))
+    try:
+        raise_together(_not_saved(target, problem, world), world, name_rank=False)
+
+        def commit() -> None:
+            problem = _attempt(lambda: _commit(draft, target, folder, is_best, refuse_lost))
+            if error := _not_saved(target, problem, world):
+                raise error
+
+        by_first(commit, world)
+    except (NotSaved, ValueError):
+        if is_first:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+    def purge() -> None:
+        refuse_lost()
+        if problem := _attempt(lambda: _purge(folder, target)):
+            print(f"warning: old checkpoints in {folder} stay: {problem}", file=sys.stderr, flush=True)
+
+    by_first(purge, world)
+    return target
+
+
+def _this_process() -> str:
+    return f"{socket.gethostname()}.{os.getpid()}"
+
+
+def _not_saved(target: Path, problem: str, world: Group) -> NotSaved | None:
+    where = f"rank {world.ranks[world.index]}: " if world.size > 1 else ""
+    return (
+        NotSaved(f"{target} could not be saved: {where}{problem}; what was saved before is kept") if problem else None
+    )
+
+
+def _attempt(act: Callable[[], None]) -> str:
+    """Returns what went wrong with files while ``act`` ran, empty if nothing did."""
+    try:
+        act()
+    except (OSError, SafetensorError) as error:
+        return str(error)
+    return ""
+
+
+def _make_draft(draft: Path) -> None:
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
+
+
+def _write(draft: Path, model: State, states: State, progress: Progress, rank: int, config: str) -> None:
+    """Writes this rank's random states and, on the first rank, everything that is the same on all ranks."""
+    _write_text(draft / f"random-{rank:05d}.json", json.dumps(random_states()))
+    if rank:
+        return
+    write_tensors(draft / MODEL, model, as_metadata(json.loads(config).get("config", {})))
+    write_tensors(draft / OPTIMIZER, states)
+    _write_text(draft / PROGRESS, json.dumps(asdict(progress)))
+    _write_text(draft / "config.json", config)
+
+
+def _commit(draft: Path, target: Path, folder: Path, is_best: bool, refuse_lost: Callable[[], None]) -> None:
+    digests = {path.name: digest(path) for path in sorted(draft.iterdir())}
+    _write_text(draft / MANIFEST, json.dumps(digests, indent=2))
+    sync(draft)
+    refuse_lost()
+    if target.exists():  # a run that stopped in validation saves that step again
+        aside = target.with_suffix(".old")  # ``find`` sees it too, if this process is killed before the next rename
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(target, aside)
+    os.rename(draft, target)
+    sync(folder)
+    refuse_lost()  # a sync may take as long as the disk likes
+    point(folder / "latest", target.name)
+    if is_best:
+        point(folder / "best", target.name)
+
+
+def point(link: Path, name: str) -> None:
+    """Writes the name of a checkpoint into the file ``link``, atomically."""
+    write_text(link, name)
+
+
+def _purge(folder: Path, newest: Path, keep: int = 2) -> None:
+    """Removes all checkpoints except the newest ``keep`` and the best, and what killed saves left behind."""
+    best = _named(folder / "best")
+    steps = sorted(path for path in folder.glob("step-*") if path.is_dir() and not path.suffix)
+    past = [path for path in steps if path.name <= newest.name]
+    beyond = [path for path in steps if path.name > newest.name]  # saved before the run resumed from an earlier step
+    for path in (*past[:-keep], *beyond):
+        if path != best:
+            os.rename(path, path.with_suffix(".gone"))  # so that a killed removal leaves no half checkpoint
+    for suffix in ("tmp", "old", "gone"):
+        for path in folder.glob(f"step-*.{suffix}"):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".*.tmp"):  # of a run that was killed as it rewrote ``latest``
+        path.unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str] = as_metadata({})) -> None:
+    """Writes a safetensors file and syncs it; tensors that share storage are written once per name."""
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    with umask_mode(path):
+        save_file(plain, path, metadata=dict(metadata))
+    sync(path)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text)
+    sync(path)
+
+
+def _named(link: Path) -> Path | None:
+    try:
+        name = link.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return link.parent / name if re.fullmatch(r"step-\d+", name) else None
+
+
+def find(folder: Path, which: str = "latest") -> Path:
+    """Returns the directory of a complete checkpoint; warns and takes the newest undamaged one if ``which`` is not.
+
+    - ``which``: latest or best
+    """
+    named = _named(folder / which)
+    others = [path for path in _complete(folder) if path != named]
+    others.sort(key=lambda path: (path.stem, not path.suffix), reverse=True)
+    problems: list[str] = []
+    for path in [*([named] if named else []), *others]:
+        problem = _problem(path)
+        if not problem:
+            if problems:
+                print(f"warning: {'; '.join(problems)}: going back to {path.name}", file=sys.stderr, flush=True)
+            return path
+        problems.append(problem)
+    raise DamagedCheckpoint(f"{folder}: no complete checkpoint ({'; '.join(problems) or 'the folder holds none'})")
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Returns the checkpoints that were once complete, among them those moved aside while their step is saved again."""
+    return [path for path in folder.glob("step-*") if path.suffix in ("", ".old")]
+
+
+def find_together(folder: Path, world: Group) -> Path | None:
+    """Returns the checkpoint that the first rank finds, on all ranks; None where nothing was ever saved."""
+    path = by_first(lambda: str(find(folder)) if _complete(folder) else "", world)
+    return Path(path) if path else None
+
+
+def _problem(path: Path) -> str:
+    """Returns what is wrong with a checkpoint, empty if nothing is."""
+    try:
+        digests = dict(json.loads((path / MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError):  # absent, cut off or not JSON
+        return f"{path.name} is incomplete"
+    for name in (MODEL, OPTIMIZER, PROGRESS):
+        if name not in digests:
+            return f"{path.name}/{MANIFEST} is damaged"
+    for name, saved_digest in digests.items():
+        try:
+            file_digest = digest(path / name)
+        except OSError:
+            return f"{path.name}/{name} is missing"
+        if file_digest != saved_digest:
+            return f"{path.name}/{name} is damaged"
+    return ""
+
+
+def load(
+    path: Path,
+    net: nn.Module,
+    optimizer: Optimizer,
+    rank: int,
+    resizing: Resizing = UNCHANGED,
+    whole_shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> Progress:
+    """Loads a checkpoint into net, optimizer and this rank's random generators; returns its progress.
+
+    - ``resizing``: of tensors that another tile resizes
+    - ``whole_shapes``: of the whole network, where this rank has some of its tensors; it loads these
+    """
+    state = net.state_dict()
+    own = whole_shapes or {name: tuple(tensor.shape) for name, tensor in state.items()}
+    saved = shapes_in(path / MODEL)
+    differing = [name for name in {**own, **saved} if own.get(name) != saved.get(name) and name not in resizing]
+    if differing:
+        raise ValueError(
+            f"{path} holds another network: {', '.join(differing[:4])} differ; resume with the run's settings"
+        )
+    for name, tensor in resized(tensors_in(path / MODEL), resizing):
+        if name in state:
+            fill(state[name], tensor)
+    parameters = {name for name, _ in net.named_parameters()}
+    states = ((key, x) for key, x in tensors_in(path / OPTIMIZER) if key.rpartition("/")[0] in parameters)
+    fill_optimizer(net, optimizer, resized(states, resizing))
+    drawn = path / f"random-{rank:05d}.json"
+    if drawn.exists():  # a new rank has none: it starts from its seed, and all draws of a run are keyed by step
+        set_random_states(json.loads(drawn.read_text()))
+    return read_progress(path)
+
+
+def read_progress(path: Path) -> Progress:
+    """Returns the progress that a checkpoint records."""
+    return Progress(**json.loads((path / PROGRESS).read_text()))

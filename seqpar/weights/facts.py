@@ -1,0 +1,66 @@
+"""What shapes of weights do not tell of their network, and files of weights do: heads, positions and the like."""
+
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from seqpar.models.build import knows
+from seqpar.settings.config import Config
+
+SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
+_ENTRY = "seqpar"  # of a file's metadata
+_ENCODER = ("network", "heads", "mlp", "positions", "window")
+_FACTS = (*_ENCODER, "decoder", "skips", "tile", "patch")
+
+
+def as_metadata(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the metadata of a safetensors file whose network was built with these settings."""
+    facts = {name: settings[name] for name in _FACTS if name in settings}
+    return {_ENTRY: json.dumps(facts)} if facts else {"format": "pt"}  # one: several are written in any order
+
+
+def read_facts(path: str | Path) -> dict[str, Any]:
+    """Returns the settings that a file of weights records, else those of the run that it lies in; {} for others."""
+    path = Path(path)
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                return _facts(json.loads(archive.read(SETTINGS))["config"])
+        with safe_open(path, "pt") as file:
+            recorded = (file.metadata() or {}).get(_ENTRY)
+        if recorded or path.name != WEIGHTS:
+            return _facts(json.loads(recorded or "{}"))
+        return _facts(json.loads(path.with_name(SETTINGS).read_text())["config"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, zipfile.BadZipFile):
+        return {}  # a file of somebody else's
+
+
+def _facts(settings: Any) -> dict[str, Any]:
+    facts = {name: settings[name] for name in _FACTS if name in settings}
+    if isinstance(facts.get("patch"), int):  # of a cube, in the configs of earlier runs
+        facts["patch"] = [facts["patch"]] * 3
+    return facts
+
+
+def differing_flags(facts: Mapping[str, Any], config: Config) -> tuple[str, str]:
+    """Returns the flags in which a network of the same shapes computes otherwise, with theirs and the config's values.
+
+    - ``facts``: of the file with their weights, as ``read_facts`` returns them
+    """
+    own = asdict(config)
+    asked = [*_ENCODER, *(["skips"] if facts.get("decoder") == own["decoder"] else [])]
+    names = [name for name in asked if name in facts and facts[name] != own[name] and _acts(config, name)]
+    if "network" in names:
+        names = ["network"]
+    theirs, ours = (" ".join(f"--{name} {values[name]}" for name in names) for values in (facts, own))
+    return theirs, ours
+
+
+def _acts(config: Config, name: str) -> bool:
+    """Returns whether a setting's value is that of the config's network: one that knows no windows has none."""
+    return name == "window" or knows(config, name)

@@ -1,0 +1,126 @@
+"""Writes an encoder as a checkpoint of nnssl's, from which nnU-Net trains on: weights, and what it asks of a plan.
+
+``nnUNetv2_preprocess_like_nnssl -pc FILE`` reads it. All lengths are in nnU-Net's axes, of which the first is the last
+of a file.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import whole_file
+from seqpar.weights.primus_weights import SIZES, export_primus
+
+PATCH = (8, 8, 8)
+_SCHEMES = {  # of a recipe -> the same in nnU-Net's plans, or the nearest
+    "zscore": "ZScoreNormalization",
+    "volume": "ZScoreNormalization",
+    "ct": "CTNormalization",
+    "clip": "RescaleTo01Normalization",
+    "none": "NoNormalization",
+}
+_NEAR = ("ct", "clip")  # by its data set's intensities; by an image's smallest and largest
+_RESAMPLING = {"is_seg": False, "order": 3, "order_z": 0, "force_separate_z": None}
+
+
+def write_pretrained(
+    path: Path, net: nn.Module, spacing: Sequence[float] | None, schemes: Sequence[str], licence: str
+) -> str:
+    """Writes the checkpoint, whole or not at all; returns the name of the network that nnU-Net builds for it.
+
+    - ``net``: of a run: a masked autoencoder, or a network with the primus decoder
+    - ``spacing``: of the run's prepared images in mm; None: each case kept its own
+    - ``schemes``: how each of their channels was normalised, as a recipe names it
+    """
+    if path.exists():
+        raise DataError(path, "is there already; name another file, or remove it")
+    weights = export_primus(net, reverse_axes=True)
+    name = _name_of(net)
+    content = {
+        "network_weights": weights,
+        "nnssl_adaptation_plan": _plan(net, name, spacing, schemes),
+        "citations": [],
+        "trainer_name": "seqpar",
+        "licence": licence,
+    }
+    with whole_file(path) as temporary:
+        torch.save(content, temporary)
+    return name
+
+
+def _name_of(net: nn.Module) -> str:
+    """Returns the name of the published network whose encoder this is; raises ValueError where it is none."""
+    encoder: Any = net.encoder
+    size = encoder.embed_dim, len(encoder.blocks), encoder.num_heads
+    hidden = encoder.blocks[0].mlp.fc1.weight.shape[0]
+    has_options = encoder.positions == "learned+rope" and {"ls1.gamma", "attn.norm.weight", "attn.q_bias"} <= {
+        *encoder.blocks[0].state_dict()
+    }
+    for name, (embed_dim, depth, heads) in SIZES.items():
+        if size == (embed_dim, depth, heads) and has_options and hidden == int(embed_dim * 8 / 3):
+            if encoder.layout.patch != PATCH:
+                raise ValueError(
+                    f"nnU-Net's {name} has patches of 8, not of {encoder.layout.patch}: train with --patch 8"
+                )
+            return name
+    every = ", ".join(f"{name} (--embed-dim {e} --depth {d} --heads {h})" for name, (e, d, h) in SIZES.items())
+    raise ValueError(
+        f"nnU-Net builds only {every}, with --patch 8 --mlp swiglu --mlp-ratio 2.6666666666666665 --attention-norm "
+        "--positions learned+rope --layer-scale 0.1, as --preset mae has them: this encoder is another"
+    )
+
+
+def other_normalisation(schemes: Sequence[str]) -> str:
+    """Returns a line on channels that nnU-Net will not normalise as the run did; "" where it does so with all."""
+    others = [f"{scheme} ({_SCHEMES[scheme]} there)" for scheme in dict.fromkeys(schemes) if scheme in _NEAR]
+    return (
+        f"warning: this run normalised channels by {', '.join(others)}: nnU-Net has its own numbers for that, "
+        "so that images will differ from those that the encoder has seen"
+        if others
+        else ""
+    )
+
+
+def _plan(net: nn.Module, name: str, spacing: Sequence[float] | None, schemes: Sequence[str]) -> dict[str, Any]:
+    """Returns what nnU-Net and nnssl read of the plan of a pretraining."""
+    encoder: Any = net.encoder
+    tile, in_channels = list(encoder.layout.tile[::-1]), encoder.patch_embed.proj.weight.shape[1]
+    millimetres = None if spacing is None else [float(side) for side in spacing[::-1]]
+    configuration: dict[str, Any] = {
+        "data_identifier": "seqpar",
+        "preprocessor_name": "DefaultPreprocessor",
+        "spacing_style": "noresample" if spacing is None else "onemmiso" if set(spacing) == {1.0} else "median",
+        "normalization_schemes": [_SCHEMES[scheme] for scheme in schemes],
+        "use_mask_for_norm": [scheme == "zscore" for scheme in schemes],  # whose mean is that of what is not 0
+        "resampling_fn_data": "resample_data_or_seg_to_shape",
+        "resampling_fn_data_kwargs": dict(_RESAMPLING),
+        "resampling_fn_mask": "resample_data_or_seg_to_shape",
+        "resampling_fn_mask_kwargs": _RESAMPLING | {"is_seg": True, "order": 1},
+        "spacing": millimetres,
+        "patch_size": tile,
+    }
+    pretrain_plan = {
+        "dataset_name": "seqpar",
+        "plans_name": "seqpar",
+        "original_median_spacing_after_transp": millimetres or [1.0, 1.0, 1.0],
+        "image_reader_writer": "SimpleITKIO",
+        "transpose_forward": [0, 1, 2],
+        "transpose_backward": [0, 1, 2],
+        "configurations": {configuration["spacing_style"]: configuration},
+        "experiment_planner_used": "seqpar",
+    }
+    return {
+        "architecture_plans": {"arch_class_name": name, "arch_kwargs": None, "arch_kwargs_requiring_import": None},
+        "pretrain_plan": pretrain_plan,
+        "pretrain_num_input_channels": in_channels,
+        "pretrain_patch_size": tile,
+        "recommended_downstream_patchsize": tile,
+        "key_to_encoder": "eva",
+        "key_to_stem": "down_projection",
+        "keys_to_in_proj": ["down_projection.proj"],
+        "key_to_lpe": "eva.pos_embed",
+    }

@@ -1,0 +1,149 @@
+"""A results folder of nnU-Net's, ``TRAINER__PLANS__CONFIGURATION``: plans.json, dataset.json, checkpoints of folds."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import read_json
+from seqpar.data.formats.nnunet_plans import Declaration, Plan, declaration_of, plan_of
+from seqpar.decoders.unets.architecture import Architecture
+from seqpar.decoders.unets.nnunet import of_plan
+from seqpar.weights.files import State, checkpoint_of, unwrap
+
+PRETRAINING = "nnssl_adaptation_plan"  # an entry that nnssl's checkpoints have besides
+PLANS, DATASET, CHECKPOINT = "plans.json", "dataset.json", "checkpoint_final.pth"
+# What names of nnU-Net's own trainers say, where their network is the plan's: epochs, augmentation, loss, optimizer.
+_WORDS = (
+    r"\d+epochs?|NoMirroring|onlyMirror01|\d+ep|NoDA|noDA|DA5|Segord0|ord0|DAOrd0|DASegOrd0|CELoss|DiceLoss|DiceCELoss|"
+    r"noSmooth|Topk10Loss|DiceTopK10Loss|LS01|Vanilla|R?Adam|Adan|CosAnneal|\d+en\d|[nN]oDeepSupervision|Benchmark|"
+    r"noDataLoading|warmup|probabilisticOversampling|\d{3}|lr"
+)
+_TRAINER = re.compile(rf"nnUNetTrainer(_?({_WORDS}))*")
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A checkpoint: its weights, and the axes (0 to 2, as transposed) along which it may be flipped in prediction."""
+
+    weights: State
+    mirror: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Results:
+    """A results folder: the plan and data that its networks were trained with, and the folds that were read."""
+
+    path: Path
+    plan: Plan
+    declaration: Declaration
+    architecture: Architecture
+    folds: tuple[Fold, ...]
+
+
+def is_results(path: str | Path) -> bool:
+    """Returns whether a folder is such a results folder, by the files in it."""
+    return all((Path(path) / name).is_file() for name in (PLANS, DATASET))
+
+
+def fold_files(folder: str | Path, folds: Sequence[str] = (), checkpoint: str = CHECKPOINT) -> list[Path]:
+    """Returns the checkpoint of each fold.
+
+    - ``folds``: "0" to "4", or "all"; none: all numbered folds that are there, else "all"
+    - ``checkpoint``: the file's name in each fold's folder
+    """
+    folder = Path(folder)
+    there = sorted(path.name for path in folder.glob("fold_*") if (path / checkpoint).is_file())
+    numbered = [name for name in there if name != "fold_all"]
+    names = [f"fold_{fold}" for fold in folds] or numbered or there
+    if not names or (missing := [name for name in names if name not in there]):
+        lacking = f"has no {missing[0]}/{checkpoint}" if names else f"holds no fold_0/{checkpoint}"
+        have = ", ".join(name.removeprefix("fold_") for name in there) or "none"
+        raise DataError(folder, f"{lacking}; folds with that file: {have}")
+    return [folder / name / checkpoint for name in names]
+
+
+def read_results(folder: str | Path, files: Sequence[Path]) -> Results:
+    """Reads the plans of a results folder and the checkpoints ``files`` of its folds; runs nothing of them."""
+    folder = Path(folder)
+    checkpoints = [_checkpoint(path) for path in files]
+    names = [checkpoint["init_args"]["configuration"] for checkpoint in checkpoints]
+    if len(set(names)) > 1:
+        raise DataError(files[-1], f"is of configuration {names[-1]}, {files[0]} of {names[0]}: give folds of one")
+    plans, dataset = _content(folder / PLANS), _content(folder / DATASET)
+    return _results(folder, plans, dataset, checkpoints, folder / PLANS)
+
+
+def read_checkpoint(path: str | Path) -> Results:
+    """Reads one checkpoint by itself, with the plans that it was trained with, which are in it."""
+    checkpoint = _checkpoint(Path(path))
+    settings = checkpoint["init_args"]
+    return _results(Path(path), settings["plans"], settings["dataset_json"], [checkpoint], Path(path))
+
+
+def is_checkpoint(content: Mapping[str, Any]) -> bool:
+    """Returns whether a file's content is one of nnU-Net's checkpoints."""
+    return "network_weights" in content and "trainer_name" in content
+
+
+def holds_unet(content: Mapping[str, Any]) -> bool:
+    """Returns whether a file's content is a checkpoint of nnU-Net's with the U-Net of its plans.
+
+    Pretrainings of nnssl's, what is written as one here, and a Primus that nnU-Net trained have the same entries.
+    """
+    return is_checkpoint(content) and PRETRAINING not in content and not is_primus(unwrap(content))
+
+
+def is_primus(state: Mapping[str, Any]) -> bool:
+    """Returns whether a state dict has the names of Primus."""
+    return any(name.startswith("eva.") for name in state)
+
+
+def _results(
+    path: Path, plans: Mapping[str, Any], dataset: Mapping[str, Any], checkpoints: Sequence[Mapping[str, Any]],
+    plans_path: Path,
+) -> Results:  # fmt: skip
+    plan = plan_of(plans, checkpoints[0]["init_args"]["configuration"], plans_path)
+    declaration = declaration_of(dataset, plans_path.with_name(DATASET) if plans_path.name == PLANS else plans_path)
+    if len(plan.schemes) != len(declaration.channels):
+        raise DataError(
+            plans_path, f"normalises {len(plan.schemes)} channels, and {len(declaration.channels)} are declared "
+            f"({', '.join(declaration.channels)}): take plans and {DATASET} of one training"
+        )  # fmt: skip
+    try:
+        architecture = of_plan(
+            plan.network_class, plan.network_arguments, len(declaration.channels), declaration.num_outputs
+        )
+        architecture.refuse_extents(plan.patch_size)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(plans_path, f"its network cannot be built: {error}") from error
+    folds = tuple(
+        Fold(unwrap(checkpoint), tuple(checkpoint.get("inference_allowed_mirroring_axes") or ()))
+        for checkpoint in checkpoints
+    )
+    return Results(path, plan, declaration, architecture, folds)
+
+
+def _checkpoint(path: Path) -> Mapping[str, Any]:
+    """Returns a checkpoint's content; one of another trainer, whose network may differ from the plan's, is refused."""
+    content = checkpoint_of(path, mapped=True)
+    if not is_checkpoint(content) or not isinstance(content.get("init_args"), Mapping):
+        raise DataError(path, "is no checkpoint of nnU-Net v2 (network_weights, trainer_name and init_args are needed)")
+    if lacking := {"plans", "dataset_json", "configuration"} - set(content["init_args"]):
+        raise DataError(path, f"its init_args lack {', '.join(sorted(lacking))}; give a checkpoint of nnU-Net v2")
+    trainer = str(content["trainer_name"])
+    if not _TRAINER.fullmatch(trainer):
+        raise DataError(
+            path, f"was trained by {trainer}, which is none of nnU-Net's own trainers whose network is the plan's: "
+            "another network is not built"
+        )  # fmt: skip
+    return content
+
+
+def _content(path: Path) -> dict[str, Any]:
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise DataError(path, f"holds a {type(content).__name__}; an object is needed")
+    return content

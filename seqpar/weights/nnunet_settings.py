@@ -1,0 +1,84 @@
+"""What nnU-Net's plans say as settings of a run: in W D H, the axes of a file."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import read_json
+from seqpar.data.formats.nnunet_plans import Plan, plan_of
+from seqpar.decoders.unets.architecture import Style, three
+from seqpar.decoders.unets.nnunet import of_plan
+from seqpar.models.unet_families import Stages, spell_stages
+from seqpar.settings.config import Config, dashed
+from seqpar.weights.files import checkpoint_of
+from seqpar.weights.nnunet_results import holds_unet, read_checkpoint
+
+USUAL = "3d_fullres"
+
+
+def with_plans(config: Config, flags: Collection[str]) -> Config:
+    """Returns the config with the settings of ``--plans`` or of nnU-Net's ``--weights``, where no flag says otherwise.
+
+    Nothing of the plans is needed afterwards: they are spelled out in the settings.
+
+    - ``flags``: the settings on the command line
+    """
+    if config.plans:
+        settings, source = settings_of(read_plan(config.plans), config.plans), f"--plans {config.plans}"
+    elif config.weights.endswith(".pth") and holds_unet(checkpoint_of(config.weights, mapped=True)):
+        plan = read_checkpoint(config.weights).plan
+        settings, source = settings_of(plan, config.weights), f"--weights {config.weights}"
+    else:
+        return config
+    if "network" in flags and config.network != settings["network"]:
+        raise ValueError(
+            f"--network {config.network}: {source} has the network {settings['network']}; leave one of both out"
+        )
+    if {"features", "stages"} & set(flags) and config.plans:
+        named = next(name for name in ("features", "stages") if name in flags)
+        raise ValueError(f"--{dashed(named)}: {source} names the stages; leave one of both out")
+    return replace(config, plans="", **{name: value for name, value in settings.items() if name not in flags})
+
+
+def read_plan(text: str) -> Plan:
+    """Returns a configuration of a plans file: 3d_fullres, else its first 3d one, or that behind a colon."""
+    name = ""
+    if not Path(text).is_file() and ":" in text:
+        text, _, name = text.rpartition(":")
+    path = Path(text)
+    content = read_json(path)
+    configurations = content.get("configurations") if isinstance(content, dict) else None
+    if not isinstance(configurations, dict):
+        raise DataError(path, "has no configurations: give the plans.json of nnU-Net v2")
+    usual = [USUAL, *(own for own in configurations if own.startswith("3d"))]
+    return plan_of(content, name or next((own for own in usual if own in configurations), USUAL), path)
+
+
+def settings_of(plan: Plan, source: str | Path) -> dict[str, Any]:
+    """Returns the settings of ``Config`` that a plan determines, by name; ``source``: for messages."""
+    try:
+        a = of_plan(plan.network_class, plan.network_arguments, 1, 2)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(source, f"its network cannot be built: {error}") from error
+    stem = a.features[0] if a.block == "residual" else 0
+    if a.block == "bottleneck" or a.stem != stem or a.style != Style():
+        raise DataError(
+            source, "its network has bottlenecks, a stem of its own width, or other norms, slopes or biases than "
+            "nnU-Net's default: load_nnunet loads it, but it is not trained here"
+        )  # fmt: skip
+
+    def turned(sides: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(sides[axis] for axis in plan.file_axes)
+
+    kernels, strides = (tuple(three(turned(sides)) for sides in every) for every in (a.kernels, a.strides))
+    return {
+        "network": "nnunet-plain" if a.block == "plain" else "nnunet-resenc",
+        "stages": spell_stages(Stages(kernels, strides, a.features, a.encoder, a.decoder[::-1])),
+        "features": 0,
+        "tile": turned(plan.patch_size),
+        "batch": plan.batch_size,
+        "batch_dice": plan.batch_dice,
+        "spacing": ",".join(f"{size:.10g}" for size in turned(plan.spacing)),
+    }

@@ -1,0 +1,181 @@
+"""Loads and exports weights of nnU-Net's networks, by the names in dynamic-network-architectures."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.unets.architecture import ONE, Architecture
+from seqpar.decoders.unets.nnunet import network
+from seqpar.decoders.unets.unet import UNet
+from seqpar.models.volume_net import VolumeNet
+from seqpar.parallel.mesh import AnyGroup, as_group
+from seqpar.weights.files import State, fill, listed, rename
+from seqpar.weights.nnunet_results import CHECKPOINT, Results, fold_files, read_checkpoint, read_results
+
+_COPY = re.compile(r"^decoder\.encoder\.|\.all_modules\.\d+\.")
+
+
+def load_nnunet(
+    folder: str | Path,
+    fold: int | str | None = None,
+    checkpoint: str = CHECKPOINT,
+    deep_supervision: bool = False,
+    group: AnyGroup | None = None,
+    mode: str = "auto",
+    split: str = "spatial",
+) -> VolumeNet:
+    """Returns a network with the weights that nnU-Net trained, for images in nnU-Net's axes (z y x, transposed).
+
+    - ``folder``: a results folder (TRAINER__PLANS__CONFIGURATION), or one checkpoint of it
+    - ``fold``: whose weights; None: those of the first fold
+    - ``checkpoint``: the name of its file
+    - ``deep_supervision``: return the logits of all levels but the coarsest in training
+    - ``group``: the ranks that share a tile: ours or torch's; None: this process alone
+    - ``mode``: how ranks divide the work
+    """
+    if Path(folder).is_file():
+        results = read_checkpoint(folder)
+    else:
+        files = fold_files(folder, [] if fold is None else [str(fold)], checkpoint)
+        results = read_results(folder, files[:1])
+    return nets_of(results, group, mode, split, deep_supervision)[0]
+
+
+def nets_of(
+    results: Results,
+    group: AnyGroup | None,
+    mode: str = "auto",
+    split: str = "spatial",
+    deep_supervision: bool = False,
+) -> list[VolumeNet]:
+    """Returns the network of each fold; for the arguments see ``load_nnunet``."""
+    nets = []
+    for fold in results.folds:
+        with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
+            unet = network(results.architecture, deep_supervision)
+        net = VolumeNet(unet, results.plan.patch_size, choose_mode(mode, as_group(group)), split)
+        state = _without_copies(fold.weights)
+        names = {theirs: f"unet.{ours}" for ours, theirs in nnunet_names(unet).items()}
+        fill(net, rename(state, names, f"the plan's {results.plan.network_class.rpartition('.')[2]}"))
+        nets.append(net)
+    return nets
+
+
+def trained_state(results: Results) -> State:
+    """Returns the first fold's weights under our names, for images in the axes of a file: W D H."""
+    state = nets_of(results, None)[0].state_dict()
+    order = [2 + axis for axis in results.plan.file_axes]
+    return {name: tensor.permute(0, 1, *order) if tensor.ndim == 5 else tensor for name, tensor in state.items()}
+
+
+def export_nnunet(net: nn.Module, transpose_forward: Sequence[int] | None = None) -> State:
+    """Returns the network's weights as the state dict that nnU-Net loads with ``strict=True``: copies included.
+
+    - ``net``: a network such as ``load_nnunet`` returns, the network of a run of ours, or a U-Net alone
+    - ``transpose_forward``: of the plans that the weights go to. The kernels of a run, for images W D H, are turned to
+      the axes of these plans (None: 0 1 2, so z y x); those of ``load_nnunet`` have them already, and a U-Net alone is
+      turned only where this is given
+    """
+    unet = net.unet if isinstance(net, VolumeNet) else net
+    if not isinstance(unet, UNet):
+        raise ValueError(f"nnU-Net loads the weights of a U-Net, not of a {type(net).__name__}")
+    _refuse_foreign(unet.architecture)
+    order = _to_theirs(net, transpose_forward)
+    tensors = {
+        name: (tensor.permute(order) if tensor.ndim == 5 else tensor)
+        .detach()
+        .clone(memory_format=torch.contiguous_format)
+        for name, tensor in unet.state_dict().items()
+    }
+    state: State = {}
+    for ours, theirs in nnunet_names(unet).items():
+        block = re.fullmatch(r"(.*)\.(conv|norm)\.([a-z_]+)", theirs)
+        copies = [f"{block[1]}.all_modules.{('conv', 'norm').index(block[2])}.{block[3]}"] if block else []
+        for name in (theirs, *copies):
+            state[name] = tensors[ours]
+            if name.startswith("encoder."):
+                state[f"decoder.{name}"] = tensors[ours]
+    return state
+
+
+def _to_theirs(net: nn.Module, transpose_forward: Sequence[int] | None) -> tuple[int, ...]:
+    """Returns the order of a kernel's dims in nnU-Net's axes."""
+    of_a_run = isinstance(net, VolumeNet) and bool(net.settings)
+    if isinstance(net, VolumeNet) and not of_a_run and transpose_forward is not None:
+        raise ValueError(
+            f"transpose_forward {tuple(transpose_forward)}: the weights of load_nnunet are in nnU-Net's axes already: "
+            "leave it out"
+        )
+    axes = transpose_forward if transpose_forward is not None or not of_a_run else (0, 1, 2)
+    if axes is None:
+        return 0, 1, 2, 3, 4
+    if sorted(axes) != [0, 1, 2]:
+        raise ValueError(f"transpose_forward {tuple(axes)}: the axes 0, 1 and 2 in some order are needed")
+    return 0, 1, *(4 - axis for axis in axes)
+
+
+def nnunet_names(unet: UNet) -> dict[str, str]:
+    """Returns a mapping from our names to nnU-Net's, of a U-Net's parameters and statistics."""
+    return {ours: _theirs(ours, unet.architecture) for ours in unet.state_dict()}
+
+
+def _theirs(ours: str, a: Architecture) -> str:
+    cell, _, rest = ours.removeprefix("cells.").partition(".")
+    if cell == "stem":
+        return f"encoder.stem.convs.0.{rest}"
+    match = re.fullmatch(r"([a-z]+)(\d+)(?:_(\d+))?", cell)
+    assert match is not None, ours
+    kind, level, number = match[1], int(match[2]), match[3]
+    from_below = len(a.features) - 2 - level  # the coarsest level is their first
+    if kind == "up":
+        return f"decoder.transpconvs.{from_below}.{rest.removeprefix('conv.')}"
+    if kind == "classes":
+        return f"decoder.seg_layers.{from_below}.{rest}"
+    if kind == "decoder":
+        return f"decoder.stages.{from_below}.convs.{number}.{rest}"
+    if a.block == "plain":
+        return f"encoder.stages.{level}.0.convs.{number}.{rest}"
+    pools = number == "0" and a.strides[level] != ONE
+    rest = re.sub(r"^convs\.(\d+)\.", lambda m: f"conv{int(m[1]) + 1}.", rest)
+    rest = re.sub(r"^project\.", f"skip.{int(pools)}.", rest)
+    return f"encoder.stages.{level}.blocks.{number}.{rest}"
+
+
+def _without_copies(theirs: State) -> State:
+    """Returns the state without the second names of tensors; raises where these hold other numbers."""
+    state = {name: tensor for name, tensor in theirs.items() if not _COPY.search(name)}
+    differing = []
+    for name in theirs.keys() - state.keys():
+        first = re.sub(r"^decoder\.encoder\.", "encoder.", name)
+        first = re.sub(r"\.all_modules\.([01])\.", lambda m: (".conv.", ".norm.")[int(m[1])], first)
+        if first not in state or not torch.equal(state[first], theirs[name]):
+            differing.append(name)
+    if differing:
+        raise ValueError(
+            "these weights hold other numbers under second names than under the first "
+            f"({listed(sorted(differing), 4)}): they are not those of one network of nnU-Net's"
+        )
+    return state
+
+
+def _refuse_foreign(a: Architecture) -> None:
+    """Raises ValueError if the network has anything that nnU-Net's do not have."""
+    heads = len(a.features) - 1
+    kinds: Sequence[tuple[bool, str]] = (
+        (a.style.norm not in ("instance", "batch"), f"{a.style.norm} norm"),
+        (a.style.activation != "leaky_relu", a.style.activation),
+        (a.style.bias != a.style.up_bias, "biases in some convolutions alone"),
+        (a.down != "stride", f"{a.down}-pooling"),
+        (a.up != "transposed" or a.up_kernel > 0, "other upsampling than by the stride"),
+        (a.heads != heads, f"{a.heads} heads (it has {heads})"),
+        (a.head_kernel != 1, f"heads of kernel {a.head_kernel}"),
+        (a.squeeze > 0, "squeeze-excite"),
+        (a.bare_last or a.merge or a.tail > 0, "bare convolutions, merges or a tail"),
+        ((a.block == "plain") != (a.stem == 0), f"{a.block} blocks with a stem of {a.stem} channels"),
+    )
+    if faults := [what for differs, what in kinds if differs]:
+        raise ValueError(f"nnU-Net has no network with {', '.join(faults)}; save it with write_weights")

@@ -1,0 +1,193 @@
+"""Starts a run from pretrained weights: ours, MONAI's, those of Primus or nnU-Net's."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.models.build import knows
+from seqpar.models.network import Net
+from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.settings.config import Config, shorten
+from seqpar.weights import checkpoint as checkpoints
+from seqpar.weights.facts import WEIGHTS, differing_flags, read_facts
+from seqpar.weights.files import checkpoint_of, fit_positions, listed, recorded_heads, unwrap
+from seqpar.weights.monai_weights import load_monai
+from seqpar.weights.nnunet_results import PRETRAINING, holds_unet, is_primus, read_checkpoint
+from seqpar.weights.nnunet_weights import trained_state
+from seqpar.weights.primus_weights import (
+    REBUILDER,
+    has_exchanged_axes,
+    load_primus,
+    load_primus_encoder,
+    of_pretraining,
+)
+
+OF_CELLS = ("unet.cells.", "resattnet.cells.")  # networks without tokens
+STEM = "encoder.patch_embed.proj.weight"
+ALONG_LAST_SIDE = ".norm.norm.weight"  # of norms over the last axis: a weight for each position
+
+
+def start_from(net: Net, config: Config) -> str:
+    """Loads ``config.weights`` into the network; returns a line that says what was taken, what is fresh, what was left.
+
+    All tensors of the body (an encoder; a U-Net without its heads) must fit. The others are loaded where they fit;
+    those of another decoder, or for other classes, keep their initial values. An encoder of images of one channel
+    takes images of more: its first weights are repeated over the channels and divided by their number.
+    """
+    path = weights_file(config.weights)
+    checkpoint = checkpoint_of(path)
+    heads = recorded_heads(checkpoint)
+    if heads not in (None, config.heads):
+        raise ValueError(f"--weights {config.weights} were trained with {heads} heads: use --heads {heads}")
+    origin, state, left = _ours(checkpoint, config)
+    if config.token_order != "auto" and not origin.startswith("Primus"):
+        raise ValueError(
+            f"--token-order {config.token_order} would do nothing: --weights {config.weights} are {origin}'s, and "
+            "only Primus' have tokens in another order: leave it out"
+        )
+    facts: dict[str, Any] = read_facts(path) if origin == "seqpar" else {"window": 0}
+    if origin.startswith("Primus"):
+        facts |= _facts_of_primus(state)
+    gained = [f"tokens see windows of {config.window}, and saw all"] * (facts.get("window") == 0 < config.window)
+    facts = {name: fact for name, fact in facts.items() if fact or name != "window"}
+    theirs, ours = differing_flags(facts, config)
+    if theirs:
+        known = "--window" not in theirs or knows(config, "window")
+        advice = f"use {theirs}" if known else f"--task {config.task} knows no windows, take other weights"
+        raise ValueError(f"--weights {config.weights} were trained with {theirs}, and this run has {ours}: {advice}")
+    heads = facts.get("heads", heads)
+    own = net.state_dict()
+    changes = [*gained, *_fit_channels(state, own), *_fit_grid(state, own, net, facts, config)]
+    fitting = {name for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
+    unfit = sorted(name for name in own if net.in_body(name) and name not in fitting)
+    left_over = sorted(name for name in state if net.in_body(name) and name not in own)
+    if unfit or left_over:
+        raise ValueError(
+            f"--weights {config.weights} ({origin}) do not fit the {net.body}: {listed(unfit + left_over, 4)}; "
+            f"they need {_flags(state)}"
+        )
+    with torch.no_grad():
+        for name in fitting:
+            own[name].copy_(state[name])
+    summary = f"weights from {config.weights} ({origin}): {len(fitting)} of {len(own)} tensors"
+    if heads is None and knows(config, "heads"):
+        summary += f"; the file does not tell its attention heads, --heads {config.heads} are taken"
+    fresh = sorted(name for name in own if name not in fitting)
+    left = [*left, *sorted(name for name in state if name not in fitting)]
+    lists = [f"fresh: {listed(fresh, 4)}"] * bool(fresh) + [f"left: {_counted(left)}"] * bool(left)
+    return "; ".join([summary, *changes, *lists])
+
+
+def weights_file(path: str) -> Path:
+    """Returns the file of weights of a path; of a run folder the last weights, or those of its last checkpoint."""
+    folder = Path(path)
+    if not folder.is_dir() or (folder / WEIGHTS).is_file():
+        return folder / WEIGHTS if folder.is_dir() else folder
+    if (folder / "checkpoints" / "latest").is_file():
+        return checkpoints.find(folder / "checkpoints", "latest") / WEIGHTS
+    raise ValueError(
+        f"--weights {path}: the folder holds neither {WEIGHTS} nor a checkpoint: name a run folder, or a file"
+    )
+
+
+def _fit_channels(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    """Repeats an encoder's first weights, of images of one channel, over those of the network; says so."""
+    stem, ours = state.get(STEM), own.get(STEM)
+    if stem is None or ours is None or stem.shape[1] != 1 or ours.shape[1] == 1:
+        return []
+    count = ours.shape[1]
+    state[STEM] = stem.repeat(1, count, *[1] * (stem.ndim - 2)) / count
+    return [f"the first weights, of 1 channel, repeated over {count} and divided by {count}"]
+
+
+def _fit_grid(
+    state: dict[str, Tensor], own: Mapping[str, Tensor], net: Net, facts: Mapping[str, Any], config: Config
+) -> list[str]:
+    """Resizes learned positions to the network's grid of tokens where they are of another; says so."""
+    name = "encoder.pos_embed"
+    if name not in state or name not in own:
+        return []
+    tile, before = facts.get("tile") if facts.get("patch") == list(config.patch) else None, state[name]
+    if tile or before.shape != own[name].shape:
+        state[name] = fit_positions(before, config.patch, net.layout.tile, tile)
+    if state[name] is before:
+        return []
+    grid = (side // voxels for side, voxels in zip(net.layout.tile, config.patch))
+    return [f"positions resized from {before.shape[1]} tokens to {'x'.join(map(str, grid))}"]
+
+
+def _counted(names: Iterable[str]) -> str:
+    """Returns how many tensors each part of another network has."""
+    parts = Counter(name.partition(".")[0] for name in names)
+    return ", ".join(f"{part} ({count})" for part, count in parts.items())
+
+
+def _ours(checkpoint: Mapping[str, Any], config: Config) -> tuple[str, dict[str, Tensor], list[str]]:
+    """Returns whose weights these are, their tensors under our names, and the names of those that were left."""
+    if holds_unet(checkpoint):
+        return "nnU-Net", trained_state(read_checkpoint(config.weights)), []
+    state = unwrap(checkpoint)
+    if any(name.startswith(("encoder.blocks.", *OF_CELLS)) for name in state):
+        return "seqpar", dict(state), []
+    loaded: nn.Module
+    left, origin = list[str](), "MONAI"
+    if any("patch_embedding.position_embeddings" in name for name in state):
+        loaded = load_monai(state, tile=config.tile, num_heads=config.heads)
+    elif is_primus(state):
+        left, origin = sorted(of_pretraining(state)), "Primus"
+        order = config.token_order
+        if PRETRAINING in checkpoint or any(name.startswith(REBUILDER) for name in left):
+            # what makes voxels of tokens makes images there
+            left += sorted(name for name in state if name.startswith("up_projection."))
+            origin = "Primus, pretrained"
+            loaded = encoder = load_primus_encoder(checkpoint, config.tile, config.heads, order, True)
+        else:
+            loaded = load_primus(checkpoint, config.tile, config.heads, token_order=order, reverse_axes=True)
+            encoder = loaded.encoder
+        if has_exchanged_axes(checkpoint, order):
+            origin += ", tokens in the order h w d"
+        table, positions, layout = state.get("eva.pos_embed"), encoder.pos_embed, encoder.layout
+        if table is not None and positions is not None and table.shape != positions.shape:
+            origin += f", positions resized from {table.shape[1]} tokens to {'x'.join(map(str, layout.grid))}"
+    else:
+        raise ValueError(
+            f"--weights {config.weights}: names of neither seqpar, MONAI nor Primus, and no checkpoint of nnU-Net's "
+            f"({listed(sorted(state), 3)})"
+        )
+    prefix = "" if isinstance(loaded, SegmentationNet) else "encoder."
+    return origin, {prefix + name: tensor for name, tensor in loaded.state_dict().items()}, left
+
+
+def _facts_of_primus(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns the settings of a Primus that shapes do not tell of its network."""
+    return {"mlp": "swiglu", "positions": "learned+rope" if "encoder.pos_embed" in state else "rope"}
+
+
+def _flags(state: Mapping[str, Tensor]) -> str:
+    """Returns the flags that make an encoder of these weights' sizes, or says that they have no encoder of tokens."""
+    if any(name.startswith(OF_CELLS) for name in state):
+        lengths = [len(tensor) for name, tensor in state.items() if name.endswith(ALONG_LAST_SIDE)]
+        last = f", and a --tile whose last side is {max(lengths)}" if lengths else ""
+        return f"the --network, --features and --stages (or --tile) that they were trained with{last}"
+    norms = sorted(name for name in state if re.fullmatch(r"encoder\.blocks\.\d+\.norm1\.weight", name))
+    depths = Counter(len(state[name]) for name in norms)  # of stages, by their widths
+    how = f"--depth {len(norms)}"
+    if len(depths) > 1:
+        how = f"--encoder hierarchical --stage-depths {' '.join(str(depths[width]) for width in sorted(depths))}"
+    embed_dim, _, *patch = state["encoder.patch_embed.proj.weight"].shape
+    hidden = state["encoder.blocks.0.mlp.fc1.weight"].shape[0]
+    first = "encoder.blocks.0."
+    positions = "learned" if "encoder.pos_embed" in state else "rope"
+    more = [" --mlp swiglu"] * (f"{first}mlp.gate.weight" in state)
+    more += [" --attention-norm"] * (f"{first}attn.norm.weight" in state)
+    more += [" --layer-scale 0.1"] * (f"{first}ls1.gamma" in state)
+    return (
+        f"--patch {shorten(patch)} --embed-dim {embed_dim} {how} --mlp-ratio {hidden / embed_dim:.6g} "
+        f"{'--qkv-bias' if f'{first}attn.q_bias' in state else '--no-qkv-bias'} "
+        f"--positions {positions + '+rope' if positions == 'learned' and more else positions}{''.join(more)}"
+    )

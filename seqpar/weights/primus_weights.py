@@ -1,0 +1,281 @@
+"""Loads and exports weights of Primus, by the names in dynamic-network-architectures, the networks of nnU-Net.
+
+Legend: e embedding, n tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqpar.data.formats.nnunet_plans import patch_size_of
+from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.primus import PrimusDecoder
+from seqpar.models.masked_network import MaskedNet
+from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.parallel.mesh import AnyGroup
+from seqpar.settings.config import TOKEN_ORDERS
+from seqpar.vit.blocks import GatedMlp
+from seqpar.vit.encoder import SeqParViT
+from seqpar.weights.files import (
+    State,
+    checkpoint_of,
+    drop,
+    fill,
+    fit_positions,
+    last_number,
+    rename,
+    unwrap,
+    weight_and_bias,
+)
+from seqpar.weights.nnunet_results import PRETRAINING
+from seqpar.weights.primus_axes import exchange_tokens, reverse_images
+
+SIZES = {  # embedding, blocks and heads of the published networks, by the names that nnU-Net has for them
+    "PrimusS": (396, 12, 6),
+    "PrimusB": (792, 12, 12),
+    "PrimusM": (864, 16, 12),
+    "PrimusL": (1056, 24, 16),
+}
+STEM, POSITIONS, MASK = "down_projection.proj.weight", "eva.pos_embed", "mask_token"
+REBUILDER = "decoder."  # begins the names of what rebuilds hidden patches in a pretraining
+# Orders of tokens in pretrainings without one, by how their trainers' names begin: nnssl's, and what is written here.
+_ORDERS = {"ModelGenesisEva": "hwd", "VolumeFusionEva": "hwd", "SimMIMEva": "whd", "seqpar": "whd"}
+
+
+def load_primus(
+    state_dict: Mapping[str, Any] | str | Path,
+    tile: int | Sequence[int] = (96, 96, 96),
+    num_heads: int | None = None,
+    group: AnyGroup | None = None,
+    mode: str = "auto",
+    split: str = "spatial",
+    trained_tile: Sequence[int] | None = None,
+    token_order: str = "auto",
+    reverse_axes: bool = False,
+) -> SegmentationNet:
+    """Returns a network with the weights of a Primus (version 1, whose patch embedding is one convolution).
+
+    All sizes except the number of heads are read off the shapes. Of a pretraining of nnssl's, whose names are those of
+    Primus and a second, smaller one's under ``decoder.``, the latter is left.
+
+    - ``state_dict``: also a checkpoint that holds one, or the path of its file
+    - ``num_heads``: needed only for sizes that were not published
+    - ``group``: the ranks that share a tile: ours or torch's; None: this process alone
+    - ``mode``: of the decoder
+    - ``trained_tile``: needed where the weights were trained on a tile that is neither ``tile`` nor a cube
+    - ``token_order``: in which order the network had its tokens: "whd", "hwd" (with its first two axes exchanged, as
+      most pretrainings and Primus before July 2025 have it), or "auto": in files of a pretraining as their trainer
+      had it, hwd where they rebuild hidden patches by a second network, else whd
+    - ``reverse_axes``: for images in the axes of their files, as ``tile`` then is; nnU-Net, and with it Primus, reads
+      the last axis first, as ``trained_tile`` is in any case
+    """
+    encoder, ours = _encoder(state_dict, tile, num_heads, group, split, trained_tile, token_order, reverse_axes)
+    if "decoder.classes.bias" not in ours:
+        raise ValueError("these are weights of an encoder of Primus alone, which labels nothing: train --weights")
+    with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
+        decoder = PrimusDecoder(encoder.embed_dim, ours["decoder.classes.bias"].shape[0], encoder.layout.patch)
+    net = SegmentationNet(encoder, decoder, choose_mode(mode, encoder.group))
+    fill(net, ours)
+    return net
+
+
+def load_primus_encoder(
+    state_dict: Mapping[str, Any] | str | Path,
+    tile: int | Sequence[int] = (96, 96, 96),
+    num_heads: int | None = None,
+    token_order: str = "auto",
+    reverse_axes: bool = False,
+) -> SeqParViT:
+    """Returns the encoder of a Primus, or of a pretraining of one; arguments as of ``load_primus``."""
+    encoder, ours = _encoder(state_dict, tile, num_heads, None, "spatial", None, token_order, reverse_axes)
+    prefix = "encoder."
+    fill(encoder, {name.removeprefix(prefix): tensor for name, tensor in ours.items() if name.startswith(prefix)})
+    return encoder
+
+
+def _encoder(
+    state_dict: Mapping[str, Any] | str | Path,
+    tile: int | Sequence[int],
+    num_heads: int | None,
+    group: AnyGroup | None,
+    split: str,
+    trained_tile: Sequence[int] | None,
+    token_order: str,
+    reverse_axes: bool,
+) -> tuple[SeqParViT, State]:
+    """Returns an encoder of a Primus' sizes, and all that its weights are, under our names."""
+    checkpoint = checkpoint_of(state_dict)
+    state, trained_tile = unwrap(checkpoint), trained_tile or planned_tile(checkpoint)
+    exchanged = has_exchanged_axes(checkpoint, token_order)
+    state = drop(state, of_pretraining(state), "they rebuild masked tokens in pretraining")
+    depth = max(1, last_number(state, r"eva\.blocks\.") + 1)
+    stages = last_number(state, r"up_projection\.decode\.") + 1
+    has = {piece: any(piece in name for name in state) for piece in _OPTIONS}
+    ours = rename(state, primus_names(depth, stages, has), "Primus")
+    embed_dim, in_channels, *cube = ours["encoder.patch_embed.proj.weight"].shape
+    heads = num_heads or next((heads for width, _, heads in SIZES.values() if width == embed_dim), None)
+    if heads is None:
+        raise ValueError(f"no published Primus has an embedding of {embed_dim}: give num_heads=")
+    if exchanged:
+        exchange_tokens(ours, heads, trained_tile and [side // p for side, p in zip(trained_tile, cube)])
+    sides = (tile,) * len(cube) if isinstance(tile, int) else tuple(tile)
+    theirs = sides[::-1] if reverse_axes else sides
+    if has[POSITIONS]:
+        ours["encoder.pos_embed"] = fit_positions(ours["encoder.pos_embed"], cube, theirs, trained_tile)
+    if reverse_axes:
+        reverse_images(ours, heads, [side // p for side, p in zip(theirs, cube)])
+        cube = cube[::-1]
+    for at in range(depth):
+        block = f"encoder.blocks.{at}.attn."
+        ours[f"{block}qkv.weight"] = torch.cat([ours.pop(f"{block}{kind}.weight") for kind in "qkv"])
+    hidden_dim = ours["encoder.blocks.0.mlp.fc1.weight"].shape[0]
+    with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
+        encoder = SeqParViT(
+            in_channels, sides, cube, embed_dim, depth, heads, hidden_dim / embed_dim, has["q_proj.bias"],
+            positions="learned+rope" if has[POSITIONS] else "rope", layer_scale=0.1 if has["gamma_1"] else None,
+            group=group, split=split, mlp="swiglu", attention_norm=has["attn.norm"],
+        )  # fmt: skip
+    return encoder, ours
+
+
+def planned_tile(checkpoint: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Returns the tile that a checkpoint says it was trained on, where its learned positions, if any, are of that.
+
+    nnssl's say it in what they ask of a plan, nnU-Net's in the plans that they were trained with.
+    """
+    plan, state = checkpoint.get(PRETRAINING), unwrap(checkpoint)
+    sides = plan.get("pretrain_patch_size") if isinstance(plan, Mapping) else _planned_patch(checkpoint)
+    if not isinstance(sides, (list, tuple)) or STEM not in state:
+        return None
+    count = math.prod(side // p for side, p in zip(sides, state[STEM].shape[2:]))
+    return tuple(sides) if POSITIONS not in state or count == state[POSITIONS].shape[1] else None
+
+
+def _planned_patch(checkpoint: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Returns the patch size of the plans in a checkpoint of nnU-Net's, None where it has none."""
+    settings = checkpoint.get("init_args")
+    try:
+        return patch_size_of(settings["plans"], settings["configuration"])  # type: ignore[index]
+    except (ValueError, KeyError, TypeError):  # somebody else's checkpoint
+        return None
+
+
+def of_pretraining(state: State) -> set[str]:
+    """Returns the names of a pretraining's tensors that segment nothing: the mask token, and what rebuilds."""
+    return {name for name in state if name == MASK or name.startswith(REBUILDER)}
+
+
+def has_exchanged_axes(checkpoint: Mapping[str, Any], token_order: str) -> bool:
+    """Returns whether weights belong to tokens whose first two axes are exchanged; see ``load_primus``."""
+    if token_order not in TOKEN_ORDERS:
+        raise ValueError(f"--token-order {token_order}: choose {', '.join(TOKEN_ORDERS)}")
+    if token_order != "auto":
+        return token_order == "hwd"
+    if any(name.startswith(REBUILDER) for name in unwrap(checkpoint)):
+        return True
+    if PRETRAINING not in checkpoint:
+        return False
+    trainer = str(checkpoint.get("trainer_name"))
+    orders = [order for start, order in _ORDERS.items() if trainer.startswith(start)]
+    if not orders:
+        raise ValueError(
+            f"--token-order auto: the file of a pretraining by {trainer} does not tell the order of its tokens, as "
+            f"those with {REBUILDER}* and by {', '.join(_ORDERS)} do: say --token-order whd or hwd"
+        )
+    return orders[0] == "hwd"
+
+
+def export_primus(net: nn.Module, reverse_axes: bool = False) -> State:
+    """Returns the network's weights as the state dict that Primus loads with ``strict=True``.
+
+    Of a masked autoencoder those of the encoder alone, as nnU-Net takes them from a pretraining.
+
+    - ``net``: a network such as ``load_primus`` returns, or a masked autoencoder
+    - ``reverse_axes``: for images with the last axis first, as nnU-Net has them, of a network that took them in the
+      axes of their files, as all training here does
+    """
+    decodes = isinstance(net, SegmentationNet) and isinstance(net.decoder, PrimusDecoder)
+    if not (decodes or isinstance(net, MaskedNet)):
+        raise ValueError(
+            "Primus loads the weights of a SegmentationNet with a PrimusDecoder, or those of a masked autoencoder's "
+            f"encoder, not of a {type(net).__name__}"
+        )
+    assert isinstance(net, (SegmentationNet, MaskedNet))
+    encoder = net.encoder
+    _refuse_foreign(encoder)
+    whole = {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+    state = {name: tensor for name, tensor in whole.items() if name.startswith(("encoder.", "decoder."))}
+    depth = len(encoder.blocks)
+    for at in range(depth):
+        block = f"encoder.blocks.{at}.attn."
+        weights = state.pop(f"{block}qkv.weight").chunk(3)
+        state |= {f"{block}{kind}.weight": weight.clone() for kind, weight in zip("qkv", weights)}
+    if reverse_axes:
+        reverse_images(state, encoder.num_heads, encoder.layout.grid)
+    has = {option: ours in state for option, ours in _OPTIONS.items()}
+    names = primus_names(depth, len(net.decoder.ups) + 1 if decodes else 0, has)  # type: ignore[union-attr, arg-type]
+    theirs = rename(state, {ours: their for their, ours in names.items()}, "a network that Primus has")
+    return theirs | ({MASK: encoder.norm.weight.new_zeros(1, 1, encoder.embed_dim)} if decodes else {})
+
+
+# Parameters that a Primus may lack: a piece of the key there -> a parameter that shows it here.
+_OPTIONS = {
+    POSITIONS: "encoder.pos_embed",
+    "gamma_1": "encoder.blocks.0.ls1.gamma",
+    "attn.norm": "encoder.blocks.0.attn.norm.weight",
+    "q_proj.bias": "encoder.blocks.0.attn.q_bias",
+}
+
+
+def primus_names(depth: int, stages: int, has: Mapping[str, bool]) -> dict[str, str]:
+    """Returns a mapping from Primus' names to ours.
+
+    Its separate weights of queries, keys and values are rows of our ``attn.qkv.weight``.
+
+    - ``stages``: upsampling steps of the decoder; 0: there is none
+    - ``has``: which of the optional parameters there are
+    """
+    names = weight_and_bias("down_projection.proj", "encoder.patch_embed.proj")
+    names |= weight_and_bias("eva.norm", "encoder.norm")
+    if has[POSITIONS]:
+        names[POSITIONS] = "encoder.pos_embed"
+    inner = {name: name for name in ("norm1", "norm2", "attn.proj", "mlp.norm", "mlp.fc2")}
+    inner |= {"mlp.fc1_g": "mlp.gate", "mlp.fc1_x": "mlp.fc1"}
+    if has["attn.norm"]:
+        inner["attn.norm"] = "attn.norm"
+    for at in range(depth):
+        theirs, ours = f"eva.blocks.{at}.", f"encoder.blocks.{at}."
+        for their, our in inner.items():
+            names |= weight_and_bias(theirs + their, ours + our)
+        names |= {f"{theirs}attn.{kind}_proj.weight": f"{ours}attn.{kind}.weight" for kind in "qkv"}
+        if has["q_proj.bias"]:
+            names |= {f"{theirs}attn.{kind}_proj.bias": f"{ours}attn.{kind}_bias" for kind in "qv"}
+        if has["gamma_1"]:
+            names |= {f"{theirs}gamma_{branch}": f"{ours}ls{branch}.gamma" for branch in (1, 2)}
+    for at in range(stages - 1):
+        names |= weight_and_bias(f"up_projection.decode.{at}.0", f"decoder.ups.{at}")
+        names |= weight_and_bias(f"up_projection.decode.{at}.1", f"decoder.norms.{at}")
+    return names | (weight_and_bias(f"up_projection.decode.{stages - 1}", "decoder.classes") if stages else {})
+
+
+def _refuse_foreign(encoder: SeqParViT) -> None:
+    """Raises if the encoder computes anything that Primus does not."""
+    faults = []
+    if not encoder.rotates:
+        faults.append(f"positions {encoder.positions} (it rotates)")
+    elif (encoder.embed_dim // encoder.num_heads) % 6:
+        faults.append(f"heads of width {encoder.embed_dim // encoder.num_heads} (multiples of 6)")
+    if len(encoder.stages) > 1:
+        faults.append("an encoder of several stages")
+    if encoder.window:
+        faults.append("attention in windows")
+    if any(not isinstance(block.mlp, GatedMlp) for block in encoder.blocks):
+        faults.append("ungated MLP")
+    if any(isinstance(module, nn.LayerNorm) and module.eps != 1e-5 for module in encoder.modules()):
+        faults.append("norms of another eps than 1e-5")
+    if faults:
+        raise ValueError(f"Primus has no {', no '.join(faults)}; save such a network with write_weights")

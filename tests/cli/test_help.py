@@ -1,0 +1,76 @@
+"""--help of every act: each option says what it does, what its value is, and which values there are."""
+
+import argparse
+import importlib
+import re
+
+import pytest
+
+from seqpar.decoders.modes.choose import MODES
+from seqpar.models.build import NETWORKS
+from seqpar.models.vit import DECODERS
+from seqpar.settings.command_line import Parser
+from tests.house.test_floors import ACTS
+
+SWITCHES = (argparse._StoreTrueAction, argparse.BooleanOptionalAction, argparse._HelpAction)
+
+
+@pytest.fixture(scope="module", params=sorted(ACTS))
+def parser(request) -> argparse.ArgumentParser:
+    """Returns the parser of an act that was asked for --help."""
+    asked: list[argparse.ArgumentParser] = []
+
+    def catch(parser: argparse.ArgumentParser, file: object = None) -> None:
+        asked.append(parser)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "print_help", catch)
+        with pytest.raises(SystemExit) as left:
+            importlib.import_module(f"seqpar.launch.{request.param}").act(["--help"])
+    assert left.value.code == 0 and asked[0].prog == f"seqpar-{request.param}"
+    return asked[0]
+
+
+def entry(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """Returns what --help prints of one argument, in a line."""
+    formatter = parser._get_formatter()
+    formatter.add_argument(action)
+    return " ".join(formatter.format_help().split())
+
+
+def test_each_argument_says_what_it_does_what_its_value_is_and_which_values_there_are(parser) -> None:
+    assert isinstance(parser, Parser) and len(parser._actions) > 3
+    for action in parser._actions:
+        name = action.option_strings[-1] if action.option_strings else action.dest
+        words = action.help.split() if action.help and action.help != argparse.SUPPRESS else []
+        assert words, f"{name} has no help"
+        if isinstance(action, SWITCHES):
+            continue
+        metavars = [action.metavar] if isinstance(action.metavar, str) else list(action.metavar or ())
+        assert action.choices or metavars, f"{name}: say what its value is"
+        assert not {"N", "X", "TEXT"} & set(metavars) or name == "--licence", f"{name} {metavars} says nothing"
+        shown = entry(parser, action)
+        assert all(re.search(rf"(?<![\w-]){re.escape(str(choice))}(?![\w-])", shown) for choice in action.choices or ())
+
+
+def test_help_is_short_and_in_the_width_of_a_terminal(parser, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    lines = parser.format_help().splitlines()
+    assert len(lines) < (194 if parser.prog == "seqpar-train" else 60) and max(map(len, lines)) <= 110
+    assert "``" not in parser.format_help()
+
+
+def test_train_shows_networks_decoders_and_modes_its_preset_and_its_exit_codes(capsys, monkeypatch) -> None:
+    from seqpar.cli import train
+
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        train.act(["--help"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80, "a terminal is narrower"
+    text = " ".join(text.split())
+    for name, names in (("--decoder", DECODERS), ("--mode", MODES)):
+        assert f"{name} {{{','.join(names)}}}" in text
+    here = text[text.index(" --network NAME ") :]
+    assert all(choice in here[:300] for choice in NETWORKS)
+    assert "--seqpar RANKS" in text and "(laptop)" in text and "75 left early and resumable" in text

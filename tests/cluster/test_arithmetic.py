@@ -1,0 +1,115 @@
+"""One policy of precision: products and convolutions alike, the same bits where that is asked for."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from seqpar.attention import kernels
+from seqpar.cluster.arithmetic import arithmetic_now, refuse_wrong, set_arithmetic
+from seqpar.cluster.devices import DEVICES, DTYPES, measured
+from seqpar.cluster.trap import Facts
+from seqpar.parallel.launcher import Launcher
+from seqpar.settings.command_line import idle_on_a_cpu
+from seqpar.settings.config import PRECISIONS, Config
+from seqpar.spatial.pooling import enlarged
+from seqpar.training.run_request import read_request
+from tests.support.ranks import relative
+
+NVIDIA = Facts(on_gpu=True, num_gpus=1, torch=(2, 8, 0), cudnn=91002)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    yield
+    set_arithmetic("fp32", env={})
+
+
+def test_each_precision_is_one_arithmetic_of_products_and_convolutions() -> None:
+    expected = {"fp32": "float32", "tf32": "tf32", "bf16": "float32", "fp64": "float32"}
+    for precision, word in expected.items():
+        set_arithmetic(precision, env={})
+        now = arithmetic_now(precision)
+        assert (now["float32_products"], now["float32_convolutions"]) == (word, word)
+        assert now["autocast"] == ("bfloat16" if precision == "bf16" else "none") and not now["deterministic"]
+    assert list(expected) == list(PRECISIONS) == list(DTYPES)
+    env = dict[str, str]()
+    set_arithmetic("fp32", deterministic=True, env=env)
+    assert arithmetic_now("fp32")["deterministic"] and torch.backends.cudnn.deterministic
+    assert env["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and not torch.utils.deterministic.fill_uninitialized_memory
+    assert "expandable_segments:True" in env.values()
+
+
+def test_attention_is_strict_where_torch_would_only_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def look(*of: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        seen.append(torch.is_deterministic_algorithms_warn_only_enabled())
+        return of[1:4]
+
+    kernel = kernels.Kernel("looks", lambda q, k, v: (q, ()), look)  # type: ignore[arg-type, return-value]
+    x = torch.zeros(1, 1, 2, 4)
+    for deterministic in (False, True):
+        set_arithmetic("fp32", deterministic, env={})
+        kernel.backward(x, x, x, x, x, ())
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == deterministic
+    assert seen == [False, False]
+
+
+@pytest.mark.parametrize("factors", [(2, 2, 2), (1, 3, 2), (4, 1, 1)])
+def test_upsampling_in_one_order_is_torchs(factors: tuple[int, int, int]) -> None:
+    x = torch.randn(2, 3, 4, 1, 5, dtype=torch.float64, requires_grad=True)
+    scale = [float(factor) for factor in factors]
+    theirs = F.interpolate(x, scale_factor=scale, mode="trilinear", align_corners=False)
+    ours = enlarged(x, factors)
+    weight = torch.randn_like(theirs)
+    gradients = [torch.autograd.grad((y * weight).sum(), x)[0] for y in (ours, theirs)]
+    assert relative(ours, theirs) < 1e-14 and relative(*gradients) < 1e-14
+
+
+def test_a_pair_of_libraries_that_is_wrong_in_half_precision_is_refused() -> None:
+    with pytest.raises(ValueError, match="--precision bf16: torch 2.8.0 with cuDNN 9.10.*use --precision fp32"):
+        refuse_wrong("bf16", NVIDIA)
+    refuse_wrong("fp32", NVIDIA)
+    refuse_wrong("bf16", replace(NVIDIA, torch=(2, 9, 0)))  # slow only
+    refuse_wrong("bf16", replace(NVIDIA, on_gpu=False))
+
+
+def test_the_device_of_the_command_line_decides_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("seqpar.training.run_request.choose_open_settings", lambda config, *of: (config, {}, None))
+    presets = [read_request(line.split(), Launcher("alone")).preset for line in ("--batch 1", "--device cpu")]
+    assert presets == ["paper", "laptop"]
+    reason = read_request(["--device=cpu"], Launcher("alone")).preset_reason
+    assert reason == "the default without a GPU"
+    make = open(os.path.join(os.path.dirname(__file__), "../../Makefile")).read()
+    assert "launch/train.py --preset laptop" in make
+
+
+def test_what_only_a_gpu_does_is_said_on_a_cpu() -> None:
+    config = Config(precision="tf32", deterministic=True)
+    line = "--precision tf32, --deterministic: no effect without a GPU"
+    assert idle_on_a_cpu(config, {"precision", "deterministic"}, on_gpu=False) == line
+    assert idle_on_a_cpu(config, {"precision", "deterministic"}, on_gpu=True) == ""
+    assert idle_on_a_cpu(config, {"seed"}, on_gpu=False) == ""
+
+
+def test_each_group_of_ranks_takes_memory_of_a_gpu() -> None:
+    h100 = DEVICES["h100"]
+    taken = [h100.in_groups(sizes).reserved_bytes - h100.reserved_bytes for sizes in ((1, 1, 1), (4, 4, 1), (8, 4, 2))]
+    assert taken == pytest.approx([0, 2 * h100.group_bytes, 3 * h100.group_bytes]) and h100.group_bytes > 2**28
+    assert h100.in_groups((8, 4, 2)).in_groups((8, 4, 2)).reserved_bytes == h100.in_groups((8, 4, 2)).reserved_bytes
+
+
+def test_tf32_has_a_speed_of_its_own(tmp_path: object) -> None:
+    h100 = DEVICES["h100"]
+    assert h100.peak["fp32"] < h100.peak["tf32"] < h100.peak["bf16"]
+    with open(f"{tmp_path}/links.json", "w") as file:
+        file.write('{"matmul_flops_per_s": {"float32": 5e13, "tf32": 3e14}}')
+    shares = {name: measured(file.name, h100, name).shares["matmul"] for name in ("fp32", "tf32")}
+    assert shares["tf32"] == pytest.approx(3e14 / h100.peak["tf32"])
+    assert shares["fp32"] == pytest.approx(5e13 / h100.peak["fp32"])

@@ -1,0 +1,77 @@
+"""The figures' results that are kept: their verdicts follow from their points, and README's are theirs."""
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from figures import FIGURES
+from lab.figures.figure import Figure, Results
+
+from seqpar.report.curves import Curve
+
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "launch" / "experiments" / "results"
+Points = dict[tuple[str, str, str, int], list[tuple[float, float]]]  # by quantity, curve, axis and seed
+
+
+def points(number: int) -> Points:
+    every: Points = {}
+    with (KEPT / f"figure-{number}.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            key = (row["quantity"], row["curve"], row["over"], int(row["seed_or_kind"]))
+            every.setdefault(key, []).append((float(row["place"]), float(row["value"])))
+    return every
+
+
+@dataclass(frozen=True)
+class KeptResults(Results):
+    """Results whose curves are read from a table of points in place of journals."""
+
+    number: int = 0
+    within: float = 1e-9
+
+    def curves(self, quantity: str, *labels: str) -> list[Curve]:
+        every = points(self.number)
+        known = list(dict.fromkeys(curve for name, curve, over, _ in every if (name, over) == (quantity, "step")))
+        return [self._curve(every, quantity, label) for label in labels or known]
+
+    @staticmethod
+    def _curve(every: Points, quantity: str, label: str) -> Curve:
+        seeds = sorted({seed for name, curve, _, seed in every if (name, curve) == (quantity, label)})
+        rows = [every[quantity, label, "step", seed] for seed in seeds]
+        seconds = every.get((quantity, label, "seconds of training", seeds[0]), ())
+        steps = tuple(int(step) for step, _ in rows[0])
+        return Curve(label, steps, tuple(tuple(v for _, v in row) for row in rows), tuple(s for s, _ in seconds))
+
+    @property
+    def tolerance(self) -> float:
+        return self.within
+
+
+def verdicts(number: int) -> list[str]:
+    _, _, *lines = (KEPT / f"figure-{number}.txt").read_text().splitlines()
+    return lines[: lines.index("")]
+
+
+@pytest.mark.parametrize("number", [5, 6, 8])
+def test_verdicts_follow_from_the_points(number: int) -> None:
+    figure: Figure = FIGURES[number]
+    assert figure.judge(KeptResults({}, number=number)) == verdicts(number)
+
+
+def test_figures_are_kept_with_commit_command_and_machine() -> None:
+    for number in range(5, 18):
+        text = (KEPT / f"figure-{number}.txt").read_text()
+        assert re.search(r"`python launch/figures.py .*--scale laptop.*` at [0-9a-f]{7}.*cores", text), number
+        assert (KEPT / f"figure-{number}.csv").stat().st_size < 250_000
+    assert "3 seeds" in (KEPT / "figure-15.txt").read_text(), "one says nothing of what pretraining brings"
+    assert all(path.stat().st_size < 250_000 for path in KEPT.iterdir())
+
+
+def test_the_verdicts_of_the_front_page_are_those_that_are_kept() -> None:
+    quoted = re.findall(r"^- Figure (\d+): (.+)$", (ROOT / "README.md").read_text(), re.M)
+    assert len(quoted) == 3
+    for number, words in quoted:
+        assert any(words in verdict for verdict in verdicts(int(number)))

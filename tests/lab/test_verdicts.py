@@ -1,0 +1,107 @@
+"""Verdicts are true to the points: curves that coincide, that differ, that cross, within and beyond their seeds."""
+
+import math
+import re
+
+import pytest
+from lab.figures.verdicts import best_of, coincide, differ, difference, first_to_reach, highest, listed, reached
+
+from seqpar.report.curves import Curve
+
+STEPS = (10, 20, 30, 40)
+FALLING = (1.0, 0.8, 0.6, 0.4)
+
+
+def curve(label: str, *rows: tuple[float, ...]) -> Curve:
+    return Curve(label, STEPS, rows, (1.0, 2.0, 3.0, 4.0))
+
+
+def shifted(by: float, values: tuple[float, ...] = FALLING) -> tuple[float, ...]:
+    return tuple(value + by for value in values)
+
+
+def test_curves_that_coincide_are_said_to_with_their_largest_difference() -> None:
+    same = [curve("SeqPar 1", FALLING), curve("SeqPar 2", FALLING[:3] + (0.4 + 2.5e-13,)), curve("SeqPar 4", FALLING)]
+    words = coincide("Gather", "training loss", same, 1e-9)
+    assert words == "Gather: SeqPar 1, 2, 4 coincide: largest difference of the training loss 2.5e-13"
+    assert "SeqPar 1, 2, 4 coincide within 1e-02: " in coincide("Gather", "Dice", same, 1e-2)
+
+
+def test_curves_that_do_not_coincide_are_said_not_to_and_where() -> None:
+    off = [curve("SeqPar 1", FALLING), curve("SeqPar 2", (1.0, 0.85, 0.6, 0.4))]
+    words = coincide("Gather", "training loss", off, 1e-9)
+    assert "SeqPar 1, 2 do not coincide: largest difference of the training loss 0.05" in words
+    assert "between SeqPar 1 and SeqPar 2 at step 20 (bound 1e-09)" in words
+
+
+def test_each_seed_has_to_coincide_and_a_lost_value_does_not() -> None:
+    """The means of both seeds are equal, the seeds are not."""
+    turned = curve("SeqPar 2", shifted(-0.1), shifted(0.1))
+    words = coincide("Gather", "Dice", [curve("SeqPar 1", shifted(0.1), shifted(-0.1)), turned], 1e-9)
+    assert "do not coincide: largest difference of the Dice 0.2" in words
+    lost = curve("SeqPar 2", (1.0, math.nan, 0.6, 0.4))
+    assert difference(curve("SeqPar 1", FALLING), lost).largest == math.inf
+    assert difference(lost, lost).largest == 0.0
+
+
+def test_a_curve_beyond_the_seeds_spread_is_told_from_one_within() -> None:
+    """Each seed is compared with itself: what both curves share tells nothing about their difference."""
+    reference = curve("SeqPar 1", FALLING, shifted(0.3))
+    far, near = (curve("SeqPar 2", shifted(by), shifted(by + 0.32)) for by in (0.1, 0.0))
+    words = re.sub(r"at step \d+", "at step N", differ("No-Gather", "training loss", reference, far))
+    assert words == (
+        "No-Gather: SeqPar 2 differs from SeqPar 1: largest difference of the training loss 0.12 at step N; over the "
+        "last half it lies above by 0.11, beyond the seeds' spread of 0.02, each compared with itself (seeds of one "
+        "curve are up to 0.32 apart); they do not cross"
+    )
+    words = differ("No-Gather", "training loss", far, reference)
+    assert "it lies below by 0.11, beyond" in words
+    assert "above by 0.01, within the seeds' spread of 0.02" in differ("No-Gather", "training loss", reference, near)
+
+
+def test_one_seed_is_said_to_show_no_spread() -> None:
+    words = differ("No-Gather", "training loss", curve("SeqPar 1", FALLING), curve("SeqPar 2", shifted(0.1)))
+    assert "one seed shows no spread" in words and "beyond" not in words and "within" not in words
+
+
+def test_curves_that_cross_are_said_to_and_when() -> None:
+    crossing = curve("patch 8", (1.1, 0.9, 0.5, 0.2))
+    words = differ("Patches", "validation loss", curve("patch 16", FALLING), crossing)
+    assert words.endswith("they cross once, last before step 30") and "it lies below by 0.15" in words
+    twice = curve("patch 8", (1.1, 0.7, 0.7, 0.5))
+    assert "cross 2 times, last before step 30" in differ("Patches", "Dice", curve("patch 16", FALLING), twice)
+    assert difference(curve("a", FALLING), curve("b", FALLING)).crossings == ()
+    same = differ("Patches", "Dice", curve("patch 16", FALLING), curve("patch 8", FALLING))
+    assert same == "Patches: patch 8 is the same as patch 16: largest difference of the Dice 0"
+
+
+def test_only_common_steps_count() -> None:
+    short = Curve("SeqPar 2", (20, 40), ((0.8, 0.4),))
+    assert difference(curve("SeqPar 1", FALLING), short).largest == 0.0
+    with pytest.raises(ValueError, match="no step in common"):
+        difference(curve("SeqPar 1", FALLING), Curve("SeqPar 2", (15,), ((0.9,),)))
+
+
+def test_the_highest_is_that_after_the_same_number_of_steps() -> None:
+    longer = Curve("patch 4", (20, 40, 80), ((0.2, 0.5, 0.9),))
+    words = highest("Patches", "Dice", [curve("patch 16", (0.1, 0.2, 0.3, 0.4)), longer])
+    assert words.startswith("Patches: Dice after 40 steps: patch 16 0.400, patch 4 0.500; patch 4 is highest, by 0.1;")
+    seeds = [curve("patch 16", (0, 0, 0, 0.3), (0, 0, 0, 0.5)), curve("patch 8", (0, 0, 0, 0.4), (0, 0, 0, 0.5))]
+    assert "patch 8 is highest, by 0.05, within the seeds' spread of 0.1" in highest("Patches", "Dice", seeds)
+    assert "none is highest" in highest("Patches", "Dice", [curve("a", FALLING), curve("b", FALLING)])
+
+
+def test_the_first_to_reach_a_value_is_the_quickest_in_seconds() -> None:
+    quick = Curve("unetr", (10, 20), ((0.7, 0.9),), (0.5, 1.0))
+    slow = Curve("plain", (10, 20, 30), ((0.7, 0.8, 0.85),), (2.0, 4.0, 6.0))
+    words = first_to_reach("Networks", "Dice", [quick, slow, curve("primus", FALLING)], 0.8)
+    assert "unetr 1 s (step 20), plain 4 s (step 20), primus 1 s (step 10)" in words
+    assert reached(slow, 0.99).seconds is None
+    assert best_of(Curve("plain", (10, 20), ((0.61, 0.12396),))) == 0.61
+    own = Curve("plain", (10, 20), ((0.1, 0.1239),), (2.0, 4.0))
+    assert best_of(own) == 0.123 and reached(own, best_of(own)).step == 20
+    assert "plain never; none reaches it" in first_to_reach("Networks", "Dice", [slow], 0.99)
+
+
+def test_labels_are_listed_in_short_where_they_differ_by_a_number() -> None:
+    assert listed(["SeqPar 1", "SeqPar 2"]) == "SeqPar 1, 2" and listed(["Gather 2", "halo 2"]) == "Gather 2, halo 2"

@@ -1,0 +1,126 @@
+"""The folder of a prediction: going on where it stopped, errors, and files that are never touched."""
+
+import os
+import resource
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from seqpar.cli import predict
+from seqpar.cluster import exit_codes
+from seqpar.data.errors import DataError
+from seqpar.models.segmentation_network import SegmentationNet
+from seqpar.runs import trained_run
+from seqpar.runs.trained_run import load_nets
+from tests.support.folders import child, image_array, nnunet, save, tree
+from tests.support.predictions import RECIPE, act, make_run, on_ranks
+
+
+def test_one_bad_case_is_named_and_the_others_are_predicted(ranks, images, tmp_path, capfd) -> None:
+    run, bad = make_run(tmp_path / "run"), images / "c_001_0000.nii.gz"
+    assert act(tmp_path, run, out="good") == 0
+    bad.write_bytes(bad.read_bytes()[:200])
+    assert act(tmp_path, run) == exit_codes.DATA
+    printed = capfd.readouterr()
+    assert printed.err.count("error:") == 1 and "c_001_0000.nii.gz" in printed.err and ", 1 fault:" in printed.out
+    for name in ("c_000.nii.gz", "c_002.nii.gz"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "good" / name).read_bytes()
+    assert not (tmp_path / "out" / "c_001.nii.gz").exists()
+    codes = ranks(2, on_ranks, str(run), "-i", str(images), "-o", str(tmp_path / "two"), seqpar=1)
+    assert codes == [exit_codes.DATA] * 2 and capfd.readouterr().err.count("error:") == 1
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {"c_000.nii.gz", "c_002.nii.gz", "prediction.json"}
+
+
+def test_an_answer_that_is_not_finite_is_a_fault_of_its_case(images, tmp_path, capfd, monkeypatch) -> None:
+    def nets(*arguments: Any) -> list[SegmentationNet]:
+        (net,) = load_nets(*arguments)
+        with torch.no_grad():
+            net.encoder.norm.weight.fill_(float("nan"))
+        return [net]
+
+    monkeypatch.setattr(trained_run, "load_nets", nets)
+    assert act(tmp_path, make_run(tmp_path / "run")) == exit_codes.DATA
+    assert capfd.readouterr().err.count("NaN") == 3
+
+
+def test_continue_does_what_is_left_and_the_files_are_the_same(images, tmp_path, capsys) -> None:
+    run = make_run(tmp_path / "run")
+    assert act(tmp_path, run, "--probabilities", out="whole") == 0
+    for wait in (0.0, 0.05, 0.1, 0.2, 0.3, 0.5):  # killed early and late; what is complete stays
+        pid = child(lambda: act(tmp_path, run, "--probabilities", "--continue"))
+        try:
+            signal.sigtimedwait([signal.SIGUSR2], wait)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    leftover = tmp_path / "out" / ".c_001.rows.tmp"
+    leftover.parent.mkdir(exist_ok=True)
+    leftover.write_bytes(b"half")
+    assert act(tmp_path, run, "--probabilities", "--continue") == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    (tmp_path / "out" / "c_001.nii.gz").unlink()
+    before = (tmp_path / "out" / "c_000.nii.gz").stat().st_mtime_ns
+    capsys.readouterr()
+    assert act(tmp_path, run, "--probabilities", "--continue") == 0
+    assert "2 are done" in capsys.readouterr().out
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert (tmp_path / "out" / "c_000.nii.gz").stat().st_mtime_ns == before
+
+
+def test_continue_refuses_other_settings(images, tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    assert act(tmp_path, run) == 0
+    with pytest.raises(DataError, match="other settings .settings."):
+        act(tmp_path, run, "--continue", "--overlap", "0.25")
+    assert act(tmp_path, run, "--overlap", "0.25") == 0  # all again
+
+
+def test_a_place_that_cannot_be_written_is_one_clear_error(ranks, images, tmp_path, capfd) -> None:
+    run = make_run(tmp_path / "run")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match="cannot be written"):
+        act(tmp_path, run, out="file/out")
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))  # a real write that fails half way
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        arguments = [str(run), "-i", str(images), "-o", str(tmp_path / "out")]
+        os._exit(exit_codes.run(predict.act, arguments))
+
+    for number in range(3):
+        save(images / f"d_{number:03d}_0000.nii", image_array(number))  # unpacked: too long
+    capfd.readouterr()
+    assert os.waitstatus_to_exitcode(os.waitpid(child(limited), 0)[1]) == exit_codes.DATA
+    errors = capfd.readouterr().err
+    assert errors.count("error:") == 1 and "cannot be written" in errors and "--continue" in errors
+    assert len(list((tmp_path / "out").iterdir())) == 4  # what was finished, and nothing half done
+
+
+@pytest.mark.parametrize("more", [(), ("--continue",)])
+def test_files_that_predict_did_not_write_are_never_touched(more: tuple[str, ...], tmp_path) -> None:
+    run, data = make_run(tmp_path / "run"), nnunet(tmp_path / "data")
+    (data / "labelsTr" / "c_000.nii.gz").unlink()  # the second one's is there
+    before = tree(tmp_path)
+    with pytest.raises(DataError, match=r"c_001.nii.gz: would be overwritten, and no prediction.json"):
+        act(tmp_path, run, *more, images="data/imagesTr", out="data/labelsTr")
+    assert tree(tmp_path) == before
+    assert act(tmp_path, run, *more, images="data/imagesTr") == 0
+    assert act(tmp_path, run, images="data/imagesTr") == 0  # its own files are written again
+
+
+@pytest.mark.parametrize(
+    "names, case", [(("a/b", "a b"), "x"), (("b", "a_b"), "x_a")], ids=["one case's", "two cases'"]
+)
+def test_outputs_that_would_share_a_file_are_refused_before_anything(names: Any, case: str, tmp_path) -> None:
+    for name in ("x", case):
+        save(tmp_path / "images" / f"{name}_0000.nii.gz", image_array(0))
+    regions = {names[0]: [1], names[1]: [1, 2]}
+    recipe = replace(RECIPE, values=(0, 1, 2))
+    run = make_run(tmp_path / "run", recipe, regions=regions, regions_class_order=[1, 2])
+    with pytest.raises(DataError, match="two of the outputs"):
+        act(tmp_path, run, "--probabilities")
+    assert not (tmp_path / "out").exists()
+    assert act(tmp_path, run) == 0

@@ -1,0 +1,167 @@
+"""A results folder of nnU-Net's predicts as nnU-Net does, on any ranks."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+from seqpar.cli import predict
+from seqpar.cluster import exit_codes
+from seqpar.prediction.predictor import Predictor, Settings
+from seqpar.runs.open_run import open_run
+from tests.support import nnunet_prediction
+from tests.support.folders import image_array, save
+from tests.support.nnunet_networks import DATASET, Reference, configuration, plans_of, reference, write_results
+from tests.support.predictions import act, make_run, on_ranks, voxels
+from tests.support.ranks import run_ranks
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "nnunet"
+SPACING, MIRROR = [2.4, 3.9, 1.5], (1,)
+
+
+def own_of(kind: str) -> dict[str, Any]:
+    return {**configuration(kind), "spacing": SPACING}
+
+
+def case(folder: Path, number: int, shape: tuple[int, ...], affine: np.ndarray) -> list[Path]:
+    """Writes a case of two channels with a border of zeros."""
+    paths = []
+    for channel in range(2):
+        array = np.zeros(shape, np.float32)
+        array[1:, 2:, :-1] = 60 * image_array(7 * number + channel, tuple(n - c for n, c in zip(shape, (1, 2, 1)))) + 90
+        paths.append(save(folder / f"c{number}_{channel:04d}.nii.gz", array, affine))
+    return paths
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A results folder with two folds, transposed, and two cases: one with far slices, one smaller than the patch."""
+    kind = "ResidualEncoderUNet"
+    plans = plans_of(own_of(kind), transpose_forward=[1, 0, 2])
+    nets = [reference(kind).float(), reference(kind, 1).float()]
+    write_results(tmp_path / "model", nets, plans, inference_allowed_mirroring_axes=MIRROR)
+    case(tmp_path / "images", 0, (17, 14, 12), np.diag([-1.0, 0.8, 4.2, 1.0]))
+    case(tmp_path / "images", 1, (9, 13, 11), np.diag([0.9, 1.1, 2.0, 1.0]))
+    return tmp_path
+
+
+def wanted(place: Path, number: int, folds: tuple[int, ...] = (0, 1), mirror: tuple[int, ...] = MIRROR) -> np.ndarray:
+    nets = [reference("ResidualEncoderUNet", fold).float() for fold in folds]
+    finest = [lambda x, net=net: net(x)[0] for net in nets]
+    plans = json.loads((place / "model" / "plans.json").read_text())
+    paths = sorted((place / "images").glob(f"c{number}_*"))
+    return nnunet_prediction.labels(finest, paths, plans, own_of("ResidualEncoderUNet"), mirror)
+
+
+def test_labels_of_one_rank_and_of_two_are_nnunets(place: Path) -> None:
+    expected = [wanted(place, number) for number in range(2)]
+    assert act(place, place / "model", "--probabilities", "--statistics") == 0
+    arguments = [str(place / "model"), "-i", str(place / "images"), "-o"]
+    run_ranks(2, on_ranks, *arguments, str(place / "windows"), seqpar=1)
+    run_ranks(2, on_ranks, *arguments, str(place / "halo"), "--mode", "halo", seqpar=2)
+    for number, want in enumerate(expected):
+        source = nibabel.load(place / "images" / f"c{number}_0000.nii.gz")
+        for folder in ("out", "windows", "halo"):
+            image = nibabel.load(place / folder / f"c{number}.nii.gz")
+            assert image.shape == source.shape and np.array_equal(image.affine, source.affine)
+            assert np.count_nonzero(np.asarray(image.dataobj) != want) <= 1, (number, folder)  # where logits tie
+        assert min(np.unique(want, return_counts=True)[1]) > 20
+        several = [voxels(path) for path in sorted((place / "out" / "probabilities").glob(f"c{number}_*"))]
+        assert len(several) == 3 and np.allclose(sum(several), 1, atol=1e-5)
+    lines = (place / "out" / "statistics.csv").read_text().splitlines()
+    assert len(lines) == 5 and lines[1].startswith("c0,edge")
+
+
+def test_what_nnunet_predicted_of_its_own_comes_out_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for path in (GOLDEN / "imagesTs").glob("case_0_*"):
+        shutil.copy(path, tmp_path / "images")
+    run_ranks(2, on_ranks, str(GOLDEN / "model"), "-i", str(tmp_path / "images"), "-o", str(tmp_path / "out"), seqpar=1)
+    got, want = (nibabel.load(folder / "case_0.nii.gz") for folder in (tmp_path / "out", GOLDEN / "expected"))
+    assert np.count_nonzero(np.asarray(got.dataobj) != np.asarray(want.dataobj)) <= 5
+    assert np.allclose(got.affine, want.affine, atol=1e-3) and got.get_data_dtype() == want.get_data_dtype()
+
+
+def test_folds_flips_windows_and_weights_act(place: Path) -> None:
+    one = ["--folds", "1", "--mirror", "none"]
+    assert act(place, place / "model", *one, out="one") == 0
+    want = wanted(place, 0, folds=(1,), mirror=())
+    assert np.count_nonzero(voxels(place / "one" / "c0.nii.gz") != want) <= 1
+    for name, flags in {"overlap": ["--overlap", "0.75"], "constant": ["--weights", "constant"]}.items():
+        assert act(place, place / "model", *one, *flags, out=name) == 0
+        assert np.count_nonzero(voxels(place / name / "c0.nii.gz") != want) > 5
+    record = json.loads((place / "one" / "prediction.json").read_text())
+    assert list(record["weights"]) == [str(place / "model" / "fold_1" / "checkpoint_final.pth")]
+
+
+def test_a_whole_pass_needs_force_as_it_is_another_function(place: Path) -> None:
+    with pytest.raises(ValueError, match="--window whole .* another function than nnU-Net trained.*--force"):
+        act(place, place / "model", "--window", "whole")
+    assert not (place / "out").exists()
+    flags = ["--folds", "0", "--mirror", "none"]
+    assert act(place, place / "model", "--window", "whole", "--force", *flags) == 0
+    assert np.count_nonzero(voxels(place / "out" / "c0.nii.gz") != wanted(place, 0, (0,), ())) > 20
+
+
+def test_a_predictor_needs_force_for_a_whole_pass_as_the_command_line_does(place: Path) -> None:
+    """And refuses it before it reads weights, and where it would do nothing."""
+    image = np.ones((2, 12, 14, 17), np.float32)
+    with pytest.raises(ValueError, match="another function than nnU-Net trained.*force=True"):
+        Predictor.from_run(place / "model", settings=Settings("whole"))
+    with pytest.raises(ValueError, match="--force would do nothing"):
+        Predictor.from_run(place / "model", settings=Settings("sliding", force=True))
+    whole = Predictor.from_run(place / "model", settings=Settings("whole", force=True))
+    with pytest.raises(ValueError, match="another function"):
+        Predictor(whole.run, whole.nets, Settings("whole"), whole.mesh)
+    assert whole.predict(image).shape == image.shape[1:]
+
+
+def test_a_window_goes_to_one_rank_and_to_several_where_it_does_not_fit(place: Path) -> None:
+    run = open_run(place / "model", folds=["0"])
+    alone, shared = (run.window_bytes(size) for size in (1, 2))
+    assert 0.5 * alone < shared < 0.9 * alone  # the weights are on both
+    assert run.window_group([1, 2, 4], alone) == 1 and run.window_group([1, 2, 4], alone - 1) == 2
+    assert run.window_group([1, 2, 4], 0) == 4 and open_run(place / "model").window_bytes(1) > alone
+    voxels, widths = 4 * 8 * 16, 2 * 4  # the finest level alone: what is joined, and its convolution's output
+    assert alone > voxels * widths * 4
+
+
+def test_regions_are_written_in_their_order(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    own = own_of("PlainConvUNet")
+    net = Reference(2, 2, own["architecture"]["arch_kwargs"])
+    dataset = {
+        **DATASET, "labels": {"background": 0, "whole": [1, 2], "core": 2, "ignore": 3}, "regions_class_order": [1, 2],
+    }  # fmt: skip
+    write_results(tmp_path / "model", [net], plans_of(own), dataset=dataset, inference_allowed_mirroring_axes=None)
+    paths = case(tmp_path / "images", 0, (12, 13, 11), np.diag([1.0, 1.0, 2.0, 1.0]))
+    assert act(tmp_path, tmp_path / "model") == 0
+    want = nnunet_prediction.labels([lambda x: net(x)[0]], paths, plans_of(own), own, (), [1, 2])
+    assert np.count_nonzero(voxels(tmp_path / "out" / "c0.nii.gz") != want) <= 1
+    assert len(np.unique(want)) == 3
+
+
+def test_flags_and_folders_that_do_not_fit_are_refused(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = place / "model"
+    for flags, message in {
+        ("--folds", "3"): "has no fold_3/checkpoint_final.pth; folds with that file: 0, 1",
+        ("--checkpoint", "best"): "fold_0/checkpoint_best.pth",
+        ("--checkpoint", "best", "final"): "one is taken of each fold",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            act(place, model, *flags)
+    run = make_run(place / "run")
+    with pytest.raises(ValueError, match="--folds 0: .* is no results folder"):
+        act(place, run, "--folds", "0")
+    with pytest.raises(ValueError, match="--force would do nothing"):
+        act(place, run, "--force")
+    with pytest.raises(ValueError, match=r"their axes are nnU-Net's \(SimpleITKIO, transposed 1 0 2\) and canonical"):
+        predict.act([str(model), str(run), "-i", str(place / "images"), "-o", str(place / "out")])
+    (place / "images" / "c1_0001.nii.gz").unlink()
+    assert act(place, model, "--folds", "0", "--mirror", "none") == exit_codes.DATA
+    assert "c1_0001.nii.gz: is missing" in capfd.readouterr().err

@@ -1,0 +1,42 @@
+"""predictions.csv: whose cases stay when others are predicted into its folder."""
+
+from pathlib import Path
+
+import numpy as np
+
+from seqpar.data.formats.dataset import Case
+from seqpar.tasks.classify.class_files import read_class_table
+from seqpar.tasks.classify.predict_classes import EXPLANATIONS, PredictionTable
+
+
+def test_what_another_run_predicted_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    cases, names = [Case("a", ()), Case("b", ())], ("healthy", "ill")
+
+    def left(run: str, resume: bool) -> list[str]:
+        return [case.id for case in PredictionTable(tmp_path, names).open(cases, {"runs": run}, resume)]
+
+    table = PredictionTable(tmp_path, names)
+    table.open(cases, {"runs": "first"}, False)
+    table.add("a", np.array([0.5, 0.5]))
+    (picture := tmp_path / EXPLANATIONS / "a.png").parent.mkdir()
+    picture.touch()
+    assert left("first", True) == ["b"] and picture.exists()
+    assert left("second", False) == ["a", "b"] and not picture.exists()
+    assert left("second", True) == ["a", "b"], "it was killed before its first case"
+
+
+def test_cases_that_are_predicted_later_join_the_table_of_the_same_settings(tmp_path: Path) -> None:
+    names, record = ("healthy", "ill"), {"runs": "first"}
+
+    def predict_as(cases: str, probability: float, own: dict = record) -> tuple[str, ...]:
+        table = PredictionTable(tmp_path, names)
+        for case in table.open([Case(case, ()) for case in cases], own, False):
+            table.add(case.id, np.array([probability, 1 - probability]))
+        return read_class_table(tmp_path / "predictions.csv").cases
+
+    assert predict_as("abc", 0.2) == ("a", "b", "c")
+    assert predict_as("bd", 0.7) == ("a", "b", "c", "d")
+    assert read_class_table(tmp_path / "predictions.csv").probabilities[:, 0].tolist() == [0.2, 0.7, 0.2, 0.7]
+    PredictionTable(tmp_path, names).open([Case("d", ())], record, False)  # killed before its first case
+    assert read_class_table(tmp_path / "predictions.csv").cases == ("a", "b", "c"), "d is to be predicted anew"
+    assert predict_as("e", 0.5, {"runs": "second"}) == ("e",)

@@ -1,0 +1,150 @@
+"""Several runs predict together: the mean of their probabilities; runs that do not fit are refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from seqpar.cli import export, predict
+from seqpar.cluster import exit_codes
+from seqpar.data.errors import DataError
+from seqpar.prediction.run_average import MeanProbabilities
+from tests.support.folders import tree, write_json
+from tests.support.predictions import RECIPE, SMALL, act, make_run, on_ranks, voxels, write_images
+
+OTHER_SPACING = replace(RECIPE, spacing=(1.5, 0.8, 1.0))
+TWO_VALUES = replace(RECIPE, values=(0, 2, 5))
+REGIONS: dict[str, Any] = {"regions": {"whole": [1, 2], "core": [2]}, "regions_class_order": [1, 2]}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images and runs that fit each other, each predicted by itself."""
+    place = tmp_path_factory.mktemp("runs")
+    write_images(place / "images")
+    torch.manual_seed(0)
+    make_run(place / "a")
+    make_run(place / "b", OTHER_SPACING, replace(SMALL, tile=(12, 8, 8)))
+    make_run(place / "c", TWO_VALUES, **REGIONS)
+    make_run(place / "d", TWO_VALUES, **REGIONS)
+    for name in "abcd":
+        weights = load_file(place / name / "model.safetensors")
+        weights["decoder.classes.weight"] *= -20 if name in "bd" else 30  # else the bias decides alone, and alike
+        weights["decoder.classes.bias"].zero_()
+        save_file(weights, place / name / "model.safetensors")
+        assert act(place, place / name, "--probabilities", out=f"out-{name}") == 0
+    return place
+
+
+def predict_all(place: Path, names: str, *more: str, out: Path) -> int:
+    runs = [str(place / name) for name in names]
+    return predict.act([*runs, "-i", str(place / "images"), "-o", str(out), *more])
+
+
+@pytest.mark.parametrize("names, outputs", [("ab", ("label-0", "label-1")), ("cd", ("whole", "core"))])
+def test_several_runs_predict_by_the_mean_of_their_probabilities(names: str, outputs, place, tmp_path) -> None:
+    """One run is at its own spacing and has its own tile; regions may overlap, and the later label wins."""
+    assert predict_all(place, names, "--probabilities", out=tmp_path / "out") == 0
+    differ = 0
+    for case in ("c_000", "c_001", "c_002"):
+        files = [f"probabilities/{case}_{output}.nii.gz" for output in outputs]
+        alone = [np.stack([voxels(place / f"out-{name}" / file) for file in files]) for name in names]
+        mean, written = np.mean(alone, 0), np.stack([voxels(tmp_path / "out" / file) for file in files])
+        assert np.abs(written - mean).max() < 1e-6
+        labels = voxels(tmp_path / "out" / f"{case}.nii.gz")
+        if names == "ab":
+            expected, sure = mean.argmax(0), np.abs(mean[1] - mean[0]) > 1e-5
+        else:
+            expected, sure = np.where(mean[1] > 0.5, 5, np.where(mean[0] > 0.5, 2, 0)), (abs(mean - 0.5) > 1e-5).all(0)
+        assert sure.mean() > 0.9 and (labels == expected)[sure].all()
+        differ += sum(int((labels != voxels(place / f"out-{name}" / f"{case}.nii.gz")).sum()) for name in names)
+    assert differ > 0, "or one of them would do"
+
+
+def test_the_mean_is_the_same_on_any_number_of_ranks(ranks, place, tmp_path) -> None:
+    runs = [str(place / name) for name in "ab"]
+    written = []
+    for world in (1, 2, 4):
+        out = tmp_path / str(world)
+        more = ("-i", str(place / "images"), "-o", str(out), "--statistics")
+        assert ranks(world, on_ranks, *runs, *more, seqpar=1) == [0] * world
+        written.append(tree(out))
+    assert written[0] == written[1] == written[2]
+    assert set(written[0]) == {"c_000.nii.gz", "c_001.nii.gz", "c_002.nii.gz", "prediction.json", "statistics.csv"}
+
+
+def test_an_exported_run_does_not_count_twice(place, tmp_path) -> None:
+    export.act([str(place / "a"), str(tmp_path / "a.zip")])
+    export.act([str(place / "b"), str(tmp_path / "b.zip")])
+    line = ["-i", str(place / "images"), "-o", str(tmp_path / "out")]
+    with pytest.raises(ValueError, match="/a and .*a.zip hold the same weights, which would count twice"):
+        predict.act([str(place / "a"), str(tmp_path / "a.zip"), *line])
+    options = predict._parser().parse_args([str(place / "a"), str(tmp_path / "b.zip"), *line])
+    assert len(predict._members(options)) == 2
+
+
+def test_a_folder_of_five_folds_stands_for_its_runs(place, tmp_path, monkeypatch) -> None:
+    five, opened = tmp_path / "five", list[str]()
+    write_json(five / "folds.json", {})
+    line = ["-i", str(place / "images"), "-o", str(tmp_path / "out")]
+    for fold in range(5):
+        write_json(five / f"fold{fold}" / "status.json", {"state": "finished" if fold in (0, 3) else "preempted"})
+    with pytest.raises(ValueError, match="fold0, fold3 have finished: .*--resume --fold all5 .*, or average these: .*"):
+        predict.act([str(five), *line])
+    with pytest.raises(ValueError, match=f"{five} holds five folds: name the run folder of one, such as {five}/fold0"):
+        export.act([str(five), str(tmp_path / "five.zip")])
+    for fold in range(5):
+        write_json(five / f"fold{fold}" / "status.json", {"state": "finished"})
+    monkeypatch.setattr(predict, "open_run", lambda path, *of: opened.append(str(path)))
+    monkeypatch.setattr(predict, "refuse_runs", lambda options, runs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        predict.act([str(five), str(place / "a"), *line])
+    assert opened == [*(f"{five}/fold{n}" for n in range(5)), str(place / "a")]
+
+
+def test_what_was_averaged_is_recorded_and_continued_by_the_same_runs_alone(place, tmp_path) -> None:
+    out = tmp_path / "out"
+    assert predict_all(place, "ab", out=out) == 0
+    record = json.loads((out / "prediction.json").read_text())
+    assert [Path(run["run"]).name for run in record["runs"]] == ["a", "b"]
+    assert predict_all(place, "ab", "--continue", out=out) == 0
+    for names in ("a", "ba"):
+        with pytest.raises(DataError, match="other settings .*runs"):
+            predict_all(place, names, "--continue", out=out)
+
+
+def test_runs_that_do_not_fit_together_are_refused_by_name(place, tmp_path) -> None:
+    channels = replace(RECIPE, modalities=("T2",))
+    make_run(tmp_path / "t2", channels)
+    make_run(tmp_path / "values", replace(RECIPE, values=(0, 3)), labels={"label 0": 0, "label 1": 1})
+    order = make_run(tmp_path / "order", TWO_VALUES, **{**REGIONS, "regions_class_order": [2, 1]})
+    for names, why in (
+        (["a", "a"], "a is named twice"),
+        (["a", str(tmp_path / "t2")], "their channels are T1 and T2"),
+        (["a", "c"], "their outputs are label 0, label 1 and whole, core"),
+        (["a", str(tmp_path / "values")], "their labels are label 0 0, label 1 1 and label 0 0, label 1 3"),
+        (["c", str(order)], "their labels of regions are 2, 5 and 5, 2"),
+    ):
+        with pytest.raises(ValueError, match=why) as error:
+            predict_all(place, names, out=tmp_path / "out")  # type: ignore[arg-type]
+        assert all(name.split("/")[-1] in str(error.value) for name in names)
+    with pytest.raises(ValueError, match="--checkpoint .*: a file belongs to one run"):
+        predict_all(place, "ab", "--checkpoint", str(place / "a" / "model.safetensors"), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_room_for_the_mean_is_one_error_that_leaves_nothing_half_done(place, tmp_path, monkeypatch, capfd) -> None:
+    def full(*of: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MeanProbabilities, "put", full)
+    runs = [str(place / name) for name in "ab"]
+    line = [*runs, "-i", str(place / "images"), "-o", str(tmp_path / "out")]
+    assert exit_codes.run(predict.act, line) == exit_codes.DATA
+    assert capfd.readouterr().err.count("No space left") == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["prediction.json"]

@@ -1,0 +1,137 @@
+"""On every plane, in reports and in a run's pictures, it can be seen which side is the patient's left."""
+
+import base64
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqpar.cli import report
+from seqpar.cluster.exit_codes import DATA, USAGE, run
+from seqpar.report.pictures import PicturedCase, figure_of_cases
+from seqpar.report.planes import PLANES, convention, fullest_planes, plane_of, sides
+from tests.support.report_page import NAMES, Page, decode, unroll, written
+
+ENDS = {"R": (0, -1), "L": (0, 0), "A": (1, -1), "P": (1, 0), "S": (2, -1), "I": (2, 0)}  # dim, and which end of it
+WANTED = {False: ["APSI", "RLSI", "RLAP"], True: ["PASI", "LRSI", "LRAP"]}
+
+
+def nearest_side(picture: np.ndarray) -> int:
+    """Returns the side of a picture where all that is bright lies: 0 left, 1 right, 2 top, 3 bottom."""
+    lines = picture[:, 0], picture[:, -1], picture[0], picture[-1]
+    (side,) = [number for number, line in enumerate(lines) if line.all()]
+    return side
+
+
+@pytest.mark.parametrize("neurological", [False, True])
+def test_each_letter_stands_where_the_patients_side_is(neurological: bool) -> None:
+    for (_, dim), letters in zip(PLANES, sides(neurological)):
+        assert sorted(letters) == sorted(letter for letter, (across, _) in ENDS.items() if across != dim)
+        for number, letter in enumerate(letters):
+            volume, (across, end) = np.zeros((4, 5, 6)), ENDS[letter]
+            np.moveaxis(volume, across, 0)[end] = 1
+            assert nearest_side(plane_of(volume, dim, 2, neurological)) == number
+    assert f"left is on the {'left' if neurological else 'right'} of" in convention(neurological)
+    assert sides(neurological)[2].index("L") == (0 if neurological else 1)
+
+
+@pytest.mark.parametrize("neurological", [False, True])
+def test_a_runs_picture_shows_letters_and_convention(neurological: bool) -> None:
+    image, label = np.ones((8, 10, 12)), np.zeros((8, 10, 12), int)
+    image[:3], label[1:3, 4:6, 4:6] = 9, 1  # bright in the patient's left
+    case = PicturedCase("a", image, label, np.roll(label, 1, 0), (1.0, 1.0, 3.0))
+    figure = figure_of_cases([case], ["tumour"], neurological)
+    assert figure._suptitle.get_text() == convention(neurological)
+    for panel, letters, (plane, dim) in zip(figure.axes, WANTED[neurological], PLANES):
+        assert [text.get_text() for text in panel.texts] == list(letters)
+        at = fullest_planes(label)[dim]
+        assert panel.get_title().split("  ")[-1] == f"{plane} {at + 1} / {label.shape[dim]}"
+        shown = np.asarray(panel.images[0].get_array())
+        assert panel.yaxis_inverted() and shown.shape == tuple(np.delete(label.shape, dim)[::-1])
+        if dim:
+            bright = np.flatnonzero(shown.mean(0) > 5)
+            assert bright.tolist() == ([0, 1, 2] if neurological else [5, 6, 7])
+
+
+@pytest.mark.parametrize("neurological", [False, True])
+def test_a_report_shows_letters_and_convention(finished: Path, tmp_path: Path, neurological: bool) -> None:
+    target = tmp_path / "page.html"
+    flags = ["--neurological"] if neurological else []
+    assert run(report.act, [str(finished), "--out", str(target), "--cases", "2", *flags]) == 0
+    text = target.read_text()
+    groups = re.findall(r'<g class="sides"[^>]*>(.*?)</g>', text)
+    assert [re.sub("<.*?>", "", group) for group in groups] == WANTED[neurological] * 2
+    page = Page(text)
+    assert convention(neurological) in page.text and "A front (anterior)" in page.text
+    volumes = json.loads(page.scripts["volumes"])
+    assert (volumes["sides"], volumes["mirrored"]) == (WANTED[neurological], not neurological)
+    entry = volumes["cases"][0]
+    at = fullest_planes(unroll(entry["truth"], entry["shape"], entry["columns"]))
+    sheet = entry["images"][entry["modalities"].index(entry["favourite"])]
+    volume = unroll(sheet, entry["shape"], entry["columns"])
+    pictures = re.findall(r'<image [^>]*href="data:image/png;base64,([^"]+)"', text)[:3]
+    for picture, (_, dim) in zip(pictures, PLANES):
+        seen, wanted = decode(base64.b64decode(picture)), plane_of(volume, dim, at[dim], neurological)
+        assert seen.shape == wanted.shape and np.abs(seen.astype(int) - wanted).max() <= 3  # the sheet has 64 levels
+        assert np.abs(seen.astype(int) - wanted[:, ::-1]).max() > 30
+
+
+def test_a_report_follows_its_run_unless_told_otherwise(copied: Path) -> None:
+    content = json.loads((copied / "config.json").read_text())
+    content["config"]["neurological"] = True
+    (copied / "config.json").write_text(json.dumps(content))
+    assert convention(True) in written(copied).text
+    assert convention(False) in written(copied, "--no-neurological").text
+
+
+@pytest.fixture
+def test_set(finished: Path, tmp_path: Path) -> dict[str, Path]:
+    """Two cases that the run has never seen, as nnU-Net names them; the network wants four modalities."""
+    places = {kind: tmp_path / kind for kind in ("images", "labels", "found")}
+    for folder in places.values():
+        folder.mkdir()
+    for number, name in enumerate(NAMES[:2]):
+        data = finished.parent / "data" / name
+        for channel, kind in enumerate(("t1c", "t1n", "t2f", "t2w")):
+            shutil.copy(data / f"{name}-{kind}.nii.gz", places["images"] / f"new{number}_{channel:04d}.nii.gz")
+        for kind in ("labels", "found"):
+            shutil.copy(data / f"{name}-seg.nii.gz", places[kind] / f"new{number}.nii.gz")
+    return places
+
+
+def report_on(run_folder: Path, places: dict[str, Path], *more: object) -> tuple[int, Page]:
+    target = places["found"].parent / "page.html"
+    target.unlink(missing_ok=True)
+    line = [str(run_folder), "--truth", str(places["labels"]), "--prediction", str(places["found"])]
+    code = run(report.act, [*line, "--out", str(target), *map(str, more)])
+    return code, Page(target.read_text() if target.exists() else "")
+
+
+def test_a_test_set_is_shown_with_its_images(finished: Path, test_set: dict[str, Path], page: Page) -> None:
+    code, bare = report_on(finished, test_set)
+    assert code == 0 and bare.cases == ["new0", "new1"]
+    assert bare.text.count("The images of this case are not known: name their folder by --images") == 2
+    assert "any more" not in bare.text and json.loads(bare.scripts["volumes"])["cases"][0]["images"] == []
+    code, shown = report_on(finished, test_set, "--images", test_set["images"])
+    assert code == 0 and shown.cases == ["new0", "new1"] and "not known" not in shown.text
+    own = {case["name"]: case for case in json.loads(page.scripts["volumes"])["cases"]}
+    for number, case in enumerate(json.loads(shown.scripts["volumes"])["cases"]):
+        names = "images", "truth", "shape", "spacing", "modalities", "favourite"
+        assert {name: case[name] for name in names} == {name: own[NAMES[number]][name] for name in names}
+
+
+def test_an_image_that_is_missing_or_elsewhere_is_said(finished: Path, test_set: dict[str, Path], capsys) -> None:
+    (test_set["images"] / "new1_0002.nii.gz").unlink()
+    code, some = report_on(finished, test_set, "--images", test_set["images"])
+    assert code == 0 and "new1_0002.nii.gz: is missing" in some.text
+    assert f"{test_set['images']} holds no image of new1; only the labels are shown" in some.text
+    assert [len(case["images"]) for case in json.loads(some.scripts["volumes"])["cases"]] == [4, 0]
+    empty = test_set["images"].parent / "empty"
+    empty.mkdir()
+    assert report_on(finished, test_set, "--images", empty)[0] == DATA
+    assert report_on(finished, test_set, "--images", empty, "--cases", 0)[0] == USAGE
+    first, second = capsys.readouterr().err.splitlines()
+    assert "no cases were found in it" in first and "--images would do nothing" in second

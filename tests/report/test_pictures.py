@@ -1,0 +1,94 @@
+"""A report's pictures: sheets of volumes, outlines, curves and strips."""
+
+import json
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from seqpar.report import pictures
+from seqpar.report.charts import Curve, draw_curves, draw_strips
+from seqpar.report.embedded_volumes import coarsen, coarsen_label, embed, encode, outline, png, sheet
+from tests.support.report_page import unroll
+
+
+def test_a_budget_of_bytes_is_kept() -> None:
+    generator = np.random.default_rng(0)
+    image = generator.integers(0, 256, (40, 50, 30), np.uint8)
+    truth = (image > 200).astype(np.uint8)
+    free = embed([image] * 2, truth, truth, (1, 1, 2), 10**7)
+    assert free.factors == (1, 1, 1)
+    for budget in (40_000, 9_000, 1_500):
+        made = embed([image] * 2, truth, truth, (1, 1, 2), budget)
+        assert made.num_bytes <= budget < free.num_bytes
+        assert made.factors[2] <= min(made.factors[:2])  # the thick slices are thinned out last
+        assert made.shape == tuple(-(-side // f) for side, f in zip(image.shape, made.factors))
+        unrolled = unroll(made.truth, list(made.shape), made.columns)
+        assert np.array_equal(unrolled, coarsen_label(truth, made.factors))
+
+
+def test_curves_of_few_steps_have_whole_steps_and_one_scale_in_all_panels(tmp_path, monkeypatch) -> None:
+    rows = [{"kind": "train", "step": step, "loss": 1.0, "lr": 0.1} for step in range(2)]
+    rows.append({"kind": "val", "step": 2, "loss": 1.0, "dice": {"tumour": 0.0}})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.append(figure))
+    figures = list[Any]()
+    pictures.draw_progress(tmp_path)
+    figures[0].draw_without_rendering()
+    for panel in figures[0].axes:
+        assert panel.get_xlim() == (0, 3) and [float(place) for place in panel.get_xticks()] == [0, 1, 2, 3]
+    assert not figures[0].axes[1].lines[0].get_clip_on(), "a Dice of 0 is seen whole"
+
+
+def test_coarse_images_are_means_of_blocks() -> None:
+    image = np.random.default_rng(1).integers(0, 256, (5, 4, 3), np.uint8)
+    made = coarsen(image, (2, 3, 1))
+    assert made.shape == (3, 2, 3)
+    assert made[0, 0, 1] == np.rint(image[:2, :3, 1].mean())
+    assert made[2, 1, 2] == np.rint(image[4:, 3:, 2].mean())
+
+
+def test_a_sheet_can_be_unrolled() -> None:
+    volume = np.random.default_rng(2).integers(0, 256, (7, 5, 11), np.uint8)
+    assert np.array_equal(unroll(encode(png(sheet(volume, 4))), [7, 5, 11], 4), volume)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
+def test_an_outline_encloses_just_the_mask(density: float) -> None:
+    mask = np.random.default_rng(3).random((9, 7)) < density
+    area, edges = 0, 0
+    for line in re.findall(r"M(\d+) (\d+)([^z]*)z", outline(mask)):
+        x, y = int(line[0]), int(line[1])
+        for kind, length in re.findall(r"([hv])(-?\d+)", line[2]):
+            edges += abs(int(length))
+            if kind == "h":
+                area -= int(length) * y  # Green's theorem, inside on the right with y downwards
+                x += int(length)
+            else:
+                y += int(length)
+        assert (x, y) == (int(line[0]), int(line[1]))
+    padded = np.pad(mask, 1).astype(int)
+    assert area == mask.sum()
+    assert edges == np.abs(np.diff(padded, axis=0)).sum() + np.abs(np.diff(padded, axis=1)).sum()
+
+
+def test_strips_show_each_case_that_has_a_value() -> None:
+    text = draw_strips("Dice", {"a&b": [(0.25, "x<"), (math.nan, "y")], "c": [(math.nan, "x<")]}, 0, 1)
+    assert text.count("<circle") == 1 and "x&lt;: 0.25" in text and "a&amp;b" in text
+    assert draw_strips("Dice", {"c": [(math.nan, "x")]}, 0, 1) == ""
+
+
+def test_a_value_alone_is_seen() -> None:
+    """A run that was ended after its first step, or validated once."""
+    assert draw_curves("Loss", [Curve("training", [1], [0.5])]).count("<circle") == 1
+    assert "<circle" not in draw_curves("Loss", [Curve("training", [1, 2], [0.5, 0.4])])
+    assert draw_curves("Dice", [Curve("ET", [1], [math.nan], dots=True)]) == ""
+
+
+def test_a_long_name_leaves_room_for_its_dots() -> None:
+    text = draw_strips("Dice", {"n" * 90: [(0.25, "a"), (0.75, "b")], "short": [(1.0, "a")]}, 0, 1)
+    places = [float(x) for x in re.findall(r'cx="([-.0-9]+)"', text)]
+    assert len(places) == 3 and 200 < places[0] < places[1] < places[2] < 520
+    assert min(float(w) for w in re.findall(r'<rect[^>]*width="([-.0-9]+)"', text)) >= 0

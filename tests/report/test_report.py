@@ -1,0 +1,226 @@
+"""A report is one well-formed page that loads nothing, says what the run says, and shows the slices that it claims."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from seqpar.cli import evaluate, report
+from seqpar.cluster.exit_codes import DATA, USAGE, run
+from seqpar.report.run_page import as_json, fill
+from seqpar.settings.presets import debug
+from tests.support.report_page import NAMES, Page, unroll, written
+
+
+def test_the_page_is_well_formed_and_loads_nothing(page: Page, finished: Path) -> None:
+    assert page.scripts["code"] and page.attributes
+    loading = {"src", "href", "xlink:href", "data", "poster", "action", "srcset"}
+    used = [value for _, name, value in page.attributes if name in loading]
+    assert used  # the slices
+    assert all(value.startswith("data:image/png;base64,") for value in used)
+    text = (finished / "report.html").read_text()
+    assert not re.search(r"https?://|@import|url\(|<link|fetch\(|XMLHttpRequest", text)
+
+
+def test_names_from_files_are_escaped(page: Page, finished: Path) -> None:
+    text = (finished / "report.html").read_text()
+    assert "<b>" not in text
+    assert NAMES[2] in page.text
+    assert NAMES[2] in [case["name"] for case in json.loads(page.scripts["volumes"])["cases"]]
+
+
+def test_json_in_the_page_ends_no_script_and_has_no_nan() -> None:
+    text = as_json({"name": "</script><!--", "values": [math.nan, math.inf, 0.5]})
+    assert "<" not in text
+    assert json.loads(text, parse_constant=pytest.fail) == {"name": "</script><!--", "values": [None, None, 0.5]}
+
+
+def test_numbers_are_those_of_the_summary(page: Page, finished: Path) -> None:
+    summary = json.loads((finished / "validation" / "summary.json").read_text())
+    assert list(summary["classes"]) == ["NCR", "ED", "ET", "WT", "TC"]
+    for name, key in summary["classes"].items():
+        kinds = ("mean", "median", "global")
+        wanted = [summary[kind][key]["Dice"] for kind in kinds]
+        wanted += [summary[kind][key][metric] for metric in ("NSD", "HD95") for kind in kinds[:2]]
+        assert page.cells["metrics", name] == [*wanted, summary["num_values"][key]["Dice"]]
+    for entry in summary["metric_per_case"]:
+        case = Path(entry["prediction_file"]).name.removesuffix(".nii.gz")
+        wanted = [entry["metrics"][key]["Dice"] for key in summary["classes"].values()]
+        assert page.cells["per-case", case][:-1] == wanted
+
+
+def test_worst_cases_come_first(page: Page, finished: Path) -> None:
+    order = [page.cells["per-case", name][-1] for name in page.cases]
+    assert len(order) == len(NAMES)
+    assert order == sorted(order) and order[0] < order[-1] == 1.0
+    shown = written(finished, "--cases", 1).cases
+    assert shown == page.cases[:1]
+    assert written(finished, "--cases", 0).cases == []
+    written(finished)
+
+
+def test_embedded_volumes_are_the_cases_slices(page: Page, finished: Path) -> None:
+    volumes = json.loads(page.scripts["volumes"])
+    numbers = {1: 1, 2: 2, 3: 3}
+    assert [label["name"] for label in volumes["labels"]] == ["NCR", "ED", "ET"]
+    for case in volumes["cases"]:
+        assert case["factors"] == [1, 1, 1]
+        files = {"truth": finished.parent / "data" / case["name"] / f"{case['name']}-seg.nii.gz"}
+        files["prediction"] = finished / "validation" / f"{case['name']}.nii.gz"
+        cache = json.loads((finished.parent / "cache" / "cases" / case["name"] / "case.json").read_text())
+        box = tuple(slice(*bounds) for bounds in cache["properties"]["box"])
+        for kind, path in files.items():
+            whole = np.asarray(nibabel.as_closest_canonical(nibabel.load(path)).dataobj).astype(np.uint8)
+            shown = unroll(case[kind], case["shape"], case["columns"])
+            assert set(np.unique(shown)) == {0, *numbers}
+            assert np.array_equal(shown, whole[box]), kind
+        image = np.load(finished.parent / "cache" / "cases" / case["name"] / "image.npy")
+        for number, text in enumerate(case["images"]):
+            grey = unroll(text, case["shape"], case["columns"]).astype(float)
+            assert ((grey == 0) | (image[number] != 0)).all()
+            inside = image[number] != 0
+            assert np.corrcoef(grey[inside], image[number][inside])[0, 1] > 0.98
+        assert len(case["images"]) == len(case["modalities"]) == 4
+
+
+def test_planes_are_counted_as_in_the_viewer(page: Page) -> None:
+    entry = json.loads(page.scripts["volumes"])["cases"][0]
+    truth = unroll(entry["truth"], entry["shape"], entry["columns"]) > 0
+    fullest = [int(truth.sum(tuple({0, 1, 2} - {dim})).argmax()) + 1 for dim in range(3)]
+    for name, at, side in zip(("sagittal", "coronal", "axial"), fullest, entry["shape"]):
+        assert f"{name} {at} / {side}" in page.text
+
+
+def test_scores_tell_the_step_that_they_are_of(page: Page, copied: Path) -> None:
+    """A run that goes on keeps them until it ends again."""
+    assert f"after step {debug().steps:,}" in page.text
+    (copied / "status.json").write_text(json.dumps({"state": "preempted", "step": debug().steps + 7, "why": "SIGTERM"}))
+    page = written(copied)
+    assert "Preempted" in page.text and f"after step {debug().steps:,}" in page.text
+
+
+def test_validation_leaves_what_evaluate_would_say(finished: Path, tmp_path: Path) -> None:
+    truth = tmp_path / "truth"
+    truth.mkdir()
+    for path in (finished.parent / "data").glob("*/*-seg.nii.gz"):
+        shutil.copy(path, truth / f"{path.parent.name}.nii.gz")
+    target = tmp_path / "summary.json"
+    line = [str(truth), str(finished / "validation"), "--json", str(target), "--csv", str(tmp_path / "x.csv")]
+    regions = ("NCR=1", "ED=2", "ET=3", "WT=1,2,3", "TC=1,3")
+    assert evaluate.act([*line, "--workers", "1", *(part for r in regions for part in ("--regions", r))]) == 0
+    written, wanted = (json.loads(p.read_text()) for p in (finished / "validation" / "summary.json", target))
+    for kind in ("mean", "median", "global", "num_values", "foreground_mean"):
+        assert json.dumps(written[kind]) == json.dumps(wanted[kind])
+    assert written["faults"] == []
+
+
+def test_without_validation_the_journal_speaks(copied: Path) -> None:
+    shutil.rmtree(copied / "validation")
+    page = written(copied)
+    assert page.cases == [] and "only a run that came to its end" in page.text
+    assert page.cells["metrics", "NCR"] == [0.5, 0.5]
+    assert all(map(math.isnan, page.cells["metrics", "ED"]))
+
+
+def test_without_prepared_images_the_labels_are_shown(copied: Path, page: Page) -> None:
+    content = json.loads((copied / "config.json").read_text())
+    content["dataset"]["prepared"] = str(copied / "gone")
+    (copied / "config.json").write_text(json.dumps(content))
+    bare = written(copied)
+    assert bare.cases == page.cases
+    assert "prepared data are not where" in bare.text
+    case = json.loads(bare.scripts["volumes"])["cases"][0]
+    assert case["images"] == [] and unroll(case["truth"], case["shape"], case["columns"]).max() == 3
+
+
+def test_without_truth_files_the_cache_has_the_truth(copied: Path, page: Page) -> None:
+    summary = (copied / "validation" / "summary.json").read_text()
+    (copied / "validation" / "summary.json").write_text(summary.replace("-seg.nii.gz", "-lost.nii.gz"))
+    assert json.loads(written(copied).scripts["volumes"]) == json.loads(page.scripts["volumes"])
+
+
+def test_a_missing_prediction_is_a_gap_and_not_the_end(copied: Path, page: Page) -> None:
+    (copied / "validation" / f"{page.cases[0]}.nii.gz").unlink()
+    bare = written(copied)
+    assert bare.cases == page.cases[1:] and "cannot be shown" in bare.text
+
+
+def test_a_failed_run_says_why(copied: Path) -> None:
+    for name in ("metrics.jsonl", "validation/summary.json"):
+        (copied / name).unlink()
+    failed = {"state": "failed", "step": -1, "why": "loss <nan>", "code": 5, "time": 0}
+    (copied / "status.json").write_text(json.dumps(failed))
+    page = written(copied)
+    assert "Failed" in page.text and "loss <nan>" in page.text and "No step has been recorded" in page.text
+
+
+def test_a_damaged_summary_is_a_gap(copied: Path) -> None:
+    (copied / "validation" / "summary.json").write_text('{"mean": {}}')
+    assert "cannot be used" in written(copied).text
+
+
+def test_two_folders_are_reported_instead(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    truth, predictions, target = tmp_path / "truth", tmp_path / "found", tmp_path / "page.html"
+    truth.mkdir()
+    predictions.mkdir()
+    for name in NAMES[:2]:
+        shutil.copy(finished.parent / "data" / name / f"{name}-seg.nii.gz", truth / f"{name}.nii.gz")
+    shutil.copy(truth / "case-b.nii.gz", predictions / "case-b.nii.gz")
+    line = [str(finished), "--truth", str(truth), "--prediction", str(predictions), "--out", str(target)]
+    assert run(report.act, line) == DATA
+    assert "case-a.nii.gz: is missing" in capsys.readouterr().err
+    page = Page(target.read_text())
+    assert page.cases == ["case-b"] and page.cells["metrics", "WT"][:3] == [1.0, 1.0, 1.0]
+    assert "is missing" in page.text
+
+
+def test_a_data_set_is_reported_against_instead(finished: Path, tmp_path: Path) -> None:
+    data, predictions = finished.parent / "data", tmp_path / "found"
+    predictions.mkdir()
+    entries = []
+    for name in NAMES[:2]:
+        image, label = (str(data / name / f"{name}-{kind}.nii.gz") for kind in ("t1c", "seg"))
+        entries.append({"image": image, "label": label})
+        shutil.copy(label, predictions / f"{name}-t1c.nii.gz")
+    content = {"labels": {"0": "background", "1": "NCR", "2": "ED", "3": "ET"}, "training": entries}
+    (tmp_path / "list.json").write_text(json.dumps(content))
+    line = [
+        "--truth",
+        str(tmp_path / "list.json"),
+        "--prediction",
+        str(predictions),
+        "--out",
+        str(tmp_path / "page.html"),
+    ]
+    assert run(report.act, [str(finished), *line]) == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.cases == ["case-a-t1c", "case-b-t1c"] and page.cells["metrics", "WT"][:3] == [1.0, 1.0, 1.0]
+
+
+def test_what_cannot_be_reported_on_is_one_clear_line(finished: Path, tmp_path: Path, capsys) -> None:
+    assert run(report.act, [str(tmp_path)]) == USAGE
+    assert run(report.act, [str(finished), "--truth", str(tmp_path)]) == USAGE
+    assert run(report.act, [str(finished), "--cases", "-1"]) == USAGE
+    (tmp_path / "config.json").write_text('{"config": {}}')
+    assert run(report.act, [str(tmp_path)]) == DATA
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and all(line.startswith("error: ") for line in lines)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_template_gets_just_the_pieces_that_it_names(finished: Path, tmp_path: Path, capsys) -> None:
+    with pytest.raises(KeyError, match="note"):
+        fill("viewer.html", {"legend": ""})
+    with pytest.raises(KeyError, match="other"):
+        fill("viewer.html", {"legend": "", "note": "", "other": ""})
+    assert "<p>{{note}}</p>" in fill("viewer.html", {"legend": "<p>{{note}}</p>", "note": ""})  # filled only once
+    content = json.loads((finished / "config.json").read_text())
+    del content["config"]["heads"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert run(report.act, [str(tmp_path)]) == DATA
+    assert "config.json: lacks what a report needs (KeyError: 'heads')" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""What a page says of its run besides curves: version, machine, time, certainty of scores, volumes, lesions."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+import seqpar
+from seqpar.report.cases import bar_length
+from seqpar.report.pictures import PicturedCase, figure_of_cases
+from seqpar.settings.presets import debug
+from tests.support.report_page import NAMES, Page, written
+
+
+@pytest.fixture(scope="module")
+def html(page: Page, finished: Path) -> str:
+    return (finished / "report.html").read_text()
+
+
+def setting(html: str, name: str) -> list[str]:
+    return re.findall(rf"<tr><th>{re.escape(name)}</th><td>(.*?)</td></tr>", html)
+
+
+def test_version_and_number_of_ranks_are_both_there(html: str) -> None:
+    assert setting(html, "version of seqpar") == [seqpar.__version__]
+    assert setting(html, "seqpar") == [str(debug().seqpar)]
+
+
+def test_time_machine_and_size_are_there(html: str, copied: Path) -> None:
+    seconds = 2 * debug().steps + 65
+    assert setting(html, "training time")[0].startswith(f"{seconds // 60}:{seconds % 60:02d}: {debug().steps} steps")
+    assert "(median 2 s), 1 validation 1:05" in setting(html, "training time")[0]
+    assert setting(html, "hardware") == ["2 × Chip 1 on 2 nodes"]
+    assert setting(html, "parameters") == ["2.51 M: encoder 2.50 M + decoder 0.01 M"]
+    content = json.loads((copied / "config.json").read_text())
+    few = content["config"] | {"epochs": 1, "iterations": 1, "network": "nnunet-plain", "tile": [8, 8, 8]}
+    few |= {"stages": "333:111 333:222 333:222 333:222"}
+    (copied / "config.json").write_text(json.dumps(content | {"config": few}))
+    html = written(copied).text
+    assert "1 epoch × 1 step, " in html and "8 × 8 × 8 voxels, 1 cube of 8x8x8 voxels" in html
+    # as an older version wrote it
+    content["layout"] = {name: content["layout"][name] for name in ("ranks", "data", "seqpar")}
+    (copied / "config.json").write_text(json.dumps(content))
+    (copied / "metrics.jsonl").write_text((copied / "metrics.jsonl").read_text().replace("seconds", "other"))
+    written(copied)
+    text = (copied / "report.html").read_text()
+    assert [setting(text, name) for name in ("training time", "hardware", "parameters")] == [["–"]] * 3
+
+
+def test_an_encoder_of_stages_has_its_blocks_and_tokens_and_a_plain_one_its_windows(copied: Path) -> None:
+    content = json.loads((copied / "config.json").read_text())
+    sizes = {"tile": [32, 32, 64], "patch": [4, 4, 4], "embed_dim": 24, "heads": 2, "depth": 7, "decoder": "unetr"}
+    hierarchical = {"encoder": "hierarchical", "stage_depths": [1, 2, 1], "window": 0}
+    for network, described in (
+        (hierarchical, ("stages of 1 x 24 + 2 x 48 + 1 x 96, from 2 heads", "1024 tokens, merged to 128, then 16")),
+        (hierarchical | {"window": 3}, ("from 2 heads in windows of 3 tokens a side", "merged to 128, then 16")),
+        ({"window": 4}, ("7 blocks x 24, 2 heads in windows of 4 tokens a side", "patch 4: 1024 tokens")),
+    ):
+        (copied / "config.json").write_text(json.dumps(content | {"config": content["config"] | sizes | network}))
+        written(copied)
+        text = (copied / "report.html").read_text()
+        for name, words in zip(("network", "tile"), described):
+            (said,) = setting(text, name)[:1]
+            assert words in said, (name, said)
+
+
+def test_scores_in_large_numbers_have_interval_and_number_of_cases(html: str, page: Page, copied: Path) -> None:
+    for number, name in enumerate(("NCR", "ED", "ET", "WT", "TC")):
+        values = [page.cells["per-case", case][number] for case in NAMES]
+        reach = 4.302653 * np.std(values, ddof=1) / math.sqrt(3)  # Student's t at 97.5 %, two degrees of freedom
+        low, high = max(0, np.mean(values) - reach), min(1, np.mean(values) + reach)
+        tile = re.search(rf'<div data-class="{name}">.*?</div>', html)
+        assert tile and f"<dd>{np.mean(values):.3f}</dd>" in tile[0] and f"{low:.3f} – {high:.3f}, n = 3" in tile[0]
+    (copied / "validation" / "summary.json").unlink()
+    journal = written(copied)
+    assert "in the validation after step" in journal.text and "n ≤ 2" in journal.text
+
+
+def test_volumes_and_lesions_are_those_of_the_files(page: Page, finished: Path) -> None:
+    ml: dict[str, list[tuple[float, float]]] = {"ED": [], "WT": []}
+    for case in NAMES:
+        files = finished.parent / "data" / case / f"{case}-seg.nii.gz", finished / "validation" / f"{case}.nii.gz"
+        images = [nibabel.load(path) for path in files]
+        spacing = images[0].header.get_zooms()
+        voxel, maps = float(np.prod(spacing)) / 1000, [np.asarray(image.dataobj) for image in images]
+        ml["ED"].append(tuple(np.count_nonzero(m == 2) * voxel for m in maps))
+        ml["WT"].append(tuple(np.count_nonzero(m) * voxel for m in maps))
+        shown = page.cells["volumes-per-case", case]
+        assert shown[2:4] == pytest.approx(ml["ED"][-1]) and shown[6:8] == pytest.approx(ml["WT"][-1])
+        assert f"ED {ml['ED'][-1][0]:.3g} → {ml['ED'][-1][1]:.3g}" in page.text
+    for name, rows in ml.items():
+        errors = [abs(truth - prediction) for truth, prediction in rows]
+        cells = page.cells["sizes", name]
+        assert cells[:3] == pytest.approx([*np.mean(rows, 0), np.mean(errors)])
+        assert cells[3:] == [3, 0, 1, 1]  # one lesion a case, each of them touched
+    turned = json.loads(page.scripts["volumes"])["cases"][0]["spacing"]
+    assert sorted(turned) == pytest.approx(sorted(map(float, spacing)))
+    assert f"voxels of {' × '.join(f'{step:.3g}' for step in turned)} mm" in page.text
+
+
+def test_a_page_of_an_older_summary_has_no_table_of_sizes(copied: Path) -> None:
+    path = copied / "validation" / "summary.json"
+    path.write_text(re.sub(r'"(TrueVolumeMl|VolumeMl|Lesion..)": [^,}]+,\s*', "", path.read_text()))
+    old = written(copied)
+    assert not [row for table, row in old.cells if table in ("sizes", "volumes-per-case")] and old.cases
+
+
+@pytest.mark.parametrize(("width", "length"), [(240, 50), (30, 5), (26, 5), (8, 2), (3.2, 0.5)])
+def test_a_scale_bar_is_round_and_short(width: float, length: float) -> None:
+    assert bar_length(width) == pytest.approx(length)
+
+
+def test_a_plane_has_a_scale_bar_of_its_length(html: str) -> None:
+    bars = re.findall(r'<g class="scale"[^>]*><line x1="([\d.]+)" x2="([\d.]+)".*?<text[^>]*>([\d.]+) mm', html)
+    assert len(bars) == 3 * len(NAMES)
+    assert all(float(end) - float(start) == pytest.approx(float(length)) for start, end, length in bars)
+
+
+def test_colours_are_those_of_the_runs_picture(page: Page) -> None:
+    labels = json.loads(page.scripts["volumes"])["labels"]
+    label = np.zeros((8, 8, 8), int)
+    for number in range(1, 4):
+        label[2 : 8 - number, 2:6, 2:6] = number
+    case = PicturedCase("a", np.ones((8, 8, 8)), label, label, (1.0, 1.0, 1.0))
+    figure = figure_of_cases([case], [entry["name"] for entry in labels], False)
+    lines = {
+        text.get_text(): line.get_color() for line, text in zip(figure.legends[0].get_lines(), figure.legends[0].texts)
+    }
+    assert [lines[entry["name"]] for entry in labels] == [entry["colour"] for entry in labels]

@@ -1,0 +1,71 @@
+"""A page about several runs: settings that differ, curves over each other, scores, and differences case by case."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from seqpar.cli import report
+from seqpar.cluster.exit_codes import USAGE, run
+from tests.support.report_page import NAMES, Page
+
+PERFECT = NAMES[2]  # what is predicted so, as its name comes first
+
+
+@pytest.fixture
+def worse(finished: Path, tmp_path: Path) -> Path:
+    """A copy of a run with another rate, and a perfect case without any right voxel."""
+    out = Path(shutil.copytree(finished, tmp_path / "worse"))
+    content = json.loads((out / "config.json").read_text())
+    content["config"]["lr"] = 0.5
+    (out / "config.json").write_text(json.dumps(content))
+    path = out / "validation" / "summary.json"
+    summary = json.loads(path.read_text())
+    (case,) = [one for one in summary["metric_per_case"] if PERFECT in one["prediction_file"]]
+    assert {row["Dice"] for row in case["metrics"].values()} == {1.0}
+    for row in case["metrics"].values():
+        row["Dice"] = 0.0
+    path.write_text(json.dumps(summary))
+    return out
+
+
+def compared(*arguments: object) -> Page:
+    assert run(report.act, list(map(str, arguments))) == 0
+    return Page((Path(str(arguments[0])) / "comparison.html").read_text())
+
+
+def test_settings_that_differ_stand_beside_each_other(finished: Path, worse: Path) -> None:
+    page = compared(finished, worse)
+    assert "Settings that differ" in page.text and "lr" in page.text and "0.5" in page.text
+    assert "embed_dim" not in page.text
+    assert "None: the runs have the same settings." in compared(finished, shutil.copytree(finished, worse / "b")).text
+
+
+def test_cases_are_compared_pair_by_pair(finished: Path, worse: Path) -> None:
+    page = compared(finished, worse)
+    for name in NAMES:
+        dice, gap = page.cells["pairs", name]
+        assert gap == (-dice if name == PERFECT else 0.0)
+    assert "worse: its Dice less that of run is -0.3333, the mean of 3 cases" in page.text
+    assert "which may be chance" in page.text
+
+
+def test_curves_lie_over_each_other(finished: Path, worse: Path) -> None:
+    compared(finished, worse)
+    text = (finished / "comparison.html").read_text()
+    for title in ("Loss in training", "Loss on held-out cases", "Mean Dice on held-out cases"):
+        (chart,) = [part for part in text.split('<figure class="chart">') if f"<figcaption>{title}<" in part]
+        assert chart.count('class="curve"') == 2 and ">worse</span>" in chart
+
+
+def test_what_several_runs_do_not_have_is_refused_or_noted(
+    finished: Path, worse: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(report.act, [str(finished), str(worse), "--cases", "2"]) == USAGE
+    assert "--cases shows the cases of one run, and 2 were named" in capsys.readouterr().err
+    assert run(report.act, [str(finished), str(finished)]) == USAGE
+    assert "was named twice" in capsys.readouterr().err
+    shutil.rmtree(worse / "validation")
+    page = compared(finished, worse)
+    assert "worse: There are no scores of single cases" in page.text and "Fewer than two runs" in page.text

@@ -1,0 +1,187 @@
+"""Scores of classes against scikit-learn, and against counts of pairs; their files; what is refused."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqpar.cli import evaluate
+from seqpar.cluster.exit_codes import DATA, USAGE, run
+from seqpar.data.errors import DataError
+from seqpar.scores import class_scores
+from seqpar.scores.class_scores import area_under_roc, bootstrap, calibration, roc_points, score_classes
+from seqpar.tasks.classify.class_files import ClassTable, read_class_table
+
+
+def draw(cases: int, classes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Returns classes and probabilities that favour them, with many equal ones."""
+    rng = np.random.default_rng(seed)
+    truth = rng.integers(classes, size=cases)
+    scores = rng.integers(1, 6, (cases, classes)) + 3.0 * (np.arange(classes) == truth[:, None]) * rng.random(
+        (cases, 1)
+    )
+    scores = np.round(scores)
+    return truth, scores / scores.sum(1, keepdims=True)
+
+
+def by_pairs(is_class: np.ndarray, scores: np.ndarray) -> float:
+    pairs = list(itertools.product(scores[is_class], scores[~is_class]))
+    return sum((a > b) + 0.5 * (a == b) for a, b in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_scores_are_those_of_scikit_learn_and_of_counts_by_hand(classes: int) -> None:
+    truth, probabilities = draw(60, classes)
+    metrics = pytest.importorskip("sklearn.metrics")
+    names, given = [f"k{n}" for n in range(classes)], probabilities.argmax(1)
+    content = score_classes(truth.tolist(), probabilities, names)
+    assert content["scores"]["accuracy"] == pytest.approx(metrics.accuracy_score(truth, given), abs=1e-12)
+    balanced = metrics.balanced_accuracy_score(truth, given)
+    assert content["scores"]["balanced accuracy"] == pytest.approx(balanced, abs=1e-12)
+    assert content["confusion"] == metrics.confusion_matrix(truth, given).tolist()
+    areas = []
+    for number, name in enumerate(names):
+        own, row = truth == number, content["classes"][name]
+        assert row["sensitivity"] == pytest.approx((given[own] == number).mean(), abs=1e-12)
+        assert row["specificity"] == pytest.approx((given[~own] != number).mean(), abs=1e-12)
+        assert row["AUC"] == pytest.approx(by_pairs(own, probabilities[:, number]), abs=1e-12)
+        assert row["AUC"] == pytest.approx(metrics.roc_auc_score(own, probabilities[:, number]), abs=1e-12)
+        areas.append(row["AUC"])
+        false, hits, _ = metrics.roc_curve(own, probabilities[:, number], drop_intermediate=False)
+        ours = roc_points(own, probabilities[:, number])
+        assert np.allclose(ours, (false, hits)), "a point for each threshold"
+        assert np.trapezoid(ours[1], ours[0]) == pytest.approx(row["AUC"], abs=1e-12)
+    assert content["scores"]["AUC"] == pytest.approx(np.mean(areas), abs=1e-12)
+
+
+def test_what_no_case_shows_is_not_a_number() -> None:
+    content = score_classes([0, 0, 0], np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]), ["a", "b"])
+    assert np.isnan(content["scores"]["AUC"]) and content["intervals"]["AUC"] == []
+    assert content["scores"]["balanced accuracy"] == pytest.approx(2 / 3)
+    assert np.isnan(content["classes"]["b"]["sensitivity"])
+    assert content["classes"]["b"]["specificity"] == pytest.approx(2 / 3)
+    assert area_under_roc(np.array([True, False]), np.array([0.5, 0.5])) == 0.5
+
+
+def test_intervals_hold_the_score_narrow_with_more_cases_and_come_again() -> None:
+    few, many = draw(24, 2), draw(240, 2)
+
+    def accuracy(truth: np.ndarray, probabilities: np.ndarray) -> float:
+        return float((probabilities.argmax(1) == truth).mean())
+
+    widths = []
+    for truth, probabilities in (few, many):
+        low, high = bootstrap(truth, probabilities, accuracy)
+        share = accuracy(truth, probabilities)
+        assert low <= share <= high and [low, high] == bootstrap(truth, probabilities, accuracy)
+        widths.append((high - low, 2 * 1.96 * np.sqrt(share * (1 - share) / len(truth))))
+    assert widths[1][0] < 0.5 * widths[0][0]
+    assert widths[1][0] == pytest.approx(widths[1][1], rel=0.15), "about the normal interval of a share"
+
+
+def test_a_calibrated_classifier_lies_on_the_diagonal() -> None:
+    rng = np.random.default_rng(0)
+    p = rng.uniform(0.5, 1, 20000)
+    truth = (rng.random(len(p)) > p).astype(np.int64)  # class 0 with probability p
+    table = np.stack([p, 1 - p], 1)
+    assert all(abs(given - right) < 0.03 for given, right, _ in calibration(truth, table))
+    assert class_scores.calibration_error(truth, table) < 0.02
+    assert class_scores.calibration_error(truth, np.stack([np.full(len(p), 0.99), np.full(len(p), 0.01)], 1)) > 0.2
+
+
+def table_at(path: Path, truth: np.ndarray, probabilities: np.ndarray, first: int = 0) -> list[str]:
+    cases = tuple(f"c{n + first:03d}" for n in range(len(truth)))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(ClassTable(("healthy", "Ill"), cases, probabilities).text())
+    return [f"{case},{('healthy', 'Ill')[number]}" for case, number in zip(cases, truth)]
+
+
+def test_evaluate_scores_tables_and_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    truth, probabilities = draw(30, 2)
+    lines = table_at(tmp_path / "a/predictions.csv", truth, probabilities)
+    (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines]))
+    assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a")]) == 0
+    content = json.loads((tmp_path / "a/summary.json").read_text())
+    wanted = score_classes(truth.tolist(), probabilities, ["healthy", "Ill"])
+    assert content["scores"] == pytest.approx(wanted["scores"], abs=1e-8)
+    assert content["metric_per_case"][0]["truth"] == ("healthy", "Ill")[truth[0]]
+    assert (tmp_path / "a/metrics.csv").read_text().splitlines()[0] == "class,cases,sensitivity,specificity,AUC"
+    text = capsys.readouterr().out
+    assert f"accuracy {wanted['scores']['accuracy']:.4f}" in text and "sensitivity" in text
+    other = draw(30, 2, seed=1)[1]
+    table_at(tmp_path / "b/predictions.csv", truth, other)
+    assert run(evaluate.act, [str(tmp_path / "labels.csv"), str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "balanced accuracy over the 30 cases that all have" in capsys.readouterr().out
+
+
+def test_tables_without_a_common_case_are_scored_together(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    truth, probabilities = draw(40, 2)
+    lines = table_at(tmp_path / "a/predictions.csv", truth[:25], probabilities[:25])
+    lines += table_at(tmp_path / "b/predictions.csv", truth[25:], probabilities[25:], 25)
+    (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines]))
+    run(evaluate.act, [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "b")])
+    output = capsys.readouterr()
+    accuracy = float((probabilities.argmax(1) == truth).mean())
+    assert "all 40 cases together" in output.out and f"{accuracy:.3f}" in output.out.split("together")[1]
+    assert "has no line for case c025" in output.err
+
+
+def test_a_table_has_the_digits_that_its_scores_depend_on(tmp_path: Path) -> None:
+    truth, low = np.array([0, 1]), 0.1 + 1e-12
+    probabilities = np.array([[1 - 0.1, 0.1], [1 - low, low]])
+    table_at(tmp_path / "predictions.csv", truth, probabilities)
+    read = read_class_table(tmp_path / "predictions.csv").probabilities
+    assert np.array_equal(read, probabilities) and area_under_roc(truth == 1, read[:, 1]) == 1
+
+
+def test_what_is_named_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    lines = table_at(tmp_path / "a/predictions.csv", *draw(4, 2))
+    (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines]))
+    for other in (tmp_path / "a", tmp_path / "a/predictions.csv", tmp_path / "b/../a"):
+        (tmp_path / "b").mkdir(exist_ok=True)
+        assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a"), str(other)]) == USAGE
+        assert f"{other} is named twice, and nothing is better than itself" in capsys.readouterr().err
+
+
+def test_cases_that_were_kept_for_tests_are_scored_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Also where the others were predicted too, which is no fault of theirs."""
+    truth, probabilities = draw(12, 2)
+    lines = table_at(tmp_path / "a/predictions.csv", truth, probabilities)
+    (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines]))
+    (tmp_path / "run").mkdir()
+    tests = [f"c{number:03d}" for number in range(2, 9)]
+    (tmp_path / "run/config.json").write_text(json.dumps({"dataset": {"test": tests}}))
+    command = [str(tmp_path), str(tmp_path / "a"), "--test-of", str(tmp_path / "run")]
+    assert run(evaluate.act, command) == 0, capsys.readouterr().err
+    assert "7 cases" in capsys.readouterr().out
+    scored = json.loads((tmp_path / "a/summary.json").read_text())["metric_per_case"]
+    assert [row["case"] for row in scored] == tests
+    table_at(tmp_path / "a/predictions.csv", truth[3:], probabilities[3:], 3)
+    assert run(evaluate.act, command) == DATA
+    assert "has no line for case c002" in (said := capsys.readouterr().err) and said.count("error") == 1
+
+
+def test_what_is_no_table_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    truth, probabilities = draw(4, 2)
+    lines, table = table_at(tmp_path / "a/predictions.csv", truth, probabilities), tmp_path / "a/predictions.csv"
+    (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines, "c999,Ill"]))
+    assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a")]) == DATA
+    assert "has no line for case c999" in capsys.readouterr().err
+    assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a"), "--nsd-tolerance", "2"]) == USAGE
+    assert "--nsd-tolerance would do nothing" in capsys.readouterr().err
+    assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a"), "--empty", "brats"]) == USAGE
+    assert "--empty would do nothing" in capsys.readouterr().err
+    (tmp_path / "labels.csv").write_text("\n".join(["case,class", *(line.replace("Ill", "odd") for line in lines)]))
+    assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a")]) == DATA
+    assert "knows the classes healthy, Ill, but a case is odd" in capsys.readouterr().err
+    (tmp_path / "labels.csv").write_text("\n".join(["case,class", *lines, lines[0]]))
+    assert run(evaluate.act, [str(tmp_path), str(tmp_path / "a")]) == DATA
+    assert "labels.csv: line 6 names case c000 a second time" in capsys.readouterr().err
+    table.write_text("case,class\nc000,Ill\n")
+    with pytest.raises(DataError, match="has no probabilities"):
+        read_class_table(table)
+    table.write_text("case,class,p(a),p(b)\nc000,a,0.9,0.9\n")
+    with pytest.raises(DataError, match="do not sum to 1"):
+        read_class_table(table)

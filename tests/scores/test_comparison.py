@@ -1,0 +1,149 @@
+"""Several folders of predictions: which is best, on the cases that all have, and how sure that is."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from seqpar.cli import evaluate
+from seqpar.cluster.exit_codes import DATA, run
+from seqpar.scores.comparison import Scored, compare
+from tests.support.label_folders import random_labels, save
+
+
+def scored(name: str, **dices: float) -> Scored:
+    nan = float("nan")
+    rows = {case: {"HD95": nan, "NSD": nan, "Dice": dice} for case, dice in dices.items()}
+    counts = {"TP": 1, "FP": 0, "FN": 0, "TN": 0}
+    return Scored(name, {case: {"lesion": row | counts} for case, row in rows.items()})
+
+
+def test_the_best_has_the_highest_mean_over_the_cases_that_all_have() -> None:
+    a, b, c = {"x": 0.5, "y": 0.6, "z": 0.7}, {"x": 0.6, "y": 0.7, "z": 0.81}, {"x": 0.2, "y": 0.9, "z": 0.1}
+    text = compare([scored("a", **a), scored("b", **b), scored("c", **c, only_here=1.0)])
+    lines = text.splitlines()
+    assert [line.split()[:3] for line in lines[1:4]] == [
+        ["b", "3", "0.7033"],
+        ["a", "3", "0.6000"],
+        ["c", "3", "0.4000"],
+    ]
+    gains = [b[case] - a[case] for case in a]
+    reach = stats.t.ppf(0.975, 2) * stdev(gains) / 3**0.5
+    low, high = fmean(gains) - reach, fmean(gains) + reach
+    assert (
+        lines[-1].startswith(f"best in mean Dice: b; it is {fmean(gains):+.4f} to that of a ")
+        and f"(95 %: {low:+.4f} to {high:+.4f})" in lines[-1]
+    )
+    assert "may be chance" not in lines[-1]
+    assert compare([scored("a", **a), scored("c", **{**a, "x": 0.8, "y": 0.4})]).endswith("which may be chance)")
+
+
+def of_classes(name: str, **cases: dict[str, float]) -> Scored:
+    counts = {"TP": 1, "FP": 0, "FN": 0, "TN": 0, "HD95": 0.0, "NSD": 0.0}
+    return Scored(name, {case: {c: counts | {"Dice": dice} for c, dice in row.items()} for case, row in cases.items()})
+
+
+def test_the_difference_is_that_of_the_means_by_which_folders_are_ranked() -> None:
+    """Means of classes and means of cases may be of two minds where cases lack classes: b is worse in most cases."""
+    nan, cases = float("nan"), [f"c{n}" for n in range(8)]
+    rare = {case: 0.5 if n < 2 else nan for n, case in enumerate(cases)}
+    a = of_classes("a", **{case: {"liver": 0.82, "lesion": rare[case]} for case in cases})
+    gains = {case: 0.3 + 0.002 * n for n, case in enumerate(cases)}
+    b = of_classes("b", **{case: {"liver": 0.70, "lesion": rare[case] + gains[case]} for case in cases})
+    case_means = [fmean(v for v in (d, r) if v == v) for d, r in ((0.82, rare[c]) for c in cases)]
+    assert fmean(case_means) > fmean([fmean(v for v in (0.70, rare[c] + gains[c]) if v == v) for c in cases]), (
+        "by cases a would be better"
+    )
+    verdict = compare([a, b]).splitlines()[-1]
+    assert verdict == "best in mean Dice: b; it is +0.0905 to that of a (95 %: +0.0896 to +0.0914)"
+
+
+def test_one_case_and_equal_means_decide_nothing() -> None:
+    one = compare([scored("a", x=0.5), scored("b", x=0.6)]).splitlines()[-1]
+    assert one == "best in mean Dice: b; it is +0.1000 to that of a, which may be chance: one case cannot tell"
+    same = compare([scored("a", x=0.5, y=0.6), scored("b", x=0.6, y=0.5)]).splitlines()[-1]
+    assert same == "best in mean Dice: none, as that of a and b is the same"
+    nan = float("nan")
+    assert "not known" in compare([scored("a", x=nan, y=nan), scored("b", x=0.6, y=0.5)]).splitlines()[-1]
+
+
+def test_folds_are_summed_up_and_none_is_called_best() -> None:
+    text = compare([scored("f0", x=0.5, y=0.7), scored("f1", z=0.9)])
+    assert "over all 3 cases mean Dice 0.7000" in text and "best" not in text
+    assert "no case is in all of them" in compare([scored("a", x=1, y=1), scored("b", y=1, z=1), scored("c", z=1, x=1)])
+
+
+def test_several_folders_are_scored_each_and_compared(folders: tuple[Path, Path], capsys) -> None:
+    truth, worse = folders
+    better, run_folder = worse.parent / "better", worse.parent / "run"
+    for case in range(3):
+        labels = random_labels(case)
+        labels[:3] = 0
+        save(better / f"case_{case}.nii.gz", labels)
+    shutil.copytree(truth, run_folder / "validation")
+    (run_folder / "validation" / "case_2.nii.gz").unlink()  # no fault: it was not held out
+    (run_folder / "config.json").write_text("{}")
+    (run_folder / "validation" / "summary.json").write_text("as train wrote it")
+    line = [str(truth), str(worse), str(better), str(run_folder), "--workers", "1"]
+    assert run(evaluate.act, line) == 0
+    *before, header, first, second, third, verdict = capsys.readouterr().out.splitlines()
+    assert before.count(evaluate.WORDS) == 1, "they are explained once"
+    assert header.split() == ["cases", "Dice", "HD95", "NSD"]
+    assert [Path(row.split()[0]).name for row in (first, second, third)] == ["run", "better", "predicted"]
+    assert first.split()[1:3] == ["2", "1.0000"] and re.match(rf"best in mean Dice: {run_folder};", verdict)
+    for folder in (worse, better):
+        summary = json.loads((folder / "summary.json").read_text())
+        assert len(summary["metric_per_case"]) == 3 and (folder / "metrics.csv").exists()
+    means = {
+        folder: np.mean(
+            [case["metrics"][key]["Dice"] for case in summary["metric_per_case"][:2] for key in case["metrics"]]
+        )
+        for folder in (worse, better)
+        for summary in [json.loads((folder / "summary.json").read_text())]
+    }
+    assert float(second.split()[2]) == pytest.approx(means[better], abs=1e-4) and means[worse] < means[better]
+    assert (run_folder / "validation" / "summary.json").read_text() == "as train wrote it"
+
+
+def test_what_cannot_be_compared_is_refused(folders: tuple[Path, Path], capsys) -> None:
+    truth, prediction = folders
+    with pytest.raises(ValueError, match="--json, --csv: 2 predictions"):
+        evaluate.act([str(truth), str(prediction), str(prediction), "--json", "x.json"])
+    empty = prediction.parent / "unfinished"
+    empty.mkdir()
+    (empty / "config.json").write_text("{}")
+    assert run(evaluate.act, [str(truth), str(prediction), str(empty)]) == DATA
+    said = capsys.readouterr()
+    assert "validation: holds no label map" in said.err and "Dice" not in said.out, "before the others are scored"
+    assert not (prediction / "summary.json").exists()
+    with pytest.raises(ValueError, match="is named twice"):
+        evaluate.act([str(truth), str(prediction), f"{prediction}/../{prediction.name}"])
+    run_folder = prediction.parent / "run"
+    shutil.copytree(prediction, run_folder / "validation")
+    (run_folder / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="run/validation is named twice"):
+        evaluate.act([str(truth), str(run_folder), str(run_folder / "validation")])
+
+
+def test_five_folds_in_a_folder_are_compared_as_their_runs(folders: tuple[Path, Path], capsys) -> None:
+    truth, five = folders[0], folders[0].parent / "five"
+    five.mkdir()
+    (five / "folds.json").write_text("{}")
+    for fold, case in enumerate([0, 1, 2, None, None]):
+        validation = five / f"fold{fold}" / "validation"
+        validation.mkdir(parents=True)
+        (validation.parent / "config.json").write_text("{}")
+        (validation.parent / "status.json").write_text('{"state": "finished"}')
+        if case is not None:
+            shutil.copy(truth / f"case_{case}.nii.gz", validation)
+    line = [str(truth), str(five), "--workers", "1"]
+    assert run(evaluate.act, line) == DATA and "fold3/validation: holds no label map" in capsys.readouterr().err
+    for fold in (3, 4):
+        (five / f"fold{fold}" / "status.json").write_text('{"state": "running"}')
+    with pytest.raises(ValueError, match="five is to hold five folds, of which fold0, fold1, fold2 have finished"):
+        evaluate.act(line)

@@ -1,0 +1,203 @@
+"""Evaluation of folders: files written, faults reported while the other cases go on."""
+
+import csv
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from seqpar.cli import evaluate
+from seqpar.cluster.exit_codes import DATA, run
+from seqpar.scores.scores import score
+from tests.support.label_folders import OBLIQUE, OBLIQUE_MM, evaluate_folders, random_labels, save, summary_of
+
+
+def test_the_summary_has_nnunets_schema_and_our_scores(folders: tuple[Path, Path]) -> None:
+    assert evaluate_folders(folders, "--nsd-tolerance", "2") == 0
+    summary = summary_of(folders)
+    assert {"foreground_mean", "mean", "metric_per_case"} <= set(summary)
+    assert set(summary["mean"]) == {"(1, 2)", "2"}  # as nnU-Net's reader turns them back into labels
+    assert summary["classes"] == {"whole": "(1, 2)", "core": "2"}
+    nnunet = {"Dice", "IoU", "FP", "TP", "FN", "TN", "n_pred", "n_ref"}
+    for number, case in enumerate(summary["metric_per_case"]):
+        assert set(case) == {"metrics", "reference_file", "prediction_file"}
+        assert Path(case["reference_file"]) == folders[0] / f"case_{number}.nii.gz"
+        assert Path(case["prediction_file"]) == folders[1] / f"case_{number}.nii.gz"
+        truth, prediction = random_labels(number), random_labels(number + 10)
+        expected = score(truth, prediction, {"(1, 2)": (1, 2), "2": (2,)}, OBLIQUE_MM, nsd_tolerance=2.0)
+        assert nnunet <= set(case["metrics"]["2"])
+        for key, row in expected.items():
+            assert case["metrics"][key] == pytest.approx(row)
+    dices = [case["metrics"]["2"]["Dice"] for case in summary["metric_per_case"]]
+    assert summary["mean"]["2"]["Dice"] == pytest.approx(np.mean(dices))
+    means = [summary["mean"][key]["HD95"] for key in summary["mean"]]
+    assert summary["foreground_mean"]["HD95"] == pytest.approx(np.mean(means))
+
+
+def test_the_csv_has_a_line_per_case_and_class(folders: tuple[Path, Path]) -> None:
+    assert evaluate_folders(folders, "--lesion-wise") == 0
+    with open(folders[1] / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["case"], r["class"]) for r in rows] == [
+        (f"case_{n}", name) for n in range(3) for name in ("core", "whole")
+    ]
+    cases = summary_of(folders)["metric_per_case"]
+    assert float(rows[2]["LesionHD95"]) == cases[1]["metrics"]["2"]["LesionHD95"]
+
+
+def test_the_table_ends_with_one_line_that_sums_up(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate_folders(folders) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:3] == ["whole", "1+2", "mean"] and line.endswith("3/3") for line in lines)
+    assert {"median", "global"} <= {word for line in lines for word in line.split()}
+    mean = summary_of(folders)["foreground_mean"]
+    assert lines[-1].startswith(f"cases 3, classes 2: mean Dice {mean['Dice']:.4f}, HD95 {mean['HD95']:.2f} ")
+
+
+def test_workers_and_places_to_write_change_no_value(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    assert evaluate_folders(folders) == 0
+    out = tmp_path / "new" / "a.json", tmp_path / "new" / "b.csv"
+    names = [*map(str, folders), "--workers", "2", "--json", str(out[0]), "--csv", str(out[1])]
+    assert run(evaluate.act, names) == 0
+    assert out[0].read_text() == (folders[1] / "summary.json").read_text()
+    assert out[1].read_text() == (folders[1] / "metrics.csv").read_text()
+    assert sorted(os.listdir(out[0].parent)) == ["a.json", "b.csv"]  # no partial file stays
+
+
+def test_single_files_need_not_share_a_name(folders: tuple[Path, Path]) -> None:
+    other = save(folders[1].parent / "one" / "x.nii", random_labels(10))
+    assert evaluate_folders((folders[0] / "case_0.nii.gz", other)) == 0
+    assert len(json.loads((other.parent / "summary.json").read_text())["metric_per_case"]) == 1
+
+
+def test_the_act_runs_as_a_script(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    repository = Path(__file__).parents[2]
+    command = [sys.executable, repository / "launch" / "evaluate.py", *folders]
+    environment = os.environ | {"PYTHONPATH": str(repository)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("cases 3")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def damage(path: Path, at: int, body: bytes) -> None:
+    """Writes other bytes into the header."""
+    whole = bytearray(gzip.decompress(path.read_bytes()))
+    whole[at : at + len(body)] = body
+    path.write_bytes(gzip.compress(bytes(whole)))
+
+
+FAULTS: dict[str, Callable[[Path, Path], object]] = {
+    r"predicted/case_1.nii.gz: is missing, and the truth has .*labelsTr/case_1.nii.gz": lambda t, p: p.unlink(),
+    r"predicted/case_1.nii.gz: has no truth": lambda t, p: t.unlink(),
+    r"predicted/case_1.nii.gz: does not lie on .*labelsTr/case_1.nii.gz: its shape is \(12, 11, 8\)": lambda t, p: save(
+        p, random_labels(1)[..., :8]
+    ),
+    r"predicted/case_1.nii.gz: does not lie on .*labelsTr/case_1.nii.gz: its affine": lambda t, p: save(
+        p, random_labels(1), np.diag([1, 1, 2.5, 1])
+    ),
+    r"predicted/case_1.nii.gz: holds \[3\]": lambda t, p: save(p, random_labels(1) + np.uint8(1)),
+    r"labelsTr/case_1.nii.gz: holds \[4\]": lambda t, p: save(t, random_labels(1) * np.uint8(2)),
+    r"predicted/case_1.nii.gz: holds values": lambda t, p: save(p, random_labels(1) * np.float32(0.4)),
+    r"predicted/case_1.nii.gz: is truncated": lambda t, p: truncate(p),
+    r"labelsTr/case_1.nii.gz: is not packed": lambda t, p: t.write_text("no image"),
+    r"predicted/case_1.nii.gz: .* unknown type 999": lambda t, p: damage(p, 70, (999).to_bytes(2, "little")),
+    r"labelsTr/case_1.nii.gz: holds a 9-D array": lambda t, p: damage(t, 40, (9).to_bytes(2, "little")),
+    r"predicted/case_1.nii: is there as .*predicted/case_1.nii.gz too": lambda t, p: save(
+        p.with_suffix(""), random_labels(1)
+    ),
+    r"labelsTr/case_1.nii.gz: holds 2 channels": lambda t, p: save(t, np.stack([random_labels(1)] * 2, -1)),
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_one_bad_case_is_named_and_the_others_are_scored(
+    folders: tuple[Path, Path], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    truth, prediction = folders
+    FAULTS[message](truth / "case_1.nii.gz", prediction / "case_1.nii.gz")
+    assert evaluate_folders(folders) == DATA
+    printed = capsys.readouterr()
+    errors = printed.err.splitlines()
+    assert len(errors) == 1
+    assert re.search(message, errors[0]), errors[0]
+    assert printed.out.splitlines()[-1].endswith("faults 1")
+    summary = summary_of(folders)
+    names = [Path(case["reference_file"]).name for case in summary["metric_per_case"]]
+    assert names == ["case_0.nii.gz", "case_2.nii.gz"]
+    assert len(summary["faults"]) == 1
+
+
+def test_bad_cases_are_named_by_workers_too(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    truncate(folders[1] / "case_0.nii.gz")
+    save(folders[1] / "case_2.nii.gz", random_labels(0, (9, 9, 9)))
+    assert run(evaluate.act, [*map(str, folders), "--workers", "2"]) == DATA
+    errors = capsys.readouterr().err.splitlines()
+    assert ["case_0" in errors[0], "case_2" in errors[1], len(errors)] == [True, True, 2]
+
+
+def test_what_differs_in_writing_only_is_no_fault(folders: tuple[Path, Path]) -> None:
+    truth, prediction = folders
+    save(prediction / "case_0.nii.gz", random_labels(10).astype(np.float32)[..., None], OBLIQUE + 1e-5)
+    (prediction / "case_1.nii.gz").rename(prediction / "kept")
+    save(prediction / "case_1.nii", random_labels(11).astype(np.int16))
+    (prediction / "._case_2.nii.gz").write_text("of another system")
+    assert evaluate_folders(folders) == 0
+
+
+def test_a_prediction_may_be_stored_in_another_orientation(folders: tuple[Path, Path]) -> None:
+    assert evaluate_folders(folders) == 0
+    before = summary_of(folders)["metric_per_case"]
+    path = folders[1] / "case_1.nii.gz"
+    nibabel.save(nibabel.as_closest_canonical(nibabel.load(path)), path)
+    assert nibabel.load(path).affine[0, 0] > 0 > nibabel.load(folders[0] / "case_1.nii.gz").affine[0, 0]
+    assert evaluate_folders(folders) == 0
+    for case, one in zip(summary_of(folders)["metric_per_case"], before):
+        assert case["metrics"]["2"] == pytest.approx(one["metrics"]["2"])
+
+
+def test_folders_that_are_no_data_are_named(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate_folders((tmp_path / "none", folders[1])) == DATA
+    (tmp_path / "empty").mkdir()
+    assert evaluate_folders((tmp_path / "empty", folders[1])) == DATA
+    assert evaluate_folders((folders[0], tmp_path / "empty")) == DATA
+    printed = capsys.readouterr()
+    assert "none: does not exist" in printed.err and "empty: no cases were found" in printed.err
+    assert printed.err.count("is missing") == 3
+    assert printed.out.splitlines()[-1].startswith("no case could be scored")
+
+
+def test_a_place_that_cannot_be_written_is_one_error_and_keeps_the_old_file(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate_folders(folders) == 0
+    before = (folders[1] / "summary.json").read_text()
+    os.link(folders[1] / "summary.json", folders[1] / "held_open")
+    assert evaluate_folders(folders, "--nsd-tolerance", "5") == 0
+    assert (folders[1] / "held_open").read_text() == before != (folders[1] / "summary.json").read_text()
+    before = (folders[1] / "summary.json").read_text()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert evaluate_folders(folders, "--nsd-tolerance", "3", "--csv", os.devnull + "/x.csv") == DATA
+    errors = capsys.readouterr().err.splitlines()
+    assert "summary.json: cannot be written (No space left" in errors[0]
+    assert (folders[1] / "summary.json").read_text() == before
+    assert not list(folders[1].glob(".*tmp"))

@@ -1,0 +1,63 @@
+"""How a run of a list is started: by srun in a Slurm job, with signals passed on; else as ranks on this machine."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from seqpar.sweeps import one_by_one
+
+SRUN = """#!/bin/bash
+trap 'echo told >> "$0.args"; exit 75' TERM
+printf '%s\\n' "$*" > "$0.args"
+for _ in $(seq 100); do sleep 0.05; [ -z "$WAITS" ] && exit 5; done
+"""
+
+
+@pytest.fixture
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program srun that writes what it is asked for, and ends with 5, or waits for a signal where WAITS is set."""
+    path = tmp_path / "srun"
+    path.write_text(SRUN)
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("WAITS", raising=False)
+    return tmp_path / "srun.args"
+
+
+def test_in_a_slurm_job_a_run_is_a_step_of_its_own(srun: Path) -> None:
+    assert one_by_one.start_ranks(16, ["--seqpar", "4", "--out", "a b"], []) == 5
+    words = srun.read_text().split()
+    assert words[:6] == ["-n", "16", "--kill-on-bad-exit=1", sys.executable, "-u", str(one_by_one.TRAIN)]
+    assert srun.read_text().endswith("--seqpar 4 --out a b\n")
+
+
+def test_a_signal_reaches_the_step_and_is_known_afterwards(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WAITS", "yes")
+    usual, signals = signal.getsignal(signal.SIGTERM), list[int]()
+
+    def ask() -> None:
+        while not (srun.exists() and srun.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert one_by_one.start_ranks(2, [], signals) == 75
+    asking.join()
+    assert signals == [signal.SIGTERM] and "told" in srun.read_text()
+    assert signal.getsignal(signal.SIGTERM) == usual
+
+
+def test_elsewhere_the_ranks_are_started_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    asked = list[object]()
+    monkeypatch.setattr(one_by_one, "run_local", lambda *of: asked.extend(of) or 3)
+    signals = list[int]()
+    assert one_by_one.start_ranks(2, ["--tile", "16"], signals) == 3
+    assert asked == [2, [str(one_by_one.TRAIN), "--tile", "16"], signals]

@@ -1,0 +1,223 @@
+"""A sweep without Ray: what it is asked for, its record, its results, its page."""
+
+import csv
+import importlib.util
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqpar.cli import report, tune
+from seqpar.cluster.exit_codes import DATA, USAGE, run
+from seqpar.runs.sweep_folder import Point, Sweep, looked_up, read_sweep, write_sweep
+from seqpar.sweeps.sweep_request import check_devices, order_of, tupled_points
+from seqpar.sweeps.sweep_results import write_results
+from seqpar.tasks.sweep_page import page_of_sweep
+from tests.support.class_folders import class_folder
+from tests.support.report_page import Page
+from tests.support.sweep_folder import SPACE, TINY, asked, begin, make_sweep_folder
+
+
+def test_each_point_is_a_run_of_train_on_its_devices(tmp_path: Path) -> None:
+    order, sweep, _ = asked(tmp_path / "s", "--devices-per-run", "2", "--seqpar", "2", "--decoder-width", "4")
+    runs = order.runs(sweep, 4)
+    assert [one.name for one in runs] == [f"lr-0.00{lr}_batch-{batch}" for lr in (1, 2) for batch in (1, 2)]
+    assert {(one.ranks, one.groups) for one in runs} == {(2, 1)}
+    line = "--preset debug --decoder-width 4 --device cpu --epochs 1 --iterations 5 --seqpar 2 --lr 0.002 --batch 1"
+    assert runs[2].flags == line.split()
+    assert all(config.iterations == 5 for config in order.configs(sweep).values())
+    everything, _, _ = asked(tmp_path / "t", "--devices-per-run", "all", "--seqpar", "2")
+    assert {one.groups for one in everything.runs(everything.sweep(), 8)} == {4}
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (["--lr", "1"], "--lr is what --space compares"),
+        (["--dry-run"], "--dry-run belongs to a single run"),
+        (["--fold", "all5"], "compare folds by --space fold=0,1,2,3,4"),
+        (["--samples", "3"], "--space has no range to draw from"),
+        (["--search", "optuna", "--samples", "5"], "--samples 5: --space has 4 points: give at most so many"),
+        (["--seqpar", "auto"], "lr-0.001_batch-1: --seqpar auto: a run's ranks are shared out before it begins"),
+        (["--seqpar", "2"], "shared by 2 ranks, which do not divide the 1 of a run: set --devices-per-run 2"),
+        (["--samples", "0"], "--samples 0: it must be at least 1"),
+        (["--devices-per-run", "some"], "give a number of devices, 1 or more, or all"),
+        (["--max-failures", "-1"], "it must not be negative"),
+        (["--resume"], "it holds no sweep"),
+        (["--depth", "0"], "point lr-0.001_batch-1: --depth 0: it must be at least 1"),
+        (["--lrr", "1"], "nearest to --lrr is --lr"),
+        (["--ray", "x:1", "--devices", "1"], "leave one out"),
+        (["--ray-nodes", "2"], "there is no --ray"),
+        (["--embed-dim", "7"], "point lr-0.001_batch-1: --heads 4 does not divide"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_begins(
+    tmp_path: Path, more: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(tune.act, [*SPACE, *TINY, "--out", str(tmp_path / "s"), "--plan", *more])
+    said = capsys.readouterr().err
+    assert code == USAGE and error in said and said.count("\n") == 1, said
+    assert not (tmp_path / "s").exists()
+
+
+def test_ranks_that_do_not_fit_a_runs_devices_are_refused(tmp_path: Path) -> None:
+    order, sweep, _ = asked(tmp_path / "s", "--seqpar", "2")
+    with pytest.raises(
+        ValueError, match="shared by 2 ranks, which do not divide the 1 of a run: .*--devices-per-run 2"
+    ):
+        order.runs(sweep, 4)
+    order, sweep, _ = asked(tmp_path / "s", "--devices-per-run", "8")
+    with pytest.raises(ValueError, match="there are 4 devices"):
+        order.runs(sweep, 4)
+
+
+def test_a_sweep_goes_on_by_its_own_flags_and_by_no_others(tmp_path: Path) -> None:
+    out = tmp_path / "s"
+    order, sweep, _ = asked(out, "--tile", "16", "24", "32")
+    write_sweep(out, sweep)
+    begin(out, sweep)
+    before = tupled_points(read_sweep(out))
+    again = order_of(before.began, out)
+    assert again == order and [one.flags for one in again.runs(before, 1)] == [
+        one.flags for one in order.runs(sweep, 1)
+    ]
+    for line, error in (
+        ([*SPACE, *TINY], "holds a sweep already: add --resume"),
+        (["--resume", "--lr", "3"], "--lr without --space"),
+        ([*SPACE, *TINY, "--resume"], "the sweep there began with settings"),
+        (
+            [*SPACE, *TINY, "--tile", "16", "24", "32", "--resume", "--devices-per-run", "2"],
+            "devices-per-run 1, and now 2",
+        ),
+    ):
+        options, rest = tune._parse([*line, "--out", str(out)])
+        with pytest.raises(ValueError, match=error):
+            tune._order(options, rest)
+    options, rest = tune._parse(["--resume", "--out", str(out)])
+    assert tune._order(options, rest)[0] == order
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    return make_sweep_folder(tmp_path)
+
+
+def test_the_record_says_how_each_point_stands_and_which_is_best(made: Path) -> None:
+    sweep = read_sweep(made)
+    assert [point.state for point in sweep.points] == ["finished", "finished", "running", "open"]
+    assert [point.is_over for point in sweep.points] == [True, True, False, False]
+    second = sweep.points[1]
+    assert sweep.best == second and (second.score, second.at, second.loss, second.seconds) == (0.6, 2, 0.5, 10.0)
+    assert math.isnan(sweep.points[3].score)
+    content = json.loads((made / "sweep.json").read_text())
+    assert content["best"] == second.name and content["points"][3]["score"] is None
+    ended = looked_up(made, sweep, [sweep.points[2].name])
+    assert ended.points[2].state == "stopped" and looked_up(made, ended).points[2].is_over, "it stays so"
+    killed = looked_up(made, sweep, ended="killed").points[2]
+    assert (killed.state, killed.code, killed.why) == ("killed", 1, "its training was killed, after step 1")
+    assert sweep.main_effects()["batch"] == {"1": [(0.5, sweep.points[0].name)], "2": [(0.6, second.name)]}
+
+
+def test_a_table_and_a_picture_are_written_and_the_best_is_said(made: Path) -> None:
+    sweep = read_sweep(made)
+    text = "\n".join(write_results(made, sweep))
+    assert f"best: {sweep.points[1].name}: mean Dice 0.6000 after step 2" in text and "2 of 4 points are over" in text
+    rows = list(csv.DictReader((made / "sweep.csv").open()))
+    assert [row["score"] for row in rows] == ["0.5", "0.6", "", ""] and rows[0]["lr"] == "0.001"
+    assert (made / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_page_of_a_sweep_has_all_points_effects_and_the_command_of_the_best(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_results(made, read_sweep(made))
+    assert run(report.act, [str(made)]) == 0
+    text = (made / "report.html").read_text()
+    page = Page(text)
+    assert "Best: lr-0.001_batch-2, mean Dice 0.6000 after step 2." in page.text
+    assert text.count("<tr data-point=") + text.count('<tr class="best" data-point=') == 4
+    assert 'data-effect="batch"' in text and "Dice by lr" in page.text
+    assert "train.py --lr 1e-3 --out" in page.text and "batch-2-again" in page.text
+    assert "torchrun --nproc-per-node 2 launch/train.py --lr" in page.text, "as many groups as it had"
+    assert "data:image/png;base64," in text and "aria-sort" in text
+    assert "lr-0.002_batch-1 is running" in page.text
+    capsys.readouterr()
+    assert run(report.act, [str(made), "--cases", "2"]) == USAGE and "is a sweep" in capsys.readouterr().err
+    assert run(report.act, [str(made), str(made)]) == USAGE and "name it alone" in capsys.readouterr().err
+
+
+def test_classifiers_are_compared_by_their_balanced_accuracy(tmp_path: Path) -> None:
+    data, out = class_folder(tmp_path / "data", 4), tmp_path / "s"
+    line = "--space lr=1e-3,2e-3 --task classify --network resattnet18 --features 8 --preset debug --device cpu --data"
+    options, rest = tune._parse([*line.split(), str(data), "--out", str(out)])
+    order, sweep = tune._order(options, rest)
+    assert {config.tile for config in order.configs(sweep).values()} == {(40, 24, 16)}, "as large as the volumes"
+    for point, scores in zip(sweep.points, ([0.5, 0.75], [0.25, 0.25])):
+        rows: list[dict] = [{"kind": "train", "step": 3, "loss": 0.5, "seconds": 2.0}]
+        rows += [
+            {"kind": "val", "step": 2 * n + 2, "loss": 1.0, "scores": {"accuracy": 0.9, "balanced accuracy": score}}
+            for n, score in enumerate(scores)
+        ]
+        (out / point.name).mkdir(parents=True)
+        (out / point.name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (out / point.name / "status.json").write_text(json.dumps({"state": "finished", "step": 4, "steps": 4}))
+    sweep = looked_up(out, sweep)
+    write_sweep(out, sweep)
+    text = "\n".join(write_results(out, read_sweep(out))) + page_of_sweep(out).partition("</style>")[2]
+    assert "best: lr-0.001: balanced accuracy 0.7500 after step 4" in text
+    assert "Best: lr-0.001, balanced accuracy 0.7500 after step 4." in text and "Dice" not in text
+
+
+@pytest.mark.parametrize(
+    "content", ['{"points": [{"name": 1, "what": 2}], "began": {}}', '{"points": [], "began": {}}']
+)
+def test_a_damaged_record_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep.json").write_text(content)
+    assert run(tune.act, ["--resume", "--out", str(tmp_path)]) == DATA
+    assert "sweep.json: is no sweep of this version" in capsys.readouterr().err
+
+
+def test_of_equal_points_that_with_the_lower_loss_is_best() -> None:
+    points = [Point("a", {}, score=0.5, loss=2.0), Point("b", {}, score=0.5, loss=1.0), Point("c", {})]
+    best = Sweep({}, tuple(points)).best
+    assert best is not None and best.name == "b" and Sweep({}, (Point("c", {}),)).best is None
+
+
+def test_without_ray_a_line_says_how_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for space in (SPACE, ["--space", "lr=log:1e-4:1e-2"]):  # numbers are drawn by Ray
+        assert run(tune.act, [*space, *TINY, "--out", str(tmp_path / "s")]) == USAGE
+        assert "pip install 'seqpar[tune]'" in capsys.readouterr().err
+
+
+def test_a_run_for_which_there_are_no_devices_is_refused_before_anything_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [*SPACE, *TINY, "--devices", "2", "--devices-per-run", "3", "--out", str(tmp_path / "s")]
+    assert run(tune.act, line) == USAGE and not (tmp_path / "s").exists()
+    assert "--devices-per-run 3: there are 2 devices: give at most so many" in capsys.readouterr().err
+
+
+def test_more_gpus_than_there_are_are_refused_and_cores_are_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    line = [*SPACE, *TINY[:-2], "--devices", "3", "--out", str(tmp_path / "s")]
+    assert run(tune.act, line) == USAGE and not (tmp_path / "s").exists()
+    assert "--devices 3: this machine has 2 GPUs: give at most so many" in capsys.readouterr().err
+    check_devices(300, on_gpu=False)
+
+
+def test_a_sweep_goes_on_with_the_device_of_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, sweep, _ = asked(tmp_path)
+    write_sweep(tmp_path, sweep)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options, rest = tune._parse(["--resume", "--out", str(tmp_path)])
+    assert not tune._order(options, rest)[0].on_gpu
+    assert replace(order, settings={}).on_gpu, "else they are for the GPUs that are there"

@@ -1,0 +1,139 @@
+"""What a sweep is asked for, checked and changed before and between its runs, without Ray."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from seqpar.cli import tune
+from seqpar.runs.sweep_folder import Point, Sweep, write_sweep
+from seqpar.sweeps import sweep_request
+from seqpar.sweeps.ray_nodes import rank_bundle
+from seqpar.sweeps.space import parse_space
+from seqpar.sweeps.sweep_picture import draw_sweep
+from seqpar.sweeps.sweep_request import SweepOrder
+from tests.support.sweep_folder import SPACE, TINY, asked, begin
+
+
+def test_a_sweep_of_which_no_point_has_begun_takes_other_flags(tmp_path: Path) -> None:
+    """As where the data could not be prepared with the first ones."""
+    out = tmp_path / "s"
+    _, sweep, _ = asked(out, "--tile", "16", "24", "32")
+    write_sweep(out, sweep)
+    for more in ([], ["--resume"]):
+        order, now, _ = asked(out, "--depth", "3", *more)
+        assert order.settings["depth"] == 3 and "tile" not in order.settings and now == order.sweep()
+    options, rest = tune._parse(["--resume", "--out", str(out)])
+    assert tune._order(options, rest)[0].settings["tile"] == (16, 24, 32), "by itself it goes on as it was"
+    begin(out, sweep)
+    with pytest.raises(ValueError, match="holds a sweep already"):
+        asked(out, "--depth", "3")
+
+
+def test_a_sweep_goes_on_with_its_way_to_stop_and_to_fail_unless_others_are_typed(tmp_path: Path) -> None:
+    out = tmp_path / "s"
+    order, sweep, _ = asked(out, "--stop-early", "asha", "--max-failures", "5")
+    assert (order.stop_early, order.max_failures) == ("asha", 5)
+    write_sweep(out, sweep)
+    begin(out, sweep)
+
+    def resumed(*line: str) -> tuple[str, int]:
+        options, rest = tune._parse(["--resume", "--out", str(out), *line])
+        order, sweep = tune._order(options, rest)
+        assert order.began() == sweep.began, "written down for the next time"
+        return order.stop_early, order.max_failures
+
+    assert resumed() == resumed(*SPACE, *TINY) == ("asha", 5)
+    assert resumed("--max-failures", "0") == ("asha", 0) and resumed("--stop-early", "none") == ("none", 5)
+    content = json.loads((out / "sweep.json").read_text())
+    for name in ("stop_early", "max_failures"):  # as earlier versions wrote it
+        del content["began"][name]
+    (out / "sweep.json").write_text(json.dumps(content))
+    assert resumed() == ("none", 2)
+
+
+def test_a_sweep_of_pretrainings_begins_with_trains_usual_preset(tmp_path: Path) -> None:
+    line = ["--space", "mask-ratio=0.5,0.75", "--task", "pretrain", "--device", "cpu", "--out", str(tmp_path / "s")]
+    options, rest = tune._parse(line)
+    order, sweep = tune._order(options, rest)
+    assert order.preset == "mae-laptop" and {one.batch for one in order.configs(sweep).values()} == {4}
+
+
+def test_points_whose_batch_is_open_are_checked_before_anything_begins(tmp_path: Path) -> None:
+    for space, error in (("lr=0,1e-4", "point lr-0: --lr"), ("heads=5,12", "point heads-5: --heads 5")):
+        options, rest = tune._parse(["--space", space, "--preset", "paper", "--out", str(tmp_path / "s")])
+        order, sweep = tune._order(options, rest)
+        with pytest.raises(ValueError, match=error):
+            order.configs(sweep)
+
+
+def steps_of(out: Path, line: str) -> tuple[int, int]:
+    """Returns the earliest first and the latest last validation of a sweep's runs on 4 devices."""
+    options, rest = tune._parse([*line.split(), "--device", "cpu", "--out", str(out)])
+    order, sweep = tune._order(options, rest)
+    return order.validated_steps(order.configs(order.known(sweep)), order.ranks(4))
+
+
+def test_runs_are_compared_from_the_first_validation_to_the_end_of_the_longest(tmp_path: Path) -> None:
+    short = "--space lr=1e-4,1e-3 --preset debug --iterations 8"
+    assert steps_of(tmp_path, f"{short} --epochs 6 --val-every 2") == (16, 48)
+    assert steps_of(tmp_path, f"{short} --epochs 5 --val-every 50") == (40, 40), "its end is its first"
+    assert steps_of(tmp_path, f"{short} --epochs 5 --val-every 0") == (40, 40)
+    assert steps_of(tmp_path, "--space epochs=2,9 --preset debug --iterations 8 --val-every 1") == (8, 72)
+    scaled = f"{short} --epochs 6 --val-every 2 --scale-lr --devices-per-run"
+    assert steps_of(tmp_path, f"{scaled} 1") == (16, 48) and steps_of(tmp_path, f"{scaled} all") == (4, 12)
+    assert steps_of(tmp_path, "--space lr=1e-4,1e-3 --preset distmis --epochs 5 --stop-early asha") == (845, 845)
+
+
+def test_optuna_may_suggest_the_longest_run_of_its_space(tmp_path: Path) -> None:
+    order, _, _ = asked(tmp_path / "s", "--val-every", "1")
+    space = parse_space(["epochs=2,9", "batch=1,2"])
+    order = replace(order, space=space, settings={"iterations": 8, "val_every": 1}, samples=3, search="optuna")
+    known = Sweep(order.began(), (Point("a", {"epochs": 2, "batch": 1}),))
+    assert order.validated_steps(order.configs(known), 1) == (8, 72)
+
+
+def test_a_setting_of_many_values_that_are_no_numbers_is_drawn(tmp_path: Path) -> None:
+    spaces = (["tile=16,24,32,40,48,56,64,72,80"], [f"betas={','.join(f'0.9:0.9{n}' for n in range(1, 10))}"],
+              [f"lr={','.join(f'{n}e-4' for n in range(10))}"])  # fmt: skip
+    for number, words in enumerate(spaces):
+        points = [
+            Point(f"p{at}", settings, "finished", score=at / 10)
+            for at, settings in enumerate(parse_space(words).points())
+        ]
+        draw_sweep(tmp_path, Sweep({}, tuple(points)), tmp_path / f"{number}.png")
+        assert (tmp_path / f"{number}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+GPU, HEAD = {"GPU": 4.0, "CPU": 32.0}, {"CPU": 64.0}
+
+
+def of_ray(*resources: dict[str, float]) -> list[dict]:
+    return [{"Alive": True, "Resources": one} for one in resources] + [{"Alive": False, "Resources": GPU}]
+
+
+def test_a_running_cluster_decides_on_the_devices_of_runs() -> None:
+    """The machine that asks may have no GPUs, nor the head: a rank takes its share of the cores of a node with GPUs."""
+    for here in (False, True):
+        assert rank_bundle(of_ray(HEAD, GPU, GPU), "auto", here) == (True, 8, {"GPU": 1.0, "CPU": 8.0})
+        assert rank_bundle(of_ray(HEAD, GPU), "cpu", here) == (False, 96, {"CPU": 1.0})
+        with pytest.raises(ValueError, match="Ray sees none: add --device cpu"):
+            rank_bundle(of_ray(HEAD), "cuda", here)
+    assert rank_bundle(of_ray(GPU, {"GPU": 2.0, "CPU": 6.0}), "cuda", False) == (True, 6, {"GPU": 1.0, "CPU": 3.0})
+    assert rank_bundle(of_ray(HEAD), "auto", False) == (False, 64, {"CPU": 1.0})
+    with pytest.raises(ValueError, match="or start Ray with its GPUs"):
+        rank_bundle(of_ray(HEAD), "auto", True)
+
+
+def test_numbers_that_make_a_point_a_second_time_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_request, "draw", lambda one, source: source.uniform(one.low, one.high))
+    space = parse_space(["lr=uniform:0.1:0.1012", "batch=1,2"])  # 13 numbers of four digits
+
+    def drawn(seed: int, samples: int = 12) -> list[float]:
+        return [point.settings["lr"] for point in SweepOrder(space, "debug", {"seed": seed}, samples=samples)
+                .sweep().points]  # fmt: skip
+
+    assert len(set(drawn(0)[:12])) == 12 == len(set(drawn(0)[12:])) and drawn(0) == drawn(0) != drawn(1)
+    with pytest.raises(ValueError, match="take other ends, or fewer --samples"):
+        drawn(0, 14)
