@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from lab.benches.series import Progress, Series, run_series
 from lab.benches.table import Table
-
 from seqpar.cluster.exit_codes import run
 from seqpar.display import clock
 from seqpar.settings.command_line import Parser
@@ -35,7 +34,7 @@ SUBJECTS = {
     "tiles": ("tiles",),
 }
 LARGE = {"memory": ("memory",), "pretrain": ("masked",)}  # these have large_series() too
-RESULTS = Path(__file__).parent / "benches" / "results"
+RESULTS = Path(__file__).parent / "lab" / "benches" / "results"
 CUT_SHORT = 130
 
 
@@ -85,7 +84,7 @@ def plan_series(subjects: Sequence[str], quick: bool, large: bool, turns: int | 
     result = []
     for subject in subjects or modules:
         for name in modules[subject]:
-            module = importlib.import_module(f"seqpar.launch.benches.{name}")
+            module = importlib.import_module(f"lab.benches.{name}")
             every: list[Series] = module.large_series() if large else module.series(quick)
             result += [Planned(subject, name, one, turns or one.turns) for one in every]
     return result

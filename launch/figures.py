@@ -21,7 +21,6 @@ from lab.figures.pretraining_figure import PRETRAINING_FIGURE
 from lab.figures.question_figures import QUESTION_FIGURES
 from lab.figures.tile_figure import TILE_FIGURE
 from lab.figures.window_figure import WINDOW_FIGURE
-
 from seqpar.cluster import exit_codes
 from seqpar.models.build import NETWORK_NAMES
 from seqpar.parallel.launcher import read_launcher

@@ -17,18 +17,26 @@ def typed_command() -> list[str]:
     return [typed_script(), *sys.argv[1:]]
 
 
+def program(act: str) -> list[str]:
+    """Returns what to write after ``python``, ``torchrun`` or ``srun python`` to start an act, as a person here would.
+
+    That is its file, or its module if this process was started by a console script.
+    """
+    folder, started = os.path.split(typed_script())
+    if started.startswith("seqpar-"):
+        return ["-m", f"seqpar.cli.{act}"]
+    neighbour = os.path.join(folder, f"{act}.py")
+    return [neighbour if os.path.exists(neighbour) else f"launch/{act}.py"]
+
+
 def next_command(act: str, *arguments: object, ranks: int = 1) -> str:
     """Returns the line that starts an act: a console script where this one was started by one, else its file.
 
     - ``ranks``: how many torchrun starts; 1: the act itself
     """
-    folder, started = os.path.split(typed_script())
-    if started.startswith("seqpar-"):
-        words = [f"seqpar-{act}"] if ranks == 1 else ["-m", f"seqpar.launch.{act}"]
-    else:
-        beside = os.path.join(folder, f"{act}.py")
-        script = beside if os.path.exists(beside) else f"launch/{act}.py"
-        words = ["python", script] if ranks == 1 else [script]
+    words = program(act)
     if ranks > 1:
         words = ["torchrun", "--nproc-per-node", str(ranks), *words]
+    else:
+        words = ["python", *words] if words[0] != "-m" else [f"seqpar-{act}"]
     return shlex.join([*words, *map(str, arguments)])

@@ -47,7 +47,7 @@ def train(
 ) -> Trained:
     """Returns a run into the folder ``name``; a run that is there already goes on if ``flags`` say so."""
     out = site.folder / name
-    ended = run_module("train", [*flags, "--out", str(out)], site, limit_s, then)
+    ended = run_module("cli.train", [*flags, "--out", str(out)], site, limit_s, then)
     return Trained(ended, losses_of(out))
 
 
@@ -156,7 +156,7 @@ def check_prediction(site: Site) -> Outcome:
     for ranks in (1, 2):
         out = site.folder / f"predicted-{ranks}"
         flags = [str(site.folder / "debug"), "-i", str(images), "-o", str(out), "--seqpar", str(ranks)]
-        ended.append(run_module("predict", flags, site, LIMIT_S))
+        ended.append(run_module("cli.predict", flags, site, LIMIT_S))
         labels.append([read_volume(path).array for path in sorted(out.glob("*.nii.gz"))])
     failed = [str(each) for each in ended if each.code]
     if failed or not labels[0] or len(labels[0]) != len(labels[1]):

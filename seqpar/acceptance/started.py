@@ -54,7 +54,7 @@ def run_module(
     began, path = time.monotonic(), site.folder / "said.txt"
     with open(path, "w+") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"seqpar.launch.{module}", *arguments, "--device", site.device.type],
+            [sys.executable, "-m", f"seqpar.{module}", *arguments, "--device", site.device.type],
             env=env, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:

@@ -40,7 +40,7 @@ def act(arguments: Sequence[str]) -> int:
     if launcher.world == 1 < options.seqpar * options.pipe:
         if launcher.warning:
             raise ValueError(launcher.warning)
-        return run_local(options.seqpar * options.pipe, [__file__, *arguments])
+        return run_local(options.seqpar * options.pipe, ["-m", "seqpar.cli.doctor", *arguments])
     host = launcher.host or socket.gethostname()
     clock = threading.Timer(1.25 * options.time_limit, _overdue, (f"rank {launcher.rank} ({host})", options.time_limit))
     clock.daemon = True

@@ -41,7 +41,7 @@ def act(arguments: Sequence[str]) -> int:
         warn_if_killed(*options.run)
     request, members = _request(options), _members(options)
     if options.seqpar > launcher.world:
-        return start_missing_ranks(options.seqpar, __file__, arguments, launcher)
+        return start_missing_ranks(options.seqpar, "predict", arguments, launcher)
     memory = device_here(options.device).of(launcher.world).memory
     seqpar, line = (options.seqpar, "") if options.seqpar else fitting_seqpar(members, launcher.world, memory)
     if line and launcher.rank == 0:

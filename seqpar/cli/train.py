@@ -40,13 +40,13 @@ def act(arguments: Sequence[str]) -> int:
     launcher = read_launcher(os.environ)
     try:
         if five := find_folds(arguments):
-            return five.train(__file__, launcher)
+            return five.train(launcher)
         meeting = Meeting(launcher)
         request = read_request(arguments, launcher, meeting)
         if request.config.dry_run:
             return dry_run(request, launcher)
         if request.config.group_ranks > launcher.world:
-            return start_missing_ranks(request.config.seqpar, __file__, arguments, launcher, request.config.pipe)
+            return start_missing_ranks(request.config.seqpar, "train", arguments, launcher, request.config.pipe)
         check_seqpar(request.config.seqpar, launcher.world, request.config.pipe)
         refuse_lonely(request.config, launcher.world)
         refuse_other_run(request.config)

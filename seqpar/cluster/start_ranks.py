@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 
 from seqpar.cluster.exit_codes import LAST_WORDS
-from seqpar.next_command import TYPED, typed_script
+from seqpar.next_command import TYPED, next_command, program, typed_script
 from seqpar.parallel.launcher import Launcher
 from seqpar.quantity import quantity
 
@@ -34,22 +34,23 @@ _LAUNCHER_VARIABLES = (
 )
 
 
-def start_missing_ranks(seqpar: int, script: str, arguments: Sequence[str], launcher: Launcher, pipe: int = 1) -> int:
-    """Returns the exit code of ``seqpar`` x ``pipe`` ranks of ``script``, started by one process outside of any job.
+def start_missing_ranks(seqpar: int, act: str, arguments: Sequence[str], launcher: Launcher, pipe: int = 1) -> int:
+    """Returns the exit code of ``seqpar`` x ``pipe`` ranks of ``act``, started by one process outside of any job.
 
     Under a launcher it raises ``ValueError`` with the command that starts enough ranks.
     """
     count, flags = seqpar * pipe, f"--seqpar {seqpar}" if pipe == 1 else f"--pipe {pipe} --seqpar {seqpar}"
-    typed, script_path = shlex.join(arguments), os.path.relpath(script)
-    line = f"torchrun --nproc-per-node {count} {script_path} {typed}"
+    line = next_command(act, *arguments, ranks=count)
     lacking = f"{flags} needs {count} ranks, and {launcher.world} came"
     if "SLURM_JOB_ID" in os.environ:
-        raise ValueError(f"{lacking}; in this Slurm job use: srun -n {count} python {script_path} {typed}")
+        raise ValueError(
+            f"{lacking}; in this Slurm job use: srun -n {count} python {shlex.join([*program(act), *arguments])}"
+        )
     if launcher.world > 1:
         raise ValueError(f"{lacking}; use: {line}")
     started = f"{flags} needs {count} ranks and 1 was started: starting {count} here"
     print(f"{started} ({_devices()}); the same as: {line}", flush=True)
-    return run_local(count, [script, *arguments])
+    return run_local(count, ["-m", f"seqpar.cli.{act}", *arguments])
 
 
 def started(launcher: Launcher) -> str:

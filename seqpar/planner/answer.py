@@ -1,18 +1,17 @@
 """The planner's answer: its table, the command line that runs a plan, a dry run in words."""
 
 import dataclasses
-import os
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from seqpar.cluster.devices import GB, GIB, MIB
 from seqpar.models.build import kind_of
 from seqpar.models.network import Net
 from seqpar.models.outline import outline
+from seqpar.next_command import program
 from seqpar.parallel.mesh import Group
 from seqpar.planner.fit import most_tiles
 from seqpar.planner.needs import Plan, Run
@@ -169,9 +168,8 @@ def _unfused(rows: Sequence[Plan]) -> str:
 
 def command(p: Plan, preset: str) -> str:
     """Returns the command line that runs the plan."""
-    script = os.path.relpath(Path(__file__).parents[1] / "train.py")
     config = replace(p.config, device="cpu") if p.device.cores else p.config  # auto would take a GPU
-    line = f"{script} {shlex.join(flags(config, preset))}"
+    line = shlex.join([*program("train"), *flags(config, preset)])
     if p.ranks <= p.device.node:
         return f"torchrun --nproc-per-node {p.ranks} {line}"
     nodes, rest = divmod(p.ranks, p.device.node)

@@ -21,7 +21,7 @@ from seqpar.cluster.start_ranks import SIGNALS, run_local, signals_passed_on
 from seqpar.quantity import quantity
 from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, read_status, refuse_other_flags
 
-TRAIN = Path(__file__).parents[1] / "train.py"
+TRAIN = ("-m", "seqpar.cli.train")  # after python
 
 
 class Engine(Protocol):
@@ -101,9 +101,9 @@ def start_ranks(ranks: int, flags: Sequence[str], signals: list[int]) -> int:
     - ``signals``: those that come meanwhile are added here
     """
     if "SLURM_JOB_ID" not in os.environ:
-        return run_local(ranks, [str(TRAIN), *flags], signals)
+        return run_local(ranks, [*TRAIN, *flags], signals)
     step = subprocess.Popen(
-        ["srun", "-n", str(ranks), "--kill-on-bad-exit=1", sys.executable, "-u", str(TRAIN), *flags],
+        ["srun", "-n", str(ranks), "--kill-on-bad-exit=1", sys.executable, "-u", *TRAIN, *flags],
         start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on once
     )
     with signals_passed_on([step], signals):

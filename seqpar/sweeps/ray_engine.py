@@ -132,9 +132,7 @@ class SideBySide:
 
     def _task(self, run: PlannedRun, root: Path) -> dict[str, Any]:
         place = str(root.absolute())
-        return asdict(
-            TrialTask(run.name, tuple(run.flags), run.ranks, place, str(TRAIN), PARENT, PREEMPTED, COME_AGAIN)
-        )
+        return asdict(TrialTask(run.name, tuple(run.flags), run.ranks, place, TRAIN, PARENT, PREEMPTED, COME_AGAIN))
 
     def _scheduler(self) -> TrialScheduler:
         if self.stop_early != ASHA:

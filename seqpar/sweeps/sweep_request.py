@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from lab.figures.figure import config_of
-
 from seqpar.cluster.devices import num_devices
 from seqpar.models.build import NETWORK_NAMES
 from seqpar.quantity import quantity

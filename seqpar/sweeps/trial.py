@@ -55,7 +55,7 @@ class TrialTask:
     flags: tuple[str, ...]
     ranks: int
     sweep: str
-    script: str
+    program: tuple[str, ...]
     parent: str
     preempted: int
     final: tuple[int, ...]
@@ -69,8 +69,8 @@ class TrialTask:
         """The command of every rank; a run that has begun goes on."""
         out = ["--out", str(self.run)]
         if (self.run / "config.json").exists():
-            return [sys.executable, "-u", self.script, "--resume", "--take-over", *out]
-        return [sys.executable, "-u", self.script, *self.flags, *out]
+            return [sys.executable, "-u", *self.program, "--resume", "--take-over", *out]
+        return [sys.executable, "-u", *self.program, *self.flags, *out]
 
 
 class RankProcess:

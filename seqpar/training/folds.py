@@ -32,6 +32,7 @@ from seqpar.tasks.tasks import Task, task_of
 from seqpar.time_limit import seconds
 from seqpar.training.run_request import is_restart, refuse_again
 
+_TRAIN = ("-m", "seqpar.cli.train")
 GRACE_S = 60.0  # for other ranks' word on how a fold ended, where it failed on this one
 
 
@@ -59,13 +60,13 @@ class Folds:
         self._signals, self._before = list[int](), ""  # the run folder that was trained before, in this start
         self._child: subprocess.Popen[bytes] | None = None
 
-    def train(self, script: str, launcher: Launcher) -> int:
+    def train(self, launcher: Launcher) -> int:
         """Returns 0 once all folds have finished, else the exit code of the fold that did not; called on every rank.
 
         The first rank alone looks at the folders of runs, and writes into the one that holds them.
         """
         if self.own.dry_run:
-            return self._rehearse(script)
+            return self._rehearse()
         meeting = Meeting(launcher)
         place = by_first_early(lambda: self._open(launcher), meeting, "place")
         out, self.flags = place["out"], place["flags"]
@@ -81,7 +82,7 @@ class Folds:
             _write(out, launcher, fold, "running")
             code = exit_codes.PREEMPTED
             if not now["leaves"]:
-                code = _agree_code(self._train_fold(script, fold, run, now["begun"], launcher), meeting, fold)
+                code = _agree_code(self._train_fold(fold, run, now["begun"], launcher), meeting, fold)
             if code:
                 return self._end(code, out, fold, launcher)
         _write(out, launcher, FOLDS, "finished")
@@ -90,12 +91,12 @@ class Folds:
             print(f"next: {line}  (the mean of all folds)", flush=True)
         return 0
 
-    def _rehearse(self, script: str) -> int:
+    def _rehearse(self) -> int:
         """Returns the exit code of the dry run of the first fold, for which ranks need not meet."""
         self._refuse()
         if self.own.resume:
             self._add_flags_of_before(self.own.out)
-        return self._start([script, *self._line(0, runs_of(self.own.out)[0]), "--dry-run"], {})
+        return self._start([*_TRAIN, *self._line(0, runs_of(self.own.out)[0]), "--dry-run"], {})
 
     def _open(self, launcher: Launcher) -> dict[str, Any]:
         """Returns where the runs lie and by which flags folds begin, after making and marking the place."""
@@ -149,14 +150,14 @@ class Folds:
         words = [dict(json.loads(text)) for text in meeting.gather(f"fold {fold} begins", json.dumps(own))]
         return {**words[0], "leaves": any(word["leaves"] for word in words)}
 
-    def _train_fold(self, script: str, fold: int, run: str, resume: bool, launcher: Launcher) -> int:
+    def _train_fold(self, fold: int, run: str, resume: bool, launcher: Launcher) -> int:
         """Returns the exit code of one fold's training on this rank."""
         env = {PARENT_OF_FOLD: str(os.getpid()), TYPED: typed_script()}
         env |= {FOLD_BEFORE: f"{self._before}/train.log"} if self._before else {}
         self._before = run
         if launcher.world > 1:  # ranks of one fold never meet those of another
             env[MEETING] = f"fold{fold}"
-        return self._start([script, *self._line(fold, run, resume)], env)
+        return self._start([*_TRAIN, *self._line(fold, run, resume)], env)
 
     def _line(self, fold: int, run: str, resume: bool = False) -> list[str]:
         """Returns the flags of one fold's training; a run that goes on has its settings."""

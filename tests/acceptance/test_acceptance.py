@@ -152,7 +152,7 @@ def test_a_program_that_does_not_end_is_ended_and_said(site: Site, monkeypatch: 
     sleeper.write_text('#!/bin/sh\necho "asleep in job $SLURM_JOB_ID."\nexec sleep 60\n')
     sleeper.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(sleeper))
-    ended = run_module("train", [], site, 1.0)
+    ended = run_module("cli.train", [], site, 1.0)
     assert (
         ended.code is None
         and ended.seconds < 10

@@ -205,8 +205,8 @@ def test_ranks_and_folds_that_an_act_starts_spell_it_as_that_act_was_typed(monke
     for typed, script in (("/usr/bin/seqpar-train", "seqpar-predict"), ("launch/train.py", "python launch/predict.py")):
         monkeypatch.setattr(sys, "argv", [typed, "--seqpar", "2"])
         monkeypatch.setattr(subprocess, "Popen", Ended)
-        assert run_local(2, ["/site-packages/seqpar/launch/train.py"]) == 0
-        assert five._train_fold("/site-packages/seqpar/launch/train.py", 0, "five/fold0", False, Launcher("test")) == 0
+        assert run_local(2, ["-m", "seqpar.cli.train"]) == 0
+        assert five._train_fold(0, "five/fold0", False, Launcher("test")) == 0
         assert lines == [f"{script} run"] * 3
         lines.clear()
 

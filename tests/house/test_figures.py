@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.pages import ROOT
 
-RESULTS = ROOT / "launch" / "benches" / "results"
+RESULTS = ROOT / "launch" / "lab" / "benches" / "results"
 Row = dict[str, str]
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from lab.benches import hybrid
 
+from lab.benches import hybrid
 from seqpar.planner.feasibility import refuse
 from seqpar.settings.config import Config
 

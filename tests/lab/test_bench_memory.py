@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import bench
 import pytest
 import torch
+
+import bench
 from lab.benches import attention, encoder, hierarchical, masked, memory, plan, rank
 from lab.benches.series import Progress, run_series
-
 from seqpar.cluster.devices import known
 from seqpar.models.build import build
 from seqpar.parallel.mesh import Group, Mesh

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import pytest
+
 from lab.benches import pipe
 from lab.benches.pipe_steps import Bench, counted_memory
-
 from seqpar.parallel.mesh import Mesh
 
 TINY = replace(pipe.NET, tile=(16, 16, 16), features=2, accumulate=4)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+
 from lab.benches import lamp, pass_profile, predict
 from lab.benches.series import Progress, run_series
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+
 from lab.benches import halo_share, labels, unets
 from lab.benches.series import Progress, run_series
 from lab.benches.unet_peers import PEERS, copy_weights, peers_here
-
 from seqpar.decoders.unets import UNet
 from seqpar.decoders.unets.nnunet import planned, topology
 from tests.support.scripts import run_script
@@ -38,7 +38,7 @@ import os, runpy, sys
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.argv[1:] = {arguments!r}
 with open("rank" + os.environ["RANK"], "w") as sys.stdout:
-    runpy.run_module("seqpar.launch.benches.{bench}", run_name="__main__")
+    runpy.run_module("lab.benches.{bench}", run_name="__main__")
 """
 
 

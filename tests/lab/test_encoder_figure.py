@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-import figures
 import pytest
+
+import figures
 from lab.figures import encoder_figure
 from lab.figures.encoder_figure import ENCODER_FIGURE, PLAIN, STAGES, WINDOWS
 from lab.figures.equal_parameters import count_parameters
 from lab.figures.figure import Order, config_of, runs_of
 from lab.figures.paper_figures import SCALES
-
 from tests.lab.test_question_figures import made_up
 
 

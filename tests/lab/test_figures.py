@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-import figures
 import numpy as np
 import pytest
+
+import figures
 from lab.figures.figure import Order, config_of, runs_of
 from lab.figures.paper_figures import SCALES
-
 from seqpar.cluster.exit_codes import PREEMPTED, USAGE, run
 from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS, VAL_LOSS, read_curve
 from seqpar.sweeps import one_by_one

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from figures import FIGURES
 from lab.figures.figure import Figure, Results
-
 from seqpar.report.curves import Curve
 
 ROOT = Path(__file__).parents[2]
-KEPT = ROOT / "launch" / "experiments" / "results"
+KEPT = ROOT / "launch" / "lab" / "figures" / "results"
 Points = dict[tuple[str, str, str, int], list[tuple[float, float]]]  # by quantity, curve, axis and seed
 
 

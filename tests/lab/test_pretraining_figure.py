@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
-import figures
 import pytest
+
+import figures
 from lab.figures import pretraining_figure
 from lab.figures.figure import Order, Results, every_run, runs_of
 from lab.figures.paper_figures import SCALES
 from lab.figures.pretraining_figure import FRESH, PRETRAINED, PRETRAINING_FIGURE
-
 from seqpar.sweeps import one_by_one
 from seqpar.sweeps.planned_run import PlannedRun
 from tests.support.figure_runs import FLAGS, forked

@@ -5,15 +5,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import figures
 import numpy as np
 import pytest
+
+import figures
 from lab.figures import length_figure, question_figures, tile_figure, window_figure
 from lab.figures.equal_parameters import count_parameters
 from lab.figures.figure import Order, Results, config_of, runs_of
 from lab.figures.figure_files import write_figure
 from lab.figures.paper_figures import SCALES
-
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.brain import DEFAULT_SIZE, make_case
 from seqpar.report.diagrams import Bars, Diagram, points_of

@@ -6,14 +6,14 @@ from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 
-import bench
 import pytest
+
+import bench
 from lab.benches import hybrid, loader, pass_profile, rank, start, step_profile, sweep
 from lab.benches.apart import stream_apart
 from lab.benches.operator_seconds import KINDS
 from lab.benches.series import Progress, Row, Runs, Series, ratio, run_series, spread
 from lab.benches.table import Table
-
 from seqpar.planner.launches import Launches
 
 

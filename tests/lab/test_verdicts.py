@@ -4,8 +4,8 @@ import math
 import re
 
 import pytest
-from lab.figures.verdicts import best_of, coincide, differ, difference, first_to_reach, highest, listed, reached
 
+from lab.figures.verdicts import best_of, coincide, differ, difference, first_to_reach, highest, listed, reached
 from seqpar.report.curves import Curve
 
 STEPS = (10, 20, 30, 40)

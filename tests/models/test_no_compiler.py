@@ -14,7 +14,7 @@ TRAINED = """
 import sys, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from seqpar.launch import train
+from seqpar.cli import train
 from seqpar.cluster.no_compiler import no_compiler
 
 assert train.act(sys.argv[1:]) == 0

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lab.benches.pipe_peer import PeerStage
 from torch import Tensor
 
+from lab.benches.pipe_peer import PeerStage
 from seqpar.losses import DiceCE
 from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.stages import StageMap

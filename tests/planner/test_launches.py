@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lab.benches.launches import BEFORE
 
+from lab.benches.launches import BEFORE
 from seqpar.planner.launch_counter import LaunchCounter
 from seqpar.planner.launches import count_launches
 from seqpar.settings.config import Config

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from lab.benches import plan_answer
 
+from lab.benches import plan_answer
 from seqpar.cli import plan
 from seqpar.cluster.devices import DEVICES
 from seqpar.planner.fit import most_tiles, plans, smallest
@@ -149,7 +149,7 @@ def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytes
 
 WITHOUT_COMPILER = """
 import gc, sys, torch, weakref
-from seqpar.launch import plan
+from seqpar.cli import plan
 from seqpar.cluster.no_compiler import no_compiler
 
 plan.act(sys.argv[1:])
@@ -189,7 +189,7 @@ def test_the_script_plans_from_any_folder_without_torchs_compiler(
 
 
 def test_the_page_shows_a_row_as_it_is_planned_now(capsys):
-    page = (Path(plan.__file__).parent / "README.md").read_text()
+    page = (ROOT / "launch" / "README.md").read_text()
     line = "--tile 240 240 155 --patch 4 --preset modern --device mi250x"
     assert plan.act([*line.split(), "--seqpar", "16"]) == 0
     row = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("    16 "))

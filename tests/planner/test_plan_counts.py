@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from lab.benches.memory import local_bytes
 
+from lab.benches.memory import local_bytes
 from seqpar.losses import DiceCE
 from seqpar.models.build import build
 from seqpar.models.optimizer import make_optimizer

@@ -5,8 +5,8 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from lab.benches.classes import share_over_chance
 
+from lab.benches.classes import share_over_chance
 from seqpar.data.phantom.dementia import CLASSES, class_of, make_case
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.resattnet import ResAttNet

@@ -123,7 +123,7 @@ UNKNOWN = {
 def test_unknown_flags_get_the_nearest(line):
     name, *arguments = line.split()
     with pytest.raises(ValueError, match=UNKNOWN[line]):
-        importlib.import_module(f"seqpar.launch.{name}").act(arguments)
+        importlib.import_module(f"seqpar.cli.{name}").act(arguments)
 
 
 def test_time_limits_and_slurms_durations():

@@ -48,7 +48,7 @@ def lines_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[in
         monkeypatch.setattr(folds, "start_process", Ended)
         five = folds.find_folds([*flags, "--fold", "all5"])
         assert five is not None
-        return five.train("train.py", folds.Launcher("test")), lines
+        return five.train(folds.Launcher("test")), lines
 
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]

@@ -205,8 +205,8 @@ def test_a_signal_before_a_fold_could_act_is_no_failure(tmp_path, monkeypatch) -
     before = signal.getsignal(signal.SIGTERM)
     try:
         launcher = folds.Launcher("test")
-        assert five.train("train.py", launcher) == 75
-        assert five.train("train.py", launcher) == 75, "no further fold begins"
+        assert five.train(launcher) == 75
+        assert five.train(launcher) == 75, "no further fold begins"
     finally:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, before)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqpar.launch.training import gradients, sharded_weights  # noqa: F401  the second once here, not in every rank
 from seqpar.models import optimizer as optimizers
 from seqpar.models.build import build
 from seqpar.parallel.mesh import Mesh
 from seqpar.settings.command_line import parse
+from seqpar.training import gradients, sharded_weights  # noqa: F401  the second once here, not in every rank
 from seqpar.training.data_parallel import data_parallel
 from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import Progress

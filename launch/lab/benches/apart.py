@@ -9,13 +9,15 @@ from collections.abc import Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from lab.benches.series import lab_on_path
+
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def stream_apart(
     bench: str, arguments: Sequence[str], ranks: int, threads: int, env: Mapping[str, str] = _NOTHING
 ) -> Generator[dict[str, Any], None, None]:
-    """Runs ``python -m seqpar.launch.benches.BENCH`` on new processes; yields each line of JSON as they print it.
+    """Runs ``python -m lab.benches.BENCH`` on new processes; yields each line of JSON as they print it.
 
     Closing the iterator ends the processes.
 
@@ -26,9 +28,9 @@ def stream_apart(
     - ``threads``: threads of each
     - ``env``: variables to set beside those of this process
     """
-    command = ["-m", f"seqpar.launch.benches.{bench}", *arguments]
+    command = ["-m", f"lab.benches.{bench}", *arguments]
     starter = f"import sys; from seqpar.cluster.start_ranks import run_local; sys.exit(run_local({ranks}, {command!r}))"
-    variables = {**os.environ, "OMP_NUM_THREADS": str(threads), **env}
+    variables = {**os.environ, **lab_on_path(), "OMP_NUM_THREADS": str(threads), **env}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-c", starter],

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from lab.benches.apart import stream_apart
 from lab.benches.memory import resident_bytes
 from lab.benches.peers import peers
 from lab.benches.series import Row, Runs, Series, ratio, spread
-from torch import Tensor
-
 from seqpar.attention.cost_model import CPU, Layer, choose
 from seqpar.attention.head_exchange import exchange_heads
 from seqpar.attention.strategies import check_strategy

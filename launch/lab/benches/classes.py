@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from lab.benches.hybrid import start_ranks
 from lab.benches.series import Row, Runs, Series, alternate
-
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.volumes import read_volume
 from seqpar.tasks.classify.class_evaluation import read_truth

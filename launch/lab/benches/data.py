@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from lab.benches.series import Row, Runs, Series, spread
 from numpy.typing import NDArray
 
+from lab.benches.series import Row, Runs, Series, spread
 from seqpar.data.sampling.augmentation import Augmentation, augment
 
 TILE, CHANNELS = (96, 96, 96), 4

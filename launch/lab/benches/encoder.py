@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
-from lab.benches.apart import measure_apart
-from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
 from torch import Tensor, nn
 
+from lab.benches.apart import measure_apart
+from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
 from seqpar.cluster.kept_memory import keep_memory
 from seqpar.parallel.consensus import agree
 from seqpar.parallel.mesh import Mesh

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+
 from lab.benches.apart import measure_apart
 from lab.benches.series import Row, Runs, Series
 from lab.benches.step import STEPS, Step
-
 from seqpar.cluster.devices import DEVICES
 from seqpar.models.build import build
 from seqpar.parallel.rendezvous import start

@@ -12,7 +12,6 @@ from lab.benches import memory
 from lab.benches.masked import held_by_one
 from lab.benches.memory import Case, Measured
 from lab.benches.series import Row, Series
-
 from seqpar.models.build import kind_of
 from seqpar.settings.config import Config
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lab.benches.series import Row, Runs, Series
 
+from lab.benches.series import Row, Runs, Series
 from seqpar.cluster.devices import DEVICES, GIB, Device, num_devices
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.planner.needs import Run, plan
@@ -211,7 +211,7 @@ def _row(what: str, case: str, seconds: float, devices: int, speedup: float, acc
 
 def start_ranks(ranks: int, act: str, flags: str) -> None:
     """Runs an act on so many processes of one thread each; raises RuntimeError with what it said where it fails."""
-    line = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", f"seqpar.launch.{act}"]
+    line = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", f"seqpar.cli.{act}"]
     done = subprocess.run(
         [sys.executable, *line, *flags.split()],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

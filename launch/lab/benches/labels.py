@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from lab.benches.apart import measure_apart
-from lab.benches.series import Row, Runs, Series, alternate, ratio
 from torch import Tensor
 
+from lab.benches.apart import measure_apart
+from lab.benches.series import Row, Runs, Series, alternate, ratio
 from seqpar.data.preparation.preparation import TargetGrid
 from seqpar.data.preparation.transforms import resample
 from seqpar.models.build import build

@@ -11,7 +11,6 @@ from functools import partial
 
 from lab.benches.predict import predict_apart
 from lab.benches.series import Row, Runs, Series, alternate, ratio
-
 from seqpar.settings.config import Config
 
 SHAPE, TILES, OVERLAP, CLASSES = (176, 128, 144), (64, 128), 0.25, 10

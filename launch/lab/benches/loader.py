@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from lab.benches.series import Row, Runs, Series, alternate, spread
 
+from lab.benches.series import Row, Runs, Series, alternate, spread
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.loader import Loader
 from seqpar.data.sampling.tiles import TileKey, TileSource

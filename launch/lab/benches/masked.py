@@ -10,7 +10,6 @@ from functools import cache
 from lab.benches import memory
 from lab.benches.memory import Case, Measured
 from lab.benches.series import Row, Series
-
 from seqpar.planner.step_counter import StepSetup, count_step
 from seqpar.settings.config import Config
 from seqpar.vit.masking import num_visible

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lab.benches.apart import measure_apart
-from lab.benches.series import Row, Runs, Series, alternate, ratio
 from torch import Tensor, nn
 
+from lab.benches.apart import measure_apart
+from lab.benches.series import Row, Runs, Series, alternate, ratio
 from seqpar.cluster.devices import MIB, device_here
 from seqpar.models.build import build
 from seqpar.models.loss import loss_of

@@ -11,7 +11,6 @@ from functools import partial
 from lab.benches.operator_seconds import KINDS
 from lab.benches.predict import NETWORK, SHAPE, U_NET, predict_apart
 from lab.benches.series import Row, Runs, Series, alternate
-
 from seqpar.settings.config import Config
 
 TILE = 96

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from lab.benches.pipe_peer import torchs_step
 from torch import Tensor
 
+from lab.benches.pipe_peer import torchs_step
 from seqpar.cluster.devices import MIB
 from seqpar.losses import DiceCE
 from seqpar.models.build import build

@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
+
 from lab.benches.apart import measure_apart
 from lab.benches.memory import average_gradients
 from lab.benches.series import Row, Series
-from torch import nn
-
 from seqpar.cluster.cpu_speed import this_cpu
 from seqpar.cluster.devices import Device, measured, usable_cores
 from seqpar.cluster.kept_memory import keep_memory

@@ -5,11 +5,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator
-from pathlib import Path
 
-from lab.benches.series import Row, Runs, Series, alternate
+from lab.benches.series import LAUNCH, Row, Runs, Series, alternate
 
-PLAN = Path(__file__).parents[1] / "plan.py"
+PLAN = LAUNCH / "plan.py"
 COMMANDS = (
     "--volume 512 512 300 --patch 8 --classes 15 --channels 1 --device a100 --memory 40",
     "--tile 240 240 155 --patch 4 --preset modern --device mi250x",

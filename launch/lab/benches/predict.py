@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
+
 from lab.benches.operator_seconds import seconds_by_kind
 from lab.benches.seams import seam_of
 from lab.benches.series import Row, Runs, Series, alternate, ratio
-from torch.profiler import ProfilerActivity, profile
-
 from seqpar.cluster.kept_memory import keep_memory
 from seqpar.models.build import build
 from seqpar.parallel.launcher import Launcher

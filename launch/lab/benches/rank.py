@@ -7,6 +7,7 @@ rate where that is known; ``peak`` is what torch allocated on a GPU.
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -17,8 +18,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from lab.benches.series import Row, Runs, Series, alternate
 
+from lab.benches.series import Row, Runs, Series, alternate, lab_on_path
 from seqpar.cluster.devices import known
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.rendezvous import pretend
@@ -78,7 +79,7 @@ def series(quick: bool = False) -> list[Series]:
 def _apart(work: Work) -> dict[str, Any]:
     """Returns what a new process measures; only one group can be pretended in each."""
     code = [sys.executable, "-m", "lab.benches.rank", json.dumps(asdict(work))]
-    process = subprocess.run(code, capture_output=True, text=True)
+    process = subprocess.run(code, capture_output=True, text=True, env={**os.environ, **lab_on_path()})
     if process.returncode:
         if "out of memory" in process.stderr.lower():
             return dict.fromkeys(MEASURED, "") | {"s a step": FULL}

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from lab.benches.series import Row, Runs, Series, alternate
 
+from lab.benches.series import Row, Runs, Series, alternate
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.preparation.prepare_dataset import prepare, prepared

@@ -1,17 +1,25 @@
 """Series: cases that are measured in turns, and the rows of a table that come of them."""
 
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from seqpar.display import clock
 
+LAUNCH = Path(__file__).parents[2]
 Row = dict[str, Any]
 Runs = dict[str, list[Any]]  # by case, what each of its turns came to
+
+
+def lab_on_path() -> dict[str, str]:
+    """Returns the variable with which a new process finds the laboratory, which is not installed."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(LAUNCH), os.environ.get("PYTHONPATH", "")]))}
 
 
 @dataclass(frozen=True)

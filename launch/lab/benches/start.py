@@ -15,12 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.benches.series import Row, Runs, Series, alternate
-
+from lab.benches.series import LAUNCH, Row, Runs, Series, alternate
 from seqpar.cluster.start_ranks import run_local
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 
-ACTS = Path(__file__).parents[1]
 STEP = ("--preset", "debug", "--device", "cpu", "--iterations", "1")
 CASES = ("import torch", "train, 1 rank", "train, 2 ranks", "predict, 1 rank")
 PATIENCE_S = 600.0
@@ -41,7 +39,7 @@ def series(quick: bool = False) -> list[Series]:
             folder, phantom = Path(name), PhantomSettings(size=(32, 32, 32))
             write_phantom(folder / "data", 1, phantom, 1)
             trained, images = folder / "run", phantom.root(folder / "data")
-            if run_local(1, [str(ACTS / "train.py"), *STEP, "--val-every", "0", "--out", str(trained)]):
+            if run_local(1, [str(LAUNCH / "train.py"), *STEP, "--val-every", "0", "--out", str(trained)]):
                 raise RuntimeError("the training whose network is to predict failed: the lines above say why")
             yield from alternate(CASES, lambda case: _started(case, trained, images), turns)
 
@@ -78,7 +76,7 @@ def _started(case: str, trained: Path, images: Path) -> Seconds:
 
 
 def _of_act(line: Sequence[str], has_begun: Callable[[], bool]) -> Seconds:
-    return seconds_until([str(ACTS / line[0]), *line[1:]], has_begun)
+    return seconds_until([str(LAUNCH / line[0]), *line[1:]], has_begun)
 
 
 def _has_row(metrics: Path) -> bool:

@@ -15,10 +15,10 @@ import time
 from functools import partial
 
 import torch
-from lab.benches.apart import measure_apart
-from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
 from torch import Tensor, nn
 
+from lab.benches.apart import measure_apart
+from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
 from seqpar.cluster.kept_memory import keep_memory
 from seqpar.decoders.modes.choose import choose_mode
 from seqpar.decoders.unetr import UnetrDecoder, taps

@@ -12,13 +12,13 @@ import time
 from functools import partial
 
 import torch
+from torch.profiler import ProfilerActivity, profile
+
 from lab.benches.apart import measure_apart
 from lab.benches.memory import average_gradients
 from lab.benches.operator_seconds import KINDS, seconds_by_kind
 from lab.benches.series import Row, Runs, Series, alternate
 from lab.benches.step import CHANNELS, CLASSES, TILE, Step, unetr
-from torch.profiler import ProfilerActivity, profile
-
 from seqpar.cluster.kept_memory import keep_memory
 from seqpar.parallel.rendezvous import start
 

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-from lab.benches.series import Row, Runs, Series, alternate
+from lab.benches.series import LAUNCH, Row, Runs, Series, alternate
 
-TUNE = Path(__file__).parents[1] / "tune.py"
+TUNE = LAUNCH / "tune.py"
 POINTS = 4
 CASES = {"1 worker": 1, "2 workers": 2}
 LINE = "--preset debug --epochs 1 --val-every 0 --val-cases 1 --device cpu --phantoms 6"

@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from lab.benches.series import Row, Runs, Series, alternate
-
+from lab.benches.series import LAUNCH, Row, Runs, Series, alternate
 from seqpar.data.phantom.kinds import KINDS
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
 
-TRAIN = Path(__file__).parents[1] / "train.py"
+TRAIN = LAUNCH / "train.py"
 SIZE = KINDS["organs"].size
 TILES = ("16", "24", "whole")
 CASES, STEPS, EPOCH = 20, 350, 50

@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import nn
+
 from lab.benches.apart import measure_apart
 from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
 from lab.benches.step import CORES, Step, measure_steps
 from lab.benches.unet_peers import PEERS, copy_weights, peers_here
-from torch import nn
-
 from seqpar.models.build import build
 from seqpar.models.volume_net import VolumeNet
 from seqpar.parallel.rendezvous import start

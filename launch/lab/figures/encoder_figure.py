@@ -5,7 +5,6 @@ from typing import Any
 from lab.figures.figure import Arm, Figure, Results
 from lab.figures.question_figures import judge_networks
 from lab.figures.verdicts import differ
-
 from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS
 from seqpar.report.diagrams import Diagram, over_steps
 from seqpar.sweeps.costs import measured_cost

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from lab.figures.equal_parameters import match_parameters
-
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.models.build import NETWORK_NAMES, knows, refuse_unknown
 from seqpar.planner.feasibility import refuse

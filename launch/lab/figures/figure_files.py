@@ -7,7 +7,6 @@ from pathlib import Path
 
 from lab.benches.table import machine
 from lab.figures.figure import Figure, Results, scaling
-
 from seqpar.data.files import write_text
 from seqpar.quantity import quantity
 from seqpar.report.diagrams import Bars, Diagram, points_of

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lab.figures.figure import config_of, every_run
-
 from seqpar.display import clock
 from seqpar.quantity import quantity
 from seqpar.sweeps.costs import plan_of

@@ -7,7 +7,6 @@ from typing import Any
 
 from lab.figures.figure import Arm, Figure, Results
 from lab.figures.verdicts import rounded
-
 from seqpar.report.diagrams import Diagram, Line
 from seqpar.settings.config import Config
 from seqpar.sweeps.costs import Cost, cost_of, measured_cost, plan_of

@@ -5,7 +5,6 @@ from typing import Any
 
 from lab.figures.figure import Arm, Figure, Results, Scale, losses_and_dice
 from lab.figures.verdicts import best_of, coincide, differ, first_to_reach, highest
-
 from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS
 from seqpar.report.diagrams import Diagram, over_steps
 

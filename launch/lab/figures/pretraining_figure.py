@@ -8,7 +8,6 @@ from typing import Any
 
 from lab.figures.figure import Arm, Figure, Results, losses_and_dice
 from lab.figures.verdicts import best_of, differ, first_to_reach, highest, rounded
-
 from seqpar.quantity import quantity
 from seqpar.report.curves import DICE, TRAIN_LOSS, Curve, read_curve
 from seqpar.report.diagrams import Diagram, Line

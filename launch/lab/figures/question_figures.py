@@ -5,7 +5,6 @@ from collections.abc import Callable
 from lab.figures.figure import Arm, Figure, Results
 from lab.figures.paper_figures import EXACT, dice_over_time_too
 from lab.figures.verdicts import best_of, coincide, differ, first_to_reach, highest, reached, rounded
-
 from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS
 from seqpar.report.diagrams import Bars, Diagram, over_steps
 from seqpar.sweeps.costs import Cost, measured_cost, planned_cost

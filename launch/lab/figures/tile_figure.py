@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from lab.figures.figure import EPOCHS, Arm, Figure, Results
 from lab.figures.verdicts import best_of, differ, first_to_reach, highest
-
 from seqpar.report.curves import DICE, QUANTITIES, Curve
 from seqpar.report.diagrams import Diagram, over_steps
 

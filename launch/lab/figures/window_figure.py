@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
 from lab.benches.seams import seam_of
 from lab.figures.figure import Arm, Figure, Results
 from lab.figures.verdicts import differ, highest, rounded
-
 from seqpar.parallel.rendezvous import start
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
 from seqpar.prediction.windows import Sliding, WindowGrid
