@@ -26,7 +26,7 @@ def parser(request) -> argparse.ArgumentParser:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "print_help", catch)
         with pytest.raises(SystemExit) as left:
-            importlib.import_module(f"seqpar.launch.{request.param}").act(["--help"])
+            importlib.import_module(f"seqpar.cli.{request.param}").act(["--help"])
     assert left.value.code == 0 and asked[0].prog == f"seqpar-{request.param}"
     return asked[0]
 

@@ -16,7 +16,7 @@ from tests.house.test_floors import ACTS
 from tests.support.folders import child, exit_code, nnunet, save
 from tests.support.predictions import make_run
 
-ACTS_BY_NAME = {name: importlib.import_module(f"seqpar.launch.{name}") for name in ACTS}
+ACTS_BY_NAME = {name: importlib.import_module(f"seqpar.cli.{name}") for name in ACTS}
 NOBODY = 65534
 TINY = "--preset debug --tile 16 --patch 8 --device cpu --workers 0 --batch 2"
 USAGES = """

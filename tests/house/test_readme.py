@@ -49,7 +49,7 @@ def begin(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise Understood
 
     monkeypatch.setattr(Parser, "parse_args", stop)
-    importlib.import_module(f"seqpar.launch.{name}").act(arguments)
+    importlib.import_module(f"seqpar.cli.{name}").act(arguments)
 
 
 @pytest.mark.parametrize("line", HERE)

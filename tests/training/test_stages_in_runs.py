@@ -2,12 +2,12 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from seqpar.cli import plan, predict, train
 from seqpar.data.volumes import read_volume
+from tests.support.pages import ROOT
 from tests.support.training_runs import farthest, losses, trained
 
 STAGES = "--encoder hierarchical --stage-depths 1 1 --patch 4 --decoder unetr --mode auto --precision fp64 --lr 1e-3"
@@ -59,7 +59,7 @@ def test_the_plan_counts_stages_pads_to_cubes_and_prints_what_runs_it(capsys) ->
 @pytest.mark.started  # 30 s of counting
 def test_the_page_shows_rows_as_they_are_planned_now(capsys, monkeypatch) -> None:
     monkeypatch.setattr("seqpar.planner.answer.most_tiles", lambda *of: 1)  # counts as much again
-    page = (Path(plan.__file__).parent / "README.md").read_text()
+    page = (ROOT / "launch" / "README.md").read_text()
     (line,) = re.findall(r"python launch/plan.py (--preset modern --encoder hierarchical .*)", page)
     (more,) = re.findall(r"`(--window 8 .*? --seqpar 64)`", page)
     (fewer,) = re.findall(r"`(--volume 512 .*? --seqpar 8)`", page)
