@@ -9,9 +9,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.decoders.cells import DecoderCell, run_cells
-from seqpar.decoders.levels import strides
-from seqpar.decoders.sizes import Sizes
+from seqpar.decoders.decoder import DecoderCell, Sizes, run_cells, strides
 from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import ConvTranspose3d

@@ -9,8 +9,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from seqpar.decoders.cells import DecoderCell, run_cells
-from seqpar.decoders.levels import strides
+from seqpar.decoders.decoder import DecoderCell, run_cells, strides
 from seqpar.decoders.unetr import ResBlock, Stage
 from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid

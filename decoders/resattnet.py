@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from seqpar.attention.head_exchange import exchange_heads
 from seqpar.decoders.unets.architecture import ONE, Style, Three
-from seqpar.decoders.unets.blocks import ConvBlock, activate, init_weights
+from seqpar.decoders.unets.unet_blocks import ConvBlock, activate, init_weights
 from seqpar.parallel.layout import Bounds
 from seqpar.parallel.mesh import Group
 from seqpar.pipeline.cells import CellList, CellNet, Value

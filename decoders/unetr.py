@@ -10,9 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from seqpar.decoders.cells import DecoderCell, run_cells
-from seqpar.decoders.levels import Stride, strides
-from seqpar.decoders.sizes import Sizes
+from seqpar.decoders.decoder import DecoderCell, Sizes, Stride, run_cells, strides
 from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d, ConvTranspose3d

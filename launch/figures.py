@@ -26,11 +26,10 @@ from seqpar.models.build import NETWORK_NAMES
 from seqpar.parallel.launcher import read_launcher
 from seqpar.runs.sweep_folder import make_folder
 from seqpar.settings.command_line import Parser, parse
-from seqpar.settings.config import dashed
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.sweeps.one_by_one import OneByOne
 from seqpar.sweeps.planned_run import PlannedRun
-from seqpar.time_limit import seconds
+from seqpar.text import dashed, seconds
 
 LATER = (LENGTH_FIGURE, WINDOW_FIGURE, PRETRAINING_FIGURE, TILE_FIGURE, ENCODER_FIGURE)
 EVERY = (*PAPER_FIGURES, *QUESTION_FIGURES, *LATER)

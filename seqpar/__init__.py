@@ -19,7 +19,7 @@ _NAMES = {
     "SeqParViT": "seqpar.vit.encoder",
     "UnetrDecoder": "seqpar.decoders.unetr",
     "as_group": "seqpar.parallel.mesh",
-    "choose_mode": "seqpar.decoders.modes.choose",
+    "choose_mode": "seqpar.decoders.modes.named_modes",
     "export_monai": "seqpar.weights.monai_weights",
     "export_nnunet": "seqpar.weights.nnunet_weights",
     "export_primus": "seqpar.weights.primus_weights",
@@ -27,9 +27,9 @@ _NAMES = {
     "load_nnunet": "seqpar.weights.nnunet_weights",
     "load_primus": "seqpar.weights.primus_weights",
     "load_run": "seqpar.runs.trained_run",
-    "read_weights": "seqpar.weights.files",
+    "read_weights": "seqpar.weights.weight_files",
     "start": "seqpar.parallel.rendezvous",
-    "write_weights": "seqpar.weights.files",
+    "write_weights": "seqpar.weights.weight_files",
 }
 
 

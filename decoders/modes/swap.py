@@ -12,10 +12,10 @@ from torch import Tensor
 
 from seqpar.decoders.modes.mode import concat_blocks, join_patches, split_blocks, with_peers
 from seqpar.losses import LossGroups
+from seqpar.parallel.device_constants import table
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import AnyGroup, Group
 from seqpar.parallel.remaps import Remap, plan_remap, remap
-from seqpar.parallel.tables import table
 
 
 class Swap:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from seqpar.decoders.unets.architecture import Architecture, Style, Three, three
-from seqpar.decoders.unets.blocks import ResidualBlock
 from seqpar.decoders.unets.unet import UNet
+from seqpar.decoders.unets.unet_blocks import ResidualBlock
 
 FEATURES, MOST_FEATURES = 32, 320
 RESIDUAL_BLOCKS = (1, 3, 4, 6, 6, 6, 6, 6, 6, 6)  # of each stage's encoder

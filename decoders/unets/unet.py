@@ -6,7 +6,7 @@ Legend: b batch, c channels, k classes, W D H voxels.
 from torch import Tensor, nn
 
 from seqpar.decoders.unets.architecture import ONE, Architecture, Three
-from seqpar.decoders.unets.blocks import ConvBlock, ResidualBlock, SqueezeExcite, Up, init_weights
+from seqpar.decoders.unets.unet_blocks import ConvBlock, ResidualBlock, SqueezeExcite, Up, init_weights
 from seqpar.pipeline.cells import CellList, CellNet, Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d

@@ -7,10 +7,9 @@ import torch
 
 from seqpar.acceptance.check import MEASURED, Error, Outcome, Site, judged, relative
 from seqpar.acceptance.small_networks import CHANNELS, OUTPUTS, SAMPLES, VIT, SmallNetwork, small_networks, step_of
-from seqpar.cluster.arithmetic import set_arithmetic
+from seqpar.cluster.torch_setup import set_arithmetic
 from seqpar.parallel.mesh import Group
-from seqpar.planner.launch_counter import LaunchCounter
-from seqpar.planner.launches import count_launches
+from seqpar.planner.launch_counter import LaunchCounter, count_launches
 
 # Of logits, then of loss and gradients: in float32 a value beside a kink or a tie has another gradient.
 BOUNDS = {"fp64": (torch.float64, 1e-10, 1e-10), "fp32": (torch.float32, 1e-4, 2e-2)}

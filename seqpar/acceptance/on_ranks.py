@@ -15,8 +15,8 @@ import torch
 
 from seqpar.acceptance.small_networks import VIT, small_networks, step_of
 from seqpar.cluster import exit_codes
-from seqpar.cluster.arithmetic import set_arithmetic
 from seqpar.cluster.start_ranks import die_with_parent, run_local
+from seqpar.cluster.torch_setup import set_arithmetic
 from seqpar.data.files import write_json
 from seqpar.parallel.collectives import all_gather, exchange_rows
 from seqpar.parallel.consensus import gather_texts

@@ -21,8 +21,8 @@ from seqpar.acceptance.networks import check_networks, count_a_step
 from seqpar.acceptance.runs import check_compiled, check_groups, check_prediction, check_presets, check_stops
 from seqpar.acceptance.speed import measure_attention, measure_convolutions, measure_steps
 from seqpar.cluster import exit_codes
-from seqpar.cluster.arithmetic import set_arithmetic
 from seqpar.cluster.rank_facts import device_name, versions
+from seqpar.cluster.torch_setup import set_arithmetic
 from seqpar.data.files import write_json
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.rendezvous import pick_device

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from seqpar.attention.strategies import Strategy, check_strategy, choose_heads_per_chunk, inner_sizes
-from seqpar.quantity import quantity
+from seqpar.text import quantity
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from seqpar.attention.partition import Rotary
 from seqpar.attention.strategies import Strategy
 from seqpar.attention.token_gather import gather_x
 from seqpar.attention.window_attention import Windows, attend_in_windows
+from seqpar.parallel.device_constants import table
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.meta_tensors import autocast_dtype
-from seqpar.parallel.tables import table
 
 __all__ = ["Attention", "Rotary"]
 

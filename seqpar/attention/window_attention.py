@@ -223,3 +223,11 @@ def _block(q: Tensor, pair: Tensor, runs: Sequence[Run]) -> tuple[Tensor, Tensor
     keys, values = _part_of(pair, runs, of_keys=True).unbind(-3)
     queries = _as_rows(_part_of(q, runs, of_keys=False), runs, of_keys=False)
     return queries, _as_rows(keys, runs, of_keys=True), _as_rows(values, runs, of_keys=True)
+
+
+def refuse_window(window: int, split: str) -> None:
+    """Raises ValueError for a window that is none, or for parts that need not be boxes."""
+    if window < 0 or window == 1:
+        raise ValueError(f"--window {window}: give the tokens of its side, 2 or more, or 0 for no windows")
+    if window and split != "spatial":
+        raise ValueError(f"--window {window} with --split {split}: windows reach into boxes: use --split spatial")

@@ -12,15 +12,14 @@ from seqpar.cluster.exit_codes import DATA, run
 from seqpar.data.errors import DataError
 from seqpar.runs.fold_folder import expanded
 from seqpar.runs.run_folder import read_config, tested_cases
-from seqpar.runs.stale_status import warn_if_killed
+from seqpar.runs.run_status import warn_if_killed
 from seqpar.scores.comparison import Scored, compare
 from seqpar.scores.label_classes import BRATS, Labels, choose_labels, labels_of_run
 from seqpar.scores.label_files import Pair, dataset_at, refuse_missing, score_pairs
-from seqpar.scores.scores import WORDS, EmptyPolicy, Scores, format_table, summarise
-from seqpar.scores.summary_files import csv_text, summary_content, write_output
-from seqpar.scores.tasks import Task, look_at
+from seqpar.scores.label_scores import WORDS, EmptyPolicy, Scores, format_table, summarise
+from seqpar.scores.summary_files import Task, csv_text, look_at, summary_content, write_output
 from seqpar.settings.command_line import Parser
-from seqpar.tasks.classify.class_evaluation import evaluate_classes, find_class_tables
+from seqpar.tasks.classify.scores import evaluate_classes, find_class_tables
 
 
 def act(arguments: Sequence[str]) -> int:

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from seqpar.cluster.exit_codes import run
 from seqpar.data.phantom.kinds import KINDS
 from seqpar.data.phantom.phantom_files import LAYOUTS, PhantomSettings, write_phantom
-from seqpar.display import coloured
-from seqpar.next_command import next_command
-from seqpar.progress_bar import ProgressBar
-from seqpar.quantity import quantity
 from seqpar.settings.command_line import Parser
+from seqpar.terminal import ProgressBar, coloured, next_command
+from seqpar.text import quantity
 
 
 def act(arguments: Sequence[str]) -> int:

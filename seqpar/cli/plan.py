@@ -22,11 +22,12 @@ from seqpar.planner.other_ways import print_other_ways
 from seqpar.planner.pipe_answer import print_pipe
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.planner.tile_size import print_largest
-from seqpar.prediction.prediction_plan import print_prediction
+from seqpar.prediction.prediction_memory import print_prediction
 from seqpar.settings.command_line import Parser, parse, ranks_or_auto, refuse_idle, shortened_warmup
-from seqpar.settings.config import AUTO, Config, dashed
+from seqpar.settings.config import AUTO, Config
 from seqpar.settings.presets import start_of_auto
 from seqpar.tasks.tasks import task_of
+from seqpar.text import dashed
 from seqpar.training.open_settings import sized
 from seqpar.weights.nnunet_settings import with_plans
 

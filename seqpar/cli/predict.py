@@ -7,23 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from seqpar.cluster import exit_codes
-from seqpar.cluster.arithmetic import set_arithmetic
 from seqpar.cluster.devices import device_here
 from seqpar.cluster.start_ranks import die_with_parent, start_missing_ranks
-from seqpar.decoders.modes.choose import MODES
+from seqpar.cluster.torch_setup import set_arithmetic
+from seqpar.decoders.modes.named_modes import MODES
 from seqpar.models.classifier import WAYS
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
-from seqpar.prediction.group_size import fitting_seqpar
 from seqpar.prediction.predictor import Settings
-from seqpar.prediction.run_average import Member, distinct
-from seqpar.prediction.windows import DIRECTIONS, WEIGHTS, WINDOWS, mirrored_dims
-from seqpar.report.class_pictures import draw_evidence
+from seqpar.prediction.run_average import Member, distinct, fitting_seqpar
+from seqpar.prediction.window_grid import DIRECTIONS, WEIGHTS, WINDOWS, mirrored_dims
+from seqpar.report.pictures import draw_evidence
 from seqpar.runs.fold_folder import expanded
-from seqpar.runs.open_run import open_run
+from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.run_folder import tested_cases
-from seqpar.runs.stale_status import warn_if_killed
+from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.trained_run import Run
 from seqpar.settings.command_line import Parser
 from seqpar.settings.config import DEVICE_KINDS

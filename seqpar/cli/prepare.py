@@ -13,19 +13,16 @@ from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.joined_labels import join_labels
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.preparation.cache import check_cache
-from seqpar.data.preparation.cache_index import is_current
-from seqpar.data.preparation.cache_place import cache_folder, outdated_cache
+from seqpar.data.preparation.cache_index import cache_folder, is_current, outdated_cache
 from seqpar.data.preparation.prepare_dataset import Report, prepare
 from seqpar.data.preparation.recipe import BY_NAME, NORMALISATIONS, PrepareSettings
 from seqpar.data.preparation.source_check import check_sources
-from seqpar.display import coloured
-from seqpar.next_command import next_command
-from seqpar.progress_bar import ProgressBar
-from seqpar.quantity import quantity
 from seqpar.settings.command_line import Parser
 from seqpar.settings.data_settings import DataSettings
 from seqpar.settings.preparation import prepare_settings
 from seqpar.tasks.pretrain.data import read_images
+from seqpar.terminal import ProgressBar, coloured, next_command
+from seqpar.text import quantity
 
 TASKS = {  # what a training is for: how its data are read, whether they have labels, the command that trains on them
     "segment": (recognise, True, ["train"]),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from seqpar.cluster.exit_codes import DATA, run
 from seqpar.report.record import read_record
-from seqpar.runs.stale_status import warn_if_killed
+from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.sweep_folder import holds_sweep
 from seqpar.scores.summary_files import write_output
 from seqpar.settings.command_line import Parser

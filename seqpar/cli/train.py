@@ -10,26 +10,24 @@ from pathlib import Path
 import torch
 
 from seqpar.cluster import exit_codes
-from seqpar.cluster.arithmetic import set_arithmetic
-from seqpar.cluster.kernel_database import bring_kernels, keep_kernels
-from seqpar.cluster.late_report import report_late
+from seqpar.cluster.exit_codes import report_late
 from seqpar.cluster.start_ranks import die_with_parent, start_missing_ranks
 from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.torch_setup import bring_kernels, keep_kernels, set_arithmetic
 from seqpar.parallel.consensus import broadcast_text, by_first
 from seqpar.parallel.launcher import Launcher, flight_recorder, read_launcher
 from seqpar.parallel.meeting import Meeting
 from seqpar.parallel.mesh import seed
 from seqpar.parallel.rendezvous import check_seqpar, start
 from seqpar.planner.feasibility import refuse_lonely
-from seqpar.runs.run_folder import Status
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog, recorded
+from seqpar.runs.run_status import Status
 from seqpar.tasks.tasks import task_of
-from seqpar.time_limit import seconds
-from seqpar.training.dry_run import dry_run
+from seqpar.text import seconds
 from seqpar.training.failure import end
 from seqpar.training.folds import find_folds
-from seqpar.training.lessons import run_lessons
+from seqpar.training.run import dry_run, run_lessons
 from seqpar.training.run_request import RunRequest, read_request, refuse_other_run
 from seqpar.training.setup import first_lines, open_folder
 

@@ -15,6 +15,7 @@ from seqpar.cluster.devices import num_devices
 from seqpar.runs.run_folder import holds_folds, holds_run
 from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
 from seqpar.settings.command_line import Parser, usual_preset, wants_gpu
+from seqpar.sweeps.results import write_results
 from seqpar.sweeps.scaling_plan import print_plan
 from seqpar.sweeps.space import parse_space
 from seqpar.sweeps.sweep_request import (
@@ -33,8 +34,7 @@ from seqpar.sweeps.sweep_request import (
     typed_settings,
     with_typed,
 )
-from seqpar.sweeps.sweep_results import write_results
-from seqpar.time_limit import seconds
+from seqpar.text import seconds
 
 
 def act(arguments: Sequence[str]) -> int:

@@ -15,8 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.cluster.devices import DTYPES, Device, cpu, usable_cores
-from seqpar.cluster.operations import ATTENTION, CONVOLUTION, MATMUL, OTHER, Operation, operations_of
+from seqpar.cluster.devices import (
+    ATTENTION,
+    CONVOLUTION,
+    DTYPES,
+    MATMUL,
+    OTHER,
+    Device,
+    Operation,
+    cpu,
+    operations_of,
+    usable_cores,
+)
 
 ENOUGH = 8e9  # operations of one measurement
 WIDE = 1 << 23  # numbers of a sum

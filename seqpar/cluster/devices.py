@@ -1,7 +1,4 @@
-"""What a rank's device can do: its maker's figures with the share of them that is usually reached, or measured ones.
-
-A rank has one GPU, one die of an MI250X, or its share of this machine's cores.
-"""
+"""What a rank's device can do, by its maker or measured; kinds of operations and their cost."""
 
 import json
 import os
@@ -11,10 +8,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from seqpar.attention.cost_model import CPU, Machine
 from seqpar.cluster.host_memory import whole_memory
-from seqpar.cluster.operations import ATTENTION, CONVOLUTION, KINDS, MATMUL, OTHER, Operation
+
+MATMUL, CONVOLUTION, ATTENTION, OTHER = KINDS = ("matmul", "convolution", "attention", "other")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Calls of a torch operator, ``times`` of them: each ``count`` floating-point operations, and ``size`` bytes read
+    and written."""
+
+    kind: str
+    count: float
+    size: int
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    times: int = 1
+
+
+def operations_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, float]:
+    """Returns the kind of an operator's call and its floating-point operations."""
+    packet = func._overloadpacket
+    name = packet.__name__
+    if name.startswith("_scaled_dot_product"):
+        backward = "backward" in name
+        q, k = args[1:3] if backward else args[:2]
+        return ATTENTION, (10.0 if backward else 4.0) * q.numel() * k.shape[2]
+    if packet in flop_registry:
+        kind = CONVOLUTION if "conv" in name else MATMUL
+        return kind, float(flop_registry[packet](*args, **kwargs, out_val=result))
+    return OTHER, 0.0
+
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 GB, MIB, GIB = 10**9, 2**20, 2**30

@@ -1,20 +1,63 @@
-"""Exit codes, and the one place that turns an exception into a message and a code."""
+"""The one place that turns an exception into a message and a code, and output that outlives its reader."""
 
 import errno
 import json
 import os
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from seqpar.cluster.lasting_output import lasting
 from seqpar.data.errors import DataError
-from seqpar.display import coloured
+from seqpar.parallel.launcher import Launcher
+from seqpar.terminal import coloured
+
+
+class Lasting:
+    """A stream that drops what it cannot write, and everything once its reader has closed the pipe."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except BrokenPipeError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())  # the buffer is flushed once more, at the interpreter's exit at least
+            os.close(null)
+        except (OSError, ValueError):  # the disk of a log is full, or the stream is closed
+            pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Keeps stdout and stderr writable within the block, even if their readers close them."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Lasting(before[0]), Lasting(before[1])
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+
 
 LAST_WORDS = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable with the file for a rank's error
 # of a path that somebody named, or of its disk
@@ -131,3 +174,20 @@ def last_words() -> str:
         return str(json.loads(Path(os.environ[LAST_WORDS]).read_text())["message"]["message"])
     except (KeyError, OSError, ValueError):
         return ""
+
+
+FIRST_RANK_S = 5.0  # the first rank's time to report an error that all ranks have
+
+
+def report_late(error: ValueError, launcher: Launcher) -> int:
+    """Returns the exit code after printing what another rank than the first refuses.
+
+    Mostly all ranks refuse the same: the first one says so, and its end ends these before they speak.
+    """
+    until = time.monotonic() + FIRST_RANK_S
+    while time.monotonic() < until and last_words() != f"error: {error}":
+        time.sleep(0.05)
+    if last_words() != f"error: {error}":
+        host = launcher.host or socket.gethostname()
+        report(f"rank {launcher.rank} ({host}): {error}")
+    return code_of(error) or USAGE

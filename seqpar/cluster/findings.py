@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from seqpar.cluster.devices import GIB
+from seqpar.cluster.known_traps import Trap
 from seqpar.cluster.rank_facts import RankFacts
-from seqpar.cluster.trap import Trap
 from seqpar.parallel.watchdog import these
 
 SKEW_S = 1.0  # clocks that differ by more make time limits and file times wrong

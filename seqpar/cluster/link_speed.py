@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from seqpar.cluster.arithmetic import set_arithmetic
+from seqpar.cluster.torch_setup import set_arithmetic
 from seqpar.parallel.collectives import all_gather, all_reduce, exchange_rows
 from seqpar.parallel.consensus import agree, gather_texts
 from seqpar.parallel.mesh import Group, Mesh

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 import seqpar
-from seqpar.cluster.cluster_traps import find_traps
 from seqpar.cluster.devices import MIB, usable_cores
-from seqpar.cluster.trap import Facts
+from seqpar.cluster.known_traps import Facts, find_traps
 from seqpar.parallel.mesh import Mesh
 
 WRITTEN_BYTES = 64 * MIB

@@ -16,9 +16,9 @@ from types import FrameType
 import torch
 
 from seqpar.cluster.exit_codes import LAST_WORDS
-from seqpar.next_command import TYPED, next_command, program, typed_script
 from seqpar.parallel.launcher import Launcher
-from seqpar.quantity import quantity
+from seqpar.terminal import TYPED, next_command, program, typed_script
+from seqpar.text import quantity
 
 PARENT = "SEQPAR_PARENT"  # variable with the id of the process that started these ranks
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # these ask a process to leave

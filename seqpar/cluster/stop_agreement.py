@@ -1,11 +1,4 @@
-"""How ranks agree where to leave, within seconds, however long a step takes.
-
-A run can be left between micro-batches, after steps, and between slabs of a validation. These places come in the same
-order on all ranks, so a number names each. A rank that needs to leave writes why into the store. On every rank a
-thread polls the store, while the main thread computes or waits for others, and answers with the next place that its
-rank comes to. All leave at the furthest of these: no rank has passed it, and none waits for a message from a rank
-that has left.
-"""
+"""How ranks agree where to leave within seconds, however long a step takes; a last step cannot hold a process up."""
 
 import os
 import sys
@@ -13,11 +6,33 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from seqpar.cluster.exit_codes import PREEMPTED
-from seqpar.cluster.last_steps import LastSteps
 from seqpar.parallel.watchdog import these
+
+WAIT_S = 10.0  # for all steps together
+LEAST_S = 1.0  # for each of them, also after one that hangs
+
+
+class LastSteps:
+    """Takes steps one after the other, each in a thread of its own; one that hangs is left behind."""
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + WAIT_S
+
+    def take(self, step: Callable[[], object]) -> None:
+        """Calls ``step``, and returns once it is done, has failed, or has had its time."""
+
+        def attempt() -> None:
+            with suppress(Exception):
+                step()
+
+        thread = threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        thread.join(max(LEAST_S, self._until - time.monotonic()))
+
 
 NEVER = 1 << 62  # the next place of a rank that comes to none
 

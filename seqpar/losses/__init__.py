@@ -1,11 +1,9 @@
 """Losses of parts that equal the loss of the whole tile: terms, their sums over ranks, and a table of names."""
 
 from seqpar.losses.deep_supervision import DeepSupervision
-from seqpar.losses.groups import LossGroups
-from seqpar.losses.loss import Loss, LossParts
+from seqpar.losses.loss import Loss, LossGroups, LossParts
 from seqpar.losses.masked_error import MaskedError
-from seqpar.losses.mixtures import LossOptions
-from seqpar.losses.table import LOSSES, DiceCE, make_loss, scores_classes
+from seqpar.losses.named_losses import LOSSES, DiceCE, LossOptions, make_loss, scores_classes
 
 __all__ = [
     "LOSSES",

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.losses.groups import LossGroups
-from seqpar.losses.loss import Loss, LossParts
+from seqpar.losses.loss import Loss, LossGroups, LossParts
 
 Levels = Sequence[Tensor]  # logits, the finest first
 

@@ -1,10 +1,9 @@
-"""Loss: a weighted sum of terms, whose sums over voxels and samples run over all ranks that share them.
+"""A weighted sum of terms, and the ranks over which its sums run."""
 
-Legend: b batch, k classes or regions, s sums, W D H voxels; ``W/s`` where voxels are spread over a group.
-"""
-
+import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple, TypeVar
 
@@ -12,10 +11,36 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.losses.groups import LossGroups
 from seqpar.losses.terms import ClassTerm, VoxelTerm
 from seqpar.losses.voxels import Voxels, runs, sum_over_voxels
 from seqpar.parallel.collectives import all_reduce, all_sum
+from seqpar.parallel.mesh import Group, as_group
+
+
+@dataclass(frozen=True, eq=False)
+class LossGroups:
+    """Which sums are partial on this rank.
+
+    A mode makes them (``mode.loss_groups``); by hand, torch's own groups are taken too.
+
+    - ``voxels``: the group over which one tile's voxels are spread
+    - ``samples``: groups over which the batch's tiles are spread (``data``, and ``seq`` where each rank decodes whole
+      samples)
+    """
+
+    voxels: Group | None = None
+    samples: tuple[Group, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.voxels is not None:
+            object.__setattr__(self, "voxels", as_group(self.voxels))
+        object.__setattr__(self, "samples", tuple(map(as_group, self.samples)))
+
+    @property
+    def num_sample_ranks(self) -> int:
+        """How many ranks' losses are averaged to the batch's loss because each holds only its own samples."""
+        return math.prod(group.size for group in self.samples)
+
 
 Number = TypeVar("Number", Tensor, float)
 TINY = 1e-12  # what a mean divides by where nothing counts, so that it is 0

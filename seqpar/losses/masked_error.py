@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from seqpar.losses.groups import LossGroups
-from seqpar.losses.loss import Loss, LossParts
+from seqpar.losses.loss import Loss, LossGroups, LossParts
 from seqpar.parallel.collectives import all_reduce, all_sum
 
 SMALLEST = 1e-6  # variance of a patch that is constant

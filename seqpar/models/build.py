@@ -1,20 +1,23 @@
-"""Builds the network that ``--network`` names: the one place that knows which kinds of network there are."""
+"""Builds the network and the loss of a config, with weights or on the meta device."""
 
-from collections.abc import Collection
+import copy
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 import torch
+from torch import nn
 
+from seqpar.losses import Loss, LossOptions, MaskedError, make_loss
 from seqpar.models.classifier_families import CLASSIFIERS
-from seqpar.models.hierarchical import HierarchicalTransformer
 from seqpar.models.network import Net
 from seqpar.models.network_family import Kind
 from seqpar.models.pretraining_family import PRETRAINED
+from seqpar.models.transformer_families import HierarchicalTransformer, VisionTransformer
 from seqpar.models.unet_families import UNETS
-from seqpar.models.vit import VisionTransformer
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
-from seqpar.settings.config import Config, dashed
+from seqpar.settings.config import Config
+from seqpar.text import dashed
 
 NETWORKS: dict[str, Kind] = {"vit": VisionTransformer(), **UNETS}  # for labels of voxels
 _OF_TASKS: dict[str, dict[str, Kind]] = {"segment": NETWORKS, "classify": CLASSIFIERS, "pretrain": PRETRAINED}
@@ -90,3 +93,34 @@ def refuse_unknown(config: Config, names: Collection[str]) -> None:
                 f"--{dashed(name)} would do nothing: --network {config.network}{beside} does not know it, but "
                 f"{known}: leave it out"
             )
+
+
+def loss_of(config: Config, regions: Sequence[Sequence[int]] = (), ignore_label: int | None = None) -> Loss:
+    """Returns the loss that ``--loss`` names; ``regions`` where the outputs are regions by themselves.
+
+    That of ``--task pretrain`` is the error of what was hidden.
+    """
+    if config.task == "pretrain":
+        return MaskedError(config.normalised_targets)
+    options = LossOptions(
+        config.dice == "squared", config.dice_background, config.batch_dice, config.focal_gamma, config.dice_smooth
+    )
+    return make_loss(config.loss, options, config.loss_weights, regions, ignore_label, config.class_weights)
+
+
+def outline(config: Config, group: Group, channels: int = 1, outputs: int = 2, data: Group | None = None) -> Net:
+    """Builds the network of a config on the meta device, so that each of its parts refuses what it cannot do."""
+    state = torch.get_rng_state()
+    net = build(config, channels, outputs, group, device="meta", data=data)
+    torch.set_rng_state(state)
+    return net.double() if config.precision == "fp64" else net
+
+
+def without_numbers(net: Net) -> Net:
+    """Returns a copy of a network on the meta device, whose group sends nothing."""
+    known: dict[int, object] = {id(t): torch.empty_like(t, device="meta") for t in net.buffers()}
+    known |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in net.parameters()}
+    groups = {id(g): g for module in net.modules() for g in vars(module).values() if isinstance(g, Group)}
+    groups[id(net.mode.group)] = net.mode.group
+    known |= {place: Group(g.name, g.ranks, g.index) for place, g in groups.items()}
+    return copy.deepcopy(net, known)

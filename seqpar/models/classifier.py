@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from seqpar.decoders.modes.mode import Mode
 from seqpar.decoders.resattnet import ResAttNet
 from seqpar.losses import LossGroups
-from seqpar.models.cells_net import CellsNet
+from seqpar.models.cell_network import CellsNet
 from seqpar.models.network import Net, num_parameters
 from seqpar.models.pipelined import EncoderCells, PartOfBatch
 from seqpar.models.token_network import TokenNet

@@ -3,17 +3,17 @@
 import math
 from collections.abc import Sequence
 
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.resattnet import BLOCKS, FEATURES, ResAttNet, refuse_cut
-from seqpar.models.cells_net import RECOMPUTED
+from seqpar.models.cell_network import RECOMPUTED
 from seqpar.models.classifier import TokenClassifier, VolumeClassifier
 from seqpar.models.network_family import Kind
+from seqpar.models.transformer_families import OF_ENCODER, VisionTransformer, make_encoder
 from seqpar.models.unet_families import norm_groups
-from seqpar.models.vit import OF_ENCODER, VisionTransformer, make_encoder
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
-from seqpar.quantity import quantity
 from seqpar.settings.config import Config
+from seqpar.text import quantity
 
 UNIT = (8, 8, 8)  # voxels: sides are padded to multiples; the network itself takes any, and boxes that it can halve
 

@@ -19,7 +19,7 @@ from seqpar.models.resized_positions import Resizing
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
 from seqpar.pipeline.engine import StagedNet
-from seqpar.quantity import quantity
+from seqpar.text import quantity
 from seqpar.vit.dropout import DropoutKey
 
 

@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from seqpar.optimization.optimizers import OptimizerOptions
+from seqpar.optimization.optimizers import OPTIMIZERS, OptimizerOptions
 from seqpar.optimization.schedules import SCHEDULES, Moment
-from seqpar.optimization.table import OPTIMIZERS
 from seqpar.settings.config import Config
 
 _BLOCK, _MERGE = re.compile(r"encoder\.blocks\.(\d+)\."), re.compile(r"encoder\.merges\.(\d+)\.")

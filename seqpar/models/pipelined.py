@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqpar.decoders.cells import DecoderCell, cells_of
+from seqpar.decoders.decoder import DecoderCell, cells_of
 from seqpar.decoders.modes.mode import Mode
 from seqpar.parallel.layout import Layout
 from seqpar.pipeline.cells import IMAGE, CellNet, Value

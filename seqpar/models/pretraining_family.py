@@ -8,7 +8,7 @@ import torch
 from seqpar.attention.partition import shares
 from seqpar.models.masked_network import MaskedNet
 from seqpar.models.network_family import Kind, Layers
-from seqpar.models.vit import OF_ENCODER, VisionTransformer, counts_of, make_encoder
+from seqpar.models.transformer_families import OF_ENCODER, VisionTransformer, counts_of, make_encoder
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from seqpar.settings.pretraining_settings import MASKED

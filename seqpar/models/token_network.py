@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from seqpar.decoders.modes.mode import Mode
 from seqpar.models.network import Net
 from seqpar.models.resized_positions import NewGrid, Resizing
-from seqpar.quantity import quantity
+from seqpar.text import quantity
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
 

@@ -12,17 +12,16 @@ from typing import NamedTuple
 
 import torch
 
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unets.architecture import Architecture, Three, three
 from seqpar.decoders.unets.nnunet import FEATURES, network, planned, topology
 from seqpar.decoders.unets.published import HOU_LEVELS, SQUEEZE, distmis, hou, lamp
 from seqpar.decoders.unets.unet import UNet
-from seqpar.models.cells_net import RECOMPUTED
+from seqpar.models.cell_network import RECOMPUTED, VolumeNet
 from seqpar.models.network_family import Kind
-from seqpar.models.volume_net import VolumeNet
 from seqpar.parallel.mesh import Group
-from seqpar.quantity import quantity
-from seqpar.settings.config import Config, shorten
+from seqpar.settings.config import Config
+from seqpar.text import quantity, shorten
 
 Make = Callable[[Config, int, int, Group | None, Group | None], UNet]  # channels, outputs, then groups of batch norm
 SPLIT_SAMPLES = ("swap", "auto", "nogather")  # modes in which what a rank computes on is a sample by itself

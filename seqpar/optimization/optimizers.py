@@ -1,4 +1,4 @@
-"""The optimizers that there are, as torch has them."""
+"""torch's optimizers by name."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -73,3 +73,10 @@ adamw = OptimizerKind(_adamw, (0.9, 0.999), has_amsgrad=True)
 sgd = OptimizerKind(_sgd, (0.9,))
 rmsprop = OptimizerKind(_rmsprop, (0.0, 0.99))
 adafactor = OptimizerKind(_adafactor, whole=True)
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "adafactor": adafactor,
+    "adam": adam,
+    "adamw": adamw,
+    "rmsprop": rmsprop,
+    "sgd": sgd,
+}

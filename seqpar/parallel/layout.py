@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from seqpar.quantity import quantity
+from seqpar.text import quantity
 
 Box = tuple[tuple[int, int], ...]  # half-open token interval per direction
 Bounds = tuple[int, ...]  # where a direction is cut: 0, ..., its extent

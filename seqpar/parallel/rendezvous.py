@@ -14,10 +14,9 @@ import torch.distributed as dist
 from seqpar.parallel.launcher import LAZY_GROUPS, SHARE_GPU, Launcher, read_launcher, shared_gpu_settings
 from seqpar.parallel.meeting import START_S, Meeting
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.parallel.roll_call import own_place, roll_call
-from seqpar.parallel.start_limit import StartLimit
+from seqpar.parallel.roll_call import StartLimit, own_place, roll_call
 from seqpar.parallel.watchdog import Watch, these
-from seqpar.quantity import quantity
+from seqpar.text import quantity
 
 
 def start(

@@ -8,17 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from seqpar.cluster.devices import GB, GIB, MIB
-from seqpar.models.build import kind_of
+from seqpar.models.build import kind_of, outline
 from seqpar.models.network import Net
-from seqpar.models.outline import outline
-from seqpar.next_command import program
 from seqpar.parallel.mesh import Group
 from seqpar.planner.fit import most_tiles
 from seqpar.planner.needs import Plan, Run
-from seqpar.quantity import quantity
 from seqpar.settings.classify_settings import for_task
-from seqpar.settings.config import Config, dashed, shorten
+from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
+from seqpar.terminal import program
+from seqpar.text import dashed, quantity, shorten
 
 
 def rehearsal(

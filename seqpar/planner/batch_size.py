@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 from seqpar.models.build import kind_of
 from seqpar.planner.step_counter import StepSetup, count_step
-from seqpar.quantity import quantity
 from seqpar.settings.config import Config
+from seqpar.text import quantity
 
 PAPER_BATCH, PAPER_TILE, PAPER_PATCH = 32, 96, 16
 PAPERS = {(96, 16, 0): 32, (128, 16, 0): 16, (96, 4, 4): 1}  # tile, patch, group (0: any): tiles a group in the paper

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from seqpar.pipeline.cells import IMAGE, Value, cells_needed
 from seqpar.pipeline.engine import StagedNet
 from seqpar.pipeline.placement import CellCost
-from seqpar.pipeline.weights import cells_of_names
-from seqpar.planner.saved_bytes import Saved
+from seqpar.pipeline.stage_weights import cells_of_names
+from seqpar.planner.memory_counter import Saved
 
 Around = Callable[[], AbstractContextManager[Any]]
 Run = Callable[[Sequence[Value]], Value]

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.cluster.devices import Link
-from seqpar.cluster.no_compiler import computes_again, no_compiler
-from seqpar.models.build import build
-from seqpar.models.loss import loss_of
+from seqpar.cluster.torch_setup import computes_again, no_compiler
+from seqpar.models.build import build, loss_of, outline
 from seqpar.models.network import Net
 from seqpar.models.optimizer import make_optimizer
-from seqpar.models.outline import outline
 from seqpar.models.pipelined import PartOfBatch
-from seqpar.optimization.table import OPTIMIZERS
+from seqpar.optimization.optimizers import OPTIMIZERS
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.meta_tensors import standing_for
 from seqpar.pipeline.cells import Value

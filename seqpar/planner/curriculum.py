@@ -4,15 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from seqpar.models.build import kind_of
-from seqpar.models.outline import outline
+from seqpar.models.build import kind_of, outline
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner.auto_settings import choose
 from seqpar.planner.feasibility import refuse
-from seqpar.quantity import quantity
 from seqpar.settings.config import AUTO, Config
 from seqpar.settings.curriculum import Lesson, in_micro_batches, lessons_of, parse_curriculum, spell_curriculum
+from seqpar.text import quantity
 
 Choices = dict[str, tuple[str, ...]]
 

@@ -3,8 +3,7 @@
 import importlib.util
 import os
 
-from seqpar.models.build import NETWORK_NAMES, layout_of
-from seqpar.models.outline import outline
+from seqpar.models.build import NETWORK_NAMES, layout_of, outline
 from seqpar.parallel.mesh import Group
 from seqpar.pipeline.named_placements import WAYS, parse_cuts
 from seqpar.pipeline.placement import refuse_too_few

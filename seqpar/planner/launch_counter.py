@@ -1,7 +1,8 @@
-"""Counts what a device would be asked to do: the kernels that are launched, and what is fetched from the host."""
+"""Counts the kernels that a training step would launch on a GPU."""
 
 import itertools
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from seqpar.parallel.meta_tensors import times
+from seqpar.models.build import loss_of, outline
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.meta_tensors import standing_for, times
+from seqpar.planner.memory_counter import as_autocast
+from seqpar.settings.config import Config
+from seqpar.vit.dropout import DropoutKey
 
 # operators that make a tensor without filling it, or hand one on
 NO_KERNELS = {
@@ -81,3 +87,50 @@ class LaunchCounter(TorchDispatchMode):
         if name not in NO_KERNELS and (is_new or func._schema.is_mutable):
             self.launches[name] += times()
         return result
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What forward, loss and backward of a step launch, and how often they fetch something from the host."""
+
+    launches: int
+    fetches: int
+    by_name: dict[str, int]
+
+
+def count_launches(
+    config: Config,
+    rank: int = 0,
+    channels: int = 4,
+    outputs: int = 4,
+    regions: tuple[tuple[int, ...], ...] = (),
+    ignore_label: int | None = None,
+    steps: int = 2,
+) -> list[Launches]:
+    """Returns what each of the first steps launches on one rank of a sequence group; the first one makes tables.
+
+    Not counted is what comes before the forward: the tiles, and the key of what is dropped. Nor is the update.
+    """
+    group = Group("seq", tuple(range(config.seqpar)), rank)
+    net = outline(config, group, channels, outputs, Group("data"))
+    loss_fn = net.training_loss(loss_of(config, regions, ignore_label))
+    loss_groups = net.loss_groups(Group("data"), config.batch)
+    counts = []
+    with standing_for("cuda"):
+        for step in range(steps):
+            image, label = _part(config, net.layout.counts[rank], channels, net.layout.patch)
+            key = net.drawn(DropoutKey(config.seed, step, tuple(range(config.batch))), image.device)
+            net.zero_grad()
+            with LaunchCounter() as counter:
+                with as_autocast(torch.bfloat16 if config.precision == "bf16" else None, on_gpu=True):
+                    logits = net(image, None, key)
+                loss_fn(logits, net.arrange(label), loss_groups).backward()
+            counts.append(Launches(counter.launches.total(), counter.fetches.total(), dict(counter.launches)))
+    return counts
+
+
+def _part(config: Config, tokens: int, channels: int, patch: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Returns a rank's image ``b n c p p p`` and label ``b n p p p``."""
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    image = torch.empty(config.batch, tokens, channels, *patch, dtype=dtype, device="meta")
+    return image, torch.empty(config.batch, tokens, *patch, dtype=torch.uint8, device="meta")

@@ -1,22 +1,19 @@
-"""Counts bytes alive and operations of a piece of code, operator by operator; meta tensors will do.
-
-``MemoryCounter`` sees every operator below autograd, in backward too. ``as_autocast`` gives meta tensors the precision
-that autocast gives real ones.
-"""
+"""Counts bytes alive, bytes saved for backward and operations of a piece of code."""
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqpar.cluster.operations import Operation, operations_of
+from seqpar.cluster.devices import Operation, operations_of
 from seqpar.parallel.meta_tensors import casting_again, times
 from seqpar.planner.meta_results import elementwise_result, known_result
 
@@ -122,3 +119,56 @@ def as_autocast(dtype: torch.dtype | None, on_gpu: bool) -> Iterator[None]:
             stack.enter_context(torch.autocast("cpu", dtype))  # for custom operations, which ask torch
             stack.enter_context(casting_again(_Cast(dtype, {F.layer_norm} if on_gpu else set())))
         yield
+
+
+class Saved:
+    """Counts the bytes that code in this context saves for backward, in distinct storages.
+
+    Parameters of ``net`` do not count. Where they are sharded, they are looked up for each tensor, because they are
+    gathered only while their block runs.
+
+    - ``apart``: further tensors that do not count
+    """
+
+    def __init__(self, net: nn.Module, apart: Iterable[Tensor] = ()) -> None:
+        self._net = net
+        self._is_sharded = any(hasattr(p, "to_local") for p in net.parameters())
+        self._apart = {_storage_id(t) for t in apart} | self._parameters()
+        self._sizes: dict[int, int] = {}  # storage -> bytes
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
+
+    @property
+    def total(self) -> int:
+        return sum(self._sizes.values())
+
+    def bytes_of(self, *tensors: Tensor) -> int:
+        """Returns the bytes of those of these tensors' storages that are saved."""
+        return sum(self._sizes.get(storage, 0) for storage in {_storage_id(t) for t in tensors})
+
+    def _pack(self, t: Tensor) -> Tensor:
+        storage = _storage_id(t)
+        if storage not in self._apart and not (self._is_sharded and storage in self._parameters()):
+            self._sizes[storage] = t.untyped_storage().nbytes()
+        return t
+
+    def _parameters(self) -> set[int]:
+        return {_storage_id(p) for p in self._net.parameters() if not hasattr(p, "to_local")}
+
+    def __enter__(self) -> "Saved":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hooks.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+
+def _storage_id(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def saved_bytes(net: nn.Module, run: Callable[[], Tensor], apart: Iterable[Tensor] = ()) -> int:
+    """Returns the bytes of distinct storages that ``run()`` saves for backward, without parameters and ``apart``."""
+    with Saved(net, apart) as saved:
+        output = run()
+    assert output.requires_grad, "without gradients nothing is saved"
+    return saved.total

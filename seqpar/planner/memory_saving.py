@@ -10,7 +10,8 @@ from typing import Any
 
 from seqpar.models.build import kind_of, knows
 from seqpar.planner.needs import Plan, Run, of_size, planned
-from seqpar.settings.config import Config, dashed
+from seqpar.settings.config import Config
+from seqpar.text import dashed
 
 Way = Mapping[str, Any]  # settings by name
 CHUNKS = 8

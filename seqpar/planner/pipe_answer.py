@@ -21,8 +21,8 @@ from seqpar.planner.pipeline_plan import (
     placements,
     plan_of,
 )
-from seqpar.quantity import quantity
 from seqpar.settings.config import AUTO, Config
+from seqpar.text import quantity
 
 WIDTH = 98
 

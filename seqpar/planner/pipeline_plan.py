@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from seqpar.cluster.devices import Device
-from seqpar.models.build import layout_of
-from seqpar.models.outline import outline
+from seqpar.models.build import layout_of, outline
 from seqpar.parallel.mesh import Group
 from seqpar.pipeline.named_placements import WAYS, place_cells
 from seqpar.pipeline.placement import CellCost, Pipe, Place, preferred

@@ -15,9 +15,9 @@ from seqpar.planner.fit import largest_batch
 from seqpar.planner.needs import Run
 from seqpar.planner.pipeline_plan import plan_run
 from seqpar.planner.tile_choice import shape_at, smaller_tiles, suited_tile, target_spacing
-from seqpar.quantity import quantity
-from seqpar.settings.config import Config, shorten
+from seqpar.settings.config import Config
 from seqpar.settings.curriculum import parse_curriculum
+from seqpar.text import quantity, shorten
 
 WIDTHS = ((768, 12, 12), (384, 12, 6), (192, 12, 3))  # --embed-dim, --depth, --heads for GPUs, the widest first
 CPU_WIDTHS = ((96, 3, 4),)

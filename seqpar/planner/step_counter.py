@@ -16,19 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.cluster.no_compiler import computes_again, no_compiler
-from seqpar.cluster.operations import Operation
-from seqpar.models.build import kind_of
-from seqpar.models.loss import loss_of
+from seqpar.cluster.devices import Operation
+from seqpar.cluster.torch_setup import computes_again, no_compiler
+from seqpar.models.build import kind_of, loss_of, outline
 from seqpar.models.network import Net
 from seqpar.models.optimizer import make_optimizer
-from seqpar.models.outline import outline
-from seqpar.optimization.table import OPTIMIZERS
+from seqpar.optimization.optimizers import OPTIMIZERS
+from seqpar.parallel.device_constants import forget_tables
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.meta_tensors import standing_for
-from seqpar.parallel.tables import forget_tables
-from seqpar.planner.memory_counter import MemoryCounter, as_autocast
-from seqpar.planner.saved_bytes import Saved
+from seqpar.planner.memory_counter import MemoryCounter, Saved, as_autocast
 from seqpar.settings.config import Config
 from seqpar.vit.dropout import DropoutKey
 

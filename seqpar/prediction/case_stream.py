@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from seqpar.data.formats.dataset import Case
 from seqpar.data.workers import Tell, unheard
-from seqpar.display import Display, bar, clock
+from seqpar.terminal import Display, bar
+from seqpar.text import clock
 
 
 class CaseProgress:

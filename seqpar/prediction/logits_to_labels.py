@@ -19,7 +19,7 @@ from seqpar.parallel.consensus import agree
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.messages import post
 from seqpar.prediction.sliding_window import Slab, join_rows
-from seqpar.prediction.windows import rows_at_once
+from seqpar.prediction.window_grid import rows_at_once
 
 PARTS = 8  # of the classes, resampled one after the other
 WriteRows = Callable[[int, Tensor], None]  # takes the first row's number and rows ``k w D H`` of probabilities

@@ -1,9 +1,8 @@
-"""Predicts a case with the networks of a run: prepares it as in training, returns labels in the source's geometry.
+"""Predictor: one case through the networks of a run, back in the source's geometry; small components removed."""
 
-Legend: c channels, k classes, W D H voxels.
-"""
-
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from seqpar.data.geometry import Geometry, geometry_of, make_geometry, to_canoni
 from seqpar.data.preparation.preparation import TargetGrid
 from seqpar.data.preparation.prepared_case import Loaded, Prepared, Properties
 from seqpar.data.workers import Tell, unheard
+from seqpar.late_import import late
 from seqpar.models.network import Net
 from seqpar.parallel.collectives import all_gather
 from seqpar.parallel.consensus import by_first
@@ -26,10 +26,44 @@ from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.prediction.logits_to_labels import WriteRows, slabs_to_labels
 from seqpar.prediction.sliding_window import Image, sliding_window, whole_volume
-from seqpar.prediction.small_components import drop_small_components, parse_min_component
-from seqpar.prediction.windows import WINDOWS, Sliding
-from seqpar.runs.open_run import open_run
+from seqpar.prediction.window_grid import WINDOWS, Sliding
+from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.trained_run import Run
+
+ndimage = late("scipy.ndimage")
+
+
+def parse_min_component(text: str, voxel_mm3: float) -> int:
+    """Returns the number of voxels from which a component is kept, from "50", "50mm3" or "20voxels"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(voxels|mm3|)", text)
+    if match is None:
+        raise ValueError(f"--min-component {text}: give a volume in mm3, such as 50, or a count, such as 20voxels")
+    voxels = float(match[1]) if match[2] == "voxels" else float(match[1]) / voxel_mm3
+    return math.ceil(voxels - 1e-6)
+
+
+def drop_small_components(
+    ids: np.ndarray, min_voxels: int, regions: Collection[Sequence[int]] = (), regions_class_order: Sequence[int] = ()
+) -> np.ndarray:
+    """Returns class ids without the connected components of a region, or else of a class, below ``min_voxels``.
+
+    Voxels that share a corner are connected. A voxel that drops out of a region gets the label of the last region in
+    the order that it stays in, so that no region loses a voxel to another's filter; if there is none, background.
+    """
+    if min_voxels <= 1:
+        return ids
+    if not regions:
+        regions_class_order = [value for value in np.unique(ids).tolist() if value]
+        regions = [(value,) for value in regions_class_order]
+    remaining, dropped = np.zeros_like(ids), np.zeros(ids.shape, bool)
+    for members, label in zip(regions, regions_class_order):
+        mask = np.isin(ids, members)
+        components, _ = ndimage.label(mask, np.ones((3,) * ids.ndim, bool))
+        is_small = np.bincount(components.reshape(-1)) < min_voxels
+        is_small[0] = False  # component 0 is everything outside the mask
+        dropped |= is_small[components]
+        remaining[mask & ~is_small[components]] = label
+    return np.where(dropped, remaining, ids)
 
 
 @dataclass(frozen=True)

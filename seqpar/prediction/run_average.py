@@ -1,4 +1,4 @@
-"""Runs that predict together: whether they fit each other, and their probabilities added up on the case's own crop."""
+"""Runs that predict together: whether they fit each other, their mean, how many ranks share a window."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ from seqpar.data.workers import Tell
 from seqpar.prediction.logits_to_labels import to_labels
 from seqpar.prediction.prediction_folder import ProbabilityFile
 from seqpar.prediction.predictor import Settings
-from seqpar.prediction.windows import rows_at_once
+from seqpar.prediction.window_grid import rows_at_once
 from seqpar.runs.archive import digest_of, is_archive
 from seqpar.runs.trained_run import Run
+from seqpar.text import quantity
 
 
 @dataclass(frozen=True)
@@ -112,3 +113,21 @@ def _centred(probabilities: Tensor, regions_class_order: Sequence[int]) -> Tenso
 def share_of(tell: Tell, number: int, count: int) -> Tell:
     """Returns a function that tells of the whole work, of which the ``number``-th of ``count`` equal parts is done."""
     return lambda share: tell((number + share) / count)
+
+
+def fitting_seqpar(members: Sequence[Member], world: int, memory: float) -> tuple[int, str]:
+    """Returns how many ranks, of ``memory`` bytes each, share a window; all ranks share a whole volume.
+
+    Then a line where they are fewer because more could not cut a trained tile, "" elsewhere.
+    """
+    sizes = [size for size in range(1, world + 1) if world % size == 0]
+    shared = [size for size in sizes if all(member.run.can_share(size) for member in members)]
+    wholes = [member.settings.window == "whole" for member in members]
+    groups = zip(members, wholes)
+    chosen = max(shared[-1] if whole else member.run.window_group(shared, memory) for member, whole in groups)
+    most = world if any(wholes) else max(member.run.config.seqpar for member in members)
+    refused = [size for size in sizes if chosen < size <= most and size not in shared]
+    if not refused:
+        return chosen, ""
+    ranks = f"{quantity(world // chosen, 'group')} of {quantity(chosen, 'rank')}"
+    return chosen, f"--seqpar {chosen}: {refused[-1]} ranks cannot share the trained tile, so {ranks} predict"

@@ -23,8 +23,8 @@ from seqpar.parallel.collectives import all_gather
 from seqpar.parallel.consensus import agree
 from seqpar.parallel.layout import Layout, to_patches
 from seqpar.parallel.mesh import Mesh
+from seqpar.prediction.window_grid import RULES, Region, Sliding, WindowGrid, flipped, mirrors, rows_at_once, whole_box
 from seqpar.prediction.window_sums import Block, WindowSums
-from seqpar.prediction.windows import RULES, Region, Sliding, WindowGrid, flipped, mirrors, rows_at_once, whole_box
 
 Image = Tensor | np.ndarray
 BEYOND = 2.0  # times as many tokens along a direction as in training, from which on a whole pass may fail

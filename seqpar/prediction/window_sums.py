@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.messages import post
-from seqpar.prediction.windows import Region, WindowGrid, whole_box, within
+from seqpar.prediction.window_grid import Region, WindowGrid, whole_box, within
 
 
 class Block(NamedTuple):

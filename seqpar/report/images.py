@@ -9,7 +9,7 @@ import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
-from seqpar.data.formats.prediction_inputs import find_inputs
+from seqpar.data.formats.recognise import find_inputs
 from seqpar.data.preparation.cache import PreparedDataset, open_cache
 from seqpar.data.preparation.prepared_case import Properties, prepare_case
 from seqpar.data.preparation.recipe import Recipe

@@ -1,4 +1,4 @@
-"""Pictures of a run: its curves in progress.png, held-out cases with both outlines in validation.png."""
+"""Pictures of held-out cases with outlines, of scores and of where a class is seen."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from seqpar.data.files import whole_file
 from seqpar.report.planes import COLOURS, PLANES, convention, fullest_planes, plane_of, sides
 from seqpar.runs.journal import held_out_scores, loss_terms, read_metrics
+from seqpar.scores.class_scores import roc_points
 
 Row = Mapping[str, Any]  # of metrics.jsonl
 
@@ -187,3 +188,79 @@ def mark_sides(panel: Any, letters: str) -> None:
         panel.text(
             x, y, letter, transform=panel.transAxes, ha="center", va="center", fontsize=8, color="white", bbox=shade
         )
+
+
+STYLES = ("--", "-", "-.", ":")  # of curves, which are told apart in grey too
+WIDEST = 30  # letters of classes that stand side by side
+
+
+def draw_scores(path: Path, summary: Mapping[str, Any]) -> None:
+    """Draws the ROC curve of each class, and how many of its cases were given each; ``summary``: summary.json's.
+
+    Of two classes it is the last one's, as they mirror each other.
+    """
+    names, cases = list(summary["names"]), summary["metric_per_case"]
+    shown = [literal(name) for name in names]
+    truth = np.array([names.index(case["truth"]) for case in cases])
+    probabilities = np.array([case["probabilities"] for case in cases])
+    figure = make_figure(9, 4.2)
+    curves, counts = figure.subplots(1, 2)
+    curves.plot([0, 1], [0, 1], color="#888888", linewidth=0.8)
+    for number in range(int(len(names) == 2), len(names)):
+        if 0 < int((truth == number).sum()) < len(truth):
+            points = roc_points(truth == number, probabilities[:, number])
+            style = STYLES[(number + number // len(COLOURS)) % len(STYLES)]
+            colour = COLOURS[number % len(COLOURS)]
+            curves.plot(*points, style, label=shown[number], color=colour, clip_on=False)  # 0 and 1 too
+            curves.legend(fontsize=8, loc="lower right")
+    curves.set(title="ROC on held-out cases", xlabel="1 - specificity", ylabel="sensitivity")
+    confusion = np.array(summary["confusion"])
+    counts.imshow(confusion, cmap="Blues", vmin=0)
+    for row, column in np.ndindex(*confusion.shape):
+        count = confusion[row, column]
+        colour = "white" if 2 * count > confusion.max() else "black"
+        counts.text(column, row, count, ha="center", va="center", color=colour, fontsize=12 if len(names) < 9 else 7)
+    counts.set(title="Held-out cases", xlabel="given", ylabel="truth")
+    slope = {"rotation": 30, "ha": "right"} if sum(map(len, names)) > WIDEST else {}
+    counts.set_xticks(range(len(names)), shown, **slope)
+    counts.set_yticks(range(len(names)), shown)
+    save_figure(figure, path)
+
+
+def draw_evidence(
+    path: Path, title: str, image: NDArray[Any], seen: NDArray[Any], spacing: Sequence[float], neurological: bool
+) -> None:
+    """Draws the three planes through the middle of what is seen, over one modality ``W D H``.
+
+    - ``seen``: from 0 to 1, ``W D H``; half of it has an outline, which shows in grey too
+    """
+    figure = make_figure(11, 4.4)
+    key = ", ".join(f"{value:g} {name}" for value, name in ((0, "nothing"), (0.5, "outlined"), (1, "yellow")))
+    legend = f"\nhow much a place speaks for the class: {key}" if seen.any() else ""
+    figure.suptitle(f"{literal(title)}\n{convention(neurological)}{legend}", fontsize=9)
+    at = middle(seen)
+    body = image[image != 0]
+    low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)
+    grey = np.where(image == 0, low, image)
+    panels = figure.subplots(1, 3)
+    for (plane, dim), panel, letters in zip(PLANES, panels, sides(neurological)):
+        across, up = (step for n, step in enumerate(spacing) if n != dim)
+        below, above = (plane_of(volume, dim, at[dim], neurological) for volume in (grey, seen))
+        panel.imshow(below, cmap="gray", vmin=low, vmax=max(high, low + 1e-6), aspect=up / across)
+        panel.imshow(above, cmap="inferno", vmin=0, vmax=1, alpha=0.65 * np.clip(above, 0, 1), aspect=up / across)
+        if above.min() < 0.5 < above.max():
+            for colour, width in (("black", 2.6), ("white", 1.2)):
+                panel.contour(above, levels=[0.5], colors=[colour], linewidths=width)
+        mark_sides(panel, letters)
+        panel.set_title(f"{plane} {at[dim] + 1} / {image.shape[dim]}", fontsize=9)
+        panel.set_xticks([])
+        panel.set_yticks([])
+    save_figure(figure, path)
+
+
+def middle(seen: NDArray[Any]) -> tuple[int, ...]:
+    """Returns the plane of each direction that has most of what is seen, the middle ones where nothing is."""
+    if not seen.any():
+        return tuple(side // 2 for side in seen.shape)
+    others = [tuple(d for d in range(seen.ndim) if d != dim) for dim in range(seen.ndim)]
+    return tuple(int(seen.sum(axis).argmax()) for axis in others)

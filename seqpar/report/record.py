@@ -11,10 +11,10 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import strip_suffix
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
-from seqpar.runs.stale_status import killed
+from seqpar.runs.run_status import killed
 from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import dataset_at, match_cases, score_pairs
-from seqpar.scores.scores import DEFAULT_SETTINGS, summarise
+from seqpar.scores.label_scores import DEFAULT_SETTINGS, summarise
 from seqpar.scores.summary_files import summary_content
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import EncoderSettings

@@ -12,15 +12,14 @@ from statistics import median
 from typing import Any
 
 import seqpar
-from seqpar.display import clock
 from seqpar.models.build import kind_of
-from seqpar.quantity import quantity
 from seqpar.report.charts import Curve, draw_curves
 from seqpar.report.record import CaseScores, Record
 from seqpar.report.tables import last_validation, metrics_table, number
 from seqpar.runs.journal import held_out_scores, loss_terms
-from seqpar.scores.intervals import interval_of_mean
-from seqpar.scores.scores import without_nan
+from seqpar.scores.comparison import interval_of_mean
+from seqpar.scores.label_scores import without_nan
+from seqpar.text import clock, quantity
 
 TEMPLATES = Path(__file__).parent / "template"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from seqpar.quantity import quantity
 from seqpar.report.charts import draw_strips
 from seqpar.report.record import CaseScores, Record
+from seqpar.text import quantity
 
 COLUMNS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
 SIZES = ("TrueVolumeMl", "VolumeMl", "LesionTP", "LesionFN", "LesionFP")

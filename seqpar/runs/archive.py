@@ -21,7 +21,7 @@ from safetensors.torch import save
 import seqpar
 from seqpar.data.errors import DataError, unreadable, unwritable
 from seqpar.data.files import whole_file
-from seqpar.weights.files import ARCHIVED, read_weights
+from seqpar.weights.weight_files import ARCHIVED, read_weights
 
 CONFIG, ABOUT = "config.json", "about.json"
 MOST_JSON = 16 * 2**20  # bytes of a JSON file, unpacked: a few packed ones may become any number

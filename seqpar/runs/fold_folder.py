@@ -13,8 +13,8 @@ from typing import Any
 from seqpar.cluster import exit_codes
 from seqpar.data.files import write_json
 from seqpar.data.formats.splits import FOLDS
-from seqpar.next_command import next_command
 from seqpar.runs.run_folder import FOLDS_FILE, holds_folds, holds_run, read_status
+from seqpar.terminal import next_command
 
 COME_AGAIN = (exit_codes.USAGE, exit_codes.DATA, exit_codes.MEMORY, exit_codes.NONFINITE)
 

@@ -11,8 +11,9 @@ import torch
 
 from seqpar.cluster.devices import MIB
 from seqpar.data.files import write_text
-from seqpar.display import Display, bar, clock
 from seqpar.runs.boards import Board
+from seqpar.terminal import Display, bar
+from seqpar.text import clock
 
 
 class Journal:

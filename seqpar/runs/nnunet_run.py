@@ -1,4 +1,4 @@
-"""A results folder of nnU-Net's, in the place of a run: its networks predict as nnU-Net has them predict."""
+"""A results folder of nnU-Net's in place of a run; opens either."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ import torch
 
 from seqpar.data.preparation.as_nnunet import ByPlan
 from seqpar.data.preparation.preparation import Preparation
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unets.nnunet import network
+from seqpar.models.cell_network import VolumeNet
 from seqpar.models.network import Net
-from seqpar.models.volume_net import VolumeNet
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.memory_counter import MemoryCounter
-from seqpar.runs.trained_run import Run
+from seqpar.runs.trained_run import Run, read_run
 from seqpar.settings.config import Config
-from seqpar.weights.nnunet_results import CHECKPOINT, Results, fold_files, read_results
+from seqpar.weights.nnunet_results import CHECKPOINT, Results, fold_files, is_results, read_results
 from seqpar.weights.nnunet_weights import nets_of
 
 NAMES = {"best": "checkpoint_best.pth", "latest": "checkpoint_latest.pth", "final": CHECKPOINT}
@@ -121,3 +121,19 @@ def read_nnunet_run(path: str | Path, folds: Sequence[str] = (), checkpoints: Se
         results=results,
         files=tuple(files),
     )
+
+
+def open_run(path: str | Path, checkpoints: Sequence[str] = (), folds: Sequence[str] = ()) -> Run:
+    """Returns the run in a folder or archive.
+
+    - ``checkpoints``: as in ``predict --checkpoint``; which of nnU-Net's files is read depends on it
+    - ``folds``: of nnU-Net's networks; none: all that are there
+    """
+    if is_results(path):
+        return read_nnunet_run(path, folds, checkpoints)
+    if folds:
+        raise ValueError(f"--folds {' '.join(folds)}: {path} is no results folder of nnU-Net's; leave it out")
+    run = read_run(path)
+    if run.config.task == "pretrain":
+        raise ValueError(f"{path} is a pretraining, which predicts no labels: train --weights {path} starts from it")
+    return run

@@ -3,7 +3,6 @@
 import json
 import platform
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import safetensors
 import torch
 
 import seqpar
-from seqpar.cluster.arithmetic import arithmetic_now
+from seqpar.cluster.torch_setup import arithmetic_now
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.files import write_json
-from seqpar.next_command import next_command, typed_command
 from seqpar.runs.archive import ABOUT, CONFIG, is_archive, read_archived
-from seqpar.runs.run_lock import RunLock
 from seqpar.settings.config import Config
+from seqpar.terminal import next_command, typed_command
 
 FOLDS_FILE = "folds.json"  # is in a folder of five folds
 
@@ -165,32 +163,3 @@ def read_best_step(run: str | Path) -> int | None:
         return int(json.loads((Path(run) / "window.json").read_text())["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-class Status:
-    """Writes ``status.json``: whether a run is running, finished, preempted or failed, and why.
-
-    ``step`` is where the run is, ``steps`` where it ends. ``lock``: of the run folder; without holding it, nothing is
-    written.
-    """
-
-    def __init__(self, out: Path, lock: RunLock | None = None) -> None:
-        self.path, self.lock = out / "status.json", lock
-        self.step = self.steps = 0
-
-    def write(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
-        """Writes the state.
-
-        - ``code``: the exit code that goes with it
-        - ``durable``: wait until it is on disk. False where this process ends in trouble: its peers wait for that end,
-          the disk may be what does not answer, and other processes read the new file at once anyway
-        """
-        if self.lock is not None and self.lock.is_lost():
-            return
-        content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
-        write_json(self.path, {**content, "time": time.time()}, durable)
-
-    def write_unless_over(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
-        """Writes, unless another rank has written how the run ended: the first cause is kept."""
-        if read_status(self.path.parent).get("state", "running") == "running":
-            self.write(state, why, code, durable)

@@ -15,8 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
-from seqpar.display import EVERY_S
-from seqpar.next_command import typed_command
+from seqpar.terminal import EVERY_S, typed_command
 
 FOLD_BEFORE = (
     "SEQPAR_FOLD_BEFORE"  # variable of a fold's training: log file of the fold before, which a person has read

@@ -26,7 +26,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.curriculum import lesson_at, lessons_of
 from seqpar.weights import checkpoint
 from seqpar.weights.facts import differing_flags, read_facts
-from seqpar.weights.files import listed, read_weights
+from seqpar.weights.weight_files import listed, read_weights
 
 LAST = "model.safetensors"  # what a finished run leaves beside its checkpoints
 

@@ -1,14 +1,31 @@
-"""Which of several folders of predictions is best: on the cases that all of them have, case by case."""
+"""Which of several folders is best, case by case, and how sure a mean is."""
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 from numpy import nan_to_num
 
-from seqpar.scores.intervals import interval_of_mean
-from seqpar.scores.scores import Scores, summarise, without_nan
+from seqpar.late_import import late
+from seqpar.scores.label_scores import Scores, summarise, without_nan
+
+special = late("scipy.special")
+
+
+def interval_of_mean(
+    values: Sequence[float], level: float = 0.95, low: float = -math.inf, high: float = math.inf
+) -> tuple[float, float] | None:
+    """Returns Student's confidence interval of the mean of independent values, None of fewer than two.
+
+    - ``low``, ``high``: the smallest and largest value that there can be
+    """
+    if len(values) < 2:
+        return None
+    reach = float(special.stdtrit(len(values) - 1, (1 + level) / 2)) * stdev(values) / math.sqrt(len(values))
+    middle = fmean(values)
+    return max(low, middle - reach), min(high, middle + reach)
+
 
 COLUMNS = {"Dice": 4, "HD95": 2, "NSD": 4}  # and their decimal places
 

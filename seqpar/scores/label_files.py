@@ -19,7 +19,7 @@ from seqpar.data.formats.recognise import describe, find
 from seqpar.data.geometry import Geometry, differs, to_canonical
 from seqpar.data.volumes import output_suffix, read_volume
 from seqpar.scores.label_classes import Labels, hidden_classes
-from seqpar.scores.scores import Scores, score
+from seqpar.scores.label_scores import Scores, score
 
 
 class Pair(NamedTuple):

@@ -10,14 +10,14 @@ from seqpar.attention.strategies import check_strategy
 from seqpar.data.formats.splits import FOLDS, shares_of
 from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.losses.loss import check_signs, check_weights
-from seqpar.optimization.table import OPTIMIZERS
+from seqpar.optimization.optimizers import OPTIMIZERS
 from seqpar.pipeline.named_placements import WAYS, parse_cuts
 from seqpar.settings.classify_settings import LOSSES
-from seqpar.settings.config import Config, dashed, shorten
+from seqpar.settings.config import Config
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.settings.network_settings import check_stages
 from seqpar.settings.preparation import prepare_settings
-from seqpar.time_limit import seconds
+from seqpar.text import dashed, seconds, shorten
 
 
 def check(config: Config, networks: Sequence[str]) -> None:

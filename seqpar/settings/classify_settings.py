@@ -3,7 +3,8 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from seqpar.settings.config import Config, dashed
+from seqpar.settings.config import Config
+from seqpar.text import dashed
 
 # of labels of voxels, their tiles and losses
 _OF_LABELS = (

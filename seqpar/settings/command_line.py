@@ -15,14 +15,14 @@ import torch
 
 from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.losses import scores_classes
-from seqpar.optimization.table import OPTIMIZERS
-from seqpar.quantity import quantity
+from seqpar.optimization.optimizers import OPTIMIZERS
 from seqpar.settings.classify_settings import for_task, refuse_idle_for_classes
-from seqpar.settings.config import AUTO, Config, dashed
+from seqpar.settings.config import AUTO, Config
 from seqpar.settings.curriculum import lessons_of, parse_curriculum
 from seqpar.settings.network_settings import with_decoder_of_stages
 from seqpar.settings.presets import PRESETS, start_of_auto
 from seqpar.settings.pretraining_settings import idle_in_pretraining
+from seqpar.text import dashed, quantity
 
 # How ranks share a tile.
 _OF_GROUPS = ("split", "mode", "attention", "keep_kv", "heads_per_chunk")

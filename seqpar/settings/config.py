@@ -2,19 +2,16 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from seqpar.attention.strategies import NAMES
-from seqpar.choices import choices_in
-from seqpar.decoders import named_decoders as decoders
-from seqpar.decoders.modes.choose import MODES
-from seqpar.losses.mixtures import LossOptions
-from seqpar.losses.table import LOSSES
+from seqpar.decoders.modes.named_modes import MODES
+from seqpar.decoders.named_decoders import DECODERS
+from seqpar.losses.named_losses import LOSSES, LossOptions
+from seqpar.optimization.optimizers import OPTIMIZERS
 from seqpar.optimization.schedules import SCHEDULES
-from seqpar.optimization.table import OPTIMIZERS
 from seqpar.parallel.layout import SPLITS
 from seqpar.parallel.meeting import START_S
 from seqpar.settings.data_settings import DataSettings
@@ -72,7 +69,7 @@ class Config(PipeSettings, PretrainSettings, EncoderSettings, DataSettings):
         "network: a Vision Transformer with a decoder, a U-Net without tokens, or with --task classify a 3D-ResAttNet",
         metavar="NAME",
     )
-    decoder: str = _network("plain", "decoder of the tokens", choices=tuple(choices_in(decoders)))
+    decoder: str = _network("plain", "decoder of the tokens", choices=tuple(DECODERS))
     depth: int = _network(12, "transformer blocks", bounds=AT_LEAST_1, metavar="BLOCKS")
     embed_dim: int = _network(768, "width of a token", bounds=AT_LEAST_1, metavar="CHANNELS")
     heads: int = _network(12, "attention heads", bounds=AT_LEAST_1, metavar="HEADS")
@@ -277,13 +274,3 @@ class Config(PipeSettings, PretrainSettings, EncoderSettings, DataSettings):
                     f"config.json: {name} is {value!r}, and a value such as {getattr(usual, name)!r} is needed"
                 )
         return replace(usual, **plain)
-
-
-def dashed(name: str) -> str:
-    """Returns a setting's name as it is written on the command line."""
-    return name.replace("_", "-")
-
-
-def shorten(sides: Sequence[int], by: str = " ") -> str:
-    """Returns the sides of a box in short: one number for a cube."""
-    return by.join(map(str, sides if len(set(sides)) > 1 else sides[:1]))

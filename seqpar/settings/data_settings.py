@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from seqpar.data.preparation.recipe import NORMALISATIONS
-from seqpar.data.sampling.augmentation import STEPS
 from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES
+from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 from seqpar.settings.field import NOT_NEGATIVE, setting, share
 
 ALL_FOLDS = "all5"  # value of --fold: five trainings, one after the other
@@ -59,7 +59,7 @@ class DataSettings:
     workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE, metavar="PROCESSES")
     augment: str = _data(
         "light",
-        f"augmentation: {', '.join(RECIPES)}; steps are added as in light+{next(iter(STEPS))}: {', '.join(STEPS)}",
+        f"augmentation: {', '.join(RECIPES)}; steps are added as in light+{next(iter(EXTRA_STEPS))}: {', '.join(STEPS)}",
         metavar="RECIPE",
     )
     interpolation: str = _data(

@@ -5,8 +5,9 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from seqpar.settings.config import Config, dashed
+from seqpar.settings.config import Config
 from seqpar.settings.curriculum import is_same
+from seqpar.text import dashed
 
 # Beside the network's settings, what a resumed run cannot change: its weights or optimizer states depend on it.
 _FIXED = ("task", "tile", "patch", "targets", "optimizer", "amsgrad", "spacing", "join_labels", "crop_to", "normalise",

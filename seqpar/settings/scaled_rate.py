@@ -3,7 +3,8 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from seqpar.settings.config import Config, dashed
+from seqpar.settings.config import Config
+from seqpar.text import dashed
 
 SCALED = {"lr", "iterations"}  # settings of a run that keep, as it goes on, what they were scaled to when it began
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.parallel.collectives import all_sum
-from seqpar.parallel.tables import table
+from seqpar.parallel.device_constants import table
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.halos import Halos
 from seqpar.spatial.receptive_field import Reach, enlarging_reach, output_grid, sliding_reach

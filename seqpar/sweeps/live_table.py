@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from seqpar.display import Display, clock
 from seqpar.runs.metrics_tail import SCORES, MetricsTail, score_of, task_of_row
 from seqpar.runs.run_folder import read_status
+from seqpar.terminal import Display
+from seqpar.text import clock
 
 REFRESH_S = 1.0
 HEADS = f"{'step':>13} {'loss':>8} {'score':>6} {'left':>8}  {'where':15}  point"

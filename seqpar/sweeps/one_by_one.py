@@ -18,8 +18,8 @@ from typing import Protocol
 
 from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.cluster.start_ranks import SIGNALS, run_local, signals_passed_on
-from seqpar.quantity import quantity
 from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, read_status, refuse_other_flags
+from seqpar.text import quantity
 
 TRAIN = ("-m", "seqpar.cli.train")  # after python
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.runs.run_folder import read_config
-from seqpar.settings.config import dashed
+from seqpar.text import dashed
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,37 @@
-"""The Ray that a sweep runs on: one of this process, which ends with it, or a running cluster."""
+"""The Ray that a sweep runs on, and what its nodes have."""
 
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from seqpar.cluster.devices import num_devices
-from seqpar.sweeps.ray_nodes import rank_bundle
+
+
+def rank_bundle(nodes: Sequence[Mapping[str, Any]], device: str, gpus_here: bool) -> tuple[bool, int, dict[str, float]]:
+    """Returns whether runs are for GPUs, how many devices there are for them, and what Ray reserves for a rank.
+
+    A rank on a GPU has its share of the node's cores, on every node that has GPUs; a head may have none.
+
+    - ``nodes``: as ``ray.nodes`` has them
+    - ``device``: that of the runs, as --device has it
+    - ``gpus_here``: whether this machine has GPUs
+    """
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    of_gpus = [amounts for amounts in alive if amounts.get("GPU", 0) >= 1]
+    if device != "cpu" and of_gpus:
+        cores = min(int(amounts.get("CPU", 0)) // int(amounts["GPU"]) for amounts in of_gpus)
+        return True, sum(int(amounts["GPU"]) for amounts in of_gpus), {"GPU": 1.0, "CPU": float(max(1, cores))}
+    if device == "cuda" or (device != "cpu" and gpus_here):
+        raise ValueError("the runs are for GPUs, and Ray sees none: add --device cpu, or start Ray with its GPUs")
+    return False, max(1, sum(int(amounts.get("CPU", 0)) for amounts in alive)), {"CPU": 1.0}
+
 
 NODES_S = 300.0
 OBJECT_STORE_BYTES = 100 * 2**20  # trials share nothing but their settings

@@ -1,15 +1,14 @@
-"""``tune --plan``: what a sweep takes on 1, 2, 4, … devices, side by side and one run after the other."""
+"""tune --plan: what a sweep takes on 1, 2, 4 ... devices."""
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from seqpar.cluster.devices import device_here, usable_cores
 from seqpar.data.errors import DataError
-from seqpar.display import clock
 from seqpar.planner.batch_size import hold_global_batch
-from seqpar.quantity import quantity
 from seqpar.report.diagrams import Diagram, Line
 from seqpar.report.picture import draw_figure
 from seqpar.runs.run_folder import read_config
@@ -17,9 +16,72 @@ from seqpar.runs.sweep_folder import Sweep
 from seqpar.settings.config import Config
 from seqpar.settings.scaled_rate import as_begun
 from seqpar.sweeps.costs import plan_of
-from seqpar.sweeps.scaling import TABLE_I, Scaling, scale, speedup_of_equal
 from seqpar.sweeps.sweep_request import ALL, SweepOrder
+from seqpar.text import clock, quantity
 
+
+def makespan(lengths: Sequence[float], workers: int) -> float:
+    """Returns when the last of runs ends that begin in their order, each on the worker that is free first."""
+    if workers < 1:
+        raise ValueError(f"{workers} workers: at least 1 is needed")
+    free = [0.0] * workers
+    for length in lengths:
+        heapq.heappush(free, heapq.heappop(free) + length)
+    return max(free)
+
+
+def speedup_of_equal(count: int, workers: int) -> float:
+    """Returns how many times as fast ``count`` runs of equal length are on so many workers."""
+    return count / math.ceil(count / workers)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a sweep takes on so many devices, in seconds; NaN for a way that cannot be taken with them.
+
+    - ``side_by_side``: each run on the devices of one run
+    - ``one_by_one``: each run on all devices, one after the other
+    """
+
+    devices: int
+    side_by_side: float
+    one_by_one: float
+
+
+def scale(
+    lengths: Sequence[float], devices_per_run: int, sizes: Sequence[int], on_all: Callable[[int], Sequence[float]]
+) -> list[Scaling]:
+    """Returns what runs take on each number of devices.
+
+    - ``lengths``: seconds of each run on the devices of one run
+    - ``on_all``: returns the seconds of each run on so many devices, () where they cannot be used
+    """
+    every = []
+    for size in sizes:
+        at_a_time = size // devices_per_run
+        side_by_side = makespan(lengths, at_a_time) if at_a_time else math.nan
+        every.append(Scaling(size, side_by_side, sum(on_all(size)) or math.nan))
+    return every
+
+
+def _seconds(clock: str) -> int:
+    hours, minutes, seconds = map(int, clock.split(":"))
+    return (hours * 60 + minutes) * 60 + seconds
+
+
+# by number of GPUs: seconds of 32 runs one after the other on all of them, and side by side on one each
+TABLE_I = {
+    gpus: Scaling(gpus, float(_seconds(experiments)), float(_seconds(data)))
+    for gpus, data, experiments in (
+        (1, "44:18:02", "44:20:19"),
+        (2, "23:09:28", "22:24:39"),
+        (4, "15:09:35", "11:32:20"),
+        (8, "7:41:12", "7:03:17"),
+        (12, "5:59:59", "5:35:22"),
+        (16, "4:26:50", "4:11:54"),
+        (32, "3:21:44", "2:55:06"),
+    )
+}
 MOST_DEVICES = 32  # of the table, unless more are here
 # what changes no length of a step
 _FREE = {"lr": 1e-4, "betas": (), "amsgrad": False, "seed": 0, "weight_decay": 0.0, "fold": "0", "schedule": "constant"}

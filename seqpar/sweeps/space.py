@@ -18,8 +18,9 @@ from typing import Any, get_type_hints
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
 from seqpar.runs.sweep_folder import show
-from seqpar.settings.config import Config, dashed
+from seqpar.settings.config import Config
 from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.text import dashed
 
 RANGES = ("log", "uniform")
 OF_ONE_RUN = ("out", "resume", "again", "take_over", "dry_run", "time_limit", "preset")  # a sweep sets these itself

@@ -12,15 +12,15 @@ from typing import Any
 from lab.figures.figure import config_of
 from seqpar.cluster.devices import num_devices
 from seqpar.models.build import NETWORK_NAMES
-from seqpar.quantity import quantity
 from seqpar.runs.sweep_folder import SWEEP_FILE, Point, Sweep, looked_up, no_sweep, read_sweep
 from seqpar.settings.command_line import parse, wants_gpu
-from seqpar.settings.config import Config, dashed
+from seqpar.settings.config import Config
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.settings.presets import PRESETS
 from seqpar.settings.scaled_rate import as_begun
 from seqpar.sweeps.planned_run import PlannedRun, has_begun
 from seqpar.sweeps.space import FILES, OF_ONE_RUN, Range, Space, name_of_point
+from seqpar.text import dashed, quantity
 
 OPTUNA = "optuna"
 ASHA = "asha"

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.cluster.exit_codes import PREEMPTED, code_of
-from seqpar.quantity import quantity
-from seqpar.runs.run_folder import Status
 from seqpar.runs.run_lock import RunLock
+from seqpar.runs.run_status import Status
 from seqpar.runs.sweep_folder import Point, Sweep, looked_up, make_folder, write_sweep
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import DataSettings
@@ -21,6 +20,7 @@ from seqpar.sweeps.ray_cluster import ray_cluster
 from seqpar.sweeps.ray_engine import SideBySide
 from seqpar.sweeps.sweep_request import SweepOrder
 from seqpar.tasks.tasks import task_of
+from seqpar.text import quantity
 
 
 def make_sweep(order: SweepOrder, sweep: Sweep, options: argparse.Namespace, until: float) -> tuple[int, Sweep]:

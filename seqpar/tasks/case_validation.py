@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from seqpar.cluster.stop_request import Stopper
-from seqpar.display import bar, clock
 from seqpar.losses import Loss
 from seqpar.models.network import Net
 from seqpar.parallel.mesh import Mesh
 from seqpar.runs.journal import Journal
 from seqpar.settings.config import Config
 from seqpar.tasks.training_data import TrainingData
+from seqpar.terminal import bar
+from seqpar.text import clock
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import numpy as np
 
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.planner.tile_choice import tile_advice
-from seqpar.quantity import quantity
 from seqpar.settings.config import Config
 from seqpar.settings.presets import FROM_DATA
 from seqpar.tasks.training_data import TrainingData
+from seqpar.text import quantity
 
 MAX_CLASSES = 12  # with lines of their own
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from seqpar.cluster.kept_memory import keep_memory
+from seqpar.cluster.torch_setup import keep_memory
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.run_average import Member, refuse_unlike
 from seqpar.runs.trained_run import Run
-from seqpar.tasks.classify.predict_classes import Explained, predict_classes
+from seqpar.tasks.classify.prediction import Explained, predict_classes
 from seqpar.tasks.segment.prediction import Request, predict_cases
 
 Picture = Callable[[Path, str, np.ndarray, np.ndarray, Sequence[float], bool], None]

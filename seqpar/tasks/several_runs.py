@@ -8,15 +8,14 @@ from statistics import fmean
 
 import seqpar
 from seqpar.data.errors import DataError
-from seqpar.quantity import quantity
 from seqpar.report.charts import Curve, draw_curves, draw_strips
 from seqpar.report.record import CaseScores, Record, read_scores
 from seqpar.report.run_page import TEMPLATES, fill, notes, spelled, verdict
 from seqpar.report.tables import cell, named_table, number
 from seqpar.runs.metrics_tail import SCORES, score_of, task_of_row
-from seqpar.scores.intervals import interval_of_mean
-from seqpar.tasks.classify.class_page import Summary, read_class_scores
-from seqpar.tasks.classify.several_classifiers import class_scores_table, probabilities_table
+from seqpar.scores.comparison import interval_of_mean
+from seqpar.tasks.classify.page import Summary, class_scores_table, probabilities_table, read_class_scores
+from seqpar.text import quantity
 
 NOT_A_SETTING = ("out", "resume", "again", "take_over", "dry_run")  # where and how a run was started
 

@@ -10,14 +10,14 @@ from statistics import fmean
 
 import seqpar
 from seqpar.data.errors import DataError
-from seqpar.next_command import next_command
 from seqpar.report.charts import draw_strips
 from seqpar.report.record import Record, read_record
 from seqpar.report.run_page import TEMPLATES, fill, notes
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.sweep_folder import Point, Sweep, looked_up, read_sweep, show
-from seqpar.settings.config import dashed
 from seqpar.tasks.several_runs import curves_over_each_other
+from seqpar.terminal import next_command
+from seqpar.text import dashed
 
 MOST_CURVES = 8  # of the best points, which a reader can tell apart; sweep.png has all
 NUMBERS = {"score": 4, "at": 0, "loss": 4, "step": 0, "seconds": 1}  # columns with their decimals

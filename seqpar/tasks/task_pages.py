@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from seqpar.data.errors import DataError
-from seqpar.quantity import quantity
+from seqpar.report.cases import load_worst, section
 from seqpar.report.images import find_images
 from seqpar.report.record import Record, read_scores, score_folders
 from seqpar.report.run_page import page
-from seqpar.report.viewer import load_worst, section
-from seqpar.tasks.classify.class_page import class_cases, class_page, read_class_scores
-from seqpar.tasks.classify.predict_classes import EXPLANATIONS
+from seqpar.tasks.classify.page import class_cases, class_page, read_class_scores
+from seqpar.tasks.classify.prediction import EXPLANATIONS
 from seqpar.tasks.pretrain.pretraining import rebuilt_page
+from seqpar.text import quantity
 
 _NO_CASE = "<p>No case is shown.</p>"
 T = TypeVar("T")

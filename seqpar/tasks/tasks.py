@@ -9,13 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from seqpar.data.formats.class_lists import read_class_dataset
-from seqpar.data.formats.class_splits import numbered_splits
 from seqpar.data.formats.recognise import recognise
-from seqpar.data.formats.splits import folds
+from seqpar.data.formats.splits import folds, numbered_splits
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.losses import Loss
-from seqpar.next_command import next_command
 from seqpar.parallel.mesh import Mesh
 from seqpar.runs.metrics_tail import SCORES
 from seqpar.runs.run_folder import next_lines
@@ -25,9 +23,10 @@ from seqpar.tasks.classify.data import describe_classes, look_at_classes, open_c
 from seqpar.tasks.classify.validation import ClassValidation
 from seqpar.tasks.data_summary import summary_of_data, tile_line
 from seqpar.tasks.pretrain.data import describe_images, look_at_images, open_image_data, read_images, summary_of_images
-from seqpar.tasks.pretrain.masked_validation import MaskedValidation
+from seqpar.tasks.pretrain.validation import MaskedValidation
 from seqpar.tasks.segment.validation import Validation
 from seqpar.tasks.training_data import TrainingData, describe_data, look_at, open_data
+from seqpar.terminal import next_command
 
 
 class Task(ABC):

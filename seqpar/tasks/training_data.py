@@ -13,7 +13,7 @@ from seqpar.data.formats.recognise import find, recognise
 from seqpar.data.formats.splits import HasCases, some_of, split, tested_ids
 from seqpar.data.phantom.builtin import phantom, phantom_fingerprint
 from seqpar.data.preparation.cache import PreparedDataset
-from seqpar.data.preparation.cache_place import outdated_cache
+from seqpar.data.preparation.cache_index import outdated_cache
 from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
 from seqpar.data.preparation.prepare_dataset import prepared
 from seqpar.data.sampling.augmentation import augment
@@ -24,12 +24,12 @@ from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.volume_synthesis import VolumeSynthesis
 from seqpar.data.workers import silent
 from seqpar.decoders.modes.mode import Mode
-from seqpar.parallel.uploads import upload
-from seqpar.progress_bar import ProgressBar
-from seqpar.quantity import quantity
+from seqpar.parallel.device_constants import upload
 from seqpar.scores.label_classes import hidden_classes, labels_of_declaration, learned_regions
 from seqpar.settings.config import Config
 from seqpar.settings.preparation import prepare_settings
+from seqpar.terminal import ProgressBar
+from seqpar.text import quantity
 
 
 @dataclass(frozen=True)

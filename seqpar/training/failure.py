@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import NoReturn
 
 from seqpar.cluster import exit_codes
-from seqpar.cluster.last_steps import LastSteps
+from seqpar.cluster.stop_agreement import LastSteps
 from seqpar.models.build import knows
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.watchdog import OutOfStep
-from seqpar.runs.run_folder import Status
+from seqpar.runs.run_status import Status
 from seqpar.settings.config import Config
 from seqpar.weights.checkpoint import NotSaved
 

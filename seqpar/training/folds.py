@@ -19,17 +19,18 @@ from typing import Any
 from seqpar.cluster import exit_codes
 from seqpar.cluster.start_ranks import PARENT_OF_FOLD, most_telling
 from seqpar.data.formats.splits import FOLDS
-from seqpar.next_command import TYPED, next_command, typed_script
 from seqpar.parallel.consensus import by_first_early
 from seqpar.parallel.launcher import MEETING, Launcher
 from seqpar.parallel.meeting import START_S, Meeting
 from seqpar.runs.fold_folder import all_ended, begun, has_ended, has_finished, read_flags, runs_of, write_flags
-from seqpar.runs.run_folder import Status, holds_folds, holds_run, read_status
+from seqpar.runs.run_folder import holds_folds, holds_run, read_status
 from seqpar.runs.run_log import FOLD_BEFORE
+from seqpar.runs.run_status import Status
 from seqpar.settings.command_line import Parser, parse
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.tasks.tasks import Task, task_of
-from seqpar.time_limit import seconds
+from seqpar.terminal import TYPED, next_command, typed_script
+from seqpar.text import seconds
 from seqpar.training.run_request import is_restart, refuse_again
 
 _TRAIN = ("-m", "seqpar.cli.train")

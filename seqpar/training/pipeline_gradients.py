@@ -19,9 +19,16 @@ from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.cells import Value
 from seqpar.pipeline.engine import Engine
 from seqpar.pipeline.schedule import make_timetable
+from seqpar.pipeline.stage_weights import (
+    average_gradients,
+    clip_gradients,
+    collect,
+    entries_of,
+    keep_place,
+    places_of_names,
+    whole_network,
+)
 from seqpar.pipeline.stages import StageMap
-from seqpar.pipeline.weights import average_gradients, clip_gradients, keep_place, places_of_names
-from seqpar.pipeline.whole_weights import collect, entries_of, whole_network
 from seqpar.settings.config import Config
 from seqpar.tasks.training_data import TrainingData, outputs_shown
 from seqpar.vit.dropout import DropoutKey

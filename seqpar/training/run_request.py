@@ -18,8 +18,7 @@ from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.runs.archive import is_archive
 from seqpar.runs.fold_folder import has_ended, runs_of
 from seqpar.runs.run_folder import holds_folds, holds_run, read_config
-from seqpar.runs.stale_status import killed
-from seqpar.runs.start_history import changed_settings
+from seqpar.runs.run_status import changed_settings, killed
 from seqpar.settings.command_line import (
     idle_in_groups_of_one,
     idle_on_a_cpu,

@@ -1,4 +1,4 @@
-"""Sets a run up: its folder, its network and its trainer, and the lines that say what it will do."""
+"""Sets a run up: folder, network, trainer, the lines that say what it will do; what a resumed run must keep."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from seqpar.cluster.arithmetic import refuse_wrong
 from seqpar.cluster.rank_facts import device_name, facts_of
 from seqpar.cluster.start_ranks import started
+from seqpar.cluster.torch_setup import refuse_wrong
+from seqpar.data.errors import DataError
 from seqpar.data.files import remove_leftovers
 from seqpar.models.build import build, kind_of
 from seqpar.models.network import Net
@@ -22,22 +23,61 @@ from seqpar.planner.answer import decoding_of
 from seqpar.planner.auto_settings import choose_attention
 from seqpar.planner.curriculum import describe_lessons
 from seqpar.planner.memory_check import refuse_beyond_free
-from seqpar.quantity import quantity
-from seqpar.runs.run_folder import Status, describe_run, read_config
+from seqpar.runs.run_folder import describe_run, read_config
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog
-from seqpar.runs.stale_status import killed
-from seqpar.runs.start_history import changes_line, with_this_start
+from seqpar.runs.run_status import Status, changes_line, killed, with_this_start
 from seqpar.settings.command_line import idle_with_data
 from seqpar.settings.config import Config
 from seqpar.settings.curriculum import Lesson
 from seqpar.tasks.training_data import TrainingData
+from seqpar.text import quantity
 from seqpar.training.run_request import RunRequest, refuse_other_run
-from seqpar.training.same_outputs import moved_cases, refuse_other_outputs
 from seqpar.training.stage_choice import choose_stages
 from seqpar.training.trainer import Trainer, global_batch
 from seqpar.weights import checkpoint
 from seqpar.weights.pretrained import start_from
+
+# what config.json says of data, and what it is called; networks know channels and outputs by their order alone
+_MEANINGS = {"modalities": "channels", "labels": "labels", "regions": "regions", "volume_classes": "classes"}
+
+
+def refuse_other_outputs(began: Mapping[str, Any], now: Mapping[str, Any], data: str, out: Path) -> None:
+    """Raises DataError where channels or outputs of the data are others than those that a run began with.
+
+    - ``began``, ``now``: what config.json says of the data, then and now
+    - ``data``: where they are; ``out``: the run folder
+    """
+    for key, word in _MEANINGS.items():
+        had, has = _names(began.get(key)), _names(now.get(key))
+        if key in began and had != has:
+            raise DataError(
+                data or now["prepared"],
+                f"has the {word} {_listed(has)}, but the run in {out} learned {_listed(had)}: restore them, or start "
+                f"another run from its weights (--weights {out} with another --out)",
+            )
+
+
+def moved_cases(began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Returns a line on cases that the run trained on and that are held out now, "" where there are none."""
+    moved = sorted((set(began.get("train", ())) - set(began.get("held_out", ()))) & set(now["held_out"]))
+    if not moved:
+        return ""
+    return (
+        f"warning: {quantity(len(moved), 'case')} that this run trained on before are held out now, such as "
+        f"{moved[0]}: their scores say nothing of new cases"
+    )
+
+
+def _names(value: Any) -> list[str]:
+    """Returns names in the order of their numbers."""
+    if isinstance(value, Mapping) and "names" in value:
+        value = value["names"]
+    return list(map(str, value or ()))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def first_lines(request: RunRequest, launcher: Launcher) -> str:

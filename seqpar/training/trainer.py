@@ -14,7 +14,7 @@ from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.cluster.stop_request import Stopper
 from seqpar.data.files import write_json
 from seqpar.data.sampling.loader import Loader
-from seqpar.models.loss import loss_of
+from seqpar.models.build import loss_of
 from seqpar.models.network import Net
 from seqpar.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 from seqpar.models.resized_positions import UNCHANGED, Resizing
@@ -23,18 +23,18 @@ from seqpar.pipeline.stages import StageMap
 from seqpar.report.pictures import draw_progress
 from seqpar.runs.boards import Board, open_on_first
 from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
-from seqpar.runs.run_folder import Status, result_files, write_window
+from seqpar.runs.run_folder import result_files, write_window
+from seqpar.runs.run_status import Status
 from seqpar.settings.config import Config
 from seqpar.tasks.tasks import task_of
 from seqpar.tasks.training_data import TrainingData, step_tiles
 from seqpar.training.after_step import AfterStep, Decision, raise_non_finite
 from seqpar.training.gradients import Gradients
-from seqpar.training.late_rows import LateRows
 from seqpar.training.pipeline_gradients import PipeGradients, most_by_stage
-from seqpar.training.stragglers import Stragglers, sum_over_ranks, time_waiting
+from seqpar.training.step_times import LateRows, Stragglers, sum_over_ranks, time_waiting
 from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import Progress
-from seqpar.weights.files import write_weights
+from seqpar.weights.weight_files import write_weights
 
 Row = dict[str, Any]  # of metrics.jsonl
 

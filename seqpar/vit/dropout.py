@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from seqpar.parallel.device_constants import table, upload
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.meta_tensors import device_type
-from seqpar.parallel.tables import table
-from seqpar.parallel.uploads import upload
 
 Site = tuple[int, ...]
 _MASK64 = (1 << 64) - 1

@@ -1,8 +1,4 @@
-"""The sequence-parallel Vision Transformer: each rank holds some tokens, attention sees them all.
-
-Legend: b batch, c channels, n tokens, e embedding, p voxels of a patch along a direction, W D H voxels; ``n/s``
-is this rank's share of the tokens. With several stages a part is one of *cubes*, each of which ends as one token.
-"""
+"""SeqParViT: each rank holds some tokens, attention sees them all."""
 
 import math
 from collections.abc import Sequence
@@ -14,14 +10,25 @@ from seqpar.attention.cost_model import CPU, GPU, Layer, resolve
 from seqpar.attention.partition import Rotary
 from seqpar.attention.self_attention import Attention
 from seqpar.attention.strategies import AttentionOptions, Strategy
-from seqpar.attention.window_attention import Windows
+from seqpar.attention.window_attention import Windows, refuse_window
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import AnyGroup, as_group, notice_that_none_shares
-from seqpar.vit.blocks import ATTENTION_SITE, HIDDEN_SITE, MLP_SITE, Block, GatedMlp, Mlp, Spread
+from seqpar.vit.blocks import ATTENTION_SITE, HIDDEN_SITE, MLP_SITE, MLPS, RECOMPUTED, Block, GatedMlp, Mlp, Spread
 from seqpar.vit.dropout import DropoutKey, keyed_dropout, token_numbers
-from seqpar.vit.refusals import refuse_unknown, refuse_window
 from seqpar.vit.token_merging import Merge, cube_of, make_stages, split_cubes
-from seqpar.vit.tokens import PatchEmbed, RotaryPositions, learned_positions, sincos_positions
+from seqpar.vit.tokens import POSITIONS, PatchEmbed, RotaryPositions, learned_positions, sincos_positions
+
+
+def refuse_unknown(positions: str, mlp: str, recompute: str, dropout: float, drop_path: float) -> None:
+    """Raises ValueError for names that there are not, and for rates out of bounds."""
+    if positions not in POSITIONS:
+        raise ValueError(f"--positions {positions}: choose one of {', '.join(POSITIONS)}")
+    if mlp not in MLPS:
+        raise ValueError(f"--mlp {mlp}: choose {' or '.join(MLPS)}")
+    if recompute not in RECOMPUTED:
+        raise ValueError(f"--grad-checkpoint {recompute}: choose {', '.join(RECOMPUTED)}")
+    if not (0 <= dropout < 1 and 0 <= drop_path < 1):
+        raise ValueError(f"dropout {dropout} and drop-path {drop_path} must lie in [0, 1)")
 
 
 class SeqParViT(nn.Module):

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.attention.partition import shares
+from seqpar.parallel.device_constants import upload
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.remaps import Remap, plan_remap
-from seqpar.parallel.uploads import upload
 from seqpar.vit.dropout import DropoutKey, token_draws
 
 MASK_SITE = 1 << 20  # no network has so many places that draw

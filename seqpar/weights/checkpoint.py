@@ -33,7 +33,7 @@ from seqpar.weights.states import (
     set_random_states,
     whole_tensors,
 )
-from seqpar.weights.tensor_files import digest, shapes_in, tensors_in
+from seqpar.weights.weight_files import digest, shapes_in, tensors_in
 
 MODEL, OPTIMIZER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
 MANIFEST = "manifest.json"

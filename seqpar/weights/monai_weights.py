@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.layout import Layout
@@ -21,7 +21,7 @@ from seqpar.parallel.mesh import AnyGroup
 from seqpar.vit.blocks import Mlp
 from seqpar.vit.encoder import SeqParViT
 from seqpar.vit.tokens import sincos_positions
-from seqpar.weights.files import (
+from seqpar.weights.weight_files import (
     State,
     checkpoint_of,
     drop,

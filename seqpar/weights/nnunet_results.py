@@ -11,7 +11,7 @@ from seqpar.data.files import read_json
 from seqpar.data.formats.nnunet_plans import Declaration, Plan, declaration_of, plan_of
 from seqpar.decoders.unets.architecture import Architecture
 from seqpar.decoders.unets.nnunet import of_plan
-from seqpar.weights.files import State, checkpoint_of, unwrap
+from seqpar.weights.weight_files import State, checkpoint_of, unwrap
 
 PRETRAINING = "nnssl_adaptation_plan"  # an entry that nnssl's checkpoints have besides
 PLANS, DATASET, CHECKPOINT = "plans.json", "dataset.json", "checkpoint_final.pth"

@@ -11,9 +11,10 @@ from seqpar.data.formats.nnunet_plans import Plan, plan_of
 from seqpar.decoders.unets.architecture import Style, three
 from seqpar.decoders.unets.nnunet import of_plan
 from seqpar.models.unet_families import Stages, spell_stages
-from seqpar.settings.config import Config, dashed
-from seqpar.weights.files import checkpoint_of
+from seqpar.settings.config import Config
+from seqpar.text import dashed
 from seqpar.weights.nnunet_results import holds_unet, read_checkpoint
+from seqpar.weights.weight_files import checkpoint_of
 
 USUAL = "3d_fullres"
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unets.architecture import ONE, Architecture
 from seqpar.decoders.unets.nnunet import network
 from seqpar.decoders.unets.unet import UNet
-from seqpar.models.volume_net import VolumeNet
+from seqpar.models.cell_network import VolumeNet
 from seqpar.parallel.mesh import AnyGroup, as_group
-from seqpar.weights.files import State, fill, listed, rename
 from seqpar.weights.nnunet_results import CHECKPOINT, Results, fold_files, read_checkpoint, read_results
+from seqpar.weights.weight_files import State, fill, listed, rename
 
 _COPY = re.compile(r"^decoder\.encoder\.|\.all_modules\.\d+\.")
 

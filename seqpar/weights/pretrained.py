@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from seqpar.models.build import knows
 from seqpar.models.network import Net
 from seqpar.models.segmentation_network import SegmentationNet
-from seqpar.settings.config import Config, shorten
+from seqpar.settings.config import Config
+from seqpar.text import shorten
 from seqpar.weights import checkpoint as checkpoints
 from seqpar.weights.facts import WEIGHTS, differing_flags, read_facts
-from seqpar.weights.files import checkpoint_of, fit_positions, listed, recorded_heads, unwrap
 from seqpar.weights.monai_weights import load_monai
 from seqpar.weights.nnunet_results import PRETRAINING, holds_unet, is_primus, read_checkpoint
 from seqpar.weights.nnunet_weights import trained_state
@@ -26,6 +26,7 @@ from seqpar.weights.primus_weights import (
     load_primus_encoder,
     of_pretraining,
 )
+from seqpar.weights.weight_files import checkpoint_of, fit_positions, listed, recorded_heads, unwrap
 
 OF_CELLS = ("unet.cells.", "resattnet.cells.")  # networks without tokens
 STEM = "encoder.patch_embed.proj.weight"

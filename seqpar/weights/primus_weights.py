@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from seqpar.data.formats.nnunet_plans import patch_size_of
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.primus import PrimusDecoder
 from seqpar.models.masked_network import MaskedNet
 from seqpar.models.segmentation_network import SegmentationNet
@@ -20,7 +20,9 @@ from seqpar.parallel.mesh import AnyGroup
 from seqpar.settings.config import TOKEN_ORDERS
 from seqpar.vit.blocks import GatedMlp
 from seqpar.vit.encoder import SeqParViT
-from seqpar.weights.files import (
+from seqpar.weights.nnunet_results import PRETRAINING
+from seqpar.weights.primus_axes import exchange_tokens, reverse_images
+from seqpar.weights.weight_files import (
     State,
     checkpoint_of,
     drop,
@@ -31,8 +33,6 @@ from seqpar.weights.files import (
     unwrap,
     weight_and_bias,
 )
-from seqpar.weights.nnunet_results import PRETRAINING
-from seqpar.weights.primus_axes import exchange_tokens, reverse_images
 
 SIZES = {  # embedding, blocks and heads of the published networks, by the names that nnU-Net has for them
     "PrimusS": (396, 12, 6),

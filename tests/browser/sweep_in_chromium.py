@@ -6,7 +6,7 @@ import pytest
 
 from seqpar.cli import report
 from seqpar.runs.sweep_folder import read_sweep
-from seqpar.sweeps.sweep_results import write_results
+from seqpar.sweeps.results import write_results
 from tests.browser.chromium import Chromium, lacking
 from tests.support.sweep_folder import make_sweep_folder
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from seqpar.decoders.modes.choose import MODES
+from seqpar.decoders.modes.named_modes import MODES
+from seqpar.decoders.named_decoders import DECODERS
 from seqpar.models.build import NETWORKS
-from seqpar.models.vit import DECODERS
 from seqpar.settings.command_line import Parser
 from tests.house.test_floors import ACTS
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from seqpar.cluster import last_steps
+from seqpar.cluster import stop_agreement
 from seqpar.cluster.stop_agreement import StopAgreement
 from seqpar.parallel.mesh import Mesh
 
@@ -90,7 +90,7 @@ def test_a_rank_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     pid = os.fork()
     if not pid:
         signal.alarm(20)
-        last_steps.WAIT_S = last_steps.LEAST_S = 0.5
+        stop_agreement.WAIT_S = stop_agreement.LEAST_S = 0.5
         store = dist.FileStore(str(tmp_path / "store"), 2)
         StopAgreement(lambda: "TERM", 0, 2, store, write, patience_s=0.5).should_leave()
         os._exit(0)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from seqpar.attention import kernels
-from seqpar.cluster.arithmetic import arithmetic_now, refuse_wrong, set_arithmetic
 from seqpar.cluster.devices import DEVICES, DTYPES, measured
-from seqpar.cluster.trap import Facts
+from seqpar.cluster.known_traps import Facts
+from seqpar.cluster.torch_setup import arithmetic_now, refuse_wrong, set_arithmetic
 from seqpar.parallel.launcher import Launcher
 from seqpar.settings.command_line import idle_on_a_cpu
 from seqpar.settings.config import PRECISIONS, Config

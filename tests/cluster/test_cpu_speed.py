@@ -9,7 +9,7 @@ import torch
 
 from seqpar.cluster import cpu_speed
 from seqpar.cluster.cpu_speed import this_cpu
-from seqpar.cluster.operations import CONVOLUTION, Operation
+from seqpar.cluster.devices import CONVOLUTION, Operation
 
 
 @pytest.mark.parametrize("busy", [1, 3])

@@ -11,17 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from seqpar import display as display_module
-from seqpar import progress_bar
+from seqpar import terminal
+from seqpar import terminal as display_module
 from seqpar.cli import prepare
 from seqpar.cluster.exit_codes import DATA
 from seqpar.cluster.start_ranks import run_local
-from seqpar.display import Display, coloured, fit
-from seqpar.next_command import next_command
 from seqpar.parallel.launcher import Launcher
-from seqpar.progress_bar import ProgressBar
 from seqpar.runs import run_log
 from seqpar.runs.run_log import recorded
+from seqpar.terminal import Display, ProgressBar, coloured, fit, next_command
 from seqpar.training import folds
 from tests.support.folders import nnunet
 
@@ -36,7 +34,7 @@ class Terminal(io.StringIO):
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Returns a list of one: the time that display and bar see from now on, in place of the machine's."""
     clock = [100.0]
-    for module in (display_module, progress_bar):
+    for module in (display_module, terminal):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     return clock
 

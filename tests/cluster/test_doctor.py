@@ -12,14 +12,12 @@ import pytest
 
 from seqpar.cli import doctor
 from seqpar.cluster import link_speed
-from seqpar.cluster.cluster_traps import TRAPS, find_traps
 from seqpar.cluster.convolution_speed import Shape, Timed, advise
 from seqpar.cluster.exit_codes import run
 from seqpar.cluster.findings import judge
-from seqpar.cluster.library_traps import half_convolutions
+from seqpar.cluster.known_traps import TRAPS, Facts, find_traps, half_convolutions
 from seqpar.cluster.link_speed import fit
 from seqpar.cluster.rank_facts import RankFacts, _numbers
-from seqpar.cluster.trap import Facts
 from tests.support.training_runs import Launch, at
 
 ROCM = Facts(on_gpu=True, rocm=True, num_gpus=1)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from seqpar.cluster.kept_memory import keep_memory
+from seqpar.cluster.torch_setup import keep_memory
 from seqpar.tasks import predict_by_task
 
 PAGES = 64 * 2**20 // resource.getpagesize()

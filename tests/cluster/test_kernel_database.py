@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from seqpar.cluster.kernel_database import bring_kernels, keep_kernels
+from seqpar.cluster.torch_setup import bring_kernels, keep_kernels
 
 
 def test_kernels_that_a_job_searched_for_are_there_for_the_next_one(tmp_path: Path) -> None:

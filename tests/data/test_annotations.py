@@ -110,7 +110,7 @@ def test_two_ways_at_once_and_a_list_of_another_kind_are_refused(tmp_path: Path)
 
 
 def test_hidden_classes_have_no_scores() -> None:
-    from seqpar.scores.scores import score, summarise
+    from seqpar.scores.label_scores import score, summarise
 
     truth, prediction = np.zeros((2, 6, 6, 6), np.uint8)
     truth[:3], prediction[:2], prediction[4:] = 1, 1, 2

@@ -9,8 +9,9 @@ import pytest
 import torch
 from scipy import ndimage
 
-from seqpar.data.sampling.augmentation import STEPS, Augmentation, augment
+from seqpar.data.sampling.augmentation import Augmentation, augment
 from seqpar.data.sampling.augmentation_presets import RECIPES, Chance, Recipe, full, light
+from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.warp import Warp, apply_warp, draw_offsets, rotate
 
@@ -18,7 +19,9 @@ TILE = (16, 14, 12)
 ALWAYS = replace(
     full(),
     elastic=Chance(0.5, 0, 300),
-    further=tuple((name, replace(step, chance=replace(step.chance, probability=0.7))) for name, step in STEPS.items()),
+    further=tuple(
+        (name, replace(step, chance=replace(step.chance, probability=0.7))) for name, step in EXTRA_STEPS.items()
+    ),
     **{
         step.name: replace(getattr(full(), step.name), probability=0.7)
         for step in fields(Recipe)

@@ -11,7 +11,7 @@ from seqpar.cli.prepare import act
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.formats.splits import split
 from seqpar.data.preparation.cache import check_cache, open_cache
-from seqpar.data.preparation.cache_place import cache_folder, outdated_cache
+from seqpar.data.preparation.cache_index import cache_folder, outdated_cache
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.prepared_case import labels_to_source
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe

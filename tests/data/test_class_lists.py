@@ -10,9 +10,9 @@ import pytest
 from seqpar.cli import prepare as launch_prepare
 from seqpar.data.errors import DataError
 from seqpar.data.formats.class_lists import read_class_dataset
-from seqpar.data.formats.class_splits import class_folds, split_classes
-from seqpar.data.formats.volume_classes import VolumeClasses
-from seqpar.data.phantom import dementia
+from seqpar.data.formats.dataset import VolumeClasses
+from seqpar.data.formats.splits import class_folds, split_classes
+from seqpar.data.phantom import brain
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.prepare_dataset import prepare
@@ -242,7 +242,7 @@ def test_prepare_prepares_and_checks_classes(folder: Path, tmp_path: Path, capsy
 
 @pytest.fixture(scope="module")
 def brains() -> list:
-    return [dementia.make_case(0, index, (40, 48, 40)) for index in range(10)]
+    return [brain.make_dementia_case(0, index, (40, 48, 40)) for index in range(10)]
 
 
 def test_demented_brains_have_more_fluid_in_the_region_of_the_mask(brains: list) -> None:
@@ -250,7 +250,7 @@ def test_demented_brains_have_more_fluid_in_the_region_of_the_mask(brains: list)
     for index, case in enumerate(brains):
         image, region = case.image[0].astype(float), case.label == 1
         dark.append(float((image[region] < 0.55 * np.median(image[image > 0])).mean()))
-        assert dementia.class_of(0, index) == dementia.CLASSES[index % 2] and 0.003 < case.label.mean() < 0.02
+        assert brain.class_of(0, index) == brain.CLASSES[index % 2] and 0.003 < case.label.mean() < 0.02
     assert np.mean(dark[1::2]) > 1.5 * np.mean(dark[::2]), dark
 
 

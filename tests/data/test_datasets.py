@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.prediction_inputs import find_inputs
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import find_inputs, recognise
 from seqpar.data.formats.splits import folds, split
 from seqpar.data.preparation.prepared_case import prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, draft_recipe

@@ -8,8 +8,7 @@ import pytest
 import SimpleITK as sitk
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.prediction_inputs import find_inputs
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import find_inputs, recognise
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.data.volumes import digest_file, read_geometry, read_volume
 from tests.support.folders import OBLIQUE, image_array, label_array, nnunet, save

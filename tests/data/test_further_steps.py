@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from seqpar.data.sampling.augmentation import STEPS, Augmentation, augment, recipe_of
+from seqpar.data.sampling.augmentation import Augmentation, augment, recipe_of
 from seqpar.data.sampling.augmentation_presets import Chance, Recipe
+from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 
 TILE = (18, 16, 14)
 
@@ -23,7 +24,7 @@ def scene() -> tuple[np.ndarray, np.ndarray]:
 def changed(step: str, low: float, high: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns image and label of the scene, and the image after one step that always acts."""
     image, label = scene()
-    always = replace(STEPS[step], chance=Chance(1.0, low, high))
+    always = replace(EXTRA_STEPS[step], chance=Chance(1.0, low, high))
     new, same = Augmentation(Recipe(further=((step, always),)), TILE)(image, label, seed)
     assert np.array_equal(same, label)
     return image, label, new
@@ -63,9 +64,9 @@ def test_adding_steps_leaves_the_draws_of_the_recipe_as_they_are() -> None:
     different = 0
     for seed in range(60):
         first, second = plain.plan(seed), more.plan(seed)
-        assert [name for name in second if name not in STEPS] == list(first)
+        assert [name for name in second if name not in EXTRA_STEPS] == list(first)
         equal = np.array_equal(plain(image, label, seed)[0], more(image, label, seed)[0])
-        assert equal == (not set(second) & set(STEPS))
+        assert equal == (not set(second) & set(EXTRA_STEPS))
         different += not equal
     assert 10 < different < 45
 

@@ -11,7 +11,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats import splits
 from seqpar.data.formats.joined_labels import join_labels, parse_joins
 from seqpar.data.formats.recognise import recognise
-from seqpar.data.preparation.cache_place import cache_folder
+from seqpar.data.preparation.cache_index import cache_folder
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.prepared_case import image_to_source, labels_to_source, prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe, draft_recipe

@@ -17,7 +17,7 @@ from seqpar.data.formats.recognise import recognise
 from seqpar.data.phantom import builtin
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.brain import MODALITIES, make_case
-from seqpar.data.phantom.phantom_case import PhantomCase
+from seqpar.data.phantom.fields import PhantomCase
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.preparation.fingerprint import read_fingerprint
 

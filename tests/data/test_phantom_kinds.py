@@ -8,8 +8,8 @@ from seqpar.cli import phantom as launch_phantom
 from seqpar.cluster.exit_codes import USAGE, run
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.phantom import abdomen, brain, head_neck
+from seqpar.data.phantom.fields import PhantomCase
 from seqpar.data.phantom.kinds import KINDS
-from seqpar.data.phantom.phantom_case import PhantomCase
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 
 LIVER_SIZE, HEAD_SIZE = (64, 54, 54), (60, 64, 60)

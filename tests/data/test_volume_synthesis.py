@@ -14,7 +14,7 @@ from seqpar.data.preparation.prepare_dataset import prepared
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.data.sampling.augmentation import Augmentation, augment
 from seqpar.data.sampling.augmentation_presets import Chance, Recipe
-from seqpar.data.sampling.smooth_noise import SmoothNoise, block_of
+from seqpar.data.sampling.extra_steps import SmoothNoise, block_of
 from seqpar.data.sampling.tiles import TileKey, TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.volume_synthesis import VolumeSynthesis

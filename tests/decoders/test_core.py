@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.attention.strategies import AttentionOptions
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.plain import PlainDecoder
 from seqpar.losses import DiceCE
 from seqpar.models.segmentation_network import SegmentationNet
@@ -25,7 +25,7 @@ from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import join
-from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.planner.memory_counter import saved_bytes
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
 from tests.support.ranks import GOLDEN, relative, summed

@@ -8,12 +8,12 @@ from functools import cache
 import pytest
 import torch
 
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.losses import DiceCE
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.planner.memory_counter import saved_bytes
 from seqpar.vit.encoder import SeqParViT
 
 Case = tuple[int, int, int, str, int]  # tile, patch, depth, mode, batch

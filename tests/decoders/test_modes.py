@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.decoders.modes.auto import Auto
-from seqpar.decoders.modes.choose import MODES, choose_mode
 from seqpar.decoders.modes.mode import Mode
+from seqpar.decoders.modes.named_modes import MODES, Auto, choose_mode
 from seqpar.decoders.plain import PlainDecoder
 from seqpar.losses import DiceCE
 from seqpar.models.segmentation_network import SegmentationNet

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqpar.decoders.levels import strides
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.decoder import strides
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.plain import PlainDecoder
 from seqpar.decoders.primus import PrimusDecoder
 from seqpar.decoders.unetr import UnetrDecoder, taps

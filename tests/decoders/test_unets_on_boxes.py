@@ -7,7 +7,7 @@ import torch
 
 from seqpar.decoders.unets import Style, UNet, distmis
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.planner.memory_counter import saved_bytes
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.memory_format import is_channels_last
 from tests.support import unets

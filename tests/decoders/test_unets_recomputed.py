@@ -11,7 +11,7 @@ from torch import nn
 from seqpar.decoders.unets import UNet, hou, lamp, nnunet
 from seqpar.parallel.recomputation import computed_again, copied_buffers, counting_once
 from seqpar.pipeline.cells import IMAGE
-from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.planner.memory_counter import saved_bytes
 from seqpar.planner.step_counter import StepSetup, count_whole_step
 from seqpar.settings.config import Config
 from tests.decoders.test_unets_on_boxes import OF_THREE_STAGES, OFF_THE_STRIDE, UNEVEN, WIDE, WITHOUT_LAST

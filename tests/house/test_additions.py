@@ -16,7 +16,7 @@ PAGE = ROOT / "seqpar" / "README.md"
 NAMES = {  # the list of each room, and the name that the page adds to it
     "decoders/named_decoders.py": "linear",
     "seqpar/scores/choices.py": "Precision",
-    "seqpar/data/sampling/choices.py": "salt",
+    "seqpar/data/sampling/extra_steps.py": "salt",
     "seqpar/losses/choices.py": "tversky",
     "seqpar/optimization/choices.py": "nadam",
 }

@@ -184,7 +184,7 @@ def test_neither_files_nor_rooms_form_a_circle() -> None:
         ("seqpar.parallel.layout", "seqpar.vit.encoder"),
         ("seqpar.data.formats.brats", "seqpar.data.preparation.prepared_case"),
         ("seqpar.decoders.plain", "seqpar.models.segmentation_network"),
-        ("seqpar.weights.files", "seqpar.cli.train"),
+        ("seqpar.weights.weight_files", "seqpar.cli.train"),
     ],
 )
 def test_an_import_that_is_turned_round_is_refused(name: str, target: str) -> None:

@@ -14,7 +14,7 @@ from lab.benches.apart import stream_apart
 from lab.benches.operator_seconds import KINDS
 from lab.benches.series import Progress, Row, Runs, Series, ratio, run_series, spread
 from lab.benches.table import Table
-from seqpar.planner.launches import Launches
+from seqpar.planner.launch_counter import Launches
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from seqpar.losses import DiceCE, Loss, LossGroups, LossOptions, make_loss, voxels
 from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.mesh import Mesh
-from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.planner.memory_counter import saved_bytes
 from tests.support.new_tensors import NewTensors
 from tests.support.ranks import relative
 

@@ -15,7 +15,7 @@ from seqpar.models.optimizer import rate_scale
 from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.feasibility import refuse
-from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.planner.memory_counter import saved_bytes
 from seqpar.settings.command_line import parse, refuse_idle
 from seqpar.settings.config import Config
 from tests.support.ranks import once_per_world, relative, summed

@@ -15,7 +15,7 @@ import sys, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from seqpar.cli import train
-from seqpar.cluster.no_compiler import no_compiler
+from seqpar.cluster.torch_setup import no_compiler
 
 assert train.act(sys.argv[1:]) == 0
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -10,7 +10,7 @@ import torch
 from seqpar.models.build import NETWORKS, build
 from seqpar.models.classifier_families import CLASSIFIERS
 from seqpar.parallel.mesh import Group
-from seqpar.pipeline.weights import cells_of_names
+from seqpar.pipeline.stage_weights import cells_of_names
 from seqpar.settings.config import Config
 from tests.support.piped_nets import CHANNELS, CLASSES, Case, differences, is_identical, train, train_all
 from tests.support.ranks import alone_mesh, run_ranks

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.losses import DiceCE
-from seqpar.models.outline import outline
+from seqpar.models.build import outline
 from seqpar.models.pipelined import PartOfBatch
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Group, Mesh

@@ -18,7 +18,7 @@ from seqpar.models.unet_families import parse_stages, spell_stages
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.feasibility import refuse
-from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.planner.memory_counter import saved_bytes
 from seqpar.prediction.sliding_window import padded_shape
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config

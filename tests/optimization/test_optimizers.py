@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from seqpar.models.build import build
 from seqpar.models.optimizer import learning_rate, make_optimizer
-from seqpar.optimization.optimizers import OptimizerOptions
-from seqpar.optimization.table import OPTIMIZERS
+from seqpar.optimization.optimizers import OPTIMIZERS, OptimizerOptions
 from seqpar.parallel.mesh import Group
 from seqpar.planner.step_counter import StepSetup, count_whole_step
 from seqpar.settings.checks import check

@@ -1,6 +1,6 @@
 """Numbers and their nouns, as people read them."""
 
-from seqpar.quantity import quantity
+from seqpar.text import quantity
 
 
 def test_one_has_no_plural() -> None:

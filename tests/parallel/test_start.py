@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.parallel import collectives, messages
 from seqpar.parallel.launcher import Launcher, allocator_settings, shared_gpu_settings
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import _eager_device, _places_of
-from seqpar.parallel.roll_call import Place, own_place, refuse_shared_gpus
-from seqpar.parallel.start_limit import StartLimit
+from seqpar.parallel.roll_call import Place, StartLimit, own_place, refuse_shared_gpus
 from tests.support.ranks import run_ranks
 
 GPU = torch.device("cuda", 0)

@@ -14,18 +14,17 @@ from torch import Tensor
 
 from seqpar.cluster.devices import Link
 from seqpar.losses import DiceCE
-from seqpar.models.build import build
+from seqpar.models.build import build, outline
 from seqpar.models.network import Net
 from seqpar.models.optimizer import make_optimizer
-from seqpar.models.outline import outline
 from seqpar.models.pipelined import PartOfBatch
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.pipeline.cells import Value
 from seqpar.pipeline.engine import Engine
 from seqpar.pipeline.placement import Pipe, Place, even_cuts
 from seqpar.pipeline.schedule import make_timetable
+from seqpar.pipeline.stage_weights import cells_of_names, keep_place, places_of_names
 from seqpar.pipeline.stages import StageMap
-from seqpar.pipeline.weights import cells_of_names, keep_place, places_of_names
 from seqpar.planner.counted_cells import count_cells
 from seqpar.planner.step_counter import StepSetup
 from seqpar.settings.config import Config

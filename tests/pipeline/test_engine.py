@@ -12,9 +12,9 @@ from seqpar.parallel.mesh import Group, Mesh
 from seqpar.pipeline.cells import IMAGE, Value
 from seqpar.pipeline.engine import Engine
 from seqpar.pipeline.schedule import make_timetable
+from seqpar.pipeline.stage_weights import keep_place, places_of_names
 from seqpar.pipeline.stages import StageMap
 from seqpar.pipeline.transfers import Form, Transfers
-from seqpar.pipeline.weights import keep_place, places_of_names
 from seqpar.spatial.box_grid import BoxGrid
 from tests.support.pipes import random_stages
 from tests.support.ranks import run_ranks

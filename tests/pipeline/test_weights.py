@@ -7,8 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.parallel.mesh import Mesh
-from seqpar.pipeline.weights import average_gradients, cells_of_names, clip_gradients, keep_place, places_of_names
-from seqpar.pipeline.whole_weights import collect, entries_of, whole_network
+from seqpar.pipeline.stage_weights import (
+    average_gradients,
+    cells_of_names,
+    clip_gradients,
+    collect,
+    entries_of,
+    keep_place,
+    places_of_names,
+    whole_network,
+)
 
 OWNS = (("0.",), ("1.",), ("2.",))
 PLACES = (0, 1, 0)

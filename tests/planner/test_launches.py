@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lab.benches.launches import BEFORE
-from seqpar.planner.launch_counter import LaunchCounter
-from seqpar.planner.launches import count_launches
+from seqpar.planner.launch_counter import LaunchCounter, count_launches
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 

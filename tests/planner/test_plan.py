@@ -150,7 +150,7 @@ def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytes
 WITHOUT_COMPILER = """
 import gc, sys, torch, weakref
 from seqpar.cli import plan
-from seqpar.cluster.no_compiler import no_compiler
+from seqpar.cluster.torch_setup import no_compiler
 
 plan.act(sys.argv[1:])
 try:

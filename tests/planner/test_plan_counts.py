@@ -10,12 +10,10 @@ import torch
 
 from lab.benches.memory import local_bytes
 from seqpar.losses import DiceCE
-from seqpar.models.build import build
+from seqpar.models.build import build, outline
 from seqpar.models.optimizer import make_optimizer
-from seqpar.models.outline import outline
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.planner.memory_counter import MemoryCounter
-from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.planner.memory_counter import MemoryCounter, saved_bytes
 from seqpar.planner.step_counter import Step, StepSetup, count_step, count_whole_step, learned
 from seqpar.settings.config import Config
 from seqpar.spatial import cache_pieces

@@ -13,7 +13,7 @@ import torch
 from seqpar.cli import predict
 from seqpar.cluster import exit_codes
 from seqpar.prediction.predictor import Predictor, Settings
-from seqpar.runs.open_run import open_run
+from seqpar.runs.nnunet_run import open_run
 from tests.support import nnunet_prediction
 from tests.support.folders import image_array, save
 from tests.support.nnunet_networks import DATASET, Reference, configuration, plans_of, reference, write_results

@@ -15,7 +15,7 @@ import torch
 
 from seqpar.cli import predict
 from seqpar.cluster import exit_codes
-from seqpar.decoders.modes.choose import MODES
+from seqpar.decoders.modes.named_modes import MODES
 from seqpar.models.build import build
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Group

@@ -14,11 +14,11 @@ from seqpar.data.preparation.transforms import resample
 from seqpar.models.build import build
 from seqpar.parallel.mesh import Mesh
 from seqpar.planner.memory_counter import MemoryCounter
-from seqpar.prediction import windows
+from seqpar.prediction import window_grid
 from seqpar.prediction.logits_to_labels import slabs_to_labels
 from seqpar.prediction.prediction_memory import footprint
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
-from seqpar.prediction.windows import Sliding, WindowGrid, rows_at_once
+from seqpar.prediction.window_grid import Sliding, WindowGrid, rows_at_once
 from seqpar.settings.config import Config
 
 CLASSES, SHAPE, TILE = 105, (16, 16, 20), (4, 16, 20)
@@ -47,7 +47,7 @@ def logits_of(mesh: Mesh, window: str):
 
 
 def predict(mesh: Mesh, cases: list[tuple[str, tuple[int, ...]]], writes: bool = False) -> list[Prediction]:
-    windows.BYTES_AT_ONCE = 1  # so that a step takes one row; this process ends with the test
+    window_grid.BYTES_AT_ONCE = 1  # so that a step takes one row; this process ends with the test
     predictions = []
     for window, to_shape in cases:
         rows_written = list[tuple[int, int]]()
@@ -96,7 +96,7 @@ def test_probabilities_come_row_by_row_on_the_first_rank(ranks: Callable[..., li
 
 
 def test_a_step_takes_as_many_rows_as_its_bytes_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "BYTES_AT_ONCE", 4 * 3 * 5 * 7 * 2)
+    monkeypatch.setattr(window_grid, "BYTES_AT_ONCE", 4 * 3 * 5 * 7 * 2)
     assert rows_at_once(3, (5, 7)) == 2 and rows_at_once(3, (5, 7), 8) == 1 and rows_at_once(300, (5, 7)) == 1
     grid = WindowGrid((11, 4, 4), (8, 4, 4), ((0, 3), (0,), (0,)), 2, slab_rows=4)
     assert [bounds[0] for bounds in grid.bounds] == [0, 3, 7] and grid.bounds[-1] == (7, 9, 11)

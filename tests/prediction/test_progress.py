@@ -6,9 +6,9 @@ import pytest
 
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.preparation.prepare_dataset import prepare
-from seqpar.display import Display
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
-from seqpar.prediction.windows import Sliding, WindowGrid
+from seqpar.prediction.window_grid import Sliding, WindowGrid
+from seqpar.terminal import Display
 from tests.support.folders import nnunet
 from tests.support.predictions import act, make_run
 from tests.support.volumes import TILE, build, joined, volume

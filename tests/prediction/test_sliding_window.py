@@ -13,7 +13,7 @@ from seqpar.parallel.layout import SPLITS
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.logits_to_labels import slabs_to_labels
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
-from seqpar.prediction.windows import Sliding, WindowGrid, window_weights
+from seqpar.prediction.window_grid import Sliding, WindowGrid, window_weights
 from tests.support.ranks import alone_mesh, relative
 from tests.support.volumes import CLASSES, SHAPES, TILE, build, joined, volume
 

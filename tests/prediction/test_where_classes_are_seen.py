@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lab.benches.classes import share_over_chance
-from seqpar.data.phantom.dementia import CLASSES, class_of, make_case
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.data.phantom.brain import CLASSES, class_of, make_dementia_case
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.resattnet import ResAttNet
 from seqpar.models.classifier import Evidence, VolumeClassifier
 from seqpar.parallel.mesh import Group
@@ -23,7 +23,7 @@ Case = tuple[np.ndarray, np.ndarray, np.ndarray, int]  # standardised image c W 
 def cases(seed: int, count: int) -> list[Case]:
     every = list[Case]()
     for index in range(count):
-        case = make_case(seed, index, SIZE)
+        case = make_dementia_case(seed, index, SIZE)
         brain = case.image[0] > 0
         body = case.image[0][brain]
         image = np.where(brain, (case.image - body.mean()) / body.std(), 0).astype(np.float32)

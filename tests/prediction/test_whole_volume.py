@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
-from seqpar.prediction.windows import Sliding
+from seqpar.prediction.window_grid import Sliding
 from tests.support.ranks import relative
 from tests.support.volumes import SHAPES, TILE, build, joined, volume
 

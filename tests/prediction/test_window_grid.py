@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqpar.prediction.logits_to_labels import to_labels
-from seqpar.prediction.windows import Sliding, WindowGrid, window_starts, window_weights
+from seqpar.prediction.window_grid import Sliding, WindowGrid, window_starts, window_weights
 from tests.support.volumes import TILE
 
 

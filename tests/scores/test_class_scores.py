@@ -12,7 +12,7 @@ from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.data.errors import DataError
 from seqpar.scores import class_scores
 from seqpar.scores.class_scores import area_under_roc, bootstrap, calibration, roc_points, score_classes
-from seqpar.tasks.classify.class_files import ClassTable, read_class_table
+from seqpar.tasks.classify.scores import ClassTable, read_class_table
 
 
 def draw(cases: int, classes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

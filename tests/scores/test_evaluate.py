@@ -16,7 +16,7 @@ import pytest
 
 from seqpar.cli import evaluate
 from seqpar.cluster.exit_codes import DATA, run
-from seqpar.scores.scores import score
+from seqpar.scores.label_scores import score
 from tests.support.label_folders import OBLIQUE, OBLIQUE_MM, evaluate_folders, random_labels, save, summary_of
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from seqpar.scores.intervals import interval_of_mean
+from seqpar.scores.comparison import interval_of_mean
 
 TABLE = {2: 12.706, 3: 4.303, 5: 2.776, 10: 2.262, 30: 2.045}  # Student's t at 97.5 %, of n - 1 degrees of freedom
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from seqpar.scores import metrics
+from seqpar.scores.label_scores import format_table, score, summarise
 from seqpar.scores.lesions import lesion_wise
-from seqpar.scores.scores import format_table, score, summarise
 from tests.support.label_folders import random_labels
 
 

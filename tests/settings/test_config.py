@@ -16,7 +16,7 @@ from seqpar.planner.feasibility import refuse
 from seqpar.settings.command_line import parse, refuse_idle
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
-from seqpar.time_limit import seconds
+from seqpar.text import seconds
 
 
 @pytest.mark.parametrize("preset", PRESETS)

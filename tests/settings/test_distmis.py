@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpar.models.build import build
-from seqpar.models.loss import loss_of
+from seqpar.models.build import build, loss_of
 from seqpar.models.optimizer import make_optimizer
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group

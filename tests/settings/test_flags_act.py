@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpar.models.loss import loss_of
+from seqpar.models.build import loss_of
 from seqpar.models.optimizer import learning_rate, make_optimizer
 from seqpar.planner.batch_size import hold_global_batch, keep_global_batch
 from seqpar.settings.config import Config
 from seqpar.settings.preparation import prepare_settings
 from seqpar.tasks.training_data import open_data
-from seqpar.time_limit import seconds
+from seqpar.text import seconds
 from tests.support.configs import NoStop, config_of, net_of, trainer_of
 from tests.support.folders import nnunet
 

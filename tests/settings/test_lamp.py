@@ -7,8 +7,7 @@ import torch
 
 from seqpar.cli import plan
 from seqpar.cluster.exit_codes import USAGE, run
-from seqpar.models.build import build, refuse_unknown
-from seqpar.models.loss import loss_of
+from seqpar.models.build import build, loss_of, refuse_unknown
 from seqpar.models.optimizer import learning_rate, make_optimizer
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group

@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from seqpar.data.formats.splits import split
-from seqpar.models.build import build
-from seqpar.models.loss import loss_of
+from seqpar.models.build import build, loss_of
 from seqpar.models.optimizer import learning_rate, make_optimizer
-from seqpar.models.vit import FOREGROUND
+from seqpar.models.transformer_families import FOREGROUND
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner.batch_size import choose_batch
 from seqpar.planner.feasibility import refuse
-from seqpar.runs.run_folder import Status
+from seqpar.runs.run_status import Status
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS, paper
 from seqpar.tasks.training_data import open_data

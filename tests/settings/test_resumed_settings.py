@@ -9,7 +9,7 @@ from seqpar.parallel.launcher import Launcher
 from seqpar.planner.batch_size import keep_global_batch
 from seqpar.planner.feasibility import refuse
 from seqpar.runs.run_folder import describe_run, read_config
-from seqpar.runs.start_history import with_this_start
+from seqpar.runs.run_status import with_this_start
 from seqpar.settings.command_line import parse, refuse_idle
 from seqpar.settings.presets import PRESETS
 from seqpar.settings.resumed_settings import continued

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.resattnet import ResAttNet
 from seqpar.losses.loss import Loss
 from seqpar.losses.terms import CrossEntropy

@@ -3,7 +3,8 @@
 from seqpar.models.build import build
 from seqpar.parallel.mesh import Group
 from seqpar.planner.batch_size import choose_batch
-from seqpar.runs.run_folder import Status, describe_run
+from seqpar.runs.run_folder import describe_run
+from seqpar.runs.run_status import Status
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
 from seqpar.tasks.training_data import open_data

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.losses import DiceCE
 from seqpar.models.network import Net
 from seqpar.models.segmentation_network import SegmentationNet

@@ -14,8 +14,8 @@ from seqpar.models.pipelined import PartOfBatch
 from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.engine import Engine
 from seqpar.pipeline.schedule import make_timetable
+from seqpar.pipeline.stage_weights import average_gradients, keep_place, places_of_names
 from seqpar.pipeline.stages import StageMap
-from seqpar.pipeline.weights import average_gradients, keep_place, places_of_names
 from seqpar.settings.config import Config
 from seqpar.vit.dropout import DropoutKey
 

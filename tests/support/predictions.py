@@ -17,7 +17,7 @@ from seqpar.models.build import build
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.settings.config import Config
 from seqpar.tasks.segment import prediction
-from seqpar.weights.files import write_weights
+from seqpar.weights.weight_files import write_weights
 from tests.support.folders import image_array, save
 
 ROOT = Path(__file__).parents[2]

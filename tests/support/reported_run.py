@@ -11,9 +11,9 @@ import seqpar
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.prepare_dataset import prepare
-from seqpar.runs.run_folder import Status
+from seqpar.runs.run_status import Status
 from seqpar.settings.presets import debug
-from seqpar.tasks.segment.validation_folder import ValidationFolder
+from seqpar.tasks.segment.validation import ValidationFolder
 from seqpar.tasks.training_data import TrainingData, training_tiles
 from tests.support.folders import NEW, save
 

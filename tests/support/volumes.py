@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.plain import PlainDecoder
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Mesh

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from seqpar.display import Display
 from seqpar.sweeps import live_table
 from seqpar.sweeps.live_table import LiveTable
+from seqpar.terminal import Display
 
 
 def write_rows(run: Path, count: int) -> None:

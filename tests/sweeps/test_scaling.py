@@ -14,8 +14,17 @@ from seqpar.cli import tune
 from seqpar.runs.sweep_folder import Sweep
 from seqpar.settings.presets import debug
 from seqpar.sweeps import scaling_plan
-from seqpar.sweeps.scaling import TABLE_I, makespan, scale, speedup_of_equal
-from seqpar.sweeps.scaling_plan import Recorded, length_on, run_seconds, table, verdict
+from seqpar.sweeps.scaling_plan import (
+    TABLE_I,
+    Recorded,
+    length_on,
+    makespan,
+    run_seconds,
+    scale,
+    speedup_of_equal,
+    table,
+    verdict,
+)
 from tests.support.sweep_folder import asked
 
 PAPER = {  # speed-ups of Table I: one after the other on all GPUs, side by side

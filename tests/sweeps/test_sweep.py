@@ -13,8 +13,8 @@ import torch
 from seqpar.cli import report, tune
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.runs.sweep_folder import Point, Sweep, looked_up, read_sweep, write_sweep
+from seqpar.sweeps.results import write_results
 from seqpar.sweeps.sweep_request import check_devices, order_of, tupled_points
-from seqpar.sweeps.sweep_results import write_results
 from seqpar.tasks.sweep_page import page_of_sweep
 from tests.support.class_folders import class_folder
 from tests.support.report_page import Page

@@ -9,9 +9,9 @@ import pytest
 from seqpar.cli import tune
 from seqpar.runs.sweep_folder import Point, Sweep, write_sweep
 from seqpar.sweeps import sweep_request
-from seqpar.sweeps.ray_nodes import rank_bundle
+from seqpar.sweeps.ray_cluster import rank_bundle
+from seqpar.sweeps.results import draw_sweep
 from seqpar.sweeps.space import parse_space
-from seqpar.sweeps.sweep_picture import draw_sweep
 from seqpar.sweeps.sweep_request import SweepOrder
 from tests.support.sweep_folder import SPACE, TINY, asked, begin
 

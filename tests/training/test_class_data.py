@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from seqpar.data.formats.volume_classes import VolumeClasses
+from seqpar.data.formats.dataset import VolumeClasses
 from seqpar.data.sampling.tiles import TileKey
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.resattnet import ResAttNet
 from seqpar.losses.loss import Loss
 from seqpar.losses.terms import CrossEntropy
@@ -18,9 +18,8 @@ from seqpar.parallel.mesh import Group
 from seqpar.parallel.rendezvous import start
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
-from seqpar.tasks.classify.class_logits import fitted
 from seqpar.tasks.classify.data import ClassData, open_class_data
-from seqpar.tasks.classify.explanation import explain
+from seqpar.tasks.classify.explanation import explain, fitted
 from seqpar.tasks.classify.validation import ClassValidation
 from seqpar.tasks.training_data import TrainingData
 from tests.support.class_folders import SHAPE, class_folder

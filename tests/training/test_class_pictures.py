@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqpar.report import class_pictures
-from seqpar.report.class_pictures import draw_evidence, draw_scores
+from seqpar.report import pictures
+from seqpar.report.pictures import draw_evidence, draw_scores
 from seqpar.scores.class_scores import score_classes
 
 NAMES = ["healthy", "a$b$", "$\\frac$"]
@@ -22,7 +22,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         figure.draw_without_rendering()
         drawn.append(figure)
 
-    monkeypatch.setattr(class_pictures, "save_figure", take)
+    monkeypatch.setattr(pictures, "save_figure", take)
     return drawn
 
 

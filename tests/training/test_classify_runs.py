@@ -12,10 +12,10 @@ from seqpar.cli import evaluate, export, predict, report
 from seqpar.cluster.exit_codes import DATA, USAGE
 from seqpar.parallel.launcher import Launcher
 from seqpar.runs.journal import read_metrics
-from seqpar.tasks.classify.class_files import read_class_table
+from seqpar.tasks.classify.scores import read_class_table
 from seqpar.training import trainer
 from seqpar.training.run_request import read_request
-from seqpar.weights.files import read_weights
+from seqpar.weights.weight_files import read_weights
 from tests.support.class_folders import class_folder
 from tests.support.training_runs import Launch, at, farthest, losses, trained
 

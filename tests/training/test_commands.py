@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.cli import train
-from seqpar.cluster import exit_codes, late_report
+from seqpar.cluster import exit_codes
 from seqpar.cluster.devices import GIB, device_here
 from seqpar.data.errors import DataError
 from seqpar.models.build import build
@@ -77,13 +77,13 @@ def test_ranks_that_were_started_here_keep_the_code_and_their_words_come_last(tm
 
 
 def test_what_all_ranks_refuse_one_of_them_says(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(late_report, "FIRST_RANK_S", 0.2)
+    monkeypatch.setattr(exit_codes, "FIRST_RANK_S", 0.2)
     monkeypatch.setenv(exit_codes.LAST_WORDS, str(tmp_path / "error.json"))
     second = Launcher("test", 1, 2, host="n1")
     for words, other in (("", "no"), ("no", "no"), ("no", "other")):
         if words:
             exit_codes.leave_last_words(f"error: x: {words}")
-        assert late_report.report_late(DataError("x", other), second) == 3
+        assert exit_codes.report_late(DataError("x", other), second) == 3
         silent = words == other
         assert capsys.readouterr().err == ("" if silent else f"error: rank 1 (n1): x: {other}\n")
         (tmp_path / "error.json").unlink()

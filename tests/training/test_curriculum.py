@@ -17,7 +17,7 @@ from seqpar.runs.trained_run import load_run, read_run
 from seqpar.settings.command_line import parse
 from seqpar.tasks.segment import validation
 from seqpar.tasks.training_data import open_data
-from seqpar.training import gradients, lessons
+from seqpar.training import gradients, run
 from seqpar.training.run_request import read_request
 from seqpar.vit.tokens import resize_positions
 from seqpar.weights import checkpoint
@@ -63,7 +63,7 @@ def trainer_rows(out):
 def test_each_lesson_draws_tiles_of_its_size_in_its_places(line):
     request = read_request(line, Launcher("alone"))
     data = open_data(request.config, True)
-    tiles = [lessons._tiles_of(lesson, data).tiles for lesson in request.lessons]
+    tiles = [run._tiles_of(lesson, data).tiles for lesson in request.lessons]
     assert [each.foreground for each in tiles] == [1, 1, 0]
     assert [each.tile_size for each in tiles] == [lesson.config.tile for lesson in request.lessons]
     assert tiles[0].draw(TileKey(0, 0, 0)).label.shape == (8, 8, 8)
@@ -88,7 +88,7 @@ def test_a_run_left_in_any_lesson_or_between_two_ends_with_the_same_bits(
 
 @pytest.mark.parametrize("call", [2, 3])
 def test_a_run_killed_as_a_lesson_begins_ends_with_the_same_bits(line, undisturbed_lessons, tmp_path, call):
-    trained(1, line, tmp_path / "run", -signal.SIGKILL, at(lessons, "make_trainer", 0, die, call=call))
+    trained(1, line, tmp_path / "run", -signal.SIGKILL, at(run, "make_trainer", 0, die, call=call))
     said = trained(1, ["--resume"], tmp_path / "run").said()
     assert f"lesson {call} of 3" in said
     assert weights(tmp_path / "run") == weights(undisturbed_lessons[0])

@@ -13,8 +13,8 @@ from seqpar.parallel import wait_clock
 from seqpar.parallel.launcher import flight_recorder
 from seqpar.parallel.wait_clock import WaitClock
 from seqpar.runs.journal import read_metrics
-from seqpar.training import gradients, stragglers, trainer
-from seqpar.training.stragglers import SKIPPED, WINDOW, Stragglers
+from seqpar.training import gradients, step_times, trainer
+from seqpar.training.step_times import SKIPPED, WINDOW, Stragglers
 from tests.support.training_runs import Launch, at, status, trained, weights
 
 
@@ -49,13 +49,13 @@ def add_one_more(x, group, *more):
     return original(x.new_zeros(len(x) + 1), group, *more)
 
 
-original = stragglers.all_reduce
+original = step_times.all_reduce
 
 
 def test_checked_ranks_that_differ_are_named(flags, tmp_path):
     def hook(rank: int) -> None:
         if rank == 2:
-            stragglers.all_reduce = add_one_more
+            step_times.all_reduce = add_one_more
 
     run = [*flags, "--seqpar", "3", "--split", "ordered"]
     codes, said = codes_of([*run, "--debug-collectives"], tmp_path / "checked", hook)

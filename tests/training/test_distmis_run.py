@@ -10,7 +10,7 @@ from seqpar.cli import evaluate, predict
 from seqpar.cluster.exit_codes import USAGE, run
 from seqpar.data.volumes import read_volume
 from seqpar.models import unet_families
-from seqpar.weights.files import read_weights
+from seqpar.weights.weight_files import read_weights
 from tests.support.folders import decathlon
 from tests.support.training_runs import Hook, farthest, losses, status, trained
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpar.cluster import last_steps, late_report
+from seqpar.cluster import exit_codes, stop_agreement
 from seqpar.data.errors import DataError
-from seqpar.runs.run_folder import Status
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog
+from seqpar.runs.run_status import Status
 from seqpar.settings.config import Config
 from seqpar.tasks.segment import validation
 from seqpar.training import after_step, gradients, run_request, setup, trainer
@@ -32,7 +32,7 @@ def test_what_one_rank_alone_refuses_it_says_with_its_name_and_code(flags, tmp_p
 
     def hook(rank: int) -> None:
         at(run_request, "refuse_lessons", 1, refuse)(rank)
-        late_report.FIRST_RANK_S = 0.1
+        exit_codes.FIRST_RANK_S = 0.1
 
     with Launch(2, [*flags, "--seqpar", "2", "--start-timeout", "3"], tmp_path / "run", hook) as launch:
         assert launch.wait() == [1, 3]
@@ -166,7 +166,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_rank_that_fails(flags, tmp_path
     place, name = places.get(stuck, (RunLock, "release"))
 
     def stumble() -> None:
-        last_steps.WAIT_S = last_steps.LEAST_S = 0.5
+        stop_agreement.WAIT_S = stop_agreement.LEAST_S = 0.5
         setattr(place, name, lambda *of, **more: time.sleep(100))
         raise KeyError("nothing")
 

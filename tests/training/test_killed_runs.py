@@ -16,7 +16,7 @@ from seqpar.parallel.launcher import Launcher
 from seqpar.planner import memory_check
 from seqpar.planner.auto_settings import plan_here
 from seqpar.runs.run_owner import RunOwner
-from seqpar.runs.stale_status import killed
+from seqpar.runs.run_status import killed
 from seqpar.settings.config import Config
 from seqpar.settings.presets import debug
 from seqpar.training import gradients

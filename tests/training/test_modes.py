@@ -17,7 +17,7 @@ from seqpar.losses import LossGroups
 from seqpar.parallel.consensus import by_first
 from seqpar.parallel.mesh import Mesh
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.run_folder import Status
+from seqpar.runs.run_status import Status
 from seqpar.settings.command_line import parse
 from seqpar.tasks.segment import validation
 from seqpar.tasks.training_data import open_data

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from seqpar.cli import plan
 from seqpar.cluster.devices import DEVICES, GB
-from seqpar.models.build import build
-from seqpar.models.loss import loss_of
+from seqpar.models.build import build, loss_of
 from seqpar.models.optimizer import learning_rate, make_optimizer
 from seqpar.models.unet_families import parse_stages, spell_stages
 from seqpar.parallel.launcher import read_launcher
@@ -21,8 +20,8 @@ from seqpar.planner import tile_size
 from seqpar.planner.needs import Run, planned
 from seqpar.settings.presets import PRESETS
 from seqpar.training.run_request import read_request
-from seqpar.weights.files import read_weights
 from seqpar.weights.nnunet_weights import load_nnunet
+from seqpar.weights.weight_files import read_weights
 from tests.support.folders import nnunet
 from tests.support.nnunet_networks import configuration, plans_of, reference, write_results
 from tests.support.training_runs import farthest, losses, scores, status, trained

@@ -14,7 +14,7 @@ from seqpar.report.record import read_record
 from seqpar.report.run_page import configuration
 from seqpar.runs.journal import read_metrics
 from seqpar.training import pipeline_gradients
-from seqpar.weights.files import read_weights
+from seqpar.weights.weight_files import read_weights
 from tests.support.folders import nnunet
 from tests.support.training_runs import Launch, at, die, farthest, losses, scores, signalled, status, trained, weights
 

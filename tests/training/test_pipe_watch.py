@@ -23,7 +23,7 @@ from seqpar.training import pipeline_gradients
 from seqpar.training.pipeline_gradients import most_by_stage
 from seqpar.training.run_request import read_request
 from seqpar.training.stage_choice import _kept, _placed
-from seqpar.training.stragglers import SKIPPED, WINDOW, Stragglers
+from seqpar.training.step_times import SKIPPED, WINDOW, Stragglers
 from tests.support.training_runs import Launch, at, status
 
 BAD = {

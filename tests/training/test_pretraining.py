@@ -16,9 +16,9 @@ from seqpar.report import pictures
 from seqpar.runs.journal import Journal, read_metrics
 from seqpar.settings.command_line import usual_preset
 from seqpar.settings.presets import PRESETS
-from seqpar.tasks.pretrain import masked_pictures, masked_validation
+from seqpar.tasks.pretrain import validation
 from seqpar.tasks.pretrain.data import open_image_data
-from seqpar.tasks.pretrain.masked_pictures import RebuiltTile, figure_of_tiles
+from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
 from seqpar.training import gradients
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import image_array, save, write_json
@@ -71,7 +71,7 @@ def test_a_pretraining_that_had_to_leave_goes_on_to_the_same_bits(images, undist
 def test_a_pretraining_that_is_killed_goes_on_to_the_same_bits(images, undisturbed_images, tmp_path) -> None:
     """In a step, and then while it rebuilds held-out tiles."""
     out, line = tmp_path / "run", [*images, "--checkpoint-minutes", "1e-9"]
-    for owner, name, call in ((gradients.Gradients, "_backward", 4), (masked_validation.MaskedValidation, "_case", 2)):
+    for owner, name, call in ((gradients.Gradients, "_backward", 4), (validation.MaskedValidation, "_case", 2)):
         trained(1, line, out, expect=-signal.SIGKILL, hook=at(owner, name, 0, die, call), act=pretrain.act)
         assert status(out)["state"] == "running" and 0 < len(losses(out)) < 6
         line = ["--resume"]
@@ -157,7 +157,7 @@ def test_memory_falls_with_what_is_hidden(images) -> None:
 
 def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alone, monkeypatch) -> None:
     trainer, drawn = trainer_of(config_of(images), alone, tmp_path), list[RebuiltTile]()
-    monkeypatch.setattr(masked_validation, "draw_tiles", lambda path, tiles, _: drawn.extend(tiles))
+    monkeypatch.setattr(validation, "draw_tiles", lambda path, tiles, _: drawn.extend(tiles))
     journal = Journal(tmp_path, True, 0)
     result = trainer.validation.run(trainer.net, journal, NoStop())
     journal.close()
@@ -170,7 +170,7 @@ def test_pictures_show_image_masked_rebuilt_and_difference(images, tmp_path, alo
     output = trainer.net(part, None, DropoutKey(trainer.config.seed, -1, (0,)))
     assert error == pytest.approx(float(trainer.loss(output, part).detach()), rel=1e-5)
     titles = [panel.get_title() for panel in figure_of_tiles([tile], False).axes]
-    assert [title.split()[-1] for title in titles] == list(masked_pictures.COLUMNS)
+    assert [title.split()[-1] for title in titles] == list(validation.COLUMNS)
     masked = np.asarray(figure_of_tiles([tile], False).axes[1].images[0].get_array())
     shown = pictures.plane_of(np.where(tile.hidden, np.nan, tile.image), 2, 8, False)
     assert np.array_equal(masked[~np.isnan(shown)], shown[~np.isnan(shown)])

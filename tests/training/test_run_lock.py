@@ -13,7 +13,7 @@ import pytest
 from seqpar.cli import train
 from seqpar.runs.run_lock import RunLock, TakenOver
 from seqpar.runs.run_owner import FIRST_NAMESPACE, RunOwner, _began
-from seqpar.training import after_step, gradients, lessons
+from seqpar.training import after_step, gradients, run
 from tests.support.folders import child, exit_code
 from tests.support.training_runs import Hook, Launch, at, die, losses, status, trained, weights
 
@@ -68,7 +68,7 @@ def locks(out: Path) -> list[Path]:
 def test_of_two_starts_at_once_one_trains_and_the_other_is_told_by_whom(flags, undisturbed, tmp_path):
     out, other = tmp_path / "run", tmp_path / "other"
     other.symlink_to(out)  # its launches have logs of their own
-    first = at(lessons, "make_trainer", 0, held(tmp_path, "start"))
+    first = at(run, "make_trainer", 0, held(tmp_path, "start"))
     second = at(gradients.Gradients, "_backward", 0, held(tmp_path, "step"), call=3)
     with Launch(2, flags, out, both(first, second)) as launch:
         for name, more, world in (("start", [], 1), ("step", ["--resume"], 2)):

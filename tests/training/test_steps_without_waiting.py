@@ -8,7 +8,7 @@ import torch
 from seqpar.parallel import wait_clock
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.wait_clock import WaitClock
-from seqpar.training.late_rows import LateRows
+from seqpar.training.step_times import LateRows
 from tests.support.cases import load, noise_source
 
 

@@ -12,7 +12,7 @@ import torch
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
 from seqpar.training import after_step
-from seqpar.weights.files import read_weights
+from seqpar.weights.weight_files import read_weights
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.training_runs import Launch, at, farthest, losses, signalled, status, trained
 

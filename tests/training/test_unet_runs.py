@@ -14,7 +14,7 @@ from seqpar.cluster.exit_codes import USAGE
 from seqpar.data.volumes import read_volume
 from seqpar.runs.journal import read_metrics
 from seqpar.training import after_step
-from seqpar.weights.files import read_weights
+from seqpar.weights.weight_files import read_weights
 from tests.support.folders import nnunet
 from tests.support.training_runs import Launch, at, farthest, losses, prepare, scores, signalled, trained
 

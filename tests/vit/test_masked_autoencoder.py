@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from seqpar import DropoutKey, SeqParViT
 from seqpar.losses import LossGroups, MaskedError
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.planner.saved_bytes import Saved
+from seqpar.planner.memory_counter import Saved
 from seqpar.vit.masked_autoencoder import Rebuilder, encode_visible, rebuild_hidden
 from seqpar.vit.masking import make_visible, visible_tokens
 from tests.support.ranks import relative, run_ranks, summed

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from seqpar import DropoutKey, Layout, SeqParViT
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.planner.memory_counter import saved_bytes
 from tests.support.new_tensors import NewTensors
 from tests.support.ranks import relative
 

@@ -14,8 +14,8 @@ from seqpar.parallel.mesh import Group
 from seqpar.runs.trained_run import load_run
 from seqpar.settings.config import Config
 from seqpar.weights import checkpoint
-from seqpar.weights.files import write_weights
 from seqpar.weights.pretrained import start_from
+from seqpar.weights.weight_files import write_weights
 from tests.support.predictions import SMALL, make_run
 
 UNETR = replace(SMALL, tile=(16, 16, 32), decoder="unetr", depth=12)

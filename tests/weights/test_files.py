@@ -11,8 +11,8 @@ from torch import nn
 
 from seqpar.parallel.mesh import Group
 from seqpar.weights import checkpoint
-from seqpar.weights.files import read_weights, unwrap, write_weights
 from seqpar.weights.monai_weights import load_monai
+from seqpar.weights.weight_files import read_weights, unwrap, write_weights
 from tests.support.foreign_weights import HEADS, TILE, image, out, tiny_unetr
 
 
@@ -45,7 +45,7 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: p
         Path(part).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(sys.modules["seqpar.weights.files"], "save_file", stop)
+    monkeypatch.setattr(sys.modules["seqpar.weights.weight_files"], "save_file", stop)
     with pytest.raises(OSError, match="disk full"):
         write_weights(path, nn.Linear(3, 3))
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

@@ -14,12 +14,11 @@ from torch import Tensor
 from seqpar.models.build import build
 from seqpar.parallel.mesh import Group
 from seqpar.settings.presets import PRESETS
-from seqpar.weights.files import read_weights
 from seqpar.weights.monai_weights import load_monai
 from seqpar.weights.nnunet_results import fold_files, read_checkpoint
 from seqpar.weights.nnunet_settings import settings_of
 from seqpar.weights.nnunet_weights import export_nnunet, load_nnunet, nnunet_names, trained_state
-from seqpar.weights.torch_files import load_torch
+from seqpar.weights.weight_files import load_torch, read_weights
 from tests.support.foreign_weights import HEADS, TILE, tiny_unetr
 from tests.support.nnunet_networks import (
     CHANNELS,

@@ -13,8 +13,8 @@ from seqpar.models.optimizer import make_optimizer, set_learning_rate
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from seqpar.weights import checkpoint
-from seqpar.weights.files import write_weights
 from seqpar.weights.pretrained import start_from
+from seqpar.weights.weight_files import write_weights
 from tests.support.predictions import SMALL
 from tests.support.ranks import relative
 

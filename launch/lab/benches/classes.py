@@ -18,8 +18,7 @@ from lab.benches.hybrid import start_ranks
 from lab.benches.series import Row, Runs, Series, alternate
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.volumes import read_volume
-from seqpar.tasks.classify.class_evaluation import read_truth
-from seqpar.tasks.classify.class_files import TABLE, class_summary, read_class_table
+from seqpar.tasks.classify.scores import TABLE, class_summary, read_class_table, read_truth
 
 WAYS = ("hirescam", "grad-cam")
 TRAIN = (

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from lab.benches.apart import measure_apart
 from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
-from seqpar.cluster.kept_memory import keep_memory
+from seqpar.cluster.torch_setup import keep_memory
 from seqpar.parallel.consensus import agree
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
-from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.planner.memory_counter import saved_bytes
 from seqpar.training.data_parallel import averaging
 from seqpar.vit.encoder import SeqParViT
 

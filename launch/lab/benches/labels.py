@@ -25,7 +25,7 @@ from seqpar.parallel.collectives import all_gather
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.planner.memory_counter import MemoryCounter
-from seqpar.prediction import windows
+from seqpar.prediction import window_grid
 from seqpar.prediction.logits_to_labels import slabs_to_labels, to_labels
 from seqpar.prediction.sliding_window import Slab, join_rows, whole_volume
 from seqpar.settings.config import Config
@@ -79,7 +79,7 @@ def all_held(slabs: Iterator[Slab], shape: Sequence[int], target: TargetGrid, me
 
 def _worker(way: str, shape: Sequence[int], to_shape: Sequence[int], num_classes: int) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    windows.BYTES_AT_ONCE = 4 * num_classes * math.prod(shape) // STEPS
+    window_grid.BYTES_AT_ONCE = 4 * num_classes * math.prod(shape) // STEPS
     take = all_held if way == WAYS[0] else slabs_to_labels
     with start(int(os.environ["WORLD_SIZE"]), device="cpu") as mesh:
         net = build(NETWORK, 1, num_classes, mesh.seq).eval()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from lab.benches.series import Row, Runs, Series, alternate
-from seqpar.planner.launches import Launches, count_launches
+from seqpar.planner.launch_counter import Launches, count_launches
 from seqpar.settings.presets import PRESETS
 
 BEFORE = {

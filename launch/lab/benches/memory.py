@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from lab.benches.apart import measure_apart
 from lab.benches.series import Row, Runs, Series, alternate, ratio
 from seqpar.cluster.devices import MIB, device_here
-from seqpar.models.build import build
-from seqpar.models.loss import loss_of
+from seqpar.models.build import build, loss_of
 from seqpar.models.network import Net
 from seqpar.models.optimizer import make_optimizer
 from seqpar.parallel.collectives import all_reduce
@@ -33,8 +32,9 @@ from seqpar.parallel.consensus import agree
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.planner.attention_choice import choose_quickest
-from seqpar.planner.saved_bytes import Saved
-from seqpar.settings.config import Config, shorten
+from seqpar.planner.memory_counter import Saved
+from seqpar.settings.config import Config
+from seqpar.text import shorten
 from seqpar.training.sharded_weights import shard
 from seqpar.vit.dropout import DropoutKey
 

@@ -22,8 +22,8 @@ from seqpar.pipeline.cells import Value
 from seqpar.pipeline.engine import Engine
 from seqpar.pipeline.named_placements import place_cells
 from seqpar.pipeline.placement import CellCost, Pipe, Place, cuts_by_size
+from seqpar.pipeline.stage_weights import keep_place, places_of_names
 from seqpar.pipeline.stages import StageMap
-from seqpar.pipeline.weights import keep_place, places_of_names
 from seqpar.planner.cell_costs import OptimizerBytes, measure_cells
 from seqpar.planner.memory_counter import MemoryCounter
 from seqpar.settings.config import Config

@@ -24,8 +24,8 @@ from lab.benches.memory import average_gradients
 from lab.benches.series import Row, Series
 from seqpar.cluster.cpu_speed import this_cpu
 from seqpar.cluster.devices import Device, measured, usable_cores
-from seqpar.cluster.kept_memory import keep_memory
 from seqpar.cluster.link_speed import measure_groups
+from seqpar.cluster.torch_setup import keep_memory
 from seqpar.losses import DiceCE
 from seqpar.models.build import build
 from seqpar.models.optimizer import make_optimizer
@@ -34,7 +34,8 @@ from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.planner.memory_counter import MemoryCounter
 from seqpar.planner.needs import Run, plan
-from seqpar.settings.config import Config, shorten
+from seqpar.settings.config import Config
+from seqpar.text import shorten
 
 CHANNELS, CLASSES, STEPS = 2, 3, 4
 NET = Config(tile=(48, 48, 48), patch=(4, 4, 4), depth=3, embed_dim=192, heads=6, decoder_width=32, batch=1)

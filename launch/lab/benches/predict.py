@@ -23,13 +23,13 @@ from torch.profiler import ProfilerActivity, profile
 from lab.benches.operator_seconds import seconds_by_kind
 from lab.benches.seams import seam_of
 from lab.benches.series import Row, Runs, Series, alternate, ratio
-from seqpar.cluster.kept_memory import keep_memory
+from seqpar.cluster.torch_setup import keep_memory
 from seqpar.models.build import build
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.rendezvous import join
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
-from seqpar.prediction.windows import Sliding, WindowGrid
+from seqpar.prediction.window_grid import Sliding, WindowGrid
 from seqpar.settings.config import Config
 
 SHAPE, TILES, OVERLAP = (240, 240, 155), (96, 64), 0.5

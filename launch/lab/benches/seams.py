@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from seqpar.prediction.windows import WindowGrid
+from seqpar.prediction.window_grid import WindowGrid
 
 
 def seam_of(probabilities: Tensor, windows: WindowGrid) -> float:

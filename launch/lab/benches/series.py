@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from seqpar.display import clock
+from seqpar.text import clock
 
 LAUNCH = Path(__file__).parents[2]
 Row = dict[str, Any]

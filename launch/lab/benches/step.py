@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from lab.benches.apart import measure_apart
 from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
-from seqpar.cluster.kept_memory import keep_memory
-from seqpar.decoders.modes.choose import choose_mode
+from seqpar.cluster.torch_setup import keep_memory
+from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unetr import UnetrDecoder, taps
 from seqpar.losses import DiceCE
 from seqpar.models.network import Net
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
-from seqpar.planner.saved_bytes import saved_bytes
+from seqpar.planner.memory_counter import saved_bytes
 from seqpar.training.data_parallel import averaging, no_sync
 from seqpar.vit.encoder import SeqParViT
 from seqpar.weights.monai_weights import load_monai

@@ -19,7 +19,7 @@ from lab.benches.memory import average_gradients
 from lab.benches.operator_seconds import KINDS, seconds_by_kind
 from lab.benches.series import Row, Runs, Series, alternate
 from lab.benches.step import CHANNELS, CLASSES, TILE, Step, unetr
-from seqpar.cluster.kept_memory import keep_memory
+from seqpar.cluster.torch_setup import keep_memory
 from seqpar.parallel.rendezvous import start
 
 CASES = {"1 rank": (1, "gather"), "2 ranks": (2, "halo")}

@@ -20,7 +20,7 @@ from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
 from lab.benches.step import CORES, Step, measure_steps
 from lab.benches.unet_peers import PEERS, copy_weights, peers_here
 from seqpar.models.build import build
-from seqpar.models.volume_net import VolumeNet
+from seqpar.models.cell_network import VolumeNet
 from seqpar.parallel.rendezvous import start
 from seqpar.settings.config import Config
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from seqpar.models.outline import outline
+from seqpar.models.build import outline
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from seqpar.tasks.training_data import look_at

@@ -14,11 +14,12 @@ from seqpar.report.curves import QUANTITIES, Curve, read_curve
 from seqpar.report.diagrams import Bars, Diagram, over_steps
 from seqpar.runs.run_folder import read_config
 from seqpar.settings.command_line import parse, refuse_idle, shortened_warmup
-from seqpar.settings.config import Config, dashed
+from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from seqpar.settings.pretraining_settings import idle_in_pretraining
 from seqpar.sweeps.planned_run import PlannedRun
 from seqpar.tasks.tasks import task_of
+from seqpar.text import dashed
 
 EPOCHS = "EPOCHS"  # in an arm's curriculum: as many as the run of another arm has
 LESSON = ("tile", "epochs", "batch")  # what a curriculum's lessons say

@@ -8,10 +8,10 @@ from pathlib import Path
 from lab.benches.table import machine
 from lab.figures.figure import Figure, Results, scaling
 from seqpar.data.files import write_text
-from seqpar.quantity import quantity
 from seqpar.report.diagrams import Bars, Diagram, points_of
 from seqpar.report.picture import draw_figure
 from seqpar.settings.presets import paper
+from seqpar.text import quantity
 
 
 def write_figure(figure: Figure, results: Results, scale: str, out: Path) -> list[str]:

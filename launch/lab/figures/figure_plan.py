@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lab.figures.figure import config_of, every_run
-from seqpar.display import clock
-from seqpar.quantity import quantity
 from seqpar.sweeps.costs import plan_of
 from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, read_status
+from seqpar.text import clock, quantity
 
 
 def print_plan(figures: Mapping[int, Mapping[str, Sequence[PlannedRun]]], root: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from lab.figures.figure import Arm, Figure, Results, losses_and_dice
 from lab.figures.verdicts import best_of, differ, first_to_reach, highest, rounded
-from seqpar.quantity import quantity
 from seqpar.report.curves import DICE, TRAIN_LOSS, Curve, read_curve
 from seqpar.report.diagrams import Diagram, Line
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
+from seqpar.text import quantity
 
 SUBJECT, ERROR = "Pretraining", "error of hidden voxels"
 FRESH, PRETRAINED = "not pretrained", "pretrained"

@@ -13,7 +13,7 @@ from lab.figures.figure import Arm, Figure, Results
 from lab.figures.verdicts import differ, highest, rounded
 from seqpar.parallel.rendezvous import start
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
-from seqpar.prediction.windows import Sliding, WindowGrid
+from seqpar.prediction.window_grid import Sliding, WindowGrid
 from seqpar.report.curves import DICE, TRAIN_LOSS, Curve
 from seqpar.report.diagrams import Bars, Diagram, over_steps
 from seqpar.runs.journal import read_metrics

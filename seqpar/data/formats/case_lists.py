@@ -6,9 +6,8 @@ from typing import Any
 from seqpar.data.errors import DataError
 from seqpar.data.files import strip_suffix
 from seqpar.data.formats.brats import KINDS, MEANINGS, kind_of, meaning_of, meaning_with
-from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.formats.dataset import Case, Dataset, Split
 from seqpar.data.formats.dataset_json import checked, content_of, labels_of, modalities_of, numbered, order_of, place
-from seqpar.data.formats.volume_classes import Split
 
 Declared = tuple[dict[str, int], dict[str, tuple[int, ...]], tuple[int, ...], int | None]
 _NOTHING: Declared = ({}, {}, (), None)  # of images without labels

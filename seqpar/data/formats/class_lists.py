@@ -12,12 +12,11 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import SUFFIXES
-from seqpar.data.formats.class_splits import check_classes
-from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.formats.dataset import TABLE, Case, Dataset, Split, VolumeClasses
 from seqpar.data.formats.dataset_json import content_of, place
 from seqpar.data.formats.recognise import describe, find
-from seqpar.data.formats.volume_classes import TABLE, Split, VolumeClasses
-from seqpar.quantity import quantity
+from seqpar.data.formats.splits import check_classes
+from seqpar.text import quantity
 
 COLUMNS = ("case", "class", "subject", "split")
 SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "test": "test"}

@@ -1,4 +1,4 @@
-"""Recognises the format of a data set (a folder, a JSON list or an nnU-Net name) and reads its description."""
+"""Recognises a data set's format and reads it; the same for images to predict."""
 
 import os
 from collections.abc import Sequence
@@ -6,14 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from seqpar.data.errors import DataError, unreadable
+from seqpar.data.files import SUFFIXES
 from seqpar.data.formats.annotations import with_annotations
 from seqpar.data.formats.brats import meaning_with, read_brats
 from seqpar.data.formats.case_lists import read_decathlon, read_fold_json
-from seqpar.data.formats.dataset import Case, Dataset
+from seqpar.data.formats.dataset import Case, Dataset, Split
 from seqpar.data.formats.dataset_json import content_of, labels_of
-from seqpar.data.formats.nnunet_folders import has_channel_files, read_images, read_nnunet
+from seqpar.data.formats.nnunet_folders import has_channel_files, of_images, read_images, read_nnunet
 from seqpar.data.formats.splits import folds, read_splits, split
-from seqpar.data.formats.volume_classes import Split
+from seqpar.data.volumes import is_volume
 
 __all__ = ["Case", "Dataset", "Split", "declared_in", "describe", "find", "folds", "recognise", "refuse_twice", "split"]
 _RAW = "nnUNet_raw"
@@ -122,3 +123,37 @@ def _from_json(path: Path, labelled: bool) -> Dataset:
 def _is_list(path: Path) -> bool:
     """Returns whether a JSON file lists cases; raises DataError for a broken one."""
     return "training" in content_of(path)
+
+
+def find_inputs(paths: Sequence[str | Path], modalities: Sequence[str]) -> tuple[list[Case], list[DataError]]:
+    """Returns the cases to predict, with their files in the order of ``modalities``, and the faults of other cases."""
+    places = [find(path) for path in paths]
+    if all(map(is_volume, places)):
+        dataset = of_images(places[0].parent, places, tuple(modalities))
+    elif len(places) == 1:
+        dataset = describe(places[0], labelled=False)
+    else:
+        other = next(place for place in places if not is_volume(place))
+        raise DataError(
+            other,
+            f"is no {' or '.join(SUFFIXES)} file and no DICOM series; give several of them, or one folder or list",
+        )
+    cases = [_ordered(case, dataset.modalities, modalities) for case in dataset.cases]
+    refuse_twice(dataset.root, cases)
+    return sorted(cases, key=lambda case: case.id), list(dataset.faults)
+
+
+def _ordered(case: Case, modalities: Sequence[str], trained: Sequence[str]) -> Case:
+    """Returns the case with its files in the network's order of modalities; unnamed channels keep theirs.
+
+    trained: the modalities that the network was trained on.
+    """
+    names, needed = [name.casefold() for name in modalities], [name.casefold() for name in trained]
+    if names == needed or all(name.startswith("channel ") for name in names):
+        return case
+    if sorted(names) != sorted(needed) or len(case.images) != len(needed) or len(set(names)) < len(names):
+        raise DataError(
+            case.images[0], f"its modalities are {', '.join(modalities)}; the network knows {', '.join(trained)}: "
+            "give these, a file each"
+        )  # fmt: skip
+    return replace(case, images=tuple(case.images[names.index(name)] for name in needed))

@@ -7,14 +7,12 @@ and lesions is there too, and not labelled: spleen and muscle, gall bladder, the
 import numpy as np
 
 from seqpar.data.phantom import fields
-from seqpar.data.phantom.fields import Field, inside, paint, scan, soft
-from seqpar.data.phantom.phantom_case import PhantomCase, spacing_of, streams
+from seqpar.data.phantom.fields import Field, PhantomCase, inside, paint, scan, soft, spacing_of, streams
 
 FIELD_OF_VIEW = (288.0, 240.0, 240.0)  # mm
 DEFAULT_SIZE = (72, 60, 60)  # 4 mm voxels
 LABELS = {"background": 0, "liver": 1, "lesion": 2}
 HEALTHY_EVERY = 8  # every eighth case has no lesion
-
 place_voxels, random_field = fields.over(FIELD_OF_VIEW)
 
 

@@ -8,8 +8,7 @@ brighter against what surrounds them, so that a small network learns them in min
 import numpy as np
 
 from seqpar.data.phantom import fields
-from seqpar.data.phantom.fields import Field, inside, paint, scan, soft
-from seqpar.data.phantom.phantom_case import PhantomCase, spacing_of, streams
+from seqpar.data.phantom.fields import Field, PhantomCase, inside, paint, scan, soft, spacing_of, streams
 
 FIELD_OF_VIEW = (176.0, 192.0, 176.0)  # mm
 DEFAULT_SIZE = (40, 44, 40)  # 4.4 mm voxels
@@ -19,7 +18,6 @@ ORGANS = (
 )  # fmt: skip
 LABELS = {"background": 0, **{name: number for number, name in enumerate(ORGANS, 1)}}
 COMPLETE_EVERY = 3  # every third case shows all organs
-
 HU = {
     "brain_stem": 60.0,
     "chiasm": 75.0,
@@ -28,7 +26,6 @@ HU = {
     "parotid": 5.0,
     "submandibular": 75.0,
 }
-
 place_voxels, random_field = fields.over(FIELD_OF_VIEW)
 
 

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from seqpar.data.phantom import abdomen, anatomy, brain, dementia, head_neck
-from seqpar.data.phantom.fields import Extent
-from seqpar.data.phantom.phantom_case import PhantomCase
+from seqpar.data.phantom import abdomen, anatomy, brain, head_neck
+from seqpar.data.phantom.fields import Extent, PhantomCase
 
 Size = tuple[int, int, int]
 
@@ -82,8 +81,8 @@ KINDS = {
         _partly,
     ),
     "dementia": PhantomKind(
-        dementia.make_case,
-        dementia.DEFAULT_SIZE,
+        brain.make_dementia_case,
+        brain.DEMENTIA_SIZE,
         anatomy.FIELD_OF_VIEW,
         ("classes",),
         "PhantomDementia",
@@ -91,6 +90,6 @@ KINDS = {
         "generated brains in T1 with one class each, healthy or dementia; the regions where they differ lie aside",
         ("T1",),
         {},
-        class_of=dementia.class_of,
+        class_of=brain.class_of,
     ),
 }

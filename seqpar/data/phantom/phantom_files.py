@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from seqpar.data.errors import DataError
 from seqpar.data.files import write_bytes, write_json
 from seqpar.data.phantom.brain import MODALITIES
+from seqpar.data.phantom.fields import PhantomCase
 from seqpar.data.phantom.kinds import KINDS, PhantomKind
-from seqpar.data.phantom.phantom_case import PhantomCase
 from seqpar.data.workers import Progress, silent
 
 LAYOUTS = ("brats", "nnunet", "classes")

@@ -14,7 +14,7 @@ import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
-from seqpar.data.formats.volume_classes import Split, VolumeClasses
+from seqpar.data.formats.dataset import Split, VolumeClasses
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
 

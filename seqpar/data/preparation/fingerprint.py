@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Dataset, unlabelled
-from seqpar.data.formats.volume_classes import Split, VolumeClasses
+from seqpar.data.formats.dataset import Dataset, Split, VolumeClasses, unlabelled
 from seqpar.data.volumes import read_geometry
 
 Sides = tuple[int, int, int]

@@ -12,6 +12,7 @@ from seqpar.data.formats.joined_labels import join_labels
 from seqpar.data.formats.recognise import recognise
 from seqpar.data.preparation.cache import PreparedCase, PreparedDataset, check_cache, open_cache, read_record
 from seqpar.data.preparation.cache_index import (
+    cache_folder,
     files_of,
     is_current,
     is_of_settings,
@@ -20,7 +21,6 @@ from seqpar.data.preparation.cache_index import (
     withdraw_index,
     write_index,
 )
-from seqpar.data.preparation.cache_place import cache_folder
 from seqpar.data.preparation.cache_writer import CacheError, clean, discard, locked, reopen, writable, write_case
 from seqpar.data.preparation.prepared_case import (
     CutOffError,

@@ -15,13 +15,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from seqpar.choices import choices_in
-from seqpar.data.sampling import choices
-from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES, Chance, Image, Label, Recipe, Step
+from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES, Chance, Image, Label, Recipe
+from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.warp import Size, Warp, apply_warp, draw_offsets, rotate, rotated_size
 
-STEPS: dict[str, Step] = choices_in(choices)
 INTENSITY_STEPS = ("noise", "blur", "brightness", "contrast", "low_resolution", "gamma_inverted", "gamma")
 
 
@@ -177,9 +175,9 @@ def recipe_of(name: str) -> Recipe:
     if first not in RECIPES:
         raise ValueError(f"an augmentation is one of {', '.join(RECIPES)}, got {first}")
     for step in more:
-        if step not in STEPS or more.count(step) > 1:
-            raise ValueError(f"to {first} can be added, once each, {', '.join(STEPS)}; got {step}")
-    return replace(RECIPES[first](), further=tuple((step, STEPS[step]) for step in more))
+        if step not in EXTRA_STEPS or more.count(step) > 1:
+            raise ValueError(f"to {first} can be added, once each, {', '.join(EXTRA_STEPS)}; got {step}")
+    return replace(RECIPES[first](), further=tuple((step, EXTRA_STEPS[step]) for step in more))
 
 
 def _crop(image: Image, label: Label, size: Size) -> tuple[Image, Label]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.data.preparation.cache import PreparedDataset
-from seqpar.data.sampling.smooth_noise import block_of, lowest_voxels
+from seqpar.data.sampling.extra_steps import block_of, lowest_voxels
 from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from seqpar.data.formats.class_lists import read_class_dataset
-from seqpar.data.formats.class_splits import split_classes
-from seqpar.data.formats.splits import some_of
-from seqpar.data.formats.volume_classes import VolumeClasses
+from seqpar.data.formats.dataset import VolumeClasses
+from seqpar.data.formats.splits import some_of, split_classes
 from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
 from seqpar.data.preparation.prepare_dataset import prepared
@@ -21,12 +20,12 @@ from seqpar.data.sampling.loader import MicroBatch
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.workers import silent
 from seqpar.models.build import kind_of
-from seqpar.parallel.uploads import upload
-from seqpar.progress_bar import ProgressBar
+from seqpar.parallel.device_constants import upload
 from seqpar.settings.config import Config
 from seqpar.settings.preparation import prepare_settings
 from seqpar.tasks.data_summary import case_lines, span
 from seqpar.tasks.training_data import TrainingData, refuse_weights
+from seqpar.terminal import ProgressBar
 
 
 @dataclass(frozen=True)

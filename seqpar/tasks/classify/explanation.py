@@ -1,7 +1,4 @@
-"""Where a classifier looks: maps of its networks, brought from their coarse grids to that of the prepared image.
-
-Legend: c channels, W D H voxels.
-"""
+"""Passes whole volumes through a classifier and shows where it looks."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -14,7 +11,30 @@ from seqpar.data.boxes import read_box
 from seqpar.data.sampling.tiles import middle_of
 from seqpar.models.classifier import Classifier
 from seqpar.models.network import Net, autocast
-from seqpar.tasks.classify.class_logits import fitted, part_of
+
+
+def fitted(image: Tensor | np.ndarray, tile: Sequence[int]) -> Tensor:
+    """Returns a prepared image ``c W D H`` as training sees it: padded to the tile, or its middle."""
+    first = middle_of(image.shape[1:], tile)
+    return read_box(image, first, tile) if isinstance(image, Tensor) else torch.from_numpy(read_box(image, first, tile))
+
+
+def part_of(net: Net, image: Tensor, device: torch.device) -> Tensor:
+    """Returns this rank's part ``b n c p p p`` of a fitted image: one sample, or as many as swap needs, all alike."""
+    copies = net.group.size if net.mode.name == "swap" else 1
+    batch = image[None].expand(copies, *image.shape)
+    part = net.layout.cut(batch, net.group.index)
+    return part.to(device, next(net.parameters()).dtype)
+
+
+def class_logits(nets: Sequence[Net], image: Tensor | np.ndarray, device: torch.device, precision: str) -> Tensor:
+    """Returns the mean logits ``k`` of networks for a prepared image, float64, the same on all ranks of the group."""
+    every = []
+    with torch.no_grad(), autocast(precision, device):
+        for net in nets:
+            logits = net(part_of(net, fitted(image, net.layout.tile), device))
+            every.append(logits[0].flatten().double())
+    return torch.stack(every).mean(0)
 
 
 def explain(

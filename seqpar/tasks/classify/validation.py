@@ -10,17 +10,17 @@ from torch import Tensor
 
 from seqpar.cluster.stop_request import Stopper
 from seqpar.data.errors import DataError
-from seqpar.data.formats.volume_classes import VolumeClasses
+from seqpar.data.formats.dataset import VolumeClasses
 from seqpar.models.network import Net
 from seqpar.parallel.collectives import all_reduce
-from seqpar.quantity import quantity
-from seqpar.report.class_pictures import draw_scores
+from seqpar.report.pictures import draw_scores
 from seqpar.runs.journal import Journal
 from seqpar.scores.summary_files import write_output
 from seqpar.tasks.case_validation import CaseValidation, ValidationResult
-from seqpar.tasks.classify.class_files import TABLE, ClassTable, as_json, class_lines, class_summary
-from seqpar.tasks.classify.class_logits import class_logits
 from seqpar.tasks.classify.data import ClassData
+from seqpar.tasks.classify.explanation import class_logits
+from seqpar.tasks.classify.scores import TABLE, ClassTable, as_json, class_lines, class_summary
+from seqpar.text import quantity
 
 
 class ClassValidation(CaseValidation):

@@ -17,11 +17,11 @@ from seqpar.data.sampling.case_arrays import Unlabelled
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.workers import silent
-from seqpar.progress_bar import ProgressBar
 from seqpar.settings.config import Config
 from seqpar.settings.preparation import prepare_settings
 from seqpar.tasks.data_summary import case_lines, span
 from seqpar.tasks.training_data import TrainingData, split_of
+from seqpar.terminal import ProgressBar
 
 
 @dataclass(frozen=True)

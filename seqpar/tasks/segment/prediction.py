@@ -14,10 +14,9 @@ from torch import Tensor
 
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
-from seqpar.data.formats.prediction_inputs import find_inputs
+from seqpar.data.formats.recognise import find_inputs
 from seqpar.data.preparation.preparation import Preparation
 from seqpar.data.preparation.prepared_case import Prepared, load_case
-from seqpar.next_command import next_command
 from seqpar.parallel.consensus import by_first
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.case_stream import CaseProgress
@@ -27,11 +26,12 @@ from seqpar.prediction.prediction_memory import footprint
 from seqpar.prediction.predictor import Predictor, Settings
 from seqpar.prediction.run_average import MeanProbabilities, Member, share_of
 from seqpar.prediction.sliding_window import Image, beyond_training
-from seqpar.prediction.windows import WindowGrid
-from seqpar.quantity import quantity
+from seqpar.prediction.window_grid import WindowGrid
 from seqpar.runs.trained_run import Run, fitting_mode
 from seqpar.scores.label_classes import labels_of_declaration
-from seqpar.weights.tensor_files import digest
+from seqpar.terminal import next_command
+from seqpar.text import quantity
+from seqpar.weights.weight_files import digest
 
 
 @dataclass(frozen=True)

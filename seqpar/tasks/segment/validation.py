@@ -1,7 +1,9 @@
-"""Validation in training: held-out volumes by sliding windows, in one pass, or both, by the code of predict."""
+"""Validates on held-out volumes: by sliding windows, in one pass, or both; label maps go to RUN/validation."""
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,22 +12,93 @@ import numpy as np
 import torch
 
 from seqpar.cluster.stop_request import Stopper
+from seqpar.data.errors import DataError
+from seqpar.data.formats.recognise import recognise
+from seqpar.data.phantom.builtin import phantom
 from seqpar.data.preparation.cache import PreparedCase
+from seqpar.data.preparation.prepared_case import labels_to_source
+from seqpar.data.volumes import write_volume
 from seqpar.data.workers import Tell
-from seqpar.display import bar, clock
 from seqpar.losses import LossParts
 from seqpar.models.network import Net
 from seqpar.parallel.collectives import all_reduce
 from seqpar.prediction.logits_to_labels import to_labels
 from seqpar.prediction.sliding_window import join_rows, padded_shape, sliding_window, whole_grid, whole_volume
-from seqpar.prediction.windows import WINDOWS, Sliding
-from seqpar.quantity import quantity
+from seqpar.prediction.window_grid import WINDOWS, Sliding
 from seqpar.report.pictures import PicturedCase, draw_cases
 from seqpar.report.planes import favourite
 from seqpar.runs.journal import Journal
-from seqpar.scores.scores import Scores, score, summarise
+from seqpar.scores.label_classes import labels_of_run
+from seqpar.scores.label_files import Pair, score_pair
+from seqpar.scores.label_scores import DEFAULT_SETTINGS, Scores, score, summarise
+from seqpar.scores.summary_files import summary_content, write_output
+from seqpar.settings.config import Config
 from seqpar.tasks.case_validation import CaseValidation, ValidationResult
-from seqpar.tasks.segment.validation_folder import ValidationFolder, label_files, remove_predictions
+from seqpar.terminal import bar
+from seqpar.text import clock, quantity
+
+
+def label_files(config: Config) -> dict[str, Path]:
+    """Returns the label file of each case of the run's data set."""
+    dataset = recognise(config.data or phantom(config.phantoms, is_first=False))
+    return {case.id: case.label.absolute() for case in dataset.cases if case.label is not None}
+
+
+def remove_predictions(folder: Path, ids: Sequence[str]) -> None:
+    """Removes the scores and label maps that an earlier validation left in a folder, and the folder if it is empty."""
+    for name in ("summary.json", *(f"{case}.nii.gz" for case in ids)):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+class ValidationFolder:
+    """Writes the folder, one case after the other; used by the first rank.
+
+    ``description``: of the data set, as in config.json; ``find_labels`` returns each case's label file; ``step``: of
+    the run, for summary.json.
+    """
+
+    def __init__(
+        self, folder: Path, description: Mapping[str, Any], find_labels: Callable[[], Mapping[str, Path]], step: int
+    ) -> None:
+        self.folder, self.labels, self.step = folder, labels_of_run(description), step
+        self.scored: list[tuple[Pair, Scores]] = []
+        self.faults: list[DataError] = []
+        self.label_files: Mapping[str, Path] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "summary.json").unlink(missing_ok=True)  # it describes other label maps from here on
+            self.label_files = find_labels()
+        except DataError as error:
+            self.faults.append(error)
+        except OSError as error:
+            self.faults.append(DataError(folder, f"cannot be written ({error.strerror})"))
+
+    def add(self, case: PreparedCase, ids: np.ndarray, shown: Sequence[int] | None = None) -> None:
+        """Writes and scores one prediction; ``ids``: prepared class ids ``W D H``; ``shown``: those of the truth."""
+        if case.id not in self.label_files:
+            return
+        values = None if shown is None else tuple(case.properties.values[n] for n in shown)
+        pair = Pair(case.id, self.label_files[case.id], self.folder / f"{case.id}.nii.gz", values)
+        try:
+            label = labels_to_source(ids, case.properties)
+            write_volume(pair.prediction, label, case.properties.geometry, dtype=label.dtype)
+            self.scored.append((pair, score_pair(pair, self.labels, DEFAULT_SETTINGS)))
+        except DataError as error:
+            self.faults.append(error)
+
+    def close(self) -> list[str]:
+        """Writes summary.json and returns a warning for each fault."""
+        if self.scored:
+            content = summary_content(self.scored, self.labels, summarise([scores for _, scores in self.scored]))
+            content |= {"settings": DEFAULT_SETTINGS, "faults": list(map(str, self.faults)), "step": self.step}
+            try:
+                write_output(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
+            except DataError as error:
+                self.faults.append(error)
+        return [f"warning: {fault}" for fault in self.faults]
+
 
 NUM_PICTURED = 3  # cases in validation.png
 

@@ -1,0 +1,103 @@
+"""What every decoder is: the channel counts it is made for, its levels, and its cells."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from seqpar.pipeline.cells import Value
+from seqpar.spatial.box_grid import BoxGrid
+
+
+class DecoderCell(NamedTuple):
+    """A cell of a decoder.
+
+    - ``owns``: the beginnings of its weights' names in the decoder
+    - ``features``: numbers of the token grids that it takes
+    - ``takes_image``: whether it takes the image
+    - ``run``: returns its output; called with the last cell's output, unless it is the first, then its token grids,
+      then the image
+    """
+
+    owns: tuple[str, ...]
+    features: tuple[int, ...]
+    takes_image: bool
+    run: Callable[..., Value]
+
+
+def run_cells(
+    cells: Sequence[DecoderCell],
+    features: Sequence[Tensor],
+    image: Tensor | None,
+    grid: BoxGrid | None,
+    patch: int | Sequence[int] = 1,
+) -> Value:
+    """Returns the last cell's output of token grids ``b e w d h``, of which ``grid`` holds boxes, and of the image.
+
+    ``patch``: voxels of a token, where the image is taken.
+    """
+    values = list[Value]()
+    for cell in cells:
+        values += [(features[number], grid) for number in cell.features]
+        if cell.takes_image:
+            assert image is not None
+            values.append((image, grid and grid.scaled(patch)))
+        values = [cell.run(*values)]
+    return values[0]
+
+
+def cells_of(decoder: nn.Module) -> list[DecoderCell]:
+    """Returns a decoder's cells; a decoder without ``cells`` is one cell."""
+    make = getattr(decoder, "cells", None)
+    if make is not None:
+        return make()  # type: ignore[no-any-return]
+    count, takes_image = int(decoder.num_features), bool(decoder.uses_image)  # type: ignore[arg-type]
+
+    def run(*values: Value) -> Value:
+        features, image = [x for x, _ in values[:count]], values[count:]
+        logits = decoder(features, image[0][0] if image else None, values[0][1])
+        return (logits, None) if isinstance(logits, Tensor) else logits  # type: ignore[no-any-return]
+
+    return [DecoderCell(("",), tuple(range(count)), takes_image, run)]
+
+
+Stride = tuple[int, int, int]
+
+
+def strides(patch: Sequence[int], short_first: bool = True) -> tuple[Stride, ...]:
+    """Returns the strides of each stage, the coarsest first: 2, or 1 along a direction that needs no doubling there.
+
+    Raises ValueError for sides that are no powers of 2.
+
+    - ``short_first``: a direction of few doublings has them in the first stages, so that the finest stages, where its
+      voxels are the longer ones, leave it as it is; else in the last stages
+    """
+    if len(patch) != 3 or any(side < 1 or side & (side - 1) for side in patch) or max(patch) < 2:
+        raise ValueError(
+            f"patch {tuple(patch)}: the convolutional decoders double the grid; use --patch 2, 4, 8 or 16, or three "
+            "such numbers, of which one or two may be 1"
+        )
+    doublings = [int(math.log2(side)) for side in patch]
+    most = max(doublings)
+    stages = []
+    for stage in range(most):
+        w, d, h = (2 if (stage < n if short_first else stage >= most - n) else 1 for n in doublings)
+        stages.append((w, d, h))
+    return tuple(stages)
+
+
+class Sizes(NamedTuple):
+    """All that a decoder may depend on; what it does not need it leaves.
+
+    ``embed_dim``: of the tokens; ``num_classes``: channels of the logits; ``width``, ``skips``: as ``--decoder-width``
+    and ``--skips`` say; ``depth``: blocks of the encoder.
+    """
+
+    in_channels: int
+    embed_dim: int
+    num_classes: int
+    patch: tuple[int, ...]
+    width: int
+    depth: int
+    skips: str

@@ -1,0 +1,266 @@
+"""The blocks, among them DistMIS's norm over the last axis."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from seqpar.decoders.unets.architecture import ONE, Style, Three
+from seqpar.parallel.mesh import Group
+from seqpar.pipeline.cells import Value
+from seqpar.spatial.box_grid import BoxGrid
+from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
+from seqpar.spatial.halos import Halos
+from seqpar.spatial.memory_format import for_convolutions
+from seqpar.spatial.norms import BatchNorm3d, GroupNorm, InstanceNorm3d
+from seqpar.spatial.pooling import AvgPool3d, GlobalMean, Upsample
+from seqpar.spatial.receptive_field import Reach
+
+
+class LastAxisNorm(nn.Module):
+    """Batch norm that takes positions along the last axis for channels, and channels for an axis.
+
+    - ``length``: of the last axis; a volume of another length has other positions, so it is refused
+    - ``options``: of ``BatchNorm3d``
+    """
+
+    def __init__(self, length: int, data: Group | None = None, peers: Group | None = None, **options: Any) -> None:
+        super().__init__()
+        self.norm = BatchNorm3d(length, data=data, peers=peers, **options)
+
+    def forward(self, x: Tensor, grid: BoxGrid | None = None, slope: float | None = None) -> Value:
+        """Returns the normed volume and its unchanged box grid; the last axis may not be cut.
+
+        ``slope``: of a leaky ReLU that follows.
+        """
+        assert x.shape[-1] == self.norm.num_features, (x.shape, self.norm.num_features)
+        turned_grid = None
+        if grid is not None:
+            assert grid.parts[-1] == 1, grid.edges
+            turned_grid = BoxGrid(((0, x.shape[1]), *grid.edges[:-1]), grid.group)
+        turned, _ = self.norm(rearrange(x, "b c w d h -> b h c w d").contiguous(), turned_grid, slope)
+        return rearrange(turned, "b h c w d -> b c w d h"), grid
+
+
+def norm_of(style: Style, channels: int, scale: Three) -> nn.Module:
+    """Returns the style's norm of a volume whose points cover ``scale`` voxels."""
+    if style.norm == "instance":
+        return InstanceNorm3d(channels, eps=style.eps, affine=True)
+    if style.norm == "group":
+        return GroupNorm(math.gcd(style.num_groups, channels), channels, eps=style.eps)
+    groups = {"data": style.data, "peers": style.peers}
+    if style.norm == "batch":
+        return BatchNorm3d(channels, eps=style.eps, momentum=style.momentum, **groups)
+    return LastAxisNorm(style.length // scale[-1], eps=style.eps, momentum=style.momentum, **groups)
+
+
+def activate(x: Tensor, style: Style) -> Tensor:
+    """Returns the activated volume; where the activation can be computed back from its output, in place."""
+    if style.activation == "relu":
+        return F.relu_(x)
+    return F.gelu(x) if style.activation == "gelu" else F.leaky_relu_(x, style.slope)
+
+
+class ConvBlock(nn.Module):
+    """A convolution, its norm and its activation, on a volume or on one that a skip joins first.
+
+    - ``scale``: how many voxels a point of the output covers
+    - ``has_norm``, ``activates``: whether norm and activation follow
+    - ``bias``: of the convolution; None: the style's where a norm follows, else yes
+    - ``keep_window``: keep halos for backward; without, they are fetched again. Needed memory is the same where
+      nothing else keeps the input. None: for an input that is the output of such a block, which keeps it itself
+      where it activates without a norm
+    """
+
+    def __init__(
+        self,
+        style: Style,
+        channels: int,
+        width: int,
+        kernel: Three,
+        stride: Three = ONE,
+        scale: Three = ONE,
+        has_norm: bool = True,
+        activates: bool = True,
+        bias: bool | None = None,
+        keep_window: bool | None = None,
+    ) -> None:
+        super().__init__()
+        has_norm = has_norm and style.norm != "none"
+        self.style, self.activates = style, activates
+        if keep_window is None and style.norm == "none":
+            keep_window = False
+        self.conv = Conv3d(
+            channels,
+            width,
+            kernel,
+            stride=stride,
+            padding=tuple(side // 2 for side in kernel),
+            bias=(style.bias or not has_norm) if bias is None else bias,
+            keep_window=keep_window,
+        )
+        self.norm = norm_of(style, width, scale) if has_norm else None
+        self.holds_more = has_norm
+
+    def forward(self, x: Tensor, grid: BoxGrid | None = None, skip: Value | None = None) -> Value:
+        """Returns the block's output and its box grid; a ``skip`` lies behind the channels of ``x``."""
+        if skip is not None:
+            x, grid = joined(x, grid, skip)
+        x, grid = self.conv(x, grid)
+        if self.conv.in_channels == 1:  # a single channel lies in no order that the convolution could have kept
+            x = for_convolutions(x)
+        leak = self.style.leak if self.activates else None
+        if self.norm is not None:
+            x, grid = self.norm(x, grid, leak)
+        is_done = not self.activates or (self.norm is not None and leak is not None)
+        return (x if is_done else activate(x, self.style)), grid
+
+
+class ResidualBlock(nn.Module):
+    """Convolutions and a shortcut, which averages where they stride and is a 1x1x1 convolution where widths differ.
+
+    - ``narrow``: channels inside of a bottleneck (1x1x1, kernel with the stride, 1x1x1); 0: two convolutions
+    - ``squeeze``: squeeze-excite before the sum reduces channels so many times; 0: there is none
+    """
+
+    holds_more = True
+
+    def __init__(
+        self,
+        style: Style,
+        channels: int,
+        width: int,
+        kernel: Three,
+        stride: Three,
+        scale: Three,
+        narrow: int = 0,
+        squeeze: int = 0,
+    ) -> None:
+        super().__init__()
+        before = scale if max(stride) == 1 else _divided(scale, stride)
+        widths, kernels = (channels, width, width), (kernel, kernel)
+        strides, scales = (stride, ONE), (scale, scale)
+        if narrow:
+            widths, kernels = (channels, narrow, narrow, width), (ONE, kernel, ONE)  # type: ignore[assignment]
+            strides, scales = (ONE, stride, ONE), (before, scale, scale)  # type: ignore[assignment]
+        steps = zip(itertools.pairwise(widths), kernels, strides, scales)
+        self.convs = nn.ModuleList(
+            ConvBlock(style, c, w, k, s, at, activates=number < len(kernels) - 1, keep_window=None if number else False)
+            for number, ((c, w), k, s, at) in enumerate(steps)
+        )
+        self.squeeze = SqueezeExcite(width, squeeze) if squeeze else None
+        self.pool = AvgPool3d(stride, stride) if max(stride) > 1 else None
+        self.project = None
+        if channels != width:
+            self.project = ConvBlock(style, channels, width, ONE, ONE, scale, activates=False, bias=False)
+        self.style = style
+
+    def begin_as_shortcut(self) -> None:
+        """Sets the last norm to 0, so that the block begins as its shortcut."""
+        for p in self.convs[-1].norm.parameters():  # type: ignore[union-attr]
+            nn.init.zeros_(p)
+
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> Value:
+        """Returns the block's output and its box grid."""
+        shortcut, shortcut_grid = x, grid
+        for step in (self.pool, self.project):
+            if step is not None:
+                shortcut, shortcut_grid = step(shortcut, shortcut_grid)
+        for conv in self.convs:
+            x, grid = conv(x, grid)
+        if self.squeeze is not None:
+            x, grid = self.squeeze(x, grid)
+        assert grid is None or (shortcut_grid is not None and grid.edges == shortcut_grid.edges), (grid, shortcut_grid)
+        return activate(x + shortcut, self.style), grid
+
+
+class SqueezeExcite(nn.Module):
+    """Scales each channel by a factor in (0, 1) that follows from the means of all channels over the whole volume."""
+
+    def __init__(self, channels: int, reduction: int) -> None:
+        super().__init__()
+        self.mean = GlobalMean()
+        self.reduce = nn.Linear(channels, max(1, channels // reduction))
+        self.expand = nn.Linear(max(1, channels // reduction), channels)
+
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> Value:
+        """Returns the scaled volume and its unchanged box grid."""
+        mean, _ = self.mean(x, grid)  # b c 1 1 1, the same on all ranks
+        factor = self.expand(F.relu(self.reduce(mean.flatten(1)))).sigmoid()
+        return x * factor[:, :, None, None, None].to(x.dtype), grid
+
+
+class Up(nn.Module):
+    """One level up: a transposed convolution, or a 1x1x1 convolution and an upsampling without weights.
+
+    - ``kernel``: of the transposed convolution; 0: as large as the stride
+    - ``activates``: whether an activation follows
+    """
+
+    def __init__(
+        self,
+        style: Style,
+        channels: int,
+        width: int,
+        stride: Three,
+        how: str = "transposed",
+        kernel: int = 0,
+        activates: bool = False,
+    ) -> None:
+        super().__init__()
+        self.style, self.activates = style, activates
+        self.upsample = None
+        if how != "transposed":
+            self.conv: nn.Module = Conv3d(channels, width, 1, bias=style.up_bias)
+            self.upsample = Upsample(scale_factor=tuple(map(float, stride)), mode=how)
+            return
+        kernels = [max(kernel, side) if side > 1 else 1 for side in stride]
+        padding = tuple((k - s + 1) // 2 for k, s in zip(kernels, stride))
+        output_padding = tuple(2 * p + s - k for k, s, p in zip(kernels, stride, padding))
+        options = {"stride": stride, "padding": padding, "output_padding": output_padding, "bias": style.up_bias}
+        self.conv = ConvTranspose3d(channels, width, tuple(kernels), **options, keep_window=False)
+
+    def forward(self, x: Tensor, grid: BoxGrid | None = None) -> Value:
+        """Returns the finer volume and its box grid."""
+        x, grid = self.conv(x, grid)
+        if self.upsample is not None:
+            x, grid = self.upsample(x, grid)
+        return (activate(x, self.style) if self.activates else x), grid
+
+
+def joined(x: Tensor, grid: BoxGrid | None, skip: Value) -> Value:
+    """Returns the channels of ``x`` and then those of a skip, on the skip's boxes."""
+    other, other_grid = skip
+    return torch.cat([moved(x, grid, other_grid), other], 1), other_grid
+
+
+def moved(x: Tensor, grid: BoxGrid | None, to: BoxGrid | None) -> Tensor:
+    """Returns ``x`` on the boxes ``to`` of the same volume: where edges differ, voxels move to a neighbour."""
+    if grid is None or to is None or grid.edges == to.edges:
+        assert (grid is None) == (to is None)
+        return x
+    assert grid.extents == to.extents, (grid.extents, to.extents)
+    reaches = [Reach(edges, tuple(itertools.pairwise(edges))) for edges in to.edges]
+    return Halos.of(grid, reaches).fetch(x)
+
+
+def init_weights(net: nn.Module, style: Style) -> None:
+    """Draws all kernels by the style's initialisation; biases are 0."""
+    for module in net.modules():
+        if isinstance(module, (nn.Conv3d, nn.ConvTranspose3d, nn.Linear)):
+            if style.init == "truncated":
+                nn.init.trunc_normal_(module.weight, std=0.05, a=-0.1, b=0.1)
+            else:
+                nn.init.kaiming_normal_(module.weight, a=style.slope if style.activation == "leaky_relu" else 0.0)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def _divided(scale: Sequence[int], stride: Sequence[int]) -> Three:
+    w, d, h = (a // b for a, b in zip(scale, stride))
+    return w, d, h

@@ -1,0 +1,36 @@
+"""Small tensors that every step reads: made once per size and device, uploaded without waiting."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_FORGET: list[Callable[[], None]] = []
+
+
+def table(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator of what makes a table: the last ``most`` of them are kept."""
+
+    def keep(make: Callable[P, R]) -> Callable[P, R]:
+        kept = lru_cache(maxsize=most)(make)
+        _FORGET.append(kept.cache_clear)
+        return kept  # type: ignore[return-value]
+
+    return keep
+
+
+def forget_tables() -> None:
+    """Lets go of all tables, so that what is counted next makes its own and does not depend on what came before."""
+    for forget in _FORGET:
+        forget()
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """Returns ``x`` on the device; a GPU fetches it from pinned memory while this process goes on."""
+    if device.type != "cuda":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,159 @@
+"""Which rank has which weights, the sum of their gradients, and the whole network for files and prediction."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from seqpar.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from seqpar.parallel.consensus import gather_texts
+from seqpar.parallel.mesh import Group
+from seqpar.parallel.messages import expect, post
+
+BUCKET_BYTES = 25 << 20
+
+
+def cells_of_names(names: Sequence[str], owns: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Returns the cell of each weight or buffer; ``owns``: of each cell the beginnings of its names."""
+    cells: dict[str, int] = {}
+    for name in names:
+        owners = [cell for cell, prefixes in enumerate(owns) if name.startswith(tuple(prefixes))]
+        assert len(owners) == 1, (name, owners)
+        cells[name] = owners[0]
+    return cells
+
+
+def places_of_names(
+    names: Sequence[str], owns: Sequence[Sequence[str]], place_of_cells: Sequence[int]
+) -> dict[str, int]:
+    """Returns the place of each weight or buffer."""
+    return {name: place_of_cells[cell] for name, cell in cells_of_names(names, owns).items()}
+
+
+def keep_place(net: nn.Module, places: Mapping[str, int], place: int) -> None:
+    """Leaves a network the weights and buffers of one place; the others are None under their names.
+
+    ``places``: of every name in the network's ``state_dict``.
+    """
+    learned = {name for name, _ in net.named_parameters()}
+    for name in net.state_dict():
+        if places[name] != place:
+            put_tensor(net, name, None, name in learned)
+
+
+def put_tensor(net: nn.Module, name: str, tensor: Tensor | None, is_learned: bool) -> None:
+    """Puts a weight, or with ``is_learned`` False a buffer, under its name, or None."""
+    path, _, leaf = name.rpartition(".")
+    module = net.get_submodule(path)
+    if is_learned:
+        module.register_parameter(leaf, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+    else:
+        module.register_buffer(leaf, tensor)
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], stage: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Averages the gradients over the ranks that hold the same weights.
+
+    Sums run in the order of ranks, so that they do not depend on which weights a place has, nor on timing.
+    """
+    if stage.size == 1:
+        return
+    expect("gradients", stage)
+    for bucket in _buckets([p.grad for p in parameters if p.grad is not None], bucket_bytes):
+        flat = torch.cat([grad.flatten() for grad in bucket])
+        share, rest = divmod(len(flat), stage.size)
+        sizes = [share + (rank < rest) for rank in range(stage.size)]
+        mean = reduce_scatter(flat / stage.size, stage, 0, sizes, "gradients")
+        whole = all_gather(mean, stage, 0, sizes, "gradients")
+        for grad, piece in zip(bucket, whole.split([grad.numel() for grad in bucket])):
+            grad.copy_(piece.view_as(grad))
+
+
+def _buckets(grads: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Yields gradients of one type, up to ``limit`` bytes together; a larger one is alone."""
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        bucket, size = list[Tensor](), 0
+        for grad in (grad for grad in grads if grad.dtype == dtype):
+            if bucket and size + grad.nbytes > limit:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(grad)
+            size += grad.nbytes
+        if bucket:
+            yield bucket
+
+
+def clip_gradients(
+    net: nn.Module, names: Sequence[str], limit: float, pipe: Group, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Returns the norm of all places' gradients, after scaling them so that it is ``limit`` at most.
+
+    It is the same on all ranks, and to the bit that of one process.
+
+    - ``names``: of the whole network's parameters, in order
+    - ``dtype``: of the gradients
+    """
+    own = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    norms = torch.zeros(2, len(names), dtype=torch.float64)  # and whether there is a gradient
+    for at, name in enumerate(names):
+        if name in own:
+            norms[0, at], norms[1, at] = float(torch.linalg.vector_norm(own[name])), 1.0
+    norms = all_reduce(norms, pipe, "norms")
+    norm = torch.linalg.vector_norm(norms[0][norms[1] > 0].to(dtype))
+    torch.nn.utils.clip_grads_with_norm_(list(net.parameters()), limit, norm)
+    return norm
+
+
+class Entry(NamedTuple):
+    """A weight or buffer of a whole network, without its numbers."""
+
+    place: int
+    shape: torch.Size
+    dtype: torch.dtype
+    is_learned: bool
+
+
+def entries_of(net: nn.Module, places: Mapping[str, int]) -> dict[str, Entry]:
+    """Returns the entries of a whole network by their names; ``places``: where each will lie."""
+    learned = {name for name, _ in net.named_parameters()}
+    return {name: Entry(places[name], x.shape, x.dtype, name in learned) for name, x in net.state_dict().items()}
+
+
+@contextmanager
+def whole_network(net: nn.Module, entries: Mapping[str, Entry], pipe: Group, device: torch.device) -> Iterator[None]:
+    """Brings the weights of all places to all of them, and drops them at the end."""
+    own = net.state_dict()
+    for name, entry in entries.items():
+        tensor = own.get(name)
+        if tensor is not None:
+            line = tensor.detach().contiguous()
+            post(dict.fromkeys(pipe.peers, line), {}, pipe, "weights").wait()
+        else:
+            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+            post({}, {entry.place: tensor}, pipe, "weights").wait()
+            put_tensor(net, name, tensor, entry.is_learned)
+    try:
+        yield
+    finally:
+        for name, entry in entries.items():
+            if name not in own:
+                put_tensor(net, name, None, entry.is_learned)
+
+
+def collect(tensors: Mapping[str, Tensor], pipe: Group) -> dict[str, Tensor]:
+    """Returns the tensors of all places at the first of them, on the CPU; an empty dict at the others."""
+    plans = [[name, list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()]
+    every = [json.loads(text) for text in gather_texts(json.dumps(plans), pipe)]
+    if pipe.index:
+        for x in tensors.values():
+            post({0: x.detach().cpu().contiguous()}, {}, pipe, "weights").wait()
+        return {}
+    whole = {name: x.detach() for name, x in tensors.items()}
+    for place, plan in enumerate(every[1:], 1):
+        for name, shape, dtype in plan:
+            whole[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            post({}, {place: whole[name]}, pipe, "weights").wait()
+    return whole

@@ -1,0 +1,107 @@
+"""status.json: written at each turn, corrected where the process was killed; at which step each start began."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from seqpar.data.files import write_json
+from seqpar.runs.journal import read_metrics
+from seqpar.runs.run_folder import read_status
+from seqpar.runs.run_lock import RunLock
+from seqpar.settings.config import Config
+from seqpar.terminal import coloured, typed_command
+from seqpar.text import dashed
+
+
+class Status:
+    """Writes ``status.json``: whether a run is running, finished, preempted or failed, and why.
+
+    ``step`` is where the run is, ``steps`` where it ends. ``lock``: of the run folder; without holding it, nothing is
+    written.
+    """
+
+    def __init__(self, out: Path, lock: RunLock | None = None) -> None:
+        self.path, self.lock = out / "status.json", lock
+        self.step = self.steps = 0
+
+    def write(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
+        """Writes the state.
+
+        - ``code``: the exit code that goes with it
+        - ``durable``: wait until it is on disk. False where this process ends in trouble: its peers wait for that end,
+          the disk may be what does not answer, and other processes read the new file at once anyway
+        """
+        if self.lock is not None and self.lock.is_lost():
+            return
+        content = {"state": state, "step": self.step, "steps": self.steps, "why": why, "code": code}
+        write_json(self.path, {**content, "time": time.time()}, durable)
+
+    def write_unless_over(self, state: str, why: str = "", code: int = 0, durable: bool = True) -> None:
+        """Writes, unless another rank has written how the run ended: the first cause is kept."""
+        if read_status(self.path.parent).get("state", "running") == "running":
+            self.write(state, why, code, durable)
+
+
+def killed(run: str | Path) -> str:
+    """Returns a sentence on a run folder whose training was killed; "" where none certainly was.
+
+    - ``run``: a run folder; a file, or a folder that holds no run, is none
+    """
+    run = Path(run)
+    if not _says_running(run):
+        return ""
+    process = RunLock(run).abandoned_by()
+    if not process or not _says_running(run):  # it may have ended while the lock was looked at
+        return ""
+    return f"{run} was killed: its status.json says running, but {process}; {_last_step(run)}"
+
+
+def warn_if_killed(*folders: Path) -> None:
+    """Prints a warning on stderr for each run folder among ``folders`` whose training was killed."""
+    for folder in dict.fromkeys(folders):
+        if sentence := killed(folder):
+            line = f"warning: {sentence}; go on with train --resume --out {folder}"
+            print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
+
+
+def _says_running(run: Path) -> bool:
+    return read_status(run).get("state") == "running"
+
+
+def _last_step(run: Path) -> str:
+    try:
+        steps = [row["step"] + 1 for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
+        return f"the last step that it recorded is {max(steps)}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "it recorded no step"
+
+
+Changes = Mapping[str, Sequence[Any]]  # name of a setting: what it was, what it is
+_OF_ONE_START = ("out", "resume", "again", "take_over", "dry_run")  # these say how a run is started, not what it is
+
+
+def changed_settings(before: Config, now: Config) -> dict[str, list[Any]]:
+    """Returns the settings that differ, each with what it was and what it is."""
+    pairs = {f.name: [getattr(before, f.name), getattr(now, f.name)] for f in fields(Config)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in _OF_ONE_START}
+
+
+def changes_line(changes: Changes) -> str:
+    """Returns the changes in a line, as typed on the command line; "" for none."""
+    listed = ", ".join(f"--{dashed(name)} {_typed(was)} -> {_typed(new)}" for name, (was, new) in changes.items())
+    return listed and f"changed since this run was last started: {listed}"
+
+
+def _typed(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return (" ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)) or "unset"
+
+
+def with_this_start(history: Sequence[Any], step: int, ranks: int, changes: Changes) -> list[Any]:
+    """Returns a run's history with this start of it; ``step``: from where it goes on."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    return [*history, {"step": step, "time": now, "ranks": ranks, "changed": dict(changes), "command": typed_command()}]

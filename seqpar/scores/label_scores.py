@@ -1,0 +1,200 @@
+"""Scores of label maps in memory: of one case, and the summary of many; validation and evaluation both use it.
+
+A class that is in neither mask has no Dice and no distance. How it counts is a choice:
+``skip``   what has no value (0 / 0) is NaN and left out of means, as in nnU-Net; if only one mask is empty, the
+           distance is the volume's diagonal, which no distance exceeds.
+``brats``  as in the challenge: two empty masks score 1 (HD95 and volume error 0); if only one mask is empty, the
+           distance is 374 mm, and the sensitivity is 0 if it is the true one.
+The lesion-wise scores have their own rules for this.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from statistics import fmean, median
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqpar.scores import lesions
+from seqpar.scores.metrics import Confusion, Mask, Masks, NotMeasured, hd95_of, nsd_of
+
+EmptyPolicy = Literal["skip", "brats"]
+Classes = Mapping[str, tuple[int, ...]]  # the labels that make up each class: one, or several for a region
+Scores = dict[str, dict[str, float]]  # per class: metric → value
+BRATS_DISTANCE = 374.0  # mm, the rounded diagonal of a BraTS volume
+COUNTS = ("TP", "FP", "FN", "TN")
+METRICS = {
+    "HD95": hd95_of,
+    "NSD": nsd_of,
+}
+COLUMNS = ("Dice", "IoU", *METRICS, "VolumeError", "Sensitivity", "Specificity")
+LESION_COLUMNS = ("LesionDice", "LesionHD95")
+WORDS = (  # of a table, for people
+    "(mean, median: over cases; global: of the voxels of all cases together; HD95: the distance of the surfaces in mm "
+    "that 95 % do not exceed, where only one map has the class the image's diagonal (as BraTS: 374); NSD: the share of "
+    "both surfaces that lies within --nsd-tolerance of the other)"
+)
+
+
+def class_mask(labels: NDArray[Any], values: Iterable[int]) -> Mask:
+    """Returns the mask of the voxels whose label is one of ``values``."""
+    mask = np.zeros(labels.shape, bool)
+    for value in values:
+        mask |= labels == value
+    return mask
+
+
+def score(
+    truth: NDArray[Any],
+    prediction: NDArray[Any],
+    classes: Classes,
+    spacing: Sequence[float],
+    *,
+    ignore: int | None = None,
+    nsd_tolerance: float = 1.0,
+    lesion_wise: bool = False,
+    empty: EmptyPolicy = "skip",
+    surfaces: bool = True,
+    hidden: Collection[str] = (),
+) -> Scores:
+    """Returns the scores of one case per class. Distances, ``spacing`` and ``nsd_tolerance`` are in mm.
+
+    ``ignore`` is a true label whose voxels belong to no class. ``lesion_wise`` adds the scores of BraTS 2023.
+    ``surfaces=False`` leaves out what takes most of the time: ``HD95``, ``NSD``, and how many lesions are found
+    (``LesionTP``), missed (``LesionFN``) and false (``LesionFP``). ``VolumeError`` is relative and signed,
+    ``VolumeErrorMl``, ``VolumeMl`` and ``TrueVolumeMl`` are in ml. ``hidden`` names classes that the truth does not
+    show: they have no scores.
+    """
+    if truth.shape != prediction.shape:
+        raise ValueError(f"truth has shape {truth.shape}, prediction {prediction.shape}: they must be equal")
+    if empty not in get_args(EmptyPolicy):
+        raise ValueError(f"empty is {empty!r}: choose one of {', '.join(get_args(EmptyPolicy))}")
+    if not classes:
+        raise ValueError("there is no class to score: give at least one, such as {'tumour': (1,)}")
+    where_counted = None if ignore is None else truth != ignore
+    diagonal = math.dist([0.0] * truth.ndim, [size * step for size, step in zip(truth.shape, spacing)])
+    scores = {}
+    for name, labels in classes.items():
+        true_mask, mask = class_mask(truth, labels), class_mask(prediction, labels)
+        counted = where_counted
+        if name in hidden:  # nothing counts
+            counted = np.zeros(truth.shape, bool)
+        if counted is not None:
+            true_mask &= counted
+            mask &= counted
+        row = score_masks(true_mask, mask, spacing, nsd_tolerance, counted, surfaces)
+        apply_empty_policy(row, empty, diagonal)
+        if surfaces:
+            detection = lesions.detect(true_mask, mask, spacing)
+            row |= {"LesionTP": detection.found, "LesionFN": detection.missed, "LesionFP": detection.false}
+        if lesion_wise:
+            lesion_scores = lesions.lesion_wise(true_mask, mask, spacing, missed_distance=BRATS_DISTANCE)
+            row |= {f"Lesion{key}": value for key, value in zip(("Dice", "HD95", "TP", "FN", "FP"), lesion_scores)}
+        if name in hidden:
+            row = {metric: value if metric in COUNTS else math.nan for metric, value in row.items()}
+        scores[name] = row
+    return scores
+
+
+def score_masks(
+    truth: Mask,
+    prediction: Mask,
+    spacing: Sequence[float],
+    nsd_tolerance: float,
+    counted: Mask | None,
+    surfaces: bool = True,
+) -> dict[str, float]:
+    """Returns the scores of one class as defined, with NaN and infinity; ``counted`` masks the voxels that count."""
+    masks = Masks(truth, prediction, tuple(spacing), nsd_tolerance, surfaces)
+    c = masks.confusion
+    if counted is not None:  # both masks are empty where nothing counts, so only TN is too large
+        c = Confusion(c.tp, c.fp, c.fn, c.tn - int(np.count_nonzero(~counted)))
+    voxel = math.prod(spacing)  # mm³
+    row = {
+        "Dice": c.dice,
+        "IoU": c.iou,
+        "FP": c.fp,
+        "TP": c.tp,
+        "FN": c.fn,
+        "TN": c.tn,
+        "n_pred": c.tp + c.fp,
+        "n_ref": c.tp + c.fn,
+        "VolumeError": c.volume_error,
+        "VolumeErrorMl": (c.fp - c.fn) * voxel / 1000,
+        "VolumeMl": (c.tp + c.fp) * voxel / 1000,
+        "TrueVolumeMl": (c.tp + c.fn) * voxel / 1000,
+        "Sensitivity": c.sensitivity,
+        "Specificity": c.specificity,
+    }
+    for name, metric in METRICS.items():
+        with suppress(NotMeasured):
+            row[name] = metric(masks)
+    return row
+
+
+def apply_empty_policy(row: dict[str, float], empty: EmptyPolicy, diagonal: float) -> None:
+    """Replaces the scores of a class that is missing in one or both masks by those of the policy."""
+    for name in METRICS:  # a distance to a mask that is empty
+        if math.isinf(row.get(name, 0.0)):
+            row[name] = BRATS_DISTANCE if empty == "brats" else diagonal
+    if empty == "brats" and not row["n_ref"]:
+        if row["n_pred"]:
+            row["Sensitivity"] = 0.0
+        else:
+            perfect = {"Dice": 1.0, "IoU": 1.0, "NSD": 1.0, "Sensitivity": 1.0, "HD95": 0.0, "VolumeError": 0.0}
+            row |= {name: value for name, value in perfect.items() if name in row}
+
+
+def summarise(rows: Sequence[Scores]) -> dict[str, Any]:
+    """Returns mean, median and number of values over the cases, per class and metric, and global scores.
+
+    ``mean`` weighs all cases the same; ``global`` pools the voxels of all cases, so that a case weighs by its size.
+    ``foreground_mean`` is the mean of the classes' means. NaN is left out everywhere.
+    """
+    if not rows:
+        raise ValueError("there is no case to summarise")
+    summary: dict[str, Any] = {"num_cases": len(rows)}
+    summary |= {kind: {} for kind in ("mean", "median", "num_values", "global")}
+    for name, first in rows[0].items():
+        values = {metric: without_nan(row[name][metric] for row in rows) for metric in first}
+        summary["mean"][name] = {metric: fmean(v) if v else math.nan for metric, v in values.items()}
+        summary["median"][name] = {metric: median(v) if v else math.nan for metric, v in values.items()}
+        summary["num_values"][name] = {metric: len(v) for metric, v in values.items()}
+        pooled = Confusion(*(int(sum(row[name][count] for row in rows)) for count in COUNTS))
+        summary["global"][name] = {"Dice": pooled.dice, "IoU": pooled.iou, "Sensitivity": pooled.sensitivity}
+        summary["global"][name] |= {"Specificity": pooled.specificity, "VolumeError": pooled.volume_error}
+    means = list(summary["mean"].values())
+    over_classes = {metric: without_nan(mean[metric] for mean in means) for metric in means[0]}
+    summary["foreground_mean"] = {metric: fmean(v) if v else math.nan for metric, v in over_classes.items()}
+    return summary
+
+
+def without_nan(values: Iterable[float]) -> list[float]:
+    """Returns the values that are not NaN."""
+    return [value for value in values if not math.isnan(value)]
+
+
+def format_table(summary: dict[str, Any], classes: Classes) -> str:
+    """Returns a summary as a text table: mean, median and global scores per class, and how many cases have a Dice."""
+    first = next(iter(summary["mean"].values()))
+    columns = [c for c in (*COLUMNS, *LESION_COLUMNS) if c in first]
+    lines = [["class", "labels", "", *columns, "cases"]]
+    for name, labels in classes.items():
+        for number, kind in enumerate(("mean", "median", "global")):
+            cells = [name, "+".join(map(str, labels))] if number == 0 else ["", ""]
+            scores = summary[kind][name]
+            places = {column: 2 if column.endswith("HD95") else 4 for column in columns}
+            cells += [kind, *(f"{scores[c]:.{n}f}" if c in scores else "" for c, n in places.items())]
+            cases = f"{summary['num_values'][name]['Dice']}/{summary['num_cases']}"
+            lines.append([*cells, cases if number == 0 else ""])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    rows = []
+    for line in lines:  # the first three columns are text, the others numbers
+        cells = [cell.rjust(w) if i > 2 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths))]
+        rows.append("  ".join(cells).rstrip())
+    return "\n".join(rows)
+
+
+DEFAULT_SETTINGS = {"nsd_tolerance": 1.0, "lesion_wise": False, "empty": "skip"}

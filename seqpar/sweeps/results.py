@@ -1,0 +1,170 @@
+"""sweep.csv, sweep.png and the last lines."""
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from seqpar.data.files import whole_file, write_text
+from seqpar.report.curves import DICE, TRAIN_LOSS, read_curve
+from seqpar.runs.sweep_folder import Point, Sweep, show
+from seqpar.terminal import next_command
+from seqpar.text import dashed
+
+BEST, OTHERS, MEANS = "#d55e00", "#7f9fb5", "#222222"
+NOTE = (
+    "below: a dot for each point, a bar for the mean at each value, a line from lowest to highest, a star for the best"
+)
+MOST_VALUES = 8  # of a setting, that stand beside each other; more numbers are drawn over an axis
+
+
+def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
+    """Draws training loss and score of every point over steps, then its score by each setting that differs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    names = sweep.varied()
+    columns = min(max(len(names), 2), 4)
+    rows = 1 + math.ceil(len(names) / columns)
+    picture = Figure(figsize=(4.0 * columns, 3.4 * rows + 0.3), layout="constrained")
+    grid = picture.add_gridspec(rows, columns * 2)
+    losses, scores = (picture.add_subplot(grid[0, side * columns : (side + 1) * columns]) for side in (0, 1))
+    best = sweep.best
+    for point in sorted(sweep.points, key=lambda one: one is best):  # the best lies on top
+        _draw_curve(losses, out / point.name, TRAIN_LOSS, point is best)
+        _draw_curve(scores, out / point.name, DICE, point is best)
+    losses.set(xlabel="step", ylabel="training loss")
+    top = _top(sweep)
+    scores.set(xlabel="step", ylabel=sweep.score_name, ylim=(0, top))
+    for number, name in enumerate(names):
+        at = number % columns * 2
+        plot = picture.add_subplot(grid[1 + number // columns, at : at + 2])
+        _draw_setting(plot, sweep, name, best)
+        plot.set_ylim(0, top)
+    title = f"{len(sweep.points)} points, {sum(point.is_over for point in sweep.points)} over"
+    picture.suptitle(f"{title}; best: {best.name}, {sweep.score_name} {best.score:.4f}" if best else title, fontsize=11)
+    if names:
+        picture.supxlabel(NOTE, fontsize=8, color=MEANS)
+    with whole_file(path) as temporary:
+        picture.savefig(temporary, format="png", dpi=110)
+
+
+def _top(sweep: Sweep) -> float:
+    """Returns the end of the axes of scores: 1, or less where no point comes near it."""
+    most = max((point.score for point in sweep.points if not math.isnan(point.score)), default=1.0)
+    return min(1.0, math.ceil(most * 11) / 10) or 1.0
+
+
+def _draw_curve(plot: Any, run: Path, quantity: str, is_best: bool) -> None:
+    """Draws a quantity of a run over its steps, if it has recorded any."""
+    try:
+        curve = read_curve("", [run], quantity)
+    except OSError:
+        return
+    if not curve.steps:
+        return
+    marker = "o" if quantity == DICE else ""
+    style = {"color": BEST, "linewidth": 2.2, "label": "best"} if is_best else {"color": OTHERS, "linewidth": 0.9}
+    plot.plot(curve.steps, curve.rows[0], marker=marker, markersize=3.5, alpha=1.0 if is_best else 0.7, **style)
+    plot.grid(alpha=0.3)
+    plot.locator_params("x", integer=True)
+    if is_best:
+        plot.legend(loc="best", fontsize=8)
+
+
+def _draw_setting(plot: Any, sweep: Sweep, name: str, best: Point | None) -> None:
+    """Draws the score of each point by a setting's value, with their means and spread."""
+    known = [point for point in sweep.points if name in point.settings and not math.isnan(point.score)]
+    values = list(dict.fromkeys(show(point.settings[name]) for point in known))
+    plot.set_ylabel(sweep.score_name)
+    plot.set_xlabel(dashed(name))
+    plot.grid(alpha=0.3)
+    if len(values) > MOST_VALUES and all(isinstance(point.settings[name], (int, float)) for point in known):
+        _draw_range(plot, known, name, best)
+        return
+    of_values: Mapping[str, Sequence[float]] = {
+        value: [point.score for point in known if show(point.settings[name]) == value] for value in values
+    }
+    for at, scores in enumerate(of_values.values()):
+        plot.bar(at, fmean(scores), 0.6, color="#dfe8ee", edgecolor=OTHERS)
+        plot.vlines(at, min(scores), max(scores), color=MEANS, linewidth=1.2)
+        plot.scatter([at] * len(scores), scores, s=14, color=OTHERS, zorder=3)
+    if best is not None and name in best.settings:
+        plot.scatter([values.index(show(best.settings[name]))], [best.score], s=60, marker="*", color=BEST, zorder=4)
+    crowded = len(values) > MOST_VALUES
+    plot.set_xticks(range(len(values)), values, fontsize=6 if crowded else 8, rotation=90 if crowded else 0)
+
+
+def _draw_range(plot: Any, known: Sequence[Point], name: str, best: Point | None) -> None:
+    """Draws the score of points over a setting that has many numbers."""
+    numbers = [point.settings[name] for point in known]
+    plot.scatter(numbers, [point.score for point in known], s=16, color=OTHERS)
+    if best is not None and name in best.settings:
+        plot.scatter([best.settings[name]], [best.score], s=60, marker="*", color=BEST)
+    if min(numbers) > 0 and max(numbers) > 20 * min(numbers):
+        plot.set_xscale("log")
+
+
+COLUMNS = ("state", "step", "steps", "score", "at", "loss", "seconds", "code", "why")
+SHOWN = 10  # points of the table that is printed
+
+
+def write_results(out: Path, sweep: Sweep) -> list[str]:
+    """Writes sweep.csv and sweep.png into the sweep's folder; returns the lines that sum it up."""
+    write_text(out / "sweep.csv", csv_text(sweep))
+    draw_sweep(out, sweep, out / "sweep.png")
+    lines = _table(sweep)
+    for point in sweep.points:
+        if point.state in ("failed", "killed"):
+            how = "failed" if point.state == "failed" else "was killed"
+            lines.append(f"{point.name} {how}, code {point.code}: {point.why}")
+    count = sum(point.is_over for point in sweep.points)
+    lines.append(f"{count} of {len(sweep.points)} points are over: {out / 'sweep.json'}, sweep.csv, sweep.png")
+    if best := sweep.best:
+        lines.append(f"best: {best.name}: {sweep.score_name} {best.score:.4f} after step {best.at}")
+        lines.append(f"next: {next_command('report', out)}  (all points on one page)")
+        lines.append(f"next: {next_command('predict', out / best.name, '-i', 'IMAGES', '-o', 'PREDICTIONS')}")
+    return lines
+
+
+def csv_text(sweep: Sweep) -> str:
+    """Returns a line for each point: its name, its settings, how it stands."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    names = list(dict.fromkeys(name for point in sweep.points for name in point.settings))
+    rows.writerow(["point", *map(dashed, names), *COLUMNS])
+    for point in sweep.points:
+        settings = [show(point.settings[name]) if name in point.settings else "" for name in names]
+        rows.writerow([point.name, *settings, *(_field(getattr(point, name)) for name in COLUMNS)])
+    return text.getvalue()
+
+
+def _field(value: object) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else repr(value)
+    return str(value)
+
+
+def _table(sweep: Sweep) -> list[str]:
+    """Returns the best points as lines, and of each setting the mean score by value."""
+    known = [point for point in sweep.points if not math.isnan(point.score)]
+    ranked: Sequence[Point] = sorted(known, key=lambda point: (-point.score, point.loss))
+    if not ranked:
+        return []
+    lines = [f"{'score':>7} {'at step':>8} {'loss':>8} {'seconds':>8}  point"]
+    for point in ranked[:SHOWN]:
+        lines.append(f"{point.score:7.4f} {point.at:8d} {point.loss:8.4f} {point.seconds:8.1f}  {point.name}")
+    if len(ranked) > SHOWN:
+        lines.append(f"… and {len(ranked) - SHOWN} more in sweep.csv")
+    for name, of_values in sweep.main_effects().items():
+        if len(of_values) > 1 and len(of_values) < len(known):
+            means = ", ".join(
+                f"{value} {fmean(score for score, _ in pairs):.4f} ({len(pairs)})" for value, pairs in of_values.items()
+            )
+            lines.append(f"{sweep.score_name} by {dashed(name)}: {means}")
+    return lines

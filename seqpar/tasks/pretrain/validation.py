@@ -1,0 +1,157 @@
+"""Measures the error of what is hidden in each held-out case and draws pictures of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from seqpar.cluster.stop_request import Stopper
+from seqpar.data.boxes import read_box
+from seqpar.data.preparation.cache import PreparedCase
+from seqpar.data.sampling.tiles import position_bounds
+from seqpar.losses import MaskedError
+from seqpar.models.network import Net, autocast
+from seqpar.parallel.collectives import all_gather, all_reduce
+from seqpar.report.pictures import make_figure, mark_sides, save_figure
+from seqpar.report.planes import convention, favourite, plane_of, sides
+from seqpar.runs.journal import Journal
+from seqpar.tasks.case_validation import CaseValidation, ValidationResult
+from seqpar.tasks.segment.validation import NUM_PICTURED
+from seqpar.text import quantity
+from seqpar.vit.dropout import DropoutKey
+
+COLUMNS = ("image", "masked", "rebuilt", "difference")
+AXIAL = 2
+
+
+@dataclass(frozen=True)
+class RebuiltTile:
+    """A tile ``W D H`` of a case, the same with its hidden patches rebuilt, and which voxels were hidden."""
+
+    name: str
+    image: NDArray[Any]
+    rebuilt: NDArray[Any]
+    hidden: NDArray[np.bool_]
+    spacing: tuple[float, ...]
+
+
+def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], neurological: bool) -> None:
+    """Draws a row of four pictures of each tile: image, masked, rebuilt, difference.
+
+    - ``neurological``: the patient's left is on the left of a picture, and not on the right
+    """
+    save_figure(figure_of_tiles(tiles, neurological), path)
+
+
+def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
+    """Returns the figure of ``draw_tiles``: the axial plane through the middle of each tile."""
+    figure = make_figure(11, 2.9 * len(tiles) + 0.6)
+    figure.suptitle(f"Hidden patches rebuilt from the others. {convention(neurological)}", fontsize=9)
+    for row, tile in zip(figure.subplots(len(tiles), len(COLUMNS), squeeze=False), tiles):
+        low, high = np.percentile(tile.image, (0.5, 99.5))
+        masked = np.where(tile.hidden, low, tile.image)
+        at = tile.image.shape[AXIAL] // 2
+        aspect = tile.spacing[1] / tile.spacing[0]
+        volumes = (tile.image, masked, tile.rebuilt, tile.rebuilt - tile.image)
+        for name, volume, panel in zip(COLUMNS, volumes, row):
+            plane, reach = plane_of(volume, AXIAL, at, neurological), max(high - low, 1e-6)
+            if name == "difference":
+                panel.imshow(plane, cmap="RdBu_r", vmin=-reach / 2, vmax=reach / 2, aspect=aspect)
+            else:
+                panel.imshow(plane, cmap="gray", vmin=low, vmax=low + reach, aspect=aspect)
+            mark_sides(panel, sides(neurological)[AXIAL])
+            panel.set_xticks([])
+            panel.set_yticks([])
+            panel.set_title(f"{tile.name}  {name}" if name == COLUMNS[0] else name, fontsize=9)
+    return figure
+
+
+STEP = -1  # no step of training hides the same tokens
+
+
+class MaskedValidation(CaseValidation):
+    """The loss on a tile of each held-out case, the same on all ranks; sequence groups take cases in turn.
+
+    What is hidden of a case is the same in each validation, so that they can be compared.
+    """
+
+    @property
+    def error(self) -> MaskedError:
+        assert isinstance(self.loss, MaskedError)
+        return self.loss
+
+    @property
+    def shown(self) -> int:
+        """The modality that pictures show."""
+        modalities = self.data.dataset.modalities
+        return modalities.index(favourite(modalities))
+
+    def run(self, net: Net, journal: Journal, stopper: Stopper, keep: bool = False) -> ValidationResult | None:
+        """Returns the result, None where all ranks leave before its end; the last one's pictures stay."""
+        net.eval()
+        tiles = list[RebuiltTile]()
+        mean = self._mean(net, journal, stopper, tiles)
+        net.train()
+        if mean is None:
+            return None
+        self.refuse_taken_over()
+        picture = journal.path.parent / "validation.png"
+        if tiles:
+            journal.attempt(lambda: draw_tiles(picture, tiles, self.config.neurological))
+        text = (
+            f"validation on {quantity(len(self.ids), 'held-out case')}: mean squared error of what is hidden {mean:.4f}"
+        )
+        # the lower the error, the higher the score
+        return ValidationResult({"loss": mean, "cases": len(self.ids)}, text, 1 / (1 + mean), {})
+
+    def _mean(self, net: Net, journal: Journal, stopper: Stopper, tiles: list[RebuiltTile]) -> float | None:
+        """Returns the mean loss, None where all ranks leave; adds what the first rank pictures to ``tiles``."""
+        data, total = self.mesh.data, torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for first in self.turns(journal, stopper):
+            if first is None:
+                return None
+            number = first + data.index
+            if number < len(self.ids):
+                total += self._case(net, number, tiles if first < NUM_PICTURED * data.size else None)
+        return float(all_reduce(total, data)) / len(self.ids)
+
+    @torch.no_grad()
+    def _case(self, net: Net, number: int, tiles: list[RebuiltTile] | None) -> Tensor:
+        """Returns the loss of a case's tile, whose picture is added to ``tiles``."""
+        case = self.data.dataset.cases[self.ids[number]]
+        whole = torch.from_numpy(middle_of(case, net.layout.tile))[None]
+        part = net.layout.cut(whole, self.mesh.seq.index).to(self.mesh.device)
+        image = part.double() if self.config.precision == "fp64" else part
+        with autocast(self.config.precision, self.mesh.device):
+            rebuilt, hidden = net(image, None, DropoutKey(self.config.seed, STEP, (number,)))
+        if tiles is not None:
+            tiles.append(self._tile(net, case, whole, part, rebuilt, hidden))
+        return self.error.parts((rebuilt, hidden), part, net.loss_groups(None, 1)).total.double()
+
+    def _tile(
+        self, net: Net, case: PreparedCase, whole: Tensor, part: Tensor, rebuilt: Tensor, hidden: Tensor
+    ) -> RebuiltTile:
+        """Returns a tile, what was seen of it, and what it became: one channel, gathered from all ranks."""
+        patches = part.flatten(0, 1).index_select(0, hidden)
+        result = part.flatten(0, 1).clone()
+        result[hidden] = self.error.shown(rebuilt.to(part.dtype), patches)
+        is_hidden = torch.zeros(len(result), dtype=part.dtype, device=part.device)
+        is_hidden[hidden] = 1
+        rows = torch.stack([result[:, self.shown], is_hidden.view(-1, 1, 1, 1).expand_as(result[:, 0])], 1)[None]
+        counts, group = net.layout.counts, self.mesh.seq
+        together = all_gather(rows, group, 1, counts, "pictures").cpu()  # 1 n 2 p p p
+        image, mask = net.layout.join(together.split(counts, 1))[0].float().numpy()
+        spacing = case.properties.spacing
+        return RebuiltTile(case.id, whole[0, self.shown].numpy(), image, mask > 0, spacing)
+
+
+def middle_of(case: PreparedCase, tile: tuple[int, ...]) -> np.ndarray:
+    """Returns the tile ``c W D H`` in the middle of a case; outside of the case it is 0."""
+    image = case.image
+    first = [sum(position_bounds(extent, side)) // 2 for extent, side in zip(image.shape[1:], tile)]
+    return np.ascontiguousarray(read_box(image, first, tile, 0), np.float32)

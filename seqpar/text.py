@@ -1,0 +1,47 @@
+"""Words for people: counts with their noun, hours and minutes, the flag of a setting, time limits as Slurm writes them."""
+
+import math
+import re
+from collections.abc import Sequence
+
+
+def clock(seconds: float) -> str:
+    """Returns 1:02:03 or 2:03."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def quantity(number: int, noun: str, spec: str = "") -> str:
+    """Returns "1 rank", "2 ranks" or "2 batches".
+
+    - ``noun``: what is counted, in the singular
+    - ``spec``: of the number's format, such as "," for thousands
+    """
+    plural = "es" if noun.endswith("tch") else "s"
+    return f"{number:{spec}} {noun}{'' if number == 1 else plural}"
+
+
+def dashed(name: str) -> str:
+    """Returns a setting's name as it is written on the command line."""
+    return name.replace("_", "-")
+
+
+def shorten(sides: Sequence[int], by: str = " ") -> str:
+    """Returns the sides of a box in short: one number for a cube."""
+    return by.join(map(str, sides if len(set(sides)) > 1 else sides[:1]))
+
+
+def seconds(text: str) -> float:
+    """Returns a time limit in seconds: minutes, H:MM:SS or D-HH:MM:SS; infinity for none."""
+    if not text:
+        return math.inf
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text) * 60
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    if not match:
+        raise ValueError(f"--time-limit {text}: give minutes (110) or H:MM:SS (1:50:00)")
+    days, hours, minutes, rest = (int(piece or 0) for piece in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + rest)

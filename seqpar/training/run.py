@@ -1,0 +1,87 @@
+"""One run from start to end on this rank, lesson by lesson; and its dry run."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.torch_setup import computes_again, keep_memory, no_compiler
+from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.rendezvous import check_seqpar
+from seqpar.planner.answer import rehearsal
+from seqpar.planner.auto_settings import plan_here
+from seqpar.planner.feasibility import refuse_lonely
+from seqpar.planner.pipe_here import plan_pipe_here
+from seqpar.runs.run_status import Status, warn_if_killed
+from seqpar.settings.config import Config
+from seqpar.settings.curriculum import Lesson, lesson_at
+from seqpar.tasks.tasks import task_of
+from seqpar.tasks.training_data import TrainingData
+from seqpar.training.open_settings import sizes_of
+from seqpar.training.run_request import RunRequest
+from seqpar.training.setup import first_lines, make_trainer
+from seqpar.weights import checkpoint
+
+
+def dry_run(request: RunRequest, launcher: Launcher) -> int:
+    """Prints what would run, by the headers of the data; allocates and writes nothing, and needs no other rank."""
+    config = request.config
+    num_ranks = max(launcher.world, config.group_ranks)
+    check_seqpar(config.seqpar, num_ranks, config.pipe)
+    refuse_lonely(config, num_ranks)
+    assert request.fingerprint is not None
+    if launcher.rank == 0:
+        task = task_of(config)
+        data, sizes = task.describe(request.fingerprint, config), sizes_of(request.fingerprint, config)
+        here = replace(launcher, world=num_ranks)
+        warn_if_killed(*[Path(config.out)] * bool(config.out))
+        print(first_lines(request, here))
+        for lesson in request.lessons:
+            own, stages = lesson.config, list[str]()
+            if own.pipe > 1:
+                plan, stages = plan_pipe_here(own, here, *sizes)
+            else:
+                plan = plan_here(own, here, *sizes)
+            print(rehearsal(own, plan, *sizes, data, len(lesson.steps), stages))
+        if advice := task.advice(request.fingerprint, config, request.flags, request.preset):
+            print(advice)
+    return 0
+
+
+def run_lessons(request: RunRequest, mesh: Mesh, data: TrainingData, status: Status, stopper: Stopper) -> bool:
+    """Returns whether the run finished; else all ranks left it, and it can be resumed.
+
+    A lesson begins from the checkpoint that the one before it left, as a resumed run does. So what a run becomes does
+    not depend on where it was interrupted.
+    """
+    if mesh.device.type == "cpu":
+        keep_memory()
+    saved = _find(status, mesh) if request.config.resume else None
+    number = lesson_at(request.config, checkpoint.read_progress(saved).step) if saved else 0
+    is_first = True
+    while True:
+        lesson = request.lessons[number]
+        with _compiler(lesson.config):
+            trainer = make_trainer(request, mesh, _tiles_of(lesson, data), status, number, saved, is_first)
+            if not trainer.run(stopper):
+                return False
+        number, is_first = number + 1, False
+        if number == len(request.lessons):
+            return True
+        saved = _find(status, mesh)
+        mesh.set_timeout(request.config.start_timeout)  # another tile: everything runs for the first time again
+
+
+def _compiler(config: Config) -> AbstractContextManager[None]:
+    """Returns a context without torch's compiler, or with it where the run may ask for it."""
+    return nullcontext() if config.compile or config.shard_weights or computes_again(config) else no_compiler()
+
+
+def _tiles_of(lesson: Lesson, data: TrainingData) -> TrainingData:
+    """Returns the data with tiles of the lesson's size and places."""
+    return data.with_tiles(replace(lesson.config, foreground=lesson.foreground))
+
+
+def _find(status: Status, mesh: Mesh) -> Path | None:
+    return checkpoint.find_together(status.path.parent / "checkpoints", mesh.world)

@@ -1,0 +1,254 @@
+"""Reads and writes files of weights without running anything in them; renames and loads state dicts."""
+
+import hashlib
+import logging
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load, load_file, save_file
+from torch import Tensor, nn
+
+from seqpar.data.errors import DataError
+from seqpar.data.files import whole_file
+from seqpar.vit.tokens import resize_positions
+from seqpar.weights.facts import as_metadata
+
+_SCALARS = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")  # of numpy 2; of numpy 1
+
+
+class _NumberType:
+    """Stands for a number type of numpy's."""
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+def _no_scalar(*arguments: Any) -> None:
+    """Stands for the function that makes a scalar of numpy's."""
+
+
+def load_torch(path: str | Path, mapped: bool = False) -> Any:
+    """Returns what ``torch.save`` wrote: tensors, containers, numbers and text; anything else is refused.
+
+    - ``mapped``: tensors are read from the file when they are used, where it is an archive, as all newer ones are
+    """
+    stubs = [(_NumberType, "numpy.dtype"), *((_no_scalar, name) for name in _SCALARS)]
+    with torch.serialization.safe_globals(stubs):  # type: ignore[arg-type]
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
+
+
+log = logging.getLogger(__name__)
+State = dict[str, Tensor]
+ARCHIVED = "model.safetensors"  # the weights in an exported run
+NESTS = ("state_dict", "model_state_dict", "network_weights", "model", "net")
+_COMPILED = r"_orig_mod|_fsdp_wrapped_module"
+_WRAPPERS = re.compile(rf"^((module|backbone|model|net|network|{_COMPILED})\.)+|\b({_COMPILED})\.")
+
+
+def read_weights(path: str | Path) -> State:
+    """Returns the state dict in a safetensors or torch file, or an exported run; never runs code in the file."""
+    return unwrap(_read(Path(path)))
+
+
+def checkpoint_of(source: Mapping[str, Any] | str | Path, mapped: bool = False) -> Mapping[str, Any]:
+    """Returns a checkpoint, given itself or as the path of its file; for ``mapped`` see ``load_torch``."""
+    if isinstance(source, (str, Path)):
+        return _read(Path(source), mapped)
+    if not isinstance(source, Mapping):
+        kind = type(source).__name__
+        hint = "its state_dict()" if isinstance(source, nn.Module) else "one of these"
+        raise ValueError(
+            f"weights are a state dict or the path of a file, and what came is of type {kind}: give {hint}"
+        )
+    return source
+
+
+def recorded_heads(checkpoint: Mapping[str, Any]) -> int | None:
+    """Returns the number of attention heads among a checkpoint's hyperparameters, None where they do not tell."""
+    hyper_parameters = checkpoint.get("hyper_parameters")  # where Lightning keeps them
+    heads = hyper_parameters.get("num_heads") if isinstance(hyper_parameters, Mapping) else None
+    return heads if isinstance(heads, int) else None
+
+
+def _read(path: Path, mapped: bool = False) -> Mapping[str, Any]:
+    """Returns what a file of weights holds."""
+    if not path.is_file():
+        raise DataError(path, "no such file; give a safetensors or torch file of weights")
+    with path.open("rb") as file:
+        head = file.read(9)
+    if head and not (head[8:] == b"{" or head.startswith((b"PK", b"\x80"))):
+        raise DataError(path, "it is no file of weights; give a safetensors or torch file of weights")
+    try:
+        if head[8:] == b"{" and not head.startswith(b"PK"):
+            return load_file(path)
+        if zipfile.is_zipfile(path):  # torch's own files are archives too
+            with zipfile.ZipFile(path) as archive:
+                if ARCHIVED in archive.namelist():
+                    return load(archive.read(ARCHIVED))
+        content = load_torch(path, mapped)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))  # torch's own advice is to run what the file holds
+        others = named[1] if named else "objects of other kinds"
+        raise DataError(
+            path, f"it holds more than tensors ({others}); save only its state_dict, and read that file"
+        ) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file is read as far as it makes sense
+        raise DataError(path, f"it cannot be read as weights ({_first_line(error)}); it may be cut off") from error
+    if not isinstance(content, Mapping):
+        raise DataError(path, f"it holds a {type(content).__name__}; a state dict is needed")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def write_weights(path: str | Path, net: nn.Module | State, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Writes weights as safetensors; if anything fails, an older file stays as it was.
+
+    - ``net``: a network or a state dict
+    - ``settings``: with which the network was built; one of a run knows them. The file tells of them what shapes do not
+    """
+    path = Path(path)
+    state = net.state_dict() if isinstance(net, nn.Module) else net
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+    with whole_file(path) as temporary:
+        save_file(tensors, temporary, metadata=as_metadata(settings or getattr(net, "settings", {})))
+
+
+def unwrap(state: Mapping[str, Any]) -> State:
+    """Returns the tensors of a checkpoint, taken out of its nested dict and without the prefixes of wrappers."""
+    nest = next((name for name in NESTS if isinstance(state.get(name), Mapping)), None)
+    if nest is not None:
+        return unwrap(state[nest])
+    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if others or not state:
+        raise ValueError(
+            f"the checkpoint holds {listed(others) or 'nothing'} besides tensors; give a state dict, or a "
+            f"checkpoint with one under {', '.join(NESTS)}"
+        )
+    bare: State = {}
+    for name, tensor in state.items():
+        short = _WRAPPERS.sub("", name)
+        if short in bare:
+            raise ValueError(
+                f"without prefixes, {name} and another key are both {short}: give the weights of one network"
+            )
+        bare[short] = tensor
+    return bare
+
+
+def listed(names: Iterable[str], most: int = 12) -> str:
+    """Returns at most ``most`` names in a line, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def weight_and_bias(theirs: str, ours: str) -> dict[str, str]:
+    """Returns a mapping from their names of a layer's weight and bias to ours."""
+    return {f"{theirs}.{kind}": f"{ours}.{kind}" for kind in ("weight", "bias")}
+
+
+def last_number(state: State, prefix: str) -> int:
+    """Returns the highest number after ``prefix`` (a regular expression) in the keys, -1 where there is none."""
+    matches = (re.match(rf"{prefix}(\d+)\.", name) for name in state)
+    return max((int(match[1]) for match in matches if match), default=-1)
+
+
+def drop(state: State, dead: Iterable[str], why: str) -> State:
+    """Returns the state without the keys in ``dead``, and logs which it dropped and why."""
+    dead = set(dead)
+    if dead:
+        log.info("%d keys dropped, %s: %s", len(dead), why, listed(sorted(dead)))
+    return {name: tensor for name, tensor in state.items() if name not in dead}
+
+
+def rename(state: State, names: Mapping[str, str], what: str) -> State:
+    """Returns the state under our names; raises unless its keys are exactly those of ``names``.
+
+    - ``names``: their names -> ours
+    - ``what``: whose weights these should be, for the message
+    """
+    unknown = [name for name in state if name not in names]
+    missing = [name for name in names if name not in state]
+    if unknown or missing:
+        faults = [f"{word}: {listed(keys)}" for word, keys in (("unknown", unknown), ("missing", missing)) if keys]
+        raise ValueError(f"these are not weights of {what}; {'; '.join(faults)}")
+    return {names[theirs]: tensor for theirs, tensor in state.items()}
+
+
+def fill(net: nn.Module, state: State) -> None:
+    """Loads the state into the network; raises if a key or shape differs.
+
+    The network takes the state's precision, but at least float32.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
+    faults = [f"{name} is unknown" for name in state if name not in shapes]
+    faults += [f"{name} is missing" for name in shapes if name not in state]
+    faults += [
+        f"{name} is {tuple(state[name].shape)}, not {shape}"
+        for name, shape in shapes.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
+    if faults:
+        raise ValueError(f"the weights do not fit the network: {listed(faults)}")
+    net.to(reduce(torch.promote_types, (tensor.dtype for tensor in state.values()), torch.float32))
+    net.load_state_dict(state)
+
+
+def fit_positions(
+    table: Tensor, patch: Sequence[int], tile: Sequence[int], trained_tile: Sequence[int] | None
+) -> Tensor:
+    """Returns learned positions ``1 n e`` for the grid of ``tile``, resized where they were trained on another grid.
+
+    The table tells only their number. Its grid is that of ``trained_tile`` where one is named, else that of ``tile``
+    if the number fits, else a cube.
+    """
+    count = table.shape[1]
+    grid = [side // p for side, p in zip(tile, patch)]
+    edge = round(count ** (1 / len(grid)))
+    trained_grid = grid if trained_tile is None else [side // p for side, p in zip(trained_tile, patch)]
+    if trained_tile is None and torch.Size(grid).numel() != count:
+        trained_grid = [edge] * len(grid)
+    if len(trained_grid) != len(grid) or torch.Size(trained_grid).numel() != count:
+        raise ValueError(
+            f"the weights have {count} positions: neither those of tile {tuple(tile)} at patch {tuple(patch)} nor of "
+            f"{'a cube' if trained_tile is None else f'trained_tile {tuple(trained_tile)}'}; take the tile that they "
+            "were trained on (--tile), or name it to load_monai or load_primus as trained_tile="
+        )
+    if trained_grid != grid:
+        log.info("positions resized from a grid of %s to %s", tuple(trained_grid), tuple(grid))
+    return resize_positions(table, trained_grid, grid)
+
+
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor of a safetensors file."""
+    with safe_open(path, "pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a file one by one, so that no rank holds all of them."""
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
+
+
+def digest(path: Path) -> str:
+    """Returns a hash of a file's bytes."""
+    bytes_hash = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            bytes_hash.update(block)
+    return bytes_hash.hexdigest()
