@@ -13,7 +13,7 @@ from seqpar.decoders.decoder import DecoderCell, Sizes, run_cells, strides
 from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
-from seqpar.spatial.memory_format import for_convolutions
+from seqpar.spatial.memory_format import in_fastest_format
 from seqpar.spatial.norms import InstanceNorm3d
 from seqpar.spatial.pooling import Upsample
 
@@ -70,7 +70,7 @@ class PlainDecoder(nn.Module):
         ]
 
     def _double(self, stage: int, value: Value) -> Value:
-        x, grid = self.convs[stage](for_convolutions(value[0]), value[1])
+        x, grid = self.convs[stage](in_fastest_format(value[0]), value[1])
         x, grid = self.norms[stage](x, grid)
         x = F.leaky_relu(x, 0.01)
         if stage == len(self.convs) - 1:

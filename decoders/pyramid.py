@@ -14,7 +14,7 @@ from seqpar.decoders.unetr import ResBlock, Stage
 from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
-from seqpar.spatial.memory_format import for_convolutions
+from seqpar.spatial.memory_format import in_fastest_format
 from seqpar.vit.token_merging import join_cubes
 
 
@@ -81,7 +81,9 @@ class PyramidDecoder(nn.Module):
         if joined is not None and stage >= 0:
             tokens, grid = joined
             merges = self.num_features - 1 - stage
-            skip, _ = self.skips[stage](for_convolutions(join_cubes(tokens, merges)), grid and grid.scaled(1 << merges))
+            skip, _ = self.skips[stage](
+                in_fastest_format(join_cubes(tokens, merges)), grid and grid.scaled(1 << merges)
+            )
         elif joined is not None:
-            skip, _ = self.stem(for_convolutions(joined[0]), joined[1])
-        return self.ups[number](for_convolutions(value[0]), skip, value[1])  # type: ignore[no-any-return]
+            skip, _ = self.stem(in_fastest_format(joined[0]), joined[1])
+        return self.ups[number](in_fastest_format(value[0]), skip, value[1])  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.attention.head_exchange import exchange_heads
+from seqpar.attention.head_exchange import attend_by_head_exchange
 from seqpar.decoders.unets.architecture import ONE, Style, Three
 from seqpar.decoders.unets.unet_blocks import ConvBlock, activate, init_weights
 from seqpar.parallel.layout import Bounds
@@ -23,7 +23,7 @@ from seqpar.parallel.mesh import Group
 from seqpar.pipeline.cells import CellList, CellNet, Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
-from seqpar.spatial.memory_format import for_convolutions
+from seqpar.spatial.memory_format import in_fastest_format
 from seqpar.spatial.pooling import GlobalMean, MaxPool3d
 from seqpar.spatial.receptive_field import sliding_reach
 
@@ -77,7 +77,7 @@ class ResAttNet(CellNet):
 
     def on_boxes(self, image: Tensor, grid: BoxGrid | None, outputs: Sequence[int] | None = None) -> list[Value]:
         """Returns the logits ``b k 1 1 1`` of this rank's boxes of images, or the outputs of other cells."""
-        return self.run(for_convolutions(image), grid, outputs)
+        return self.run(in_fastest_format(image), grid, outputs)
 
 
 def refuse_cut(edges: Sequence[Bounds]) -> None:
@@ -130,7 +130,9 @@ class VoxelAttention(nn.Module):
         same = [rearrange(t, "b f n -> b n 1 f").expand(-1, -1, NARROW, -1) for t in (query, key)]
         qkv = torch.stack([*same, rearrange(value, "b (a f) n -> b n a f", a=NARROW)], 2)  # b n/s 3 a f
         group, counts = (Group("self"), [x[0, 0].numel()]) if grid is None else (grid.group, voxels_of_boxes(grid))
-        attended = rearrange(exchange_heads(qkv, group, counts), "b n a f -> b (a f) n").unflatten(2, x.shape[2:])
+        attended = rearrange(attend_by_head_exchange(qkv, group, counts), "b n a f -> b (a f) n").unflatten(
+            2, x.shape[2:]
+        )
         return x + self.weight * self.out(attended, grid)[0], grid
 
 

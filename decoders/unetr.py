@@ -14,13 +14,13 @@ from seqpar.decoders.decoder import DecoderCell, Sizes, Stride, run_cells, strid
 from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
-from seqpar.spatial.memory_format import for_convolutions
+from seqpar.spatial.memory_format import in_fastest_format
 from seqpar.spatial.norm_activation import NormedActivation
 
 SKIPS = ("monai", "paper")
 
 
-def taps(depth: int, patch: Sequence[int], skips: str = "monai") -> tuple[int, ...]:
+def skip_blocks(depth: int, patch: Sequence[int], skips: str = "monai") -> tuple[int, ...]:
     """Returns the middle blocks, counted from 0, whose outputs the decoder takes as skips, the finest level first.
 
     ``paper``: after each L-th of the depth, rounded up (z3, z6, z9 for 12 blocks and patch 16). ``monai``: one block
@@ -126,7 +126,7 @@ class UnetrDecoder(nn.Module):
     def of(cls, sizes: Sizes) -> "UnetrDecoder":
         """Returns the decoder of a run's sizes."""
         decoder = cls(sizes.in_channels, sizes.embed_dim, sizes.num_classes, sizes.patch, sizes.width)
-        decoder.taps = taps(sizes.depth, sizes.patch, sizes.skips)
+        decoder.taps = skip_blocks(sizes.depth, sizes.patch, sizes.skips)
         return decoder
 
     def forward(
@@ -153,6 +153,6 @@ class UnetrDecoder(nn.Module):
 
     def _join(self, level: int, value: Value, skip: Value) -> Value:
         """Returns the volume of a level, of that of the coarser one and of what the level's skip begins with."""
-        x, other = for_convolutions(value[0]), for_convolutions(skip[0])
+        x, other = in_fastest_format(value[0]), in_fastest_format(skip[0])
         branch = self.branches[level - 1] if level else self.stem
         return self.stages[self.num_features - 1 - level](x, branch(other, skip[1])[0], value[1])  # type: ignore

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.figures.encoder_figure import ENCODER_FIGURE
-from lab.figures.figure import Figure, Order, Results, config_of, every_run, runs_of
+from lab.figures.figure import Figure, FigureRequest, Results, every_run, runs_of
 from lab.figures.figure_files import write_figure
 from lab.figures.figure_plan import print_plan
 from lab.figures.length_figure import LENGTH_FIGURE
@@ -28,8 +28,8 @@ from seqpar.runs.sweep_folder import make_folder
 from seqpar.settings.command_line import Parser, parse
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.sweeps.one_by_one import OneByOne
-from seqpar.sweeps.planned_run import PlannedRun
-from seqpar.text import dashed, seconds
+from seqpar.sweeps.planned_run import PlannedRun, config_of
+from seqpar.text import flag_name, parse_duration
 
 LATER = (LENGTH_FIGURE, WINDOW_FIGURE, PRETRAINING_FIGURE, TILE_FIGURE, ENCODER_FIGURE)
 EVERY = (*PAPER_FIGURES, *QUESTION_FIGURES, *LATER)
@@ -44,7 +44,7 @@ def act(arguments: Sequence[str]) -> int:
     if options.list:
         print("\n".join(f"{figure.number:3}  {figure.shows}" for figure in FIGURES.values()))
         return 0
-    order = Order(options.scale, _typed(rest), options.seeds, options.groups)
+    order = FigureRequest(options.scale, _typed(rest), options.seeds, options.groups)
     planned = {figure.number: runs_of(figure, order, SCALES) for figure in figures}
     for run in {run.name: run for number in planned for run in every_run(planned[number])}.values():
         config_of(run)
@@ -52,7 +52,7 @@ def act(arguments: Sequence[str]) -> int:
         print_plan(planned, options.out / "runs")
         return 0
     make_folder(options.out)
-    engine, codes = OneByOne(until=time.monotonic() + seconds(options.time_limit)), list[int]()
+    engine, codes = OneByOne(until=time.monotonic() + parse_duration(options.time_limit)), list[int]()
     for figure in figures:
         runs = planned[figure.number]
         print(f"figure {figure.number}: {figure.shows}", flush=True)
@@ -107,7 +107,7 @@ def _typed(rest: Sequence[str]) -> dict[str, Any]:
         raise ValueError("--preset: --scale says what the figures' runs begin with; leave it out")
     _, config, names = parse(rest, "paper", NETWORK_NAMES, tuple(_parser()._option_string_actions))
     if own := sorted(names.intersection(OF_ONE_RUN)):
-        raise ValueError(f"--{dashed(own[0])} belongs to a single run, and each figure has several: leave it out")
+        raise ValueError(f"--{flag_name(own[0])} belongs to a single run, and each figure has several: leave it out")
     if config.fold == ALL_FOLDS:
         raise ValueError(f"--fold {ALL_FOLDS} is five runs, and a curve of a figure is one: name a fold")
     typed = {name: getattr(config, name) for name in sorted(names)}

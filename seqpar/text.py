@@ -1,4 +1,4 @@
-"""Words for people: counts with their noun, hours and minutes, the flag of a setting, time limits as Slurm writes them."""
+"""Words for people: counts with their noun, durations, the flag of a setting, time limits as Slurm writes them."""
 
 import math
 import re
@@ -24,17 +24,17 @@ def quantity(number: int, noun: str, spec: str = "") -> str:
     return f"{number:{spec}} {noun}{'' if number == 1 else plural}"
 
 
-def dashed(name: str) -> str:
+def flag_name(name: str) -> str:
     """Returns a setting's name as it is written on the command line."""
     return name.replace("_", "-")
 
 
-def shorten(sides: Sequence[int], by: str = " ") -> str:
+def format_sides(sides: Sequence[int], by: str = " ") -> str:
     """Returns the sides of a box in short: one number for a cube."""
     return by.join(map(str, sides if len(set(sides)) > 1 else sides[:1]))
 
 
-def seconds(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Returns a time limit in seconds: minutes, H:MM:SS or D-HH:MM:SS; infinity for none."""
     if not text:
         return math.inf

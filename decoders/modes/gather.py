@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from seqpar.decoders.modes.mode import concat_blocks, split_blocks, with_peers
+from seqpar.decoders.modes.mode import concat_blocks, groups_with_peers, split_blocks
 from seqpar.losses import LossGroups
 from seqpar.parallel.collectives import gather
 from seqpar.parallel.layout import Layout
@@ -51,4 +51,4 @@ class Gather:
 
     def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
         """Returns ``data`` alone: each rank of a sequence group has the whole tile."""
-        return LossGroups(samples=with_peers(data))
+        return LossGroups(samples=groups_with_peers(data))

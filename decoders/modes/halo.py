@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from seqpar.decoders.modes.mode import concat_blocks, join_patches, split_blocks, with_peers
+from seqpar.decoders.modes.mode import concat_blocks, groups_with_peers, join_patches, split_blocks
 from seqpar.losses import LossGroups
-from seqpar.parallel.device_constants import table
+from seqpar.parallel.device_constants import cached
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import AnyGroup, Group
-from seqpar.parallel.remaps import Remap, plan_remap, remap
+from seqpar.parallel.remaps import Remap, make_remap, remap
 from seqpar.spatial.box_grid import BoxGrid
 
 
@@ -54,7 +54,7 @@ class Halo:
 
     def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
         """Returns the sequence group for sums over voxels, and ``data`` for sums over samples."""
-        return LossGroups(voxels=self.group, samples=with_peers(data))
+        return LossGroups(voxels=self.group, samples=groups_with_peers(data))
 
     def _move(self, rows: Tensor, layout: Layout, kind: str) -> Tensor:
         """Returns the rows ``b n/s ...`` of this rank's box."""
@@ -74,6 +74,6 @@ def _boxed(layout: Layout) -> Layout:
         ) from None
 
 
-@table(16)
+@cached(16)
 def _plan_to_boxes(layout: Layout, index: int) -> Remap:
-    return plan_remap(layout.all_ids, _boxed(layout).all_ids, index)
+    return make_remap(layout.all_ids, _boxed(layout).all_ids, index)

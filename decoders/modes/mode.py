@@ -48,7 +48,7 @@ class Mode(Protocol):
         """Returns over which ranks the loss sums; ``data``: the group whose ranks have other tiles."""
 
 
-def with_peers(*groups: AnyGroup | None) -> tuple[Group, ...]:
+def groups_with_peers(*groups: AnyGroup | None) -> tuple[Group, ...]:
     """Returns those groups that have more than one rank."""
     return tuple(group for group in map(as_group, groups) if group.size > 1)
 

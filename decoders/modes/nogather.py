@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from seqpar.decoders.modes.mode import join_patches, with_peers
+from seqpar.decoders.modes.mode import groups_with_peers, join_patches
 from seqpar.losses import LossGroups
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import AnyGroup, Group
@@ -49,7 +49,7 @@ class NoGather:
 
     def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
         """Returns ``data`` alone: no sum runs over the other parts of the tile."""
-        return LossGroups(samples=with_peers(data))
+        return LossGroups(samples=groups_with_peers(data))
 
     def _sides(self, layout: Layout) -> tuple[int, ...]:
         return tuple(high - low for low, high in layout.box(self.group.index))

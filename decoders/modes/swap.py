@@ -10,12 +10,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from seqpar.decoders.modes.mode import concat_blocks, join_patches, split_blocks, with_peers
+from seqpar.decoders.modes.mode import concat_blocks, groups_with_peers, join_patches, split_blocks
 from seqpar.losses import LossGroups
-from seqpar.parallel.device_constants import table
+from seqpar.parallel.device_constants import cached
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import AnyGroup, Group
-from seqpar.parallel.remaps import Remap, plan_remap, remap
+from seqpar.parallel.remaps import Remap, make_remap, remap
 
 
 class Swap:
@@ -59,7 +59,7 @@ class Swap:
 
     def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
         """Returns the sequence group and ``data`` for sums over samples."""
-        return LossGroups(samples=with_peers(self.group, data))
+        return LossGroups(samples=groups_with_peers(self.group, data))
 
     def _move(self, rows: Tensor, layout: Layout, kind: str) -> Tensor:
         """Returns ``b/s n ...``, tokens in raster order, of ``b n/s ...``."""
@@ -69,10 +69,10 @@ class Swap:
         return rearrange(moved, "(b n) ... -> b n ...", n=layout.num_tokens)
 
 
-@table(16)
+@cached(16)
 def _plan_to_samples(layout: Layout, batch: int, index: int) -> Remap:
     """Returns the move from this rank's tokens of all samples to all tokens of its samples, rows ``(b n)``."""
     first = torch.arange(batch)[:, None] * layout.num_tokens  # the number of each sample's first token
     sources = [(first + ids).flatten() for ids in layout.all_ids]
     targets = torch.arange(batch * layout.num_tokens).chunk(layout.num_ranks)
-    return plan_remap(sources, targets, index)
+    return make_remap(sources, targets, index)

@@ -47,7 +47,7 @@ def topology(tile: Sequence[int], spacing: Sequence[float] = (1, 1, 1)) -> tuple
     return (*kernels, three(3)), tuple(strides)
 
 
-def planned(
+def architecture_of_stages(
     in_channels: int,
     num_outputs: int,
     kernels: Sequence[Three],
@@ -87,7 +87,7 @@ def nnunet(
     - ``residual``: its ResidualEncoderUNet, else its PlainConvUNet
     """
     stages = topology(three(tile), spacing)
-    return network(planned(in_channels, num_outputs, *stages, residual, features), deep_supervision)
+    return network(architecture_of_stages(in_channels, num_outputs, *stages, residual, features), deep_supervision)
 
 
 def network(architecture: Architecture, deep_supervision: bool = False) -> UNet:

@@ -10,7 +10,7 @@ from seqpar.decoders.unets.unet_blocks import ConvBlock, ResidualBlock, SqueezeE
 from seqpar.pipeline.cells import CellList, CellNet, Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d
-from seqpar.spatial.memory_format import for_convolutions
+from seqpar.spatial.memory_format import in_fastest_format
 from seqpar.spatial.pooling import MaxPool3d
 
 
@@ -47,7 +47,7 @@ class UNet(CellNet):
         if grid is not None:
             self.architecture.refuse_cut(grid.edges)
         outputs = self.outputs if self.training else self.outputs[:1]
-        return self.run(for_convolutions(image), grid, outputs)
+        return self.run(in_fastest_format(image), grid, outputs)
 
     @property
     def output_scales(self) -> tuple[Three, ...]:

@@ -16,10 +16,10 @@ from seqpar.pipeline.cells import Value
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.convolution import Conv3d, ConvTranspose3d
 from seqpar.spatial.halos import Halos
-from seqpar.spatial.memory_format import for_convolutions
+from seqpar.spatial.memory_format import in_fastest_format
 from seqpar.spatial.norms import BatchNorm3d, GroupNorm, InstanceNorm3d
 from seqpar.spatial.pooling import AvgPool3d, GlobalMean, Upsample
-from seqpar.spatial.receptive_field import Reach
+from seqpar.spatial.receptive_field import ReceptiveField
 
 
 class LastAxisNorm(nn.Module):
@@ -110,10 +110,10 @@ class ConvBlock(nn.Module):
     def forward(self, x: Tensor, grid: BoxGrid | None = None, skip: Value | None = None) -> Value:
         """Returns the block's output and its box grid; a ``skip`` lies behind the channels of ``x``."""
         if skip is not None:
-            x, grid = joined(x, grid, skip)
+            x, grid = concat_skip(x, grid, skip)
         x, grid = self.conv(x, grid)
         if self.conv.in_channels == 1:  # a single channel lies in no order that the convolution could have kept
-            x = for_convolutions(x)
+            x = in_fastest_format(x)
         leak = self.style.leak if self.activates else None
         if self.norm is not None:
             x, grid = self.norm(x, grid, leak)
@@ -233,19 +233,19 @@ class Up(nn.Module):
         return (activate(x, self.style) if self.activates else x), grid
 
 
-def joined(x: Tensor, grid: BoxGrid | None, skip: Value) -> Value:
+def concat_skip(x: Tensor, grid: BoxGrid | None, skip: Value) -> Value:
     """Returns the channels of ``x`` and then those of a skip, on the skip's boxes."""
     other, other_grid = skip
-    return torch.cat([moved(x, grid, other_grid), other], 1), other_grid
+    return torch.cat([move_to_grid(x, grid, other_grid), other], 1), other_grid
 
 
-def moved(x: Tensor, grid: BoxGrid | None, to: BoxGrid | None) -> Tensor:
+def move_to_grid(x: Tensor, grid: BoxGrid | None, to: BoxGrid | None) -> Tensor:
     """Returns ``x`` on the boxes ``to`` of the same volume: where edges differ, voxels move to a neighbour."""
     if grid is None or to is None or grid.edges == to.edges:
         assert (grid is None) == (to is None)
         return x
     assert grid.extents == to.extents, (grid.extents, to.extents)
-    reaches = [Reach(edges, tuple(itertools.pairwise(edges))) for edges in to.edges]
+    reaches = [ReceptiveField(edges, tuple(itertools.pairwise(edges))) for edges in to.edges]
     return Halos.of(grid, reaches).fetch(x)
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.acceptance.check import Error, Outcome, Site, judged, relative
-from seqpar.attention.kernels import LONG, Kernel, kernels_of, pick
+from seqpar.attention.kernels import LONG, Kernel, kernel_for, kernels_of
 
 WIDTHS = (8, 24, 64, 96, 128)
 LENGTHS = ((64, 64), (37, 53), (129, 300), (512, 65), (65, LONG + 1))  # queries, keys
@@ -26,7 +26,7 @@ def check_kernels(site: Site) -> Outcome:
             for queries, keys in LENGTHS:
                 sizes = {"q": queries, "k": keys, "v": keys, "grad": queries}
                 tensors = {name: torch.randn(2, 3, n, width).to(site.device, dtype) for name, n in sizes.items()}
-                picked = pick(tensors["q"], width, keys)
+                picked = kernel_for(tensors["q"], width, keys)
                 others = kernels_of(tensors["q"], width) if keys >= LONG else ()
                 for kernel in (picked, *(other for other in others if other != picked)):
                     case = f"{str(dtype).removeprefix('torch.')} {kernel.name} width {width}, {queries} x {keys}"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from seqpar.losses import DiceCE
-from seqpar.models.build import NETWORKS, build
+from seqpar.models.build import NETWORKS, build_network
 from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
@@ -51,7 +51,7 @@ class SmallNetwork:
     """A network of a config with a batch for it, the same on any number of ranks."""
 
     def __init__(self, config: Config, group: Group, device: torch.device, dtype: torch.dtype) -> None:
-        self.net, self.group = build(config, CHANNELS, OUTPUTS, group), group
+        self.net, self.group = build_network(config, CHANNELS, OUTPUTS, group), group
         dice = torch.Generator().manual_seed(1)
         with torch.no_grad():  # norms that begin at 0 would hide what lies behind them
             for p in self.net.parameters():

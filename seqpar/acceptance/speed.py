@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from seqpar.acceptance.check import MEASURED, Outcome, Site
-from seqpar.attention.kernels import pick
+from seqpar.attention.kernels import kernel_for
 from seqpar.cluster.convolution_speed import time_convolutions
 from seqpar.cluster.devices import GIB, device_here
 from seqpar.losses import DiceCE
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.models.optimizer import make_optimizer
 from seqpar.parallel.mesh import Group
-from seqpar.planner.needs import Run, planned
+from seqpar.planner.needs import RunToPlan, plan_complete_config
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 
@@ -51,7 +51,7 @@ def measure_steps(site: Site) -> Outcome:
         config = replace(PRESETS[name](), batch=1, attention="gather-kv")
         if not site.on_gpu:
             config = replace(config, tile=(32, 32, 32), embed_dim=96, heads=4, depth=2, precision="fp32")
-        plan = planned(Run(config, device_here(site.device.type), CHANNELS, OUTPUTS), 1)
+        plan = plan_complete_config(RunToPlan(config, device_here(site.device.type), CHANNELS, OUTPUTS), 1)
         seconds, peak = _step(config, site)
         row = {"seconds": seconds, "mfu": plan.mfu * plan.step_seconds / seconds, "planned_gib": plan.total / GIB}
         figures[name] = row | ({"peak_gib": peak / GIB} if site.on_gpu else {})
@@ -69,7 +69,7 @@ def measure_steps(site: Site) -> Outcome:
 
 def _step(config: Config, site: Site) -> tuple[float, float]:
     """Returns the seconds of a training step, and the most bytes that torch held for it on a GPU."""
-    net = build(config, CHANNELS, OUTPUTS, Group("seq")).to(site.device)
+    net = build_network(config, CHANNELS, OUTPUTS, Group("seq")).to(site.device)
     optimizer, loss = make_optimizer(config, net), net.training_loss(DiceCE())
     image = torch.randn(1, CHANNELS, *config.tile, device=site.device)
     label = torch.zeros(1, *config.tile, dtype=torch.uint8, device=site.device)
@@ -98,7 +98,7 @@ def measure_attention(site: Site) -> Outcome:
     figures = dict[str, Any]()
     for name in KERNELS[: None if keys < 10000 else -1]:  # plain attention would hold all scores
         figures[name.lower()] = _by_backend(getattr(SDPBackend, name, None), (q, k, v, grad), site)
-    ours = pick(q, 64, keys)
+    ours = kernel_for(q, 64, keys)
 
     def in_chunks(size: int) -> None:
         for begin in range(0, heads, size):

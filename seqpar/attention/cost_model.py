@@ -62,7 +62,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Sent:
+class BytesSent:
     """Elements that a rank sends in one layer: inside, among the ranks that exchange heads, and across, in gathers."""
 
     inside_forward: int
@@ -79,19 +79,19 @@ class Sent:
         return self.inside_backward + self.across_backward
 
 
-def sent(strategy: Strategy, layer: Layer, rank: int, keep_kv: bool = False) -> Sent:
+def bytes_sent(strategy: Strategy, layer: Layer, rank: int, keep_kv: bool = False) -> BytesSent:
     """Returns what ``rank`` sends, exactly; with ``keep_kv`` the backward does not gather again."""
     ranks, inner, width = layer.ranks, strategy.inner, layer.head_width * layer.batch
     own, tokens, again = layer.sizes[rank], sum(layer.sizes), 0 if keep_kv else 1
     if strategy.name == "gather-x":
         gather, reduce = own * (ranks - 1), tokens - own
-        return Sent(0, gather * layer.heads * width, 0, (again * gather + reduce) * layer.heads * width)
+        return BytesSent(0, gather * layer.heads * width, 0, (again * gather + reduce) * layer.heads * width)
     first, place = rank - rank % inner, rank % inner
     near = sum(layer.sizes[first : first + inner])
     heads = layer.heads // inner + (place < layer.heads % inner)
     to_heads, to_tokens = own * (layer.heads - heads), (near - own) * heads
     gather, reduce = 2 * near * heads * (ranks // inner - 1), 2 * (tokens - near) * heads
-    return Sent(
+    return BytesSent(
         (3 * to_heads + to_tokens) * width,
         gather * width,
         (to_heads + 3 * to_tokens) * width,
@@ -143,7 +143,7 @@ def cost(strategy: Strategy, layer: Layer, machine: Machine, keep_kv: bool = Fal
         messages, chunks = gathers * (layer.ranks - 1), 1  # nothing travels under attention
     else:
         messages = chunks * (4 * (inner - 1) + gathers * (across - 1))
-    amounts = [sent(strategy, layer, rank, keep_kv) for rank in range(layer.ranks)]
+    amounts = [bytes_sent(strategy, layer, rank, keep_kv) for rank in range(layer.ranks)]
     far = machine.far_bandwidth or machine.bandwidth
     inside = machine.bandwidth if inner <= machine.node else far
     outside = machine.bandwidth if layer.ranks <= machine.node else far
@@ -210,24 +210,24 @@ def memory_of(costs: Sequence[tuple[Cost, int]], recomputed: bool = False) -> in
     return sum(count * each.saved for each, count in costs) + max(each.transient for each, _ in costs)
 
 
-def choose(
+def fastest_strategy(
     layer: Layer, machine: Machine, keep_kv: bool = False, memory_left: float | None = None, depth: int = 1
 ) -> tuple[Strategy, tuple[str, ...]]:
     """Returns the quickest strategy whose ``depth`` layers fit the memory left, and why: a line for each candidate.
 
     Where none fits, the smallest is returned, and the first line says so.
     """
-    return choose_for([(layer, depth)], machine, keep_kv, memory_left)
+    return fastest_strategy_of_model([(layer, depth)], machine, keep_kv, memory_left)
 
 
-def choose_for(
+def fastest_strategy_of_model(
     layers: Sequence[tuple[Layer, int]],
     machine: Machine,
     keep_kv: bool = False,
     memory_left: float | None = None,
     recomputed: bool = False,
 ) -> tuple[Strategy, tuple[str, ...]]:
-    """Returns what ``choose`` does for layers of several sizes, of which all have one strategy.
+    """Returns what ``fastest_strategy`` does for layers of several sizes, of which all have one strategy.
 
     - ``layers``: each size, and how many layers have it
     - ``recomputed``: one layer at a time holds anything for the backward
@@ -263,6 +263,6 @@ def resolve(
 ) -> tuple[Strategy, tuple[str, ...]]:
     """Returns the strategy that a name stands for in this layer, "auto" being the quickest, and why it is this one."""
     if strategy == "auto":
-        return choose(layer, machine, keep_kv)
+        return fastest_strategy(layer, machine, keep_kv)
     strategy = check_strategy(str(strategy), layer.ranks, layer.heads, keep_kv)
     return strategy, (f"{strategy} was asked for",)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.attention.kernels import State, pick
+from seqpar.attention.kernels import State, kernel_for
 from seqpar.attention.partition import (
     ChunkBuffers,
     HeadPartition,
@@ -29,10 +29,10 @@ from seqpar.attention.partition import (
     tokens_first,
 )
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.messages import Coming
+from seqpar.parallel.messages import AwaitedTensor
 
 
-def exchange_heads(
+def attend_by_head_exchange(
     qkv: Tensor,
     group: Group,
     sizes: Sequence[int],
@@ -73,7 +73,7 @@ class _HeadExchange(Function):
         if rotary is not None:
             rotate_in_place(x, rotary)
         partition = HeadPartition(group, sizes, inner, x, per_chunk)
-        kernel, num_chunks = pick(qkv, partition.head_dim, sum(sizes)), partition.num_chunks
+        kernel, num_chunks = kernel_for(qkv, partition.head_dim, sum(sizes)), partition.num_chunks
         keep_kv = keep_kv and partition.across.size > 1  # else nothing is gathered
         is_kernels = partition.inside.size == 1 and num_chunks == 1  # what the kernel returns is this rank's output
         out = qkv.new_empty((0 if is_kernels else len(qkv), qkv.shape[1], *qkv.shape[3:]))  # b n/s a f
@@ -128,7 +128,7 @@ class _HeadExchange(Function):
 
         grads = Prefetch(lambda at: partition.start_to_heads(dout, at), num_chunks)
         gathered = Prefetch(lambda at: partition.start_gather(part_of(at), at, buffers), num_chunks)
-        reducing: Coming[Tensor] | None = None
+        reducing: AwaitedTensor[Tensor] | None = None
         returning = _Returning(partition, dx)
         for at in range(num_chunks):
             grad_out = grads.take(at)
@@ -155,7 +155,7 @@ class _Returning:
     def __init__(self, partition: HeadPartition, x: Tensor) -> None:
         """``x``, ``n/s b m a f``, is where the chunks go."""
         self._partition, self._x = partition, x
-        self._under_way: Coming[None] | None = None
+        self._under_way: AwaitedTensor[None] | None = None
 
     def put(self, part: Tensor, chunk: int) -> None:
         """Starts the move of a chunk ``n/r b m c f``, then waits for the one before."""

@@ -2,8 +2,8 @@
 
 Legend: b batch, a heads, n queries, m keys, f features per head. A kernel's forward also returns what its backward
 needs beside q, k, v and the output (the log-sum-exp), so that a caller who keeps those can run the backward alone.
-``pick`` chooses: torch's kernels on the CPU and, in half precision or float32, on GPUs, by ``choose``. ``PLAIN`` is for
-everything else: its backward runs torch's public function again, under autograd.
+``kernel_for`` chooses: torch's kernels on the CPU and, in half precision or float32, on GPUs, by ``fastest_kernel``.
+``PLAIN`` is for everything else: its backward runs torch's public function again, under autograd.
 
 GPU kernels get q, k, v, the output and its gradient in one memory order, ``b n a f``: AMD's backward applies the
 strides of one of them to another.
@@ -64,19 +64,21 @@ def _as_asked() -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def pick(like: Tensor, head_dim: int, num_keys: int) -> Kernel:
+def kernel_for(like: Tensor, head_dim: int, num_keys: int) -> Kernel:
     """Returns the kernel for heads of this width on the device and in the precision of ``like``."""
     kind = like.device.type
     if kind != "cuda":
-        return choose(kind, (0, 0), (), head_dim, num_keys)
+        return fastest_kernel(kind, (0, 0), (), head_dim, num_keys)
     capability = torch.cuda.get_device_capability(like.device)
-    kernel = choose(kind, capability, _allowed(like, head_dim), head_dim, num_keys)
+    kernel = fastest_kernel(kind, capability, _allowed(like, head_dim), head_dim, num_keys)
     if kernel is FLASH_3:
         _take_flash_3()
     return kernel
 
 
-def choose(kind: str, capability: tuple[int, int], allowed: Collection[str], head_dim: int, num_keys: int) -> Kernel:
+def fastest_kernel(
+    kind: str, capability: tuple[int, int], allowed: Collection[str], head_dim: int, num_keys: int
+) -> Kernel:
     """Returns the quickest kernel of a device.
 
     Flash attention 3 is made for NVIDIA's 9.0 (Hopper); cuDNN's kernels gain there and later, on long sequences.

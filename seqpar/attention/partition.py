@@ -18,7 +18,7 @@ from torch import Tensor
 from seqpar.attention.strategies import choose_heads_per_chunk
 from seqpar.parallel.collectives import is_by_library, start_all_to_all, start_filling, start_reduce_scatter
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.messages import Coming, Pending, post
+from seqpar.parallel.messages import AwaitedTensor, Pending, post
 from seqpar.parallel.meta_tensors import device_type
 
 KIND = "attention"
@@ -38,10 +38,10 @@ class Rotary(Protocol):
 class Prefetch(Generic[Result]):
     """Results of chunks, each started one chunk before it is taken. Chunks are taken in order, from 0."""
 
-    def __init__(self, start: Callable[[int], Coming[Result]], num_chunks: int) -> None:
+    def __init__(self, start: Callable[[int], AwaitedTensor[Result]], num_chunks: int) -> None:
         """``start`` posts the messages of a chunk."""
         self._start, self._num_chunks = start, num_chunks
-        self._coming: Coming[Result] | None = None
+        self._coming: AwaitedTensor[Result] | None = None
 
     def take(self, chunk: int) -> Result:
         """Returns the result of a chunk; the next chunk's messages are posted before this one's are waited for."""
@@ -50,11 +50,11 @@ class Prefetch(Generic[Result]):
         return coming.wait()
 
 
-def arrived(result: Result) -> Coming[Result]:
-    return Coming(Pending((), ()), lambda: result)
+def wait_for_result(result: Result) -> AwaitedTensor[Result]:
+    return AwaitedTensor(Pending((), ()), lambda: result)
 
 
-def shares(count: int, places: int) -> list[int]:
+def split_evenly(count: int, places: int) -> list[int]:
     """Returns ``count`` things over places, the first ones taking one more where it does not divide."""
     return [count // places + (place < count % places) for place in range(places)]
 
@@ -90,7 +90,7 @@ class HeadPartition:
         self.across = group.part(range(group.index % inner, group.size, inner))
         self.tokens = list(sizes[first : first + inner])  # of each rank inside
         self.gathered = [sum(sizes[low : low + inner]) for low in range(0, group.size, inner)]  # of each rank across
-        self.heads = shares(heads, inner)  # of each rank inside
+        self.heads = split_evenly(heads, inner)  # of each rank inside
         if group.size == 1:
             per_chunk = heads
         elif per_chunk is None:
@@ -113,14 +113,14 @@ class HeadPartition:
         """Returns the heads that this rank attends in this chunk."""
         return self.slices(chunk)[self.inside.index]
 
-    def start_to_heads(self, x: Tensor, chunk: int) -> Coming[Tensor]:
+    def start_to_heads(self, x: Tensor, chunk: int) -> AwaitedTensor[Tensor]:
         """Starts the move of the chunk's heads to their ranks.
 
         Its result is ``n/r b m c f``, this rank's heads of the inside group's tokens, of ``x``, ``n/s b m a f``.
         """
         pieces = [x[:, :, :, heads] for heads in self.slices(chunk)]
         if self.inside.size == 1:
-            return arrived(pieces[0])
+            return wait_for_result(pieces[0])
         me = self.inside.index
         part = x.new_empty((sum(self.tokens), *pieces[me].shape[1:]))
         rows = part.split(self.tokens)
@@ -130,10 +130,10 @@ class HeadPartition:
             for piece, place in zip(pieces, flat.split(counts)):
                 place.view(piece.shape).copy_(piece)
             receive = [row.numel() for row in rows]
-            return Coming(start_all_to_all(flat, counts, part, receive, self.inside, KIND), lambda: part)
+            return AwaitedTensor(start_all_to_all(flat, counts, part, receive, self.inside, KIND), lambda: part)
         rows[me].copy_(pieces[me])
         sends = {q: pieces[q].contiguous() for q in self.inside.peers}
-        return Coming(post(sends, {q: rows[q] for q in self.inside.peers}, self.inside, KIND), lambda: part)
+        return AwaitedTensor(post(sends, {q: rows[q] for q in self.inside.peers}, self.inside, KIND), lambda: part)
 
     def new_part(self, x: Tensor, chunk: int) -> Tensor:
         """Returns where the chunk's ``n/r b m c f`` may be written so that ``start_to_tokens`` moves it into ``x``."""
@@ -142,10 +142,10 @@ class HeadPartition:
             return x[:, :, :, heads]
         return x.new_empty((sum(self.tokens), *x.shape[1:3], heads.stop - heads.start, self.head_dim))
 
-    def start_to_tokens(self, part: Tensor, x: Tensor, chunk: int) -> Coming[None]:
+    def start_to_tokens(self, part: Tensor, x: Tensor, chunk: int) -> AwaitedTensor[None]:
         """Starts the move of the chunk ``n/r b m c f`` into ``x``, ``n/s b m a f``: the adjoint of start_to_heads."""
         if self.inside.size == 1:
-            return arrived(None)  # new_part lies in x
+            return wait_for_result(None)  # new_part lies in x
         me, slices, rows = self.inside.index, self.slices(chunk), part.split(self.tokens)
         if is_by_library(x, self.inside):
             shapes = [x[:, :, :, heads].shape for heads in slices]
@@ -162,9 +162,11 @@ class HeadPartition:
             for q, piece in places.items():
                 x[:, :, :, slices[q]] = piece
 
-        return Coming(pending, write)
+        return AwaitedTensor(pending, write)
 
-    def start_gather(self, part: Tensor, chunk: int, buffers: ChunkBuffers | None) -> Coming[tuple[Tensor, Tensor]]:
+    def start_gather(
+        self, part: Tensor, chunk: int, buffers: ChunkBuffers | None
+    ) -> AwaitedTensor[tuple[Tensor, Tensor]]:
         """Starts the gather of a chunk's keys and values, of ``part``, ``n/r b 3 c f``.
 
         Its result is ``part`` and the whole keys and values ``n b 2 c f``. These lie in one of two buffers, in turn,
@@ -172,13 +174,15 @@ class HeadPartition:
         """
         pair = part[:, :, 1:]
         if self.across.size == 1:
-            return arrived((part, pair))
+            return wait_for_result((part, pair))
         shape = (sum(self.gathered), *pair.shape[1:])
         whole = part.new_empty(shape) if buffers is None else buffers.get(chunk % 2, shape)
         whole.split(self.gathered)[self.across.index].copy_(pair)
-        return Coming(start_filling(whole, self.across, self.gathered, KIND), lambda: (part, whole))
+        return AwaitedTensor(start_filling(whole, self.across, self.gathered, KIND), lambda: (part, whole))
 
-    def start_reduce(self, dq: Tensor, dk: Tensor, dv: Tensor, target: Tensor, buffers: ChunkBuffers) -> Coming[Tensor]:
+    def start_reduce(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, target: Tensor, buffers: ChunkBuffers
+    ) -> AwaitedTensor[Tensor]:
         """Starts the sum over ranks of the gradients ``b c n f`` of keys and values: the adjoint of start_gather.
 
         Its result is ``target``, ``n/r b 3 c f``, with queries, keys and values written. There is one buffer: the last
@@ -187,7 +191,7 @@ class HeadPartition:
         if self.across.size == 1:
             together = [rearrange(t, "b a n f -> b n a f") for t in (dq, dk, dv)]
             torch.stack(together, 2, out=rearrange(target, "n b m a f -> b n m a f"))
-            return arrived(target)
+            return wait_for_result(target)
         target[:, :, 0] = tokens_first(dq)
         rows = buffers.get(2, (sum(self.gathered), *target[:, :, 1:].shape[1:]))
         rows[:, :, 0], rows[:, :, 1] = tokens_first(dk), tokens_first(dv)
@@ -197,7 +201,7 @@ class HeadPartition:
             target[:, :, 1:] = summed.wait()
             return target
 
-        return Coming(Pending((), ()), write)
+        return AwaitedTensor(Pending((), ()), write)
 
 
 def heads_first(x: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.attention.head_exchange import exchange_heads
+from seqpar.attention.head_exchange import attend_by_head_exchange
 from seqpar.attention.partition import Rotary
 from seqpar.attention.strategies import Strategy
-from seqpar.attention.token_gather import gather_x
+from seqpar.attention.token_gather import attend_to_gathered_tokens
 from seqpar.attention.window_attention import Windows, attend_in_windows
-from seqpar.parallel.device_constants import table
+from seqpar.parallel.device_constants import cached
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.meta_tensors import autocast_dtype
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
             attended = self._gather_tokens(x, spread, rotary)
         else:
             how = self.strategy.inner, rotary, self.keep_kv, self.heads_per_chunk
-            attended = exchange_heads(self._project(x), self.group, spread, *how)
+            attended = attend_by_head_exchange(self._project(x), self.group, spread, *how)
         return self.proj(self.norm(rearrange(attended, "b n a f -> b n (a f)")))  # type: ignore[no-any-return]
 
     def _project(self, x: Tensor) -> Tensor:
@@ -96,10 +96,12 @@ class Attention(nn.Module):
         if dtype is not None:  # before the gather, as a linear layer would
             x = x.to(dtype)
             projection = tuple(t if t is None else t.to(dtype) for t in projection)  # type: ignore[assignment]
-        return gather_x(x, *projection, self.num_heads, self.group, sizes, rotary, self.keep_kv, self.heads_per_chunk)
+        return attend_to_gathered_tokens(
+            x, *projection, self.num_heads, self.group, sizes, rotary, self.keep_kv, self.heads_per_chunk
+        )
 
 
-@table(256)
+@cached(256)
 def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns zeros, made once, in the place of a bias."""
     return torch.zeros(size, dtype=dtype, device=device)

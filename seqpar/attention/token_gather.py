@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.attention.kernels import pick
+from seqpar.attention.kernels import kernel_for
 from seqpar.attention.partition import KIND, Rotary, heads_first, tokens_first
 from seqpar.attention.strategies import choose_heads_per_chunk
 from seqpar.parallel.collectives import start_all_gather, start_reduce_scatter
@@ -26,7 +26,7 @@ from seqpar.parallel.mesh import Group
 from seqpar.parallel.meta_tensors import device_type
 
 
-def gather_x(
+def attend_to_gathered_tokens(
     x: Tensor,
     weight: Tensor,
     q_bias: Tensor | None,
@@ -71,7 +71,7 @@ class _GatherX(Function):
         q = _queries(x, weight, q_bias, num_heads, rotary)
         out = x.new_empty((*x.shape[:2], num_heads, q.shape[3]))  # b n/s a f
         target = rearrange(out, "b n a f -> n b a f")
-        ctx.kernel = kernel = pick(q, q.shape[3], sum(sizes))
+        ctx.kernel = kernel = kernel_for(q, q.shape[3], sum(sizes))
         pending.wait()
         whole = whole.contiguous()
         states = []

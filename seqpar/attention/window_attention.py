@@ -21,21 +21,21 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.attention.kernels import State, pick
+from seqpar.attention.kernels import State, kernel_for
 from seqpar.attention.partition import Rotary
-from seqpar.parallel.halo_exchange import close_windows, open_windows
+from seqpar.parallel.halo_exchange import halo_exchange_adjoint, start_halo_exchange
 from seqpar.parallel.layout import Bounds, Layout
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.row_exchange import Interval
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.halos import Halos
-from seqpar.spatial.receptive_field import Reach
+from seqpar.spatial.receptive_field import ReceptiveField
 
 KIND = "windows"
 
 
 @dataclass(frozen=True)
-class Run:
+class WindowRow:
     """Windows of one shape that follow each other along a direction: this rank's queries of them, and their keys.
 
     - ``queries``: where they begin in the box, ``keys``: in the box with its windows
@@ -63,7 +63,7 @@ class Windows:
     order: Tensor
     back: Tensor
     sides: tuple[int, ...]
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[WindowRow, ...], ...]
 
     @classmethod
     def of(cls, layout: Layout, group: Group, side: int, is_shifted: bool, device: torch.device) -> "Windows":
@@ -80,7 +80,7 @@ class Windows:
         order = layout.token_ids(group.index, device).argsort()
         return cls(group, Halos.of(grid, reaches), order, order.argsort(), grid.sides, runs)
 
-    def blocks(self) -> list[tuple[Run, ...]]:
+    def blocks(self) -> list[tuple[WindowRow, ...]]:
         """Returns the runs of each block of windows of one shape, one run per direction."""
         return list(itertools.product(*self.runs))
 
@@ -92,10 +92,10 @@ def window_borders(extent: int, side: int, is_shifted: bool) -> Bounds:
     return 0, *range(side // 2 if is_shifted else side, extent, side), extent
 
 
-def _reach(edges: Bounds, borders: Bounds) -> Reach:
+def _reach(edges: Bounds, borders: Bounds) -> ReceptiveField:
     """Returns what each rank needs along a direction: all of the windows that touch its interval."""
     needed = tuple(_around(interval, borders) for interval in itertools.pairwise(edges))
-    return Reach(edges, needed, len(edges) == 2)
+    return ReceptiveField(edges, needed, len(edges) == 2)
 
 
 def _around(interval: Interval, borders: Bounds) -> Interval:
@@ -103,18 +103,18 @@ def _around(interval: Interval, borders: Bounds) -> Interval:
     return max(at for at in borders if at <= low), min(at for at in borders if at >= high)
 
 
-def _runs(interval: Interval, borders: Bounds) -> tuple[Run, ...]:
+def _runs(interval: Interval, borders: Bounds) -> tuple[WindowRow, ...]:
     """Returns the windows that touch a rank's interval, those that follow each other in one shape together."""
-    first, runs = _around(interval, borders)[0], list[Run]()
+    first, runs = _around(interval, borders)[0], list[WindowRow]()
     for low, high in itertools.pairwise(borders):
         begin, end = max(low, interval[0]), min(high, interval[1])
         if begin >= end:
             continue
         shape, last = (end - begin, high - low), runs[-1] if runs else None
         if last is not None and shape == (last.query_side, last.key_side):
-            runs[-1] = Run(last.queries, last.keys, last.count + 1, *shape)
+            runs[-1] = WindowRow(last.queries, last.keys, last.count + 1, *shape)
         else:
-            runs.append(Run(begin - interval[0], low - first, 1, *shape))
+            runs.append(WindowRow(begin - interval[0], low - first, 1, *shape))
     return tuple(runs)
 
 
@@ -141,7 +141,7 @@ class _WindowAttention(Function):
         out, states, kernels = torch.empty_like(q), list[State](), []
         for runs in windows.blocks():
             queries, keys, values = _block(q, pair, runs)
-            kernels.append(pick(qkv, qkv.shape[-1], keys.shape[2]))
+            kernels.append(kernel_for(qkv, qkv.shape[-1], keys.shape[2]))
             attended, state = kernels[-1].forward(queries, keys, values)
             _part_of(out, runs, of_keys=False).copy_(_as_grid(attended, runs, of_keys=False))
             states.append(state)
@@ -168,7 +168,7 @@ class _WindowAttention(Function):
             _part_of(dq, runs, of_keys=False).copy_(_as_grid(gradients[0], runs, of_keys=False))
             for number, each in enumerate(gradients[1:]):
                 _part_of(dpair, runs, of_keys=True)[..., number, :, :].copy_(_as_grid(each, runs, of_keys=True))
-        dpair = close_windows(dpair[:, None], windows.group, windows.halos.plans, KIND)[:, 0]
+        dpair = halo_exchange_adjoint(dpair[:, None], windows.group, windows.halos.plans, KIND)[:, 0]
         together = torch.cat([dq.unsqueeze(-3), dpair], -3)  # b w/s d/s h/s 3 a f
         dqkv = together.flatten(1, len(windows.sides)).index_select(1, windows.back)
         if rotary is not None:
@@ -184,10 +184,10 @@ def _in_box(qkv: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
 
 def _open(pair: Tensor, windows: Windows) -> Tensor:
     """Returns keys and values ``b w+ d+ h+ 2 a f`` of all windows that touch the box."""
-    return open_windows(pair[:, None], windows.group, windows.halos.plans, KIND)[:, 0]
+    return start_halo_exchange(pair[:, None], windows.group, windows.halos.plans, KIND)[:, 0]
 
 
-def _part_of(grid: Tensor, runs: Sequence[Run], of_keys: bool) -> Tensor:
+def _part_of(grid: Tensor, runs: Sequence[WindowRow], of_keys: bool) -> Tensor:
     """Returns the part of a grid ``b w d h ...`` that a block of windows has of it, a view."""
     for at, run in enumerate(runs):
         begin, side = (run.keys, run.key_side) if of_keys else (run.queries, run.query_side)
@@ -195,7 +195,7 @@ def _part_of(grid: Tensor, runs: Sequence[Run], of_keys: bool) -> Tensor:
     return grid
 
 
-def _as_rows(part: Tensor, runs: Sequence[Run], of_keys: bool) -> Tensor:
+def _as_rows(part: Tensor, runs: Sequence[WindowRow], of_keys: bool) -> Tensor:
     """Returns the windows ``(b p) a m f`` of a part ``b w d h a f``; m: tokens of a window."""
     count = len(runs)
     for at in reversed(range(count)):
@@ -206,7 +206,7 @@ def _as_rows(part: Tensor, runs: Sequence[Run], of_keys: bool) -> Tensor:
     return windows.flatten(2 + count, 1 + 2 * count).flatten(0, count)
 
 
-def _as_grid(rows: Tensor, runs: Sequence[Run], of_keys: bool) -> Tensor:
+def _as_grid(rows: Tensor, runs: Sequence[WindowRow], of_keys: bool) -> Tensor:
     """Returns the part ``b w d h a f`` of windows ``(b p) a m f``, the inverse of ``_as_rows``."""
     count, counts = len(runs), [run.count for run in runs]
     sides = [run.key_side if of_keys else run.query_side for run in runs]
@@ -218,7 +218,7 @@ def _as_grid(rows: Tensor, runs: Sequence[Run], of_keys: bool) -> Tensor:
     return x
 
 
-def _block(q: Tensor, pair: Tensor, runs: Sequence[Run]) -> tuple[Tensor, Tensor, Tensor]:
+def _block(q: Tensor, pair: Tensor, runs: Sequence[WindowRow]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the queries ``(b p) a q f``, keys and values ``(b p) a k f`` of a block of windows."""
     keys, values = _part_of(pair, runs, of_keys=True).unbind(-3)
     queries = _as_rows(_part_of(q, runs, of_keys=False), runs, of_keys=False)

@@ -10,14 +10,14 @@ from typing import Any, get_args
 
 from seqpar.cluster.exit_codes import DATA, run
 from seqpar.data.errors import DataError
-from seqpar.runs.fold_folder import expanded
+from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.run_folder import read_config, tested_cases
 from seqpar.runs.run_status import warn_if_killed
 from seqpar.scores.comparison import Scored, compare
 from seqpar.scores.label_classes import BRATS, Labels, choose_labels, labels_of_run
 from seqpar.scores.label_files import Pair, dataset_at, refuse_missing, score_pairs
 from seqpar.scores.label_scores import WORDS, EmptyPolicy, Scores, format_table, summarise
-from seqpar.scores.summary_files import Task, csv_text, look_at, summary_content, write_output
+from seqpar.scores.summary_files import ScoringJob, csv_text, plan_scoring, summary_content, write_output
 from seqpar.settings.command_line import Parser
 from seqpar.tasks.classify.scores import evaluate_classes, find_class_tables
 
@@ -36,7 +36,7 @@ def act(arguments: Sequence[str]) -> int:
     if labels is None or options.regions or options.brats or options.dataset:
         labels = choose_labels(options.truth, dataset, options.dataset, options.regions or (), options.brats)
     folders, any_faults, words = list[Scored](), False, f"{WORDS}\n"
-    for task in look_at(options.truth, options.prediction, dataset, options.json, options.csv, only):
+    for task in plan_scoring(options.truth, options.prediction, dataset, options.json, options.csv, only):
         if len(options.prediction) > 1:
             print(f"\n{task.name}:", flush=True)
         cases, faults = _evaluate(options, task, labels, words)
@@ -50,7 +50,7 @@ def act(arguments: Sequence[str]) -> int:
 
 
 def _evaluate(
-    options: argparse.Namespace, task: Task, labels: Labels, words: str
+    options: argparse.Namespace, task: ScoringJob, labels: Labels, words: str
 ) -> tuple[list[tuple[Pair, Scores]], list[DataError]]:
     """Prints a line per case, a table with its ``words``, the faults and one line that sums up.
 
@@ -122,7 +122,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--nsd-tolerance is {options.nsd_tolerance}: give mm, 0 or more")
     if options.workers < 1:
         raise ValueError(f"--workers is {options.workers}: at least 1 is needed")
-    options.prediction = expanded(options.prediction)
+    options.prediction = expand_folds(options.prediction)
     if len(options.prediction) > 1 and (options.json or options.csv):
         raise ValueError(f"--json, --csv: {len(options.prediction)} predictions have files of their own: leave it out")
     options.empty = options.empty or ("brats" if options.brats else "skip")

@@ -12,23 +12,23 @@ from dataclasses import replace
 import torch
 
 from seqpar.cluster import exit_codes
-from seqpar.cluster.cpu_speed import this_cpu
+from seqpar.cluster.cpu_speed import measure_cpu
 from seqpar.cluster.devices import DEVICES, GB, Device, device_here, measured
-from seqpar.models.build import NETWORK_NAMES, kind_of, refuse_unknown
-from seqpar.planner.answer import answer, columns, header, print_rows
-from seqpar.planner.fit import plans, smallest, usual_sizes
-from seqpar.planner.needs import Run
+from seqpar.models.build import NETWORK_NAMES, family_of, refuse_settings_of_other_networks
+from seqpar.planner.answer import columns, header, print_recommendation, print_rows
+from seqpar.planner.fit import plans, smallest_that_fits, usual_sizes
+from seqpar.planner.needs import RunToPlan
 from seqpar.planner.other_ways import print_other_ways
 from seqpar.planner.pipe_answer import print_pipe
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.planner.tile_size import print_largest
 from seqpar.prediction.prediction_memory import print_prediction
-from seqpar.settings.command_line import Parser, parse, ranks_or_auto, refuse_idle, shortened_warmup
+from seqpar.settings.command_line import Parser, parse, ranks_or_auto, refuse_settings_without_effect, shortened_warmup
 from seqpar.settings.config import AUTO, Config
 from seqpar.settings.presets import start_of_auto
 from seqpar.tasks.tasks import task_of
-from seqpar.text import dashed
-from seqpar.training.open_settings import sized
+from seqpar.text import flag_name
+from seqpar.training.open_settings import config_to_plan
 from seqpar.weights.nnunet_settings import with_plans
 
 
@@ -44,30 +44,30 @@ def act(arguments: Sequence[str]) -> int:
     # a preset's lessons are left out
     config = replace(config, curriculum="", pipe=1 if own.pipe is None else own.pipe or 2)
     config = with_plans(config, flags)
-    refuse_unknown(config, flags)
-    refuse_idle(config, flags - {"measured"})  # seconds are planned with it in any case
+    refuse_settings_of_other_networks(config, flags)
+    refuse_settings_without_effect(config, flags - {"measured"})  # seconds are planned with it in any case
     config, warmup = shortened_warmup(config, flags)
     device = _device(own, config)
     if preset == "auto":
         preset, config = start_of_auto(on_gpu), _planned_from_data(own, config, flags, device)
-    config, own.channels, own.classes = sized(config, tuple(own.volume or ()), own.channels, own.classes)
+    config, own.channels, own.classes = config_to_plan(config, tuple(own.volume or ()), own.channels, own.classes)
     sizes = [config.seqpar] if config.seqpar != AUTO and "seqpar" in flags else usual_sizes(device.node)
     sizes = [size for size in sizes if size <= (own.ranks or size)]
     if own.predict:
         return print_prediction(config, own.volume or (), device, sizes, own.channels, own.classes)
     tile = tuple(own.volume or config.tile)
-    unit = kind_of(replace(config, tile=tile)).unit(replace(config, tile=tile))
+    unit = family_of(replace(config, tile=tile)).unit(replace(config, tile=tile))
     config = replace(config, tile=tuple(math.ceil(side / step) * step for side, step in zip(tile, unit)))
     fixed = {name: getattr(config, name) for name in flags & {"batch", "accumulate"}}
-    run = Run(config, device, own.channels, own.classes, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)
+    run = RunToPlan(config, device, own.channels, own.classes, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)
     if own.largest_tile:
         return print_largest(run, sizes)
     if config.pipe > 1:
         return print_pipe(run, own.pipe, preset, tile)
     print("\n".join(filter(None, [header(run, preset, tile), warmup, columns()])), flush=True)
     rows = print_rows(plans(run, sizes))
-    if best := smallest(rows):
-        print("\n".join(["", *answer(run, best, rows, preset)]))
+    if best := smallest_that_fits(rows):
+        print("\n".join(["", *print_recommendation(run, best, rows, preset)]))
         return 0
     return print_other_ways(run, sizes, rows, flags, preset)
 
@@ -76,7 +76,7 @@ def _refuse_with_pipe(own: argparse.Namespace, config: Config) -> None:
     """Refuses what a plan of stages does not answer."""
     for name in ("predict", "largest_tile"):
         if own.pipe is not None and getattr(own, name):
-            raise ValueError(f"--{dashed(name)} with --pipe: it knows no stages: leave one of both out")
+            raise ValueError(f"--{flag_name(name)} with --pipe: it knows no stages: leave one of both out")
     if own.pipe is not None and config.seqpar == AUTO:
         raise ValueError("--seqpar auto with --pipe: stages are planned for one size: give --seqpar a number")
 
@@ -126,7 +126,7 @@ def _device(own: argparse.Namespace, config: Config) -> Device:
             raise ValueError(f"--{name} {' '.join(map(str, values))}: it must be at least 1")
     name = own.device or ("" if torch.cuda.is_available() else "mi250x")
     if name == "cpu":
-        device = this_cpu(config.precision)
+        device = measure_cpu(config.precision)
     else:
         device = DEVICES[name] if name else device_here()
     if config.measured:

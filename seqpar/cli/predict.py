@@ -15,15 +15,15 @@ from seqpar.models.classifier import WAYS
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
-from seqpar.prediction.predictor import Settings
-from seqpar.prediction.run_average import Member, distinct, fitting_seqpar
+from seqpar.prediction.predictor import PredictionSettings
+from seqpar.prediction.run_average import EnsembleMember, check_no_duplicates, fitting_seqpar
 from seqpar.prediction.window_grid import DIRECTIONS, WEIGHTS, WINDOWS, mirrored_dims
 from seqpar.report.pictures import draw_evidence
-from seqpar.runs.fold_folder import expanded
+from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.run_folder import tested_cases
 from seqpar.runs.run_status import warn_if_killed
-from seqpar.runs.trained_run import Run
+from seqpar.runs.trained_run import TrainedRun
 from seqpar.settings.command_line import Parser
 from seqpar.settings.config import DEVICE_KINDS
 from seqpar.tasks.predict_by_task import Explanation, predict, refuse_runs
@@ -34,7 +34,7 @@ def act(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 3 if a case could not be predicted; raises what the user has to correct."""
     die_with_parent()
     options = _parser().parse_args(list(arguments))
-    options.run = expanded(options.run)
+    options.run = expand_folds(options.run)
     launcher = read_launcher(os.environ)
     if launcher.rank == 0:
         warn_if_killed(*options.run)
@@ -76,17 +76,19 @@ def _request(options: argparse.Namespace) -> Request:
     return Request(inputs=tuple(options.input), only=only, **same)
 
 
-def _members(options: argparse.Namespace) -> list[Member]:
+def _members(options: argparse.Namespace) -> list[EnsembleMember]:
     """Returns the runs with their settings and weights; refuses runs that cannot be averaged."""
     checkpoints = options.checkpoint or []
     runs = [open_run(path, checkpoints, options.folds) for path in options.run]
     refuse_runs(options, runs)
     if len(runs) > 1 and (files := [name for name in checkpoints if name not in ("best", "latest")]):
         raise ValueError(f"--checkpoint {files[0]}: a file belongs to one run, and {len(runs)} came: leave it out")
-    return distinct(Member(run, _settings(options, run), run.weights_of(checkpoints)) for run in runs)
+    return check_no_duplicates(
+        EnsembleMember(run, _settings(options, run), run.weights_of(checkpoints)) for run in runs
+    )
 
 
-def _settings(options: argparse.Namespace, run: Run) -> Settings:
+def _settings(options: argparse.Namespace, run: TrainedRun) -> PredictionSettings:
     window = options.window or run.window
     values = {name: getattr(options, name) for name in ("overlap", "weights", "window_batch")}
     sliding = {name: value for name, value in values.items() if value is not None}
@@ -96,7 +98,7 @@ def _settings(options: argparse.Namespace, run: Run) -> Settings:
         raise ValueError(f"{flags}: a whole pass{whose} has no windows; leave it out, or use --window sliding")
     mirror = run.mirror if options.mirror is None else mirrored_dims(options.mirror)
     others = {"min_component": options.min_component, "precision": options.precision or run.config.precision}
-    settings = Settings(window=window, mirror=mirror, force=options.force, **others, **sliding)
+    settings = PredictionSettings(window=window, mirror=mirror, force=options.force, **others, **sliding)
     settings.refuse_for(run)
     return settings
 

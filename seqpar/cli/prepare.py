@@ -11,7 +11,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.joined_labels import join_labels
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import check_cache
 from seqpar.data.preparation.cache_index import cache_folder, is_current, outdated_cache
 from seqpar.data.preparation.prepare_dataset import Report, prepare
@@ -25,7 +25,7 @@ from seqpar.terminal import ProgressBar, coloured, next_command
 from seqpar.text import quantity
 
 TASKS = {  # what a training is for: how its data are read, whether they have labels, the command that trains on them
-    "segment": (recognise, True, ["train"]),
+    "segment": (read_dataset, True, ["train"]),
     "classify": (read_class_dataset, True, ["train", "--task", "classify"]),
     "pretrain": (read_images, False, ["pretrain"]),
 }

@@ -10,22 +10,22 @@ from pathlib import Path
 import torch
 
 from seqpar.cluster import exit_codes
-from seqpar.cluster.exit_codes import report_late
+from seqpar.cluster.exit_codes import report_unless_rank0_did
 from seqpar.cluster.start_ranks import die_with_parent, start_missing_ranks
-from seqpar.cluster.stop_request import Stopper
-from seqpar.cluster.torch_setup import bring_kernels, keep_kernels, set_arithmetic
-from seqpar.parallel.consensus import broadcast_text, by_first
+from seqpar.cluster.stop_request import StopRequest
+from seqpar.cluster.torch_setup import restore_kernel_cache, save_kernel_cache, set_arithmetic
+from seqpar.parallel.consensus import broadcast_text, run_on_rank0
 from seqpar.parallel.launcher import Launcher, flight_recorder, read_launcher
 from seqpar.parallel.meeting import Meeting
 from seqpar.parallel.mesh import seed
 from seqpar.parallel.rendezvous import check_seqpar, start
-from seqpar.planner.feasibility import refuse_lonely
+from seqpar.planner.feasibility import require_peers
 from seqpar.runs.run_lock import RunLock
-from seqpar.runs.run_log import RunLog, recorded
-from seqpar.runs.run_status import Status
+from seqpar.runs.run_log import RunLog, logging_output
+from seqpar.runs.run_status import StatusFile
 from seqpar.tasks.tasks import task_of
-from seqpar.text import seconds
-from seqpar.training.failure import end
+from seqpar.text import parse_duration
+from seqpar.training.failure import end_failed_run
 from seqpar.training.folds import find_folds
 from seqpar.training.run import dry_run, run_lessons
 from seqpar.training.run_request import RunRequest, read_request, refuse_other_run
@@ -46,18 +46,18 @@ def act(arguments: Sequence[str]) -> int:
         if request.config.group_ranks > launcher.world:
             return start_missing_ranks(request.config.seqpar, "train", arguments, launcher, request.config.pipe)
         check_seqpar(request.config.seqpar, launcher.world, request.config.pipe)
-        refuse_lonely(request.config, launcher.world)
+        require_peers(request.config, launcher.world)
         refuse_other_run(request.config)
         return _train(request, launcher, meeting)
     except ValueError as error:
         if launcher.rank == 0:
             raise
-        return report_late(error, launcher)
+        return report_unless_rank0_did(error, launcher)
 
 
 def _train(request: RunRequest, launcher: Launcher, meeting: Meeting) -> int:
     """Returns the exit code after this rank's share of the run."""
-    with recorded(launcher.rank == 0) as log:
+    with logging_output(launcher.rank == 0) as log:
         return _run(request, launcher, meeting, log)
 
 
@@ -65,7 +65,7 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
     config = request.config
     if launcher.rank == 0:
         print(first_lines(request, launcher), flush=True)
-    stopper = Stopper(seconds(config.time_limit))
+    stopper = StopRequest(parse_duration(config.time_limit))
     task = task_of(config)
     data = request.data or task.open_data(config, launcher.rank == 0)
     if launcher.rank == 0:
@@ -77,7 +77,7 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
         seed(config.seed)
         out = Path(config.out or broadcast_text(_new_folder(request.preset), 0, mesh.world))
         lock = RunLock(out)
-        status = Status(out, lock)
+        status = StatusFile(out, lock)
 
         def write_preempted(why: str) -> None:
             if mesh.is_first:
@@ -86,14 +86,14 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
 
         stopper.begin(mesh, write_preempted)
         try:
-            number, text = by_first(lambda: open_folder(status, lock, config, log), mesh.world)
+            number, text = run_on_rank0(lambda: open_folder(status, lock, config, log), mesh.world)
             lock.ticket = (number, text)
-            bring_kernels(out)
+            restore_kernel_cache(out)
             finished = run_lessons(request, mesh, data, status, stopper)
             if mesh.is_first:
-                keep_kernels(out)
+                save_kernel_cache(out)
         except (Exception, KeyboardInterrupt) as error:
-            end(error, config, mesh, status)
+            end_failed_run(error, config, mesh, status)
     stopper.close()
     if launcher.rank == 0:
         lock.release()

@@ -14,7 +14,7 @@ from seqpar.cluster import exit_codes
 from seqpar.cluster.devices import num_devices
 from seqpar.runs.run_folder import holds_folds, holds_run
 from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
-from seqpar.settings.command_line import Parser, usual_preset, wants_gpu
+from seqpar.settings.command_line import Parser, default_preset, wants_gpu
 from seqpar.sweeps.results import write_results
 from seqpar.sweeps.scaling_plan import print_plan
 from seqpar.sweeps.space import parse_space
@@ -23,18 +23,18 @@ from seqpar.sweeps.sweep_request import (
     MAX_FAILURES,
     SEARCHES,
     STOPPERS,
-    SweepOrder,
+    SweepRequest,
     check_devices,
+    check_same_sweep,
     check_search,
-    going_on,
     has_begun_points,
-    need_ray,
-    same_order,
+    override_by_flags,
+    require_ray,
+    resume_sweep,
     tupled_points,
     typed_settings,
-    with_typed,
 )
-from seqpar.text import seconds
+from seqpar.text import parse_duration
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -48,17 +48,17 @@ def act(arguments: Sequence[str]) -> int:
     check_devices(options.devices, order.on_gpu)
     if not options.ray:
         order.runs(order.known(sweep), devices)  # refuses ranks for which there are no devices
-    need_ray()
+    require_ray()
     from seqpar.sweeps.sweep_runs import make_sweep  # Ray takes seconds to import
 
-    code, sweep = make_sweep(order, sweep, options, time.monotonic() + seconds(options.time_limit))
+    code, sweep = make_sweep(order, sweep, options, time.monotonic() + parse_duration(options.time_limit))
     print("\n".join(write_results(options.out, sweep)), flush=True)
     if code == exit_codes.PREEMPTED:
         print(f"left early: go on with --resume --out {options.out}", flush=True)
     return code
 
 
-def _order(options: argparse.Namespace, rest: Sequence[str]) -> tuple[SweepOrder, Sweep]:
+def _order(options: argparse.Namespace, rest: Sequence[str]) -> tuple[SweepRequest, Sweep]:
     """Returns what is asked for, and its points as they stand; refuses a folder that holds something else."""
     typed = _typed_order(options, rest) if options.space else None
     out, is_there = options.out, holds_sweep(options.out)
@@ -74,20 +74,20 @@ def _order(options: argparse.Namespace, rest: Sequence[str]) -> tuple[SweepOrder
         raise ValueError(f"--out {out} holds a sweep already: add --resume to go on, or name another folder")
     before = tupled_points(read_sweep(out))
     if typed is not None:
-        same_order(before.began, typed.began(), str(out))
+        check_same_sweep(before.began, typed.began(), str(out))
     elif rest:
         raise ValueError(f"{rest[0]} without --space: a sweep goes on by the flags of its sweep.json: leave it out")
-    return going_on(before, options)
+    return resume_sweep(before, options)
 
 
-def _typed_order(options: argparse.Namespace, rest: Sequence[str]) -> SweepOrder:
+def _typed_order(options: argparse.Namespace, rest: Sequence[str]) -> SweepRequest:
     """Returns what the command line asks for."""
     space = parse_space(options.space)
     check_search(space, options.samples, options.search)
-    usual, own = usual_preset(rest, wants_gpu(rest)), tuple(_parser()._option_string_actions)
+    usual, own = default_preset(rest, wants_gpu(rest)), tuple(_parser()._option_string_actions)
     preset, settings = typed_settings(rest, space, usual, own)
-    order = SweepOrder(space, preset, settings, options.devices_per_run, options.samples, options.search)
-    return with_typed(order, options)
+    order = SweepRequest(space, preset, settings, options.devices_per_run, options.samples, options.search)
+    return override_by_flags(order, options)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

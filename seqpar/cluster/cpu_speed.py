@@ -33,7 +33,7 @@ WIDE = 1 << 23  # numbers of a sum
 Run = Callable[[], Any]
 
 
-def this_cpu(precision: str, busy: int = 0) -> Device:
+def measure_cpu(precision: str, busy: int = 0) -> Device:
     """Returns this machine, by the measured speed of one core while ``busy`` of them work; 0: all that are there."""
     dtype, busy = DTYPES[precision], busy or usable_cores()
     into_fresh = _rate(3.0 * WIDE * dtype.itemsize, lambda: _sum(dtype, fresh=True), busy)

@@ -198,10 +198,10 @@ def device_here(device: str = "auto") -> Device:
     if device == "cpu" or not torch.cuda.is_available():
         return cpu(dict.fromkeys(KINDS, CPU.flops) | {OTHER: 1e10}, "not measured")
     gpu = torch.cuda.get_device_properties(0)
-    return replace(known(gpu.name) or DEVICES["a100"], name=gpu.name, memory=float(gpu.total_memory // GIB * GIB))
+    return replace(gpu_by_name(gpu.name) or DEVICES["a100"], name=gpu.name, memory=float(gpu.total_memory // GIB * GIB))
 
 
-def known(name: str) -> Device | None:
+def gpu_by_name(name: str) -> Device | None:
     """Returns the GPU that torch calls by such a name; an MI250X shows as two devices."""
     return next((device for key, device in DEVICES.items() if key in name.lower().replace(" ", "")), None)
 

@@ -14,10 +14,10 @@ import torch
 from seqpar.cluster import exit_codes
 from seqpar.cluster.convolution_speed import Timed, advise, time_convolutions
 from seqpar.cluster.devices import GIB
-from seqpar.cluster.findings import crossing, judge
+from seqpar.cluster.findings import find_problems, groups_across_nodes
 from seqpar.cluster.link_speed import clock_offsets, matmul_speeds, measure_groups
 from seqpar.cluster.rank_facts import RankFacts, device_memory, facts_of_this_rank, write_speed
-from seqpar.cluster.start_ranks import started
+from seqpar.cluster.start_ranks import describe_launcher
 from seqpar.data.files import write_json
 from seqpar.parallel.consensus import broadcast_text, gather_texts
 from seqpar.parallel.mesh import Mesh
@@ -30,7 +30,7 @@ def print_ranks(mesh: Mesh, ranks: Sequence[RankFacts]) -> None:
     size, world, pipe = mesh.seq.size, mesh.world.size, mesh.pipe.size
     nodes = len(set(mesh.hosts))
     groups = f"data {mesh.data.size} x {f'pipe {pipe} x ' if pipe > 1 else ''}seq {size}"
-    print(f"{quantity(world, 'rank')} on {quantity(nodes, 'node')} = {groups}, {started(mesh.launcher)}")
+    print(f"{quantity(world, 'rank')} on {quantity(nodes, 'node')} = {groups}, {describe_launcher(mesh.launcher)}")
     names = ("rank", "host", "local", "device", "cores", "seq group", "place" if pipe > 1 else "data group")
     rows = [(*names, *(f"{name} TFLOP/s" for name in ranks[0].flops_per_s))]
     for rank, facts in enumerate(ranks):
@@ -73,7 +73,7 @@ def record(
         "seqpar": mesh.seq.size,
         "pipe": mesh.pipe.size,
         "nodes": len(set(mesh.hosts)),
-        "seq_crosses_nodes": bool(crossing(mesh.seq.size, ranks)),
+        "seq_crosses_nodes": bool(groups_across_nodes(mesh.seq.size, ranks)),
         "matmul_flops_per_s": {name: min(facts.flops_per_s[name] for facts in ranks) for name in ranks[0].flops_per_s},
         "groups": groups,
         "convolutions": [asdict(each) for each in timed],  # of the first rank
@@ -94,7 +94,7 @@ def examine(mesh: Mesh, options: argparse.Namespace) -> int:
     offsets = clock_offsets(mesh)
     groups = measure_groups(mesh, options.time_limit / 3)
     timed = time_convolutions(mesh.device)
-    findings = judge(mesh.seq.size, ranks, offsets, folder)
+    findings = find_problems(mesh.seq.size, ranks, offsets, folder)
     if mesh.is_first:
         print_groups(groups)
         _print_convolutions(timed, flops)

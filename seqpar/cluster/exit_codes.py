@@ -19,7 +19,7 @@ from seqpar.parallel.launcher import Launcher
 from seqpar.terminal import coloured
 
 
-class Lasting:
+class SafeStream:
     """A stream that drops what it cannot write, and everything once its reader has closed the pipe."""
 
     def __init__(self, stream: Any) -> None:
@@ -47,10 +47,10 @@ class Lasting:
 
 
 @contextmanager
-def lasting() -> Iterator[None]:
+def safe_output() -> Iterator[None]:
     """Keeps stdout and stderr writable within the block, even if their readers close them."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Lasting(before[0]), Lasting(before[1])
+    sys.stdout, sys.stderr = SafeStream(before[0]), SafeStream(before[1])
     try:
         yield
     finally:
@@ -108,7 +108,7 @@ def run(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = N
 
     A reader of its output may close the pipe early (``| head``); the act goes on, and its code stays the same.
     """
-    with lasting():
+    with safe_output():
         code = _call(act, arguments)
     if code:
         leave_last_words(f"ended with exit code {code}: the lines above say why")
@@ -179,7 +179,7 @@ def last_words() -> str:
 FIRST_RANK_S = 5.0  # the first rank's time to report an error that all ranks have
 
 
-def report_late(error: ValueError, launcher: Launcher) -> int:
+def report_unless_rank0_did(error: ValueError, launcher: Launcher) -> int:
     """Returns the exit code after printing what another rank than the first refuses.
 
     Mostly all ranks refuse the same: the first one says so, and its end ends these before they speak.

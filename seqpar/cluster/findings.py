@@ -6,14 +6,16 @@ from typing import Any
 from seqpar.cluster.devices import GIB
 from seqpar.cluster.known_traps import Trap
 from seqpar.cluster.rank_facts import RankFacts
-from seqpar.parallel.watchdog import these
+from seqpar.parallel.watchdog import format_ranks
 
 SKEW_S = 1.0  # clocks that differ by more make time limits and file times wrong
 ROOM_BYTES = 10 * GIB
 SLOW_SHARE = 0.7  # of the median speed
 
 
-def judge(num_seq: int, ranks: Sequence[RankFacts], offsets: Sequence[float], folder: dict[str, Any]) -> list[Trap]:
+def find_problems(
+    num_seq: int, ranks: Sequence[RankFacts], offsets: Sequence[float], folder: dict[str, Any]
+) -> list[Trap]:
     """Returns everything that is wrong or doubtful, errors first.
 
     - ``num_seq``: ranks of a sequence group
@@ -35,9 +37,8 @@ def _folder(ranks: Sequence[RankFacts], folder: dict[str, Any]) -> list[Trap]:
     blind = [rank for rank, facts in enumerate(ranks) if not facts.seen]
     if blind:
         hosts = ", ".join(dict.fromkeys(ranks[rank].host for rank in blind))
-        text = (
-            f"--out {folder['out']} is another folder for {these(blind)} on {hosts}: name one on a shared file system"
-        )
+        where = f"{format_ranks(blind)} on {hosts}"
+        text = f"--out {folder['out']} is another folder for {where}: name one on a shared file system"
         findings.append(Trap(text, error=True))
     return findings
 
@@ -49,7 +50,7 @@ def _unequal_versions(ranks: Sequence[RankFacts]) -> list[Trap]:
         for rank, facts in enumerate(ranks):
             by_version.setdefault(facts.versions.get(name, "none"), []).append(rank)
         if len(by_version) > 1:
-            list_of = "; ".join(f"{version} on {these(group)}" for version, group in by_version.items())
+            list_of = "; ".join(f"{version} on {format_ranks(group)}" for version, group in by_version.items())
             text = f"ranks differ in their {name} ({list_of}): start all from one environment"
             findings.append(Trap(text, error=True))
     return findings
@@ -72,7 +73,7 @@ def _skewed(offsets: Sequence[float]) -> list[Trap]:
     if not skewed:
         return []
     largest = max(map(abs, offsets))
-    return [Trap(f"clocks of {these(skewed)} are up to {largest:.1f} s off the first one's: tell the admin")]
+    return [Trap(f"clocks of {format_ranks(skewed)} are up to {largest:.1f} s off the first one's: tell the admin")]
 
 
 def _traps(ranks: Sequence[RankFacts]) -> list[Trap]:
@@ -82,16 +83,16 @@ def _traps(ranks: Sequence[RankFacts]) -> list[Trap]:
         for error, text in facts.traps:
             by_text.setdefault((error, text), []).append(rank)
     return [
-        Trap(text if len(group) == len(ranks) else f"{these(group)}: {text}", error)
+        Trap(text if len(group) == len(ranks) else f"{format_ranks(group)}: {text}", error)
         for (error, text), group in by_text.items()
     ]
 
 
 def _network(num_seq: int, ranks: Sequence[RankFacts]) -> list[Trap]:
-    across = crossing(num_seq, ranks)
+    across = groups_across_nodes(num_seq, ranks)
     if not across:
         return []
-    examples = "; ".join(f"{these(range(at, at + num_seq))} over {', '.join(hosts)}" for at, hosts in across[:3])
+    examples = "; ".join(f"{format_ranks(range(at, at + num_seq))} over {', '.join(hosts)}" for at, hosts in across[:3])
     more = f" and {len(across) - 3} more" if len(across) > 3 else ""
     return [
         Trap(
@@ -101,7 +102,7 @@ def _network(num_seq: int, ranks: Sequence[RankFacts]) -> list[Trap]:
     ]
 
 
-def crossing(num_seq: int, ranks: Sequence[RankFacts]) -> list[tuple[int, list[str]]]:
+def groups_across_nodes(num_seq: int, ranks: Sequence[RankFacts]) -> list[tuple[int, list[str]]]:
     """Returns the first rank and the nodes of each sequence group that lies on several nodes."""
     groups = [
         (at, list(dict.fromkeys(facts.host for facts in ranks[at : at + num_seq])))

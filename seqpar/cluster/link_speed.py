@@ -14,7 +14,7 @@ import torch
 
 from seqpar.cluster.torch_setup import set_arithmetic
 from seqpar.parallel.collectives import all_gather, all_reduce, exchange_rows
-from seqpar.parallel.consensus import agree, gather_texts
+from seqpar.parallel.consensus import gather_texts, max_over_ranks
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.parallel.messages import post
 
@@ -55,7 +55,7 @@ def measure(mesh: Mesh, group: Group, until: float, kinds: Sequence[str] = KINDS
         points: list[tuple[int, float]] = []
         for size in SIZES:
             too_long = len(points) > 1 and (8 * points[-1][1] > PER_CALL_S or time.monotonic() > until)
-            if agree(int(too_long), mesh.world):
+            if max_over_ranks(int(too_long), mesh.world):
                 break
             points.append(_point(mesh, group, kind, size))
         result[kind] = fit(points)
@@ -84,7 +84,7 @@ def _point(mesh: Mesh, group: Group, kind: str, size: int) -> tuple[int, float]:
 
 def _collective(mesh: Mesh, group: Group, kind: str, size: int) -> Collective:
     if kind == "send":
-        return lambda: send_on(mesh, group, size, kind)
+        return lambda: send_to_next(mesh, group, size, kind)
     rows = torch.zeros(max(1, size // 4 // group.size), group.size, device=mesh.device).t().contiguous()
     if kind == "all_gather":
         return lambda: all_gather(rows, group, 0, [group.size] * group.size, kind)
@@ -93,7 +93,7 @@ def _collective(mesh: Mesh, group: Group, kind: str, size: int) -> Collective:
     return lambda: all_reduce(rows, group, kind)
 
 
-def send_on(mesh: Mesh, group: Group, size: int, kind: str) -> None:
+def send_to_next(mesh: Mesh, group: Group, size: int, kind: str) -> None:
     """Sends so many bytes to the next place of a group, the last one to the first, and waits for as many."""
     outgoing = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
     incoming = torch.empty_like(outgoing)
@@ -104,7 +104,7 @@ def send_on(mesh: Mesh, group: Group, size: int, kind: str) -> None:
 def time_of(call: Collective, mesh: Mesh, budget_s: float = 0.1) -> float:
     """Returns the median seconds of as many calls as fit into the budget, equally many on all ranks."""
     first = _once(call, mesh)
-    repeats = max(1, min(20, int(budget_s * 1e9 / max(1, agree(int(first * 1e9), mesh.world)))))
+    repeats = max(1, min(20, int(budget_s * 1e9 / max(1, max_over_ranks(int(first * 1e9), mesh.world)))))
     return statistics.median(_once(call, mesh) for _ in range(repeats))
 
 
@@ -118,7 +118,7 @@ def _once(call: Collective, mesh: Mesh) -> float:
 
 def slowest(seconds: float, mesh: Mesh) -> float:
     """Returns the slowest rank's seconds."""
-    return agree(int(seconds * 1e9), mesh.world) / 1e9
+    return max_over_ranks(int(seconds * 1e9), mesh.world) / 1e9
 
 
 def matmul_speeds(mesh: Mesh) -> dict[str, float]:
@@ -138,7 +138,7 @@ def clock_offsets(mesh: Mesh, rounds: int = 5) -> list[float]:
     """Returns how many seconds each rank's clock is ahead of the first one's, to within the time of a collective."""
     offsets = []
     for _ in range(rounds):
-        agree(0, mesh.world)
+        max_over_ranks(0, mesh.world)
         clocks = [float(text) for text in gather_texts(repr(time.time()), mesh.world)]
         offsets.append([clock - clocks[0] for clock in clocks])
     return [statistics.median(of_rank) for of_rank in zip(*offsets)]

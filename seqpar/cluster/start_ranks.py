@@ -53,7 +53,7 @@ def start_missing_ranks(seqpar: int, act: str, arguments: Sequence[str], launche
     return run_local(count, ["-m", f"seqpar.cli.{act}", *arguments])
 
 
-def started(launcher: Launcher) -> str:
+def describe_launcher(launcher: Launcher) -> str:
     """Returns in words who started the ranks."""
     if launcher.by == "variables":
         return "started here" if PARENT in os.environ else "started with RANK and WORLD_SIZE"
@@ -82,12 +82,12 @@ def run_local(count: int, command: Sequence[str], signals: list[int] | None = No
         )
         for rank in range(count)
     ]
-    with words, signals_passed_on(ranks, [] if signals is None else signals):
+    with words, forward_signals(ranks, [] if signals is None else signals):
         return _wait(ranks)
 
 
 @contextmanager
-def signals_passed_on(processes: "Sequence[subprocess.Popen[bytes]]", signals: list[int]) -> Iterator[None]:
+def forward_signals(processes: "Sequence[subprocess.Popen[bytes]]", signals: list[int]) -> Iterator[None]:
     """Within the block, signals that ask this process to leave ask those that it started, and are added to ``signals``.
 
     One that is there already came while the processes were made.
@@ -120,11 +120,11 @@ def _wait(ranks: list[subprocess.Popen], grace_s: float = 25.0) -> int:
             for rank in ranks:
                 rank.kill()
         time.sleep(0.05)
-    code = most_telling([rank.returncode for rank in ranks])
+    code = most_informative_code([rank.returncode for rank in ranks])
     return code if code >= 0 else 128 - code
 
 
-def most_telling(codes: Sequence[int]) -> int:
+def most_informative_code(codes: Sequence[int]) -> int:
     """Returns the exit code of all: 2, 3, 4, 5, 75 and signals say more than 1, of a rank that lost its peers."""
     failed = sorted((code for code in codes if code), key=lambda code: (code == 1, -code))
     return failed[0] if failed else 0

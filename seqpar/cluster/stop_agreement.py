@@ -10,13 +10,13 @@ from contextlib import suppress
 from typing import Any
 
 from seqpar.cluster.exit_codes import PREEMPTED
-from seqpar.parallel.watchdog import these
+from seqpar.parallel.watchdog import format_ranks
 
 WAIT_S = 10.0  # for all steps together
 LEAST_S = 1.0  # for each of them, also after one that hangs
 
 
-class LastSteps:
+class ShutdownSteps:
     """Takes steps one after the other, each in a thread of its own; one that hangs is left behind."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class StopAgreement:
         while not self._store.check(["target"]):
             if time.monotonic() - began > self._patience_s:
                 silent = [rank for rank, key in enumerate(self._answer_keys()) if not self._store.check([key])]
-                self._give_up(f"{these(silent)} did not answer within {self._patience_s:g} s")
+                self._give_up(f"{format_ranks(silent)} did not answer within {self._patience_s:g} s")
                 return
             if self._closed.wait(0.05):
                 return
@@ -138,7 +138,7 @@ class StopAgreement:
         if self._is_finished():
             return self._agreed.set()
         try:
-            last, text = LastSteps(), f"{self.reason}: {why}, so this one leaves without saving"
+            last, text = ShutdownSteps(), f"{self.reason}: {why}, so this one leaves without saving"
             line = f"{more}seqpar: {text}; the last checkpoint stands"
             last.take(lambda: print(line, file=sys.stderr, flush=True))
             last.take(lambda: self._on_lost(text))

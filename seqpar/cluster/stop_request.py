@@ -16,7 +16,7 @@ from seqpar.parallel.mesh import Mesh
 APART_S = 1.0  # one Ctrl-C may come twice to a fold: from srun to all processes, and passed on
 
 
-class Stopper:
+class StopRequest:
     """Watches for signals and the clock; ``should_leave`` returns the same on all ranks.
 
     Before ``begin`` there is nothing to save, and a signal ends this process at once. A second Ctrl-C always does.

@@ -56,7 +56,7 @@ def arithmetic_now(precision: str) -> dict[str, Any]:
     }
 
 
-def refuse_wrong(precision: str, facts: Facts) -> None:
+def check_precision(precision: str, facts: Facts) -> None:
     """Refuses a run whose libraries are known to compute wrongly in its precision."""
     trap = half_convolutions({}, facts) if precision == "bf16" else None
     if trap is not None and trap.error:
@@ -87,7 +87,7 @@ def keep_memory(env: Mapping[str, str] = os.environ) -> bool:
 _FOLDER, _KERNEL_FILES = "MIOPEN_USER_DB_PATH", "miopen"
 
 
-def bring_kernels(run: Path, env: Mapping[str, str] = os.environ) -> None:
+def restore_kernel_cache(run: Path, env: Mapping[str, str] = os.environ) -> None:
     """Copies what an earlier job found into this rank's database, unless it holds something; every rank calls it."""
     source, target = run / _KERNEL_FILES, Path(env.get(_FOLDER, ""))
     if not env.get(_FOLDER) or not source.is_dir() or (target.is_dir() and any(target.iterdir())):
@@ -96,7 +96,7 @@ def bring_kernels(run: Path, env: Mapping[str, str] = os.environ) -> None:
         shutil.copytree(source, target, dirs_exist_ok=True)
 
 
-def keep_kernels(run: Path, env: Mapping[str, str] = os.environ) -> None:
+def save_kernel_cache(run: Path, env: Mapping[str, str] = os.environ) -> None:
     """Copies this rank's database into the run folder, file by file; one rank calls it: all search for the same."""
     source, target = Path(env.get(_FOLDER, "")), run / _KERNEL_FILES
     if not env.get(_FOLDER) or not source.is_dir():
@@ -114,13 +114,13 @@ _COMPILER = "torch._dynamo"
 _KEPT = "__dynamo_disable"  # where torch keeps what ``disable`` returned for a function
 
 
-def computes_again(config: Config) -> bool:
+def recomputes(config: Config) -> bool:
     """Returns whether blocks are computed again in backward: torch's checkpoint asks for the compiler's settings."""
     return config.grad_checkpoint != Config().grad_checkpoint or config.mlp_chunks > 1
 
 
 @contextmanager
-def no_compiler() -> Iterator[None]:
+def without_torch_compile() -> Iterator[None]:
     """Puts a stand-in in the compiler's place, unless it is imported already; afterwards nothing is left of it.
 
     Where more is asked than the stand-in has, the compiler comes.

@@ -29,11 +29,11 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
         with umask_mode(temporary):
             yield temporary
         if durable:
-            sync(temporary)
+            fsync_folder(temporary)
         os.replace(temporary, path)
         if durable:
             with suppress(OSError):  # the file is there; some folders can be written but not opened
-                sync(path.parent)
+                fsync_folder(path.parent)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ def write_json(path: Path, content: Any, durable: bool = True) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n", durable)
 
 
-def sync(path: Path) -> None:
+def fsync_folder(path: Path) -> None:
     """Waits until a file's bytes, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

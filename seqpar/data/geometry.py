@@ -155,7 +155,7 @@ def from_canonical(array: np.ndarray, orientation: str) -> np.ndarray:
     return np.flip(array, tuple(lead + k for k in flips)).transpose(*range(lead), *back)
 
 
-def differs(first: Geometry, second: Geometry) -> str | None:
+def geometry_difference(first: Geometry, second: Geometry) -> str | None:
     """Returns how the positions of two volumes in space differ, in words about the first; None if they agree."""
     if first.canonical_shape != second.canonical_shape:
         return f"its shape is {first.canonical_shape}, the other's {second.canonical_shape} (both as RAS)"

@@ -33,7 +33,7 @@ __all__ = [
     "output_suffix",
     "read_geometry",
     "read_volume",
-    "stamp_of",
+    "size_and_mtime",
     "to_canonical",
     "write_volume",
 ]
@@ -61,7 +61,7 @@ def output_suffix(path: Path) -> str:
     return suffix_of(path.name) or _NIFTI[0]
 
 
-def stamp_of(path: Path) -> tuple[int, int]:
+def size_and_mtime(path: Path) -> tuple[int, int]:
     """Returns a volume's size in bytes and the time in ns of its last change; of a series', those of all its files."""
     files = dicom_series.visible_files(path) if path.is_dir() else [path]
     stats = [file.stat() for file in files]

@@ -18,18 +18,18 @@ from seqpar.data.errors import DataError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Progress = Callable[[float, int], None]  # is told how many items are done, parts of items too, and how many there are
-Tell = Callable[[float], None]  # is told which share of one item is done
+ReportProgress = Callable[[float], None]  # is told which share of one item is done
 
 
-def silent(done: float, total: int) -> None:
+def no_progress(done: float, total: int) -> None:
     """Shows no progress."""
 
 
-def unheard(share: float) -> None:
+def no_item_progress(share: float) -> None:
     """Shows no progress within an item."""
 
 
-class Lost(Exception):
+class WorkerDied(Exception):
     """A process that ended without a result: killed, most often for lack of memory."""
 
 
@@ -39,16 +39,16 @@ class _Share(NamedTuple):
     value: float
 
 
-class Crash(Exception):
+class WorkerCrash(Exception):
     """An unexpected exception in a process, with its traceback as text."""
 
 
-def each(
-    work: Callable[[Item, Tell], Result],
+def map_in_processes(
+    work: Callable[[Item, ReportProgress], Result],
     items: Sequence[Item],
     workers: int,
     beat: Callable[[dict[int, float]], None] = lambda shares: None,
-) -> Generator[tuple[Item, Result | DataError | Lost], None, None]:
+) -> Generator[tuple[Item, Result | DataError | WorkerDied], None, None]:
     """Yields each item with its result or its error, in the order in which they end.
 
     Each item has a process of its own, so that one that is killed takes no other along.
@@ -113,21 +113,23 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
-def _answer(work: Callable[[Item, Tell], Any], item: Item, pipe: Connection, parent: int) -> None:
+def _answer(work: Callable[[Item, ReportProgress], Any], item: Item, pipe: Connection, parent: int) -> None:
     die_with_parent(parent)
     try:
         pipe.send(_outcome(work, item, lambda share: pipe.send(_Share(share))))
     except Exception:
-        pipe.send(Crash(traceback.format_exc()))
+        pipe.send(WorkerCrash(traceback.format_exc()))
 
 
-def _outcome(work: Callable[[Item, Tell], Result], item: Item, tell: Tell) -> Result | DataError | Lost:
+def _outcome(
+    work: Callable[[Item, ReportProgress], Result], item: Item, tell: ReportProgress
+) -> Result | DataError | WorkerDied:
     try:
         return work(item, tell)
     except DataError as fault:
         return fault
     except MemoryError:
-        return Lost("there was not enough memory")
+        return WorkerDied("there was not enough memory")
 
 
 def _received(pipe: Connection, process: Any) -> Any:
@@ -138,9 +140,9 @@ def _received(pipe: Connection, process: Any) -> Any:
             return answer
     except (EOFError, OSError):  # nothing, or half an answer
         process.join()
-        answer = Lost(f"its process was killed (exit code {process.exitcode})")
+        answer = WorkerDied(f"its process was killed (exit code {process.exitcode})")
     pipe.close()
     process.join()
-    if isinstance(answer, Crash):
+    if isinstance(answer, WorkerCrash):
         raise RuntimeError(f"a worker failed:\n{answer}")
     return answer

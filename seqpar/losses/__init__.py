@@ -3,7 +3,8 @@
 from seqpar.losses.deep_supervision import DeepSupervision
 from seqpar.losses.loss import Loss, LossGroups, LossParts
 from seqpar.losses.masked_error import MaskedError
-from seqpar.losses.named_losses import LOSSES, DiceCE, LossOptions, make_loss, scores_classes
+from seqpar.losses.named_losses import LOSSES, DiceCE, has_class_terms, make_loss
+from seqpar.losses.terms import LossOptions
 
 __all__ = [
     "LOSSES",
@@ -15,5 +16,5 @@ __all__ = [
     "LossParts",
     "MaskedError",
     "make_loss",
-    "scores_classes",
+    "has_class_terms",
 ]

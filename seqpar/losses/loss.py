@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from seqpar.losses.terms import ClassTerm, VoxelTerm
-from seqpar.losses.voxels import Voxels, runs, sum_over_voxels
+from seqpar.losses.voxels import Voxels, row_chunks, sum_over_voxels
 from seqpar.parallel.collectives import all_reduce, all_sum
 from seqpar.parallel.mesh import Group, as_group
 
@@ -166,7 +166,7 @@ class Loss(nn.Module):
         """Returns how many voxels count, or what they weigh."""
         if self.ignore_label is None and weights is None:
             return torch.full((), label.numel(), device=label.device)
-        return torch.stack([self._count_run(run, weights) for run, _ in runs(label, label[:, None])]).sum()
+        return torch.stack([self._count_run(run, weights) for run, _ in row_chunks(label, label[:, None])]).sum()
 
     def _count_run(self, label: Tensor, weights: Tensor | None) -> Tensor:
         counted = torch.ones_like(label, dtype=torch.bool) if self.ignore_label is None else label != self.ignore_label

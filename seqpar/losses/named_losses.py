@@ -1,28 +1,9 @@
 """The losses by name: each is a function that returns its terms; ``DiceCE`` for loops of your own."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from seqpar.losses.loss import Loss
-from seqpar.losses.terms import ClassTerm, CrossEntropy, Dice, Focal, VoxelTerm
-
-Terms = list[VoxelTerm | ClassTerm]
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """What terms may depend on: ``gamma`` of ``Focal``, the others of ``Dice``."""
-
-    squared: bool = False
-    background: bool = False
-    batch: bool = False
-    gamma: float = 2.0
-    smooth: float = 1e-5
-
-    @property
-    def dice(self) -> Dice:
-        """Soft Dice with these options."""
-        return Dice(self.squared, self.background, self.batch, self.smooth)
+from seqpar.losses.terms import ClassTerm, CrossEntropy, Dice, Focal, LossOptions, Terms
 
 
 def dice_ce(options: LossOptions) -> Terms:
@@ -59,7 +40,7 @@ LOSSES: dict[str, Callable[[LossOptions], Terms]] = {
 }
 
 
-def scores_classes(name: str) -> bool:
+def has_class_terms(name: str) -> bool:
     """Returns whether the loss of that name has a term per class, which may take ``background`` and ``batch``."""
     return any(isinstance(term, ClassTerm) for term in LOSSES[name](LossOptions()))
 

@@ -5,6 +5,7 @@ A new term is a class like these, here or in a file of its own. Legend: b batch,
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -94,3 +95,22 @@ class Focal(VoxelTerm):
         """Returns the weighted cross-entropy."""
         minus_log = CrossEntropy().each(voxels)
         return (-torch.expm1(-minus_log)).clamp(min=0).pow(self.gamma) * minus_log
+
+
+Terms = list[VoxelTerm | ClassTerm]
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What terms may depend on: ``gamma`` of ``Focal``, the others of ``Dice``."""
+
+    squared: bool = False
+    background: bool = False
+    batch: bool = False
+    gamma: float = 2.0
+    smooth: float = 1e-5
+
+    @property
+    def dice(self) -> Dice:
+        """Soft Dice with these options."""
+        return Dice(self.squared, self.background, self.batch, self.smooth)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.parallel.meta_tensors import alike, device_type
+from seqpar.parallel.meta_tensors import device_type, representative_pieces
 
 # logits of which probabilities and targets are held at a time: on a GPU as many as keep its launches few
 RUN, GPU_RUN = 1 << 20, 1 << 26
@@ -60,7 +60,7 @@ class _OverVoxels(Function):
         ctx.sums_of_run = sums_of_run
         ctx.save_for_backward(logits, label)
         total: Tensor | None = None
-        for truth, run in runs(label, logits):
+        for truth, run in row_chunks(label, logits):
             sums = sums_of_run(run, truth)
             total = sums if total is None else total.add_(sums)
         assert total is not None
@@ -71,7 +71,7 @@ class _OverVoxels(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, label = ctx.saved_tensors
         dlogits = torch.empty_like(logits)
-        for truth, run, drun in runs(label, logits, dlogits):
+        for truth, run, drun in row_chunks(label, logits, dlogits):
             with torch.enable_grad():
                 leaf = run.detach().requires_grad_()
                 (dleaf,) = torch.autograd.grad(ctx.sums_of_run(leaf, truth), leaf, grad)
@@ -79,11 +79,11 @@ class _OverVoxels(Function):
         return dlogits, None, None
 
 
-def runs(label: Tensor, *logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def row_chunks(label: Tensor, *logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Returns labels ``b W D H`` and logits ``b k W D H`` in runs along W, a row at least.
 
     A run has at most ``RUN`` logits, on a GPU ``GPU_RUN``.
     """
     most = RUN if device_type(label) == "cpu" else GPU_RUN
     rows = max(1, most // max(logits[0][:, :, :1].numel(), 1))
-    return alike(list(zip(label.split(rows, 1), *(x.split(rows, 2) for x in logits))), label)
+    return representative_pieces(list(zip(label.split(rows, 1), *(x.split(rows, 2) for x in logits))), label)

@@ -9,25 +9,25 @@ from torch import nn
 
 from seqpar.losses import Loss, LossOptions, MaskedError, make_loss
 from seqpar.models.classifier_families import CLASSIFIERS
-from seqpar.models.network import Net
-from seqpar.models.network_family import Kind
+from seqpar.models.network import Network
+from seqpar.models.network_family import NetworkFamily
 from seqpar.models.pretraining_family import PRETRAINED
 from seqpar.models.transformer_families import HierarchicalTransformer, VisionTransformer
 from seqpar.models.unet_families import UNETS
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
-from seqpar.text import dashed
+from seqpar.text import flag_name
 
-NETWORKS: dict[str, Kind] = {"vit": VisionTransformer(), **UNETS}  # for labels of voxels
-_OF_TASKS: dict[str, dict[str, Kind]] = {"segment": NETWORKS, "classify": CLASSIFIERS, "pretrain": PRETRAINED}
+NETWORKS: dict[str, NetworkFamily] = {"vit": VisionTransformer(), **UNETS}  # for labels of voxels
+_OF_TASKS: dict[str, dict[str, NetworkFamily]] = {"segment": NETWORKS, "classify": CLASSIFIERS, "pretrain": PRETRAINED}
 NETWORK_NAMES = tuple(dict.fromkeys(name for networks in _OF_TASKS.values() for name in networks))
 _OF_STAGES = HierarchicalTransformer()  # in the place of vit, with --encoder hierarchical
 _KINDS = [*(kind for networks in _OF_TASKS.values() for kind in networks.values()), _OF_STAGES]
 _SPECIAL = frozenset(name for kind in _KINDS for name in kind.settings)  # settings of some networks only
 
 
-def kind_of(config: Config) -> Kind:
+def family_of(config: Config) -> NetworkFamily:
     """Returns the kind of a config's network."""
     networks = _OF_TASKS[config.task]
     if config.network not in networks:
@@ -43,7 +43,7 @@ def kind_of(config: Config) -> Kind:
     return _OF_STAGES
 
 
-def build(
+def build_network(
     config: Config,
     in_channels: int,
     num_outputs: int,
@@ -51,7 +51,7 @@ def build(
     has_regions: bool = False,
     device: str = "cpu",
     data: Group | None = None,
-) -> Net:
+) -> Network:
     """Returns the network of a config, its weights drawn from the config's seed: equal on all ranks.
 
     - ``has_regions``: outputs are regions by themselves; else they are classes, of which the first is background
@@ -60,42 +60,42 @@ def build(
     """
     torch.manual_seed(config.seed)
     with torch.device(device):
-        net = kind_of(config).build(config, in_channels, num_outputs, group, data, has_regions)
+        net = family_of(config).build(config, in_channels, num_outputs, group, data, has_regions)
     net.settings = asdict(config)
     return net
 
 
 def layout_of(config: Config) -> Layout:
     """Returns how a tile is divided over the ranks of a sequence group; raises ValueError where it cannot be."""
-    kind = kind_of(config)
+    kind = family_of(config)
     kind.refuse_tile(config)
     return Layout.of(config.tile, kind.unit(config), config.seqpar, config.split)
 
 
-def knows(config: Config, name: str) -> bool:
+def setting_applies(config: Config, name: str) -> bool:
     """Returns whether a setting acts on the config's network."""
-    return name in kind_of(config).settings or name not in _SPECIAL
+    return name in family_of(config).settings or name not in _SPECIAL
 
 
-def refuse_unknown(config: Config, names: Collection[str]) -> None:
+def refuse_settings_of_other_networks(config: Config, names: Collection[str]) -> None:
     """Refuses settings on the command line (``names``) that the config's network does not know.
 
     Those that a preset sets are not looked at.
     """
     for name in sorted(names):
-        if not knows(config, name):
-            kind = kind_of(config)
-            known = ", ".join(f"--{dashed(setting)}" for setting in sorted(kind.settings))
+        if not setting_applies(config, name):
+            kind = family_of(config)
+            known = ", ".join(f"--{flag_name(setting)}" for setting in sorted(kind.settings))
             beside = f" with --encoder {config.encoder}" if "encoder" in kind.settings else ""
             if config.task != "segment":
                 beside = f" with --task {config.task}"
             raise ValueError(
-                f"--{dashed(name)} would do nothing: --network {config.network}{beside} does not know it, but "
+                f"--{flag_name(name)} would do nothing: --network {config.network}{beside} does not know it, but "
                 f"{known}: leave it out"
             )
 
 
-def loss_of(config: Config, regions: Sequence[Sequence[int]] = (), ignore_label: int | None = None) -> Loss:
+def build_loss(config: Config, regions: Sequence[Sequence[int]] = (), ignore_label: int | None = None) -> Loss:
     """Returns the loss that ``--loss`` names; ``regions`` where the outputs are regions by themselves.
 
     That of ``--task pretrain`` is the error of what was hidden.
@@ -108,15 +108,17 @@ def loss_of(config: Config, regions: Sequence[Sequence[int]] = (), ignore_label:
     return make_loss(config.loss, options, config.loss_weights, regions, ignore_label, config.class_weights)
 
 
-def outline(config: Config, group: Group, channels: int = 1, outputs: int = 2, data: Group | None = None) -> Net:
+def build_on_meta(
+    config: Config, group: Group, channels: int = 1, outputs: int = 2, data: Group | None = None
+) -> Network:
     """Builds the network of a config on the meta device, so that each of its parts refuses what it cannot do."""
     state = torch.get_rng_state()
-    net = build(config, channels, outputs, group, device="meta", data=data)
+    net = build_network(config, channels, outputs, group, device="meta", data=data)
     torch.set_rng_state(state)
     return net.double() if config.precision == "fp64" else net
 
 
-def without_numbers(net: Net) -> Net:
+def to_meta(net: Network) -> Network:
     """Returns a copy of a network on the meta device, whose group sends nothing."""
     known: dict[int, object] = {id(t): torch.empty_like(t, device="meta") for t in net.buffers()}
     known |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in net.parameters()}

@@ -8,18 +8,18 @@ from torch import Tensor, nn
 from seqpar.decoders.modes.mode import Mode
 from seqpar.decoders.unets.unet import UNet
 from seqpar.losses import DeepSupervision, Loss
-from seqpar.models.network import Net, num_parameters
+from seqpar.models.network import Network, num_parameters
 from seqpar.models.pipelined import VolumeCells
 from seqpar.parallel.layout import Layout
 from seqpar.pipeline.cells import CellNet, Value
-from seqpar.spatial.memory_format import for_convolutions
+from seqpar.spatial.memory_format import in_fastest_format
 from seqpar.text import quantity
 from seqpar.vit.dropout import DropoutKey
 
 RECOMPUTED = ("none", "full")
 
 
-class CellsNet(Net):
+class CellNetwork(Network):
     """A network of cells behind a mode; a "token" is a cube of voxels that stays on one rank.
 
     - ``cells``: the network; ``name``: of it among this one's modules
@@ -55,7 +55,7 @@ class CellsNet(Net):
 
         def image(part: Tensor, layout: Layout) -> Value:
             x, grid = self.image(part, layout)
-            return for_convolutions(x), grid
+            return in_fastest_format(x), grid
 
         return VolumeCells(self._cells, image, f"{self._name}.")
 
@@ -84,7 +84,7 @@ class CellsNet(Net):
         return f"{quantity(self.layout.num_tokens, 'cube')} of {'x'.join(map(str, self.layout.patch))} voxels"
 
 
-class VolumeNet(CellsNet):
+class VolumeNet(CellNetwork):
     """A U-Net behind a mode.
 
     The layout's patch is what the sides of an image must be multiples of: a "token" is a point of the coarsest stage.

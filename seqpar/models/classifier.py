@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from seqpar.decoders.modes.mode import Mode
 from seqpar.decoders.resattnet import ResAttNet
 from seqpar.losses import LossGroups
-from seqpar.models.cell_network import CellsNet
-from seqpar.models.network import Net, num_parameters
+from seqpar.models.cell_network import CellNetwork
+from seqpar.models.network import Network, num_parameters
 from seqpar.models.pipelined import EncoderCells, PartOfBatch
-from seqpar.models.token_network import TokenNet
+from seqpar.models.token_network import TokenNetwork
 from seqpar.parallel.collectives import all_reduce, all_sum
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
@@ -53,7 +53,7 @@ class Evidence(NamedTuple):
         return F.pad(F.interpolate(x, sides, mode="trilinear", align_corners=True), beyond, mode="replicate")[0, 0]
 
 
-class Classifier(Net):
+class Classifier(Network):
     """Logits ``b k 1 1 1`` of whole volumes, whichever ranks share them; labels are class numbers ``b``."""
 
     ways: tuple[str, ...]  # to show where a class is seen, the usual one first
@@ -91,7 +91,7 @@ class Classifier(Net):
         return logits[0, number].sum(), 1 if self.mode.name == "swap" else self.group.size
 
 
-class VolumeClassifier(Classifier, CellsNet):
+class VolumeClassifier(Classifier, CellNetwork):
     """A ResAttNet behind a mode.
 
     - ``tile``: of training; another one passes where its layout is given
@@ -146,7 +146,7 @@ class VolumeClassifier(Classifier, CellsNet):
         return Evidence(all_reduce(whole, boxes.group), stride)
 
 
-class TokenClassifier(Classifier, TokenNet):
+class TokenClassifier(Classifier, TokenNetwork):
     """An encoder whose tokens are averaged, or that has a class token, and a matrix from there to classes.
 
     - ``num_outputs``: classes

@@ -7,7 +7,7 @@ from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.resattnet import BLOCKS, FEATURES, ResAttNet, refuse_cut
 from seqpar.models.cell_network import RECOMPUTED
 from seqpar.models.classifier import TokenClassifier, VolumeClassifier
-from seqpar.models.network_family import Kind
+from seqpar.models.network_family import NetworkFamily
 from seqpar.models.transformer_families import OF_ENCODER, VisionTransformer, make_encoder
 from seqpar.models.unet_families import norm_groups
 from seqpar.parallel.layout import Layout
@@ -49,7 +49,7 @@ class TokenClassification(VisionTransformer):
         return f"{blocks} x {config.embed_dim}, {heads}; {how}"
 
 
-class ResidualAttention(Kind):
+class ResidualAttention(NetworkFamily):
     """A 3D-ResAttNet on boxes of the image; ``layers``: 18 or 34."""
 
     settings = frozenset(["features", "grad_checkpoint"])
@@ -114,7 +114,7 @@ def _spelled(sides: Sequence[int]) -> str:
     return "x".join(map(str, sides))
 
 
-CLASSIFIERS: dict[str, Kind] = {
+CLASSIFIERS: dict[str, NetworkFamily] = {
     "vit": TokenClassification(),
     "resattnet18": ResidualAttention(18),
     "resattnet34": ResidualAttention(34),

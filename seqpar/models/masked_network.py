@@ -9,16 +9,16 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from seqpar.decoders.modes.gather import Gather
-from seqpar.decoders.modes.mode import with_peers
+from seqpar.decoders.modes.mode import groups_with_peers
 from seqpar.losses import LossGroups
 from seqpar.models.network import num_parameters
-from seqpar.models.token_network import TokenNet
+from seqpar.models.token_network import TokenNetwork
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
 from seqpar.pipeline.engine import StagedNet
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
-from seqpar.vit.masked_autoencoder import Rebuilder, rebuild_hidden
+from seqpar.vit.masked_autoencoder import MaskedDecoder, decode_masked
 
 
 class _OwnParts(Gather):
@@ -31,13 +31,13 @@ class _OwnParts(Gather):
         return "each rank rebuilds the hidden patches of its part"
 
 
-class MaskedNet(TokenNet):
+class MaskedNet(TokenNetwork):
     """An encoder of visible tokens and a rebuilder of hidden patches; "labels" are this rank's part of the image.
 
     - ``ratio``: the share of a tile's tokens that is hidden
     """
 
-    def __init__(self, encoder: SeqParViT, rebuilder: Rebuilder, ratio: float) -> None:
+    def __init__(self, encoder: SeqParViT, rebuilder: MaskedDecoder, ratio: float) -> None:
         super().__init__(encoder, _OwnParts(encoder.group))
         self.rebuilder, self.ratio = rebuilder, ratio
 
@@ -56,7 +56,7 @@ class MaskedNet(TokenNet):
         """Returns rebuilt patches and their places."""
         if key is None:
             raise ValueError("what is hidden follows from a key: give key=DropoutKey(seed, step, samples)")
-        return list(rebuild_hidden(self.encoder, self.rebuilder, part, layout, key, self.ratio))
+        return list(decode_masked(self.encoder, self.rebuilder, part, layout, key, self.ratio))
 
     def arrange(self, label: Tensor, layout: Layout | None = None) -> Tensor:
         """Returns this rank's part of the image as it is."""
@@ -68,7 +68,7 @@ class MaskedNet(TokenNet):
 
     def loss_groups(self, data: Group | None, batch: int) -> LossGroups:
         """Returns the ranks that share a tile, and those with others."""
-        return LossGroups(voxels=self.group, samples=with_peers(data))
+        return LossGroups(voxels=self.group, samples=groups_with_peers(data))
 
     def staged(self) -> StagedNet:
         """Refuses: what it is made of is not cut."""

@@ -23,7 +23,7 @@ from seqpar.text import quantity
 from seqpar.vit.dropout import DropoutKey
 
 
-class Net(nn.Module, ABC):
+class Network(nn.Module, ABC):
     """A network on parts of a tile: logits of this rank's part, or, in a group of one, of a whole tile ``b c W D H``.
 
     - ``layout``: which part of a tile each rank of the sequence group holds

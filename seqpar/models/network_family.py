@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from seqpar.models.network import Net
+from seqpar.models.network import Network
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 
@@ -18,7 +18,7 @@ class Layers(NamedTuple):
     width: int
 
 
-class Kind(ABC):
+class NetworkFamily(ABC):
     """Networks that are built and planned alike.
 
     - ``settings``: of ``Config``, those that act on this kind, but not on every one
@@ -37,7 +37,7 @@ class Kind(ABC):
     @abstractmethod
     def build(
         self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
-    ) -> Net:
+    ) -> Network:
         """Returns the network; for the arguments see ``models.build.build``."""
 
     @abstractmethod

@@ -23,18 +23,18 @@ def make_optimizer(config: Config, net: nn.Module) -> Optimizer:
     members: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, p in net.named_parameters():
         is_decayed = config.decay_all or (p.ndim > 1 and not name.endswith(("pos_embed", "class_token")))
-        members.setdefault((is_decayed, rate_scale(name, config)), []).append(p)
+        members.setdefault((is_decayed, layer_lr_scale(name, config)), []).append(p)
     groups: list[dict[str, Any]] = [
         {"params": members[key], "weight_decay": config.weight_decay * key[0], "scale": key[1]}
         for key in sorted(members, reverse=True)  # those that decay come first
     ]
     kind = OPTIMIZERS[config.optimizer]
     betas = (config.betas or kind.betas)[: len(kind.betas)]
-    fused, shards = all_at_once(net.parameters()), any(hasattr(p, "to_local") for p in net.parameters())
+    fused, shards = use_fused(net.parameters()), any(hasattr(p, "to_local") for p in net.parameters())
     return kind.make(groups, OptimizerOptions(config.lr, betas, config.amsgrad, fused, shards))
 
 
-def all_at_once(parameters: Iterable[Tensor]) -> bool | None:
+def use_fused(parameters: Iterable[Tensor]) -> bool | None:
     """Returns whether updates and norms take all parameters at once, as on GPUs; None: as torch chooses.
 
     Left to itself torch takes shards one after the other.
@@ -42,7 +42,7 @@ def all_at_once(parameters: Iterable[Tensor]) -> bool | None:
     return all(p.is_cuda for p in parameters) or None
 
 
-def rate_scale(name: str, config: Config) -> float:
+def layer_lr_scale(name: str, config: Config) -> float:
     """Returns by what the learning rate of a parameter is multiplied: less, the nearer its layer is to the image.
 
     Behind the encoder's blocks it is 1, in the last of them ``--layer-decay``, before the first one the least.

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import torch
 
-from seqpar.attention.partition import shares
+from seqpar.attention.partition import split_evenly
 from seqpar.models.masked_network import MaskedNet
-from seqpar.models.network_family import Kind, Layers
-from seqpar.models.transformer_families import OF_ENCODER, VisionTransformer, counts_of, make_encoder
+from seqpar.models.network_family import Layers, NetworkFamily
+from seqpar.models.transformer_families import OF_ENCODER, VisionTransformer, make_encoder, tokens_per_rank
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from seqpar.settings.pretraining_settings import MASKED
-from seqpar.vit.masked_autoencoder import Rebuilder
-from seqpar.vit.masking import num_visible, refuse_few
+from seqpar.vit.masked_autoencoder import MaskedDecoder
+from seqpar.vit.masking import check_num_visible, num_visible
 from seqpar.vit.tokens import sincos_positions
 
 
@@ -39,13 +39,13 @@ class MaskedPretraining(VisionTransformer):
         positions = "rope" if encoder.rotates else "sincos"
         width, depth = _width(config), config.rebuild_blocks
         blocks = replace(config, depth=depth, embed_dim=width, positions=positions, dropout=0.0, drop_path=0.0)
-        rebuilder = Rebuilder(config.embed_dim, in_channels, make_encoder(blocks, 1, group))
+        rebuilder = MaskedDecoder(config.embed_dim, in_channels, make_encoder(blocks, 1, group))
         return MaskedNet(encoder, rebuilder, config.mask_ratio)
 
     def attention_layers(self, config: Config) -> tuple[Layers, ...]:
         """Returns the encoder's blocks, to which visible tokens come alone, and those of the rebuilder."""
-        counts = counts_of(config)
-        visible = tuple(shares(num_visible(sum(counts), config.mask_ratio), config.seqpar))
+        counts = tokens_per_rank(config)
+        visible = tuple(split_evenly(num_visible(sum(counts), config.mask_ratio), config.seqpar))
         return (
             Layers(config.depth, visible, config.heads, config.embed_dim),
             Layers(config.rebuild_blocks, counts, config.heads, _width(config)),
@@ -54,7 +54,7 @@ class MaskedPretraining(VisionTransformer):
     def refuse_tile(self, config: Config) -> None:
         """Raises ValueError for a tile of which too little stays visible, and for what cannot be rebuilt."""
         count = math.prod(side // p for side, p in zip(config.tile, config.patch))
-        refuse_few(count, max(1, config.seqpar), config.mask_ratio)
+        check_num_visible(count, max(1, config.seqpar), config.mask_ratio)
         if _width(config) % config.heads:
             nearest = max(config.heads, round(_width(config) / config.heads) * config.heads)
             raise ValueError(
@@ -82,4 +82,4 @@ def _width(config: Config) -> int:
     return config.rebuild_width or config.embed_dim
 
 
-PRETRAINED: dict[str, Kind] = {"vit": MaskedPretraining()}
+PRETRAINED: dict[str, NetworkFamily] = {"vit": MaskedPretraining()}

@@ -11,7 +11,7 @@ from seqpar.vit.tokens import resize_positions
 
 
 @dataclass(frozen=True)
-class NewGrid:
+class ResizePositions:
     """Resizes a table ``1 n e`` of positions from the tokens of ``old`` to those of ``new``."""
 
     old: tuple[int, ...]
@@ -22,11 +22,11 @@ class NewGrid:
         return resize_positions(table, self.old, self.new)
 
 
-Resizing = Mapping[str, NewGrid]  # by the tensor's name
-UNCHANGED: Resizing = MappingProxyType({})
+Resizing = Mapping[str, ResizePositions]  # by the tensor's name
+NO_RESIZING: Resizing = MappingProxyType({})
 
 
-def resized(tensors: Iterable[tuple[str, Tensor]], resizing: Resizing) -> Iterator[tuple[str, Tensor]]:
+def resize_tensors(tensors: Iterable[tuple[str, Tensor]], resizing: Resizing) -> Iterator[tuple[str, Tensor]]:
     """Yields named tensors; those in ``resizing`` resized, and with them what an optimizer holds for each token.
 
     An optimizer's tensors are named ``parameter/entry``. Means of gradients and of their squares follow the positions,

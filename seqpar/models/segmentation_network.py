@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from seqpar.decoders.modes.mode import Mode
 from seqpar.models.network import num_parameters
 from seqpar.models.pipelined import TokenCells, refuse_other_grid
-from seqpar.models.token_network import TokenNet
+from seqpar.models.token_network import TokenNetwork
 from seqpar.parallel.layout import Layout
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
 
 
-class SegmentationNet(TokenNet):
+class SegmentationNet(TokenNetwork):
     """An encoder and a decoder.
 
     - ``encoder``: gives each rank the tokens of its part

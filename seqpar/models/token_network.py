@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.decoders.modes.mode import Mode
-from seqpar.models.network import Net
-from seqpar.models.resized_positions import NewGrid, Resizing
+from seqpar.models.network import Network
+from seqpar.models.resized_positions import ResizePositions, Resizing
 from seqpar.text import quantity
 from seqpar.vit.dropout import DropoutKey
 from seqpar.vit.encoder import SeqParViT
 
 
-class TokenNet(Net):
+class TokenNetwork(Network):
     """A network with an ``encoder``, which gives each rank the tokens of its part."""
 
     body = "encoder"
@@ -38,7 +38,7 @@ class TokenNet(Net):
             return {}
         own = self.encoder.stages[0].layout(self.layout)
         grid = tuple(side // voxels for side, voxels in zip(tile, own.patch))
-        return {"encoder.pos_embed": NewGrid(grid, own.grid)}
+        return {"encoder.pos_embed": ResizePositions(grid, own.grid)}
 
     def num_counted(self) -> int:
         """Returns how many tokens the first stage has of a tile."""

@@ -10,14 +10,14 @@ from seqpar.decoders.decoder import Sizes
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.named_decoders import DECODERS
 from seqpar.decoders.pyramid import PyramidDecoder
-from seqpar.models.network import Net
-from seqpar.models.network_family import Kind, Layers
+from seqpar.models.network import Network
+from seqpar.models.network_family import Layers, NetworkFamily
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from seqpar.settings.network_settings import HIERARCHY
-from seqpar.text import quantity, shorten
+from seqpar.text import format_sides, quantity
 from seqpar.vit.blocks import RECOMPUTED
 from seqpar.vit.encoder import SeqParViT
 
@@ -49,7 +49,7 @@ OF_ENCODER = frozenset(
 )
 
 
-class VisionTransformer(Kind):
+class VisionTransformer(NetworkFamily):
     """An encoder of tokens, and a decoder."""
 
     settings = OF_ENCODER | {"window", "decoder", "skips", "decoder_width"}
@@ -63,7 +63,7 @@ class VisionTransformer(Kind):
 
     def build(
         self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
-    ) -> Net:
+    ) -> Network:
         """Returns the network; with ``--output-bias`` a fresh one takes most of an image for background."""
         encoder = make_encoder(config, in_channels, group)
         decoder = self.decoder(config, in_channels, num_outputs, encoder)
@@ -92,7 +92,7 @@ class VisionTransformer(Kind):
 
     def attention_layers(self, config: Config) -> tuple[Layers, ...]:
         """Returns the encoder's blocks, to which all tokens come."""
-        return (Layers(config.depth, counts_of(config), config.heads, config.embed_dim),)
+        return (Layers(config.depth, tokens_per_rank(config), config.heads, config.embed_dim),)
 
     def num_alike(self, config: Config) -> int:
         """Returns the number of blocks; 0 where every second one has shifted windows."""
@@ -101,20 +101,20 @@ class VisionTransformer(Kind):
     def describe(self, config: Config) -> str:
         """Returns the sizes of encoder and decoder."""
         blocks, heads = quantity(config.depth, "block"), quantity(config.heads, "head")
-        return f"{blocks} x {config.embed_dim}, {heads}{in_windows(config)}; {config.decoder} decoder"
+        return f"{blocks} x {config.embed_dim}, {heads}{describe_windows(config)}; {config.decoder} decoder"
 
     def describe_tile(self, config: Config) -> str:
         """Returns patch and tokens."""
         count = math.prod(side // p for side, p in zip(config.tile, config.patch))
-        return f"patch {shorten(config.patch, 'x')}: {quantity(count, 'token')}"
+        return f"patch {format_sides(config.patch, 'x')}: {quantity(count, 'token')}"
 
 
-def counts_of(config: Config) -> tuple[int, ...]:
+def tokens_per_rank(config: Config) -> tuple[int, ...]:
     """Returns how many tokens of a tile each rank has."""
     return Layout.of(config.tile, config.patch, config.seqpar, config.split).counts
 
 
-def in_windows(config: Config) -> str:
+def describe_windows(config: Config) -> str:
     """Returns how far tokens see each other, "" where all do."""
     return f" in windows of {config.window} tokens a side" if config.window else ""
 
@@ -171,16 +171,18 @@ class HierarchicalTransformer(VisionTransformer):
     def refuse_tile(self, config: Config) -> None:
         """Raises ValueError for a tile that is not made of whole cubes, or of fewer than there are ranks."""
         unit, merges = self.unit(config), len(config.stage_depths) - 1
-        how = f"--patch {shorten(config.patch)} and {quantity(merges, 'merging')} of 2 x 2 x 2"
+        how = f"--patch {format_sides(config.patch)} and {quantity(merges, 'merging')} of 2 x 2 x 2"
         if any(side % step for side, step in zip(config.tile, unit)):
             nearest = [-(-side // step) * step for side, step in zip(config.tile, unit)]
             raise ValueError(
-                f"--tile {shorten(config.tile)}: {how} need multiples of {shorten(unit)}: use --tile {shorten(nearest)}"
+                f"--tile {format_sides(config.tile)}: {how} need multiples of {format_sides(unit)}: "
+                f"use --tile {format_sides(nearest)}"
             )
         count = math.prod(side // step for side, step in zip(config.tile, unit))
         if count < config.seqpar:
             raise ValueError(
-                f"--seqpar {config.seqpar}: {how} leave {quantity(count, 'token')} of tile {shorten(config.tile)}, "
+                f"--seqpar {config.seqpar}: {how} leave {quantity(count, 'token')} of tile "
+                f"{format_sides(config.tile)}, "
                 "fewer than ranks: use a smaller --seqpar, a larger --tile, a smaller --patch or fewer --stage-depths"
             )
 
@@ -199,7 +201,7 @@ class HierarchicalTransformer(VisionTransformer):
     def describe(self, config: Config) -> str:
         """Returns the blocks and widths of the stages, and the decoder."""
         stages = " + ".join(f"{stage.depth} x {stage.width}" for stage in _stages(config))
-        heads = f"from {quantity(config.heads, 'head')}{in_windows(config)}"
+        heads = f"from {quantity(config.heads, 'head')}{describe_windows(config)}"
         return f"stages of {stages}, {heads}; {config.decoder} decoder"
 
     def describe_tile(self, config: Config) -> str:
@@ -207,7 +209,7 @@ class HierarchicalTransformer(VisionTransformer):
         cubes = math.prod(side // step for side, step in zip(config.tile, self.unit(config)))
         first, *others = (cubes * stage.tokens for stage in _stages(config))
         merged = ", then ".join(map(str, others))
-        return f"patch {shorten(config.patch, 'x')}: {quantity(first, 'token')}, merged to {merged}"
+        return f"patch {format_sides(config.patch, 'x')}: {quantity(first, 'token')}, merged to {merged}"
 
 
 class _Stage(NamedTuple):

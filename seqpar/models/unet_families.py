@@ -14,14 +14,14 @@ import torch
 
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unets.architecture import Architecture, Three, three
-from seqpar.decoders.unets.nnunet import FEATURES, network, planned, topology
+from seqpar.decoders.unets.nnunet import FEATURES, architecture_of_stages, network, topology
 from seqpar.decoders.unets.published import HOU_LEVELS, SQUEEZE, distmis, hou, lamp
 from seqpar.decoders.unets.unet import UNet
 from seqpar.models.cell_network import RECOMPUTED, VolumeNet
-from seqpar.models.network_family import Kind
+from seqpar.models.network_family import NetworkFamily
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
-from seqpar.text import quantity, shorten
+from seqpar.text import format_sides, quantity
 
 Make = Callable[[Config, int, int, Group | None, Group | None], UNet]  # channels, outputs, then groups of batch norm
 SPLIT_SAMPLES = ("swap", "auto", "nogather")  # modes in which what a rank computes on is a sample by itself
@@ -34,7 +34,7 @@ def norm_groups(config: Config, group: Group, data: Group | None) -> tuple[Group
     return others, group if config.mode in SPLIT_SAMPLES and group.size > 1 else None
 
 
-class VolumeNetwork(Kind):
+class VolumeNetwork(NetworkFamily):
     """A U-Net on boxes of the image.
 
     - ``make``: makes it from a config
@@ -54,7 +54,7 @@ class VolumeNetwork(Kind):
         """
         if "stages" not in self.settings or (config.stages and not spacing):
             return config
-        return replace(config, stages=spell_stages(Stages(*topology(config.tile, spacing or (1, 1, 1)))))
+        return replace(config, stages=format_stages(Stages(*topology(config.tile, spacing or (1, 1, 1)))))
 
     def build(
         self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
@@ -77,7 +77,7 @@ class VolumeNetwork(Kind):
         architecture = self._architecture(config)
         points = math.prod(side // scale for side, scale in zip(config.tile, architecture.scales[-1]))
         if architecture.style.norm == "batch" and points * config.batch * num_groups == 1:
-            tile = shorten(config.tile)
+            tile = format_sides(config.tile)
             raise ValueError(
                 f"--tile {tile} with --batch 1 leaves one value of each channel in the coarsest stage of "
                 f"{config.network}, which batch norm cannot norm: use --batch 2, or a larger --tile than {tile}"
@@ -149,7 +149,7 @@ def parse_stages(text: str) -> Stages:
     )
 
 
-def spell_stages(stages: Stages) -> str:
+def format_stages(stages: Stages) -> str:
     """Returns stages as ``parse_stages`` reads them."""
     shapes = zip(stages.kernels, stages.strides)
     texts = [[*("".join(map(str, sides)) for sides in shape)] for shape in shapes]
@@ -165,7 +165,9 @@ def _nnunet(residual: bool) -> Make:
         if stages.features and config.features:
             raise ValueError(f"--features {config.features}: --stages names the features of each stage; leave it out")
         kernels, strides, features, encoder, decoder = stages
-        architecture = planned(in_channels, num_outputs, kernels, strides, residual, config.features or FEATURES)
+        architecture = architecture_of_stages(
+            in_channels, num_outputs, kernels, strides, residual, config.features or FEATURES
+        )
         if features:
             architecture = replace(architecture, features=features, stem=features[0] if residual else 0)
         if encoder:

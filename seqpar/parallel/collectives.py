@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.messages import Coming, Pending, as_sent, described, expect, post
+from seqpar.parallel.messages import AwaitedTensor, Pending, check_collective, post, sendable, shape_and_dtype
 
 # torch 2.13 renamed both; older ones know only the second name.
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,13 +52,13 @@ def start_all_gather(
 
 
 def start_filling(whole: Tensor, group: Group, sizes: Sequence[int], kind: str) -> Pending:
-    """Starts to fill ``whole`` with all ranks' rows, of which this rank's own are there already."""
+    """Starts to fill ``full_tensor`` with all ranks' rows, of which this rank's own are there already."""
     pieces = whole.split(list(sizes))
     mine = pieces[group.index]
     if _has_native(whole, group, sizes):
         group.count(kind, mine.numel() * mine.element_size() * (group.size - 1), group.size - 1)
-        expect(kind, group, described(whole))
-        work = _gather_single(as_sent(whole), as_sent(mine), group=group.handle, async_op=True)
+        check_collective(kind, group, shape_and_dtype(whole))
+        work = _gather_single(sendable(whole), sendable(mine), group=group.handle, async_op=True)
         return Pending((work,), (whole,), group.watch)
     return post(dict.fromkeys(group.peers, mine), {q: pieces[q] for q in group.peers}, group, kind)
 
@@ -81,19 +81,19 @@ def reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind
     return start_reduce_scatter(rows, group, sizes, kind).wait().movedim(0, dim)
 
 
-def start_reduce_scatter(rows: Tensor, group: Group, sizes: Sequence[int], kind: str) -> Coming[Tensor]:
+def start_reduce_scatter(rows: Tensor, group: Group, sizes: Sequence[int], kind: str) -> AwaitedTensor[Tensor]:
     """Starts ``reduce_scatter`` along dimension 0; ``rows`` must not change until the result is waited for."""
     pieces = rows.split(list(sizes))
     mine = pieces[group.index]
     if _has_native(rows, group, sizes) and rows.dtype.itemsize > 2:  # half precision is summed in float32
         summed = torch.empty_like(mine)
         group.count(kind, mine.numel() * mine.element_size() * (group.size - 1), group.size - 1)
-        expect(kind, group, described(rows))
+        check_collective(kind, group, shape_and_dtype(rows))
         work = _scatter_single(summed, rows, group=group.handle, async_op=True)
-        return Coming(Pending((work,), (rows, summed), group.watch), lambda: summed)
+        return AwaitedTensor(Pending((work,), (rows, summed), group.watch), lambda: summed)
     received = {q: torch.empty_like(mine) for q in group.peers}
     pending = post({q: pieces[q] for q in group.peers}, received, group, kind)
-    return Coming(pending, lambda: _sum_in_rank_order({**received, group.index: mine}))
+    return AwaitedTensor(pending, lambda: _sum_in_rank_order({**received, group.index: mine}))
 
 
 def _sum_in_rank_order(pieces: Mapping[int, Tensor]) -> Tensor:
@@ -176,7 +176,7 @@ def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
         group.count(kind, sent, 2 * (group.size - 1))
         if result.is_meta:
             return result
-        expect(kind, group, described(result))
+        check_collective(kind, group, shape_and_dtype(result))
         with group.watch.waiting(result.is_cuda):
             dist.all_reduce(result, group=group.handle)
     return result
@@ -240,7 +240,7 @@ def start_all_to_all(
     """
     counts = [count for place, count in enumerate(send) if place != group.index and count]
     group.count(kind, sum(counts) * x.element_size(), len(counts))
-    expect(kind, group, f"of {x.dtype}")
+    check_collective(kind, group, f"of {x.dtype}")
     into, source = (
         t.view(-1).view(torch.uint8) for t in (result, x)
     )  # bytes: for types that the library does not know
@@ -249,7 +249,7 @@ def start_all_to_all(
     return Pending((work,), (into, source), group.watch)
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """Returns the whole of a tensor that may be sharded over ranks (torch's DTensor), without a gradient."""
     full: Callable[[], Tensor] | None = getattr(x, "full_tensor", None)
     return x.detach() if full is None else full().detach()

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from seqpar.parallel.meeting import START_S, Meeting
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.messages import described, expect
+from seqpar.parallel.messages import check_collective, shape_and_dtype
 
 
-def agree(flag: int, group: Group) -> int:
+def max_over_ranks(flag: int, group: Group) -> int:
     """Returns the largest of all ranks' flags, the same on each."""
-    return agree_all((flag,), group)[0]
+    return max_of_each_over_ranks((flag,), group)[0]
 
 
-def agree_all(flags: Sequence[int], group: Group) -> tuple[int, ...]:
+def max_of_each_over_ranks(flags: Sequence[int], group: Group) -> tuple[int, ...]:
     """Returns the largest of all ranks' first flags, the largest of their second ones, and so on."""
     if group.size == 1:
         return tuple(flags)
     numbers = torch.tensor(flags, dtype=torch.int64)
-    expect("agreement", group, described(numbers))
+    check_collective("agreement", group, shape_and_dtype(numbers))
     with group.watch.waiting(False):
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.handle)
     return tuple(numbers.tolist())
@@ -39,7 +39,7 @@ def broadcast_text(text: str, source: int, group: Group) -> str:
         return text
     letters = _letters(text)
     length = torch.tensor([len(letters)])
-    expect("text", group, f"from rank {group.ranks[source]}")
+    check_collective("text", group, f"from rank {group.ranks[source]}")
     with group.watch.waiting(False):
         dist.broadcast(length, group.ranks[source], group=group.handle)
         if group.index != source:
@@ -54,7 +54,7 @@ def gather_texts(text: str, group: Group) -> list[str]:
         return [text]
     letters = _letters(text)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in group.ranks]
-    expect("texts", group, "from all")
+    check_collective("texts", group, "from all")
     with group.watch.waiting(False):
         dist.all_gather(lengths, torch.tensor([len(letters)]), group=group.handle)
         page = torch.zeros(max(1, *(int(length) for length in lengths)), dtype=torch.uint8)
@@ -68,7 +68,7 @@ def _letters(text: str) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
-def raise_together(error: Exception | None, group: Group, name_rank: bool = True) -> None:
+def raise_on_all_ranks(error: Exception | None, group: Group, name_rank: bool = True) -> None:
     """Raises on every rank what failed on one of them; returns where nothing failed.
 
     All ranks call it, with what they caught. All raise the error of the first rank that has one, with its type, so
@@ -97,7 +97,7 @@ def _packed(error: Exception) -> str:
     return packed.hex()
 
 
-def by_first(act: Callable[[], Any], group: Group) -> Any:
+def run_on_rank0(act: Callable[[], Any], group: Group) -> Any:
     """Returns on every rank what ``act`` returned on the first one, as JSON has it; raises on all what it raises."""
     text, error = "", None
     if group.index == 0:
@@ -105,12 +105,12 @@ def by_first(act: Callable[[], Any], group: Group) -> Any:
             text = json.dumps(act())
         except Exception as problem:
             error = problem
-    raise_together(error, group, name_rank=False)
+    raise_on_all_ranks(error, group, name_rank=False)
     return json.loads(broadcast_text(text, 0, group))
 
 
-def by_first_early(act: Callable[[], Any], meeting: Meeting, name: str, timeout_s: float = START_S) -> Any:
-    """As `by_first`, of processes that have no mesh yet.
+def run_on_rank0_before_mesh(act: Callable[[], Any], meeting: Meeting, name: str, timeout_s: float = START_S) -> Any:
+    """As `run_on_rank0`, of processes that have no mesh yet.
 
     - ``name``: of what is agreed, which a meeting takes once
     """

@@ -12,7 +12,7 @@ R = TypeVar("R")
 _FORGET: list[Callable[[], None]] = []
 
 
-def table(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def cached(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator of what makes a table: the last ``most`` of them are kept."""
 
     def keep(make: Callable[P, R]) -> Callable[P, R]:
@@ -23,13 +23,13 @@ def table(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return keep
 
 
-def forget_tables() -> None:
+def clear_caches() -> None:
     """Lets go of all tables, so that what is counted next makes its own and does not depend on what came before."""
     for forget in _FORGET:
         forget()
 
 
-def upload(x: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
     """Returns ``x`` on the device; a GPU fetches it from pinned memory while this process goes on."""
     if device.type != "cuda":
         return x.to(device)

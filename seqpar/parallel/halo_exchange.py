@@ -14,12 +14,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.messages import Coming
-from seqpar.parallel.row_exchange import Interval, Rows, run_in_turn, start_exchange
+from seqpar.parallel.messages import AwaitedTensor
+from seqpar.parallel.row_exchange import Interval, Rows, run_on_stream_in_order, start_exchange
 
 NOTHING = (0, 0)
 Margins = Sequence[tuple[int, int, int]]  # dimension, how many before, how many behind
-Meanwhile = Callable[[Tensor], None]
+WhileWaiting = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class HaloPlan:
         )
 
 
-def window(x: Tensor, group: Group, *plans: HaloPlan, kind: str = "window", fill: float = 0.0) -> Tensor:
+def exchange_halos(x: Tensor, group: Group, *plans: HaloPlan, kind: str = "window", fill: float = 0.0) -> Tensor:
     """Returns this rank's window, of which ``x`` is its part; the margins around it hold ``fill``.
 
     Several ``plans`` are for a dimension each, in this order: a later one sends rows that earlier ones have widened, so
@@ -79,26 +79,26 @@ class _Window(Function):
     def forward(ctx: Any, x: Tensor, group: Group, plans: Sequence[HaloPlan], kind: str, fill: float) -> Tensor:
         ctx.how = group, plans, kind
         ctx.shape = x.shape
-        return open_windows(x, group, plans, kind, fill)
+        return start_halo_exchange(x, group, plans, kind, fill)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         group, plans, kind = ctx.how
-        result = close_windows(grad.clone() if len(plans) > 1 else grad, group, plans, kind)
+        result = halo_exchange_adjoint(grad.clone() if len(plans) > 1 else grad, group, plans, kind)
         assert result.shape == ctx.shape, (result.shape, ctx.shape)
         return result, None, None, None, None
 
 
-def open_windows(
+def start_halo_exchange(
     x: Tensor,
     group: Group,
     plans: Sequence[HaloPlan],
     kind: str = "window",
     fill: float = 0.0,
-    meanwhile: Meanwhile | None = None,
+    meanwhile: WhileWaiting | None = None,
 ) -> Tensor:
-    """Returns ``window``'s result, without a gradient.
+    """Returns ``exchange_halos``'s result, without a gradient.
 
     The part is copied into the window once; messages go from there and come there, dimension after dimension.
 
@@ -124,11 +124,11 @@ def open_windows(
         wide = _own_rows(inner, plans[at + 1 :], group)  # widened along the dimensions before
         rows = wide, _in_window(plan, group), wide, _others(plan.receive, group)
         exchanges.append(partial(start_exchange, *rows, group, plan.dim, kind, add=False))
-    run_in_turn(exchanges, x, group.watch, meanwhile and partial(meanwhile, result))
+    run_on_stream_in_order(exchanges, x, group.watch, meanwhile and partial(meanwhile, result))
     return result
 
 
-def close_windows(
+def halo_exchange_adjoint(
     grad: Tensor,
     group: Group,
     plans: Sequence[HaloPlan],
@@ -136,11 +136,11 @@ def close_windows(
     meanwhile: Callable[[], None] | None = None,
     in_place: bool = False,
 ) -> Tensor:
-    """Returns the adjoint of ``open_windows``: what all ranks' windows have for this rank's part, added.
+    """Returns the adjoint of ``start_halo_exchange``: what all ranks' windows have for this rank's part, added.
 
     Where there are several plans ``grad`` is written to: what comes is added there, until the part is copied out.
 
-    - ``meanwhile``: called while messages travel, as in ``open_windows``
+    - ``meanwhile``: called while messages travel, as in ``start_halo_exchange``
     - ``in_place``: write to ``grad`` in any case, and return a view of it where the part lies there as a whole
     """
     if not _keep_parts(plans, group):
@@ -153,7 +153,7 @@ def close_windows(
     for dim, before, behind in plans[-1].margins:
         grad = grad.narrow(dim, before, grad.shape[dim] - before - behind)
     assert all(grad.shape[plan.dim] == plan.window_extent for plan in plans), (grad.shape, plans)
-    exchanges: list[Callable[[], Coming[None]]] = []
+    exchanges: list[Callable[[], AwaitedTensor[None]]] = []
     for at in reversed(range(1, len(plans))):
         wide, plan = _own_rows(grad, plans[at + 1 :], group), plans[at]
         rows = wide, _others(plan.receive, group), wide, _in_window(plan, group)
@@ -172,14 +172,14 @@ def close_windows(
             low, high = plan.send.get(group.index, NOTHING)
             own = own.narrow(plan.dim, low, high - low)
 
-    def last() -> Coming[None]:
+    def last() -> AwaitedTensor[None]:
         if own is not None:
             own.copy_(_own_rows(grad, plans, group))
         first, wide = plans[0], _own_rows(grad, plans[1:], group)
         rows = wide, _others(first.receive, group), result, _others(first.send, group)
         return start_exchange(*rows, group, first.dim, kind, add=True)
 
-    run_in_turn([*exchanges, last], whole, group.watch, meanwhile)
+    run_on_stream_in_order([*exchanges, last], whole, group.watch, meanwhile)
     return result
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from seqpar.parallel.launcher import Launcher
-from seqpar.parallel.watchdog import these
+from seqpar.parallel.watchdog import format_ranks
 
 START_S = 900.0  # hundreds of nodes that read one file system have been seen to need 600 s
 
@@ -56,7 +56,7 @@ class Meeting:
             store.wait([f"{name}/{rank}" for rank in ranks], timedelta(seconds=timeout_s))
         except (dist.DistError, RuntimeError) as error:
             try:
-                missing = these([rank for rank in ranks if not store.check([f"{name}/{rank}"])])
+                missing = format_ranks([rank for rank in ranks if not store.check([f"{name}/{rank}"])])
             except (dist.DistError, RuntimeError):
                 raise ConnectionError(f"the first rank has left ({str(error).splitlines()[0]}): see its log") from None
             raise TimeoutError(

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqpar.parallel.launcher import Launcher
-from seqpar.parallel.watchdog import Watch, these
+from seqpar.parallel.watchdog import Watch, format_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class Group:
         object.__setattr__(self, "handle", None)
 
     def __str__(self) -> str:
-        return f"{self.name} group of {these(self.ranks)}"
+        return f"{self.name} group of {format_ranks(self.ranks)}"
 
 
 AnyGroup = Group | dist.ProcessGroup | DeviceMesh  # what a library's user may have; ``as_group`` makes it ours
@@ -111,7 +111,7 @@ def _line_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def notice_that_none_shares(what: str) -> None:
+def warn_without_group(what: str) -> None:
     """Warns, on the first of several ranks, that ``what`` was given no group and so shares no tile.
 
     That is right for plain data parallelism, and a costly mistake where ranks were meant to share a tile.

@@ -34,7 +34,7 @@ class Pending:
         self._works, self._tensors = (), ()
 
 
-class Coming(Generic[Result]):
+class AwaitedTensor(Generic[Result]):
     """A result whose messages are still to arrive; ``wait`` may be called once.
 
     ``finish``: makes the result when ``pending`` has arrived; dropped then, with the tensors that it holds.
@@ -63,8 +63,8 @@ def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Gro
     if any(t.is_meta for _, t in outgoing + incoming):
         return Pending((), ())
     place = group.places or range(group.size)
-    ops = [dist.P2POp(dist.isend, as_sent(t), group=group.handle, group_peer=place[q]) for q, t in outgoing]
-    ops += [dist.P2POp(dist.irecv, as_sent(t), group=group.handle, group_peer=place[q]) for q, t in incoming]
+    ops = [dist.P2POp(dist.isend, sendable(t), group=group.handle, group_peer=place[q]) for q, t in outgoing]
+    ops += [dist.P2POp(dist.irecv, sendable(t), group=group.handle, group_peer=place[q]) for q, t in incoming]
     group.watch.enter(kind, group)
     if group.watch.check:
         described_sides = (
@@ -74,18 +74,18 @@ def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Gro
     return Pending(dist.batch_isend_irecv(ops) if ops else (), [t for _, t in outgoing + incoming], group.watch)
 
 
-def as_sent(x: Tensor) -> Tensor:
+def sendable(x: Tensor) -> Tensor:
     """Returns a contiguous tensor, or its bytes in the same memory where no library has a name for its type."""
     return x if x.dtype in _SENT_AS_THEY_ARE else x.view(-1).view(torch.uint8)
 
 
-def expect(kind: str, group: Group, what: str = "") -> None:
+def check_collective(kind: str, group: Group, what: str = "") -> None:
     """Notes that this rank enters a collective; where collectives are checked, raises unless all ranks enter it."""
     group.watch.enter(kind, group)
     if group.watch.check and group.size > 1:
         group.watch.compare(group.name, group.ranks, f"{kind} {what}".strip())
 
 
-def described(x: Tensor) -> str:
+def shape_and_dtype(x: Tensor) -> str:
     """Returns a tensor's shape and type in words."""
     return f"of {' x '.join(map(str, x.shape)) or 'a number'} {x.dtype}"

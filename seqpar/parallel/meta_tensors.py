@@ -15,7 +15,7 @@ _casts = ContextVar[AbstractContextManager[Any] | None]("casts", default=None)
 
 
 @contextmanager
-def standing_for(device_type: str) -> Iterator[None]:
+def meta_as_device(device_type: str) -> Iterator[None]:
     """Lets tensors without data stand for ones on a device of that kind, such as cuda."""
     before = _stood_for.set(device_type)
     try:
@@ -24,10 +24,10 @@ def standing_for(device_type: str) -> Iterator[None]:
         _stood_for.reset(before)
 
 
-def alike(pieces: Sequence[Piece], x: Tensor) -> Iterator[Piece]:
+def representative_pieces(pieces: Sequence[Piece], x: Tensor) -> Iterator[Piece]:
     """Yields the pieces that ``x`` is taken in, all of one size but the last, which may be smaller.
 
-    Without data, the second stands for all between the first and the last: ``times`` returns how many it stands for.
+    Without data, the second stands for all between the first and the last: ``repetitions`` returns how many.
     """
     if not x.is_meta or len(pieces) < 4:
         yield from pieces
@@ -42,13 +42,13 @@ def alike(pieces: Sequence[Piece], x: Tensor) -> Iterator[Piece]:
     yield last
 
 
-def times() -> int:
+def repetitions() -> int:
     """Returns how many times what is computed now takes place: more than once for a piece that stands for others."""
     return _times.get()
 
 
 @contextmanager
-def casting_again(casts: AbstractContextManager[Any]) -> Iterator[None]:
+def autocast_in_recomputation(casts: AbstractContextManager[Any]) -> Iterator[None]:
     """Enters ``casts`` here, and again where backward recomputes what was computed here."""
     before = _casts.set(casts)
     try:
@@ -58,10 +58,10 @@ def casting_again(casts: AbstractContextManager[Any]) -> Iterator[None]:
         _casts.reset(before)
 
 
-def around_checkpoint() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Returns the contexts that torch's checkpoint enters in forward and in recomputation.
 
-    It restores autocast by itself, but no other mode, such as that of ``casting_again``.
+    It restores autocast by itself, but no other mode, such as that of ``autocast_in_recomputation``.
     """
     return nullcontext(), _casts.get() or nullcontext()
 

@@ -9,22 +9,22 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from seqpar.parallel.meta_tensors import around_checkpoint
+from seqpar.parallel.meta_tensors import checkpoint_contexts
 
 Result = TypeVar("Result")
 
 
-def computed_again(fn: Callable[..., Result], *inputs: object) -> Result:
+def checkpointed(fn: Callable[..., Result], *inputs: object) -> Result:
     """Returns ``fn(*inputs)``; holds the tensors among its inputs alone, and runs ``fn`` again in backward."""
     if not torch.is_grad_enabled():
         return fn(*inputs)
     result: Result = checkpoint(
-        fn, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=around_checkpoint
+        fn, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=checkpoint_contexts
     )
     return result
 
 
-def counting_once(fn: Callable[..., Result], module: nn.Module) -> Callable[..., Result]:
+def update_buffers_once(fn: Callable[..., Result], module: nn.Module) -> Callable[..., Result]:
     """Returns ``fn`` whose first run alone moves the buffers of ``module``, such as running statistics."""
     runs = itertools.count()
 

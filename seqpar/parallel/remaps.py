@@ -47,7 +47,7 @@ class Remap:
         return Remap(self.num_target, self.num_source, self.received, self.num_received, *forth)
 
 
-def plan_remap(sources: Sequence[Tensor], targets: Sequence[Tensor], me: int) -> Remap:
+def make_remap(sources: Sequence[Tensor], targets: Sequence[Tensor], me: int) -> Remap:
     """Returns the remap of rank ``me`` when each rank q owns the rows ``sources[q]`` and needs ``targets[q]``.
 
     Rows are known by their global numbers; each has one owner, and may be needed by several ranks.

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from seqpar.parallel.launcher import LAZY_GROUPS, SHARE_GPU, Launcher, read_launcher, shared_gpu_settings
 from seqpar.parallel.meeting import START_S, Meeting
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.parallel.roll_call import StartLimit, own_place, roll_call
-from seqpar.parallel.watchdog import Watch, these
+from seqpar.parallel.roll_call import StartLimit, locate_rank, roll_call
+from seqpar.parallel.watchdog import Watch, format_ranks
 from seqpar.text import quantity
 
 
@@ -113,7 +113,7 @@ def join(
     if store is None:
         alone = _groups(np.zeros((1, 1, 1), int), Group("world"), None)
         return Mesh(launcher, device, *alone, (launcher.host or socket.gethostname(),))
-    hosts = roll_call(launcher, store, own_place(launcher, device), _left_s(until, timeout_s))
+    hosts = roll_call(launcher, store, locate_rank(launcher, device), _left_s(until, timeout_s))
     on_gpu = device.type == "cuda"
     if on_gpu and os.environ.get(SHARE_GPU) == "1":
         os.environ.update(shared_gpu_settings(os.environ, launcher.rank))
@@ -136,7 +136,7 @@ def join(
         _warn_of_crossing(hosts, seqpar)
     for group in {id(group.handle): group for group in groups}.values():
         if group.handle is not None:
-            warm_up(group, store, device, _left_s(until, timeout_s))
+            first_collective(group, store, device, _left_s(until, timeout_s))
     own = store.clone() if hasattr(store, "clone") else store  # never busy with what the main thread waits for
     return Mesh(launcher, device, *groups, hosts, dist.PrefixStore("beside", own))
 
@@ -170,7 +170,7 @@ def _groups(
     return world, data, seq, line, stage, tile, others
 
 
-def pretend(size: int) -> Group:
+def fake_group(size: int) -> Group:
     """Returns a sequence group of which only the first rank exists: messages go nowhere and bring nothing.
 
     It serves to measure that rank's own work, and can be made once in a process.
@@ -227,7 +227,7 @@ def _places_of(device: torch.device) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys((torch.device("cpu"), device)))
 
 
-def warm_up(group: Group, store: dist.Store, device: torch.device, timeout_s: float) -> None:
+def first_collective(group: Group, store: dist.Store, device: torch.device, timeout_s: float) -> None:
     """Takes a first small sum over ``group``; raises with its name and the absent ranks where that hangs."""
     limit = timedelta(seconds=timeout_s)
     keys = [f"warm/{group}/{rank}" for rank in group.ranks]
@@ -242,5 +242,5 @@ def warm_up(group: Group, store: dist.Store, device: torch.device, timeout_s: fl
             torch.cuda.synchronize(device)
     except (dist.DistError, RuntimeError) as error:
         missing = [rank for rank, key in zip(group.ranks, keys) if not store.check([key])]
-        why = f"{these(missing)} never came" if missing else str(error).splitlines()[0]
+        why = f"{format_ranks(missing)} never came" if missing else str(error).splitlines()[0]
         raise TimeoutError(f"the {group} hangs in its first sum ({timeout_s:.0f} s): {why}") from None

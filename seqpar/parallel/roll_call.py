@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import torch
 
 from seqpar.parallel.launcher import SHARE_GPU, Launcher
-from seqpar.parallel.watchdog import these
+from seqpar.parallel.watchdog import format_ranks
 from seqpar.text import quantity
 
 
-class Place(NamedTuple):
+class RankLocation(NamedTuple):
     """Where a rank runs: its host, and what tells its GPU from others there ("" where it has none of its own)."""
 
     host: str
     gpu: str = ""
 
 
-def own_place(launcher: Launcher, device: torch.device, env: Mapping[str, str] = os.environ) -> Place:
+def locate_rank(launcher: Launcher, device: torch.device, env: Mapping[str, str] = os.environ) -> RankLocation:
     """Returns where this rank runs; without its GPU where ``env`` lets ranks share one."""
     host = launcher.host or socket.gethostname()
-    return Place(host, "" if env.get(SHARE_GPU) == "1" else _identity(device))
+    return RankLocation(host, "" if env.get(SHARE_GPU) == "1" else _identity(device))
 
 
 def _identity(device: torch.device) -> str:
@@ -39,7 +39,7 @@ def _identity(device: torch.device) -> str:
     return " ".join(str(getattr(facts, name)) for name in names if hasattr(facts, name))
 
 
-def roll_call(launcher: Launcher, store: Any, own: Place, timeout_s: float) -> tuple[str, ...]:
+def roll_call(launcher: Launcher, store: Any, own: RankLocation, timeout_s: float) -> tuple[str, ...]:
     """Returns every rank's host; raises with the names of ranks that never came, or that have one GPU together."""
     keys = [f"host/{rank}" for rank in range(launcher.world)]
     store.set(keys[launcher.rank], json.dumps(own))
@@ -47,21 +47,21 @@ def roll_call(launcher: Launcher, store: Any, own: Place, timeout_s: float) -> t
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError:  # DistError is one
         try:
-            missing = these([rank for rank, key in enumerate(keys) if not store.check([key])])
+            missing = format_ranks([rank for rank, key in enumerate(keys) if not store.check([key])])
         except RuntimeError:  # it counted the ranks, gave up first and names them
             missing = "some, which rank 0 names,"
         raise TimeoutError(
             f"of {launcher.world} ranks, {missing} did not start within {timeout_s:.0f} s; "
             "look at their logs, or start fewer"
         ) from None
-    places = [Place(*json.loads(store.get(key))) for key in keys]
+    places = [RankLocation(*json.loads(store.get(key))) for key in keys]
     refuse_shared_gpus(places)
     return tuple(place.host for place in places)
 
 
-def refuse_shared_gpus(places: Sequence[Place]) -> None:
+def refuse_shared_gpus(places: Sequence[RankLocation]) -> None:
     """Raises where ranks have one GPU together, which NCCL meets by ending the processes; alike on all ranks."""
-    ranks_of: dict[Place, list[int]] = {}
+    ranks_of: dict[RankLocation, list[int]] = {}
     for rank, place in enumerate(places):
         if place.gpu:
             ranks_of.setdefault(place, []).append(rank)
@@ -69,7 +69,8 @@ def refuse_shared_gpus(places: Sequence[Place]) -> None:
         if len(ranks) > 1:
             count = sum(other.host == place.host for other in ranks_of)
             raise ValueError(
-                f"{these(ranks)} have one GPU of {place.host} together ({place.gpu.split()[0]}), and each rank needs "
+                f"{format_ranks(ranks)} have one GPU of {place.host} together ({place.gpu.split()[0]}), "
+                "and each rank needs "
                 f"its own: start at most {quantity(count, 'rank')} there, let each see another GPU, or "
                 "use --device cpu"
             )
@@ -100,7 +101,7 @@ class StartLimit:
         self._number += 1
         self._store.set(f"making/{self._rank}", str(self._number))
         limit_s = self._left_s()
-        what = f"the {name} group of {these(ranks)}"
+        what = f"the {name} group of {format_ranks(ranks)}"
         timer = threading.Timer(limit_s, self._overdue, (self._number, what, limit_s))
         timer.daemon = True
         timer.start()
@@ -117,7 +118,7 @@ class StartLimit:
             numbers = [making] * self._world
         behind = [rank for rank, number in enumerate(numbers) if number < making]
         if self._rank == min(set(range(self._world)) - set(behind), default=self._rank):
-            why = f"{these(behind)} never came" if behind else (
+            why = f"{format_ranks(behind)} never came" if behind else (
                 "all ranks came, but do not reach each other: check NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME; "
                 "NCCL_DEBUG=INFO says what it tries"
             )  # fmt: skip

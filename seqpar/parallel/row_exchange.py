@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.messages import Coming, post
+from seqpar.parallel.messages import AwaitedTensor, post
 from seqpar.parallel.watchdog import Watch
 
 Interval = tuple[int, int]  # half-open
@@ -16,7 +16,7 @@ Rows = Mapping[int, Interval]  # by place in the group
 
 def start_exchange(
     source: Tensor, send: Rows, target: Tensor, receive: Rows, group: Group, dim: int, kind: str, add: bool
-) -> Coming[None]:
+) -> AwaitedTensor[None]:
     """Sends rows of ``source``; what comes is then written into ``target``, or added there in the order of ranks.
 
     The rows that this rank keeps are always written: ``target`` holds zeros where others are added.
@@ -40,11 +40,14 @@ def start_exchange(
             elif buffers[place] is not slots[place]:
                 slots[place].copy_(buffers[place])
 
-    return Coming(pending, arrive)
+    return AwaitedTensor(pending, arrive)
 
 
-def run_in_turn(
-    exchanges: Sequence[Callable[[], Coming[None]]], like: Tensor, watch: Watch, meanwhile: Callable[[], None] | None
+def run_on_stream_in_order(
+    exchanges: Sequence[Callable[[], AwaitedTensor[None]]],
+    like: Tensor,
+    watch: Watch,
+    meanwhile: Callable[[], None] | None,
 ) -> None:
     """Starts and ends one exchange after the other, with ``meanwhile`` beside them.
 

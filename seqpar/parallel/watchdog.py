@@ -26,11 +26,11 @@ _WAITING_IN_TORCH = ("torch.distributed", "torch.autograd.graph", "torch.cuda")
 _GROUND = str(Path(__file__).parent)  # what crosses ranks lies beside this file
 
 
-class OutOfStep(RuntimeError):
+class CollectiveMismatch(RuntimeError):
     """Ranks entered different collectives, or the same with different sizes."""
 
 
-class Whereabouts(NamedTuple):
+class RankPosition(NamedTuple):
     """What a rank tells the others about its main thread."""
 
     waits: bool  # for other ranks
@@ -101,9 +101,9 @@ class Watch:
         self._store.delete_key(f"check/{name}/{number - 2}/{self.rank}")  # all have read it: they were at the next one
         if len(set(entered.values())) > 1:
             differing = [
-                f"{these([r for r in ranks if entered[r] == one])}: {one}" for one in _unique(entered.values())
+                f"{format_ranks([r for r in ranks if entered[r] == one])}: {one}" for one in _unique(entered.values())
             ]
-            raise OutOfStep(f"collective {number} of the {group} group differs: {'; '.join(differing)}")
+            raise CollectiveMismatch(f"collective {number} of the {group} group differs: {'; '.join(differing)}")
 
     def announce(self, group: str, sends: Mapping[int, str], receives: Mapping[int, str]) -> None:
         """Tells other ranks what they will get, and raises unless what they will send is what is expected."""
@@ -114,7 +114,9 @@ class Watch:
             coming = self._read(key, f"rank {rank} did not send {what} in the {group} group")
             self._store.delete_key(key)
             if coming != what:
-                raise OutOfStep(f"rank {self.rank} expects {what} in the {group} group; rank {rank} sends {coming}")
+                raise CollectiveMismatch(
+                    f"rank {self.rank} expects {what} in the {group} group; rank {rank} sends {coming}"
+                )
 
     def _channel(self, group: str, sender: int, receiver: int) -> str:
         name = f"{group}/{sender}>{receiver}"
@@ -129,7 +131,7 @@ class Watch:
                 self._store.wait([key], timedelta(seconds=limit_s))
             return self._store.get(key).decode()  # type: ignore[no-any-return]
         except RuntimeError:  # DistError is one
-            raise OutOfStep(f"{problem} within {limit_s:.0f} s, or had left it") from None
+            raise CollectiveMismatch(f"{problem} within {limit_s:.0f} s, or had left it") from None
 
     # Naming who holds up the others ---------------------------------------------------------------------------
 
@@ -182,19 +184,21 @@ class Watch:
         while not store.check(keys) and time.monotonic() < until:
             time.sleep(min(0.1, 0.01 * self.limit_s))
         answers = {
-            rank: Whereabouts(*json.loads(store.get(key))) for rank, key in enumerate(keys) if store.check([key])
+            rank: RankPosition(*json.loads(store.get(key))) for rank, key in enumerate(keys) if store.check([key])
         }
         self.speaks = self.rank == min((rank for rank, answer in answers.items() if answer.waits), default=self.rank)
         names = [f"{host}, {role}" for host, role in zip(self.hosts, self.roles)] or self.hosts
-        return judge(answers, names, 0.75 * self.limit_s)
+        return blame_waiting_ranks(answers, names, 0.75 * self.limit_s)
 
-    def whereabouts(self, frame: FrameType | None) -> Whereabouts:
+    def whereabouts(self, frame: FrameType | None) -> RankPosition:
         """Returns where the main thread is, whose innermost frame is ``frame``."""
         in_torch = frame is not None and _module(frame).startswith(_WAITING_IN_TORCH)
-        return Whereabouts(self._waits > 0 or in_torch, place_of(frame), " of the ".join(map(str, self._last)))
+        return RankPosition(
+            self._waits > 0 or in_torch, line_outside_parallel(frame), " of the ".join(map(str, self._last))
+        )
 
 
-def place_of(frame: FrameType | None) -> str:
+def line_outside_parallel(frame: FrameType | None) -> str:
     """Returns the innermost line of this package above the ground, which called what crosses ranks."""
     if frame is None:
         return "its end"
@@ -213,7 +217,7 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def judge(answers: Mapping[int, Whereabouts], hosts: Sequence[str], seconds: float) -> str:
+def blame_waiting_ranks(answers: Mapping[int, RankPosition], hosts: Sequence[str], seconds: float) -> str:
     """Returns who holds up whom, as the ranks that answered tell; "" where no rank waits.
 
     - ``hosts``: of each rank its node, and what it does where others do something else
@@ -225,7 +229,9 @@ def judge(answers: Mapping[int, Whereabouts], hosts: Sequence[str], seconds: flo
     causes = [f"rank {rank} ({hosts[rank]}) does not answer" for rank in silent]
     causes += [f"rank {rank} ({hosts[rank]}) stays at {one.place}" for rank, one in answers.items() if not one.waits]
     collectives = _unique(answers[rank].last for rank in waiting)
-    waits = "; ".join(f"{these([r for r in waiting if answers[r].last == last])} in {last}" for last in collectives)
+    waits = "; ".join(
+        f"{format_ranks([r for r in waiting if answers[r].last == last])} in {last}" for last in collectives
+    )
     if not causes:
         return f"for {seconds:.0f} s all ranks have waited for each other ({waits}): use --debug-collectives"
     return f"{' and '.join(causes)}, while for {seconds:.0f} s others have waited: {waits}"
@@ -235,7 +241,7 @@ def _unique(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def these(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Returns "rank 2", "ranks 0, 1", or of many in a row the first and the last."""
     if len(ranks) > 8 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}…{ranks[-1]}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seqpar.pipeline.placement import Pipe, Place
+from seqpar.pipeline.placement import Pipe, StagePlace
 from seqpar.pipeline.schedule import in_flight
 from seqpar.pipeline.stages import StageMap
 
@@ -86,13 +86,13 @@ def best_rings(pipe: Pipe) -> StageMap:
 class _Kinds:
     """Which places are alike."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[StagePlace]) -> None:
         self.kinds = list(dict.fromkeys(places))
         self.members = [[at for at, place in enumerate(places) if place == kind] for kind in self.kinds]
         self.none: Used = (0,) * len(self.kinds)
         self.all: Used = tuple(map(len, self.members))
 
-    def next(self, used: Used) -> Iterator[tuple[Place, Used]]:
+    def next(self, used: Used) -> Iterator[tuple[StagePlace, Used]]:
         """Yields each kind of which a place is left, and the state in which it is used."""
         for number, kind in enumerate(self.kinds):
             if used[number] < self.all[number]:
@@ -191,7 +191,7 @@ class _Rings:
                             best[core] = _Ring(float(slowest[low, high]), used, outer)
         return result
 
-    def core_seconds(self, core: tuple[int, int], place: Place) -> float:
+    def core_seconds(self, core: tuple[int, int], place: StagePlace) -> float:
         """Returns the seconds of the innermost place, infinite where its memory does not suffice."""
         alive = in_flight(self.pipe.schedule, 2 * self.count - 1, self.pipe.micros, self.count - 1)
         if self.totals.bytes(alive)[core] > place.memory:
@@ -199,7 +199,7 @@ class _Rings:
         seconds = self.totals.seconds[core] / place.speed
         return float(seconds + 2 * self.pipe.seconds_per_byte * self.core_bytes[core])
 
-    def _ring_seconds(self, outer: tuple[int, int], ring: int, place: Place) -> Array:
+    def _ring_seconds(self, outer: tuple[int, int], ring: int, place: StagePlace) -> Array:
         """Returns the seconds of both pieces around each core ``[low, high)``, counted from the outer one's first."""
         first, end = outer
         low, high = np.s_[first, first : end + 1], np.s_[first : end + 1, end]  # pieces [first, low) and [high, end)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from seqpar.parallel.recomputation import computed_again, counting_once
+from seqpar.parallel.recomputation import checkpointed, update_buffers_once
 from seqpar.spatial.box_grid import BoxGrid
 
 Value = tuple[Tensor, BoxGrid | None]
@@ -89,7 +89,7 @@ class CellNet(nn.Module):
         tensors = [x for x, _ in inputs]
         if number not in self.recomputed:
             return run(*tensors)
-        return computed_again(counting_once(run, module), *tensors)
+        return checkpointed(update_buffers_once(run, module), *tensors)
 
     def run(self, image: Tensor, grid: BoxGrid | None = None, outputs: Sequence[int] | None = None) -> list[Value]:
         """Returns the network's outputs, or those of the cells ``outputs``, of an image's box.

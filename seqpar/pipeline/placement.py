@@ -45,7 +45,7 @@ class CellCost:
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePlace:
     """A place of the pipe: how fast it is beside others, and how many bytes its stages may hold."""
 
     speed: float = 1.0
@@ -71,7 +71,7 @@ class Pipe:
     takes: Takes
     outputs: tuple[int, ...]
     costs: Sequence[CellCost]
-    places: tuple[Place, ...]
+    places: tuple[StagePlace, ...]
     micros: int = 1
     schedule: str = "1f1b"
     seconds_per_byte: float = 0.0
@@ -80,7 +80,7 @@ class Pipe:
     def __post_init__(self) -> None:
         if len(self.costs) != len(self.takes):
             raise ValueError(f"{len(self.costs)} costs came for {len(self.takes)} cells")
-        refuse_too_few(len(self.takes), len(self.places))
+        check_num_cells(len(self.takes), len(self.places))
 
     def stages(self, inner: Sequence[int]) -> StageMap:
         """Returns one stage a place, cut before the cells ``inner``."""
@@ -158,7 +158,7 @@ class Pipe:
         return tuple(map(frozenset, members))
 
 
-def refuse_too_few(num_cells: int, num_places: int) -> None:
+def check_num_cells(num_cells: int, num_places: int) -> None:
     """Raises ValueError where there are fewer cells than places."""
     if not 1 <= num_places <= num_cells:
         raise ValueError(f"--pipe {num_places}: the network has {num_cells} cells, and each rank needs one: use fewer")
@@ -200,8 +200,8 @@ def even_cuts(loads: Sequence[Number], count: int) -> list[int]:
     return inner
 
 
-def best_of(pipe: Pipe, ways: Sequence[Callable[[Pipe], StageMap]]) -> StageMap:
-    """Returns the placement to take of those ways, see ``preferred``.
+def best_placement(pipe: Pipe, ways: Sequence[Callable[[Pipe], StageMap]]) -> StageMap:
+    """Returns the placement to take of those ways, see ``pick_placement``.
 
     A way that finds none within the memory is left out; raises its ValueError where no way finds one.
     """
@@ -216,10 +216,10 @@ def best_of(pipe: Pipe, ways: Sequence[Callable[[Pipe], StageMap]]) -> StageMap:
             found.append(stages)
     if not found:
         raise problems[0] if problems else ValueError("no placement fits the memory: use more stages")
-    return found[preferred([(pipe.timetable(stages).seconds, max(pipe.memory(stages))) for stages in found])]
+    return found[pick_placement([(pipe.timetable(stages).seconds, max(pipe.memory(stages))) for stages in found])]
 
 
-def preferred(every: Sequence[tuple[float, float]]) -> int:
+def pick_placement(every: Sequence[tuple[float, float]]) -> int:
     """Returns which placement to take, by the seconds of each one's step and the bytes of its fullest place.
 
     Of those whose step is the shortest, as far as that can be foretold, the one that holds least; the shorter one where

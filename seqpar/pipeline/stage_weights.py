@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from seqpar.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from seqpar.parallel.consensus import gather_texts
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.messages import expect, post
+from seqpar.parallel.messages import check_collective, post
 
 BUCKET_BYTES = 25 << 20
 
@@ -33,7 +33,7 @@ def places_of_names(
     return {name: place_of_cells[cell] for name, cell in cells_of_names(names, owns).items()}
 
 
-def keep_place(net: nn.Module, places: Mapping[str, int], place: int) -> None:
+def keep_local_weights(net: nn.Module, places: Mapping[str, int], place: int) -> None:
     """Leaves a network the weights and buffers of one place; the others are None under their names.
 
     ``places``: of every name in the network's ``state_dict``.
@@ -61,7 +61,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], stage: Group, bucket_b
     """
     if stage.size == 1:
         return
-    expect("gradients", stage)
+    check_collective("gradients", stage)
     for bucket in _buckets([p.grad for p in parameters if p.grad is not None], bucket_bytes):
         flat = torch.cat([grad.flatten() for grad in bucket])
         share, rest = divmod(len(flat), stage.size)
@@ -107,7 +107,7 @@ def clip_gradients(
     return norm
 
 
-class Entry(NamedTuple):
+class TensorSpec(NamedTuple):
     """A weight or buffer of a whole network, without its numbers."""
 
     place: int
@@ -116,14 +116,16 @@ class Entry(NamedTuple):
     is_learned: bool
 
 
-def entries_of(net: nn.Module, places: Mapping[str, int]) -> dict[str, Entry]:
+def tensor_specs(net: nn.Module, places: Mapping[str, int]) -> dict[str, TensorSpec]:
     """Returns the entries of a whole network by their names; ``places``: where each will lie."""
     learned = {name for name, _ in net.named_parameters()}
-    return {name: Entry(places[name], x.shape, x.dtype, name in learned) for name, x in net.state_dict().items()}
+    return {name: TensorSpec(places[name], x.shape, x.dtype, name in learned) for name, x in net.state_dict().items()}
 
 
 @contextmanager
-def whole_network(net: nn.Module, entries: Mapping[str, Entry], pipe: Group, device: torch.device) -> Iterator[None]:
+def whole_network(
+    net: nn.Module, entries: Mapping[str, TensorSpec], pipe: Group, device: torch.device
+) -> Iterator[None]:
     """Brings the weights of all places to all of them, and drops them at the end."""
     own = net.state_dict()
     for name, entry in entries.items():
@@ -143,7 +145,7 @@ def whole_network(net: nn.Module, entries: Mapping[str, Entry], pipe: Group, dev
                 put_tensor(net, name, None, entry.is_learned)
 
 
-def collect(tensors: Mapping[str, Tensor], pipe: Group) -> dict[str, Tensor]:
+def gather_tensors(tensors: Mapping[str, Tensor], pipe: Group) -> dict[str, Tensor]:
     """Returns the tensors of all places at the first of them, on the CPU; an empty dict at the others."""
     plans = [[name, list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()]
     every = [json.loads(text) for text in gather_texts(json.dumps(plans), pipe)]

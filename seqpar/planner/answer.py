@@ -8,19 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 from seqpar.cluster.devices import GB, GIB, MIB
-from seqpar.models.build import kind_of, outline
-from seqpar.models.network import Net
+from seqpar.models.build import build_on_meta, family_of
+from seqpar.models.network import Network
 from seqpar.parallel.mesh import Group
 from seqpar.planner.fit import most_tiles
-from seqpar.planner.needs import Plan, Run
-from seqpar.settings.classify_settings import for_task
+from seqpar.planner.needs import Plan, RunToPlan
+from seqpar.settings.classify_settings import preset_for_task
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from seqpar.terminal import program
-from seqpar.text import dashed, quantity, shorten
+from seqpar.text import flag_name, format_sides, quantity
 
 
-def rehearsal(
+def describe_dry_run(
     config: Config, p: Plan, channels: int, outputs: int, data: str, steps: int, stages: Sequence[str] = ()
 ) -> str:
     """Describes what would run: data, network, tokens, memory per rank, steps, and how decoding is shared.
@@ -32,7 +32,7 @@ def rehearsal(
     """
     pipe = f"pipe {config.pipe} x " if config.pipe > 1 else ""
     memory, groups = p.memory, p.ranks // config.group_ranks
-    net = outline(config, Group("seq", tuple(range(config.seqpar))), channels, outputs)
+    net = build_on_meta(config, Group("seq", tuple(range(config.seqpar))), channels, outputs)
     layout = net.layout
     model = memory["weights"] + memory["gradients"] + memory["optimizer"]
     verdict = "fits" if p.fits else "does not fit; plan.py finds what does, for other devices too"
@@ -43,7 +43,7 @@ def rehearsal(
             "nothing was written",
             f"  data      {data}",
             f"  network   {net.describe()}",
-            f"  tile      {kind_of(config).describe_tile(config)}; per rank {' '.join(map(str, layout.counts))}",
+            f"  tile      {family_of(config).describe_tile(config)}; per rank {' '.join(map(str, layout.counts))}",
             *(f"  attention {why}" for why in p.attention_why[:1]),
             f"  decoding  {decoding_of(net, config)}",
             *(f"  {'' if number else 'stages':<9} {line}" for number, line in enumerate(stages)),
@@ -56,7 +56,7 @@ def rehearsal(
     )
 
 
-def decoding_of(net: Net, config: Config) -> str:
+def decoding_of(net: Network, config: Config) -> str:
     """Returns how ranks share decoding; raises ValueError where the mode refuses the batch."""
     line = net.mode.check(net.layout, config.batch)
     return line if net.group.size > 1 else "each rank decodes whole tiles"
@@ -70,10 +70,10 @@ def tiles_a_step(config: Config, num_ranks: int) -> str:
     return f"global batch {quantity(tiles, 'tile')} = {factors}"
 
 
-def header(run: Run, preset: str, tile: Sequence[int]) -> str:
+def header(run: RunToPlan, preset: str, tile: Sequence[int]) -> str:
     """Returns the lines above the table: network, tile and device; ``tile`` is the one before padding."""
     config, device = run.config, run.device
-    kind = kind_of(config)
+    kind = family_of(config)
     padding = "" if tuple(tile) == config.tile else f" padded to {_by(config.tile)}"
     shared = f", {device.cores} cores that ranks share" if device.cores else ""
     return "\n".join(
@@ -103,7 +103,7 @@ def row(p: Plan) -> str:
     size = {name: value / GIB for name, value in p.memory.items()}
     model = size["weights"] + size["gradients"] + size["optimizer"]
     strategy = "windows" if p.config.window else p.config.attention
-    strategy = strategy if p.config.seqpar > 1 and kind_of(p.config).attends else "-"
+    strategy = strategy if p.config.seqpar > 1 and family_of(p.config).attends else "-"
     seq, world = p.sent["seq"] / GB, p.sent["world"] / GB
     too_much = " " if p.fits else "!"
     return (
@@ -124,7 +124,7 @@ def print_rows(rows: Iterable[Plan]) -> list[Plan]:
     return every
 
 
-def answer(run: Run, best: Plan, rows: Sequence[Plan], preset: str) -> list[str]:
+def print_recommendation(run: RunToPlan, best: Plan, rows: Sequence[Plan], preset: str) -> list[str]:
     """Returns the lines below the rows: what the smallest group that fits needs, and its command line.
 
     - ``rows``: the plans of all sizes that were looked at with the settings of ``best``
@@ -133,7 +133,7 @@ def answer(run: Run, best: Plan, rows: Sequence[Plan], preset: str) -> list[str]
     seconds = ", ".join(f"{name} {value:.3g}" for name, value in best.seconds.items())
     size, tiles = best.config.seqpar, most_tiles(run, best)
     fits = f"--seqpar {size} {'is the smallest of these that fits' if len(rows) > 1 else 'fits'}"
-    fused = f"; attention that is not fused {_unfused(rows)}" if kind_of(best.config).attends else ""
+    fused = f"; attention that is not fused {_unfused(rows)}" if family_of(best.config).attends else ""
     sentences = [
         *batches(run, rows),
         f"{fits}, with up to {quantity(tiles, 'tile')} a group{fused}",
@@ -143,7 +143,7 @@ def answer(run: Run, best: Plan, rows: Sequence[Plan], preset: str) -> list[str]
     return [*(textwrap.fill(line, 98, subsequent_indent="  ") for line in sentences), "", command(best, preset)]
 
 
-def batches(run: Run, rows: Sequence[Plan]) -> list[str]:
+def batches(run: RunToPlan, rows: Sequence[Plan]) -> list[str]:
     """Returns a sentence on the global batch of each size that can be."""
     sizes = dict[str, list[str]]()
     for p in rows:
@@ -179,16 +179,16 @@ def command(p: Plan, preset: str) -> str:
 def flags(config: Config, preset: str) -> list[str]:
     """Returns the flags that turn the preset into the config."""
     own, line = PRESETS[preset](), ["--preset", preset]
-    start = replace(for_task(own, config.task, preset), task=own.task)
+    start = replace(preset_for_task(own, config.task, preset), task=own.task)
     for f in dataclasses.fields(Config):
         value: Any = getattr(config, f.name)
         if value == getattr(start, f.name) and f.name != "seqpar" or value == ():
             continue
         if isinstance(value, bool):
-            line.append(f"--{'' if value else 'no-'}{dashed(f.name)}")
+            line.append(f"--{'' if value else 'no-'}{flag_name(f.name)}")
         else:
-            words = shorten(value).split() if f.name == "patch" else value if isinstance(value, tuple) else [value]
-            line += [f"--{dashed(f.name)}", *map(str, words)]
+            words = format_sides(value).split() if f.name == "patch" else value if isinstance(value, tuple) else [value]
+            line += [f"--{flag_name(f.name)}", *map(str, words)]
     return line
 
 

@@ -8,16 +8,16 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from seqpar.attention.cost_model import Layer, choose_for, cost, memory_of
+from seqpar.attention.cost_model import Layer, cost, fastest_strategy_of_model, memory_of
 from seqpar.attention.strategies import Strategy, check_strategy
 from seqpar.cluster.devices import DTYPES, Device
-from seqpar.models.build import kind_of
+from seqpar.models.build import family_of
 from seqpar.settings.config import Config
 
 
 def is_open(config: Config) -> bool:
     """Returns whether there is a strategy to choose: for attention to all tokens, on several ranks, none is named."""
-    return kind_of(config).attends and config.attention == "auto" and config.seqpar > 1 and not config.window
+    return family_of(config).attends and config.attention == "auto" and config.seqpar > 1 and not config.window
 
 
 def layers_of(config: Config) -> list[tuple[Layer, int]]:
@@ -25,7 +25,7 @@ def layers_of(config: Config) -> list[tuple[Layer, int]]:
     element, per_chunk = DTYPES[config.precision].itemsize, config.heads_per_chunk or None
     return [
         (Layer(each.sizes, each.heads, each.width, config.batch, element, per_chunk), each.depth)
-        for each in kind_of(config).attention_layers(config)
+        for each in family_of(config).attention_layers(config)
     ]
 
 
@@ -43,7 +43,7 @@ def is_recomputed(config: Config) -> bool:
 
 def attention_waiting(config: Config, device: Device) -> float:
     """Returns the seconds a micro-batch that attention waits for messages of a strategy, which windows have not."""
-    if not kind_of(config).attends or config.window:
+    if not family_of(config).attends or config.window:
         return 0.0
     machine, strategy = device.machine(config.seqpar, config.precision), strategy_of(config)
     return sum(cost(strategy, layer, machine, config.keep_kv).waiting * count for layer, count in layers_of(config))
@@ -55,7 +55,7 @@ def unfused_scores(config: Config, transient: int) -> float:
     Each layer saves softmax's output, of this rank's queries and all keys, for its backward; that computes the
     gradients of the output and of the scores, which take the place of ``transient`` bytes.
     """
-    if not kind_of(config).attends:
+    if not family_of(config).attends:
         return 0.0
     most = config.window**3 or math.inf  # keys of a token
     scores = [
@@ -79,12 +79,12 @@ def choose_within_memory(
     """
     layers, machine = layers_of(config), device.machine(config.seqpar, config.precision)
     recomputed = is_recomputed(config)
-    quickest, _ = choose_for(layers, machine, config.keep_kv)
+    quickest, _ = fastest_strategy_of_model(layers, machine, config.keep_kv)
     costs = [(cost(quickest, layer, machine, config.keep_kv), count) for layer, count in layers]
     left = (device.memory - planned_bytes(replace(config, attention=str(quickest)))) / (
         1 + device.fragmentation
     ) + memory_of(costs, recomputed)
-    strategy, why = choose_for(layers, machine, config.keep_kv, left, recomputed)
+    strategy, why = fastest_strategy_of_model(layers, machine, config.keep_kv, left, recomputed)
     return replace(config, attention=str(strategy)), why
 
 
@@ -93,5 +93,5 @@ def choose_quickest(config: Config, device: Device) -> Config:
     if not is_open(config):
         return config
     layers = [(replace(layer, batch=1, element=4), count) for layer, count in layers_of(config)]
-    strategy, _ = choose_for(layers, device.machine(config.seqpar, config.precision), config.keep_kv)
+    strategy, _ = fastest_strategy_of_model(layers, device.machine(config.seqpar, config.precision), config.keep_kv)
     return replace(config, attention=str(strategy))

@@ -13,23 +13,23 @@ import torch
 
 from seqpar.cluster.devices import GIB, Device, device_here, measured
 from seqpar.cluster.start_ranks import PARENT
-from seqpar.models.build import kind_of
+from seqpar.models.build import family_of
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner.attention_choice import is_open
 from seqpar.planner.batch_size import choose_batch, papers_batch
-from seqpar.planner.fit import largest_batch, refusal
-from seqpar.planner.needs import Plan, Run, plan, planned
+from seqpar.planner.fit import largest_batch, why_nothing_fits
+from seqpar.planner.needs import Plan, RunToPlan, plan, plan_complete_config
 from seqpar.settings.config import AUTO, Config
 
 
-def choose(
+def choose_group_and_batch(
     config: Config, launcher: Launcher, channels: int, outputs: int
 ) -> tuple[Config, dict[str, tuple[str, ...]]]:
     """Returns the config with the group's size and the batch filled in where they are open, and the reasons.
 
     The reasons of a choice are a sentence, then lines with figures.
     """
-    run = Run(config, device_of(config, launcher), channels, outputs, timed=False)
+    run = RunToPlan(config, device_of(config, launcher), channels, outputs, timed=False)
     why = dict[str, tuple[str, ...]]()
     if config.seqpar == AUTO:
         config, why["seqpar_choice"] = _choose_size(run, launcher)
@@ -59,7 +59,7 @@ def choose_attention(
 def plan_here(config: Config, launcher: Launcher, channels: int, outputs: int) -> Plan:
     """Returns the plan of a complete config on the device here and the launcher's ranks."""
     ranks = max(launcher.world, config.seqpar)
-    return planned(Run(config, device_of(config, launcher), channels, outputs, timed=False), ranks)
+    return plan_complete_config(RunToPlan(config, device_of(config, launcher), channels, outputs, timed=False), ranks)
 
 
 def device_of(config: Config, launcher: Launcher) -> Device:
@@ -73,7 +73,7 @@ def device_of(config: Config, launcher: Launcher) -> Device:
     return replace(device, node=launcher.world // launcher.num_nodes if launcher.world > 1 else _devices(config))
 
 
-def _choose_size(run: Run, launcher: Launcher) -> tuple[Config, tuple[str, ...]]:
+def _choose_size(run: RunToPlan, launcher: Launcher) -> tuple[Config, tuple[str, ...]]:
     tried = []
     for size in _sizes(run.config, launcher):
         ranks = max(launcher.world, size)
@@ -85,7 +85,7 @@ def _choose_size(run: Run, launcher: Launcher) -> tuple[Config, tuple[str, ...]]
             break
     best = tried[-1]
     if not best.fits:
-        raise ValueError(f"--seqpar auto: {refusal(tried)}")
+        raise ValueError(f"--seqpar auto: {why_nothing_fits(tried)}")
     lines = tuple(f"seqpar {p.config.seqpar}: {p.why or _needs(p)}" for p in tried)
     size = best.config.seqpar
     sentence = f"--seqpar {size} is the smallest that fits {run.device.name}: {_needs(best)}"
@@ -94,13 +94,13 @@ def _choose_size(run: Run, launcher: Launcher) -> tuple[Config, tuple[str, ...]]
     return replace(run.config, seqpar=size), (sentence, *lines)
 
 
-def _choose_batch(run: Run, ranks: int) -> tuple[Config, str]:
+def _choose_batch(run: RunToPlan, ranks: int) -> tuple[Config, str]:
     target = choose_batch(run.config)
     best = largest_batch(run, ranks, target.batch)
     batch = best.config.batch
     if batch == target.batch and best.fits:
         why = "is the paper's" if papers_batch(run.config) else "holds at most what 32 tiles of 96 at patch 16 do"
-        why = "is usual" if kind_of(run.config).usual_batch else why
+        why = "is usual" if family_of(run.config).usual_batch else why
         sentence = f"--batch {batch} {why}, and fits: {_needs(best)}"
     elif best.fits:
         sentence = f"--batch {batch} is the largest that fits {best.device.name}: {_needs(best)}"

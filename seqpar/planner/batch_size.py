@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from seqpar.models.build import kind_of
+from seqpar.models.build import family_of
 from seqpar.planner.step_counter import StepSetup, count_step
 from seqpar.settings.config import Config
 from seqpar.text import quantity
@@ -23,7 +23,7 @@ def choose_batch(config: Config) -> Config:
         return config
     if batch := papers_batch(config):
         return replace(config, batch=batch)
-    most = kind_of(config).usual_batch or _most_by_memory(config)
+    most = family_of(config).usual_batch or _most_by_memory(config)
     if config.mode == "swap":  # each rank decodes as many samples
         most = max(1, most // config.seqpar) * config.seqpar
     return replace(config, batch=most)
@@ -95,7 +95,7 @@ def hold_global_batch(config: Config, num_groups: int, flags: Mapping[str, int] 
     return replace(config, batch=batch, accumulate=accumulate)
 
 
-def how_held(before: Config, now: Config, num_groups: int) -> str:
+def describe_global_batch(before: Config, now: Config, num_groups: int) -> str:
     """Returns a line on what makes ``--global-batch``; ``before``: the config without it."""
     if now.accumulate != before.accumulate:
         how = "by accumulation"

@@ -33,20 +33,20 @@ class OptimizerBytes:
 
 
 @dataclass
-class Reading:
+class CodeCost:
     """What a piece of code took: seconds, and the most bytes that were alive of those that it made."""
 
     seconds: float = 0.0
     most: int = 0
 
 
-Meter = Callable[[], AbstractContextManager[Reading]]
+Meter = Callable[[], AbstractContextManager[CodeCost]]
 
 
 @contextmanager
-def clocked() -> Iterator[Reading]:
+def measure_thread_seconds() -> Iterator[CodeCost]:
     """Times what happens inside: on a CPU this thread's own work, which others on the machine do not lengthen."""
-    reading = Reading()
+    reading = CodeCost()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     began = _now()
@@ -68,7 +68,7 @@ def measure_cells(
     optimizer: OptimizerBytes,
     repeats: int = 3,
     judge: Callable[[Sequence[Value]], Tensor] | None = None,
-    meter: Meter = clocked,
+    meter: Meter = measure_thread_seconds,
 ) -> list[CellCost]:
     """Returns each cell's cost on this rank's part of a micro-batch, seconds being the least of some repeats.
 
@@ -129,8 +129,8 @@ class _Turn(NamedTuple):
     ``held``: bytes beside its inputs and its output; ``held_inputs``: those of its inputs that it holds.
     """
 
-    forward: Reading
-    backward: Reading
+    forward: CodeCost
+    backward: CodeCost
     output: Value
     held: int
     held_inputs: frozenset[int]

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.cluster.devices import Link
-from seqpar.cluster.torch_setup import computes_again, no_compiler
-from seqpar.models.build import build, loss_of, outline
-from seqpar.models.network import Net
+from seqpar.cluster.torch_setup import recomputes, without_torch_compile
+from seqpar.models.build import build_loss, build_network, build_on_meta
+from seqpar.models.network import Network
 from seqpar.models.optimizer import make_optimizer
 from seqpar.models.pipelined import PartOfBatch
 from seqpar.optimization.optimizers import OPTIMIZERS
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.meta_tensors import standing_for
+from seqpar.parallel.meta_tensors import meta_as_device
 from seqpar.pipeline.cells import Value
 from seqpar.pipeline.placement import CellCost
-from seqpar.planner.cell_costs import Around, Meter, OptimizerBytes, Reading, clocked, measure_cells
+from seqpar.planner.cell_costs import Around, CodeCost, Meter, OptimizerBytes, measure_cells, measure_thread_seconds
 from seqpar.planner.memory_counter import MemoryCounter, as_autocast
-from seqpar.planner.step_counter import Clock, StepSetup, Work, untimed
+from seqpar.planner.step_counter import Clock, StepSetup, WorkCounter, untimed
 from seqpar.settings.config import Config
 from seqpar.vit.dropout import DropoutKey
 
@@ -36,7 +36,7 @@ def bytes_of_optimizer(config: Config, on_gpu: bool) -> OptimizerBytes:
     for weight in weights:
         weight.grad = torch.empty_like(weight)
     at_once = on_gpu and not OPTIMIZERS[config.optimizer].whole
-    with no_compiler(), MemoryCounter() as counter:
+    with without_torch_compile(), MemoryCounter() as counter:
         optimizer = make_optimizer(config, probe)
         for group in optimizer.param_groups:
             group["foreach"] = at_once  # torch's own choice
@@ -57,12 +57,12 @@ def count_cells(setup: StepSetup, link: Link) -> list[CellCost]:
     config = setup.config
     group = Group("seq", tuple(range(config.seqpar)), setup.rank)
     data = Group("data", tuple(range(setup.data_groups)))
-    net = outline(config, group, setup.channels, setup.outputs, data)
+    net = build_on_meta(config, group, setup.channels, setup.outputs, data)
     precision = torch.bfloat16 if config.precision == "bf16" else None
 
     with (
-        nullcontext() if computes_again(config) else no_compiler(),
-        standing_for("cuda" if setup.on_gpu else "cpu"),
+        nullcontext() if recomputes(config) else without_torch_compile(),
+        meta_as_device("cuda" if setup.on_gpu else "cpu"),
     ):
         around, meter = partial(as_autocast, precision, setup.on_gpu), partial(_counted, setup.clock, group, link)
         return costs_of(config, net, data, around, 1, meter, "meta", setup.on_gpu)
@@ -73,7 +73,7 @@ def measure_here(setup: StepSetup, link: Link) -> list[CellCost]:
     config = setup.config
     counted = count_cells(replace(setup, clock=untimed), link)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    net = build(config, setup.channels, setup.outputs, Group("seq")).train()
+    net = build_network(config, setup.channels, setup.outputs, Group("seq")).train()
     net.to(torch.float64 if config.precision == "fp64" else torch.float32)
     around = partial(torch.autocast, "cpu", torch.bfloat16, enabled=config.precision == "bf16")
     torch.set_num_threads(1)
@@ -87,11 +87,11 @@ def measure_here(setup: StepSetup, link: Link) -> list[CellCost]:
 
 def costs_of(
     config: Config,
-    net: Net,
+    net: Network,
     data: Group,
     around: Around,
     repeats: int = 3,
-    meter: Meter = clocked,
+    meter: Meter = measure_thread_seconds,
     device: torch.device | str = "cpu",
     on_gpu: bool = False,
 ) -> list[CellCost]:
@@ -104,7 +104,7 @@ def costs_of(
     tokens, dtype = (config.batch, layout.counts[net.group.index]), next(net.parameters()).dtype
     part = torch.zeros(*tokens, net.in_channels, *layout.patch, dtype=dtype, device=device)
     label = net.arrange(torch.zeros(net.label_shape(config.batch), dtype=torch.uint8, device=device))
-    loss_of_net, loss_groups = net.training_loss(loss_of(config)), net.loss_groups(data, config.batch)
+    loss_of_net, loss_groups = net.training_loss(build_loss(config)), net.loss_groups(data, config.batch)
 
     def judge(values: Sequence[Value]) -> Tensor:
         logits = [x for x, _ in values]
@@ -115,9 +115,9 @@ def costs_of(
 
 
 @contextmanager
-def _counted(clock: Clock, group: Group, link: Link) -> Iterator[Reading]:
+def _counted(clock: Clock, group: Group, link: Link) -> Iterator[CodeCost]:
     """Counts the bytes of what happens inside, and its seconds by a clock and a link."""
-    work, reading = Work(clock), Reading()
+    work, reading = WorkCounter(clock), CodeCost()
     sent, messages = group.traffic.total(), group.messages.total()
     with MemoryCounter(work.watch) as counter:
         yield reading

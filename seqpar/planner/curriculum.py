@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from seqpar.models.build import kind_of, outline
+from seqpar.models.build import build_on_meta, family_of
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
-from seqpar.planner.auto_settings import choose
-from seqpar.planner.feasibility import refuse
+from seqpar.planner.auto_settings import choose_group_and_batch
+from seqpar.planner.feasibility import check_feasible
 from seqpar.settings.config import AUTO, Config
-from seqpar.settings.curriculum import Lesson, in_micro_batches, lessons_of, parse_curriculum, spell_curriculum
+from seqpar.settings.curriculum import Lesson, format_curriculum, in_micro_batches, lessons_of, parse_curriculum
 from seqpar.text import quantity
 
 Choices = dict[str, tuple[str, ...]]
@@ -21,7 +21,7 @@ def is_open(config: Config) -> bool:
     return any(not entry.tile or not entry.batch for entry in parse_curriculum(config.curriculum))
 
 
-def deal_out(config: Config, flags: set[str]) -> tuple[Config, Choices]:
+def fill_pipeline(config: Config, flags: set[str]) -> tuple[Config, Choices]:
     """Returns the config whose lessons, a preset's, have micro-batches enough for the places of a pipe, and why.
 
     ``flags``: the settings on the command line, which may say themselves what a step has
@@ -45,25 +45,25 @@ def choose_lessons(
     entries = [replace(entry, tile=entry.tile or tuple(largest)) for entry in parse_curriculum(config.curriculum)]
     if any(entry.micros for entry in entries):  # a run that goes on has the number of the lesson that it was in
         entries = [replace(entry, micros=entry.micros or config.accumulate) for entry in entries]
-    config = kind_of(config).pinned(replace(config, tile=entries[0].tile))
-    unit = kind_of(config).unit(config)
+    config = family_of(config).pinned(replace(config, tile=entries[0].tile))
+    unit = family_of(config).unit(config)
     entries = [replace(entry, tile=_padded(entry.tile, unit)) if entry.is_whole else entry for entry in entries]
     accumulate, why = config.accumulate, Choices()
     configs = [
         replace(config, tile=entry.tile, batch=entry.batch, accumulate=entry.micros or accumulate) for entry in entries
     ]
     if config.seqpar == AUTO:
-        answers = [choose(each, launcher, channels, outputs) for each in configs]
+        answers = [choose_group_and_batch(each, launcher, channels, outputs) for each in configs]
         config, reasons = max(answers, key=lambda answer: answer[0].seqpar)
         why["seqpar_choice"] = reasons["seqpar_choice"]
         configs = [replace(each, seqpar=config.seqpar) for each in configs]
     for number, each in enumerate(configs):
         if not each.batch:
-            configs[number], reasons = choose(each, launcher, channels, outputs)
+            configs[number], reasons = choose_group_and_batch(each, launcher, channels, outputs)
             (sentence,) = reasons["batch_choice"]
             why[f"batch_choice_{number + 1}"] = (f"tile {'x'.join(map(str, each.tile))}: {sentence}",)
     filled = [replace(entry, batch=each.batch) for entry, each in zip(entries, configs)]
-    return replace(configs[0], accumulate=accumulate, curriculum=spell_curriculum(filled)), why
+    return replace(configs[0], accumulate=accumulate, curriculum=format_curriculum(filled)), why
 
 
 def _padded(sides: Sequence[int], unit: Sequence[int]) -> tuple[int, ...]:
@@ -77,8 +77,8 @@ def refuse_lessons(lessons: Sequence[Lesson], num_groups: int = 1) -> None:
     """
     for lesson in lessons:
         try:
-            refuse(lesson.config)
-            kind_of(lesson.config).refuse_batch(lesson.config, num_groups)
+            check_feasible(lesson.config)
+            family_of(lesson.config).refuse_batch(lesson.config, num_groups)
         except ValueError as error:
             if len(lessons) == 1:
                 raise
@@ -95,7 +95,7 @@ def refuse_lessons(lessons: Sequence[Lesson], num_groups: int = 1) -> None:
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a network's tensors, without those that are resized with the tile."""
-    net = outline(config, Group("seq", tuple(range(config.seqpar))))
+    net = build_on_meta(config, Group("seq", tuple(range(config.seqpar))))
     other = tuple(side + unit for side, unit in zip(net.layout.tile, net.layout.patch))
     resized = net.resized(other)
     return {name: tuple(tensor.shape) for name, tensor in net.state_dict().items() if name not in resized}

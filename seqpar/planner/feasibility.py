@@ -3,15 +3,15 @@
 import importlib.util
 import os
 
-from seqpar.models.build import NETWORK_NAMES, layout_of, outline
+from seqpar.models.build import NETWORK_NAMES, build_on_meta, layout_of
 from seqpar.parallel.mesh import Group
-from seqpar.pipeline.named_placements import WAYS, parse_cuts
-from seqpar.pipeline.placement import refuse_too_few
+from seqpar.pipeline.named_placements import PLACEMENTS, parse_cuts
+from seqpar.pipeline.placement import check_num_cells
 from seqpar.settings.checks import check
 from seqpar.settings.config import Config
 
 
-def refuse(config: Config) -> None:
+def check_feasible(config: Config) -> None:
     """Refuses a config that cannot work, before anything is allocated, naming the nearest that does."""
     check(config, NETWORK_NAMES)
     packages = {"tensorboard": "--tensorboard"} if config.tensorboard else {}
@@ -23,7 +23,7 @@ def refuse(config: Config) -> None:
         raise ValueError(f"--weights {config.weights}: no such file; give a safetensors or torch file of weights")
     group = Group("seq", tuple(range(config.seqpar)))
     layout_of(config)
-    net = outline(config, group)
+    net = build_on_meta(config, group)
     net.mode.check(net.layout, config.batch or None)
     _refuse_wide_window(config)
     if config.pipe > 1:
@@ -42,17 +42,17 @@ def _refuse_wide_window(config: Config) -> None:
 
 def _refuse_places(config: Config, num_cells: int) -> None:
     """Refuses a placement that the network's cells do not allow."""
-    refuse_too_few(num_cells, config.pipe)
+    check_num_cells(num_cells, config.pipe)
     if config.placement == "rings" and num_cells < 2 * config.pipe - 1:
         raise ValueError(
             f"--placement rings with --pipe {config.pipe} has {2 * config.pipe - 1} stages, and the network has "
             f"{num_cells} cells: use a smaller --pipe, or --placement cuts"
         )
-    if config.placement not in WAYS:
+    if config.placement not in PLACEMENTS:
         parse_cuts(config.placement, config.pipe, num_cells)
 
 
-def refuse_lonely(config: Config, num_ranks: int) -> None:
+def require_peers(config: Config, num_ranks: int) -> None:
     """Raises where a config needs several ranks and there is one."""
     if config.shard_weights and num_ranks == 1:
         raise ValueError("--shard-weights shares with other ranks, and 1 was started: start 2 or more, or leave it out")

@@ -4,20 +4,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from seqpar.cluster.devices import GIB
-from seqpar.models.build import kind_of
-from seqpar.planner.needs import Plan, Run, memory_of, plan, shares_nodes, steps_of
+from seqpar.models.build import family_of
+from seqpar.planner.needs import Plan, RunToPlan, fits_nodes_evenly, memory_of, plan, steps_of
 from seqpar.planner.pipeline_plan import plan_run
-from seqpar.planner.step_counter import extended
+from seqpar.planner.step_counter import extrapolate
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def usual_sizes(node: int) -> list[int]:
     """Returns the group sizes to plan where none is named: those that share nodes of ``node`` ranks evenly."""
-    return [size for size in SIZES if shares_nodes(size, node)]
+    return [size for size in SIZES if fits_nodes_evenly(size, node)]
 
 
-def plans(run: Run, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
+def plans(run: RunToPlan, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
     """Yields the plan of each group size; one that cannot be says why."""
     for size in sizes:
         try:
@@ -26,12 +26,12 @@ def plans(run: Run, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
             yield Plan(replace(run.config, seqpar=size), run.device, run.ranks_of(size), why=str(error))
 
 
-def smallest(rows: Iterable[Plan]) -> Plan | None:
+def smallest_that_fits(rows: Iterable[Plan]) -> Plan | None:
     """Returns the first plan that fits, None where none does; ``rows`` are in order of their group size."""
     return next((p for p in rows if p.fits), None)
 
 
-def most_tiles(run: Run, p: Plan) -> int:
+def most_tiles(run: RunToPlan, p: Plan) -> int:
     """Returns the largest batch of a sequence group of ``p``, estimated by what one more tile adds.
 
     Where a tile is smaller than the loss's run of logits, slightly more may fit.
@@ -41,7 +41,7 @@ def most_tiles(run: Run, p: Plan) -> int:
     steps = list(zip(*(steps_of(run, config, p.device, p.ranks) for config in (p.config, more))))
 
     def fits(times: int) -> bool:
-        needs = (sum(memory_of(extended(few, many, times), p.device).values()) for few, many in steps)
+        needs = (sum(memory_of(extrapolate(few, many, times), p.device).values()) for few, many in steps)
         return max(needs) <= p.device.memory
 
     low, high = 0, 1
@@ -53,7 +53,7 @@ def most_tiles(run: Run, p: Plan) -> int:
     return p.config.batch + low * unit
 
 
-def largest_batch(run: Run, ranks: int, most: int) -> Plan:
+def largest_batch(run: RunToPlan, ranks: int, most: int) -> Plan:
     """Returns the plan of the largest batch up to ``most`` that fits; of the least batch where none does.
 
     The least is one tile, or one tile a rank where mode swap deals them out.
@@ -87,7 +87,7 @@ def _by_halves(of: Callable[[int], Plan], least: Plan, unit: int, most: int) -> 
     return best
 
 
-def refusal(rows: Sequence[Plan], exhausted: bool = False) -> str:
+def why_nothing_fits(rows: Sequence[Plan], exhausted: bool = False) -> str:
     """Returns why no plan fits, and what would need less memory.
 
     - ``exhausted``: the ways that keep the numbers (``ways``) were tried: only other numbers need less
@@ -96,10 +96,10 @@ def refusal(rows: Sequence[Plan], exhausted: bool = False) -> str:
     if not possible:
         return f"no group of ranks can run this: {rows[0].why}"
     least = min(possible, key=lambda p: p.total)
-    return f"nothing fits: {shortage(least)}: try {advice(least, exhausted)}"
+    return f"nothing fits: {describe_shortage(least)}: try {advice(least, exhausted)}"
 
 
-def shortage(p: Plan) -> str:
+def describe_shortage(p: Plan) -> str:
     """Returns what a plan needs, what there is, and what most of it is for."""
     return (
         f"--seqpar {p.config.seqpar} needs {p.total / GIB:.1f} GiB on a rank of {p.device.name}, which has "
@@ -113,7 +113,7 @@ def _largest_part(p: Plan) -> str:
 
 def advice(p: Plan, exhausted: bool) -> str:
     """Returns flags that need less memory for the largest part: first those that keep the numbers."""
-    kind = kind_of(p.config)
+    kind = family_of(p.config)
     smaller = kind.smaller[_largest_part(p)]
     if exhausted:
         return smaller if p.config.precision == "bf16" else f"--precision bf16, {smaller}"

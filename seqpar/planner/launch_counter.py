@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from seqpar.models.build import loss_of, outline
+from seqpar.models.build import build_loss, build_on_meta
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.meta_tensors import standing_for, times
+from seqpar.parallel.meta_tensors import meta_as_device, repetitions
 from seqpar.planner.memory_counter import as_autocast
 from seqpar.settings.config import Config
 from seqpar.vit.dropout import DropoutKey
@@ -85,7 +85,7 @@ class LaunchCounter(TorchDispatchMode):
         known = {t.untyped_storage()._cdata for t in inputs}
         is_new = any(t.untyped_storage()._cdata not in known for t in made)
         if name not in NO_KERNELS and (is_new or func._schema.is_mutable):
-            self.launches[name] += times()
+            self.launches[name] += repetitions()
         return result
 
 
@@ -112,11 +112,11 @@ def count_launches(
     Not counted is what comes before the forward: the tiles, and the key of what is dropped. Nor is the update.
     """
     group = Group("seq", tuple(range(config.seqpar)), rank)
-    net = outline(config, group, channels, outputs, Group("data"))
-    loss_fn = net.training_loss(loss_of(config, regions, ignore_label))
+    net = build_on_meta(config, group, channels, outputs, Group("data"))
+    loss_fn = net.training_loss(build_loss(config, regions, ignore_label))
     loss_groups = net.loss_groups(Group("data"), config.batch)
     counts = []
-    with standing_for("cuda"):
+    with meta_as_device("cuda"):
         for step in range(steps):
             image, label = _part(config, net.layout.counts[rank], channels, net.layout.patch)
             key = net.drawn(DropoutKey(config.seed, step, tuple(range(config.batch))), image.device)

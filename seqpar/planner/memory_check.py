@@ -13,11 +13,11 @@ import torch
 from seqpar.cluster.devices import GIB, MIB, device_here
 from seqpar.cluster.exit_codes import TooLittleMemory
 from seqpar.cluster.host_memory import Memory, memory_here
-from seqpar.parallel.consensus import by_first, gather_texts
+from seqpar.parallel.consensus import gather_texts, run_on_rank0
 from seqpar.parallel.mesh import Mesh
 from seqpar.planner.fit import advice, largest_batch
-from seqpar.planner.memory_saving import flags_of, ways
-from seqpar.planner.needs import Plan, Run, plan, planned
+from seqpar.planner.memory_saving import flags_of, memory_savings
+from seqpar.planner.needs import Plan, RunToPlan, plan, plan_complete_config
 from seqpar.settings.config import Config
 
 
@@ -30,7 +30,7 @@ def refuse_beyond_free(config: Config, mesh: Mesh, channels: int, outputs: int) 
     if mesh.device.type != "cpu" or config.pipe > 1:  # stages are looked at when they are placed
         return
     hosts, memories = mesh.hosts or ("this host",), _memories(mesh)
-    if why := by_first(lambda: _shortage(config, hosts, memories, channels, outputs), mesh.world):
+    if why := run_on_rank0(lambda: _shortage(config, hosts, memories, channels, outputs), mesh.world):
         raise TooLittleMemory(why)
 
 
@@ -70,8 +70,8 @@ def _shortage(config: Config, hosts: Sequence[str], memories: Sequence[Memory], 
     tightest = min(shares, key=lambda host: shares[host])
     # what libraries take is taken already
     device = replace(device_here("cpu"), memory=shares[tightest] * len(hosts), reserved_bytes=0.0, fragmentation=0.0)
-    run = Run(config, device, channels, outputs, timed=False)
-    need = planned(run, len(hosts))
+    run = RunToPlan(config, device, channels, outputs, timed=False)
+    need = plan_complete_config(run, len(hosts))
     if need.fits:
         return ""
     seen = by_host[tightest]
@@ -84,7 +84,7 @@ def _shortage(config: Config, hosts: Sequence[str], memories: Sequence[Memory], 
     )
 
 
-def _remedy(run: Run, need: Plan) -> str:
+def _remedy(run: RunToPlan, need: Plan) -> str:
     """Returns what to change: a batch that fits and keeps the step's tiles, a way that keeps the numbers, or others."""
     config = run.config
     most = largest_batch(run, need.ranks, config.batch)
@@ -96,7 +96,7 @@ def _remedy(run: Run, need: Plan) -> str:
             flags += f" --accumulate {config.accumulate}"
     if most.fits:
         return f"use {flags}"
-    for way, _ in ways(config, ()):
+    for way, _ in memory_savings(config, ()):
         try:
             if plan(replace(run, config=replace(config, **way), ranks=need.ranks), config.seqpar).fits:
                 return f"use {flags} {flags_of(way)}".replace("  ", " ")

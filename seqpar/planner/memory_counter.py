@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar.cluster.devices import Operation, operations_of
-from seqpar.parallel.meta_tensors import casting_again, times
+from seqpar.parallel.meta_tensors import autocast_in_recomputation, repetitions
 from seqpar.planner.meta_results import elementwise_result, known_result
 
 Watch = Callable[[Operation], None]
@@ -60,7 +60,7 @@ class MemoryCounter(TorchDispatchMode):
         if self._watch is not None and (new or func._schema.is_mutable):
             kind, count = operations_of(func, args, kwargs, result)
             size = sum(t.numel() * t.element_size() for t in inputs + made)
-            self._watch(Operation(kind, count, size, func, args, kwargs, times()))
+            self._watch(Operation(kind, count, size, func, args, kwargs, repetitions()))
         return result
 
     def _note(self, tensor: Tensor, size: int) -> int:
@@ -117,7 +117,7 @@ def as_autocast(dtype: torch.dtype | None, on_gpu: bool) -> Iterator[None]:
     with ExitStack() as stack:
         if dtype is not None:
             stack.enter_context(torch.autocast("cpu", dtype))  # for custom operations, which ask torch
-            stack.enter_context(casting_again(_Cast(dtype, {F.layer_norm} if on_gpu else set())))
+            stack.enter_context(autocast_in_recomputation(_Cast(dtype, {F.layer_norm} if on_gpu else set())))
         yield
 
 

@@ -8,15 +8,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from seqpar.models.build import kind_of, knows
-from seqpar.planner.needs import Plan, Run, of_size, planned
+from seqpar.models.build import family_of, setting_applies
+from seqpar.planner.needs import Plan, RunToPlan, config_for_group_size, plan_complete_config
 from seqpar.settings.config import Config
-from seqpar.text import dashed
+from seqpar.text import flag_name
 
-Way = Mapping[str, Any]  # settings by name
+MemorySaving = Mapping[str, Any]  # settings by name
 CHUNKS = 8
 # what each adds, and its price
-LADDER: tuple[tuple[Way, str], ...] = (
+LADDER: tuple[tuple[MemorySaving, str], ...] = (
     ({"mode": "auto"}, "each rank decodes its box or its samples, not the whole tile"),
     ({"mlp_chunks": CHUNKS}, "the MLP's forward runs again in backward"),
     ({"grad_checkpoint": "attention"}, "attention's forward runs again too, with its messages"),
@@ -25,7 +25,7 @@ LADDER: tuple[tuple[Way, str], ...] = (
 )
 
 
-def ways(config: Config, named: Collection[str]) -> Iterator[tuple[Way, str]]:
+def memory_savings(config: Config, named: Collection[str]) -> Iterator[tuple[MemorySaving, str]]:
     """Yields the ways that there are for a config, each with the price of what it adds.
 
     - ``named``: settings of the command line, which stay as they are
@@ -35,7 +35,7 @@ def ways(config: Config, named: Collection[str]) -> Iterator[tuple[Way, str]]:
         new = {
             name: value
             for name, value in added.items()
-            if name not in named and knows(config, name) and _changes(config, name, value)
+            if name not in named and setting_applies(config, name) and _changes(config, name, value)
         }
         if new:
             taken |= new
@@ -48,18 +48,18 @@ def _changes(config: Config, name: str, value: Any) -> bool:
     if name == "mode":
         return now in ("gather", "swap")  # nogather computes something else, auto is what halo does at least
     if name == "grad_checkpoint":
-        return now != "full" and now != value and value in kind_of(config).recomputed
+        return now != "full" and now != value and value in family_of(config).recomputed
     if name == "shard_weights" and config.pipe > 1:
         return False
     return bool(now < value)
 
 
-def flags_of(way: Way) -> str:
+def flags_of(way: MemorySaving) -> str:
     """Returns a way as flags."""
-    return " ".join(f"--{dashed(name)}" + ("" if value is True else f" {value}") for name, value in way.items())
+    return " ".join(f"--{flag_name(name)}" + ("" if value is True else f" {value}") for name, value in way.items())
 
 
-def search(run: Run, sizes: Sequence[int]) -> Iterator[Plan]:
+def search_with_savings(run: RunToPlan, sizes: Sequence[int]) -> Iterator[Plan]:
     """Yields plans as they are counted, of few of the sizes; the smallest of those that fit is the smallest of all.
 
     A larger group needs less memory on each rank: the largest size comes first, and only if it fits are the others
@@ -71,7 +71,7 @@ def search(run: Run, sizes: Sequence[int]) -> Iterator[Plan]:
     low, high, at = 0, len(configs), len(configs) - 1
     while low < high:
         config = configs[at]
-        p = planned(replace(run, config=config), run.ranks_of(config.seqpar))
+        p = plan_complete_config(replace(run, config=config), run.ranks_of(config.seqpar))
         yield p
         if p.fits:
             high = at
@@ -80,9 +80,9 @@ def search(run: Run, sizes: Sequence[int]) -> Iterator[Plan]:
         at = (low + high) // 2
 
 
-def _possible(run: Run, size: int) -> Config | None:
+def _possible(run: RunToPlan, size: int) -> Config | None:
     """Returns the config of a group size, None where there is none."""
     try:
-        return of_size(run, size)
+        return config_for_group_size(run, size)
     except ValueError:
         return None

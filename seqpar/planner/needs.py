@@ -18,15 +18,15 @@ from seqpar.planner.attention_choice import (
     unfused_scores,
 )
 from seqpar.planner.batch_size import hold_global_batch
-from seqpar.planner.feasibility import refuse, refuse_lonely
-from seqpar.planner.step_counter import Step, StepSetup, count_step
+from seqpar.planner.feasibility import check_feasible, require_peers
+from seqpar.planner.step_counter import StepCost, StepSetup, count_step
 from seqpar.settings.config import Config
 
 BUCKET = 25 << 20  # bytes of gradients that DDP sums at a time
 
 
 @dataclass(frozen=True)
-class Run:
+class RunToPlan:
     """The run to plan: its settings, its device, channels and outputs of its data, and its ranks.
 
     ``ranks``: of the run, None where it has ``groups`` sequence groups, whatever their size. ``fixed``: batch and
@@ -86,34 +86,34 @@ class Plan:
         return sum(self.seconds.values())
 
 
-def plan(run: Run, size: int) -> Plan:
+def plan(run: RunToPlan, size: int) -> Plan:
     """Returns the plan of a group size; raises where it cannot run, or groups would share nodes unevenly."""
-    return planned(replace(run, config=of_size(run, size)), run.ranks_of(size))
+    return plan_complete_config(replace(run, config=config_for_group_size(run, size)), run.ranks_of(size))
 
 
-def shares_nodes(size: int, node: int) -> bool:
+def fits_nodes_evenly(size: int, node: int) -> bool:
     """Returns whether groups of a size share nodes of ``node`` ranks evenly."""
     return size == 1 or node >= 1 << 20 or node % size == 0 or size % node == 0
 
 
-def of_size(run: Run, size: int) -> Config:
+def config_for_group_size(run: RunToPlan, size: int) -> Config:
     """Returns the run's config for a group size; raises, before anything is counted, where it cannot run."""
     ranks, node = run.ranks_of(size), run.device.node
     if ranks % size:
         raise ValueError(f"does not divide {ranks} ranks")
-    if not shares_nodes(size, node):
+    if not fits_nodes_evenly(size, node):
         raise ValueError(f"does not share nodes of {node} evenly")
     config = replace(run.config, seqpar=size)
     if not config.batch:  # plan for the least
         config = replace(config, batch=size if config.mode == "swap" else 1)
     if config.global_batch:
         config = hold_global_batch(config, ranks // size, run.fixed)
-    refuse(config)
-    refuse_lonely(config, ranks)
+    check_feasible(config)
+    require_peers(config, ranks)
     return config
 
 
-def planned(run: Run, ranks: int) -> Plan:
+def plan_complete_config(run: RunToPlan, ranks: int) -> Plan:
     """Returns the plan of a complete config on so many ranks; attention that was left open is chosen.
 
     Training asks the same, so that it runs what was planned.
@@ -127,21 +127,21 @@ def planned(run: Run, ranks: int) -> Plan:
     return replace(plan_of(config), attention_why=why)
 
 
-def steps_of(run: Run, config: Config, device: Device, ranks: int) -> list[Step]:
+def steps_of(run: RunToPlan, config: Config, device: Device, ranks: int) -> list[StepCost]:
     """Counts a step on each rank that may need most memory."""
     groups, clock = ranks // config.seqpar, device.clock(config.precision)
     setup = StepSetup(config, 0, run.channels, run.outputs, groups, device.on_gpu, clock)
     return [count_step(replace(setup, rank=rank)) for rank in _fullest(config)]
 
 
-def memory_of(step: Step, device: Device) -> dict[str, float]:
+def memory_of(step: StepCost, device: Device) -> dict[str, float]:
     """Returns bytes by part; ``apart`` are those of libraries and of fragmentation."""
     parts = ("weights", "gradients", "optimizer", "input", "tokens", "decoder", "transient")
     memory: dict[str, float] = {name: getattr(step, name) for name in parts}
     return memory | {"apart": device.reserved_bytes + device.fragmentation * sum(memory.values())}
 
 
-def _plan(run: Run, config: Config, device: Device, ranks: int) -> Plan:
+def _plan(run: RunToPlan, config: Config, device: Device, ranks: int) -> Plan:
     step = max(steps_of(run, config, device, ranks), key=lambda s: s.tokens + s.decoder + s.transient)
     memory = memory_of(step, device)
     sent = {"seq": step.sent.total() * config.accumulate, "world": _world_bytes(config, step, ranks)}
@@ -153,7 +153,7 @@ def _plan(run: Run, config: Config, device: Device, ranks: int) -> Plan:
     return replace(untimed, seconds=seconds, mfu=operations / sum(seconds.values()) / device.peak[config.precision])
 
 
-def _forward_operations(run: Run, config: Config) -> float:
+def _forward_operations(run: RunToPlan, config: Config) -> float:
     """Returns the operations of the model's forward pass, as one process runs it that does nothing to save memory."""
     usual, device = Config(), run.device
     same = ("mode", "attention", "keep_kv", "split", "grad_checkpoint", "mlp_chunks", "shard_weights", "accumulate")
@@ -177,13 +177,13 @@ def _fullest(config: Config) -> Iterator[int]:
         yield 0  # the first ranks take one head more
 
 
-def _world_bytes(config: Config, step: Step, ranks: int) -> float:
+def _world_bytes(config: Config, step: StepCost, ranks: int) -> float:
     """Returns the bytes a step that a rank sends to all: gradients; of shards weights twice and gradients once."""
     times = config.accumulate * 3 if config.shard_weights else 2
     return times * (ranks - 1) / ranks * step.parameters
 
 
-def _seconds(config: Config, device: Device, step: Step, ranks: int) -> dict[str, float]:
+def _seconds(config: Config, device: Device, step: StepCost, ranks: int) -> dict[str, float]:
     """Returns the step's seconds by kind: computing, update, and waiting for messages that nothing overlaps."""
     computing = step.seconds.total() * config.accumulate
     seconds = {"computing": computing, "update": step.update_seconds}

@@ -8,15 +8,15 @@ from seqpar.cluster.devices import GIB, MIB
 from seqpar.pipeline.gabra import loads_and_capacities
 from seqpar.pipeline.placement import Pipe
 from seqpar.planner.answer import command, header
-from seqpar.planner.fit import refusal
-from seqpar.planner.needs import Plan, Run, of_size, planned
+from seqpar.planner.fit import why_nothing_fits
+from seqpar.planner.needs import Plan, RunToPlan, config_for_group_size, plan_complete_config
 from seqpar.planner.pipeline_plan import (
     SIZES,
     Cells,
-    Placed,
+    PlacementResult,
     chosen,
-    complete,
-    look_at_cells,
+    config_with_places,
+    measure_or_count_cells,
     pipe_of,
     placements,
     plan_of,
@@ -28,34 +28,34 @@ WIDTH = 98
 
 
 @dataclass(frozen=True)
-class Spread:
+class PlacementOptions:
     """A network spread over so many places: every way of placing it, the best one, and its plan."""
 
     pipe: Pipe
-    ways: list[Placed]
-    best: Placed
+    ways: list[PlacementResult]
+    best: PlacementResult
     plan: Plan
 
 
-def print_pipe(run: Run, pipe: int, preset: str, tile: Sequence[int]) -> int:
+def print_pipe(run: RunToPlan, pipe: int, preset: str, tile: Sequence[int]) -> int:
     """Prints the plan of so many places, by default of the fewest that fit; returns 0, or raises where none fits.
 
     - ``pipe``: AUTO looks at 2 to 16
     - ``tile``: before padding
     """
     config = replace(run.config, batch=run.config.batch or 1)
-    cells = look_at_cells(run, config)
+    cells = measure_or_count_cells(run, config)
     print(f"{header(run, preset, tile)}\n{len(cells.costs)} cells, micro-batches of {config.batch}: {cells.source}\n")
     best = _fewest(run, config, cells, [size for size in SIZES if size <= len(cells.costs)] if pipe == AUTO else [pipe])
     print("\n".join([*cell_table(cells, best), "", *way_table(best), ""]), flush=True)
-    print("\n".join([*sentences(best.pipe), "", tiles_a_step(best.plan), ""]), flush=True)
+    print("\n".join([*describe_timetable(best.pipe), "", tiles_a_step(best.plan), ""]), flush=True)
     for line in comparison(run, best.plan):
         print(line, flush=True)
     print(f"\n{command(best.plan, preset)}")
     return 0
 
 
-def _fewest(run: Run, config: Config, cells: Cells, sizes: Sequence[int]) -> Spread:
+def _fewest(run: RunToPlan, config: Config, cells: Cells, sizes: Sequence[int]) -> PlacementOptions:
     """Returns the fewest places that fit, after a line on each that does not; raises ValueError where none does."""
     plans = list[Plan]()
     for size in sizes:
@@ -71,19 +71,19 @@ def _fewest(run: Run, config: Config, cells: Cells, sizes: Sequence[int]) -> Spr
         plans.append(spread.plan)
         print(f"--pipe {size}: {_gib(spread.plan)} GiB on the fullest rank, too much", flush=True)
     why = f"no number of places from {sizes[0]} to {sizes[-1]} can be: see above"
-    raise ValueError(refusal(plans) if plans else why)
+    raise ValueError(why_nothing_fits(plans) if plans else why)
 
 
-def spread_over(run: Run, config: Config, cells: Cells, size: int) -> Spread:
+def spread_over(run: RunToPlan, config: Config, cells: Cells, size: int) -> PlacementOptions:
     """Returns the cells on so many places; raises ValueError where that cannot be."""
-    config, ranks = complete(run, config, size)
+    config, ranks = config_with_places(run, config, size)
     pipe = pipe_of(cells, config, run.device.of(ranks))
     ways = list(placements(pipe, config.placement))
     best = chosen(ways, config)
-    return Spread(pipe, ways, best, plan_of(run, config, cells, pipe, best, ranks))
+    return PlacementOptions(pipe, ways, best, plan_of(run, config, cells, pipe, best, ranks))
 
 
-def cell_table(cells: Cells, spread: Spread) -> list[str]:
+def cell_table(cells: Cells, spread: PlacementOptions) -> list[str]:
     """Returns the lines of the cells: what each costs on a micro-batch, and where the best way puts it."""
     assert spread.best.stages is not None
     places = spread.best.stages.place_of_cells
@@ -96,7 +96,7 @@ def cell_table(cells: Cells, spread: Spread) -> list[str]:
     return lines
 
 
-def way_table(spread: Spread) -> list[str]:
+def way_table(spread: PlacementOptions) -> list[str]:
     """Returns the lines of the ways: step and bubble by the simulated timetable, bytes, and the cut."""
     pipe = spread.pipe
     alone = pipe.micros * sum(cost.seconds for cost in pipe.costs)
@@ -119,7 +119,7 @@ def way_table(spread: Spread) -> list[str]:
     return [*lines, "* taken; ! more than a rank has; MiB sent: of a micro-batch, there and back"]
 
 
-def _cut(row: Placed) -> str:
+def _cut(row: PlacementResult) -> str:
     """Returns the runs of cells, and their places where they are not in order."""
     assert row.stages is not None
     stages = row.stages
@@ -129,7 +129,7 @@ def _cut(row: Placed) -> str:
     return text if len(text) < 36 else f"{stages.num_stages} stages"
 
 
-def sentences(pipe: Pipe) -> list[str]:
+def describe_timetable(pipe: Pipe) -> list[str]:
     """Returns what there is to say of the timetable and of GABRA's own objective."""
     count, micros = len(pipe.places), pipe.micros
     idle = (count - 1) / (micros + count - 1)
@@ -155,20 +155,23 @@ def tiles_a_step(p: Plan) -> str:
     return f"global batch {tiles} = {groups} x batch {config.batch} x accumulate {config.accumulate}"
 
 
-def comparison(run: Run, p: Plan) -> Iterator[str]:
+def comparison(run: RunToPlan, p: Plan) -> Iterator[str]:
     """Yields lines on what else as many ranks could do with as many tiles a step: what a step takes and needs."""
     yield f"{'as many ranks, as many tiles a step':<56}{'s a step':>9}{'GiB a rank':>12}"
     yield _line(_flags(p.config, p.ranks), p)
-    for config in others(p):
+    for config in alternatives_without_pipe(p):
         flags = _flags(config, p.ranks)
         try:
             run_of = replace(run, config=config, ranks=p.ranks, fixed={})
-            yield _line(flags, planned(replace(run_of, config=of_size(run_of, config.seqpar)), p.ranks))
+            yield _line(
+                flags,
+                plan_complete_config(replace(run_of, config=config_for_group_size(run_of, config.seqpar)), p.ranks),
+            )
         except ValueError as problem:
             yield f"{flags:<56} {str(problem)[:42]}"
 
 
-def others(p: Plan) -> Iterator[Config]:
+def alternatives_without_pipe(p: Plan) -> Iterator[Config]:
     """Yields configs without a pipe that give a plan's ranks as many tiles a step."""
     config = p.config
     usual = Config()

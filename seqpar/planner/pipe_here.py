@@ -2,7 +2,7 @@
 
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner.auto_settings import device_of
-from seqpar.planner.needs import Plan, Run
+from seqpar.planner.needs import Plan, RunToPlan
 from seqpar.planner.pipeline_plan import plan_counted
 from seqpar.planner.stage_lines import describe_stages, describe_step, no_overlap
 from seqpar.settings.config import Config
@@ -13,7 +13,7 @@ def plan_pipe_here(config: Config, launcher: Launcher, channels: int, outputs: i
 
     Where no placement fits it is one that does not, as its memory tells.
     """
-    run = Run(config, device_of(config, launcher), channels, outputs, timed=False)
+    run = RunToPlan(config, device_of(config, launcher), channels, outputs, timed=False)
     plan, pipe, placed = plan_counted(run, max(launcher.world, config.group_ranks))
     assert placed.stages is not None
     why = f"--placement {config.placement} by counted costs; training measures them"

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from seqpar.cluster.devices import Device
-from seqpar.models.build import layout_of, outline
+from seqpar.models.build import build_on_meta, layout_of
 from seqpar.parallel.mesh import Group
-from seqpar.pipeline.named_placements import WAYS, place_cells
-from seqpar.pipeline.placement import CellCost, Pipe, Place, preferred
+from seqpar.pipeline.named_placements import PLACEMENTS, place_cells
+from seqpar.pipeline.placement import CellCost, Pipe, StagePlace, pick_placement
 from seqpar.pipeline.schedule import Timetable
 from seqpar.pipeline.stages import StageMap, Takes
 from seqpar.planner.counted_cells import bytes_of_optimizer, count_cells, measure_here
-from seqpar.planner.feasibility import refuse
-from seqpar.planner.needs import BUCKET, Plan, Run, planned
+from seqpar.planner.feasibility import check_feasible
+from seqpar.planner.needs import BUCKET, Plan, RunToPlan, plan_complete_config
 from seqpar.planner.step_counter import StepSetup, count_step
 from seqpar.settings.config import Config
 
@@ -38,7 +38,7 @@ class Cells:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacementResult:
     """What a way of placing came to; ``why``: it found none.
 
     - ``way``, ``objective``: flags of train
@@ -67,14 +67,14 @@ class Placed:
         return ",".join(map(str, inner)) if in_order else self.way
 
 
-def look_at_cells(run: Run, config: Config, counted: bool = False) -> Cells:
+def measure_or_count_cells(run: RunToPlan, config: Config, counted: bool = False) -> Cells:
     """Returns the cells of a config's network: measured on this CPU where a rank has whole tiles, else counted.
 
     ``counted``: whatever a rank has
     """
     device = run.device
     group = Group("seq", tuple(range(config.seqpar)))
-    staged = outline(config, group, run.channels, run.outputs).staged()
+    staged = build_on_meta(config, group, run.channels, run.outputs).staged()
     names = tuple(owned[0].removeprefix("unet.cells.").rstrip(".") for owned in staged.owns)
     setup = StepSetup(
         config,
@@ -93,14 +93,14 @@ def look_at_cells(run: Run, config: Config, counted: bool = False) -> Cells:
     return Cells(names, staged.takes, staged.outputs, tuple(costs), run.channels, source)
 
 
-def complete(run: Run, config: Config, pipe: int) -> tuple[Config, int]:
+def config_with_places(run: RunToPlan, config: Config, pipe: int) -> tuple[Config, int]:
     """Returns the config of so many places, and the ranks of the run; raises ValueError where it cannot run."""
     size = pipe * config.seqpar
     ranks = run.ranks or run.groups * size
     if ranks % size:
         raise ValueError(f"--pipe {pipe} x --seqpar {config.seqpar} does not divide {ranks} ranks")
     config = replace(config, pipe=pipe)
-    refuse(config)
+    check_feasible(config)
     return config, ranks
 
 
@@ -109,26 +109,26 @@ def pipe_of(cells: Cells, config: Config, device: Device) -> Pipe:
     share = device.share_of_cores if device.cores else 1.0
     costs = [replace(c, forward=c.forward / share, backward=c.backward / share) for c in cells.costs]
     memory = (device.memory - device.reserved_bytes) / (1 + device.fragmentation) - _input_bytes(cells, config)
-    places = (Place(memory=max(memory, 1.0)),) * config.pipe
+    places = (StagePlace(memory=max(memory, 1.0)),) * config.pipe
     per_byte = 1 / device.link(config.pipe * config.seqpar).bandwidth
     at_once = bytes_of_optimizer(config, device.on_gpu).at_once
     return Pipe(cells.takes, cells.outputs, costs, places, config.accumulate, config.pipe_schedule, per_byte, at_once)
 
 
-def plan_counted(run: Run, ranks: int) -> tuple[Plan, Pipe, Placed]:
+def plan_counted(run: RunToPlan, ranks: int) -> tuple[Plan, Pipe, PlacementResult]:
     """Returns the plan of a complete config's fullest place, by counted costs, with its pipe and its stages.
 
     Where no placement fits it is one that does not, as its memory tells.
     """
     config = run.config
-    cells = look_at_cells(run, config, counted=True)
+    cells = measure_or_count_cells(run, config, counted=True)
     pipe = pipe_of(cells, config, run.device.of(ranks))
     try:
         stages = place_cells(config.placement, pipe, config.objective)
     except ValueError:
-        pipe = replace(pipe, places=(Place(),) * config.pipe)
+        pipe = replace(pipe, places=(StagePlace(),) * config.pipe)
         stages = place_cells(config.placement, pipe, config.objective)
-    placed = Placed(
+    placed = PlacementResult(
         config.placement,
         config.objective,
         stages,
@@ -139,9 +139,9 @@ def plan_counted(run: Run, ranks: int) -> tuple[Plan, Pipe, Placed]:
     return replace(plan_of(run, config, cells, pipe, placed, ranks), config=config), pipe, placed
 
 
-def plan_run(run: Run, ranks: int) -> Plan:
+def plan_run(run: RunToPlan, ranks: int) -> Plan:
     """Returns the plan of a complete config; over a pipe that of its fullest place."""
-    return plan_counted(run, ranks)[0] if run.config.pipe > 1 else planned(run, ranks)
+    return plan_counted(run, ranks)[0] if run.config.pipe > 1 else plan_complete_config(run, ranks)
 
 
 def _input_bytes(cells: Cells, config: Config) -> float:
@@ -151,22 +151,22 @@ def _input_bytes(cells: Cells, config: Config) -> float:
     return voxels * (cells.channels * (8 if config.precision == "fp64" else 4) + 1)
 
 
-def placements(pipe: Pipe, placement: str = "auto") -> Iterator[Placed]:
+def placements(pipe: Pipe, placement: str = "auto") -> Iterator[PlacementResult]:
     """Yields what each way comes to, and what ``placement`` does if it is a list of cuts."""
-    cuts = "" if placement in WAYS else placement
+    cuts = "" if placement in PLACEMENTS else placement
     for way, objective in (*EVERY_WAY, *([(cuts, "")] if cuts else [])):
         try:
             stages = place_cells(way, pipe, objective or "makespan")
         except ValueError as problem:
-            yield Placed(way, objective, why=str(problem))
+            yield PlacementResult(way, objective, why=str(problem))
             continue
         place_bytes = tuple(pipe.memory(stages))
         sent = 2 * sum(pipe.costs[crossing.value].output for crossing in stages.messages)
-        yield Placed(way, objective, stages, pipe.timetable(stages), place_bytes, sent, pipe.fits(stages))
+        yield PlacementResult(way, objective, stages, pipe.timetable(stages), place_bytes, sent, pipe.fits(stages))
 
 
-def chosen(rows: Sequence[Placed], config: Config) -> Placed:
-    """Returns the placement that train would take: what is asked for, or for "auto" the ``preferred`` that fits.
+def chosen(rows: Sequence[PlacementResult], config: Config) -> PlacementResult:
+    """Returns the placement that train would take: what is asked for, or for "auto" the ``pick_placement`` that fits.
 
     GABRA's are taken only where they are asked for. Where none fits it is one that does not.
     """
@@ -179,10 +179,10 @@ def chosen(rows: Sequence[Placed], config: Config) -> Placed:
     if not there:
         raise ValueError(able[0].why)
     able = [row for row in there if row.fits] or there
-    return able[preferred([(row.seconds, max(row.held)) for row in able])]
+    return able[pick_placement([(row.seconds, max(row.held)) for row in able])]
 
 
-def plan_of(run: Run, config: Config, cells: Cells, pipe: Pipe, placed: Placed, ranks: int) -> Plan:
+def plan_of(run: RunToPlan, config: Config, cells: Cells, pipe: Pipe, placed: PlacementResult, ranks: int) -> Plan:
     """Returns the plan of a placement on its fullest place."""
     assert placed.stages is not None and placed.timetable is not None
     device = run.device.of(ranks)
@@ -214,7 +214,7 @@ def plan_of(run: Run, config: Config, cells: Cells, pipe: Pipe, placed: Placed, 
     return Plan(config, device, ranks, memory, {"seq": 0.0, "world": 0.0}, seconds)
 
 
-def _update_seconds(run: Run, config: Config, device: Device) -> float:
+def _update_seconds(run: RunToPlan, config: Config, device: Device) -> float:
     """Returns the seconds in which one rank updates all weights."""
     clock = replace(device, measured_rate=None).clock(config.precision)  # convolutions are not asked for
     # of one small tile, batch norm may have a single value

@@ -10,14 +10,14 @@ from dataclasses import replace
 from seqpar.cluster.devices import GIB, Device
 from seqpar.data.preparation.fingerprint import Fingerprint, Millimetres, Sides
 from seqpar.data.preparation.recipe import PrepareSettings
-from seqpar.models.build import kind_of
+from seqpar.models.build import family_of
 from seqpar.planner.fit import largest_batch
-from seqpar.planner.needs import Run
+from seqpar.planner.needs import RunToPlan
 from seqpar.planner.pipeline_plan import plan_run
 from seqpar.planner.tile_choice import shape_at, smaller_tiles, suited_tile, target_spacing
 from seqpar.settings.config import Config
 from seqpar.settings.curriculum import parse_curriculum
-from seqpar.text import quantity, shorten
+from seqpar.text import format_sides, quantity
 
 WIDTHS = ((768, 12, 12), (384, 12, 6), (192, 12, 3))  # --embed-dim, --depth, --heads for GPUs, the widest first
 CPU_WIDTHS = ((96, 3, 4),)
@@ -98,10 +98,10 @@ class _Search:
 
     def choose_patch(self) -> None:
         """Takes tokens that are about as long in mm in every direction, and bounds their number."""
-        if "patch" not in self.flags and kind_of(self.config).attends:
+        if "patch" not in self.flags and family_of(self.config).attends:
             sides = [_patch_side(size / min(self.size), side) for size, side in zip(self.size, self.shape)]
             self.config = replace(self.config, patch=tuple(sides if max(sides) > 1 else [2] * 3))
-        if kind_of(self.config).attends:  # attention's time grows with the square of the tokens
+        if family_of(self.config).attends:  # attention's time grows with the square of the tokens
             self.tile_voxels *= min(1.0, math.prod(self.config.patch) / LONGEST_PATCH**3)
 
     def take_lessons(self, largest: Sides) -> None:
@@ -111,13 +111,13 @@ class _Search:
         """
         tiles = [entry.tile or largest for entry in parse_curriculum(self.config.curriculum)]
         self.config = self._with_stages(replace(self.config, tile=tiles[0]))
-        self.config = replace(kind_of(self.config).pinned(self.config), tile=max(tiles, key=math.prod))
+        self.config = replace(family_of(self.config).pinned(self.config), tile=max(tiles, key=math.prod))
         self.tile_line = f"  tiles and batches of --curriculum, as given; the largest is {_by(self.config.tile)}"
         self.flags |= {"tile"}
 
     def choose_widths(self) -> str:
         """Takes the widest network that fits with a usual tile, or with the one that was typed; returns why."""
-        kind, names = kind_of(self.config), ("embed_dim", "depth", "heads")
+        kind, names = family_of(self.config), ("embed_dim", "depth", "heads")
         if not kind.attends:
             return f"  {kind.describe(self.config)}, as it is published"
         typed = [name for name in names if name in self.flags]
@@ -125,7 +125,7 @@ class _Search:
             return f"  {kind.describe(self.config)}, {', '.join(typed)} as given"
         widths = CPU_WIDTHS if self.device.cores else WIDTHS
         if "tile" in self.flags:
-            tile, which = tuple(self.config.tile), f"the tile of {shorten(self.config.tile)}"
+            tile, which = tuple(self.config.tile), f"the tile of {format_sides(self.config.tile)}"
         else:
             tile, which = tuple(self._tile_of(min(USUAL_VOXELS, self.tile_voxels))), "a tile of 96"
         why = "what a CPU trains in hours" if len(widths) == 1 else f"the narrowest: wider ones do not fit with {which}"
@@ -138,7 +138,7 @@ class _Search:
 
     def choose_tile(self) -> str:
         """Takes the largest tile that fits with the least batch; returns why."""
-        described = kind_of(self.config).describe_tile
+        described = family_of(self.config).describe_tile
         if self.tile_line:
             return self.tile_line
         if "tile" in self.flags:
@@ -181,17 +181,19 @@ class _Search:
         except ValueError:
             return False
 
-    def _run(self, config: Config) -> Run:
+    def _run(self, config: Config) -> RunToPlan:
         unit = config.seqpar if config.mode == "swap" else 1
         batch = config.batch if "batch" in self.flags and config.batch else -(-LEAST_BATCH // unit) * unit
-        return Run(replace(config, batch=batch), self.device, self.channels, self.outputs, self.ranks, timed=False)
+        return RunToPlan(
+            replace(config, batch=batch), self.device, self.channels, self.outputs, self.ranks, timed=False
+        )
 
     def _tile_of(self, voxels: float) -> Sides:
         return suited_tile(voxels, self.shape, self.size, self._unit())
 
     def _unit(self) -> tuple[int, ...]:
         """Returns the steps in which tiles are looked at: patches, or what the stages of most U-Nets divide by."""
-        kind = kind_of(self.config)
+        kind = family_of(self.config)
         return kind.unit(self.config) if kind.attends else tuple(16 if side >= 64 else 4 for side in self.shape)
 
     def _with_tile(self, tile: Sequence[int]) -> Config:
@@ -199,7 +201,7 @@ class _Search:
         config = replace(self.config, tile=tuple(tile))
         for _ in range(8):  # fewer stages have a smaller unit
             config = self._with_stages(config)
-            unit = kind_of(config).unit(config)
+            unit = family_of(config).unit(config)
             whole = tuple(max(step, side // step * step) for side, step in zip(config.tile, unit))
             if whole == config.tile:
                 break
@@ -210,7 +212,7 @@ class _Search:
         """Returns the config of a network whose stages follow from this spacing, where voxels are not cubes."""
         if "stages" in self.flags or max(self.size) < 2 * min(self.size):
             return config
-        return kind_of(config).pinned(config, self.size)
+        return family_of(config).pinned(config, self.size)
 
 
 def _patch_side(length: float, side: int) -> int:

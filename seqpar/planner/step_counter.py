@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.cluster.devices import Operation
-from seqpar.cluster.torch_setup import computes_again, no_compiler
-from seqpar.models.build import kind_of, loss_of, outline
-from seqpar.models.network import Net
+from seqpar.cluster.torch_setup import recomputes, without_torch_compile
+from seqpar.models.build import build_loss, build_on_meta, family_of
+from seqpar.models.network import Network
 from seqpar.models.optimizer import make_optimizer
 from seqpar.optimization.optimizers import OPTIMIZERS
-from seqpar.parallel.device_constants import forget_tables
+from seqpar.parallel.device_constants import clear_caches
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.meta_tensors import standing_for
+from seqpar.parallel.meta_tensors import meta_as_device
 from seqpar.planner.memory_counter import MemoryCounter, Saved, as_autocast
 from seqpar.settings.config import Config
 from seqpar.vit.dropout import DropoutKey
@@ -58,7 +58,7 @@ class StepSetup:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """What a step takes on one rank: bytes in memory, bytes sent by kind, operations and seconds by kind.
 
     ``tokens`` and ``decoder`` are saved for backward when the loss is known; ``peaks`` are the most bytes alive in each
@@ -87,14 +87,14 @@ class Step:
         return max(0, max(self.peaks.values()) - self.input - self.tokens - self.decoder)
 
 
-def count_step(setup: StepSetup) -> Step:
+def count_step(setup: StepSetup) -> StepCost:
     """Returns what a step takes on one rank of a sequence group; a large batch is extrapolated from two small ones."""
     config = setup.config
     if config.batch <= LARGE_BATCH * config.seqpar:
         return _count_by_depth(setup)
     few, more = _small_batches(config)
     first, second = (_count_by_depth(replace(setup, config=replace(config, batch=batch))) for batch in (few, more))
-    return extended(first, second, (config.batch - few) / (more - few))
+    return extrapolate(first, second, (config.batch - few) / (more - few))
 
 
 def _small_batches(config: Config) -> tuple[int, int]:
@@ -104,31 +104,31 @@ def _small_batches(config: Config) -> tuple[int, int]:
     return fitting[len(fitting) // 2 - 1], fitting[-1]
 
 
-def _count_by_depth(setup: StepSetup) -> Step:
+def _count_by_depth(setup: StepSetup) -> StepCost:
     """Counts a step of a deep network by two shallow ones."""
     config, (few, more) = setup.config, SHALLOW
-    depth = kind_of(config).num_alike(config)
+    depth = family_of(config).num_alike(config)
     if depth <= more:
         return count_whole_step(setup)
     first, second = (count_whole_step(replace(setup, config=replace(config, depth=depth))) for depth in SHALLOW)
-    return extended(first, second, depth - few)
+    return extrapolate(first, second, depth - few)
 
 
 @lru_cache(maxsize=256)
-def count_whole_step(setup: StepSetup) -> Step:
+def count_whole_step(setup: StepSetup) -> StepCost:
     """Counts a step with all its blocks; each once, as plans ask for some of them again."""
-    with nullcontext() if computes_again(setup.config) else no_compiler():
+    with nullcontext() if recomputes(setup.config) else without_torch_compile():
         return _count_whole_step(setup)
 
 
-def _count_whole_step(setup: StepSetup) -> Step:
+def _count_whole_step(setup: StepSetup) -> StepCost:
     config, on_gpu = setup.config, setup.on_gpu
     group = Group("seq", tuple(range(config.seqpar)), setup.rank)
     data = Group("data", tuple(range(setup.data_groups)))
-    net = outline(config, group, setup.channels, setup.outputs, data)
-    work = Work(setup.clock)
-    forget_tables()
-    with standing_for("cuda" if on_gpu else "cpu"):
+    net = build_on_meta(config, group, setup.channels, setup.outputs, data)
+    work = WorkCounter(setup.clock)
+    clear_caches()
+    with meta_as_device("cuda" if on_gpu else "cpu"):
         with MemoryCounter(work.watch) as counter:
             image, label = _part(setup, net)
             tokens, saved, forward_operations = _forward_and_backward(setup, net, data, (image, label), counter, work)
@@ -136,8 +136,8 @@ def _count_whole_step(setup: StepSetup) -> Step:
         optimizer, update = _update(config, net, work, on_gpu)
     owners, weights, gradients = _weights_and_gradients(setup, net)
     inputs = image.nbytes + label.nbytes
-    return Step(
-        parameters=sum(p.nbytes for p in learned(net)),
+    return StepCost(
+        parameters=sum(p.nbytes for p in trainable_parameters(net)),
         weights=weights,
         gradients=gradients,
         optimizer=optimizer // owners,
@@ -155,7 +155,7 @@ def _count_whole_step(setup: StepSetup) -> Step:
     )
 
 
-class Work:
+class WorkCounter:
     """Adds up operations and seconds by kind."""
 
     def __init__(self, clock: Clock) -> None:
@@ -168,7 +168,7 @@ class Work:
         self.seconds[operation.kind] += times * self._clock(operation)  # type: ignore[assignment]
 
 
-def _part(setup: StepSetup, net: Net) -> tuple[Tensor, Tensor]:
+def _part(setup: StepSetup, net: Network) -> tuple[Tensor, Tensor]:
     """Returns the rank's image ``b n c p p p`` and label."""
     config, layout = setup.config, net.layout
     tokens, dtype = (config.batch, layout.counts[setup.rank]), next(net.parameters()).dtype
@@ -177,13 +177,13 @@ def _part(setup: StepSetup, net: Net) -> tuple[Tensor, Tensor]:
 
 
 def _forward_and_backward(
-    setup: StepSetup, net: Net, data: Group, part: tuple[Tensor, Tensor], counter: MemoryCounter, work: Work
+    setup: StepSetup, net: Network, data: Group, part: tuple[Tensor, Tensor], counter: MemoryCounter, work: WorkCounter
 ) -> tuple[int, int, float]:
     """Returns the bytes saved for backward before the decoder and in all, and the operations forward."""
     config, (image, label) = setup.config, part
     loss_groups = net.loss_groups(data, config.batch)
-    loss_fn = net.training_loss(loss_of(config))
-    for p in learned(net):
+    loss_fn = net.training_loss(build_loss(config))
+    for p in trainable_parameters(net):
         p.register_post_accumulate_grad_hook(_drop_gradient)  # gradients are counted by themselves
     with Saved(net, (image, label)) as saved:
         at_decoder = list[int]()
@@ -206,7 +206,7 @@ def _forward_and_backward(
     return at_decoder[0], saved.total, forward_operations
 
 
-def learned(net: nn.Module) -> list[nn.Parameter]:
+def trainable_parameters(net: nn.Module) -> list[nn.Parameter]:
     """Returns the parameters that training changes."""
     return [p for p in net.parameters() if p.requires_grad]
 
@@ -215,13 +215,13 @@ def _drop_gradient(p: Tensor) -> None:
     p.grad = None
 
 
-def _update(config: Config, net: nn.Module, work: Work, on_gpu: bool) -> tuple[int, int]:
+def _update(config: Config, net: nn.Module, work: WorkCounter, on_gpu: bool) -> tuple[int, int]:
     """Returns the bytes of the optimizer's states after its first step, and what more is alive while it runs.
 
     It has a counter of its own: what is left over from the backward, and may go meanwhile, does not matter.
     """
     with MemoryCounter(work.watch) as counter:
-        for p in learned(net):
+        for p in trainable_parameters(net):
             p.grad = torch.empty_like(p)
         optimizer = make_optimizer(config, net)
         for group in optimizer.param_groups:
@@ -233,10 +233,10 @@ def _update(config: Config, net: nn.Module, work: Work, on_gpu: bool) -> tuple[i
     return states, counter.peaks["update"] - before - states
 
 
-def _weights_and_gradients(setup: StepSetup, net: Net) -> tuple[int, int, int]:
+def _weights_and_gradients(setup: StepSetup, net: Network) -> tuple[int, int, int]:
     """Returns how many ranks share the weights, and this rank's bytes of weights and gradients."""
     config, size = setup.config, sum(p.nbytes for p in net.parameters())
-    gradients, buffers = sum(p.nbytes for p in learned(net)), sum(b.nbytes for b in net.buffers())
+    gradients, buffers = sum(p.nbytes for p in trainable_parameters(net)), sum(b.nbytes for b in net.buffers())
     if not config.shard_weights:
         return 1, size + buffers, gradients
     # whole at a time: the unit (block, cell) that runs, the next one, and all that is in no unit
@@ -246,7 +246,7 @@ def _weights_and_gradients(setup: StepSetup, net: Net) -> tuple[int, int, int]:
     return owners, size // owners + 2 * unit + rest + buffers, gradients // owners + unit + rest
 
 
-def extended(few: Step, more: Step, times: float) -> Step:
+def extrapolate(few: StepCost, more: StepCost, times: float) -> StepCost:
     """Returns ``few`` with so many more blocks or samples, each of which adds what ``more`` has above ``few``."""
 
     def along(a: float, b: float) -> float:

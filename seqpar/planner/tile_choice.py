@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from seqpar.data.preparation.fingerprint import Fingerprint, Millimetres, Sides
-from seqpar.models.build import kind_of
+from seqpar.models.build import family_of
 from seqpar.settings.config import Config
 
 ANISOTROPIC = 3.0  # times as long as the others are voxels, from which on a direction is treated by itself
@@ -96,7 +96,7 @@ def better_tile(
 
 def tile_advice(config: Config, shape: Sequence[int], spacing: Sequence[float]) -> str:
     """Returns a line on a better tile for cases of ``shape``, "" where the config's suits them."""
-    tile, better = config.tile, better_tile(config.tile, shape, spacing, kind_of(config).unit(config))
+    tile, better = config.tile, better_tile(config.tile, shape, spacing, family_of(config).unit(config))
     if better is None or better[0] == tile:
         return ""
     sides, why = better

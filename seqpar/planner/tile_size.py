@@ -4,20 +4,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from seqpar.cluster.devices import GIB
-from seqpar.planner.needs import Plan, Run, plan
+from seqpar.planner.needs import Plan, RunToPlan, plan
 
 UNIT, LARGEST = 32, 1024  # voxels by which cubes grow, and where they end
 SIZES = (1, 2, 4, 8)  # ranks that share a tile
 
 
-def print_largest(run: Run, sizes: Iterable[int]) -> int:
+def print_largest(run: RunToPlan, sizes: Iterable[int]) -> int:
     """Prints the largest cube that each of the ``sizes`` trains, of 1, 2, 4 and 8 ranks; returns 0, an exit code."""
     for line in largest_cubes(run, [size for size in sizes if size in SIZES]):
         print(line, flush=True)
     return 0
 
 
-def largest_cubes(run: Run, sizes: Iterable[int]) -> Iterator[str]:
+def largest_cubes(run: RunToPlan, sizes: Iterable[int]) -> Iterator[str]:
     """Yields a line for each group size: the largest cube that it trains."""
     for size in sizes:
         best = _largest(run, size)
@@ -28,7 +28,7 @@ def largest_cubes(run: Run, sizes: Iterable[int]) -> Iterator[str]:
         yield f"--seqpar {size}: {text}"
 
 
-def _largest(run: Run, size: int) -> Plan | None:
+def _largest(run: RunToPlan, size: int) -> Plan | None:
     """Returns the plan of the largest cube that fits, by halving; None where the smallest does not."""
     best: Plan | None = None
     low, high = 1, LARGEST // UNIT
@@ -44,7 +44,7 @@ def _largest(run: Run, size: int) -> Plan | None:
     return best
 
 
-def _plan_of(run: Run, size: int, side: int) -> Plan | None:
+def _plan_of(run: RunToPlan, size: int, side: int) -> Plan | None:
     try:
         return plan(replace(run, config=replace(run.config, tile=(side,) * 3), timed=False), size)
     except ValueError:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from seqpar.data.formats.dataset import Case
-from seqpar.data.workers import Tell, unheard
+from seqpar.data.workers import ReportProgress, no_item_progress
 from seqpar.terminal import Display, bar
 from seqpar.text import clock
 
@@ -19,10 +19,10 @@ class CaseProgress:
         self.cases, self.active = cases, active
         self._display, self._began = Display("stdout"), time.perf_counter()
 
-    def begin(self, number: int) -> Tell:
+    def begin(self, number: int) -> ReportProgress:
         """Returns a function that shows which share of case ``number`` is done."""
         if not self.active:
-            return unheard
+            return no_item_progress
 
         def tell(share: float) -> None:
             spent, done, total = time.perf_counter() - self._began, number + share, len(self.cases)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from seqpar.data.preparation.preparation import TargetGrid
 from seqpar.data.preparation.transforms import blend, neighbours, resample
-from seqpar.parallel.consensus import agree
+from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.messages import post
-from seqpar.prediction.sliding_window import Slab, join_rows
+from seqpar.prediction.sliding_window import FinishedRows, join_rows
 from seqpar.prediction.window_grid import rows_at_once
 
 PARTS = 8  # of the classes, resampled one after the other
@@ -30,7 +30,7 @@ class NotFinite(ValueError):
 
 
 def slabs_to_labels(
-    slabs: Iterator[Slab],
+    slabs: Iterator[FinishedRows],
     shape: Sequence[int],
     target: TargetGrid,
     mesh: Mesh,
@@ -63,7 +63,7 @@ def slabs_to_labels(
         resampler.release()
         if own_ids:
             ids[bounds[0] : bounds[-1]] = join_rows(torch.cat(own_ids), bounds, mesh)
-    if agree(not finite, mesh.world):
+    if max_over_ranks(not finite, mesh.world):
         raise NotFinite("the network's logits are NaN or infinite: check the intensities, or take another checkpoint")
     return ids
 
@@ -118,7 +118,7 @@ class _SlabResampler:
         """How many new rows a step takes."""
         return rows_at_once(len(self._logits), self.to_shape[1:], self._logits.element_size())
 
-    def add(self, slab: Slab) -> tuple[int, ...]:
+    def add(self, slab: FinishedRows) -> tuple[int, ...]:
         """Takes a slab; returns the bounds, in new rows, of what each rank can interpolate now."""
         rank = self.mesh.world.index
         self._first_row, self._logits = slab.bounds[rank], slab.logits
@@ -132,7 +132,7 @@ class _SlabResampler:
         """Drops the slab's logits."""
         self._logits, self._row_before = self._logits[:, :0].clone(), None
 
-    def _exchange_last_rows(self, slab: Slab) -> Tensor | None:
+    def _exchange_last_rows(self, slab: FinishedRows) -> Tensor | None:
         """Returns the row before this rank's rows; the first rank keeps the slab's last row for the next slab."""
         world = self.mesh.world
         num_busy = sum(low < high for low, high in pairwise(slab.bounds))  # the first ranks have rows

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from seqpar.cluster.devices import GIB, MIB, Device
-from seqpar.models.build import kind_of, outline, without_numbers
-from seqpar.models.network import Net
+from seqpar.models.build import build_on_meta, family_of, to_meta
+from seqpar.models.network import Network
 from seqpar.parallel.mesh import Group
 from seqpar.planner.attention_choice import choose_quickest
 from seqpar.planner.memory_counter import MemoryCounter
@@ -50,7 +50,7 @@ class Footprint:
 
 
 def footprint(
-    net: Net,
+    net: Network,
     shape: Sequence[int],
     num_classes: int,
     ranks: int,
@@ -66,7 +66,7 @@ def footprint(
     - ``views``: networks and flips over which logits are averaged
     - ``sliding``: of windows; None: one pass over the whole volume
     """
-    meta_net = without_numbers(net).eval()
+    meta_net = to_meta(net).eval()
     tile = padded_shape(shape, meta_net.layout) if sliding is None else sliding.tile
     layout, batch = meta_net.layout.of_tile(tile), fitting_batch([net], 1 if sliding is None else sliding.batch)
     dtype = next(meta_net.parameters()).dtype
@@ -135,7 +135,7 @@ def _lines(
     every = math.prod(shape) * classes * (8 if config.precision == "fp64" else 4)
     tile = "x".join(map(str, config.tile))
     yield (
-        f"prediction of {'x'.join(map(str, shape))} voxels by {kind_of(config).describe(config)}: {classes} classes, "
+        f"prediction of {'x'.join(map(str, shape))} voxels by {family_of(config).describe(config)}: {classes} classes, "
         f"{every / GIB:.1f} GiB of logits that lie nowhere at once"
     )
     yield f"{device.name}: {device.memory / GIB:.1f} GiB; a rank takes, in GiB (! more than there is):"
@@ -165,5 +165,5 @@ def _bytes(
     """Returns the bytes on the rank of a group that holds most."""
     mode = config.mode if config.mode == "nogather" else "auto"
     config = choose_quickest(replace(config, seqpar=size, mode=mode, batch=1), device.of(size))
-    net = outline(config, Group("seq", tuple(range(size))), channels, classes)
+    net = build_on_meta(config, Group("seq", tuple(range(size))), channels, classes)
     return footprint(net, shape, classes, size, sliding=sliding).total

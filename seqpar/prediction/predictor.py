@@ -17,18 +17,18 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.geometry import Geometry, geometry_of, make_geometry, to_canonical
 from seqpar.data.preparation.preparation import TargetGrid
 from seqpar.data.preparation.prepared_case import Loaded, Prepared, Properties
-from seqpar.data.workers import Tell, unheard
+from seqpar.data.workers import ReportProgress, no_item_progress
 from seqpar.late_import import late
-from seqpar.models.network import Net
+from seqpar.models.network import Network
 from seqpar.parallel.collectives import all_gather
-from seqpar.parallel.consensus import by_first
+from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.prediction.logits_to_labels import WriteRows, slabs_to_labels
 from seqpar.prediction.sliding_window import Image, sliding_window, whole_volume
 from seqpar.prediction.window_grid import WINDOWS, Sliding
 from seqpar.runs.nnunet_run import open_run
-from seqpar.runs.trained_run import Run
+from seqpar.runs.trained_run import TrainedRun
 
 ndimage = late("scipy.ndimage")
 
@@ -67,7 +67,7 @@ def drop_small_components(
 
 
 @dataclass(frozen=True)
-class Settings:
+class PredictionSettings:
     """How cases are predicted.
 
     ``window`` is "sliding" or "whole" (one pass over the volume). ``overlap`` (a share of the window), ``weights`` and
@@ -93,7 +93,7 @@ class Settings:
         parse_min_component(self.min_component, 1.0)
         self.sliding((1, 1, 1))  # checks the settings of sliding windows
 
-    def refuse_for(self, run: Run) -> None:
+    def refuse_for(self, run: TrainedRun) -> None:
         """Raises ValueError where the run's networks are not to predict so, or ``force`` would do nothing."""
         discouraged = self.window == "whole" and bool(run.why_not_whole)
         if discouraged and not self.force:
@@ -123,7 +123,7 @@ class Predictor:
     - ``mesh``: the ranks that predict together
     """
 
-    def __init__(self, run: Run, nets: Sequence[Net], settings: Settings, mesh: Mesh) -> None:
+    def __init__(self, run: TrainedRun, nets: Sequence[Network], settings: PredictionSettings, mesh: Mesh) -> None:
         settings.refuse_for(run)
         self.run, self.nets, self.settings, self.mesh = run, list(nets), settings, mesh
 
@@ -132,7 +132,7 @@ class Predictor:
         cls,
         run: str | Path,
         checkpoints: Sequence[str] = (),
-        settings: Settings | None = None,
+        settings: PredictionSettings | None = None,
         mesh: Mesh | None = None,
     ) -> "Predictor":
         """Returns the predictor of a run folder.
@@ -144,7 +144,7 @@ class Predictor:
         - ``mesh``: the ranks, from ``seqpar.start``; None: this process alone, without a process group
         """
         opened, mesh = open_run(run, checkpoints), mesh or start(1, env={})
-        usual = Settings(window=opened.window, mirror=opened.mirror, precision=opened.config.precision)
+        usual = PredictionSettings(window=opened.window, mirror=opened.mirror, precision=opened.config.precision)
         (settings or usual).refuse_for(opened)  # before weights are read
         nets = opened.load_nets(opened.weights_of(checkpoints), mesh)
         return cls(opened, nets, settings or usual, mesh)
@@ -174,7 +174,11 @@ class Predictor:
         return nibabel.Nifti1Image(labels, loaded.geometry.affine, header)
 
     def class_ids(
-        self, image: Image, target: TargetGrid, write_rows: WriteRows | None = None, tell: Tell = unheard
+        self,
+        image: Image,
+        target: TargetGrid,
+        write_rows: WriteRows | None = None,
+        tell: ReportProgress = no_item_progress,
     ) -> Tensor:
         """Returns the class ids of a prepared image ``c W D H`` on the grid ``target``; the same on all ranks.
 
@@ -210,7 +214,7 @@ class Predictor:
             target = self.run.preparation.target_grid(prepared.properties)
             return prepared.image.shape, target.shape, target.nearest
 
-        shape, crop_shape, nearest = by_first(prepare_and_measure, self.mesh.world)
+        shape, crop_shape, nearest = run_on_rank0(prepare_and_measure, self.mesh.world)
         channels = torch.empty(0, *shape[1:]) if prepared is None else torch.from_numpy(prepared.image)
         num_channels = [shape[0], *[0] * (self.mesh.world.size - 1)]  # all lie on the first rank
         image = all_gather(channels, self.mesh.world, 0, num_channels, "images")

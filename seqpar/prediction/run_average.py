@@ -9,26 +9,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.data.workers import Tell
+from seqpar.data.workers import ReportProgress
 from seqpar.prediction.logits_to_labels import to_labels
 from seqpar.prediction.prediction_folder import ProbabilityFile
-from seqpar.prediction.predictor import Settings
+from seqpar.prediction.predictor import PredictionSettings
 from seqpar.prediction.window_grid import rows_at_once
 from seqpar.runs.archive import digest_of, is_archive
-from seqpar.runs.trained_run import Run
+from seqpar.runs.trained_run import TrainedRun
 from seqpar.text import quantity
 
 
 @dataclass(frozen=True)
-class Member:
+class EnsembleMember:
     """A run, the settings by which it predicts, and the weights that it does so with."""
 
-    run: Run
-    settings: Settings
+    run: TrainedRun
+    settings: PredictionSettings
     weights: tuple[Path, ...]
 
 
-def refuse_unlike(runs: Sequence[Run]) -> None:
+def check_compatible_runs(runs: Sequence[TrainedRun]) -> None:
     """Raises ValueError where probabilities of these runs do not mean the same, or where one of them comes twice."""
     first, seen = runs[0], set[Path]()
     for run in runs:
@@ -43,7 +43,7 @@ def refuse_unlike(runs: Sequence[Run]) -> None:
                 )
 
 
-def distinct(members: Iterable[Member]) -> list[Member]:
+def check_no_duplicates(members: Iterable[EnsembleMember]) -> list[EnsembleMember]:
     """Returns the members; raises ValueError where an exported run comes twice, or with the run that it is of."""
     every, seen = list(members), dict[str, Path]()
     if len(every) == 1 or not any(is_archive(member.run.path) for member in every):
@@ -59,7 +59,7 @@ def distinct(members: Iterable[Member]) -> list[Member]:
     return every
 
 
-def _meaning(run: Run) -> dict[str, Any]:
+def _meaning(run: TrainedRun) -> dict[str, Any]:
     """Returns what a run takes and what its outputs stand for, in the files' label values."""
     values = run.recipe.values or tuple(run.labels.values())  # of voxels, or of whole volumes
     return {
@@ -110,12 +110,12 @@ def _centred(probabilities: Tensor, regions_class_order: Sequence[int]) -> Tenso
     return probabilities - 0.5 if regions_class_order else probabilities
 
 
-def share_of(tell: Tell, number: int, count: int) -> Tell:
+def share_of_progress(tell: ReportProgress, number: int, count: int) -> ReportProgress:
     """Returns a function that tells of the whole work, of which the ``number``-th of ``count`` equal parts is done."""
     return lambda share: tell((number + share) / count)
 
 
-def fitting_seqpar(members: Sequence[Member], world: int, memory: float) -> tuple[int, str]:
+def fitting_seqpar(members: Sequence[EnsembleMember], world: int, memory: float) -> tuple[int, str]:
     """Returns how many ranks, of ``memory`` bytes each, share a window; all ranks share a whole volume.
 
     Then a line where they are fewer because more could not cut a trained tile, "" elsewhere.

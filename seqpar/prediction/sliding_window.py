@@ -17,10 +17,10 @@ from einops import rearrange
 from torch import Tensor
 
 from seqpar.data.boxes import read_box
-from seqpar.data.workers import Tell, unheard
-from seqpar.models.network import Net, autocast
+from seqpar.data.workers import ReportProgress, no_item_progress
+from seqpar.models.network import Network, autocast
 from seqpar.parallel.collectives import all_gather
-from seqpar.parallel.consensus import agree
+from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.layout import Layout, to_patches
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.window_grid import RULES, Region, Sliding, WindowGrid, flipped, mirrors, rows_at_once, whole_box
@@ -30,7 +30,7 @@ Image = Tensor | np.ndarray
 BEYOND = 2.0  # times as many tokens along a direction as in training, from which on a whole pass may fail
 
 
-class Slab(NamedTuple):
+class FinishedRows(NamedTuple):
     """Finished rows of a volume: rank r holds the rows ``bounds[r]`` to ``bounds[r + 1]``, none if they are equal."""
 
     bounds: tuple[int, ...]
@@ -38,8 +38,13 @@ class Slab(NamedTuple):
 
 
 def sliding_window(
-    nets: Sequence[Net], image: Image, sliding: Sliding, mesh: Mesh, tell: Tell = unheard, precision: str = "fp32"
-) -> Iterator[Slab]:
+    nets: Sequence[Network],
+    image: Image,
+    sliding: Sliding,
+    mesh: Mesh,
+    tell: ReportProgress = no_item_progress,
+    precision: str = "fp32",
+) -> Iterator[FinishedRows]:
     """Yields the weighted mean of the networks' logits over all windows, slab by slab along W.
 
     ``image`` is ``c W D H`` on every rank; a memory-mapped array is read window by window. All ranks get the same
@@ -54,13 +59,13 @@ def sliding_window(
 
 
 def whole_volume(
-    nets: Sequence[Net],
+    nets: Sequence[Network],
     image: Image,
     mesh: Mesh,
     mirror: Sequence[int] = (),
-    tell: Tell = unheard,
+    tell: ReportProgress = no_item_progress,
     precision: str = "fp32",
-) -> Iterator[Slab]:
+) -> Iterator[FinishedRows]:
     """Yields the logits of one pass over the whole volume, each rank of a sequence group holding a part of it.
 
     Directions shorter than the network's tile are padded to it, as for sliding windows; longer ones to whole patches.
@@ -84,12 +89,12 @@ def padded_shape(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
     return tuple(max(tile, -(-side // p) * p) for side, tile, p in zip(shape, layout.tile, layout.patch))
 
 
-def whole_grid(net: Net, shape: Sequence[int]) -> tuple[int, ...]:
+def whole_grid(net: Network, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the tokens or cubes per direction in a pass over a whole volume of that shape."""
     return net.layout.of_tile(padded_shape(shape, net.layout)).grid
 
 
-def beyond_training(net: Net, shape: Sequence[int], measured: Sequence[int] = ()) -> str:
+def warn_beyond_training(net: Network, shape: Sequence[int], measured: Sequence[int] = ()) -> str:
     """Returns a warning where a whole volume has many more tokens or cubes along a direction than a tile, else "".
 
     - ``measured``: the largest grid in whole passes of the run's validation, which showed how good these are
@@ -117,18 +122,20 @@ def join_rows(rows: Tensor, bounds: Sequence[int], mesh: Mesh, dim: int = 0) -> 
 class _View:
     """A network that sees windows flipped along some directions."""
 
-    net: Net
+    net: Network
     layout: Layout
     flips: tuple[int, ...]
 
 
-def fitting_batch(nets: Sequence[Net], batch: int) -> int:
+def fitting_batch(nets: Sequence[Network], batch: int) -> int:
     """Returns how many windows a group predicts at once: a multiple of its size where each rank decodes whole ones."""
     sizes = [net.group.size for net in nets if net.mode.name == "swap"]
     return math.lcm(*sizes) * -(-batch // math.lcm(*sizes))
 
 
-def _views(nets: Sequence[Net], window_grid: WindowGrid, mirror: Sequence[int], batch: int, mesh: Mesh) -> list[_View]:
+def _views(
+    nets: Sequence[Network], window_grid: WindowGrid, mirror: Sequence[int], batch: int, mesh: Mesh
+) -> list[_View]:
     """Returns every network with every combination of flips; what cannot pass is refused on all ranks alike."""
     if not nets:
         raise ValueError("there is no network: give one or, as an ensemble, several")
@@ -162,7 +169,7 @@ class _Sweep:
     precision: str
 
 
-def _walk(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
+def _walk(sweep: _Sweep, tell: ReportProgress) -> Iterator[FinishedRows]:
     """Yields the slabs of a window grid: in each round, every group predicts some windows with every view."""
     views, window_grid, batch, mesh = sweep.views, sweep.window_grid, sweep.batch, sweep.mesh
     num_windows, groups = len(window_grid.corners), mesh.data.size
@@ -178,7 +185,7 @@ def _walk(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
         for number, (view, view_blocks) in enumerate(zip(views, blocks)):
             logits = _predict(sweep, view, turns[mesh.data.index])
             if sums is None:  # a group without a window gets the number of classes from the others
-                num_classes = agree(0 if logits is None else logits.shape[1], mesh.world)
+                num_classes = max_over_ranks(0 if logits is None else logits.shape[1], mesh.world)
                 sums = WindowSums(window_grid, sweep.weights.to(mesh.device, dtype), num_classes, mesh)
             if number == 0:
                 sums.open(range(first, end))
@@ -188,7 +195,7 @@ def _walk(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
         assert sums is not None
         sums.close()
         for slab in range(num_complete, window_grid.num_complete(end)):
-            yield Slab(window_grid.bounds[slab], sums.finish(slab, len(views)))
+            yield FinishedRows(window_grid.bounds[slab], sums.finish(slab, len(views)))
         num_complete = window_grid.num_complete(end)
 
 
@@ -196,7 +203,7 @@ def _sums_dtype(views: Sequence[_View]) -> torch.dtype:
     return torch.promote_types(next(views[0].net.parameters()).dtype, torch.float32)
 
 
-def _walk_whole(sweep: _Sweep) -> Iterator[Slab]:
+def _walk_whole(sweep: _Sweep) -> Iterator[FinishedRows]:
     """Yields small slabs of the one window of a grid: the last view's logits travel slab by slab."""
     views, window_grid, mesh, dtype = sweep.views, sweep.window_grid, sweep.mesh, _sums_dtype(sweep.views)
     turns = [range(group == 0) for group in range(mesh.data.size)]
@@ -205,7 +212,7 @@ def _walk_whole(sweep: _Sweep) -> Iterator[Slab]:
         blocks = _find_blocks(view, sweep.batch, mesh)
         logits = _predict(sweep, view, turns[mesh.data.index])
         if sums is None:  # the other groups get the number of classes from the first
-            num_classes = agree(0 if logits is None else logits.shape[1], mesh.world)
+            num_classes = max_over_ranks(0 if logits is None else logits.shape[1], mesh.world)
             rows = rows_at_once(num_classes, window_grid.shape[1:], dtype.itemsize) * mesh.world.size
             window_grid = replace(window_grid, slab_rows=rows)
             weight = sweep.weights.new_ones((), device=mesh.device, dtype=dtype)  # for all voxels: no memory
@@ -215,11 +222,11 @@ def _walk_whole(sweep: _Sweep) -> Iterator[Slab]:
             sums.deliver(logits, blocks, turns, [slab])
             if number == len(views) - 1:
                 sums.close([slab])
-                yield Slab(bounds, sums.finish(slab, len(views)))
+                yield FinishedRows(bounds, sums.finish(slab, len(views)))
         del logits
 
 
-def _walk_by_blocks(sweep: _Sweep, tell: Tell) -> Iterator[Slab]:
+def _walk_by_blocks(sweep: _Sweep, tell: ReportProgress) -> Iterator[FinishedRows]:
     """Yields what ``_walk_whole`` does, and tells of each block or cell that has run: one window takes long."""
     total = sum(len(view.net.units()) + 1 for view in sweep.views)  # a decoder is about as much again
     numbers = itertools.count(1)

@@ -212,7 +212,7 @@ def flipped(box: Region, tile: Sequence[int], directions: Sequence[int]) -> Regi
     )
 
 
-def within(region: Region, corner: Sequence[int]) -> tuple[slice, ...]:
+def local_slices(region: Region, corner: Sequence[int]) -> tuple[slice, ...]:
     """Returns a region as slices of an array whose first voxel lies at ``corner``."""
     return tuple(slice(low - start, high - start) for (low, high), start in zip(region, corner))
 

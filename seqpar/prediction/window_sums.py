@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.messages import post
-from seqpar.prediction.window_grid import Region, WindowGrid, whole_box, within
+from seqpar.prediction.window_grid import Region, WindowGrid, local_slices, whole_box
 
 
 class Block(NamedTuple):
@@ -84,7 +84,7 @@ class WindowSums:
         """Returns a piece of this rank's logits, which lie in ``box`` of each window."""
         assert logits is not None
         corner = [start + low for start, (low, _) in zip(self.window_grid.corners[piece.window], box)]
-        return logits[piece.sample][(slice(None), *within(piece.region, corner))].to(self.weights.dtype)
+        return logits[piece.sample][(slice(None), *local_slices(piece.region, corner))].to(self.weights.dtype)
 
     def _add(self, piece: _Piece, values: Tensor) -> None:
         """Adds a piece to the round's logits; the first one that fills its region is taken without a copy."""
@@ -95,7 +95,7 @@ class WindowSums:
             return
         if key not in self._logits:
             self._logits[key] = self._zeros(region)
-        self._logits[key][(slice(None), *within(piece.region, [low for low, _ in region]))] += values
+        self._logits[key][(slice(None), *local_slices(piece.region, [low for low, _ in region]))] += values
 
     def _pieces(
         self, blocks: Sequence[Block], turn: Sequence[int], group: int, target: int, slabs: Sequence[int]
@@ -145,8 +145,8 @@ class WindowSums:
                 zeros = self._zeros(self._slab_region(slab))
                 self._slabs[slab] = zeros, torch.zeros_like(zeros[0])
             logits, weights = self._slabs[slab]
-            weight = self.weights[within(region, self.window_grid.corners[window])]
-            place = within(region, [low for low, _ in self._slab_region(slab)])
+            weight = self.weights[local_slices(region, self.window_grid.corners[window])]
+            place = local_slices(region, [low for low, _ in self._slab_region(slab)])
             # Product and sum apart: fused, they round otherwise at the end of a vector than within it.
             logits[(slice(None), *place)] += weight * values
             weights[place] += weight

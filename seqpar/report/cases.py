@@ -11,13 +11,22 @@ from numpy.typing import NDArray
 
 from seqpar.data.boxes import crop, smallest_box
 from seqpar.data.errors import DataError
-from seqpar.data.geometry import differs, to_canonical
+from seqpar.data.geometry import geometry_difference, to_canonical
 from seqpar.data.preparation import transforms
 from seqpar.data.volumes import Volume, read_volume
 from seqpar.report.embedded_volumes import GREYS, Bytes, Embedded, embed, encode, outline, png
 from seqpar.report.images import FoundImage, Images
-from seqpar.report.planes import COLOURS, LETTERS, PLANES, convention, favourite, fullest_planes, plane_of, sides
-from seqpar.report.record import CaseScores, Record, ScoredCase
+from seqpar.report.planes import (
+    COLOURS,
+    LETTERS,
+    PLANES,
+    best_modality,
+    fullest_planes,
+    orientation_text,
+    plane_of,
+    sides,
+)
+from seqpar.report.record import CaseScores, RunRecord, ScoredCase
 from seqpar.report.run_page import fill
 
 _MARGIN = 8  # voxels shown around the labels where there is no image
@@ -35,7 +44,7 @@ class ShownCase:
     note: str = ""
 
 
-def load(case: ScoredCase, record: Record, images: Images) -> ShownCase:
+def load(case: ScoredCase, record: RunRecord, images: Images) -> ShownCase:
     """Returns a case's volumes, without its image only the labels; raises DataError if a map is missing."""
     numbers = {value: n + 1 for n, value in enumerate(record.label_names)}
     prediction = read_volume(case.prediction)
@@ -43,7 +52,7 @@ def load(case: ScoredCase, record: Record, images: Images) -> ShownCase:
         image = images.of(case.name)
         note = images.missing(case.name)
         if image is not None:
-            difference = differs(image.properties.geometry, prediction.geometry)
+            difference = geometry_difference(image.properties.geometry, prediction.geometry)
             if difference is None:
                 return _on_prepared_grid(case, prediction, image, numbers, list(record.dataset["modalities"]))
             note = f"The image lies elsewhere ({difference}); only the labels are shown."
@@ -59,7 +68,7 @@ def load(case: ScoredCase, record: Record, images: Images) -> ShownCase:
 
 def _read_truth(case: ScoredCase, prediction: Volume) -> Volume:
     truth = read_volume(case.truth)
-    difference = differs(truth.geometry, prediction.geometry)
+    difference = geometry_difference(truth.geometry, prediction.geometry)
     if difference is not None:
         raise DataError(case.truth, f"does not lie on its prediction {case.prediction}: {difference}")
     return truth
@@ -116,7 +125,7 @@ def _draw_plane(case: ShownCase, plane: str, dim: int, at: int, neurological: bo
     width, height = columns * across, rows * up
     parts = [f'<rect width="{width:.6g}" height="{height:.6g}" fill="#000"/>']
     if case.images:
-        picture = plane_of(case.images[favourite(list(case.images))], dim, at, neurological)
+        picture = plane_of(case.images[best_modality(list(case.images))], dim, at, neurological)
         size = f'width="{width:.6g}" height="{height:.6g}" preserveAspectRatio="none"'
         parts.append(f'<image {size} href="data:image/png;base64,{encode(png(np.ascontiguousarray(picture)))}"/>')
     parts.append(f'<g transform="scale({across:.6g} {up:.6g})" fill="none" stroke-width="1.5">')
@@ -157,7 +166,7 @@ BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
 
 
 def load_worst(
-    record: Record, scored: CaseScores, count: int, images: Images, gaps: list[str]
+    record: RunRecord, scored: CaseScores, count: int, images: Images, gaps: list[str]
 ) -> list[tuple[ShownCase, Embedded]]:
     """Returns the ``count`` worst cases with their volumes.
 
@@ -179,7 +188,7 @@ def load_worst(
 
 
 def section(
-    record: Record, scored: CaseScores, shown: list[tuple[ShownCase, Embedded]], neurological: bool
+    record: RunRecord, scored: CaseScores, shown: list[tuple[ShownCase, Embedded]], neurological: bool
 ) -> tuple[str, dict[str, Any]]:
     """Returns the section of the cases, and the data that its viewer reads.
 
@@ -188,7 +197,7 @@ def section(
     by_name = {case.name: case for case in scored.cases}
     keys = legend(record)
     viewer = fill("viewer.html", {"legend": keys, "note": viewer_note([embedded for _, embedded in shown])})
-    how_shown = f'<p class="small">{convention(neurological)}. {LETTERS}.</p>'
+    how_shown = f'<p class="small">{orientation_text(neurological)}. {LETTERS}.</p>'
     note = '<p class="small">Planes that hold most of the truth; worst cases first.</p>'
     planes = "".join(case_section(by_name[case.name], case, neurological) for case, _ in shown)
     return how_shown + viewer + keys + note + planes, viewer_data(record, shown, neurological)
@@ -205,7 +214,7 @@ def case_section(case: ScoredCase, shown: ShownCase, neurological: bool) -> str:
         f"{name} {'–' if math.isnan(value) else f'{value:.3f}'}"
         for name, value in ((name, row.get("Dice", math.nan)) for name, row in case.scores.items())
     )
-    modality = f" · shown on {favourite(list(shown.images))}" if shown.images else ""
+    modality = f" · shown on {best_modality(list(shown.images))}" if shown.images else ""
     note = f'<p class="small">{escape(shown.note)}</p>' if shown.note else ""
     caption = f"Dice: {dice}{modality} · voxels of {' × '.join(f'{step:.3g}' for step in shown.spacing)} mm"
     head = f'<h3>{escape(case.name)}</h3><p class="small">{escape(caption)}{escape(volumes_of(case))}</p>'
@@ -225,7 +234,7 @@ def volumes_of(case: ScoredCase) -> str:
     return f" · ml, truth → prediction: {', '.join(parts)}" if parts else ""
 
 
-def legend(record: Record) -> str:
+def legend(record: RunRecord) -> str:
     """Returns the legend: the colour of each label, and the line styles of truth and prediction."""
     keys = "".join(
         f'<span><i style="background:{COLOURS[n % len(COLOURS)]}"></i>{escape(name)}</span>'
@@ -235,7 +244,7 @@ def legend(record: Record) -> str:
     return f'<p class="keys">{keys}{lines}</p>'
 
 
-def viewer_data(record: Record, cases: Sequence[tuple[ShownCase, Embedded]], neurological: bool) -> dict[str, Any]:
+def viewer_data(record: RunRecord, cases: Sequence[tuple[ShownCase, Embedded]], neurological: bool) -> dict[str, Any]:
     """Returns the data that the viewer reads: labels with colours, and each case's sheets."""
     labels = [{"name": n, "colour": COLOURS[k % len(COLOURS)]} for k, n in enumerate(record.label_names.values())]
     entries = [
@@ -247,7 +256,7 @@ def viewer_data(record: Record, cases: Sequence[tuple[ShownCase, Embedded]], neu
             "spacing": [s * f for s, f in zip(shown.spacing, embedded.factors)],
             "columns": embedded.columns,
             "modalities": list(shown.images),
-            "favourite": favourite(list(shown.images)),
+            "favourite": best_modality(list(shown.images)),
             "images": embedded.images,
             "truth": embedded.truth,
             "prediction": embedded.prediction,

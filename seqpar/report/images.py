@@ -13,7 +13,7 @@ from seqpar.data.formats.recognise import find_inputs
 from seqpar.data.preparation.cache import PreparedDataset, open_cache
 from seqpar.data.preparation.prepared_case import Properties, prepare_case
 from seqpar.data.preparation.recipe import Recipe
-from seqpar.report.record import Record
+from seqpar.report.record import RunRecord
 from seqpar.scores.label_files import dataset_at
 
 
@@ -52,7 +52,7 @@ class Images:
         return "The images of this case are not known: name their folder by --images. Only the labels are shown."
 
 
-def find_images(record: Record, folder: Path | None, truth: Path | None, gaps: list[str]) -> Images:
+def find_images(record: RunRecord, folder: Path | None, truth: Path | None, gaps: list[str]) -> Images:
     """Returns the images of a run's data, and of the cases in ``folder``, which come first.
 
     Without a folder, ``truth`` may be a data set, which has images too. What is lacking is added to ``gaps``; a folder

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.data.files import whole_file
-from seqpar.report.planes import COLOURS, PLANES, convention, fullest_planes, plane_of, sides
+from seqpar.report.planes import COLOURS, PLANES, fullest_planes, orientation_text, plane_of, sides
 from seqpar.runs.journal import held_out_scores, loss_terms, read_metrics
 from seqpar.scores.class_scores import roc_points
 
@@ -43,7 +43,7 @@ def save_figure(figure: Any, path: Path) -> None:
         figure.savefig(temporary, format="png", dpi=100)
 
 
-def literal(text: str) -> str:
+def escape_mathtext(text: str) -> str:
     """Returns a name as matplotlib is to be given it, which takes what lies between two dollars for a formula."""
     return text.replace("$", r"\$")
 
@@ -96,7 +96,9 @@ def _draw_scores(panel: Any, validations: Sequence[Row]) -> None:
         for index, name in enumerate(validations[-1][key]):
             values = [_number(row[key].get(name)) for row in validations]
             colour = COLOURS[index % len(COLOURS)]
-            panel.plot(at, values, "o-", color=colour, label=literal(name), markersize=4, clip_on=False)  # 0 and 1 too
+            panel.plot(
+                at, values, "o-", color=colour, label=escape_mathtext(name), markersize=4, clip_on=False
+            )  # 0 and 1 too
         panel.legend(fontsize=8, loc="best")
     else:
         panel.text(0.5, 0.5, "no validation yet", ha="center", va="center", transform=panel.transAxes, color="#888888")
@@ -136,7 +138,7 @@ def draw_cases(path: Path, cases: Sequence[PicturedCase], classes: Sequence[str]
 def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> Any:
     """Returns the figure of ``draw_cases``: a row of panels for each case."""
     figure = make_figure(11, 3.6 * len(cases) + 0.8)
-    figure.suptitle(convention(neurological), fontsize=9)
+    figure.suptitle(orientation_text(neurological), fontsize=9)
     panels = figure.subplots(len(cases), 3, squeeze=False)
     for row, case in zip(panels, cases):
         at = fullest_planes(case.truth if case.truth.any() else case.prediction)
@@ -147,9 +149,9 @@ def figure_of_cases(cases: Sequence[PicturedCase], classes: Sequence[str], neuro
             _draw_plane(panel, case, greys, dim, at[dim], len(classes), neurological)
             mark_sides(panel, letters)
             name = f"{plane} {at[dim] + 1} / {case.truth.shape[dim]}"  # as reports count
-            panel.set_title(f"{literal(case.name)}  {name}" if dim == 0 else name, fontsize=9)
+            panel.set_title(f"{escape_mathtext(case.name)}  {name}" if dim == 0 else name, fontsize=9)
     marks = [("truth", "-", "#555555"), ("prediction", "--", "#555555")]
-    marks += [(literal(name), "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
+    marks += [(escape_mathtext(name), "-", COLOURS[i % len(COLOURS)]) for i, name in enumerate(classes)]
     from matplotlib.lines import Line2D
 
     lines = [Line2D([], [], color=colour, label=name, ls=style) for name, style, colour in marks]
@@ -200,7 +202,7 @@ def draw_scores(path: Path, summary: Mapping[str, Any]) -> None:
     Of two classes it is the last one's, as they mirror each other.
     """
     names, cases = list(summary["names"]), summary["metric_per_case"]
-    shown = [literal(name) for name in names]
+    shown = [escape_mathtext(name) for name in names]
     truth = np.array([names.index(case["truth"]) for case in cases])
     probabilities = np.array([case["probabilities"] for case in cases])
     figure = make_figure(9, 4.2)
@@ -237,7 +239,7 @@ def draw_evidence(
     figure = make_figure(11, 4.4)
     key = ", ".join(f"{value:g} {name}" for value, name in ((0, "nothing"), (0.5, "outlined"), (1, "yellow")))
     legend = f"\nhow much a place speaks for the class: {key}" if seen.any() else ""
-    figure.suptitle(f"{literal(title)}\n{convention(neurological)}{legend}", fontsize=9)
+    figure.suptitle(f"{escape_mathtext(title)}\n{orientation_text(neurological)}{legend}", fontsize=9)
     at = middle(seen)
     body = image[image != 0]
     low, high = np.percentile(body, (0.5, 99.5)) if body.size else (0.0, 1.0)

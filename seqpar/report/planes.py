@@ -20,7 +20,7 @@ def sides(neurological: bool) -> tuple[str, str, str]:
     return ("PASI", "LRSI", "LRAP") if neurological else ("APSI", "RLSI", "RLAP")
 
 
-def convention(neurological: bool) -> str:
+def orientation_text(neurological: bool) -> str:
     """Returns the convention of left and right in words."""
     name, side = ("Neurological", "left") if neurological else ("Radiological", "right")
     return f"{name} convention: the patient's left is on the {side} of a picture"
@@ -40,6 +40,6 @@ def fullest_planes(mask: NDArray[Any]) -> tuple[int, ...]:
     return tuple(int(np.argmax((mask > 0).sum(axis))) for axis in others)
 
 
-def favourite(names: Sequence[str]) -> str:
+def best_modality(names: Sequence[str]) -> str:
     """Returns the modality on which a tumour is seen best: FLAIR, or else the first one; "" of none."""
     return next((name for name in names if name.lower() in ("flair", "t2f", "t2-flair")), names[0] if names else "")

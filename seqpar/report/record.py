@@ -11,7 +11,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import strip_suffix
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
-from seqpar.runs.run_status import killed
+from seqpar.runs.run_status import describe_kill
 from seqpar.scores.label_classes import Labels, labels_of_run
 from seqpar.scores.label_files import dataset_at, match_cases, score_pairs
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, summarise
@@ -30,7 +30,7 @@ SHOWN = {  # what a report shows of config.json
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """The contents of a run folder; ``gaps`` says what it lacks. config.json has every setting of ``SHOWN``."""
 
     path: Path
@@ -95,7 +95,7 @@ def mean_of_numbers(values: Iterable[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def read_record(run: Path) -> Record:
+def read_record(run: Path) -> RunRecord:
     """Returns the contents of a run folder; raises DataError if it holds no run, or config.json lacks what is shown."""
     content, gaps = read_config(run), list[str]()
     try:
@@ -113,7 +113,7 @@ def read_record(run: Path) -> Record:
         status = dict(json.loads((run / "status.json").read_text()))
     except (OSError, ValueError, TypeError):
         gaps.append("There is no readable status.json, so that the run's verdict is not known.")
-    if why := killed(run):
+    if why := describe_kill(run):
         status |= {"state": "killed", "why": why, "step": -1}  # where it is, the journal knows
     rows: list[Row] = []
     try:
@@ -123,7 +123,7 @@ def read_record(run: Path) -> Record:
     train, held_out = (tuple(row for row in rows if row.get("kind") == kind) for kind in ("train", "val"))
     if rows and not held_out:
         gaps.append("The run has not been validated yet.")
-    return Record(run, content, labels, names, status, train, held_out, tuple(gaps))
+    return RunRecord(run, content, labels, names, status, train, held_out, tuple(gaps))
 
 
 def read_scores(run: Path) -> CaseScores:

@@ -12,9 +12,9 @@ from statistics import median
 from typing import Any
 
 import seqpar
-from seqpar.models.build import kind_of
+from seqpar.models.build import family_of
 from seqpar.report.charts import Curve, draw_curves
-from seqpar.report.record import CaseScores, Record
+from seqpar.report.record import CaseScores, RunRecord
 from seqpar.report.tables import last_validation, metrics_table, number
 from seqpar.runs.journal import held_out_scores, loss_terms
 from seqpar.scores.comparison import interval_of_mean
@@ -32,14 +32,14 @@ STATES = {
 }
 
 
-def page(record: Record, scored: CaseScores | None, cases: str, volumes: dict[str, Any], gaps: Sequence[str]) -> str:
+def page(record: RunRecord, scored: CaseScores | None, cases: str, volumes: dict[str, Any], gaps: Sequence[str]) -> str:
     """Returns the whole page; ``cases`` is the section of cases, ``volumes`` what its viewer reads."""
     metrics = metrics_table(scored) if scored else last_validation(record)
     return fill_page(record, headline(record, scored), metrics, scored.faults if scored else (), cases, volumes, gaps)
 
 
 def fill_page(
-    record: Record,
+    record: RunRecord,
     headline: str,
     metrics: str,
     faults: Sequence[str],
@@ -78,16 +78,16 @@ def fill(template: str, pieces: Mapping[str, str]) -> str:
 
 def as_json(value: Any) -> str:
     """Returns JSON that can stand in a script element: without NaN, and without what would end the element."""
-    return json.dumps(plain(value), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
+    return json.dumps(nan_to_none(value), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
-def plain(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """Returns a value with None for each number that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: plain(part) for key, part in value.items()}
-    return [plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+        return {key: nan_to_none(part) for key, part in value.items()}
+    return [nan_to_none(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def notes(title: str, lines: Iterable[str]) -> str:
@@ -96,7 +96,7 @@ def notes(title: str, lines: Iterable[str]) -> str:
     return f'<aside class="note"><h2>{escape(title)}</h2><ul>{rows}</ul></aside>' if rows else ""
 
 
-def verdict(record: Record) -> str:
+def verdict(record: RunRecord) -> str:
     """Returns how far the run came, when, and why it ended, from status.json, else from the journal."""
     state = str(record.status.get("state", "unknown"))
     step = record.status.get("step", -1)
@@ -111,7 +111,7 @@ def verdict(record: Record) -> str:
     return f'<p class="verdict">{badge} {escape(text)}</p>{why}'
 
 
-def headline(record: Record, scored: CaseScores | None) -> str:
+def headline(record: RunRecord, scored: CaseScores | None) -> str:
     """Returns the mean Dice of each class in large numbers, with its interval and the number of cases."""
     tiles = list[tuple[str, float, str]]()
     note = "Mean Dice over cases"
@@ -135,11 +135,11 @@ def headline(record: Record, scored: CaseScores | None) -> str:
     return f'<dl class="tiles" {label}>{items}</dl><p class="small">{escape(note)}.</p>' if items else ""
 
 
-def configuration(record: Record) -> str:
+def configuration(record: RunRecord) -> str:
     """Returns the table of the main settings, and one of all."""
     config, data, layout = record.config, record.dataset, record.layout
     settings = record.network_settings
-    kind = kind_of(settings)
+    kind = family_of(settings)
     tile = " × ".join(map(str, config["tile"]))
     cases = f"{quantity(len(data['train']), 'case')} to train on, {len(data['held_out'])} held out"
     pipe = f"pipe {layout['pipe']} × " if layout.get("pipe") else ""
@@ -178,7 +178,7 @@ def hardware(layout: Mapping[str, Any]) -> str:
     return f"{names} on {quantity(nodes, 'node')}" if names else ""
 
 
-def training_time(record: Record) -> str:
+def training_time(record: RunRecord) -> str:
     """Returns how long all steps and validations took, "" where the journal does not say."""
     steps, validations = (
         [row["seconds"] for row in rows if isinstance(row.get("seconds"), (int, float))]
@@ -193,11 +193,11 @@ def training_time(record: Record) -> str:
 
 
 def _settings(rows: dict[str, Any]) -> str:
-    lines = [f"<tr><th>{escape(str(k))}</th><td>{escape(spelled(v))}</td></tr>" for k, v in rows.items()]
+    lines = [f"<tr><th>{escape(str(k))}</th><td>{escape(format_setting(v))}</td></tr>" for k, v in rows.items()]
     return f'<table class="settings">{"".join(lines)}</table>'
 
 
-def spelled(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Returns the value of a setting as people write it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -205,7 +205,7 @@ def spelled(value: Any) -> str:
     return "–" if value is None or not text else text
 
 
-def curves(record: Record) -> str:
+def curves(record: RunRecord) -> str:
     """Returns the charts of loss, held-out scores and learning rate over the steps."""
 
     def curve(name: str, rows: Sequence[Any], key: str, first: int, dots: bool = False) -> Curve:

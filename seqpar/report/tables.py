@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from seqpar.report.charts import draw_strips
-from seqpar.report.record import CaseScores, Record
+from seqpar.report.record import CaseScores, RunRecord
 from seqpar.text import quantity
 
 COLUMNS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
@@ -126,7 +126,7 @@ def named_table(name: str, heads: Sequence[str], rows: Sequence[str]) -> str:
     return f'<div class="wide"><table class="metrics" id="{name}">{body}</table></div>'
 
 
-def last_validation(record: Record) -> str:
+def last_validation(record: RunRecord) -> str:
     """Returns the table of the last validation in the journal."""
     if not record.held_out:
         return "<p>There are no scores yet.</p>"

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from seqpar.parallel.consensus import raise_together
+from seqpar.parallel.consensus import raise_on_all_ranks
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 
@@ -97,7 +97,7 @@ def open_on_first(config: Config, out: Path, first_step: int, begun: str, world:
             boards = open_boards(config, out, first_step, begun)
         except ValueError as problem:
             error = problem
-    raise_together(error, world, name_rank=False)
+    raise_on_all_ranks(error, world, name_rank=False)
     return boards
 
 

@@ -35,14 +35,14 @@ def runs_of(out: str | Path) -> list[str]:
     return [f"{out}/fold{number}" for number in range(FOLDS)]
 
 
-def begun(out: str | Path) -> list[str]:
+def started_folds(out: str | Path) -> list[str]:
     """Returns the folders of the runs that have begun."""
     return [run for run in runs_of(out) if holds_run(run)]
 
 
 def all_ended(out: str | Path) -> bool:
     """Returns whether five folds have begun and are over: all have finished, or one has failed for good."""
-    runs = begun(out)
+    runs = started_folds(out)
     if not runs:
         return False
     finished = [has_finished(read_status(run)) for run in runs]
@@ -50,7 +50,7 @@ def all_ended(out: str | Path) -> bool:
     return has_ended(out) or failed or len(runs) == FOLDS and all(finished)
 
 
-def expanded(paths: Sequence[Path]) -> list[Path]:
+def expand_folds(paths: Sequence[Path]) -> list[Path]:
     """Returns the paths, in the place of a folder of five its run folders."""
     return [run for path in paths for run in (finished_runs(path) if holds_folds(path) else [path])]
 

@@ -6,38 +6,38 @@ from pathlib import Path
 
 import torch
 
-from seqpar.data.preparation.as_nnunet import ByPlan
+from seqpar.data.preparation.as_nnunet import NnunetPreparation
 from seqpar.data.preparation.preparation import Preparation
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unets.nnunet import network
 from seqpar.models.cell_network import VolumeNet
-from seqpar.models.network import Net
+from seqpar.models.network import Network
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.memory_counter import MemoryCounter
-from seqpar.runs.trained_run import Run, read_run
+from seqpar.runs.trained_run import TrainedRun, read_run
 from seqpar.settings.config import Config
-from seqpar.weights.nnunet_results import CHECKPOINT, Results, fold_files, is_results, read_results
+from seqpar.weights.nnunet_results import CHECKPOINT, NnunetResults, fold_files, is_results, read_results
 from seqpar.weights.nnunet_weights import nets_of
 
 NAMES = {"best": "checkpoint_best.pth", "latest": "checkpoint_latest.pth", "final": CHECKPOINT}
 
 
 @dataclass(frozen=True)
-class NnunetRun(Run):
+class NnunetRun(TrainedRun):
     """Networks of several folds, and the plan by which they predict; axes are nnU-Net's.
 
     - ``files``: the folds' checkpoints
     """
 
-    results: Results | None = None
+    results: NnunetResults | None = None
     files: tuple[Path, ...] = ()
 
     @property
     def preparation(self) -> Preparation:
         """How cases are prepared: by the plan."""
         assert self.results is not None
-        return ByPlan.of(self.results.plan, self.results.declaration)
+        return NnunetPreparation.of(self.results.plan, self.results.declaration)
 
     @property
     def mirror(self) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class NnunetRun(Run):
         """Returns the folds' checkpoints, which were chosen when the folder was opened."""
         return self.files
 
-    def load_nets(self, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Net]:
+    def load_nets(self, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Network]:
         """Returns the network of each fold."""
         assert self.results is not None and tuple(files) == self.files
         nets = nets_of(self.results, mesh.seq, mode or "auto")
@@ -114,7 +114,7 @@ def read_nnunet_run(path: str | Path, folds: Sequence[str] = (), checkpoints: Se
     return NnunetRun(
         Path(path),
         config,
-        ByPlan.of(plan, declaration).recipe,
+        NnunetPreparation.of(plan, declaration).recipe,
         declaration.labels,
         declaration.regions,
         declaration.regions_class_order,
@@ -123,7 +123,7 @@ def read_nnunet_run(path: str | Path, folds: Sequence[str] = (), checkpoints: Se
     )
 
 
-def open_run(path: str | Path, checkpoints: Sequence[str] = (), folds: Sequence[str] = ()) -> Run:
+def open_run(path: str | Path, checkpoints: Sequence[str] = (), folds: Sequence[str] = ()) -> TrainedRun:
     """Returns the run in a folder or archive.
 
     - ``checkpoints``: as in ``predict --checkpoint``; which of nnU-Net's files is read depends on it

@@ -124,7 +124,7 @@ def _stamped(line: str) -> str:
 
 
 @contextmanager
-def recorded(active: bool) -> Iterator[RunLog]:
+def logging_output(active: bool) -> Iterator[RunLog]:
     """Yields a log of what this process prints within the block, where ``active``; elsewhere it takes nothing."""
     log, before = RunLog(active), (sys.stdout, sys.stderr)
     if active:

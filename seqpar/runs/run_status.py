@@ -13,10 +13,10 @@ from seqpar.runs.run_folder import read_status
 from seqpar.runs.run_lock import RunLock
 from seqpar.settings.config import Config
 from seqpar.terminal import coloured, typed_command
-from seqpar.text import dashed
+from seqpar.text import flag_name
 
 
-class Status:
+class StatusFile:
     """Writes ``status.json``: whether a run is running, finished, preempted or failed, and why.
 
     ``step`` is where the run is, ``steps`` where it ends. ``lock``: of the run folder; without holding it, nothing is
@@ -45,7 +45,7 @@ class Status:
             self.write(state, why, code, durable)
 
 
-def killed(run: str | Path) -> str:
+def describe_kill(run: str | Path) -> str:
     """Returns a sentence on a run folder whose training was killed; "" where none certainly was.
 
     - ``run``: a run folder; a file, or a folder that holds no run, is none
@@ -62,7 +62,7 @@ def killed(run: str | Path) -> str:
 def warn_if_killed(*folders: Path) -> None:
     """Prints a warning on stderr for each run folder among ``folders`` whose training was killed."""
     for folder in dict.fromkeys(folders):
-        if sentence := killed(folder):
+        if sentence := describe_kill(folder):
             line = f"warning: {sentence}; go on with train --resume --out {folder}"
             print(coloured(line, sys.stderr), file=sys.stderr, flush=True)
 
@@ -91,7 +91,7 @@ def changed_settings(before: Config, now: Config) -> dict[str, list[Any]]:
 
 def changes_line(changes: Changes) -> str:
     """Returns the changes in a line, as typed on the command line; "" for none."""
-    listed = ", ".join(f"--{dashed(name)} {_typed(was)} -> {_typed(new)}" for name, (was, new) in changes.items())
+    listed = ", ".join(f"--{flag_name(name)} {_typed(was)} -> {_typed(new)}" for name, (was, new) in changes.items())
     return listed and f"changed since this run was last started: {listed}"
 
 
@@ -101,7 +101,7 @@ def _typed(value: Any) -> str:
     return (" ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)) or "unset"
 
 
-def with_this_start(history: Sequence[Any], step: int, ranks: int, changes: Changes) -> list[Any]:
+def append_start(history: Sequence[Any], step: int, ranks: int, changes: Changes) -> list[Any]:
     """Returns a run's history with this start of it; ``step``: from where it goes on."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     return [*history, {"step": step, "time": now, "ranks": ranks, "changed": dict(changes), "command": typed_command()}]

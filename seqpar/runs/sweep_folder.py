@@ -86,16 +86,16 @@ class Sweep:
             of_values = effects.setdefault(name, {})
             for point in self.points:
                 if not math.isnan(point.score) and name in point.settings:
-                    of_values.setdefault(show(point.settings[name]), []).append((point.score, point.name))
+                    of_values.setdefault(format_value(point.settings[name]), []).append((point.score, point.name))
         return {name: of_values for name, of_values in effects.items() if of_values}
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Returns a setting's value in short: of a cube one side, of a switch yes or no."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (tuple, list)):
-        return "x".join(map(show, value[:1] if len(set(value)) == 1 else value))
+        return "x".join(map(format_value, value[:1] if len(set(value)) == 1 else value))
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
@@ -114,10 +114,10 @@ def read_sweep(out: str | Path) -> Sweep:
         ]
         return Sweep(content["began"], tuple(Point(**row) for row in rows))
     except (KeyError, TypeError, AttributeError) as error:
-        raise no_sweep(path, error) from None
+        raise damaged_sweep_error(path, error) from None
 
 
-def no_sweep(path: Path, error: Exception) -> DataError:
+def damaged_sweep_error(path: Path, error: Exception) -> DataError:
     """Returns the error of a sweep.json that lacks something, or has something else in its place."""
     return DataError(path, f"is no sweep of this version ({error}); restore it, or begin in another folder")
 
@@ -146,7 +146,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def looked_up(out: Path, sweep: Sweep, stopped: Sequence[str] = (), ended: str = "") -> Sweep:
+def refresh_points(out: Path, sweep: Sweep, stopped: Sequence[str] = (), ended: str = "") -> Sweep:
     """Returns the sweep with each point as its run folder has it now.
 
     - ``stopped``: names of points that the sweep ended early

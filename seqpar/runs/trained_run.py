@@ -11,10 +11,10 @@ import torch
 from seqpar.attention.strategies import check_strategy
 from seqpar.cluster.devices import device_here
 from seqpar.data.errors import DataError
-from seqpar.data.preparation.preparation import ByRecipe, Preparation
+from seqpar.data.preparation.preparation import Preparation, RecipePreparation
 from seqpar.data.preparation.recipe import Recipe
-from seqpar.models.build import NETWORK_NAMES, build, layout_of
-from seqpar.models.network import Net
+from seqpar.models.build import NETWORK_NAMES, build_network, layout_of
+from seqpar.models.network import Network
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.planner.attention_choice import choose_quickest
@@ -26,13 +26,13 @@ from seqpar.settings.config import Config
 from seqpar.settings.curriculum import lesson_at, lessons_of
 from seqpar.weights import checkpoint
 from seqpar.weights.facts import differing_flags, read_facts
-from seqpar.weights.weight_files import listed, read_weights
+from seqpar.weights.weight_files import read_weights, shorten_list
 
 LAST = "model.safetensors"  # what a finished run leaves beside its checkpoints
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainedRun:
     """A training run: its config, how its cases were prepared, and what its outputs stand for.
 
     ``windows`` is the mean Dice by kind of window that its validation measured, the better first; ``whole_grid`` the
@@ -74,7 +74,7 @@ class Run:
     @property
     def preparation(self) -> Preparation:
         """How cases are prepared for the networks."""
-        return ByRecipe(self.recipe)
+        return RecipePreparation(self.recipe)
 
     @property
     def mirror(self) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ class Run:
     def can_share(self, size: int) -> bool:
         """Returns whether so many ranks can share the trained tile."""
         try:
-            layout_of(replace(self.config, seqpar=size, mode=fitting_mode(self), batch=1))
+            layout_of(replace(self.config, seqpar=size, mode=prediction_mode(self), batch=1))
         except ValueError:
             return False
         return True
@@ -107,12 +107,12 @@ class Run:
         """Returns the files of weights that ``--checkpoint`` names, by default the best."""
         return tuple(find_weights(self, name) for name in checkpoints or ["best"])
 
-    def load_nets(self, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Net]:
+    def load_nets(self, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Network]:
         """Returns the network with the weights of each file, ready to predict; for ``mode`` see ``load_nets``."""
         return load_nets(self, files, mesh, mode)
 
 
-def read_run(path: str | Path) -> Run:
+def read_run(path: str | Path) -> TrainedRun:
     """Reads the run in a folder that train wrote, or in an archive that export wrote."""
     content, windows = read_config(path), read_windows(Path(path))
     try:
@@ -123,7 +123,7 @@ def read_run(path: str | Path) -> Run:
         if config.targets == "sigmoids":
             regions = learned_regions(dataset["labels"], regions, config.targets)
             order = tuple(value for (value,) in regions.values())
-        return Run(
+        return TrainedRun(
             Path(path),
             _of_best(config, path),
             Recipe.from_json(dataset["recipe"]),
@@ -165,7 +165,7 @@ def _tile_of(config: Config, state: Mapping[str, torch.Tensor]) -> tuple[int, ..
     return next((t for t, count in zip(tiles, counts) if table is not None and count == table.shape[1]), config.tile)
 
 
-def find_weights(run: Run, which: str = "best") -> Path:
+def find_weights(run: TrainedRun, which: str = "best") -> Path:
     """Returns a file of the run's weights.
 
     - ``which``: best, latest, or the path of a file or checkpoint folder
@@ -186,17 +186,17 @@ def find_weights(run: Run, which: str = "best") -> Path:
     raise DataError(folder, f"holds no checkpoint, and {run.path} no {LAST}; train first, or name a file of weights")
 
 
-def fitting_mode(run: Run) -> str:
+def prediction_mode(run: TrainedRun) -> str:
     """Returns the mode for prediction: auto, or nogather for a network trained so, as only that computes otherwise."""
     return "nogather" if run.config.mode == "nogather" else "auto"
 
 
-def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Net]:
+def load_nets(run: TrainedRun, files: Sequence[Path], mesh: Mesh, mode: str = "") -> list[Network]:
     """Returns the run's network with the weights of each file, ready to predict.
 
-    - ``mode``: of the decoder; by default ``fitting_mode``
+    - ``mode``: of the decoder; by default ``prediction_mode``
     """
-    config = _with_fitting_attention(replace(run.config, mode=mode or fitting_mode(run), seqpar=mesh.seq.size))
+    config = _with_fitting_attention(replace(run.config, mode=mode or prediction_mode(run), seqpar=mesh.seq.size))
     config = choose_quickest(config, device_here(mesh.device.type))
     nets = []
     for path in files:
@@ -205,11 +205,13 @@ def load_nets(run: Run, files: Sequence[Path], mesh: Mesh, mode: str = "") -> li
             raise DataError(path, f"holds weights that were trained with {theirs}, and {run.path} has {ours}")
         state = read_weights(path)
         of_tile = replace(config, tile=_tile_of(config, state))
-        net = build(of_tile, len(run.recipe.modalities), len(run.outputs), mesh.seq)
+        net = build_network(of_tile, len(run.recipe.modalities), len(run.outputs), mesh.seq)
         own = net.state_dict()
         differing = [name for name in {**own, **state} if _shape(own, name) != _shape(state, name)]
         if differing:
-            raise DataError(path, f"holds weights of another network than {run.path}: {listed(differing, 4)} differ")
+            raise DataError(
+                path, f"holds weights of another network than {run.path}: {shorten_list(differing, 4)} differ"
+            )
         net.load_state_dict(state)
         dtype = torch.float64 if run.config.precision == "fp64" else torch.float32
         nets.append(net.to(mesh.device, dtype).eval())
@@ -231,7 +233,7 @@ def _shape(state: dict[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
     return tuple(state[name].shape) if name in state else None
 
 
-def load_run(path: str | Path, which: str = "best") -> Net:
+def load_run(path: str | Path, which: str = "best") -> Network:
     """Returns the network of a run folder, ready to predict, in this process alone: no process group is needed.
 
     - ``path``: the folder that train wrote

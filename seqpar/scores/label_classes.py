@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.brats import MEANINGS
+from seqpar.data.formats.brats import LABEL_SCHEMES
 from seqpar.data.formats.dataset import Dataset
-from seqpar.data.formats.recognise import declared_in
+from seqpar.data.formats.recognise import read_declaration
 
 BRATS = {  # the command line's names for the label tables of BraTS
     "2021": "to 2021",
@@ -54,7 +54,7 @@ def labels_of_classes(classes: dict[str, tuple[int, ...]]) -> Labels:
 
 def labels_of_brats(year: str) -> Labels:
     """Returns the regions of BraTS in the label values of a year, a key of ``BRATS``."""
-    meaning = MEANINGS[BRATS[year]]
+    meaning = LABEL_SCHEMES[BRATS[year]]
     return Labels(dict(meaning.regions), frozenset(meaning.labels.values()))
 
 
@@ -78,7 +78,7 @@ def labels_of_dataset(dataset: Dataset) -> Labels:
 
 def read_declared_labels(path: Path) -> Labels:
     """Returns the classes that a dataset.json declares, the same as in training."""
-    declared = declared_in(path)
+    declared = read_declaration(path)
     try:
         return labels_of_declaration(*declared)
     except ValueError as error:

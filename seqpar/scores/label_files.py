@@ -15,8 +15,8 @@ from seqpar.data.files import SUFFIXES, strip_suffix
 from seqpar.data.formats.annotations import with_annotations
 from seqpar.data.formats.brats import read_brats
 from seqpar.data.formats.dataset import Dataset
-from seqpar.data.formats.recognise import describe, find
-from seqpar.data.geometry import Geometry, differs, to_canonical
+from seqpar.data.formats.recognise import describe, find_dataset
+from seqpar.data.geometry import Geometry, geometry_difference, to_canonical
 from seqpar.data.volumes import output_suffix, read_volume
 from seqpar.scores.label_classes import Labels, hidden_classes
 from seqpar.scores.label_scores import Scores, score
@@ -39,7 +39,7 @@ def dataset_at(truth: Path) -> Dataset | None:
         brats = read_brats(truth)  # the one format whose images lie beside their labels
         return brats if brats and brats.labels else None
     dataset = describe(truth)
-    return with_annotations(dataset, find(truth)) if dataset.labels else dataset
+    return with_annotations(dataset, find_dataset(truth)) if dataset.labels else dataset
 
 
 def list_label_files(folder: Path) -> dict[str, list[Path]]:
@@ -146,7 +146,7 @@ def score_pair(pair: Pair, labels: Labels, settings: dict[str, Any]) -> Scores:
     """Returns the scores of one case, read from its two files; ``settings`` are keyword arguments of ``score``."""
     truth, geometry = read_label_map(pair.truth)
     prediction, predicted_geometry = read_label_map(pair.prediction)
-    if (difference := differs(predicted_geometry, geometry)) is not None:
+    if (difference := geometry_difference(predicted_geometry, geometry)) is not None:
         problem = f"does not lie on {pair.truth}: {difference}; write it in the geometry of the source"
         raise DataError(pair.prediction, problem)
     ignored = frozenset() if labels.ignore is None else frozenset({labels.ignore})

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.scores import lesions
-from seqpar.scores.metrics import Confusion, Mask, Masks, NotMeasured, hd95_of, nsd_of
+from seqpar.scores.metrics import Confusion, DistanceNotMeasured, Mask, Masks, hd95_of, nsd_of
 
 EmptyPolicy = Literal["skip", "brats"]
 Classes = Mapping[str, tuple[int, ...]]  # the labels that make up each class: one, or several for a region
@@ -129,7 +129,7 @@ def score_masks(
         "Specificity": c.specificity,
     }
     for name, metric in METRICS.items():
-        with suppress(NotMeasured):
+        with suppress(DistanceNotMeasured):
             row[name] = metric(masks)
     return row
 

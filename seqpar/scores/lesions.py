@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from seqpar.data.boxes import crop, smallest_box
 from seqpar.late_import import late
-from seqpar.scores.metrics import Mask, check, confusion, hd95
+from seqpar.scores.metrics import Mask, check_comparable, confusion, hd95
 
 ndimage = late("scipy.ndimage")
 
@@ -110,7 +110,7 @@ class _Matching:
 
 
 def _match(truth: Mask, prediction: Mask, spacing: Sequence[float], dilation: int, min_volume: float) -> _Matching:
-    check(truth, prediction, spacing)
+    check_comparable(truth, prediction, spacing)
     if dilation < 0 or min_volume < 0:
         raise ValueError(f"dilation is {dilation}, min_volume {min_volume}: neither can be negative")
     if truth.any() or prediction.any():

@@ -19,7 +19,7 @@ Mask = NDArray[np.bool_]
 Distances = NDArray[np.float64]
 
 
-def check(truth: Mask, prediction: Mask, spacing: Sequence[float] | None = None) -> None:
+def check_comparable(truth: Mask, prediction: Mask, spacing: Sequence[float] | None = None) -> None:
     """Raises ValueError if two masks cannot be compared."""
     if truth.dtype != np.bool_ or prediction.dtype != np.bool_:
         raise ValueError(f"masks are {truth.dtype} and {prediction.dtype}: pass boolean arrays (labels == 1)")
@@ -68,7 +68,7 @@ class Confusion:
         return ratio(self.fp - self.fn, self.tp + self.fn)
 
 
-class NotMeasured(Exception):
+class DistanceNotMeasured(Exception):
     """Says that a metric needs what a quick comparison leaves out."""
 
 
@@ -94,7 +94,7 @@ class Masks:
     def distances(self) -> tuple[Distances, Distances]:
         """The distances in mm between the surfaces, in both directions; raises NotMeasured in a quick comparison."""
         if not self.surfaces:
-            raise NotMeasured
+            raise DistanceNotMeasured
         return surface_distances(self.truth, self.prediction, self.spacing)
 
 
@@ -110,7 +110,7 @@ def nsd_of(masks: Masks) -> float:
 
 def confusion(truth: Mask, prediction: Mask) -> Confusion:
     """Returns the voxel counts of two masks."""
-    check(truth, prediction)
+    check_comparable(truth, prediction)
     tp, num_true, num_predicted = (int(np.count_nonzero(m)) for m in (truth & prediction, truth, prediction))
     fp, fn = num_predicted - tp, num_true - tp
     return Confusion(tp, fp, fn, truth.size - tp - fp - fn)
@@ -128,7 +128,7 @@ def surface_distances(truth: Mask, prediction: Mask, spacing: Sequence[float]) -
     is background, as is everything outside the array. A search tree instead of the distance transform is two to eight
     times faster on smooth shapes, but nine times slower on scattered predictions.
     """
-    check(truth, prediction, spacing)
+    check_comparable(truth, prediction, spacing)
     if not truth.any() or not prediction.any():
         infinite = [np.full(int(surface(mask).sum()), np.inf) for mask in (prediction, truth)]
         return infinite[0], infinite[1]

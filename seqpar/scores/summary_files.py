@@ -73,7 +73,7 @@ def write_output(path: Path, text: str) -> None:
         raise unwritable(path, error) from error
 
 
-class Task(NamedTuple):
+class ScoringJob(NamedTuple):
     """One prediction: its name, its cases, what is wrong with others, and the files to write, by kind."""
 
     name: str
@@ -82,14 +82,14 @@ class Task(NamedTuple):
     files: dict[str, Path]
 
 
-def look_at(
+def plan_scoring(
     truth: Path,
     predictions: Sequence[Path],
     dataset: Dataset | None,
     json: Path | None,
     csv: Path | None,
     only: Collection[str] | None = None,
-) -> list[Task]:
+) -> list[ScoringJob]:
     """Returns what is to be scored; raises what cannot be, before an hour of distances.
 
     - ``predictions``: folders of label maps, label maps, or runs, which stand for their last validation
@@ -97,7 +97,7 @@ def look_at(
     - ``json``, ``csv``: the files to write where they are not the usual ones
     - ``only``: the cases that are looked at; None for all
     """
-    tasks, seen = list[Task](), set[Path]()
+    tasks, seen = list[ScoringJob](), set[Path]()
     for path in predictions:
         validation = validation_of(path)
         place = (validation or path).resolve()
@@ -109,5 +109,5 @@ def look_at(
         for folder in (file.parent for file in files.values()):
             if folder.exists() and not os.access(folder, os.W_OK):
                 raise DataError(folder, "cannot be written to: choose other places by --json and --csv")
-        tasks.append(Task(str(path), pairs, faults, files))
+        tasks.append(ScoringJob(str(path), pairs, faults, files))
     return tasks

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from seqpar.attention.strategies import check_strategy
-from seqpar.data.formats.splits import FOLDS, shares_of
+from seqpar.data.formats.splits import FOLDS, parse_percentages
 from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.losses.loss import check_signs, check_weights
 from seqpar.optimization.optimizers import OPTIMIZERS
-from seqpar.pipeline.named_placements import WAYS, parse_cuts
+from seqpar.pipeline.named_placements import PLACEMENTS, parse_cuts
 from seqpar.settings.classify_settings import LOSSES
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.settings.network_settings import check_stages
 from seqpar.settings.preparation import prepare_settings
-from seqpar.text import dashed, seconds, shorten
+from seqpar.text import flag_name, format_sides, parse_duration
 
 
 def check(config: Config, networks: Sequence[str]) -> None:
@@ -47,9 +47,9 @@ def _check_values(config: Config, networks: Sequence[str], settings: Sequence[da
         value, bounds = getattr(config, f.name), f.metadata["bounds"]
         choices = networks if f.name == "network" else f.metadata["choices"]
         if choices and value not in choices:
-            raise ValueError(f"--{dashed(f.name)} {value}: choose one of {', '.join(choices)}")
+            raise ValueError(f"--{flag_name(f.name)} {value}: choose one of {', '.join(choices)}")
         if bounds and not bounds.allows(value):
-            raise ValueError(f"--{dashed(f.name)} {value}: {bounds.text}")
+            raise ValueError(f"--{flag_name(f.name)} {value}: {bounds.text}")
 
 
 def _check_network(config: Config) -> None:
@@ -58,7 +58,7 @@ def _check_network(config: Config) -> None:
     if len(config.tile) != 3:
         raise ValueError(f"--tile {' '.join(map(str, config.tile))}: give one number, or three")
     if min(config.tile) < 1:
-        raise ValueError(f"--tile {shorten(config.tile)}: it must be at least 1")
+        raise ValueError(f"--tile {format_sides(config.tile)}: it must be at least 1")
     _check_patch(config.patch)
     check_stages(config.stage_depths)
     if config.embed_dim % config.heads:
@@ -72,7 +72,7 @@ def _check_network(config: Config) -> None:
 
 
 def _check_patch(patch: Sequence[int]) -> None:
-    typed = shorten(patch) if len(patch) == 3 else " ".join(map(str, patch))
+    typed = format_sides(patch) if len(patch) == 3 else " ".join(map(str, patch))
     if len(patch) != 3:
         raise ValueError(f"--patch {typed}: give one number, or three")
     if min(patch) < 1:
@@ -80,7 +80,7 @@ def _check_patch(patch: Sequence[int]) -> None:
     sides = (1, 2, 4, 8, 16) if len(set(patch)) > 1 else (2, 4, 8, 16)
     nearest = [min(sides, key=lambda side: abs(math.log2(side / p))) for p in patch]
     if nearest != list(patch):
-        raise ValueError(f"--patch {typed}: the decoders double the grid; use --patch {shorten(nearest)}")
+        raise ValueError(f"--patch {typed}: the decoders double the grid; use --patch {format_sides(nearest)}")
 
 
 def _check_run(config: Config) -> None:
@@ -109,7 +109,7 @@ def _check_run(config: Config) -> None:
             f"--warmup {config.warmup} leaves no epoch of {config.epochs}: use --warmup {config.epochs - 1}"
         )
     is_named = config.fold in ("90:10", "all", ALL_FOLDS) or re.fullmatch("[0-9]+", config.fold)
-    if not is_named and not shares_of(config.fold):
+    if not is_named and not parse_percentages(config.fold):
         raise ValueError(f"--fold {config.fold}: choose a fold's number, such as 0, or 90:10, 70:15:15, all or all5")
     if not config.data and config.task == "segment" and config.phantoms < FOLDS:
         raise ValueError(f"--phantoms {config.phantoms}: five folds need at least 5 cases")
@@ -120,7 +120,7 @@ def _check_run(config: Config) -> None:
         recipe_of(config.augment)
     except ValueError as error:
         raise ValueError(f"--augment {config.augment}: {error}") from None
-    seconds(config.time_limit)
+    parse_duration(config.time_limit)
 
 
 def _check_classes(config: Config) -> None:
@@ -135,5 +135,5 @@ def _check_pipe(config: Config) -> None:
         raise ValueError(
             "--shard-weights with --pipe: each rank holds the weights of its stages alone: leave one of the two out"
         )
-    if config.placement not in WAYS:
+    if config.placement not in PLACEMENTS:
         parse_cuts(config.placement, config.pipe)

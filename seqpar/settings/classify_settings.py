@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from seqpar.settings.config import Config
-from seqpar.text import dashed
+from seqpar.text import flag_name
 
 # of labels of voxels, their tiles and losses
 _OF_LABELS = (
@@ -29,7 +29,7 @@ _OF_LABELS = (
 LOSSES = ("ce", "focal")  # those whose terms are means over labels
 
 
-def for_task(start: Config, task: str, preset: str) -> Config:
+def preset_for_task(start: Config, task: str, preset: str) -> Config:
     """Returns a preset's settings for a task: for classes cross-entropy, and a tile that holds every volume.
 
     Raises ValueError for a preset that is made for labels of voxels alone.
@@ -49,4 +49,4 @@ def for_task(start: Config, task: str, preset: str) -> Config:
 def refuse_idle_for_classes(config: Config, names: Collection[str]) -> None:
     """Refuses settings on the command line (``names``) that do nothing where volumes have one class each."""
     for name in sorted(set(_OF_LABELS) & set(names)) if config.task == "classify" else ():
-        raise ValueError(f"--{dashed(name)} would do nothing: --task classify has no labels of voxels: leave it out")
+        raise ValueError(f"--{flag_name(name)} would do nothing: --task classify has no labels of voxels: leave it out")

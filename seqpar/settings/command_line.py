@@ -14,15 +14,15 @@ from typing import Any, NoReturn, get_type_hints
 import torch
 
 from seqpar.data.sampling.augmentation import recipe_of
-from seqpar.losses import scores_classes
+from seqpar.losses import has_class_terms
 from seqpar.optimization.optimizers import OPTIMIZERS
-from seqpar.settings.classify_settings import for_task, refuse_idle_for_classes
+from seqpar.settings.classify_settings import preset_for_task, refuse_idle_for_classes
 from seqpar.settings.config import AUTO, Config
 from seqpar.settings.curriculum import lessons_of, parse_curriculum
 from seqpar.settings.network_settings import with_decoder_of_stages
 from seqpar.settings.presets import PRESETS, start_of_auto
 from seqpar.settings.pretraining_settings import idle_in_pretraining
-from seqpar.text import dashed, quantity
+from seqpar.text import flag_name, quantity
 
 # How ranks share a tile.
 _OF_GROUPS = ("split", "mode", "attention", "keep_kv", "heads_per_chunk")
@@ -90,7 +90,7 @@ def parse(
     }
     on_gpu = wants_gpu(arguments) if on_gpu is None else on_gpu
     start = PRESETS[start_of_auto(on_gpu) if preset == "auto" else preset]()
-    start = for_task(start, values.get("task", start.task), preset)
+    start = preset_for_task(start, values.get("task", start.task), preset)
     if len({values.get("optimizer", start.optimizer), start.optimizer} | {"adam", "adamw"}) > 2:
         values.setdefault("betas", ())  # a preset's are its optimizer's
     if entries := parse_curriculum(values.get("curriculum", "")):
@@ -118,7 +118,7 @@ def wants_gpu(arguments: Sequence[str]) -> bool:
     return early.parse_known_args(list(arguments))[0].device != "cpu" and torch.cuda.is_available()
 
 
-def usual_preset(arguments: Sequence[str], on_gpu: bool) -> str:
+def default_preset(arguments: Sequence[str], on_gpu: bool) -> str:
     """Returns the preset of a command line that names none."""
     early = Parser("train", add_help=False)
     early.add_argument("--task", default="segment")
@@ -145,7 +145,7 @@ def _parser(default_preset: str, networks: Collection[str]) -> Parser:
             topics[topic] = parser.add_argument_group(topic)
         choices = tuple(networks) if f.name == "network" else f.metadata["choices"]
         options = _argument(f, hints[f.name], getattr(shown, f.name), choices)
-        names = _ACCUMULATE if f.name == "accumulate" else [f"--{dashed(f.name)}"]
+        names = _ACCUMULATE if f.name == "accumulate" else [f"--{flag_name(f.name)}"]
         topics[topic].add_argument(*names, dest=f.name, default=argparse.SUPPRESS, **options)
     return parser
 
@@ -195,13 +195,13 @@ def shortened_warmup(config: Config, names: set[str]) -> tuple[Config, str]:
     return replace(config, warmup=epochs), line
 
 
-def refuse_idle(config: Config, names: set[str]) -> None:
+def refuse_settings_without_effect(config: Config, names: set[str]) -> None:
     """Refuses settings on the command line (``names``) without effect on the run of ``config``."""
     kind = OPTIMIZERS[config.optimizer]
     takes = {0: "none: leave it out", 1: "one number, its momentum: give it alone"}.get(
         len(kind.betas), f"{len(kind.betas)} numbers, such as {' '.join(f'{beta:g}' for beta in kind.betas)}"
     )
-    has_classes = scores_classes(config.loss)
+    has_classes = has_class_terms(config.loss)
     terms, calls = config.loss_terms, f"--loss {config.loss} has no"
     is_open = config.seqpar == AUTO or not config.batch or (config.seqpar > 1 and config.attention == "auto")
     lessons = "the lessons of --curriculum have their own: leave it out"
@@ -244,10 +244,10 @@ def refuse_idle(config: Config, names: set[str]) -> None:
         ("measured", is_open, "size, batch and attention are given, so that nothing is chosen by it: leave it out"),
     ):
         if name in names and not acts:
-            raise ValueError(f"--{dashed(name)} would do nothing: {why}")
+            raise ValueError(f"--{flag_name(name)} would do nothing: {why}")
     refuse_idle_for_classes(config, names)
     for name in idle_in_pretraining(config.task, names):
-        raise ValueError(f"--{dashed(name)} would do nothing with --task {config.task}: leave it out")
+        raise ValueError(f"--{flag_name(name)} would do nothing with --task {config.task}: leave it out")
 
 
 def _deforms(augment: str) -> bool:
@@ -263,7 +263,7 @@ def idle_in_groups_of_one(config: Config, names: set[str]) -> str:
 
     They are not refused, since a sweep over ``--seqpar`` begins there; "" where there is none.
     """
-    idle = [f"--{dashed(name)}" for name in _OF_GROUPS if name in names]
+    idle = [f"--{flag_name(name)}" for name in _OF_GROUPS if name in names]
     return f"{', '.join(idle)}: no effect with --seqpar 1" if idle and config.seqpar == 1 else ""
 
 
@@ -280,4 +280,4 @@ def idle_with_data(names: Collection[str], declares_regions: bool, learns_region
         "targets": "" if declares_regions else "the data declare no regions",
         "dice_background": "the outputs are regions, of which none is background" if learns_regions else "",
     }
-    return "; ".join(f"--{dashed(name)}: no effect, as {why}" for name, why in whys.items() if why and name in names)
+    return "; ".join(f"--{flag_name(name)}: no effect, as {why}" for name, why in whys.items() if why and name in names)

@@ -9,7 +9,8 @@ from typing import Any
 from seqpar.attention.strategies import NAMES
 from seqpar.decoders.modes.named_modes import MODES
 from seqpar.decoders.named_decoders import DECODERS
-from seqpar.losses.named_losses import LOSSES, LossOptions
+from seqpar.losses.named_losses import LOSSES
+from seqpar.losses.terms import LossOptions
 from seqpar.optimization.optimizers import OPTIMIZERS
 from seqpar.optimization.schedules import SCHEDULES
 from seqpar.parallel.layout import SPLITS

@@ -16,7 +16,7 @@ _ENTRY = re.compile(
 
 
 @dataclass(frozen=True)
-class Entry:
+class LessonSpec:
     """A lesson as it is written.
 
     ``tile`` is () for a whole volume whose size is not known yet, ``batch`` 0 where memory shall say it, ``micros`` (of
@@ -42,12 +42,12 @@ class Lesson:
     foreground: float
 
 
-def parse_curriculum(text: str) -> tuple[Entry, ...]:
+def parse_curriculum(text: str) -> tuple[LessonSpec, ...]:
     """Returns the lessons of a text such as "64:4800,128x128x64:1200:2x4,whole:300": tile, epochs, batch."""
     return tuple(_parse_entry(entry.strip(), text) for entry in text.split(",")) if text else ()
 
 
-def _parse_entry(entry: str, text: str) -> Entry:
+def _parse_entry(entry: str, text: str) -> LessonSpec:
     match = _ENTRY.fullmatch(entry)
     if not match:
         raise ValueError(
@@ -59,15 +59,15 @@ def _parse_entry(entry: str, text: str) -> Entry:
     epochs, batch, micros = int(match["epochs"]), int(match["batch"] or 0), int(match["micros"] or 0)
     if epochs < 1 or (match["batch"] and batch < 1) or (match["micros"] and micros < 1) or not all(sides):
         raise ValueError(f"--curriculum {text}: {entry} has a 0; sides, epochs and batch must be at least 1")
-    return Entry(sides * 3 if len(sides) == 1 else sides, epochs, batch, bool(match["whole"]), micros)
+    return LessonSpec(sides * 3 if len(sides) == 1 else sides, epochs, batch, bool(match["whole"]), micros)
 
 
-def spell_curriculum(entries: Sequence[Entry]) -> str:
+def format_curriculum(entries: Sequence[LessonSpec]) -> str:
     """Returns lessons as ``parse_curriculum`` reads them."""
     return ",".join(map(_spell_entry, entries))
 
 
-def _spell_entry(entry: Entry) -> str:
+def _spell_entry(entry: LessonSpec) -> str:
     tile = "=".join(filter(None, ["whole" * entry.is_whole, "x".join(map(str, entry.tile))]))
     batch = "x".join(str(number) for number in (entry.batch, entry.micros) if number)
     return ":".join(filter(None, [tile, str(entry.epochs), batch]))
@@ -76,11 +76,11 @@ def _spell_entry(entry: Entry) -> str:
 def in_micro_batches(text: str, most: int) -> str:
     """Returns lessons that deal each batch out to as many micro-batches as it divides by, up to ``most``."""
 
-    def dealt(entry: Entry) -> Entry:
+    def dealt(entry: LessonSpec) -> LessonSpec:
         micros = max(number for number in range(1, most + 1) if entry.batch % number == 0)
         return replace(entry, batch=entry.batch // micros, micros=micros) if entry.batch else entry
 
-    return spell_curriculum([dealt(entry) for entry in parse_curriculum(text)])
+    return format_curriculum([dealt(entry) for entry in parse_curriculum(text)])
 
 
 def is_same(typed: str, filled: str) -> bool:

@@ -6,7 +6,7 @@ from functools import partial
 from seqpar.data.preparation.recipe import NORMALISATIONS
 from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES
 from seqpar.data.sampling.extra_steps import EXTRA_STEPS
-from seqpar.settings.field import NOT_NEGATIVE, setting, share
+from seqpar.settings.field import NOT_NEGATIVE, setting, share_bounds
 
 ALL_FOLDS = "all5"  # value of --fold: five trainings, one after the other
 TARGETS = ("regions", "labels", "sigmoids")
@@ -59,14 +59,18 @@ class DataSettings:
     workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE, metavar="PROCESSES")
     augment: str = _data(
         "light",
-        f"augmentation: {', '.join(RECIPES)}; steps are added as in light+{next(iter(EXTRA_STEPS))}: {', '.join(STEPS)}",
+        f"augmentation: {', '.join(RECIPES)}; steps are added as in light+{next(iter(EXTRA_STEPS))}: "
+        f"{', '.join(EXTRA_STEPS)}",
         metavar="RECIPE",
     )
     interpolation: str = _data(
         "linear", "how a deformed image is interpolated; batchgenerators takes cubic", choices=tuple(ORDERS)
     )
     synthesis: float = _data(
-        0.0, "share of tiles that get a synthetic tumour in place of the real one", bounds=share(0.5), metavar="SHARE"
+        0.0,
+        "share of tiles that get a synthetic tumour in place of the real one",
+        bounds=share_bounds(0.5),
+        metavar="SHARE",
     )
     synthesis_per: str = _data(
         "tile",
@@ -75,7 +79,7 @@ class DataSettings:
         choices=("tile", "volume"),
     )
     foreground: float = _data(
-        0.33, "share of tiles centred on a labelled voxel (nnU-Net: 0.33)", bounds=share(0.33), metavar="SHARE"
+        0.33, "share of tiles centred on a labelled voxel (nnU-Net: 0.33)", bounds=share_bounds(0.33), metavar="SHARE"
     )
     foreground_by: str = _data(
         "chance",

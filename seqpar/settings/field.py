@@ -24,7 +24,7 @@ INSIDE_0_1 = Bounds(lambda value: 0 < value < 1, "it must lie between 0 and 1")
 GAMMA = Bounds(lambda value: value == 0 or 1 <= value < math.inf, "it must be 0, or at least 1; 2 is usual")
 
 
-def share(usual: float) -> Bounds:
+def share_bounds(usual: float) -> Bounds:
     """Returns the bounds of a share; ``usual``: one that is often taken."""
     return Bounds(lambda value: 0 <= value <= 1, f"it must lie in [0, 1]; {usual} is usual")
 

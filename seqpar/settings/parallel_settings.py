@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from seqpar.pipeline.gabra import OBJECTIVES
-from seqpar.pipeline.named_placements import WAYS
+from seqpar.pipeline.named_placements import PLACEMENTS
 from seqpar.pipeline.schedule import SCHEDULES
 from seqpar.settings.field import AT_LEAST_1, setting
 
@@ -19,5 +19,5 @@ class PipeSettings:
         1, "ranks over which the network's layers are spread, in stages", bounds=AT_LEAST_1, metavar="RANKS"
     )
     pipe_schedule: str = _layout("1f1b", "order of a --pipe's forward and backward passes", choices=SCHEDULES)
-    placement: str = _layout("auto", f"cuts of a --pipe: {', '.join(WAYS)}, or 3,7", metavar="PLACEMENT")
+    placement: str = _layout("auto", f"cuts of a --pipe: {', '.join(PLACEMENTS)}, or 3,7", metavar="PLACEMENT")
     objective: str = _layout("makespan", "aim of gabra: the shortest step, or as published", choices=tuple(OBJECTIVES))

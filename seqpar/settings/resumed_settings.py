@@ -7,14 +7,14 @@ from typing import Any
 
 from seqpar.settings.config import Config
 from seqpar.settings.curriculum import is_same
-from seqpar.text import dashed
+from seqpar.text import flag_name
 
 # Beside the network's settings, what a resumed run cannot change: its weights or optimizer states depend on it.
 _FIXED = ("task", "tile", "patch", "targets", "optimizer", "amsgrad", "spacing", "join_labels", "crop_to", "normalise",
           "curriculum")  # fmt: skip
 
 
-def continued(saved: Config, now: Config, names: set[str]) -> Config:
+def settings_on_resume(saved: Config, now: Config, names: set[str]) -> Config:
     """Returns the settings of a resumed run: the saved ones, changed by the command line.
 
     ``now``: the config of the command line; ``names``: the settings in it.
@@ -26,7 +26,7 @@ def continued(saved: Config, now: Config, names: set[str]) -> Config:
         if name in names and getattr(now, name) != getattr(saved, name):
             before = _typed(getattr(saved, name))
             raise ValueError(
-                f"--{dashed(name)} cannot change in a run that goes on ({before} so far): leave it out, "
+                f"--{flag_name(name)} cannot change in a run that goes on ({before} so far): leave it out, "
                 f"or begin another run with --weights {now.out}/model.safetensors"
             )
     began_without = saved.optimizer == "rmsprop" and not any(saved.betas[:1])

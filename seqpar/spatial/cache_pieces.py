@@ -59,7 +59,7 @@ class Pieces:
         self.format = torch.channels_last_3d if self.last else torch.contiguous_format
         self.shape, self.device = x.shape, x.device
         self.num_rows = x.shape[0] * x.shape[1]
-        self.at_once = in_whole_samples(x)
+        self.at_once = fits_whole_samples(x)
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Returns a new volume in this order, whose pieces can be written to."""
@@ -118,6 +118,6 @@ class Pieces:
                         yield Piece(values, parts, at, num, (end - begin) // num)
 
 
-def in_whole_samples(x: Tensor) -> bool:
+def fits_whole_samples(x: Tensor) -> bool:
     """Returns whether volumes are taken in whole samples, as many at once as there is memory for: on a GPU."""
     return device_type(x) != "cpu"

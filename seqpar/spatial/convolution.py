@@ -18,12 +18,12 @@ from seqpar.parallel.mesh import Group
 from seqpar.parallel.meta_tensors import autocast_dtype, device_type
 from seqpar.parallel.row_exchange import Interval
 from seqpar.spatial.box_grid import BoxGrid
-from seqpar.spatial.cache_pieces import in_whole_samples
-from seqpar.spatial.cpu_convolution import ConvOptions, is_ours
+from seqpar.spatial.cache_pieces import fits_whole_samples
+from seqpar.spatial.cpu_convolution import ConvOptions, uses_own_kernel
 from seqpar.spatial.halos import Halos
-from seqpar.spatial.memory_format import in_format_of, is_channels_last
-from seqpar.spatial.overlap import BoxConvolution, gains, gradients_and_close, open_and_convolve
-from seqpar.spatial.receptive_field import Reach, output_grid, sliding_reach, transposed_reach
+from seqpar.spatial.memory_format import is_channels_last, match_memory_format
+from seqpar.spatial.overlap import BoxConvolution, backward_during_exchange, convolve_during_exchange, overlap_pays_off
+from seqpar.spatial.receptive_field import ReceptiveField, output_grid, sliding_reach, transposed_reach
 
 
 class Conv3d(nn.Conv3d):
@@ -52,7 +52,7 @@ class Conv3d(nn.Conv3d):
             for dim, edges in enumerate(grid.edges)
         ]
         padding = tuple(reach.padding for reach in reaches)
-        keep_window = not in_whole_samples(x) if self.keep_window is None else self.keep_window
+        keep_window = not fits_whole_samples(x) if self.keep_window is None else self.keep_window
         how = BoxConvolution(Halos.of(grid, reaches), ConvOptions.of(self, padding), keep_window)
         assert grid.fits(x), (x.shape, grid.sides)
         return _convolve(x, self.weight, self.bias, how), output_grid(grid, reaches)
@@ -61,9 +61,9 @@ class Conv3d(nn.Conv3d):
         """Returns the convolution of a whole volume."""
         pads = [self._pads(dim) for dim in range(3)]
         conv_options = ConvOptions.of(self, tuple(before for before, _ in pads))
-        if all(before == behind for before, behind in pads) and is_ours(x, self.weight, conv_options):
+        if all(before == behind for before, behind in pads) and uses_own_kernel(x, self.weight, conv_options):
             return _convolve(x, self.weight, self.bias, BoxConvolution(Halos(Group("self")), conv_options, True))
-        return in_format_of(super().forward(x), x)
+        return match_memory_format(super().forward(x), x)
 
     def _is_local(self) -> bool:
         """Returns whether this is a matrix product at each voxel, without neighbours."""
@@ -96,7 +96,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
         """Returns ``b c W/s D/s H/s`` of the same, and its box grid."""
         if grid is None:
-            return in_format_of(super().forward(x), x), None
+            return match_memory_format(super().forward(x), x), None
         options = zip(self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding)
         reaches = [
             transposed_reach(edges, *sizes, what=str(self))  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         assert grid.fits(x), (x.shape, grid.sides)
         return _convolve(x, self.weight, self.bias, how), result
 
-    def _computed(self, dim: int, reach: Reach, place: int) -> Interval:
+    def _computed(self, dim: int, reach: ReceptiveField, place: int) -> Interval:
         """Returns the interval of outputs that this rank's window yields."""
         if reach.local:
             return 0, reach.edges[-1]
@@ -142,8 +142,12 @@ class _Convolve(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: BoxConvolution) -> Tensor:
         inner_bias = None if how.crop.plans else bias  # places that no input reaches hold the bias too
-        ctx.how, ctx.biased, ctx.goes_on = how, bias is not None, gains(device_type(x), how.halos.bytes_to_come(x))
-        window, y = open_and_convolve(how, x, weight, inner_bias, ctx.goes_on)
+        ctx.how, ctx.biased, ctx.goes_on = (
+            how,
+            bias is not None,
+            overlap_pays_off(device_type(x), how.halos.bytes_to_come(x)),
+        )
+        window, y = convolve_during_exchange(how, x, weight, inner_bias, ctx.goes_on)
         ctx.save_for_backward(window if how.keep_window else x, weight)
         ctx.window_shape = y.shape
         y = how.crop.open(y)
@@ -161,7 +165,7 @@ class _Convolve(Function):
         assert window_grad.shape == ctx.window_shape, (window_grad.shape, ctx.window_shape)
         inner_bias = for_bias and not how.crop.plans
         needs = for_x, for_weight, inner_bias
-        dx, dweight, dbias = gradients_and_close(how, window_grad, kept, weight, ctx.biased, needs, ctx.goes_on)
+        dx, dweight, dbias = backward_during_exchange(how, window_grad, kept, weight, ctx.biased, needs, ctx.goes_on)
         if for_bias and not inner_bias:
             dbias = grad.sum([0, *range(2, grad.ndim)])
         return dx, dweight, dbias, None

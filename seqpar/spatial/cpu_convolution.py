@@ -21,7 +21,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from seqpar.parallel.meta_tensors import alike, autocast_dtype, device_type
+from seqpar.parallel.meta_tensors import autocast_dtype, device_type, representative_pieces
 from seqpar.spatial.memory_format import is_channels_last
 
 _NATIVE = 20480  # channels x W x D up to which torch does not call oneDNN
@@ -99,12 +99,12 @@ def _cut(x: Tensor, weight: Tensor, options: ConvOptions) -> _Cut | None:
     return None
 
 
-def is_ours(x: Tensor, weight: Tensor, options: ConvOptions) -> bool:
+def uses_own_kernel(x: Tensor, weight: Tensor, options: ConvOptions) -> bool:
     """Returns whether a convolution, or a gradient of it, is computed in another form than torch's own."""
-    return _cut(x, weight, options) is not None or goes_by_slabs(x, weight, options)
+    return _cut(x, weight, options) is not None or weight_grad_by_slabs(x, weight, options)
 
 
-def goes_by_slabs(x: Tensor, weight: Tensor, options: ConvOptions) -> bool:
+def weight_grad_by_slabs(x: Tensor, weight: Tensor, options: ConvOptions) -> bool:
     """Returns whether the gradient of a convolution's weights is computed slab by slab."""
     if device_type(x) != "cpu" or x.ndim != 5 or max(weight.shape[2:]) == 1 or options.transposed or options.groups > 1:
         return False
@@ -130,7 +130,7 @@ def gradients(
     cut = _cut(x, weight, options)
     shape = [grad.shape[1]] if biased else None
     back = torch.ops.aten.convolution_backward
-    if cut is None and any(needs[1:]) and goes_by_slabs(x, weight, options):
+    if cut is None and any(needs[1:]) and weight_grad_by_slabs(x, weight, options):
         dx = back(grad, x, weight, shape, *options.all, (True, False, False))[0] if needs[0] else None
         return dx, *_by_slabs(grad, x, weight, shape, options, needs[1:])
     if cut is None:
@@ -151,7 +151,7 @@ def _by_slabs(
     at_once = math.ceil(count / math.ceil(count / most))  # so that no slab is too small for oneDNN
     totals: list[Tensor | None] = [None, None]
     slabs = [(first, min(first + at_once, count)) for first in range(0, count, at_once)]
-    for first, last in alike(slabs, x):
+    for first, last in representative_pieces(slabs, x):
         slab = _rows(x, first * stride - padding, (last - 1) * stride - padding + span)
         of_rows = _rows(grad, first, last)
         parts = torch.ops.aten.convolution_backward(of_rows, slab, weight, shape, *bare.all, (False, *needs))[1:]

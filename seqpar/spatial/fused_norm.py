@@ -21,7 +21,7 @@ def mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean.flatten(), variance.flatten()
 
 
-def joined(rows: Sequence[Tensor]) -> Tensor:
+def merge_batch_rows(rows: Sequence[Tensor]) -> Tensor:
     """Returns the rows ``(b c)`` of all pieces."""
     return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 

@@ -6,11 +6,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from seqpar.parallel.halo_exchange import HaloPlan, Meanwhile, close_windows, open_windows, window
+from seqpar.parallel.halo_exchange import (
+    HaloPlan,
+    WhileWaiting,
+    exchange_halos,
+    halo_exchange_adjoint,
+    start_halo_exchange,
+)
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.row_exchange import Interval, Rows
 from seqpar.spatial.box_grid import BoxGrid
-from seqpar.spatial.receptive_field import Reach
+from seqpar.spatial.receptive_field import ReceptiveField
 
 _Move = tuple[int, Rows, Rows]  # dimension of ``b c W D H``, what each rank holds of it, what it needs
 
@@ -27,7 +33,7 @@ class Halos:
     plans: tuple[HaloPlan, ...] = ()
 
     @classmethod
-    def of(cls, grid: BoxGrid, reaches: Sequence[Reach]) -> "Halos":
+    def of(cls, grid: BoxGrid, reaches: Sequence[ReceptiveField]) -> "Halos":
         """Returns the exchanges of ``reaches``; a dimension has none if every rank needs just what it holds."""
         moves, margins = [], []
         for dim, (edges, reach) in enumerate(zip(grid.edges, reaches)):
@@ -61,24 +67,24 @@ class Halos:
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Returns the window of ``x``, filled outside of the volume.
 
-        *forward:* ``window`` along each dimension.
+        *forward:* ``exchange_halos`` along each dimension.
         *backward:* their adjoints, in reverse.
         """
-        return window(x, self.group, *self.plans, fill=fill) if self.plans else x
+        return exchange_halos(x, self.group, *self.plans, fill=fill) if self.plans else x
 
-    def open(self, x: Tensor, meanwhile: Meanwhile | None = None) -> Tensor:
+    def open(self, x: Tensor, meanwhile: WhileWaiting | None = None) -> Tensor:
         """Returns the window of ``x`` with zeros outside of the volume, without a gradient.
 
-        ``meanwhile`` as in ``open_windows``.
+        ``meanwhile`` as in ``start_halo_exchange``.
         """
-        return open_windows(x, self.group, self.plans, meanwhile=meanwhile)
+        return start_halo_exchange(x, self.group, self.plans, meanwhile=meanwhile)
 
     def close(self, grad: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         """Returns the adjoint of ``open``, maybe a view of ``grad``, which may be written to.
 
-        ``meanwhile`` as in ``close_windows``.
+        ``meanwhile`` as in ``halo_exchange_adjoint``.
         """
-        return close_windows(grad, self.group, self.plans, meanwhile=meanwhile, in_place=True)
+        return halo_exchange_adjoint(grad, self.group, self.plans, meanwhile=meanwhile, in_place=True)
 
     def bytes_to_come(self, x: Tensor) -> int:
         """Returns how many bytes more the window of ``x`` has than ``x``, margins not counted."""

@@ -13,7 +13,7 @@ def is_channels_last(x: Tensor) -> bool:
     return x.ndim == 5 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
 
 
-def for_convolutions(x: Tensor) -> Tensor:
+def in_fastest_format(x: Tensor) -> Tensor:
     """Returns ``b c W D H`` in the memory format in which this device convolves fastest.
 
     Every operation of this room returns its result in the format of its input.
@@ -22,11 +22,11 @@ def for_convolutions(x: Tensor) -> Tensor:
     if x.ndim != 5 or (kind == "cpu" and dtype == torch.float64):
         return x
     amd_takes_it = torch.version.hip is None or os.environ.get("PYTORCH_MIOPEN_SUGGEST_NHWC") == "1"
-    last = takes_channels_last(kind, dtype, amd_takes_it)
+    last = prefers_channels_last(kind, dtype, amd_takes_it)
     return x.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
 
 
-def takes_channels_last(kind: str, dtype: torch.dtype, library_takes_it: bool) -> bool:
+def prefers_channels_last(kind: str, dtype: torch.dtype, library_takes_it: bool) -> bool:
     """Returns whether a device convolves faster with channels innermost.
 
     On a CPU it does (bench: 1.7 times as fast at full resolution), but torch has no such kernels for float64. On a GPU
@@ -41,6 +41,6 @@ def takes_channels_last(kind: str, dtype: torch.dtype, library_takes_it: bool) -
     return library_takes_it and dtype.itemsize == 2
 
 
-def in_format_of(y: Tensor, x: Tensor) -> Tensor:
+def match_memory_format(y: Tensor, x: Tensor) -> Tensor:
     """Returns ``y`` in the memory format of ``x``: torch returns small convolutions in another."""
     return y.contiguous(memory_format=torch.channels_last_3d) if is_channels_last(x) else y

@@ -14,7 +14,7 @@ from torch import Tensor
 from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.parallel.mesh import Group
 from seqpar.spatial.cache_pieces import Pieces
-from seqpar.spatial.fused_norm import joined, mean_and_variance
+from seqpar.spatial.fused_norm import mean_and_variance, merge_batch_rows
 
 
 class Moments(NamedTuple):
@@ -67,7 +67,7 @@ class MomentGroups:
         pieces, alone = Pieces(x), all(group.size == 1 for group in self.groups)
         if pieces.at_once and alone and not self.over_batch and self.num_groups == x.shape[1]:
             rows = [mean_and_variance(*piece.values) for piece in pieces.of([x])]
-            mean, variance = (joined(of_rows).view(len(x), -1, 1) for of_rows in zip(*rows))
+            mean, variance = (merge_batch_rows(of_rows).view(len(x), -1, 1) for of_rows in zip(*rows))
             return mean, variance, x.shape[2:].numel()
         count, mean, squares = self.moments(x)
         return mean, squares / count, count

@@ -19,7 +19,7 @@ from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.mesh import Group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.cache_pieces import Piece, Pieces
-from seqpar.spatial.fused_norm import BeforeActivation, activate, joined, write_gradient
+from seqpar.spatial.fused_norm import BeforeActivation, activate, merge_batch_rows, write_gradient
 from seqpar.spatial.moments import MomentGroups
 
 SLOPE = 0.01
@@ -130,7 +130,7 @@ def _whole_gradients(
     dx = pieces.empty(y.dtype)
     dother = pieces.empty(y.dtype) if other is not None or kept is not None else None
     before = [BeforeActivation(piece.values, SLOPE, norm.norm_other) for piece in pieces.of([*volumes, dother])]
-    sums = [joined(rows) for rows in zip(*(piece.sums(scale.dtype) for piece in before))]
+    sums = [merge_batch_rows(rows) for rows in zip(*(piece.sums(scale.dtype) for piece in before))]
     level, *slopes = norm.means(torch.stack(sums)).neg_()
     for (target, factor), slope in zip(((dx, scale), (dother, other_scale)), slopes):
         places = pieces.of([target], [factor, level * factor, slope * factor])

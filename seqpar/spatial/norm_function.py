@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from seqpar.spatial.cache_pieces import Pieces, in_whole_samples
+from seqpar.spatial.cache_pieces import Pieces, fits_whole_samples
 from seqpar.spatial.fused_norm import before_leaky_relu, write_gradient
 from seqpar.spatial.moments import MomentGroups
 
 Statistics = tuple[Tensor, Tensor, Tensor | int]  # mean and variance ``b g 1`` of all ranks, and of how many values
 
 
-def normed(
+def normalize(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -34,7 +34,7 @@ def normed(
     - ``eps``: added to the variance
     - ``slope``: of a leaky ReLU that follows; None: there is none. A CPU computes it while values are in its cache
     """
-    inside = slope is not None and not in_whole_samples(x)
+    inside = slope is not None and not fits_whole_samples(x)
     y, *statistics = _Norm.apply(x, weight, bias, eps, moment_groups, slope if inside else None)  # type: ignore[no-untyped-call]
     mean, variance, count = statistics
     return (y if slope is None or inside else F.leaky_relu_(y, slope)), (mean, variance, count)

@@ -16,7 +16,7 @@ from seqpar.parallel.mesh import AnyGroup, as_group
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.memory_format import is_channels_last
 from seqpar.spatial.moments import MomentGroups
-from seqpar.spatial.norm_function import Statistics, normed
+from seqpar.spatial.norm_function import Statistics, normalize
 
 
 class InstanceNorm3d(nn.InstanceNorm3d):
@@ -115,7 +115,7 @@ def _norm(
     slope: float | None,
 ) -> tuple[Tensor, Statistics]:
     assert grid is None or grid.fits(x), (x.shape, grid.sides)
-    return normed(x, norm.weight, norm.bias, norm.eps, moment_groups, slope)
+    return normalize(x, norm.weight, norm.bias, norm.eps, moment_groups, slope)
 
 
 def _activated(x: Tensor, slope: float | None) -> Tensor:

@@ -16,7 +16,7 @@ from seqpar.parallel.mesh import Group
 from seqpar.parallel.row_exchange import Interval
 from seqpar.spatial.cpu_convolution import ConvOptions, convolve, gradients
 from seqpar.spatial.halos import Halos
-from seqpar.spatial.memory_format import in_format_of
+from seqpar.spatial.memory_format import match_memory_format
 
 # Bytes of halos from which it gains: 40 us on a link of 25 GB/s, which is what convolutions of three thin slabs take.
 ENOUGH = 1 << 20
@@ -34,7 +34,7 @@ class BoxConvolution:
     crop: Halos = Halos(Group("self"))
 
 
-class Slab(NamedTuple):
+class HaloSlab(NamedTuple):
     """Outputs that read halos, and what they read of the window."""
 
     outputs: tuple[slice, ...]
@@ -42,7 +42,7 @@ class Slab(NamedTuple):
     size: int  # outputs of a channel
 
 
-def gains(kind: str, bytes_to_come: int) -> bool:
+def overlap_pays_off(kind: str, bytes_to_come: int) -> bool:
     """Returns whether to go on while halos travel: on a GPU, whose messages take little of its time, for large ones.
 
     - ``kind``: of the device
@@ -51,16 +51,16 @@ def gains(kind: str, bytes_to_come: int) -> bool:
     return kind == "cuda" and bytes_to_come >= ENOUGH
 
 
-def slabs_of(
+def halo_dependent_slabs(
     known: Mapping[int, Interval], outputs: Sequence[int], spans: Sequence[int], strides: Sequence[int]
-) -> list[Slab]:
+) -> list[HaloSlab]:
     """Returns slabs that hold each output once that reads rows which are not known.
 
     - ``known``: rows of the window that need no message, by dimension of ``b c W D H``; of other dimensions all
     - ``outputs``: extents of the output
     - ``spans``: extents of the kernel with its dilation
     """
-    left, slabs = [(0, extent) for extent in outputs], list[Slab]()
+    left, slabs = [(0, extent) for extent in outputs], list[HaloSlab]()
     for dim, (low, high) in known.items():
         at = dim - 2
         first = min(-(-low // strides[at]), outputs[at])
@@ -73,34 +73,34 @@ def slabs_of(
                     for d, (a, b) in enumerate(box)
                 ]
                 size = math.prod(b - a for a, b in box)
-                slabs.append(Slab((ALL, ALL, *(slice(a, b) for a, b in box)), (ALL, ALL, *reads), size))
+                slabs.append(HaloSlab((ALL, ALL, *(slice(a, b) for a, b in box)), (ALL, ALL, *reads), size))
         left[at] = first, behind
     return [slab for slab in slabs if slab.size]
 
 
-def open_and_convolve(
+def convolve_during_exchange(
     how: BoxConvolution, x: Tensor, weight: Tensor, bias: Tensor | None, goes_on: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the window of ``x``, and what it yields in the memory format of ``x``; ``goes_on`` while halos travel."""
-    options, slabs, early = how.options, list[Slab](), list[Tensor]()
+    options, slabs, early = how.options, list[HaloSlab](), list[Tensor]()
 
     def begin(window: Tensor) -> None:
         spans = [(kernel - 1) * dilation + 1 for kernel, dilation in zip(weight.shape[2:], options.dilation)]
         padded = [side + 2 * pad for side, pad in zip(window.shape[2:], options.padding)]
         outputs = [(side - span) // stride + 1 for side, span, stride in zip(padded, spans, options.stride)]
-        slabs.extend(slabs_of(how.halos.known_rows(), outputs, spans, options.stride))
+        slabs.extend(halo_dependent_slabs(how.halos.known_rows(), outputs, spans, options.stride))
         if 2 * sum(slab.size for slab in slabs) <= math.prod(outputs):  # else most of it would be done twice
-            early.append(in_format_of(convolve(window, weight, bias, options), x))
+            early.append(match_memory_format(convolve(window, weight, bias, options), x))
 
     window = how.halos.open(x, begin if goes_on and not options.transposed else None)
     if not early:
-        return window, in_format_of(convolve(window, weight, bias, options), x)
+        return window, match_memory_format(convolve(window, weight, bias, options), x)
     for slab in slabs:
         early[0][slab.outputs] = convolve(window[slab.inputs], weight, bias, options)
     return window, early[0]
 
 
-def gradients_and_close(
+def backward_during_exchange(
     how: BoxConvolution,
     grad: Tensor,
     kept: Tensor,

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqpar.parallel.collectives import all_sum
-from seqpar.parallel.device_constants import table
+from seqpar.parallel.device_constants import cached
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.halos import Halos
-from seqpar.spatial.receptive_field import Reach, enlarging_reach, output_grid, sliding_reach
+from seqpar.spatial.receptive_field import ReceptiveField, enlarging_reach, output_grid, sliding_reach
 
 
 class MaxPool3d(nn.MaxPool3d):
@@ -65,7 +65,7 @@ class AvgPool3d(nn.AvgPool3d):
             y = y / _divisors(tuple(map(tuple, counts)), y.dtype, y.device)
         return y, output_grid(grid, reaches)
 
-    def _counts(self, dim: int, reach: Reach, grid: BoxGrid) -> list[int]:
+    def _counts(self, dim: int, reach: ReceptiveField, grid: BoxGrid) -> list[int]:
         """Returns how many voxels torch divides by along ``dim``, for each of this rank's outputs."""
         kernel, stride = _three(self.kernel_size)[dim], _three(self.stride)[dim]
         padding, extent = _three(self.padding)[dim], grid.extents[dim]
@@ -109,12 +109,12 @@ class Upsample(nn.Upsample):
     def _enlarge(self, x: Tensor) -> Tensor:
         interpolates = self.mode == "trilinear"
         if interpolates and x.is_cuda and torch.are_deterministic_algorithms_enabled():
-            return enlarged(x, self.factors)
+            return upsample_trilinear(x, self.factors)
         align = False if interpolates else None
         return F.interpolate(x, scale_factor=[float(f) for f in self.factors], mode=self.mode, align_corners=align)
 
 
-def enlarged(x: Tensor, factors: Sequence[int]) -> Tensor:
+def upsample_trilinear(x: Tensor, factors: Sequence[int]) -> Tensor:
     """Returns what trilinear interpolation does, whose gradients a GPU adds in the same order every time.
 
     torch's own kernel adds them as its threads come. At least in float32, as autocast runs that one.
@@ -146,7 +146,7 @@ class GlobalMean(nn.AdaptiveAvgPool3d):
         return all_sum(mean * fraction, grid.group, "statistics").to(x.dtype), None
 
 
-@table(64)
+@cached(64)
 def _divisors(counts: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the products ``W D H`` of one count per output along each dimension."""
     w, d, h = (torch.tensor(count, dtype=dtype, device=device) for count in counts)
@@ -160,7 +160,7 @@ def _refuse_padding(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int]) -> Non
             raise ValueError(f"{pool}: padding must be at most half of the kernel")
 
 
-def _pool_reaches(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int], grid: BoxGrid) -> list[Reach]:
+def _pool_reaches(pool: MaxPool3d | AvgPool3d, dilation: Sequence[int], grid: BoxGrid) -> list[ReceptiveField]:
     kernel, stride, padding = _three(pool.kernel_size), _three(pool.stride), _three(pool.padding)
     return [
         sliding_reach(edges, d * (k - 1) + 1, s, (p, p), str(pool), pool.ceil_mode)

@@ -13,7 +13,7 @@ from seqpar.spatial.box_grid import BoxGrid
 
 
 @dataclass(frozen=True)
-class Reach:
+class ReceptiveField:
     """Where the output of an operation is cut along one dimension, and which input interval each rank needs for it.
 
     ``needed`` reaches out of the volume where the operation pads. Where the dimension is not cut, the reach may be
@@ -28,7 +28,7 @@ class Reach:
 
 def sliding_reach(
     edges: Bounds, span: int, stride: int, pads: tuple[int, int], what: str, ceil_mode: bool = False
-) -> Reach:
+) -> ReceptiveField:
     """Returns the reach of a window of ``span`` voxels (kernel with its dilation) that moves by ``stride``.
 
     The output at ``o`` reads ``[o * stride - pad, o * stride - pad + span)``. A rank holds the outputs whose
@@ -41,12 +41,12 @@ def sliding_reach(
     cut = _cut_at([-(-edge // stride) for edge in edges], count, edges, what)
     needed = tuple((a * stride - pads[0], (b - 1) * stride - pads[0] + span) for a, b in itertools.pairwise(cut))
     local = len(edges) == 2 and pads[0] == pads[1]
-    return Reach(cut, needed, local, pads[0] if local else 0)
+    return ReceptiveField(cut, needed, local, pads[0] if local else 0)
 
 
 def transposed_reach(
     edges: Bounds, kernel: int, stride: int, padding: int, dilation: int, output_padding: int, what: str
-) -> Reach:
+) -> ReceptiveField:
     """Returns the reach of a transposed convolution.
 
     Its input ``i`` adds to the outputs ``i * stride - padding + dilation * t`` of each kernel element ``t``.
@@ -59,13 +59,13 @@ def transposed_reach(
         low = min(max(-(-(a + padding - span) // stride), 0), extent - 1)
         high = max(min((b - 1 + padding) // stride + 1, extent), low + 1)  # one at least: no empty convolution
         needed.append((low, high))
-    return Reach(cut, tuple(needed), len(edges) == 2, padding if len(edges) == 2 else 0)
+    return ReceptiveField(cut, tuple(needed), len(edges) == 2, padding if len(edges) == 2 else 0)
 
 
-def enlarging_reach(edges: Bounds, factor: int, halo: int) -> Reach:
+def enlarging_reach(edges: Bounds, factor: int, halo: int) -> ReceptiveField:
     """Returns the reach of an upsampling by ``factor`` that reads ``halo`` voxels of each neighbour."""
     needed = tuple((max(a - halo, 0), min(b + halo, edges[-1])) for a, b in itertools.pairwise(edges))
-    return Reach(tuple(edge * factor for edge in edges), needed, len(edges) == 2)
+    return ReceptiveField(tuple(edge * factor for edge in edges), needed, len(edges) == 2)
 
 
 def _cut_at(targets: Sequence[int], count: int, edges: Bounds, what: str) -> Bounds:
@@ -81,6 +81,6 @@ def _cut_at(targets: Sequence[int], count: int, edges: Bounds, what: str) -> Bou
     return cut
 
 
-def output_grid(grid: BoxGrid, reaches: Sequence[Reach]) -> BoxGrid:
+def output_grid(grid: BoxGrid, reaches: Sequence[ReceptiveField]) -> BoxGrid:
     """Returns the box grid of an operation's output."""
     return BoxGrid(tuple(reach.edges for reach in reaches), grid.group)

@@ -5,13 +5,13 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
-from seqpar.cluster.cpu_speed import this_cpu
+from seqpar.cluster.cpu_speed import measure_cpu
 from seqpar.cluster.devices import MIB, Device, device_here, measured
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner.batch_size import choose_batch
 from seqpar.planner.curriculum import choose_lessons, is_open
-from seqpar.planner.needs import Plan, Run, planned
+from seqpar.planner.needs import Plan, RunToPlan, plan_complete_config
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
 from seqpar.settings.config import Config
@@ -37,10 +37,10 @@ def measured_cost(run: Path) -> Cost:
 def planned_cost(run: Path) -> Cost:
     """Returns what the planner says of a finished run, for the device here."""
     content = read_config(run)
-    return cost_of(plan_of(Config.from_dict(content["config"]), content["layout"]["ranks"]))
+    return cost_from_plan(plan_of(Config.from_dict(content["config"]), content["layout"]["ranks"]))
 
 
-def cost_of(plan: Plan) -> Cost:
+def cost_from_plan(plan: Plan) -> Cost:
     return Cost(plan.total / MIB, plan.step_seconds)
 
 
@@ -61,11 +61,13 @@ def _plan(config: Config, ranks: int) -> Plan:
     device = _device(config.device, config.precision)
     if config.measured:
         device = measured(config.measured, device, config.precision)
-    return planned(Run(config, device, len(data.modalities), len(data.outputs(config.targets))), ranks)
+    return plan_complete_config(
+        RunToPlan(config, device, len(data.modalities), len(data.outputs(config.targets))), ranks
+    )
 
 
 @cache
 def _device(kind: str, precision: str) -> Device:
     """Returns the device here; a CPU's cores are measured, which takes some seconds."""
     device = device_here(kind)
-    return device if device.on_gpu else this_cpu(precision)
+    return device if device.on_gpu else measure_cpu(precision)

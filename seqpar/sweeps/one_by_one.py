@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Protocol
 
 from seqpar.cluster.exit_codes import PREEMPTED
-from seqpar.cluster.start_ranks import SIGNALS, run_local, signals_passed_on
+from seqpar.cluster.start_ranks import SIGNALS, forward_signals, run_local
 from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, read_status, refuse_other_flags
 from seqpar.text import quantity
 
@@ -49,7 +49,7 @@ class OneByOne:
         for planned in runs:
             if has_begun(root / planned.name):
                 refuse_other_flags(planned, root / planned.name)
-        with kept_signals(self.signals):
+        with collecting_signals(self.signals):
             for number, planned in enumerate(runs):
                 if code := self._make(planned, root / planned.name, f"run {number + 1} of {len(runs)}"):
                     return code
@@ -78,7 +78,7 @@ class OneByOne:
 
 
 @contextmanager
-def kept_signals(signals: list[int]) -> Iterator[None]:
+def collecting_signals(signals: list[int]) -> Iterator[None]:
     """Within the block, signals that ask this process to leave are added to ``signals``.
 
     While a run trains on ranks that were started here, they are passed on to it as well.
@@ -106,6 +106,6 @@ def start_ranks(ranks: int, flags: Sequence[str], signals: list[int]) -> int:
         ["srun", "-n", str(ranks), "--kill-on-bad-exit=1", sys.executable, "-u", *TRAIN, *flags],
         start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on once
     )
-    with signals_passed_on([step], signals):
+    with forward_signals([step], signals):
         code = step.wait()
     return code if code >= 0 else 128 - code

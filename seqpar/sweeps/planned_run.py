@@ -1,14 +1,28 @@
 """PlannedRun: a training run of a list, by its settings; and how far the run folder of it is."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from seqpar.data.errors import DataError
+from seqpar.data.preparation.fingerprint import Fingerprint
+from seqpar.models.build import NETWORK_NAMES, refuse_settings_of_other_networks
+from seqpar.planner.feasibility import check_feasible
 from seqpar.runs.run_folder import read_config
-from seqpar.text import dashed
+from seqpar.settings.command_line import parse, refuse_settings_without_effect, shortened_warmup
+from seqpar.settings.config import Config
+from seqpar.tasks.tasks import task_of
+from seqpar.text import flag_name
+
+
+@cache
+def _headers(task: str, data: str) -> Fingerprint:
+    """Returns what the headers of a task's data say, whose volumes are taken whole."""
+    config = Config(task=task, data=data)
+    return task_of(config).look_at(config)
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,7 @@ class PlannedRun:
     @property
     def flags(self) -> list[str]:
         """The flags of train that begin the run, all but the folders: --out and --weights."""
-        own = (word for name, value in self.settings.items() for word in words(name, value))
+        own = (word for name, value in self.settings.items() for word in flag_values(name, value))
         return ["--preset", self.preset, *own]
 
     def line(self, run: Path) -> list[str]:
@@ -44,11 +58,11 @@ class PlannedRun:
         return [*self.flags, "--out", str(run), *weights]
 
 
-def words(name: str, value: Any) -> list[str]:
+def flag_values(name: str, value: Any) -> list[str]:
     """Returns the words of a setting on the command line."""
     if isinstance(value, bool):
-        return [f"--{'' if value else 'no-'}{dashed(name)}"]
-    return [f"--{dashed(name)}", *map(str, value if isinstance(value, tuple) else [value])]
+        return [f"--{'' if value else 'no-'}{flag_name(name)}"]
+    return [f"--{flag_name(name)}", *map(str, value if isinstance(value, tuple) else [value])]
 
 
 def has_begun(run: Path) -> bool:
@@ -97,3 +111,19 @@ def _by_flag(line: list[str]) -> dict[str, str]:
         name = word if word.startswith("--") else name
         flags[name] = f"{flags[name]} {word}" if name in flags else word
     return flags
+
+
+def config_of(planned: PlannedRun, acting: Collection[str] = ()) -> Config:
+    """Returns the config of a run; raises ValueError where its settings cannot be, before any run begins.
+
+    - ``acting``: settings that have an effect whatever the others are
+    """
+    _, config, names = parse(planned.flags, planned.preset, NETWORK_NAMES)
+    refuse_settings_of_other_networks(config, names)
+    refuse_settings_without_effect(config, names.difference(acting))
+    config, _ = shortened_warmup(config, names)
+    if not config.tile:
+        config = task_of(config).with_tile(config, _headers(config.task, config.data))
+    if config.batch or not config.curriculum:
+        check_feasible(config)
+    return config

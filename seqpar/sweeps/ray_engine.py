@@ -15,10 +15,10 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import ConcurrencyLimiter, Searcher
 
 from seqpar.cluster.exit_codes import FAULT, PREEMPTED
-from seqpar.cluster.start_ranks import PARENT, most_telling
+from seqpar.cluster.start_ranks import PARENT, most_informative_code
 from seqpar.runs.fold_folder import COME_AGAIN
 from seqpar.sweeps.live_table import LiveTable
-from seqpar.sweeps.one_by_one import TRAIN, kept_signals
+from seqpar.sweeps.one_by_one import TRAIN, collecting_signals
 from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, refuse_other_flags
 from seqpar.sweeps.ray_cluster import Cluster
 from seqpar.sweeps.sweep_request import ASHA
@@ -71,7 +71,7 @@ class SideBySide:
         watch = _Watch(LiveTable(root, total, total - num_open), root, self.stopped)
         (root / LEAVING).unlink(missing_ok=True)
         thread = threading.Thread(target=self._fit, args=(open_runs, num_open, root, watch), daemon=True)
-        with kept_signals(self.signals):
+        with collecting_signals(self.signals):
             thread.start()
             num_over = watch.table.over
             while thread.is_alive():
@@ -89,7 +89,7 @@ class SideBySide:
         shutil.rmtree(root / STORAGE, ignore_errors=True)
         if watch.error is not None:
             raise watch.error
-        return PREEMPTED if watch.leaves else most_telling(list(watch.codes.values()))
+        return PREEMPTED if watch.leaves else most_informative_code(list(watch.codes.values()))
 
     def _refuse_lost(self) -> None:
         if lost := self.cluster.lost():

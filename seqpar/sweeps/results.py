@@ -10,9 +10,9 @@ from typing import Any
 
 from seqpar.data.files import whole_file, write_text
 from seqpar.report.curves import DICE, TRAIN_LOSS, read_curve
-from seqpar.runs.sweep_folder import Point, Sweep, show
+from seqpar.runs.sweep_folder import Point, Sweep, format_value
 from seqpar.terminal import next_command
-from seqpar.text import dashed
+from seqpar.text import flag_name
 
 BEST, OTHERS, MEANS = "#d55e00", "#7f9fb5", "#222222"
 NOTE = (
@@ -80,22 +80,24 @@ def _draw_curve(plot: Any, run: Path, quantity: str, is_best: bool) -> None:
 def _draw_setting(plot: Any, sweep: Sweep, name: str, best: Point | None) -> None:
     """Draws the score of each point by a setting's value, with their means and spread."""
     known = [point for point in sweep.points if name in point.settings and not math.isnan(point.score)]
-    values = list(dict.fromkeys(show(point.settings[name]) for point in known))
+    values = list(dict.fromkeys(format_value(point.settings[name]) for point in known))
     plot.set_ylabel(sweep.score_name)
-    plot.set_xlabel(dashed(name))
+    plot.set_xlabel(flag_name(name))
     plot.grid(alpha=0.3)
     if len(values) > MOST_VALUES and all(isinstance(point.settings[name], (int, float)) for point in known):
         _draw_range(plot, known, name, best)
         return
     of_values: Mapping[str, Sequence[float]] = {
-        value: [point.score for point in known if show(point.settings[name]) == value] for value in values
+        value: [point.score for point in known if format_value(point.settings[name]) == value] for value in values
     }
     for at, scores in enumerate(of_values.values()):
         plot.bar(at, fmean(scores), 0.6, color="#dfe8ee", edgecolor=OTHERS)
         plot.vlines(at, min(scores), max(scores), color=MEANS, linewidth=1.2)
         plot.scatter([at] * len(scores), scores, s=14, color=OTHERS, zorder=3)
     if best is not None and name in best.settings:
-        plot.scatter([values.index(show(best.settings[name]))], [best.score], s=60, marker="*", color=BEST, zorder=4)
+        plot.scatter(
+            [values.index(format_value(best.settings[name]))], [best.score], s=60, marker="*", color=BEST, zorder=4
+        )
     crowded = len(values) > MOST_VALUES
     plot.set_xticks(range(len(values)), values, fontsize=6 if crowded else 8, rotation=90 if crowded else 0)
 
@@ -137,9 +139,9 @@ def csv_text(sweep: Sweep) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     names = list(dict.fromkeys(name for point in sweep.points for name in point.settings))
-    rows.writerow(["point", *map(dashed, names), *COLUMNS])
+    rows.writerow(["point", *map(flag_name, names), *COLUMNS])
     for point in sweep.points:
-        settings = [show(point.settings[name]) if name in point.settings else "" for name in names]
+        settings = [format_value(point.settings[name]) if name in point.settings else "" for name in names]
         rows.writerow([point.name, *settings, *(_field(getattr(point, name)) for name in COLUMNS)])
     return text.getvalue()
 
@@ -166,5 +168,5 @@ def _table(sweep: Sweep) -> list[str]:
             means = ", ".join(
                 f"{value} {fmean(score for score, _ in pairs):.4f} ({len(pairs)})" for value, pairs in of_values.items()
             )
-            lines.append(f"{sweep.score_name} by {dashed(name)}: {means}")
+            lines.append(f"{sweep.score_name} by {flag_name(name)}: {means}")
     return lines

@@ -14,9 +14,9 @@ from seqpar.report.picture import draw_figure
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.sweep_folder import Sweep
 from seqpar.settings.config import Config
-from seqpar.settings.scaled_rate import as_begun
+from seqpar.settings.scaled_rate import settings_at_start
 from seqpar.sweeps.costs import plan_of
-from seqpar.sweeps.sweep_request import ALL, SweepOrder
+from seqpar.sweeps.sweep_request import ALL, SweepRequest
 from seqpar.text import clock, quantity
 
 
@@ -95,7 +95,7 @@ class Recorded:
     ranks: int
 
 
-def print_plan(order: SweepOrder, sweep: Sweep, out: Path, devices_here: int) -> None:
+def print_plan(order: SweepRequest, sweep: Sweep, out: Path, devices_here: int) -> None:
     """Prints what the sweep takes, and draws scaling.png into its folder.
 
     - ``devices_here``: how many there are
@@ -110,7 +110,7 @@ def print_plan(order: SweepOrder, sweep: Sweep, out: Path, devices_here: int) ->
         if point.state == "finished" and point.seconds
     }
     runs = [(config, recorded.get(name)) for name, config in configs.items()]
-    lengths = [length_on(per_run, *run) for run in runs]
+    lengths = [run_seconds_on(per_run, *run) for run in runs]
     sizes = _sizes(per_run, len(lengths), devices_here)
     rows = scale(lengths, per_run, sizes, lambda size: _on_all(runs, per_run, size))
     print(f"{quantity(len(lengths), 'point')} of {_range(lengths)}, {source_of(len(recorded), len(lengths))}")
@@ -140,10 +140,10 @@ def run_seconds(config: Config, ranks: int) -> float:
     """
     num_groups = ranks // config.group_ranks
     held = hold_global_batch(config, num_groups) if config.global_batch > 0 else config
-    return as_begun(config, num_groups).steps * step_seconds(held, ranks)
+    return settings_at_start(config, num_groups).steps * step_seconds(held, ranks)
 
 
-def length_on(ranks: int, config: Config, recorded: Recorded | None = None) -> float:
+def run_seconds_on(ranks: int, config: Config, recorded: Recorded | None = None) -> float:
     """Returns the seconds of a run on so many ranks: recorded on these, or on others and converted, or planned."""
     if recorded is None:
         return run_seconds(config, ranks)
@@ -167,7 +167,7 @@ def _on_all(runs: Sequence[tuple[Config, Recorded | None]], per_run: int, size: 
         num_groups, odd = divmod(size, config.group_ranks)
         if size < per_run or odd or (config.global_batch > 0 and config.global_batch % num_groups):
             return ()
-    return [length_on(size, *run) for run in runs]
+    return [run_seconds_on(size, *run) for run in runs]
 
 
 def _ranks_of(run: Path, usual: int) -> int:

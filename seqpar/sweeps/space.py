@@ -17,10 +17,10 @@ from typing import Any, get_type_hints
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
-from seqpar.runs.sweep_folder import show
+from seqpar.runs.sweep_folder import format_value
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import ALL_FOLDS
-from seqpar.text import dashed
+from seqpar.text import flag_name
 
 RANGES = ("log", "uniform")
 OF_ONE_RUN = ("out", "resume", "again", "take_over", "dry_run", "time_limit", "preset")  # a sweep sets these itself
@@ -121,11 +121,11 @@ def _name_of(key: str, taken: set[str]) -> str:
     known = [f.name for f in dataclasses.fields(Config)]
     name = key.removeprefix("--").replace("-", "_")
     if name in OF_ONE_RUN:
-        raise ValueError(f"--space {key}: each run of a sweep has its own --{dashed(name)}: leave it out")
+        raise ValueError(f"--space {key}: each run of a sweep has its own --{flag_name(name)}: leave it out")
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
-        nearest = f"; nearest is {dashed(near[0])}" if near else ""
-        raise ValueError(f"--space {key}: train has no flag --{dashed(name)}{nearest} (train --help lists all)")
+        nearest = f"; nearest is {flag_name(near[0])}" if near else ""
+        raise ValueError(f"--space {key}: train has no flag --{flag_name(name)}{nearest} (train --help lists all)")
     if name in taken:
         raise ValueError(f"--space {key}: it is there twice: give all its values once")
     return name
@@ -148,12 +148,12 @@ def _value(name: str, text: str) -> Any:
         return kind(text)
     except (ValueError, KeyError):
         needed = {bool: "yes or no", int: "a whole number", float: "a number"}.get(kind, "numbers, as in 0.9:0.99")
-        raise ValueError(f"--space {dashed(name)}={text}: {needed} is needed") from None
+        raise ValueError(f"--space {flag_name(name)}={text}: {needed} is needed") from None
 
 
 def _range(name: str, parts: Sequence[str]) -> Range:
     """Returns the range of "log", "1e-4", "1e-2"."""
-    typed = f"--space {dashed(name)}={':'.join(parts)}"
+    typed = f"--space {flag_name(name)}={':'.join(parts)}"
     if get_type_hints(Config)[name] is not float:
         raise ValueError(f"{typed}: numbers are drawn for settings that are any number, such as lr; list its values")
     try:
@@ -169,7 +169,7 @@ def _range(name: str, parts: Sequence[str]) -> Range:
 def _different(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
     for value in values:
         if values.count(value) > 1:
-            raise ValueError(f"--space {dashed(name)}: {show(value)} is there twice: leave one out")
+            raise ValueError(f"--space {flag_name(name)}: {format_value(value)} is there twice: leave one out")
     return tuple(values)
 
 
@@ -180,9 +180,9 @@ def rounded(number: float) -> float:
 
 def name_of_point(settings: Mapping[str, Any]) -> str:
     """Returns the name of a point's run folder, which tells its settings, of paths the last part."""
-    text = "_".join(f"{dashed(name)}-{show(value)}" for name, value in settings.items()) or "only"
-    shown = {name: Path(value).name if name in FILES else show(value) for name, value in settings.items()}
-    name = "_".join(f"{dashed(name)}-{value}" for name, value in shown.items()) or "only"
+    text = "_".join(f"{flag_name(name)}-{format_value(value)}" for name, value in settings.items()) or "only"
+    shown = {name: Path(value).name if name in FILES else format_value(value) for name, value in settings.items()}
+    name = "_".join(f"{flag_name(name)}-{value}" for name, value in shown.items()) or "only"
     name = "".join(sign if sign.isalnum() or sign in "-_.+@" else "-" for sign in name)
     if len(name) <= LONGEST_NAME and name == text:
         return name

@@ -9,18 +9,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lab.figures.figure import config_of
 from seqpar.cluster.devices import num_devices
 from seqpar.models.build import NETWORK_NAMES
-from seqpar.runs.sweep_folder import SWEEP_FILE, Point, Sweep, looked_up, no_sweep, read_sweep
+from seqpar.runs.sweep_folder import SWEEP_FILE, Point, Sweep, damaged_sweep_error, read_sweep, refresh_points
 from seqpar.settings.command_line import parse, wants_gpu
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.settings.presets import PRESETS
-from seqpar.settings.scaled_rate import as_begun
-from seqpar.sweeps.planned_run import PlannedRun, has_begun
+from seqpar.settings.scaled_rate import settings_at_start
+from seqpar.sweeps.planned_run import PlannedRun, config_of, has_begun
 from seqpar.sweeps.space import FILES, OF_ONE_RUN, Range, Space, name_of_point
-from seqpar.text import dashed, quantity
+from seqpar.text import flag_name, quantity
 
 OPTUNA = "optuna"
 ASHA = "asha"
@@ -32,7 +31,7 @@ MAY_CHANGE = ("stop_early", "max_failures")  # of a sweep that goes on
 
 
 @dataclass(frozen=True)
-class SweepOrder:
+class SweepRequest:
     """What a sweep is asked for.
 
     - ``preset``, ``settings``: what all runs begin with, by the names of Config
@@ -141,7 +140,7 @@ class SweepOrder:
         - ``configs``: of all points so far; optuna may suggest any of the space, whose listed values are counted then
         """
         every = self.configs(replace(self, samples=1).drawn()) if self.total else configs
-        begun = [as_begun(config, ranks // config.group_ranks) for config in every.values()]
+        begun = [settings_at_start(config, ranks // config.group_ranks) for config in every.values()]
         firsts = [min(config.val_every * config.iterations or config.steps, config.steps) for config in begun]
         return min(firsts), max(config.steps for config in begun)
 
@@ -168,7 +167,7 @@ def check_devices(devices: int, on_gpu: bool) -> None:
         raise ValueError(f"--devices {devices}: this machine has {quantity(count, 'GPU')}: give at most so many")
 
 
-def need_ray() -> None:
+def require_ray() -> None:
     """Raises ValueError where Ray Tune is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ValueError("tune needs Ray Tune, which is not installed: pip install 'seqpar[tune]'")
@@ -176,7 +175,7 @@ def need_ray() -> None:
 
 def draw(one: Range, source: random.Random) -> float:
     """Returns a number of a range, drawn as Ray's ``uniform`` and ``loguniform`` do."""
-    need_ray()
+    require_ray()
     from ray import tune
 
     domain = tune.loguniform(one.low, one.high) if one.kind == "log" else tune.uniform(one.low, one.high)
@@ -192,16 +191,16 @@ def typed_settings(
     """
     preset, config, names = parse(rest, default_preset, NETWORK_NAMES, others)
     if own := sorted(names.intersection(OF_ONE_RUN) - {"preset"}):
-        raise ValueError(f"--{dashed(own[0])} belongs to a single run, and a sweep has several: leave it out")
+        raise ValueError(f"--{flag_name(own[0])} belongs to a single run, and a sweep has several: leave it out")
     if twice := sorted(names.intersection(space.names)):
-        raise ValueError(f"--{dashed(twice[0])} is what --space compares: leave one of both out")
+        raise ValueError(f"--{flag_name(twice[0])} is what --space compares: leave one of both out")
     if config.fold == ALL_FOLDS:
         raise ValueError(f"--fold {ALL_FOLDS} is five runs: compare folds by --space fold=0,1,2,3,4")
     typed = {name: getattr(config, name) for name in sorted(names)}
     return preset, typed | {name: os.path.abspath(typed[name]) for name in FILES if typed.get(name)}
 
 
-def same_order(before: Mapping[str, Any], now: Mapping[str, Any], out: str) -> None:
+def check_same_sweep(before: Mapping[str, Any], now: Mapping[str, Any], out: str) -> None:
     """Refuses a sweep that goes on by other settings than those that it began with."""
     for name in (before.keys() | now.keys()).difference(MAY_CHANGE):
         if _plain(before.get(name)) != _plain(now.get(name)):
@@ -215,19 +214,19 @@ def has_begun_points(out: Path) -> bool:
     return any(has_begun(out / point.name) for point in read_sweep(out).points)
 
 
-def with_typed(order: SweepOrder, options: argparse.Namespace) -> SweepOrder:
+def override_by_flags(order: SweepRequest, options: argparse.Namespace) -> SweepRequest:
     """Returns the order with those of the options that a sweep may change as it goes on, where they are typed."""
     typed = {name: getattr(options, name) for name in MAY_CHANGE}
     return replace(order, **{name: value for name, value in typed.items() if value is not None})
 
 
-def going_on(before: Sweep, options: argparse.Namespace) -> tuple[SweepOrder, Sweep]:
+def resume_sweep(before: Sweep, options: argparse.Namespace) -> tuple[SweepRequest, Sweep]:
     """Returns the order of a sweep that was begun, and the sweep as it stands."""
-    order = with_typed(order_of(before.began, options.out), options)
-    return order, looked_up(options.out, replace(before, began=order.began()))
+    order = override_by_flags(order_of(before.began, options.out), options)
+    return order, refresh_points(options.out, replace(before, began=order.began()))
 
 
-def order_of(began: Mapping[str, Any], out: Path) -> SweepOrder:
+def order_of(began: Mapping[str, Any], out: Path) -> SweepRequest:
     """Returns the order that the sweep.json in ``out`` keeps; raises DataError where it is damaged."""
     try:
         ranges = {name: Range(**one) for name, one in began["space"].items() if isinstance(one, dict)}
@@ -235,9 +234,9 @@ def order_of(began: Mapping[str, Any], out: Path) -> SweepOrder:
         settings = {name: _tupled(value) for name, value in began["settings"].items()}
         per_run, samples, search = began["devices_per_run"], began["samples"], began["search"]
     except (KeyError, TypeError, AttributeError) as error:
-        raise no_sweep(out / SWEEP_FILE, error) from None
+        raise damaged_sweep_error(out / SWEEP_FILE, error) from None
     more = {name: began[name] for name in MAY_CHANGE if name in began}
-    return SweepOrder(Space(values, ranges), began["preset"], settings, per_run, samples, search, **more)
+    return SweepRequest(Space(values, ranges), began["preset"], settings, per_run, samples, search, **more)
 
 
 def tupled_points(sweep: Sweep) -> Sweep:

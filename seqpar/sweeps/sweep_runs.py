@@ -10,20 +10,20 @@ from typing import Any
 
 from seqpar.cluster.exit_codes import PREEMPTED, code_of
 from seqpar.runs.run_lock import RunLock
-from seqpar.runs.run_status import Status
-from seqpar.runs.sweep_folder import Point, Sweep, looked_up, make_folder, write_sweep
+from seqpar.runs.run_status import StatusFile
+from seqpar.runs.sweep_folder import Point, Sweep, make_folder, refresh_points, write_sweep
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import DataSettings
 from seqpar.settings.presets import FROM_DATA
 from seqpar.sweeps.planned_run import PlannedRun
 from seqpar.sweeps.ray_cluster import ray_cluster
 from seqpar.sweeps.ray_engine import SideBySide
-from seqpar.sweeps.sweep_request import SweepOrder
+from seqpar.sweeps.sweep_request import SweepRequest
 from seqpar.tasks.tasks import task_of
 from seqpar.text import quantity
 
 
-def make_sweep(order: SweepOrder, sweep: Sweep, options: argparse.Namespace, until: float) -> tuple[int, Sweep]:
+def make_sweep(order: SweepRequest, sweep: Sweep, options: argparse.Namespace, until: float) -> tuple[int, Sweep]:
     """Returns the exit code, and the sweep as it stands then.
 
     - ``options``: of the command line
@@ -33,7 +33,7 @@ def make_sweep(order: SweepOrder, sweep: Sweep, options: argparse.Namespace, unt
     make_folder(out)
     lock = RunLock(out)
     lock.take(options.take_over)
-    record = _Record(out, sweep, Status(out, lock), order.total)
+    record = _Record(out, sweep, StatusFile(out, lock), order.total)
     try:
         record.write()
         is_over = record.num_over == max(len(sweep.points), order.total)
@@ -49,7 +49,7 @@ def make_sweep(order: SweepOrder, sweep: Sweep, options: argparse.Namespace, unt
 
 
 def _make(
-    order: SweepOrder,
+    order: SweepRequest,
     record: "_Record",
     configs: Mapping[str, Config],
     options: argparse.Namespace,
@@ -81,7 +81,7 @@ def _make(
 
 
 def _suggested(
-    order: SweepOrder,
+    order: SweepRequest,
     record: "_Record",
     devices: int,
     task_of: Callable[[PlannedRun], dict[str, Any]],
@@ -101,7 +101,7 @@ def _suggested(
 class _Record:
     """Writes sweep.json and the status of the sweep as its runs stand."""
 
-    def __init__(self, out: Path, sweep: Sweep, status: Status, total: int = 0) -> None:
+    def __init__(self, out: Path, sweep: Sweep, status: StatusFile, total: int = 0) -> None:
         self.out, self.sweep, self.status, self.total = out, sweep, status, total
         self.stopped = [point.name for point in sweep.points if point.state == "stopped"]
         self._lock = threading.Lock()
@@ -121,7 +121,7 @@ class _Record:
         """Returns the sweep as it stands."""
         with self._lock:  # points may be added by the thread of a search algorithm
             ended = {"running": "", "preempted": "preempted"}.get(state, "killed")
-            self.sweep = looked_up(self.out, self.sweep, self.stopped, ended)
+            self.sweep = refresh_points(self.out, self.sweep, self.stopped, ended)
             write_sweep(self.out, self.sweep)
         self.status.step, self.status.steps = self.num_over, max(len(self.sweep.points), self.total)
         self.status.write(state, code=code)

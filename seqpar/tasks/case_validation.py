@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.losses import Loss
-from seqpar.models.network import Net
+from seqpar.models.network import Network
 from seqpar.parallel.mesh import Mesh
 from seqpar.runs.journal import Journal
 from seqpar.settings.config import Config
@@ -51,13 +51,13 @@ class CaseValidation(ABC):
         self.ids = data.ids_to_validate(config.val_cases)
 
     @abstractmethod
-    def run(self, net: Net, journal: Journal, stopper: Stopper, keep: bool = False) -> ValidationResult | None:
+    def run(self, net: Network, journal: Journal, stopper: StopRequest, keep: bool = False) -> ValidationResult | None:
         """Returns the result, None where all ranks leave before its end; ``keep``: writes RUN/validation too."""
 
-    def refuse_whole(self, net: Net) -> None:  # noqa: B027 - most validations have nothing to refuse
+    def refuse_whole(self, net: Network) -> None:  # noqa: B027 - most validations have nothing to refuse
         """Raises ValueError where the network cannot take a case as this validation hands it over; else nothing."""
 
-    def turns(self, journal: Journal, stopper: Stopper) -> Iterator[int | None]:
+    def turns(self, journal: Journal, stopper: StopRequest) -> Iterator[int | None]:
         """Yields, turn by turn, the number of the case that the first group takes, others the following ones.
 
         The last value is None where all ranks leave before the last turn.

@@ -10,9 +10,9 @@ import numpy as np
 
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.parallel.mesh import Mesh
-from seqpar.prediction.run_average import Member, refuse_unlike
-from seqpar.runs.trained_run import Run
-from seqpar.tasks.classify.prediction import Explained, predict_classes
+from seqpar.prediction.run_average import EnsembleMember, check_compatible_runs
+from seqpar.runs.trained_run import TrainedRun
+from seqpar.tasks.classify.prediction import ExplanationRequest, predict_classes
 from seqpar.tasks.segment.prediction import Request, predict_cases
 
 Picture = Callable[[Path, str, np.ndarray, np.ndarray, Sequence[float], bool], None]
@@ -41,14 +41,16 @@ class _Prediction:
 
     does: str
     idle: Mapping[str, Any]
-    act: Callable[[Request, Sequence[Member], Mesh, Explanation | None], list[str]]
+    act: Callable[[Request, Sequence[EnsembleMember], Mesh, Explanation | None], list[str]]
 
 
-def _label_maps(request: Request, members: Sequence[Member], mesh: Mesh, _: Explanation | None) -> list[str]:
+def _label_maps(request: Request, members: Sequence[EnsembleMember], mesh: Mesh, _: Explanation | None) -> list[str]:
     return predict_cases(request, members, mesh)
 
 
-def _classes(request: Request, members: Sequence[Member], mesh: Mesh, explanation: Explanation | None) -> list[str]:
+def _classes(
+    request: Request, members: Sequence[EnsembleMember], mesh: Mesh, explanation: Explanation | None
+) -> list[str]:
     if explanation is None:
         return predict_classes(request, members, mesh)
     picture, neurological = explanation.picture, members[0].run.config.neurological
@@ -56,7 +58,7 @@ def _classes(request: Request, members: Sequence[Member], mesh: Mesh, explanatio
     def draw(path: Path, title: str, image: np.ndarray, seen: np.ndarray, spacing: Sequence[float]) -> None:
         picture(path, title, image, seen, spacing, neurological)
 
-    return predict_classes(request, members, mesh, Explained(draw, explanation.way))
+    return predict_classes(request, members, mesh, ExplanationRequest(draw, explanation.way))
 
 
 _OF_WINDOWS = {"window": None, "force": False, "overlap": None, "weights": None, "window_batch": None, "mirror": None}
@@ -67,9 +69,9 @@ _TASKS = {
 }
 
 
-def refuse_runs(options: argparse.Namespace, runs: Sequence[Run]) -> None:
+def refuse_runs(options: argparse.Namespace, runs: Sequence[TrainedRun]) -> None:
     """Refuses runs that do not fit together, and flags that do nothing for them; ``options``: of predict."""
-    refuse_unlike(runs)
+    check_compatible_runs(runs)
     run, task = runs[0], _TASKS[runs[0].config.task]
     if idle := [name for name, usual in task.idle.items() if getattr(options, name) != usual]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
@@ -77,7 +79,7 @@ def refuse_runs(options: argparse.Namespace, runs: Sequence[Run]) -> None:
 
 
 def predict(
-    request: Request, members: Sequence[Member], mesh: Mesh, explanation: Explanation | None = None
+    request: Request, members: Sequence[EnsembleMember], mesh: Mesh, explanation: Explanation | None = None
 ) -> list[str]:
     """Predicts the requested cases; returns what went wrong, a line per fault, on all ranks.
 

@@ -9,8 +9,8 @@ from statistics import fmean
 import seqpar
 from seqpar.data.errors import DataError
 from seqpar.report.charts import Curve, draw_curves, draw_strips
-from seqpar.report.record import CaseScores, Record, read_scores
-from seqpar.report.run_page import TEMPLATES, fill, notes, spelled, verdict
+from seqpar.report.record import CaseScores, RunRecord, read_scores
+from seqpar.report.run_page import TEMPLATES, fill, format_setting, notes, verdict
 from seqpar.report.tables import cell, named_table, number
 from seqpar.runs.metrics_tail import SCORES, score_of, task_of_row
 from seqpar.scores.comparison import interval_of_mean
@@ -20,7 +20,7 @@ from seqpar.text import quantity
 NOT_A_SETTING = ("out", "resume", "again", "take_over", "dry_run")  # where and how a run was started
 
 
-def names_of(records: Sequence[Record]) -> list[str]:
+def names_of(records: Sequence[RunRecord]) -> list[str]:
     """Returns a name for each run: its folder's, with those above it where several have the same."""
     paths = [record.path.resolve() for record in records]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
@@ -30,7 +30,7 @@ def names_of(records: Sequence[Record]) -> list[str]:
     raise ValueError(f"{paths[0]} was named twice: name each run once")
 
 
-def page_of_several(records: Sequence[Record]) -> tuple[str, int]:
+def page_of_several(records: Sequence[RunRecord]) -> tuple[str, int]:
     """Returns the whole page, and how many of the runs have scores of cases."""
     names = names_of(records)
     scored, classes, gaps = dict[str, CaseScores](), dict[str, Summary](), list[str]()
@@ -57,14 +57,14 @@ def page_of_several(records: Sequence[Record]) -> tuple[str, int]:
     return fill("comparison.html", pieces), len(scored) + len(classes)
 
 
-def settings_table(records: Mapping[str, Record]) -> str:
+def settings_table(records: Mapping[str, RunRecord]) -> str:
     """Returns the settings in which the runs differ, with their data and ranks."""
     every: dict[str, dict[str, str]] = {}
     for name, record in records.items():
         facts = {"data set": record.dataset["name"], "ranks": record.layout["ranks"], **record.config}
         for setting, value in facts.items():
             if setting not in NOT_A_SETTING:
-                every.setdefault(setting, {})[name] = spelled(value)
+                every.setdefault(setting, {})[name] = format_setting(value)
     rows = []
     for setting, values in every.items():
         cells = [values.get(name, "–") for name in records]
@@ -76,7 +76,7 @@ def settings_table(records: Mapping[str, Record]) -> str:
     return named_table("settings-that-differ", ["Setting", *records], rows)
 
 
-def curves_over_each_other(records: Mapping[str, Record]) -> str:
+def curves_over_each_other(records: Mapping[str, RunRecord]) -> str:
     """Returns the charts of training loss, held-out loss and score, a curve for each run."""
     losses, held_out, scores = list[Curve](), list[Curve](), list[Curve]()
     for name, record in records.items():

@@ -11,13 +11,13 @@ from statistics import fmean
 import seqpar
 from seqpar.data.errors import DataError
 from seqpar.report.charts import draw_strips
-from seqpar.report.record import Record, read_record
+from seqpar.report.record import RunRecord, read_record
 from seqpar.report.run_page import TEMPLATES, fill, notes
 from seqpar.runs.run_folder import read_config
-from seqpar.runs.sweep_folder import Point, Sweep, looked_up, read_sweep, show
+from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, refresh_points
 from seqpar.tasks.several_runs import curves_over_each_other
 from seqpar.terminal import next_command
-from seqpar.text import dashed
+from seqpar.text import flag_name
 
 MOST_CURVES = 8  # of the best points, which a reader can tell apart; sweep.png has all
 NUMBERS = {"score": 4, "at": 0, "loss": 4, "step": 0, "seconds": 1}  # columns with their decimals
@@ -26,8 +26,8 @@ HEADS = {"at": "at step", "loss": "loss", "step": "steps done", "seconds": "seco
 
 def page_of_sweep(out: Path) -> str:
     """Returns the whole page of a sweep's folder."""
-    sweep = looked_up(out, read_sweep(out))
-    best, records, gaps = sweep.best, dict[str, Record](), list[str]()
+    sweep = refresh_points(out, read_sweep(out))
+    best, records, gaps = sweep.best, dict[str, RunRecord](), list[str]()
     for point in _ranked(sweep)[:MOST_CURVES]:
         try:
             records[point.name] = read_record(out / point.name)
@@ -62,7 +62,7 @@ def _ranked(sweep: Sweep) -> list[Point]:
 def points_table(sweep: Sweep) -> str:
     """Returns the table of all points, which sweep.js sorts by any column; the best first."""
     names = sweep.varied()
-    heads = ["point", *map(dashed, names), "state", sweep.score_name, *HEADS.values()]
+    heads = ["point", *map(flag_name, names), "state", sweep.score_name, *HEADS.values()]
     head = "".join(f'<th scope="col"><button type="button">{escape(text)}</button></th>' for text in heads)
     ranked = _ranked(sweep)
     others = [point for point in sweep.points if point not in ranked]
@@ -70,7 +70,7 @@ def points_table(sweep: Sweep) -> str:
     rows = []
     for point in (*ranked, *others):
         cells = [_cell(point.name, point.name)]
-        cells += [_cell(point.settings.get(name, ""), show(point.settings.get(name, "–"))) for name in names]
+        cells += [_cell(point.settings.get(name, ""), format_value(point.settings.get(name, "–"))) for name in names]
         cells.append(_cell(point.state, point.state))
         cells += [_number(getattr(point, name), places) for name, places in NUMBERS.items()]
         mark = ' class="best"' if point is best else ""
@@ -96,11 +96,11 @@ def effects(sweep: Sweep) -> str:
     pieces = []
     for name, of_values in sweep.main_effects().items():
         strips = (
-            draw_strips(f"{sweep.score_name} by {dashed(name)}", of_values, 0.0, 1.0)
+            draw_strips(f"{sweep.score_name} by {flag_name(name)}", of_values, 0.0, 1.0)
             if len(of_values) <= MOST_CURVES
             else ""
         )
-        pieces.append(f"<div>{strips}{_effect_table(dashed(name), sweep.score_name, of_values)}</div>")
+        pieces.append(f"<div>{strips}{_effect_table(flag_name(name), sweep.score_name, of_values)}</div>")
     return f'<div class="charts two">{"".join(pieces)}</div>' if pieces else "<p>No point has been validated.</p>"
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from seqpar.data.errors import DataError
 from seqpar.report.cases import load_worst, section
 from seqpar.report.images import find_images
-from seqpar.report.record import Record, read_scores, score_folders
+from seqpar.report.record import RunRecord, read_scores, score_folders
 from seqpar.report.run_page import page
 from seqpar.tasks.classify.page import class_cases, class_page, read_class_scores
 from seqpar.tasks.classify.prediction import EXPLANATIONS
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Made:
+class FinishedPage:
     """A page.
 
     - ``what``: what it shows, in words that end with a comma
@@ -33,7 +33,7 @@ class Made:
     faults: Sequence[str] = ()
 
 
-def _of_label_maps(options: argparse.Namespace, record: Record) -> Made:
+def _of_label_maps(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     """Returns the page about a run that labels voxels; ``options``: of report."""
     scored, gaps = None, list[str]()
     if options.truth is not None:
@@ -49,10 +49,10 @@ def _of_label_maps(options: argparse.Namespace, record: Record) -> Made:
     if scored and shown:
         cases, volumes = section(record, scored, shown, _is_neurological(options, record))
     faults: Sequence[str] = scored.faults if scored and options.truth is not None else ()
-    return Made(page(record, scored, cases, volumes, gaps), f"{quantity(len(shown), 'case')} shown, ", faults)
+    return FinishedPage(page(record, scored, cases, volumes, gaps), f"{quantity(len(shown), 'case')} shown, ", faults)
 
 
-def _of_classes(options: argparse.Namespace, record: Record) -> Made:
+def _of_classes(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     """Returns the page about a run that gives each case a class."""
     if options.images is not None:
         raise ValueError("--images: cases are shown as predict --explain drew them, or as prepared: leave it out")
@@ -68,14 +68,14 @@ def _of_classes(options: argparse.Namespace, record: Record) -> Made:
     if summary and options.cases:
         cases = class_cases(record, summary, options.cases, explained, _is_neurological(options, record), gaps)
     faults = summary["faults"] if summary and options.truth is not None else ()
-    return Made(class_page(record, summary, cases, faults, gaps), "", faults)
+    return FinishedPage(class_page(record, summary, cases, faults, gaps), "", faults)
 
 
-def _of_pretraining(options: argparse.Namespace, record: Record) -> Made:
+def _of_pretraining(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
     """Returns the page about a run without labels."""
     if flags := [f"--{name}" for name in ("truth", "images") if getattr(options, name) is not None]:
         raise ValueError(f"{flags[0]}: {record.path} is a pretraining, which predicts no labels: leave it out")
-    return Made(rebuilt_page(record))
+    return FinishedPage(rebuilt_page(record))
 
 
 def _tried(read: Callable[[], T], gaps: list[str]) -> T | None:
@@ -87,12 +87,12 @@ def _tried(read: Callable[[], T], gaps: list[str]) -> T | None:
         return None
 
 
-def _is_neurological(options: argparse.Namespace, record: Record) -> bool:
+def _is_neurological(options: argparse.Namespace, record: RunRecord) -> bool:
     """Returns whether the patient's left is shown on the left."""
     return bool(record.config.get("neurological") if options.neurological is None else options.neurological)
 
 
-PAGES: dict[str, Callable[[argparse.Namespace, Record], Made]] = {
+PAGES: dict[str, Callable[[argparse.Namespace, RunRecord], FinishedPage]] = {
     "segment": _of_label_maps,
     "classify": _of_classes,
     "pretrain": _of_pretraining,

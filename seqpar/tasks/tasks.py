@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from seqpar.data.formats.class_lists import read_class_dataset
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.formats.splits import folds, numbered_splits
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.data.preparation.recipe import PrepareSettings
@@ -24,8 +24,8 @@ from seqpar.tasks.classify.validation import ClassValidation
 from seqpar.tasks.data_summary import summary_of_data, tile_line
 from seqpar.tasks.pretrain.data import describe_images, look_at_images, open_image_data, read_images, summary_of_images
 from seqpar.tasks.pretrain.validation import MaskedValidation
-from seqpar.tasks.segment.validation import Validation
-from seqpar.tasks.training_data import TrainingData, describe_data, look_at, open_data
+from seqpar.tasks.segment.validation import SegmentationValidation
+from seqpar.tasks.training_data import TrainingData, describe_data, open_data, read_headers
 from seqpar.terminal import next_command
 
 
@@ -84,11 +84,11 @@ class Segmentation(Task):
 
     def look_at(self, config: Config) -> Fingerprint:
         """Returns what the headers say."""
-        return look_at(config)
+        return read_headers(config)
 
     def fold_numbers(self, data: str) -> Sequence[int]:
         """Returns those of the data set's own splits, or of nnU-Net's."""
-        return range(len(folds(recognise(data))))
+        return range(len(folds(read_dataset(data))))
 
     def summary(self, data: TrainingData, config: Config, flags: Collection[str], preset: str) -> list[str]:
         """Returns the lines on cases and labels, and one on the tile."""
@@ -104,9 +104,9 @@ class Segmentation(Task):
 
     def validation(
         self, config: Config, mesh: Mesh, data: TrainingData, loss: Loss, refuse_taken_over: Callable[[], None]
-    ) -> Validation:
+    ) -> SegmentationValidation:
         """Returns what predicts held-out label maps, and scores them by Dice."""
-        return Validation(config, mesh, data, loss, refuse_taken_over)
+        return SegmentationValidation(config, mesh, data, loss, refuse_taken_over)
 
 
 class Classification(Task):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.joined_labels import join_labels
-from seqpar.data.formats.recognise import find, recognise
-from seqpar.data.formats.splits import HasCases, some_of, split, tested_ids
+from seqpar.data.formats.recognise import find_dataset, read_dataset
+from seqpar.data.formats.splits import HasCases, sample_cases, split, tested_ids
 from seqpar.data.phantom.builtin import phantom, phantom_fingerprint
 from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.cache_index import outdated_cache
@@ -22,9 +22,9 @@ from seqpar.data.sampling.loader import MicroBatch
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.volume_synthesis import VolumeSynthesis
-from seqpar.data.workers import silent
+from seqpar.data.workers import no_progress
 from seqpar.decoders.modes.mode import Mode
-from seqpar.parallel.device_constants import upload
+from seqpar.parallel.device_constants import copy_to_device
 from seqpar.scores.label_classes import hidden_classes, labels_of_declaration, learned_regions
 from seqpar.settings.config import Config
 from seqpar.settings.preparation import prepare_settings
@@ -120,7 +120,7 @@ class TrainingData:
 def outputs_shown(data: TrainingData, cases: Sequence[str], mode: Mode, device: torch.device) -> Tensor | None:
     """Returns which outputs the labels of this rank's samples show, of the group's ``cases``; None where all do."""
     annotated = data.annotated(cases)
-    return None if annotated is None else mode.samples(upload(annotated, device))
+    return None if annotated is None else mode.samples(copy_to_device(annotated, device))
 
 
 def open_data(config: Config, is_first: bool) -> TrainingData:
@@ -129,13 +129,13 @@ def open_data(config: Config, is_first: bool) -> TrainingData:
     Needs no process group. Raises ``ValueError`` where the data do not allow the config's split or augmentation.
     """
     folder = config.data or str(
-        phantom(config.phantoms, is_first, ProgressBar("making phantoms") if is_first else silent)
+        phantom(config.phantoms, is_first, ProgressBar("making phantoms") if is_first else no_progress)
     )
-    settings, progress = prepare_settings(config), ProgressBar("preparing") if is_first else silent
-    source = recognise(folder)
+    settings, progress = prepare_settings(config), ProgressBar("preparing") if is_first else no_progress
+    source = read_dataset(folder)
     _refuse_unprepared(join_labels(source, settings.joins), config)
     dataset = prepared(source, config.cache or None, settings, is_first=is_first, progress=progress)
-    if is_first and config.data and (line := outdated_cache(find(config.data), dataset.path.absolute())):
+    if is_first and config.data and (line := outdated_cache(find_dataset(config.data), dataset.path.absolute())):
         print(line, flush=True)
     train_ids, held_out_ids = split_of(dataset, config)
     tiles = training_tiles(dataset, train_ids, config)
@@ -159,12 +159,12 @@ def refuse_weights(config: Config, outputs: Sequence[str]) -> None:
         )
 
 
-def look_at(config: Config) -> Fingerprint:
+def read_headers(config: Config) -> Fingerprint:
     """Returns what the headers of a run's data say; nothing is prepared or written."""
     joins = prepare_settings(config).joins
     if not config.data:
         return phantom_fingerprint(config.phantoms, joins)
-    return read_fingerprint(join_labels(recognise(config.data), joins))
+    return read_fingerprint(join_labels(read_dataset(config.data), joins))
 
 
 def describe_data(fingerprint: Fingerprint, config: Config) -> str:
@@ -188,7 +188,7 @@ def _listed(names: Sequence[str]) -> str:
 def split_of(dataset: HasCases, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the ids of the cases to train on and to hold out."""
     train_ids, held_out_ids = split(dataset, int(config.fold) if config.fold.isdigit() else config.fold)
-    return some_of(train_ids, config.train_cases), tuple(held_out_ids)
+    return sample_cases(train_ids, config.train_cases), tuple(held_out_ids)
 
 
 def step_tiles(tiles: TileSource, config: Config, count: int) -> TileSource:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from seqpar.cluster.exit_codes import NonFinite
-from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.sampling.loader import MicroBatch
-from seqpar.parallel.consensus import agree, by_first, gather_texts
+from seqpar.parallel.consensus import gather_texts, max_over_ranks, run_on_rank0
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.runs.journal import Journal
 from seqpar.runs.run_lock import RunLock
@@ -64,7 +64,7 @@ class AfterStep:
         """Starts the clock of checkpoints; ``saved``: the progress that a resumed run has on disk."""
         self._last_try, self._saved = time.monotonic(), saved and replace(saved)
 
-    def decide(self, is_finite: bool, stopper: Stopper) -> Decision:
+    def decide(self, is_finite: bool, stopper: StopRequest) -> Decision:
         """Returns the decision of all ranks, the same on each; ``is_finite``: this rank's loss and gradient.
 
         Raises ``TakenOver`` on all ranks where another training has taken the run folder over.
@@ -76,7 +76,7 @@ class AfterStep:
             own = Decision.BROKEN
         elif self.mesh.is_first and time.monotonic() - self._last_try > 60 * self.config.checkpoint_minutes:
             own = Decision.SAVE
-        decision, leaves = Decision(agree(own, self.mesh.world)), stopper.should_leave()
+        decision, leaves = Decision(max_over_ranks(own, self.mesh.world)), stopper.should_leave()
         if decision == Decision.TAKEN_OVER:
             self.refuse_taken_over()
         return Decision.LEAVE if leaves and decision != Decision.BROKEN else decision
@@ -128,7 +128,7 @@ class AfterStep:
 
     def refuse_taken_over(self) -> None:
         """Raises ``TakenOver`` on all ranks where another training has taken the run folder over."""
-        by_first(self._refuse_lost, self.mesh.world)
+        run_on_rank0(self._refuse_lost, self.mesh.world)
 
     def _refuse_lost(self) -> None:
         if self.lock is not None:

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from seqpar.models.network import Net
+from seqpar.models.network import Network
 from seqpar.parallel.mesh import Mesh
 
 
-def data_parallel(net: Net, mesh: Mesh, shard_weights: bool) -> nn.Module:
+def data_parallel(net: Network, mesh: Mesh, shard_weights: bool) -> nn.Module:
     """Returns the module to call in training, whose backward averages gradients over all ranks.
 
     DDP around ``net``; ``net`` itself where its weights are sharded, or where there is one rank.
@@ -20,10 +20,10 @@ def data_parallel(net: Net, mesh: Mesh, shard_weights: bool) -> nn.Module:
 
         sharded_weights.shard(net, mesh)
         return net
-    return averaging(net, mesh)
+    return wrap_data_parallel(net, mesh)
 
 
-def averaging(net: nn.Module, mesh: Mesh) -> nn.Module:
+def wrap_data_parallel(net: nn.Module, mesh: Mesh) -> nn.Module:
     """Returns the module to call, whose backward averages gradients over all ranks meanwhile; one rank: ``net``."""
     if mesh.world.size == 1:
         return net
@@ -36,7 +36,7 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def unchanged_statistics(net: Net) -> Iterator[None]:
+def frozen_running_statistics(net: Network) -> Iterator[None]:
     """Restores running statistics behind a forward that does not count."""
     before = [buffer.clone() for buffer in net.buffers()]
     yield
@@ -44,7 +44,7 @@ def unchanged_statistics(net: Net) -> Iterator[None]:
         buffer.copy_(value)
 
 
-def gathered(net: Net, mesh: Mesh, shard_weights: bool) -> AbstractContextManager[None]:
+def gathered(net: Network, mesh: Mesh, shard_weights: bool) -> AbstractContextManager[None]:
     """Returns a context in which no forward waits for other sequence groups, as validation needs it."""
     if not shard_weights:
         return nullcontext()

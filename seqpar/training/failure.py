@@ -8,18 +8,18 @@ from contextlib import suppress
 from typing import NoReturn
 
 from seqpar.cluster import exit_codes
-from seqpar.cluster.stop_agreement import LastSteps
-from seqpar.models.build import knows
+from seqpar.cluster.stop_agreement import ShutdownSteps
+from seqpar.models.build import setting_applies
 from seqpar.parallel.mesh import Mesh
-from seqpar.parallel.watchdog import OutOfStep
-from seqpar.runs.run_status import Status
+from seqpar.parallel.watchdog import CollectiveMismatch
+from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
 from seqpar.weights.checkpoint import NotSaved
 
 INTERRUPTED = 130
 
 
-def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoReturn:
+def end_failed_run(error: BaseException, config: Config, mesh: Mesh, status: StatusFile) -> NoReturn:
     """Writes the cause and ends this process at once.
 
     Peers may be gone, or wait in a collective for this rank: its end tells them that the run is over.
@@ -27,7 +27,7 @@ def end(error: BaseException, config: Config, mesh: Mesh, status: Status) -> NoR
     rank = mesh.world.index
     code, text, is_own = _judge(error, config, rank, mesh.world.watch.finding)
     try:
-        last = LastSteps()
+        last = ShutdownSteps()
         last.take(lambda: status.write_unless_over("failed", text, code, durable=False))
         if code == exit_codes.IN_USE:  # status.json is the other training's
             last.take(lambda: exit_codes.write_verdict(code))
@@ -74,7 +74,7 @@ def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -
         return code, f"out of memory on rank {rank}: {save_memory(config)} ({lines[0][:120]})", True
     if code is not None:
         return code, str(error), False
-    if isinstance(error, OutOfStep):
+    if isinstance(error, CollectiveMismatch):
         return 1, str(error), True
     if is_lost_contact(error):
         cause = f"; {finding}" if finding else ""
@@ -87,7 +87,7 @@ def _judge(error: BaseException, config: Config, rank: int, finding: str = "") -
 
 
 def _is_expected(error: BaseException) -> bool:
-    return isinstance(error, (OSError, OutOfStep)) or is_lost_contact(error)
+    return isinstance(error, (OSError, CollectiveMismatch)) or is_lost_contact(error)
 
 
 def is_lost_contact(error: BaseException) -> bool:
@@ -103,8 +103,8 @@ def save_memory(config: Config) -> str:
     if config.batch > 1 and not config.batch_dice:  # whose Dice runs over the tiles of a micro-batch
         batch = max(size for size in range(1, config.batch) if config.batch % size == 0)
         return f"use --batch {batch} --accumulate {config.batch // batch * config.accumulate}"
-    if config.grad_checkpoint != "full" and knows(config, "grad_checkpoint"):
+    if config.grad_checkpoint != "full" and setting_applies(config, "grad_checkpoint"):
         return "use --grad-checkpoint full, or a larger --seqpar"
     shards = "a larger --pipe, " if config.pipe > 1 else "" if config.shard_weights else "--shard-weights, "
-    patch = "a larger --patch " if knows(config, "patch") else ""
+    patch = "a larger --patch " if setting_applies(config, "patch") else ""
     return f"use {shards}a larger --seqpar, {patch}or a smaller --tile"

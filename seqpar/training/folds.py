@@ -17,21 +17,21 @@ from types import FrameType
 from typing import Any
 
 from seqpar.cluster import exit_codes
-from seqpar.cluster.start_ranks import PARENT_OF_FOLD, most_telling
+from seqpar.cluster.start_ranks import PARENT_OF_FOLD, most_informative_code
 from seqpar.data.formats.splits import FOLDS
-from seqpar.parallel.consensus import by_first_early
+from seqpar.parallel.consensus import run_on_rank0_before_mesh
 from seqpar.parallel.launcher import MEETING, Launcher
 from seqpar.parallel.meeting import START_S, Meeting
-from seqpar.runs.fold_folder import all_ended, begun, has_ended, has_finished, read_flags, runs_of, write_flags
+from seqpar.runs.fold_folder import all_ended, has_ended, has_finished, read_flags, runs_of, started_folds, write_flags
 from seqpar.runs.run_folder import holds_folds, holds_run, read_status
 from seqpar.runs.run_log import FOLD_BEFORE
-from seqpar.runs.run_status import Status
+from seqpar.runs.run_status import StatusFile
 from seqpar.settings.command_line import Parser, parse
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.tasks.tasks import Task, task_of
 from seqpar.terminal import TYPED, next_command, typed_script
-from seqpar.text import seconds
-from seqpar.training.run_request import is_restart, refuse_again
+from seqpar.text import parse_duration
+from seqpar.training.run_request import check_again_flag, is_requeued
 
 _TRAIN = ("-m", "seqpar.cli.train")
 GRACE_S = 60.0  # for other ranks' word on how a fold ended, where it failed on this one
@@ -57,7 +57,7 @@ class Folds:
     def __init__(self, own: argparse.Namespace, others: Sequence[str]) -> None:
         self.own, self.typed = own, [*others, *(["--data", own.data] if own.data else [])]
         self.flags = self.typed  # by which folds begin
-        self.until = time.monotonic() + seconds(own.time_limit)
+        self.until = time.monotonic() + parse_duration(own.time_limit)
         self._signals, self._before = list[int](), ""  # the run folder that was trained before, in this start
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -69,7 +69,7 @@ class Folds:
         if self.own.dry_run:
             return self._rehearse()
         meeting = Meeting(launcher)
-        place = by_first_early(lambda: self._open(launcher), meeting, "place")
+        place = run_on_rank0_before_mesh(lambda: self._open(launcher), meeting, "place")
         out, self.flags = place["out"], place["flags"]
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._pass_on)
@@ -102,13 +102,13 @@ class Folds:
     def _open(self, launcher: Launcher) -> dict[str, Any]:
         """Returns where the runs lie and by which flags folds begin, after making and marking the place."""
         self._refuse()
-        out = self._folder(is_restart(launcher))
+        out = self._folder(is_requeued(launcher))
         write_flags(out, self.flags)
         return {"out": out, "flags": list(self.flags)}
 
     def _refuse(self) -> None:
         if self.own.again:
-            refuse_again(self.own.out, self.own.resume)
+            check_again_flag(self.own.out, self.own.resume)
         if not self.own.out:
             raise ValueError(f"--fold {ALL_FOLDS} needs --out, the folder for the five run folders")
         task = task_of(parse(self.typed, "laptop")[1])
@@ -128,7 +128,7 @@ class Folds:
             if not has_ended(out):  # else no fold could begin by the flags of before
                 self._add_flags_of_before(out)
             return out
-        runs = begun(out)
+        runs = started_folds(out)
         if runs and not (self.own.resume or restarted):
             raise ValueError(f"--out {out} holds a run already, {runs[0]}: add --resume to continue, or name another")
         if self.own.resume and not runs and not holds_folds(out):
@@ -206,7 +206,7 @@ def start_process(command: Sequence[str], env: Mapping[str, str]) -> "subprocess
 def _agree_code(code: int, meeting: Meeting, fold: int) -> int:
     """Returns the most telling of all ranks' exit codes of a fold; its own where it failed and others are gone."""
     try:
-        return most_telling(
+        return most_informative_code(
             [int(text) for text in meeting.gather(f"fold {fold} ends", str(code), GRACE_S if code else START_S)]
         )
     except (ConnectionError, TimeoutError):
@@ -218,7 +218,7 @@ def _agree_code(code: int, meeting: Meeting, fold: int) -> int:
 def _write(out: str, launcher: Launcher, fold: int, state: str, why: str = "", code: int = 0) -> None:
     """Writes how all five stand, on the first rank."""
     if launcher.rank == 0:
-        status = Status(Path(out))
+        status = StatusFile(Path(out))
         status.step, status.steps = fold, FOLDS
         status.write(state, why, code)
 

@@ -6,17 +6,17 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.losses import Loss
-from seqpar.models.network import Net, autocast
-from seqpar.models.optimizer import all_at_once
-from seqpar.parallel.collectives import whole
+from seqpar.models.network import Network, autocast
+from seqpar.models.optimizer import use_fused
+from seqpar.parallel.collectives import full_tensor
 from seqpar.parallel.mesh import Mesh
-from seqpar.parallel.messages import expect
+from seqpar.parallel.messages import check_collective
 from seqpar.settings.config import Config
 from seqpar.tasks.training_data import TrainingData, outputs_shown
-from seqpar.training.data_parallel import data_parallel, gathered, no_sync, unchanged_statistics
+from seqpar.training.data_parallel import data_parallel, frozen_running_statistics, gathered, no_sync
 from seqpar.vit.dropout import DropoutKey
 from seqpar.weights.states import whole_tensors
 
@@ -29,7 +29,7 @@ class Gradients:
 
     roles: Sequence[str] = ()  # of the ranks: all do the same
 
-    def __init__(self, config: Config, mesh: Mesh, data: TrainingData, net: Net, loss: Loss) -> None:
+    def __init__(self, config: Config, mesh: Mesh, data: TrainingData, net: Network, loss: Loss) -> None:
         self.config, self.mesh, self.data, self.net = config, mesh, data, net
         self.parallel_net = data_parallel(net, mesh, config.shard_weights)
         self.loss, self.num_sums = net.training_loss(loss), 1 + len(loss.terms)
@@ -45,7 +45,7 @@ class Gradients:
         tokens = (config.batch, layout.counts[self.mesh.seq.index])
         image = torch.zeros(*tokens, self.data.num_channels, *layout.patch, device=device)
         label = torch.zeros(self.net.label_shape(config.batch), device=device, dtype=torch.long)
-        with unchanged_statistics(self.net):
+        with frozen_running_statistics(self.net):
             with self._autocast():
                 logits = self.parallel_net(self._cast(image), None, DropoutKey(0, 0, tuple(range(config.batch))))
             shown = outputs_shown(self.data, self.data.train_ids[:1] * config.batch, self.net.mode, device)
@@ -64,7 +64,7 @@ class Gradients:
         """Returns the shapes of the whole network's tensors."""
         return {name: tuple(x.shape) for name, x in self.net.state_dict().items()}
 
-    def add(self, micros: list[MicroBatch], step: int, stopper: Stopper) -> Tensor | None:
+    def add(self, micros: list[MicroBatch], step: int, stopper: StopRequest) -> Tensor | None:
         """Returns the mean loss and terms of the micro-batches, None where all ranks leave between two.
 
         The last backward averages the gradients over the ranks.
@@ -75,7 +75,7 @@ class Gradients:
             if number and stopper.should_leave():
                 return None
             if is_last:
-                expect("gradients", self.mesh.world)
+                check_collective("gradients", self.mesh.world)
             with nullcontext() if is_last else no_sync(self.parallel_net):
                 sums += self._backward(micro, step) / len(micros)
         return sums
@@ -83,7 +83,7 @@ class Gradients:
     def clip(self, limit: float) -> Tensor:
         """Returns the norm of all gradients, after scaling them to ``limit``: the same on all ranks."""
         parameters = list(self.net.parameters())
-        return whole(torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=all_at_once(parameters)))
+        return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=use_fused(parameters)))
 
     def _backward(self, micro: MicroBatch, step: int) -> Tensor:
         """Returns the loss and its terms of a micro-batch after adding its gradients."""

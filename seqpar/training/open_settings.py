@@ -3,9 +3,9 @@
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.parallel.launcher import Launcher
-from seqpar.planner.auto_settings import choose
+from seqpar.planner.auto_settings import choose_group_and_batch
 from seqpar.planner.curriculum import choose_lessons, is_open
-from seqpar.planner.feasibility import refuse
+from seqpar.planner.feasibility import check_feasible
 from seqpar.settings.config import AUTO, Config
 from seqpar.tasks.tasks import task_of
 from seqpar.tasks.training_data import TrainingData
@@ -28,17 +28,17 @@ def choose_open_settings(
     if config.seqpar != AUTO and config.batch and not config.curriculum:
         return config, {}, data
     if config.seqpar != AUTO and not config.curriculum:
-        refuse(config)  # before data is prepared
+        check_feasible(config)  # before data is prepared
     if not fingerprint and data is None:
         data = task_of(config).open_data(config, launcher.rank == 0)
     source = fingerprint or data
     sizes = sizes_of(source, config)
     if config.curriculum:
         return *choose_lessons(config, launcher, _largest_of(source, config), *sizes), data
-    return *choose(config, launcher, *sizes), data
+    return *choose_group_and_batch(config, launcher, *sizes), data
 
 
-def sized(
+def config_to_plan(
     config: Config, volume: tuple[int, ...], channels: int | None, outputs: int | None
 ) -> tuple[Config, int, int]:
     """Returns a config to plan, and how many channels and outputs; where data decide on the tile, on these too.

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.losses import Loss
-from seqpar.models.network import Net
+from seqpar.models.network import Network
 from seqpar.models.pipelined import PartOfBatch
 from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.cells import Value
@@ -22,10 +22,10 @@ from seqpar.pipeline.schedule import make_timetable
 from seqpar.pipeline.stage_weights import (
     average_gradients,
     clip_gradients,
-    collect,
-    entries_of,
-    keep_place,
+    gather_tensors,
+    keep_local_weights,
     places_of_names,
+    tensor_specs,
     whole_network,
 )
 from seqpar.pipeline.stages import StageMap
@@ -42,15 +42,17 @@ class PipeGradients:
     - ``stages``: of its cells
     """
 
-    def __init__(self, config: Config, mesh: Mesh, data: TrainingData, net: Net, loss: Loss, stages: StageMap) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, data: TrainingData, net: Network, loss: Loss, stages: StageMap
+    ) -> None:
         self.config, self.mesh, self.data, self.net = config, mesh, data, net
         self.loss, self.num_sums = net.training_loss(loss), 1 + len(loss.terms)
         self.loss_groups = net.loss_groups(mesh.data, config.batch)
         self.roles = [_role(stages, place) for place in mesh.places]
         staged = net.staged()
         places = places_of_names(list(net.state_dict()), staged.owns, stages.place_of_cells)
-        self.entries = entries_of(net, places)
-        keep_place(net, places, mesh.pipe.index)
+        self.entries = tensor_specs(net, places)
+        keep_local_weights(net, places, mesh.pipe.index)
         timetable = make_timetable(stages, config.accumulate, config.pipe_schedule)
         events = timetable.events[mesh.pipe.index]
         self.engine = Engine(staged, stages, events, mesh.pipe, mesh.seq, mesh.device, around=self._autocast)
@@ -58,7 +60,7 @@ class PipeGradients:
     def warm_up(self) -> None:
         """Does nothing: sums of gradients have one order from the first step on."""
 
-    def add(self, micros: Sequence[MicroBatch], step: int, stopper: Stopper) -> Tensor:
+    def add(self, micros: Sequence[MicroBatch], step: int, stopper: StopRequest) -> Tensor:
         """Returns the mean loss and terms of the micro-batches, 0 on ranks without the last stage.
 
         Nobody leaves between two micro-batches: some ranks are always ahead of others.
@@ -93,7 +95,7 @@ class PipeGradients:
     def whole_tensors(self, tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
         """Returns the tensors of all places on ranks with ``keep``, of which the first may be one, else nothing."""
         is_of_first = self.mesh.data.index == self.mesh.seq.index == 0
-        whole = collect(tensors, self.mesh.pipe) if is_of_first else {}
+        whole = gather_tensors(tensors, self.mesh.pipe) if is_of_first else {}
         return whole if keep else {}
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:

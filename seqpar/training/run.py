@@ -4,16 +4,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from seqpar.cluster.stop_request import Stopper
-from seqpar.cluster.torch_setup import computes_again, keep_memory, no_compiler
+from seqpar.cluster.stop_request import StopRequest
+from seqpar.cluster.torch_setup import keep_memory, recomputes, without_torch_compile
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import check_seqpar
-from seqpar.planner.answer import rehearsal
+from seqpar.planner.answer import describe_dry_run
 from seqpar.planner.auto_settings import plan_here
-from seqpar.planner.feasibility import refuse_lonely
+from seqpar.planner.feasibility import require_peers
 from seqpar.planner.pipe_here import plan_pipe_here
-from seqpar.runs.run_status import Status, warn_if_killed
+from seqpar.runs.run_status import StatusFile, warn_if_killed
 from seqpar.settings.config import Config
 from seqpar.settings.curriculum import Lesson, lesson_at
 from seqpar.tasks.tasks import task_of
@@ -29,7 +29,7 @@ def dry_run(request: RunRequest, launcher: Launcher) -> int:
     config = request.config
     num_ranks = max(launcher.world, config.group_ranks)
     check_seqpar(config.seqpar, num_ranks, config.pipe)
-    refuse_lonely(config, num_ranks)
+    require_peers(config, num_ranks)
     assert request.fingerprint is not None
     if launcher.rank == 0:
         task = task_of(config)
@@ -43,13 +43,13 @@ def dry_run(request: RunRequest, launcher: Launcher) -> int:
                 plan, stages = plan_pipe_here(own, here, *sizes)
             else:
                 plan = plan_here(own, here, *sizes)
-            print(rehearsal(own, plan, *sizes, data, len(lesson.steps), stages))
+            print(describe_dry_run(own, plan, *sizes, data, len(lesson.steps), stages))
         if advice := task.advice(request.fingerprint, config, request.flags, request.preset):
             print(advice)
     return 0
 
 
-def run_lessons(request: RunRequest, mesh: Mesh, data: TrainingData, status: Status, stopper: Stopper) -> bool:
+def run_lessons(request: RunRequest, mesh: Mesh, data: TrainingData, status: StatusFile, stopper: StopRequest) -> bool:
     """Returns whether the run finished; else all ranks left it, and it can be resumed.
 
     A lesson begins from the checkpoint that the one before it left, as a resumed run does. So what a run becomes does
@@ -75,7 +75,7 @@ def run_lessons(request: RunRequest, mesh: Mesh, data: TrainingData, status: Sta
 
 def _compiler(config: Config) -> AbstractContextManager[None]:
     """Returns a context without torch's compiler, or with it where the run may ask for it."""
-    return nullcontext() if config.compile or config.shard_weights or computes_again(config) else no_compiler()
+    return nullcontext() if config.compile or config.shard_weights or recomputes(config) else without_torch_compile()
 
 
 def _tiles_of(lesson: Lesson, data: TrainingData) -> TrainingData:
@@ -83,5 +83,5 @@ def _tiles_of(lesson: Lesson, data: TrainingData) -> TrainingData:
     return data.with_tiles(replace(lesson.config, foreground=lesson.foreground))
 
 
-def _find(status: Status, mesh: Mesh) -> Path | None:
-    return checkpoint.find_together(status.path.parent / "checkpoints", mesh.world)
+def _find(status: StatusFile, mesh: Mesh) -> Path | None:
+    return checkpoint.find_on_all_ranks(status.path.parent / "checkpoints", mesh.world)

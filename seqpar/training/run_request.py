@@ -7,33 +7,33 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from seqpar.data.preparation.fingerprint import Fingerprint
-from seqpar.models.build import NETWORK_NAMES, refuse_unknown
-from seqpar.parallel.consensus import by_first_early
+from seqpar.models.build import NETWORK_NAMES, refuse_settings_of_other_networks
+from seqpar.parallel.consensus import run_on_rank0_before_mesh
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.meeting import Meeting
 from seqpar.planner.auto_settings import device_of
-from seqpar.planner.batch_size import hold_global_batch, how_held, keep_global_batch
-from seqpar.planner.curriculum import deal_out, refuse_lessons
+from seqpar.planner.batch_size import describe_global_batch, hold_global_batch, keep_global_batch
+from seqpar.planner.curriculum import fill_pipeline, refuse_lessons
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.runs.archive import is_archive
 from seqpar.runs.fold_folder import has_ended, runs_of
 from seqpar.runs.run_folder import holds_folds, holds_run, read_config
-from seqpar.runs.run_status import changed_settings, killed
+from seqpar.runs.run_status import changed_settings, describe_kill
 from seqpar.settings.command_line import (
+    default_preset,
     idle_in_groups_of_one,
     idle_on_a_cpu,
     parse,
-    refuse_idle,
+    refuse_settings_without_effect,
     shortened_warmup,
-    usual_preset,
     wants_gpu,
 )
 from seqpar.settings.config import Config
 from seqpar.settings.curriculum import Lesson, lessons_of
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.settings.presets import FROM_DATA
-from seqpar.settings.resumed_settings import continued
-from seqpar.settings.scaled_rate import SCALED, scaled, stays_scaled
+from seqpar.settings.resumed_settings import settings_on_resume
+from seqpar.settings.scaled_rate import SCALED, keeps_scaled_rate, scale_learning_rate
 from seqpar.tasks.tasks import task_of
 from seqpar.tasks.training_data import TrainingData
 from seqpar.training.open_settings import choose_open_settings
@@ -97,13 +97,13 @@ def read_request(arguments: Sequence[str], launcher: Launcher, meeting: Meeting 
     if config.resume:
         saved = _read_saved(line)
         before = Config.from_dict(saved["config"])
-        of_start = SCALED if stays_scaled(before, config, line.flags) else set()
-        config = continued(before, config, line.flags - {"resume", "again", "batch", "accumulate"} - of_start)
+        of_start = SCALED if keeps_scaled_rate(before, config, line.flags) else set()
+        config = settings_on_resume(before, config, line.flags - {"resume", "again", "batch", "accumulate"} - of_start)
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
-    refuse_unknown(config, line.flags)
-    refuse_idle(config, line.flags)
+    refuse_settings_of_other_networks(config, line.flags)
+    refuse_settings_without_effect(config, line.flags)
     config, warmup = shortened_warmup(config, line.flags)
-    config, dealt = deal_out(config, line.flags)
+    config, dealt = fill_pipeline(config, line.flags)
     plans = preset in FROM_DATA and not config.resume and not line.has_plan
     fingerprint = task_of(config).look_at(config) if config.dry_run else None
     auto: dict[str, tuple[str, ...]] = {}
@@ -120,7 +120,7 @@ def read_request(arguments: Sequence[str], launcher: Launcher, meeting: Meeting 
         choices = {"out_choice": (sentence,), **choices}
     num_groups = max(launcher.world, config.group_ranks) // config.group_ranks
     if config.scale_lr and not config.resume:
-        config, sentence = scaled(config, num_groups)
+        config, sentence = scale_learning_rate(config, num_groups)
         choices = {**choices, "scale_lr": (sentence,)}
     lessons = lessons_of(config)
     if config.resume:
@@ -152,7 +152,7 @@ def _plan_by_first(
         planned, why = _plan(config, flags, task_of(config).look_at(config), launcher)
         return {"config": json.loads(planned.to_json()), "why": why}
 
-    chosen = by_first_early(plan, meeting, "plan", config.start_timeout)
+    chosen = run_on_rank0_before_mesh(plan, meeting, "plan", config.start_timeout)
     return Config.from_dict(chosen["config"]), {name: tuple(lines) for name, lines in chosen["why"].items()}
 
 
@@ -177,20 +177,20 @@ def _hold_global_batches(
     """Returns the lessons with the batches that make ``--global-batch``, and a sentence on how."""
     flags = line.numbers("batch", "accumulate")
     now = [replace(each, config=hold_global_batch(each.config, num_groups, flags)) for each in lessons]
-    how = dict.fromkeys(how_held(was.config, own.config, num_groups) for was, own in zip(lessons, now))
+    how = dict.fromkeys(describe_global_batch(was.config, own.config, num_groups) for was, own in zip(lessons, now))
     return tuple(now), "; ".join(how)
 
 
 def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     """Returns the command line; where a scheduler starts a run's line again, it resumes that run."""
     on_gpu = wants_gpu(arguments)
-    preset, config, flags = parse(arguments, usual_preset(arguments, on_gpu), NETWORK_NAMES)
+    preset, config, flags = parse(arguments, default_preset(arguments, on_gpu), NETWORK_NAMES)
     asked_out, parsed = config.out, config
     config = with_plans(config, flags)
     has_plan = config is not parsed
     names_preset = any(text.startswith("--preset") for text in arguments)
     reason = "from the command line" if names_preset else f"the default {'with' if on_gpu else 'without'} a GPU"
-    if not config.resume and is_restart(launcher) and holds_run(config.out):
+    if not config.resume and is_requeued(launcher) and holds_run(config.out):
         config = replace(config, resume=True)
     elif config.again:
         config = _again(config)
@@ -199,7 +199,7 @@ def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
 
 def _again(config: Config) -> Config:
     """Returns the config of ``--again``: it continues an interrupted run, or takes the next folder without one."""
-    refuse_again(config.out, config.resume)
+    check_again_flag(config.out, config.resume)
     out, number = config.out, 1
     while holds_run(out) and has_ended(out):
         number += 1
@@ -207,7 +207,7 @@ def _again(config: Config) -> Config:
     return replace(config, out=out, resume=holds_run(out), again=False)
 
 
-def refuse_again(out: str, resume: bool) -> None:
+def check_again_flag(out: str, resume: bool) -> None:
     """Refuses ``--again`` without a folder, or with what it decides by itself."""
     if resume or not out:
         needed = "--out, the folder of the first run" if not out else "no --resume: leave one of both out"
@@ -240,7 +240,7 @@ def refuse_other_run(config: Config) -> None:
     """Refuses a run folder that holds a run already, unless that one is resumed, and the folder of five."""
     refuse_folder_of_five(config)
     if not config.resume and holds_run(config.out):
-        was_killed = f" ({sentence})" if (sentence := killed(config.out)) else ""
+        was_killed = f" ({sentence})" if (sentence := describe_kill(config.out)) else ""
         raise ValueError(
             f"--out {config.out} holds a run already{was_killed}: add --resume to continue it, or name another folder"
         )
@@ -255,6 +255,6 @@ def refuse_folder_of_five(config: Config) -> None:
         )
 
 
-def is_restart(launcher: Launcher) -> bool:
+def is_requeued(launcher: Launcher) -> bool:
     """Returns whether a scheduler or torchrun starts the command line again."""
     return launcher.attempt > 0 or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from seqpar.cluster.rank_facts import device_name, facts_of
-from seqpar.cluster.start_ranks import started
-from seqpar.cluster.torch_setup import refuse_wrong
+from seqpar.cluster.start_ranks import describe_launcher
+from seqpar.cluster.torch_setup import check_precision
 from seqpar.data.errors import DataError
 from seqpar.data.files import remove_leftovers
-from seqpar.models.build import build, kind_of
-from seqpar.models.network import Net
+from seqpar.models.build import build_network, family_of
+from seqpar.models.network import Network
 from seqpar.models.resized_positions import Resizing
-from seqpar.parallel.consensus import by_first, gather_texts, raise_together
+from seqpar.parallel.consensus import gather_texts, raise_on_all_ranks, run_on_rank0
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.stages import StageMap
@@ -26,7 +26,7 @@ from seqpar.planner.memory_check import refuse_beyond_free
 from seqpar.runs.run_folder import describe_run, read_config
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog
-from seqpar.runs.run_status import Status, changes_line, killed, with_this_start
+from seqpar.runs.run_status import StatusFile, append_start, changes_line, describe_kill
 from seqpar.settings.command_line import idle_with_data
 from seqpar.settings.config import Config
 from seqpar.settings.curriculum import Lesson
@@ -36,7 +36,7 @@ from seqpar.training.run_request import RunRequest, refuse_other_run
 from seqpar.training.stage_choice import choose_stages
 from seqpar.training.trainer import Trainer, global_batch
 from seqpar.weights import checkpoint
-from seqpar.weights.pretrained import start_from
+from seqpar.weights.pretrained import load_pretrained
 
 # what config.json says of data, and what it is called; networks know channels and outputs by their order alone
 _MEANINGS = {"modalities": "channels", "labels": "labels", "regions": "regions", "volume_classes": "classes"}
@@ -58,7 +58,7 @@ def refuse_other_outputs(began: Mapping[str, Any], now: Mapping[str, Any], data:
             )
 
 
-def moved_cases(began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def cases_that_changed_sides(began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns a line on cases that the run trained on and that are held out now, "" where there are none."""
     moved = sorted((set(began.get("train", ())) - set(began.get("held_out", ()))) & set(now["held_out"]))
     if not moved:
@@ -82,11 +82,11 @@ def _listed(names: Sequence[str]) -> str:
 
 def first_lines(request: RunRequest, launcher: Launcher) -> str:
     """Returns what a run prints first: the planner's choices, preset, ranks, main settings, idle flags, changes."""
-    config, world, kind = request.config, launcher.world, kind_of(request.config)
+    config, world, kind = request.config, launcher.world, family_of(request.config)
     pipe = f"pipe {config.pipe} x " if config.pipe > 1 else ""
     line = (
         f"seqpar: preset {request.preset} ({request.preset_reason}); {quantity(world, 'rank')} = "
-        f"data {world // config.group_ranks} x {pipe}seq {config.seqpar}, {started(launcher)}; "
+        f"data {world // config.group_ranks} x {pipe}seq {config.seqpar}, {describe_launcher(launcher)}; "
         f"tile {'x'.join(map(str, config.tile))}, {kind.describe_tile(config)}; {kind.describe(config)}; "
         f"mode {config.mode}, {config.precision}, {quantity(config.batch, 'tile')} per sequence group"
     )
@@ -108,7 +108,7 @@ def _words(config: Config) -> str:
     )
 
 
-def open_folder(status: Status, lock: RunLock, config: Config, log: RunLog) -> tuple[int, str]:
+def open_folder(status: StatusFile, lock: RunLock, config: Config, log: RunLog) -> tuple[int, str]:
     """Makes the run folder, takes its lock, clears it of what a killed run was writing, writes that it has begun,
     and opens its log file.
 
@@ -117,7 +117,7 @@ def open_folder(status: Status, lock: RunLock, config: Config, log: RunLog) -> t
     out = status.path.parent
     try:
         (out / "checkpoints").mkdir(parents=True, exist_ok=True)
-        was_killed = killed(out)
+        was_killed = describe_kill(out)
         source = lock.take(config.take_over)
         if source:
             print(f"{out} is taken over from {source}", flush=True)
@@ -141,7 +141,7 @@ def make_trainer(
     request: RunRequest,
     mesh: Mesh,
     data: TrainingData,
-    status: Status,
+    status: StatusFile,
     number: int = 0,
     saved: Path | None = None,
     is_first: bool = True,
@@ -155,7 +155,7 @@ def make_trainer(
     lesson, out = request.lessons[number], status.path.parent
     config = lesson.config if is_first else replace(lesson.config, resume=False)
     _refuse_unequal_choices(request.lessons, mesh)
-    refuse_wrong(config.precision, facts_of(mesh))
+    check_precision(config.precision, facts_of(mesh))
     before = read_config(out) if config.resume or not is_first else {}
     data_before, data_now = before.get("dataset", {}), data.describe()
     refuse_other_outputs(data_before, data_now, config.data, out)
@@ -173,12 +173,12 @@ def make_trainer(
     layout |= {"strategy": str(net.attention), "attention": attention_reasons, **request.choices}
     layout["global_batches"] = [global_batch(each.config, mesh) for each in request.lessons]
     if is_first:
-        history = with_this_start(history, step, mesh.world.size, request.changes)
+        history = append_start(history, step, mesh.world.size, request.changes)
     resizing = net.resized(request.lessons[number - 1].config.tile) if 0 < step == lesson.steps.start else {}
     description = describe_run(config, request.preset, data_now, layout, history)
     if mesh.is_first:
         print("\n".join(_lesson_lines(request, number, resizing)), flush=True)
-        if warning := moved_cases(data_before, data_now):
+        if warning := cases_that_changed_sides(data_before, data_now):
             print(warning, flush=True)
         if is_first and (idle := idle_with_data(request.flags, bool(data.dataset.regions), bool(data.regions))):
             print(idle, flush=True)
@@ -193,22 +193,24 @@ def make_trainer(
 
 def _build_net(
     config: Config, mesh: Mesh, data: TrainingData, saved_layout: Mapping[str, Any]
-) -> tuple[Net, Sequence[str]]:
+) -> tuple[Network, Sequence[str]]:
     """Returns the network, and the reasons for its attention strategy; refuses one beyond the free memory.
 
     Where the strategy is left open, the first rank plans, and its choice holds on all. ``saved_layout`` is the
     ``layout`` of the resumed run's config.json, which keeps its strategy.
     """
     sizes = data.num_channels, data.num_outputs
-    choice = by_first(lambda: choose_attention(config, mesh.launcher, *sizes, saved_layout), mesh.world)
+    choice = run_on_rank0(lambda: choose_attention(config, mesh.launcher, *sizes, saved_layout), mesh.world)
     strategy, reasons = (choice[0], choice[1:]) if choice else (config.attention, ())
     named = replace(config, attention=strategy)
     refuse_beyond_free(named, mesh, *sizes)
-    net = build(named, *sizes, mesh.seq, bool(data.regions), data=mesh.data)
+    net = build_network(named, *sizes, mesh.seq, bool(data.regions), data=mesh.data)
     return net, reasons or net.attention_choice
 
 
-def _stages(config: Config, mesh: Mesh, net: Net, before: Mapping[str, Any]) -> tuple[StageMap | None, Sequence[str]]:
+def _stages(
+    config: Config, mesh: Mesh, net: Network, before: Mapping[str, Any]
+) -> tuple[StageMap | None, Sequence[str]]:
     """Returns the stages of a run over a pipe, and lines about them; a run that goes on keeps those that it has.
 
     ``before``: content of the resumed run's config.json
@@ -222,19 +224,19 @@ def _stages(config: Config, mesh: Mesh, net: Net, before: Mapping[str, Any]) -> 
     return choose_stages(config, mesh, net, recorded)
 
 
-def _load_weights(net: Net, config: Config, mesh: Mesh) -> str:
-    """Returns the line of ``start_from``; an error on one rank is raised on all."""
+def _load_weights(net: Network, config: Config, mesh: Mesh) -> str:
+    """Returns the line of ``load_pretrained``; an error on one rank is raised on all."""
     line: str = ""
     error: Exception | None = None
     try:
-        line = start_from(net, config)
+        line = load_pretrained(net, config)
     except Exception as problem:
         error = problem
-    raise_together(error, mesh.world)
+    raise_on_all_ranks(error, mesh.world)
     return line
 
 
-def _size_line(net: Net, lesson: Lesson, mesh: Mesh) -> str:
+def _size_line(net: Network, lesson: Lesson, mesh: Mesh) -> str:
     steps, tiles = quantity(len(lesson.steps), "step"), quantity(global_batch(lesson.config, mesh), "tile")
     return f"network: {net.describe()}; {steps} of {tiles}"
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
-from seqpar.models.network import Net
+from seqpar.models.network import Network
 from seqpar.parallel.mesh import Mesh
 
 
-def shard(net: Net, mesh: Mesh) -> None:
+def shard(net: Network, mesh: Mesh) -> None:
     """Leaves each rank of data x seq its shard of the weights, and so of the gradients and optimizer states.
 
     The weights of a unit (a block, a cell) are gathered for its forward and again for its backward; all others form
@@ -36,7 +36,7 @@ def shard(net: Net, mesh: Mesh) -> None:
 
 
 @contextmanager
-def gathered(net: Net, mesh: Mesh) -> Iterator[None]:
+def gathered(net: Network, mesh: Mesh) -> Iterator[None]:
     """Keeps the weights gathered where there are several sequence groups, as in validation.
 
     They predict different numbers of windows, so none may wait for another to gather weights.

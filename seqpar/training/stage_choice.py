@@ -11,12 +11,12 @@ import torch
 
 from seqpar.cluster.devices import MIB
 from seqpar.cluster.exit_codes import TooLittleMemory
-from seqpar.models.network import Net
-from seqpar.parallel.consensus import agree, broadcast_text
+from seqpar.models.network import Network
+from seqpar.parallel.consensus import broadcast_text, max_over_ranks
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.parallel.messages import post
 from seqpar.pipeline.named_placements import place_cells
-from seqpar.pipeline.placement import CellCost, Pipe, Place
+from seqpar.pipeline.placement import CellCost, Pipe, StagePlace
 from seqpar.pipeline.stages import StageMap
 from seqpar.planner.counted_cells import bytes_of_optimizer, costs_of
 from seqpar.planner.memory_check import free_shares
@@ -27,7 +27,7 @@ PROBE_BYTES = 4 << 20
 MUCH = 1.25  # times as much free memory as at another place
 
 
-def choose_stages(config: Config, mesh: Mesh, net: Net, recorded: Mapping[str, Any]) -> tuple[StageMap, list[str]]:
+def choose_stages(config: Config, mesh: Mesh, net: Network, recorded: Mapping[str, Any]) -> tuple[StageMap, list[str]]:
     """Returns the stages, the same on all ranks, and lines that say which and why.
 
     - ``net``: whole, with the run's precision and on the run's device
@@ -35,7 +35,7 @@ def choose_stages(config: Config, mesh: Mesh, net: Net, recorded: Mapping[str, A
       have the memory
     """
     staged = net.staged()
-    costs, seconds_per_byte = tell_costs(mesh, *_measure(config, mesh, net))
+    costs, seconds_per_byte = broadcast_costs(mesh, *_measure(config, mesh, net))
     at_once = bytes_of_optimizer(config, mesh.device.type == "cuda").at_once
     work = (costs, _places(mesh), config.accumulate, config.pipe_schedule, seconds_per_byte, at_once)
     pipe = Pipe(staged.takes, staged.outputs, *work)
@@ -58,7 +58,7 @@ def _placed(config: Config, pipe: Pipe) -> StageMap:
     try:
         stages = place_cells(config.placement, pipe, config.objective)
     except ValueError as error:
-        roomy = replace(pipe, places=(Place(),) * len(pipe.places))
+        roomy = replace(pipe, places=(StagePlace(),) * len(pipe.places))
         place_cells(config.placement, roomy, config.objective)  # it may be no matter of memory
         raise TooLittleMemory(f"--placement {config.placement}: {error}") from None
     if not pipe.fits(stages):
@@ -71,7 +71,7 @@ def _placed(config: Config, pipe: Pipe) -> StageMap:
     return stages
 
 
-def _places(mesh: Mesh) -> tuple[Place, ...]:
+def _places(mesh: Mesh) -> tuple[StagePlace, ...]:
     """Returns the places with the memory that is free there, on the tightest of their ranks.
 
     Places that differ little are alike, as many that are not alike take long to choose from.
@@ -79,10 +79,10 @@ def _places(mesh: Mesh) -> tuple[Place, ...]:
     shares = list(zip(free_shares(mesh), mesh.places))
     least = [min(share for share, at in shares if at == place) for place in range(mesh.pipe.size)]
     alike = max(least) < MUCH * min(least)
-    return tuple(Place(memory=min(least) if alike else free) for free in least)
+    return tuple(StagePlace(memory=min(least) if alike else free) for free in least)
 
 
-def _measure(config: Config, mesh: Mesh, net: Net) -> tuple[list[CellCost], float]:
+def _measure(config: Config, mesh: Mesh, net: Network) -> tuple[list[CellCost], float]:
     """Returns each cell's cost on this rank, and the seconds of a byte from place to place."""
 
     def around() -> AbstractContextManager[None]:
@@ -98,7 +98,7 @@ def seconds_per_byte(pipe: Group, device: torch.device) -> float:
     outgoing = torch.zeros(PROBE_BYTES // 4, device=device)
     incoming, seconds = torch.empty_like(outgoing), list[float]()
     for _ in range(3):
-        agree(0, pipe)
+        max_over_ranks(0, pipe)
         began = time.perf_counter()
         following, before = (pipe.index + 1) % pipe.size, (pipe.index - 1) % pipe.size
         post({following: outgoing}, {before: incoming}, pipe, "probe").wait()
@@ -108,7 +108,7 @@ def seconds_per_byte(pipe: Group, device: torch.device) -> float:
     return min(seconds) / PROBE_BYTES
 
 
-def tell_costs(mesh: Mesh, costs: list[CellCost], seconds_per_byte: float) -> tuple[list[CellCost], float]:
+def broadcast_costs(mesh: Mesh, costs: list[CellCost], seconds_per_byte: float) -> tuple[list[CellCost], float]:
     """Returns the first rank's figures: with others, ranks would not agree on the timetable."""
     text = json.dumps([[asdict(cost) for cost in costs], seconds_per_byte])
     every, link = json.loads(broadcast_text(text, 0, mesh.world))

@@ -12,7 +12,7 @@ from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.mesh import Group
 
 
-class LateRows:
+class DelayedRows:
     """Calls each function that is put here when the next one comes, or at ``write``: the last one is never lost.
 
     A context manager, which calls what is left where an error ends it, too.
@@ -32,7 +32,7 @@ class LateRows:
         if last is not None:
             last()
 
-    def __enter__(self) -> "LateRows":
+    def __enter__(self) -> "DelayedRows":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -71,7 +71,7 @@ class SlowRank:
         )
 
 
-class Stragglers:
+class SlowRankDetector:
     """Compares the seconds of ranks that do the same over ``WINDOW`` steps, and names each slow rank once.
 
     ``roles``: of each rank, its stages in a pipe; ranks of one role do the same. None: all do

@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 
 from seqpar.cluster.exit_codes import PREEMPTED
-from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.files import write_json
 from seqpar.data.sampling.loader import Loader
-from seqpar.models.build import loss_of
-from seqpar.models.network import Net
+from seqpar.models.build import build_loss
+from seqpar.models.network import Network
 from seqpar.models.optimizer import learning_rate, make_optimizer, set_learning_rate
-from seqpar.models.resized_positions import UNCHANGED, Resizing
+from seqpar.models.resized_positions import NO_RESIZING, Resizing
 from seqpar.parallel.mesh import Mesh, equal_weights
 from seqpar.pipeline.stages import StageMap
 from seqpar.report.pictures import draw_progress
 from seqpar.runs.boards import Board, open_on_first
 from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
 from seqpar.runs.run_folder import result_files, write_window
-from seqpar.runs.run_status import Status
+from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
 from seqpar.tasks.tasks import task_of
 from seqpar.tasks.training_data import TrainingData, step_tiles
 from seqpar.training.after_step import AfterStep, Decision, raise_non_finite
 from seqpar.training.gradients import Gradients
 from seqpar.training.pipeline_gradients import PipeGradients, most_by_stage
-from seqpar.training.step_times import LateRows, Stragglers, sum_over_ranks, time_waiting
+from seqpar.training.step_times import DelayedRows, SlowRankDetector, sum_over_ranks, time_waiting
 from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import Progress
 from seqpar.weights.weight_files import write_weights
@@ -52,12 +52,12 @@ class Trainer:
         config: Config,
         mesh: Mesh,
         data: TrainingData,
-        net: Net,
-        status: Status,
+        net: Network,
+        status: StatusFile,
         description: dict[str, Any],
         saved: Path | None = None,
         steps: range | None = None,
-        resizing: Resizing = UNCHANGED,
+        resizing: Resizing = NO_RESIZING,
         stages: StageMap | None = None,
     ) -> None:
         self.steps, self.resizing = steps or range(config.steps), resizing
@@ -70,7 +70,7 @@ class Trainer:
         if config.compile:
             for module in self.net.compiled():
                 module.compile()
-        self.loss = loss_of(config, data.regions, data.dataset.ignore_label)
+        self.loss = build_loss(config, data.regions, data.dataset.ignore_label)
         self.gradients: Gradients | PipeGradients = (
             Gradients(config, mesh, data, self.net, self.loss)
             if stages is None
@@ -84,12 +84,12 @@ class Trainer:
         )
         self.task, refuse = task_of(config), self.after_step.refuse_taken_over
         self.validation = self.task.validation(config, mesh.without_stages(), data, self.loss, refuse)
-        self.stragglers, self.late_rows = Stragglers(mesh.hosts, self.gradients.roles), LateRows()
+        self.stragglers, self.late_rows = SlowRankDetector(mesh.hosts, self.gradients.roles), DelayedRows()
         mesh.world.watch.roles = self.gradients.roles
         time_waiting(self.net, mesh.world)
         status.steps = config.steps
 
-    def run(self, stopper: Stopper) -> bool:
+    def run(self, stopper: StopRequest) -> bool:
         """Returns whether all steps were done; else all ranks left the run, and it can be resumed."""
         self.gradients.warm_up()
         if self.saved:
@@ -137,7 +137,7 @@ class Trainer:
             seed=config.seed,
         )
 
-    def _loop(self, loader: Loader, stopper: Stopper) -> bool:
+    def _loop(self, loader: Loader, stopper: StopRequest) -> bool:
         """Returns whether all steps were done; else the run was saved and left."""
         config, rows = self.config, list[dict[str, Any]]()
         began, first = time.monotonic(), self.progress.step
@@ -179,7 +179,7 @@ class Trainer:
         fields = epoch_fields(step, self.config.epochs, self.config.iterations, rows, left_s)
         self.journal.progress(fields, step % self.config.iterations == 0)
 
-    def _step(self, loader: Loader, stopper: Stopper) -> tuple[Callable[[], Row], Decision] | None:
+    def _step(self, loader: Loader, stopper: StopRequest) -> tuple[Callable[[], Row], Decision] | None:
         """Returns what makes the step's row of metrics.jsonl, and the decision of all ranks.
 
         None where all ranks leave between two micro-batches: the step is then as if it had not begun.
@@ -233,7 +233,7 @@ class Trainer:
         own = {"epoch": step // self.config.iterations, **means, "lr": rate, "grad_norm": float(norm)}
         return {**own, **timed, **by_stage}
 
-    def _end_epoch(self, stopper: Stopper) -> bool:
+    def _end_epoch(self, stopper: StopRequest) -> bool:
         """Validates where that is due; returns whether the run goes on (False: all ranks left the validation)."""
         step, every = self.progress.step, self.config.val_every * self.config.iterations
         self.journal.attempt(lambda: draw_progress(self.out))
@@ -258,7 +258,7 @@ class Trainer:
                 self.journal.attempt(lambda: write_window(self.out, result.windows, step, result.whole_grid))
         return True
 
-    def _leave(self, stopper: Stopper) -> bool:
+    def _leave(self, stopper: StopRequest) -> bool:
         """Returns False, for a run that did not finish, after saying why and how to resume it."""
         stopper.ignore_signals()
         self._write_status("preempted", stopper.reason, PREEMPTED)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from seqpar.attention.partition import Rotary
 from seqpar.attention.self_attention import Attention
 from seqpar.attention.window_attention import Windows
-from seqpar.parallel.recomputation import computed_again
+from seqpar.parallel.recomputation import checkpointed
 from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
 
 ATTENTION_SITE, MLP_SITE, HIDDEN_SITE = range(3)
@@ -131,4 +131,4 @@ class Block(nn.Module):
 
 def _run(fn: Callable[..., Tensor], recompute: bool, *inputs: object) -> Tensor:
     """Returns ``fn(*inputs)``; with ``recompute`` holds only the inputs, and runs ``fn`` again in the backward."""
-    return computed_again(fn, *inputs) if recompute else fn(*inputs)
+    return checkpointed(fn, *inputs) if recompute else fn(*inputs)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from seqpar.parallel.device_constants import table, upload
+from seqpar.parallel.device_constants import cached, copy_to_device
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.meta_tensors import device_type
 
@@ -43,7 +43,7 @@ def _scramble(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Draws:
+class RandomDraws:
     """What a step draws, by place in the network: hashes of samples, and which samples keep a branch at a rate."""
 
     hashes: Mapping[Site, Tensor]  # each b
@@ -64,7 +64,7 @@ class DropoutKey:
     step: int
     samples: tuple[int, ...]
     site: Site = ()
-    draws: Draws | None = field(default=None, compare=False, repr=False)
+    draws: RandomDraws | None = field(default=None, compare=False, repr=False)
 
     def at(self, *site: int) -> "DropoutKey":
         """Returns the key of a place in the network."""
@@ -82,10 +82,10 @@ class DropoutKey:
         rows += [[int(_number_kept(number, rate)) for number in place._hashes()] for place, rate in branches]
         if not rows:
             return self
-        table = upload(torch.tensor(rows, dtype=torch.int64), device)
+        table = copy_to_device(torch.tensor(rows, dtype=torch.int64), device)
         hashes, kept = table[: len(places)], table[len(places) :] != 0
         by_rate = {(place.site, rate): row for (place, rate), row in zip(branches, kept)}
-        return replace(self, draws=Draws({place.site: row for place, row in zip(places, hashes)}, by_rate))
+        return replace(self, draws=RandomDraws({place.site: row for place, row in zip(places, hashes)}, by_rate))
 
     def _hashes(self) -> list[int]:
         """Returns a hash of this place for each sample, as int64."""
@@ -136,7 +136,7 @@ def token_draws(key: DropoutKey, num_tokens: int) -> Tensor:
     return _scramble(key.sample_hashes(tokens.device)[:, None] ^ tokens)
 
 
-@table(16)
+@cached(16)
 def _channel_numbers(width: int, device: torch.device) -> Tensor:
     """Returns an odd random number for each channel."""
     return (_scramble(torch.arange(width, device=device)) * 2 + 1).contiguous()

@@ -12,10 +12,10 @@ from seqpar.attention.self_attention import Attention
 from seqpar.attention.strategies import AttentionOptions, Strategy
 from seqpar.attention.window_attention import Windows, refuse_window
 from seqpar.parallel.layout import Layout
-from seqpar.parallel.mesh import AnyGroup, as_group, notice_that_none_shares
+from seqpar.parallel.mesh import AnyGroup, as_group, warn_without_group
 from seqpar.vit.blocks import ATTENTION_SITE, HIDDEN_SITE, MLP_SITE, MLPS, RECOMPUTED, Block, GatedMlp, Mlp, Spread
 from seqpar.vit.dropout import DropoutKey, keyed_dropout, token_numbers
-from seqpar.vit.token_merging import Merge, cube_of, make_stages, split_cubes
+from seqpar.vit.token_merging import PatchMerging, cube_of, make_stages, split_cubes
 from seqpar.vit.tokens import POSITIONS, PatchEmbed, RotaryPositions, learned_positions, sincos_positions
 
 
@@ -118,7 +118,7 @@ class SeqParViT(nn.Module):
             for layer in stage.blocks
         )
         merged = 1 << len(self.layout.tile)  # tokens that become one
-        self.merges = nn.ModuleList(Merge(stage.embed_dim, merged, norm_eps) for stage in self.stages[:-1])
+        self.merges = nn.ModuleList(PatchMerging(stage.embed_dim, merged, norm_eps) for stage in self.stages[:-1])
         self.norm = nn.LayerNorm(last.embed_dim, norm_eps)
         if self.rotates:
             RotaryPositions(self.layout, self.group.index, embed_dim // num_heads, self.norm.weight)  # refuses early
@@ -153,7 +153,7 @@ class SeqParViT(nn.Module):
         depth = len(self.blocks)
         if self._notices and self.training:
             self._notices = False
-            notice_that_none_shares(type(self).__name__)
+            warn_without_group(type(self).__name__)
         chosen = [index + depth if index < 0 else index for index in indices]
         if any(not 0 <= index < depth for index in chosen):
             raise ValueError(f"blocks {list(indices)} were asked for, but the encoder has {depth}: 0…{depth - 1}")

@@ -13,10 +13,10 @@ from seqpar.parallel.layout import Layout
 from seqpar.parallel.remaps import remap
 from seqpar.vit.dropout import DropoutKey, keyed_dropout, numbers_of, token_numbers
 from seqpar.vit.encoder import SeqParViT
-from seqpar.vit.masking import Visible, make_visible, places_among
+from seqpar.vit.masking import Visible, make_visible, token_positions
 
 
-class Rebuilder(nn.Module):
+class MaskedDecoder(nn.Module):
     """Rebuilds hidden patches from encoded tokens: a projection, a token in the place of what is hidden, blocks.
 
     - ``encoder_width``: of the encoded tokens
@@ -67,13 +67,13 @@ def encode_visible(
     x = keyed_dropout(x, encoder.dropout, key and key.at(len(encoder.blocks)), numbers)
     rotary = encoder.rotary(layout, x)
     if rotary is not None:
-        rotary = rotary.chosen(*(places_among(layout, ids, x.device) for ids in (visible.ids[rank], visible.ids)))
+        rotary = rotary.chosen(*(token_positions(layout, ids, x.device) for ids in (visible.ids[rank], visible.ids)))
     x, _ = encoder.run_blocks(x, visible.sizes, numbers, rotary, key)
     return remap(x.flatten(0, 1), group, 0, visible.moves.reversed(), "visible")
 
 
-def rebuild_hidden(
-    encoder: SeqParViT, rebuilder: Rebuilder, part: Tensor, layout: Layout, key: DropoutKey, ratio: float
+def decode_masked(
+    encoder: SeqParViT, rebuilder: MaskedDecoder, part: Tensor, layout: Layout, key: DropoutKey, ratio: float
 ) -> tuple[Tensor, Tensor]:
     """Returns the hidden patches ``r/s c p p p`` of a part, as they were rebuilt, and where they lie among this rank's
     tokens of all samples, ``r/s``.

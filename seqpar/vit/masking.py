@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.attention.partition import shares
-from seqpar.parallel.device_constants import upload
+from seqpar.attention.partition import split_evenly
+from seqpar.parallel.device_constants import copy_to_device
 from seqpar.parallel.layout import Layout
-from seqpar.parallel.remaps import Remap, plan_remap
+from seqpar.parallel.remaps import Remap, make_remap
 from seqpar.vit.dropout import DropoutKey, token_draws
 
 MASK_SITE = 1 << 20  # no network has so many places that draw
@@ -56,7 +56,7 @@ class Visible:
 
     def on(self, device: torch.device) -> "Visible":
         """Returns the same with its places on a device; numbers stay."""
-        shown, hidden = (upload(rows, device) for rows in (self.shown, self.hidden))
+        shown, hidden = (copy_to_device(rows, device) for rows in (self.shown, self.hidden))
         return replace(self, shown=shown, hidden=hidden)
 
 
@@ -68,20 +68,20 @@ def make_visible(key: DropoutKey, layout: Layout, rank: int, ratio: float) -> Vi
     - ``ratio``: the share of tokens that is hidden
     """
     count = num_visible(layout.num_tokens, ratio)
-    refuse_few(layout.num_tokens, layout.num_ranks, ratio)
+    check_num_visible(layout.num_tokens, layout.num_ranks, ratio)
     ids = visible_tokens(key, layout.num_tokens, count)
     owners = layout.owner.flatten()[ids]
     encoders = torch.stack([_spread_evenly(row, layout.num_ranks) for row in owners])
     rows = ids + layout.num_tokens * torch.arange(len(ids), device="cpu")[:, None]  # numbers over all samples
     every = range(layout.num_ranks)
-    moves = plan_remap([rows[owners == q] for q in every], [rows[encoders == q] for q in every], rank)
+    moves = make_remap([rows[owners == q] for q in every], [rows[encoders == q] for q in every], rank)
     own = layout.token_ids(rank)
     is_shown = torch.zeros(len(ids), layout.num_tokens, dtype=torch.bool, device="cpu").scatter_(1, ids, True)[:, own]
     shown, hidden = (mask.flatten().nonzero().flatten() for mask in (is_shown, ~is_shown))
     return Visible(tuple(ids[encoders == q].view(len(ids), -1) for q in every), shown, hidden, moves)
 
 
-def refuse_few(num_tokens: int, num_ranks: int, ratio: float) -> None:
+def check_num_visible(num_tokens: int, num_ranks: int, ratio: float) -> None:
     """Raises ValueError where fewer tokens stay visible than there are ranks that share a tile, or none is hidden."""
     count = num_visible(num_tokens, ratio)
     if count >= num_tokens:
@@ -100,7 +100,7 @@ def _spread_evenly(owners: Tensor, num_ranks: int) -> Tensor:
 
     Ranks then have equal numbers, the first ones one more where the tokens do not divide.
     """
-    quotas = torch.tensor(shares(len(owners), num_ranks), device="cpu")
+    quotas = torch.tensor(split_evenly(len(owners), num_ranks), device="cpu")
     place = F.one_hot(owners, num_ranks).cumsum(0).gather(1, owners[:, None])[:, 0]  # among the owner's, from 1
     too_many = place > quotas[owners]
     lacking = (quotas - torch.bincount(owners, minlength=num_ranks)).clamp(min=0)
@@ -109,8 +109,8 @@ def _spread_evenly(owners: Tensor, num_ranks: int) -> Tensor:
     return result
 
 
-def places_among(layout: Layout, ids: Tensor | Sequence[Tensor], device: torch.device) -> Tensor:
+def token_positions(layout: Layout, ids: Tensor | Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns where tokens ``b k`` of these numbers lie among all tokens in the order of ranks, on the device."""
     every = ids if isinstance(ids, Tensor) else torch.cat(tuple(ids), 1)
     order = layout.raster_order(torch.device("cpu"))
-    return upload(order[every], device)
+    return copy_to_device(order[every], device)

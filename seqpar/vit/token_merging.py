@@ -21,7 +21,7 @@ from seqpar.parallel.layout import Bounds, Layout
 
 
 @dataclass(frozen=True)
-class Stage:
+class EncoderStage:
     """Blocks on tokens of one size.
 
     - ``blocks``: their numbers in the encoder
@@ -43,7 +43,7 @@ class Stage:
         return cubes.once(key, lambda: NestedLayout(cubes.tile, patch, cubes.num_ranks, cubes.split, self.merges))
 
 
-def make_stages(depth: int | Sequence[int], embed_dim: int, num_heads: int) -> tuple[Stage, ...]:
+def make_stages(depth: int | Sequence[int], embed_dim: int, num_heads: int) -> tuple[EncoderStage, ...]:
     """Returns the stages of an encoder: each has twice the width and heads of the one before.
 
     - ``depth``: blocks, or those of each stage
@@ -54,12 +54,14 @@ def make_stages(depth: int | Sequence[int], embed_dim: int, num_heads: int) -> t
         raise ValueError(f"--stage-depths {' '.join(map(str, depths))}: each stage needs a block: give such as 2 2 6")
     ends = itertools.accumulate(depths)
     return tuple(
-        Stage(number, range(end - count, end), embed_dim << number, num_heads << number, len(depths) - 1 - number)
+        EncoderStage(
+            number, range(end - count, end), embed_dim << number, num_heads << number, len(depths) - 1 - number
+        )
         for number, (count, end) in enumerate(zip(depths, ends))
     )
 
 
-def cube_of(patch: int | Sequence[int], stages: Sequence[Stage]) -> int | tuple[int, ...]:
+def cube_of(patch: int | Sequence[int], stages: Sequence[EncoderStage]) -> int | tuple[int, ...]:
     """Returns the voxels of a cube; ``patch``: those of a token of the first stage."""
     merges = len(stages) - 1
     return patch << merges if isinstance(patch, int) else tuple(side << merges for side in patch)
@@ -150,7 +152,7 @@ def join_cubes(rows: Tensor, merges: int) -> Tensor:
     return halves.permute(order).reshape(batch, -1, *(side << merges for side in grid))
 
 
-class Merge(nn.Module):
+class PatchMerging(nn.Module):
     """Swin's merging: tokens that follow each other become one, by a norm and a matrix.
 
     - ``embed_dim``: of the tokens; of those that they become twice as much

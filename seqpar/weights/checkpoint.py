@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from seqpar.data.files import sync, umask_mode, write_text
-from seqpar.models.resized_positions import UNCHANGED, Resizing, resized
-from seqpar.parallel.consensus import agree, by_first, raise_together
+from seqpar.data.files import fsync_folder, umask_mode, write_text
+from seqpar.models.resized_positions import NO_RESIZING, Resizing, resize_tensors
+from seqpar.parallel.consensus import max_over_ranks, raise_on_all_ranks, run_on_rank0
 from seqpar.parallel.mesh import Group
 from seqpar.weights.facts import as_metadata
 from seqpar.weights.states import (
-    fill,
+    copy_into,
     fill_optimizer,
     optimizer_tensors,
     random_states,
@@ -85,19 +85,19 @@ def save(
     is_first = world.index == 0
     model = collect(net.state_dict(), is_first)
     states = collect(optimizer_tensors(net, optimizer), is_first)
-    draft = target.with_name(f"{target.name}.{by_first(_this_process, world)}.tmp")
+    draft = target.with_name(f"{target.name}.{run_on_rank0(_this_process, world)}.tmp")
     problem = _attempt(lambda: _make_draft(draft)) if is_first else ""
-    agree(0, world)  # no rank writes before the folder exists
+    max_over_ranks(0, world)  # no rank writes before the folder exists
     problem = problem or _attempt(lambda: _write(draft, model, states, progress, world.index, config))
     try:
-        raise_together(_not_saved(target, problem, world), world, name_rank=False)
+        raise_on_all_ranks(_not_saved(target, problem, world), world, name_rank=False)
 
         def commit() -> None:
             problem = _attempt(lambda: _commit(draft, target, folder, is_best, refuse_lost))
             if error := _not_saved(target, problem, world):
                 raise error
 
-        by_first(commit, world)
+        run_on_rank0(commit, world)
     except (NotSaved, ValueError):
         if is_first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -108,7 +108,7 @@ def save(
         if problem := _attempt(lambda: _purge(folder, target)):
             print(f"warning: old checkpoints in {folder} stay: {problem}", file=sys.stderr, flush=True)
 
-    by_first(purge, world)
+    run_on_rank0(purge, world)
     return target
 
 
@@ -152,21 +152,21 @@ def _write(draft: Path, model: State, states: State, progress: Progress, rank: i
 def _commit(draft: Path, target: Path, folder: Path, is_best: bool, refuse_lost: Callable[[], None]) -> None:
     digests = {path.name: digest(path) for path in sorted(draft.iterdir())}
     _write_text(draft / MANIFEST, json.dumps(digests, indent=2))
-    sync(draft)
+    fsync_folder(draft)
     refuse_lost()
     if target.exists():  # a run that stopped in validation saves that step again
         aside = target.with_suffix(".old")  # ``find`` sees it too, if this process is killed before the next rename
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(target, aside)
     os.rename(draft, target)
-    sync(folder)
+    fsync_folder(folder)
     refuse_lost()  # a sync may take as long as the disk likes
-    point(folder / "latest", target.name)
+    write_link(folder / "latest", target.name)
     if is_best:
-        point(folder / "best", target.name)
+        write_link(folder / "best", target.name)
 
 
-def point(link: Path, name: str) -> None:
+def write_link(link: Path, name: str) -> None:
     """Writes the name of a checkpoint into the file ``link``, atomically."""
     write_text(link, name)
 
@@ -192,12 +192,12 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str,
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     with umask_mode(path):
         save_file(plain, path, metadata=dict(metadata))
-    sync(path)
+    fsync_folder(path)
 
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text)
-    sync(path)
+    fsync_folder(path)
 
 
 def _named(link: Path) -> Path | None:
@@ -232,9 +232,9 @@ def _complete(folder: Path) -> list[Path]:
     return [path for path in folder.glob("step-*") if path.suffix in ("", ".old")]
 
 
-def find_together(folder: Path, world: Group) -> Path | None:
+def find_on_all_ranks(folder: Path, world: Group) -> Path | None:
     """Returns the checkpoint that the first rank finds, on all ranks; None where nothing was ever saved."""
-    path = by_first(lambda: str(find(folder)) if _complete(folder) else "", world)
+    path = run_on_rank0(lambda: str(find(folder)) if _complete(folder) else "", world)
     return Path(path) if path else None
 
 
@@ -262,7 +262,7 @@ def load(
     net: nn.Module,
     optimizer: Optimizer,
     rank: int,
-    resizing: Resizing = UNCHANGED,
+    resizing: Resizing = NO_RESIZING,
     whole_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Progress:
     """Loads a checkpoint into net, optimizer and this rank's random generators; returns its progress.
@@ -278,12 +278,12 @@ def load(
         raise ValueError(
             f"{path} holds another network: {', '.join(differing[:4])} differ; resume with the run's settings"
         )
-    for name, tensor in resized(tensors_in(path / MODEL), resizing):
+    for name, tensor in resize_tensors(tensors_in(path / MODEL), resizing):
         if name in state:
-            fill(state[name], tensor)
+            copy_into(state[name], tensor)
     parameters = {name for name, _ in net.named_parameters()}
     states = ((key, x) for key, x in tensors_in(path / OPTIMIZER) if key.rpartition("/")[0] in parameters)
-    fill_optimizer(net, optimizer, resized(states, resizing))
+    fill_optimizer(net, optimizer, resize_tensors(states, resizing))
     drawn = path / f"random-{rank:05d}.json"
     if drawn.exists():  # a new rank has none: it starts from its seed, and all draws of a run are keyed by step
         set_random_states(json.loads(drawn.read_text()))

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from seqpar.models.build import knows
+from seqpar.models.build import setting_applies
 from seqpar.settings.config import Config
 
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
@@ -63,4 +63,4 @@ def differing_flags(facts: Mapping[str, Any], config: Config) -> tuple[str, str]
 
 def _acts(config: Config, name: str) -> bool:
     """Returns whether a setting's value is that of the config's network: one that knows no windows has none."""
-    return name == "window" or knows(config, name)
+    return name == "window" or setting_applies(config, name)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.decoders.modes.named_modes import choose_mode
-from seqpar.decoders.unetr import UnetrDecoder, taps
+from seqpar.decoders.unetr import UnetrDecoder, skip_blocks
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import AnyGroup
@@ -24,10 +24,10 @@ from seqpar.vit.tokens import sincos_positions
 from seqpar.weights.weight_files import (
     State,
     checkpoint_of,
-    drop,
-    fill,
+    drop_keys,
     fit_positions,
     last_number,
+    load_strict,
     recorded_heads,
     rename,
     unwrap,
@@ -88,12 +88,12 @@ def load_monai(
         )  # fmt: skip
         ours["encoder.pos_embed"] = fit_positions(ours["encoder.pos_embed"], cube, sides, trained_tile)
         if not levels:
-            fill(encoder, {name.removeprefix("encoder."): tensor for name, tensor in ours.items()})
+            load_strict(encoder, {name.removeprefix("encoder."): tensor for name, tensor in ours.items()})
             return encoder
         num_classes, width = ours["decoder.classes.weight"].shape[:2]
         decoder = UnetrDecoder(in_channels, embed_dim, num_classes, cube, width)
-    net = SegmentationNet(encoder, decoder, choose_mode(mode, encoder.group), taps(depth, cube))
-    fill(net, ours)
+    net = SegmentationNet(encoder, decoder, choose_mode(mode, encoder.group), skip_blocks(depth, cube))
+    load_strict(net, ours)
     return net
 
 
@@ -102,7 +102,7 @@ def _translated(state: State, tile: int | Sequence[int], patch: Sequence[int] | 
     has_decoder = any(re.match(r"(encoder|decoder)\d|out\.", name) for name in state)
     if not has_decoder:
         state = {f"vit.{name.removeprefix('vit.')}": tensor for name, tensor in state.items()}
-    state = drop(state, [*filter(_DEAD.match, state), *_idle_shortcuts(state)], "MONAI does not use them")
+    state = drop_keys(state, [*filter(_DEAD.match, state), *_idle_shortcuts(state)], "MONAI does not use them")
     state = _convolved(state, tile, patch)
     depth = max(1, last_number(state, r"vit\.blocks\.") + 1)
     levels = max(1, last_number(state, "encoder")) if has_decoder else 0

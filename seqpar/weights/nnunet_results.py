@@ -8,7 +8,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
-from seqpar.data.formats.nnunet_plans import Declaration, Plan, declaration_of, plan_of
+from seqpar.data.formats.nnunet_plans import Declaration, NnunetPlan, declaration_of, plan_of
 from seqpar.decoders.unets.architecture import Architecture
 from seqpar.decoders.unets.nnunet import of_plan
 from seqpar.weights.weight_files import State, checkpoint_of, unwrap
@@ -25,7 +25,7 @@ _TRAINER = re.compile(rf"nnUNetTrainer(_?({_WORDS}))*")
 
 
 @dataclass(frozen=True)
-class Fold:
+class FoldCheckpoint:
     """A checkpoint: its weights, and the axes (0 to 2, as transposed) along which it may be flipped in prediction."""
 
     weights: State
@@ -33,14 +33,14 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Results:
+class NnunetResults:
     """A results folder: the plan and data that its networks were trained with, and the folds that were read."""
 
     path: Path
-    plan: Plan
+    plan: NnunetPlan
     declaration: Declaration
     architecture: Architecture
-    folds: tuple[Fold, ...]
+    folds: tuple[FoldCheckpoint, ...]
 
 
 def is_results(path: str | Path) -> bool:
@@ -65,7 +65,7 @@ def fold_files(folder: str | Path, folds: Sequence[str] = (), checkpoint: str = 
     return [folder / name / checkpoint for name in names]
 
 
-def read_results(folder: str | Path, files: Sequence[Path]) -> Results:
+def read_results(folder: str | Path, files: Sequence[Path]) -> NnunetResults:
     """Reads the plans of a results folder and the checkpoints ``files`` of its folds; runs nothing of them."""
     folder = Path(folder)
     checkpoints = [_checkpoint(path) for path in files]
@@ -76,7 +76,7 @@ def read_results(folder: str | Path, files: Sequence[Path]) -> Results:
     return _results(folder, plans, dataset, checkpoints, folder / PLANS)
 
 
-def read_checkpoint(path: str | Path) -> Results:
+def read_checkpoint(path: str | Path) -> NnunetResults:
     """Reads one checkpoint by itself, with the plans that it was trained with, which are in it."""
     checkpoint = _checkpoint(Path(path))
     settings = checkpoint["init_args"]
@@ -104,7 +104,7 @@ def is_primus(state: Mapping[str, Any]) -> bool:
 def _results(
     path: Path, plans: Mapping[str, Any], dataset: Mapping[str, Any], checkpoints: Sequence[Mapping[str, Any]],
     plans_path: Path,
-) -> Results:  # fmt: skip
+) -> NnunetResults:  # fmt: skip
     plan = plan_of(plans, checkpoints[0]["init_args"]["configuration"], plans_path)
     declaration = declaration_of(dataset, plans_path.with_name(DATASET) if plans_path.name == PLANS else plans_path)
     if len(plan.schemes) != len(declaration.channels):
@@ -120,10 +120,10 @@ def _results(
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(plans_path, f"its network cannot be built: {error}") from error
     folds = tuple(
-        Fold(unwrap(checkpoint), tuple(checkpoint.get("inference_allowed_mirroring_axes") or ()))
+        FoldCheckpoint(unwrap(checkpoint), tuple(checkpoint.get("inference_allowed_mirroring_axes") or ()))
         for checkpoint in checkpoints
     )
-    return Results(path, plan, declaration, architecture, folds)
+    return NnunetResults(path, plan, declaration, architecture, folds)
 
 
 def _checkpoint(path: Path) -> Mapping[str, Any]:

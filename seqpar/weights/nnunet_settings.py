@@ -7,12 +7,12 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
-from seqpar.data.formats.nnunet_plans import Plan, plan_of
+from seqpar.data.formats.nnunet_plans import NnunetPlan, plan_of
 from seqpar.decoders.unets.architecture import Style, three
 from seqpar.decoders.unets.nnunet import of_plan
-from seqpar.models.unet_families import Stages, spell_stages
+from seqpar.models.unet_families import Stages, format_stages
 from seqpar.settings.config import Config
-from seqpar.text import dashed
+from seqpar.text import flag_name
 from seqpar.weights.nnunet_results import holds_unet, read_checkpoint
 from seqpar.weights.weight_files import checkpoint_of
 
@@ -39,11 +39,11 @@ def with_plans(config: Config, flags: Collection[str]) -> Config:
         )
     if {"features", "stages"} & set(flags) and config.plans:
         named = next(name for name in ("features", "stages") if name in flags)
-        raise ValueError(f"--{dashed(named)}: {source} names the stages; leave one of both out")
+        raise ValueError(f"--{flag_name(named)}: {source} names the stages; leave one of both out")
     return replace(config, plans="", **{name: value for name, value in settings.items() if name not in flags})
 
 
-def read_plan(text: str) -> Plan:
+def read_plan(text: str) -> NnunetPlan:
     """Returns a configuration of a plans file: 3d_fullres, else its first 3d one, or that behind a colon."""
     name = ""
     if not Path(text).is_file() and ":" in text:
@@ -57,7 +57,7 @@ def read_plan(text: str) -> Plan:
     return plan_of(content, name or next((own for own in usual if own in configurations), USUAL), path)
 
 
-def settings_of(plan: Plan, source: str | Path) -> dict[str, Any]:
+def settings_of(plan: NnunetPlan, source: str | Path) -> dict[str, Any]:
     """Returns the settings of ``Config`` that a plan determines, by name; ``source``: for messages."""
     try:
         a = of_plan(plan.network_class, plan.network_arguments, 1, 2)
@@ -76,7 +76,7 @@ def settings_of(plan: Plan, source: str | Path) -> dict[str, Any]:
     kernels, strides = (tuple(three(turned(sides)) for sides in every) for every in (a.kernels, a.strides))
     return {
         "network": "nnunet-plain" if a.block == "plain" else "nnunet-resenc",
-        "stages": spell_stages(Stages(kernels, strides, a.features, a.encoder, a.decoder[::-1])),
+        "stages": format_stages(Stages(kernels, strides, a.features, a.encoder, a.decoder[::-1])),
         "features": 0,
         "tile": turned(plan.patch_size),
         "batch": plan.batch_size,

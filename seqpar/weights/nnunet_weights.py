@@ -13,8 +13,8 @@ from seqpar.decoders.unets.nnunet import network
 from seqpar.decoders.unets.unet import UNet
 from seqpar.models.cell_network import VolumeNet
 from seqpar.parallel.mesh import AnyGroup, as_group
-from seqpar.weights.nnunet_results import CHECKPOINT, Results, fold_files, read_checkpoint, read_results
-from seqpar.weights.weight_files import State, fill, listed, rename
+from seqpar.weights.nnunet_results import CHECKPOINT, NnunetResults, fold_files, read_checkpoint, read_results
+from seqpar.weights.weight_files import State, load_strict, rename, shorten_list
 
 _COPY = re.compile(r"^decoder\.encoder\.|\.all_modules\.\d+\.")
 
@@ -46,7 +46,7 @@ def load_nnunet(
 
 
 def nets_of(
-    results: Results,
+    results: NnunetResults,
     group: AnyGroup | None,
     mode: str = "auto",
     split: str = "spatial",
@@ -60,12 +60,12 @@ def nets_of(
         net = VolumeNet(unet, results.plan.patch_size, choose_mode(mode, as_group(group)), split)
         state = _without_copies(fold.weights)
         names = {theirs: f"unet.{ours}" for ours, theirs in nnunet_names(unet).items()}
-        fill(net, rename(state, names, f"the plan's {results.plan.network_class.rpartition('.')[2]}"))
+        load_strict(net, rename(state, names, f"the plan's {results.plan.network_class.rpartition('.')[2]}"))
         nets.append(net)
     return nets
 
 
-def trained_state(results: Results) -> State:
+def trained_state(results: NnunetResults) -> State:
     """Returns the first fold's weights under our names, for images in the axes of a file: W D H."""
     state = nets_of(results, None)[0].state_dict()
     order = [2 + axis for axis in results.plan.file_axes]
@@ -157,7 +157,7 @@ def _without_copies(theirs: State) -> State:
     if differing:
         raise ValueError(
             "these weights hold other numbers under second names than under the first "
-            f"({listed(sorted(differing), 4)}): they are not those of one network of nnU-Net's"
+            f"({shorten_list(sorted(differing), 4)}): they are not those of one network of nnU-Net's"
         )
     return state
 

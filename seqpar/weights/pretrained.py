@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.models.build import knows
-from seqpar.models.network import Net
+from seqpar.models.build import setting_applies
+from seqpar.models.network import Network
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.settings.config import Config
-from seqpar.text import shorten
+from seqpar.text import format_sides
 from seqpar.weights import checkpoint as checkpoints
 from seqpar.weights.facts import WEIGHTS, differing_flags, read_facts
 from seqpar.weights.monai_weights import load_monai
@@ -24,16 +24,16 @@ from seqpar.weights.primus_weights import (
     has_exchanged_axes,
     load_primus,
     load_primus_encoder,
-    of_pretraining,
+    pretraining_tensor_names,
 )
-from seqpar.weights.weight_files import checkpoint_of, fit_positions, listed, recorded_heads, unwrap
+from seqpar.weights.weight_files import checkpoint_of, fit_positions, recorded_heads, shorten_list, unwrap
 
 OF_CELLS = ("unet.cells.", "resattnet.cells.")  # networks without tokens
 STEM = "encoder.patch_embed.proj.weight"
 ALONG_LAST_SIDE = ".norm.norm.weight"  # of norms over the last axis: a weight for each position
 
 
-def start_from(net: Net, config: Config) -> str:
+def load_pretrained(net: Network, config: Config) -> str:
     """Loads ``config.weights`` into the network; returns a line that says what was taken, what is fresh, what was left.
 
     All tensors of the body (an encoder; a U-Net without its heads) must fit. The others are loaded where they fit;
@@ -58,7 +58,7 @@ def start_from(net: Net, config: Config) -> str:
     facts = {name: fact for name, fact in facts.items() if fact or name != "window"}
     theirs, ours = differing_flags(facts, config)
     if theirs:
-        known = "--window" not in theirs or knows(config, "window")
+        known = "--window" not in theirs or setting_applies(config, "window")
         advice = f"use {theirs}" if known else f"--task {config.task} knows no windows, take other weights"
         raise ValueError(f"--weights {config.weights} were trained with {theirs}, and this run has {ours}: {advice}")
     heads = facts.get("heads", heads)
@@ -69,18 +69,18 @@ def start_from(net: Net, config: Config) -> str:
     left_over = sorted(name for name in state if net.in_body(name) and name not in own)
     if unfit or left_over:
         raise ValueError(
-            f"--weights {config.weights} ({origin}) do not fit the {net.body}: {listed(unfit + left_over, 4)}; "
+            f"--weights {config.weights} ({origin}) do not fit the {net.body}: {shorten_list(unfit + left_over, 4)}; "
             f"they need {_flags(state)}"
         )
     with torch.no_grad():
         for name in fitting:
             own[name].copy_(state[name])
     summary = f"weights from {config.weights} ({origin}): {len(fitting)} of {len(own)} tensors"
-    if heads is None and knows(config, "heads"):
+    if heads is None and setting_applies(config, "heads"):
         summary += f"; the file does not tell its attention heads, --heads {config.heads} are taken"
     fresh = sorted(name for name in own if name not in fitting)
     left = [*left, *sorted(name for name in state if name not in fitting)]
-    lists = [f"fresh: {listed(fresh, 4)}"] * bool(fresh) + [f"left: {_counted(left)}"] * bool(left)
+    lists = [f"fresh: {shorten_list(fresh, 4)}"] * bool(fresh) + [f"left: {_counted(left)}"] * bool(left)
     return "; ".join([summary, *changes, *lists])
 
 
@@ -107,7 +107,7 @@ def _fit_channels(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> list[s
 
 
 def _fit_grid(
-    state: dict[str, Tensor], own: Mapping[str, Tensor], net: Net, facts: Mapping[str, Any], config: Config
+    state: dict[str, Tensor], own: Mapping[str, Tensor], net: Network, facts: Mapping[str, Any], config: Config
 ) -> list[str]:
     """Resizes learned positions to the network's grid of tokens where they are of another; says so."""
     name = "encoder.pos_embed"
@@ -140,7 +140,7 @@ def _ours(checkpoint: Mapping[str, Any], config: Config) -> tuple[str, dict[str,
     if any("patch_embedding.position_embeddings" in name for name in state):
         loaded = load_monai(state, tile=config.tile, num_heads=config.heads)
     elif is_primus(state):
-        left, origin = sorted(of_pretraining(state)), "Primus"
+        left, origin = sorted(pretraining_tensor_names(state)), "Primus"
         order = config.token_order
         if PRETRAINING in checkpoint or any(name.startswith(REBUILDER) for name in left):
             # what makes voxels of tokens makes images there
@@ -158,7 +158,7 @@ def _ours(checkpoint: Mapping[str, Any], config: Config) -> tuple[str, dict[str,
     else:
         raise ValueError(
             f"--weights {config.weights}: names of neither seqpar, MONAI nor Primus, and no checkpoint of nnU-Net's "
-            f"({listed(sorted(state), 3)})"
+            f"({shorten_list(sorted(state), 3)})"
         )
     prefix = "" if isinstance(loaded, SegmentationNet) else "encoder."
     return origin, {prefix + name: tensor for name, tensor in loaded.state_dict().items()}, left
@@ -188,7 +188,7 @@ def _flags(state: Mapping[str, Tensor]) -> str:
     more += [" --attention-norm"] * (f"{first}attn.norm.weight" in state)
     more += [" --layer-scale 0.1"] * (f"{first}ls1.gamma" in state)
     return (
-        f"--patch {shorten(patch)} --embed-dim {embed_dim} {how} --mlp-ratio {hidden / embed_dim:.6g} "
+        f"--patch {format_sides(patch)} --embed-dim {embed_dim} {how} --mlp-ratio {hidden / embed_dim:.6g} "
         f"{'--qkv-bias' if f'{first}attn.q_bias' in state else '--no-qkv-bias'} "
         f"--positions {positions + '+rope' if positions == 'learned' and more else positions}{''.join(more)}"
     )

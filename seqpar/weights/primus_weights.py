@@ -25,10 +25,10 @@ from seqpar.weights.primus_axes import exchange_tokens, reverse_images
 from seqpar.weights.weight_files import (
     State,
     checkpoint_of,
-    drop,
-    fill,
+    drop_keys,
     fit_positions,
     last_number,
+    load_strict,
     rename,
     unwrap,
     weight_and_bias,
@@ -79,7 +79,7 @@ def load_primus(
     with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
         decoder = PrimusDecoder(encoder.embed_dim, ours["decoder.classes.bias"].shape[0], encoder.layout.patch)
     net = SegmentationNet(encoder, decoder, choose_mode(mode, encoder.group))
-    fill(net, ours)
+    load_strict(net, ours)
     return net
 
 
@@ -93,7 +93,9 @@ def load_primus_encoder(
     """Returns the encoder of a Primus, or of a pretraining of one; arguments as of ``load_primus``."""
     encoder, ours = _encoder(state_dict, tile, num_heads, None, "spatial", None, token_order, reverse_axes)
     prefix = "encoder."
-    fill(encoder, {name.removeprefix(prefix): tensor for name, tensor in ours.items() if name.startswith(prefix)})
+    load_strict(
+        encoder, {name.removeprefix(prefix): tensor for name, tensor in ours.items() if name.startswith(prefix)}
+    )
     return encoder
 
 
@@ -111,7 +113,7 @@ def _encoder(
     checkpoint = checkpoint_of(state_dict)
     state, trained_tile = unwrap(checkpoint), trained_tile or planned_tile(checkpoint)
     exchanged = has_exchanged_axes(checkpoint, token_order)
-    state = drop(state, of_pretraining(state), "they rebuild masked tokens in pretraining")
+    state = drop_keys(state, pretraining_tensor_names(state), "they rebuild masked tokens in pretraining")
     depth = max(1, last_number(state, r"eva\.blocks\.") + 1)
     stages = last_number(state, r"up_projection\.decode\.") + 1
     has = {piece: any(piece in name for name in state) for piece in _OPTIONS}
@@ -164,7 +166,7 @@ def _planned_patch(checkpoint: Mapping[str, Any]) -> tuple[int, ...] | None:
         return None
 
 
-def of_pretraining(state: State) -> set[str]:
+def pretraining_tensor_names(state: State) -> set[str]:
     """Returns the names of a pretraining's tensors that segment nothing: the mask token, and what rebuilds."""
     return {name for name in state if name == MASK or name.startswith(REBUILDER)}
 

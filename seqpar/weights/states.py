@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from seqpar.parallel.collectives import whole
+from seqpar.parallel.collectives import full_tensor
 
 
 def optimizer_tensors(net: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def fill_optimizer(net: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple
         own, parameter = value, parameters[name]
         if entry != "step" and value.shape == parameter.shape:
             own = torch.zeros_like(parameter)
-            fill(own, value)
+            copy_into(own, value)
         elif entry != "step":  # Adafactor's rows and columns, which are not sharded
             own = value.to(parameter.device)
         elif fused:  # its kernels count steps where the parameters lie
@@ -46,13 +46,13 @@ def whole_tensors(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """
     gathered = {}
     for name, tensor in tensors.items():
-        joined = whole(tensor)
+        joined = full_tensor(tensor)
         if keep:
             gathered[name] = joined.cpu() if hasattr(tensor, "full_tensor") else joined
     return gathered
 
 
-def fill(target: Tensor, values: Tensor) -> None:
+def copy_into(target: Tensor, values: Tensor) -> None:
     """Copies whole ``values`` into a tensor of the same size, or into this rank's shard of it (torch's DTensor)."""
     assert target.shape == values.shape, (target.shape, values.shape)
     own: Any = target.detach()

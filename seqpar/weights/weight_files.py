@@ -135,7 +135,7 @@ def unwrap(state: Mapping[str, Any]) -> State:
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if others or not state:
         raise ValueError(
-            f"the checkpoint holds {listed(others) or 'nothing'} besides tensors; give a state dict, or a "
+            f"the checkpoint holds {shorten_list(others) or 'nothing'} besides tensors; give a state dict, or a "
             f"checkpoint with one under {', '.join(NESTS)}"
         )
     bare: State = {}
@@ -149,7 +149,7 @@ def unwrap(state: Mapping[str, Any]) -> State:
     return bare
 
 
-def listed(names: Iterable[str], most: int = 12) -> str:
+def shorten_list(names: Iterable[str], most: int = 12) -> str:
     """Returns at most ``most`` names in a line, and how many more there are."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
@@ -166,11 +166,11 @@ def last_number(state: State, prefix: str) -> int:
     return max((int(match[1]) for match in matches if match), default=-1)
 
 
-def drop(state: State, dead: Iterable[str], why: str) -> State:
+def drop_keys(state: State, dead: Iterable[str], why: str) -> State:
     """Returns the state without the keys in ``dead``, and logs which it dropped and why."""
     dead = set(dead)
     if dead:
-        log.info("%d keys dropped, %s: %s", len(dead), why, listed(sorted(dead)))
+        log.info("%d keys dropped, %s: %s", len(dead), why, shorten_list(sorted(dead)))
     return {name: tensor for name, tensor in state.items() if name not in dead}
 
 
@@ -183,12 +183,14 @@ def rename(state: State, names: Mapping[str, str], what: str) -> State:
     unknown = [name for name in state if name not in names]
     missing = [name for name in names if name not in state]
     if unknown or missing:
-        faults = [f"{word}: {listed(keys)}" for word, keys in (("unknown", unknown), ("missing", missing)) if keys]
+        faults = [
+            f"{word}: {shorten_list(keys)}" for word, keys in (("unknown", unknown), ("missing", missing)) if keys
+        ]
         raise ValueError(f"these are not weights of {what}; {'; '.join(faults)}")
     return {names[theirs]: tensor for theirs, tensor in state.items()}
 
 
-def fill(net: nn.Module, state: State) -> None:
+def load_strict(net: nn.Module, state: State) -> None:
     """Loads the state into the network; raises if a key or shape differs.
 
     The network takes the state's precision, but at least float32.
@@ -202,7 +204,7 @@ def fill(net: nn.Module, state: State) -> None:
         if name in state and tuple(state[name].shape) != shape
     ]
     if faults:
-        raise ValueError(f"the weights do not fit the network: {listed(faults)}")
+        raise ValueError(f"the weights do not fit the network: {shorten_list(faults)}")
     net.to(reduce(torch.promote_types, (tensor.dtype for tensor in state.values()), torch.float32))
     net.load_state_dict(state)
 

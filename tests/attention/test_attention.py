@@ -47,7 +47,7 @@ def test_the_plain_kernel_is_the_one_of_the_cpu() -> None:
         out, state = kernel.forward(q, k, v)
         results.append((out, *kernel.backward(grad, q, k, v, out, state)))
     assert all(relative(a, b) < 1e-13 for a, b in zip(*results))
-    assert kernels.pick(q, 8, 7) is kernels.CPU_FLASH
+    assert kernels.kernel_for(q, 8, 7) is kernels.CPU_FLASH
 
 
 @pytest.mark.parametrize("kernel", [kernels.FLASH, kernels.EFFICIENT, kernels.CUDNN], ids=lambda kernel: kernel.name)
@@ -108,7 +108,7 @@ ALL = ("flash 3", "cudnn", "flash", "efficient")
 def test_each_device_gets_its_kernel(
     kind: str, capability: tuple[int, int], allowed: tuple[str, ...], head_dim: int, num_keys: int, kernel: str
 ) -> None:
-    assert kernels.choose(kind, capability, allowed, head_dim, num_keys).name == kernel
+    assert kernels.fastest_kernel(kind, capability, allowed, head_dim, num_keys).name == kernel
 
 
 def test_no_head_and_no_query_are_nothing() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from seqpar.attention.cost_model import CPU, GPU, Layer, Machine, choose, cost, sent
+from seqpar.attention.cost_model import CPU, GPU, Layer, Machine, bytes_sent, cost, fastest_strategy
 from seqpar.attention.strategies import Strategy, check_strategy, choose_heads_per_chunk
 
 QUICK = Machine(bandwidth=1e9, latency=0.0, flops=1e18, overlaps=False)  # only bytes count
@@ -15,7 +15,7 @@ def layer(ranks: int, heads: int = 12, tokens: int = 32768) -> Layer:
 
 
 def chosen(ranks: int, heads: int = 12, keep: bool = False) -> str:
-    return str(choose(layer(ranks, heads), QUICK, keep)[0])
+    return str(fastest_strategy(layer(ranks, heads), QUICK, keep)[0])
 
 
 def test_where_only_bytes_count_the_fewest_win() -> None:
@@ -29,7 +29,7 @@ def test_where_only_bytes_count_the_fewest_win() -> None:
 
 def test_ranks_that_the_heads_do_not_divide_by_do_not_idle() -> None:
     slow = replace(QUICK, bandwidth=1e12, flops=1e12)  # only work counts: 12 heads on 8 ranks would be 2 on some
-    best, reasons = choose(layer(8), slow)
+    best, reasons = fastest_strategy(layer(8), slow)
     assert (
         str(best) != "ulysses"
         and cost(best, layer(8), slow).seconds < 0.8 * cost(Strategy("ulysses", 8), layer(8), slow).seconds
@@ -40,7 +40,7 @@ def test_ranks_that_the_heads_do_not_divide_by_do_not_idle() -> None:
 def test_across_nodes_heads_are_exchanged_inside_a_node() -> None:
     far = replace(QUICK, node=4, far_bandwidth=1e6, flops=1e13)
     assert chosen(16, heads=16) == "ulysses"
-    twelve = choose(layer(8, heads=12, tokens=8192), far)[0]
+    twelve = fastest_strategy(layer(8, heads=12, tokens=8192), far)[0]
     assert twelve in (Strategy("hybrid", 4), Strategy("gather-x")) and twelve.inner <= 4
 
 
@@ -52,10 +52,10 @@ def test_the_memory_left_rules_out_what_is_larger() -> None:
     assert costs["gather-x"].transient > costs["gather-kv"].transient
     one_layer = {name: c.saved + c.transient for name, c in costs.items()}
     assert one_layer["gather-kv"] < one_layer["gather-x"]
-    best, reasons = choose(here, QUICK, memory_left=one_layer["gather-kv"])
+    best, reasons = fastest_strategy(here, QUICK, memory_left=one_layer["gather-kv"])
     assert str(best) == "gather-kv" and "of those that need at most" in reasons[0]
     assert any(line.startswith("gather-x") and line.endswith("too large") for line in reasons)
-    best, reasons = choose(here, QUICK, memory_left=1.0)
+    best, reasons = fastest_strategy(here, QUICK, memory_left=1.0)
     assert "though more than the memory left" in reasons[0]
 
 
@@ -72,7 +72,7 @@ def test_what_is_chosen_is_never_refused(keep: bool) -> None:
         for ranks in (1, 2, 3, 4, 6, 8, 12):
             for tokens in (216, 1728, 13824, 32768):
                 for left in (None, 0.0):
-                    best, _ = choose(layer(ranks, tokens=tokens), machine, keep, left)
+                    best, _ = fastest_strategy(layer(ranks, tokens=tokens), machine, keep, left)
                     assert check_strategy(str(best), ranks, 12, keep) == best
 
 
@@ -93,9 +93,9 @@ def test_all_that_is_sent_is_received() -> None:
     """What ranks send together is what the whole needs: each token's numbers go to the ranks that lack them."""
     uneven = Layer((5, 4, 4, 3), 6, 24, batch=2)
     whole = 2 * 16 * 24
-    gathers = [sent(Strategy("gather-kv"), uneven, rank).forward for rank in range(4)]
+    gathers = [bytes_sent(Strategy("gather-kv"), uneven, rank).forward for rank in range(4)]
     assert sum(gathers) == 2 * 3 * whole
-    swaps = [sent(Strategy("ulysses", 4), uneven, rank) for rank in range(4)]
+    swaps = [bytes_sent(Strategy("ulysses", 4), uneven, rank) for rank in range(4)]
     assert sum(s.forward for s in swaps) == sum(s.backward for s in swaps)  # the adjoint moves the same
 
 

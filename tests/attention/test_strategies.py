@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.attention.cost_model import Layer, sent
+from seqpar.attention.cost_model import Layer, bytes_sent
 from seqpar.attention.self_attention import Attention
 from seqpar.attention.strategies import AttentionOptions, check_strategy
 from seqpar.parallel.layout import Layout
@@ -188,7 +188,7 @@ def expected(case: Case, world: int) -> list[tuple[int, int]]:
     layout = Layout((case.tokens,), (1,), world, "ordered")
     strategy = check_strategy(case.name, world, case.heads, case.keep)
     layer = Layer(layout.counts, case.heads, case.heads * case.head_dim, case.batch, case.dtype.itemsize)
-    amounts = [sent(strategy, layer, rank, case.keep) for rank in range(world)]
+    amounts = [bytes_sent(strategy, layer, rank, case.keep) for rank in range(world)]
     return [(layer.element * a.forward, layer.element * a.backward) for a in amounts]
 
 

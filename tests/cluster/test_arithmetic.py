@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from seqpar.attention import kernels
 from seqpar.cluster.devices import DEVICES, DTYPES, measured
 from seqpar.cluster.known_traps import Facts
-from seqpar.cluster.torch_setup import arithmetic_now, refuse_wrong, set_arithmetic
+from seqpar.cluster.torch_setup import arithmetic_now, check_precision, set_arithmetic
 from seqpar.parallel.launcher import Launcher
 from seqpar.settings.command_line import idle_on_a_cpu
 from seqpar.settings.config import PRECISIONS, Config
-from seqpar.spatial.pooling import enlarged
+from seqpar.spatial.pooling import upsample_trilinear
 from seqpar.training.run_request import read_request
 from tests.support.ranks import relative
 
@@ -65,7 +65,7 @@ def test_upsampling_in_one_order_is_torchs(factors: tuple[int, int, int]) -> Non
     x = torch.randn(2, 3, 4, 1, 5, dtype=torch.float64, requires_grad=True)
     scale = [float(factor) for factor in factors]
     theirs = F.interpolate(x, scale_factor=scale, mode="trilinear", align_corners=False)
-    ours = enlarged(x, factors)
+    ours = upsample_trilinear(x, factors)
     weight = torch.randn_like(theirs)
     gradients = [torch.autograd.grad((y * weight).sum(), x)[0] for y in (ours, theirs)]
     assert relative(ours, theirs) < 1e-14 and relative(*gradients) < 1e-14
@@ -73,10 +73,10 @@ def test_upsampling_in_one_order_is_torchs(factors: tuple[int, int, int]) -> Non
 
 def test_a_pair_of_libraries_that_is_wrong_in_half_precision_is_refused() -> None:
     with pytest.raises(ValueError, match="--precision bf16: torch 2.8.0 with cuDNN 9.10.*use --precision fp32"):
-        refuse_wrong("bf16", NVIDIA)
-    refuse_wrong("fp32", NVIDIA)
-    refuse_wrong("bf16", replace(NVIDIA, torch=(2, 9, 0)))  # slow only
-    refuse_wrong("bf16", replace(NVIDIA, on_gpu=False))
+        check_precision("bf16", NVIDIA)
+    check_precision("fp32", NVIDIA)
+    check_precision("bf16", replace(NVIDIA, torch=(2, 9, 0)))  # slow only
+    check_precision("bf16", replace(NVIDIA, on_gpu=False))
 
 
 def test_the_device_of_the_command_line_decides_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:

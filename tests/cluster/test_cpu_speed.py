@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seqpar.cluster import cpu_speed
-from seqpar.cluster.cpu_speed import this_cpu
+from seqpar.cluster.cpu_speed import measure_cpu
 from seqpar.cluster.devices import CONVOLUTION, Operation
 
 
@@ -49,7 +49,7 @@ def test_what_fails_leaves_no_thread_and_the_number_of_threads_as_it_was() -> No
 
 def test_convolutions_are_measured_at_their_own_size_and_random_numbers_stay() -> None:
     state = torch.get_rng_state()
-    device = this_cpu("fp32", busy=2)
+    device = measure_cpu("fp32", busy=2)
     assert torch.equal(torch.get_rng_state(), state), "training's own numbers do not depend on what was measured"
     image, weight = torch.empty(1, 4, 6, 6, 6, device="meta"), torch.empty(4, 4, 3, 3, 3, device="meta")
     args = (image, weight, None, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)

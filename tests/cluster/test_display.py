@@ -18,7 +18,7 @@ from seqpar.cluster.exit_codes import DATA
 from seqpar.cluster.start_ranks import run_local
 from seqpar.parallel.launcher import Launcher
 from seqpar.runs import run_log
-from seqpar.runs.run_log import recorded
+from seqpar.runs.run_log import logging_output
 from seqpar.terminal import Display, ProgressBar, coloured, fit, next_command
 from seqpar.training import folds
 from tests.support.folders import nnunet
@@ -119,7 +119,7 @@ def test_a_log_file_has_what_was_printed_without_what_was_written_over(tmp_path,
     monkeypatch.setattr(sys, "argv", ["train.py", "--out", "a b"])
     path, display = tmp_path / "train.log", Display("stdout")
     path.write_text("of an earlier start\n")
-    with recorded(True) as log:
+    with logging_output(True) as log:
         print("early")
         log.open(path)
         for step in range(3):
@@ -136,7 +136,7 @@ def test_a_log_file_has_what_was_printed_without_what_was_written_over(tmp_path,
     wanted = ["$ train.py --out 'a b'", "early", "step 2 ██  1:00 left", "warning: x", "step 3  0:01 left"]
     assert [line[20:] for line in lines] == wanted
     assert "early" in terminal.getvalue() and terminal.getvalue().count("\r") == 4
-    with recorded(False) as none:
+    with logging_output(False) as none:
         none.open(tmp_path / "other.log")
     assert not (tmp_path / "other.log").exists(), "only the first rank writes one"
 
@@ -148,7 +148,7 @@ def test_what_the_fold_before_said_of_its_start_is_in_the_log_alone(tmp_path, mo
     monkeypatch.setenv(run_log.FOLD_BEFORE, str(before))
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", errors := io.StringIO())
-    with recorded(True) as log:
+    with logging_output(True) as log:
         print("seqpar: debug\ndata: fold 1")
         log.open(path)
         print("\x1b[2m(words)\x1b[0m\n")
@@ -164,7 +164,7 @@ def test_what_the_fold_before_said_of_its_start_is_in_the_log_alone(tmp_path, mo
 
 def test_a_log_file_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdout", out := io.StringIO())
-    with recorded(True) as log:
+    with logging_output(True) as log:
         log.open(tmp_path)  # a folder
         print("on")
     first, second = out.getvalue().splitlines()

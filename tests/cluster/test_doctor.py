@@ -14,7 +14,7 @@ from seqpar.cli import doctor
 from seqpar.cluster import link_speed
 from seqpar.cluster.convolution_speed import Shape, Timed, advise
 from seqpar.cluster.exit_codes import run
-from seqpar.cluster.findings import judge
+from seqpar.cluster.findings import find_problems
 from seqpar.cluster.known_traps import TRAPS, Facts, find_traps, half_convolutions
 from seqpar.cluster.link_speed import fit
 from seqpar.cluster.rank_facts import RankFacts, _numbers
@@ -190,7 +190,7 @@ JUDGED = {
 @pytest.mark.parametrize("case", JUDGED)
 def test_what_stands_in_the_way_is_told(case):
     *facts, text = JUDGED[case]
-    assert [str(finding)[: len(text)] for finding in judge(*facts)] == ([text] if text else [])
+    assert [str(finding)[: len(text)] for finding in find_problems(*facts)] == ([text] if text else [])
 
 
 def test_latency_and_speed_are_those_of_the_line():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.prepare_dataset import prepare
 from tests.support.folders import label_array, nnunet, save, write_json
@@ -48,7 +48,7 @@ def by_files(root: Path) -> None:
 @pytest.mark.parametrize("write", [by_json, by_csv, by_files])
 def test_three_ways_say_the_same_and_the_cache_keeps_it(write, tmp_path: Path) -> None:
     write(tmp_path / "D")
-    data = recognise(tmp_path / "D")
+    data = read_dataset(tmp_path / "D")
     assert not data.faults and {case.id: case.annotated for case in data.cases} == {**SHOWN, "c_003": None}
     report = prepare(data, tmp_path / "cache", workers=0)
     assert not report.faults and len(report.prepared) == 4
@@ -56,12 +56,12 @@ def test_three_ways_say_the_same_and_the_cache_keeps_it(write, tmp_path: Path) -
 
 
 def test_a_data_set_without_lists_keeps_its_cache(tmp_path: Path) -> None:
-    data = recognise(organs(tmp_path / "D"))
+    data = read_dataset(organs(tmp_path / "D"))
     prepare(data, tmp_path / "cache", workers=0)
     cache = open_cache(tmp_path / "cache")
     assert cache.annotated == {} and "annotated" not in cache.described
     by_csv(tmp_path / "D")  # the same labels again, but later
-    report = prepare(recognise(tmp_path / "D"), tmp_path / "cache", workers=0)
+    report = prepare(read_dataset(tmp_path / "D"), tmp_path / "cache", workers=0)
     assert not report.prepared and len(report.kept) == 4, "files are compared, and no case is prepared again"
     assert open_cache(tmp_path / "cache").annotated["c_001"] == (2,)
 
@@ -69,14 +69,14 @@ def test_a_data_set_without_lists_keeps_its_cache(tmp_path: Path) -> None:
 def test_voxels_of_a_class_that_is_not_listed_are_a_fault_of_the_case(tmp_path: Path) -> None:
     by_json(tmp_path / "D")
     save(tmp_path / "D" / "labelsTr" / "c_001.nii.gz", label_array((1, 2)))
-    report = prepare(recognise(tmp_path / "D"), tmp_path / "cache", workers=0)
+    report = prepare(read_dataset(tmp_path / "D"), tmp_path / "cache", workers=0)
     (fault,) = report.faults
     assert "c_001.nii.gz" in fault.path and "voxels of value [1]" in fault.problem and "case c_001" in fault.problem
     organs(tmp_path / "E")
-    prepare(recognise(tmp_path / "E"), tmp_path / "other", workers=0)
+    prepare(read_dataset(tmp_path / "E"), tmp_path / "other", workers=0)
     write_json(tmp_path / "E" / "annotated.json", {})  # no such way: it is ignored
     (tmp_path / "E" / "annotated.csv").write_text("case,liver\nc_003,1\n")
-    report = prepare(recognise(tmp_path / "E"), tmp_path / "other", workers=0)
+    report = prepare(read_dataset(tmp_path / "E"), tmp_path / "other", workers=0)
     assert [fault.problem[:26] for fault in report.faults] == ["has voxels of value [2, 5]"], "of kept cases too"
 
 
@@ -95,7 +95,7 @@ def test_a_bad_table_is_refused_with_what_is_needed(text: str, tmp_path: Path) -
     organs(tmp_path / "D")
     (tmp_path / "D" / "annotated.csv").write_text(text)
     with pytest.raises(DataError, match="annotated.csv") as fault:
-        recognise(tmp_path / "D")
+        read_dataset(tmp_path / "D")
     assert BAD[text] in str(fault.value)
 
 
@@ -103,10 +103,10 @@ def test_two_ways_at_once_and_a_list_of_another_kind_are_refused(tmp_path: Path)
     by_json(tmp_path / "D")
     (tmp_path / "D" / "annotated.csv").write_text("case,liver\nc_000,1\n")
     with pytest.raises(DataError, match="and so does dataset.json; keep one"):
-        recognise(tmp_path / "D")
+        read_dataset(tmp_path / "D")
     organs(tmp_path / "E", annotated=["c_000"])
     with pytest.raises(DataError, match="is no object of lists"):
-        recognise(tmp_path / "E")
+        read_dataset(tmp_path / "E")
 
 
 def test_hidden_classes_have_no_scores() -> None:

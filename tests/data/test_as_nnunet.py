@@ -10,7 +10,7 @@ from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.nnunet_plans import declaration_of, plan_of
 from seqpar.data.geometry import to_canonical
-from seqpar.data.preparation.as_nnunet import ByPlan
+from seqpar.data.preparation.as_nnunet import NnunetPreparation
 from seqpar.data.preparation.prepared_case import load_case
 from seqpar.data.preparation.transforms import nearest_rows
 from seqpar.data.volumes import read_volume
@@ -44,11 +44,11 @@ def write_case(folder: Path, affine: np.ndarray, shape: tuple[int, ...] = (11, 9
     return Case("case", tuple(paths))
 
 
-def by_plan(**changed: Any) -> ByPlan:
+def by_plan(**changed: Any) -> NnunetPreparation:
     """Returns the preparation of plans that differ by ``changed``: entries of the plans, or of their configuration."""
     outer = {key: changed.pop(key) for key in ("transpose_forward", "image_reader_writer") if key in changed}
     plans = plans_of({**configuration("PlainConvUNet"), **changed}, **outer)
-    return ByPlan.of(plan_of(plans, "3d_fullres", PLANS), declaration_of(DATASET, DECLARED))
+    return NnunetPreparation.of(plan_of(plans, "3d_fullres", PLANS), declaration_of(DATASET, DECLARED))
 
 
 @pytest.mark.parametrize("name", CASES)

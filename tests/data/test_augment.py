@@ -10,7 +10,7 @@ import torch
 from scipy import ndimage
 
 from seqpar.data.sampling.augmentation import Augmentation, augment
-from seqpar.data.sampling.augmentation_presets import RECIPES, Chance, Recipe, full, light
+from seqpar.data.sampling.augmentation_presets import RECIPES, AugmentationRecipe, Chance, full, light
 from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.warp import Warp, apply_warp, draw_offsets, rotate
@@ -24,7 +24,7 @@ ALWAYS = replace(
     ),
     **{
         step.name: replace(getattr(full(), step.name), probability=0.7)
-        for step in fields(Recipe)
+        for step in fields(AugmentationRecipe)
         if step.name not in ("elastic", "elastic_sigma", "further")
     },
 )
@@ -49,7 +49,7 @@ def same(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray]) -> 
 
 
 def only(step: str, low: float, high: float, tile: tuple[int, ...] = TILE) -> Augmentation:
-    return Augmentation(Recipe(**{step: Chance(1.0, low, high)}), tile)
+    return Augmentation(AugmentationRecipe(**{step: Chance(1.0, low, high)}), tile)
 
 
 def run_forked(augmentation: Augmentation, end, image, label) -> None:
@@ -148,7 +148,9 @@ def test_what_is_planned_is_what_happens():
     assert all(same(augmentation(image, label, seed), crop) for seed in quiet)
 
 
-@pytest.mark.parametrize("step", [s.name for s in fields(Recipe) if s.name not in ("elastic_sigma", "further")])
+@pytest.mark.parametrize(
+    "step", [s.name for s in fields(AugmentationRecipe) if s.name not in ("elastic_sigma", "further")]
+)
 def test_each_step_acts(step):
     low, high = {
         "elastic": (800, 900),
@@ -212,7 +214,7 @@ def test_elastic_offsets_are_as_large_as_batchgenerators():
 def test_labels_are_never_invented_and_image_and_label_move_together():
     tile = (24, 24, 24)
     augmentation = Augmentation(
-        Recipe(Chance(1, -30, 30), Chance(1, 0.7, 1.4), Chance(1, 0, 400), mirror=Chance(0.5)), tile
+        AugmentationRecipe(Chance(1, -30, 30), Chance(1, 0.7, 1.4), Chance(1, 0, 400), mirror=Chance(0.5)), tile
     )
     label = ndimage.zoom(
         np.random.default_rng(2).integers(0, 2, [n // 7 for n in augmentation.source_size]), 8, order=0
@@ -228,7 +230,7 @@ def test_labels_are_never_invented_and_image_and_label_move_together():
 
 
 def test_outside_of_the_source_is_zero_and_marked():
-    grown = Augmentation(Recipe(scaling=Chance(1, 1.39, 1.4)), TILE, outside_label=-1)
+    grown = Augmentation(AugmentationRecipe(scaling=Chance(1, 1.39, 1.4)), TILE, outside_label=-1)
     image, label = source(TILE)  # no more than the tile is there
     for seed in range(20):
         warped, moved = grown(image + 10, label, seed)
@@ -240,7 +242,7 @@ def test_outside_of_the_source_is_zero_and_marked():
 def test_background_is_kept_where_asked():
     image, label = source(TILE)
     image[:, :5] = 0
-    noise = Recipe(noise=Chance(1, 0.1, 0.1), brightness=Chance(1, 1.1, 1.2))
+    noise = AugmentationRecipe(noise=Chance(1, 0.1, 0.1), brightness=Chance(1, 1.1, 1.2))
     assert (Augmentation(noise, TILE)(image, label, 0)[0][:, :5] != 0).mean() > 0.9
     kept = Augmentation(noise, TILE, keep_background=True)(image, label, 0)[0]
     assert (kept[:, :5] == 0).all() and (kept[:, 5:] != image[:, 5:]).all()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from seqpar.cli.prepare import act
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.formats.splits import split
 from seqpar.data.preparation.cache import check_cache, open_cache
 from seqpar.data.preparation.cache_index import cache_folder, outdated_cache
@@ -22,7 +22,7 @@ from tests.support.folders import NEW, OLD, brats, image_array, label_array, nnu
 
 def test_the_cache_maps_what_the_description_says(tmp_path):
     root = brats(tmp_path / "B", [f"BraTS2021_{n:05d}" for n in range(3)], OLD, "_", (1, 2, 4))
-    report = prepare(recognise(root), tmp_path / "c", PrepareSettings(locations=5), workers=2)
+    report = prepare(read_dataset(root), tmp_path / "c", PrepareSettings(locations=5), workers=2)
     assert len(report.prepared) == 3 and not report.faults
     cache = open_cache(tmp_path / "c")
     assert cache.labels == {"background": 0, "NCR": 1, "ED": 2, "ET": 3} and cache.recipe.values == (
@@ -37,7 +37,7 @@ def test_the_cache_maps_what_the_description_says(tmp_path):
         3,
     )
     assert cache.modalities == ("T1", "T1c", "T2", "FLAIR")
-    assert split(cache, "90:10")[1] == split(recognise(root), "90:10")[1]
+    assert split(cache, "90:10")[1] == split(read_dataset(root), "90:10")[1]
     case = cache.cases["BraTS2021_00001"]
     assert isinstance(case.image, np.memmap) and isinstance(case.label, np.memmap)
     assert case.image.dtype == np.float32 and case.image.shape == (4, *case.label.shape) == (
@@ -55,7 +55,7 @@ def test_ignored_voxels_get_the_last_id_and_are_no_class_to_look_for(tmp_path):
     labels = {"background": 0, "a": 1, "ignore": 2}
     root = nnunet(tmp_path / "D", 1, labels=labels)
     save(root / "labelsTr/c_000.nii.gz", label_array((1, 2)))
-    prepare(recognise(root), tmp_path / "c", PrepareSettings(spacing=(0.9, 1.1, 1.2)), workers=0)
+    prepare(read_dataset(root), tmp_path / "c", PrepareSettings(spacing=(0.9, 1.1, 1.2)), workers=0)
     cache = open_cache(tmp_path / "c")
     case = cache.cases["c_000"]
     assert cache.ignore_label == 2 and cache.recipe.ignore_id == 2 and list(case.locations) == [1]
@@ -65,7 +65,7 @@ def test_ignored_voxels_get_the_last_id_and_are_no_class_to_look_for(tmp_path):
 def test_a_case_without_foreground_is_prepared_and_told(tmp_path):
     root = nnunet(tmp_path / "D", 2)
     save(root / "labelsTr/c_001.nii.gz", label_array(()))
-    report = prepare(recognise(root), tmp_path / "c", workers=0)
+    report = prepare(read_dataset(root), tmp_path / "c", workers=0)
     assert report.empty == ("c_001",) and not report.faults
     assert open_cache(tmp_path / "c").cases["c_001"].locations == {}
 
@@ -75,7 +75,7 @@ def test_ct_is_clipped_and_scaled_by_its_values_inside_the_labels(tmp_path):
     for n in range(3):
         image = image_array(n).astype(np.float32) - 1000
         save(root / f"imagesTr/c_{n:03d}_0000.nii.gz", image)
-    prepare(recognise(root), tmp_path / "c", workers=2)
+    prepare(read_dataset(root), tmp_path / "c", workers=2)
     cache = open_cache(tmp_path / "c")
     images = [nibabel.load(root / f"imagesTr/c_{n:03d}_0000.nii.gz").get_fdata() for n in range(3)]
     inside = np.concatenate([image[label_array() > 0] for image in images])
@@ -92,15 +92,15 @@ def test_ct_is_clipped_and_scaled_by_its_values_inside_the_labels(tmp_path):
     before = tree(tmp_path / "c")
     save(root / "imagesTr/c_003_0000.nii.gz", image_array(3) - 1000)  # a further case changes the statistics
     save(root / "labelsTr/c_003.nii.gz", label_array())
-    assert len(prepare(recognise(root), tmp_path / "c", workers=2).prepared) == 4
-    prepare(recognise(root), tmp_path / "d", workers=0)
+    assert len(prepare(read_dataset(root), tmp_path / "c", workers=2).prepared) == 4
+    prepare(read_dataset(root), tmp_path / "d", workers=0)
     assert tree(tmp_path / "c") == tree(tmp_path / "d") != before, "workers or history change the cache"
 
 
 def test_masks_called_nonorm_stay_as_they_are(tmp_path):
     root = nnunet(tmp_path / "D", 1, ("T1", "noNorm"))
     save(root / "imagesTr/c_000_0001.nii.gz", label_array((7,)))
-    prepare(recognise(root), tmp_path / "c", workers=0)
+    prepare(read_dataset(root), tmp_path / "c", workers=0)
     assert np.unique(open_cache(tmp_path / "c").cases["c_000"].image[1]).tolist() == [0, 7]
 
 
@@ -110,7 +110,7 @@ def test_the_median_spacing_is_that_of_the_canonical_volumes(tmp_path):
         affine = np.diag([*sizes, 1.0])[:, [2, 0, 1, 3]] if n == 1 else np.diag([*sizes, 1.0])  # case 1 lies turned
         for file, array in (("imagesTr/c_{:03d}_0000", image_array(n)), ("labelsTr/c_{:03d}", label_array())):
             save(root / (file.format(n) + ".nii.gz"), array, affine)
-    prepare(recognise(root), tmp_path / "c", PrepareSettings(spacing="median"), workers=2)
+    prepare(read_dataset(root), tmp_path / "c", PrepareSettings(spacing="median"), workers=2)
     cache = open_cache(tmp_path / "c")
     assert cache.recipe.spacing == (1, 2, 3)
     assert [case.properties.spacing for case in cache.cases.values()] == [(1, 2, 3)] * 3
@@ -120,37 +120,37 @@ def test_the_median_spacing_is_that_of_the_canonical_volumes(tmp_path):
 
 def test_a_second_run_does_nothing_and_a_change_prepares_what_it_touches(tmp_path):
     root = nnunet(tmp_path / "D", 3)
-    assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == ("c_000", "c_001", "c_002")
+    assert prepare(read_dataset(root), tmp_path / "c", workers=0).prepared == ("c_000", "c_001", "c_002")
     first = tree(tmp_path / "c")
-    assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == () and tree(tmp_path / "c") == first
+    assert prepare(read_dataset(root), tmp_path / "c", workers=0).prepared == () and tree(tmp_path / "c") == first
     save(root / "imagesTr/c_001_0000.nii.gz", image_array(77))
-    assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == ("c_001",)
+    assert prepare(read_dataset(root), tmp_path / "c", workers=0).prepared == ("c_001",)
     os.utime(root / "imagesTr/c_002_0000.nii.gz")  # touched, the same content
-    report = prepare(recognise(root), tmp_path / "c", workers=0)
+    report = prepare(read_dataset(root), tmp_path / "c", workers=0)
     assert report.prepared == () and len(report.kept) == 3
-    assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == ()
+    assert prepare(read_dataset(root), tmp_path / "c", workers=0).prepared == ()
     (tmp_path / "c/cases/c_000/label.npy").write_bytes(b"half")
-    assert prepare(recognise(root), tmp_path / "c", workers=0).prepared == ("c_000",)
-    assert len(prepare(recognise(root), tmp_path / "c", PrepareSettings(locations=9), workers=0).prepared) == 3
+    assert prepare(read_dataset(root), tmp_path / "c", workers=0).prepared == ("c_000",)
+    assert len(prepare(read_dataset(root), tmp_path / "c", PrepareSettings(locations=9), workers=0).prepared) == 3
     (root / "labelsTr/c_002.nii.gz").unlink()
     (root / "imagesTr/c_002_0000.nii.gz").unlink()
-    assert prepare(recognise(root), tmp_path / "c", PrepareSettings(locations=9), workers=0).prepared == ()
+    assert prepare(read_dataset(root), tmp_path / "c", PrepareSettings(locations=9), workers=0).prepared == ()
     assert open_cache(tmp_path / "c").ids == ("c_000", "c_001")
-    prepare(recognise(root), tmp_path / "d", PrepareSettings(locations=9), workers=2)
+    prepare(read_dataset(root), tmp_path / "d", PrepareSettings(locations=9), workers=2)
     assert tree(tmp_path / "c") == tree(tmp_path / "d")
 
 
 def test_a_case_that_goes_bad_leaves_the_cache(tmp_path):
     root = nnunet(tmp_path / "D", 2)
-    prepare(recognise(root), tmp_path / "c", workers=0)
+    prepare(read_dataset(root), tmp_path / "c", workers=0)
     (root / "imagesTr/c_001_0000.nii.gz").write_text("x")
-    assert len(prepare(recognise(root), tmp_path / "c", workers=0).faults) == 1
+    assert len(prepare(read_dataset(root), tmp_path / "c", workers=0).faults) == 1
     assert open_cache(tmp_path / "c").ids == ("c_000",) and not (tmp_path / "c/cases/c_001").exists()
 
 
 @pytest.mark.parametrize("file", ["image.npy", "label.npy", "locations.npy", "case.json"])
 def test_check_names_the_file_in_which_a_bit_has_flipped(file, tmp_path):
-    prepare(recognise(nnunet(tmp_path / "D", 2)), tmp_path / "c", workers=0)
+    prepare(read_dataset(nnunet(tmp_path / "D", 2)), tmp_path / "c", workers=0)
     assert check_cache(tmp_path / "c") == []
     path = tmp_path / "c/cases/c_001" / file
     raw = bytearray(path.read_bytes())
@@ -162,14 +162,14 @@ def test_check_names_the_file_in_which_a_bit_has_flipped(file, tmp_path):
 
 def test_brats_of_2023_needs_no_renumbering(tmp_path):
     root = brats(tmp_path / "B", ["BraTS-GLI-00000-000"], NEW, "-", (1, 2, 3))
-    prepare(recognise(root), tmp_path / "c", workers=0)
+    prepare(read_dataset(root), tmp_path / "c", workers=0)
     cache = open_cache(tmp_path / "c")
     assert cache.recipe.values == (0, 1, 2, 3) and cache.regions["TC"] == (1, 3)
 
 
 def test_the_default_folder_lies_beside_the_data_or_where_the_environment_says(tmp_path, monkeypatch):
     monkeypatch.delenv("SEQPAR_CACHE", raising=False)
-    data = recognise(nnunet(tmp_path / "D", 1))
+    data = read_dataset(nnunet(tmp_path / "D", 1))
     assert cache_folder(data) == tmp_path / "seqpar-prepared" / "D"
     monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path / "caches"))
     assert cache_folder(data).parent == tmp_path / "caches" and cache_folder(data).name.startswith("D-")
@@ -203,9 +203,9 @@ def test_a_data_set_of_nnunet_is_found_by_its_number_after_it_was_prepared(
     assert open_cache(place).ids == ("c_000", "c_001") == prepared(901, is_first=True).ids
     new = sorted(path.name for path in raw.iterdir() if path.suffix != ".prepared")
     assert [name for name in new if name.startswith("Dataset901")] == ["Dataset901_Blob"], "as nnU-Net looks it up"
-    assert len(new) == 1 and recognise("Dataset901_Blob").root == root
+    assert len(new) == 1 and read_dataset("Dataset901_Blob").root == root
     monkeypatch.delenv("nnUNet_raw")  # named by its path, in another shell
-    assert cache_folder(recognise(root)) == place
+    assert cache_folder(read_dataset(root)) == place
     (former := raw / "seqpar-prepared" / "Dataset901_Blob").mkdir(parents=True)
     (former / "cache.json").touch()
     assert f"Dataset901_Blob.prepared and {former} are caches of an earlier version" in outdated_cache(root, place)
@@ -220,7 +220,7 @@ def test_each_spacing_has_a_cache_of_its_own(tmp_path, monkeypatch):
         settings = PrepareSettings.spaced(spacing)
         assert prepared(root, None, settings, is_first=True).path.name == name
         monkeypatch.setenv("SEQPAR_CACHE", str(tmp_path))
-        assert cache_folder(recognise(root), None, settings).name.endswith(name[1:])
+        assert cache_folder(read_dataset(root), None, settings).name.endswith(name[1:])
         monkeypatch.delenv("SEQPAR_CACHE")
         assert shape == ((1, 6, 4, 5) if "2" in name else (1, 10, 8, 6)), shape
     assert len(list((tmp_path / "seqpar-prepared").iterdir())) == 3
@@ -233,4 +233,4 @@ def test_data_sets_of_one_name_in_two_places_have_a_cache_each(tmp_path, monkeyp
     assert [len(cache.ids) for cache in caches] == [2, 3]
     assert all(case.image.shape[0] == 1 for cache in caches for case in cache.cases.values())
     (tmp_path / "link").symlink_to(roots[0])
-    assert cache_folder(recognise(tmp_path / "link" / ".." / "train")) == caches[0].path
+    assert cache_folder(read_dataset(tmp_path / "link" / ".." / "train")) == caches[0].path

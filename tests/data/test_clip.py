@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.prepare_dataset import prepare
 from seqpar.data.preparation.prepared_case import image_to_source, prepare_case
@@ -19,13 +19,13 @@ def test_a_range_becomes_0_to_1_beside_other_schemes(tmp_path) -> None:
     root = nnunet(tmp_path / "D", 2, ("Clip -160:240", "CT", "T1"))
     for n in range(2):
         rewrite(root / "imagesTr" / f"c_{n:03d}_0000.nii.gz", lambda a: a.astype("f4") * 2 - 400)
-    assert not prepare(recognise(root), tmp_path / "c", workers=0).faults
+    assert not prepare(read_dataset(root), tmp_path / "c", workers=0).faults
     cache = open_cache(tmp_path / "c")
     assert cache.recipe.schemes == ("clip", "ct", "zscore") and Recipe.from_json(cache.recipe.to_json()) == cache.recipe
     assert (
         cache.recipe.intensities[0] != cache.recipe.intensities[1] is not None and cache.recipe.intensities[2] is None
     )
-    case = recognise(root).cases[0]
+    case = read_dataset(root).cases[0]
     done = prepare_case(case, cache.recipe)
     np.testing.assert_array_equal(done.image, cache.cases["c_000"].image)
     source = read_volume(case.images[0]).array
@@ -38,6 +38,6 @@ def test_a_range_becomes_0_to_1_beside_other_schemes(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["clip", "clip 5", "clip 5:5", "clip 9:3", "clip a:b", "clip 0:inf", "clip 1:2:3"])
 def test_a_name_without_a_range_is_refused(name: str, tmp_path) -> None:
-    dataset = recognise(nnunet(tmp_path / "D", 1, (name,)))
+    dataset = read_dataset(nnunet(tmp_path / "D", 1, (name,)))
     with pytest.raises(DataError, match=f"modality '{name}' names no range; .* clip -160:240"):
         draft_recipe(dataset, PrepareSettings())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import find_inputs, recognise
+from seqpar.data.formats.recognise import find_inputs, read_dataset
 from seqpar.data.formats.splits import folds, split
 from seqpar.data.preparation.prepared_case import prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, draft_recipe
@@ -14,7 +14,7 @@ from tests.support.folders import NEW, OLD, brats, decathlon, image_array, label
 
 
 def test_nnunet_raw_is_read_with_channels_in_order(tmp_path):
-    data = recognise(nnunet(tmp_path / "Dataset007_X", 3, ("T1", "FLAIR")))
+    data = read_dataset(nnunet(tmp_path / "Dataset007_X", 3, ("T1", "FLAIR")))
     assert (data.layout, data.ids, data.modalities) == (
         "nnU-Net raw",
         ("c_000", "c_001", "c_002"),
@@ -28,34 +28,34 @@ def test_nnunet_raw_is_read_with_channels_in_order(tmp_path):
 def test_nnunet_raw_is_found_by_name_and_number(tmp_path, monkeypatch):
     root = nnunet(tmp_path / "Dataset007_X")
     with pytest.raises(DataError, match="set nnUNet_raw"):
-        recognise("Dataset007_X")
+        read_dataset("Dataset007_X")
     monkeypatch.setenv("nnUNet_raw", str(tmp_path))
-    assert recognise(7).root == recognise("7").root == recognise("Dataset007_X").root == root
+    assert read_dataset(7).root == read_dataset("7").root == read_dataset("Dataset007_X").root == root
     nnunet(tmp_path / "Dataset007_Y")
     with pytest.raises(DataError, match="2 folders"):
-        recognise(7)
+        read_dataset(7)
 
 
 def test_nnunet_regions_order_and_ignore_label(tmp_path):
     labels = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3, "ignore": 4}
-    data = recognise(nnunet(tmp_path / "D", labels=labels, regions_class_order=[1, 2, 3]))
+    data = read_dataset(nnunet(tmp_path / "D", labels=labels, regions_class_order=[1, 2, 3]))
     assert list(data.labels.values()) == [0, 1, 2, 3] and data.ignore_label == 4
     assert data.regions == {"whole": (1, 2, 3), "core": (2, 3), "enhancing": (3,)}
     assert data.regions_class_order == (1, 2, 3)
     with pytest.raises(DataError, match="regions_class_order"):
-        recognise(nnunet(tmp_path / "E", labels=labels, regions_class_order=[1, 2]))
+        read_dataset(nnunet(tmp_path / "E", labels=labels, regions_class_order=[1, 2]))
 
 
 def test_nnunet_explicit_paths_and_plain_nii(tmp_path):
     save(tmp_path / "elsewhere/a.nii", image_array(0))
     save(tmp_path / "elsewhere/a_label.nii", label_array())
     entry = {"images": ["../elsewhere/a.nii"], "label": str(tmp_path / "elsewhere/a_label.nii")}
-    data = recognise(nnunet(tmp_path / "D", 0, dataset={"a": entry}, file_ending=".nii"))
+    data = read_dataset(nnunet(tmp_path / "D", 0, dataset={"a": entry}, file_ending=".nii"))
     assert data.ids == ("a",) and data.cases[0].images[0].samefile(tmp_path / "elsewhere/a.nii")
 
 
 def test_decathlon_is_read_with_its_regions(tmp_path):
-    data = recognise(decathlon(tmp_path / "Task01"))
+    data = read_dataset(decathlon(tmp_path / "Task01"))
     assert (data.layout, data.name, data.ids) == (
         "Medical Segmentation Decathlon",
         "BRATS",
@@ -82,7 +82,7 @@ def test_decathlon_is_read_with_its_regions(tmp_path):
     ],
 )  # fmt: skip
 def test_brats_of_every_year_has_its_labels(names, kinds, separator, suffix, flat, labels, core, tmp_path):
-    data = recognise(brats(tmp_path / "data", names, kinds, separator, tuple(labels.values()), suffix, flat))
+    data = read_dataset(brats(tmp_path / "data", names, kinds, separator, tuple(labels.values()), suffix, flat))
     assert data.labels == {"background": 0, **labels} and data.regions["TC"] == core and not data.faults
     assert data.ids == tuple(sorted(Path(name).name for name in names))
     assert data.regions["ET"] == (labels["ET"],) and labels["ET"] in data.regions_class_order
@@ -94,14 +94,14 @@ def test_brats_of_every_year_has_its_labels(names, kinds, separator, suffix, fla
 def test_paediatric_cases_of_no_year_are_refused_unless_they_have_no_labels(tmp_path):
     brats(tmp_path / "data", ["BraTS-PED-02024-000"], NEW, "-", (1, 2, 3, 4))
     with pytest.raises(DataError, match="BraTS-PED, whose label values changed in 2024.*BraTS-PEDs2024"):
-        recognise(tmp_path / "data")
-    images = recognise(brats(tmp_path / "images", ["BraTS-PED-02024-000"], NEW[:-1], "-", ()))
+        read_dataset(tmp_path / "data")
+    images = read_dataset(brats(tmp_path / "images", ["BraTS-PED-02024-000"], NEW[:-1], "-", ()))
     assert images.labels == {} and len(images.cases) == 1
 
 
 @pytest.mark.parametrize(("name", "hint"), [("BraTS2021_00000", True), ("BraTS-GLI-00000-000", False)])
 def test_an_undeclared_4_is_called_the_old_tumour_only_where_it_can_be(name, hint, tmp_path):
-    data = recognise(brats(tmp_path, [name], NEW, "-", (1, 2, 4)))
+    data = read_dataset(brats(tmp_path, [name], NEW, "-", (1, 2, 4)))
     with pytest.raises(DataError, match=r"value \[4\]; declared are \[0, 1, 2, 3\]") as raised:
         prepare_case(data.cases[0], draft_recipe(data, PrepareSettings()))
     assert ("BraTS up to 2021" in raised.value.problem) == hint
@@ -111,11 +111,11 @@ def test_the_misnamed_label_of_2020_is_found(tmp_path):
     root = brats(tmp_path, ["BraTS20_Training_355"], OLD, "_", (1, 2, 4), ".nii")
     folder = root / "BraTS20_Training_355"
     (folder / "BraTS20_Training_355_seg.nii").rename(folder / "W39_1998.09.19_Segm.nii")
-    assert recognise(root).cases[0].label == folder / "W39_1998.09.19_Segm.nii"
+    assert read_dataset(root).cases[0].label == folder / "W39_1998.09.19_Segm.nii"
 
 
 def test_brats_without_any_label_is_for_prediction(tmp_path):
-    data = recognise(brats(tmp_path, ["BraTS-GLI-00000-000"], NEW[:-1], "-", ()))
+    data = read_dataset(brats(tmp_path, ["BraTS-GLI-00000-000"], NEW[:-1], "-", ()))
     assert data.labels == {} and data.cases[0].label is None and len(data.cases[0].images) == 4
 
 
@@ -124,7 +124,7 @@ def test_brats_of_different_meanings_is_refused(tmp_path):
     brats(tmp_path, ["BraTS2021_00000"], OLD, "_", (1, 2, 4))
     both = r"2023: .*/BraTS-GLI-00000-000-\w+.nii.gz; to 2021: .*/BraTS2021_00000_\w+.nii.gz"
     with pytest.raises(DataError, match=f"differ in meaning .{both}"):
-        recognise(tmp_path)
+        read_dataset(tmp_path)
 
 
 def test_monai_fold_list_keeps_its_channel_order_and_folds(tmp_path):
@@ -138,7 +138,7 @@ def test_monai_fold_list_keeps_its_channel_order_and_folds(tmp_path):
         }
         for n, name in enumerate(names)
     ]
-    data = recognise(write_json(tmp_path / "brats21_folds.json", {"training": entries}))
+    data = read_dataset(write_json(tmp_path / "brats21_folds.json", {"training": entries}))
     assert data.modalities == ("FLAIR", "T1c", "T1", "T2") and data.labels["ET"] == 4
     assert data.ids == tuple(names)
     assert split(data, 1) == ((names[0], names[2]), (names[1], names[3])) and len(folds(data)) == 2
@@ -152,7 +152,7 @@ def test_cases_of_a_monai_list_follow_the_firsts_order_of_modalities(tmp_path):
         {"image": [f"{name}/{name}_{kind}.nii.gz" for kind in order], "label": f"{name}/{name}_seg.nii.gz"}
         for name, order in zip(names, orders)
     ]
-    data = recognise(write_json(tmp_path / "list.json", {"training": entries[:3], "validation": entries[3:]}))
+    data = read_dataset(write_json(tmp_path / "list.json", {"training": entries[:3], "validation": entries[3:]}))
     assert data.modalities == ("FLAIR", "T1c", "T1", "T2") and data.ids == (names[0], names[1], names[3])
     for case in data.cases:
         assert [image.name for image in case.images] == [f"{case.id}_{kind}.nii.gz" for kind in orders[0]]
@@ -168,26 +168,26 @@ def test_monai_list_with_validation_is_one_split(tmp_path):
         "training": entries[:2],
         "validation": entries[2:],
     }
-    data = recognise(write_json(root / "dataset_0.json", content))
+    data = read_dataset(write_json(root / "dataset_0.json", content))
     assert data.modalities == ("channel 0",) and data.labels == {"background": 0, "organ": 1}
     assert split(data, 0) == (("c_000_0000", "c_001_0000"), ("c_002_0000",))
 
 
 def test_a_folder_of_images_is_for_prediction(tmp_path):
     root = nnunet(tmp_path / "D", 2, ("T1", "T2"))
-    data = recognise(root / "imagesTr")
+    data = read_dataset(root / "imagesTr")
     assert (data.ids, data.modalities, data.labels) == (("c_000", "c_001"), ("T1", "T2"), {})
     assert all(case.label is None and len(case.images) == 2 for case in data.cases)
     save(tmp_path / "alone/scan.nii.gz", image_array(0, (9, 8, 7, 3)))
-    assert recognise(tmp_path / "alone").modalities == ("channel 0", "channel 1", "channel 2")
+    assert read_dataset(tmp_path / "alone").modalities == ("channel 0", "channel 1", "channel 2")
     four = decathlon(tmp_path / "Task01")
-    assert recognise(four / "imagesTr").modalities == ("FLAIR", "T1w", "t1gd", "T2w")
+    assert read_dataset(four / "imagesTr").modalities == ("FLAIR", "T1w", "t1gd", "T2w")
 
 
 def test_a_stray_file_among_channel_files_is_reported_and_changes_nothing_else(tmp_path):
     images = nnunet(tmp_path / "D", 2, ("T1", "T2")) / "imagesTr"
     stray = save(images / "localizer.nii.gz", image_array(9))
-    data, (cases, faults) = recognise(images), find_inputs([images], ("T1", "T2"))
+    data, (cases, faults) = read_dataset(images), find_inputs([images], ("T1", "T2"))
     assert data.ids == tuple(case.id for case in cases) == ("c_000", "c_001") and data.modalities == ("T1", "T2")
     assert [fault.path for fault in data.faults] == [fault.path for fault in faults] == [str(stray)]
     assert "no channel number" in faults[0].problem
@@ -196,7 +196,7 @@ def test_a_stray_file_among_channel_files_is_reported_and_changes_nothing_else(t
 def test_of_a_case_that_is_there_twice_both_files_are_named(tmp_path):
     files = [save(tmp_path / name, image_array(0)) for name in ("one/a.nii", "one/a.nii.gz", "two/a.nii")]
     with pytest.raises(DataError, match=f"case a twice, as {files[0]} and {files[1]}; keep one"):
-        recognise(tmp_path / "one")
+        read_dataset(tmp_path / "one")
     with pytest.raises(DataError, match=f"case a twice, as {files[0]} and {files[2]}; keep one"):
         find_inputs([files[0], files[2]], ("T1",))
 
@@ -204,7 +204,7 @@ def test_of_a_case_that_is_there_twice_both_files_are_named(tmp_path):
 def test_five_folds_are_scikit_learns(tmp_path):
     from sklearn.model_selection import KFold
 
-    data = recognise(nnunet(tmp_path / "D", 13))
+    data = read_dataset(nnunet(tmp_path / "D", 13))
     for n, (train, held_out) in enumerate(KFold(5, shuffle=True, random_state=12345).split(data.ids)):
         expected = tuple(data.ids[k] for k in train), tuple(data.ids[k] for k in held_out)
         assert split(data, n) == folds(data)[n] == split(data, str(n)) == expected
@@ -215,13 +215,13 @@ def test_splits_final_is_read_beside_the_data_and_where_nnunet_puts_it(tmp_path,
     one = [{"train": ["c_000", "c_002"], "val": ["c_001"]}]
     monkeypatch.setenv("nnUNet_preprocessed", str(tmp_path / "preprocessed"))
     write_json(tmp_path / "preprocessed/D/splits_final.json", one)
-    assert split(recognise(root), 0) == (("c_000", "c_002"), ("c_001",))
+    assert split(read_dataset(root), 0) == (("c_000", "c_002"), ("c_001",))
     write_json(root / "splits_final.json", [{"train": ["c_000"], "val": ["c_002"]}])
-    assert split(recognise(root), 0) == (("c_000",), ("c_002",))
+    assert split(read_dataset(root), 0) == (("c_000",), ("c_002",))
 
 
 def test_the_other_splits(tmp_path):
-    data = recognise(nnunet(tmp_path / "D", 13))
+    data = read_dataset(nnunet(tmp_path / "D", 13))
     train, held_out = split(data, "90:10")
     assert (
         sorted(train + held_out) == list(data.ids) and len(held_out) == 1 and split(data, "90:10") == (train, held_out)
@@ -231,13 +231,13 @@ def test_the_other_splits(tmp_path):
         with pytest.raises(ValueError, match=r"90:10"):
             split(data, wrong)
     with pytest.raises(ValueError, match="5 folds need 5 cases, 2 came"):
-        split(recognise(nnunet(tmp_path / "E", 2)), 0)
+        split(read_dataset(nnunet(tmp_path / "E", 2)), 0)
 
 
 def test_hidden_files_and_notes_are_no_cases(tmp_path):
     root = nnunet(tmp_path / "D", 2)
     (root / "imagesTr/._c_000_0000.nii.gz").write_bytes(b"x")
     (root / "imagesTr/notes.txt").write_text("x")
-    data = recognise(root)
+    data = read_dataset(root)
     assert data.ids == ("c_000", "c_001") and not data.faults
     assert json.loads((root / "dataset.json").read_text())["numTraining"] == 2

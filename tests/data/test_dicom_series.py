@@ -8,7 +8,7 @@ import pytest
 import SimpleITK as sitk
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import find_inputs, recognise
+from seqpar.data.formats.recognise import find_inputs, read_dataset
 from seqpar.data.preparation.cache_index import sources_of
 from seqpar.data.volumes import digest_file, read_geometry, read_volume
 from tests.support.folders import OBLIQUE, image_array, label_array, nnunet, save
@@ -136,7 +136,7 @@ def test_the_files_of_a_series_are_its_source(tmp_path) -> None:
     folder = save_series(tmp_path / "imagesTr" / "c_000_0000", image_array(0))
     root = nnunet(tmp_path, 0, ("CT",))
     save(root / "labelsTr" / "c_000.nii.gz", label_array())
-    (case,) = recognise(root).cases
+    (case,) = read_dataset(root).cases
     assert case.images == (folder,)
     before, digest = sources_of(case), digest_file(folder)
     assert digest == read_volume(folder).digest

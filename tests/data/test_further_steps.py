@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seqpar.data.sampling.augmentation import Augmentation, augment, recipe_of
-from seqpar.data.sampling.augmentation_presets import Chance, Recipe
+from seqpar.data.sampling.augmentation_presets import AugmentationRecipe, Chance
 from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 
 TILE = (18, 16, 14)
@@ -25,7 +25,7 @@ def changed(step: str, low: float, high: float, seed: int = 0) -> tuple[np.ndarr
     """Returns image and label of the scene, and the image after one step that always acts."""
     image, label = scene()
     always = replace(EXTRA_STEPS[step], chance=Chance(1.0, low, high))
-    new, same = Augmentation(Recipe(further=((step, always),)), TILE)(image, label, seed)
+    new, same = Augmentation(AugmentationRecipe(further=((step, always),)), TILE)(image, label, seed)
     assert np.array_equal(same, label)
     return image, label, new
 

@@ -13,17 +13,17 @@ import pytest
 from seqpar.cli.prepare import act
 from seqpar.cluster.exit_codes import run
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import check_cache, open_cache
 from seqpar.data.preparation.cache_writer import CacheError
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.recipe import PrepareSettings
-from seqpar.data.workers import each
+from seqpar.data.workers import map_in_processes
 from tests.support.folders import child, exit_code, image_array, nnunet, save, tree
 
 
 def test_prepare_killed_at_random_moments_ends_with_the_undisturbed_cache(tmp_path):
-    data = recognise(nnunet(tmp_path / "D", 6, ("CT",)))
+    data = read_dataset(nnunet(tmp_path / "D", 6, ("CT",)))
     began = time.monotonic()
     prepare(data, tmp_path / "whole", workers=2)
     took = time.monotonic() - began
@@ -71,7 +71,7 @@ def test_ctrl_c_ends_workers_and_says_how_to_go_on(tmp_path, monkeypatch, capfd)
 
 
 def test_a_damaged_index_is_written_again(tmp_path):
-    data = recognise(nnunet(tmp_path / "D", 2))
+    data = read_dataset(nnunet(tmp_path / "D", 2))
     prepare(data, tmp_path / "c", workers=0)
     before = tree(tmp_path / "c")
     (tmp_path / "c/cache.json").write_text("{")
@@ -84,7 +84,7 @@ def test_no_worker_outlives_its_parent(tmp_path):
         (tmp_path / str(os.getpid())).touch()
         time.sleep(60)
 
-    pid = child(lambda: list(each(work, [1, 2], 2)))
+    pid = child(lambda: list(map_in_processes(work, [1, 2], 2)))
     until = time.monotonic() + 20
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
         time.sleep(0.02)
@@ -105,7 +105,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_a_killed_worker_costs_its_case_alone_and_a_mistake_of_ours_is_raised(tmp_path, monkeypatch):
-    data = recognise(nnunet(tmp_path / "D", 3))
+    data = read_dataset(nnunet(tmp_path / "D", 3))
     write = prepare.__globals__["write_case"]
 
     def fatal(path: Path, name: str, *more: object) -> None:
@@ -129,7 +129,7 @@ def test_a_killed_worker_costs_its_case_alone_and_a_mistake_of_ours_is_raised(tm
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_full_disk_is_one_clear_error_and_nothing_finished_is_lost(workers, tmp_path, monkeypatch):
     root = nnunet(tmp_path / "D", 4)
-    data = recognise(root)
+    data = read_dataset(root)
     prepare(replace(data, cases=data.cases[:2]), tmp_path / "c", workers=0)
     before = tree(tmp_path / "c/cases")
 
@@ -145,7 +145,7 @@ def test_a_full_disk_is_one_clear_error_and_nothing_finished_is_lost(workers, tm
 
 
 def test_a_file_that_the_system_cuts_off_is_not_taken_for_whole(tmp_path):
-    data = recognise(nnunet(tmp_path / "D", 2))
+    data = read_dataset(nnunet(tmp_path / "D", 2))
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))  # a real write that fails half way
@@ -162,7 +162,7 @@ def test_a_file_that_the_system_cuts_off_is_not_taken_for_whole(tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path):
-    data = recognise(nnunet(tmp_path / "D", 1))
+    data = read_dataset(nnunet(tmp_path / "D", 1))
     (tmp_path / "file").write_text("x")
     with pytest.raises(CacheError, match=r"file/c: cannot be written \(Not a directory"):
         prepare(data, tmp_path / "file/c", workers=0)
@@ -170,28 +170,28 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path):
 
 def test_a_current_cache_on_a_read_only_disk_is_used_as_it_is(tmp_path, monkeypatch):
     root = nnunet(tmp_path / "D", 1)
-    prepare(recognise(root), tmp_path / "c", workers=0)
+    prepare(read_dataset(root), tmp_path / "c", workers=0)
 
     def read_only(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
     for name in ("os.replace", "os.fsync", "pathlib.Path.mkdir", "pathlib.Path.unlink"):
         monkeypatch.setattr(name, read_only)
-    assert prepare(recognise(root), tmp_path / "c", workers=0).kept == ("c_000",)
+    assert prepare(read_dataset(root), tmp_path / "c", workers=0).kept == ("c_000",)
     assert prepared(root, tmp_path / "c", is_first=True).ids == ("c_000",)
     with pytest.raises(CacheError, match="Read-only"):
-        prepare(recognise(root), tmp_path / "c", PrepareSettings(locations=3), workers=0)
+        prepare(read_dataset(root), tmp_path / "c", PrepareSettings(locations=3), workers=0)
 
 
 def test_somebody_elses_folder_is_left_alone(tmp_path):
-    data = recognise(nnunet(tmp_path / "D", 1))
+    data = read_dataset(nnunet(tmp_path / "D", 1))
     save(tmp_path / "mine/cases/c_000/notes.nii.gz", image_array(0))
     before = tree(tmp_path / "mine")
     with pytest.raises(DataError, match="holds cases and no cache; name another folder"):
         prepare(data, tmp_path / "mine", workers=0)
     assert tree(tmp_path / "mine") == before
     prepare(data, tmp_path / "c", workers=0)
-    other = recognise(nnunet(tmp_path / "E", 1))
+    other = read_dataset(nnunet(tmp_path / "E", 1))
     with pytest.raises(DataError, match="holds the cache of D, not of E"):
         prepare(other, tmp_path / "c", workers=0)
     assert open_cache(tmp_path / "c").name == "D"
@@ -201,11 +201,11 @@ def test_somebody_elses_folder_is_left_alone(tmp_path):
 def test_what_a_preparation_leaves_that_ended_at_once_is_no_obstacle(left, tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / left).mkdir() if left.endswith("/") else (tmp_path / "c" / left).write_text("{")
-    assert prepare(recognise(nnunet(tmp_path / "D", 1)), tmp_path / "c", workers=0).prepared == ("c_000",)
+    assert prepare(read_dataset(nnunet(tmp_path / "D", 1)), tmp_path / "c", workers=0).prepared == ("c_000",)
 
 
 def test_two_runs_into_one_folder_do_not_meet(tmp_path):
-    data = recognise(nnunet(tmp_path / "D", 4))
+    data = read_dataset(nnunet(tmp_path / "D", 4))
     pids = [child(lambda: prepare(data, tmp_path / "c", workers=2)) for _ in range(2)]
     assert [exit_code(pid) for pid in pids] == [0, 0]
     assert exit_code(child(lambda: prepare(data, tmp_path / "d", workers=-1))) == 1, "no control"
@@ -215,7 +215,7 @@ def test_two_runs_into_one_folder_do_not_meet(tmp_path):
 
 def test_a_cache_stays_finished_until_a_case_has_to_be_made_again(tmp_path):
     root, out = nnunet(tmp_path / "D", 3), tmp_path / "c"
-    prepare(recognise(root), out, workers=0)
+    prepare(read_dataset(root), out, workers=0)
     (root / "labelsTr/c_001.nii.gz").write_text("x")
     os.utime(root / "labelsTr/c_001.nii.gz", (1, 1))
     finished: dict[int, bool] = {}
@@ -223,8 +223,8 @@ def test_a_cache_stays_finished_until_a_case_has_to_be_made_again(tmp_path):
     def look(done: int, total: int) -> None:
         finished[done] = (out / "cache.json").exists()
 
-    assert len(prepare(recognise(root), out, None, 0, look).faults) == 1
+    assert len(prepare(read_dataset(root), out, None, 0, look).faults) == 1
     assert finished == {1: True, 2: False, 3: False}
-    prepare(recognise(root), out, None, 0, look)
+    prepare(read_dataset(root), out, None, 0, look)
     assert all(finished.values()), "the bad case has gone already"
     assert open_cache(out).ids == ("c_000", "c_002")

@@ -9,7 +9,7 @@ import pytest
 import SimpleITK as sitk
 
 from seqpar.data.errors import DataError
-from seqpar.data.geometry import Geometry, differs
+from seqpar.data.geometry import Geometry, geometry_difference
 from seqpar.data.volumes import digest_file, read_geometry, read_volume, write_volume
 from tests.support.folders import OBLIQUE, image_array, label_array, save
 from tests.support.itk import affine_of, save_itk
@@ -30,7 +30,7 @@ def test_a_file_is_read_where_nifti_says_that_it_lies_and_written_back(name, suf
     np.testing.assert_allclose(volume.geometry.affine, affine, atol=1e-12)
     nifti = read_volume(save(tmp_path / "a.nii.gz", array, affine))
     assert volume.geometry.orientation == nifti.geometry.orientation
-    assert differs(volume.geometry, nifti.geometry) is None
+    assert geometry_difference(volume.geometry, nifti.geometry) is None
     write_volume(tmp_path / f"b{suffix}", volume.array, volume.geometry)
     first, second = sitk.ReadImage(str(source)), sitk.ReadImage(str(tmp_path / f"b{suffix}"))
     np.testing.assert_array_equal(sitk.GetArrayFromImage(first), sitk.GetArrayFromImage(second))
@@ -78,7 +78,7 @@ def test_geometry_goes_to_nifti_and_back(suffix, tmp_path) -> None:
         assert nifti.header["sform_code"] == 1 and nifti.get_data_dtype() == np.uint8
         write_volume(tmp_path / f"b{suffix}", label, read_volume(tmp_path / "a.nii.gz").geometry, np.uint8)
         back = read_volume(tmp_path / f"b{suffix}")
-        assert differs(back.geometry, source) is None and np.array_equal(back.array[0], label)
+        assert geometry_difference(back.geometry, source) is None and np.array_equal(back.array[0], label)
 
 
 def test_a_scaled_nifti_keeps_its_values_where_a_format_knows_no_scale(tmp_path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from seqpar.data.errors import DataError
 from seqpar.data.formats import splits
 from seqpar.data.formats.joined_labels import join_labels, parse_joins
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache_index import cache_folder
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.prepared_case import image_to_source, labels_to_source, prepare_case
@@ -23,7 +23,7 @@ TUMOUR = parse_joins("tumour=1,2,3")
 
 
 def test_joined_labels_are_one_class_from_the_files_to_the_prediction_and_the_scores(tmp_path: Path) -> None:
-    dataset = join_labels(recognise(decathlon(tmp_path / "Task01_BrainTumour")), TUMOUR)
+    dataset = join_labels(read_dataset(decathlon(tmp_path / "Task01_BrainTumour")), TUMOUR)
     assert dataset.labels == {"background": 0, "tumour": 1} and dataset.regions == {}
     recipe = draft_recipe(dataset, PrepareSettings(joins=TUMOUR))
     assert Recipe.from_json(recipe.to_json()) == recipe
@@ -38,7 +38,7 @@ def test_joined_labels_are_one_class_from_the_files_to_the_prediction_and_the_sc
 
 
 def test_regions_stay_where_a_join_leaves_them_whole(tmp_path: Path) -> None:
-    dataset = recognise(decathlon(tmp_path / "Task01_BrainTumour"))
+    dataset = read_dataset(decathlon(tmp_path / "Task01_BrainTumour"))
     assert dataset.regions == {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
     core = join_labels(dataset, parse_joins("core=2,3"))
     assert core.labels == {"background": 0, "edema": 1, "core": 2}
@@ -54,7 +54,7 @@ def test_a_text_that_is_no_join_is_refused(text: str) -> None:
 
 
 def test_a_join_of_labels_that_there_are_not_or_of_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
-    dataset = recognise(decathlon(tmp_path / "Task01_BrainTumour"))
+    dataset = read_dataset(decathlon(tmp_path / "Task01_BrainTumour"))
     with pytest.raises(DataError, match="has no label 7, which --join-labels tumour names; it declares background 0"):
         join_labels(dataset, parse_joins("tumour=1,7"))
     with pytest.raises(DataError, match="has a label edema of its own"):
@@ -69,7 +69,7 @@ def test_a_volume_is_cut_in_its_middle_and_normalised_with_its_background(tmp_pa
     for channel in range(2):
         save(root / "imagesTr" / f"c_000_{channel:04d}.nii.gz", image[..., channel], np.eye(4))
     save(root / "labelsTr" / "c_000.nii.gz", label_array(shape=(14, 12, 13)), np.eye(4))
-    dataset = recognise(root)
+    dataset = read_dataset(root)
     settings = PrepareSettings(crop_to=(14, 20, 10), normalise="volume")
     recipe = draft_recipe(dataset, settings)
     done = prepare_case(dataset.cases[0], recipe)
@@ -86,7 +86,7 @@ def test_a_volume_is_cut_in_its_middle_and_normalised_with_its_background(tmp_pa
 def test_labelled_voxels_are_cut_off_only_by_force(tmp_path: Path) -> None:
     root = nnunet(tmp_path / "D", cases=1)
     settings = PrepareSettings(crop_to=(4, 12, 10))
-    report = prepare(recognise(root), tmp_path / "cache", settings, workers=0)
+    report = prepare(read_dataset(root), tmp_path / "cache", settings, workers=0)
     (fault,) = report.faults
     assert "--crop-to 4 12 10 would cut off 32 labelled voxels; take larger sides, or add --force" in str(fault)
     assert "c_000.nii.gz" in str(fault)
@@ -113,7 +113,7 @@ def test_a_cache_of_cut_labels_is_not_taken_without_force(tmp_path: Path) -> Non
     (tmp_path / "cache" / "cache.json").write_text(json.dumps(index))
     with pytest.raises(DataError, match="cut_labels True there, unset here"):
         prepared(root, tmp_path / "cache", settings, is_first=True, workers=0)
-    dataset = recognise(root)
+    dataset = read_dataset(root)
     assert cache_folder(dataset, None, forced) != cache_folder(dataset, None, settings)
 
 
@@ -123,7 +123,7 @@ def test_sides_that_were_refused_leave_the_folder_to_others(tmp_path: Path) -> N
     save(root / "labelsTr" / "c_001.nii.gz", np.ones((14, 12, 10), np.uint8))
     small, large = PrepareSettings(crop_to=(9, 12, 10)), PrepareSettings(crop_to=(14, 12, 10))
     for replaces in (True, False):
-        report = prepare(recognise(root), cache, small, workers=0, replace=replaces)
+        report = prepare(read_dataset(root), cache, small, workers=0, replace=replaces)
         assert "--crop-to 9 12 10 would cut off 600 labelled voxels" in str(report.faults[0])
         assert (report.prepared, report.kept) == ((("c_000",), ()) if replaces else ((), ("c_000",)))
     cases = prepared(root, cache, large, is_first=True, workers=0).cases
@@ -131,7 +131,7 @@ def test_sides_that_were_refused_leave_the_folder_to_others(tmp_path: Path) -> N
 
 
 def test_each_way_of_preparing_has_a_cache_of_its_own_and_old_caches_stay(tmp_path: Path) -> None:
-    dataset = recognise(decathlon(tmp_path / "Task01_BrainTumour"))
+    dataset = read_dataset(decathlon(tmp_path / "Task01_BrainTumour"))
     ways = [
         PrepareSettings(),
         PrepareSettings(joins=TUMOUR),
@@ -169,10 +169,10 @@ def test_three_shares_are_three_parts_of_all_cases() -> None:
 
 def test_some_of_the_cases_are_the_same_ones_each_time_and_of_every_class() -> None:
     ids = Cases(19).ids
-    four = splits.some_of(ids, 4)
+    four = splits.sample_cases(ids, 4)
     assert len(four) == 4 and set(four) < set(ids) and four == tuple(sorted(four)) != ids[:4]
-    assert set(four) < set(splits.some_of(ids, 5)) and splits.some_of(ids, 0) == ids
+    assert set(four) < set(splits.sample_cases(ids, 5)) and splits.sample_cases(ids, 0) == ids
     rare = {case: int(case == "c007") for case in ids}  # one case of the second class
-    assert all(("c007" in splits.some_of(ids, count, rare.__getitem__)) == (count != 1) for count in range(1, 6))
+    assert all(("c007" in splits.sample_cases(ids, count, rare.__getitem__)) == (count != 1) for count in range(1, 6))
     with pytest.raises(ValueError, match="--train-cases 20: the fold has 19 to train on: use at most 19"):
-        splits.some_of(ids, 20)
+        splits.sample_cases(ids, 20)

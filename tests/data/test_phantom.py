@@ -13,7 +13,7 @@ from scipy import ndimage
 from seqpar.cli import phantom as launch_phantom
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.phantom import builtin
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.brain import MODALITIES, make_case
@@ -115,7 +115,7 @@ def test_the_built_in_phantoms_are_known_before_they_are_written(tmp_path, monke
     settings = PhantomSettings("brats", TINY)
     write_phantom(tmp_path, 2, settings)
     monkeypatch.setattr(builtin, "PhantomSettings", lambda: settings)
-    known, read = builtin.phantom_fingerprint(2), read_fingerprint(recognise(tmp_path))
+    known, read = builtin.phantom_fingerprint(2), read_fingerprint(read_dataset(tmp_path))
     names = {"name": known.name, "layout": known.layout}
     assert known == replace(read, **names, spacings=known.spacings)
     assert np.allclose(known.spacings, read.spacings) and known.outputs("regions") == ("WT", "TC", "ET")

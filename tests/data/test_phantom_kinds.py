@@ -6,7 +6,7 @@ from scipy import ndimage
 
 from seqpar.cli import phantom as launch_phantom
 from seqpar.cluster.exit_codes import USAGE, run
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.phantom import abdomen, brain, head_neck
 from seqpar.data.phantom.fields import PhantomCase
 from seqpar.data.phantom.kinds import KINDS
@@ -103,7 +103,7 @@ def test_labels_show_the_annotated_organs_alone(heads):
 
 def test_a_data_set_says_which_organs_its_cases_show(tmp_path):
     root = write_phantom(tmp_path, 4, PhantomSettings.of("organs", size=(20, 20, 20), seed=5))
-    dataset = recognise(root)
+    dataset = read_dataset(root)
     shown = {case.id: case.annotated for case in dataset.cases}
     for index, (name, values) in enumerate(sorted(shown.items())):
         names = head_neck.annotated(5, index)
@@ -116,7 +116,7 @@ def test_the_act_writes_each_kind_in_its_own_size(tmp_path, capsys):
     line = ["--cases", "1", "--workers", "1", "--size", "24", "20", "22"]
     for kind, folder in (("liver", "Dataset998_PhantomLiver"), ("organs", "Dataset997_PhantomOrgans")):
         assert run(launch_phantom.act, [*line, "--kind", kind, "--out", str(tmp_path)]) == 0
-        assert list(recognise(tmp_path / folder).labels)[0] == "background"
+        assert list(read_dataset(tmp_path / folder).labels)[0] == "background"
         assert PhantomSettings.of(kind).size == KINDS[kind].size
     capsys.readouterr()
     assert run(launch_phantom.act, [*line, "--kind", "liver", "--layout", "brats", "--out", str(tmp_path)]) == USAGE

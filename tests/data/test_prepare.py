@@ -8,7 +8,7 @@ import torch
 
 from seqpar.data.boxes import uncrop
 from seqpar.data.formats.dataset import Case
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation import transforms
 from seqpar.data.preparation.prepared_case import Properties, image_to_source, labels_to_source, prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe, draft_recipe
@@ -88,11 +88,11 @@ def test_a_label_comes_back_to_its_file(shape, spacing, tmp_path):
 
 def test_a_case_without_label_is_prepared_the_same_for_prediction(tmp_path):
     root = nnunet(tmp_path / "D", 1)
-    data = recognise(root)
+    data = read_dataset(root)
     recipe = draft_recipe(data, PrepareSettings())
     with_label, without = (
         prepare_case(data.cases[0], recipe),
-        prepare_case(recognise(root / "imagesTr").cases[0], recipe),
+        prepare_case(read_dataset(root / "imagesTr").cases[0], recipe),
     )
     np.testing.assert_array_equal(with_label.image, without.image)
     assert without.label is None and without.locations == {}
@@ -105,5 +105,5 @@ def test_a_label_outside_the_image_is_kept(tmp_path):
     label = label_array()
     label[0, 0, 0] = 1
     save(root / "labelsTr/c_000.nii.gz", label)
-    done = prepare_case(recognise(root).cases[0], draft_recipe(recognise(root), PrepareSettings()))
+    done = prepare_case(read_dataset(root).cases[0], draft_recipe(read_dataset(root), PrepareSettings()))
     np.testing.assert_array_equal(labels_to_source(done.label, done.properties), label)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.prepare_dataset import prepare
 from seqpar.data.sampling.augmentation import augment
@@ -161,7 +161,7 @@ def test_only_the_needed_box_is_read() -> None:
 
 def test_tiles_of_a_real_cache(tmp_path: Path) -> None:
     root = nnunet(tmp_path / "raw", 3, ("T1", "T2"), labels={"background": 0, "tumour": 1, "ignore": 2})
-    prepare(recognise(root), tmp_path / "cache", workers=0)
+    prepare(read_dataset(root), tmp_path / "cache", workers=0)
     dataset = open_cache(tmp_path / "cache")
     augmentation = augment("none", (8, 8, 8), outside_label=2)
     source = pickle.loads(pickle.dumps(TileSource.of(dataset, ["c_002", "c_000"], augmentation)))

@@ -13,7 +13,7 @@ from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.preparation.prepare_dataset import prepared
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.data.sampling.augmentation import Augmentation, augment
-from seqpar.data.sampling.augmentation_presets import Chance, Recipe
+from seqpar.data.sampling.augmentation_presets import AugmentationRecipe, Chance
 from seqpar.data.sampling.extra_steps import SmoothNoise, block_of
 from seqpar.data.sampling.tiles import TileKey, TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
@@ -137,7 +137,9 @@ def test_a_tile_is_drawn_of_the_changed_case_at_the_same_place(synthesis):
         tile, again = always.draw(key), always.draw(key)
         assert np.array_equal(tile.image, again.image) and not np.array_equal(tile.label, plain.draw(key).label)
         assert np.array_equal(tile.label > 0, plain.draw(key).label > 0)  # the organ's place tells the tile's
-    deformed = replace(always, augmentation=Augmentation(Recipe(rotation=Chance(1.0, -30, 30)), (32, 32, 32)))
+    deformed = replace(
+        always, augmentation=Augmentation(AugmentationRecipe(rotation=Chance(1.0, -30, 30)), (32, 32, 32))
+    )
     assert deformed.draw(keys[0]).label.shape == (32, 32, 32)
     assert block_of((512, 100, 512)) == 16 and block_of((40, 40, 40)) == 2
 

@@ -10,7 +10,7 @@ import pytest
 from nibabel.testing import data_path
 
 from seqpar.data.errors import DataError
-from seqpar.data.geometry import Geometry, differs, from_canonical, make_geometry, to_canonical
+from seqpar.data.geometry import Geometry, from_canonical, geometry_difference, make_geometry, to_canonical
 from seqpar.data.volumes import digest_file, read_geometry, read_volume, write_volume
 from tests.support.folders import OBLIQUE, image_array, save
 
@@ -124,14 +124,14 @@ def test_canonical_is_nibabels_and_has_an_inverse(letters, tmp_path):
 def test_geometry_survives_json_and_tells_apart_what_lies_elsewhere():
     geometry = make_geometry((9, 8, 7), OBLIQUE, "<i2")
     again = Geometry.from_json(geometry.to_json())
-    assert again.header == geometry.header and differs(geometry, again) is None
+    assert again.header == geometry.header and geometry_difference(geometry, again) is None
     moved, turned = OBLIQUE.copy(), OBLIQUE.copy()
     moved[0, 3] += 0.3
-    assert "mm away" in str(differs(make_geometry((9, 8, 7), moved), geometry))
-    assert "shape" in str(differs(make_geometry((9, 8, 6), OBLIQUE), geometry))
+    assert "mm away" in str(geometry_difference(make_geometry((9, 8, 7), moved), geometry))
+    assert "shape" in str(geometry_difference(make_geometry((9, 8, 6), OBLIQUE), geometry))
     turned[:, 0] *= -1  # the same place in space, stored from the other end
     turned[:3, 3] = (OBLIQUE @ [8, 0, 0, 1])[:3]
-    assert differs(make_geometry((9, 8, 7), turned), geometry) is None
+    assert geometry_difference(make_geometry((9, 8, 7), turned), geometry) is None
 
 
 def test_the_header_alone_tells_geometry_and_channels(tmp_path):

@@ -10,9 +10,9 @@ import pytest
 
 from seqpar.data.errors import DataError
 from seqpar.data.preparation import waiting
-from seqpar.data.preparation.cache_writer import clean
+from seqpar.data.preparation.cache_writer import remove_partial_files
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
-from seqpar.data.preparation.waiting import Announcement
+from seqpar.data.preparation.waiting import ProgressFile
 from tests.support.folders import child, exit_code, nnunet
 
 
@@ -48,7 +48,7 @@ def test_the_others_see_the_firsts_error(tmp_path, monkeypatch):
 
 def test_an_earlier_runs_failure_is_not_taken_for_this_ones(tmp_path):
     root = nnunet(tmp_path / "D", 2)
-    Announcement(tmp_path / "c", "old").write(state="failed", path="x", problem="old")
+    ProgressFile(tmp_path / "c", "old").write(state="failed", path="x", problem="old")
     pid = child(lambda: (time.sleep(1), prepared(root, tmp_path / "c", is_first=True, workers=0, token="new")))
     assert len(prepared(root, tmp_path / "c", is_first=False, token="new", deadline=30).ids) == 2
     assert exit_code(pid) == 0
@@ -88,19 +88,19 @@ def test_two_jobs_that_start_on_the_same_data_prepare_it_once(tmp_path, monkeypa
 
 def test_runs_that_wait_for_one_folder_do_not_take_each_others_files(tmp_path):
     def beat(token: str) -> None:
-        announcement = Announcement(tmp_path / "c", token)
+        announcement = ProgressFile(tmp_path / "c", token)
         for n in range(300):
             announcement.write(state="preparing", done=n, total=300)
 
     (tmp_path / "c/cases").mkdir(parents=True)
     started = [child(lambda token=token: beat(token)) for token in "ab"]
-    started.append(child(lambda: [clean(tmp_path / "c", set()) for _ in range(3000)]))
+    started.append(child(lambda: [remove_partial_files(tmp_path / "c", set()) for _ in range(3000)]))
     assert [exit_code(pid) for pid in started] == [0, 0, 0]
     left = [path for path in (tmp_path / "c").iterdir() if path.is_file()]
     assert len(left) == 2 and all(path.suffix == ".json" for path in left)
     for path in left:
         os.utime(path, (1, 1))
-    clean(tmp_path / "c", set())
+    remove_partial_files(tmp_path / "c", set())
     assert not any(path.exists() for path in left), "what old runs left is removed"
 
 
@@ -109,8 +109,8 @@ def test_a_failure_is_not_lost_where_another_run_goes_on_in_the_same_folder(tmp_
     root = nnunet(tmp_path / "D", 1)
 
     def go_on() -> None:
-        other, end = Announcement(tmp_path / "c", "b"), time.monotonic() + 20
-        Announcement(tmp_path / "c", "a").write(state="failed", path="c_001.nii.gz", problem="is truncated")
+        other, end = ProgressFile(tmp_path / "c", "b"), time.monotonic() + 20
+        ProgressFile(tmp_path / "c", "a").write(state="failed", path="c_001.nii.gz", problem="is truncated")
         while time.monotonic() < end:
             other.write(state="preparing", done=0, total=1)
             time.sleep(0.05)

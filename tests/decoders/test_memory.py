@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from seqpar.decoders.modes.named_modes import choose_mode
-from seqpar.decoders.unetr import UnetrDecoder, taps
+from seqpar.decoders.unetr import UnetrDecoder, skip_blocks
 from seqpar.losses import DiceCE
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Group, Mesh
@@ -32,7 +32,7 @@ def count_saved(group: Group, case: Case, device: str = "meta") -> int:
         tokens = encoder.layout.counts[group.index]
         part, truth = (encoder.layout.cut(t, group.index) for t in (image, label))
     assert part.shape[:2] == (batch, tokens)
-    net = SegmentationNet(encoder, decoder, choose_mode(mode, group), taps(depth, encoder.layout.patch))
+    net = SegmentationNet(encoder, decoder, choose_mode(mode, group), skip_blocks(depth, encoder.layout.patch))
     return saved_bytes(net, lambda: DiceCE()(net(part), net.arrange(truth), net.mode.loss_groups(None, batch)))
 
 

@@ -11,7 +11,7 @@ from seqpar.decoders.decoder import strides
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.plain import PlainDecoder
 from seqpar.decoders.primus import PrimusDecoder
-from seqpar.decoders.unetr import UnetrDecoder, taps
+from seqpar.decoders.unetr import UnetrDecoder, skip_blocks
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Group
 from seqpar.vit.encoder import SeqParViT
@@ -38,7 +38,7 @@ def plain() -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def unetr() -> tuple[nn.Module, tuple[int, ...]]:
-    return UnetrDecoder(nets.CHANNELS, nets.EMBED, nets.CLASSES, PATCH, 2), taps(nets.DEPTH, PATCH)
+    return UnetrDecoder(nets.CHANNELS, nets.EMBED, nets.CLASSES, PATCH, 2), skip_blocks(nets.DEPTH, PATCH)
 
 
 def primus() -> tuple[nn.Module, tuple[int, ...]]:
@@ -80,11 +80,13 @@ def test_unetr_is_the_reference_with_fewer_doublings_of_a_short_side(patch: tupl
     state = references.draw(references.unetr_shapes(2, 3, patch, grid, 3, 24, 40, depth))
     encoder, levels = SeqParViT(2, tile, patch, 24, depth, 4, 40 / 24, False), len(strides(patch))
     decoder = UnetrDecoder(2, 24, 3, patch, 3)
-    net = SegmentationNet(encoder, decoder, choose_mode("auto", Group("seq")), taps(depth, patch)).double().eval()
+    net = (
+        SegmentationNet(encoder, decoder, choose_mode("auto", Group("seq")), skip_blocks(depth, patch)).double().eval()
+    )
     net.load_state_dict({ours: state[theirs] for theirs, ours in monai_names(depth, False, levels, True).items()})
     x = torch.randn(2, 2, *tile, dtype=torch.float64)
     with torch.no_grad():
-        assert relative(net(x), references.unetr(state, x, 4, taps(depth, patch))) < 1e-12
+        assert relative(net(x), references.unetr(state, x, 4, skip_blocks(depth, patch))) < 1e-12
     with pytest.raises(ValueError, match=rf"MONAI has no patch \({patch[0]}, {patch[1]}, {patch[2]}\)"):
         export_monai(net)
     assert set(export_monai(encoder)) >= {"patch_embedding.patch_embeddings.weight"}, "its ViT takes such patches"

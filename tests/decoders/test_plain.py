@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.plain import PlainDecoder
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
 from seqpar.settings.presets import PRESETS
@@ -86,7 +86,7 @@ def test_norm_and_upsampling_do_not_commute() -> None:
 def test_the_presets_decoder_has_the_papers_sizes(patch: int) -> None:
     """E_m = 768 to 128, log2 P convolutions, then the classes; the preset's own tile comes out whole."""
     paper = replace(PRESETS["paper"](), patch=patch, depth=1)
-    net = build(paper, 4, CLASSES, Group("seq"), device="meta")
+    net = build_network(paper, 4, CLASSES, Group("seq"), device="meta")
     with torch.device("meta"):
         theirs = PaperDecoder(768, CLASSES, patch)
         tokens = torch.empty(1, net.encoder.layout.num_tokens, 768)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.decoders.unetr import UnetrDecoder, taps
+from seqpar.decoders.unetr import UnetrDecoder, skip_blocks
 from seqpar.spatial.memory_format import is_channels_last
 from seqpar.weights.monai_weights import load_monai, monai_names
 from tests.support import nets, references
@@ -13,7 +13,7 @@ from tests.support.ranks import relative
 
 def small() -> tuple[nn.Module, tuple[int, ...]]:
     patch = (nets.PATCH,) * 3
-    return UnetrDecoder(nets.CHANNELS, nets.EMBED, nets.CLASSES, patch, 2), taps(nets.DEPTH, patch)
+    return UnetrDecoder(nets.CHANNELS, nets.EMBED, nets.CLASSES, patch, 2), skip_blocks(nets.DEPTH, patch)
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ def small() -> tuple[nn.Module, tuple[int, ...]]:
     ],
 )
 def test_skips_leave_the_encoder_at_equal_steps(depth: int, patch: int, monai: tuple, paper: tuple) -> None:
-    assert taps(depth, (patch,) * 3) == monai
-    assert taps(depth, (patch,) * 3, "paper") == paper
+    assert skip_blocks(depth, (patch,) * 3) == monai
+    assert skip_blocks(depth, (patch,) * 3, "paper") == paper
 
 
 def test_other_skips_and_patches_are_refused() -> None:
     with pytest.raises(ValueError, match="monai or paper"):
-        taps(12, (16,) * 3, "late")
+        skip_blocks(12, (16,) * 3, "late")
     for patch in [(6, 6, 6), (4, 4, 3), (1, 1, 1)]:
         with pytest.raises(ValueError, match="--patch 2, 4, 8 or 16"):
             UnetrDecoder(1, 24, 2, patch)
@@ -50,9 +50,9 @@ def test_each_patch_has_its_levels(patch: int, depth: int) -> None:
     x = torch.randn(2, 2, *tile, dtype=torch.float64)
     net = load_monai(state, tile, 4).eval()
     with torch.no_grad():
-        assert (net(x) - references.unetr(state, x, 4, taps(depth, (patch,) * 3))).abs().max() < 1e-12
+        assert (net(x) - references.unetr(state, x, 4, skip_blocks(depth, (patch,) * 3))).abs().max() < 1e-12
         if patch > 2:
-            other = tuple((at + 1) % depth for at in taps(depth, (patch,) * 3))
+            other = tuple((at + 1) % depth for at in skip_blocks(depth, (patch,) * 3))
             assert (net(x) - references.unetr(state, x, 4, other)).abs().max() > 1e-4
 
 
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_the_reference() -> None:
     (net(x) * slope).sum().backward()
     for tensor in state.values():
         tensor.requires_grad_()
-    (references.unetr(state, x, 4, taps(3, (8, 8, 8))) * slope).sum().backward()
+    (references.unetr(state, x, 4, skip_blocks(3, (8, 8, 8))) * slope).sum().backward()
     learned = dict(net.named_parameters())
     names = monai_names(3, False, 3, True)
     assert len(names) == len(learned)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from seqpar.decoders.unets import UNet, hou, lamp, nnunet
-from seqpar.parallel.recomputation import computed_again, copied_buffers, counting_once
+from seqpar.parallel.recomputation import checkpointed, copied_buffers, update_buffers_once
 from seqpar.pipeline.cells import IMAGE
 from seqpar.planner.memory_counter import saved_bytes
 from seqpar.planner.step_counter import StepSetup, count_whole_step
@@ -54,8 +54,8 @@ def test_without_copies_statistics_would_move_twice() -> None:
     norms = [nn.BatchNorm3d(1) for _ in range(3)]
     x = torch.arange(8.0).view(1, 1, 2, 2, 2).requires_grad_()
     norms[0](x).square().sum().backward()
-    computed_again(norms[1], x).square().sum().backward()
-    computed_again(counting_once(norms[2], norms[2]), x).square().sum().backward()
+    checkpointed(norms[1], x).square().sum().backward()
+    checkpointed(update_buffers_once(norms[2], norms[2]), x).square().sum().backward()
     once, twice, kept = (int(norm.num_batches_tracked) for norm in norms)
     assert (once, twice, kept) == (1, 2, 1)
     with pytest.raises(RuntimeError, match="inside"), copied_buffers(norms[0]):

@@ -13,13 +13,14 @@ from tests.support.pages import ROOT, blocks
 from tests.support.training_runs import tiny_data
 
 PAGE = ROOT / "seqpar" / "README.md"
-NAMES = {  # the list of each room, and the name that the page adds to it
+NAMES = {  # the dictionary that each addition joins, and the name that the page gives it there
     "decoders/named_decoders.py": "linear",
-    "seqpar/scores/choices.py": "Precision",
+    "seqpar/scores/label_scores.py": "Precision",
     "seqpar/data/sampling/extra_steps.py": "salt",
-    "seqpar/losses/choices.py": "tversky",
-    "seqpar/optimization/choices.py": "nadam",
+    "seqpar/losses/named_losses.py": "tversky",
+    "seqpar/optimization/optimizers.py": "nadam",
 }
+
 FLOORS = (
     "every_module_has_a_room_and_every_room_exists",
     "imports_point_down",
@@ -27,16 +28,27 @@ FLOORS = (
 )
 
 
-def additions() -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the page's new files by path, and the lines for lists by the list's path."""
-    files, lines = dict[str, str](), dict[str, str]()
+def additions() -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+    """Returns the page's new files by path, and what it adds to files that exist: code and an entry."""
+    files, lines = dict[str, str](), dict[str, tuple[str, str]]()
     for block in blocks(PAGE, "python"):
         head, _, body = block.partition("\n")
-        if match := re.match(r"# a line of ([\w/]+\.py)", head):
-            lines[match[1]] = body
+        if match := re.match(r"# two lines of ([\w/]+\.py)", head):
+            code, _, line = body.rstrip("\n").rpartition("\n")
+            lines[match[1]] = f"{code}\n", line
+        elif match := re.match(r"# a function of ([\w/]+\.py)", head):
+            lines[match[1]] = body, ""
+        elif match := re.match(r"# a line of ([\w/]+\.py)", head):
+            lines[match[1]] = lines[match[1]][0], body.rstrip("\n")
         elif match := re.fullmatch(r"# ([\w/]+\.py)", head):
             files[match[1]] = body
     return files, lines
+
+
+def added(text: str, code: str, line: str) -> str:
+    """Returns a file's text with the code before its dictionary and the line in it."""
+    (match,) = re.finditer(r"^[A-Z_]+\b.* = \{\n(?=    \"[^\n]*: \w+,\n)", text, re.M)
+    return f"{text[: match.start()]}{code}{match[0]}{line}\n{text[match.end() :]}"
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +64,8 @@ def copy(tmp_path_factory) -> Path:
     for name, body in files.items():
         assert not (place / name).exists(), f"{name} is not new"
         (place / name).write_text(body)
-    for name, line in lines.items():
-        with (place / name).open("a") as file:
-            file.write(line)
+    for name, (code, line) in lines.items():
+        (place / name).write_text(added((place / name).read_text(), code, line))
     return place
 
 
@@ -67,9 +78,9 @@ def run(place: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def test_each_takes_one_new_file_and_one_line() -> None:
     files, lines = additions()
-    assert set(lines) == set(NAMES) and len(files) == len(lines)
-    for path, line in lines.items():
-        assert line.count("\n") == 1 and line.split()[-1] == NAMES[path]
+    assert set(lines) == set(NAMES) and len(files) == len(lines) - 1, "an optimizer is a function of its file"
+    for path, (_, line) in lines.items():
+        assert re.fullmatch(rf'    "{NAMES[path]}": .*,', line), line
     for body in files.values():
         compile(body, "page", "exec")
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.test_floors import ACTS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,14 +33,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"seqpar"}
-    for folder in ("seqpar", "decoders", "launch"):
+    installed = [name for name in names if ".dist-info/" not in name and ".data/data/share/seqpar/" not in name]
+    assert {name.split("/")[0] for name in installed} == {"seqpar"}
+    for folder in ("seqpar", "decoders"):
         for path in (ROOT / folder).rglob("*.py"):  # a folder without __init__.py would be left out
             inside = path.relative_to(ROOT).as_posix()
-            assert inside.startswith("seqpar/") or f"seqpar/{inside}" in names, inside
+            assert (inside if inside.startswith("seqpar/") else f"seqpar/{inside}") in names, inside
     assert "seqpar/py.typed" in names and "seqpar/data/errors.py" in names
-    for folder in ("launch/reporting/template", "launch/benches/results", "launch/slurm"):
-        assert {f"seqpar/{folder}/{path.name}" for path in (ROOT / folder).iterdir()} <= set(names)
+    assert {f"seqpar/report/template/{path.name}" for path in (ROOT / "seqpar/report/template").iterdir()} <= set(names)
+    scripts = {name.rpartition("/share/seqpar/slurm/")[2] for name in names}
+    assert {path.name for path in (ROOT / "launch" / "slurm").iterdir()} <= scripts
 
 
 def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
@@ -57,10 +61,8 @@ def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> 
 
 def test_every_act_has_a_console_script() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    files = (ROOT / "launch").glob("*.py")
-    acts = {path.stem for path in files if re.search(r"^def main\(", path.read_text(), re.M)}
-    scripts = dict(re.findall(r'^seqpar-(\w+) = "seqpar\.launch\.(\w+):main"', text, re.M))
-    assert set(scripts) == set(scripts.values()) == acts
+    scripts = dict(re.findall(r'^seqpar-(\w+) = "seqpar\.cli\.(\w+):main"', text, re.M))
+    assert set(scripts) == set(scripts.values()) == ACTS
 
 
 def test_the_readme_names_every_extra() -> None:

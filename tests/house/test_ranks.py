@@ -11,8 +11,8 @@ import torch.distributed as dist
 from seqpar.parallel.collectives import all_sum
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.parallel.rendezvous import warm_up
-from seqpar.parallel.roll_call import Place, roll_call
+from seqpar.parallel.rendezvous import first_collective
+from seqpar.parallel.roll_call import RankLocation, roll_call
 from tests.support.ranks import RanksFailed, run_ranks
 
 
@@ -60,7 +60,7 @@ def test_a_rank_that_dies_is_named() -> None:
 def test_missing_ranks_are_named_at_the_start(tmp_path: object) -> None:
     store = dist.FileStore(f"{tmp_path}/store", 3)
     with pytest.raises(TimeoutError, match="ranks 1, 2 did not start within 1 s"):
-        roll_call(Launcher("test", 0, 3, 0, 3), store, Place("a"), 1.0)
+        roll_call(Launcher("test", 0, 3, 0, 3), store, RankLocation("a"), 1.0)
 
 
 def silent_group(mesh: Mesh, folder: str) -> str:
@@ -69,7 +69,7 @@ def silent_group(mesh: Mesh, folder: str) -> str:
         time.sleep(2)
         return ""
     try:
-        warm_up(Group("seq", (4, 5), 0, mesh.seq.handle), store, torch.device("cpu"), 1.0)
+        first_collective(Group("seq", (4, 5), 0, mesh.seq.handle), store, torch.device("cpu"), 1.0)
     except TimeoutError as error:
         return str(error)
     return "it did not notice"

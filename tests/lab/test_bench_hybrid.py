@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lab.benches import hybrid
-from seqpar.planner.feasibility import refuse
+from seqpar.planner.feasibility import check_feasible
 from seqpar.settings.config import Config
 
 # as the text has them, for 1 to 8 devices
@@ -51,7 +51,7 @@ def test_runs_are_measured_on_what_is_there() -> None:
         pipe, seq, batch, accumulate = sizes
         assert ranks // (pipe * seq) * batch * accumulate == 8, case
         config = Config(task="classify", network="resattnet18", tile=(48, 56, 48), batch=batch, mode="halo")
-        refuse(replace(config, pipe=pipe, seqpar=seq, accumulate=accumulate, loss="ce"))
+        check_feasible(replace(config, pipe=pipe, seqpar=seq, accumulate=accumulate, loss="ce"))
     for devices, on_gpu in ((2, False), (4, True)):
         series = hybrid.of_runs(hybrid.Job("resattnet18", 8, 6, (40, 48, 40)), 1, devices, on_gpu)
         row = series.row("data 2", {case: [(1.0 / n, 0.5)] for n, case in enumerate(series.cases, 1)})

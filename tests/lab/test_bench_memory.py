@@ -10,11 +10,11 @@ import torch
 import bench
 from lab.benches import attention, encoder, hierarchical, masked, memory, plan, rank
 from lab.benches.series import Progress, run_series
-from seqpar.cluster.devices import known
-from seqpar.models.build import build
+from seqpar.cluster.devices import gpu_by_name
+from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.parallel.rendezvous import pretend
-from seqpar.planner.feasibility import refuse
+from seqpar.parallel.rendezvous import fake_group
+from seqpar.planner.feasibility import check_feasible
 from tests.support.ranks import run_ranks
 
 TINY = replace(memory.SMALL, tile=(16, 16, 16), embed_dim=24, depth=2, heads=2, decoder_width=4)
@@ -38,7 +38,7 @@ def test_options_hold_less_and_shards_a_share() -> None:
         rows["shards"]["weights, gradients, states MiB a rank"] / rows["all"]["weights, gradients, states MiB a rank"]
     )
     assert 0.5 <= share < 0.52
-    parameters = sum(p.numel() for p in build(TINY, 1, 2, Group("seq"), device="meta").parameters())
+    parameters = sum(p.numel() for p in build_network(TINY, 1, 2, Group("seq"), device="meta").parameters())
     all_of_them = 4 * 4 * parameters / 2**20  # weights, gradients, and Adam's two moments
     assert rows["all"]["weights, gradients, states MiB a rank"] == pytest.approx(all_of_them, rel=1e-3)
     assert all(row["peak MiB, all ranks"] > 0 and row["s a step"] > 0 and row["tokens"] == 64 for row in rows.values())
@@ -58,7 +58,7 @@ def test_gathered_weights_do_not_count_as_held() -> None:
 
 
 def attention_times(mesh: Mesh, auto: str) -> list[dict]:
-    attention.choose = lambda *how: (auto, ())  # this process ends with the test
+    attention.fastest_strategy = lambda *how: (auto, ())  # this process ends with the test
     attention.peers = lambda *how: {}
     return list(attention.measure_times(mesh, 2, 64))
 
@@ -78,7 +78,7 @@ def test_attention_is_compared_with_what_begins_and_ends_with_the_same(auto: str
 
 def test_the_plan_is_benched_on_nets_by_which_it_was_not_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     for config in plan.EVERY:
-        refuse(config)
+        check_feasible(config)
     assert len(plan.OTHERS) >= 4 and not set(plan.OTHERS) & set(plan.CASES)
     run = {"planned_s": 1.1, "planned_bytes": 2e6, "processor": 1.0, "clock": 2.0, "alive": 1e6}
     row = plan._row(plan.OTHERS[0], [run, {**run, "processor": 3.0}])
@@ -100,7 +100,7 @@ def test_the_plan_is_benched_on_nets_by_which_it_was_not_calibrated(monkeypatch:
 
 def test_large_rows_can_run() -> None:
     for config in (*(case.config for case in memory.LARGE), masked.VOLUME):
-        refuse(config)
+        check_feasible(config)
     assert 32**3 == 32768 and 60 * 60 * 39 == 140400
     with pytest.raises(ValueError, match="--large has rows of memory, pretrain alone"):
         bench.act(["step", "--large"])
@@ -174,7 +174,7 @@ def test_an_encoder_is_measured_on_its_ranks() -> None:
 
 def a_rank_of(mesh: Mesh, ranks: int) -> dict:
     work = replace(rank.SMALL, tile=(16, 16, 16), embed_dim=24, heads=2, ranks=ranks, steps=1)
-    return rank.measure(work, pretend(ranks), torch.device("cpu"))
+    return rank.measure(work, fake_group(ranks), torch.device("cpu"))
 
 
 def test_a_ranks_own_work_is_measured_without_the_others() -> None:
@@ -200,7 +200,7 @@ def test_operations_are_the_formula_and_a_ranks_share() -> None:
 
 def test_dense_rates_are_known_by_the_devices_name() -> None:
     names = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "AMD Instinct MI250X", "Tesla T4"
-    assert [d and d.peak["bf16"] for d in map(known, names)] == [989e12, 312e12, 191.5e12, None]
+    assert [d and d.peak["bf16"] for d in map(gpu_by_name, names)] == [989e12, 312e12, 191.5e12, None]
 
 
 def test_long_sequences_take_fewer_turns() -> None:

@@ -12,10 +12,10 @@ from lab.benches import halo_share, labels, unets
 from lab.benches.series import Progress, run_series
 from lab.benches.unet_peers import PEERS, copy_weights, peers_here
 from seqpar.decoders.unets import UNet
-from seqpar.decoders.unets.nnunet import planned, topology
+from seqpar.decoders.unets.nnunet import architecture_of_stages, topology
 from tests.support.scripts import run_script
 
-ARCHITECTURE = planned(1, 3, *topology((32, 32, 32)), features=4)
+ARCHITECTURE = architecture_of_stages(1, 3, *topology((32, 32, 32)), features=4)
 
 
 @pytest.mark.parametrize("name", [name for name in list(PEERS)[:2] if name in peers_here()])

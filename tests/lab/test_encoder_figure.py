@@ -8,15 +8,16 @@ import figures
 from lab.figures import encoder_figure
 from lab.figures.encoder_figure import ENCODER_FIGURE, PLAIN, STAGES, WINDOWS
 from lab.figures.equal_parameters import count_parameters
-from lab.figures.figure import Order, config_of, runs_of
+from lab.figures.figure import FigureRequest, runs_of
 from lab.figures.paper_figures import SCALES
+from seqpar.sweeps.planned_run import config_of
 from tests.lab.test_question_figures import made_up
 
 
 @pytest.mark.parametrize("scale", ["debug", "laptop", "paper"])
 def test_encoders_have_equal_parameters_tiles_and_steps(scale: str) -> None:
     """As nearly as a width of the decoder allows, by which that is about as wide as the plain encoder's."""
-    runs = runs_of(ENCODER_FIGURE, Order(scale), SCALES)
+    runs = runs_of(ENCODER_FIGURE, FigureRequest(scale), SCALES)
     configs = {label: config_of(one) for label, (one,) in runs.items()}
     plain, stages, windows = (configs[label] for label in (PLAIN, STAGES, WINDOWS))
     assert 0.95 < count_parameters(stages) / count_parameters(plain) < 1.05
@@ -29,7 +30,7 @@ def test_encoders_have_equal_parameters_tiles_and_steps(scale: str) -> None:
     assert (plain.encoder, stages.encoder, windows.encoder) == ("plain", "hierarchical", "hierarchical")
     assert runs[WINDOWS][0].settings.get("attention", "none") == "none"  # windows have one way alone
     with pytest.raises(ValueError, match="--embed-dim is what figure 17 compares"):
-        runs_of(ENCODER_FIGURE, Order(scale, {"embed_dim": 96}), SCALES)
+        runs_of(ENCODER_FIGURE, FigureRequest(scale, {"embed_dim": 96}), SCALES)
 
 
 def test_verdicts_rank_encoders_by_steps_time_and_memory(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import figures
-from lab.figures.figure import Order, config_of, runs_of
+from lab.figures.figure import FigureRequest, runs_of
 from lab.figures.paper_figures import SCALES
 from seqpar.cluster.exit_codes import PREEMPTED, USAGE, run
 from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS, VAL_LOSS, read_curve
 from seqpar.sweeps import one_by_one
+from seqpar.sweeps.planned_run import config_of
 from tests.support.figure_runs import FLAGS, forked
 from tests.support.folders import write_json
 from tests.support.training_runs import tiny_data
@@ -108,7 +109,7 @@ def fake(codes: list[int], lines: list[list[str]]) -> one_by_one.OneByOne:
 @pytest.mark.parametrize("code", [PREEMPTED, -signal.SIGTERM])
 def test_runs_that_were_cut_go_on_and_finished_ones_stay(code: int, tmp_path: Path) -> None:
     """By themselves, or as this process was asked to leave; afterwards a signal acts as before."""
-    runs = [one for of_arm in runs_of(figures.FIGURES[5], Order("debug"), SCALES).values() for one in of_arm]
+    runs = [one for of_arm in runs_of(figures.FIGURES[5], FigureRequest("debug"), SCALES).values() for one in of_arm]
     lines, usual = list[list[str]](), signal.getsignal(signal.SIGTERM)
     assert fake([0, code], lines).make(runs, tmp_path) == PREEMPTED
     assert len(lines) == 2 and signal.getsignal(signal.SIGTERM) == usual
@@ -119,7 +120,7 @@ def test_runs_that_were_cut_go_on_and_finished_ones_stay(code: int, tmp_path: Pa
 
 
 def test_a_run_that_fails_ends_its_figure_with_its_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [one for of_arm in runs_of(figures.FIGURES[5], Order("debug"), SCALES).values() for one in of_arm]
+    runs = [one for of_arm in runs_of(figures.FIGURES[5], FigureRequest("debug"), SCALES).values() for one in of_arm]
     assert fake([0, 4], []).make(runs, tmp_path) == 4
     assert f"run 2 of 3 ended with exit code 4: {tmp_path / runs[1].name}: a reason" in capsys.readouterr().err
 
@@ -127,14 +128,17 @@ def test_a_run_that_fails_ends_its_figure_with_its_code(tmp_path: Path, capsys: 
 def test_no_run_begins_after_the_time_limit(tmp_path: Path) -> None:
     late = fake([], [])
     late.until = 0.0
-    assert late.make(next(iter(runs_of(figures.FIGURES[5], Order("debug"), SCALES).values())), tmp_path) == PREEMPTED
+    assert (
+        late.make(next(iter(runs_of(figures.FIGURES[5], FigureRequest("debug"), SCALES).values())), tmp_path)
+        == PREEMPTED
+    )
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_run_of_every_figure_can_be(scale: str) -> None:
     """As the command line and the layout of its ranks are concerned; ranks a tile vary, groups do not."""
     for figure in figures.FIGURES.values():
-        runs = [one for of_arm in runs_of(figure, Order(scale), SCALES).values() for one in of_arm]
+        runs = [one for of_arm in runs_of(figure, FigureRequest(scale), SCALES).values() for one in of_arm]
         assert len(runs) == len(figure.arms) and len({one.groups for one in runs}) == 1
         configs = [config_of(one) for one in runs]
         assert all(config_of(one.before).task == "pretrain" for one in runs if one.before)
@@ -144,7 +148,7 @@ def test_every_run_of_every_figure_can_be(scale: str) -> None:
 
 
 def test_seeds_are_runs_of_their_own_and_form_a_band(tmp_path: Path) -> None:
-    runs = runs_of(figures.FIGURES[5], Order("debug", {"seed": 3}, seeds=2), SCALES)
+    runs = runs_of(figures.FIGURES[5], FigureRequest("debug", {"seed": 3}, seeds=2), SCALES)
     assert [one.settings["seed"] for one in runs["SeqPar 2"]] == [3, 4]
     for number, level in enumerate((1.0, 2.0)):
         rows = [{"kind": "train", "step": n, "loss": level - n / 10, "seconds": 2.0} for n in range(4)]

@@ -7,7 +7,7 @@ import pytest
 
 import figures
 from lab.figures import pretraining_figure
-from lab.figures.figure import Order, Results, every_run, runs_of
+from lab.figures.figure import FigureRequest, Results, every_run, runs_of
 from lab.figures.paper_figures import SCALES
 from lab.figures.pretraining_figure import FRESH, PRETRAINED, PRETRAINING_FIGURE
 from seqpar.sweeps import one_by_one
@@ -28,7 +28,7 @@ def made_up(root: Path, planned: PlannedRun, dice: float, seconds: float) -> Pat
 
 
 def test_verdicts_say_who_is_ahead_how_soon_and_at_what_cost(tmp_path: Path) -> None:
-    runs = runs_of(PRETRAINING_FIGURE, Order("laptop", seeds=3), SCALES)
+    runs = runs_of(PRETRAINING_FIGURE, FigureRequest("laptop", seeds=3), SCALES)
     dice = {FRESH: (0.3, 0.4, 0.5), PRETRAINED: (0.8, 0.8, 0.8)}
     folders = {
         label: [made_up(tmp_path, one, dice[label][n], 2.0) for n, one in enumerate(of_arm)]
@@ -47,7 +47,7 @@ def test_verdicts_say_who_is_ahead_how_soon_and_at_what_cost(tmp_path: Path) -> 
 
 
 def test_a_pretraining_comes_before_what_starts_from_it_and_both_keep_their_own_settings(tmp_path: Path) -> None:
-    runs = runs_of(PRETRAINING_FIGURE, Order("laptop", {"epochs": 2, "decoder_width": 9}, seeds=2), SCALES)
+    runs = runs_of(PRETRAINING_FIGURE, FigureRequest("laptop", {"epochs": 2, "decoder_width": 9}, seeds=2), SCALES)
     every = every_run(runs)
     assert [("task" in one.settings, one.settings["seed"]) for one in every] == [
         (False, 0), (True, 0), (False, 0), (False, 1), (True, 1), (False, 1),
@@ -61,7 +61,8 @@ def test_a_pretraining_comes_before_what_starts_from_it_and_both_keep_their_own_
 
 def test_a_seed_alone_is_the_run_that_it_is_among_others() -> None:
     three, alone = (
-        runs_of(PRETRAINING_FIGURE, order, SCALES) for order in (Order("laptop", seeds=3), Order("laptop", {"seed": 2}))
+        runs_of(PRETRAINING_FIGURE, order, SCALES)
+        for order in (FigureRequest("laptop", seeds=3), FigureRequest("laptop", {"seed": 2}))
     )
     for label in three:
         assert three[label][2] == alone[label][0] and three[label][2].flags == alone[label][0].flags

@@ -11,16 +11,17 @@ import pytest
 import figures
 from lab.figures import length_figure, question_figures, tile_figure, window_figure
 from lab.figures.equal_parameters import count_parameters
-from lab.figures.figure import Order, Results, config_of, runs_of
+from lab.figures.figure import FigureRequest, Results, runs_of
 from lab.figures.figure_files import write_figure
 from lab.figures.paper_figures import SCALES
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.brain import DEFAULT_SIZE, make_case
 from seqpar.report.diagrams import Bars, Diagram, points_of
 from seqpar.sweeps.costs import Cost, plan_of
+from seqpar.sweeps.planned_run import config_of
 from tests.support.folders import write_json
 
-DEBUG = Order("debug")
+DEBUG = FigureRequest("debug")
 
 
 def made_up(number: int, root: Path, reach: float = 0.8) -> Results:
@@ -118,12 +119,12 @@ def test_figure_12_compares_windows_of_one_network(tmp_path: Path, monkeypatch: 
 def test_figure_16_compares_tiles_at_equal_voxels_a_step(tmp_path: Path) -> None:
     """Runs of equally many steps, named by the sizes that they took; a tile as large as the cases is said to be one."""
     for scale, sides in tile_figure.SIDES.items():
-        runs = runs_of(figures.FIGURES[16], Order(scale), SCALES)
+        runs = runs_of(figures.FIGURES[16], FigureRequest(scale), SCALES)
         small, large, whole = (config_of(one) for (one,) in runs.values())
         assert (small.tile, large.tile) == tuple((side,) * 3 for side in sides)
         assert small.steps == large.steps == whole.steps and whole.curriculum == f"whole:{small.epochs}:1"
         assert 0.7 < large.batch * sides[1] ** 3 / (small.batch * sides[0] ** 3) < 1.4
-    typed = runs_of(figures.FIGURES[16], Order("debug", {"epochs": 5}), SCALES)
+    typed = runs_of(figures.FIGURES[16], FigureRequest("debug", {"epochs": 5}), SCALES)
     assert {config_of(one).steps for (one,) in typed.values()} == {40} and len(typed) == 3
     results = made_up(16, tmp_path)
     config = tmp_path / runs_of(figures.FIGURES[16], DEBUG, SCALES)["whole volumes"][0].name / "config.json"
@@ -141,7 +142,7 @@ def test_figure_16_compares_tiles_at_equal_voxels_a_step(tmp_path: Path) -> None
 
 def test_figure_16_at_laptop_has_tiles_within_whole_cases_of_as_many_voxels() -> None:
     """A built-in brain, cropped and resampled, is larger than a tile of 96 in every direction."""
-    runs = runs_of(figures.FIGURES[16], Order("laptop"), SCALES)
+    runs = runs_of(figures.FIGURES[16], FigureRequest("laptop"), SCALES)
     small, large, whole = (config_of(one) for (one,) in runs.values())
     sides = [int(side.max() - side.min()) + 1 for side in np.nonzero(make_case(whole.seed, 1).image.any(0))]
     spacing = map(float, whole.spacing.split(","))
@@ -151,7 +152,7 @@ def test_figure_16_at_laptop_has_tiles_within_whole_cases_of_as_many_voxels() ->
     budgets = [small.batch * 64**3, large.batch * 96**3, math.prod(tile_figure.WHOLE_BRAINS)]
     assert max(budgets) < 1.05 * min(budgets) and small.steps == large.steps == whole.steps
     assert all(config.join_labels and config.phantoms == 12 for config in (small, large, whole))
-    of_data = runs_of(figures.FIGURES[16], Order("laptop", {"data": "/DATA"}), SCALES)
+    of_data = runs_of(figures.FIGURES[16], FigureRequest("laptop", {"data": "/DATA"}), SCALES)
     flags = [flag for (one,) in of_data.values() for flag in one.flags]
     assert "--data" in flags and not {"--spacing", "--phantoms", "--join-labels"} & set(flags)
 

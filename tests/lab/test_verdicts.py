@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lab.figures.verdicts import best_of, coincide, differ, difference, first_to_reach, highest, listed, reached
+from lab.figures.verdicts import coincide, differ, difference, first_to_reach, highest, listed, plateau, reached
 from seqpar.report.curves import Curve
 
 STEPS = (10, 20, 30, 40)
@@ -97,9 +97,9 @@ def test_the_first_to_reach_a_value_is_the_quickest_in_seconds() -> None:
     words = first_to_reach("Networks", "Dice", [quick, slow, curve("primus", FALLING)], 0.8)
     assert "unetr 1 s (step 20), plain 4 s (step 20), primus 1 s (step 10)" in words
     assert reached(slow, 0.99).seconds is None
-    assert best_of(Curve("plain", (10, 20), ((0.61, 0.12396),))) == 0.61
+    assert plateau(Curve("plain", (10, 20), ((0.61, 0.12396),))) == 0.61
     own = Curve("plain", (10, 20), ((0.1, 0.1239),), (2.0, 4.0))
-    assert best_of(own) == 0.123 and reached(own, best_of(own)).step == 20
+    assert plateau(own) == 0.123 and reached(own, plateau(own)).step == 20
     assert "plain never; none reaches it" in first_to_reach("Networks", "Dice", [slow], 0.99)
 
 

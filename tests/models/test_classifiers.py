@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.models.classifier import TokenClassifier
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
@@ -74,7 +74,9 @@ def test_where_a_class_is_seen_is_what_hooks_make_of_it() -> None:
 def test_a_class_token_is_a_token_more() -> None:
     """With ``--pooling token``; it has no place, so that it cannot be rotated."""
     config = Config(task="classify", tile=(16, 16, 16), patch=(8, 8, 8), depth=1, embed_dim=12, heads=2)
-    names = [set(build(replace(config, pooling=how), 1, 2, Group("seq")).state_dict()) for how in ("mean", "token")]
+    names = [
+        set(build_network(replace(config, pooling=how), 1, 2, Group("seq")).state_dict()) for how in ("mean", "token")
+    ]
     assert names[1] - names[0] == {"class_token"} and not names[0] - names[1]
     net = vit_with_token(Group("seq"), None, "gather", "spatial")
     encoder = classifiers.SeqParViT(2, classifiers.TILE, 8, 24, 2, 2, positions="rope")

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from seqpar import DiceCE, DropoutKey, SeqParViT
-from seqpar.models.build import build, kind_of, layout_of, refuse_unknown
-from seqpar.models.network import Net
-from seqpar.models.optimizer import rate_scale
+from seqpar.models.build import build_network, family_of, layout_of, refuse_settings_of_other_networks
+from seqpar.models.network import Network
+from seqpar.models.optimizer import layer_lr_scale
 from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.planner.feasibility import refuse
+from seqpar.planner.feasibility import check_feasible
 from seqpar.planner.memory_counter import saved_bytes
-from seqpar.settings.command_line import parse, refuse_idle
+from seqpar.settings.command_line import parse, refuse_settings_without_effect
 from seqpar.settings.config import Config
 from tests.support.ranks import once_per_world, relative, summed
 
@@ -44,7 +44,7 @@ Outcome = dict[str, Tensor]
 
 def outcome(config: Config, group: Group) -> Outcome:
     """Returns loss, logits, and the gradients at the image and at each weight, averaged over the group."""
-    net = build(config, CHANNELS, CLASSES, group).double()
+    net = build_network(config, CHANNELS, CLASSES, group).double()
     layout, dice = net.layout, torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in net.parameters():  # norms that begin at 0 would hide what lies behind them
@@ -68,7 +68,7 @@ def outcome(config: Config, group: Group) -> Outcome:
     }
 
 
-def whole_logits(net: Net, logits: Tensor, label: Tensor, group: Group) -> Tensor:
+def whole_logits(net: Network, logits: Tensor, label: Tensor, group: Group) -> Tensor:
     """Returns the logits of all voxels of the batch, voxels by classes; as often as ranks have some, their mean."""
     numbers = net.arrange(net.layout.cut(torch.arange(label.numel()).view_as(label), group.index)).flatten()
     whole = torch.zeros(label.numel(), CLASSES + 1, dtype=torch.float64)
@@ -151,22 +151,22 @@ def test_what_is_held_for_backward_falls_with_the_ranks(world: int) -> None:
 
 
 def test_the_decoder_has_nothing_between_tokens_and_image_to_invent() -> None:
-    net = build(replace(STAGES, patch=8, tile=(32, 32, 64)), 1, 2, Group("seq"), device="meta")
+    net = build_network(replace(STAGES, patch=8, tile=(32, 32, 64)), 1, 2, Group("seq"), device="meta")
     shapes = {name: tuple(p.shape) for name, p in net.named_parameters() if name.startswith("decoder.ups")}
     first = {name: shape[1] for name, shape in shapes.items() if name.endswith("block.conv1.weight")}
     joined = [shapes[name.replace("block.conv1", "up")][1] for name in first]
     assert [channels // up for channels, up in zip(first.values(), joined)] == [2, 2, 1, 1, 2]
     assert net.taps == (0, 1) and not [name for name, _ in net.named_parameters() if "branches" in name]
     assert net.describe().endswith("128 tokens, merged to 16, then 2 a tile, 128 per rank")
-    assert kind_of(STAGES).describe_tile(STAGES) == "patch 2: 384 tokens, merged to 48, then 6"
+    assert family_of(STAGES).describe_tile(STAGES) == "patch 2: 384 tokens, merged to 48, then 6"
 
 
 def test_the_rate_of_a_layer_falls_towards_the_image_merging_as_the_blocks_behind_it() -> None:
     config = replace(STAGES, layer_decay=0.5)
     names = ["encoder.patch_embed.proj.weight", "encoder.blocks.0.norm1.weight", "encoder.merges.0.norm.weight"]
     names += ["encoder.blocks.1.norm1.weight", "encoder.merges.1.norm.weight", "encoder.blocks.2.norm1.weight"]
-    assert [rate_scale(name, config) for name in names] == [1 / 16, 1 / 8, 1 / 4, 1 / 4, 1 / 2, 1 / 2]
-    assert rate_scale("encoder.norm.weight", config) == 1
+    assert [layer_lr_scale(name, config) for name in names] == [1 / 16, 1 / 8, 1 / 4, 1 / 4, 1 / 2, 1 / 2]
+    assert layer_lr_scale("encoder.norm.weight", config) == 1
 
 
 def test_the_decoder_of_all_stages_is_taken_where_none_is_typed() -> None:
@@ -210,9 +210,9 @@ REFUSED = [
 def test_flags_that_do_not_belong_together_are_refused(line: str, why: str) -> None:
     def read() -> None:
         _, config, flags = parse(["--preset", "debug", *line.split()], "debug")
-        refuse_unknown(config, flags)
-        refuse_idle(config, flags)
-        refuse(config)
+        refuse_settings_of_other_networks(config, flags)
+        refuse_settings_without_effect(config, flags)
+        check_feasible(config)
 
     with pytest.raises(ValueError, match=why):
         read()

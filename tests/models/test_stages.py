@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from seqpar.models.build import NETWORKS, build
+from seqpar.models.build import NETWORKS, build_network
 from seqpar.models.classifier_families import CLASSIFIERS
 from seqpar.parallel.mesh import Group
 from seqpar.pipeline.stage_weights import cells_of_names
@@ -72,7 +72,7 @@ def cases(pipe: int, seqpar: int, data: int = 1) -> list[Case]:
 
 @cache
 def len_of_config(config: Config) -> int:
-    return len(build(config, CHANNELS, CLASSES, Group("seq"), device="meta").staged().takes)
+    return len(build_network(config, CHANNELS, CLASSES, Group("seq"), device="meta").staged().takes)
 
 
 def len_of(options: dict) -> int:
@@ -148,7 +148,7 @@ def test_every_weight_has_one_cell_in_every_network() -> None:
     every += [Config(task="classify", network=network, features=8, **usual) for network in CLASSIFIERS]
     every += [Config(task="classify", pooling="token", **usual)]
     for config in every:
-        net = build(config, CHANNELS, CLASSES, Group("seq"), device="meta")
+        net = build_network(config, CHANNELS, CLASSES, Group("seq"), device="meta")
         staged = net.staged()
         cells = cells_of_names(list(net.state_dict()), staged.owns)
         assert max(cells.values()) == len(staged.takes) - 1 == len(staged.owns) - 1

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.losses import DiceCE
-from seqpar.models.build import outline
+from seqpar.models.build import build_on_meta
 from seqpar.models.pipelined import PartOfBatch
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Group, Mesh
@@ -129,7 +129,7 @@ def test_under_deep_supervision_a_tile_that_is_no_multiple_is_refused_in_trainin
         features=2,
         tile=(16, 16, 16),
     )
-    net = outline(config, Group("seq"))
+    net = build_on_meta(config, Group("seq"))
     image = torch.zeros(1, 1, 16, 15, 16, device="meta")
     assert net.eval()(image).shape == (1, 2, 16, 15, 16)
     with pytest.raises(ValueError, match="a tile of 16 x 15 x 16 came in training .* must be multiples of 8 x 8 x 8"):

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from seqpar.losses import DeepSupervision, DiceCE
-from seqpar.models.build import NETWORKS, build, kind_of, layout_of, refuse_unknown
+from seqpar.models.build import NETWORKS, build_network, family_of, layout_of, refuse_settings_of_other_networks
 from seqpar.models.optimizer import make_optimizer
-from seqpar.models.unet_families import parse_stages, spell_stages
+from seqpar.models.unet_families import format_stages, parse_stages
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.planner.feasibility import refuse
+from seqpar.planner.feasibility import check_feasible
 from seqpar.planner.memory_counter import saved_bytes
 from seqpar.prediction.sliding_window import padded_shape
 from seqpar.settings.command_line import parse
@@ -42,7 +42,7 @@ EXACT = [(mode, split) for mode in ("gather", "halo", "swap") for split in ("spa
 
 def train(group: Group, config: Config, samples: int, steps: int) -> Outcome:
     """Returns a rank's outcome; loss and gradients are averaged over the group."""
-    net = build(config, CHANNELS, CLASSES, group).double()
+    net = build_network(config, CHANNELS, CLASSES, group).double()
     with torch.no_grad():  # norms that begin at 0 would hide what lies behind them
         for number, p in enumerate(net.parameters()):
             p += 0.1 * numbers(1000 + number, *p.shape)
@@ -107,7 +107,7 @@ def test_nogather_is_another_function_with_equal_statistics_on_all_ranks(ranks: 
 
 def bytes_held(mesh: Mesh) -> int:
     config = Config(network="nnunet-plain", tile=(32, 32, 32), features=4, mode="halo", seqpar=mesh.seq.size)
-    net = build(config, 1, 2, mesh.seq)
+    net = build_network(config, 1, 2, mesh.seq)
     label = torch.zeros(1, 32, 32, 32, dtype=torch.long)
     part, target = (net.layout.cut(x, mesh.seq.index) for x in (torch.randn(1, 1, 32, 32, 32), label))
     return saved_bytes(net, lambda: DiceCE()(net(part), net.arrange(target), net.mode.loss_groups(None, 1)))
@@ -120,7 +120,7 @@ def test_a_u_net_in_halo_holds_its_share(ranks: Callable[..., list]) -> None:
 
 
 def test_a_whole_image_passes_alone_whatever_its_size() -> None:
-    net = build(RESIDUAL, CHANNELS, CLASSES, Group("seq")).double().eval()
+    net = build_network(RESIDUAL, CHANNELS, CLASSES, Group("seq")).double().eval()
     image = numbers(1, 1, CHANNELS, 19, 11, 13)
     padded = torch.nn.functional.pad(image, (0, 3, 0, 1, 0, 1))
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_a_layouts_patch_is_what_the_network_cannot_cut(network: str, more: dict
     config = Config(network=network, **{"tile": (32, 32, 32), **more})
     assert layout_of(config).patch == unit
     assert torch.equal(torch.get_rng_state(), before)
-    assert kind_of(config).describe(config) and kind_of(config).describe_tile(config)
+    assert family_of(config).describe(config) and family_of(config).describe_tile(config)
 
 
 def test_the_last_axis_of_distmis_is_not_cut_on_eight_ranks() -> None:
@@ -169,7 +169,7 @@ def test_the_last_axis_of_distmis_is_not_cut_on_eight_ranks() -> None:
 
 def test_a_whole_volume_with_another_last_side_is_refused_by_distmis_alone() -> None:
     for network, refused in (("unet-distmis", True), ("unet-distmis-text", False)):
-        net = build(Config(network=network, tile=(16, 16, 16)), 1, 2, Group("seq"), "meta")
+        net = build_network(Config(network=network, tile=(16, 16, 16)), 1, 2, Group("seq"), "meta")
         net.refuse_whole(padded_shape((20, 12, 9), net.layout))
         with pytest.raises(ValueError, match="24x16x32 .* is always 16: use sliding") if refused else nullcontext():
             net.refuse_whole(padded_shape((20, 12, 17), net.layout))
@@ -198,8 +198,8 @@ BAD = {
 def test_what_cannot_work_is_refused_where_it_was_typed(text: str) -> None:
     with pytest.raises(ValueError, match=BAD[text]):
         _, config, names = parse(shlex.split(text), "debug")
-        refuse_unknown(config, names)
-        refuse(replace(config, batch=config.batch or 1))
+        refuse_settings_of_other_networks(config, names)
+        check_feasible(replace(config, batch=config.batch or 1))
 
 
 def test_batch_norm_of_a_single_value_is_refused_with_what_is_needed() -> None:
@@ -217,12 +217,12 @@ def test_batch_norm_of_a_single_value_is_refused_with_what_is_needed() -> None:
 def test_what_a_preset_sets_is_ignored_where_the_network_does_not_know_it() -> None:
     for preset in ("debug", "laptop", "paper", "modern"):
         _, config, names = parse(["--preset", preset, "--network", "nnunet-resenc"], "debug")
-        refuse_unknown(config, names)
-        refuse(replace(config, batch=1))
+        refuse_settings_of_other_networks(config, names)
+        check_feasible(replace(config, batch=1))
 
 
 def test_stages_are_spelled_as_they_are_read() -> None:
-    assert spell_stages(parse_stages(STAGES)) == STAGES
+    assert format_stages(parse_stages(STAGES)) == STAGES
 
 
 def test_every_network_is_described() -> None:

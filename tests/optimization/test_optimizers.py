@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.models.optimizer import learning_rate, make_optimizer
 from seqpar.optimization.optimizers import OPTIMIZERS, OptimizerOptions
 from seqpar.parallel.mesh import Group
@@ -17,7 +17,7 @@ from seqpar.planner.step_counter import StepSetup, count_whole_step
 from seqpar.settings.checks import check
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
-from seqpar.settings.resumed_settings import continued
+from seqpar.settings.resumed_settings import settings_on_resume
 from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import Progress
 from tests.support.training_runs import farthest, losses, tiny_data, trained
@@ -128,10 +128,10 @@ def test_a_run_without_momentum_does_not_begin_one() -> None:
     saved = config_of("rmsprop")
     _, now, names = parse(["--betas", "0.9", "0.99", "--optimizer", "rmsprop"], "debug")
     with pytest.raises(ValueError, match="cannot begin with a momentum"):
-        continued(saved, now, names)
-    continued(replace(saved, betas=(0.5, 0.99)), now, names)
+        settings_on_resume(saved, now, names)
+    settings_on_resume(replace(saved, betas=(0.5, 0.99)), now, names)
     with pytest.raises(ValueError, match="--amsgrad cannot change"):
-        continued(config_of("adam"), *parse(["--amsgrad"], "debug")[1:])
+        settings_on_resume(config_of("adam"), *parse(["--amsgrad"], "debug")[1:])
 
 
 @pytest.mark.parametrize("flags", ["adam --amsgrad", "rmsprop --betas 0.5 0.95", "adafactor"])
@@ -139,7 +139,7 @@ def test_a_run_without_momentum_does_not_begin_one() -> None:
 def test_states_are_planned(flags: str, on_gpu: bool) -> None:
     name, *rest = flags.split()
     config = replace(SMALL, **{f: getattr(config_of(flags), f) for f in ("optimizer", "betas", "amsgrad")})
-    module = build(config, 2, 3, Group("seq"))
+    module = build_network(config, 2, 3, Group("seq"))
     optimizer = make_optimizer(config, module)
     for p in module.parameters():
         p.grad = torch.ones_like(p)

@@ -8,7 +8,7 @@ import torch
 
 from seqpar.parallel import collectives as c
 from seqpar.parallel import remaps
-from seqpar.parallel.halo_exchange import HaloPlan, window
+from seqpar.parallel.halo_exchange import HaloPlan, exchange_halos
 from seqpar.parallel.mesh import Group, Mesh
 from tests.support.adjoint import adjoint_gap, rows
 from tests.support.ranks import once_per_world, relative
@@ -142,13 +142,13 @@ def test_every_precision_stays_itself(ranks: Callable[..., list]) -> None:
 def test_a_gradient_of_another_shape_is_refused() -> None:
     """Autograd would sum it to fit, silently."""
     group, wrong = Group("seq"), torch.ones(2, 4, 3)
-    plan = remaps.plan_remap([torch.arange(4)], [torch.arange(4)], 0)
+    plan = remaps.make_remap([torch.arange(4)], [torch.arange(4)], 0)
     inputs = torch.ones(2, 4, requires_grad=True)
     outputs = {
         "gather": c.gather(inputs, group, 1, [4]),
         "sum": c.all_sum(inputs, group),
         "all_to_all": c.all_to_all(inputs, group, [2], [2]),
-        "window": window(inputs, group, HaloPlan.of(group, 1, {0: (0, 4)}, {0: (0, 3)})),
+        "window": exchange_halos(inputs, group, HaloPlan.of(group, 1, {0: (0, 4)}, {0: (0, 3)})),
         "remap": remaps.remap(inputs, group, 1, plan),
     }
     for output in outputs.values():

@@ -9,13 +9,13 @@ import pytest
 
 from seqpar.data.errors import DataError
 from seqpar.parallel.consensus import (
-    agree,
-    agree_all,
     broadcast_text,
-    by_first,
-    by_first_early,
     gather_texts,
-    raise_together,
+    max_of_each_over_ranks,
+    max_over_ranks,
+    raise_on_all_ranks,
+    run_on_rank0,
+    run_on_rank0_before_mesh,
 )
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.meeting import Meeting
@@ -23,7 +23,7 @@ from seqpar.parallel.mesh import Group, Mesh
 
 
 def check_agree(mesh: Mesh) -> int:
-    return agree(7 if mesh.seq.index == 1 else 0, mesh.seq)
+    return max_over_ranks(7 if mesh.seq.index == 1 else 0, mesh.seq)
 
 
 def test_a_flag_of_one_rank_is_known_to_all(ranks: Callable[..., list]) -> None:
@@ -32,8 +32,8 @@ def test_a_flag_of_one_rank_is_known_to_all(ranks: Callable[..., list]) -> None:
 
 def check_words(mesh: Mesh) -> None:
     me, size = mesh.world.index, mesh.world.size
-    assert agree_all((me, -me, 7), mesh.world) == (size - 1, 0, 7)
-    assert agree(me, mesh.world) == size - 1
+    assert max_of_each_over_ranks((me, -me, 7), mesh.world) == (size - 1, 0, 7)
+    assert max_over_ranks(me, mesh.world) == size - 1
     for source in range(size):
         text = broadcast_text(f"rank {me}: größer" if me == source else "", source, mesh.world)
         assert text == f"rank {source}: größer"
@@ -62,7 +62,7 @@ class Unpicklable(Exception):
 def raised(error: Exception | None, group: Group, name_rank: bool = True) -> tuple[str, str, bool]:
     """Returns type and message of what is raised, and whether it is this rank's own error."""
     try:
-        raise_together(error, group, name_rank)
+        raise_on_all_ranks(error, group, name_rank)
     except Exception as problem:
         return type(problem).__name__, str(problem), problem is error
     return "nothing", "", False
@@ -109,14 +109,14 @@ def check_by_first(mesh: Mesh) -> tuple[object, str, str]:
     def fill_the_disk() -> None:
         raise OSError(28, "No space left on device")
 
-    value = by_first(act, mesh.world)
+    value = run_on_rank0(act, mesh.world)
     assert calls == ([0] if mesh.is_first else [])
     with pytest.raises(DataError, match="^b.nii: is not there$") as caught:
-        by_first(fail, mesh.world)
+        run_on_rank0(fail, mesh.world)
     with pytest.raises(OSError, match="No space left"):  # whatever it is: none may wait for the first one
-        by_first(fill_the_disk, mesh.world)
+        run_on_rank0(fill_the_disk, mesh.world)
     with pytest.raises(TypeError, match="not JSON serializable"):
-        by_first(object, mesh.world)
+        run_on_rank0(object, mesh.world)
     return value, caught.value.path, caught.value.problem
 
 
@@ -134,11 +134,11 @@ def free_port() -> str:
 def check_early(mesh: Mesh) -> list[object]:
     """Returns what ranks tell each other before there is a mesh; the first leaves last, as the store ends with it."""
     me, size = mesh.world.index, mesh.world.size
-    port = int(by_first(free_port, mesh.world))
+    port = int(run_on_rank0(free_port, mesh.world))
     meeting = Meeting(Launcher("test", me, size, me, size, port=port))
     told: list[object] = [meeting.gather("texts", ["", "zwölf", "c"][me])]
     asked: list[int] = []
-    told.append(by_first_early(lambda: asked.append(me) or {"sides": [1, 2]}, meeting, "plan"))
+    told.append(run_on_rank0_before_mesh(lambda: asked.append(me) or {"sides": [1, 2]}, meeting, "plan"))
 
     def refuse() -> None:
         raise DataError(Path("case.nii"), "is damaged")
@@ -146,7 +146,7 @@ def check_early(mesh: Mesh) -> list[object]:
     if me:
         time.sleep(0.2)  # the first must not be gone by now
     try:
-        by_first_early(refuse, meeting, "data", 20.0)
+        run_on_rank0_before_mesh(refuse, meeting, "data", 20.0)
     except DataError as error:
         told.append(str(error))
     return [*told, asked]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqpar.parallel import remaps
-from seqpar.parallel.halo_exchange import HaloPlan, window
+from seqpar.parallel.halo_exchange import HaloPlan, exchange_halos
 from seqpar.parallel.mesh import Mesh
 from tests.support.adjoint import adjoint_gap, rows
 from tests.support.ranks import once_per_world
@@ -40,11 +40,11 @@ def windows(mesh: Mesh) -> float:
         want = whole.narrow(dim, needed[group.index][0], needed[group.index][1] - needed[group.index][0])
         group.traffic.clear()
         plan = HaloPlan.of(group, dim, owned, needed)
-        assert torch.equal(window(x, group, plan), want)
+        assert torch.equal(exchange_halos(x, group, plan), want)
         overlaps = [min(high, b) - max(low, a) for q, (a, b) in needed.items() if q != group.index]
         expected = sum(max(0, n) for n in overlaps) * whole.numel() // extent * 8
         assert group.traffic["window"] == expected
-        gaps.append(adjoint_gap(mesh, x, lambda x: window(x, group, plan)))
+        gaps.append(adjoint_gap(mesh, x, lambda x: exchange_halos(x, group, plan)))
     return max(gaps)
 
 
@@ -56,9 +56,9 @@ def margins_around(mesh: Mesh) -> float:
     whole, mine = rows(5, 2 * group.size, 3), slice(*owned[group.index])
     margins = ((0, group.index, 1), (1, 0, 2))
     plan = HaloPlan.of(group, 0, owned, needed, margins)
-    got = window(whole[mine], group, plan, fill=7.0)
+    got = exchange_halos(whole[mine], group, plan, fill=7.0)
     assert torch.equal(got, torch.nn.functional.pad(whole[low:high], (0, 2, group.index, 1), value=7.0))
-    return adjoint_gap(mesh, whole[mine], lambda x: window(x, group, plan))  # linear without the fill
+    return adjoint_gap(mesh, whole[mine], lambda x: exchange_halos(x, group, plan))  # linear without the fill
 
 
 def remapped(mesh: Mesh) -> float:
@@ -73,12 +73,12 @@ def remapped(mesh: Mesh) -> float:
         else:
             wanter = torch.randint(group.size, (17,), generator=toss)
             targets = [(wanter == q).nonzero().flatten() for q in range(group.size)]
-        plan = remaps.plan_remap(sources, targets, group.index)
+        plan = remaps.make_remap(sources, targets, group.index)
         whole = rows(5, 2, 17, 3)
         x = whole[:, sources[group.index]]
         assert torch.equal(remaps.remap(x, group, 1, plan), whole[:, targets[group.index]])
         gaps.append(adjoint_gap(mesh, x, lambda x: remaps.remap(x, group, 1, plan)))
-    same = remaps.plan_remap(sources, sources, group.index)
+    same = remaps.make_remap(sources, sources, group.index)
     group.traffic.clear()
     assert torch.equal(remaps.remap(x, group, 1, same), x) and group.traffic["remap"] == 0
     return max(gaps)
@@ -112,8 +112,8 @@ def check_lines(mesh: Mesh) -> None:
     low, high = owned[group.index]
     a, b = needed[group.index]
     plan = HaloPlan.of(group, 0, owned, needed)
-    assert torch.equal(window(whole[low:high], group, plan), whole[a:b])
-    assert adjoint_gap(mesh, whole[low:high], lambda x: window(x, group, plan)) < 1e-14
+    assert torch.equal(exchange_halos(whole[low:high], group, plan), whole[a:b])
+    assert adjoint_gap(mesh, whole[low:high], lambda x: exchange_halos(x, group, plan)) < 1e-14
 
 
 def test_window_along_one_direction_of_a_grid_of_boxes(ranks: Callable[..., list]) -> None:
@@ -122,4 +122,4 @@ def test_window_along_one_direction_of_a_grid_of_boxes(ranks: Callable[..., list
 
 def test_remap_refuses_what_nobody_owns() -> None:
     with pytest.raises(ValueError, match="no owner"):
-        remaps.plan_remap([torch.tensor([0, 1])], [torch.tensor([0, 2])], 0)
+        remaps.make_remap([torch.tensor([0, 1])], [torch.tensor([0, 2])], 0)

@@ -31,11 +31,11 @@ def exchanged(mesh: Mesh) -> list[Tensor]:
     ids = torch.randperm(17, generator=torch.Generator().manual_seed(3))
     sources, targets = ids.chunk(group.size), torch.arange(17).chunk(group.size)
     own = rows(5, 17, 2)[sources[group.index]]
-    results.append(remaps.remap(own, group, 0, remaps.plan_remap(sources, targets, group.index)))
+    results.append(remaps.remap(own, group, 0, remaps.make_remap(sources, targets, group.index)))
     sizes = [len(part) for part in torch.arange(11).chunk(group.size)]
     for heads, per_chunk in ((5, None), (3, 1)):
         qkv = rows(group.index, 2, sizes[group.index], 3, heads, 4).requires_grad_()
-        out = head_exchange.exchange_heads(qkv, group, sizes, group.size, per_chunk=per_chunk)
+        out = head_exchange.attend_by_head_exchange(qkv, group, sizes, group.size, per_chunk=per_chunk)
         (grad,) = torch.autograd.grad(out.square().sum(), qkv)
         results += [out.detach(), grad]
     return [*results, torch.tensor(sorted(group.traffic.values()))]

@@ -15,7 +15,7 @@ from seqpar.parallel.launcher import Launcher, allocator_settings, shared_gpu_se
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import _eager_device, _places_of
-from seqpar.parallel.roll_call import Place, StartLimit, own_place, refuse_shared_gpus
+from seqpar.parallel.roll_call import RankLocation, StartLimit, locate_rank, refuse_shared_gpus
 from tests.support.ranks import run_ranks
 
 GPU = torch.device("cuda", 0)
@@ -23,18 +23,28 @@ GPU = torch.device("cuda", 0)
 
 def test_ranks_that_have_one_gpu_together_are_refused_by_name() -> None:
     first, second = "GPU-1 0 7 0", "GPU-1 0 8 0"  # two dies of a card
-    refuse_shared_gpus([Place("a", first), Place("a", second), Place("b", first), Place("c"), Place("c")])
+    refuse_shared_gpus(
+        [
+            RankLocation("a", first),
+            RankLocation("a", second),
+            RankLocation("b", first),
+            RankLocation("c"),
+            RankLocation("c"),
+        ]
+    )
     with pytest.raises(ValueError, match="ranks 1, 3 have one GPU of b.*GPU-1.*at most 2 ranks there.*--device cpu"):
-        refuse_shared_gpus([Place("a", first), Place("b", first), Place("b", second), Place("b", first)])
+        refuse_shared_gpus(
+            [RankLocation("a", first), RankLocation("b", first), RankLocation("b", second), RankLocation("b", first)]
+        )
 
 
 def test_a_rank_says_which_gpu_it_has_unless_it_may_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = SimpleNamespace(uuid="GPU-1", pci_bus_id=7)  # of a torch that knows no domain
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     launcher = Launcher("slurm", host="node1")
-    assert own_place(launcher, GPU, {}) == Place("node1", "GPU-1 7")
-    assert own_place(launcher, GPU, {"SEQPAR_SHARE_GPU": "1"}) == Place("node1")
-    assert own_place(launcher, torch.device("cpu"), {}) == Place("node1")
+    assert locate_rank(launcher, GPU, {}) == RankLocation("node1", "GPU-1 7")
+    assert locate_rank(launcher, GPU, {"SEQPAR_SHARE_GPU": "1"}) == RankLocation("node1")
+    assert locate_rank(launcher, torch.device("cpu"), {}) == RankLocation("node1")
 
 
 def test_ranks_that_share_a_gpu_look_to_nccl_like_hosts_of_their_own() -> None:

@@ -16,9 +16,9 @@ import torch
 
 from seqpar.parallel import watchdog
 from seqpar.parallel.collectives import all_gather, all_reduce, exchange_rows
-from seqpar.parallel.consensus import agree, broadcast_text, gather_texts
+from seqpar.parallel.consensus import broadcast_text, gather_texts, max_over_ranks
 from seqpar.parallel.mesh import Mesh
-from seqpar.parallel.watchdog import Watch, Whereabouts, judge, place_of, these
+from seqpar.parallel.watchdog import RankPosition, Watch, blame_waiting_ranks, format_ranks, line_outside_parallel
 from tests.house.test_floors import OWNERS, modules
 from tests.support.ranks import RanksFailed, run_ranks, started_ranks
 
@@ -154,15 +154,15 @@ def test_the_place_that_is_named_is_the_line_that_called_what_crosses_ranks() ->
     package = Path(watchdog.__file__).parent
     caller = frame_in(package / "vit" / "blocks.py", "seqpar.vit.blocks")
     own = frame_in(package / "vit" / "tokens.py", "seqpar.vit.tokens", caller)
-    assert place_of(own).startswith("tokens.py:4 (frame)")
+    assert line_outside_parallel(own).startswith("tokens.py:4 (frame)")
     for module in CROSSING:
         inner = frame_in(modules()[module], module, caller)
-        assert place_of(inner) == "blocks.py:2 (call)", module
-    assert place_of(frame_in(Path("/lib/torch/nn.py"), "torch.nn", caller)) == "blocks.py:2 (call)"
+        assert line_outside_parallel(inner) == "blocks.py:2 (call)", module
+    assert line_outside_parallel(frame_in(Path("/lib/torch/nn.py"), "torch.nn", caller)) == "blocks.py:2 (call)"
 
 
-def at(waits: bool, last: str = "sum of the seq group") -> Whereabouts:
-    return Whereabouts(waits, "x.py:1 (f)", last)
+def at(waits: bool, last: str = "sum of the seq group") -> RankPosition:
+    return RankPosition(waits, "x.py:1 (f)", last)
 
 
 JUDGEMENTS = {
@@ -178,12 +178,12 @@ JUDGEMENTS = {
 @pytest.mark.parametrize("case", JUDGEMENTS)
 def test_who_holds_up_whom(case: str) -> None:
     known, text = JUDGEMENTS[case]
-    assert re.search(text, judge(known, ["a", "b", "c"], 3.0))
+    assert re.search(text, blame_waiting_ranks(known, ["a", "b", "c"], 3.0))
 
 
 def test_many_ranks_are_named_shortly() -> None:
-    assert these([3]) == "rank 3" and these([1, 0]) == "ranks 1, 0"
-    assert these(range(1024)) == "ranks 0…1023" and "…" not in these([*range(9), 12])
+    assert format_ranks([3]) == "rank 3" and format_ranks([1, 0]) == "ranks 1, 0"
+    assert format_ranks(range(1024)) == "ranks 0…1023" and "…" not in format_ranks([*range(9), 12])
 
 
 def differ(mesh: Mesh, fault: str, check: bool) -> str:
@@ -200,7 +200,7 @@ def differ(mesh: Mesh, fault: str, check: bool) -> str:
         elif fault == "sum skipped":
             if not odd:
                 all_reduce(torch.ones(3), group)
-            agree(0, group)
+            max_over_ranks(0, group)
         elif fault == "message skipped":
             if not odd:
                 all_gather(torch.ones(2), group, 0, [2] * 3)
@@ -208,7 +208,7 @@ def differ(mesh: Mesh, fault: str, check: bool) -> str:
         else:
             assert fault == "nothing"
             all_gather(torch.ones(2), group, 0, [2] * 3)
-            agree(0, group), broadcast_text("a", 1, group), gather_texts("b", group)
+            max_over_ranks(0, group), broadcast_text("a", 1, group), gather_texts("b", group)
             exchange_rows(torch.ones(6, 2), group.part([0, 1, 2]), [2] * 3, [2] * 3)
     except RuntimeError as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from None

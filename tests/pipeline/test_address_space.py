@@ -14,16 +14,16 @@ from torch import Tensor
 
 from seqpar.cluster.devices import Link
 from seqpar.losses import DiceCE
-from seqpar.models.build import build, outline
-from seqpar.models.network import Net
+from seqpar.models.build import build_network, build_on_meta
+from seqpar.models.network import Network
 from seqpar.models.optimizer import make_optimizer
 from seqpar.models.pipelined import PartOfBatch
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.pipeline.cells import Value
 from seqpar.pipeline.engine import Engine
-from seqpar.pipeline.placement import Pipe, Place, even_cuts
+from seqpar.pipeline.placement import Pipe, StagePlace, even_cuts
 from seqpar.pipeline.schedule import make_timetable
-from seqpar.pipeline.stage_weights import cells_of_names, keep_place, places_of_names
+from seqpar.pipeline.stage_weights import cells_of_names, keep_local_weights, places_of_names
 from seqpar.pipeline.stages import StageMap
 from seqpar.planner.counted_cells import count_cells
 from seqpar.planner.step_counter import StepSetup
@@ -38,7 +38,7 @@ BESIDE = 72 * MIB  # of every process beside what is counted: its threads' stack
 ALIKE = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def stages_of(net: Net, places: int) -> StageMap:
+def stages_of(net: Network, places: int) -> StageMap:
     """Returns stages with weights of sizes as even as can be."""
     staged = net.staged()
     cells = cells_of_names([name for name, _ in net.named_parameters()], staged.owns)
@@ -50,9 +50,9 @@ def stages_of(net: Net, places: int) -> StageMap:
 
 def needed(places: int) -> int:
     """Returns the bytes of the fullest place: of weights and all that training adds to them, and BESIDE."""
-    net = outline(LAMP, Group("seq"), CHANNELS, OUTPUTS)
+    net = build_on_meta(LAMP, Group("seq"), CHANNELS, OUTPUTS)
     costs = count_cells(StepSetup(LAMP, 0, CHANNELS, OUTPUTS, on_gpu=False), Link(1.0, 0.0))
-    pipe = Pipe(net.staged().takes, net.staged().outputs, costs, (Place(),) * places, MICROS)
+    pipe = Pipe(net.staged().takes, net.staged().outputs, costs, (StagePlace(),) * places, MICROS)
     return max(pipe.memory(stages_of(net, places))) + BESIDE
 
 
@@ -74,9 +74,11 @@ def train(mesh: Mesh, limit: int) -> list[float] | str:
 
 
 def _train(mesh: Mesh) -> list[float]:
-    net = build(LAMP, CHANNELS, OUTPUTS, mesh.seq).train()
+    net = build_network(LAMP, CHANNELS, OUTPUTS, mesh.seq).train()
     staged, stages = net.staged(), stages_of(net, mesh.pipe.size)
-    keep_place(net, places_of_names(list(net.state_dict()), staged.owns, stages.place_of_cells), mesh.pipe.index)
+    keep_local_weights(
+        net, places_of_names(list(net.state_dict()), staged.owns, stages.place_of_cells), mesh.pipe.index
+    )
     events = make_timetable(stages, MICROS).events[mesh.pipe.index]
     engine = Engine(staged, stages, events, mesh.pipe, mesh.seq, mesh.device)
     dice = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from seqpar.parallel.mesh import Group, Mesh
 from seqpar.pipeline.cells import IMAGE, Value
 from seqpar.pipeline.engine import Engine
 from seqpar.pipeline.schedule import make_timetable
-from seqpar.pipeline.stage_weights import keep_place, places_of_names
+from seqpar.pipeline.stage_weights import keep_local_weights, places_of_names
 from seqpar.pipeline.stages import StageMap
 from seqpar.pipeline.transfers import Form, Transfers
 from seqpar.spatial.box_grid import BoxGrid
@@ -101,7 +101,7 @@ def on_pipe(mesh: Mesh, case: Case) -> tuple[dict[str, Tensor], int, int]:
     """Returns this rank's gradients and statistics after two steps, of other sizes, and how many cells ran."""
     net, stages = RandomNet(case.stages.takes, case.stages.outputs), case.stages
     places = places_of_names(list(net.state_dict()), net.owns, stages.place_of_cells)
-    keep_place(net, places, mesh.pipe.index)
+    keep_local_weights(net, places, mesh.pipe.index)
     events = make_timetable(stages, case.micros, case.schedule).events[mesh.pipe.index]
     engine = Engine(net, stages, events, mesh.pipe, mesh.seq, mesh.device, case.recompute)
     for rows in (4, 5):
@@ -145,7 +145,7 @@ def hold(mesh: Mesh, recompute: bool) -> int:
     """Returns the most bytes that are held for backward at a time."""
     takes = tuple((cell - 1,) for cell in range(8))
     stages, net = StageMap.of_cuts(takes, (7,), (4,)), RandomNet(takes, (7,))
-    keep_place(net, places_of_names(list(net.state_dict()), net.owns, stages.place_of_cells), mesh.pipe.index)
+    keep_local_weights(net, places_of_names(list(net.state_dict()), net.owns, stages.place_of_cells), mesh.pipe.index)
     events = make_timetable(stages, 4, "gpipe").events[mesh.pipe.index]
     engine, most, now = Engine(net, stages, events, mesh.pipe, mesh.seq, mesh.device, recompute), [0], [0]
 

@@ -9,7 +9,7 @@ import pytest
 
 from seqpar.pipeline.best_cuts import best_cuts
 from seqpar.pipeline.gabra import OBJECTIVES, Search, gabra, gabra_stages, is_feasible
-from seqpar.pipeline.placement import CellCost, Pipe, Place
+from seqpar.pipeline.placement import CellCost, Pipe, StagePlace
 
 
 def instance(dice: random.Random, num: int, count: int, equal: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -65,7 +65,7 @@ def test_its_stages_are_no_shorter_than_the_exact_cuts() -> None:
     dice = random.Random(5)
     costs = [CellCost(dice.random(), 2 * dice.random(), 10) for _ in range(12)]
     takes = tuple((cell - 1,) for cell in range(12))
-    pipe = Pipe(takes, (11,), costs, (Place(),) * 3, 6, "1f1b", 0.01)
+    pipe = Pipe(takes, (11,), costs, (StagePlace(),) * 3, 6, "1f1b", 0.01)
     exact = pipe.timetable(best_cuts(pipe)).seconds
     for objective in OBJECTIVES:
         stages = gabra_stages(pipe, objective)

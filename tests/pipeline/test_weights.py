@@ -11,10 +11,10 @@ from seqpar.pipeline.stage_weights import (
     average_gradients,
     cells_of_names,
     clip_gradients,
-    collect,
-    entries_of,
-    keep_place,
+    gather_tensors,
+    keep_local_weights,
     places_of_names,
+    tensor_specs,
     whole_network,
 )
 
@@ -34,15 +34,15 @@ def net() -> nn.Module:
 def on_places(mesh: Mesh, limit: float) -> dict[str, object]:
     part = net()
     places = places_of_names(list(part.state_dict()), OWNS, PLACES)
-    entries, names = entries_of(part, places), [name for name, _ in part.named_parameters()]
-    keep_place(part, places, mesh.pipe.index)
+    entries, names = tensor_specs(part, places), [name for name, _ in part.named_parameters()]
+    keep_local_weights(part, places, mesh.pipe.index)
     own = set(part.state_dict())
     norm = clip_gradients(part, names, limit, mesh.pipe)
     grads = {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
     with whole_network(part, entries, mesh.pipe, mesh.device):
         inside = {name: x.clone() for name, x in part.state_dict().items()}
         output = part.eval()(torch.ones(4, 3)).detach()
-    whole = collect(part.state_dict(), mesh.pipe)
+    whole = gather_tensors(part.state_dict(), mesh.pipe)
     after = set(part.state_dict()) == own
     return {"own": own, "norm": norm, "grads": grads, "inside": inside, "out": output, "whole": whole, "after": after}
 

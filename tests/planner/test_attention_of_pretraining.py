@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from seqpar.attention.cost_model import Layer, choose, choose_for, cost, memory_of
+from seqpar.attention.cost_model import Layer, cost, fastest_strategy, fastest_strategy_of_model, memory_of
 from seqpar.cluster.devices import Link
 from seqpar.planner.attention_choice import attention_waiting, choose_within_memory, layers_of, unfused_scores
 from seqpar.settings.config import Config
@@ -47,7 +47,7 @@ def test_waiting_and_scores_are_of_both_networks() -> None:
 def test_layers_of_one_size_are_chosen_for_as_one() -> None:
     layer = Layer((108,) * 4, 12, 864)
     for left in (None, 1e6, 1e9):
-        once, twice = choose(layer, SLOW.machine(4, "bf16"), False, left, 5), [(layer, 2), (layer, 3)]
-        assert choose_for(twice, SLOW.machine(4, "bf16"), False, left)[0] == once[0]
+        once, twice = fastest_strategy(layer, SLOW.machine(4, "bf16"), False, left, 5), [(layer, 2), (layer, 3)]
+        assert fastest_strategy_of_model(twice, SLOW.machine(4, "bf16"), False, left)[0] == once[0]
         one = cost(once[0], layer, SLOW.machine(4, "bf16"))
         assert memory_of([(one, 2), (one, 3)]) == one.memory(5) and memory_of([(one, 5)], True) == one.memory(1)

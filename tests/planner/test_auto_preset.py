@@ -11,9 +11,9 @@ from seqpar.cli import plan
 from seqpar.cli import plan as plan_act
 from seqpar.cluster.devices import DEVICES, GIB, MIB, Device, device_here
 from seqpar.data.preparation.fingerprint import Fingerprint
-from seqpar.models.build import NETWORKS, kind_of
+from seqpar.models.build import NETWORKS, family_of
 from seqpar.planner import preset_from_data
-from seqpar.planner.needs import Run, planned
+from seqpar.planner.needs import RunToPlan, plan_complete_config
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.planner.tile_choice import better_tile, cube_in_mm, shape_at, smaller_tiles, suited_tile, target_spacing
 from seqpar.settings.command_line import parse
@@ -119,13 +119,13 @@ def test_a_plan_fits_and_a_larger_tile_or_batch_would_not(network: tuple[str, ..
         monkeypatch.setattr(preset_from_data, "MOST_VOXELS", 128**3)  # an eighth of them with a patch of 8 8 1
     device = replace(GPU, memory=(60 if network else 120) * MIB, reserved_bytes=0.0, group_bytes=0.0)
     config, why = chosen(THIN, device, *network)
-    kind = kind_of(config)
+    kind = family_of(config)
     assert len(why) == 5 and why[0].startswith("auto: ") and all(line.startswith("  ") for line in why[1:])
     assert f"--batch {config.batch}:" in why[4] and "--tile " + " ".join(map(str, config.tile)) in why[3]
     assert not [side for side, step in zip(config.tile, kind.unit(config)) if side % step]
 
     def total(**changes: Any) -> float:
-        return planned(Run(replace(config, **changes), device, 1, 2, timed=False), 1).total
+        return plan_complete_config(RunToPlan(replace(config, **changes), device, 1, 2, timed=False), 1).total
 
     assert total() <= device.memory
     assert config.batch == 4 or device.memory < total(batch=config.batch + 1)
@@ -153,7 +153,7 @@ def test_a_typed_tile_decides_how_wide_the_network_is(small) -> None:
     roomy = replace(GPU, reserved_bytes=0.0, group_bytes=0.0)
     wide, why = chosen(BRAIN, roomy, "--tile", "64")
     assert wide.embed_dim == 96 and why[2].endswith("the widest that fits with the tile of 64")
-    need = planned(Run(replace(wide, batch=2), roomy, 1, 2, timed=False), 1).total
+    need = plan_complete_config(RunToPlan(replace(wide, batch=2), roomy, 1, 2, timed=False), 1).total
     narrow, why = chosen(BRAIN, replace(roomy, memory=need - 1), "--tile", "64")
     assert narrow.embed_dim == 24 and why[2].endswith("the narrowest: wider ones do not fit with the tile of 64")
 
@@ -164,7 +164,7 @@ def test_a_curriculum_is_planned_for_by_its_largest_tile(small) -> None:
     wide, why = chosen(BRAIN, roomy, "--curriculum", "16:3,64:2")
     assert wide.embed_dim == 96 and why[2].endswith("the widest that fits with the tile of 64") and len(why) == 4
     assert why[3] == "  tiles and batches of --curriculum, as given; the largest is 64x64x64"
-    need = planned(Run(replace(wide, batch=2), roomy, 1, 2, timed=False), 1).total
+    need = plan_complete_config(RunToPlan(replace(wide, batch=2), roomy, 1, 2, timed=False), 1).total
     assert chosen(BRAIN, replace(roomy, memory=need - 1), "--curriculum", "16:3,64:2")[0].embed_dim == 24
     flat = ((64, 64, 12),) * 6, ((0.8, 0.8, 5.0),) * 6
     u_net, why = chosen(flat, roomy, "--network", "nnunet-plain", "--curriculum", "32x32x8:1,whole:1")

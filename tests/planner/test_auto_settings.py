@@ -11,7 +11,7 @@ from seqpar.cluster.devices import Device, Link, device_here
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner import auto_settings, needs
 from seqpar.planner.fit import plans
-from seqpar.planner.needs import Run, planned
+from seqpar.planner.needs import RunToPlan, plan_complete_config
 from seqpar.planner.needs import plan as plan_of
 from seqpar.planner.step_counter import count_step, untimed
 from seqpar.settings.config import AUTO, Config
@@ -37,7 +37,7 @@ def auto(
     config: Config, launcher: Launcher, gib: float, monkeypatch: pytest.MonkeyPatch, device: Device = CORES
 ) -> Config:
     here(replace(device, memory=gib * 2**30, reserved_bytes=0.0, group_bytes=0.0), monkeypatch)
-    chosen, why = auto_settings.choose(replace(config, seqpar=AUTO), launcher, 2, 3)
+    chosen, why = auto_settings.choose_group_and_batch(replace(config, seqpar=AUTO), launcher, 2, 3)
     reasons = why["seqpar_choice"]
     assert f"--seqpar {chosen.seqpar} is the smallest that fits" in reasons[0] and len(reasons) >= 2
     return chosen
@@ -49,7 +49,7 @@ def test_auto_takes_the_smallest_group_that_the_ranks_allow(monkeypatch: pytest.
     assert auto(config, six, 8.0, monkeypatch).seqpar == 1
     monkeypatch.setattr(auto_settings.os, "cpu_count", lambda: 4)
     whole = replace(device_here("cpu"), reserved_bytes=0.0, group_bytes=0.0, cores=4)
-    totals = [p.total for p in plans(Run(config, whole, 2, 3, timed=False), (1, 2, 3))]
+    totals = [p.total for p in plans(RunToPlan(config, whole, 2, 3, timed=False), (1, 2, 3))]
     assert totals[0] > totals[1] > totals[2]
     chosen = auto(config, six, 6 * 1.01 * totals[1] / 2**30, monkeypatch)
     assert chosen.seqpar == 2 and chosen.attention == "auto"
@@ -65,7 +65,7 @@ def test_auto_takes_every_size_that_shares_the_nodes_that_are_there(
         replace(SMALL, tile=(48, 48, 48), mode="halo", embed_dim=96),
         Launcher("t", 0, world, num_nodes=nodes),
     )
-    run = Run(
+    run = RunToPlan(
         config, replace(GCD, reserved_bytes=0.0, group_bytes=0.0, node=world // nodes), 2, 3, ranks=world, timed=False
     )
     totals = [p.total for p in plans(run, sizes)]
@@ -92,19 +92,21 @@ def test_ranks_of_two_nodes_reach_each_other_by_the_network(monkeypatch: pytest.
 def test_the_batch_is_what_the_memory_holds_and_the_total_is_that_batchs(monkeypatch: pytest.MonkeyPatch) -> None:
     paper, alone = replace(PRESETS["paper"](), depth=2), Launcher("test")
     here(GCD, monkeypatch)
-    whole, why = auto_settings.choose(paper, alone, 2, 3)
+    whole, why = auto_settings.choose_group_and_batch(paper, alone, 2, 3)
     assert whole.batch == 32 and "and fits: " in why["batch_choice"][0]
     for mode, world in (("gather", 1), ("swap", 4)):
         small = replace(GCD, memory=4 * 2**30, node=world)
         here(small, monkeypatch)
-        chosen, why = auto_settings.choose(replace(paper, mode=mode, seqpar=world), Launcher("test", 0, world), 2, 3)
+        chosen, why = auto_settings.choose_group_and_batch(
+            replace(paper, mode=mode, seqpar=world), Launcher("test", 0, world), 2, 3
+        )
         tiles = chosen.batch
-        runs = [Run(replace(chosen, batch=n), small, 2, 3, timed=False) for n in (tiles, tiles + world)]
-        real, more = (planned(run, world) for run in runs)
+        runs = [RunToPlan(replace(chosen, batch=n), small, 2, 3, timed=False) for n in (tiles, tiles + world)]
+        real, more = (plan_complete_config(run, world) for run in runs)
         assert 1 < tiles < 32 and tiles % world == 0 and real.fits and not more.fits
         assert why["batch_choice"][0].endswith(f": {real.total / 2**30:.2f} GiB of 4.00 a rank")
     here(replace(GCD, memory=2**30), monkeypatch)
-    none, why = auto_settings.choose(paper, alone, 2, 3)
+    none, why = auto_settings.choose_group_and_batch(paper, alone, 2, 3)
     assert none.batch == 1 and "may not fit" in why["batch_choice"][0]
 
 
@@ -121,7 +123,7 @@ def test_training_attends_as_was_planned(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         here(device, monkeypatch)
         name, *why = auto_settings.choose_attention(open_config, launcher, 4, 4)
-        p = plan_of(Run(open_config, replace(device, node=4), ranks=4, timed=False), 4)
+        p = plan_of(RunToPlan(open_config, replace(device, node=4), ranks=4, timed=False), 4)
         assert (name, tuple(why)) == (p.config.attention, p.attention_why) and why[0].startswith(name)
         assert "of those that need at most" in why[0] or "MiB too few" in why[0]
         strategies.add(name)

@@ -10,7 +10,7 @@ from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner import auto_settings
 from seqpar.planner.fit import largest_batch
-from seqpar.planner.needs import Run
+from seqpar.planner.needs import RunToPlan
 from seqpar.planner.pipeline_plan import plan_run
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.settings.config import Config
@@ -21,8 +21,8 @@ TWO = replace(ONE, pipe=2)
 MOST = 6
 
 
-def run_of(config: Config, device: Device = A100) -> Run:
-    return Run(config, device, channels=1, outputs=3, timed=False)
+def run_of(config: Config, device: Device = A100) -> RunToPlan:
+    return RunToPlan(config, device, channels=1, outputs=3, timed=False)
 
 
 def needed(batch: int, **other: Any) -> float:
@@ -44,9 +44,9 @@ def test_a_run_takes_the_batch_that_fits_its_stages(monkeypatch: pytest.MonkeyPa
     """The usual batch of a U-Net, where a rank that has all of it would have the memory for one tile."""
     device = replace(A100, memory=needed(2))
     monkeypatch.setattr(auto_settings, "device_of", lambda config, launcher: device)
-    config, why = auto_settings.choose(TWO, Launcher("test", 0, 2), 1, 3)
+    config, why = auto_settings.choose_group_and_batch(TWO, Launcher("test", 0, 2), 1, 3)
     assert config.batch == 2 and "on the fullest rank of the pipe" in why["batch_choice"][0]
-    assert auto_settings.choose(ONE, Launcher("test"), 1, 3)[0].batch == 1
+    assert auto_settings.choose_group_and_batch(ONE, Launcher("test"), 1, 3)[0].batch == 1
 
 
 def test_a_preset_that_follows_the_data_plans_stages_too() -> None:

@@ -12,11 +12,19 @@ from seqpar.cli import plan
 from seqpar.cluster.devices import DEVICES
 from seqpar.pipeline.gabra import is_feasible, loads_and_capacities, makespan, paper_objective
 from seqpar.pipeline.named_placements import place_cells
-from seqpar.pipeline.placement import CellCost, Pipe, Place
+from seqpar.pipeline.placement import CellCost, Pipe, StagePlace
 from seqpar.planner.counted_cells import bytes_of_optimizer, count_cells, measure_here
-from seqpar.planner.needs import Run
-from seqpar.planner.pipe_answer import others, sentences
-from seqpar.planner.pipeline_plan import Cells, chosen, complete, look_at_cells, pipe_of, placements, plan_of
+from seqpar.planner.needs import RunToPlan
+from seqpar.planner.pipe_answer import alternatives_without_pipe, describe_timetable
+from seqpar.planner.pipeline_plan import (
+    Cells,
+    chosen,
+    config_with_places,
+    measure_or_count_cells,
+    pipe_of,
+    placements,
+    plan_of,
+)
 from seqpar.planner.step_counter import StepSetup, count_step
 from seqpar.settings.checks import check
 from seqpar.settings.command_line import parse
@@ -25,7 +33,7 @@ from seqpar.settings.config import Config
 ROOT = Path(__file__).parents[2]
 A100 = DEVICES["a100"]
 UNET = Config(network="nnunet-plain", tile=(16, 16, 32), features=4, stages="333:111 333:222", batch=1, accumulate=8)
-RUN = Run(UNET, A100, channels=1, outputs=3)
+RUN = RunToPlan(UNET, A100, channels=1, outputs=3)
 
 
 def setup_of(config: Config) -> StepSetup:
@@ -34,7 +42,7 @@ def setup_of(config: Config) -> StepSetup:
 
 @pytest.fixture(scope="module")
 def cells() -> Cells:
-    return look_at_cells(RUN, UNET)
+    return measure_or_count_cells(RUN, UNET)
 
 
 def test_cells_hold_and_take_together_what_a_step_does(cells: Cells) -> None:
@@ -81,12 +89,12 @@ def test_an_update_has_beside_weights_and_states_what_one_ranks_has(on_gpu: bool
     costs, step = count_cells(setup, A100.link(1)), count_step(setup)
     together = sum if on_gpu else max
     assert 1 <= together(cost.update for cost in costs) / (step.peaks["update"] - step.input) < (1.1 if on_gpu else 1.5)
-    pipe = Pipe(((-1,),), (0,), [CellCost(1, 1, 1, 3, 10, 4, 8)], (Place(),), 2, updates_at_once=on_gpu)
+    pipe = Pipe(((-1,),), (0,), [CellCost(1, 1, 1, 3, 10, 4, 8)], (StagePlace(),), 2, updates_at_once=on_gpu)
     assert pipe.memory(pipe.stages([])) == [10 + max(3 + 4, 8)] and pipe.saved(pipe.stages([])) == [3]
 
 
 def test_every_way_is_judged_by_its_timetable_and_trains_choice_is_taken(cells: Cells) -> None:
-    config, ranks = complete(RUN, UNET, 2)
+    config, ranks = config_with_places(RUN, UNET, 2)
     pipe = pipe_of(cells, config, A100.of(ranks))
     rows = list(placements(pipe, "3"))
     assert [(row.way, row.objective) for row in rows][-3:] == [("gabra", "makespan"), ("gabra", "paper"), ("3", "")]
@@ -106,7 +114,7 @@ def test_every_way_is_judged_by_its_timetable_and_trains_choice_is_taken(cells: 
 
 def test_the_papers_objective_is_one_number_for_the_planners_equal_devices(cells: Cells) -> None:
     """What the planner says of it, on the costs of which it says it."""
-    config, ranks = complete(RUN, UNET, 2)
+    config, ranks = config_with_places(RUN, UNET, 2)
     pipe = pipe_of(cells, config, A100.of(ranks))
     loads, capacities = (np.array(side) for side in loads_and_capacities(pipe))
     dice = np.random.default_rng(0)
@@ -115,24 +123,24 @@ def test_the_papers_objective_is_one_number_for_the_planners_equal_devices(cells
     values = {round(paper_objective(allocation, loads, capacities), 9) for allocation in feasible}
     assert len(feasible) > 5 and len(values) == 1
     assert len({round(makespan(allocation, loads, capacities), 9) for allocation in feasible}) > 5, "the control"
-    said = " ".join(" ".join(sentences(pipe)).split())
+    said = " ".join(" ".join(describe_timetable(pipe)).split())
     assert f"GABRA's own objective is {values.pop():.4g} for every feasible allocation" in said
     unlike = replace(pipe, places=(pipe.places[0], replace(pipe.places[1], speed=2.0)))
-    assert "GABRA" not in " ".join(sentences(unlike))
+    assert "GABRA" not in " ".join(describe_timetable(unlike))
 
 
 def test_one_micro_batch_has_no_overlap_and_is_said_to_have_none(cells: Cells) -> None:
-    config, ranks = complete(RUN, replace(UNET, accumulate=1), 2)
+    config, ranks = config_with_places(RUN, replace(UNET, accumulate=1), 2)
     pipe = pipe_of(cells, config, A100.of(ranks))
     best = chosen(list(placements(pipe)), config)
     assert best.seconds >= sum(cost.seconds for cost in pipe.costs) and best.timetable.bubble >= 0.5
-    assert "without overlap" in " ".join(sentences(pipe))
+    assert "without overlap" in " ".join(describe_timetable(pipe))
     p = plan_of(RUN, config, cells, pipe, best, ranks)
-    assert [(other.seqpar, other.mode, other.pipe) for other in others(p)] == [(2, "halo", 1)]
+    assert [(other.seqpar, other.mode, other.pipe) for other in alternatives_without_pipe(p)] == [(2, "halo", 1)]
 
 
 def test_a_place_has_the_memory_of_the_device(cells: Cells) -> None:
-    config, ranks = complete(RUN, UNET, 2)
+    config, ranks = config_with_places(RUN, UNET, 2)
     whole = max(chosen(list(placements(pipe_of(cells, config, A100))), config).held)
     small = replace(A100, memory=A100.reserved_bytes + 0.9 * whole)
     rows = list(placements(pipe_of(cells, config, small)))
@@ -179,7 +187,7 @@ def test_the_page_has_the_planners_figures(capsys: pytest.CaptureFixture) -> Non
 
 def test_what_cannot_be_spread_is_refused() -> None:
     with pytest.raises(ValueError, match="--pipe 2 x --seqpar 1 does not divide 3 ranks"):
-        complete(replace(RUN, ranks=3), UNET, 2)
+        config_with_places(replace(RUN, ranks=3), UNET, 2)
     with pytest.raises(ValueError, match="nothing fits: .* needs"):
         plan.act(
             ["--preset", "laptop", "--network", "nnunet-plain", "--stages", UNET.stages, "--tile", "32", "--pipe", "2",

@@ -13,8 +13,8 @@ import pytest
 from lab.benches import plan_answer
 from seqpar.cli import plan
 from seqpar.cluster.devices import DEVICES
-from seqpar.planner.fit import most_tiles, plans, smallest
-from seqpar.planner.needs import Run
+from seqpar.planner.fit import most_tiles, plans, smallest_that_fits
+from seqpar.planner.needs import RunToPlan
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
@@ -28,7 +28,7 @@ SMALL = Config(tile=(16, 16, 16), patch=4, depth=2, embed_dim=24, heads=3, decod
 
 def test_the_paper_needs_four_ranks_where_attention_is_not_fused_and_one_here() -> None:
     """Its node has 8 ranks, so that groups are of 1, 2, 4 or 8. One layer's scores: 12 heads x 13,824² x 4 bytes."""
-    rows = list(plans(Run(PAPER, GCD, ranks=8), (1, 2, 4, 8)))
+    rows = list(plans(RunToPlan(PAPER, GCD, ranks=8), (1, 2, 4, 8)))
     assert [p.fits_unfused for p in rows] == [False, False, True, True]
     assert [p.fits for p in rows] == [True] * 4
     one_layer = 12 * 13824**2 * 4
@@ -62,26 +62,26 @@ def test_a_presets_warm_up_is_shortened_as_train_does(capsys: pytest.CaptureFixt
 
 def test_sizes_that_cannot_be_say_why() -> None:
     config = replace(PAPER, tile=(32, 32, 32), patch=16, depth=1)
-    why = {p.config.seqpar: p.why for p in plans(Run(config, GCD, ranks=32, timed=False))}
+    why = {p.config.seqpar: p.why for p in plans(RunToPlan(config, GCD, ranks=32, timed=False))}
     assert "does not divide 32 ranks" in why[3] and "--seqpar 8" in why[16] and not why[8]
-    assert "nodes of 8" in {p.config.seqpar: p.why for p in plans(Run(config, GCD), (6,))}[6]
-    assert "--mode swap" in next(plans(Run(replace(config, mode="swap", batch=3), GCD), (2,))).why
+    assert "nodes of 8" in {p.config.seqpar: p.why for p in plans(RunToPlan(config, GCD), (6,))}[6]
+    assert "--mode swap" in next(plans(RunToPlan(replace(config, mode="swap", batch=3), GCD), (2,))).why
 
 
 def test_the_smallest_group_that_fits_is_chosen_and_less_memory_takes_more_ranks() -> None:
-    run = Run(PAPER, GCD)
+    run = RunToPlan(PAPER, GCD)
     rows = list(plans(run, (1, 2, 4, 8)))
     needs = [p.total for p in rows]
     assert needs == sorted(needs, reverse=True)
     for p in rows:
         tight = [replace(each, device=replace(GCD, memory=p.total)) for each in rows]
-        assert smallest(tight).config.seqpar == p.config.seqpar
-    assert smallest([replace(each, device=replace(GCD, memory=2.0**30)) for each in rows]) is None
+        assert smallest_that_fits(tight).config.seqpar == p.config.seqpar
+    assert smallest_that_fits([replace(each, device=replace(GCD, memory=2.0**30)) for each in rows]) is None
 
 
 def test_the_most_tiles_fill_the_memory() -> None:
     config = replace(PRESETS["paper"](), depth=2, batch=1)
-    run = Run(config, replace(GCD, memory=4 * 2**30), timed=False)
+    run = RunToPlan(config, replace(GCD, memory=4 * 2**30), timed=False)
     (one,) = plans(run, (1,))
     tiles = most_tiles(run, one)
     fits, over = (next(plans(replace(run, config=replace(config, batch=n)), (1,))) for n in (tiles, tiles + 1))
@@ -102,7 +102,7 @@ def test_nothing_that_fits_is_refused_with_what_takes_less() -> None:
 
 def test_what_is_kept_can_be_planned_by_every_size() -> None:
     config = replace(PAPER, tile=(32, 32, 32), depth=1, keep_kv=True)
-    assert [p.why for p in plans(Run(config, GCD, timed=False), (1, 2, 4, 8))] == [""] * 4
+    assert [p.why for p in plans(RunToPlan(config, GCD, timed=False), (1, 2, 4, 8))] == [""] * 4
 
 
 def doctors(folder: Path, bytes_per_s: float) -> Path:

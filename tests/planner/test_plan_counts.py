@@ -10,11 +10,11 @@ import torch
 
 from lab.benches.memory import local_bytes
 from seqpar.losses import DiceCE
-from seqpar.models.build import build, outline
+from seqpar.models.build import build_network, build_on_meta
 from seqpar.models.optimizer import make_optimizer
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.memory_counter import MemoryCounter, saved_bytes
-from seqpar.planner.step_counter import Step, StepSetup, count_step, count_whole_step, learned
+from seqpar.planner.step_counter import StepCost, StepSetup, count_step, count_whole_step, trainable_parameters
 from seqpar.settings.config import Config
 from seqpar.spatial import cache_pieces
 from seqpar.training.sharded_weights import shard
@@ -26,7 +26,7 @@ CHANNELS, OUTPUTS = 2, 3
 
 def taken(mesh: Mesh, config: Config, is_counted: bool) -> dict[str, Any]:
     """Returns what a step on real numbers holds and sends on this rank; nothing where the rank only takes part."""
-    net = build(config, CHANNELS, OUTPUTS, mesh.seq)
+    net = build_network(config, CHANNELS, OUTPUTS, mesh.seq)
     net.to(torch.float64 if config.precision == "fp64" else torch.float32)
     dtype, layout = next(net.parameters()).dtype, net.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])
@@ -47,7 +47,7 @@ def taken(mesh: Mesh, config: Config, is_counted: bool) -> dict[str, Any]:
         return {}
     with MemoryCounter() as alive:
         saved = saved_bytes(net, run, [image, label])
-        for p in learned(net):
+        for p in trainable_parameters(net):
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         losses.pop().backward()
         most = alive.most
@@ -56,7 +56,7 @@ def taken(mesh: Mesh, config: Config, is_counted: bool) -> dict[str, Any]:
         optimizer = make_optimizer(config, net)
         for parameters in optimizer.param_groups:
             parameters["foreach"] = at_once
-        for p in learned(net):
+        for p in trainable_parameters(net):
             p.grad = torch.zeros_like(p)
         with MemoryCounter() as alive:
             optimizer.step()
@@ -114,17 +114,17 @@ def setup(config: Config, rank: int, on_gpu: bool = False) -> StepSetup:
     return StepSetup(config, rank, CHANNELS, OUTPUTS, on_gpu=on_gpu)
 
 
-def counted(config: Config, rank: int, on_gpu: bool = False) -> Step:
+def counted(config: Config, rank: int, on_gpu: bool = False) -> StepCost:
     return count_step(setup(config, rank, on_gpu))
 
 
-def updating(step: Step) -> int:
+def updating(step: StepCost) -> int:
     return step.peaks.pop("update") - step.input
 
 
 def in_shards(mesh: Mesh, config: Config) -> dict[str, int]:
     """Returns this rank's bytes of weights, gradients and optimizer states after a step with weights in shards."""
-    net = build(config, CHANNELS, OUTPUTS, mesh.seq)
+    net = build_network(config, CHANNELS, OUTPUTS, mesh.seq)
     shard(net, mesh)
     optimizer, layout = make_optimizer(config, net), net.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])
@@ -209,7 +209,7 @@ def test_what_is_counted_without_data_is_what_a_step_takes(world: int, ranks: Ca
 
 def test_no_tensor_of_a_step_waits_for_the_garbage_collector() -> None:
     """Else memory would depend on when it comes."""
-    net = outline(replace(SMALL, positions="rope"), Group("seq"), CHANNELS, OUTPUTS)
+    net = build_on_meta(replace(SMALL, positions="rope"), Group("seq"), CHANNELS, OUTPUTS)
     gc.disable()
     try:
         with MemoryCounter() as counter:

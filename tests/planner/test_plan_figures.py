@@ -10,7 +10,7 @@ import pytest
 
 from seqpar.cluster.devices import DEVICES, Device, Link, measured
 from seqpar.planner.fit import plans
-from seqpar.planner.needs import Plan, Run
+from seqpar.planner.needs import Plan, RunToPlan
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from tests.support import references
@@ -65,7 +65,7 @@ class ByHand:
 
 def planned(config: Config, device: Device = GCD, ranks: int = 8, size: int = 2, **more: int) -> Plan:
     """Returns the plan of a group of ``size``; ``more``: channels and outputs, and whether seconds are planned too."""
-    (plan,) = plans(Run(config, device, ranks=ranks, **{"timed": False, **more}), (size,))
+    (plan,) = plans(RunToPlan(config, device, ranks=ranks, **{"timed": False, **more}), (size,))
     assert not plan.why, plan.why
     return plan
 
@@ -222,6 +222,6 @@ def test_measured_figures_are_taken(tmp_path: Path) -> None:
 def test_the_papers_long_sequence_in_figures() -> None:
     """ViT-B, tile 96, patch 4, batch 1, float32, if attention were not fused: four ranks of 64 GiB, as in the paper."""
     paper = replace(PRESETS["paper"](), patch=4, batch=1, attention="auto")
-    rows = list(plans(Run(paper, GCD, ranks=8, timed=False), (1, 2, 4)))
+    rows = list(plans(RunToPlan(paper, GCD, ranks=8, timed=False), (1, 2, 4)))
     assert [(p.total + p.scores) / GIB for p in rows] == pytest.approx([132, 67.7, 35.9], rel=0.01)
     assert rows[0].total / GIB == pytest.approx(11.6, rel=0.01)

@@ -11,7 +11,7 @@ from seqpar.cluster.devices import DEVICES
 from seqpar.losses import voxels
 from seqpar.planner import memory_saving, needs, other_ways, step_counter
 from seqpar.planner.fit import plans
-from seqpar.planner.needs import Plan, Run
+from seqpar.planner.needs import Plan, RunToPlan
 from seqpar.planner.step_counter import StepSetup, count_step, count_whole_step
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
@@ -27,7 +27,7 @@ def pretended(totals: dict[str, float], memory: float, monkeypatch: pytest.Monke
     """Lets plans need ``totals`` bytes on one rank, by mode, shared by the ranks; returns the list of those counted."""
     counted = list[Config]()
 
-    def planned(run: Run, ranks: int) -> Plan:
+    def planned(run: RunToPlan, ranks: int) -> Plan:
         counted.append(run.config)
         config = run.config
         need = totals.get(config.mode, 0.0) / config.seqpar / (1 + 9 * (config.grad_checkpoint == "full"))
@@ -41,16 +41,16 @@ def pretended(totals: dict[str, float], memory: float, monkeypatch: pytest.Monke
 
 
 def test_ways_keep_what_the_command_line_names_and_add_up() -> None:
-    every = [way for way, _ in memory_saving.ways(PAPER, ())]
+    every = [way for way, _ in memory_saving.memory_savings(PAPER, ())]
     assert every[0] == {"mode": "auto"} and "shard_weights" not in every[-2] and every[-1]["shard_weights"]
     assert all(one.items() - {("grad_checkpoint", "attention")} <= more.items() for one, more in zip(every, every[1:]))
     for named in ("mode", "mlp_chunks", "grad_checkpoint", "shard_weights"):
-        assert not [way for way, _ in memory_saving.ways(PAPER, {named}) if named in way]
+        assert not [way for way, _ in memory_saving.memory_savings(PAPER, {named}) if named in way]
     for mode in ("nogather", "halo", "auto"):  # the first computes something else, the others need no more
-        assert not [way for way, _ in memory_saving.ways(replace(PAPER, mode=mode), ()) if "mode" in way]
+        assert not [way for way, _ in memory_saving.memory_savings(replace(PAPER, mode=mode), ()) if "mode" in way]
     full = replace(PAPER, grad_checkpoint="full", mlp_chunks=9, shard_weights=True, mode="halo")
-    assert list(memory_saving.ways(full, ())) == []
-    *_, (way, _) = memory_saving.ways(replace(PAPER, network="nnunet-plain"), ())
+    assert list(memory_saving.memory_savings(full, ())) == []
+    *_, (way, _) = memory_saving.memory_savings(replace(PAPER, network="nnunet-plain"), ())
     assert way == {"mode": "auto", "grad_checkpoint": "full", "shard_weights": True}, "a U-Net has no attention, no MLP"
 
 
@@ -58,18 +58,18 @@ def test_the_smallest_group_that_fits_is_found_among_few(monkeypatch: pytest.Mon
     sizes = (1, 2, 4, 8, 16, 32, 64)
     for smallest in (1, 4, 64, 128):
         counted = pretended({"halo": 64.0}, 64.0 / smallest, monkeypatch)
-        rows = list(memory_saving.search(Run(replace(PAPER, mode="halo"), GCD), sizes))
+        rows = list(memory_saving.search_with_savings(RunToPlan(replace(PAPER, mode="halo"), GCD), sizes))
         fitting = [p.config.seqpar for p in rows if p.fits]
         assert (min(fitting) if fitting else 128) == smallest and len(counted) == len(rows) <= 4, smallest
     counted = pretended({"halo": 64.0}, 1.0, monkeypatch)
-    assert not list(memory_saving.search(Run(PAPER, GCD, ranks=3), (2, 4))) and not counted, (
+    assert not list(memory_saving.search_with_savings(RunToPlan(PAPER, GCD, ranks=3), (2, 4))) and not counted, (
         "what cannot be is not counted"
     )
 
 
 def test_ranks_that_share_a_machine_are_searched_by_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = pretended({"halo": 64.0}, 1.0, monkeypatch)
-    list(memory_saving.search(Run(replace(PAPER, mode="halo"), replace(GCD, cores=8)), (1, 2, 4)))
+    list(memory_saving.search_with_savings(RunToPlan(replace(PAPER, mode="halo"), replace(GCD, cores=8)), (1, 2, 4)))
     assert [config.seqpar for config in counted] == [1]
 
 
@@ -78,7 +78,7 @@ def test_a_plan_takes_the_first_way_in_which_something_fits(
 ) -> None:
     pretended({"gather": 64e9 * 12, "auto": 64e9 * 10}, 1.5e9, monkeypatch)
     monkeypatch.setattr(
-        other_ways, "answer", lambda run, best, rows, preset: [f"{best.config.mode} {best.config.seqpar}"]
+        other_ways, "print_recommendation", lambda run, best, rows, preset: [f"{best.config.mode} {best.config.seqpar}"]
     )
     sizes = ["--patch", "4", "--tile", "64", "--depth", "1", "--device", "a100"]
     assert plan.act(sizes) == 0
@@ -130,7 +130,7 @@ def test_a_loss_in_many_runs_is_counted_by_three_of_them(monkeypatch: pytest.Mon
     at_once = count(setup)
     monkeypatch.setattr(voxels, "GPU_RUN", 3000)
     few = count(setup)
-    monkeypatch.setattr(voxels, "alike", lambda pieces, x: iter(pieces))
+    monkeypatch.setattr(voxels, "representative_pieces", lambda pieces, x: iter(pieces))
     every = count(setup)
     assert few == every and few != at_once
 
@@ -143,7 +143,7 @@ def test_a_step_is_counted_once_for_all_devices_that_are_as_quick(monkeypatch: p
     quick = replace(GCD, launch_seconds=1e-6)
     times = []
     for device, number in ((GCD, 2), (replace(GCD, memory=4e9), 2), (quick, 4)):
-        rows = list(plans(Run(config, device), (1, 2)))
+        rows = list(plans(RunToPlan(config, device), (1, 2)))
         times.append([p.seconds["computing"] for p in rows])
         assert len(counted) == number, "one process alone is what the first size counts"
     assert times[0] == times[1] and times[2] < times[0]

@@ -8,7 +8,7 @@ import pytest
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Mesh
 from seqpar.runs import trained_run
-from seqpar.runs.trained_run import Run, load_nets
+from seqpar.runs.trained_run import TrainedRun, load_nets
 from tests.support.predictions import Echo, write_images
 
 
@@ -16,7 +16,7 @@ from tests.support.predictions import Echo, write_images
 def echo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets prediction answer with the image, whatever the run's weights are."""
 
-    def nets(run: Run, files: Any, mesh: Mesh, mode: str = "") -> list[SegmentationNet]:
+    def nets(run: TrainedRun, files: Any, mesh: Mesh, mode: str = "") -> list[SegmentationNet]:
         (net,) = load_nets(run, files, mesh, mode)
         members = [tuple(run.recipe.values[n] for n in ids) for ids in run.regions.values() if run.learns_regions]
         net.decoder = Echo(run.recipe.values, tuple(members))

@@ -10,7 +10,7 @@ import SimpleITK as sitk
 from seqpar.cli.evaluate import act as evaluate
 from seqpar.cli.prepare import act as prepare
 from seqpar.cluster.exit_codes import run as run_act
-from seqpar.data.geometry import differs
+from seqpar.data.geometry import geometry_difference
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.volumes import read_volume
 from tests.support.folders import OBLIQUE, image_array, label_array, nnunet, save
@@ -37,7 +37,7 @@ def test_a_label_image_is_its_own_prediction_in_its_own_format(suffix, tmp_path,
         path = tmp_path / "out" / f"{name}{suffix or '.nii.gz'}"
         label = read_volume(path)
         assert np.array_equal(label.array, image.array) and label.array.dtype == np.uint8
-        assert differs(label.geometry, image.geometry) is None
+        assert geometry_difference(label.geometry, image.geometry) is None
         if suffix:
             written = sitk.ReadImage(str(path))
             np.testing.assert_allclose(affine_of(written), affine, atol=1e-12)
@@ -74,7 +74,7 @@ def test_a_data_set_of_other_formats_is_prepared_predicted_and_scored_as_nifti_i
         first, second = (cache.cases[name] for cache in caches)
         assert np.array_equal(first.label, second.label)
         np.testing.assert_allclose(first.image, second.image, atol=1e-6)
-        assert differs(first.properties.geometry, second.properties.geometry) is None
+        assert geometry_difference(first.properties.geometry, second.properties.geometry) is None
     assert run_act(prepare, [str(other), "--out", f"{other}.cache", "--workers", "0"]) == 0
     assert "0 prepared, 3 already there" in capfd.readouterr().out
     run = make_run(tmp_path / "run")

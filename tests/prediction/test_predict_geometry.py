@@ -17,7 +17,7 @@ from seqpar.data.preparation.prepared_case import labels_to_source, prepare_case
 from seqpar.data.preparation.transforms import resample
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.logits_to_labels import slabs_to_labels
-from seqpar.prediction.sliding_window import Slab
+from seqpar.prediction.sliding_window import FinishedRows
 from tests.support.folders import OBLIQUE, save
 from tests.support.predictions import RECIPE, SMALL, act, labelled, make_run, voxels
 
@@ -97,7 +97,7 @@ def cut_into_slabs(mesh: Mesh, scores: Tensor, cuts: tuple[int, ...], to_shape: 
             busy = min(high - low, mesh.world.size)
             inner = [low + (high - low) * at // busy for at in range(busy + 1)]
             bounds = (*inner, *[high] * (mesh.world.size - busy))
-            yield Slab(bounds, scores[:, bounds[mesh.world.index] : bounds[mesh.world.index + 1]])
+            yield FinishedRows(bounds, scores[:, bounds[mesh.world.index] : bounds[mesh.world.index + 1]])
 
     kept: list[tuple[int, Tensor]] = []
     target = TargetGrid(tuple(to_shape))

@@ -12,7 +12,7 @@ import torch
 
 from seqpar.cli import predict
 from seqpar.cluster import exit_codes
-from seqpar.prediction.predictor import Predictor, Settings
+from seqpar.prediction.predictor import PredictionSettings, Predictor
 from seqpar.runs.nnunet_run import open_run
 from tests.support import nnunet_prediction
 from tests.support.folders import image_array, save
@@ -112,12 +112,12 @@ def test_a_predictor_needs_force_for_a_whole_pass_as_the_command_line_does(place
     """And refuses it before it reads weights, and where it would do nothing."""
     image = np.ones((2, 12, 14, 17), np.float32)
     with pytest.raises(ValueError, match="another function than nnU-Net trained.*force=True"):
-        Predictor.from_run(place / "model", settings=Settings("whole"))
+        Predictor.from_run(place / "model", settings=PredictionSettings("whole"))
     with pytest.raises(ValueError, match="--force would do nothing"):
-        Predictor.from_run(place / "model", settings=Settings("sliding", force=True))
-    whole = Predictor.from_run(place / "model", settings=Settings("whole", force=True))
+        Predictor.from_run(place / "model", settings=PredictionSettings("sliding", force=True))
+    whole = Predictor.from_run(place / "model", settings=PredictionSettings("whole", force=True))
     with pytest.raises(ValueError, match="another function"):
-        Predictor(whole.run, whole.nets, Settings("whole"), whole.mesh)
+        Predictor(whole.run, whole.nets, PredictionSettings("whole"), whole.mesh)
     assert whole.predict(image).shape == image.shape[1:]
 
 

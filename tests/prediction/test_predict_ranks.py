@@ -16,13 +16,13 @@ import torch
 from seqpar.cli import predict
 from seqpar.cluster import exit_codes
 from seqpar.decoders.modes.named_modes import MODES
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Group
 from seqpar.planner.memory_counter import MemoryCounter
 from seqpar.prediction.prediction_memory import footprint
-from seqpar.prediction.predictor import Settings
-from seqpar.prediction.run_average import Member
+from seqpar.prediction.predictor import PredictionSettings
+from seqpar.prediction.run_average import EnsembleMember
 from seqpar.runs.trained_run import read_run
 from seqpar.tasks.segment import prediction
 from tests.support.folders import image_array, save, tree
@@ -83,7 +83,7 @@ def test_ranks_that_cannot_cut_the_trained_tile_form_groups_that_can_and_say_so(
     with Launch(3, [*flags, "--seqpar", "3"], tmp_path / "refused", act=predict_there) as launch:
         assert set(launch.wait()) == {2}
     assert "--seqpar 3" in launch.said() and not (tmp_path / "refused").exists()
-    member = Member(read_run(run), Settings(window), ())
+    member = EnsembleMember(read_run(run), PredictionSettings(window), ())
     fitting = (predict.fitting_seqpar([member], world, 1e12)[0] for world in (1, 2, 4, 6, 12, 16))
     assert list(fitting) == ([1, 2, 4, 2, 4, 4] if window == "sliding" else [1, 2, 4, 2, 4, 8])
 
@@ -143,7 +143,7 @@ def test_memory_is_counted_not_guessed() -> None:
         del y
         z = z + x
     assert alive.most == 2 * x.nbytes + 4 and alive.now == x.nbytes
-    net = build(SMALL, 1, 2, Group("seq")).eval()
+    net = build_network(SMALL, 1, 2, Group("seq")).eval()
     large = footprint(net, (30, 32, 32), 2, 1)
     with torch.no_grad(), MemoryCounter() as alive:
         part, layout = net.encoder.place(torch.randn(1, 1, 30, 32, 32))

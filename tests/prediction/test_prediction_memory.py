@@ -11,7 +11,7 @@ from torch import Tensor
 from seqpar.cli import plan
 from seqpar.data.preparation.preparation import TargetGrid
 from seqpar.data.preparation.transforms import resample
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Mesh
 from seqpar.planner.memory_counter import MemoryCounter
 from seqpar.prediction import window_grid
@@ -39,7 +39,7 @@ class Prediction:
 
 def logits_of(mesh: Mesh, window: str):
     config = Config(network="nnunet-plain", stages="333:111 333:222", features=2, tile=TILE, mode="auto")
-    net = build(config, 1, CLASSES, mesh.seq).eval()
+    net = build_network(config, 1, CLASSES, mesh.seq).eval()
     image = torch.randn(1, *SHAPE, generator=torch.Generator().manual_seed(0))
     sliding = Sliding(TILE) if window == "sliding" else None
     slabs = whole_volume([net], image, mesh) if sliding is None else sliding_window([net], image, sliding, mesh)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.prepare_dataset import prepare
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
 from seqpar.prediction.window_grid import Sliding, WindowGrid
@@ -55,7 +55,7 @@ def test_preparation_counts_each_file_and_stage_of_a_case(tmp_path, workers: int
     in_fifths = {n / 5 for n in range(1, 11)}  # one image, one label, three stages
     after_survey = {0.5, 1.0} | {1 + share / 2 for share in in_fifths}  # which counts half
     for kind, wanted in (("T1", in_fifths), ("CT", after_survey)):
-        data, shares = recognise(nnunet(tmp_path / kind, 2, channels=(kind,))), list[float]()
+        data, shares = read_dataset(nnunet(tmp_path / kind, 2, channels=(kind,))), list[float]()
         prepare(data, tmp_path / f"{kind}.cache", workers=workers, progress=lambda done, total: shares.append(done))
         assert shares == sorted(shares) and shares[-1] == 2
         if workers == 0:

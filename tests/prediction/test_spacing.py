@@ -9,7 +9,7 @@ import pytest
 
 from seqpar.cli import predict
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.recipe import PrepareSettings
@@ -44,7 +44,7 @@ def test_a_run_at_another_spacing_answers_in_the_files_geometry(flags, tmp_path)
 
 def test_a_cache_of_another_spacing_is_refused_and_left_as_it_is(flags, tmp_path):
     data = flags[flags.index("--data") + 1]
-    prepare(recognise(data), tmp_path / "c", PrepareSettings.spaced("2,2,3"), workers=0)
+    prepare(read_dataset(data), tmp_path / "c", PrepareSettings.spaced("2,2,3"), workers=0)
     before = tree(tmp_path / "c")
     said = trained(1, [*flags, "--cache", str(tmp_path / "c")], tmp_path / "run", expect=3).said()
     assert "spacing 2,2,3 there, source here" in said and "--cache" in said
@@ -53,6 +53,6 @@ def test_a_cache_of_another_spacing_is_refused_and_left_as_it_is(flags, tmp_path
             prepared(data, tmp_path / "c", PrepareSettings.spaced("median"), is_first=is_first, workers=0)
     assert tree(tmp_path / "c") == before
     shutil.rmtree(tmp_path / "c")
-    prepare(recognise(data), tmp_path / "c", workers=0)
-    prepare(recognise(data), tmp_path / "c", PrepareSettings.spaced("2,2,3"), workers=0)
+    prepare(read_dataset(data), tmp_path / "c", workers=0)
+    prepare(read_dataset(data), tmp_path / "c", PrepareSettings.spaced("2,2,3"), workers=0)
     assert tree(tmp_path / "c") == before, "prepare itself does what it is told"

@@ -12,7 +12,7 @@ import pytest
 from seqpar.cli import report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
 from seqpar.report.pictures import PicturedCase, figure_of_cases
-from seqpar.report.planes import PLANES, convention, fullest_planes, plane_of, sides
+from seqpar.report.planes import PLANES, fullest_planes, orientation_text, plane_of, sides
 from tests.support.report_page import NAMES, Page, decode, unroll, written
 
 ENDS = {"R": (0, -1), "L": (0, 0), "A": (1, -1), "P": (1, 0), "S": (2, -1), "I": (2, 0)}  # dim, and which end of it
@@ -34,7 +34,7 @@ def test_each_letter_stands_where_the_patients_side_is(neurological: bool) -> No
             volume, (across, end) = np.zeros((4, 5, 6)), ENDS[letter]
             np.moveaxis(volume, across, 0)[end] = 1
             assert nearest_side(plane_of(volume, dim, 2, neurological)) == number
-    assert f"left is on the {'left' if neurological else 'right'} of" in convention(neurological)
+    assert f"left is on the {'left' if neurological else 'right'} of" in orientation_text(neurological)
     assert sides(neurological)[2].index("L") == (0 if neurological else 1)
 
 
@@ -44,7 +44,7 @@ def test_a_runs_picture_shows_letters_and_convention(neurological: bool) -> None
     image[:3], label[1:3, 4:6, 4:6] = 9, 1  # bright in the patient's left
     case = PicturedCase("a", image, label, np.roll(label, 1, 0), (1.0, 1.0, 3.0))
     figure = figure_of_cases([case], ["tumour"], neurological)
-    assert figure._suptitle.get_text() == convention(neurological)
+    assert figure._suptitle.get_text() == orientation_text(neurological)
     for panel, letters, (plane, dim) in zip(figure.axes, WANTED[neurological], PLANES):
         assert [text.get_text() for text in panel.texts] == list(letters)
         at = fullest_planes(label)[dim]
@@ -65,7 +65,7 @@ def test_a_report_shows_letters_and_convention(finished: Path, tmp_path: Path, n
     groups = re.findall(r'<g class="sides"[^>]*>(.*?)</g>', text)
     assert [re.sub("<.*?>", "", group) for group in groups] == WANTED[neurological] * 2
     page = Page(text)
-    assert convention(neurological) in page.text and "A front (anterior)" in page.text
+    assert orientation_text(neurological) in page.text and "A front (anterior)" in page.text
     volumes = json.loads(page.scripts["volumes"])
     assert (volumes["sides"], volumes["mirrored"]) == (WANTED[neurological], not neurological)
     entry = volumes["cases"][0]
@@ -83,8 +83,8 @@ def test_a_report_follows_its_run_unless_told_otherwise(copied: Path) -> None:
     content = json.loads((copied / "config.json").read_text())
     content["config"]["neurological"] = True
     (copied / "config.json").write_text(json.dumps(content))
-    assert convention(True) in written(copied).text
-    assert convention(False) in written(copied, "--no-neurological").text
+    assert orientation_text(True) in written(copied).text
+    assert orientation_text(False) in written(copied, "--no-neurological").text
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imsave
 
-from seqpar.planner.feasibility import refuse
+from seqpar.planner.feasibility import check_feasible
 from seqpar.runs.boards import TensorBoard, Tracker, open_boards
 from seqpar.runs.journal import Journal, read_metrics
 from seqpar.settings.command_line import parse
@@ -179,5 +179,5 @@ def test_a_tracker_that_does_not_begin_ends_all_ranks_alike_and_one_that_fails_l
 def test_a_package_that_is_not_there_is_named_before_anything_begins(flag, package, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"{flag} needs .* pip install 'seqpar\[{package}\]'"):
-        refuse(parse(flag.split(), "debug")[1])
-    refuse(parse([], "debug")[1])
+        check_feasible(parse(flag.split(), "debug")[1])
+    check_feasible(parse([], "debug")[1])

@@ -10,8 +10,8 @@ import pytest
 
 from seqpar.cluster.exit_codes import DATA, USAGE
 from seqpar.data.errors import DataError
-from seqpar.data.formats.brats import MEANINGS
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.brats import LABEL_SCHEMES
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.scores.label_classes import BRATS, labels_of_dataset, read_declared_labels
 from tests.support.folders import NEW, brats, decathlon, nnunet, write_json
 from tests.support.label_folders import evaluate_folders, random_labels, save, summary_of
@@ -73,8 +73,8 @@ def test_presets_mean_the_labels_of_their_year(folders: tuple[Path, Path], tmp_p
 
 @pytest.mark.parametrize("year", BRATS)
 def test_every_meaning_of_brats_is_a_preset(year: str, tmp_path: Path) -> None:
-    assert set(BRATS.values()) == set(MEANINGS)
-    meaning = MEANINGS[BRATS[year]]
+    assert set(BRATS.values()) == set(LABEL_SCHEMES)
+    meaning = LABEL_SCHEMES[BRATS[year]]
     path = save(tmp_path / "a.nii.gz", np.resize(np.array([*meaning.labels.values()], np.uint8), (5, 6, 7)))
     assert evaluate_folders((path, path), "--brats", year) == 0
     keys = [str(values) if len(values) > 1 else str(values[0]) for values in meaning.regions.values()]
@@ -85,7 +85,7 @@ def test_what_a_list_declares_is_scored_as_it_is_trained(tmp_path: Path) -> None
     """The decathlon's labels of a brain tumour bring their regions, before or after training; nnU-Net's do not."""
     root = decathlon(tmp_path / "Task01")
     labels = read_declared_labels(root / "dataset.json")
-    assert labels.classes == labels_of_dataset(recognise(root)).classes == {
+    assert labels.classes == labels_of_dataset(read_dataset(root)).classes == {
         "WT": (1, 2, 3), "TC": (2, 3), "ET": (3,), "edema": (1,), "non-enhancing tumor": (2,),
     }  # fmt: skip
     assert evaluate_folders((root / "labelsTr", root / "labelsTr")) == 0

@@ -10,22 +10,22 @@ from dataclasses import replace
 
 import pytest
 
-from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.planner.batch_size import choose_batch
-from seqpar.planner.feasibility import refuse
-from seqpar.settings.command_line import parse, refuse_idle
+from seqpar.planner.feasibility import check_feasible
+from seqpar.settings.command_line import parse, refuse_settings_without_effect
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
-from seqpar.text import seconds
+from seqpar.text import parse_duration
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_can_run_and_survives_json(preset):
     config = parse(["--preset", preset], "debug")[1]
     config = choose_batch(replace(config, tile=config.tile or (64, 64, 64)))  # () is for the data to say
-    refuse(config)
+    check_feasible(config)
     assert Config.from_dict(json.loads(config.to_json())) == config
-    refuse(choose_batch(replace(config, seqpar=4, batch=0, patch=4)))
+    check_feasible(choose_batch(replace(config, seqpar=4, batch=0, patch=4)))
 
 
 def test_the_papers_batch_is_32_and_fewer_at_smaller_patches():
@@ -101,8 +101,8 @@ IMPOSSIBLE = {
 def test_what_cannot_work_is_refused_with_the_nearest_that_does(flags, line):
     with pytest.raises(ValueError, match=IMPOSSIBLE[line]):
         _, config, names = parse([*flags, *line.split()], "debug")
-        refuse_idle(config, names - {"decoder_width"} if "primus" not in line else names)
-        refuse(choose_batch(config))
+        refuse_settings_without_effect(config, names - {"decoder_width"} if "primus" not in line else names)
+        check_feasible(choose_batch(config))
 
 
 UNKNOWN = {
@@ -129,7 +129,7 @@ def test_unknown_flags_get_the_nearest(line):
 def test_time_limits_and_slurms_durations():
     from seqpar.cluster.stop_request import slurm_duration
 
-    assert [seconds(text) for text in ("", "110", "1:50:00", "2-00:00:01")] == [math.inf, 6600, 6600, 172801]
+    assert [parse_duration(text) for text in ("", "110", "1:50:00", "2-00:00:01")] == [math.inf, 6600, 6600, 172801]
     assert [slurm_duration(text) for text in ("1-02:03:04", "5:06", "UNLIMITED", "")] == [93784, 306, None, None]
 
 
@@ -137,9 +137,9 @@ def test_slurms_end_time_is_seen(monkeypatch):
 
     monkeypatch.setattr(signal, "signal", lambda *of: None)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 30))
-    assert Stopper(math.inf).own_reason() == "time limit", "30 s are less than the margin"
+    assert StopRequest(math.inf).own_reason() == "time limit", "30 s are less than the margin"
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
-    assert not Stopper(math.inf).own_reason()
+    assert not StopRequest(math.inf).own_reason()
 
 
 def test_a_local_launcher_passes_on_the_code_that_says_most(tmp_path):

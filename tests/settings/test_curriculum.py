@@ -10,13 +10,13 @@ from seqpar.parallel.launcher import Launcher
 from seqpar.planner import curriculum
 from seqpar.settings.command_line import parse
 from seqpar.settings.curriculum import (
-    Entry,
+    LessonSpec,
+    format_curriculum,
     in_micro_batches,
     is_same,
     lesson_at,
     lessons_of,
     parse_curriculum,
-    spell_curriculum,
 )
 from seqpar.training.run_request import read_request
 
@@ -32,15 +32,18 @@ def request_of(flags: list[str], more: str, world: int = 1):
 def test_lessons_are_read_as_they_are_spelled():
     entries = parse_curriculum("64:4800, 128x128x64:1200:2,whole:300,whole=240x240x160:5:1")
     assert entries == (
-        Entry((64,) * 3, 4800), Entry((128, 128, 64), 1200, 2), Entry((), 300, 0, True),
-        Entry((240, 240, 160), 5, 1, True),
+        LessonSpec((64,) * 3, 4800), LessonSpec((128, 128, 64), 1200, 2), LessonSpec((), 300, 0, True),
+        LessonSpec((240, 240, 160), 5, 1, True),
     )  # fmt: skip
-    known = [Entry((64,) * 3, 4800, 16), entries[1], entries[3]]
-    assert spell_curriculum(known) == "64x64x64:4800:16,128x128x64:1200:2,whole=240x240x160:5:1"
-    assert list(parse_curriculum(spell_curriculum(known))) == known
+    known = [LessonSpec((64,) * 3, 4800, 16), entries[1], entries[3]]
+    assert format_curriculum(known) == "64x64x64:4800:16,128x128x64:1200:2,whole=240x240x160:5:1"
+    assert list(parse_curriculum(format_curriculum(known))) == known
     assert parse_curriculum("") == ()
-    assert parse_curriculum("64:300:4x2,whole:3:1") == (Entry((64,) * 3, 300, 4, micros=2), Entry((), 3, 1, True))
-    assert spell_curriculum(parse_curriculum("64:300:4x2,whole:3:1,whole:2")) == "64x64x64:300:4x2,whole:3:1,whole:2"
+    assert parse_curriculum("64:300:4x2,whole:3:1") == (
+        LessonSpec((64,) * 3, 300, 4, micros=2),
+        LessonSpec((), 3, 1, True),
+    )
+    assert format_curriculum(parse_curriculum("64:300:4x2,whole:3:1,whole:2")) == "64x64x64:300:4x2,whole:3:1,whole:2"
 
 
 def test_batches_are_dealt_out_to_as_many_micro_batches_as_they_divide_by():
@@ -103,7 +106,9 @@ def test_whole_volumes_and_batches_are_filled_in_by_the_data(flags, monkeypatch)
         assert (channels, outputs) == (1, 2)
         return replace(config, batch=config.batch or config.tile[0] // 4), {"batch_choice": ("it fits",)}
 
-    monkeypatch.setattr(curriculum, "choose", choose)  # counting takes seconds, and has tests of its own
+    monkeypatch.setattr(
+        curriculum, "choose_group_and_batch", choose
+    )  # counting takes seconds, and has tests of its own
     request = request_of(flags, "--curriculum 8:1,whole:1 --patch 4")
     assert request.config.curriculum == "8x8x8:1:2,whole=12x8x8:1:3"
     assert [lesson.config.tile for lesson in request.lessons] == [(8, 8, 8), (12, 8, 8)]

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpar.models.build import build, loss_of
+from seqpar.models.build import build_loss, build_network
 from seqpar.models.optimizer import make_optimizer
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
-from seqpar.planner.feasibility import refuse
+from seqpar.planner.feasibility import check_feasible
 from seqpar.settings.command_line import parse
 from seqpar.settings.preparation import prepare_settings
 from seqpar.settings.presets import distmis
@@ -25,20 +25,20 @@ def test_the_figures_that_it_states() -> None:
     settings = prepare_settings(config)
     assert (settings.joins, settings.crop_to) == ((("tumour", (1, 2, 3)),), (240, 240, 152))
     assert settings.normalise == "volume"
-    refuse(config)
+    check_feasible(config)
 
 
 @pytest.mark.parametrize(("flags", "count"), [("", 406_793), ("--network unet-distmis-text", 351_809)])
 def test_its_networks_have_as_many_parameters_as_it_says(flags: str, count: int) -> None:
     config = parse(["--preset", "distmis", *flags.split()], "paper")[1]
-    net = build(config, 4, 1, Group("seq"), device="meta", has_regions=True)
+    net = build_network(config, 4, 1, Group("seq"), device="meta", has_regions=True)
     statistics = sum(b.numel() for name, b in net.named_buffers() if "running" in name)
     total = sum(p.numel() for p in net.parameters()) + statistics * (config.network == "unet-distmis")
     assert total == count
 
 
 def test_its_loss_is_dice_alone_with_a_tenth_added() -> None:
-    loss = loss_of(distmis(), [(1,)])
+    loss = build_loss(distmis(), [(1,)])
     logits = torch.randn(1, 1, 4, 4, 4, dtype=torch.float64)
     label = (torch.rand(1, 4, 4, 4) < 0.3).long()
     probability, truth = logits.sigmoid()[0, 0], label[0].double()
@@ -49,7 +49,7 @@ def test_its_loss_is_dice_alone_with_a_tenth_added() -> None:
 def test_its_grid_is_made_of_flags_that_act() -> None:
     line = "--preset distmis --amsgrad --betas 0.9 0.99 --norm group --tile 16 --crop-to 16 16 16"
     config = parse(line.split(), "paper")[1]
-    net = build(config, 4, 1, Group("seq"), device="cpu", has_regions=True)
+    net = build_network(config, 4, 1, Group("seq"), device="cpu", has_regions=True)
     assert {type(m).__name__ for m in net.modules() if "Norm" in type(m).__name__} == {"GroupNorm"}
     (first, *_) = make_optimizer(config, net).param_groups
     assert first["amsgrad"] and first["betas"] == (0.9, 0.99)

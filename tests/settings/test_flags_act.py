@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpar.models.build import loss_of
+from seqpar.models.build import build_loss
 from seqpar.models.optimizer import learning_rate, make_optimizer
 from seqpar.planner.batch_size import hold_global_batch, keep_global_batch
 from seqpar.settings.config import Config
 from seqpar.settings.preparation import prepare_settings
 from seqpar.tasks.training_data import open_data
-from seqpar.text import seconds
+from seqpar.text import parse_duration
 from tests.support.configs import NoStop, config_of, net_of, trainer_of
 from tests.support.folders import nnunet
 
@@ -154,12 +154,12 @@ ACTS = {
     "mask_ratio": ("--task pretrain --mask-ratio 0.5", lambda c: net_of(c).ratio),
     "rebuild_blocks": ("--task pretrain --rebuild-blocks 1", lambda c: len(net_of(c).rebuilder.vit.blocks)),
     "rebuild_width": ("--task pretrain --rebuild-width 24", shapes),
-    "normalised_targets": ("--task pretrain --normalised-targets", lambda c: loss_of(c).normalised),
+    "normalised_targets": ("--task pretrain --normalised-targets", lambda c: build_loss(c).normalised),
     "layer_decay": ("--layer-decay 0.75", lambda c: len(make_optimizer(c, net_of(c)).param_groups)),
     "schedule": ("--schedule constant", rates),
     "cycle_epochs": ("--schedule cyclic --cycle-epochs 2", rates),
     "warmup": ("--warmup 1", rates),
-    "time_limit": ("--time-limit 1:00:00", lambda c: seconds(c.time_limit)),
+    "time_limit": ("--time-limit 1:00:00", lambda c: parse_duration(c.time_limit)),
     "seed": ("--seed 5", lambda c: tile_of(c).tolist()),
 }
 # Seen in the trainer that a config makes.

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.rendezvous import pick_device
-from seqpar.planner.feasibility import refuse
+from seqpar.planner.feasibility import check_feasible
 from seqpar.tasks.tasks import task_of
 from seqpar.tasks.training_data import open_data
 from seqpar.training import trainer as training
@@ -64,7 +64,7 @@ def test_a_data_sets_own_folds_may_be_more_than_five(tmp_path):
     splits = [{"train": [name for name in names if name != held_out], "val": [held_out]} for held_out in names]
     write_json(root / "splits_final.json", splits)
     config = config_of(["--data", str(root), "--fold", "6"])
-    refuse(config)
+    check_feasible(config)
     assert open_data(config, True).held_out_ids == ("c_006",)
     with pytest.raises(ValueError, match="--fold 7: there are folds 0 to 6"):
         open_data(replace(config, fold="7"), True)
@@ -102,28 +102,28 @@ def test_validation_comes_as_often_as_told(flags, tmp_path, alone, monkeypatch):
 @pytest.mark.parametrize("origin", ["seqpar", "MONAI"])
 def test_weights_are_taken(flags, tmp_path, origin):
     from seqpar import export_monai, write_weights
-    from seqpar.weights.pretrained import start_from
+    from seqpar.weights.pretrained import load_pretrained
 
     more = ["--decoder", "unetr", "--patch", "16", "--depth", "12"] if origin == "MONAI" else []
     more += ["--tile", "32"] if origin == "MONAI" else []
-    source = build(config_of(flags, *more, "--seed", "9"), 1, 2, Group("seq"))
+    source = build_network(config_of(flags, *more, "--seed", "9"), 1, 2, Group("seq"))
     file = tmp_path / "weights"
     if origin == "seqpar":
         write_weights(file, source)
     else:
         torch.save({"state_dict": export_monai(source)}, file)
     config = config_of(flags, *more, "--weights", str(file))
-    net = build(config, 1, 2, Group("seq"))
-    sentence = start_from(net, config)
+    net = build_network(config, 1, 2, Group("seq"))
+    sentence = load_pretrained(net, config)
     assert f"({origin})" in sentence and ("--heads 2 are taken" in sentence) == (origin == "MONAI")
     for name, tensor in source.encoder.state_dict().items():
         assert torch.equal(net.encoder.state_dict()[name], tensor), name
     with pytest.raises(ValueError, match="do not fit the encoder.*--depth"):
-        start_from(build(replace(config, embed_dim=24), 1, 2, Group("seq")), replace(config, embed_dim=24))
+        load_pretrained(build_network(replace(config, embed_dim=24), 1, 2, Group("seq")), replace(config, embed_dim=24))
     if origin == "MONAI":
         torch.save({"state_dict": export_monai(source), "hyper_parameters": {"num_heads": 4}}, file)
         with pytest.raises(ValueError, match="trained with 4 heads: use --heads 4"):
-            start_from(net, config)
+            load_pretrained(net, config)
 
 
 def test_the_device_is_the_told_one():

@@ -11,7 +11,7 @@ from seqpar.cluster.devices import DEVICES
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner.batch_size import hold_global_batch
 from seqpar.planner.fit import plans
-from seqpar.planner.needs import Run
+from seqpar.planner.needs import RunToPlan
 from seqpar.runs.run_folder import describe_run
 from seqpar.settings.config import Config
 from seqpar.settings.presets import debug, laptop
@@ -136,9 +136,9 @@ def test_the_plan_says_it_and_holds_it_either_way(capsys: pytest.CaptureFixture)
 
 def test_more_groups_are_more_ranks_and_accumulation_takes_its_time() -> None:
     config = replace(SMALL, batch=2)
-    one, two = plans(Run(config, GCD, groups=4), (1, 2))
+    one, two = plans(RunToPlan(config, GCD, groups=4), (1, 2))
     assert (one.ranks, two.ranks) == (4, 8)
-    (twice,) = plans(Run(replace(config, global_batch=16), GCD, groups=4), (1,))
+    (twice,) = plans(RunToPlan(replace(config, global_batch=16), GCD, groups=4), (1,))
     assert twice.config.accumulate == 2
     assert twice.seconds["computing"] == pytest.approx(2 * one.seconds["computing"])
 

@@ -7,11 +7,11 @@ import torch
 
 from seqpar.cli import plan
 from seqpar.cluster.exit_codes import USAGE, run
-from seqpar.models.build import build, loss_of, refuse_unknown
+from seqpar.models.build import build_loss, build_network, refuse_settings_of_other_networks
 from seqpar.models.optimizer import learning_rate, make_optimizer
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
-from seqpar.planner.feasibility import refuse
+from seqpar.planner.feasibility import check_feasible
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
 from seqpar.settings.curriculum import lessons_of
@@ -23,7 +23,7 @@ CASES = 261
 
 
 def net_of(config: Config, device: str = "meta"):
-    return build(config, 1, 10, Group("seq"), device=device)
+    return build_network(config, 1, 10, Group("seq"), device=device)
 
 
 def test_the_figures_that_it_states() -> None:
@@ -33,7 +33,7 @@ def test_the_figures_that_it_states() -> None:
     )  # fmt: skip
     assert (config.loss, config.loss_weights, config.dice_background) == ("dice-focal", (1.0, 0.5), True)
     assert config.grad_checkpoint == "full"
-    refuse_unknown(config, {"features", "grad_checkpoint"})
+    refuse_settings_of_other_networks(config, {"features", "grad_checkpoint"})
     small = replace(config, features=2)
     assert type(make_optimizer(small, net_of(small))) is torch.optim.RMSprop
     assert {learning_rate(config, step) for step in (0, config.steps - 1)} == {1e-3}
@@ -69,11 +69,11 @@ def test_its_networks_run_on_two_to_eight_ranks(features: int, millions: float) 
     assert sum(p.numel() for p in net_of(config).parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
     for ranks in (2, 4, 8):
         for lesson in lessons_of(replace(config, curriculum="64:1:16,128:1:4,whole=352x256x288:1:1", seqpar=ranks)):
-            refuse(lesson.config)
+            check_feasible(lesson.config)
 
 
 def test_organs_that_a_case_does_not_show_learn_nothing() -> None:
-    loss_of_run = loss_of(replace(lamp(), class_weights=tuple(range(1, 11))))
+    loss_of_run = build_loss(replace(lamp(), class_weights=tuple(range(1, 11))))
     logits = torch.randn(2, 10, 8, 8, 8, dtype=torch.float64, requires_grad=True)
     label, shown = torch.randint(10, (2, 8, 8, 8)), torch.ones(2, 10, dtype=torch.bool)
     shown[1, 4] = shown[1, 0] = False  # an organ, and with it the background

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from seqpar.data.formats.splits import split
-from seqpar.models.build import build, loss_of
+from seqpar.models.build import build_loss, build_network
 from seqpar.models.optimizer import learning_rate, make_optimizer
 from seqpar.models.transformer_families import FOREGROUND
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner.batch_size import choose_batch
-from seqpar.planner.feasibility import refuse
-from seqpar.runs.run_status import Status
+from seqpar.planner.feasibility import check_feasible
+from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS, paper
 from seqpar.tasks.training_data import open_data
@@ -65,13 +65,13 @@ def test_its_tiles_and_patches_can_run_on_its_groups(side: int, patch: int) -> N
     config = replace(paper(), tile=(side,) * 3, patch=patch, depth=1, batch=1)
     for seqpar in (1, 2, 4, 8):
         for mode, order in (("gather", "spatial"), ("gather", "ordered"), ("nogather", "spatial")):
-            refuse(replace(config, seqpar=seqpar, mode=mode, split=order))
+            check_feasible(replace(config, seqpar=seqpar, mode=mode, split=order))
         both = replace(config, seqpar=seqpar, mode="nogather", split="ordered")
         if (side, patch, seqpar) in NO_BOXES:
             with pytest.raises(ValueError, match="needs boxes, but --split ordered cuts .*: use --split spatial"):
-                refuse(both)
+                check_feasible(both)
         else:
-            refuse(both)
+            check_feasible(both)
 
 
 def test_its_batches_are_written_out() -> None:
@@ -131,7 +131,7 @@ def test_what_the_data_leave_without_effect_is_said(brains, flags, alone, tmp_pa
     def said(*more: str) -> list[str]:
         asked = read_request([*tiny, *more], Launcher("test"))
         capsys.readouterr()
-        make_trainer(asked, alone, open_data(asked.config, True), Status(tmp_path))
+        make_trainer(asked, alone, open_data(asked.config, True), StatusFile(tmp_path))
         return [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
 
     regions, labels = ["--data", data, "--cache", cache], flags[flags.index("--data") :][:4]
@@ -150,15 +150,15 @@ def test_its_loss_is_v_nets_dice_of_all_classes_and_cross_entropy() -> None:
     sums = lambda x: x.flatten(2).sum(2)  # noqa: E731
     dice = (2 * sums(probability * truth) + 1e-5) / (sums(probability**2) + sums(truth**2) + 1e-5)
     want = (1 - dice.mean(), F.cross_entropy(logits, label))
-    parts = loss_of(paper()).parts(logits, label)
+    parts = build_loss(paper()).parts(logits, label)
     assert relative(parts.terms["dice"], want[0]) < 1e-13 and relative(parts.terms["ce"], want[1]) < 1e-13
     assert relative(parts.total, sum(want)) < 1e-13
-    weighted = loss_of(replace(paper(), loss_weights=(0.9, 0.1))).parts(logits, label)
+    weighted = build_loss(replace(paper(), loss_weights=(0.9, 0.1))).parts(logits, label)
     assert relative(weighted.total, 0.9 * want[0] + 0.1 * want[1]) < 1e-13
 
 
 def test_biases_of_the_outputs_are_torchs_own() -> None:
-    usual, own = (build(small(output_bias=flag), 1, 4, Group("seq")).decoder.classes for flag in (True, False))
+    usual, own = (build_network(small(output_bias=flag), 1, 4, Group("seq")).decoder.classes for flag in (True, False))
     prior = math.log(FOREGROUND / (1 - FOREGROUND))
     assert torch.equal(usual.weight, own.weight)
     assert usual.bias[1:].tolist() == pytest.approx([prior] * 3)

@@ -7,12 +7,12 @@ import pytest
 
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner.batch_size import keep_global_batch
-from seqpar.planner.feasibility import refuse
+from seqpar.planner.feasibility import check_feasible
 from seqpar.runs.run_folder import describe_run, read_config
-from seqpar.runs.run_status import with_this_start
-from seqpar.settings.command_line import parse, refuse_idle
+from seqpar.runs.run_status import append_start
+from seqpar.settings.command_line import parse, refuse_settings_without_effect
 from seqpar.settings.presets import PRESETS
-from seqpar.settings.resumed_settings import continued
+from seqpar.settings.resumed_settings import settings_on_resume
 from seqpar.training import run_request
 from seqpar.training.setup import first_lines
 from tests.support.configs import config_of
@@ -23,14 +23,14 @@ from tests.support.pages import ROOT
 def test_a_run_that_goes_on_keeps_its_network_and_takes_new_wishes(flags):
     saved = config_of(flags)
     _, now, names = parse(["--out", "x", "--resume", "--epochs", "9", "--workers", "3"], "laptop")
-    config = continued(saved, now, names - {"resume"})
+    config = settings_on_resume(saved, now, names - {"resume"})
     assert (config.epochs, config.workers, config.depth, config.resume) == (9, 3, saved.depth, True)
     _, now, names = parse(["--out", "x", "--resume", "--depth", "7"], "laptop")
     with pytest.raises(ValueError, match="--depth cannot change .* --weights x/model.safetensors"):
-        continued(saved, now, names)
+        settings_on_resume(saved, now, names)
     _, now, names = parse(["--out", "x", "--resume", "--tile", "8"], "laptop")
     with pytest.raises(ValueError, match=r"--tile cannot change in a run that goes on \(16 16 16 so far\)"):
-        continued(saved, now, names)
+        settings_on_resume(saved, now, names)
 
 
 def test_a_fine_tuned_run_goes_on_with_the_line_that_began_it_and_without_the_file(flags, tmp_path, monkeypatch):
@@ -38,20 +38,20 @@ def test_a_fine_tuned_run_goes_on_with_the_line_that_began_it_and_without_the_fi
     (tmp_path / "w.safetensors").touch()
     line = [*flags, "--weights", "w.safetensors"]
     saved = config_of(line)
-    refuse(saved)
+    check_feasible(saved)
     monkeypatch.chdir("/")
     (tmp_path / "w.safetensors").unlink()
     for weights, fits in (("w.safetensors", False), (str(tmp_path / "w.safetensors"), True)):
         _, now, names = parse([*flags, "--weights", weights, "--resume"], "debug")
         if fits:
-            config = continued(saved, now, names - {"resume"})
-            refuse_idle(config, names)
-            refuse(config)
+            config = settings_on_resume(saved, now, names - {"resume"})
+            refuse_settings_without_effect(config, names)
+            check_feasible(config)
         else:
             with pytest.raises(ValueError, match="--weights /w.safetensors would do nothing: .* began from /"):
-                continued(saved, now, names - {"resume"})
+                settings_on_resume(saved, now, names - {"resume"})
     with pytest.raises(ValueError, match="began without: leave one of both out"):
-        continued(config_of(flags), now, names - {"resume"})
+        settings_on_resume(config_of(flags), now, names - {"resume"})
 
 
 def test_another_preset_is_refused_in_a_run_that_goes_on_and_its_flags_are_judged_by_the_run(tmp_path):
@@ -119,7 +119,7 @@ def test_a_presets_warm_up_is_shortened_where_it_leaves_no_epoch_and_ones_own_is
 
 def test_what_a_resumed_run_changes_is_announced_and_kept(tmp_path):
     config = replace(PRESETS["debug"](), batch=2, out=str(tmp_path))
-    started = with_this_start([], 0, 1, {})
+    started = append_start([], 0, 1, {})
     write_json(tmp_path / "config.json", describe_run(config, "debug", {}, {"data": 1}, started))
     line = ["--resume", "--take-over", "--out", f"{tmp_path}/.", "--lr", "0.01", "--betas", "0.8", "0.9", "--compile"]
     order = run_request.read_request(line, Launcher("alone"))
@@ -128,7 +128,7 @@ def test_what_a_resumed_run_changes_is_announced_and_kept(tmp_path):
     assert announced == (
         "changed since this run was last started: --lr 0.002 -> 0.01, --betas unset -> 0.8 0.9, --compile no -> yes"
     )
-    history = with_this_start(read_config(tmp_path)["history"], 30, 4, order.changes)
+    history = append_start(read_config(tmp_path)["history"], 30, 4, order.changes)
     assert [(start["step"], start["ranks"]) for start in history] == [(0, 1), (30, 4)]
     same = run_request.read_request(["--resume", "--out", str(tmp_path), "--lr", "0.002"], Launcher("alone"))
     assert same.changes == {} and "changed" not in first_lines(same, Launcher("alone"))

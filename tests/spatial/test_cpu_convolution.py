@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.parallel.meta_tensors import standing_for
+from seqpar.parallel.meta_tensors import meta_as_device
 from seqpar.spatial import cpu_convolution
 from seqpar.spatial.convolution import Conv3d
-from seqpar.spatial.cpu_convolution import ConvOptions, convolve, gradients, is_ours
+from seqpar.spatial.cpu_convolution import ConvOptions, convolve, gradients, uses_own_kernel
 from tests.support.ranks import relative
 
 
@@ -37,7 +37,7 @@ def test_halves_are_the_whole(shape: tuple, kernel: int, options: ConvOptions, l
                  dilation=options.dilation)  # fmt: skip
     grad = torch.randn(y.shape)
     want = torch.autograd.grad((y * grad).sum(), (x, weight, bias))
-    assert is_ours(x, weight, options)
+    assert uses_own_kernel(x, weight, options)
     with torch.no_grad():
         assert relative(convolve(x, weight, bias, options).double(), y.detach()) < 1e-5
         got = gradients(grad, x, weight, True, options, (True, True, True))
@@ -47,7 +47,7 @@ def test_halves_are_the_whole(shape: tuple, kernel: int, options: ConvOptions, l
 
 def test_only_what_torch_convolves_natively_is_ours() -> None:
     def asked(x: Tensor, side: int = 3, options: ConvOptions | None = None) -> bool:
-        return is_ours(x, torch.empty(4, x.shape[1], *[side] * 3, device=x.device), options or numbers())
+        return uses_own_kernel(x, torch.empty(4, x.shape[1], *[side] * 3, device=x.device), options or numbers())
 
     small = torch.empty(1, 128, 12, 12, 12)
     assert asked(small)
@@ -56,9 +56,9 @@ def test_only_what_torch_convolves_natively_is_ours() -> None:
     assert not asked(small, side=1) and not asked(small, side=5)
     assert not asked(torch.empty(1, 128, 7, 7, 7)), "nothing even"
     assert not asked(small.double()) and not asked(small.bfloat16())
-    with standing_for("cpu"):
+    with meta_as_device("cpu"):
         assert asked(small.to("meta"))
-    with standing_for("cuda"):
+    with meta_as_device("cuda"):
         assert not asked(small.to("meta"))
 
 
@@ -95,7 +95,7 @@ def test_gradients_of_weights_slab_by_slab_are_those_of_the_whole(
     monkeypatch.setattr(cpu_convolution, "_NATIVE", 0)  # nothing is halved
     for capability, rows in (("AVX512", 1), ("AVX2", 1), ("AVX2", 2), ("AVX2", 100)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        assert is_ours(x, weight, options) == (capability == "AVX2")
+        assert uses_own_kernel(x, weight, options) == (capability == "AVX2")
         y = convolve(x, weight, bias, options)
         grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=order)
         monkeypatch.setattr(cpu_convolution, "_SLAB", rows * max(grad[:, :, 0].numel(), 8 * samples * 60))
@@ -110,11 +110,13 @@ def test_gradients_of_weights_slab_by_slab_are_those_of_the_whole(
 def test_blocks_of_float32_alone_go_by_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     x, weight = torch.empty(1, 8, 80, 80, 4), torch.empty(16, 8, 3, 3, 3)
-    assert is_ours(x, weight, numbers())
-    assert not is_ours(x[:, :4], weight[:, :4], numbers()), "half a block of channels"
-    assert not is_ours(x.double(), weight.double(), numbers()) and not is_ours(x, weight[..., :1, :1, :1], numbers())
-    with standing_for("cuda"):
-        assert not is_ours(x.to("meta"), weight.to("meta"), numbers())
+    assert uses_own_kernel(x, weight, numbers())
+    assert not uses_own_kernel(x[:, :4], weight[:, :4], numbers()), "half a block of channels"
+    assert not uses_own_kernel(x.double(), weight.double(), numbers()) and not uses_own_kernel(
+        x, weight[..., :1, :1, :1], numbers()
+    )
+    with meta_as_device("cuda"):
+        assert not uses_own_kernel(x.to("meta"), weight.to("meta"), numbers())
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar.parallel import row_exchange
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.parallel.messages import Coming, Pending
+from seqpar.parallel.messages import AwaitedTensor, Pending
 from seqpar.parallel.watchdog import Watch
 from seqpar.spatial import convolution, overlap
 from seqpar.spatial.box_grid import BoxGrid
@@ -36,19 +36,19 @@ def results(case: Case, group: Group) -> list[Tensor]:
 def compare(mesh: Mesh, cases: list[Case]) -> tuple[float, int, list[int]]:
     """Returns how far results are apart, how many cases send anything, and the slabs of each that went on."""
     worst, sending, went_on = 0.0, 0, list[int]()
-    original = overlap.slabs_of
+    original = overlap.halo_dependent_slabs
 
-    def noted(*of: Any) -> list[overlap.Slab]:
+    def noted(*of: Any) -> list[overlap.HaloSlab]:
         went_on.append(len(original(*of)))
         return original(*of)
 
-    overlap.slabs_of = noted
+    overlap.halo_dependent_slabs = noted
     for case in cases:
         before = len(went_on)
-        convolution.gains = lambda kind, bytes_to_come: False
+        convolution.overlap_pays_off = lambda kind, bytes_to_come: False
         waits = results(case, mesh.seq)
         assert len(went_on) == before
-        convolution.gains = lambda kind, bytes_to_come: True
+        convolution.overlap_pays_off = lambda kind, bytes_to_come: True
         goes_on = results(case, mesh.seq)
         assert torch.equal(waits.pop(), sent := goes_on.pop()), (case.module, case.edges)
         sending += bool(sent[0])
@@ -84,10 +84,10 @@ class Convolutions(TorchDispatchMode):
 def acts_of(keep_window: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns what a rank in a corner of 2 x 2 boxes does in turn: exchanges that start and end, convolutions."""
     acts = list[str]()
-    start, wait = row_exchange.post, row_exchange.Coming.wait
+    start, wait = row_exchange.post, row_exchange.AwaitedTensor.wait
     with monkeypatch.context() as patch:
         patch.setattr(row_exchange, "post", lambda *of: acts.append("post") or start(*of))  # type: ignore[func-returns-value]
-        patch.setattr(row_exchange.Coming, "wait", lambda of: acts.append("wait") or wait(of))  # type: ignore[func-returns-value]
+        patch.setattr(row_exchange.AwaitedTensor, "wait", lambda of: acts.append("wait") or wait(of))  # type: ignore[func-returns-value]
         patch.setattr(overlap, "ENOUGH", 1)
         patch.setattr(convolution, "device_type", lambda x: kind)
         grid = BoxGrid(((0, 8, 16), (0, 8, 16), (0, 8)), Group("seq", tuple(range(4)), 3))
@@ -129,10 +129,10 @@ def test_on_a_gpu_messages_have_a_stream_of_their_own(monkeypatch: pytest.Monkey
     def streams(name: str) -> Any:
         return SimpleNamespace(name=name, wait_stream=lambda other: acts.append(f"{name} after {other.name}"))
 
-    def exchange() -> Coming[None]:
+    def exchange() -> AwaitedTensor[None]:
         with watch.waiting(True):
             acts.append("exchange")
-        return Coming(Pending((), ()), lambda: None)
+        return AwaitedTensor(Pending((), ()), lambda: None)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams("here"))
     monkeypatch.setattr(torch.cuda, "stream", on)
@@ -140,7 +140,7 @@ def test_on_a_gpu_messages_have_a_stream_of_their_own(monkeypatch: pytest.Monkey
     monkeypatch.setattr("seqpar.parallel.wait_clock._record", lambda: acts.append("event"))
     watch.clock.measure()
     like = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
-    row_exchange.run_in_turn([exchange, exchange], like, watch, lambda: acts.append("work"))  # type: ignore[arg-type]
+    row_exchange.run_on_stream_in_order([exchange, exchange], like, watch, lambda: acts.append("work"))  # type: ignore[arg-type]
     assert acts == [
         *("beside after here", "on beside", "exchange", "exchange", "back", "work"),
         *("event", "here after beside", "event"),
@@ -149,13 +149,13 @@ def test_on_a_gpu_messages_have_a_stream_of_their_own(monkeypatch: pytest.Monkey
 
 def test_large_halos_of_gpus_are_gone_on_beside() -> None:
     sizes = ("cuda", overlap.ENOUGH), ("cuda", overlap.ENOUGH - 1), ("cpu", overlap.ENOUGH)
-    assert [overlap.gains(*of) for of in sizes] == [True, False, False]
+    assert [overlap.overlap_pays_off(*of) for of in sizes] == [True, False, False]
 
 
 def test_slabs_hold_each_output_that_reads_halos_once() -> None:
     known, outputs, spans, strides = {2: (1, 9), 4: (0, 6)}, (4, 5, 7), (3, 3, 2), (2, 1, 1)
     times = torch.zeros(outputs, dtype=torch.int)
-    for slab in overlap.slabs_of(known, outputs, spans, strides):
+    for slab in overlap.halo_dependent_slabs(known, outputs, spans, strides):
         times[slab.outputs[2:]] += 1
         assert slab.inputs[3] == slice(None)
     first, last = (torch.arange(n) * s for n, s in ((4, 2), (7, 1)))

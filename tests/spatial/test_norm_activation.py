@@ -16,7 +16,7 @@ from tests.support.ranks import relative
 def test_normed_activations_are_torch_s_own(
     kind: str, dtype: torch.dtype, bound: float, last: bool, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_pieces, "in_whole_samples", lambda x: samples > 0)
+    monkeypatch.setattr(cache_pieces, "fits_whole_samples", lambda x: samples > 0)
     monkeypatch.setattr(cache_pieces, "_GPU_AT_ONCE", samples * 3 * 6 * 5 * 4)
     monkeypatch.setattr(cache_pieces, "_AT_ONCE", 64)  # several pieces a volume, and a rest
     monkeypatch.setattr(cache_pieces, "_LINE", 14)

@@ -86,7 +86,7 @@ def test_norms_of_whole_samples_are_those_of_pieces(
     grid, results = BoxGrid(((0, 6), (0, 5), (0, 4)), Group("seq")), []
     monkeypatch.setattr(cache_pieces, "_GPU_AT_ONCE", samples * 4 * 6 * 5 * 4)
     for whole in (True, False):
-        monkeypatch.setattr(cache_pieces, "in_whole_samples", lambda x, whole=whole: whole)
+        monkeypatch.setattr(cache_pieces, "fits_whole_samples", lambda x, whole=whole: whole)
         module, x = make().double(), numbers(1, 2, 4, 6, 5, 4).contiguous(memory_format=order).requires_grad_()
         with torch.no_grad():
             for number, p in enumerate(module.parameters()):

@@ -1,10 +1,10 @@
 """Configs, networks and trainers of command lines, for the tests."""
 
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Group
 from seqpar.planner.batch_size import choose_batch
 from seqpar.runs.run_folder import describe_run
-from seqpar.runs.run_status import Status
+from seqpar.runs.run_status import StatusFile
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
 from seqpar.tasks.training_data import open_data
@@ -16,13 +16,13 @@ def config_of(flags: list[str], *more: str) -> Config:
 
 
 def net_of(config: Config):
-    return build(config, 1, 2, Group("seq", tuple(range(config.seqpar))), "meta")
+    return build_network(config, 1, 2, Group("seq", tuple(range(config.seqpar))), "meta")
 
 
 def trainer_of(config: Config, mesh, folder):
     material = open_data(config, True)
-    net = build(config, material.num_channels, material.num_outputs, mesh.seq)
-    return training.Trainer(config, mesh, material, net, Status(folder), describe_run(config, "", {}, {}))
+    net = build_network(config, material.num_channels, material.num_outputs, mesh.seq)
+    return training.Trainer(config, mesh, material, net, StatusFile(folder), describe_run(config, "", {}, {}))
 
 
 class NoStop:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.losses import DiceCE
-from seqpar.models.network import Net
+from seqpar.models.network import Network
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.layout import Layout
@@ -53,7 +53,7 @@ def train(group: Group, make: Make, mode: str, split: str, samples: int, steps: 
     return train_net(net, batch(samples), torch.optim.Adam(net.parameters(), lr=1e-3), steps)
 
 
-def train_net(net: Net, whole: tuple[Tensor, Tensor], optimizer: torch.optim.Optimizer, steps: int) -> Outcome:
+def train_net(net: Network, whole: tuple[Tensor, Tensor], optimizer: torch.optim.Optimizer, steps: int) -> Outcome:
     """Returns what a rank's network becomes; ``whole``: images and labels of which it takes its parts."""
     (image, label), layout, group = whole, net.layout, net.mode.group
     part, target = layout.cut(image, group.index), net.arrange(layout.cut(label, group.index))

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from seqpar.losses import DiceCE
-from seqpar.models.build import build
-from seqpar.models.network import Net
+from seqpar.models.build import build_network
+from seqpar.models.network import Network
 from seqpar.models.pipelined import PartOfBatch
 from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.engine import Engine
 from seqpar.pipeline.schedule import make_timetable
-from seqpar.pipeline.stage_weights import average_gradients, keep_place, places_of_names
+from seqpar.pipeline.stage_weights import average_gradients, keep_local_weights, places_of_names
 from seqpar.pipeline.stages import StageMap
 from seqpar.settings.config import Config
 from seqpar.vit.dropout import DropoutKey
@@ -55,12 +55,12 @@ class Outcome:
     sent: dict[str, int] = field(default_factory=dict)
 
 
-def net_of(case: Case, mesh: Mesh) -> Net:
-    net = build(case.config, CHANNELS, CLASSES, mesh.seq, data=mesh.data).train()
+def net_of(case: Case, mesh: Mesh) -> Network:
+    net = build_network(case.config, CHANNELS, CLASSES, mesh.seq, data=mesh.data).train()
     return net if case.config.precision == "bf16" else net.double()
 
 
-def micro_batch(case: Case, mesh: Mesh, net: Net, step: int, micro: int) -> tuple[PartOfBatch, Tensor, Tensor]:
+def micro_batch(case: Case, mesh: Mesh, net: Network, step: int, micro: int) -> tuple[PartOfBatch, Tensor, Tensor]:
     """Returns this rank's part, its label where its logits are, and the numbers of those voxels, or volumes."""
     dice = torch.Generator().manual_seed(1000 * step + micro)
     like = torch.float32 if case.config.precision == "bf16" else torch.float64
@@ -124,13 +124,15 @@ def train(mesh: Mesh, case: Case) -> Outcome:
     return outcome
 
 
-def _engine(case: Case, mesh: Mesh, net: Net) -> Engine:
+def _engine(case: Case, mesh: Mesh, net: Network) -> Engine:
     staged = net.staged()
     num, count = len(staged.takes), mesh.pipe.size
     allocation = case.allocation or tuple(cell * count // num for cell in range(num))
     stages = StageMap.of_allocation(staged.takes, staged.outputs, allocation)
     events = make_timetable(stages, case.micros, case.schedule).events[mesh.pipe.index]
-    keep_place(net, places_of_names(list(net.state_dict()), staged.owns, stages.place_of_cells), mesh.pipe.index)
+    keep_local_weights(
+        net, places_of_names(list(net.state_dict()), staged.owns, stages.place_of_cells), mesh.pipe.index
+    )
     return Engine(staged, stages, events, mesh.pipe, mesh.seq, mesh.device, case.recompute, lambda: autocast(case))
 
 

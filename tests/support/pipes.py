@@ -3,7 +3,7 @@
 import random
 
 from seqpar.pipeline.cells import IMAGE
-from seqpar.pipeline.placement import CellCost, Pipe, Place
+from seqpar.pipeline.placement import CellCost, Pipe, StagePlace
 from seqpar.pipeline.stages import StageMap
 
 
@@ -34,7 +34,7 @@ def random_pipe(dice: random.Random, num_cells: int, num_places: int, differ: bo
     micros, schedule = dice.choice((1, 2, 5)), dice.choice(("gpipe", "1f1b"))
     whole = 1 + sum(cost.state + cost.held * micros for cost in costs)
     places = [
-        Place(dice.choice((1.0, 0.5)), whole * dice.choice((0.6, 2.0))) if differ else Place()
+        StagePlace(dice.choice((1.0, 0.5)), whole * dice.choice((0.6, 2.0))) if differ else StagePlace()
         for _ in range(num_places)
     ]
     per_byte = dice.choice((0.0, 0.02))

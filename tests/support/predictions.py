@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from seqpar.cli import predict
 from seqpar.cluster import exit_codes
 from seqpar.data.preparation.recipe import Recipe
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.settings.config import Config
 from seqpar.tasks.segment import prediction
@@ -32,7 +32,7 @@ def make_run(out: Path, recipe: Recipe = RECIPE, config: Config = SMALL, **keys:
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps({"config": asdict(config), "dataset": dataset}))
     outputs = len(dataset["regions"] if config.targets == "regions" and dataset["regions"] else labels)
-    write_weights(out / "model.safetensors", build(config, len(recipe.modalities), outputs, Group("seq")))
+    write_weights(out / "model.safetensors", build_network(config, len(recipe.modalities), outputs, Group("seq")))
     return out
 
 

@@ -11,7 +11,7 @@ import seqpar
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.prepare_dataset import prepare
-from seqpar.runs.run_status import Status
+from seqpar.runs.run_status import StatusFile
 from seqpar.settings.presets import debug
 from seqpar.tasks.segment.validation import ValidationFolder
 from seqpar.tasks.training_data import TrainingData, training_tiles
@@ -62,7 +62,7 @@ def make_run(folder: Path, names: list[str]) -> Path:
         "versions": {"seqpar": seqpar.__version__},
     }
     (out / "config.json").write_text(json.dumps(content))
-    status = Status(out)
+    status = StatusFile(out)
     status.step = status.steps = config.steps
     status.write("finished")
     rows = [{"kind": "train", "step": n, "loss": 2 / (n + 1), "lr": 1e-3, "seconds": 2.0} for n in range(config.steps)]

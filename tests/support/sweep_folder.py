@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from seqpar.cli import tune
-from seqpar.runs.sweep_folder import Sweep, looked_up, write_sweep
+from seqpar.runs.sweep_folder import Sweep, refresh_points, write_sweep
 from tests.support.reported_run import make_run
 
 SPACE = ["--space", "lr=1e-3,2e-3", "batch=1,2"]
@@ -41,7 +41,7 @@ def make_sweep_folder(folder: Path) -> Path:
         content["history"] = [{"command": ["launch/train.py", "--lr", "1e-3", "--out", str(run_folder)]}]
         (place / "config.json").write_text(json.dumps(content))
     (third / "status.json").write_text(json.dumps({"state": "running", "step": 1, "steps": 4}))
-    write_sweep(out, looked_up(out, sweep))
+    write_sweep(out, refresh_points(out, sweep))
     return out
 
 

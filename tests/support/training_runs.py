@@ -209,11 +209,11 @@ def moments(last: int) -> dict[str, Hook]:
     return {
         "in a step": at(gradients.Gradients, "_backward", last, die, call=2),
         "before a step is agreed": at(after_step.AfterStep, "decide", last, die, call=2),
-        "in validation": at(validation.Validation, "_predict", last, die),
+        "in validation": at(validation.SegmentationValidation, "_predict", last, die),
         "before a write": at(checkpoint, "_write", last, die),
         "amid a write": at(checkpoint, "write_tensors", 0, die, call=2),
         "between write and rename": at(checkpoint, "_commit", 0, die),
-        "between rename and latest": at(checkpoint, "point", 0, die),
+        "between rename and latest": at(checkpoint, "write_link", 0, die),
         "between latest and purge": at(checkpoint, "_purge", 0, die),
         "amid the purge": at(checkpoint.shutil, "rmtree", 0, die, call=2),
     }

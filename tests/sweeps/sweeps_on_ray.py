@@ -11,11 +11,11 @@ import pytest
 
 from seqpar.cli.tune import act as tune_act
 from seqpar.data.files import read_json
-from seqpar.runs.sweep_folder import Point, Sweep, looked_up, read_sweep
+from seqpar.runs.sweep_folder import Point, Sweep, read_sweep, refresh_points
 from seqpar.sweeps.ray_cluster import Cluster
 from seqpar.sweeps.ray_engine import SideBySide
 from seqpar.sweeps.space import parse_space
-from seqpar.sweeps.sweep_request import SweepOrder
+from seqpar.sweeps.sweep_request import SweepRequest
 from tests.support.started_sweeps import Tune, below, parents, processes
 from tests.support.training_runs import farthest, losses, status, tiny_data, trained, weights
 
@@ -104,7 +104,7 @@ def test_points_have_the_bits_of_runs_alone_so_that_the_best_is_the_same(
             assert losses(undisturbed / name) == losses(tmp_path / name)
             assert weights(undisturbed / name) == weights(tmp_path / name)
             alone.append(Point(name, {}))
-    by_themselves = looked_up(tmp_path, Sweep(sweep.began, tuple(alone)))
+    by_themselves = refresh_points(tmp_path, Sweep(sweep.began, tuple(alone)))
     assert by_themselves.best is not None and by_themselves.best.name == sweep.best.name
     assert (by_themselves.best.score, by_themselves.best.loss) == (sweep.best.score, sweep.best.loss)
     assert (sweep.best.score, -sweep.best.loss) == max((point.score, -point.loss) for point in sweep.points)
@@ -282,7 +282,7 @@ def test_optuna_suggests_points_by_those_before_and_goes_on_after_the_driver_was
 
 def test_points_are_drawn_at_random_by_the_seed() -> None:
     def drawn(seed: int) -> list[float]:
-        order = SweepOrder(parse_space(["lr=log:1e-4:1e-2"]), "debug", {"seed": seed}, samples=24)
+        order = SweepRequest(parse_space(["lr=log:1e-4:1e-2"]), "debug", {"seed": seed}, samples=24)
         return [point.settings["lr"] for point in order.sweep().points]
 
     assert drawn(1) == drawn(1) != drawn(2) and len(set(drawn(1))) == 24

@@ -17,9 +17,9 @@ from seqpar.sweeps import scaling_plan
 from seqpar.sweeps.scaling_plan import (
     TABLE_I,
     Recorded,
-    length_on,
     makespan,
     run_seconds,
+    run_seconds_on,
     scale,
     speedup_of_equal,
     table,
@@ -159,7 +159,7 @@ def test_recorded_seconds_are_those_of_the_ranks_that_a_run_had(
 ) -> None:
     monkeypatch.setattr(scaling_plan, "step_seconds", lambda config, ranks: 1.0)
     config = replace(debug(), epochs=1, iterations=8, scale_lr=True)
-    assert length_on(1, config, Recorded(10.0, 4)) == 40.0 and length_on(4, config, Recorded(10.0, 4)) == 10.0
+    assert run_seconds_on(1, config, Recorded(10.0, 4)) == 40.0 and run_seconds_on(4, config, Recorded(10.0, 4)) == 10.0
     order, sweep, _ = asked(tmp_path, "--devices-per-run", "all", "--scale-lr", "--iterations", "8")
     sweep = replace(sweep, points=tuple(replace(one, state="finished", seconds=10.0) for one in sweep.points))
     for point in sweep.points[:2]:

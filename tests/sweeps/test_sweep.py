@@ -12,7 +12,7 @@ import torch
 
 from seqpar.cli import report, tune
 from seqpar.cluster.exit_codes import DATA, USAGE, run
-from seqpar.runs.sweep_folder import Point, Sweep, looked_up, read_sweep, write_sweep
+from seqpar.runs.sweep_folder import Point, Sweep, read_sweep, refresh_points, write_sweep
 from seqpar.sweeps.results import write_results
 from seqpar.sweeps.sweep_request import check_devices, order_of, tupled_points
 from seqpar.tasks.sweep_page import page_of_sweep
@@ -114,9 +114,9 @@ def test_the_record_says_how_each_point_stands_and_which_is_best(made: Path) -> 
     assert math.isnan(sweep.points[3].score)
     content = json.loads((made / "sweep.json").read_text())
     assert content["best"] == second.name and content["points"][3]["score"] is None
-    ended = looked_up(made, sweep, [sweep.points[2].name])
-    assert ended.points[2].state == "stopped" and looked_up(made, ended).points[2].is_over, "it stays so"
-    killed = looked_up(made, sweep, ended="killed").points[2]
+    ended = refresh_points(made, sweep, [sweep.points[2].name])
+    assert ended.points[2].state == "stopped" and refresh_points(made, ended).points[2].is_over, "it stays so"
+    killed = refresh_points(made, sweep, ended="killed").points[2]
     assert (killed.state, killed.code, killed.why) == ("killed", 1, "its training was killed, after step 1")
     assert sweep.main_effects()["batch"] == {"1": [(0.5, sweep.points[0].name)], "2": [(0.6, second.name)]}
 
@@ -164,7 +164,7 @@ def test_classifiers_are_compared_by_their_balanced_accuracy(tmp_path: Path) -> 
         (out / point.name).mkdir(parents=True)
         (out / point.name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (out / point.name / "status.json").write_text(json.dumps({"state": "finished", "step": 4, "steps": 4}))
-    sweep = looked_up(out, sweep)
+    sweep = refresh_points(out, sweep)
     write_sweep(out, sweep)
     text = "\n".join(write_results(out, read_sweep(out))) + page_of_sweep(out).partition("</style>")[2]
     assert "best: lr-0.001: balanced accuracy 0.7500 after step 4" in text

@@ -12,7 +12,7 @@ from seqpar.sweeps import sweep_request
 from seqpar.sweeps.ray_cluster import rank_bundle
 from seqpar.sweeps.results import draw_sweep
 from seqpar.sweeps.space import parse_space
-from seqpar.sweeps.sweep_request import SweepOrder
+from seqpar.sweeps.sweep_request import SweepRequest
 from tests.support.sweep_folder import SPACE, TINY, asked, begin
 
 
@@ -131,7 +131,7 @@ def test_numbers_that_make_a_point_a_second_time_are_drawn_again(monkeypatch: py
     space = parse_space(["lr=uniform:0.1:0.1012", "batch=1,2"])  # 13 numbers of four digits
 
     def drawn(seed: int, samples: int = 12) -> list[float]:
-        return [point.settings["lr"] for point in SweepOrder(space, "debug", {"seed": seed}, samples=samples)
+        return [point.settings["lr"] for point in SweepRequest(space, "debug", {"seed": seed}, samples=samples)
                 .sweep().points]  # fmt: skip
 
     assert len(set(drawn(0)[:12])) == 12 == len(set(drawn(0)[12:])) and drawn(0) == drawn(0) != drawn(1)

@@ -19,7 +19,7 @@ from seqpar.parallel.rendezvous import start
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from seqpar.tasks.classify.data import ClassData, open_class_data
-from seqpar.tasks.classify.explanation import explain, fitted
+from seqpar.tasks.classify.explanation import crop_or_pad, explain
 from seqpar.tasks.classify.validation import ClassValidation
 from seqpar.tasks.training_data import TrainingData
 from tests.support.class_folders import SHAPE, class_folder
@@ -41,7 +41,7 @@ def test_a_tile_is_the_middle_of_a_volume_or_it_is_padded(data: ClassData) -> No
     middles = {name: np.zeros((1, *TILE), np.float32) for name in data.train_ids}
     for name, middle in middles.items():
         middle[:, :, 4:28] = np.asarray(data.dataset.cases[name].image)[:, 8:32]
-        assert np.array_equal(fitted(data.dataset.cases[name].image, TILE), middle), "as in prediction"
+        assert np.array_equal(crop_or_pad(data.dataset.cases[name].image, TILE), middle), "as in prediction"
     drawn = [tiles.draw(TileKey(0, step, 0)).image for step in range(12)]
     names = [[name for name, middle in middles.items() if np.array_equal(image, middle)] for image in drawn]
     assert all(len(own) == 1 for own in names) and len({own[0] for own in names}) > 2

@@ -16,7 +16,7 @@ from seqpar.cli import train
 from seqpar.cluster import exit_codes
 from seqpar.cluster.devices import GIB, device_here
 from seqpar.data.errors import DataError
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner import auto_settings
@@ -83,7 +83,7 @@ def test_what_all_ranks_refuse_one_of_them_says(tmp_path, monkeypatch, capsys):
     for words, other in (("", "no"), ("no", "no"), ("no", "other")):
         if words:
             exit_codes.leave_last_words(f"error: x: {words}")
-        assert exit_codes.report_late(DataError("x", other), second) == 3
+        assert exit_codes.report_unless_rank0_did(DataError("x", other), second) == 3
         silent = words == other
         assert capsys.readouterr().err == ("" if silent else f"error: rank 1 (n1): x: {other}\n")
         (tmp_path / "error.json").unlink()
@@ -155,7 +155,7 @@ def test_a_dry_run_looks_at_the_data_and_at_the_memory(flags, tmp_path, monkeypa
         "D (nnU-Net raw): 5 cases, 4 to train on, 1 held out; 2 (T1, T2); learns 3 (background, tumour, cyst)" in text
     )
     assert "median 14x12x10 voxels of 1.1x1x1.3 mm" in text and ": fits" in text
-    parts = build(config_of(run), 2, 3, Group("seq", (0, 1)), device="meta")
+    parts = build_network(config_of(run), 2, 3, Group("seq", (0, 1)), device="meta")
     sizes = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (parts.encoder, parts.decoder)]
     assert "encoder {:.2f} M + decoder {:.2f} M parameters".format(*sizes) in text
     with pytest.raises(ValueError, match="--fold 7: there are folds 0 to 4"):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from seqpar.data.sampling.tiles import TileKey
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.models.optimizer import make_optimizer
-from seqpar.models.resized_positions import NewGrid, resized
+from seqpar.models.resized_positions import ResizePositions, resize_tensors
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.runs.run_folder import read_config
@@ -72,7 +72,7 @@ def test_each_lesson_draws_tiles_of_its_size_in_its_places(line):
 @pytest.mark.parametrize("owner, name, call, step", [
     (gradients.Gradients, "_backward", 1, 1), (gradients.Gradients, "_backward", 2, 2),
     (gradients.Gradients, "_backward", 3, 3),
-    (validation.Validation, "_predict", 1, 2), (validation.Validation, "_predict", 2, 4),
+    (validation.SegmentationValidation, "_predict", 1, 2), (validation.SegmentationValidation, "_predict", 2, 4),
 ])  # fmt: skip
 def test_a_run_left_in_any_lesson_or_between_two_ends_with_the_same_bits(
     line, undisturbed_lessons, tmp_path, owner, name, call, step
@@ -110,7 +110,7 @@ def test_positions_and_what_the_optimizer_holds_of_them_are_resized(tmp_path, op
     def made(tile: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         text = f"--tile {tile} --patch 8 --embed-dim 12 --heads 2 --depth 1 --decoder-width 4 --optimizer {optimizer}"
         config = parse(text.split(), "debug")[1]
-        net = build(config, 1, 2, group)
+        net = build_network(config, 1, 2, group)
         return net, make_optimizer(config, net)
 
     net, optimiser = made(16)
@@ -121,7 +121,7 @@ def test_positions_and_what_the_optimizer_holds_of_them_are_resized(tmp_path, op
     path = checkpoint.save(tmp_path, net, optimiser, Progress(step=2), world)
     larger, its = made(24)
     resizing = larger.resized((16, 16, 16))
-    assert resizing == {"encoder.pos_embed": NewGrid((2, 2, 2), (3, 3, 3))} and not larger.resized((24, 24, 24))
+    assert resizing == {"encoder.pos_embed": ResizePositions((2, 2, 2), (3, 3, 3))} and not larger.resized((24, 24, 24))
     with pytest.raises(ValueError, match="encoder.pos_embed"):
         checkpoint.load(path, larger, its, 0)
     checkpoint.load(path, larger, its, 0, resizing)
@@ -137,7 +137,7 @@ def test_positions_and_what_the_optimizer_holds_of_them_are_resized(tmp_path, op
     larger(torch.randn(1, 1, 24, 24, 24)).square().mean().backward()
     its.step()
     assert not torch.equal(after, resize_positions(before, (2, 2, 2), (3, 3, 3)))
-    untouched = dict(resized([("encoder.norm.weight/exp_avg", torch.ones(8))], resizing))
+    untouched = dict(resize_tensors([("encoder.norm.weight/exp_avg", torch.ones(8))], resizing))
     assert torch.equal(untouched["encoder.norm.weight/exp_avg"], torch.ones(8))
 
 

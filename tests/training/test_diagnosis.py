@@ -14,7 +14,7 @@ from seqpar.parallel.launcher import flight_recorder
 from seqpar.parallel.wait_clock import WaitClock
 from seqpar.runs.journal import read_metrics
 from seqpar.training import gradients, step_times, trainer
-from seqpar.training.step_times import SKIPPED, WINDOW, Stragglers
+from seqpar.training.step_times import SKIPPED, WINDOW, SlowRankDetector
 from tests.support.training_runs import Launch, at, status, trained, weights
 
 
@@ -133,7 +133,7 @@ def steps_of(own: list[float], count: int = WINDOW) -> list[list[float]]:
     ],
 )
 def test_a_rank_is_slow_by_its_median_against_the_others(own, expected):
-    judge = Stragglers([f"host{rank}" for rank in range(len(own))])
+    judge = SlowRankDetector([f"host{rank}" for rank in range(len(own))])
     for _ in range(SKIPPED):
         assert judge.note([9.0, *own[1:]]) == []
     reported = [slow for seconds in steps_of(own) for slow in judge.note(seconds)]

@@ -14,7 +14,7 @@ from seqpar.cluster import exit_codes, stop_agreement
 from seqpar.data.errors import DataError
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog
-from seqpar.runs.run_status import Status
+from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
 from seqpar.tasks.segment import validation
 from seqpar.training import after_step, gradients, run_request, setup, trainer
@@ -162,7 +162,7 @@ def test_a_mistake_of_our_own_is_a_failed_run_with_a_traceback(flags, tmp_path):
 
 @pytest.mark.parametrize("stuck", ["syncing", "writing", "logging", "returning the lock"])
 def test_a_disk_that_does_not_answer_holds_up_no_rank_that_fails(flags, tmp_path, stuck):
-    places = {"syncing": (os, "fsync"), "writing": (Status, "write"), "logging": (RunLog, "line")}
+    places = {"syncing": (os, "fsync"), "writing": (StatusFile, "write"), "logging": (RunLog, "line")}
     place, name = places.get(stuck, (RunLock, "release"))
 
     def stumble() -> None:
@@ -188,7 +188,7 @@ def test_what_a_killed_run_was_writing_is_cleared_when_its_folder_is_opened(flag
     for path in gone + stay:
         path.touch()
     os.utime(gone[-1], (0, 0))
-    setup.open_folder(Status(out), RunLock(out), Config(out=str(out)), RunLog(active=False))
+    setup.open_folder(StatusFile(out), RunLock(out), Config(out=str(out)), RunLog(active=False))
     assert not [path for path in gone if path.exists()] and all(path.exists() for path in stay)
     assert status(out)["state"] == "running"
 

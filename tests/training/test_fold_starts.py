@@ -146,7 +146,7 @@ def test_one_ctrl_c_that_comes_twice_to_a_fold_is_one(monkeypatch) -> None:
             monkeypatch.delenv(folds.PARENT_OF_FOLD, raising=False)
             for name, value in parents.items():
                 monkeypatch.setenv(name, value)
-            stopper = stop_request.Stopper(3600.0)
+            stopper = stop_request.StopRequest(3600.0)
             stopper.begin(Mesh(Launcher("alone"), torch.device("cpu"), *[Group("world")] * 7, ("here",)), print)
             for moment in (100.0, 100.3):
                 clock[0] = moment

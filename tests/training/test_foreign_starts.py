@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from seqpar.cli import plan
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from seqpar.training.run_request import read_request
 from seqpar.weights import nnssl
-from seqpar.weights.pretrained import start_from
+from seqpar.weights.pretrained import load_pretrained
 from tests.support import references
 
 FLAGS = """
@@ -26,7 +26,7 @@ PLANS = {"configurations": {"3d_fullres": {"patch_size": [24, 8, 16]}}}
 
 
 def write_own(path: Path, config: Config) -> None:
-    nnssl.write_pretrained(path, build(config, 1, 3, Group("seq")), None, ("zscore",), "CC0")
+    nnssl.write_pretrained(path, build_network(config, 1, 3, Group("seq")), None, ("zscore",), "CC0")
 
 
 def write_theirs(path: Path, **entries: Any) -> None:
@@ -50,8 +50,8 @@ def test_pretrainings_and_primus_start_a_training_from_the_command_line(
         write_theirs(file, trainer_name="SimMIMEvaTrainer", nnssl_adaptation_plan={"pretrain_patch_size": [24, 8, 16]})
     config = read_request(line, launcher).config
     assert (config.network, config.tile, config.weights) == ("vit", (16, 8, 24), str(file))
-    net = build(config, 1, 3, Group("seq"))
-    assert start_from(net, config).startswith(f"weights from {file} (Primus")
+    net = build_network(config, 1, 3, Group("seq"))
+    assert load_pretrained(net, config).startswith(f"weights from {file} (Primus")
     if kind == "own":
         assert plan.act([*line, "--seqpar", "1", "--device", "a100"]) == 0
         assert "6 tokens" in capsys.readouterr().out

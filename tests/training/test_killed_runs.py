@@ -16,7 +16,7 @@ from seqpar.parallel.launcher import Launcher
 from seqpar.planner import memory_check
 from seqpar.planner.auto_settings import plan_here
 from seqpar.runs.run_owner import RunOwner
-from seqpar.runs.run_status import killed
+from seqpar.runs.run_status import describe_kill
 from seqpar.settings.config import Config
 from seqpar.settings.presets import debug
 from seqpar.training import gradients
@@ -83,13 +83,13 @@ def test_where_a_tile_does_not_fit_what_keeps_the_numbers_is_advised_and_then_wh
     assert refusal(one, 1.01 * need) == ""
     assert refusal(one, 0.7 * need).endswith("use --mlp-chunks 8")
     assert needed(replace(one, mlp_chunks=8)) <= 0.7 * need
-    monkeypatch.setattr(memory_check, "ways", lambda config, named: ())
+    monkeypatch.setattr(memory_check, "memory_savings", lambda config, named: ())
     assert "try --precision bf16, a " in refusal(one, 0.7 * need)
 
 
 def test_what_fits_is_planned_once_and_what_runs_on_a_gpu_is_not(monkeypatch) -> None:
-    counted, planned = [], memory_check.planned
-    monkeypatch.setattr(memory_check, "planned", lambda *of: counted.append(of) or planned(*of))
+    counted, planned = [], memory_check.plan_complete_config
+    monkeypatch.setattr(memory_check, "plan_complete_config", lambda *of: counted.append(of) or planned(*of))
     monkeypatch.setattr(memory_check, "largest_batch", None)
     assert refusal(SMALL, 16 * GIB) == "" and len(counted) == 1
     alone = alone_mesh()
@@ -119,25 +119,25 @@ def test_a_killed_run_is_named_by_every_later_command_until_it_goes_on(flags, tm
         assert sentence in capfd.readouterr().err, act.__module__
     assert ">Killed</span>" in page.read_text() and escape(sentence) in page.read_text()
     again = trained(1, ["--resume"], out)
-    assert again.said().count(sentence) == 1 and killed(out) == ""
+    assert again.said().count(sentence) == 1 and describe_kill(out) == ""
     assert exit_codes.run(report.act, [str(out), "--out", str(page)]) == 0
     assert "killed" not in capfd.readouterr().err and ">Finished</span>" in page.read_text()
 
 
 def test_a_run_is_called_killed_only_where_that_is_certain(tmp_path) -> None:
-    assert killed(tmp_path / "none") == "" == killed(tmp_path)
+    assert describe_kill(tmp_path / "none") == "" == describe_kill(tmp_path)
     (tmp_path / "status.json").write_text(json.dumps({"state": "running"}))
-    assert killed(tmp_path) == f"{tmp_path} was killed: its status.json says running, but no process holds it; " \
-        "it recorded no step"  # fmt: skip
+    killed = "was killed: its status.json says running, but no process holds it; it recorded no step"
+    assert describe_kill(tmp_path) == f"{tmp_path} {killed}"
     lock = tmp_path / "lock-1.json"
     this = RunOwner.this_process()
     lock.write_text(json.dumps(this.to_json()))
-    assert killed(tmp_path) == ""  # it lives
+    assert describe_kill(tmp_path) == ""  # it lives
     lock.write_text(json.dumps(replace(this, host="node7", machine="m7", boot="b7").to_json()))
-    assert killed(tmp_path) == ""  # nothing shows that it does not
+    assert describe_kill(tmp_path) == ""  # nothing shows that it does not
     lock.write_text("")
-    assert killed(tmp_path) == ""  # it is just being written
+    assert describe_kill(tmp_path) == ""  # it is just being written
     lock.write_text(json.dumps(replace(this, began="0").to_json()))
-    assert f"held by process {this.pid}" in killed(tmp_path)
+    assert f"held by process {this.pid}" in describe_kill(tmp_path)
     (tmp_path / "status.json").write_text(json.dumps({"state": "preempted"}))
-    assert killed(tmp_path) == ""
+    assert describe_kill(tmp_path) == ""

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.sampling.tiles import Tile, TileKey, TileSource
 from seqpar.losses import LossGroups
-from seqpar.parallel.consensus import by_first
+from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
 from seqpar.runs.journal import read_metrics
-from seqpar.runs.run_status import Status
+from seqpar.runs.run_status import StatusFile
 from seqpar.settings.command_line import parse
 from seqpar.tasks.segment import validation
 from seqpar.tasks.training_data import open_data
@@ -107,12 +107,12 @@ def trained(
     for case in cases:
         line = f"{DECODERS[case.decoder]} --mode {case.mode} --seqpar {mesh.seq.size} --iterations {case.steps}"
         config = parse([*flags[case.loss], *line.split(), *case.more.split()], "debug")[1]
-        status = Status(out / case.name)
-        by_first(lambda: (out / case.name / "checkpoints").mkdir(parents=True), mesh.world)
+        status = StatusFile(out / case.name)
+        run_on_rank0(lambda: (out / case.name / "checkpoints").mkdir(parents=True), mesh.world)
         run = make_trainer(RunRequest(config, "debug", "for a test"), mesh, open_data(config, mesh.is_first), status)
         if case.sums_alone:
             run.gradients.loss_groups = LossGroups()
-        stopper = Stopper(math.inf)
+        stopper = StopRequest(math.inf)
         stopper.begin(mesh, print)
         assert run.run(stopper)
         stopper.close()

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from seqpar.cli import plan
 from seqpar.cluster.devices import DEVICES, GB
-from seqpar.models.build import build, loss_of
+from seqpar.models.build import build_loss, build_network
 from seqpar.models.optimizer import learning_rate, make_optimizer
-from seqpar.models.unet_families import parse_stages, spell_stages
+from seqpar.models.unet_families import format_stages, parse_stages
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner import tile_size
-from seqpar.planner.needs import Run, planned
+from seqpar.planner.needs import RunToPlan, plan_complete_config
 from seqpar.settings.presets import PRESETS
 from seqpar.training.run_request import read_request
 from seqpar.weights.nnunet_weights import load_nnunet
@@ -64,8 +64,8 @@ def test_training_goes_on_from_weights_that_nnunet_trained(place, tmp_path, kind
     assert (config["tile"], config["batch"], config["batch_dice"]) == ([16, 4, 8], 2, True)
     assert config["spacing"] == "1.1,1.9,1.2"
     state = read_weights(tmp_path / "run" / "model.safetensors")
-    net = build(replace(PRESETS["nnunet"](), **{name: config[name] for name in ("network", "stages")}, tile=(16, 4, 8)),
-                2, 2, Group("seq"))  # fmt: skip
+    own = {name: config[name] for name in ("network", "stages")}
+    net = build_network(replace(PRESETS["nnunet"](), **own, tile=(16, 4, 8)), 2, 2, Group("seq"))
     heads = {name for name in state if "classes" in name}
     net.load_state_dict({**state, **{name: tensor for name, tensor in net.state_dict().items() if name in heads}})
     theirs = load_nnunet(place / kind)
@@ -115,7 +115,7 @@ def test_ranks_take_boxes_or_samples_and_never_the_whole_tile(
     sizes = ["--seqpar", str(world), "--batch", str(batch), "--tile", "16", "16", "32"]
     config = read_request(flags_of(place, "--dry-run", *sizes, *more), read_launcher({})).config
     with torch.device("meta"):
-        net = build(config, 2, 3, Group("seq", tuple(range(world)), 1), "meta")
+        net = build_network(config, 2, 3, Group("seq", tuple(range(world)), 1), "meta")
     tile = torch.empty(batch, 2, 16, 16, 32, device="meta")
     image, grid = net.image(net.layout.cut(tile, 1), net.layout)
     assert image.numel() * world == tile.numel() and (grid is None) == (batch % world == 0)
@@ -151,10 +151,10 @@ def nnunet_loss(logits: Tensor, label: Tensor, batch_dice: bool) -> Tensor:
 def test_the_loss_is_its_own_plus_one_with_its_weights_of_levels(batch_dice: bool) -> None:
     config = replace(PRESETS["nnunet"](), tile=(16, 16, 16), features=2, batch_dice=batch_dice, stages=
                      "333:111 333:222 333:222 333:211")  # fmt: skip
-    net = build(config, 1, 3, Group("seq")).double().train()
+    net = build_network(config, 1, 3, Group("seq")).double().train()
     image = torch.randn(2, 1, 16, 16, 16, dtype=torch.float64)
     label = torch.randint(3, (2, 16, 16, 16))
-    got = net.training_loss(loss_of(config))(net(image), label)
+    got = net.training_loss(build_loss(config))(net(image), label)
     weights = torch.tensor([1, 0.5, 0.0], dtype=torch.float64)
     weights /= weights.sum()
     want = sum(
@@ -169,7 +169,7 @@ def test_steps_decay_every_parameter_and_the_rate_falls_by_epochs() -> None:
     assert (recipe.clip, recipe.epochs, recipe.iterations, recipe.warmup) == (12.0, 1000, 250, 0)
     assert (recipe.foreground, recipe.foreground_by, recipe.loss, recipe.augment) == (0.33, "count", "dice-ce", "full")
     config = replace(recipe, tile=(16, 16, 16), features=2, epochs=4, iterations=3)
-    net = build(config, 1, 2, Group("seq"))
+    net = build_network(config, 1, 2, Group("seq"))
     groups = make_optimizer(config, net).param_groups
     decayed = {id(p) for group in groups if group["weight_decay"] == 3e-5 for p in group["params"]}
     assert decayed == {id(p) for p in net.parameters()}
@@ -183,15 +183,15 @@ def test_steps_decay_every_parameter_and_the_rate_falls_by_epochs() -> None:
 def test_stages_with_widths_and_convolutions_are_read_and_built() -> None:
     text = "133:111:4:1:2 333:122:6:2:1 333:222:7:3"
     stages = parse_stages(text)
-    assert spell_stages(stages) == text and stages.decoder == (2, 1)
+    assert format_stages(stages) == text and stages.decoder == (2, 1)
     config = replace(PRESETS["nnunet"](), tile=(8, 16, 16), stages=text)
-    a = build(config, 1, 2, Group("seq")).unet.architecture
+    a = build_network(config, 1, 2, Group("seq")).unet.architecture
     assert (a.features, a.encoder, a.decoder) == ((4, 6, 7), (1, 2, 3), (1, 2))
     for wrong in ("133:111:4 333:122", "133:111:4:1:2 333:122:6:2:1 333:222:7:3:1", "133:111:4:1 333:122:6"):
         with pytest.raises(ValueError, match="features and convolutions are those of every stage"):
             parse_stages(wrong)
     with pytest.raises(ValueError, match="--features 3: --stages names the features"):
-        build(replace(config, features=3), 1, 2, Group("seq"))
+        build_network(replace(config, features=3), 1, 2, Group("seq"))
 
 
 def test_the_tile_follows_from_the_data_unless_plans_say_it(place) -> None:
@@ -217,7 +217,7 @@ def test_the_planner_says_how_large_a_cube_some_ranks_train(
     config = replace(PRESETS["nnunet"](), features=4, batch=1)
     device = replace(DEVICES["a100"], memory=3.5 * GB)
     fits = [
-        planned(Run(replace(config, tile=(side,) * 3), device, timed=False), 1).fits
+        plan_complete_config(RunToPlan(replace(config, tile=(side,) * 3), device, timed=False), 1).fits
         for side in (sides[0], sides[0] + 32)
     ]
     assert fits == [True, False]

@@ -7,8 +7,8 @@ import pytest
 
 from seqpar.cli import plan, predict
 from seqpar.data.volumes import read_volume
-from seqpar.models.build import kind_of
-from seqpar.planner.feasibility import refuse
+from seqpar.models.build import family_of
+from seqpar.planner.feasibility import check_feasible
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
 from tests.support.training_runs import farthest, losses, trained
@@ -54,10 +54,10 @@ def test_patches_that_cannot_be_are_refused_with_the_nearest() -> None:
     ):
         _, config, _ = parse(f"--preset debug --patch {text}".split(), "debug")
         if not why:
-            refuse(config)
+            check_feasible(config)
             continue
         with pytest.raises(ValueError, match=why):
-            refuse(config)
+            check_feasible(config)
 
 
 def test_the_plan_counts_it_and_prints_it_as_typed(capsys) -> None:
@@ -68,4 +68,4 @@ def test_the_plan_counts_it_and_prints_it_as_typed(capsys) -> None:
     assert plan.act([*sizes, "--patch", "8", "--seqpar", "1", "--device", "a100"]) == 0
     said = capsys.readouterr().out
     assert "patch 8: 256 tokens" in said and "--patch 8 " in said.splitlines()[-1]
-    assert kind_of(Config()).unit(Config(patch=(8, 8, 4))) == (8, 8, 4)  # type: ignore[arg-type]
+    assert family_of(Config()).unit(Config(patch=(8, 8, 4))) == (8, 8, 4)  # type: ignore[arg-type]

@@ -12,18 +12,18 @@ from seqpar.cli import train
 from seqpar.cluster.exit_codes import TooLittleMemory
 from seqpar.models.build import NETWORKS
 from seqpar.parallel.launcher import read_launcher
-from seqpar.pipeline.placement import CellCost, Pipe, Place
+from seqpar.pipeline.placement import CellCost, Pipe, StagePlace
 from seqpar.pipeline.stages import StageMap
-from seqpar.planner.feasibility import refuse
+from seqpar.planner.feasibility import check_feasible
 from seqpar.planner.stage_lines import no_overlap
 from seqpar.settings.checks import check
-from seqpar.settings.command_line import parse, refuse_idle
+from seqpar.settings.command_line import parse, refuse_settings_without_effect
 from seqpar.settings.config import Config
 from seqpar.training import pipeline_gradients
 from seqpar.training.pipeline_gradients import most_by_stage
 from seqpar.training.run_request import read_request
 from seqpar.training.stage_choice import _kept, _placed
-from seqpar.training.step_times import SKIPPED, WINDOW, Stragglers
+from seqpar.training.step_times import SKIPPED, WINDOW, SlowRankDetector
 from tests.support.training_runs import Launch, at, status
 
 BAD = {
@@ -45,9 +45,9 @@ BAD = {
 def test_what_cannot_work_over_a_pipe_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=BAD[text]):
         _, config, names = parse(shlex.split(text), "debug")
-        refuse_idle(config, names)
+        refuse_settings_without_effect(config, names)
         check(config, tuple(NETWORKS))
-        refuse(config)
+        check_feasible(config)
 
 
 def test_a_size_that_is_open_is_refused_over_a_pipe() -> None:
@@ -77,7 +77,7 @@ def test_one_micro_batch_is_said_to_overlap_with_nothing() -> None:
 def test_a_rank_is_slow_by_the_others_of_its_stage() -> None:
     roles = ["stage 0", "stage 0", "stage 1", "stage 1", "stage 1", "stage 0"]
     for own, expected in (([1.0, 1.1, 5.0, 5.2, 4.9, 1.0], []), ([1.0, 1.0, 5.0, 5.2, 9.0, 2.0], [4, 5])):
-        judge = Stragglers(["node"] * 6, roles)
+        judge = SlowRankDetector(["node"] * 6, roles)
         reported = [slow for _ in range(SKIPPED + WINDOW) for slow in judge.note(own)]
         assert [slow.rank for slow in reported] == expected
     assert "rank 4 on node (stage 1) takes 1.7 x as long as the others of its stage" in str(reported[0])
@@ -112,7 +112,7 @@ def placed(memory: float = math.inf, **settings: str) -> StageMap:
 def line_of_cells(memory: float = math.inf) -> Pipe:
     """Returns five cells in a line for two places, of which the first ones take long and the last ones hold much."""
     costs = [CellCost(forward, 2 * forward, 10, held, 1) for forward, held in ((9, 1), (5, 1), (3, 2), (2, 90), (1, 9))]
-    return Pipe(tuple((cell - 1,) for cell in range(5)), (4,), costs, (Place(memory=memory),) * 2, 4)
+    return Pipe(tuple((cell - 1,) for cell in range(5)), (4,), costs, (StagePlace(memory=memory),) * 2, 4)
 
 
 def test_a_run_that_goes_on_keeps_its_stages_where_places_have_the_memory() -> None:

@@ -14,7 +14,7 @@ from seqpar.cli import predict, prepare, pretrain, train
 from seqpar.planner.step_counter import StepSetup, count_step
 from seqpar.report import pictures
 from seqpar.runs.journal import Journal, read_metrics
-from seqpar.settings.command_line import usual_preset
+from seqpar.settings.command_line import default_preset
 from seqpar.settings.presets import PRESETS
 from seqpar.tasks.pretrain import validation
 from seqpar.tasks.pretrain.data import open_image_data
@@ -126,8 +126,8 @@ def test_settings_of_pretraining_are_refused_elsewhere(flags, tmp_path) -> None:
 
 def test_what_decides_where_no_preset_is_named_is_the_task() -> None:
     lines: tuple[list[str], ...] = ([], ["--task", "pretrain"], ["--task=classify"])
-    assert [usual_preset(line, True) for line in lines] == ["paper", "mae", "paper"]
-    assert [usual_preset(line, False) for line in lines] == ["laptop", "mae-laptop", "laptop"]
+    assert [default_preset(line, True) for line in lines] == ["paper", "mae", "paper"]
+    assert [default_preset(line, False) for line in lines] == ["laptop", "mae-laptop", "laptop"]
 
 
 def test_images_alone_are_prepared_beforehand_as_a_pretraining_takes_them(images, tmp_path, capsys) -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Mesh
-from seqpar.planner.feasibility import refuse_lonely
+from seqpar.planner.feasibility import require_peers
 from seqpar.runs.journal import read_metrics
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
 from seqpar.training import after_step, sharded_weights
-from seqpar.weights.states import fill, optimizer_tensors, whole_tensors
+from seqpar.weights.states import copy_into, optimizer_tensors, whole_tensors
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.ranks import relative
 from tests.support.training_runs import Launch, at, losses, prepare, signalled, tiny_data, trained, weights
@@ -136,14 +136,14 @@ NETWORK = "--preset debug --tile 16 --patch 8 --embed-dim 48 --heads 4 --depth 2
 def count_states(mesh: Mesh, sharded: bool, flags: str) -> tuple[dict[str, int], bool]:
     """Returns the bytes of weights, gradients and Adam's states on this rank, and whether all joins as it was."""
     config = parse(flags.split(), "debug")[1]
-    net = build(config, 2, 3, mesh.seq)
+    net = build_network(config, 2, 3, mesh.seq)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     if sharded:
         sharded_weights.shard(net, mesh)
     joined = whole_tensors(net.state_dict(), keep=True)
     same = all(torch.equal(joined[name], before[name]) for name in before)
     for name, tensor in net.state_dict().items():
-        fill(tensor, before[name] + 1)
+        copy_into(tensor, before[name] + 1)
     joined = whole_tensors(net.state_dict(), keep=True)
     same = same and all(torch.equal(joined[name], before[name] + 1) for name in before)
     optimizer = torch.optim.Adam(net.parameters())
@@ -178,8 +178,8 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_states(world: int, rank
 
 def test_one_rank_cannot_share() -> None:
     with pytest.raises(ValueError, match="start 2 or more"):
-        refuse_lonely(Config(shard_weights=True), 1)
-    refuse_lonely(Config(shard_weights=True), 2)
+        require_peers(Config(shard_weights=True), 1)
+    require_peers(Config(shard_weights=True), 2)
 
 
 def test_a_lonely_run_is_refused_as_a_usage_error(flags: list[str], tmp_path: Path) -> None:

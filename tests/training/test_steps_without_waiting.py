@@ -8,7 +8,7 @@ import torch
 from seqpar.parallel import wait_clock
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.wait_clock import WaitClock
-from seqpar.training.step_times import LateRows
+from seqpar.training.step_times import DelayedRows
 from tests.support.cases import load, noise_source
 
 
@@ -48,7 +48,7 @@ def test_rows_come_a_step_late_and_the_last_one_comes() -> None:
     seen = list[int]()
 
     def run(steps: int, error: Exception | None = None) -> None:
-        with LateRows() as late:
+        with DelayedRows() as late:
             for step in range(steps):
                 late.put(lambda step=step: seen.append(step))
                 assert seen == list(range(step))
@@ -61,7 +61,7 @@ def test_rows_come_a_step_late_and_the_last_one_comes() -> None:
     with pytest.raises(RuntimeError, match="a rank was lost"):
         run(2, RuntimeError("a rank was lost"))
     assert seen == [0, 1]
-    with pytest.raises(RuntimeError, match="first"), LateRows() as late:
+    with pytest.raises(RuntimeError, match="first"), DelayedRows() as late:
         late.put(lambda: 1 / 0)
         raise RuntimeError("first")
 

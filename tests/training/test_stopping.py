@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.runs.journal import read_metrics
 from seqpar.tasks import tasks
 from seqpar.tasks.segment import validation
@@ -27,7 +27,7 @@ LEFT = {
     "seq 3, USR1 in validation": (
         3,
         "--seqpar 3 --split ordered",
-        at(validation.Validation, "_predict", 2, signalled(signal.SIGUSR1), call=1),
+        at(validation.SegmentationValidation, "_predict", 2, signalled(signal.SIGUSR1), call=1),
     ),
     "seq 2, TERM between two micro-batches": (
         2,
@@ -95,10 +95,10 @@ def test_ranks_agree_to_leave_while_a_long_step_lasts(flags, tmp_path):
     """The main thread gets no signal while it computes; the thread beside it does."""
 
     def long_step() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, Stopper.SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, StopRequest.SIGNALS)
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(6)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, Stopper.SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, StopRequest.SIGNALS)
 
     out = tmp_path / "run"
     trained(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar.models import optimizer as optimizers
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Mesh
 from seqpar.settings.command_line import parse
 from seqpar.training import gradients, sharded_weights  # noqa: F401  the second once here, not in every rank
@@ -44,9 +44,9 @@ class Training:
     """A network on ranks that have tiles of their own, with its optimizer; ``at_once``: as on GPUs."""
 
     def __init__(self, mesh: Mesh, kind: str, shards: bool, at_once: bool) -> None:
-        optimizers.all_at_once = gradients.all_at_once = lambda parameters: at_once or None
+        optimizers.use_fused = gradients.use_fused = lambda parameters: at_once or None
         config = parse([*NETWORK.split(), "--optimizer", kind, "--lr", "0.01"], "debug")[1]
-        self.mesh, self.net, self.calls = mesh, build(config, 2, 3, mesh.seq).double(), Calls()
+        self.mesh, self.net, self.calls = mesh, build_network(config, 2, 3, mesh.seq).double(), Calls()
         self.module = data_parallel(self.net, mesh, shards)
         self.optimizer = optimizers.make_optimizer(config, self.net)
 

@@ -8,7 +8,7 @@ import pytest
 
 from seqpar.cli import predict
 from seqpar.prediction.predictor import Predictor
-from seqpar.prediction.sliding_window import BEYOND, beyond_training
+from seqpar.prediction.sliding_window import BEYOND, warn_beyond_training
 from seqpar.runs.journal import Journal, read_metrics
 from seqpar.runs.run_folder import write_window
 from seqpar.runs.run_lock import RunLock, TakenOver
@@ -86,7 +86,7 @@ def test_a_whole_pass_far_beyond_the_trained_tile_is_warned_of_with_both_sizes(t
     assert "5x2x3 tokens in one pass, but the network was trained on 2x2x2: more than 2 times as many" in warnings[0]
     assert "--window sliding" in warnings[0] and "--val-window both" in warnings[0]
     net, beyond = Predictor.from_run(run).nets[0], int(BEYOND) * 8
-    assert not beyond_training(net, (beyond, beyond, beyond)) and beyond_training(net, (8, 8, beyond + 1))
+    assert not warn_beyond_training(net, (beyond, beyond, beyond)) and warn_beyond_training(net, (8, 8, beyond + 1))
     for grid, warns in (([], True), ([2, 2, 2], True), ([3, 2, 2], False)):
         write_window(run, {"whole": 0.9}, 1, grid)
         assert act(tmp_path, run) == 0 and ("warning: c_002" in capsys.readouterr().err) == warns, grid

@@ -13,7 +13,7 @@ from seqpar import DropoutKey, SeqParViT
 from seqpar.losses import LossGroups, MaskedError
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.memory_counter import Saved
-from seqpar.vit.masked_autoencoder import Rebuilder, encode_visible, rebuild_hidden
+from seqpar.vit.masked_autoencoder import MaskedDecoder, decode_masked, encode_visible
 from seqpar.vit.masking import make_visible, visible_tokens
 from tests.support.ranks import relative, run_ranks, summed
 
@@ -45,10 +45,10 @@ CASES += [Case("gather-kv", "learned+rope", "spatial", 2, True), Case("gather-x"
 class Autoencoder(nn.Module):
     def __init__(self, encoder: SeqParViT, vit: SeqParViT) -> None:
         super().__init__()
-        self.encoder, self.rebuilder = encoder, Rebuilder(encoder.embed_dim, 2, vit)
+        self.encoder, self.rebuilder = encoder, MaskedDecoder(encoder.embed_dim, 2, vit)
 
     def forward(self, part: Tensor, key: DropoutKey) -> tuple[Tensor, Tensor]:
-        return rebuild_hidden(self.encoder, self.rebuilder, part, self.encoder.layout, key, RATIO)
+        return decode_masked(self.encoder, self.rebuilder, part, self.encoder.layout, key, RATIO)
 
 
 def autoencoder(case: Case, group: Group) -> Autoencoder:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqpar import DropoutKey, Layout
-from seqpar.vit.masking import make_visible, num_visible, refuse_few, visible_tokens
+from seqpar.vit.masking import check_num_visible, make_visible, num_visible, visible_tokens
 
 KEY = DropoutKey(3, 5, (0, 1, 6))
 
@@ -64,8 +64,8 @@ def test_ranks_encode_equal_numbers_and_move_no_more_than_that_takes(ranks: int)
 
 def test_a_ratio_that_hides_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="--mask-ratio 0.005 hides none of 64 tokens: use a larger one"):
-        refuse_few(64, 1, 0.005)
-    refuse_few(64, 1, 0.01)
+        check_num_visible(64, 1, 0.005)
+    check_num_visible(64, 1, 0.01)
 
 
 def test_too_few_visible_tokens_for_the_ranks_are_refused() -> None:

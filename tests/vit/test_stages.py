@@ -10,7 +10,7 @@ from torch import Tensor
 from seqpar import Layout, SeqParViT, export_monai
 from seqpar.parallel.layout import to_patches
 from seqpar.vit.dropout import token_numbers
-from seqpar.vit.token_merging import Merge, NestedLayout, join_cubes, make_stages, split_cubes
+from seqpar.vit.token_merging import NestedLayout, PatchMerging, join_cubes, make_stages, split_cubes
 from seqpar.vit.tokens import RotaryPositions, to_grid
 from tests.support.ranks import relative
 
@@ -38,7 +38,7 @@ def test_patches_of_cubes_are_those_of_the_nested_layout_and_come_back_as_a_grid
         assert torch.equal(join_cubes(grid, merges), to_grid(patches, nested.grid))
 
 
-def swins_merging(x: Tensor, merge: Merge) -> Tensor:
+def swins_merging(x: Tensor, merge: PatchMerging) -> Tensor:
     """Returns a grid ``b w d h e`` merged as Swin's text says: eight slices side by side, a norm, a matrix."""
     slices = [x[:, i::2, j::2, k::2] for i, j, k in itertools.product((0, 1), repeat=3)]
     return merge.reduction(merge.norm(torch.cat(slices, -1)))

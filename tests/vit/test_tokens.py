@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from seqpar.parallel.layout import Layout
-from seqpar.parallel.meta_tensors import standing_for
+from seqpar.parallel.meta_tensors import meta_as_device
 from seqpar.planner.launch_counter import LaunchCounter
 from seqpar.vit import dropout
 from seqpar.vit.dropout import DropoutKey, keyed_drop_path, keyed_dropout
@@ -119,7 +119,7 @@ def test_a_gpus_draws_are_by_sample_place_token_and_channel_too() -> None:
 
 def test_a_dropout_site_launches_at_most_eight_times() -> None:
     layout = Layout.of((12, 8, 16), 4)
-    with standing_for("cuda"):
+    with meta_as_device("cuda"):
         x = torch.empty(2, 24, 5, device="meta", requires_grad=True)
         towards = torch.empty(2, 24, 5, device="meta")
         for _ in range(2):  # tables are made at the first

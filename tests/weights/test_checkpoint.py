@@ -72,9 +72,9 @@ PHASES = {
     "amid the write": at(checkpoint, "write_tensors", 0, die, call=2),
     "before the manifest": at(checkpoint, "_commit", 0, die),
     "before the rename": at(checkpoint.os, "rename", 0, die),
-    "before latest": at(checkpoint, "point", 0, die),
+    "before latest": at(checkpoint, "write_link", 0, die),
     "amid latest": at(checkpoint.os, "replace", 0, die),
-    "before best": at(checkpoint, "point", 0, die, call=2),
+    "before best": at(checkpoint, "write_link", 0, die, call=2),
     "before the purge": at(checkpoint, "_purge", 0, die),
     "amid the purge": at(checkpoint.os, "rename", 0, die, call=2),
     "amid a removal": at(checkpoint.shutil, "rmtree", 0, die),
@@ -90,14 +90,14 @@ def test_a_first_checkpoint_that_is_saved_again_is_found_while_it_lies_aside(tmp
         os._exit(0)
     os.waitpid(pid, 0)
     assert not (tmp_path / "step-00000001").exists(), "killed between the two renames"
-    assert checkpoint.find_together(tmp_path, ALONE) == tmp_path / "step-00000001.old"
+    assert checkpoint.find_on_all_ranks(tmp_path, ALONE) == tmp_path / "step-00000001.old"
     save(tmp_path, 1, validated=1)
     assert names(tmp_path) == ["latest", "step-00000001"]
 
 
 def test_only_what_was_complete_once_counts_as_saved(tmp_path):
     (tmp_path / "step-00000001.tmp").mkdir()
-    assert checkpoint.find_together(tmp_path, ALONE) is None
+    assert checkpoint.find_on_all_ranks(tmp_path, ALONE) is None
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step again"])
@@ -136,7 +136,7 @@ def test_a_save_that_hangs_until_another_has_saved_later_steps_leaves_them_and_t
     own.take()
     folder = tmp_path / "checkpoints"
     save(folder, 1, refuse_lost=own.refuse_lost)
-    act, kept = checkpoint.sync, list[str]()
+    act, kept = checkpoint.fsync_folder, list[str]()
     place = {"_write": "random-00000.json", "_commit": ".tmp", "point": "checkpoints"}.get(hangs, "latest")
 
     def hang() -> None:
@@ -152,10 +152,10 @@ def test_a_save_that_hangs_until_another_has_saved_later_steps_leaves_them_and_t
             hang()
 
     if hangs == "_purge":
-        write = checkpoint.point
-        monkeypatch.setattr(checkpoint, "point", lambda *of: (write(*of), other.ticket[0] or hang()))
+        write = checkpoint.write_link
+        monkeypatch.setattr(checkpoint, "write_link", lambda *of: (write(*of), other.ticket[0] or hang()))
     else:
-        monkeypatch.setattr(checkpoint, "sync", sync)
+        monkeypatch.setattr(checkpoint, "fsync_folder", sync)
     expected = NotSaved if hangs == "_write" else TakenOver  # its draft was cleared away
     with pytest.raises(expected):
         save(folder, 2, refuse_lost=own.refuse_lost)

@@ -47,10 +47,10 @@ def test_a_damaged_pointer_costs_nothing(tmp_path, content):
 def test_where_nothing_is_whole_that_is_said(tmp_path):
     with pytest.raises(DamagedCheckpoint, match="the folder holds none"):
         checkpoint.find(tmp_path)
-    assert checkpoint.find_together(tmp_path, ALONE) is None
+    assert checkpoint.find_on_all_ranks(tmp_path, ALONE) is None
     cut(save(tmp_path, 1) / "model.safetensors")
     with pytest.raises(DamagedCheckpoint, match="step-00000001/model.safetensors is damaged"):
-        checkpoint.find_together(tmp_path, ALONE)
+        checkpoint.find_on_all_ranks(tmp_path, ALONE)
 
 
 def test_after_going_back_the_abandoned_course_is_cleared(tmp_path):

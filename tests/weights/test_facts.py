@@ -8,21 +8,21 @@ import torch
 
 from seqpar.cli.export import act as export
 from seqpar.data.errors import DataError
-from seqpar.models.build import build
-from seqpar.models.network import Net
+from seqpar.models.build import build_network
+from seqpar.models.network import Network
 from seqpar.parallel.mesh import Group
 from seqpar.runs.trained_run import load_run
 from seqpar.settings.config import Config
 from seqpar.weights import checkpoint
-from seqpar.weights.pretrained import start_from
+from seqpar.weights.pretrained import load_pretrained
 from seqpar.weights.weight_files import write_weights
 from tests.support.predictions import SMALL, make_run
 
 UNETR = replace(SMALL, tile=(16, 16, 32), decoder="unetr", depth=12)
 
 
-def made(config: Config, seed: int = 0) -> Net:
-    return build(replace(config, seed=seed), 1, 2, Group("seq"))
+def made(config: Config, seed: int = 0) -> Network:
+    return build_network(replace(config, seed=seed), 1, 2, Group("seq"))
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_weights_of_the_same_shapes_are_refused_where_their_network_computes_oth
     with pytest.raises(
         ValueError, match=f"were trained with {theirs}, and this run has {ours}: use {theirs}".replace("+", r"\+")
     ):
-        start_from(net, config)
+        load_pretrained(net, config)
     assert torch.equal(net.encoder.state_dict()["patch_embed.proj.weight"], before)
-    assert "tensors" in start_from(made(replace(config, **other)), replace(config, **other))
+    assert "tensors" in load_pretrained(made(replace(config, **other)), replace(config, **other))
     write_weights(file, made(replace(UNETR, **other), 1).state_dict())
-    assert "does not tell its attention heads, --heads 2 are taken" in start_from(net, config)
+    assert "does not tell its attention heads, --heads 2 are taken" in load_pretrained(net, config)
 
 
 def test_what_checkpoints_runs_and_exported_runs_tell(tmp_path):
@@ -66,7 +66,7 @@ def test_what_checkpoints_runs_and_exported_runs_tell(tmp_path):
         with pytest.raises(DataError, match=f"{file}: holds weights .* --heads 4, and {run} has --heads 2"):
             load_run(run, str(file))
         with pytest.raises(ValueError, match="use --heads 4"):
-            start_from(made(SMALL), replace(SMALL, weights=str(file)))
+            load_pretrained(made(SMALL), replace(SMALL, weights=str(file)))
     again = tmp_path / "again.safetensors"
     write_weights(again, load_run(other))
     with pytest.raises(DataError, match="--heads 4"):
@@ -79,7 +79,7 @@ def test_positions_of_another_tile_with_as_many_tokens_are_resized(tmp_path):
         write_weights(tmp_path / name, source)
         config = replace(upright, weights=str(tmp_path / name))
         net = made(config)
-        start_from(net, config)
+        load_pretrained(net, config)
         table = net.encoder.state_dict()["pos_embed"]
         assert torch.equal(table, made(flat, 1).encoder.state_dict()["pos_embed"]) == (name == "silent")
 
@@ -88,7 +88,7 @@ def test_weights_of_another_kind_of_network_are_refused_by_its_name(tmp_path):
     write_weights(tmp_path / "weights", made(SMALL))
     config = Config(network="unet-lamp", tile=(32, 32, 32), features=2, weights=str(tmp_path / "weights"))
     with pytest.raises(ValueError, match="trained with --network vit, and this run has --network unet-lamp"):
-        start_from(made(config), config)
+        load_pretrained(made(config), config)
 
 
 def test_weights_of_windows_are_refused_where_others_are_and_may_begin_them(tmp_path):
@@ -98,19 +98,19 @@ def test_weights_of_windows_are_refused_where_others_are_and_may_begin_them(tmp_
         write_weights(file, made(two, 1))
         start = replace(config, weights=str(file))
         if config is two:
-            assert "tokens see windows" not in start_from(made(start), start)
+            assert "tokens see windows" not in load_pretrained(made(start), start)
         else:
             with pytest.raises(ValueError, match=f"trained with --window 2, .* has --window {config.window}: use --w"):
-                start_from(made(start), start)
+                load_pretrained(made(start), start)
         write_weights(file, made(plain, 1))
-        line = start_from(made(start), start)
+        line = load_pretrained(made(start), start)
         assert (f"; tokens see windows of {config.window}, and saw all" in line) == (config is not plain)
         write_weights(file, made(two, 1).state_dict())  # says nothing, as files of earlier versions do
-        assert "tokens see windows" not in start_from(made(start), start)
+        assert "tokens see windows" not in load_pretrained(made(start), start)
     write_weights(file, made(two, 1))
     hiding = replace(plain, task="pretrain", weights=str(file))
     with pytest.raises(ValueError, match="--task pretrain knows no windows, take other weights"):
-        start_from(made(hiding), hiding)
+        load_pretrained(made(hiding), hiding)
 
 
 def test_prediction_refuses_weights_of_other_windows(tmp_path):

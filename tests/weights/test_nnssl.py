@@ -11,13 +11,13 @@ from torch import Tensor
 
 from seqpar.cli.export import act as export
 from seqpar.data.errors import DataError
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.models.masked_network import MaskedNet
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from seqpar.weights import checkpoint, nnssl
-from seqpar.weights.pretrained import start_from
+from seqpar.weights.pretrained import load_pretrained
 from tests.support import references
 from tests.support.predictions import RECIPE, make_run
 
@@ -36,7 +36,7 @@ def tiny_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(config: Config, channels: int) -> SegmentationNet | MaskedNet:
-    net = build(config, channels, 3, Group("seq")).double().eval()
+    net = build_network(config, channels, 3, Group("seq")).double().eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in net.parameters():
@@ -87,7 +87,7 @@ def test_what_nnunet_loads_is_the_same_function_of_its_images(config: Config, tm
     assert weights.keys() == {name for name in shapes if name.startswith(("eva.", "down_projection."))}
     torch.save({"network_weights": theirs}, tmp_path / "whole.pth")
     ours = drawn(TINY, 2)
-    start_from(ours, Config(**{**vars(TINY), "weights": str(tmp_path / "whole.pth")}))
+    load_pretrained(ours, Config(**{**vars(TINY), "weights": str(tmp_path / "whole.pth")}))
     x = torch.randn(1, 2, 8, 16, 24, dtype=torch.float64)
     with torch.no_grad():
         logits = ours(x.transpose(2, 4))
@@ -101,11 +101,11 @@ def test_training_here_takes_it_back(tmp_path: Path) -> None:
     net, file = drawn(PRETRAINING, 1), tmp_path / "mae.pth"
     nnssl.write_pretrained(file, net, None, ("zscore",), "CC0")
     started = drawn(TINY, 1)
-    line = start_from(started, Config(**{**vars(TINY), "weights": str(file)}))
+    line = load_pretrained(started, Config(**{**vars(TINY), "weights": str(file)}))
     ours, theirs = (each.encoder.state_dict() for each in (started, net))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and "fresh: decoder." in line
     wide = Config(**{**vars(TINY), "tile": (32, 16, 16), "weights": str(file)})
-    assert "positions resized from 6 tokens to 4x2x2" in start_from(drawn(wide, 1), wide)
+    assert "positions resized from 6 tokens to 4x2x2" in load_pretrained(drawn(wide, 1), wide)
     with pytest.raises(DataError, match="is there already"):
         nnssl.write_pretrained(file, net, None, ("zscore",), "CC0")
 
@@ -131,7 +131,7 @@ def test_a_pretrainings_folder_is_written_from_the_checkpoint_that_is_asked_for(
     run = make_run(tmp_path / "run", recipe, PRETRAINING)
     described, saved = json.dumps({"config": asdict(PRETRAINING)}), {}
     for step, which in enumerate(("best", "latest")):
-        net = saved[which] = build(replace(PRETRAINING, seed=5 + step), 1, 2, Group("seq"))
+        net = saved[which] = build_network(replace(PRETRAINING, seed=5 + step), 1, 2, Group("seq"))
         progress, optimizer = checkpoint.Progress(step), torch.optim.SGD(net.parameters(), 0.1)
         checkpoint.save(
             run / "checkpoints", net, optimizer, progress, Group("world"), described, is_best=which == "best"
@@ -145,7 +145,7 @@ def test_a_pretrainings_folder_is_written_from_the_checkpoint_that_is_asked_for(
         _, adaptation = as_nnunet_loads_it(file, 1, [8, 16, 24])
         assert adaptation["spacing"] == [3, 2, 1]
         started = drawn(TINY, 1)
-        line = start_from(started, Config(**{**vars(TINY), "weights": str(file)}))
+        line = load_pretrained(started, Config(**{**vars(TINY), "weights": str(file)}))
         assert "(Primus, pretrained):" in line
         ours, theirs = (each.encoder.state_dict() for each in (started, net))
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name].double()) for name in theirs)

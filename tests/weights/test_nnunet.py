@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Group
 from seqpar.settings.presets import PRESETS
 from seqpar.weights.monai_weights import load_monai
@@ -96,7 +96,7 @@ def test_kernels_of_a_run_are_turned_back_to_nnunets_axes(
     plans = plans_of(configuration(kind), transpose_forward=list(forward or (0, 1, 2)))
     results = read_checkpoint(write_results(tmp_path / "model", [theirs], plans) / "fold_0" / "checkpoint_final.pth")
     config = replace(PRESETS["nnunet"](), **settings_of(results.plan, "plans"))
-    net = build(config, CHANNELS, len(DATASET["labels"]), Group("seq")).double()
+    net = build_network(config, CHANNELS, len(DATASET["labels"]), Group("seq")).double()
     net.load_state_dict(trained_state(results))
     state = export_nnunet(net, forward)
     assert state.keys() == theirs.state_dict().keys()

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from seqpar import SeqParViT
-from seqpar.models.build import build
-from seqpar.models.network import Net
+from seqpar.models.build import build_network
+from seqpar.models.network import Network
 from seqpar.models.optimizer import make_optimizer, set_learning_rate
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from seqpar.weights import checkpoint
-from seqpar.weights.pretrained import start_from
+from seqpar.weights.pretrained import load_pretrained
 from seqpar.weights.weight_files import write_weights
 from tests.support.predictions import SMALL
 from tests.support.ranks import relative
@@ -21,11 +21,11 @@ from tests.support.ranks import relative
 STEM = "resattnet.cells.stem.conv.weight"
 
 
-def made(config: Config, channels: int = 1, seed: int = 0) -> Net:
-    return build(replace(config, seed=seed), channels, 2, Group("seq"))
+def made(config: Config, channels: int = 1, seed: int = 0) -> Network:
+    return build_network(replace(config, seed=seed), channels, 2, Group("seq"))
 
 
-def encoder_of(net: Net) -> SeqParViT:
+def encoder_of(net: Network) -> SeqParViT:
     encoder = net.encoder
     assert isinstance(encoder, SeqParViT)
     return encoder
@@ -36,13 +36,13 @@ def test_weights_of_one_channel_are_repeated_over_the_datas(tmp_path) -> None:
     write_weights(file, source)
     config = replace(SMALL, weights=str(file))
     net, plain = made(config, channels=3), made(config)
-    line = start_from(net, config)
-    assert "of 1 channel, repeated over 3 and divided by 3" in line and "repeated" not in start_from(plain, config)
+    line = load_pretrained(net, config)
+    assert "of 1 channel, repeated over 3 and divided by 3" in line and "repeated" not in load_pretrained(plain, config)
     image = torch.randn(1, 1, 8, 8, 8)
     assert relative(encoder_of(net)(image.expand(-1, 3, -1, -1, -1)), encoder_of(source)(image)) < 1e-5
     write_weights(file, made(SMALL, channels=2))
     with pytest.raises(ValueError, match=r"do not fit the encoder: encoder\.patch_embed\.proj\.weight; they need"):
-        start_from(net, config)
+        load_pretrained(net, config)
 
 
 def test_a_run_folder_stands_for_its_last_weights(tmp_path) -> None:
@@ -50,12 +50,12 @@ def test_a_run_folder_stands_for_its_last_weights(tmp_path) -> None:
     config = replace(SMALL, weights=str(folder), tile=(8, 8, 16))
     (folder / "checkpoints").mkdir(parents=True)
     with pytest.raises(ValueError, match="the folder holds neither model.safetensors nor a checkpoint"):
-        start_from(made(config), config)
+        load_pretrained(made(config), config)
     progress = checkpoint.Progress(step=3)
     checkpoint.save(folder / "checkpoints", source, torch.optim.SGD(source.parameters()), progress, Group("world"))
     for _ in range(2):  # of a run that goes on, and of one that has finished
         net = made(config)
-        assert "positions resized from 8 tokens to 2x2x4" in start_from(net, config)
+        assert "positions resized from 8 tokens to 2x2x4" in load_pretrained(net, config)
         own, theirs = (encoder_of(each).state_dict() for each in (net, source))
         assert all(torch.equal(own[name], theirs[name]) for name in own if name != "pos_embed")
         write_weights(folder / "model.safetensors", source)
@@ -64,7 +64,7 @@ def test_a_run_folder_stands_for_its_last_weights(tmp_path) -> None:
 def test_the_line_names_what_is_fresh_and_what_was_left(tmp_path) -> None:
     write_weights(tmp_path / "weights", {**made(SMALL).state_dict(), "rebuilder.a": torch.ones(1)})
     config = replace(SMALL, weights=str(tmp_path / "weights"), decoder="primus")
-    line = start_from(made(config), config)
+    line = load_pretrained(made(config), config)
     assert "fresh: decoder." in line and "; left: decoder (" in line and line.endswith(", rebuilder (1)")
 
 
@@ -73,20 +73,20 @@ def test_classifiers_start_from_encoders_of_other_tasks_and_from_others_classes(
     write_weights(file, source)
     config = replace(SMALL, task="classify", pooling="token", weights=str(file))
     net = made(config)
-    line = start_from(net, config)
+    line = load_pretrained(net, config)
     assert "fresh: class_token, classes.bias, classes.weight; left: decoder (" in line
     own, theirs = (encoder_of(each).state_dict() for each in (net, source))
     assert all(torch.equal(own[name], theirs[name]) for name in own)
     residual = Config(task="classify", network="resattnet18", features=8, tile=(16, 16, 16), weights=str(file))
-    three = build(replace(residual, seed=9), 1, 3, Group("seq"))
+    three = build_network(replace(residual, seed=9), 1, 3, Group("seq"))
     write_weights(file, three)
     net = made(residual)
-    assert "fresh: resattnet.cells.classes.linear" in start_from(net, residual)
+    assert "fresh: resattnet.cells.classes.linear" in load_pretrained(net, residual)
     assert torch.equal(net.state_dict()[STEM], three.state_dict()[STEM])
     write_weights(file, three.state_dict())  # which does not tell of the network
     for other, what in ((replace(residual, features=16), "network"), (config, "encoder")):
         with pytest.raises(ValueError, match=f"do not fit the {what}: .*they need the --network, --features"):
-            start_from(made(other), other)
+            load_pretrained(made(other), other)
 
 
 def test_distmis_weights_of_another_length_are_those_of_another_network(tmp_path) -> None:
@@ -96,10 +96,10 @@ def test_distmis_weights_of_another_length_are_those_of_another_network(tmp_path
         source = Config(network=network, features=2, tile=(16, 16, 16), weights=str(file))
         write_weights(file, made(source))
         longer, wider = (replace(source, tile=tile) for tile in ((16, 16, 24), (24, 16, 16)))
-        assert start_from(made(wider), wider)
+        assert load_pretrained(made(wider), wider)
         words = r"do not fit the U-Net: unet\.cells\..* they need .* a --tile whose last side is 16"
         with pytest.raises(ValueError, match=words) if refused else nullcontext():
-            start_from(made(longer), longer)
+            load_pretrained(made(longer), longer)
 
 
 def test_layers_nearer_to_the_image_learn_at_lower_rates() -> None:
@@ -123,4 +123,4 @@ def test_an_order_of_tokens_is_refused_where_weights_are_not_of_primus(tmp_path)
     write_weights(tmp_path / "weights", made(SMALL))
     config = replace(SMALL, weights=str(tmp_path / "weights"), token_order="hwd")
     with pytest.raises(ValueError, match="--token-order hwd would do nothing: .*weights are seqpar's"):
-        start_from(made(config), config)
+        load_pretrained(made(config), config)

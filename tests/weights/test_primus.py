@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from seqpar.weights.monai_weights import load_monai
-from seqpar.weights.pretrained import start_from
+from seqpar.weights.pretrained import load_pretrained
 from seqpar.weights.primus_weights import export_primus, has_exchanged_axes, load_primus
 from tests.support import references
 from tests.support.foreign_weights import HEADS, TILE, image, out, tiny_unetr
@@ -79,8 +79,8 @@ def test_a_pretraining_has_exchanged_tokens_and_a_second_network_that_is_left(tm
         attention_norm=True, positions="learned+rope", layer_scale=0.1, decoder="primus", output_bias=False,
         weights=str(tmp_path / "checkpoint.pth"), precision="fp64",
     )  # fmt: skip
-    started = build(config, 4, 3, Group("seq")).double()
-    line = start_from(started, config)
+    started = build_network(config, 4, 3, Group("seq")).double()
+    line = load_pretrained(started, config)
     for words in (
         "(Primus, pretrained, tokens in the order h w d)",
         "of 1 channel, repeated over 4",
@@ -92,8 +92,9 @@ def test_a_pretraining_has_exchanged_tokens_and_a_second_network_that_is_left(tm
     tokens = started.encoder(in_file).unflatten(1, (3, 3, 3)).transpose(1, 3).flatten(1, 3)  # type: ignore[operator]
     assert (tokens - net.encoder(x)).abs().max() < 1e-12
     with pytest.raises(ValueError, match=r"trained with .*--positions learned\+rope"):
-        start_from(
-            build(replace(config, positions="learned"), 4, 3, Group("seq")), replace(config, positions="learned")
+        load_pretrained(
+            build_network(replace(config, positions="learned"), 4, 3, Group("seq")),
+            replace(config, positions="learned"),
         )
 
 
@@ -153,15 +154,15 @@ def test_positions_of_a_primus_that_nnunet_trained_are_resized_from_its_plans_pa
         attention_norm=True, positions="learned+rope", layer_scale=0.1, decoder="primus", output_bias=False,
         weights=str(tmp_path / "checkpoint_final.pth"), precision="fp64",
     )  # fmt: skip
-    net = build(config, 2, 3, Group("seq")).double()
-    assert "positions resized from 6 tokens to 2x2x4" in start_from(net, config)
+    net = build_network(config, 2, 3, Group("seq")).double()
+    assert "positions resized from 6 tokens to 2x2x4" in load_pretrained(net, config)
     table = load_primus(state, config.tile, 4, trained_tile=(16, 8, 24), reverse_axes=True).state_dict()
     assert torch.equal(net.state_dict()["encoder.pos_embed"], table["encoder.pos_embed"])
     torch.save(state, tmp_path / "checkpoint_final.pth")
     with pytest.raises(ValueError, match=r"take the tile that they were trained on \(--tile\)"):
-        start_from(net, config)
+        load_pretrained(net, config)
     fitting = replace(config, tile=(24, 8, 16))
-    start_from(build(fitting, 2, 3, Group("seq")).double(), fitting)
+    load_pretrained(build_network(fitting, 2, 3, Group("seq")).double(), fitting)
 
 
 @pytest.mark.parametrize("patch", [(8, 8, 8), (4, 8, 8)])

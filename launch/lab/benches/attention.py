@@ -27,12 +27,12 @@ from lab.benches.apart import stream_apart
 from lab.benches.memory import resident_bytes
 from lab.benches.peers import peers
 from lab.benches.series import Row, Runs, Series, ratio, spread
-from seqpar.attention.cost_model import CPU, Layer, choose
-from seqpar.attention.head_exchange import exchange_heads
+from seqpar.attention.cost_model import CPU, Layer, fastest_strategy
+from seqpar.attention.head_exchange import attend_by_head_exchange
 from seqpar.attention.strategies import check_strategy
-from seqpar.attention.token_gather import gather_x
+from seqpar.attention.token_gather import attend_to_gathered_tokens
 from seqpar.cluster.devices import MIB
-from seqpar.parallel.consensus import agree
+from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 
@@ -111,7 +111,7 @@ def _exchanged(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:
     inner = check_strategy(name, group.size, HEADS, False).inner
     qkv = torch.randn(1, sizes[group.index], 3, HEADS, WIDTH // HEADS, requires_grad=True)
     weight = torch.randn(1, sizes[group.index], HEADS, WIDTH // HEADS)
-    return lambda: torch.autograd.grad(exchange_heads(qkv, group, sizes, inner), qkv, weight)
+    return lambda: torch.autograd.grad(attend_by_head_exchange(qkv, group, sizes, inner), qkv, weight)
 
 
 def _tokens(mesh: Mesh, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,7 +122,9 @@ def _tokens(mesh: Mesh, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _gathered(mesh: Mesh, sizes: Sequence[int]) -> Act:
     x, matrix, weight = _tokens(mesh, sizes)
-    return lambda: torch.autograd.grad(gather_x(x, matrix, None, None, HEADS, mesh.seq, sizes), (x, matrix), weight)
+    return lambda: torch.autograd.grad(
+        attend_to_gathered_tokens(x, matrix, None, None, HEADS, mesh.seq, sizes), (x, matrix), weight
+    )
 
 
 def _projected(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:
@@ -131,7 +133,7 @@ def _projected(name: str, mesh: Mesh, sizes: Sequence[int]) -> Act:
 
     def act() -> object:
         qkv = torch.nn.functional.linear(x, matrix).unflatten(2, (3, HEADS, -1))
-        return torch.autograd.grad(exchange_heads(qkv, mesh.seq, sizes, inner), (x, matrix), weight)
+        return torch.autograd.grad(attend_by_head_exchange(qkv, mesh.seq, sizes, inner), (x, matrix), weight)
 
     return act
 
@@ -152,7 +154,7 @@ def measure_times(mesh: Mesh, turns: int, tokens: int) -> Generator[dict[str, An
     """Yields each strategy's times on this rank, turn after turn, with ``auto``'s choice and the bytes sent."""
     sizes = _shares(tokens, mesh.seq.size)
     acts = {name: make(mesh, sizes) for name, make in _makes(mesh.seq.size).items()}
-    auto = str(choose(Layer(tuple(sizes), HEADS, WIDTH), CPU)[0])
+    auto = str(fastest_strategy(Layer(tuple(sizes), HEADS, WIDTH), CPU)[0])
     sent = {}
     for name, act in acts.items():
         mesh.seq.traffic.clear()
@@ -160,11 +162,11 @@ def measure_times(mesh: Mesh, turns: int, tokens: int) -> Generator[dict[str, An
         sent[name] = mesh.seq.traffic["attention"]
     for _ in range(turns):
         for name, act in acts.items():
-            agree(0, mesh.seq)
+            max_over_ranks(0, mesh.seq)
             began, cpu_began = time.perf_counter(), time.process_time()
             act()
             cpu_ms = 1e3 * (time.process_time() - cpu_began)
-            agree(0, mesh.seq)  # done when the last rank is
+            max_over_ranks(0, mesh.seq)  # done when the last rank is
             ms = 1e3 * (time.perf_counter() - began)
             yield {"case": name, "auto": auto, "sent": sent[name], "ms": ms, "cpu_ms": cpu_ms}
 
@@ -178,7 +180,7 @@ def measure_growth(mesh: Mesh, turns: int, tokens: int) -> Generator[dict[str, A
             Path("/proc/self/clear_refs").write_text("5")  # resets the highest size
             before = resident_bytes("VmRSS")
             act()
-            yield {"case": name, "growth": agree(resident_bytes("VmHWM") - before, mesh.seq)}
+            yield {"case": name, "growth": max_over_ranks(resident_bytes("VmHWM") - before, mesh.seq)}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from lab.benches.apart import measure_apart
 from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
 from seqpar.cluster.torch_setup import keep_memory
-from seqpar.parallel.consensus import agree
+from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.planner.memory_counter import saved_bytes
-from seqpar.training.data_parallel import averaging
+from seqpar.training.data_parallel import wrap_data_parallel
 from seqpar.vit.encoder import SeqParViT
 
 CORES = 2
@@ -106,7 +106,7 @@ def _worker(name: str, size: Size, mesh: Mesh) -> dict[str, float]:
         net = SeqParViT(1, size.tile, size.patch, size.embed_dim, size.depth, size.heads, group=mesh.seq)
         image = net.layout.cut(image, mesh.seq.index)
 
-    trained = averaging(net, mesh)
+    trained = wrap_data_parallel(net, mesh)
 
     def forward(net: nn.Module) -> Tensor:
         out = net(image)
@@ -116,11 +116,11 @@ def _worker(name: str, size: Size, mesh: Mesh) -> dict[str, float]:
     saved = saved_bytes(net, partial(forward, net))
     seconds = []
     for _ in range(4):
-        agree(0, mesh.world)
+        max_over_ranks(0, mesh.world)
         began = time.perf_counter()
         net.zero_grad()
         forward(trained).backward()
-        agree(0, mesh.world)
+        max_over_ranks(0, mesh.world)
         seconds.append(time.perf_counter() - began)
     return {"seconds": statistics.median(seconds[1:]), "saved": float(saved)}  # the first pass takes longer
 

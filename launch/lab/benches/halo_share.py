@@ -21,10 +21,10 @@ from lab.benches.apart import measure_apart
 from lab.benches.series import Row, Runs, Series
 from lab.benches.step import STEPS, Step
 from seqpar.cluster.devices import DEVICES
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.rendezvous import start
-from seqpar.planner.needs import Run, plan, steps_of
-from seqpar.planner.step_counter import Step as CountedStep
+from seqpar.planner.needs import RunToPlan, plan, steps_of
+from seqpar.planner.step_counter import StepCost as CountedStep
 from seqpar.settings.config import Config
 from seqpar.spatial import halos, moments
 
@@ -116,7 +116,7 @@ def measured(case: Case) -> dict[str, float]:
 def planned(case: Case) -> dict[str, float]:
     """Returns the same as planned."""
     config, device = case.config, DEVICES[case.device]
-    run = Run(config, device, 1, CLASSES)
+    run = RunToPlan(config, device, 1, CLASSES)
     link, step = device.link(config.seqpar), max(steps_of(run, config, device, config.seqpar), key=_halo_bytes)
 
     def seconds(kind: str) -> float:
@@ -161,7 +161,7 @@ def _worker(config: Config) -> None:
     with start(config.seqpar, device="cpu") as mesh:
         torch.manual_seed(0)
         image, label = torch.randn(1, 1, *config.tile), torch.randint(CLASSES, (1, *config.tile))
-        step = Step(build(config, 1, CLASSES, mesh.seq), image, label, mesh)
+        step = Step(build_network(config, 1, CLASSES, mesh.seq), image, label, mesh)
         step()  # the first one takes longer
         halo_watch.seconds = statistics_watch.seconds = 0.0
         sent, began = mesh.seq.traffic["window"], time.perf_counter()

@@ -12,7 +12,7 @@ from lab.benches import memory
 from lab.benches.masked import held_by_one
 from lab.benches.memory import Case, Measured
 from lab.benches.series import Row, Series
-from seqpar.models.build import kind_of
+from seqpar.models.build import family_of
 from seqpar.settings.config import Config
 
 STAGES = Config(
@@ -40,7 +40,7 @@ def row(case: Case, runs: Measured, first: Measured) -> Row:
     held = sum(r["held"] for r in runs) / len(runs)
     return {
         **memory.row(case, runs, first),
-        "net": kind_of(case.config).describe(case.config),
+        "net": family_of(case.config).describe(case.config),
         "tokens": math.prod(side // p for side, p in zip(case.config.tile, case.config.patch)),  # before they merge
         "share of one process": held / held_by_one(case.config),
     }

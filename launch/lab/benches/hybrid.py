@@ -25,7 +25,7 @@ import torch
 from lab.benches.series import Row, Runs, Series
 from seqpar.cluster.devices import DEVICES, GIB, Device, num_devices
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
-from seqpar.planner.needs import Run, plan
+from seqpar.planner.needs import RunToPlan, plan
 from seqpar.planner.pipeline_plan import plan_run
 from seqpar.runs.journal import read_metrics
 from seqpar.settings.config import Config
@@ -190,9 +190,9 @@ def planned_step(name: str, count: int, pipe: int, size: int) -> tuple[float, fl
     device = v100() if name == "V100" else DEVICES["h100"]
     if pipe > 1:
         config = replace(BRAIN, batch=1, accumulate=BRAIN.batch, pipe=pipe, seqpar=size)
-        own = plan_run(Run(config, device, 1, 2, ranks=count), count)
+        own = plan_run(RunToPlan(config, device, 1, 2, ranks=count), count)
     else:
-        own = plan(Run(BRAIN, device, 1, 2, ranks=count), size)
+        own = plan(RunToPlan(BRAIN, device, 1, 2, ranks=count), size)
     return own.step_seconds, own.total / GIB
 
 

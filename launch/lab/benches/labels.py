@@ -20,14 +20,14 @@ from lab.benches.apart import measure_apart
 from lab.benches.series import Row, Runs, Series, alternate, ratio
 from seqpar.data.preparation.preparation import TargetGrid
 from seqpar.data.preparation.transforms import resample
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.collectives import all_gather
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.planner.memory_counter import MemoryCounter
 from seqpar.prediction import window_grid
 from seqpar.prediction.logits_to_labels import slabs_to_labels, to_labels
-from seqpar.prediction.sliding_window import Slab, join_rows, whole_volume
+from seqpar.prediction.sliding_window import FinishedRows, join_rows, whole_volume
 from seqpar.settings.config import Config
 
 CLASSES, SHAPE, TO_SHAPE = 105, (64, 64, 72), (96, 96, 112)
@@ -71,7 +71,7 @@ def of_shapes(
     return Series(what, tuple(cases), turns, 20.0 * len(cases), partial(alternate, tuple(cases), measure), row)
 
 
-def all_held(slabs: Iterator[Slab], shape: Sequence[int], target: TargetGrid, mesh: Mesh) -> Tensor:
+def all_held(slabs: Iterator[FinishedRows], shape: Sequence[int], target: TargetGrid, mesh: Mesh) -> Tensor:
     """Returns class ids, as one would without slabs: all logits are gathered, and the first rank resamples them."""
     whole = torch.cat([join_rows(slab.logits, slab.bounds, mesh, 1) for slab in slabs], 1)
     return to_labels(resample(whole, target.shape)) if mesh.is_first else torch.zeros(target.shape, dtype=torch.int64)
@@ -82,7 +82,7 @@ def _worker(way: str, shape: Sequence[int], to_shape: Sequence[int], num_classes
     window_grid.BYTES_AT_ONCE = 4 * num_classes * math.prod(shape) // STEPS
     take = all_held if way == WAYS[0] else slabs_to_labels
     with start(int(os.environ["WORLD_SIZE"]), device="cpu") as mesh:
-        net = build(NETWORK, 1, num_classes, mesh.seq).eval()
+        net = build_network(NETWORK, 1, num_classes, mesh.seq).eval()
         image = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
         with MemoryCounter() as counter:
             take(whole_volume([net], image, mesh), shape, TargetGrid(tuple(to_shape)), mesh)

@@ -24,17 +24,17 @@ from torch import Tensor, nn
 from lab.benches.apart import measure_apart
 from lab.benches.series import Row, Runs, Series, alternate, ratio
 from seqpar.cluster.devices import MIB, device_here
-from seqpar.models.build import build, loss_of
-from seqpar.models.network import Net
+from seqpar.models.build import build_loss, build_network
+from seqpar.models.network import Network
 from seqpar.models.optimizer import make_optimizer
 from seqpar.parallel.collectives import all_reduce
-from seqpar.parallel.consensus import agree
+from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.planner.attention_choice import choose_quickest
 from seqpar.planner.memory_counter import Saved
 from seqpar.settings.config import Config
-from seqpar.text import shorten
+from seqpar.text import format_sides
 from seqpar.training.sharded_weights import shard
 from seqpar.vit.dropout import DropoutKey
 
@@ -107,7 +107,7 @@ def row(case: Case, runs: Measured, first: Measured) -> Row:
     return {
         "case": case.name,
         "net": f"ViT {config.embed_dim} x {config.depth}, {config.decoder}, {config.precision}",
-        "tile / patch": f"{'x'.join(map(str, config.tile))} / {shorten(config.patch, 'x')}",
+        "tile / patch": f"{'x'.join(map(str, config.tile))} / {format_sides(config.patch, 'x')}",
         "tokens": int(runs[0]["tokens"]),
         "ranks": case.ranks,
         "held MiB a rank": mid(r["held"] for r in runs) / MIB,
@@ -146,14 +146,14 @@ def measure(case: Case) -> dict[str, float]:
 def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
     """Returns bytes saved for backward, bytes of states and seconds of this rank's last step, and all ranks' peak."""
     net = _build(config, mesh)
-    optimizer, loss_fn = make_optimizer(config, net), net.training_loss(loss_of(config))
+    optimizer, loss_fn = make_optimizer(config, net), net.training_loss(build_loss(config))
     loss_groups = net.loss_groups(mesh.data, config.batch)
     part, label = _part(config, net, mesh)
     key = DropoutKey(config.seed, 0, tuple(range(config.batch)))
     seconds = saved_bytes = 0.0
     state = dict[str, int]()
     for _ in range(steps):
-        agree(0, mesh.world)
+        max_over_ranks(0, mesh.world)
         began = time.perf_counter()
         with Saved(net) as saved:
             with torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
@@ -167,7 +167,7 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
         optimizer.step()
         state = local_bytes(net, optimizer)
         optimizer.zero_grad()
-        agree(0, mesh.world)
+        max_over_ranks(0, mesh.world)
         seconds = time.perf_counter() - began
     peak = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else resident_bytes("VmHWM")
     return {
@@ -179,8 +179,8 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
     }
 
 
-def _build(config: Config, mesh: Mesh) -> Net:
-    net = build(choose_quickest(config, device_here(mesh.device.type)), 1, 2, mesh.seq)
+def _build(config: Config, mesh: Mesh) -> Network:
+    net = build_network(choose_quickest(config, device_here(mesh.device.type)), 1, 2, mesh.seq)
     net.to(torch.float64 if config.precision == "fp64" else torch.float32)
     if config.shard_weights:
         shard(net, mesh)
@@ -189,7 +189,7 @@ def _build(config: Config, mesh: Mesh) -> Net:
     return net
 
 
-def _part(config: Config, net: Net, mesh: Mesh) -> tuple[Tensor, Tensor]:
+def _part(config: Config, net: Network, mesh: Mesh) -> tuple[Tensor, Tensor]:
     """Returns this rank's part of a random image and label; where nothing is labelled, the image is both."""
     layout = net.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])

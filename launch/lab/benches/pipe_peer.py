@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from seqpar.models.network import Net
+from seqpar.models.network import Network
 from seqpar.models.pipelined import PartOfBatch
 from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.cells import IMAGE
@@ -18,7 +18,7 @@ _PIPELINING = "torch.distributed.pipelining"
 class PeerStage(nn.Module):
     """One of two stages, as torch takes it: tensors in, tensors out; ``micro``: a micro-batch like all others."""
 
-    def __init__(self, net: Net, stages: StageMap, stage: int, micro: PartOfBatch) -> None:
+    def __init__(self, net: Network, stages: StageMap, stage: int, micro: PartOfBatch) -> None:
         super().__init__()
         self.net, self.staged, self.stages, self.stage, self.micro = net, net.staged(), stages, stage, micro
 
@@ -35,7 +35,7 @@ class PeerStage(nn.Module):
 
 
 def torchs_step(
-    net: Net,
+    net: Network,
     stages: StageMap,
     micro: PartOfBatch,
     label: Tensor,

@@ -13,21 +13,21 @@ from torch import Tensor
 from lab.benches.pipe_peer import torchs_step
 from seqpar.cluster.devices import MIB
 from seqpar.losses import DiceCE
-from seqpar.models.build import build
-from seqpar.models.network import Net
+from seqpar.models.build import build_network
+from seqpar.models.network import Network
 from seqpar.models.pipelined import PartOfBatch
-from seqpar.parallel.consensus import agree, gather_texts
+from seqpar.parallel.consensus import gather_texts, max_over_ranks
 from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.cells import Value
 from seqpar.pipeline.engine import Engine
 from seqpar.pipeline.named_placements import place_cells
-from seqpar.pipeline.placement import CellCost, Pipe, Place, cuts_by_size
-from seqpar.pipeline.stage_weights import keep_place, places_of_names
+from seqpar.pipeline.placement import CellCost, Pipe, StagePlace, cuts_by_size
+from seqpar.pipeline.stage_weights import keep_local_weights, places_of_names
 from seqpar.pipeline.stages import StageMap
 from seqpar.planner.cell_costs import OptimizerBytes, measure_cells
 from seqpar.planner.memory_counter import MemoryCounter
 from seqpar.settings.config import Config
-from seqpar.training.stage_choice import seconds_per_byte, tell_costs
+from seqpar.training.stage_choice import broadcast_costs, seconds_per_byte
 
 CHANNELS, CLASSES = 1, 3
 Step = Callable[[], None]
@@ -45,20 +45,20 @@ class Bench:
         self.micro = PartOfBatch(self.net.layout.cut(image, 0), self.net.layout)
         self.label = self.net.arrange(self.net.layout.cut(label, 0))
 
-    def _fresh(self) -> Net:
+    def _fresh(self) -> Network:
         """Returns the network, with the same weights each time."""
-        return build(self.config, CHANNELS, CLASSES, self.mesh.seq).train()
+        return build_network(self.config, CHANNELS, CLASSES, self.mesh.seq).train()
 
     @cached_property
     def costs(self) -> tuple[list[CellCost], float]:
         """What each cell costs, and the seconds of a byte between places: the first rank's, on all ranks."""
         costs = measure_cells(self.net, self.net.staged(), self.micro, nullcontext, OptimizerBytes(0.0), 3, self._loss)
-        return tell_costs(self.mesh, costs, seconds_per_byte(self.mesh.pipe, self.mesh.device))
+        return broadcast_costs(self.mesh, costs, seconds_per_byte(self.mesh.pipe, self.mesh.device))
 
     def pipe(self, micros: int, schedule: str = "1f1b") -> Pipe:
         """Returns the cells with their measured costs, and equal places for them."""
         staged, (costs, per_byte) = self.net.staged(), self.costs
-        places = (Place(),) * self.mesh.pipe.size
+        places = (StagePlace(),) * self.mesh.pipe.size
         return Pipe(staged.takes, staged.outputs, costs, places, micros, schedule, per_byte)
 
     def timed(self, way: str, micros: int, repeats: int) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Bench:
         """Returns a step over the pipe, ``again``: backward computes stages again."""
         net, place = self._fresh(), self.mesh.pipe.index
         staged = net.staged()
-        keep_place(net, places_of_names(list(net.state_dict()), staged.owns, stages.place_of_cells), place)
+        keep_local_weights(net, places_of_names(list(net.state_dict()), staged.owns, stages.place_of_cells), place)
         events = pipe.timetable(stages).events[place]
         engine = Engine(staged, stages, events, self.mesh.pipe, self.mesh.seq, self.mesh.device, again)
 
@@ -115,10 +115,10 @@ class Bench:
         """Returns the least seconds of some steps, each of which the ranks begin together, after a first one."""
         seconds = list[float]()
         for _ in range(repeats + 1):
-            agree(0, self.mesh.world)
+            max_over_ranks(0, self.mesh.world)
             began = time.perf_counter()
             step()
-            agree(0, self.mesh.world)
+            max_over_ranks(0, self.mesh.world)
             seconds.append(time.perf_counter() - began)
         return min(seconds[1:])
 

@@ -22,20 +22,20 @@ from torch import nn
 from lab.benches.apart import measure_apart
 from lab.benches.memory import average_gradients
 from lab.benches.series import Row, Series
-from seqpar.cluster.cpu_speed import this_cpu
+from seqpar.cluster.cpu_speed import measure_cpu
 from seqpar.cluster.devices import Device, measured, usable_cores
 from seqpar.cluster.link_speed import measure_groups
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.losses import DiceCE
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.models.optimizer import make_optimizer
 from seqpar.parallel.consensus import gather_texts
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.planner.memory_counter import MemoryCounter
-from seqpar.planner.needs import Run, plan
+from seqpar.planner.needs import RunToPlan, plan
 from seqpar.settings.config import Config
-from seqpar.text import shorten
+from seqpar.text import format_sides
 
 CHANNELS, CLASSES, STEPS = 2, 3, 4
 NET = Config(tile=(48, 48, 48), patch=(4, 4, 4), depth=3, embed_dim=192, heads=6, decoder_width=32, batch=1)
@@ -74,7 +74,7 @@ def series(quick: bool = False) -> list[Series]:
         for _ in range(turns):
             devices = {size: _device(size) for size in {config.seqpar for config in configs}}  # anew in each turn
             for name, config in cases.items():
-                need = plan(Run(config, devices[config.seqpar], CHANNELS, CLASSES), config.seqpar)
+                need = plan(RunToPlan(config, devices[config.seqpar], CHANNELS, CLASSES), config.seqpar)
                 alive = sum(need.memory[kind] for kind in ("input", "tokens", "decoder", "transient"))
                 yield name, {"planned_s": need.step_seconds, "planned_bytes": alive, **_measured(EVERY.index(config))}
 
@@ -96,7 +96,7 @@ def series(quick: bool = False) -> list[Series]:
 def _device(ranks: int) -> Device:
     """Returns the cores that so many ranks share, as the planner measures them, with links as the doctor does."""
     busy = min(ranks, usable_cores())
-    device = replace(this_cpu("fp32", busy), cores=busy)
+    device = replace(measure_cpu("fp32", busy), cores=busy)
     if ranks == 1:
         return device
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +106,7 @@ def _device(ranks: int) -> Device:
 
 
 def _name(config: Config) -> str:
-    sizes = f"tile {'x'.join(map(str, config.tile))}, patch {shorten(config.patch, 'x')}, width {config.embed_dim}"
+    sizes = f"tile {'x'.join(map(str, config.tile))}, patch {format_sides(config.patch, 'x')}, width {config.embed_dim}"
     name = f"{config.decoder}, {sizes}"
     return f"{name}, {config.seqpar} ranks, {config.attention}" if config.seqpar > 1 else name
 
@@ -168,7 +168,7 @@ def _worker(config: Config) -> None:
     torch.set_num_threads(1)
     keep_memory()  # as in training
     with start(config.seqpar, device="cpu") as mesh:
-        net = build(config, CHANNELS, CLASSES, mesh.seq)
+        net = build_network(config, CHANNELS, CLASSES, mesh.seq)
         layout, loss_of = net.layout, DiceCE()
         tokens = (config.batch, layout.counts[mesh.seq.index])
         image = torch.randn(*tokens, CHANNELS, *layout.patch)

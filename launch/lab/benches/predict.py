@@ -21,10 +21,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lab.benches.operator_seconds import seconds_by_kind
-from lab.benches.seams import seam_of
+from lab.benches.seams import seam_strength
 from lab.benches.series import Row, Runs, Series, alternate, ratio
 from seqpar.cluster.torch_setup import keep_memory
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.rendezvous import join
@@ -115,7 +115,7 @@ def _measure(
     mesh = join(Launcher("bench"), None, 1, torch.device("cpu"))
     if tile:  # the same weights: sine and cosine positions fit every tile
         config = replace(config, tile=(tile,) * 3)
-    net = build(config, 1, num_classes, Group("seq")).eval()
+    net = build_network(config, 1, num_classes, Group("seq")).eval()
     image = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     sliding = Sliding((tile or config.tile[0],) * 3, overlap)
     window_grid = WindowGrid.of(shape, sliding)
@@ -133,7 +133,7 @@ def _measure(
         "cpu_s": seconds,
         "peak_mb": peak,
         "voxels": voxels,
-        "seam": seam_of(logits.softmax(0), window_grid),
+        "seam": seam_strength(logits.softmax(0), window_grid),
     }
     if profiler:
         measured["kinds"] = seconds_by_kind(profiler.key_averages())

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from lab.benches.series import Row, Runs, Series, alternate, lab_on_path
-from seqpar.cluster.devices import known
+from seqpar.cluster.devices import gpu_by_name
 from seqpar.parallel.mesh import Group
-from seqpar.parallel.rendezvous import pretend
+from seqpar.parallel.rendezvous import fake_group
 from seqpar.vit.encoder import SeqParViT
 
 
@@ -122,7 +122,7 @@ def measure(work: Work, group: Group, device: torch.device) -> dict[str, Any]:
     seconds = statistics.median(act() for _ in range(work.steps))
     on_gpu = device.type == "cuda"
     num_operations = operations(net.layout.counts[0], net.layout.num_tokens, work)
-    known_device = known(torch.cuda.get_device_name(device)) if on_gpu else None
+    known_device = gpu_by_name(torch.cuda.get_device_name(device)) if on_gpu else None
     rate = known_device.peak[work.precision] if known_device else None
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else ""
     per_second = num_operations / seconds
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
-    print(json.dumps(measure(work, pretend(work.ranks), device)), flush=True)
+    print(json.dumps(measure(work, fake_group(work.ranks), device)), flush=True)
 
 
 if __name__ == "__main__":

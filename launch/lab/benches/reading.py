@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from lab.benches.series import Row, Runs, Series, alternate
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.prepared_case import prepare_case
@@ -41,7 +41,7 @@ def series(quick: bool = False) -> list[Series]:
             phantom = PhantomSettings(size=SIDES)
             write_phantom(Path(folder), count, phantom, 2)
             root = phantom.root(Path(folder))
-            prepare(recognise(root), Path(folder) / "cache", settings)
+            prepare(read_dataset(root), Path(folder) / "cache", settings)
             yield from alternate(CASES, lambda case: _epoch(root, Path(folder) / "cache", settings, case), turns)
 
     return [Series("an epoch's reading of whole volumes", CASES, turns, 40.0 if quick else 80.0, measure, row)]
@@ -56,7 +56,7 @@ def _epoch(root: Path, cache: Path, settings: PrepareSettings, case: str) -> tup
             size += sum(path.stat().st_size for path in one.folder.glob("*.npy"))
             np.array(one.image), np.array(one.label)
         return time.perf_counter() - began, size
-    for one_case in recognise(root).cases:
+    for one_case in read_dataset(root).cases:
         size += sum(path.stat().st_size for path in (*one_case.images, *([one_case.label] if one_case.label else [])))
         prepare_case(one_case, dataset.recipe)
     return time.perf_counter() - began, size

@@ -6,7 +6,7 @@ from torch import Tensor
 from seqpar.prediction.window_grid import WindowGrid
 
 
-def seam_of(probabilities: Tensor, windows: WindowGrid) -> float:
+def seam_strength(probabilities: Tensor, windows: WindowGrid) -> float:
     """Returns how many times more probabilities ``k W D H`` change across W at borders of windows than elsewhere.
 
     NaN where no border lies inside of the volume.

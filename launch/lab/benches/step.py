@@ -21,14 +21,14 @@ from lab.benches.apart import measure_apart
 from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.decoders.modes.named_modes import choose_mode
-from seqpar.decoders.unetr import UnetrDecoder, taps
+from seqpar.decoders.unetr import UnetrDecoder, skip_blocks
 from seqpar.losses import DiceCE
-from seqpar.models.network import Net
+from seqpar.models.network import Network
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.planner.memory_counter import saved_bytes
-from seqpar.training.data_parallel import averaging, no_sync
+from seqpar.training.data_parallel import no_sync, wrap_data_parallel
 from seqpar.vit.encoder import SeqParViT
 from seqpar.weights.monai_weights import load_monai
 
@@ -103,7 +103,7 @@ def unetr(mode: str, mesh: Mesh) -> SegmentationNet:
     cube = (PATCH,) * 3
     encoder = SeqParViT(CHANNELS, (TILE,) * 3, PATCH, group=mesh.seq)
     decoder = UnetrDecoder(CHANNELS, encoder.embed_dim, CLASSES, cube)
-    return SegmentationNet(encoder, decoder, choose_mode(mode, mesh.seq), taps(len(encoder.blocks), cube))
+    return SegmentationNet(encoder, decoder, choose_mode(mode, mesh.seq), skip_blocks(len(encoder.blocks), cube))
 
 
 class Step:
@@ -115,13 +115,13 @@ class Step:
     def __init__(self, net: nn.Module, image: Tensor, label: Tensor, mesh: Mesh) -> None:
         self.net, self.loss_of, self.loss_groups, self.mesh = net, DiceCE(), None, mesh
         self.image, self.label = image, label
-        if isinstance(net, Net):
+        if isinstance(net, Network):
             self.image, self.label = (net.layout.cut(whole, mesh.seq.index) for whole in (image, label))
             self.loss_groups = net.mode.loss_groups(None, len(image))
-        self.trained = averaging(net, mesh)
+        self.trained = wrap_data_parallel(net, mesh)
 
     def _forward(self, net: nn.Module) -> Tensor:
-        label = self.net.arrange(self.label) if isinstance(self.net, Net) else self.label
+        label = self.net.arrange(self.label) if isinstance(self.net, Network) else self.label
         return self.loss_of(net(self.image), label, self.loss_groups)  # type: ignore[no-any-return]
 
     def __call__(self) -> None:

@@ -19,7 +19,7 @@ from lab.benches.apart import measure_apart
 from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
 from lab.benches.step import CORES, Step, measure_steps
 from lab.benches.unet_peers import PEERS, copy_weights, peers_here
-from seqpar.models.build import build
+from seqpar.models.build import build_network
 from seqpar.models.cell_network import VolumeNet
 from seqpar.parallel.rendezvous import start
 from seqpar.settings.config import Config
@@ -70,7 +70,7 @@ def _worker(case: str, base: str, tile: int, features: int) -> None:
     with start(ranks, device="cpu") as mesh:
         torch.manual_seed(0)
         image, label = torch.randn(1, CHANNELS, *config.tile), torch.randint(CLASSES, (1, *config.tile))
-        own = build(replace(config, mode=OURS.get(case, ("gather",))[0]), CHANNELS, CLASSES, mesh.seq)
+        own = build_network(replace(config, mode=OURS.get(case, ("gather",))[0]), CHANNELS, CLASSES, mesh.seq)
         assert isinstance(own, VolumeNet)
         peer = PEERS[base if case in OURS else case][1](own.unet.architecture)
         apart = {}

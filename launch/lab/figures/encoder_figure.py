@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lab.figures.figure import Arm, Figure, Results
+from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.question_figures import judge_networks
 from lab.figures.verdicts import differ
 from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS
@@ -50,9 +50,9 @@ ENCODER_FIGURE = Figure(
     "Tokens that merge, and windows, against a plain encoder, at equal parameters",
     "an encoder of stages, with windows too, against a plain one at patch 4 and equal parameters and steps",
     (
-        Arm(PLAIN, {"encoder": "plain"}),
-        Arm(STAGES, {"encoder": "hierarchical"}, AT, matched="decoder_width"),
-        Arm(WINDOWS, {"encoder": "hierarchical", "window": 4}, IN_WINDOWS, matched="decoder_width"),
+        FigureCurve(PLAIN, {"encoder": "plain"}),
+        FigureCurve(STAGES, {"encoder": "hierarchical"}, AT, matched="decoder_width"),
+        FigureCurve(WINDOWS, {"encoder": "hierarchical", "window": 4}, IN_WINDOWS, matched="decoder_width"),
     ),
     judge,
     {

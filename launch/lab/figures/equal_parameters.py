@@ -4,10 +4,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from seqpar.models.build import outline
+from seqpar.models.build import build_on_meta
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
-from seqpar.tasks.training_data import look_at
+from seqpar.tasks.training_data import read_headers
 
 _MOST = 1024  # channels that are tried
 
@@ -35,6 +35,6 @@ def match_parameters(config: Config, name: str, other: Config) -> int:
 @cache
 def count_parameters(config: Config) -> int:
     """Returns the parameters of a config's network for its data."""
-    data = look_at(config)
+    data = read_headers(config)
     sizes = len(data.modalities), len(data.outputs(config.targets))
-    return sum(outline(replace(config, seqpar=1), Group("seq"), *sizes).num_parameters().values())
+    return sum(build_on_meta(replace(config, seqpar=1), Group("seq"), *sizes).num_parameters().values())

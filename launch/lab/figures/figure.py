@@ -1,25 +1,20 @@
 """Figure: a list of runs, what of them is drawn, and the verdicts that are computed from their points."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lab.figures.equal_parameters import match_parameters
-from seqpar.data.preparation.fingerprint import Fingerprint
-from seqpar.models.build import NETWORK_NAMES, knows, refuse_unknown
-from seqpar.planner.feasibility import refuse
+from seqpar.models.build import setting_applies
 from seqpar.report.curves import QUANTITIES, Curve, read_curve
 from seqpar.report.diagrams import Bars, Diagram, over_steps
 from seqpar.runs.run_folder import read_config
-from seqpar.settings.command_line import parse, refuse_idle, shortened_warmup
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from seqpar.settings.pretraining_settings import idle_in_pretraining
 from seqpar.sweeps.planned_run import PlannedRun
-from seqpar.tasks.tasks import task_of
-from seqpar.text import dashed
+from seqpar.text import flag_name
 
 EPOCHS = "EPOCHS"  # in an arm's curriculum: as many as the run of another arm has
 LESSON = ("tile", "epochs", "batch")  # what a curriculum's lessons say
@@ -36,7 +31,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Arm:
+class FigureCurve:
     """One curve of a figure: its label, and the settings that are compared with those of the other curves.
 
     - ``at``: settings of single scales
@@ -48,7 +43,7 @@ class Arm:
     settings: Mapping[str, Any]
     at: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     matched: str = ""
-    after: "Arm | None" = None
+    after: "FigureCurve | None" = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ class Figure:
     number: int
     title: str
     shows: str
-    arms: tuple[Arm, ...]
+    arms: tuple[FigureCurve, ...]
     judge: Callable[[Results], list[str]]
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     draw: Callable[[Results], Sequence[Diagram | Bars]] = losses_and_dice
@@ -118,7 +113,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Order:
+class FigureRequest:
     """What a person asks of all figures: scale, settings of the command line, seeds, groups."""
 
     scale: str
@@ -127,13 +122,13 @@ class Order:
     groups: int = 0
 
 
-def runs_of(figure: Figure, order: Order, scales: Mapping[str, Scale]) -> dict[str, list[PlannedRun]]:
+def runs_of(figure: Figure, order: FigureRequest, scales: Mapping[str, Scale]) -> dict[str, list[PlannedRun]]:
     """Returns the runs of a figure, one for each seed, by the label of their arm.
 
     Figures that compare the same run name it alike, so that it is made once.
     """
     for name in sorted(order.typed.keys() & figure.compared()):
-        raise ValueError(f"--{dashed(name)} is what figure {figure.number} compares: leave it out")
+        raise ValueError(f"--{flag_name(name)} is what figure {figure.number} compares: leave it out")
     scale = scales[order.scale]
     start = replace(PRESETS[scale.preset](), **scale.settings)
     every = {arm.label: _settings(figure, arm, order, start) for arm in figure.arms}
@@ -155,11 +150,11 @@ def every_run(runs: Mapping[str, Sequence[PlannedRun]]) -> list[PlannedRun]:
 
 
 def _of_seeds(
-    settings: Mapping[str, Any], order: Order, scale: Scale, start: Config, before: Sequence[PlannedRun] = ()
+    settings: Mapping[str, Any], order: FigureRequest, scale: Scale, start: Config, before: Sequence[PlannedRun] = ()
 ) -> list[PlannedRun]:
     """Returns the runs of these settings, one for each seed; ``before``: those whose weights they take."""
     own = {name: value for name, value in settings.items() if name != "seed" and value != getattr(start, name)}
-    named = [f"{dashed(name)}-{_spelled(own[name])}" for name in sorted(own.keys() - order.typed.keys())]
+    named = [f"{flag_name(name)}-{_spelled(own[name])}" for name in sorted(own.keys() - order.typed.keys())]
     network = replace(start, **own)
     of_lessons = LESSON if network.curriculum else ()
     beside = {name: value for name, value in scale.settings.items() if name not in of_lessons}
@@ -172,7 +167,7 @@ def _of_seeds(
     return runs
 
 
-def _settings(figure: Figure, arm: Arm, order: Order, start: Config) -> dict[str, Any]:
+def _settings(figure: Figure, arm: FigureCurve, order: FigureRequest, start: Config) -> dict[str, Any]:
     """Returns the settings of an arm beside those that all figures have, those that act on its network."""
     built_in = {} if order.typed.get("data") else figure.of_phantoms.get(order.scale, {})
     common = {**figure.settings.get(order.scale, {}), **built_in}
@@ -186,34 +181,11 @@ def _settings(figure: Figure, arm: Arm, order: Order, start: Config) -> dict[str
 def _acts(config: Config, name: str) -> bool:
     """Returns whether a setting acts on the training of a config."""
     in_windows = bool(config.window) and name == "attention"  # whose keys come from neighbours
-    return knows(config, name) and not in_windows and not idle_in_pretraining(config.task, [name])
+    return setting_applies(config, name) and not in_windows and not idle_in_pretraining(config.task, [name])
 
 
 def _spelled(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(":", ".")
-
-
-def config_of(planned: PlannedRun, acting: Collection[str] = ()) -> Config:
-    """Returns the config of a run; raises ValueError where its settings cannot be, before any run begins.
-
-    - ``acting``: settings that have an effect whatever the others are
-    """
-    _, config, names = parse(planned.flags, planned.preset, NETWORK_NAMES)
-    refuse_unknown(config, names)
-    refuse_idle(config, names.difference(acting))
-    config, _ = shortened_warmup(config, names)
-    if not config.tile:
-        config = task_of(config).with_tile(config, _headers(config.task, config.data))
-    if config.batch or not config.curriculum:
-        refuse(config)
-    return config
-
-
-@cache
-def _headers(task: str, data: str) -> Fingerprint:
-    """Returns what the headers of a task's data say, whose volumes are taken whole."""
-    config = Config(task=task, data=data)
-    return task_of(config).look_at(config)
 
 
 _SHOWN = ("data", "phantoms", "tile", "patch", "decoder", "depth", "embed_dim", "heads", "decoder_width", "batch",
@@ -227,7 +199,7 @@ def scaling(config: Config, paper: Config) -> str:
         ours, theirs = getattr(config, name), getattr(paper, name)
         if ours != theirs and not (name == "phantoms" and config.data):
             theirs_text = "" if name in ("data", "phantoms") or not theirs else f" (paper: {_short(theirs)})"
-            differing.append(f"{dashed(name)} {_short(ours) or 'phantoms'}{theirs_text}")
+            differing.append(f"{flag_name(name)} {_short(ours) or 'phantoms'}{theirs_text}")
     return ", ".join(differing)
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lab.figures.figure import config_of, every_run
+from lab.figures.figure import every_run
 from seqpar.sweeps.costs import plan_of
-from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, read_status
+from seqpar.sweeps.planned_run import PlannedRun, config_of, has_begun, has_finished, read_status
 from seqpar.text import clock, quantity
 
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lab.figures.figure import Arm, Figure, Results
+from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.verdicts import rounded
 from seqpar.report.diagrams import Diagram, Line
 from seqpar.settings.config import Config
-from seqpar.sweeps.costs import Cost, cost_of, measured_cost, plan_of
+from seqpar.sweeps.costs import Cost, cost_from_plan, measured_cost, plan_of
 
 MEASURED, PLANNED = (1, 2, 4), (1, 2, 4, 8, 16, 32, 64)
 SIDES = {"debug": (16, 32, 48), "laptop": (32, 48, 64), "paper": (64, 96, 128)}
@@ -17,9 +17,11 @@ NAMES = ("small", "middle", "large")
 COSTS: dict[str, str] = {"memory": "MiB of a rank", "seconds": "seconds a step"}
 
 
-def _arm(place: int, ranks: int) -> Arm:
+def _arm(place: int, ranks: int) -> FigureCurve:
     at = {scale: {"tile": (sides[place],) * 3} for scale, sides in SIDES.items()}
-    return Arm(f"{NAMES[place]} tile, SeqPar {ranks}", {"seqpar": ranks, "mode": "halo", "patch": (4, 4, 4)}, at)
+    return FigureCurve(
+        f"{NAMES[place]} tile, SeqPar {ranks}", {"seqpar": ranks, "mode": "halo", "patch": (4, 4, 4)}, at
+    )
 
 
 def tokens_of(config: Config) -> int:
@@ -43,7 +45,7 @@ def planned(results: Results) -> dict[tuple[int, int], Cost]:
     for tokens, config in configs.items():
         for ranks in PLANNED:
             try:
-                every[ranks, tokens] = cost_of(plan_of(replace(config, seqpar=ranks), ranks))
+                every[ranks, tokens] = cost_from_plan(plan_of(replace(config, seqpar=ranks), ranks))
             except ValueError:  # too few tokens, or no grid of boxes
                 continue
     return every

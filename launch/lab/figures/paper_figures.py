@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from lab.figures.figure import Arm, Figure, Results, Scale, losses_and_dice
-from lab.figures.verdicts import best_of, coincide, differ, first_to_reach, highest
+from lab.figures.figure import Figure, FigureCurve, Results, Scale, losses_and_dice
+from lab.figures.verdicts import coincide, differ, first_to_reach, highest, plateau
 from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS
 from seqpar.report.diagrams import Diagram, over_steps
 
@@ -41,9 +41,9 @@ NO_GATHER: dict[str, dict[str, Any]] = {
 }
 
 
-def sizes(*numbers: int, **settings: Any) -> tuple[Arm, ...]:
+def sizes(*numbers: int, **settings: Any) -> tuple[FigureCurve, ...]:
     """Returns an arm for each size of the sequence group; one rank alone has the same network in every mode."""
-    return tuple(Arm(f"SeqPar {n}", {"seqpar": n, **(settings if n > 1 else {})}) for n in numbers)
+    return tuple(FigureCurve(f"SeqPar {n}", {"seqpar": n, **(settings if n > 1 else {})}) for n in numbers)
 
 
 def all_coincide(subject: str) -> Callable[[Results], list[str]]:
@@ -80,7 +80,7 @@ def judge_patches(results: Results) -> list[str]:
     dice = results.curves(DICE)
     coarse, *finer = dice
     lines = [highest("Patches", DICE, dice), *(differ("Patches", DICE, coarse, other) for other in finer)]
-    return [*lines, first_to_reach("Patches", DICE, dice, best_of(coarse))]
+    return [*lines, first_to_reach("Patches", DICE, dice, plateau(coarse))]
 
 
 def dice_over_time_too(results: Results) -> list[Diagram]:
@@ -110,9 +110,9 @@ PAPER_FIGURES = (
         "Ordered and spatial splitting at the larger tile, SeqPar 4",
         "ordered against spatial splits with 4 ranks a tile, with and without a gather",
         (
-            Arm("SeqPar 1", {"seqpar": 1}),
+            FigureCurve("SeqPar 1", {"seqpar": 1}),
             *(
-                Arm(f"{label} {split}", {"seqpar": 4, "mode": mode, "split": split})
+                FigureCurve(f"{label} {split}", {"seqpar": 4, "mode": mode, "split": split})
                 for label, mode in (("Gather", "gather"), ("No-Gather", "nogather"))
                 for split in ("spatial", "ordered")
             ),
@@ -125,9 +125,9 @@ PAPER_FIGURES = (
         "Long sequences: patches of 16, 8 and 4",
         "losses and Dice of patch 16, 8 and 4, Dice over steps and over time of training",
         (
-            Arm("patch 16", {"patch": (16, 16, 16), "seqpar": 1}, {"paper": {"batch": 32}}),
-            Arm("patch 8", {"patch": (8, 8, 8), "seqpar": 2}, {"paper": {"seqpar": 4}}),
-            Arm("patch 4", {"patch": (4, 4, 4), "seqpar": 2}, {"paper": {"seqpar": 4, "batch": 1}}),
+            FigureCurve("patch 16", {"patch": (16, 16, 16), "seqpar": 1}, {"paper": {"batch": 32}}),
+            FigureCurve("patch 8", {"patch": (8, 8, 8), "seqpar": 2}, {"paper": {"seqpar": 4}}),
+            FigureCurve("patch 4", {"patch": (4, 4, 4), "seqpar": 2}, {"paper": {"seqpar": 4, "batch": 1}}),
         ),
         judge_patches,
         draw=dice_over_time_too,

@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lab.figures.figure import Arm, Figure, Results, losses_and_dice
-from lab.figures.verdicts import best_of, differ, first_to_reach, highest, rounded
+from lab.figures.figure import Figure, FigureCurve, Results, losses_and_dice
+from lab.figures.verdicts import differ, first_to_reach, highest, plateau, rounded
 from seqpar.report.curves import DICE, TRAIN_LOSS, Curve, read_curve
 from seqpar.report.diagrams import Diagram, Line
 from seqpar.runs.journal import read_metrics
@@ -18,7 +18,7 @@ SUBJECT, ERROR = "Pretraining", "error of hidden voxels"
 FRESH, PRETRAINED = "not pretrained", "pretrained"
 # positions are the same sums of sines in both, so that only what was learned differs
 FEW = {"positions": "sincos", "train_cases": 4}
-MASKED = Arm(
+MASKED = FigureCurve(
     "pretraining",
     {"task": "pretrain", "train_cases": 0, "val_every": 0},
     {
@@ -37,7 +37,7 @@ def judge(results: Results) -> list[str]:
         highest(SUBJECT, DICE, [fresh, pretrained]),
         differ(SUBJECT, DICE, fresh, pretrained),
         differ(SUBJECT, TRAIN_LOSS, *results.curves(TRAIN_LOSS, FRESH, PRETRAINED)),
-        first_to_reach(SUBJECT, DICE, every, best_of(fresh)),
+        first_to_reach(SUBJECT, DICE, every, plateau(fresh)),
         _cost(results),
     ]
 
@@ -86,7 +86,7 @@ PRETRAINING_FIGURE = Figure(
     15,
     "Few labelled cases: from a pretraining without labels, and from nothing",
     "training on 4 labelled cases at equal steps, from a masked autoencoder and from nothing",
-    (Arm(FRESH, {}), Arm(PRETRAINED, {}, after=MASKED)),
+    (FigureCurve(FRESH, {}), FigureCurve(PRETRAINED, {}, after=MASKED)),
     judge,
     {
         "debug": FEW,

@@ -2,22 +2,22 @@
 
 from collections.abc import Callable
 
-from lab.figures.figure import Arm, Figure, Results
+from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.paper_figures import EXACT, dice_over_time_too
-from lab.figures.verdicts import best_of, coincide, differ, first_to_reach, highest, reached, rounded
+from lab.figures.verdicts import coincide, differ, first_to_reach, highest, plateau, reached, rounded
 from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS
 from seqpar.report.diagrams import Bars, Diagram, over_steps
 from seqpar.sweeps.costs import Cost, measured_cost, planned_cost
 
 MEMORY, TIME, SECONDS_TO = "MiB of a rank", "seconds a step", "seconds to Dice"
 SKIPS = (
-    Arm("no skips (plain)", {"decoder": "plain"}, matched="decoder_width"),
-    Arm("skips (UNETR)", {"decoder": "unetr"}, matched="decoder_width"),
-    Arm("no skips (Primus)", {"decoder": "primus"}),
+    FigureCurve("no skips (plain)", {"decoder": "plain"}, matched="decoder_width"),
+    FigureCurve("skips (UNETR)", {"decoder": "unetr"}, matched="decoder_width"),
+    FigureCurve("no skips (Primus)", {"decoder": "primus"}),
 )
-U_NET = Arm("U-Net (nnU-Net's plain)", {"network": "nnunet-plain"}, matched="features")
+U_NET = FigureCurve("U-Net (nnU-Net's plain)", {"network": "nnunet-plain"}, matched="features")
 PATCHES = tuple(
-    Arm(f"{arm.label}, patch {patch}", {**arm.settings, "patch": (patch,) * 3}, matched=arm.matched)
+    FigureCurve(f"{arm.label}, patch {patch}", {**arm.settings, "patch": (patch,) * 3}, matched=arm.matched)
     for arm in SKIPS
     for patch in (16, 8)
 )
@@ -64,7 +64,7 @@ def judge_networks(subject: str) -> Callable[[Results], list[str]]:
         lines = [f"{subject}: parameters: {sizes}", highest(subject, DICE, dice)]
         first, *others = dice
         lines += [differ(subject, DICE, first, other) for other in others]
-        return [*lines, first_to_reach(subject, DICE, dice, best_of(first))]
+        return [*lines, first_to_reach(subject, DICE, dice, plateau(first))]
 
     return judge
 
@@ -89,10 +89,10 @@ QUESTION_FIGURES = (
         "Gather, halo and swap on 2 ranks",
         "halo and swap coincide with Gather, at what share of its memory and time",
         (
-            Arm("SeqPar 1", {"seqpar": 1}),
-            Arm("Gather", {"seqpar": 2, "mode": "gather"}),
-            Arm("halo", {"seqpar": 2, "mode": "halo"}),
-            Arm("swap", {"seqpar": 2, "mode": "swap"}),
+            FigureCurve("SeqPar 1", {"seqpar": 1}),
+            FigureCurve("Gather", {"seqpar": 2, "mode": "gather"}),
+            FigureCurve("halo", {"seqpar": 2, "mode": "halo"}),
+            FigureCurve("swap", {"seqpar": 2, "mode": "swap"}),
         ),
         judge_modes,
         EXACT,

@@ -7,8 +7,8 @@ seven tiles of 64 have, and two of 96 but for 4 %.
 
 from dataclasses import replace
 
-from lab.figures.figure import EPOCHS, Arm, Figure, Results
-from lab.figures.verdicts import best_of, differ, first_to_reach, highest
+from lab.figures.figure import EPOCHS, Figure, FigureCurve, Results
+from lab.figures.verdicts import differ, first_to_reach, highest, plateau
 from seqpar.report.curves import DICE, QUANTITIES, Curve
 from seqpar.report.diagrams import Diagram, over_steps
 
@@ -21,8 +21,8 @@ NETWORK = {"network": "nnunet-plain", "deep_supervision": True, "output_bias": F
 SMALL, LARGE, WHOLE = "small tiles", "larger tiles", "whole volumes"
 
 
-def _tiles(label: str, place: int) -> Arm:
-    return Arm(label, {}, {s: {"tile": (SIDES[s][place],) * 3, "batch": BATCHES[s][place]} for s in SIDES})
+def _tiles(label: str, place: int) -> FigureCurve:
+    return FigureCurve(label, {}, {s: {"tile": (SIDES[s][place],) * 3, "batch": BATCHES[s][place]} for s in SIDES})
 
 
 def sizes(results: Results) -> dict[str, str]:
@@ -51,7 +51,7 @@ def judge(results: Results) -> list[str]:
     small, *others = dice
     lines = [f"Tiles: voxels a step: {voxels}", highest("Tiles", DICE, dice)]
     lines += [differ("Tiles", DICE, small, other) for other in others]
-    lines.append(first_to_reach("Tiles", DICE, dice, best_of(small)))
+    lines.append(first_to_reach("Tiles", DICE, dice, plateau(small)))
     whole = results.config(WHOLE).tile
     for label in (SMALL, LARGE):
         if all(side >= most for side, most in zip(results.config(label).tile, whole)):
@@ -72,7 +72,7 @@ TILE_FIGURE = Figure(
     (
         _tiles(SMALL, 0),
         _tiles(LARGE, 1),
-        Arm(WHOLE, {"curriculum": f"whole:{EPOCHS}:1", "val_window": "whole"}),
+        FigureCurve(WHOLE, {"curriculum": f"whole:{EPOCHS}:1", "val_window": "whole"}),
     ),
     judge,
     {"debug": NETWORK, "laptop": {**NETWORK, **LAPTOP}, "paper": NETWORK},

@@ -164,7 +164,7 @@ def reached(curve: Curve, value: float) -> Reached:
     return Reached(curve.label)
 
 
-def best_of(curve: Curve) -> float:
+def plateau(curve: Curve) -> float:
     """Returns the highest value that a curve's mean has, in thousandths that it is not below."""
     return math.floor(float(np.nanmax(curve.mean)) * 1000) / 1000
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from lab.benches.seams import seam_of
-from lab.figures.figure import Arm, Figure, Results
+from lab.benches.seams import seam_strength
+from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.verdicts import differ, highest, rounded
 from seqpar.parallel.rendezvous import start
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
@@ -52,7 +52,7 @@ def predictions(folder: Path) -> dict[str, Prediction]:
             logits = torch.cat([slab.logits for slab in slabs], 1)
             seconds = time.perf_counter() - began
             chances = logits.sigmoid() if run.learns_regions else logits.softmax(0)
-            result[kind] = Prediction(seconds, seam_of(chances, windows))
+            result[kind] = Prediction(seconds, seam_strength(chances, windows))
     return result
 
 
@@ -103,7 +103,7 @@ WINDOW_FIGURE = Figure(
     12,
     "A whole pass against sliding windows",
     "Dice of a whole pass and of sliding windows, their seams and time",
-    (Arm("training", {"val_window": "both"}),),
+    (FigureCurve("training", {"val_window": "both"}),),
     judge,
     draw=draw,
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from seqpar.data.errors import DataError, unreadable
 from seqpar.data.formats.dataset import Dataset
-from seqpar.data.formats.dataset_json import content_of
+from seqpar.data.formats.dataset_json import read_json_object
 
 Listed = dict[str, Sequence[str]]  # classes by case
 
@@ -21,7 +21,7 @@ Listed = dict[str, Sequence[str]]  # classes by case
 def with_annotations(dataset: Dataset, root: Path) -> Dataset:
     """Returns the data set whose cases know which classes their labels show; ``root``: its folder or JSON file."""
     folder, json = (root.parent, root) if root.suffix == ".json" else (root, root / "dataset.json")
-    content = content_of(json) if json.is_file() else {}
+    content = read_json_object(json) if json.is_file() else {}
     ways = {
         json: content.get("annotated"),
         folder / "annotated.csv": None,

@@ -29,7 +29,7 @@ class Meaning:
     order: tuple[int, ...]
 
 
-MEANINGS = {
+LABEL_SCHEMES = {
     "to 2021": Meaning(
         {"background": 0, "NCR": 1, "ED": 2, "ET": 4}, {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)}, (2, 1, 4)
     ),
@@ -56,11 +56,11 @@ MEANINGS = {
 
 def meaning_with(labels: dict[str, int]) -> Meaning | None:
     """Returns the meaning with exactly these labels, or None."""
-    return next((meaning for meaning in MEANINGS.values() if meaning.labels == labels), None)
+    return next((meaning for meaning in LABEL_SCHEMES.values() if meaning.labels == labels), None)
 
 
-def meaning_of(name: str, kind: str, place: Path) -> str:
-    """Returns the key in `MEANINGS` for a case's name, its files' endings and the folder it lies in."""
+def label_scheme_of(name: str, kind: str, place: Path) -> str:
+    """Returns the key in `LABEL_SCHEMES` for a case's name, its files' endings and the folder it lies in."""
     if kind.lower() in _OLD:
         return "to 2021"
     if re.match(r"brats-ped", name, re.IGNORECASE):
@@ -99,7 +99,7 @@ def read_brats(root: Path, labelled: bool = True) -> Dataset | None:
     for name, kinds in sorted(files_of.items()):
         if labelled:
             images = [(kind, files[0]) for kind, files in kinds.items() if KINDS.get(kind) in MODALITIES]
-            meanings |= {meaning_of(name, kind, file): file for kind, file in images}
+            meanings |= {label_scheme_of(name, kind, file): file for kind, file in images}
         try:
             cases.append(_case(name, kinds, labelled))
         except DataError as fault:
@@ -110,7 +110,7 @@ def read_brats(root: Path, labelled: bool = True) -> Dataset | None:
         examples = "; ".join(f"{meaning}: {file}" for meaning, file in sorted(meanings.items()))
         raise DataError(root, f"mixes cases whose labels differ in meaning ({examples}); separate them")
     year = "".join(meanings)  # none where there is no label to give a meaning
-    meaning = MEANINGS[year] if year else Meaning({}, {}, ())
+    meaning = LABEL_SCHEMES[year] if year else Meaning({}, {}, ())
     return Dataset(
         root.name, root, f"BraTS ({year or 'images alone'})", tuple(cases), MODALITIES, meaning.labels, meaning.regions,
         meaning.order, faults=tuple(faults),

@@ -5,9 +5,17 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import strip_suffix
-from seqpar.data.formats.brats import KINDS, MEANINGS, kind_of, meaning_of, meaning_with
+from seqpar.data.formats.brats import KINDS, LABEL_SCHEMES, kind_of, label_scheme_of, meaning_with
 from seqpar.data.formats.dataset import Case, Dataset, Split
-from seqpar.data.formats.dataset_json import checked, content_of, labels_of, modalities_of, numbered, order_of, place
+from seqpar.data.formats.dataset_json import (
+    labels_of,
+    modalities_of,
+    numbered_channels,
+    order_of,
+    read_json_object,
+    require_files,
+    resolve_path,
+)
 
 Declared = tuple[dict[str, int], dict[str, tuple[int, ...]], tuple[int, ...], int | None]
 _NOTHING: Declared = ({}, {}, (), None)  # of images without labels
@@ -16,7 +24,7 @@ _NOTHING: Declared = ({}, {}, (), None)  # of images without labels
 def read_decathlon(root: Path, labelled: bool = True) -> Dataset:
     """Returns the data set of an MSD folder: a ``training`` list, all modalities in one 4-D file."""
     path = root / "dataset.json"
-    content = content_of(path)
+    content = read_json_object(path)
     cases, _, faults = _listed(content["training"], "training", path, labelled)
     labels, regions, order, ignore = _declared(content, path) if labelled else _NOTHING
     return Dataset(
@@ -27,7 +35,7 @@ def read_decathlon(root: Path, labelled: bool = True) -> Dataset:
 
 def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
     """Returns the data set of a MONAI list: ``training`` with folds, or with ``validation``."""
-    content = content_of(path)
+    content = read_json_object(path)
     cases, folds, faults = _listed(content["training"], "training", path, labelled)
     held_out, _, more_faults = _listed(
         content.get("validation", []), "validation", path, labelled, next(iter(cases.values()), None)
@@ -44,7 +52,7 @@ def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
     elif "labels" in content:
         labels, regions, order, ignore = _declared(content, path)
     elif named:
-        meaning = MEANINGS[meaning_of(*named[0], first.images[0])]
+        meaning = LABEL_SCHEMES[label_scheme_of(*named[0], first.images[0])]
         labels, regions, order, ignore = meaning.labels, meaning.regions, meaning.order, None
     else:
         raise DataError(path, 'says nothing of its labels; add "labels": {"0": "background", "1": …}')
@@ -53,7 +61,7 @@ def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
     elif len(named) == len(first.images):
         modalities = tuple(KINDS[kind] for _, kind in named)
     else:
-        modalities = numbered(first.images)
+        modalities = numbered_channels(first.images)
     splits: tuple[Split, ...] = ((tuple(cases), tuple(held_out)),) if held_out else ()
     return Dataset(
         str(content.get("name") or path.stem), path.parent, "MONAI list", tuple(all_cases.values()), modalities,
@@ -85,14 +93,14 @@ def _listed(
     for entry in entries:
         try:
             paths = entry["image"] if isinstance(entry["image"], list) else [entry["image"]]
-            images = tuple(place(path.parent, image) for image in paths)
+            images = tuple(resolve_path(path.parent, image) for image in paths)
             named = kind_of(images[0])
             name = named[0] if named and len(images) > 1 else strip_suffix(images[0].name)
             if name in cases:
                 raise DataError(path, f"lists case {name} twice ({images[0]}); keep one of them")
             images = _in_order(images, first) if first else images
-            label = place(path.parent, entry["label"]) if labelled else None
-            case = checked(Case(name, images, label), path)
+            label = resolve_path(path.parent, entry["label"]) if labelled else None
+            case = require_files(Case(name, images, label), path)
             first = first or case
             if labelled and isinstance(entry.get("fold"), int):
                 folds[name] = entry["fold"]

@@ -13,8 +13,8 @@ from typing import Any
 from seqpar.data.errors import DataError
 from seqpar.data.files import SUFFIXES
 from seqpar.data.formats.dataset import TABLE, Case, Dataset, Split, VolumeClasses
-from seqpar.data.formats.dataset_json import content_of, place
-from seqpar.data.formats.recognise import describe, find
+from seqpar.data.formats.dataset_json import read_json_object, resolve_path
+from seqpar.data.formats.recognise import describe, find_dataset
 from seqpar.data.formats.splits import check_classes
 from seqpar.text import quantity
 
@@ -28,7 +28,7 @@ def read_class_dataset(path_or_name: str | Path | int) -> Dataset:
 
     Raises DataError for what is wrong with the table, or with an image.
     """
-    root = find(path_or_name)
+    root = find_dataset(path_or_name)
     if root.suffix == ".csv":
         raise DataError(root, f"is a table; name the folder of its images, in which it is {TABLE}: {root.parent}")
     dataset = describe(root, labelled=False)
@@ -37,7 +37,7 @@ def read_class_dataset(path_or_name: str | Path | int) -> Dataset:
         raise DataError(faults[0].path, faults[0].problem + more)
     table = root / TABLE if root.is_dir() else root
     if root.is_dir() and not table.is_file():
-        lists = [path for path in sorted(root.glob("*.json")) if content_of(path).get("training")]
+        lists = [path for path in sorted(root.glob("*.json")) if read_json_object(path).get("training")]
         if len(lists) != 1:
             raise DataError(table, "is missing; a table with the header case,class is needed, or a list of MONAI's")
         table = lists[0]
@@ -139,7 +139,7 @@ def _sorted_names(names: set[str]) -> tuple[str, ...]:
 
 def _read_list(path: Path, cases: Sequence[Case]) -> VolumeClasses:
     """Returns the classes in a MONAI list, whose entries have ``label`` as a number or name."""
-    content, by_file = content_of(path), {file: case.id for case in cases for file in case.images}
+    content, by_file = read_json_object(path), {file: case.id for case in cases for file in case.images}
     labels, subjects, folds, held_out = dict[str, Any](), dict[str, str](), dict[str, int](), list[str]()
     for key in ("training", "validation"):
         for entry in content.get(key, ()):
@@ -169,7 +169,7 @@ def _case_of(entry: Any, by_file: Mapping[Path, str], path: Path) -> str:
     """
     images = entry.get("image") if isinstance(entry, dict) else None
     first = images[0] if isinstance(images, list) and images else images
-    if not isinstance(first, str) or (case := by_file.get(place(path.parent, first))) is None:
+    if not isinstance(first, str) or (case := by_file.get(resolve_path(path.parent, first))) is None:
         raise DataError(path, f"lists {entry!r:.200}, which is no image with a class; beside it {TABLE} is needed, a "
                         "table with the header case,class")  # fmt: skip
     return case

@@ -58,7 +58,7 @@ class VolumeClasses:
         return [numbers.count(number) for number in range(len(self.names))]
 
 
-__all__ = ["Case", "Dataset", "Split", "unlabelled"]
+__all__ = ["Case", "Dataset", "Split", "no_labels_error"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Dataset:
         return tuple(sorted(case.id for case in self.cases))
 
 
-def unlabelled(dataset: Dataset) -> DataError:
+def no_labels_error(dataset: Dataset) -> DataError:
     """Returns the DataError for a data set without labels that is to be trained on."""
     if (dataset.root / TABLE).is_file():
         return DataError(dataset.root, f"has no label maps, and {TABLE} gives each case a class: add --task classify")

@@ -10,7 +10,7 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.volumes import read_geometry
 
 
-def content_of(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file, which must be an object."""
     content = read_json(path)
     if not isinstance(content, dict):
@@ -66,12 +66,12 @@ def order_of(content: dict[str, Any], path: Path) -> tuple[int, ...]:
     return tuple(order)
 
 
-def numbered(images: tuple[Path, ...]) -> tuple[str, ...]:
+def numbered_channels(images: tuple[Path, ...]) -> tuple[str, ...]:
     """Returns "channel 0", "channel 1", … for all channels of some files that declare no names."""
     return tuple(f"channel {n}" for n in range(sum(read_geometry(image)[1] for image in images)))
 
 
-def checked(case: Case, path: Path) -> Case:
+def require_files(case: Case, path: Path) -> Case:
     """Returns the case; raises DataError if one of its files is missing."""
     for file in (*case.images, case.label):
         if file is not None and not file.exists():
@@ -79,6 +79,6 @@ def checked(case: Case, path: Path) -> Case:
     return case
 
 
-def place(root: Path, name: str) -> Path:
+def resolve_path(root: Path, name: str) -> Path:
     """Returns the path of a file named in a list, relative to the list's folder."""
     return root / os.path.expandvars(name)

@@ -9,7 +9,15 @@ from seqpar.data.dicom_series import is_series
 from seqpar.data.errors import DataError
 from seqpar.data.files import SUFFIXES, strip_suffix, suffix_of
 from seqpar.data.formats.dataset import Case, Dataset
-from seqpar.data.formats.dataset_json import checked, content_of, labels_of, modalities_of, numbered, order_of, place
+from seqpar.data.formats.dataset_json import (
+    labels_of,
+    modalities_of,
+    numbered_channels,
+    order_of,
+    read_json_object,
+    require_files,
+    resolve_path,
+)
 from seqpar.data.volumes import is_volume
 
 _CHANNEL = re.compile(r"^(.+)_(\d{4})(\.nii|\.nii\.gz|\.nrrd|\.mha)?$")  # a DICOM series has no suffix
@@ -18,7 +26,7 @@ _CHANNEL = re.compile(r"^(.+)_(\d{4})(\.nii|\.nii\.gz|\.nrrd|\.mha)?$")  # a DIC
 def read_nnunet(root: Path, labelled: bool = True) -> Dataset:
     """Returns the data set of an nnU-Net raw folder (``imagesTr``, ``labelsTr`` or explicit paths)."""
     path = root / "dataset.json"
-    content = content_of(path)
+    content = read_json_object(path)
     modalities = modalities_of(content, path)
     labels, regions, ignore = labels_of(content, path) if labelled else ({}, {}, None)
     ending = content.get("file_ending", ".nii.gz")
@@ -38,7 +46,7 @@ def read_images(root: Path) -> Dataset | None:
     if not files:
         return None
     described = root.parent / "dataset.json"
-    content = content_of(described) if described.is_file() else {}
+    content = read_json_object(described) if described.is_file() else {}
     named = "channel_names" in content or "modality" in content
     return of_images(root, files, modalities_of(content, described) if named else ())
 
@@ -62,10 +70,10 @@ def _numbered_by_first(cases: list[Case]) -> tuple[str, ...]:
     """Returns names for the channels of the first case that can be read; the others' faults are their own."""
     for case in cases[:-1]:
         try:
-            return numbered(case.images)
+            return numbered_channels(case.images)
         except DataError:
             continue
-    return numbered(cases[-1].images)
+    return numbered_channels(cases[-1].images)
 
 
 def has_channel_files(root: Path) -> bool:
@@ -143,9 +151,9 @@ def _explicit(
         raise DataError(path, '"dataset" is no object; {"CASE": {"images": […], "label": …}} is needed')
     for name, entry in content["dataset"].items():
         try:
-            images = tuple(place(root, image) for image in entry["images"])
-            label = place(root, entry["label"]) if labelled else None
-            cases.append(checked(Case(name, images, label), path))
+            images = tuple(resolve_path(root, image) for image in entry["images"])
+            label = resolve_path(root, entry["label"]) if labelled else None
+            cases.append(require_files(Case(name, images, label), path))
         except (KeyError, TypeError):
             faults.append(DataError(path, f"case {name} is {entry!r}; it needs images and label"))
         except DataError as fault:

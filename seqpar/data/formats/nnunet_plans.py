@@ -38,7 +38,7 @@ class Resampling:
 
 
 @dataclass(frozen=True)
-class Plan:
+class NnunetPlan:
     """One configuration of nnU-Net's plans: how images are prepared, and the network's arguments.
 
     - ``masked``: whether a channel's mean and deviation are those of the voxels that are not zero
@@ -87,7 +87,7 @@ class Declaration:
         return len(self.regions or self.labels)
 
 
-def plan_of(plans: Mapping[str, Any], configuration: str, path: Path) -> Plan:
+def plan_of(plans: Mapping[str, Any], configuration: str, path: Path) -> NnunetPlan:
     """Returns a configuration of plans.json with what it inherits; what cannot be followed is refused by name.
 
     - ``path``: for messages
@@ -103,7 +103,7 @@ def plan_of(plans: Mapping[str, Any], configuration: str, path: Path) -> Plan:
         intensities = plans.get("foreground_intensity_properties_per_channel") or plans[old]
         network_class, arguments = _architecture(own, path)
         schemes = tuple(own["normalization_schemes"])
-        plan = Plan(
+        plan = NnunetPlan(
             configuration,
             tuple(map(int, own["patch_size"])),
             tuple(map(float, own["spacing"])),
@@ -176,7 +176,7 @@ def _refuse(own: Mapping[str, Any], name: str, path: Path) -> None:
         raise DataError(path, f"configuration {name} is 2d (patch {own['patch_size']}): only 3d networks are built")
 
 
-def _refuse_unknown(plan: Plan, path: Path) -> None:
+def _refuse_unknown(plan: NnunetPlan, path: Path) -> None:
     """Raises DataError for what the plans name and nothing here follows."""
     steps = (plan.resampling, plan.logit_resampling)
     for name, used, known in (

@@ -11,12 +11,23 @@ from seqpar.data.formats.annotations import with_annotations
 from seqpar.data.formats.brats import meaning_with, read_brats
 from seqpar.data.formats.case_lists import read_decathlon, read_fold_json
 from seqpar.data.formats.dataset import Case, Dataset, Split
-from seqpar.data.formats.dataset_json import content_of, labels_of
+from seqpar.data.formats.dataset_json import labels_of, read_json_object
 from seqpar.data.formats.nnunet_folders import has_channel_files, of_images, read_images, read_nnunet
 from seqpar.data.formats.splits import folds, read_splits, split
 from seqpar.data.volumes import is_volume
 
-__all__ = ["Case", "Dataset", "Split", "declared_in", "describe", "find", "folds", "recognise", "refuse_twice", "split"]
+__all__ = [
+    "Case",
+    "Dataset",
+    "Split",
+    "read_declaration",
+    "describe",
+    "find_dataset",
+    "folds",
+    "read_dataset",
+    "refuse_twice",
+    "split",
+]
 _RAW = "nnUNet_raw"
 OLD_CACHE = ".prepared"  # ends the names of the caches that once lay beside the data
 _KNOWN = (
@@ -25,11 +36,11 @@ _KNOWN = (
 )
 
 
-def recognise(path_or_name: str | Path | int) -> Dataset:
+def read_dataset(path_or_name: str | Path | int) -> Dataset:
     """Returns the description of a data set, with its splits if it defines any."""
     dataset = describe(path_or_name)
     if dataset.labels:
-        dataset = with_annotations(dataset, find(path_or_name))
+        dataset = with_annotations(dataset, find_dataset(path_or_name))
     if dataset.splits or not dataset.labels:
         return dataset
     try:
@@ -43,7 +54,7 @@ def describe(path_or_name: str | Path | int, labelled: bool = True) -> Dataset:
 
     labelled: whether labels are read. Prediction does not need them, and then ignores what is wrong with them.
     """
-    root = find(path_or_name)
+    root = find_dataset(path_or_name)
     dataset = _read(root, labelled)
     refuse_twice(root, dataset.cases)
     return dataset
@@ -58,9 +69,9 @@ def refuse_twice(root: Path, cases: Sequence[Case]) -> None:
             raise DataError(root, f"holds case {case.id} twice, as {files}; keep one of them")
 
 
-def declared_in(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:
+def read_declaration(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]], int | None]:
     """Returns labels, regions and ignore label declared in a JSON file; other keys may be missing."""
-    content = content_of(path)
+    content = read_json_object(path)
     labels, regions, ignore = labels_of(content, path)
     if not regions and content.get("training") and not has_channel_files(path.parent):
         meaning = meaning_with(labels)  # a list's labels of BraTS bring their regions
@@ -68,7 +79,7 @@ def declared_in(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]],
     return labels, regions, ignore
 
 
-def find(path_or_name: str | Path | int) -> Path:
+def find_dataset(path_or_name: str | Path | int) -> Path:
     """Returns the path of a data set, given as a path or as a name or number under nnUNet_raw."""
     path = Path(str(path_or_name)).expanduser()
     if path.exists():
@@ -108,7 +119,7 @@ def _read(root: Path, labelled: bool) -> Dataset:
 
 def _from_json(path: Path, labelled: bool) -> Dataset:
     """Returns the data set of a JSON file: its keys say whether it is MSD's, MONAI's or nnU-Net's."""
-    content = content_of(path)
+    content = read_json_object(path)
     training = content.get("training")
     folded = any(isinstance(entry, dict) and "fold" in entry for entry in training or [])
     if folded or path.name != "dataset.json" or not content.keys() & {"labels", "channel_names", "modality"}:
@@ -122,12 +133,12 @@ def _from_json(path: Path, labelled: bool) -> Dataset:
 
 def _is_list(path: Path) -> bool:
     """Returns whether a JSON file lists cases; raises DataError for a broken one."""
-    return "training" in content_of(path)
+    return "training" in read_json_object(path)
 
 
 def find_inputs(paths: Sequence[str | Path], modalities: Sequence[str]) -> tuple[list[Case], list[DataError]]:
     """Returns the cases to predict, with their files in the order of ``modalities``, and the faults of other cases."""
-    places = [find(path) for path in paths]
+    places = [find_dataset(path) for path in paths]
     if all(map(is_volume, places)):
         dataset = of_images(places[0].parent, places, tuple(modalities))
     elif len(places) == 1:

@@ -33,11 +33,11 @@ def folds(dataset: HasCases) -> list[Split]:
 
 def tested_ids(dataset: HasCases, fold: int | str) -> tuple[str, ...]:
     """Returns the ids that neither train nor validate, which only shares such as "70:15:15" have."""
-    shares = shares_of(str(fold))
+    shares = parse_percentages(str(fold))
     return _by_shares(sorted(dataset.ids), shares, str(fold))[2] if shares else ()
 
 
-def shares_of(fold: str) -> tuple[int, ...]:
+def parse_percentages(fold: str) -> tuple[int, ...]:
     """Returns the percentages to train, to validate and to test on of a text such as "70:15:15", () of others."""
     match = re.fullmatch(r"(\d+):(\d+):(\d+)", fold)
     if not match:
@@ -59,7 +59,7 @@ def _by_shares(ids: Sequence[str], shares: Sequence[int], fold: str) -> tuple[tu
     return tuple(tuple(ids[n] for n in sorted(part)) for part in parts)
 
 
-def some_of(ids: Sequence[str], count: int, class_of: Callable[[str], int] = lambda case: 0) -> tuple[str, ...]:
+def sample_cases(ids: Sequence[str], count: int, class_of: Callable[[str], int] = lambda case: 0) -> tuple[str, ...]:
     """Returns so many cases, drawn by nnU-Net's seed, from each class in turn; all for 0."""
     if count > len(ids):
         raise ValueError(f"--train-cases {count}: the fold has {len(ids)} to train on: use at most {len(ids)}")
@@ -78,7 +78,7 @@ def split(dataset: HasCases, fold: int | str) -> Split:
     fold: the number of a fold, "all" (every case in both), "90:10", or three shares, as 70:15:15.
     """
     ids = sorted(dataset.ids)
-    if shares := shares_of(str(fold)):
+    if shares := parse_percentages(str(fold)):
         train, held_out, _ = _by_shares(ids, shares, str(fold))
         return train, held_out
     if fold == "all":

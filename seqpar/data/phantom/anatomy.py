@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqpar.data.phantom import fields
-from seqpar.data.phantom.fields import Field, Mask, inside, soft
+from seqpar.data.phantom.fields import Field, Mask, inside, soft_step
 
 FIELD_OF_VIEW = (192.0, 224.0, 192.0)  # mm
-place_voxels, random_field = fields.over(FIELD_OF_VIEW)
+place_voxels, random_field = fields.fields_over(FIELD_OF_VIEW)
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def build_anatomy(rng: np.random.Generator, place: list[Field], wide: float | No
         inside([head.side, head.y, head.z], (14, -8, 0), (10, 15, 9)),
         inside([head.side, head.y, head.z], (26, 8, 0), (7, 19, 11)),
     )
-    grey = np.maximum(grey, 0.8 * soft(nuclei, 3))
-    csf = np.maximum(csf, soft(ventricle, 1.6))
+    grey = np.maximum(grey, 0.8 * soft_step(nuclei, 3))
+    csf = np.maximum(csf, soft_step(ventricle, 1.6))
     old_age = _old_age(rng, head, ventricle) * (1 - grey)
     memberships = {"grey": grey, "old_age": old_age, "csf": csf, "vessel": _vessels(rng, head)}
     return Anatomy(head.depth, head.depth > 0, memberships, head)
@@ -80,14 +80,14 @@ def _cortex(rng: np.random.Generator, head: Head) -> tuple[Field, Field]:
         head.depth, np.where(callosum < 0, head.side, 30)
     )  # the corpus callosum joins the hemispheres below it
     open_sulci = rng.uniform(0.12, 0.3)
-    grey = np.maximum(soft(1.05 * reach - fold, 0.35), soft(4.2 - cleft, 1.6))
-    csf = np.maximum(soft(open_sulci * reach - fold, 0.3), soft(1.0 - cleft, 1.4))
-    low = soft(head.cerebellum - np.maximum(head.upper, head.stem), 2.0)
-    leaves = soft(0.35 - np.cos((z + 0.3 * y + 1.2 * fold) * (2 * np.pi / 6.5)), 1.2)
-    leaves = np.maximum(leaves, soft(4 - head.cerebellum, 2)) * soft(19 - head.cerebellum, 8)
+    grey = np.maximum(soft_step(1.05 * reach - fold, 0.35), soft_step(4.2 - cleft, 1.6))
+    csf = np.maximum(soft_step(open_sulci * reach - fold, 0.3), soft_step(1.0 - cleft, 1.4))
+    low = soft_step(head.cerebellum - np.maximum(head.upper, head.stem), 2.0)
+    leaves = soft_step(0.35 - np.cos((z + 0.3 * y + 1.2 * fold) * (2 * np.pi / 6.5)), 1.2)
+    leaves = np.maximum(leaves, soft_step(4 - head.cerebellum, 2)) * soft_step(19 - head.cerebellum, 8)
     grey = grey * (1 - low) + low * leaves
-    csf = csf * (1 - low) + low * soft(0.6 - head.cerebellum, 1.5)
-    inner = 1 - soft(head.stem - 3, 2)
+    csf = csf * (1 - low) + low * soft_step(0.6 - head.cerebellum, 1.5)
+    inner = 1 - soft_step(head.stem - 3, 2)
     return grey * inner, csf * inner
 
 
@@ -104,9 +104,9 @@ def ventricle_of(head: Head, wide: float) -> Field:
 def _old_age(rng: np.random.Generator, head: Head, ventricle: Field) -> Field:
     """Returns lesions of old age, bright in FLAIR: spots in white matter and caps on the ventricles."""
     age = rng.uniform(0.0, 1.0)
-    spots = soft(random_field(rng, head.depth.shape, 4.5) - (3.3 - 1.1 * age), 0.5)
-    caps = soft(ventricle + 1.0 + 2.5 * age * random_field(rng, head.depth.shape, 7), 2.5)
-    return np.maximum(spots * soft(head.depth - 12, 6), caps * soft(np.abs(head.y) - 20, 10))
+    spots = soft_step(random_field(rng, head.depth.shape, 4.5) - (3.3 - 1.1 * age), 0.5)
+    caps = soft_step(ventricle + 1.0 + 2.5 * age * random_field(rng, head.depth.shape, 7), 2.5)
+    return np.maximum(spots * soft_step(head.depth - 12, 6), caps * soft_step(np.abs(head.y) - 20, 10))
 
 
 def _vessels(rng: np.random.Generator, head: Head) -> Field:
@@ -115,5 +115,5 @@ def _vessels(rng: np.random.Generator, head: Head) -> Field:
     course = np.hypot(random_field(rng, size, 9, band=True), random_field(rng, size, 9, band=True))
     sinus = 3.2 - np.hypot(head.x, np.minimum(head.upper, np.where(z > 0, 30, 90)) - 2)
     plexus = 1.6 - np.hypot(head.side - 12, z - 8 - 0.004 * head.y**2)
-    tubes = np.maximum(soft(0.13 - course, 0.14), soft(sinus, 2))
-    return np.maximum(tubes, soft(plexus, 2) * soft(16 - np.abs(head.y), 4))
+    tubes = np.maximum(soft_step(0.13 - course, 0.14), soft_step(sinus, 2))
+    return np.maximum(tubes, soft_step(plexus, 2) * soft_step(16 - np.abs(head.y), 4))

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW, Anatomy, build_anatomy, place_voxels, random_field, ventricle_of
-from seqpar.data.phantom.fields import Field, Mask, PhantomCase, inside, paint, soft, spacing_of, streams
+from seqpar.data.phantom.fields import Field, Mask, PhantomCase, inside, paint, soft_step, spacing_of, streams
 from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")
@@ -162,8 +162,8 @@ def _paint_dementia(rng: np.random.Generator, anatomy: Anatomy, whole: Field, le
     image = np.full(size, contrast["white"], np.float32)
     for tissue in ("grey", "old_age", "csf"):
         paint(image, contrast[tissue], anatomy.memberships[tissue])
-    paint(image, contrast["csf"], soft(whole, 3))
-    paint(image, contrast["grey"], soft(left, 3))
+    paint(image, contrast["csf"], soft_step(whole, 3))
+    paint(image, contrast["grey"], soft_step(left, 3))
     image *= 1 + 0.03 * random_field(rng, size, 3)
     image *= np.exp(rng.uniform(0.05, 0.2) * random_field(rng, size, 55))
     return image

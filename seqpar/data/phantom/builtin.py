@@ -3,20 +3,20 @@
 import os
 from pathlib import Path
 
-from seqpar.data.formats.brats import MEANINGS
+from seqpar.data.formats.brats import LABEL_SCHEMES
 from seqpar.data.formats.brats import MODALITIES as BRATS_MODALITIES
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.joined_labels import Joins, join_labels
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.preparation.fingerprint import Fingerprint
-from seqpar.data.preparation.waiting import announced, run_token, wait_for
-from seqpar.data.workers import Progress, silent
+from seqpar.data.preparation.waiting import run_token, wait_for, writing_progress
+from seqpar.data.workers import Progress, no_progress
 
 
 def phantom_fingerprint(cases: int, joins: Joins = ()) -> Fingerprint:
     """Returns the fingerprint of the built-in phantom data set, written or not, with labels joined."""
-    settings, meaning = PhantomSettings(), MEANINGS["2023"]
+    settings, meaning = PhantomSettings(), LABEL_SCHEMES["2023"]
     spacing = tuple(mm / side for mm, side in zip(FIELD_OF_VIEW, settings.size))
     ids = [settings.files(Path(), index)[0].parent.name for index in range(cases)]
     dataset = join_labels(
@@ -45,7 +45,7 @@ def phantom_fingerprint(cases: int, joins: Joins = ()) -> Fingerprint:
     )
 
 
-def phantom(cases: int, is_first: bool, progress: Progress = silent) -> Path:
+def phantom(cases: int, is_first: bool, progress: Progress = no_progress) -> Path:
     """Returns the folder of the built-in phantom data set with this number of cases.
 
     The first process writes it if it is missing, the others wait for it.
@@ -56,7 +56,7 @@ def phantom(cases: int, is_first: bool, progress: Progress = silent) -> Path:
     folder = settings.root(out)
     if is_first:
         if not done.exists():
-            with announced(out, run_token()) as announcement:
+            with writing_progress(out, run_token()) as announcement:
 
                 def show(count: float, total: int) -> None:
                     announcement.tell(count, total)

@@ -52,12 +52,12 @@ def random_field(
     return fft.irfftn(fft.ifftshift(waves, axes=(0, 1)), s=size).astype(np.float32)
 
 
-def over(extent: Extent) -> tuple[partial[list[Field]], partial[Field]]:
+def fields_over(extent: Extent) -> tuple[partial[list[Field]], partial[Field]]:
     """Returns ``place_voxels`` and ``random_field`` of a field of view; ``extent``: its sides in mm."""
     return partial(place_voxels, extent=extent), partial(random_field, extent=extent)
 
 
-def soft(distance: Any, width: float) -> Field:
+def soft_step(distance: Any, width: float) -> Field:
     """Returns 1 where ``distance`` is well above 0, 0 where well below, and a ramp of ``width`` between."""
     return np.clip(np.asarray(distance, np.float32) / np.float32(width) + np.float32(0.5), 0, 1)
 

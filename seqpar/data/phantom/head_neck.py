@@ -8,7 +8,7 @@ brighter against what surrounds them, so that a small network learns them in min
 import numpy as np
 
 from seqpar.data.phantom import fields
-from seqpar.data.phantom.fields import Field, PhantomCase, inside, paint, scan, soft, spacing_of, streams
+from seqpar.data.phantom.fields import Field, PhantomCase, inside, paint, scan, soft_step, spacing_of, streams
 
 FIELD_OF_VIEW = (176.0, 192.0, 176.0)  # mm
 DEFAULT_SIZE = (40, 44, 40)  # 4.4 mm voxels
@@ -26,7 +26,7 @@ HU = {
     "parotid": 5.0,
     "submandibular": 75.0,
 }
-place_voxels, random_field = fields.over(FIELD_OF_VIEW)
+place_voxels, random_field = fields.fields_over(FIELD_OF_VIEW)
 
 
 def make_case(seed: int, index: int, size: tuple[int, int, int] = DEFAULT_SIZE) -> PhantomCase:
@@ -40,7 +40,7 @@ def make_case(seed: int, index: int, size: tuple[int, int, int] = DEFAULT_SIZE) 
     for name, depth in _organs(shape_rng, place).items():
         kind = name.removesuffix("_left").removesuffix("_right")
         level = HU[kind] * contrast_rng.normal(1, 0.08) + 5 * random_field(contrast_rng, size, 5)
-        paint(image, level, soft(depth, 2))
+        paint(image, level, soft_step(depth, 2))
         label[depth > 0] = LABELS[name] if name in shown else 0
     spacing = spacing_of(FIELD_OF_VIEW, size)
     return PhantomCase(scan(noise_rng, image, 8, spacing)[None], label, spacing)
@@ -64,25 +64,25 @@ def _head(rng: np.random.Generator, place: list[Field]) -> Field:
     neck = inside([x, y], (0, -8), (52, 54)) + everywhere
     outside = np.maximum(np.maximum(skull, face), np.where(z < -20, neck, neck - 40))
     image = np.full(size, -1000, np.float32)
-    paint(image, -90, soft(outside + 4, 3))
-    muscle = soft(random_field(rng, size, 9) + 0.2, 0.5)
-    paint(image, -80 + 135 * muscle, soft(outside - 2, 3))
-    paint(image, 900, soft(skull, 3))
-    paint(image, 8, soft(skull - 7, 2))  # liquor around the brain
+    paint(image, -90, soft_step(outside + 4, 3))
+    muscle = soft_step(random_field(rng, size, 9) + 0.2, 0.5)
+    paint(image, -80 + 135 * muscle, soft_step(outside - 2, 3))
+    paint(image, 900, soft_step(skull, 3))
+    paint(image, 8, soft_step(skull - 7, 2))  # liquor around the brain
     cerebellum = inside(place, (0, -46, -4), (42, 26, 24))
     brain = np.minimum(skull - 10, np.maximum(z - 14, -16 - y) + 6)
-    paint(image, 34 + 4 * random_field(rng, size, 5), soft(brain, 3))
-    paint(image, 36, soft(np.minimum(cerebellum, skull - 9), 3))
-    paint(image, 5, soft(np.minimum(inside(place, (0, -12, -4), (20, 20, 40)), skull - 8), 3))  # cistern
-    paint(image, 5, soft(inside(place, (0, 26, 8), (27, 16, 14)), 3))
+    paint(image, 34 + 4 * random_field(rng, size, 5), soft_step(brain, 3))
+    paint(image, 36, soft_step(np.minimum(cerebellum, skull - 9), 3))
+    paint(image, 5, soft_step(np.minimum(inside(place, (0, -12, -4), (20, 20, 40)), skull - 8), 3))  # cistern
+    paint(image, 5, soft_step(inside(place, (0, 26, 8), (27, 16, 14)), 3))
     for side in (-1, 1):
-        paint(image, -85, soft(inside(place, (side * 28, 56, 4), (17, 34, 15)), 3))  # orbit
-        paint(image, 12, soft(inside(place, (side * 29, 72, 4), (12, 12, 12)), 2))  # eye
-        paint(image, -60, soft(inside(place, (side * 50, -4, -30), (15, 24, 28)), 4))  # fat around the glands
-        paint(image, -70, soft(inside(place, (side * 21, 16, -66), (18, 22, 18)), 4))
-    paint(image, -1000, soft(inside([x, y], (0, 6), (8, 7)) + soft(-z - 22, 4) * 14 - 14, 3))  # airway
-    paint(image, 350, soft(inside([x, y], (0, -32), (17, 14)) + soft(-z - 40, 4) * 14 - 14, 3))  # spine
-    paint(image, 1600, soft(_arch(place, -46, 5) + 1, 2))  # teeth
+        paint(image, -85, soft_step(inside(place, (side * 28, 56, 4), (17, 34, 15)), 3))  # orbit
+        paint(image, 12, soft_step(inside(place, (side * 29, 72, 4), (12, 12, 12)), 2))  # eye
+        paint(image, -60, soft_step(inside(place, (side * 50, -4, -30), (15, 24, 28)), 4))  # fat around the glands
+        paint(image, -70, soft_step(inside(place, (side * 21, 16, -66), (18, 22, 18)), 4))
+    paint(image, -1000, soft_step(inside([x, y], (0, 6), (8, 7)) + soft_step(-z - 22, 4) * 14 - 14, 3))  # airway
+    paint(image, 350, soft_step(inside([x, y], (0, -32), (17, 14)) + soft_step(-z - 40, 4) * 14 - 14, 3))  # spine
+    paint(image, 1600, soft_step(_arch(place, -46, 5) + 1, 2))  # teeth
     return image
 
 

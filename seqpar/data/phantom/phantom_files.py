@@ -19,7 +19,7 @@ from seqpar.data.files import write_bytes, write_json
 from seqpar.data.phantom.brain import MODALITIES
 from seqpar.data.phantom.fields import PhantomCase
 from seqpar.data.phantom.kinds import KINDS, PhantomKind
-from seqpar.data.workers import Progress, silent
+from seqpar.data.workers import Progress, no_progress
 
 LAYOUTS = ("brats", "nnunet", "classes")
 SETTINGS_FILE = "phantom.json"
@@ -100,7 +100,7 @@ def write_phantom(
     cases: int,
     settings: PhantomSettings = PhantomSettings(),  # noqa: B008 (frozen)
     workers: int = 1,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Path:
     """Writes the missing ones of cases 0 to ``cases - 1``; returns the data set's folder."""
     if cases < 1 or workers < 1:

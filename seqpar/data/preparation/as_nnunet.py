@@ -11,7 +11,7 @@ import numpy as np
 from seqpar.data.boxes import crop, smallest_box, uncrop
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
-from seqpar.data.formats.nnunet_plans import Declaration, Plan, Resampling
+from seqpar.data.formats.nnunet_plans import Declaration, NnunetPlan, Resampling
 from seqpar.data.geometry import Geometry, from_canonical, parse_header
 from seqpar.data.preparation.preparation import Preparation, TargetGrid
 from seqpar.data.preparation.prepared_case import Loaded, Prepared, Properties
@@ -25,17 +25,17 @@ _LEAST = 1e-8  # that is divided by
 
 
 @dataclass(frozen=True)
-class ByPlan(Preparation):
+class NnunetPreparation(Preparation):
     """By a plan of nnU-Net's: crop, normalise in float32, then resample.
 
     ``Properties`` that it makes are in its axes, the box too.
     """
 
-    plan: Plan
+    plan: NnunetPlan
     recipe: Recipe
 
     @classmethod
-    def of(cls, plan: Plan, declaration: Declaration) -> "ByPlan":
+    def of(cls, plan: NnunetPlan, declaration: Declaration) -> "NnunetPreparation":
         """Returns the preparation of a plan; class ids are the files' labels."""
         channels = declaration.channels
         values = tuple(declaration.labels.values())

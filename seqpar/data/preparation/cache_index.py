@@ -11,15 +11,19 @@ from seqpar.data.files import write_json
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.formats.recognise import OLD_CACHE
 from seqpar.data.preparation.cache import VERSION, digest_of, read_index, read_record
-from seqpar.data.preparation.cache_writer import ELSEWHERE, reopen, writable
+from seqpar.data.preparation.cache_writer import ELSEWHERE, as_cache_error, invalidate_cache
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
-from seqpar.data.volumes import stamp_of
+from seqpar.data.volumes import size_and_mtime
 
 
 def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
     """Returns whether the cache holds every case of the data set, made of the current files with these settings."""
     index = read_index(out)
-    if index is None or index["settings"] != plain(settings.described()) or index["dataset"] != described(dataset):
+    if (
+        index is None
+        or index["settings"] != json_round_trip(settings.described())
+        or index["dataset"] != describe_dataset(dataset)
+    ):
         return False
     if set(index["cases"]) != set(dataset.ids):
         return False
@@ -39,7 +43,7 @@ def refuse_other(dataset: Dataset, out: Path, settings: PrepareSettings | None) 
         return
     if index["dataset"]["name"] != dataset.name:
         raise DataError(out, f"holds the cache of {index['dataset']['name']}, not of {dataset.name}; {ELSEWHERE}")
-    now, was = plain(settings.described()) if settings else index["settings"], index["settings"]
+    now, was = json_round_trip(settings.described()) if settings else index["settings"], index["settings"]
     keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     if differing := [f"{key} {_typed(was.get(key))} there, {_typed(now.get(key))} here" for key in keys]:
         raise DataError(out, f"was prepared with other settings: {', '.join(differing)}; give the same, or {ELSEWHERE}")
@@ -55,13 +59,13 @@ def _typed(value: Any) -> str:
 def is_of_settings(out: Path, settings: PrepareSettings) -> bool:
     """Returns whether a folder holds a finished cache that was made with these settings, of whichever files."""
     index = read_index(out)
-    return index is not None and index["settings"] == plain(settings.described())
+    return index is not None and index["settings"] == json_round_trip(settings.described())
 
 
 def withdraw_index(out: Path) -> None:
     """Removes the index, so that no cache counts as finished; cases stay, for a preparation by the same recipe."""
-    with writable(out):
-        reopen(out)
+    with as_cache_error(out):
+        invalidate_cache(out)
 
 
 def write_index(dataset: Dataset, out: Path, settings: PrepareSettings, recipe: Recipe) -> None:
@@ -75,15 +79,15 @@ def write_index(dataset: Dataset, out: Path, settings: PrepareSettings, recipe: 
         withdraw_index(out)
     else:
         content = {
-            "settings": plain(settings.described()),
-            "dataset": described(dataset),
+            "settings": json_round_trip(settings.described()),
+            "dataset": describe_dataset(dataset),
             "recipe": recipe.to_json(),
         }
-        with writable(out):
+        with as_cache_error(out):
             write_json(out / "cache.json", {"version": VERSION, **content, "cases": cases})
 
 
-def described(dataset: Dataset) -> dict[str, Any]:
+def describe_dataset(dataset: Dataset) -> dict[str, Any]:
     """Returns a data set's description in class ids, as it comes back from JSON."""
     ids = {value: n for n, value in enumerate(dataset.labels.values())}
     described = {
@@ -102,7 +106,7 @@ def described(dataset: Dataset) -> dict[str, Any]:
         described["annotated"] = dict(sorted(shown.items()))
     if dataset.volume_classes is not None:
         described["volume_classes"] = dataset.volume_classes.to_json()
-    return {key: plain(value) for key, value in described.items()}
+    return {key: json_round_trip(value) for key, value in described.items()}
 
 
 def files_of(case: Case) -> tuple[Path, ...]:
@@ -115,13 +119,13 @@ def sources_of(case: Case) -> list[list[Any]]:
     sources = []
     for path in files_of(case):
         try:
-            sources.append([path.name, *stamp_of(path)])
+            sources.append([path.name, *size_and_mtime(path)])
         except OSError as error:
             raise unreadable(path, error) from error
     return sources
 
 
-def plain(value: Any) -> Any:
+def json_round_trip(value: Any) -> Any:
     """Returns a value as it comes back from JSON, to be compared with one that does."""
     return json.loads(json.dumps(value))
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.data.files import sync, write_json
+from seqpar.data.files import fsync_folder, write_json
 from seqpar.data.preparation.cache import VERSION
 from seqpar.data.preparation.prepared_case import Prepared
 from seqpar.data.preparation.recipe import Recipe
@@ -34,7 +34,7 @@ def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: l
     writing, final, old = (path / "cases" / f"{before}{name}" for before in (_WRITING, "", _OLD))
     rows = [np.zeros((0, 3), np.int32), *case.locations.values()]
     arrays = {"image.npy": case.image, "label.npy": case.label, "locations.npy": np.concatenate(rows)}
-    with writable(path):
+    with as_cache_error(path):
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
         files = {file: _save(writing / file, array) for file, array in arrays.items() if array is not None}
@@ -48,27 +48,27 @@ def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: l
             "properties": case.properties.to_json(),
         }
         write_json(writing / "case.json", record)
-        sync(writing)
-        reopen(path)
+        fsync_folder(writing)
+        invalidate_cache(path)
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
         writing.rename(final)
         shutil.rmtree(old, ignore_errors=True)
-        sync(final.parent)
+        fsync_folder(final.parent)
 
 
-def reopen(path: Path) -> None:
+def invalidate_cache(path: Path) -> None:
     """Removes the index, so that the cache counts as unfinished while it changes."""
     (path / "cache.json").unlink(missing_ok=True)
 
 
-def clean(path: Path, names: set[str]) -> None:
+def remove_partial_files(path: Path, names: set[str]) -> None:
     """Removes what killed runs left half written, and all cases but ``names``."""
     for folder in (path / "cases").iterdir():
         if folder.name not in names:
             if not folder.name.startswith((_WRITING, _OLD)):
-                reopen(path)
+                invalidate_cache(path)
             shutil.rmtree(folder)
     for file in [*path.glob(".*.tmp"), *path.glob("cases/*/.*.tmp"), *path.glob(f"{STATE}*.json")]:
         if not _is_state(file) or _age(file) > _STALE:
@@ -77,19 +77,19 @@ def clean(path: Path, names: set[str]) -> None:
 
 def discard(path: Path, name: str) -> None:
     """Removes a case whose files can no longer be prepared."""
-    with writable(path):
+    with as_cache_error(path):
         if (path / "cases" / name).exists():
-            reopen(path)
+            invalidate_cache(path)
             shutil.rmtree(path / "cases" / name, ignore_errors=True)
 
 
 @contextmanager
-def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def cache_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Holds the lock of a cache folder; waits while another process prepares into it.
 
     waiting: called again and again meanwhile.
     """
-    with writable(path):
+    with as_cache_error(path):
         path.mkdir(parents=True, exist_ok=True)
         if not (path / ".lock").exists() and (foreign := sorted(filter(_is_foreign, path.iterdir()))):
             raise CacheError(path, f"holds {foreign[0].name} and no cache; {ELSEWHERE}, so that nothing is lost")
@@ -98,7 +98,7 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         while not _lock(handle):
             waiting()
             time.sleep(0.2)
-        with writable(path):
+        with as_cache_error(path):
             (path / "cases").mkdir(exist_ok=True)
         yield
     finally:
@@ -106,7 +106,7 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def writable(path: Path) -> Iterator[None]:
+def as_cache_error(path: Path) -> Iterator[None]:
     """Turns an OSError of the block into a CacheError that says what to do."""
     try:
         yield
@@ -165,5 +165,5 @@ def _save(path: Path, array: np.ndarray) -> tuple[int, str]:
     with open(path, "wb") as file:
         hashing = _Hashing(file)
         np.lib.format.write_array(hashing, array, allow_pickle=False)  # type: ignore[arg-type]
-    sync(path)  # here, not by `whole_file`: the folder around it is what gets its name at the end
+    fsync_folder(path)  # here, not by `whole_file`: the folder around it is what gets its name at the end
     return path.stat().st_size, hashing.digest.hexdigest()

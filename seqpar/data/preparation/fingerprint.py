@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqpar.data.errors import DataError
-from seqpar.data.formats.dataset import Dataset, Split, VolumeClasses, unlabelled
+from seqpar.data.formats.dataset import Dataset, Split, VolumeClasses, no_labels_error
 from seqpar.data.volumes import read_geometry
 
 Sides = tuple[int, int, int]
@@ -73,7 +73,7 @@ def read_fingerprint(dataset: Dataset, labelled: bool = True) -> Fingerprint:
         raise dataset.faults[0]
     outputs = tuple(dataset.labels) if dataset.volume_classes is None else dataset.volume_classes.names
     if labelled and not outputs:
-        raise unlabelled(dataset)
+        raise no_labels_error(dataset)
     shapes, spacings = list[Sides](), list[Millimetres]()
     for case in dataset.cases:
         if dataset.labels and case.label is None:

@@ -59,7 +59,7 @@ class Preparation(ABC):
 
 
 @dataclass(frozen=True)
-class ByRecipe(Preparation):
+class RecipePreparation(Preparation):
     """As in training here: canonical axes, linear resampling."""
 
     recipe: Recipe

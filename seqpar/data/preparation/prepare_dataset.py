@@ -7,9 +7,9 @@ from pathlib import Path
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import write_json
-from seqpar.data.formats.dataset import Case, Dataset, unlabelled
+from seqpar.data.formats.dataset import Case, Dataset, no_labels_error
 from seqpar.data.formats.joined_labels import join_labels
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import PreparedCase, PreparedDataset, check_cache, open_cache, read_record
 from seqpar.data.preparation.cache_index import (
     cache_folder,
@@ -21,7 +21,15 @@ from seqpar.data.preparation.cache_index import (
     withdraw_index,
     write_index,
 )
-from seqpar.data.preparation.cache_writer import CacheError, clean, discard, locked, reopen, writable, write_case
+from seqpar.data.preparation.cache_writer import (
+    CacheError,
+    as_cache_error,
+    cache_lock,
+    discard,
+    invalidate_cache,
+    remove_partial_files,
+    write_case,
+)
 from seqpar.data.preparation.prepared_case import (
     CutOffError,
     Properties,
@@ -32,10 +40,10 @@ from seqpar.data.preparation.prepared_case import (
     refuse_unannotated,
 )
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
-from seqpar.data.preparation.recipe_survey import decide_recipe, lost
-from seqpar.data.preparation.waiting import announced, run_token, wait_for
+from seqpar.data.preparation.recipe_survey import case_lost_error, decide_recipe
+from seqpar.data.preparation.waiting import run_token, wait_for, writing_progress
 from seqpar.data.volumes import digest_file
-from seqpar.data.workers import Lost, Progress, Tell, each, silent, unheard
+from seqpar.data.workers import Progress, ReportProgress, WorkerDied, map_in_processes, no_item_progress, no_progress
 
 __all__ = [
     "PrepareSettings", "PreparedCase", "PreparedDataset", "Properties", "Recipe", "Report", "cache_folder",
@@ -60,7 +68,7 @@ def prepare(
     out: str | Path,
     settings: PrepareSettings | None = None,
     workers: int | None = None,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     replace: bool = True,
     labelled: bool = True,
 ) -> Report:
@@ -75,16 +83,16 @@ def prepare(
     if workers < 0:
         raise ValueError(f"workers is {workers}; 0 (none) or more are needed")
     if labelled and not dataset.labels and dataset.volume_classes is None:
-        raise unlabelled(dataset)
+        raise no_labels_error(dataset)
     if is_current(dataset, out, settings):  # nothing is written: the folder may be read-only
         return _report(dataset, out, [], [])
     total = len(dataset.cases)
-    with locked(out, lambda: progress(0, total)):
+    with cache_lock(out, lambda: progress(0, total)):
         refuse_other(dataset, out, None if replace else settings)
         if is_current(dataset, out, settings):  # by whom this process waited for
             return _report(dataset, out, [], [])
         was_finished = is_of_settings(out, settings)
-        clean(out, set(dataset.ids))
+        remove_partial_files(out, set(dataset.ids))
         recipe, was_surveyed = decide_recipe(dataset, out, settings, workers, progress)
 
         def second_half(done: float, total: int) -> None:
@@ -93,7 +101,7 @@ def prepare(
         try:
             made, faults = _run(_Work(out, recipe), dataset, workers, second_half if was_surveyed else progress)
         finally:
-            clean(out, set(dataset.ids))
+            remove_partial_files(out, set(dataset.ids))
         if any(isinstance(fault, CutOffError) for fault in faults) and not was_finished:
             # the sides that are asked for next are not to be refused for these
             withdraw_index(out)
@@ -110,12 +118,12 @@ def _run(work: "_Work", dataset: Dataset, workers: int, progress: Progress) -> t
     def beat(shares: dict[int, float]) -> None:
         progress(len(ended_ids) + sum(shares.values()), total)
 
-    with closing(each(work, dataset.cases, workers, beat)) as outcomes:
+    with closing(map_in_processes(work, dataset.cases, workers, beat)) as outcomes:
         for case, outcome in outcomes:
             if isinstance(outcome, CacheError):
                 raise outcome
-            if isinstance(outcome, Lost):
-                outcome = lost(case, outcome)
+            if isinstance(outcome, WorkerDied):
+                outcome = case_lost_error(case, outcome)
             if isinstance(outcome, DataError):
                 faults.append(outcome)
                 discard(work.out, case.id)
@@ -134,7 +142,7 @@ def prepared(
     workers: int | None = None,
     token: str | None = None,
     deadline: float = 600.0,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     labelled: bool = True,
 ) -> PreparedDataset:
     """Returns the cache for training: the first process prepares what is missing, the others wait for it.
@@ -147,7 +155,7 @@ def prepared(
     labelled: whether a data set without labels is refused.
     """
     settings = settings or PrepareSettings()
-    dataset = join_labels(path if isinstance(path, Dataset) else recognise(path), settings.joins)
+    dataset = join_labels(path if isinstance(path, Dataset) else read_dataset(path), settings.joins)
     folder, token = cache_folder(dataset, out, settings), run_token() if token is None else token
     _raise(dataset.faults)
     refuse_other(dataset, folder, settings)
@@ -156,7 +164,7 @@ def prepared(
             folder, folder / "cache.json", token, lambda: is_current(dataset, folder, settings), deadline, progress
         )
     elif not is_current(dataset, folder, settings):
-        with announced(folder, token) as announcement:
+        with writing_progress(folder, token) as announcement:
 
             def show(done: float, total: int) -> None:
                 announcement.tell(done, total)
@@ -180,7 +188,7 @@ class _Work:
     out: Path
     recipe: Recipe
 
-    def __call__(self, case: Case, tell: Tell = unheard) -> bool:
+    def __call__(self, case: Case, tell: ReportProgress = no_item_progress) -> bool:
         labelled(case, self.recipe)
         sources, record = sources_of(case), read_record(self.out, case.id)
         if record is not None and Recipe.from_json(record["recipe"]) == self.recipe:
@@ -188,8 +196,8 @@ class _Work:
             if record["sources"] == sources:
                 return False
             if record["digests"] == [digest_file(path) for path in files_of(case)]:  # touched, or moved
-                with writable(self.out):
-                    reopen(self.out)
+                with as_cache_error(self.out):
+                    invalidate_cache(self.out)
                     write_json(self.out / "cases" / case.id / "case.json", {**record, "sources": sources})
                 return False
         prepared_case = prepare_case(case, self.recipe, tell)

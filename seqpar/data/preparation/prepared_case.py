@@ -14,11 +14,11 @@ import numpy as np
 from seqpar.data.boxes import Box, crop, smallest_box, uncrop
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
-from seqpar.data.geometry import Geometry, differs, from_canonical, to_canonical
+from seqpar.data.geometry import Geometry, from_canonical, geometry_difference, to_canonical
 from seqpar.data.preparation import transforms
 from seqpar.data.preparation.recipe import BY_VOLUME, Recipe, generator
 from seqpar.data.volumes import read_volume
-from seqpar.data.workers import Tell, unheard
+from seqpar.data.workers import ReportProgress, no_item_progress
 
 
 class CutOffError(DataError):
@@ -71,7 +71,7 @@ Step = Callable[[], None]
 STAGES = 3  # after a case's files are read: cropped, normalised, resampled
 
 
-def no_step() -> None:
+def ignore_step() -> None:
     """Counts no step."""
 
 
@@ -84,7 +84,7 @@ class Loaded(NamedTuple):
     digests: tuple[str, ...]
 
 
-def load_case(case: Case, recipe: Recipe, step: Step = no_step) -> Loaded:
+def load_case(case: Case, recipe: Recipe, step: Step = ignore_step) -> Loaded:
     """Returns a case's files as canonical arrays; raises DataError if they do not fit each other or the recipe.
 
     step: called after each file.
@@ -97,7 +97,7 @@ def load_case(case: Case, recipe: Recipe, step: Step = no_step) -> Loaded:
         if len(array) != num_channels:
             raise DataError(path, f"holds {len(array)} channels; {num_channels} needed: {', '.join(recipe.modalities)}")
         first = first or geometry
-        if (how := differs(geometry, first)) is not None:
+        if (how := geometry_difference(geometry, first)) is not None:
             raise DataError(path, f"does not fit {case.images[0]}: {how}; register or resample it")
         channels += list(to_canonical(array, geometry.orientation))
         digests.append(digest)
@@ -108,7 +108,7 @@ def load_case(case: Case, recipe: Recipe, step: Step = no_step) -> Loaded:
     ids = None
     if case.label is not None:
         array, geometry, digest = read_volume(case.label)
-        if (how := differs(geometry, first)) is not None:
+        if (how := geometry_difference(geometry, first)) is not None:
             raise DataError(case.label, f"does not fit {case.images[0]}: {how}; draw it on the image again")
         ids = to_canonical(_class_ids(array, recipe, case.label), geometry.orientation)
         digests.append(digest)
@@ -116,7 +116,7 @@ def load_case(case: Case, recipe: Recipe, step: Step = no_step) -> Loaded:
     return Loaded(np.stack(channels), ids, first, tuple(digests))
 
 
-def prepare_case(case: Case, recipe: Recipe, tell: Tell = unheard) -> Prepared:
+def prepare_case(case: Case, recipe: Recipe, tell: ReportProgress = no_item_progress) -> Prepared:
     """Reads a case and returns it cropped, normalised and resampled.
 
     tell: is told which share of the work is done, in equal steps: each file, each stage.
@@ -129,7 +129,7 @@ def prepare_case(case: Case, recipe: Recipe, tell: Tell = unheard) -> Prepared:
     return prepare_loaded(load_case(case, recipe, step), case, recipe, step)
 
 
-def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = no_step) -> Prepared:
+def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = ignore_step) -> Prepared:
     """Returns loaded arrays cropped, normalised and resampled; errors name the files of ``case``.
 
     step: called after each of the ``STAGES``.

@@ -8,8 +8,8 @@ from seqpar.data.errors import DataError
 from seqpar.data.files import read_json, write_json
 from seqpar.data.formats.dataset import Case, Dataset
 from seqpar.data.preparation.cache import VERSION
-from seqpar.data.preparation.cache_index import described, plain, sources_of
-from seqpar.data.preparation.cache_writer import writable
+from seqpar.data.preparation.cache_index import describe_dataset, json_round_trip, sources_of
+from seqpar.data.preparation.cache_writer import as_cache_error
 from seqpar.data.preparation.prepared_case import load_case
 from seqpar.data.preparation.recipe import (
     Finding,
@@ -20,14 +20,14 @@ from seqpar.data.preparation.recipe import (
     needs_survey,
     survey,
 )
-from seqpar.data.workers import Lost, Progress, Tell, each, unheard
+from seqpar.data.workers import Progress, ReportProgress, WorkerDied, map_in_processes, no_item_progress
 
 
 @dataclass(frozen=True)
 class _Survey:
     recipe: Recipe
 
-    def __call__(self, case: Case, tell: Tell = unheard) -> Finding:
+    def __call__(self, case: Case, tell: ReportProgress = no_item_progress) -> Finding:
         if "ct" not in self.recipe.schemes:
             return survey(case, None, None, self.recipe)
         loaded = load_case(case, self.recipe)
@@ -48,8 +48,8 @@ def decide_recipe(
         return draft, False
     key = {
         "version": VERSION,
-        "settings": plain(settings.described()),
-        "dataset": described(dataset),
+        "settings": json_round_trip(settings.described()),
+        "dataset": describe_dataset(dataset),
         "sources": {},
     }
     try:
@@ -64,21 +64,21 @@ def decide_recipe(
     def beat(shares: dict[int, float]) -> None:
         progress((len(ended_ids) + sum(shares.values())) / 2, total)
 
-    with closing(each(_Survey(draft), dataset.cases, workers, beat)) as outcomes:
+    with closing(map_in_processes(_Survey(draft), dataset.cases, workers, beat)) as outcomes:
         for case, outcome in outcomes:
             ended_ids.append(case.id)
-            if isinstance(outcome, Lost):
-                raise lost(case, outcome)
+            if isinstance(outcome, WorkerDied):
+                raise case_lost_error(case, outcome)
             if isinstance(outcome, Finding):
                 findings[case.id] = outcome
     in_order = [findings[name] for name in sorted(findings)]  # not in the order in which they ended
     recipe = finish_recipe(draft, dataset, settings, in_order)
     if keep:
-        with writable(out):
+        with as_cache_error(out):
             write_json(out / "recipe.json", {"key": key, "recipe": recipe.to_json()})
     return recipe, True
 
 
-def lost(case: Case, why: Lost) -> DataError:
+def case_lost_error(case: Case, why: WorkerDied) -> DataError:
     """Returns the error of a case whose process ended without a result."""
     return DataError(case.images[0], f"could not be prepared: {why}; free memory, or use fewer --workers")

@@ -11,9 +11,9 @@ from seqpar.data.preparation.cache_index import files_of, sources_of
 from seqpar.data.preparation.prepare_dataset import default_workers, labelled, nothing_to_learn
 from seqpar.data.preparation.prepared_case import prepare_case
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
-from seqpar.data.preparation.recipe_survey import decide_recipe, lost
+from seqpar.data.preparation.recipe_survey import case_lost_error, decide_recipe
 from seqpar.data.volumes import digest_file
-from seqpar.data.workers import Lost, Progress, Tell, each, silent
+from seqpar.data.workers import Progress, ReportProgress, WorkerDied, map_in_processes, no_progress
 
 
 def check_sources(
@@ -21,7 +21,7 @@ def check_sources(
     out: Path,
     settings: PrepareSettings,
     workers: int | None = None,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> list[DataError]:
     """Returns what is wrong with the files of a data set; each case is read and prepared in memory.
 
@@ -38,11 +38,11 @@ def check_sources(
         checked = done + sum(shares.values())
         progress((total + checked) / 2 if was_surveyed else checked, total)
 
-    with closing(each(_Check(out, recipe), dataset.cases, workers, beat)) as outcomes:
+    with closing(map_in_processes(_Check(out, recipe), dataset.cases, workers, beat)) as outcomes:
         for case, outcome in outcomes:
             done += 1
-            if isinstance(outcome, Lost):
-                outcome = lost(case, outcome)
+            if isinstance(outcome, WorkerDied):
+                outcome = case_lost_error(case, outcome)
             if isinstance(outcome, DataError):
                 faults.append(outcome)
             else:
@@ -59,7 +59,7 @@ class _Check:
     out: Path
     recipe: Recipe
 
-    def __call__(self, case: Case, tell: Tell) -> bool:
+    def __call__(self, case: Case, tell: ReportProgress) -> bool:
         labelled(case, self.recipe)
         record = read_record(self.out, case.id)
         if record is None or Recipe.from_json(record["recipe"]) != self.recipe:

@@ -11,7 +11,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import write_json
-from seqpar.data.preparation.cache_writer import ELSEWHERE, STATE, writable
+from seqpar.data.preparation.cache_writer import ELSEWHERE, STATE, as_cache_error
 from seqpar.data.workers import Progress
 
 _POLL, _GRACE, _BEAT = 0.2, 3.0, 2.0  # seconds
@@ -26,7 +26,7 @@ def run_token() -> str:
     return "/".join(os.environ.get(name, "") for name in _SHARED)
 
 
-class Announcement:
+class ProgressFile:
     """The file by which the preparing process says how far it is, and that it is alive."""
 
     def __init__(self, path: Path, token: str) -> None:
@@ -41,16 +41,16 @@ class Announcement:
     def write(self, **content: Any) -> None:
         """Replaces the content of the file."""
         self.last, self.count = time.monotonic(), self.count + 1
-        with writable(self.path):
+        with as_cache_error(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             content = {"run": self.token, "beat": self.count, **content}
             write_json(self.file, content, durable=False)  # frequent, and of no use after a crash
 
 
 @contextmanager
-def announced(path: Path, token: str) -> Iterator[Announcement]:
+def writing_progress(path: Path, token: str) -> Iterator[ProgressFile]:
     """Yields the announcement; an error of the block is passed on to the waiting processes, then raised."""
-    announcement = Announcement(path, token)
+    announcement = ProgressFile(path, token)
     announcement.write(state="preparing", done=0, total=0)
     try:
         yield announcement
@@ -59,7 +59,7 @@ def announced(path: Path, token: str) -> Iterator[Announcement]:
         with suppress(DataError):
             announcement.write(state="failed", path=fault.path, problem=fault.problem)
         raise
-    with writable(path):
+    with as_cache_error(path):
         announcement.file.unlink(missing_ok=True)
 
 

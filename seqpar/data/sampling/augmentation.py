@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES, Chance, Image, Label, Recipe
+from seqpar.data.sampling.augmentation_presets import ORDERS, RECIPES, AugmentationRecipe, Chance, Image, Label
 from seqpar.data.sampling.extra_steps import EXTRA_STEPS
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.warp import Size, Warp, apply_warp, draw_offsets, rotate, rotated_size
@@ -27,7 +27,7 @@ INTENSITY_STEPS = ("noise", "blur", "brightness", "contrast", "low_resolution", 
 class Augmentation:
     """Makes a tile of a source (a larger crop) and its label; ``augment`` builds one by name."""
 
-    recipe: Recipe
+    recipe: AugmentationRecipe
     tile_size: Size
     synthesis: TumourSynthesis | None = None
     order: int = 1  # of the image's interpolation
@@ -91,7 +91,7 @@ class Augmentation:
         return image, label
 
     def _chances(self) -> Iterator[tuple[str, Chance]]:
-        for field in fields(Recipe):
+        for field in fields(AugmentationRecipe):
             chance = getattr(self.recipe, field.name)
             if isinstance(chance, Chance):
                 yield field.name, chance
@@ -169,7 +169,7 @@ def augment(
     return Augmentation(recipe_of(name), tuple(tile_size), synthesis, order, outside_label, keep_background)
 
 
-def recipe_of(name: str) -> Recipe:
+def recipe_of(name: str) -> AugmentationRecipe:
     """Returns the recipe ``none``, ``light``, ``full`` or ``paper``, with the further steps that follow a ``+``."""
     first, *more = name.split("+")
     if first not in RECIPES:

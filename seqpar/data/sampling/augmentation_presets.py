@@ -21,7 +21,7 @@ class Chance:
 
 
 @dataclass(frozen=True)
-class Step:
+class ExtraStep:
     """A further step, which a recipe has where ``--augment`` names it.
 
     ``change`` takes a tile's image ``c W D H``, its label ``W D H``, the strengths and a generator, and returns the
@@ -33,7 +33,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class AugmentationRecipe:
     """The steps of an augmentation, in the order in which they act; then further ones, in theirs."""
 
     rotation: Chance = Chance()  # degrees, about each axis
@@ -48,7 +48,7 @@ class Recipe:
     gamma_inverted: Chance = Chance()
     gamma: Chance = Chance()
     mirror: Chance = Chance()  # of each direction
-    further: tuple[tuple[str, Step], ...] = ()  # by name; they act before tiles are mirrored
+    further: tuple[tuple[str, ExtraStep], ...] = ()  # by name; they act before tiles are mirrored
 
     @property
     def deforms(self) -> bool:
@@ -56,14 +56,14 @@ class Recipe:
         return any(step.probability for step in (self.rotation, self.scaling, self.elastic))
 
 
-def none() -> Recipe:
+def none() -> AugmentationRecipe:
     """Returns the recipe that changes nothing."""
-    return Recipe()
+    return AugmentationRecipe()
 
 
-def light() -> Recipe:
+def light() -> AugmentationRecipe:
     """Returns a cheap recipe for short runs."""
-    return Recipe(
+    return AugmentationRecipe(
         rotation=Chance(0.1, -15, 15),
         scaling=Chance(0.1, 0.85, 1.25),
         noise=Chance(0.1, 0, 0.05),
@@ -72,12 +72,12 @@ def light() -> Recipe:
     )
 
 
-def full() -> Recipe:
+def full() -> AugmentationRecipe:
     """Returns nnU-Net's default list with its probabilities and ranges.
 
     Its last step, zero background stays zero, depends on the data: it is the `keep_background` of an augmentation.
     """
-    return Recipe(
+    return AugmentationRecipe(
         rotation=Chance(0.2, -30, 30),
         scaling=Chance(0.2, 0.7, 1.4),
         noise=Chance(0.1, 0, 0.1),
@@ -91,10 +91,10 @@ def full() -> Recipe:
     )
 
 
-def paper() -> Recipe:
+def paper() -> AugmentationRecipe:
     """Returns rotation, elastic deformation and scaling, with batchgenerators' strengths for brains."""
-    return Recipe(rotation=Chance(0.2, -30, 30), scaling=Chance(0.2, 0.7, 1.4), elastic=Chance(0.2, 0, 900))
+    return AugmentationRecipe(rotation=Chance(0.2, -30, 30), scaling=Chance(0.2, 0.7, 1.4), elastic=Chance(0.2, 0, 900))
 
 
 ORDERS = {"linear": 1, "cubic": 3}  # of the image's interpolation; labels take the nearest
-RECIPES: dict[str, Callable[[], Recipe]] = {"none": none, "light": light, "full": full, "paper": paper}
+RECIPES: dict[str, Callable[[], AugmentationRecipe]] = {"none": none, "light": light, "full": full, "paper": paper}

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from seqpar.data.sampling.augmentation_presets import Chance, Image, Label, Step
+from seqpar.data.sampling.augmentation_presets import Chance, ExtraStep, Image, Label
 from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")
@@ -72,7 +72,7 @@ def _blank(image: Image, label: Label, strength: Chance, rng: np.random.Generato
     return image
 
 
-corruption = Step(_blank, Chance(0.2, 0.05, 0.25))  # share of the voxels
+corruption = ExtraStep(_blank, Chance(0.2, 0.05, 0.25))  # share of the voxels
 
 
 def _shift(image: Image, label: Label, strength: Chance, rng: np.random.Generator) -> Image:
@@ -88,8 +88,8 @@ def _shift(image: Image, label: Label, strength: Chance, rng: np.random.Generato
     return image
 
 
-intensity_shift = Step(_shift, Chance(0.3, 0, 0.2))  # standard deviation
-EXTRA_STEPS: dict[str, Step] = {
+intensity_shift = ExtraStep(_shift, Chance(0.3, 0, 0.2))  # standard deviation
+EXTRA_STEPS: dict[str, ExtraStep] = {
     "corruption": corruption,
     "intensity-shift": intensity_shift,
 }

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from seqpar.data.sampling.packing import Packing
 from seqpar.data.sampling.tiles import TileKey, TileSource
-from seqpar.data.sampling.worker_pool import Fault, Pool
+from seqpar.data.sampling.worker_pool import Pool, TaskFailure
 from seqpar.parallel.collectives import exchange_rows
-from seqpar.parallel.consensus import agree_all, raise_together
+from seqpar.parallel.consensus import max_of_each_over_ranks, raise_on_all_ranks
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Mesh
 
@@ -192,7 +192,7 @@ class Loader:
             began = time.perf_counter()
             result = self._pool.take()
             waited += time.perf_counter() - began
-            if isinstance(result, Fault):
+            if isinstance(result, TaskFailure):
                 fault = result
                 break
             pieces = self._on_device(result.view(-1, self.packing.row_bytes)).split(self.layout.counts)
@@ -210,14 +210,14 @@ class Loader:
             return rows
         return rows.pin_memory().to(self.mesh.device, non_blocking=True)
 
-    def _agree(self, fault: Fault | None, waited: float) -> float:
+    def _agree(self, fault: TaskFailure | None, waited: float) -> float:
         """Returns the longest wait of all ranks; if any rank has a fault, all raise that of the first one."""
         world = self.mesh.world
-        failed, wait_us = agree_all((fault is not None, round(waited * 1e6)), world)
+        failed, wait_us = max_of_each_over_ranks((fault is not None, round(waited * 1e6)), world)
         if failed:
             self.close()
             here = f"rank {world.index} on {self.mesh.hosts[world.index]}"
-            raise_together(None if fault is None else fault.error(here), world, name_rank=False)
+            raise_on_all_ranks(None if fault is None else fault.error(here), world, name_rank=False)
         return wait_us / 1e6
 
     def _exchange(self, leaving: Tensor, sent: list[int], preparers: list[int], image: Tensor, label: Tensor) -> None:

@@ -31,10 +31,10 @@ class Warp:
         half = (np.asarray(tile_size) - 1) / 2
         if self.offsets is not None:
             half = half + np.abs(self.offsets).reshape(len(tile_size), -1).max(1)
-        return even_with(np.abs(self.matrix) @ half * 2 + 1, tile_size)
+        return match_parity(np.abs(self.matrix) @ half * 2 + 1, tile_size)
 
 
-def even_with(size: Any, tile_size: Size) -> Size:
+def match_parity(size: Any, tile_size: Size) -> Size:
     """Returns ``size`` enlarged to at least the tile's and to its parity, so that their middle voxels agree."""
     return tuple(n + 2 * max(0, int(np.ceil((s - n) / 2 - 1e-6))) for s, n in zip(size, tile_size))
 
@@ -59,7 +59,7 @@ def rotated_size(tile_size: Size, degrees: float, smallest_scale: float) -> Size
         rotated[i] = np.cos(radians) * tile[i] + np.sin(radians) * tile[j]
         rotated[j] = np.sin(radians) * tile[i] + np.cos(radians) * tile[j]
         largest = np.maximum(largest, rotated)
-    return even_with(np.floor(largest / smallest_scale), tile_size)
+    return match_parity(np.floor(largest / smallest_scale), tile_size)
 
 
 def draw_offsets(rng: np.random.Generator, tile_size: Size, alpha: float, sigma: float) -> NDArray[np.float32]:

@@ -39,7 +39,7 @@ class Work(Protocol[Consumed]):
     def describe(self, task: Consumed) -> str: ...
 
 
-class Fault(NamedTuple):
+class TaskFailure(NamedTuple):
     """Why a task failed, as text that can be sent between processes."""
 
     kind: str  # data, memory or crash
@@ -47,7 +47,7 @@ class Fault(NamedTuple):
     text: str
 
     @classmethod
-    def of(cls, error: Exception, what: str) -> "Fault":
+    def of(cls, error: Exception, what: str) -> "TaskFailure":
         """Returns the fault of an exception."""
         if isinstance(error, DataError):
             return cls("data", error.path, error.problem)
@@ -56,7 +56,7 @@ class Fault(NamedTuple):
         return cls("crash", "", f"{what} failed:\n{''.join(traceback.format_exception(error))}")
 
     @classmethod
-    def of_exit(cls, code: int | None, what: str) -> "Fault":
+    def of_exit(cls, code: int | None, what: str) -> "TaskFailure":
         """Returns the fault of a worker process that ended with ``code``."""
         if code == -signal.SIGKILL:
             return cls("memory", "", f"a worker was killed at {what}, as happens when memory runs out: {_MEMORY}")
@@ -124,11 +124,11 @@ class Pool(Generic[Task]):
         for number in range(self._slots.count if workers else 0):
             self._send(number)
 
-    def take(self) -> Tensor | Fault:
+    def take(self) -> Tensor | TaskFailure:
         """Returns the next result, bytes that stay valid until ``release``, or why the task failed."""
         slot = self._slots[self._taken]
         if not self._staff:
-            return attempt(self._work, next(self._tasks), slot) or slot
+            return run_task(self._work, next(self._tasks), slot) or slot
         worker = self._staff[self._taken % len(self._staff)]
         return worker.answer(self._work.describe(self._sent[self._taken])) or slot
 
@@ -177,13 +177,13 @@ class _Worker:
         with suppress(BrokenPipeError, ConnectionResetError):  # it is dead: reported when its result is due
             self.pipe.send((number, task))
 
-    def answer(self, what: str) -> Fault | None:
+    def answer(self, what: str) -> TaskFailure | None:
         try:
-            fault: Fault | None = self.pipe.recv()
+            fault: TaskFailure | None = self.pipe.recv()
             return fault
         except (EOFError, ConnectionResetError):
             self.process.join(5)
-            return Fault.of_exit(self.process.exitcode, what)
+            return TaskFailure.of_exit(self.process.exitcode, what)
 
 
 def _stop(staff: list[_Worker]) -> None:
@@ -194,12 +194,12 @@ def _stop(staff: list[_Worker]) -> None:
         worker.pipe.close()
 
 
-def attempt(work: Work[Task], task: Task, slot: Tensor) -> Fault | None:
+def run_task(work: Work[Task], task: Task, slot: Tensor) -> TaskFailure | None:
     """Runs a task; returns why it failed, or None if its result is in ``slot``."""
     try:
         work(task, slot)
     except Exception as error:
-        return Fault.of(error, work.describe(task))
+        return TaskFailure.of(error, work.describe(task))
     return None
 
 
@@ -218,7 +218,7 @@ def _serve(pipe: Connection, work: Work[Any], slots: Slots, parent: int | None) 
                 number, task = pipe.recv()
             except (EOFError, ConnectionResetError):
                 return
-            pipe.send(attempt(work, task, slots[number]))
+            pipe.send(run_task(work, task, slots[number]))
 
 
 def _watch(pipe: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.data.formats.dataset import VolumeClasses
-from seqpar.data.formats.splits import some_of, split_classes
+from seqpar.data.formats.splits import sample_cases, split_classes
 from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
 from seqpar.data.preparation.prepare_dataset import prepared
@@ -18,9 +18,9 @@ from seqpar.data.sampling.augmentation_presets import ORDERS
 from seqpar.data.sampling.case_arrays import Unlabelled
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.data.sampling.tiles import TileSource
-from seqpar.data.workers import silent
-from seqpar.models.build import kind_of
-from seqpar.parallel.device_constants import upload
+from seqpar.data.workers import no_progress
+from seqpar.models.build import family_of
+from seqpar.parallel.device_constants import copy_to_device
 from seqpar.settings.config import Config
 from seqpar.settings.preparation import prepare_settings
 from seqpar.tasks.data_summary import case_lines, span
@@ -51,12 +51,12 @@ class ClassData(TrainingData):
     def labels_of(self, micro: MicroBatch) -> Tensor:
         """Returns the class numbers ``b`` of a micro-batch's cases."""
         numbers = torch.tensor([self.volume_classes.numbers[case] for case in micro.cases])
-        return upload(numbers, micro.image.device)
+        return copy_to_device(numbers, micro.image.device)
 
     def ids_to_validate(self, count: int) -> tuple[str, ...]:
         """Returns so many of the held-out cases, drawn from each class in turn; all for 0."""
         ids = self.held_out_ids
-        return some_of(ids, min(count, len(ids)), self.volume_classes.numbers.__getitem__)
+        return sample_cases(ids, min(count, len(ids)), self.volume_classes.numbers.__getitem__)
 
     def with_tiles(self, config: Config) -> "ClassData":
         """Returns the data with tiles of a config's size and augmentation."""
@@ -69,7 +69,7 @@ def open_class_data(config: Config, is_first: bool) -> ClassData:
     Where the config leaves the tile open, it holds every prepared case. Raises ``ValueError`` where the data do not
     allow the config's split.
     """
-    settings, progress = prepare_settings(config), ProgressBar("preparing") if is_first else silent
+    settings, progress = prepare_settings(config), ProgressBar("preparing") if is_first else no_progress
     source = read_class_dataset(data_of(config))
     assert source.volume_classes is not None
     class_split(source.volume_classes, config)  # before a preparation that may take hours
@@ -101,7 +101,7 @@ def with_tile(config: Config, largest: Sequence[int]) -> Config:
     """Returns the config whose tile, where it was left open, holds ``largest`` voxels, in whole units."""
     if config.tile:
         return config
-    unit = kind_of(config).unit(config)
+    unit = family_of(config).unit(config)
     return replace(config, tile=tuple(-(-side // step) * step for side, step in zip(largest, unit)))
 
 
@@ -113,7 +113,7 @@ def class_split(classes: VolumeClasses, config: Config) -> tuple[tuple[str, ...]
             "labels.csv: write it there, and use 90:10 or a fold's number"
         )
     train_ids, held_out_ids = split_classes(classes, config.fold)
-    train_ids = some_of(train_ids, config.train_cases, classes.numbers.__getitem__)
+    train_ids = sample_cases(train_ids, config.train_cases, classes.numbers.__getitem__)
     for name, count in zip(classes.names, classes.counts(train_ids)):
         if not count:
             few = f" with --train-cases {config.train_cases}" if config.train_cases else ""

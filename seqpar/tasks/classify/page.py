@@ -15,16 +15,16 @@ from seqpar.data.errors import DataError
 from seqpar.data.preparation.cache import open_cache
 from seqpar.report.charts import Curve, draw_curves
 from seqpar.report.pictures import draw_evidence
-from seqpar.report.record import Record
+from seqpar.report.record import RunRecord
 from seqpar.report.run_page import fill_page
 from seqpar.report.tables import cell, named_table, number
 from seqpar.scores.class_scores import calibration, roc_points
-from seqpar.tasks.classify.scores import TABLE, class_summary, read_class_table, read_truth, unmatched
+from seqpar.tasks.classify.scores import TABLE, class_summary, missing_cases, read_class_table, read_truth
 
 Summary = Mapping[str, Any]
 
 
-def read_class_scores(record: Record, truth: Path | None = None, prediction: Path | None = None) -> Summary:
+def read_class_scores(record: RunRecord, truth: Path | None = None, prediction: Path | None = None) -> Summary:
     """Returns the scores of a folder that predict wrote, else those of the run's last validation.
 
     The folder's have ``faults``, of cases that lack a prediction or a true class. Raises DataError where there are no
@@ -33,7 +33,7 @@ def read_class_scores(record: Record, truth: Path | None = None, prediction: Pat
     if truth is not None and prediction is not None:
         path = prediction / TABLE
         table, classes = read_class_table(path), read_truth(truth)
-        faults = [str(fault) for fault in unmatched(table, classes, path)]
+        faults = [str(fault) for fault in missing_cases(table, classes, path)]
         return class_summary(table, classes, path) | {"source": f"{prediction} against {truth}", "faults": faults}
     path = record.path / "validation" / "summary.json"
     try:
@@ -47,7 +47,9 @@ def read_class_scores(record: Record, truth: Path | None = None, prediction: Pat
     return content | {"source": f"{path}, written after step {content.get('step', 0):,}"}
 
 
-def class_page(record: Record, summary: Summary | None, cases: str, faults: Sequence[str], gaps: Sequence[str]) -> str:
+def class_page(
+    record: RunRecord, summary: Summary | None, cases: str, faults: Sequence[str], gaps: Sequence[str]
+) -> str:
     """Returns the whole page; ``cases`` is the section of cases, ``faults`` are of cases that could not be scored."""
     headline = class_headline(summary) if summary else ""
     metrics = class_tables(summary) if summary else "<p>No case has been scored.</p>"
@@ -140,7 +142,7 @@ def worst_cases(summary: Summary, count: int) -> list[dict[str, Any]]:
 
 
 def class_cases(
-    record: Record, summary: Summary, count: int, explained: Path | None, neurological: bool, gaps: list[str]
+    record: RunRecord, summary: Summary, count: int, explained: Path | None, neurological: bool, gaps: list[str]
 ) -> str:
     """Returns the section of the worst cases, each with three planes and, where predict explained it, what was seen.
 
@@ -165,7 +167,7 @@ def class_cases(
     return note + "".join(parts) if parts else "<p>No case is shown.</p>"
 
 
-def _picture(record: Record, case: str, explained: Path | None, neurological: bool) -> str:
+def _picture(record: RunRecord, case: str, explained: Path | None, neurological: bool) -> str:
     """Returns a case's picture as base64: predict's, else one of the prepared image alone."""
     if explained is not None and (path := explained / f"{case}.png").is_file():
         return base64.b64encode(path.read_bytes()).decode()

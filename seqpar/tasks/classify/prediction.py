@@ -23,15 +23,15 @@ from seqpar.data.formats.recognise import find_inputs
 from seqpar.data.preparation.prepared_case import Prepared
 from seqpar.data.volumes import write_volume
 from seqpar.models.classifier import Classifier
-from seqpar.models.network import Net
-from seqpar.parallel.consensus import by_first
+from seqpar.models.network import Network
+from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.case_stream import CaseProgress
 from seqpar.prediction.prediction_folder import RECORD
 from seqpar.prediction.predictor import Predictor
-from seqpar.prediction.run_average import Member
+from seqpar.prediction.run_average import EnsembleMember
 from seqpar.prediction.sliding_window import Image
-from seqpar.runs.trained_run import Run
+from seqpar.runs.trained_run import TrainedRun
 from seqpar.tasks.classify.explanation import class_logits, explain
 from seqpar.tasks.classify.scores import TABLE, ClassTable, read_class_table
 from seqpar.tasks.segment.prediction import PreparedCases, Request
@@ -98,19 +98,19 @@ class PredictionTable:
 
 
 @dataclass(frozen=True)
-class Explained:
+class ExplanationRequest:
     """How it is shown where the first run sees the class of a case; ``way``: of its networks, "" for the usual one."""
 
     draw: Draw
     way: str = ""
 
-    def for_nets(self, nets: Sequence[Net]) -> "Explained":
+    def for_nets(self, nets: Sequence[Network]) -> "ExplanationRequest":
         """Returns it with the way by its name; raises ValueError for one that networks do not have."""
         return replace(self, way=cast(Classifier, nets[0]).known_way(self.way))
 
 
 def predict_classes(
-    request: Request, members: Sequence[Member], mesh: Mesh, explained: Explained | None = None
+    request: Request, members: Sequence[EnsembleMember], mesh: Mesh, explained: ExplanationRequest | None = None
 ) -> list[str]:
     """Predicts the requested cases that are not done yet; returns what went wrong, a line per fault, on all ranks.
 
@@ -125,7 +125,7 @@ def predict_classes(
     run = members[0].run
     table = PredictionTable(request.output, run.outputs)
     record = _record(members, explained.way if explained else "")
-    plan = by_first(lambda: _plan(table, request, record, run), mesh.world)
+    plan = run_on_rank0(lambda: _plan(table, request, record, run), mesh.world)
     cases = [Case(name, tuple(map(Path, images))) for name, images in plan["cases"]]
     faults, shown = list[str](plan["faults"]), CaseProgress(cases, mesh.is_first)
     shown.say(f"predicting the classes of {len(cases)} cases: {', '.join(run.outputs)}; {mesh.world.size} ranks")
@@ -152,7 +152,7 @@ def predict_classes(
     return faults
 
 
-def _record(members: Sequence[Member], way: str) -> dict[str, Any]:
+def _record(members: Sequence[EnsembleMember], way: str) -> dict[str, Any]:
     """Returns the content of prediction.json: all that the predictions depend on, and how they are explained."""
     runs = [
         {
@@ -165,7 +165,7 @@ def _record(members: Sequence[Member], way: str) -> dict[str, Any]:
     return {"task": "classify", "runs": runs, "explained": way}
 
 
-def _plan(table: PredictionTable, request: Request, record: dict[str, Any], run: Run) -> dict[str, Any]:
+def _plan(table: PredictionTable, request: Request, record: dict[str, Any], run: TrainedRun) -> dict[str, Any]:
     """Opens the folder; returns the cases to predict and what is wrong with others, as JSON."""
     cases, faults = find_inputs(request.inputs, run.recipe.modalities)
     wanted = [case for case in cases if request.only is None or case.id in request.only]
@@ -178,7 +178,7 @@ def _predict_case(
     prepared_cases: PreparedCases,
     number: int,
     table: PredictionTable,
-    explained: Explained | None,
+    explained: ExplanationRequest | None,
 ) -> Tensor:
     """Returns the probabilities ``k`` of a case, after writing them; what fails on one rank is raised on all."""
     mesh, taken = predictors[0].mesh, list[Prepared]()
@@ -204,12 +204,18 @@ def _predict_case(
             _write_map(predictors[0].run, taken[0], seen, table, name, probabilities, explained.draw)
         table.add(name, probabilities.numpy())
 
-    by_first(write, mesh.world)
+    run_on_rank0(write, mesh.world)
     return probabilities
 
 
 def _write_map(
-    run: Run, prepared: Prepared, seen: np.ndarray, table: PredictionTable, name: str, probabilities: Tensor, draw: Draw
+    run: TrainedRun,
+    prepared: Prepared,
+    seen: np.ndarray,
+    table: PredictionTable,
+    name: str,
+    probabilities: Tensor,
+    draw: Draw,
 ) -> None:
     """Writes where a class is seen, in the source's geometry, and a picture of it over the first modality."""
     folder, properties = table.folder / EXPLANATIONS, prepared.properties

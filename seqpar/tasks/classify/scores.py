@@ -187,7 +187,7 @@ def evaluate_classes(
         table = read_class_table(path)
         read[named] = table = table if only is None else table.of(only)
         is_run = path.parent.name == "validation" and path.parent.parent == named
-        faults = unmatched(table, classes, path, is_run)
+        faults = missing_cases(table, classes, path, is_run)
         content = class_summary(table, classes, path)
         print(f"\n{named}: {content['cases']} cases" if len(tables) > 1 else f"{content['cases']} cases", flush=True)
         print("\n".join([*class_lines(content), WORDS]), flush=True)
@@ -219,7 +219,7 @@ def read_truth(path: Path) -> dict[str, str]:
     return {case: classes.names[number] for case, number in classes.numbers.items()}
 
 
-def unmatched(table: ClassTable, classes: Mapping[str, str], path: Path, is_run: bool = False) -> list[DataError]:
+def missing_cases(table: ClassTable, classes: Mapping[str, str], path: Path, is_run: bool = False) -> list[DataError]:
     """Returns what is wrong with cases that lack a prediction, or a true class; a run predicts only some.
 
     - ``classes``: the true class of each case by name; ``path``: of the table

@@ -8,10 +8,10 @@ import math
 import torch
 from torch import Tensor
 
-from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import VolumeClasses
-from seqpar.models.network import Net
+from seqpar.models.network import Network
 from seqpar.parallel.collectives import all_reduce
 from seqpar.report.pictures import draw_scores
 from seqpar.runs.journal import Journal
@@ -31,7 +31,7 @@ class ClassValidation(CaseValidation):
         assert isinstance(self.data, ClassData)
         return self.data.volume_classes
 
-    def run(self, net: Net, journal: Journal, stopper: Stopper, keep: bool = False) -> ValidationResult | None:
+    def run(self, net: Network, journal: Journal, stopper: StopRequest, keep: bool = False) -> ValidationResult | None:
         """Returns the result, None where all ranks leave before its end; ``keep``: writes RUN/validation too."""
         net.eval()
         logits = self._logits(net, journal, stopper)
@@ -67,7 +67,7 @@ class ClassValidation(CaseValidation):
         best = summary["scores"]["balanced accuracy"]
         return ValidationResult(row, "\n".join(lines), best, {})
 
-    def _logits(self, net: Net, journal: Journal, stopper: Stopper) -> Tensor | None:
+    def _logits(self, net: Network, journal: Journal, stopper: StopRequest) -> Tensor | None:
         """Returns the logits ``n k`` of all cases, float64, None where all ranks leave before the last one."""
         data, device = self.mesh.data, self.mesh.device
         table = torch.zeros(len(self.ids), len(self.data.output_names), dtype=torch.float64, device=device)

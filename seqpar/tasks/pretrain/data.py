@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from seqpar.data.formats.dataset import Dataset
-from seqpar.data.formats.recognise import describe, recognise
+from seqpar.data.formats.recognise import describe, read_dataset
 from seqpar.data.phantom.builtin import phantom, phantom_fingerprint
 from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
@@ -16,7 +16,7 @@ from seqpar.data.sampling.augmentation_presets import ORDERS
 from seqpar.data.sampling.case_arrays import Unlabelled
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.data.sampling.tiles import TileSource
-from seqpar.data.workers import silent
+from seqpar.data.workers import no_progress
 from seqpar.settings.config import Config
 from seqpar.settings.preparation import prepare_settings
 from seqpar.tasks.data_summary import case_lines, span
@@ -54,7 +54,7 @@ class ImageData(TrainingData):
 
 def read_images(path: str | Path | int) -> Dataset:
     """Returns a data set as training reads it, or, where labels are missing or wrong, its images alone."""
-    dataset = recognise(path)
+    dataset = read_dataset(path)
     return describe(path, labelled=False) if dataset.faults else dataset
 
 
@@ -63,7 +63,7 @@ def open_image_data(config: Config, is_first: bool) -> ImageData:
 
     Raises ``ValueError`` where the data do not allow the config's split.
     """
-    progress = ProgressBar if is_first else lambda text: silent
+    progress = ProgressBar if is_first else lambda text: no_progress
     folder = config.data or phantom(config.phantoms, is_first, progress("making phantoms"))
     settings, cache = prepare_settings(config), config.cache or None
     source = read_images(folder)

@@ -2,12 +2,12 @@
 
 import base64
 
-from seqpar.report.record import Record
+from seqpar.report.record import RunRecord
 from seqpar.report.run_page import fill_page
 from seqpar.report.tables import cell, number
 
 
-def rebuilt_page(record: Record) -> str:
+def rebuilt_page(record: RunRecord) -> str:
     """Returns the whole page."""
     picture, gaps = record.path / "validation.png", list[str]()
     shown = "<p>No case is shown.</p>"
@@ -24,7 +24,7 @@ def rebuilt_page(record: Record) -> str:
     return fill_page(record, "", _errors(record), (), shown, {}, gaps)
 
 
-def _errors(record: Record) -> str:
+def _errors(record: RunRecord) -> str:
     """Returns the table of the errors on held-out cases, validation by validation."""
     if not record.held_out:
         return "<p>There are no scores yet.</p>"

@@ -10,15 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.boxes import read_box
 from seqpar.data.preparation.cache import PreparedCase
 from seqpar.data.sampling.tiles import position_bounds
 from seqpar.losses import MaskedError
-from seqpar.models.network import Net, autocast
+from seqpar.models.network import Network, autocast
 from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.report.pictures import make_figure, mark_sides, save_figure
-from seqpar.report.planes import convention, favourite, plane_of, sides
+from seqpar.report.planes import best_modality, orientation_text, plane_of, sides
 from seqpar.runs.journal import Journal
 from seqpar.tasks.case_validation import CaseValidation, ValidationResult
 from seqpar.tasks.segment.validation import NUM_PICTURED
@@ -51,7 +51,7 @@ def draw_tiles(path: Path, tiles: Sequence[RebuiltTile], neurological: bool) -> 
 def figure_of_tiles(tiles: Sequence[RebuiltTile], neurological: bool) -> Any:
     """Returns the figure of ``draw_tiles``: the axial plane through the middle of each tile."""
     figure = make_figure(11, 2.9 * len(tiles) + 0.6)
-    figure.suptitle(f"Hidden patches rebuilt from the others. {convention(neurological)}", fontsize=9)
+    figure.suptitle(f"Hidden patches rebuilt from the others. {orientation_text(neurological)}", fontsize=9)
     for row, tile in zip(figure.subplots(len(tiles), len(COLUMNS), squeeze=False), tiles):
         low, high = np.percentile(tile.image, (0.5, 99.5))
         masked = np.where(tile.hidden, low, tile.image)
@@ -89,9 +89,9 @@ class MaskedValidation(CaseValidation):
     def shown(self) -> int:
         """The modality that pictures show."""
         modalities = self.data.dataset.modalities
-        return modalities.index(favourite(modalities))
+        return modalities.index(best_modality(modalities))
 
-    def run(self, net: Net, journal: Journal, stopper: Stopper, keep: bool = False) -> ValidationResult | None:
+    def run(self, net: Network, journal: Journal, stopper: StopRequest, keep: bool = False) -> ValidationResult | None:
         """Returns the result, None where all ranks leave before its end; the last one's pictures stay."""
         net.eval()
         tiles = list[RebuiltTile]()
@@ -109,7 +109,7 @@ class MaskedValidation(CaseValidation):
         # the lower the error, the higher the score
         return ValidationResult({"loss": mean, "cases": len(self.ids)}, text, 1 / (1 + mean), {})
 
-    def _mean(self, net: Net, journal: Journal, stopper: Stopper, tiles: list[RebuiltTile]) -> float | None:
+    def _mean(self, net: Network, journal: Journal, stopper: StopRequest, tiles: list[RebuiltTile]) -> float | None:
         """Returns the mean loss, None where all ranks leave; adds what the first rank pictures to ``tiles``."""
         data, total = self.mesh.data, torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for first in self.turns(journal, stopper):
@@ -121,7 +121,7 @@ class MaskedValidation(CaseValidation):
         return float(all_reduce(total, data)) / len(self.ids)
 
     @torch.no_grad()
-    def _case(self, net: Net, number: int, tiles: list[RebuiltTile] | None) -> Tensor:
+    def _case(self, net: Network, number: int, tiles: list[RebuiltTile] | None) -> Tensor:
         """Returns the loss of a case's tile, whose picture is added to ``tiles``."""
         case = self.data.dataset.cases[self.ids[number]]
         whole = torch.from_numpy(middle_of(case, net.layout.tile))[None]
@@ -134,7 +134,7 @@ class MaskedValidation(CaseValidation):
         return self.error.parts((rebuilt, hidden), part, net.loss_groups(None, 1)).total.double()
 
     def _tile(
-        self, net: Net, case: PreparedCase, whole: Tensor, part: Tensor, rebuilt: Tensor, hidden: Tensor
+        self, net: Network, case: PreparedCase, whole: Tensor, part: Tensor, rebuilt: Tensor, hidden: Tensor
     ) -> RebuiltTile:
         """Returns a tile, what was seen of it, and what it became: one channel, gathered from all ranks."""
         patches = part.flatten(0, 1).index_select(0, hidden)

@@ -17,17 +17,17 @@ from seqpar.data.formats.dataset import Case
 from seqpar.data.formats.recognise import find_inputs
 from seqpar.data.preparation.preparation import Preparation
 from seqpar.data.preparation.prepared_case import Prepared, load_case
-from seqpar.parallel.consensus import by_first
+from seqpar.parallel.consensus import run_on_rank0
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.case_stream import CaseProgress
 from seqpar.prediction.class_statistics import ClassStatistics
 from seqpar.prediction.prediction_folder import PredictionFolder, ProbabilityFile
 from seqpar.prediction.prediction_memory import footprint
-from seqpar.prediction.predictor import Predictor, Settings
-from seqpar.prediction.run_average import MeanProbabilities, Member, share_of
-from seqpar.prediction.sliding_window import Image, beyond_training
+from seqpar.prediction.predictor import PredictionSettings, Predictor
+from seqpar.prediction.run_average import EnsembleMember, MeanProbabilities, share_of_progress
+from seqpar.prediction.sliding_window import Image, warn_beyond_training
 from seqpar.prediction.window_grid import WindowGrid
-from seqpar.runs.trained_run import Run, fitting_mode
+from seqpar.runs.trained_run import TrainedRun, prediction_mode
 from seqpar.scores.label_classes import labels_of_declaration
 from seqpar.terminal import next_command
 from seqpar.text import quantity
@@ -53,7 +53,7 @@ class Request:
     only: frozenset[str] | None = None
 
 
-def predict_cases(request: Request, members: Sequence[Member], mesh: Mesh) -> list[str]:
+def predict_cases(request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> list[str]:
     """Predicts the requested cases that are not done yet; returns what went wrong, a line per fault, on all ranks.
 
     A case that fails does not stop the others; a folder that cannot be written to does. ``members``: the runs; of
@@ -67,7 +67,7 @@ def predict_cases(request: Request, members: Sequence[Member], mesh: Mesh) -> li
     statistics = _statistics(request.output, run) if request.statistics else None
     folder = PredictionFolder(request.output, run.outputs if request.probabilities else (), statistics)
     # Only the first rank reads the inputs and the folder; the others get the cases from it.
-    plan = by_first(lambda: _plan(folder, request, _record(request, members, mesh), run), mesh.world)
+    plan = run_on_rank0(lambda: _plan(folder, request, _record(request, members, mesh), run), mesh.world)
     cases = [Case(name, tuple(map(Path, images))) for name, images in plan["cases"]]
     faults: list[str] = list(plan["faults"])
     shown = CaseProgress(cases, mesh.is_first)
@@ -105,7 +105,7 @@ def predict_cases(request: Request, members: Sequence[Member], mesh: Mesh) -> li
     return faults
 
 
-def _that_act(settings: Settings) -> dict[str, Any]:
+def _that_act(settings: PredictionSettings) -> dict[str, Any]:
     """Returns the settings that predictions depend on; ``force`` only allows them."""
     return {
         **{name: value for name, value in asdict(settings).items() if name != "force"},
@@ -113,7 +113,7 @@ def _that_act(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _record(request: Request, members: Sequence[Member], mesh: Mesh) -> dict[str, Any]:
+def _record(request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> dict[str, Any]:
     """Returns the content of prediction.json: all that the predictions depend on."""
     runs = [
         {
@@ -132,12 +132,12 @@ def _record(request: Request, members: Sequence[Member], mesh: Mesh) -> dict[str
     return record
 
 
-def _modes(request: Request, members: Sequence[Member]) -> list[str]:
+def _modes(request: Request, members: Sequence[EnsembleMember]) -> list[str]:
     """Returns how ranks decode a window of each run."""
-    return [request.mode or fitting_mode(member.run) for member in members]
+    return [request.mode or prediction_mode(member.run) for member in members]
 
 
-def _statistics(folder: Path, run: Run) -> ClassStatistics:
+def _statistics(folder: Path, run: TrainedRun) -> ClassStatistics:
     """Returns the statistics of the run's labels and regions, in the files' label values."""
     values = run.recipe.values
     labels = {name: values[n] for name, n in run.labels.items()}
@@ -145,7 +145,7 @@ def _statistics(folder: Path, run: Run) -> ClassStatistics:
     return ClassStatistics(folder, labels_of_declaration(labels, regions, None).classes, run.recipe.modalities)
 
 
-def _plan(folder: PredictionFolder, request: Request, record: dict[str, Any], run: Run) -> dict[str, Any]:
+def _plan(folder: PredictionFolder, request: Request, record: dict[str, Any], run: TrainedRun) -> dict[str, Any]:
     """Opens the folder; returns the cases to predict, how many are done, and what is wrong with others, as JSON."""
     cases, faults = find_inputs(request.inputs, run.recipe.modalities)
     cases = [case for case in cases if request.only is None or case.id in request.only]
@@ -157,7 +157,7 @@ def _plan(folder: PredictionFolder, request: Request, record: dict[str, Any], ru
     }
 
 
-def _ranks_line(request: Request, members: Sequence[Member], mesh: Mesh) -> str:
+def _ranks_line(request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> str:
     """Returns how the ranks are grouped, with a warning where nogather runs on other parts than it was trained on."""
     ranks = quantity(mesh.world.size, "rank")
     line = f"{ranks} = data {mesh.data.size} x seq {mesh.seq.size}"
@@ -228,7 +228,7 @@ def _predict_case(
             if predictor.run.preparation != predictors[max(at - 1, 0)].run.preparation:
                 image, target, _ = predictor.distribute(partial(taken.__getitem__, at))
             windows.append(_say_size(predictor, case, image, target.shape, shown))
-            ids = predictor.class_ids(image, target, write_rows, share_of(tell, at, count))
+            ids = predictor.class_ids(image, target, write_rows, share_of_progress(tell, at, count))
 
         def write() -> None:
             assert prepared is not None
@@ -239,7 +239,7 @@ def _predict_case(
             values = first.to_source(labels.numpy(), prepared.properties)
             folder.write(case, values, prepared.properties, run.preparation, probabilities, prepared_cases.image)
 
-        by_first(write, mesh.world)
+        run_on_rank0(write, mesh.world)
     finally:
         if probabilities is not None:
             probabilities.remove()
@@ -249,7 +249,7 @@ def _predict_case(
 
 
 def _probability_file(
-    folder: PredictionFolder, case: Case, shape: Sequence[int], run: Run, count: int
+    folder: PredictionFolder, case: Case, shape: Sequence[int], run: TrainedRun, count: int
 ) -> ProbabilityFile | None:
     """Returns the temporary file of a case's probabilities, for ``count`` runs that of their mean; None for neither."""
     softmax = not run.learns_regions
@@ -266,7 +266,7 @@ def _say_size(predictor: Predictor, case: Case, image: Image, to_shape: Sequence
         views, ranks = len(predictor.nets) * 2 ** len(settings.mirror), predictor.mesh.world.size
         memory = footprint(predictor.nets[0], image.shape[1:], len(run.outputs), ranks, to_shape, views)
         shown.say(f"{case.id}: a whole pass over {voxels} voxels takes {memory}")
-        if warning := beyond_training(predictor.nets[0], image.shape[1:], run.whole_grid):
+        if warning := warn_beyond_training(predictor.nets[0], image.shape[1:], run.whole_grid):
             shown.warn(f"{case.id}: {warning}")
         return f"{voxels} voxels, one pass"
     count = len(WindowGrid.of(image.shape[1:], settings.sliding(run.config.tile, run.window_rule)).corners)

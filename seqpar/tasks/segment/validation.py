@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpar.cluster.stop_request import Stopper
+from seqpar.cluster.stop_request import StopRequest
 from seqpar.data.errors import DataError
-from seqpar.data.formats.recognise import recognise
+from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.phantom.builtin import phantom
 from seqpar.data.preparation.cache import PreparedCase
 from seqpar.data.preparation.prepared_case import labels_to_source
 from seqpar.data.volumes import write_volume
-from seqpar.data.workers import Tell
+from seqpar.data.workers import ReportProgress
 from seqpar.losses import LossParts
-from seqpar.models.network import Net
+from seqpar.models.network import Network
 from seqpar.parallel.collectives import all_reduce
 from seqpar.prediction.logits_to_labels import to_labels
 from seqpar.prediction.sliding_window import join_rows, padded_shape, sliding_window, whole_grid, whole_volume
 from seqpar.prediction.window_grid import WINDOWS, Sliding
 from seqpar.report.pictures import PicturedCase, draw_cases
-from seqpar.report.planes import favourite
+from seqpar.report.planes import best_modality
 from seqpar.runs.journal import Journal
 from seqpar.scores.label_classes import labels_of_run
 from seqpar.scores.label_files import Pair, score_pair
@@ -40,7 +40,7 @@ from seqpar.text import clock, quantity
 
 def label_files(config: Config) -> dict[str, Path]:
     """Returns the label file of each case of the run's data set."""
-    dataset = recognise(config.data or phantom(config.phantoms, is_first=False))
+    dataset = read_dataset(config.data or phantom(config.phantoms, is_first=False))
     return {case.id: case.label.absolute() for case in dataset.cases if case.label is not None}
 
 
@@ -113,7 +113,7 @@ class _Measured:
     losses: list[LossParts] = field(default_factory=list)
 
 
-class Validation(CaseValidation):
+class SegmentationValidation(CaseValidation):
     """Loss and Dice per class and region on held-out cases; the same on all ranks."""
 
     _is_explained = False  # whether a table has said what its columns mean
@@ -123,7 +123,7 @@ class Validation(CaseValidation):
         """The kinds of window that are measured."""
         return WINDOWS if self.config.val_window == "both" else (self.config.val_window,)
 
-    def refuse_whole(self, net: Net) -> None:
+    def refuse_whole(self, net: Network) -> None:
         """Raises ValueError where whole passes are to be measured and the network cannot make one over some case."""
         for name in self.ids if "whole" in self.windows else ():
             try:
@@ -132,10 +132,10 @@ class Validation(CaseValidation):
                 line = f"--val-window {self.config.val_window}: case {name}: {error} (--val-window sliding)"
                 raise ValueError(line) from None
 
-    def run(self, net: Net, journal: Journal, stopper: Stopper, keep: bool = False) -> ValidationResult | None:
+    def run(self, net: Network, journal: Journal, stopper: StopRequest, keep: bool = False) -> ValidationResult | None:
         """Returns the result, None where all ranks leave before its end; ``keep``: writes RUN/validation too."""
         out, dataset = journal.path.parent, self.data.dataset
-        shown = dataset.modalities.index(favourite(dataset.modalities))
+        shown = dataset.modalities.index(best_modality(dataset.modalities))
         net.eval()
         kinds = [_Measured(window, self._folder(out, window) if keep else None) for window in self.windows]
         if keep and len(kinds) == 1:  # the settings of a resumed run may have changed
@@ -173,7 +173,7 @@ class Validation(CaseValidation):
             self._is_explained = True
         return replace(result, text="\n".join(lines), whole_grid=self._whole_grid(net))
 
-    def _whole_grid(self, net: Net) -> tuple[int, ...]:
+    def _whole_grid(self, net: Network) -> tuple[int, ...]:
         """Returns the most tokens per direction in whole passes over the held-out cases, () where none is made."""
         shapes = [self.data.dataset.cases[name].image.shape[1:] for name in self.ids if "whole" in self.windows]
         return tuple(map(max, zip(*(whole_grid(net, shape) for shape in shapes))))
@@ -185,7 +185,7 @@ class Validation(CaseValidation):
         name = "validation" if window == self.windows[0] else f"validation-{window}"
         return ValidationFolder(out / name, self.data.describe(), lambda: label_files(self.config), self.config.steps)
 
-    def _progress(self, journal: Journal, number: int, window: int, began: float) -> Tell:
+    def _progress(self, journal: Journal, number: int, window: int, began: float) -> ReportProgress:
         """Returns a function that shows which share of a case is done with one of the kinds of window.
 
         - ``number``, ``window``: of the case, and of the kind
@@ -202,7 +202,7 @@ class Validation(CaseValidation):
         return tell
 
     def _predict(
-        self, net: Net, case: PreparedCase, window: str, stopper: Stopper, tell: Tell
+        self, net: Network, case: PreparedCase, window: str, stopper: StopRequest, tell: ReportProgress
     ) -> tuple[np.ndarray, LossParts] | None:
         """Returns the class ids of a case and its loss, None where all ranks leave before its end."""
         order = self.data.output_order
