@@ -17,7 +17,7 @@ from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
 from seqpar.settings.command_line import Parser
-from seqpar.settings.config import DEVICE_KINDS
+from seqpar.settings.run_settings import DEVICE_KINDS
 
 ABOUT = (
     "Looks at the ranks and nodes of a job before it starts. Run it under the launcher of the job, with the job's "

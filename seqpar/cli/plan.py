@@ -23,8 +23,10 @@ from seqpar.planner.pipe_answer import print_pipe
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.planner.tile_size import print_largest
 from seqpar.prediction.prediction_memory import print_prediction
-from seqpar.settings.command_line import Parser, parse, ranks_or_auto, refuse_settings_without_effect, shortened_warmup
-from seqpar.settings.config import AUTO, Config
+from seqpar.settings.command_line import Parser, parse, ranks_or_auto, shortened_warmup
+from seqpar.settings.rules import refuse_settings_without_effect
+from seqpar.settings.config import Config
+from seqpar.settings.parallel_settings import AUTO
 from seqpar.settings.presets import start_of_auto
 from seqpar.tasks.tasks import task_of
 from seqpar.text import flag_name

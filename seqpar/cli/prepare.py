@@ -19,7 +19,7 @@ from seqpar.data.preparation.recipe import BY_NAME, NORMALISATIONS, PrepareSetti
 from seqpar.data.preparation.source_check import check_sources
 from seqpar.settings.command_line import Parser
 from seqpar.settings.data_settings import DataSettings
-from seqpar.settings.preparation import prepare_settings
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.pretrain.data import read_images
 from seqpar.terminal import ProgressBar, coloured, next_command
 from seqpar.text import quantity

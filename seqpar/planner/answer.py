@@ -13,7 +13,7 @@ from seqpar.models.network import Network
 from seqpar.parallel.mesh import Group
 from seqpar.planner.fit import most_tiles
 from seqpar.planner.needs import Plan, RunToPlan
-from seqpar.settings.classify_settings import preset_for_task
+from seqpar.settings.presets import preset_for_task
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from seqpar.terminal import program

@@ -19,7 +19,8 @@ from seqpar.planner.attention_choice import is_open
 from seqpar.planner.batch_size import choose_batch, papers_batch
 from seqpar.planner.fit import largest_batch, why_nothing_fits
 from seqpar.planner.needs import Plan, RunToPlan, plan, plan_complete_config
-from seqpar.settings.config import AUTO, Config
+from seqpar.settings.config import Config
+from seqpar.settings.parallel_settings import AUTO
 
 
 def choose_group_and_batch(

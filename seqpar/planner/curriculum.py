@@ -9,8 +9,10 @@ from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner.auto_settings import choose_group_and_batch
 from seqpar.planner.feasibility import check_feasible
-from seqpar.settings.config import AUTO, Config
-from seqpar.settings.curriculum import Lesson, format_curriculum, in_micro_batches, lessons_of, parse_curriculum
+from seqpar.settings.config import Config
+from seqpar.settings.parallel_settings import AUTO
+from seqpar.settings.curriculum import format_curriculum, in_micro_batches, parse_curriculum
+from seqpar.settings.lessons import Lesson, lessons_of
 from seqpar.text import quantity
 
 Choices = dict[str, tuple[str, ...]]

@@ -21,7 +21,8 @@ from seqpar.planner.pipeline_plan import (
     placements,
     plan_of,
 )
-from seqpar.settings.config import AUTO, Config
+from seqpar.settings.config import Config
+from seqpar.settings.parallel_settings import AUTO
 from seqpar.text import quantity
 
 WIDTH = 98

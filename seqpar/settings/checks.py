@@ -12,11 +12,11 @@ from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.losses.loss import check_signs, check_weights
 from seqpar.optimization.optimizers import OPTIMIZERS
 from seqpar.pipeline.named_placements import PLACEMENTS, parse_cuts
-from seqpar.settings.classify_settings import LOSSES
-from seqpar.settings.config import Config
+from seqpar.settings.config import SETTINGS, Config
 from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.settings.loss_settings import CLASS_LOSSES
 from seqpar.settings.network_settings import check_stages
-from seqpar.settings.preparation import prepare_settings
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.text import flag_name, format_sides, parse_duration
 
 
@@ -37,15 +37,15 @@ def check_network(config: Config, networks: Sequence[str]) -> None:
 
     ``networks``: the names that there are.
     """
-    own = [f for f in dataclasses.fields(config) if f.metadata["topic"] == "network" or f.name in ("mode", "split")]
+    own = [f for f in dataclasses.fields(config) if SETTINGS[f.name].section in ("network", "pretraining") or f.name in ("mode", "split")]
     _check_values(config, networks, own)
     _check_network(config)
 
 
 def _check_values(config: Config, networks: Sequence[str], settings: Sequence[dataclasses.Field[Any]]) -> None:
     for f in settings:
-        value, bounds = getattr(config, f.name), f.metadata["bounds"]
-        choices = networks if f.name == "network" else f.metadata["choices"]
+        value, bounds = getattr(config, f.name), SETTINGS[f.name].bounds
+        choices = networks if f.name == "network" else SETTINGS[f.name].choices
         if choices and value not in choices:
             raise ValueError(f"--{flag_name(f.name)} {value}: choose one of {', '.join(choices)}")
         if bounds and not bounds.allows(value):
@@ -125,8 +125,8 @@ def _check_run(config: Config) -> None:
 
 def _check_classes(config: Config) -> None:
     """Refuses what does not go with one class a volume."""
-    if config.loss not in LOSSES:
-        raise ValueError(f"--loss {config.loss} with --task classify: it takes voxels: use {' or '.join(LOSSES)}")
+    if config.loss not in CLASS_LOSSES:
+        raise ValueError(f"--loss {config.loss} with --task classify: it takes voxels: use {' or '.join(CLASS_LOSSES)}")
 
 
 def _check_pipe(config: Config) -> None:

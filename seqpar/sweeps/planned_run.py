@@ -12,7 +12,8 @@ from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.models.build import NETWORK_NAMES, refuse_settings_of_other_networks
 from seqpar.planner.feasibility import check_feasible
 from seqpar.runs.run_folder import read_config
-from seqpar.settings.command_line import parse, refuse_settings_without_effect, shortened_warmup
+from seqpar.settings.command_line import parse, shortened_warmup
+from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.settings.config import Config
 from seqpar.tasks.tasks import task_of
 from seqpar.text import flag_name

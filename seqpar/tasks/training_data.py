@@ -27,7 +27,7 @@ from seqpar.decoders.modes.mode import Mode
 from seqpar.parallel.device_constants import copy_to_device
 from seqpar.scores.label_classes import hidden_classes, labels_of_declaration, learned_regions
 from seqpar.settings.config import Config
-from seqpar.settings.preparation import prepare_settings
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.terminal import ProgressBar
 from seqpar.text import quantity
 

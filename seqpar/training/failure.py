@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.stop_agreement import ShutdownSteps
-from seqpar.models.build import setting_applies
+from seqpar.settings.rules import setting_applies
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.watchdog import CollectiveMismatch
 from seqpar.runs.run_status import StatusFile

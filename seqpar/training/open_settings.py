@@ -6,7 +6,8 @@ from seqpar.parallel.launcher import Launcher
 from seqpar.planner.auto_settings import choose_group_and_batch
 from seqpar.planner.curriculum import choose_lessons, is_open
 from seqpar.planner.feasibility import check_feasible
-from seqpar.settings.config import AUTO, Config
+from seqpar.settings.config import Config
+from seqpar.settings.parallel_settings import AUTO
 from seqpar.tasks.tasks import task_of
 from seqpar.tasks.training_data import TrainingData
 

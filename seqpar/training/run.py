@@ -15,7 +15,7 @@ from seqpar.planner.feasibility import require_peers
 from seqpar.planner.pipe_here import plan_pipe_here
 from seqpar.runs.run_status import StatusFile, warn_if_killed
 from seqpar.settings.config import Config
-from seqpar.settings.curriculum import Lesson, lesson_at
+from seqpar.settings.lessons import Lesson, lesson_at
 from seqpar.tasks.tasks import task_of
 from seqpar.tasks.training_data import TrainingData
 from seqpar.training.open_settings import sizes_of

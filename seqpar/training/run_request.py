@@ -24,15 +24,15 @@ from seqpar.settings.command_line import (
     idle_in_groups_of_one,
     idle_on_a_cpu,
     parse,
-    refuse_settings_without_effect,
     shortened_warmup,
     wants_gpu,
 )
+from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.settings.config import Config
-from seqpar.settings.curriculum import Lesson, lessons_of
+from seqpar.settings.lessons import Lesson, lessons_of
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.settings.presets import FROM_DATA
-from seqpar.settings.resumed_settings import settings_on_resume
+from seqpar.settings.rules import settings_on_resume
 from seqpar.settings.scaled_rate import SCALED, keeps_scaled_rate, scale_learning_rate
 from seqpar.tasks.tasks import task_of
 from seqpar.tasks.training_data import TrainingData

@@ -29,7 +29,7 @@ from seqpar.runs.run_log import RunLog
 from seqpar.runs.run_status import StatusFile, append_start, changes_line, describe_kill
 from seqpar.settings.command_line import idle_with_data
 from seqpar.settings.config import Config
-from seqpar.settings.curriculum import Lesson
+from seqpar.settings.lessons import Lesson
 from seqpar.tasks.training_data import TrainingData
 from seqpar.text import quantity
 from seqpar.training.run_request import RunRequest, refuse_other_run

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from seqpar.models.build import setting_applies
+from seqpar.settings.rules import setting_applies
 from seqpar.settings.config import Config
 
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.models.build import setting_applies
+from seqpar.settings.rules import setting_applies
 from seqpar.models.network import Network
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.settings.config import Config

@@ -16,7 +16,8 @@ from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.feasibility import check_feasible
 from seqpar.planner.memory_counter import saved_bytes
-from seqpar.settings.command_line import parse, refuse_settings_without_effect
+from seqpar.settings.command_line import parse
+from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.settings.config import Config
 from tests.support.ranks import once_per_world, relative, summed
 

@@ -7,7 +7,8 @@ import pytest
 
 from seqpar.cli import plan
 from seqpar.models.build import refuse_settings_of_other_networks
-from seqpar.settings.command_line import parse, refuse_settings_without_effect
+from seqpar.settings.command_line import parse
+from seqpar.settings.rules import refuse_settings_without_effect
 from tests.support.class_folders import class_folder
 
 LINE = "--task classify --preset debug --network resattnet18 --features 8 --device h200 --seqpar 1"

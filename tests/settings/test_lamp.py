@@ -15,7 +15,7 @@ from seqpar.parallel.mesh import Group
 from seqpar.planner.feasibility import check_feasible
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
-from seqpar.settings.curriculum import lessons_of
+from seqpar.settings.lessons import lessons_of
 from seqpar.settings.presets import lamp
 from seqpar.training.run_request import read_request
 

@@ -10,9 +10,10 @@ from seqpar.planner.batch_size import keep_global_batch
 from seqpar.planner.feasibility import check_feasible
 from seqpar.runs.run_folder import describe_run, read_config
 from seqpar.runs.run_status import append_start
-from seqpar.settings.command_line import parse, refuse_settings_without_effect
+from seqpar.settings.command_line import parse
+from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.settings.presets import PRESETS
-from seqpar.settings.resumed_settings import settings_on_resume
+from seqpar.settings.rules import settings_on_resume
 from seqpar.training import run_request
 from seqpar.training.setup import first_lines
 from tests.support.configs import config_of

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.figures.equal_parameters import match_parameters
-from seqpar.models.build import setting_applies
+from seqpar.settings.rules import setting_applies
 from seqpar.report.curves import QUANTITIES, Curve, read_curve
 from seqpar.report.diagrams import Bars, Diagram, over_steps
 from seqpar.runs.run_folder import read_config

@@ -22,7 +22,7 @@ from seqpar.data.workers import no_progress
 from seqpar.models.build import family_of
 from seqpar.parallel.device_constants import copy_to_device
 from seqpar.settings.config import Config
-from seqpar.settings.preparation import prepare_settings
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.data_summary import case_lines, span
 from seqpar.tasks.training_data import TrainingData, refuse_weights
 from seqpar.terminal import ProgressBar

@@ -18,7 +18,7 @@ from seqpar.data.sampling.loader import MicroBatch
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.workers import no_progress
 from seqpar.settings.config import Config
-from seqpar.settings.preparation import prepare_settings
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.data_summary import case_lines, span
 from seqpar.tasks.training_data import TrainingData, split_of
 from seqpar.terminal import ProgressBar
