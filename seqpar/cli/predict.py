@@ -8,12 +8,13 @@ from pathlib import Path
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.devices import device_here
-from seqpar.cluster.start_ranks import die_with_parent, start_missing_ranks
+from seqpar.cluster.start_ranks import start_missing_ranks
 from seqpar.cluster.torch_setup import set_arithmetic
 from seqpar.decoders.modes.named_modes import MODES
 from seqpar.models.classifier import WAYS
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.processes import die_with_parent
 from seqpar.parallel.rendezvous import start
 from seqpar.prediction.predictor import PredictionSettings
 from seqpar.prediction.run_average import EnsembleMember, check_no_duplicates, fitting_seqpar
