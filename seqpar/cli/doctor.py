@@ -17,8 +17,8 @@ from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.processes import die_with_parent
 from seqpar.parallel.rendezvous import start
-from seqpar.settings.command_line import Parser
 from seqpar.settings.config import DEVICE_KINDS
+from seqpar.settings.parser import Parser
 from seqpar.terminal import python_module
 
 ABOUT = (

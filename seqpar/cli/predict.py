@@ -25,8 +25,8 @@ from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.run_folder import tested_cases
 from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.trained_run import TrainedRun
-from seqpar.settings.command_line import Parser
 from seqpar.settings.config import DEVICE_KINDS
+from seqpar.settings.parser import Parser
 from seqpar.tasks.predict_by_task import Explanation, predict, refuse_runs
 from seqpar.tasks.segment.prediction import Request
 

@@ -28,8 +28,9 @@ from seqpar.runs.fold_folder import all_ended, has_ended, has_finished, read_fla
 from seqpar.runs.run_folder import holds_folds, holds_run, read_status
 from seqpar.runs.run_log import FOLD_BEFORE
 from seqpar.runs.run_status import StatusFile
-from seqpar.settings.command_line import Parser, parse
+from seqpar.settings.command_line import parse
 from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.settings.parser import Parser
 from seqpar.tasks.tasks import Task, task_of
 from seqpar.terminal import TYPED, next_command, python_module, typed_script
 from seqpar.text import parse_duration
