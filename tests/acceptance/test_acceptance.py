@@ -188,6 +188,14 @@ def test_attention_is_timed_by_kernel_and_by_heads_at_a_time(site: Site, monkeyp
     assert isinstance(outcome.figures["math"], float) and outcome.verdict == MEASURED
 
 
+def test_job_scripts_that_are_there_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(doctor.act, ["--job-scripts", str(tmp_path)]) == 0
+    (tmp_path / "launch" / "slurm" / "generic.sbatch").write_text("edited")
+    assert run(doctor.act, ["--job-scripts", str(tmp_path)]) == 2
+    assert f"{tmp_path}/launch/slurm exists: name another folder" in capsys.readouterr().err
+    assert (tmp_path / "launch" / "slurm" / "generic.sbatch").read_text() == "edited"
+
+
 def test_flags_that_go_with_the_other_use_of_the_doctor_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,10 +204,11 @@ def test_flags_that_go_with_the_other_use_of_the_doctor_are_refused(
         ("--accept --seqpar 2", "--seqpar would do nothing: --accept starts its own ranks"),
         ("--accept --json /no/folder/x", "its folder does not exist"),
         ("--accept --part 4", "invalid choice"),
+        ("--job-scripts . --out runs", "--out would do nothing: --job-scripts only writes files"),
     ):
         assert run(doctor.act, line.split()) == 2
         assert why in capsys.readouterr().err
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     assert run(doctor.act, ["--accept"]) == 2
-    assert "--accept starts its own ranks, and 2 were started" in capsys.readouterr().err
+    assert "--accept starts its own ranks, but 2 were started" in capsys.readouterr().err
