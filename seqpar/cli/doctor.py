@@ -73,7 +73,7 @@ def _accept(options: argparse.Namespace) -> int:
     _refuse_missing_folder(options)
     if (world := read_launcher(os.environ).world) > 1:
         raise ValueError(f"--accept starts its own ranks, but {world} were started: start one")
-    from seqpar.acceptance.program import accept  # imports every module that it tests
+    from seqpar.cluster.acceptance.program import accept  # imports every module that it tests
 
     return accept(options.device, options.part, Path(options.json) if options.json else None)
 
