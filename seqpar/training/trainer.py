@@ -20,7 +20,7 @@ from seqpar.models.optimizer import learning_rate, make_optimizer, set_learning_
 from seqpar.models.resized_positions import NO_RESIZING, Resizing
 from seqpar.parallel.mesh import Mesh, equal_weights
 from seqpar.pipeline.stages import StageMap
-from seqpar.report.pictures import draw_progress
+from seqpar.report.plots import draw_progress
 from seqpar.runs.boards import Board, open_on_first
 from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
 from seqpar.runs.run_folder import result_files, write_window
