@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.test_floors import ACTS
+from tests.support.programs import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> 
 def test_every_act_has_a_console_script() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     scripts = dict(re.findall(r'^seqpar-(\w+) = "seqpar\.cli\.(\w+):main"', text, re.M))
-    assert set(scripts) == set(scripts.values()) == ACTS
+    assert set(scripts) == set(scripts.values()) == COMMANDS.keys()
 
 
 def test_the_readme_names_every_extra() -> None:
