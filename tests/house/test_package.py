@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.test_floors import ACTS
+from tests.support.programs import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,7 +99,7 @@ def test_job_scripts_of_the_wheel_train_and_its_templates_make_a_page(clean: Pat
 def test_every_act_has_a_console_script() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     scripts = dict(re.findall(r'^seqpar-(\w+) = "seqpar\.cli\.(\w+):main"', text, re.M))
-    assert set(scripts) == set(scripts.values()) == ACTS
+    assert set(scripts) == set(scripts.values()) == COMMANDS.keys()
 
 
 def test_the_readme_names_every_extra() -> None:
