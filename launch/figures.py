@@ -25,8 +25,9 @@ from seqpar.cluster import exit_codes
 from seqpar.models.build import NETWORK_NAMES
 from seqpar.parallel.launcher import read_launcher
 from seqpar.runs.sweep_folder import make_folder
-from seqpar.settings.command_line import Parser, parse
+from seqpar.settings.command_line import parse
 from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.settings.parser import Parser
 from seqpar.sweeps.one_by_one import OneByOne
 from seqpar.sweeps.planned_run import PlannedRun, config_of
 from seqpar.text import flag_name, parse_duration
@@ -119,8 +120,8 @@ def _parser() -> Parser:
         "figures",
         usage="%(prog)s [FIGURE ...] [--scale debug|laptop|paper] [--data FOLDER] [--out FOLDER] [train's flags]",
         description="Redraws the paper's figures, all or those whose numbers come first, from runs that it makes.",
-        epilog="All flags of train but those that a figure compares are taken as well: seqpar-train --help. Runs that "
-        "are there are not repeated, those that were cut go on.",
+        epilog="All flags of train that the figure does not compare work here too: seqpar-train --help all. Finished "
+        "runs are not repeated, interrupted ones resume.",
     )
     add = parser.add_argument
     add("--scale", choices=list(SCALES), default="debug", help="size of the runs: minutes (debug), an hour (laptop), "

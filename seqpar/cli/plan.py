@@ -14,20 +14,19 @@ import torch
 from seqpar.cluster import exit_codes
 from seqpar.cluster.cpu_speed import measure_cpu
 from seqpar.cluster.devices import DEVICES, GB, Device, device_here, measured
-from seqpar.models.build import NETWORK_NAMES, family_of, refuse_settings_of_other_networks
-from seqpar.planner.answer import columns, header, print_recommendation, print_rows
-from seqpar.planner.fit import plans, smallest_that_fits, usual_sizes
+from seqpar.models.build import NETWORK_NAMES, family_of
+from seqpar.planner.fit import usual_sizes
 from seqpar.planner.needs import RunToPlan
-from seqpar.planner.other_ways import print_other_ways
-from seqpar.planner.pipe_answer import print_pipe
+from seqpar.planner.pipeline_printer import print_pipe
 from seqpar.planner.preset_from_data import plan_from_data
-from seqpar.planner.tile_size import print_largest
+from seqpar.planner.printer import print_largest, print_plan
 from seqpar.prediction.prediction_memory import print_prediction
-from seqpar.settings.command_line import Parser, parse, ranks_or_auto, shortened_warmup
-from seqpar.settings.rules import refuse_settings_without_effect
+from seqpar.settings.command_line import naming_preset, parse, ranks_or_auto, shortened_warmup
 from seqpar.settings.config import Config
 from seqpar.settings.parallel_settings import AUTO
+from seqpar.settings.parser import Parser
 from seqpar.settings.presets import start_of_auto
+from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.tasks.tasks import task_of
 from seqpar.text import flag_name
 from seqpar.training.open_settings import config_to_plan
@@ -43,10 +42,15 @@ def act(arguments: Sequence[str]) -> int:
     if "curriculum" in flags:
         raise ValueError("--curriculum: plan each lesson by itself, with --tile; train --dry-run plans all of them")
     _refuse_with_pipe(own, config)
-    # a preset's lessons are left out
+    with naming_preset(preset, flags):
+        return _plan(own, preset, config, flags, on_gpu)
+
+
+def _plan(own: argparse.Namespace, preset: str, config: Config, flags: set[str], on_gpu: bool) -> int:
+    """Plans what the command line asks for, without a preset's lessons."""
     config = replace(config, curriculum="", pipe=1 if own.pipe is None else own.pipe or 2)
     config = with_plans(config, flags)
-    refuse_settings_of_other_networks(config, flags)
+    family_of(config)  # refuses a network of another task
     refuse_settings_without_effect(config, flags - {"measured"})  # seconds are planned with it in any case
     config, warmup = shortened_warmup(config, flags)
     device = _device(own, config)
@@ -63,15 +67,12 @@ def act(arguments: Sequence[str]) -> int:
     fixed = {name: getattr(config, name) for name in flags & {"batch", "accumulate"}}
     run = RunToPlan(config, device, own.channels, own.classes, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)
     if own.largest_tile:
-        return print_largest(run, sizes)
-    if config.pipe > 1:
-        return print_pipe(run, own.pipe, preset, tile)
-    print("\n".join(filter(None, [header(run, preset, tile), warmup, columns()])), flush=True)
-    rows = print_rows(plans(run, sizes))
-    if best := smallest_that_fits(rows):
-        print("\n".join(["", *print_recommendation(run, best, rows, preset)]))
-        return 0
-    return print_other_ways(run, sizes, rows, flags, preset)
+        print_largest(run, sizes)
+    elif config.pipe > 1:
+        print_pipe(run, own.pipe, preset, tile)
+    else:
+        print_plan(run, sizes, preset, tile, flags, warmup)
+    return 0
 
 
 def _refuse_with_pipe(own: argparse.Namespace, config: Config) -> None:
@@ -96,7 +97,7 @@ def _planned_from_data(own: argparse.Namespace, config: Config, flags: set[str],
 
 def _parser() -> argparse.ArgumentParser:
     about = str(__doc__).partition("\n\n")[2]
-    parser = Parser("plan", description=about, epilog="All flags of train are taken as well: seqpar-train --help.")
+    parser = Parser("plan", description=about, epilog="All flags of train are taken as well: seqpar-train --help all.")
     device = "device to plan for (default: this machine's GPU, else mi250x); cpu: this machine, measured for seconds"
     parser.add_argument("--device", choices=[*DEVICES, "cpu"], help=device)
     memory = "memory of a rank, in 10^9 bytes (default: the device's)"

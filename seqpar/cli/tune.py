@@ -14,7 +14,8 @@ from seqpar.cluster import exit_codes
 from seqpar.cluster.devices import num_devices
 from seqpar.runs.run_folder import holds_folds, holds_run
 from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
-from seqpar.settings.command_line import Parser, default_preset, wants_gpu
+from seqpar.settings.command_line import default_preset, wants_gpu
+from seqpar.settings.parser import Parser
 from seqpar.sweeps.results import write_results
 from seqpar.sweeps.scaling_plan import print_plan
 from seqpar.sweeps.space import parse_space
@@ -111,7 +112,7 @@ def _parser() -> Parser:
         "tune",
         usage="%(prog)s --space FLAG=VALUE,VALUE ... --out FOLDER [train's flags]",
         description="Compares settings: each point of --space is a run of its own, several side by side by Ray Tune.",
-        epilog="All flags of train are taken as well: seqpar-train --help. Exit codes are those of train; 75: left "
+        epilog="All flags of train are taken as well: seqpar-train --help all. Exit codes are those of train; 75: left "
         "early, and --resume --out FOLDER goes on.",
     )
     add = parser.add_argument

@@ -1,15 +1,12 @@
 """The command line of a run, generated from the declarations of its settings."""
 
 import argparse
-import difflib
 import os
 import re
-import shutil
-import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 
@@ -18,62 +15,12 @@ from seqpar.settings.curriculum import parse_curriculum
 from seqpar.settings.field import Declaration
 from seqpar.settings.network_settings import with_decoder_of_stages
 from seqpar.settings.parallel_settings import AUTO
+from seqpar.settings.parser import HelpInTwoSizes, Parser
 from seqpar.settings.presets import PRESETS, preset_for_task, start_of_auto
 from seqpar.settings.rules import as_typed
 from seqpar.text import flag_name, quantity
 
 _ACCUMULATE = ("--accumulate", "--micro-batches")
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are a user's: one line, with the flag nearest to an unknown one.
-
-    - ``act``: what is started
-    - ``options``: argparse's own
-
-    ``others``: flags of the same command that another parser takes; ``lists_all``: the flag that lists all.
-    """
-
-    others: Sequence[str] = ()
-    lists_all = "--help"
-
-    def __init__(self, act: str, **options: Any) -> None:
-        usual: dict[str, Any] = {"allow_abbrev": False, "formatter_class": _HelpLines}
-        super().__init__(f"seqpar-{act}", **usual | options)
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}{self._nearest(message)} ({self.lists_all} lists all)")
-
-    def _nearest(self, message: str) -> str:
-        """Returns the flags nearest to those that a message calls unrecognized, "" if it calls none so."""
-        _, is_unknown, words = message.partition("unrecognized arguments: ")
-        typed = [word.partition("=")[0] for word in words.split() if word.startswith("--")] if is_unknown else []
-        known = [*self._option_string_actions, *self.others]
-        pairs = [(word, near) for word in typed for near in difflib.get_close_matches(word, known, 1)]
-        return "".join(f"; nearest to {word} is {near}" for word, near in pairs)
-
-
-class _HelpLines(argparse.HelpFormatter):
-    """Lines of --help, as wide as the terminal, in which no name is broken at its dashes."""
-
-    def __init__(self, prog: str) -> None:
-        width = min(110, shutil.get_terminal_size((110, 24)).columns)
-        super().__init__(prog, max_help_position=34, width=width)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-
-class _Help(argparse.Action):
-    """``--help`` prints the flags that most people need, ``--help all`` those of the parser ``full``."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, full: Callable[[], Parser] | None, **options: Any):
-        self.full = full
-        super().__init__(option_strings, argparse.SUPPRESS, nargs="?", choices=("all",), metavar="all", **options)
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
-        (self.full() if values and self.full else parser).print_help()
-        parser.exit()
 
 
 def parse(
@@ -169,7 +116,7 @@ def _parser(default_preset: str, networks: Collection[str], everything: bool = F
     )
     parser.lists_all = "--help all"
     full = None if everything else lambda: _parser(default_preset, networks, everything=True)
-    parser.add_argument("-h", "--help", action=_Help, full=full, help="show these flags and exit; all: every flag")
+    parser.add_argument("-h", "--help", action=HelpInTwoSizes, full=full, help="show these; all: every flag")
     listed = ", ".join(PRESETS)
     preset_help = f"named settings to start from: {listed} ({default_preset})"
     parser.add_argument("--preset", choices=list(PRESETS), metavar="NAME", help=preset_help)

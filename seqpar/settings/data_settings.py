@@ -90,7 +90,8 @@ class DataSettings:
     workers: int = _data(2, "processes per rank that prepare tiles; 0: none", bounds=NOT_NEGATIVE, metavar="PROCESSES")
     augment: str = _data(
         "light",
-        f"augmentation: {', '.join(RECIPES)}; add steps as in light+{next(iter(EXTRA_STEPS))}: {', '.join(EXTRA_STEPS)}",
+        f"augmentation: {', '.join(RECIPES)}; add steps as in light+{next(iter(EXTRA_STEPS))}: "
+        f"{', '.join(EXTRA_STEPS)}",
         metavar="RECIPE",
         common=True,
     )

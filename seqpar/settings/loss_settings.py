@@ -10,9 +10,7 @@ from seqpar.settings.field import GAMMA, NOT_NEGATIVE, SUPERVISED, VOXELS, setti
 DICE = ("linear", "squared")
 CLASS_LOSSES = ("ce", "focal")  # those whose terms are means over labels
 _loss = partial(setting, section="loss", tasks=SUPERVISED)
-_of_dice = partial(
-    _loss, tasks=VOXELS, acts_when=lambda c: "dice" in c.loss_terms, why="--loss {loss} has no Dice"
-)
+_of_dice = partial(_loss, tasks=VOXELS, acts_when=lambda c: "dice" in c.loss_terms, why="--loss {loss} has no Dice")
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,9 @@ class LossSettings:
         tasks=VOXELS,
         acts_when=lambda c: has_class_terms(c.loss),
         why="--loss {loss} has no term per class",
-        idle_here=lambda c, here: "because the outputs are regions, none of them background" if here.learns_regions else "",
+        idle_here=lambda c, here: (
+            "because the outputs are regions, without a background" if here.learns_regions else ""
+        ),
     )
     batch_dice: bool = _loss(
         False,

@@ -71,9 +71,7 @@ class ParallelSettings:
         acts_when=lambda c: not c.window,
         why="--window {window} fetches from neighbours",
     )
-    keep_kv: bool = _shared(
-        False, "keep gathered keys and values: fewer bytes sent, more memory", networks=TOKENS
-    )
+    keep_kv: bool = _shared(False, "keep gathered keys and values: fewer bytes sent, more memory", networks=TOKENS)
     heads_per_chunk: int = _shared(
         0,
         "heads whose keys and values are gathered at a time; 0: by size",

@@ -58,8 +58,9 @@ def settings_on_resume(saved: Config, now: Config, typed: set[str]) -> Config:
         now = replace(now, curriculum=saved.curriculum)
     for name, own in SETTINGS.items():
         if own.fixed and name in typed and getattr(now, name) != getattr(saved, name):
+            began = as_typed(name, getattr(saved, name))
             raise ValueError(
-                f"--{flag_name(name)} cannot change when a run resumes (it began with {as_typed(name, getattr(saved, name))}): "
+                f"--{flag_name(name)} cannot change when a run resumes (this one began with {began}): "
                 f"{own.fixed}. Remove it, or start another run with --weights {now.out}/model.safetensors"
             )
     began_without = saved.optimizer == "rmsprop" and not any(saved.betas[:1])

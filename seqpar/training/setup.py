@@ -19,17 +19,17 @@ from seqpar.parallel.consensus import gather_texts, raise_on_all_ranks, run_on_r
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.stages import StageMap
-from seqpar.planner.answer import decoding_of
-from seqpar.planner.auto_settings import choose_attention
-from seqpar.planner.curriculum import describe_lessons
+from seqpar.planner.chooser import choose_attention
 from seqpar.planner.memory_check import refuse_beyond_free
+from seqpar.planner.printer import describe_decoding, describe_lessons
 from seqpar.runs.run_folder import describe_run, read_config
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog
 from seqpar.runs.run_status import StatusFile, append_start, changes_line, describe_kill
-from seqpar.settings.command_line import idle_with_data
 from seqpar.settings.config import Config
+from seqpar.settings.field import Circumstances
 from seqpar.settings.lessons import Lesson
+from seqpar.settings.rules import describe_settings_without_effect
 from seqpar.tasks.training_data import TrainingData
 from seqpar.text import quantity
 from seqpar.training.run_request import RunRequest, refuse_other_run
@@ -160,7 +160,7 @@ def make_trainer(
     data_before, data_now = before.get("dataset", {}), data.describe()
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
-    mode_line = decoding_of(net, config)
+    mode_line = describe_decoding(net, config)
     weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())
@@ -180,7 +180,8 @@ def make_trainer(
         print("\n".join(_lesson_lines(request, number, resizing)), flush=True)
         if warning := cases_that_changed_sides(data_before, data_now):
             print(warning, flush=True)
-        if is_first and (idle := idle_with_data(request.flags, bool(data.dataset.regions), bool(data.regions))):
+        here = Circumstances(declares_regions=bool(data.dataset.regions), learns_regions=bool(data.regions))
+        if is_first and (idle := describe_settings_without_effect(config, request.flags, here)):
             print(idle, flush=True)
         lines = [f"{_size_line(net, lesson, mesh)}; {mode_line}", *([_outputs_line(data)] if is_first else [])]
         lines += [f"attention: {reason}" for reason in attention_reasons[:1]] + [weights_line] * bool(weights_line)

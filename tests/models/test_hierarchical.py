@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seqpar import DiceCE, DropoutKey, SeqParViT
-from seqpar.models.build import build_network, family_of, layout_of, refuse_settings_of_other_networks
+from seqpar.models.build import build_network, family_of, layout_of
 from seqpar.models.network import Network
 from seqpar.optimization.parameter_groups import layer_lr_scale
 from seqpar.parallel.collectives import all_gather, all_reduce
@@ -17,8 +17,8 @@ from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.feasibility import check_feasible
 from seqpar.planner.memory_counter import saved_bytes
 from seqpar.settings.command_line import parse
-from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.settings.config import Config
+from seqpar.settings.rules import refuse_settings_without_effect
 from tests.support.ranks import once_per_world, relative, summed
 
 CHANNELS, CLASSES = 2, 3
@@ -218,7 +218,7 @@ REFUSED = [
 def test_flags_that_do_not_belong_together_are_refused(line: str, why: str) -> None:
     def read() -> None:
         _, config, flags = parse(["--preset", "debug", *line.split()], "debug")
-        refuse_settings_of_other_networks(config, flags)
+        refuse_settings_without_effect(config, flags)
         refuse_settings_without_effect(config, flags)
         check_feasible(config)
 
