@@ -185,7 +185,7 @@ BAD = {
     "--network nnunet-plain --stages 333": "such as '133:111",
     "--network nnunet-plain --stages 333:111,333-222": "such as '133:111",
     "--network nnunet-plain --stages '233:111 333:222'": "odd",
-    "--network nnunet-plain --patch 4": "--patch would do nothing: --network nnunet-plain does not know it",
+    "--network nnunet-plain --patch 4": "--patch would do nothing: --network nnunet-plain does not have it, only vit",
     "--network nnunet-plain --attention ulysses": "--attention would do nothing",
     "--network nnunet-plain --grad-checkpoint attention": "--grad-checkpoint attention: .*choose none or full",
     "--network unet-lamp --deep-supervision": "--deep-supervision would do nothing",
