@@ -194,7 +194,7 @@ def test_a_data_set_of_nnunet_is_found_by_its_number_after_it_was_prepared(
         said = capsys.readouterr().out
         assert said.count(f"{raw}/Dataset901_Blob.prepared is a cache of an earlier version") == 1
     place = (beside if has_preprocessed else raw).parent / "seqpar-prepared" / "Dataset901_Blob"
-    assert f"it can be deleted: now it is {place}" in said
+    assert f"it can be deleted: the cache is now {place}" in said
     assert not outdated_cache(root, root.with_name("Dataset901_Blob.prepared"))
     open_data(config_of(["--data", "901", "--fold", "all"]), True)
     assert f"now it is {place}" in capsys.readouterr().out
