@@ -197,7 +197,7 @@ def test_a_data_set_of_nnunet_is_found_by_its_number_after_it_was_prepared(
     assert f"it can be deleted: the cache is now {place}" in said
     assert not outdated_cache(root, root.with_name("Dataset901_Blob.prepared"))
     open_data(config_of(["--data", "901", "--fold", "all"]), True)
-    assert f"now it is {place}" in capsys.readouterr().out
+    assert f"the cache is now {place}" in capsys.readouterr().out
     open_data(config_of(["--data", "901", "--fold", "all"]), False)
     assert not capsys.readouterr().out
     assert open_cache(place).ids == ("c_000", "c_001") == prepared(901, is_first=True).ids
