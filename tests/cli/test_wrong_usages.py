@@ -50,7 +50,7 @@ USAGES = """
 2 evaluate D/labelsTr D/labelsTr --brats 2023 --regions X=1 | --brats declares the labels
 2 evaluate D/labelsTr D/labelsTr --nsd-tolerance nan | --nsd-tolerance is nan
 3 prepare nowhere | nowhere: does not exist
-2 prepare D --spacing 1,1 | --spacing 1,1: give source, median, or three positive sizes
+2 prepare D --spacing 1,1 | --spacing 1,1: give source, median, or three sizes above 0
 3 prepare D --out file | file: cannot be written
 2 plan --memory nan | --memory nan: it must be
 2 plan --volume 512 512 | --volume: expected 3 arguments

@@ -67,9 +67,7 @@ class PrepareSettings:
             w, d, h = (float(part) for part in text.split(","))
             return PrepareSettings((w, d, h))
         except ValueError:
-            raise ValueError(
-                f"--spacing {text}: give source, median, or three positive sizes in mm, as 1,1,1"
-            ) from None
+            raise ValueError(f"--spacing {text}: give source, median, or three sizes above 0 in mm, as 1,1,1") from None
 
 
 @dataclass(frozen=True)

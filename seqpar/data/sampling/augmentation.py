@@ -173,7 +173,7 @@ def recipe_of(name: str) -> AugmentationRecipe:
     """Returns the recipe ``none``, ``light``, ``full`` or ``paper``, with the extra steps that follow a ``+``."""
     first, *more = name.split("+")
     if first not in RECIPES:
-        raise ValueError(f"an augmentation must be one of {', '.join(RECIPES)}, got {first}")
+        raise ValueError(f"an augmentation is one of {', '.join(RECIPES)}, got {first}")
     for step in more:
         if step not in EXTRA_STEPS or more.count(step) > 1:
             raise ValueError(f"{first} takes the extra steps {', '.join(EXTRA_STEPS)}, each at most once; got {step}")
