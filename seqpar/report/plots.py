@@ -49,7 +49,7 @@ def _draw_line(plot: Any, line: Line, style: Style) -> None:
     if (high > low).any():
         plot.fill_between(places, low, high, color=colour, alpha=0.18, linewidth=0, clip_on=False)
     if line.noisy and (window := min(WINDOW, len(points) // 10)) > 1:
-        plot.plot(places, means, color=colour, alpha=0.35, linewidth=width / 2)
+        plot.plot(places, means, color=colour, alpha=0.35, linewidth=width / 2, clip_on=False)
         smooth = running_mean(points[:, 1], window)
         means = np.array([piece.mean() for piece in np.array_split(smooth, len(pieces))])
     marked = line.only_points or len(points) == 1 or line.dots and len(points) <= FEW  # one value alone makes no line

@@ -207,9 +207,9 @@ def make_strips(title: str, rows: Mapping[str, Sequence[tuple[float, str]]], low
             shift = (at * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
             dots.append((place(value), round(y + shift, 1), f"{case}: {value:.4g}" if len(pairs) <= MAX_TITLES else ""))
         values = [value for value, _ in pairs] or [low]
-        first, third = map(place, np.percentile(values, (25, 75)).tolist())
+        first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
         strips.append(Strip(name, y, dots, (first, round(third - first, 1)), place(median(values))))
-    marks = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high).tolist()
+    marks = map(float, MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high))
     ticks = [(place(mark), f"{mark:g}") for mark in marks if low - 1e-9 <= mark <= high + 1e-9]
     return Strips(title, left, width, line * len(strips) + 26, ticks, strips)
 

@@ -242,7 +242,7 @@ def test_a_template_gets_just_the_values_that_it_names(
     copy = shutil.copytree(finished, tmp_path / "copy")
     assert run(report.act, [str(finished), str(copy), "--out", str(tmp_path / "x.html")]) == 0
     assert given == {"page.html": set(), "comparison.html": set()}, "values that no template names"
-    with pytest.raises(UndefinedError, match="gaps"):
+    with pytest.raises(UndefinedError, match="runs"):
         whole("comparison.html", title="a")
     assert "{{ title }}" in whole("comparison.html", **values_of_none(title="{{ title }}")), "filled only once"
     content = json.loads((finished / "config.json").read_text())

@@ -16,6 +16,7 @@ from seqpar.report.several_runs import Comparison, read_all
 from seqpar.report.tables import (
     Head,
     Score,
+    Strips,
     Table,
     TableRow,
     Tile,
@@ -100,7 +101,7 @@ def _scores_table(scored: Mapping[str, CaseScores]) -> Table | str:
     return Table("scores", list(map(Head, ("Class", *scored))), rows, "class", note)
 
 
-def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequence[str], Sequence[object]]:
+def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequence[str], Sequence[Strips]]:
     """Returns how far each case's mean Dice is above that of the first run: a table, sentences, strips."""
     if len(scored) < 2:
         return "Fewer than two runs have scores of cases.", (), ()
