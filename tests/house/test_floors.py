@@ -38,7 +38,7 @@ GROUND = """
     tasks
     training
     sweeps
-    acceptance
+    cluster.acceptance
     cli
 """
 FLOORS = [[f"seqpar.{room}" for room in line.split()] for line in GROUND.strip().splitlines()]

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from seqpar.settings.command_line import Parser
+from seqpar.settings.parser import Parser
 from tests.support.pages import CLUSTER, COMMANDS, HERE, MAKE, PAGES, ROOT, blocks, readme_commands
 from tests.support.programs import PROGRAMS
 from tests.support.ranks import relative
