@@ -114,7 +114,7 @@ def _check_run(config: Config) -> None:
     if not config.data and config.task == "segment" and config.phantoms < FOLDS:
         raise ValueError(f"--phantoms {config.phantoms}: five folds need at least 5 cases")
     if not config.data and config.fold.isdigit() and int(config.fold) >= FOLDS:
-        raise ValueError(f"--fold {config.fold}: there are folds 0 to {FOLDS - 1}, all and 90:10")
+        raise ValueError(f"--fold {config.fold}: the folds are 0 to {FOLDS - 1}, all and 90:10")
     prepare_settings(config)
     try:
         recipe_of(config.augment)
