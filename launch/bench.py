@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lab.benches.series import Progress, Series, Table, run_series
 from seqpar.cluster.exit_codes import run
-from seqpar.settings.command_line import Parser
+from seqpar.settings.parser import Parser
 from seqpar.text import clock
 
 # subject → functions of lab.benches that return its series; without a name: the module's ``series``

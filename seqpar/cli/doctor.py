@@ -13,12 +13,14 @@ from typing import NoReturn
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.examination import examine
-from seqpar.cluster.start_ranks import die_with_parent, run_local
+from seqpar.cluster.start_ranks import run_local
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.processes import die_with_parent
 from seqpar.parallel.rendezvous import start
-from seqpar.settings.command_line import Parser
 from seqpar.settings.config import DEVICE_KINDS
+from seqpar.settings.parser import Parser
+from seqpar.terminal import python_module
 from seqpar.text import flag_name
 
 ABOUT = (
@@ -46,7 +48,7 @@ def act(arguments: Sequence[str]) -> int:
     if launcher.world == 1 < options.seqpar * options.pipe:
         if launcher.warning:
             raise ValueError(launcher.warning)
-        return run_local(options.seqpar * options.pipe, ["-m", "seqpar.cli.doctor", *arguments])
+        return run_local(options.seqpar * options.pipe, [*python_module("doctor"), *arguments])
     host = launcher.host or socket.gethostname()
     clock = threading.Timer(1.25 * options.time_limit, _overdue, (f"rank {launcher.rank} ({host})", options.time_limit))
     clock.daemon = True

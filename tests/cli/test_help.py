@@ -9,7 +9,7 @@ import pytest
 from seqpar.decoders.modes.named_modes import MODES
 from seqpar.decoders.named_decoders import DECODERS
 from seqpar.models.build import NETWORKS
-from seqpar.settings.command_line import Parser
+from seqpar.settings.parser import Parser
 from tests.support.programs import PROGRAMS
 
 SWITCHES = (argparse._StoreTrueAction, argparse.BooleanOptionalAction, argparse._HelpAction)

@@ -4,7 +4,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from seqpar.parallel.launcher import SHARE_GPU
+from seqpar.parallel.processes import start_python
 from seqpar.runs.journal import read_metrics
 
 RIGHT, WRONG, MEASURED, LEFT_OUT = "right", "wrong", "measured", "left out"
@@ -124,10 +124,8 @@ def run_module(
         env[SHARE_GPU] = "1"
     began, path = time.monotonic(), site.folder / "output.txt"
     with open(path, "w+") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"seqpar.{module}", *arguments, "--device", site.device.type],
-            env=env, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        command = ["-m", f"seqpar.{module}", *arguments, "--device", site.device.type]
+        process = start_python(command, env, stdout=output, stderr=subprocess.STDOUT)
         try:
             if after_start is not None:
                 after_start(process.pid)

@@ -18,13 +18,14 @@ import torch
 from seqpar.cluster import exit_codes
 from seqpar.cluster.acceptance.check import LEFT_OUT, RIGHT, WRONG, Error, Outcome, Site, judged, run_module
 from seqpar.cluster.acceptance.networks import VIT, small_networks, step_of
-from seqpar.cluster.start_ranks import die_with_parent, run_local
+from seqpar.cluster.start_ranks import run_local
 from seqpar.cluster.torch_setup import set_arithmetic
 from seqpar.data.files import write_json
 from seqpar.parallel.collectives import all_gather, exchange_rows
 from seqpar.parallel.consensus import gather_texts
 from seqpar.parallel.launcher import OWN_SHARING, read_launcher
 from seqpar.parallel.mesh import Group, Mesh
+from seqpar.parallel.processes import die_with_parent
 from seqpar.parallel.rendezvous import start
 from seqpar.settings.config import Config
 
