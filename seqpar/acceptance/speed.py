@@ -17,7 +17,7 @@ from seqpar.cluster.convolution_speed import time_convolutions
 from seqpar.cluster.devices import GIB, device_here
 from seqpar.losses import DiceCE
 from seqpar.models.build import build_network
-from seqpar.models.optimizer import make_optimizer
+from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.mesh import Group
 from seqpar.planner.needs import RunToPlan, plan_complete_config
 from seqpar.settings.config import Config
@@ -70,7 +70,7 @@ def measure_steps(site: Site) -> Outcome:
 def _step(config: Config, site: Site) -> tuple[float, float]:
     """Returns the seconds of a training step, and the most bytes that torch held for it on a GPU."""
     net = build_network(config, CHANNELS, OUTPUTS, Group("seq")).to(site.device)
-    optimizer, loss = make_optimizer(config, net), net.training_loss(DiceCE())
+    optimizer, loss = make_optimizer(net, config.optimizer_options), net.training_loss(DiceCE())
     image = torch.randn(1, CHANNELS, *config.tile, device=site.device)
     label = torch.zeros(1, *config.tile, dtype=torch.uint8, device=site.device)
     part, target = net.layout.cut(image, 0), net.arrange(net.layout.cut(label, 0))

@@ -24,7 +24,8 @@ GROUND = """
     data.sampling data.phantom
     decoders.decoder
     decoders.modes decoders decoders.unets
-    optimization settings
+    optimization
+    settings
     cluster
     models
     weights planner

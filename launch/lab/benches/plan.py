@@ -28,7 +28,7 @@ from seqpar.cluster.link_speed import measure_groups
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.losses import DiceCE
 from seqpar.models.build import build_network
-from seqpar.models.optimizer import make_optimizer
+from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.consensus import gather_texts
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
@@ -198,7 +198,7 @@ def _bytes_alive(net: nn.Module, backward: Callable[[], None]) -> int:
 
 def _fastest_step(config: Config, net: nn.Module, backward: Callable[[], None], mesh: Mesh) -> tuple[float, float]:
     """Returns the least processor seconds and the least clock seconds of some steps; the first does not count."""
-    optimizer = make_optimizer(config, net)
+    optimizer = make_optimizer(net, config.optimizer_options)
     times = []
     for _ in range(STEPS):
         processor, clock = time.process_time(), time.perf_counter()
