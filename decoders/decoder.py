@@ -32,9 +32,9 @@ def run_cells(
     grid: BoxGrid | None,
     patch: int | Sequence[int] = 1,
 ) -> Value:
-    """Runs the cells on token grids ``b e w d h``, whose boxes are given by ``grid``, and the image; returns the last
-    output.
+    """Runs the cells on token grids ``b e w d h`` and the image; returns the last cell's output.
 
+    - ``grid``: the boxes of the token grids
     - ``patch``: voxels of a token, if the image is taken
     """
     values = list[Value]()

@@ -23,8 +23,7 @@ def primus_widths(embed_dim: int, num_classes: int, stages: int) -> list[int]:
 
 
 class PrimusDecoder(nn.Module):
-    """Decodes tokens by log2(patch) transposed convolutions of kernel and stride 2, with channel norm and GELU in
-    between.
+    """Decodes tokens by log2(patch) transposed convolutions of stride 2, with channel norm and GELU in between.
 
     If the patch is not a cube, an axis with fewer doublings has them in the last stages, as in Primus.
 
@@ -48,7 +47,7 @@ class PrimusDecoder(nn.Module):
 
     @classmethod
     def of(cls, sizes: Sizes) -> "PrimusDecoder":
-        """Returns the decoder for the given sizes, of which it ignores the width."""
+        """Returns the decoder for the given sizes; its widths follow from the embedding."""
         return cls(sizes.embed_dim, sizes.num_classes, sizes.patch)
 
     def forward(

@@ -33,9 +33,7 @@ class Mode(Protocol):
         """Returns a sentence on how this mode decodes; raises ValueError on all ranks if it cannot."""
 
     def features(self, tokens: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-        """Returns the decoder's token grids ``b e w d h``, given several blocks' tokens ``b n/s e``, moved in one
-        message.
-        """
+        """Returns the decoder's token grids ``b e w d h``, given several blocks' tokens ``b n/s e``, in one message."""
 
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
         """Returns the image of a part ``b n/s c p p p``, or the label of ``b n/s p p p``, arranged like the logits."""

@@ -19,8 +19,7 @@ from seqpar.parallel.remaps import Remap, make_remap, remap
 
 
 class Swap:
-    """Each rank decodes whole samples: an all-to-all trades ``n/s`` tokens of all samples for all tokens of ``b/s``
-    samples.
+    """Each rank decodes whole samples, whose tokens an all-to-all collects from all ranks.
 
     Exact; nothing is computed twice, and there are no halos. The batch must be divisible by the group's size.
     """

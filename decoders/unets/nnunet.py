@@ -57,9 +57,7 @@ def architecture_of_stages(
     residual: bool = False,
     features: int = FEATURES,
 ) -> Architecture:
-    """Returns the architecture with these stages; ``features`` of the first one double per stage, up to ten times as
-    many.
-    """
+    """Returns the architecture with these stages; ``features`` double at each, up to ten times the first."""
     stages = len(strides)
     most = MOST_FEATURES * features // FEATURES if features > FEATURES else MOST_FEATURES
     return Architecture(

@@ -248,13 +248,16 @@ def fastest_strategy_of_model(
     if fits:
         best, why = min(fits, key=lambda s: seconds[s]), "the fastest"
     else:
-        best, why = min(candidates, key=lambda s: needs[s]), "the smallest, but does not fit the memory left"
+        best, why = min(candidates, key=lambda s: needs[s]), "the smallest"
     if memory_left is not None:
         depth = 1 if recomputed else sum(count for _, count in layers)
-        if memory_left > 0:
-            why += f" of those that need at most {memory_left / 2**20:.0f} MiB in {quantity(depth, 'layer')}"
+        room = f"{memory_left / 2**20:.0f} MiB in {quantity(depth, 'layer')}"
+        if fits:
+            why += f" of those that need at most {room}"
+        elif memory_left > 0:
+            why += f", but needs more than {room}"
         else:
-            why += f": even without attention, {-memory_left / 2**20:.0f} MiB are missing"
+            why += f", but {-memory_left / 2**20:.0f} MiB are missing even without attention"
     texts = {s: "; ".join(str(one) for one, _ in each) for s, each in costs.items()}
     lines = [f"{s}: {text}" + ("" if s in fits else ", too large") for s, text in texts.items()]
     return best, (f"{best} is {why}", *lines)

@@ -137,9 +137,7 @@ class HeadPartition:
         return AwaitedTensor(post(sends, {q: rows[q] for q in self.inside.peers}, self.inside, KIND), lambda: part)
 
     def new_part(self, x: Tensor, chunk: int) -> Tensor:
-        """Returns a tensor ``n/r b m c f`` for the chunk that ``start_to_tokens`` sends into ``x``; it may be a view of
-        ``x``.
-        """
+        """Returns a tensor ``n/r b m c f`` for ``start_to_tokens`` to send into ``x``; it may be a view of ``x``."""
         heads = self.own(chunk)
         if self.inside.size == 1:
             return x[:, :, :, heads]

@@ -40,9 +40,7 @@ class AttentionOptions:
 
 
 def check_strategy(name: str, ranks: int, heads: int, keep_kv: bool) -> Strategy:
-    """Returns the strategy of a name, including ``hybrid:U``; raises ValueError if a group of ``ranks`` does not allow
-    it.
-    """
+    """Returns the strategy of a name, such as ``hybrid:2``; raises ValueError if ``ranks`` ranks do not allow it."""
     kind, colon, number = name.partition(":")
     if kind not in NAMES or (colon and (kind != "hybrid" or not number.isdecimal())):
         raise ValueError(f"attention={name!r}: choose auto, {', '.join(NAMES)} or hybrid:U (U ranks exchange heads)")

@@ -15,8 +15,7 @@ Levels = Sequence[Tensor]  # logits, the finest first
 
 
 class DeepSupervision(nn.Module):
-    """Sums the loss over several levels of logits, each weighted half as much as the next finer one; the weights sum to
-    1.
+    """Sums the loss over levels of logits, each weighted half as much as the next finer one; weights sum to 1.
 
     The label of a coarser level's point is that of the middle voxel that it covers.
 
@@ -32,9 +31,7 @@ class DeepSupervision(nn.Module):
     def forward(
         self, logits: Levels, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
     ) -> Tensor:
-        """Returns the scalar loss of each level's logits ``b k W D H``, given the finest level's integer labels ``b W D
-        H``.
-        """
+        """Returns the scalar loss of each level's logits ``b k W D H`` and the finest level's labels ``b W D H``."""
         return self.parts(logits, label, loss_groups, annotated).total
 
     def parts(

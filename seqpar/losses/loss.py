@@ -185,9 +185,7 @@ class Loss(nn.Module):
         return (_of_labels(weights, label.long().masked_fill(~counted, 0)) * counted).sum()
 
     def _of(self, sums: Tensor, count: Tensor, loss_groups: LossGroups, weights: Tensor | None) -> LossParts:
-        """Returns the loss, given this rank's sums ``b s``, its voxels' total weight and the weights ``b k`` of its
-        classes.
-        """
+        """Returns the loss, given this rank's sums ``b s``, its voxels' total weight, and class weights ``b k``."""
         num_means = sum(isinstance(term, VoxelTerm) for term in self.terms)
         num_outputs = (sums.shape[1] - num_means) // max(1, sum(_num_sums(term) for term in self.terms))
         widths = [_num_sums(term) * num_outputs or 1 for term in self.terms]

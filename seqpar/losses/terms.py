@@ -46,9 +46,9 @@ class ClassTerm(ABC):
 
 
 class Dice(ClassTerm):
-    """Soft Dice: twice the overlap divided by the sum of both; ``squared`` squares the probabilities in the
-    denominator.
+    """Soft Dice: twice the overlap divided by the sum of both.
 
+    - ``squared``: square the probabilities in the denominator, as in V-Net
     - ``smooth``: added to numerator and denominator, so that a class that is absent and not predicted scores 1
     """
 
@@ -83,9 +83,7 @@ class CrossEntropy(VoxelTerm):
 
 
 class Focal(VoxelTerm):
-    """Cross-entropy in which a voxel is weighted by (1 - p) ** ``gamma``, where p is the true label's probability (Lin
-    et al.).
-    """
+    """Cross-entropy weighted by (1 - p) ** ``gamma``, where p is the probability of the true label (Lin et al.)."""
 
     name = "focal"
 

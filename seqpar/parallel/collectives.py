@@ -70,9 +70,7 @@ def _has_native(rows: Tensor, group: Group, sizes: Sequence[int]) -> bool:
 
 
 def is_by_library(x: Tensor, group: Group) -> bool:
-    """Returns whether NCCL's own collectives exchange such tensors in this group: GPU tensors over all ranks of a
-    group.
-    """
+    """Returns whether NCCL's own collectives exchange ``x``: a GPU tensor in a group that is not a subgroup."""
     return x.is_cuda and group.size > 1 and group.places is None
 
 

@@ -98,9 +98,7 @@ def _packed(error: Exception) -> str:
 
 
 def run_on_rank0(act: Callable[[], Any], group: Group) -> Any:
-    """Calls ``act`` on the first rank and returns its result, passed through JSON, on every rank; an error is raised on
-    all.
-    """
+    """Calls ``act`` on the first rank and returns its result, as JSON has it, on all; its error is raised on all."""
     text, error = "", None
     if group.index == 0:
         try:

@@ -66,7 +66,7 @@ class HaloPlan:
 
 
 def exchange_halos(x: Tensor, group: Group, *plans: HaloPlan, kind: str = "window", fill: float = 0.0) -> Tensor:
-    """Returns this rank's window of a volume of which ``x`` is its part, with margins of ``fill`` around it.
+    """Returns the window around this rank's part ``x``, with margins of ``fill``.
 
     If several ``plans`` are given, each handles one dimension, in this order: later ones send rows that earlier ones
     have already widened, so corners need no messages of their own.

@@ -37,8 +37,7 @@ class Launcher:
 
 
 def read_launcher(env: Mapping[str, str]) -> Launcher:
-    """Detects how this process was started; torchrun's variables take precedence over a Slurm step's, and those over
-    MPI's.
+    """Detects how this process was started: torchrun's variables come before a Slurm step's, and those before MPI's.
 
     Inside Slurm, ``mpirun`` starts its daemons with srun, and the ranks inherit their step's numbers: if MPI's numbers
     differ from the step's, MPI's are right.

@@ -237,9 +237,7 @@ def from_patches(cells: Tensor, grid: Sequence[int]) -> Tensor:
 
 
 def _patterns(num_directions: int) -> tuple[str, str]:
-    """Returns the einops patterns of voxels and patches; for three axes ``... (w p) (d q) (h r)`` and ``... (w d h) p q
-    r``.
-    """
+    """Returns the einops patterns of voxels and patches: ``... (w p) (d q) (h r)`` and ``... (w d h) p q r`` in 3D."""
     tokens, inside = "wdh"[:num_directions], "pqr"[:num_directions]
     voxels = " ".join(f"({token} {voxel})" for token, voxel in zip(tokens, inside))
     return f"... {voxels}", f"... ({' '.join(tokens)}) {' '.join(inside)}"

@@ -38,9 +38,7 @@ class Meeting:
         return self._exchange(name, text, range(self.launcher.world), timeout_s)
 
     def _exchange(self, name: str, text: str, ranks: Sequence[int], timeout_s: float) -> list[str]:
-        """Returns the texts of ``ranks``; the first rank, which may host the store, returns after all ranks have read
-        them.
-        """
+        """Returns the texts of ``ranks``; the first rank, which may host the store, waits until all have read them."""
         store, rank = self.store(timeout_s), self.launcher.rank
         if store is None:
             return [text]

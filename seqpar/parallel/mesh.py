@@ -129,8 +129,7 @@ def warn_without_group(what: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """All processes as ``data`` x ``pipe`` x ``seq``; a context manager that shuts down what ``rendezvous.start`` set
-    up.
+    """All processes as ``data`` x ``pipe`` x ``seq``; as a context manager it leaves the process groups at its end.
 
     - ``data``: ranks that hold the same part of other tiles
     - ``seq``: ranks of one stage that share a tile

@@ -83,9 +83,7 @@ def sendable(x: Tensor) -> Tensor:
 
 
 def check_collective(kind: str, group: Group, what: str = "") -> None:
-    """Records that this rank enters a collective; if collectives are checked, raises unless all ranks enter the same
-    one.
-    """
+    """Records that this rank enters a collective; with ``check`` set, raises unless all ranks enter the same one."""
     group.watch.enter(kind, group)
     if group.watch.check and group.size > 1:
         group.watch.compare(group.name, group.ranks, f"{kind} {what}".strip())

@@ -230,9 +230,7 @@ def _places_of(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def first_collective(group: Group, store: dist.Store, device: torch.device, timeout_s: float) -> None:
-    """Runs a first small sum over ``group``; if it hangs, raises TimeoutError with the group's name and the missing
-    ranks.
-    """
+    """Sums over ``group`` for the first time; if that hangs, raises TimeoutError with the missing ranks."""
     limit = timedelta(seconds=timeout_s)
     keys = [f"warm/{group}/{rank}" for rank in group.ranks]
     store.set(keys[group.index], "here")

@@ -100,9 +100,7 @@ class StartLimit:
 
     @contextmanager
     def making(self, name: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Limits the time spent inside; all ranks of the world enter it in the same order, whether or not they are in
-        the group.
-        """
+        """Limits the time spent inside; all ranks of the world enter in the same order, members of the group or not."""
         self._number += 1
         self._store.set(f"making/{self._rank}", str(self._number))
         limit_s = self._left_s()

@@ -200,9 +200,7 @@ class _Rings:
         return float(seconds + 2 * self.pipe.seconds_per_byte * self.core_bytes[core])
 
     def _ring_seconds(self, outer: tuple[int, int], ring: int, place: StagePlace) -> Array:
-        """Returns the seconds of both pieces around each core ``[low, high)``, counted from the outer core's first
-        cell.
-        """
+        """Returns the seconds of both pieces around each core ``[low, high)``, counted from the outer core's start."""
         first, end = outer
         low, high = np.s_[first, first : end + 1], np.s_[first : end + 1, end]  # pieces [first, low) and [high, end)
         totals, schedule = self.totals, (self.pipe.schedule, 2 * self.count - 1, self.pipe.micros)

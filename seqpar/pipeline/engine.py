@@ -23,8 +23,9 @@ LossOf = Callable[[Sequence[Value], int], Tensor]  # takes the network's outputs
 
 
 class StagedNet(Protocol):
-    """What a pipeline requires of a network. ``micro`` is a rank's share of a micro-batch, such as its part of the
-    image.
+    """What a pipeline requires of a network.
+
+    ``micro`` is a rank's share of a micro-batch, such as its part of the image.
 
     - ``takes``, ``outputs``: as in ``StageMap``
     - ``owns``: for each cell, the names of its weights and buffers, or their prefixes

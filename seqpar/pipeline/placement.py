@@ -173,10 +173,9 @@ def equal_cuts(pipe: Pipe) -> StageMap:
 
 
 def cuts_by_size(pipe: Pipe) -> StageMap:
-    """Returns the cut whose largest stage has the fewest bytes, with weights counted twice, as torchgpipe's
-    ``balance_by_size``.
+    """Returns the cut whose largest stage has the fewest bytes, counting weights twice.
 
-    torchgpipe approximates it by a heuristic; this is the minimum.
+    This is what torchgpipe's ``balance_by_size`` approximates by a heuristic.
     """
     sizes = [cost.held + 2 * cost.state for cost in pipe.costs]
     return pipe.stages(even_cuts(sizes, len(pipe.places)))
@@ -223,8 +222,7 @@ def best_placement(pipe: Pipe, ways: Sequence[Callable[[Pipe], StageMap]]) -> St
 
 
 def pick_placement(every: Sequence[tuple[float, float]]) -> int:
-    """Returns the index of the placement to take, given the seconds of each one's step and the bytes of its fullest
-    place.
+    """Returns the index of the placement to take, given each one's seconds per step and the bytes of its fullest place.
 
     Among the steps that are the shortest within the accuracy of the prediction, takes the one that needs least memory,
     and the shorter one if their memory is about the same.

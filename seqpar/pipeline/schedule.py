@@ -130,9 +130,7 @@ class _Simulation:
         return max(self.ready[act], self.free[self.stages.places[act.stage]])
 
     def _turn(self, act: Act) -> tuple[float, bool, int, int]:
-        """Returns the priority: what can start first, then backward, old micro-batches, and stages that are almost
-        done.
-        """
+        """Returns the priority: earliest start, then backward, older micro-batches, and stages that are almost done."""
         return self._begin(act), act.is_forward, act.micro, -act.stage if act.is_forward else act.stage
 
     def run(self) -> Timetable:

@@ -20,6 +20,7 @@ from seqpar.planner.batch_size import choose_batch, papers_batch
 from seqpar.planner.fit import largest_batch, why_nothing_fits
 from seqpar.planner.needs import Plan, RunToPlan, plan, plan_complete_config
 from seqpar.settings.config import AUTO, Config
+from seqpar.text import in_flags
 
 
 def choose_group_and_batch(
@@ -80,7 +81,7 @@ def _choose_size(run: RunToPlan, launcher: Launcher) -> tuple[Config, tuple[str,
         try:
             tried.append(plan(replace(run, ranks=ranks), size))
         except ValueError as error:
-            tried.append(Plan(replace(run.config, seqpar=size), run.device, ranks, why=str(error)))
+            tried.append(Plan(replace(run.config, seqpar=size), run.device, ranks, why=in_flags(str(error))))
         if tried[-1].fits:
             break
     best = tried[-1]

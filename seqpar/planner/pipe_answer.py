@@ -22,7 +22,7 @@ from seqpar.planner.pipeline_plan import (
     plan_of,
 )
 from seqpar.settings.config import AUTO, Config
-from seqpar.text import quantity
+from seqpar.text import in_flags, quantity
 
 WIDTH = 98
 
@@ -64,7 +64,7 @@ def _fewest(run: RunToPlan, config: Config, cells: Cells, sizes: Sequence[int]) 
         except ValueError as problem:
             if len(sizes) == 1:
                 raise
-            print(f"--pipe {size}: {problem}", flush=True)
+            print(f"--pipe {size}: {in_flags(str(problem))}", flush=True)
             continue
         if spread.plan.fits:
             return spread
@@ -168,7 +168,7 @@ def comparison(run: RunToPlan, p: Plan) -> Iterator[str]:
                 plan_complete_config(replace(run_of, config=config_for_group_size(run_of, config.seqpar)), p.ranks),
             )
         except ValueError as problem:
-            yield f"{flags:<56} {str(problem)[:42]}"
+            yield f"{flags:<56} {in_flags(str(problem))[:42]}"
 
 
 def alternatives_without_pipe(p: Plan) -> Iterator[Config]:

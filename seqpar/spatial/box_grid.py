@@ -69,9 +69,7 @@ class BoxGrid:
         return tuple(high - low for low, high in self.box)
 
     def line(self, dim: int) -> range:
-        """Returns the ranks (indices in the group) whose boxes differ from this rank's only along ``dim``, in that
-        order.
-        """
+        """Returns the group's indices, in order, whose boxes differ from this rank's only along ``dim``."""
         step = math.prod(self.parts[dim + 1 :])
         first = self.group.index - self.place[dim] * step
         return range(first, first + step * self.parts[dim], step)

@@ -37,8 +37,7 @@ def activate(
     other_shift: Tensor | None,
     other_scale: Tensor | None,
 ) -> None:
-    """Writes the activation of ``x * scale + shift`` (+ ``other``) to ``out``, and the sum without ``other`` to
-    ``kept``.
+    """Writes the activation of ``x * scale + shift`` (+ ``other``) to ``out``, and the sum without it to ``kept``.
 
     ``other`` is scaled and shifted too if it has columns of its own.
     """

@@ -34,9 +34,7 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class MomentGroups:
-    """Which values share statistics: those of a channel group in the batch or in each sample, on all ranks of
-    ``groups``.
-    """
+    """Which values share statistics: a channel group's, in the batch or in each sample, on all ranks of ``groups``."""
 
     num_groups: int
     over_batch: bool

@@ -84,8 +84,9 @@ class AvgPool3d(nn.AvgPool3d):
 
 
 class Upsample(nn.Upsample):
-    """Applies nearest or trilinear upsampling by integer factors to a box; trilinear fetches one voxel of each
-    neighbour.
+    """Applies nearest or trilinear upsampling by integer factors to a box.
+
+    Trilinear upsampling fetches one voxel of each neighbour.
 
     Args:
         ``sizes``, ``options``: as in ``torch.nn.Upsample``; give ``scale_factor``, not ``size``.

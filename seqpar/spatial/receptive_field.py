@@ -29,8 +29,7 @@ class ReceptiveField:
 def sliding_reach(
     edges: Bounds, span: int, stride: int, pads: tuple[int, int], what: str, ceil_mode: bool = False
 ) -> ReceptiveField:
-    """Returns the receptive field of a sliding window of ``span`` voxels (the dilated kernel) with the given
-    ``stride``.
+    """Returns the receptive field of a window of ``span`` voxels (the dilated kernel) that moves by ``stride``.
 
     The output at ``o`` reads ``[o * stride - pad, o * stride - pad + span)``. A rank holds the outputs whose ``o *
     stride`` is in its box; the last rank holds all that remain. ``what`` names the operation in errors.

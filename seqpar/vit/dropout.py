@@ -133,9 +133,7 @@ def token_numbers(layout: Layout, rank: int, like: Tensor) -> Tensor:
 
 
 def numbers_of(ids: Tensor, like: Tensor) -> Tensor:
-    """Returns the numbers for ``keyed_dropout`` of tokens with these global numbers; ``like`` is a tensor on their
-    device.
-    """
+    """Returns the numbers of tokens for ``keyed_dropout``, given their global ids and a tensor on their device."""
     return ids if device_type(like) == "cpu" else _scramble(ids)
 
 

@@ -36,8 +36,7 @@ def refuse_unknown(positions: str, mlp: str, recompute: str, dropout: float, dro
 
 
 class SeqParViT(nn.Module):
-    """A Vision Transformer whose token sequence is split over ``group``; without a group, a plain encoder of ``b c W D
-    H``.
+    """A Vision Transformer whose tokens are split over ``group``; without a group, a plain encoder of ``b c W D H``.
 
     Args:
         ``in_channels``: number of image channels.
@@ -60,8 +59,8 @@ class SeqParViT(nn.Module):
             the fastest for the default tile on this device; ``attention_choice`` says why. Does not change the result.
         ``recompute``: what backward recomputes: ``"none"``, the ``"attention"`` branches or ``"full"`` blocks. Does not
             change the result.
-        ``mlp_chunks``: number of chunks of tokens that the MLP processes in turn and recomputes in backward. Does not
-            change the result.
+        ``mlp_chunks``: number of chunks of tokens that the MLP processes one at a time and recomputes in backward. Does
+            not change the result.
         ``window``: side in tokens of the window to which each token attends, shifted by half a window in every second
             block; 0: attend to all tokens. Needs ``split="spatial"``, because parts of a window are fetched from other
             ranks' boxes.
@@ -193,8 +192,7 @@ class SeqParViT(nn.Module):
     def run_stage(
         self, blocks: range, x: Tensor, layout: Layout, key: DropoutKey | None, chosen: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Returns the tokens ``b n/s e`` after ``blocks`` of one stage and, in rows of cubes, after each block of
-        ``chosen``.
+        """Runs ``blocks`` of one stage; returns their tokens ``b n/s e``, and those after ``chosen`` in rows of cubes.
 
         Before the first block of a stage tokens are merged; ``layout`` is that of the part.
         """
@@ -225,7 +223,7 @@ class SeqParViT(nn.Module):
         key: DropoutKey | None,
         chosen: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Returns the normed tokens ``b n/s e`` after all blocks of a single stage and, un-normed, after each block of
+        """Runs all blocks of a single stage; returns the normed tokens ``b n/s e`` and, un-normed, those after
         ``chosen``.
 
         - ``sizes``: each rank's token count
@@ -312,8 +310,7 @@ class SeqParViT(nn.Module):
         return key.drawn(sites, {place: rate for place, rate in rates.items() if rate}, device)
 
     def added_positions(self, layout: Layout, like: Tensor) -> Tensor | None:
-        """Returns the positions ``1 n/s e`` that are added to the tokens, or None if there are none or only rotary
-        ones.
+        """Returns the positions ``1 n/s e`` to add to the tokens, or None if there are none or only rotary ones.
 
         - ``layout``: of the first stage's tokens
         - ``like``: has the tokens' dtype and device

@@ -17,8 +17,7 @@ from seqpar.vit.masking import Visible, make_visible, token_positions
 
 
 class MaskedDecoder(nn.Module):
-    """Decodes hidden patches from encoded tokens: a projection, a mask token for each hidden one, and transformer
-    blocks.
+    """Decodes hidden patches from encoded tokens: a projection, mask tokens for the hidden ones, and blocks.
 
     - ``encoder_width``: of the encoded tokens
     - ``in_channels``: of the image

@@ -58,9 +58,9 @@ def resize_positions(table: Tensor, grid: Sequence[int], new_grid: Sequence[int]
 
 def sincos_positions(layout: Layout, rank: int, embed_dim: int) -> Tensor:
     """Returns ``1 n/s e`` in float64: sines, then cosines, of each axis in turn; remaining features are zero."""
-    coordinates = layout.coordinates(rank).double()  # n/s directions
+    coordinates = layout.coordinates(rank).double()  # n/s axes
     bands = embed_dim // (2 * coordinates.shape[1])
-    angles = coordinates[:, :, None] * _frequencies(bands)  # n/s directions bands
+    angles = coordinates[:, :, None] * _frequencies(bands)  # n/s axes bands
     waves = rearrange(torch.stack([angles.sin(), angles.cos()], 2), "n direction wave band -> n (direction wave band)")
     return F.pad(waves, (0, embed_dim - waves.shape[1]))[None]
 
@@ -81,19 +81,19 @@ class RotaryPositions:
         - ``rank``: None for all tokens, in rank order
         - ``like``: a tensor that gives their precision and device
         """
-        ranks, directions = range(layout.num_ranks) if rank is None else [rank], len(layout.grid)
-        bands = head_dim // (2 * directions)
+        ranks, axes = range(layout.num_ranks) if rank is None else [rank], len(layout.grid)
+        bands = head_dim // (2 * axes)
         if bands == 0:
             raise ValueError(
-                f"a head of width {head_dim} is too narrow to rotate along {directions} axes: it needs at least "
-                f"{2 * directions}; use a smaller `num_heads` or other `positions`"
+                f"a head of width {head_dim} is too narrow to rotate along {axes} axes: it needs at least "
+                f"{2 * axes}; use a smaller `num_heads` or other `positions`"
             )
-        self.width = 2 * bands * directions
+        self.width = 2 * bands * axes
         if like.is_meta:  # no data, because millions of tokens would take gigabytes
-            shape = sum(layout.counts[r] for r in ranks), bands * directions
+            shape = sum(layout.counts[r] for r in ranks), bands * axes
             self._tables = {like.dtype: (like.new_empty(shape), like.new_empty(shape))}
         else:
-            coordinates = torch.cat([layout.coordinates(r) for r in ranks]).double()  # n/s directions
+            coordinates = torch.cat([layout.coordinates(r) for r in ranks]).double()  # n/s axes
             angles = (coordinates[:, :, None] * _frequencies(bands)).flatten(1)  # n/s pairs
             self._tables = {like.dtype: (angles.cos().to(like), angles.sin().to(like))}
         self._like = like.new_empty(0)  # so that this object keeps neither ``like`` nor the layout alive
@@ -153,4 +153,4 @@ class RotaryPositions:
 
 def to_grid(tokens: Tensor, grid: Sequence[int]) -> Tensor:
     """Returns a box's tokens ``b n e``, in raster order, as a grid ``b e w d h``."""
-    return rearrange(tokens, "b n e -> b e n").unflatten(2, tuple(grid))  # a grid of two directions or three
+    return rearrange(tokens, "b n e -> b e n").unflatten(2, tuple(grid))  # grids have two or three axes

@@ -156,7 +156,7 @@ def test_stages_are_as_nnunet_plans_them(tile: tuple, spacing: tuple, strides: l
 
 
 def test_a_tile_that_cannot_be_halved_is_refused() -> None:
-    with pytest.raises(ValueError, match="--tile 8 or more"):
+    with pytest.raises(ValueError, match="tile=8 or more"):
         topology((11, 7, 7))
 
 

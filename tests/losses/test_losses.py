@@ -229,7 +229,7 @@ def test_the_focal_loss_of_parts_is_the_batchs(ranks: Callable[..., list]) -> No
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="loss weights"):
         DiceCE(dice_weight=0, ce_weight=0)
-    with pytest.raises(ValueError, match="2 needed, for dice and ce"):
+    with pytest.raises(ValueError, match="expected 2, for dice and ce"):
         make_loss("dice-ce", LossOptions(), (0.9,))
     with pytest.raises(ValueError, match="region without labels"):
         DiceCE(regions=((1,), ()))

@@ -74,7 +74,7 @@ def test_a_rank_that_stops_after_the_first_step_is_named_within_the_short_limit(
         results[kind]()
     text = str(caught.value)
     ends = "(Timed out|Connection closed by peer|Connection reset by peer|Broken pipe)"
-    assert re.search(rf"FOUND .*\brank 2 \(.* stays at .*, while for 4 s others have waited.*{ends}", text), text
+    assert re.search(rf"FOUND .*\brank 2 \(.* stays at .*, and others have been waiting for 4 s.*{ends}", text), text
 
 
 def test_a_process_that_is_frozen_is_named(results: dict) -> None:

@@ -246,7 +246,9 @@ def test_a_pipe_that_does_not_fit_the_ranks_is_refused() -> None:
     from seqpar.parallel.rendezvous import check_seqpar
 
     check_seqpar(2, 8, 2)
-    with pytest.raises(ValueError, match="--pipe 2 with --seqpar 2 does not fit 6 started ranks.*start 4 ranks or"):
+    with pytest.raises(
+        ValueError, match="pipe=2 with seqpar=2 does not fit 6 started ranks.*start a multiple of 4 ranks"
+    ):
         check_seqpar(2, 6, 2)
-    with pytest.raises(ValueError, match="--pipe 0"):
+    with pytest.raises(ValueError, match="pipe=0"):
         check_seqpar(1, 6, 0)

@@ -37,7 +37,7 @@ def test_a_rank_without_output_is_refused_by_all_before_any_message(rank: int) -
     grid = BoxGrid(((0, 3, 4, 8), (0, 2), (0, 2)), Group("seq", (0, 1, 2), rank))
     x = torch.zeros(1, 2, *grid.sides)
     for module in (convolution.Conv3d(2, 2, 3, stride=4, padding=1), pooling.MaxPool3d(2), pooling.AvgPool3d(2)):
-        with pytest.raises(ValueError, match="a rank would hold no output; use a smaller --seqpar"):
+        with pytest.raises(ValueError, match="leaves a rank without output: use a smaller `seqpar`"):
             module(x, grid)
     with pytest.raises(ValueError, match="leaves nothing of extent 2"):
         convolution.Conv3d(2, 2, 3)(x, grid)
@@ -48,6 +48,6 @@ def test_a_rank_without_output_is_refused_by_all_before_any_message(rank: int) -
 def test_one_value_a_channel_is_refused_in_one_process_with_what_is_needed() -> None:
     x = torch.zeros(1, 2, 1, 1, 1)
     for norm in (norms.InstanceNorm3d(2), norms.BatchNorm3d(2)):
-        with pytest.raises(ValueError, match="one value per channel to norm: use a larger --tile or batch"):
+        with pytest.raises(ValueError, match="more than one value per channel: use a larger `tile` or `batch`"):
             norm(x)
     assert torch.equal(norm.eval()(x)[0], x), "running statistics norm any volume"
