@@ -19,10 +19,9 @@ from seqpar.parallel.consensus import gather_texts, raise_on_all_ranks, run_on_r
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.stages import StageMap
-from seqpar.planner.answer import decoding_of
-from seqpar.planner.auto_settings import choose_attention
-from seqpar.planner.curriculum import describe_lessons
+from seqpar.planner.chooser import choose_attention
 from seqpar.planner.memory_check import refuse_beyond_free
+from seqpar.planner.printer import describe_decoding, describe_lessons
 from seqpar.runs.run_folder import describe_run, read_config
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog
@@ -160,7 +159,7 @@ def make_trainer(
     data_before, data_now = before.get("dataset", {}), data.describe()
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
-    mode_line = decoding_of(net, config)
+    mode_line = describe_decoding(net, config)
     weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())

@@ -19,7 +19,7 @@ from seqpar.data.errors import DataError
 from seqpar.models.build import build_network
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
-from seqpar.planner import auto_settings
+from seqpar.planner import chooser
 from tests.support.configs import config_of
 from tests.support.folders import nnunet
 from tests.support.training_runs import status
@@ -162,7 +162,7 @@ def test_a_dry_run_looks_at_the_data_and_at_the_memory(flags, tmp_path, monkeypa
         rehearsed("--fold", "7")
     here = device_here("cpu")
     monkeypatch.setattr(
-        auto_settings, "device_here", lambda flag: replace(here, memory=0.2 * GIB, reserved_bytes=0.0, group_bytes=0.0)
+        chooser, "device_here", lambda flag: replace(here, memory=0.2 * GIB, reserved_bytes=0.0, group_bytes=0.0)
     )
     text = rehearsed("--batch", "999")
     assert "does not fit; plan.py finds what does" in text and "MiB too few" in text and "at most -" not in text

@@ -17,7 +17,7 @@ from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Group
-from seqpar.planner import tile_size
+from seqpar.planner import fit
 from seqpar.planner.needs import RunToPlan, plan_complete_config
 from seqpar.settings.presets import PRESETS
 from seqpar.training.run_request import read_request
@@ -207,7 +207,7 @@ def test_the_tile_follows_from_the_data_unless_plans_say_it(place) -> None:
 def test_the_planner_says_how_large_a_cube_some_ranks_train(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tile_size, "LARGEST", 256)  # fewer to look at
+    monkeypatch.setattr(fit, "LARGEST", 256)  # fewer to look at
     line = ["--preset", "nnunet", "--features", "4", "--device", "a100", "--memory", "3.5", "--batch", "1"]
     sides = []
     for size in ("1", "2"):

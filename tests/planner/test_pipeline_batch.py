@@ -8,7 +8,7 @@ import pytest
 from seqpar.cluster.devices import DEVICES, Device
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.parallel.launcher import Launcher
-from seqpar.planner import auto_settings
+from seqpar.planner import chooser
 from seqpar.planner.fit import largest_batch
 from seqpar.planner.needs import RunToPlan
 from seqpar.planner.pipeline_plan import plan_run
@@ -43,10 +43,10 @@ def test_the_largest_batch_is_that_of_the_fullest_place() -> None:
 def test_a_run_takes_the_batch_that_fits_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual batch of a U-Net, where a rank that has all of it would have the memory for one tile."""
     device = replace(A100, memory=needed(2))
-    monkeypatch.setattr(auto_settings, "device_of", lambda config, launcher: device)
-    config, why = auto_settings.choose_group_and_batch(TWO, Launcher("test", 0, 2), 1, 3)
+    monkeypatch.setattr(chooser, "device_of", lambda config, launcher: device)
+    config, why = chooser.choose_group_and_batch(TWO, Launcher("test", 0, 2), 1, 3)
     assert config.batch == 2 and "on the fullest rank of the pipe" in why["batch_choice"][0]
-    assert auto_settings.choose_group_and_batch(ONE, Launcher("test"), 1, 3)[0].batch == 1
+    assert chooser.choose_group_and_batch(ONE, Launcher("test"), 1, 3)[0].batch == 1
 
 
 def test_a_preset_that_follows_the_data_plans_stages_too() -> None:

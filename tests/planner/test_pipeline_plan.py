@@ -15,7 +15,6 @@ from seqpar.pipeline.named_placements import place_cells
 from seqpar.pipeline.placement import CellCost, Pipe, StagePlace
 from seqpar.planner.counted_cells import bytes_of_optimizer, count_cells, measure_here
 from seqpar.planner.needs import RunToPlan
-from seqpar.planner.pipe_answer import alternatives_without_pipe, describe_timetable
 from seqpar.planner.pipeline_plan import (
     Cells,
     chosen,
@@ -25,6 +24,7 @@ from seqpar.planner.pipeline_plan import (
     placements,
     plan_of,
 )
+from seqpar.planner.pipeline_printer import alternatives_without_pipe, describe_timetable
 from seqpar.planner.step_counter import StepSetup, count_step
 from seqpar.settings.checks import check
 from seqpar.settings.command_line import parse

@@ -9,7 +9,7 @@ import pytest
 
 from seqpar.cluster.devices import Device, Link, device_here
 from seqpar.parallel.launcher import Launcher
-from seqpar.planner import auto_settings, needs
+from seqpar.planner import chooser, needs
 from seqpar.planner.fit import plans
 from seqpar.planner.needs import RunToPlan, plan_complete_config
 from seqpar.planner.needs import plan as plan_of
@@ -30,14 +30,14 @@ def shared_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def here(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_settings, "device_here", lambda device_flag: device)
+    monkeypatch.setattr(chooser, "device_here", lambda device_flag: device)
 
 
 def auto(
     config: Config, launcher: Launcher, gib: float, monkeypatch: pytest.MonkeyPatch, device: Device = CORES
 ) -> Config:
     here(replace(device, memory=gib * 2**30, reserved_bytes=0.0, group_bytes=0.0), monkeypatch)
-    chosen, why = auto_settings.choose_group_and_batch(replace(config, seqpar=AUTO), launcher, 2, 3)
+    chosen, why = chooser.choose_group_and_batch(replace(config, seqpar=AUTO), launcher, 2, 3)
     reasons = why["seqpar_choice"]
     assert f"--seqpar {chosen.seqpar} is the smallest that fits" in reasons[0] and len(reasons) >= 2
     return chosen
@@ -47,7 +47,7 @@ def test_auto_takes_the_smallest_group_that_the_ranks_allow(monkeypatch: pytest.
     config = replace(SMALL, tile=(64, 64, 64), mode="halo", embed_dim=96)
     six = Launcher("test", 0, 6)
     assert auto(config, six, 8.0, monkeypatch).seqpar == 1
-    monkeypatch.setattr(auto_settings.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(chooser.os, "cpu_count", lambda: 4)
     whole = replace(device_here("cpu"), reserved_bytes=0.0, group_bytes=0.0, cores=4)
     totals = [p.total for p in plans(RunToPlan(config, whole, 2, 3, timed=False), (1, 2, 3))]
     assert totals[0] > totals[1] > totals[2]
@@ -76,28 +76,28 @@ def test_auto_takes_every_size_that_shares_the_nodes_that_are_there(
 
 def test_on_the_cpu_there_are_as_many_ranks_as_cores_whatever_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SEQPAR_PARENT", raising=False)
-    monkeypatch.setattr(auto_settings.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(auto_settings.torch.cuda, "device_count", lambda: 5)
-    monkeypatch.setattr(auto_settings.os, "cpu_count", lambda: 3)
-    sizes = (list(auto_settings._sizes(replace(SMALL, device=name), Launcher("alone"))) for name in ("cpu", "auto"))
+    monkeypatch.setattr(chooser.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(chooser.torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setattr(chooser.os, "cpu_count", lambda: 3)
+    sizes = (list(chooser._sizes(replace(SMALL, device=name), Launcher("alone"))) for name in ("cpu", "auto"))
     assert tuple(map(len, sizes)) == (3, 5)
 
 
 def test_ranks_of_two_nodes_reach_each_other_by_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     here(GCD, monkeypatch)
-    far, near = (auto_settings.device_of(PAPER, Launcher("test", 0, 8, num_nodes=n)).link(8) for n in (2, 1))
+    far, near = (chooser.device_of(PAPER, Launcher("test", 0, 8, num_nodes=n)).link(8) for n in (2, 1))
     assert far == GCD.far and near == GCD.links[8]
 
 
 def test_the_batch_is_what_the_memory_holds_and_the_total_is_that_batchs(monkeypatch: pytest.MonkeyPatch) -> None:
     paper, alone = replace(PRESETS["paper"](), depth=2), Launcher("test")
     here(GCD, monkeypatch)
-    whole, why = auto_settings.choose_group_and_batch(paper, alone, 2, 3)
+    whole, why = chooser.choose_group_and_batch(paper, alone, 2, 3)
     assert whole.batch == 32 and "and fits: " in why["batch_choice"][0]
     for mode, world in (("gather", 1), ("swap", 4)):
         small = replace(GCD, memory=4 * 2**30, node=world)
         here(small, monkeypatch)
-        chosen, why = auto_settings.choose_group_and_batch(
+        chosen, why = chooser.choose_group_and_batch(
             replace(paper, mode=mode, seqpar=world), Launcher("test", 0, world), 2, 3
         )
         tiles = chosen.batch
@@ -106,7 +106,7 @@ def test_the_batch_is_what_the_memory_holds_and_the_total_is_that_batchs(monkeyp
         assert 1 < tiles < 32 and tiles % world == 0 and real.fits and not more.fits
         assert why["batch_choice"][0].endswith(f": {real.total / 2**30:.2f} GiB of 4.00 a rank")
     here(replace(GCD, memory=2**30), monkeypatch)
-    none, why = auto_settings.choose_group_and_batch(paper, alone, 2, 3)
+    none, why = chooser.choose_group_and_batch(paper, alone, 2, 3)
     assert none.batch == 1 and "may not fit" in why["batch_choice"][0]
 
 
@@ -122,21 +122,21 @@ def test_training_attends_as_was_planned(monkeypatch: pytest.MonkeyPatch) -> Non
         (replace(GCD, memory=2**30), config),
     ):
         here(device, monkeypatch)
-        name, *why = auto_settings.choose_attention(open_config, launcher, 4, 4)
+        name, *why = chooser.choose_attention(open_config, launcher, 4, 4)
         p = plan_of(RunToPlan(open_config, replace(device, node=4), ranks=4, timed=False), 4)
         assert (name, tuple(why)) == (p.config.attention, p.attention_why) and why[0].startswith(name)
         assert "of those that need at most" in why[0] or "MiB too few" in why[0]
         strategies.add(name)
     assert len(strategies) > 2, strategies
-    assert auto_settings.choose_attention(replace(config, attention="gather-x"), launcher, 4, 4) == ()
-    assert auto_settings.choose_attention(replace(config, seqpar=1), launcher, 4, 4) == ()
+    assert chooser.choose_attention(replace(config, attention="gather-x"), launcher, 4, 4) == ()
+    assert chooser.choose_attention(replace(config, seqpar=1), launcher, 4, 4) == ()
 
 
 def test_attention_is_chosen_by_measured_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here(GCD, monkeypatch)
     config, launcher = replace(PAPER, depth=2, seqpar=4, mode="halo", keep_kv=True), Launcher("test", 0, 4)
     slow, quick = (
-        auto_settings.choose_attention(replace(config, measured=str(doctors(tmp_path, rate))), launcher, 4, 4)[0]
+        chooser.choose_attention(replace(config, measured=str(doctors(tmp_path, rate))), launcher, 4, 4)[0]
         for rate in (1e6, 1e15)
     )
     assert slow != quick
@@ -145,9 +145,9 @@ def test_attention_is_chosen_by_measured_links(tmp_path: Path, monkeypatch: pyte
 def test_a_run_that_goes_on_keeps_its_strategy_on_as_many_ranks() -> None:
     launcher, config = Launcher("test", 0, 4), replace(SMALL, seqpar=4)
     before = {"seqpar": 4, "strategy": "ulysses"}
-    assert auto_settings.choose_attention(config, launcher, 2, 3, before) == ("ulysses", "ulysses, as the run began")
+    assert chooser.choose_attention(config, launcher, 2, 3, before) == ("ulysses", "ulysses, as the run began")
     for now in (replace(config, keep_kv=True), replace(config, seqpar=2)):
-        assert "as the run began" not in auto_settings.choose_attention(now, launcher, 2, 3, before)[1]
+        assert "as the run began" not in chooser.choose_attention(now, launcher, 2, 3, before)[1]
 
 
 def test_train_chooses_says_and_records(tmp_path: Path) -> None:

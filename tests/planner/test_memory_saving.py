@@ -9,7 +9,7 @@ import pytest
 from seqpar.cli import plan
 from seqpar.cluster.devices import DEVICES
 from seqpar.losses import voxels
-from seqpar.planner import memory_saving, needs, other_ways, step_counter
+from seqpar.planner import memory_saving, needs, printer, step_counter
 from seqpar.planner.fit import plans
 from seqpar.planner.needs import Plan, RunToPlan
 from seqpar.planner.step_counter import StepSetup, count_step, count_whole_step
@@ -36,7 +36,7 @@ def pretended(totals: dict[str, float], memory: float, monkeypatch: pytest.Monke
         return Plan(config, replace(run.device, memory=memory), ranks, parts, {"seq": 0.0, "world": 0.0})
 
     for module in (needs, memory_saving):
-        monkeypatch.setattr(module, "planned", planned)
+        monkeypatch.setattr(module, "plan_complete_config", planned)
     return counted
 
 
@@ -78,7 +78,7 @@ def test_a_plan_takes_the_first_way_in_which_something_fits(
 ) -> None:
     pretended({"gather": 64e9 * 12, "auto": 64e9 * 10}, 1.5e9, monkeypatch)
     monkeypatch.setattr(
-        other_ways, "print_recommendation", lambda run, best, rows, preset: [f"{best.config.mode} {best.config.seqpar}"]
+        printer, "recommendation", lambda run, best, rows, preset: [f"{best.config.mode} {best.config.seqpar}"]
     )
     sizes = ["--patch", "4", "--tile", "64", "--depth", "1", "--device", "a100"]
     assert plan.act(sizes) == 0
@@ -98,14 +98,14 @@ def test_a_plan_takes_the_first_way_in_which_something_fits(
 def test_rows_are_there_as_soon_as_they_are_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    real, seen = plan.plans, list[str]()
+    real, seen = printer.plans, list[str]()
 
     def watched(*of: Any) -> Iterator[Plan]:
         for p in real(*of):
             seen.append(capsys.readouterr().out)
             yield p
 
-    monkeypatch.setattr(plan, "plans", watched)
+    monkeypatch.setattr(printer, "plans", watched)
     assert plan.act(["--tile", "32", "--patch", "8", "--depth", "2", "--ranks", "4", "--device", "a100"]) == 0
     last = capsys.readouterr().out
     assert [text.split()[0] for text in seen] == ["plan:", "1", "2"] and last.split()[0] == "4"

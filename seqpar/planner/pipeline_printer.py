@@ -1,86 +1,47 @@
-"""The planner's answer on a pipe: its cells, each way of placing them, and what else so many ranks could do."""
+"""Prints plans of runs over a pipe: cells, every placement of them, and what else as many ranks could do."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from seqpar.cluster.devices import GIB, MIB
+from seqpar.parallel.launcher import Launcher
 from seqpar.pipeline.gabra import loads_and_capacities
 from seqpar.pipeline.placement import Pipe
-from seqpar.planner.answer import command, header
-from seqpar.planner.fit import why_nothing_fits
+from seqpar.pipeline.stages import StageMap
+from seqpar.planner.chooser import device_of, fewest_places
 from seqpar.planner.needs import Plan, RunToPlan, config_for_group_size, plan_complete_config
 from seqpar.planner.pipeline_plan import (
     SIZES,
     Cells,
+    PlacementOptions,
     PlacementResult,
-    chosen,
-    config_with_places,
     measure_or_count_cells,
-    pipe_of,
-    placements,
-    plan_of,
+    plan_counted,
 )
+from seqpar.planner.printer import command, header
 from seqpar.settings.config import AUTO, Config
 from seqpar.text import in_flags, quantity
 
 WIDTH = 98
 
 
-@dataclass(frozen=True)
-class PlacementOptions:
-    """A network spread over so many places: every way of placing it, the best one, and its plan."""
+def print_pipe(run: RunToPlan, pipe: int, preset: str, tile: Sequence[int]) -> None:
+    """Prints the plan of a pipe of ``pipe`` places; raises ValueError if none fits.
 
-    pipe: Pipe
-    ways: list[PlacementResult]
-    best: PlacementResult
-    plan: Plan
-
-
-def print_pipe(run: RunToPlan, pipe: int, preset: str, tile: Sequence[int]) -> int:
-    """Prints the plan of so many places, by default of the fewest that fit; returns 0, or raises where none fits.
-
-    - ``pipe``: AUTO looks at 2 to 16
+    - ``pipe``: AUTO takes the fewest of 2 to 16 that fit
     - ``tile``: before padding
     """
     config = replace(run.config, batch=run.config.batch or 1)
     cells = measure_or_count_cells(run, config)
     print(f"{header(run, preset, tile)}\n{len(cells.costs)} cells, micro-batches of {config.batch}: {cells.source}\n")
-    best = _fewest(run, config, cells, [size for size in SIZES if size <= len(cells.costs)] if pipe == AUTO else [pipe])
+    sizes = [size for size in SIZES if size <= len(cells.costs)] if pipe == AUTO else [pipe]
+    best = fewest_places(run, config, cells, sizes, say=lambda line: print(line, flush=True))
     print("\n".join([*cell_table(cells, best), "", *way_table(best), ""]), flush=True)
     print("\n".join([*describe_timetable(best.pipe), "", tiles_a_step(best.plan), ""]), flush=True)
     for line in comparison(run, best.plan):
         print(line, flush=True)
     print(f"\n{command(best.plan, preset)}")
-    return 0
-
-
-def _fewest(run: RunToPlan, config: Config, cells: Cells, sizes: Sequence[int]) -> PlacementOptions:
-    """Returns the fewest places that fit, after a line on each that does not; raises ValueError where none does."""
-    plans = list[Plan]()
-    for size in sizes:
-        try:
-            spread = spread_over(run, config, cells, size)
-        except ValueError as problem:
-            if len(sizes) == 1:
-                raise
-            print(f"--pipe {size}: {in_flags(str(problem))}", flush=True)
-            continue
-        if spread.plan.fits:
-            return spread
-        plans.append(spread.plan)
-        print(f"--pipe {size}: {_gib(spread.plan)} GiB on the fullest rank, too much", flush=True)
-    why = f"no number of places from {sizes[0]} to {sizes[-1]} can be: see above"
-    raise ValueError(why_nothing_fits(plans) if plans else why)
-
-
-def spread_over(run: RunToPlan, config: Config, cells: Cells, size: int) -> PlacementOptions:
-    """Returns the cells on so many places; raises ValueError where that cannot be."""
-    config, ranks = config_with_places(run, config, size)
-    pipe = pipe_of(cells, config, run.device.of(ranks))
-    ways = list(placements(pipe, config.placement))
-    best = chosen(ways, config)
-    return PlacementOptions(pipe, ways, best, plan_of(run, config, cells, pipe, best, ranks))
 
 
 def cell_table(cells: Cells, spread: PlacementOptions) -> list[str]:
@@ -196,3 +157,42 @@ def _line(flags: str, p: Plan) -> str:
 
 def _gib(p: Plan) -> str:
     return f"{p.total / GIB:.2f}"
+
+
+def describe_stages(stages: StageMap, why: str) -> str:
+    """Returns which cells each stage has, at which place it runs, and why."""
+    every = [(stages.cells(stage), place) for stage, place in enumerate(stages.places)]
+    runs = [f"stage {number} = cells {own[0]}-{own[-1]} at place {place}" for number, (own, place) in enumerate(every)]
+    return f"pipe of {stages.num_places}: {', '.join(runs)} ({why}); leaving waits for the end of a step"
+
+
+def describe_step(pipe: Pipe, stages: StageMap) -> str:
+    """Returns how long the simulated step of a placement takes, how much of it is waiting, and what places hold."""
+    timetable, alone = pipe.timetable(stages), pipe.micros * sum(cost.seconds for cost in pipe.costs)
+    sizes = ", ".join(f"{size / GIB:.2g}" for size in pipe.memory(stages))
+    return (
+        f"a step should take {timetable.seconds:.3g} s without data and updates, {alone:.3g} s on one rank; ranks of "
+        f"the pipe wait for {timetable.bubble:.0%} of it; they hold {sizes} GiB of weights, states and values"
+    )
+
+
+def warn_no_overlap(config: Config) -> list[str]:
+    """Returns a line if a step has too few micro-batches for stages to work at the same time."""
+    if config.accumulate > 1:
+        return []
+    return [
+        "--accumulate 1: stages work one after the other, each rank with the memory of its own, and nothing overlaps: "
+        "with --seqpar and --mode halo in place of --pipe all ranks work on the tile at the same time"
+    ]
+
+
+def plan_pipe_here(config: Config, launcher: Launcher, channels: int, outputs: int) -> tuple[Plan, list[str]]:
+    """Returns the plan of a complete config's fullest place on the device here, and lines on its stages.
+
+    Costs are counted; nothing is allocated or measured. If no placement fits, the plan's memory says so.
+    """
+    run = RunToPlan(config, device_of(config, launcher), channels, outputs, timed=False)
+    plan, pipe, placed = plan_counted(run, max(launcher.world, config.group_ranks))
+    assert placed.stages is not None
+    why = f"--placement {config.placement} by counted costs; training measures them"
+    return plan, [describe_stages(placed.stages, why), describe_step(pipe, placed.stages), *warn_no_overlap(config)]
