@@ -104,9 +104,7 @@ class Watch:
             differing = [
                 f"{format_ranks([r for r in ranks if entered[r] == one])}: {one}" for one in _unique(entered.values())
             ]
-            raise CollectiveMismatch(
-                f"ranks disagree on collective {number} of the {group} group: {'; '.join(differing)}"
-            )
+            raise CollectiveMismatch(f"collective {number} of the {group} group differs: {'; '.join(differing)}")
 
     def announce(self, group: str, sends: Mapping[int, str], receives: Mapping[int, str]) -> None:
         """Announces what this rank sends, and raises unless the others announce what this rank expects."""

@@ -67,7 +67,7 @@ def test_a_meeting_that_cannot_be_is_told_at_once() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        with pytest.raises(ConnectionError, match="another job may use this port.*export another MASTER_PORT"):
+        with pytest.raises(ConnectionError, match="another job may use this port.*set another MASTER_PORT"):
             start(env=env | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, device="cpu", timeout_s=2.0)
 
 

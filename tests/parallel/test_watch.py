@@ -169,7 +169,10 @@ JUDGEMENTS = {
     "one is silent": ({0: at(True), 1: at(True)}, r"^rank 2 \(c\) does not answer, .* ranks 0, 1 in sum"),
     "one is elsewhere": ({0: at(True), 1: at(False), 2: at(True)}, r"^rank 1 \(b\) stays at x.py:1 \(f\), "),
     "both": ({0: at(False), 1: at(True)}, r"^rank 2 .* and rank 0 \(a\) stays"),
-    "all wait": ({0: at(True), 1: at(True), 2: at(True, "agreement")}, r"each other \(ranks 0, 1 in sum .*debug"),
+    "all wait": (
+        {0: at(True), 1: at(True), 2: at(True, "agreement")},
+        r"each other .* \(ranks 0, 1 in sum .*check=True",
+    ),
     "all compute": ({0: at(False), 1: at(False), 2: at(False)}, "^$"),
     "one computes, the rest is silent": ({0: at(False)}, "^$"),
 }
@@ -216,10 +219,10 @@ def differ(mesh: Mesh, fault: str, check: bool) -> str:
 
 
 FAULTS = {
-    "sum's shape": r"OutOfStep: collective 2 of the seq group differs: ranks 0, 1: sum of 3 \S+; rank 2: sum of 4 ",
-    "sum skipped": r"OutOfStep: collective 2 of the seq group differs: ranks 0, 1: sum of 3 \S+; rank 2: agreement",
-    "message's size": r"OutOfStep: rank (2 expects .* of 15 .* rank [01] sends .* of 10|[01] expects .* rank 2 sends)",
-    "message skipped": r"OutOfStep: rank (2 expects other of 7.* rank [01] sends gather of 2|[01] expects .* rank 2 )",
+    "sum's shape": r"CollectiveMismatch: collective 2 of the seq group differs: ranks 0, 1: sum of 3 \S+; rank 2: sum of 4 ",
+    "sum skipped": r"CollectiveMismatch: collective 2 of the seq group differs: ranks 0, 1: sum of 3 \S+; rank 2: agreement",
+    "message's size": r"CollectiveMismatch: rank (2 expects .* of 15 .* rank [01] sends .* of 10|[01] expects .* rank 2 sends)",
+    "message skipped": r"CollectiveMismatch: rank (2 expects other of 7.* rank [01] sends gather of 2|[01] expects .* rank 2 )",
 }
 
 

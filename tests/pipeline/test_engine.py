@@ -209,7 +209,7 @@ def test_a_form_is_read_as_it_was_written() -> None:
 
 
 def test_micro_batches_that_differ_within_a_step_fail_at_their_sender(ranks: Callable[..., list]) -> None:
-    with pytest.raises(AssertionError, match="micro-batches of a step are not alike"):
+    with pytest.raises(AssertionError, match="micro-batches of a step must have the same form"):
         ranks(2, uneven, pipe=2)
 
 

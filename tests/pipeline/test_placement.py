@@ -147,5 +147,5 @@ def test_too_many_places_are_refused() -> None:
         ValueError, match="pipe=3: the network has 2 cells, and each place needs one: use a smaller `pipe`"
     ):
         Pipe(((-1,), (0,)), (1,), [CellCost(1, 1)] * 2, (StagePlace(),) * 3)
-    with pytest.raises(ValueError, match="rings of 2 places have 3 stages, and the network has 2 cells"):
+    with pytest.raises(ValueError, match="rings of 2 places need 3 cells, but the network has 2"):
         best_rings(Pipe(((-1,), (0,)), (1,), [CellCost(1, 1)] * 2, (StagePlace(),) * 2))

@@ -115,7 +115,7 @@ def test_wrong_inputs_are_refused_with_what_is_needed() -> None:
         net(torch.zeros(2, 4, 2, 8, 8, 8, dtype=torch.float64))
     with pytest.raises(ValueError, match="needs key="):
         vit(group=pair, dropout=0.1)(net.layout.cut(image(), 1))
-    with pytest.raises(ValueError, match="names 3 samples"):
+    with pytest.raises(ValueError, match="has 3 samples"):
         vit(dropout=0.1)(image(), key=DropoutKey(0, 0, (0, 1, 2)))
 
 

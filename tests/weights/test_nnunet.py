@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "2d": ({**configuration("PlainConvUNet"), "patch_size": [8, 8]}, "is 2d"),
     "dropout": (change_architecture(dropout_op="torch.nn.Dropout3d"), "has dropout_op torch.nn.Dropout3d"),
     "squeeze-excite": (change_architecture(squeeze_excitation=True), "has squeeze_excitation"),
-    "activation first": (change_architecture(nonlin_first=True), "PlainConvUNet has nonlin_first True: this is not"),
+    "activation first": (change_architecture(nonlin_first=True), "PlainConvUNet has nonlin_first True, which is not"),
     "unknown": (change_architecture(new_in_their_next_version=3), "has new_in_their_next_version 3"),
     "blocks": (change_architecture(n_blocks_per_stage=[1, 3, 4, 6]), "has n_blocks_per_stage"),
     "running statistics": (
