@@ -122,7 +122,7 @@ def of_plan(class_name: str, arguments: Mapping[str, Any], in_channels: int, num
 
     for key, built in (("conv_op", ("Conv3d",)), ("block", tuple(BLOCKS))):
         if (named := arguments.get(key)) and _last_name(named) not in built:
-            raise ValueError(f"the plan's {name} has {key} {named}: only {' and '.join(built)} are supported")
+            raise ValueError(f"the plan's {name} has {key} {named}, which is not supported: use {' or '.join(built)}")
     block = BLOCKS[_last_name(arguments.get("block") or "BasicBlockD")] if residual else "plain"
     narrow = block == "bottleneck"  # nnU-Net's plain residual blocks ignore bottleneck_channels too
     if narrow and not arguments.get("bottleneck_channels"):

@@ -61,7 +61,7 @@ def test_a_meeting_that_cannot_be_is_told_at_once() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
     with pytest.raises(ConnectionError, match="cannot resolve no.such.host.invalid.*MASTER_ADDR="):
         start(env=env | {"MASTER_ADDR": "no.such.host.invalid"}, device="cpu")
-    with pytest.raises(ConnectionError, match="rank 0 does not answer at 127.0.0.1:1 within 1 s.*refused"):
+    with pytest.raises(ConnectionError, match="rank 0 did not answer at 127.0.0.1:1 within 1 s.*refused"):
         start(env=env | {"MASTER_ADDR": "127.0.0.1"}, device="cpu", timeout_s=1.0)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

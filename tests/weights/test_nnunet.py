@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         change_architecture(norm_op_kwargs={"eps": 1e-5, "affine": True, "track_running_stats": True}),
         "InstanceNorm3d has track_running_stats True",
     ),
-    "2d convolutions": (change_architecture(conv_op="torch.nn.modules.conv.Conv2d"), "Conv3d is built"),
+    "2d convolutions": (change_architecture(conv_op="torch.nn.modules.conv.Conv2d"), "use Conv3d"),
     "normalisation": ({**configuration("PlainConvUNet"), "normalization_schemes": ["Own", "Own"]}, "schemes is Own"),
     "resampling": ({**configuration("PlainConvUNet"), "resampling_fn_data": "own"}, "resampling_fn is own"),
     "patch": ({**configuration("PlainConvUNet"), "patch_size": [4, 8, 13]}, "4x8x13 voxels does not fit"),
