@@ -17,6 +17,7 @@ from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from seqpar.text import parse_duration
 from tests.support.messages import refused_with
+from tests.support.programs import PROGRAMS
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -123,7 +124,7 @@ UNKNOWN = {
 def test_unknown_flags_get_the_nearest(line):
     name, *arguments = line.split()
     with pytest.raises(ValueError, match=UNKNOWN[line]):
-        importlib.import_module(f"seqpar.cli.{name}").act(arguments)
+        importlib.import_module(PROGRAMS[name]).act(arguments)
 
 
 def test_time_limits_and_slurms_durations():

@@ -154,7 +154,7 @@ class Stopwatch:
 def _worker(config: Config) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     halo_watch, statistics_watch = Stopwatch(), Stopwatch()
-    for name in ("open_windows", "close_windows"):
+    for name in ("start_halo_exchange", "halo_exchange_adjoint"):
         setattr(halos, name, halo_watch.around(getattr(halos, name)))
     for name in ("all_gather", "all_reduce"):
         setattr(moments, name, statistics_watch.around(getattr(moments, name)))
