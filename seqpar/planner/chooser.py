@@ -24,6 +24,7 @@ from seqpar.planner.pipeline_plan import Cells, PlacementOptions, spread_over
 from seqpar.settings.config import Config
 from seqpar.settings.curriculum import format_curriculum, in_micro_batches, parse_curriculum
 from seqpar.settings.parallel_settings import AUTO
+from seqpar.text import in_flags
 
 Choices = dict[str, tuple[str, ...]]  # why, by the choice's name: a sentence, then lines with figures
 
@@ -142,7 +143,7 @@ def fewest_places(
         except ValueError as problem:
             if len(sizes) == 1:
                 raise
-            say(f"--pipe {size}: {problem}")
+            say(f"--pipe {size}: {in_flags(str(problem))}")
             continue
         if spread.plan.fits:
             return spread

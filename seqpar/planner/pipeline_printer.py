@@ -22,7 +22,7 @@ from seqpar.planner.pipeline_plan import (
 from seqpar.planner.printer import command, header
 from seqpar.settings.config import Config
 from seqpar.settings.parallel_settings import AUTO
-from seqpar.text import quantity
+from seqpar.text import in_flags, quantity
 
 WIDTH = 98
 
@@ -130,7 +130,7 @@ def comparison(run: RunToPlan, p: Plan) -> Iterator[str]:
                 plan_complete_config(replace(run_of, config=config_for_group_size(run_of, config.seqpar)), p.ranks),
             )
         except ValueError as problem:
-            yield f"{flags:<56} {str(problem)[:42]}"
+            yield f"{flags:<56} {in_flags(str(problem))[:42]}"
 
 
 def alternatives_without_pipe(p: Plan) -> Iterator[Config]:

@@ -62,8 +62,8 @@ def copy(tmp_path_factory) -> Path:
     for name, body in files.items():
         assert not (place / name).exists(), f"{name} is not new"
         (place / name).write_text(body)
-    for name, (code, line) in lines.items():
-        (place / name).write_text(added((place / name).read_text(), code, line))
+    for name, more in lines.items():
+        (place / name).write_text(added((place / name).read_text(), more))
     return place
 
 

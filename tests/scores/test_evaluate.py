@@ -113,9 +113,9 @@ FAULTS: dict[str, Callable[[Path, Path], object]] = {
     r"labelsTr/case_1.nii.gz: holds \[4\]": lambda t, p: save(t, random_labels(1) * np.uint8(2)),
     r"predicted/case_1.nii.gz: holds values": lambda t, p: save(p, random_labels(1) * np.float32(0.4)),
     r"predicted/case_1.nii.gz: is truncated": lambda t, p: truncate(p),
-    r"labelsTr/case_1.nii.gz: is not packed": lambda t, p: t.write_text("no image"),
+    r"labelsTr/case_1.nii.gz: is not compressed": lambda t, p: t.write_text("no image"),
     r"predicted/case_1.nii.gz: .* unknown type 999": lambda t, p: damage(p, 70, (999).to_bytes(2, "little")),
-    r"labelsTr/case_1.nii.gz: holds a 9-D array": lambda t, p: damage(t, 40, (9).to_bytes(2, "little")),
+    r"labelsTr/case_1.nii.gz: has a 9-D array": lambda t, p: damage(t, 40, (9).to_bytes(2, "little")),
     r"predicted/case_1.nii: is there as .*predicted/case_1.nii.gz too": lambda t, p: save(
         p.with_suffix(""), random_labels(1)
     ),

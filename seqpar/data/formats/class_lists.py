@@ -1,4 +1,4 @@
-"""Reads data sets whose volumes have one class each: labels.csv beside images, or a MONAI list with ``label``.
+"""Reads data sets whose volumes have one class each: labels.csv next to images, or a MONAI list with ``label``.
 
 ``labels.csv`` has the columns ``case`` and ``class``, optionally ``subject`` (its cases stay together) and ``split``
 (train, val or test, or a fold number); other columns are ignored. An entry of a list may have ``subject`` too.
