@@ -18,7 +18,7 @@ from seqpar.settings.parallel_settings import AUTO
 from seqpar.settings.parser import HelpInTwoSizes, Parser
 from seqpar.settings.presets import PRESETS, preset_for_task, start_of_auto
 from seqpar.settings.rules import as_typed
-from seqpar.text import flag_name, quantity
+from seqpar.text import flag_name, in_flags, quantity
 
 _ACCUMULATE = ("--accumulate", "--micro-batches")
 
@@ -72,7 +72,7 @@ def naming_preset(preset: str, typed: Collection[str]) -> Iterator[None]:
         yield
     except ValueError as error:
         start, usual = PRESETS[preset](), Config()
-        names = dict.fromkeys(word.replace("-", "_") for word in re.findall(r"--([a-z][a-z-]+)", str(error)))
+        names = dict.fromkeys(word.replace("-", "_") for word in re.findall(r"--([a-z][a-z-]+)", in_flags(str(error))))
         own = [name for name in names if name in SETTINGS and name not in typed]
         values = {name: getattr(start, name) for name in own if getattr(start, name) != getattr(usual, name)}
         if values:
