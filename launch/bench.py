@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lab.benches.series import Progress, Series, run_series
 from lab.benches.table import Table
 from seqpar.cluster.exit_codes import run
-from seqpar.settings.command_line import Parser
+from seqpar.settings.parser import Parser
 from seqpar.text import clock
 
 # subject → modules of benches/ that have series(), imported only when they are measured

@@ -18,7 +18,7 @@ from seqpar.scores.label_classes import BRATS, Labels, choose_labels, labels_of_
 from seqpar.scores.label_files import Pair, dataset_at, refuse_missing, score_pairs
 from seqpar.scores.label_scores import WORDS, EmptyPolicy, Scores, format_table, summarise
 from seqpar.scores.summary_files import ScoringJob, csv_text, plan_scoring, summary_content, write_output
-from seqpar.settings.command_line import Parser
+from seqpar.settings.parser import Parser
 from seqpar.tasks.classify.scores import evaluate_classes, find_class_tables
 
 

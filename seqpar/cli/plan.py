@@ -21,8 +21,9 @@ from seqpar.planner.pipeline_printer import print_pipe
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.planner.printer import print_largest, print_plan
 from seqpar.prediction.prediction_memory import print_prediction
-from seqpar.settings.command_line import Parser, parse, ranks_or_auto, refuse_settings_without_effect, shortened_warmup
+from seqpar.settings.command_line import parse, ranks_or_auto, refuse_settings_without_effect, shortened_warmup
 from seqpar.settings.config import AUTO, Config
+from seqpar.settings.parser import Parser
 from seqpar.settings.presets import start_of_auto
 from seqpar.tasks.tasks import task_of
 from seqpar.text import flag_name

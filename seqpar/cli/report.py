@@ -10,7 +10,7 @@ from seqpar.report.record import read_record
 from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.sweep_folder import holds_sweep
 from seqpar.scores.summary_files import write_output
-from seqpar.settings.command_line import Parser
+from seqpar.settings.parser import Parser
 from seqpar.tasks.several_runs import page_of_several
 from seqpar.tasks.sweep_page import page_of_sweep
 from seqpar.tasks.task_pages import PAGES

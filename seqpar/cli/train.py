@@ -11,13 +11,14 @@ import torch
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.exit_codes import report_unless_rank0_did
-from seqpar.cluster.start_ranks import die_with_parent, start_missing_ranks
+from seqpar.cluster.start_ranks import start_missing_ranks
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.cluster.torch_setup import restore_kernel_cache, save_kernel_cache, set_arithmetic
 from seqpar.parallel.consensus import broadcast_text, run_on_rank0
 from seqpar.parallel.launcher import Launcher, flight_recorder, read_launcher
 from seqpar.parallel.meeting import Meeting
 from seqpar.parallel.mesh import seed
+from seqpar.parallel.processes import die_with_parent
 from seqpar.parallel.rendezvous import check_seqpar, start
 from seqpar.planner.feasibility import require_peers
 from seqpar.runs.run_lock import RunLock

@@ -1,12 +1,5 @@
-"""Runs work on many items in processes: they never outlive their parent, and losing one loses one item."""
+"""Runs work on many items in processes; losing a process loses one item."""
 
-import ctypes
-import multiprocessing
-import os
-import signal
-import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -14,6 +7,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar
 
 from seqpar.data.errors import DataError
+from seqpar.parallel.processes import start_worker
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -62,18 +56,14 @@ def map_in_processes(
             yield item, _outcome(work, item, partial(_beat_one, beat, number))
             beat({})
         return
-    context = multiprocessing.get_context("fork")
     waiting, running = list(reversed(list(enumerate(items)))), dict[Connection, tuple[Any, int, Item]]()
     shares: dict[int, float] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
-                ours, theirs = context.Pipe(duplex=False)
                 number, item = waiting.pop()
-                process = context.Process(target=_answer, args=(work, item, theirs, os.getpid()))
-                process.start()
-                theirs.close()
-                running[ours] = (process, number, item)
+                process, pipe = start_worker(_answer, (work, item))
+                running[pipe] = (process, number, item)
             for ready in wait(list(running), timeout=1.0):
                 assert isinstance(ready, Connection)
                 process, number, item = running[ready]
@@ -95,26 +85,7 @@ def _beat_one(beat: Callable[[dict[int, float]], None], number: int, share: floa
     beat({number: share})
 
 
-def die_with_parent(parent: int) -> None:
-    """Makes this process end when its parent ends, however that happens."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def _answer(work: Callable[[Item, ReportProgress], Any], item: Item, pipe: Connection, parent: int) -> None:
-    die_with_parent(parent)
+def _answer(pipe: Connection, work: Callable[[Item, ReportProgress], Any], item: Item) -> None:
     try:
         pipe.send(_outcome(work, item, lambda share: pipe.send(_Share(share))))
     except Exception:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from seqpar.cluster.devices import GIB, Device, device_here, measured
-from seqpar.cluster.start_ranks import PARENT
 from seqpar.models.build import family_of
 from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.processes import PARENT
 from seqpar.planner.attention_choice import is_attention_open
 from seqpar.planner.batch_size import choose_batch, papers_batch
 from seqpar.planner.fit import largest_batch, plans, why_nothing_fits

@@ -21,7 +21,7 @@ from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.optimization.schedules import learning_rate, set_learning_rate
 from seqpar.parallel.mesh import Mesh, equal_weights
 from seqpar.pipeline.stages import StageMap
-from seqpar.report.pictures import draw_progress
+from seqpar.report.plots import draw_progress
 from seqpar.runs.boards import Board, open_on_first
 from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
 from seqpar.runs.run_folder import result_files, write_window

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from seqpar.cluster.exit_codes import run
-from tests.house.test_floors import ACTS
 from tests.support.folders import child, exit_code, nnunet, save
 from tests.support.predictions import make_run
+from tests.support.programs import PROGRAMS
 
-ACTS_BY_NAME = {name: importlib.import_module(f"seqpar.cli.{name}") for name in ACTS}
+ACTS = {name: importlib.import_module(module) for name, module in PROGRAMS.items()}
 NOBODY = 65534
 TINY = "--preset debug --tile 16 --patch 8 --device cpu --workers 0 --batch 2"
 USAGES = """
@@ -123,7 +123,7 @@ def typed(place, tmp_path) -> Callable[[str, bool], tuple[int, str]]:
             for stream in (1, 2):
                 os.dup2(output, stream)
             sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
-            code = run(ACTS_BY_NAME[name].act, [*more, *arguments])
+            code = run(ACTS[name].act, [*more, *arguments])
             sys.stdout.flush()
             os._exit(code)
 
@@ -150,4 +150,4 @@ def test_what_is_mistyped_is_one_error_that_names_it(typed, code, line, fragment
 
 
 def test_every_act_has_such_a_line() -> None:
-    assert {line.split()[0] for _, line, _ in lines_of(USAGES)} == ACTS
+    assert {line.split()[0] for _, line, _ in lines_of(USAGES)} == ACTS.keys()

@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from seqpar.settings.command_line import Parser
+from seqpar.settings.parser import Parser
 from tests.support.pages import CLUSTER, COMMANDS, HERE, MAKE, PAGES, ROOT, blocks, readme_commands
+from tests.support.programs import PROGRAMS
 from tests.support.ranks import relative
 from tests.support.scripts import run_script
 
@@ -49,7 +50,7 @@ def begin(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise Understood
 
     monkeypatch.setattr(Parser, "parse_args", stop)
-    importlib.import_module(f"seqpar.cli.{name}").act(arguments)
+    importlib.import_module(PROGRAMS[name]).act(arguments)
 
 
 @pytest.mark.parametrize("line", HERE)

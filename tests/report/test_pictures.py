@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqpar.report import pictures
+from seqpar.report import plots
 from seqpar.report.charts import Curve, draw_curves, draw_strips
 from seqpar.report.embedded_volumes import coarsen, coarsen_label, embed, encode, outline, png, sheet
 from tests.support.report_page import unroll
@@ -33,12 +33,12 @@ def test_curves_of_few_steps_have_whole_steps_and_one_scale_in_all_panels(tmp_pa
     rows = [{"kind": "train", "step": step, "loss": 1.0, "lr": 0.1} for step in range(2)]
     rows.append({"kind": "val", "step": 2, "loss": 1.0, "dice": {"tumour": 0.0}})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
     figures = list[Any]()
-    pictures.draw_progress(tmp_path)
+    plots.draw_progress(tmp_path)
     figures[0].draw_without_rendering()
     for panel in figures[0].axes:
-        assert panel.get_xlim() == (0, 3) and [float(place) for place in panel.get_xticks()] == [0, 1, 2, 3]
+        assert panel.get_xlim() == (0, 2) and [float(place) for place in panel.get_xticks()] == [0, 1, 2]
     assert not figures[0].axes[1].lines[0].get_clip_on(), "a Dice of 0 is seen whole"
 
 

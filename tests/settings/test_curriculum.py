@@ -106,9 +106,7 @@ def test_whole_volumes_and_batches_are_filled_in_by_the_data(flags, monkeypatch)
         assert (channels, outputs) == (1, 2)
         return replace(config, batch=config.batch or config.tile[0] // 4), {"batch_choice": ("it fits",)}
 
-    monkeypatch.setattr(
-        chooser, "choose_group_and_batch", choose
-    )  # counting takes seconds, and has tests of its own
+    monkeypatch.setattr(chooser, "choose_group_and_batch", choose)  # counting takes seconds, and has tests of its own
     request = request_of(flags, "--curriculum 8:1,whole:1 --patch 4")
     assert request.config.curriculum == "8x8x8:1:2,whole=12x8x8:1:3"
     assert [lesson.config.tile for lesson in request.lessons] == [(8, 8, 8), (12, 8, 8)]

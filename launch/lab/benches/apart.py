@@ -3,13 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from lab.benches.series import lab_on_path
+from seqpar.parallel.processes import end_process, start_python
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -32,14 +32,7 @@ def stream_apart(
     starter = f"import sys; from seqpar.cluster.start_ranks import run_local; sys.exit(run_local({ranks}, {command!r}))"
     variables = {**os.environ, **lab_on_path(), "OMP_NUM_THREADS": str(threads), **env}
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-c", starter],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=variables,
-            start_new_session=True,  # Ctrl-C is for this process, which then ends that one
-        )
+        process = start_python(["-c", starter], variables, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -49,18 +42,7 @@ def stream_apart(
                 errors.seek(0)
                 raise RuntimeError(f"{' '.join(command)} on {ranks} ranks failed:\n{errors.read()[-2000:]}")
         finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the starter of the ranks, which passes the signal on to them."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            end_process(process)  # which forwards the signal to its ranks
 
 
 def measure_apart(bench: str, arguments: Sequence[str], ranks: int, threads: int) -> dict[str, Any]:

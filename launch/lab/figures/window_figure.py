@@ -14,8 +14,7 @@ from lab.figures.verdicts import differ, highest, rounded
 from seqpar.parallel.rendezvous import start
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
 from seqpar.prediction.window_grid import Sliding, WindowGrid
-from seqpar.report.curves import DICE, TRAIN_LOSS, Curve
-from seqpar.report.diagrams import Bars, Diagram, over_steps
+from seqpar.report.curves import DICE, TRAIN_LOSS, Bars, Curve, Diagram, over_steps
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.trained_run import find_weights, load_nets, read_run
 from seqpar.tasks.training_data import open_data

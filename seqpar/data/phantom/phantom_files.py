@@ -3,11 +3,12 @@
 import gzip
 import json
 import multiprocessing
-import signal
-import sys
+import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from seqpar.data.phantom.brain import MODALITIES
 from seqpar.data.phantom.fields import PhantomCase
 from seqpar.data.phantom.kinds import KINDS, PhantomKind
 from seqpar.data.workers import Progress, no_progress
+from seqpar.parallel.processes import become_worker
 
 LAYOUTS = ("brats", "nnunet", "classes")
 SETTINGS_FILE = "phantom.json"
@@ -111,7 +113,7 @@ def write_phantom(
         _claim(root, settings)
         missing = [i for i in range(cases) if not all(f.exists() for f in settings.files(out, i))]
         done = cases - len(missing)
-        for _ in _each(out, settings, missing, min(workers, len(missing))):
+        for _ in _write_cases(out, settings, missing, min(workers, len(missing))):
             done += 1
             progress(done, cases)
         if settings.layout == "nnunet":
@@ -144,71 +146,33 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
         write_json(mark, record)
 
 
-def _each(out: Path, settings: PhantomSettings, indices: list[int], workers: int) -> Iterator[int]:
+def _write_cases(out: Path, settings: PhantomSettings, indices: list[int], workers: int) -> Iterator[int]:
     """Writes cases and yields the index of each when it is done; two or more workers are processes."""
+    write = partial(_write_case, out, settings)
     if workers < 2:
-        for index in indices:
-            _write_case(out, settings, index)
-            yield index
+        yield from map(write, indices)
         return
-    started = []
-    try:
-        for worker in range(workers):
-            here, there = multiprocessing.Pipe(duplex=False)
-            process = multiprocessing.Process(
-                target=_work, args=(there, out, settings, indices[worker::workers]), daemon=True
-            )
-            process.start()
-            there.close()
-            started.append((process, here))
-        open_ends = [here for _, here in started]
-        while open_ends:
-            for end in wait(open_ends):
-                assert isinstance(end, Connection)
-                try:
-                    message = end.recv()
-                except EOFError:
-                    open_ends.remove(end)
-                    continue
-                if isinstance(message, BaseException):
-                    raise message
-                yield message
-        for process, _ in started:
-            process.join()
-            if process.exitcode:
-                raise DataError(
-                    out,
-                    f"a process that wrote cases ended with code {process.exitcode}; "
-                    "start again, what is there is kept (or lower --workers)",
-                )
-    finally:
-        for process, _ in started:
-            process.terminate()
-            process.join()
-
-
-def _work(end: Connection, out: Path, settings: PhantomSettings, indices: list[int]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no half file stays
-    parent = multiprocessing.parent_process()
-    for index in indices:
-        if parent is not None and not parent.is_alive():  # killed: nobody waits for the rest
-            return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, context, become_worker, (os.getpid(),)) as pool:
         try:
-            _write_case(out, settings, index)
-        except (OSError, ValueError) as error:
-            end.send(error)
-            return
-        end.send(index)
+            yield from pool.map(write, indices)
+        except BrokenProcessPool:
+            raise DataError(
+                out,
+                "a process that wrote cases was killed; start again, what is there is kept (or lower --workers)",
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _write_case(out: Path, settings: PhantomSettings, index: int) -> None:
+def _write_case(out: Path, settings: PhantomSettings, index: int) -> int:
     case = settings.of_kind.make_case(settings.seed, index, settings.size)
     volumes = [*case.image, case.label]
     for path, volume in zip(settings.files(out, index), volumes):
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(path, _nifti(volume, case))
+    return index
 
 
 def _nifti(volume: NDArray[Any], case: PhantomCase) -> bytes:

@@ -6,15 +6,13 @@ Results lie in shared memory, not in pipes, so that workers prepare ahead while 
 import mmap
 import multiprocessing
 import os
-import select
 import signal
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -24,12 +22,10 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from seqpar.data.errors import DataError
-from seqpar.data.workers import die_with_parent
+from seqpar.parallel.processes import start_worker
 
 Task = TypeVar("Task")
 Consumed = TypeVar("Consumed", contravariant=True)
-# A scheduler warns every process of a job; whether work goes on is the parent's to decide.
-_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Work(Protocol[Consumed]):
@@ -117,9 +113,8 @@ class Pool(Generic[Task]):
         self._work, self._tasks, self._taken = work, tasks, 0
         self._slots = Slots(max(1, workers * depth), size)
         self._sent: dict[int, Task] = {}
-        context = multiprocessing.get_context(method)
-        context.set_forkserver_preload([__name__])  # torch is then imported once, not by each worker
-        self._staff = [_Worker(context, work, self._slots) for _ in range(workers)]
+        multiprocessing.set_forkserver_preload([__name__])  # torch is then imported once, not by each worker
+        self._staff = [_Worker(*start_worker(_serve, (work, self._slots), method)) for _ in range(workers)]
         self._stop = Finalize(self, _stop, (list(self._staff),), exitpriority=10)  # before daemons are asked to end
         for number in range(self._slots.count if workers else 0):
             self._send(number)
@@ -156,22 +151,12 @@ class Pool(Generic[Task]):
             self._staff[number % len(self._staff)].ask(number, task)
 
 
+@dataclass(frozen=True)
 class _Worker:
     """A process and this end of its pipe."""
 
-    def __init__(self, context: BaseContext, work: Work[Any], slots: Slots) -> None:
-        self.pipe, theirs = context.Pipe()
-        forked = context.get_start_method() == "fork"
-        # The handlers of this process must not run in a fork of it: signals wait until it has its own.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS)
-        try:
-            self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-                target=_serve, args=(theirs, work, slots, os.getpid() if forked else None), daemon=True
-            )
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
+    process: BaseProcess
+    pipe: Connection
 
     def ask(self, number: int, task: object) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # it is dead: reported when its result is due
@@ -203,14 +188,8 @@ def run_task(work: Work[Task], task: Task, slot: Tensor) -> TaskFailure | None:
     return None
 
 
-def _serve(pipe: Connection, work: Work[Any], slots: Slots, parent: int | None) -> None:
-    """Runs the tasks that arrive until the other process is gone; ``parent`` is its id if we are its fork."""
-    if parent is not None:
-        die_with_parent(parent)
-    threading.Thread(target=_watch, args=(pipe.fileno(),), daemon=True).start()
-    for name in _PARENTS:
-        signal.signal(name, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS)
+def _serve(pipe: Connection, work: Work[Any], slots: Slots) -> None:
+    """Runs the tasks that arrive until the other process is gone."""
     torch.set_num_threads(1)
     with threadpool_limits(1):
         while True:
@@ -219,11 +198,3 @@ def _serve(pipe: Connection, work: Work[Any], slots: Slots, parent: int | None) 
             except (EOFError, ConnectionResetError):
                 return
             pipe.send(run_task(work, task, slots[number]))
-
-
-def _watch(pipe: int) -> None:
-    """Ends this process once nobody holds the other end of the pipe, even in the middle of a task."""
-    poller = select.poll()
-    poller.register(pipe, 0)  # a hang-up is told in any case
-    poller.poll()
-    os._exit(1)

@@ -1,4 +1,4 @@
-"""Attention kernels and convolutions of the device against float64."""
+"""The device's attention kernels and convolutions against float64."""
 
 import math
 
@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqpar.acceptance.check import Error, Outcome, Site, judged, relative
 from seqpar.attention.kernels import LONG, Kernel, kernel_for, kernels_of
+from seqpar.cluster.acceptance.check import Error, Outcome, Site, judged, relative
 
 WIDTHS = (8, 24, 64, 96, 128)
 LENGTHS = ((64, 64), (37, 53), (129, 300), (512, 65), (65, LONG + 1))  # queries, keys
@@ -15,9 +15,9 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 def check_kernels(site: Site) -> Outcome:
-    """Forward and backward of the kernel that is picked, by type, width of a head and lengths.
+    """Compares forward and backward of the kernel in use with float64, by dtype, head width and lengths.
 
-    Of long sequences every other kernel of the device too.
+    For long sequences it compares every other kernel of the device too.
     """
     errors, failed = dict[str, Error](), dict[str, str]()
     torch.manual_seed(0)
@@ -38,7 +38,7 @@ def check_kernels(site: Site) -> Outcome:
 
 
 def _attention_error(kernel: Kernel, tensors: dict[str, Tensor]) -> float:
-    """Returns how far output and gradients are off, the worst of them."""
+    """Returns the largest error of the output and of the gradients."""
     q, k, v, grad = tensors.values()
     out, state = kernel.forward(q, k, v)
     ours = out, *kernel.backward(grad, q, k, v, out, state)
@@ -49,13 +49,13 @@ def _attention_error(kernel: Kernel, tensors: dict[str, Tensor]) -> float:
     return max(relative(a, b) for a, b in zip(ours, (theirs, *gradients)))
 
 
-# Channels in and out, and the grid: levels of tiles of 96, the finest level of a whole brain.
+# Channels in and out, and the grid: levels of a tile of 96, the finest level of a whole brain.
 ON_GPU = ((4, 16, (96, 96, 96)), (64, 32, (48, 48, 48)), (256, 128, (12, 12, 12)), (16, 16, (240, 240, 156)))
 ON_CPU = ((4, 16, (24, 24, 24)), (64, 32, (12, 12, 12)), (16, 16, (40, 40, 26)))
 
 
 def check_convolutions(site: Site) -> Outcome:
-    """bf16 convolutions against float32 of the same numbers, in both memory layouts."""
+    """Compares bf16 convolutions with float32 ones of the same numbers, in both memory formats."""
     errors = dict[str, Error]()
     torch.manual_seed(0)
     for channels, out, grid in ON_GPU if site.on_gpu else ON_CPU:

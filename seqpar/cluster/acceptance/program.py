@@ -1,7 +1,7 @@
-"""``doctor --accept``: everything that has to be right on a device, and how fast it is, in three parts.
+"""``doctor --accept``: checks in three parts that all results on a device are correct, and measures its speed.
 
-It ends with 1 where a number is wrong or a program fails, never because something is slow. On a GPU a part has nine
-minutes, as such machines are lent for a time: what has not begun by then is left out.
+The exit code is 1 if a result is wrong or a program fails, never because something is slow. On a GPU each part has
+nine minutes, as such machines are often lent for a limited time: checks that have not started by then are left out.
 """
 
 import math
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from seqpar.acceptance.check import LEFT_OUT, WRONG, Check, Outcome, Site
-from seqpar.acceptance.groups import check_library, check_modes
-from seqpar.acceptance.kernels import check_convolutions, check_kernels
-from seqpar.acceptance.networks import check_networks, count_a_step
-from seqpar.acceptance.runs import check_compiled, check_groups, check_prediction, check_presets, check_stops
-from seqpar.acceptance.speed import measure_attention, measure_convolutions, measure_steps
 from seqpar.cluster import exit_codes
+from seqpar.cluster.acceptance.check import LEFT_OUT, WRONG, Check, Outcome, Site
+from seqpar.cluster.acceptance.kernels import check_convolutions, check_kernels
+from seqpar.cluster.acceptance.networks import check_networks, count_a_step
+from seqpar.cluster.acceptance.runs import check_compiled, check_groups, check_prediction, check_presets, check_stops
+from seqpar.cluster.acceptance.speed import measure_attention, measure_convolutions, measure_steps
+from seqpar.cluster.acceptance.two_ranks import check_library, check_modes
 from seqpar.cluster.rank_facts import device_name, versions
 from seqpar.cluster.torch_setup import set_arithmetic
 from seqpar.data.files import write_json
@@ -44,13 +44,14 @@ CHECKS = (
     Check("convolution speed", 3, measure_convolutions),
 )
 PART_S = 530.0  # of each part on a GPU
-SHORTEST_S = 20.0  # what is left for the last check to begin
+SHORTEST_S = 20.0  # less than this left: no check starts
 
 
 def accept(device: str, part: int, record: Path | None, checks: Sequence[Check] = CHECKS) -> int:
-    """Runs the checks of a part, all without one (0); returns the exit code.
+    """Runs the checks of a part and returns the exit code.
 
-    ``record``: the JSON file, written after every check.
+    - ``part``: 0 runs all parts
+    - ``record``: a JSON file to write after every check
     """
     own = pick_device(Launcher("alone"), device)
     set_arithmetic("fp32")
@@ -77,15 +78,15 @@ def accept(device: str, part: int, record: Path | None, checks: Sequence[Check] 
 
 
 def _run(check: Check, site: Site) -> Outcome:
-    """Returns what a check came to; one that fails is wrong, one that is too large left out, and others go on."""
+    """Returns the outcome of a check. An exception means wrong, out of memory means left out; the next check runs."""
     if site.left_s < SHORTEST_S:
-        return Outcome(LEFT_OUT, f"part {check.part} has had its {PART_S:.0f} s")
+        return Outcome(LEFT_OUT, f"part {check.part} has used its {PART_S:.0f} s")
     try:
         return check.run(site)
-    except Exception as error:  # the next check may tell more
+    except Exception as error:  # the next check may say more
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         verdict = LEFT_OUT if isinstance(error, torch.OutOfMemoryError) else WRONG
         return Outcome(verdict, why, {"traceback": traceback.format_exc()})
     finally:
         if site.on_gpu:
-            torch.cuda.empty_cache()  # programs that the next check starts may need it
+            torch.cuda.empty_cache()  # the next check may start programs that need it

@@ -1,4 +1,4 @@
-"""How fast the device is, and how much it holds: figures for the record, never a verdict."""
+"""Measures the device's speed and memory: figures for the record, without a verdict."""
 
 import statistics
 import time
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from seqpar.acceptance.check import MEASURED, Outcome, Site
 from seqpar.attention.kernels import kernel_for
+from seqpar.cluster.acceptance.check import MEASURED, Outcome, Site
 from seqpar.cluster.convolution_speed import time_convolutions
 from seqpar.cluster.devices import GIB, device_here
 from seqpar.losses import DiceCE
@@ -28,7 +28,7 @@ KERNELS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
 def seconds_of(work: Callable[[], Any], site: Site) -> float:
-    """Returns the median seconds of some turns, after one that does not count."""
+    """Returns the median seconds of ``TURNS`` calls, after a warm-up."""
     taken = []
     for _ in range(TURNS + 1):
         _wait(site)
@@ -45,7 +45,7 @@ def _wait(site: Site) -> None:
 
 
 def measure_steps(site: Site) -> Outcome:
-    """Steps of the presets: seconds, MFU, and on a GPU the peak of the memory beside the plan's."""
+    """Times steps of the presets: seconds, MFU, and on a GPU peak memory next to the planned one."""
     figures = dict[str, Any]()
     for name in ("paper", "modern"):
         config = replace(PRESETS[name](), batch=1, attention="gather-kv")
@@ -68,7 +68,7 @@ def measure_steps(site: Site) -> Outcome:
 
 
 def _step(config: Config, site: Site) -> tuple[float, float]:
-    """Returns the seconds of a training step, and the most bytes that torch held for it on a GPU."""
+    """Returns the seconds of a training step, and torch's peak of reserved bytes on a GPU."""
     net = build_network(config, CHANNELS, OUTPUTS, Group("seq")).to(site.device)
     optimizer, loss = make_optimizer(net, config.optimizer_options), net.training_loss(DiceCE())
     image = torch.randn(1, CHANNELS, *config.tile, device=site.device)
@@ -90,13 +90,13 @@ def _step(config: Config, site: Site) -> tuple[float, float]:
 
 
 def measure_attention(site: Site) -> Outcome:
-    """Forward and backward of attention of one of eight ranks with a whole brain, by kernel and by heads at a time."""
+    """Times attention of one of eight ranks that share a whole brain, by kernel and by heads at a time."""
     queries, keys, heads = (17550, 140400, 12) if site.on_gpu else (256, 1024, 4)
     dtype = torch.bfloat16 if site.on_gpu else torch.float32
     q, grad = (torch.randn(1, heads, queries, 64, device=site.device, dtype=dtype) for _ in range(2))
     k, v = (torch.randn(1, heads, keys, 64, device=site.device, dtype=dtype) for _ in range(2))
     figures = dict[str, Any]()
-    for name in KERNELS[: None if keys < 10000 else -1]:  # plain attention would hold all scores
+    for name in KERNELS[: None if keys < 10000 else -1]:  # plain attention would store all scores
         figures[name.lower()] = _by_backend(getattr(SDPBackend, name, None), (q, k, v, grad), site)
     ours = kernel_for(q, 64, keys)
 
@@ -116,9 +116,9 @@ def measure_attention(site: Site) -> Outcome:
 
 
 def _by_backend(backend: Any, tensors: tuple[torch.Tensor, ...], site: Site) -> float | str:
-    """Returns the seconds of torch's attention by one of its kernels, or why there are none."""
+    """Returns the seconds of torch's attention by one of its kernels, or why it cannot run."""
     if backend is None:
-        return "unknown to this torch"
+        return "not in this torch"
     q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
 
     def work() -> None:
@@ -132,7 +132,7 @@ def _by_backend(backend: Any, tensors: tuple[torch.Tensor, ...], site: Site) -> 
 
 
 def measure_convolutions(site: Site) -> Outcome:
-    """Convolutions of UNETR in both layouts, with torch's search for the quickest kernel and without."""
+    """Times UNETR's convolutions in both memory formats, with and without cuDNN's search for the fastest kernel."""
     figures, words = dict[str, Any](), []
     before = torch.backends.cudnn.benchmark
     try:

@@ -1,4 +1,4 @@
-"""The acceptance program tells a wrong number from a slow one; its whole runs in a step of its own (.ci/accept)."""
+"""The acceptance program tells wrong results from slow ones. ``.ci/accept`` runs all of it."""
 
 import json
 import sys
@@ -10,15 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpar.acceptance import networks, program, runs, speed
-from seqpar.acceptance.check import MEASURED, RIGHT, WRONG, Check, Error, Outcome, Site, judged
-from seqpar.acceptance.groups import check_library
-from seqpar.acceptance.kernels import check_kernels
-from seqpar.acceptance.on_ranks import cases, errors_of_modes, wrong_types
-from seqpar.acceptance.small_networks import small_networks
-from seqpar.acceptance.started import Ended, run_module
 from seqpar.attention import kernels
 from seqpar.cli import doctor
+from seqpar.cluster.acceptance import networks, program, runs, speed, two_ranks
+from seqpar.cluster.acceptance.check import (
+    MEASURED,
+    RIGHT,
+    WRONG,
+    Check,
+    Ended,
+    Error,
+    Outcome,
+    Site,
+    judged,
+    run_module,
+)
+from seqpar.cluster.acceptance.kernels import check_kernels
 from seqpar.cluster.exit_codes import run
 from seqpar.models.build import NETWORKS, layout_of
 from seqpar.parallel.mesh import Mesh
@@ -33,7 +40,7 @@ def site(tmp_path: Path) -> Site:
 def test_an_error_beyond_its_bound_or_no_number_is_wrong() -> None:
     fine = {"a": Error(1e-3, 1e-2), "b": Error(0.9e-5, 1e-5)}
     outcome = judged(fine, {"kernels": ["flash"]})
-    assert outcome.verdict == RIGHT and "nearest to its bound b 9.0e-06 (at most 1e-05)" in outcome.text
+    assert outcome.verdict == RIGHT and "closest to its bound: b 9.0e-06 (at most 1e-05)" in outcome.text
     assert outcome.figures == {"a": 1e-3, "b": 0.9e-5, "kernels": ["flash"]}
     for bad in (2e-2, float("nan"), float("inf")):
         outcome = judged({**fine, "a": Error(bad, 1e-2)})
@@ -54,7 +61,7 @@ def is_too_large(site: Site) -> Outcome:
     [
         (lambda site: judged({"x": Error(1.0, 2.0)}), 0, "right"),
         (lambda site: Outcome(MEASURED, "slow: 100 s", {"seconds": 100.0}), 0, "measured"),
-        (check_library, 0, "left out"),
+        (two_ranks.check_library, 0, "left out"),
         (is_too_large, 0, "left out"),
         (lambda site: judged({"x": Error(3.0, 2.0)}), 1, "wrong"),
         (fails, 1, "wrong"),
@@ -76,8 +83,8 @@ def refuses(*of: torch.Tensor) -> None:
 
 
 def test_a_kernel_that_is_slightly_off_or_fails_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqpar.acceptance.kernels.LENGTHS", ((37, 53), (8, 512)))
-    monkeypatch.setattr("seqpar.acceptance.kernels.WIDTHS", (8,))
+    monkeypatch.setattr("seqpar.cluster.acceptance.kernels.LENGTHS", ((37, 53), (8, 512)))
+    monkeypatch.setattr("seqpar.cluster.acceptance.kernels.WIDTHS", (8,))
     outcome = check_kernels(site)
     assert outcome.verdict == RIGHT
     assert [name for name in outcome.figures if name.startswith("float32")] == [
@@ -87,18 +94,20 @@ def test_a_kernel_that_is_slightly_off_or_fails_is_found(site: Site, monkeypatch
     ]
     right = kernels.CPU_FLASH
     wrong = replace(right, _backward=lambda *of: tuple(1.05 * grad for grad in right._backward(*of)))
-    monkeypatch.setattr("seqpar.acceptance.kernels.pick", lambda *of: wrong)
+    monkeypatch.setattr("seqpar.cluster.acceptance.kernels.kernel_for", lambda *of: wrong)
     outcome = check_kernels(site)
     assert outcome.verdict == WRONG and "float32 flash, CPU width 8" in outcome.text
-    monkeypatch.setattr("seqpar.acceptance.kernels.pick", lambda *of: replace(right, _forward=refuses))
+    monkeypatch.setattr("seqpar.cluster.acceptance.kernels.kernel_for", lambda *of: replace(right, _forward=refuses))
     outcome = check_kernels(site)
     assert outcome.verdict == WRONG and "no plan" in outcome.figures["failed"]["float32 flash, CPU width 8, 37 x 53"]
 
 
 def test_every_network_is_compared_with_float64(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {config.network for config in small_networks().values()}
+    names = {config.network for config in networks.small_networks().values()}
     assert names == set(NETWORKS)
-    few = {name: config for name, config in small_networks().items() if name in ("vit, primus", "nnunet-plain")}
+    few = {
+        name: config for name, config in networks.small_networks().items() if name in ("vit, primus", "nnunet-plain")
+    }
     monkeypatch.setattr(networks, "small_networks", lambda: few)
     outcome = networks.check_networks(site)
     assert outcome.verdict == RIGHT and len(outcome.figures) == 2 * 2 * 2
@@ -108,20 +117,20 @@ def test_every_network_is_compared_with_float64(site: Site, monkeypatch: pytest.
 def test_operations_of_a_step_are_counted(site: Site) -> None:
     outcome = networks.count_a_step(site)
     assert outcome.verdict == MEASURED and min(outcome.figures.values()) >= 0
-    assert outcome.figures["launches"] > 100 and 100 < outcome.figures["launches of a GPU, foretold"] < 1000
+    assert outcome.figures["launches"] > 100 and 100 < outcome.figures["launches planned for a GPU"] < 1000
 
 
 def on_two_ranks(mesh: Mesh) -> tuple[dict[str, float], dict[str, int]]:
-    from seqpar.acceptance import on_ranks
-
-    some = {name: cases()[name] for name in ("halo, ulysses", "swap, gather-kv", "halo, nnunet-resenc")}
-    on_ranks.cases = lambda: some
-    return errors_of_modes(mesh), wrong_types(mesh)
+    some = {name: two_ranks.cases()[name] for name in ("halo, ulysses", "swap, gather-kv", "halo, nnunet-resenc")}
+    two_ranks.cases = lambda: some  # this process ends with the test
+    return two_ranks.errors_of_modes(mesh), two_ranks.wrong_types(mesh)
 
 
 def test_two_ranks_are_compared_with_one_process_in_every_mode_and_type() -> None:
-    assert {f"{mode}, {name}" for mode in ("gather", "halo", "swap") for name in ("gather-kv", "ulysses")} <= {*cases()}
-    for config in cases().values():
+    assert {f"{mode}, {name}" for mode in ("gather", "halo", "swap") for name in ("gather-kv", "ulysses")} <= {
+        *two_ranks.cases()
+    }
+    for config in two_ranks.cases().values():
         layout_of(config)  # is large enough for two ranks
     for errors, types in run_ranks(2, on_two_ranks):
         assert len(errors) == 3 and all(0 < error < 1e-10 for error in errors.values())
@@ -188,6 +197,14 @@ def test_attention_is_timed_by_kernel_and_by_heads_at_a_time(site: Site, monkeyp
     assert isinstance(outcome.figures["math"], float) and outcome.verdict == MEASURED
 
 
+def test_job_scripts_that_are_there_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(doctor.act, ["--job-scripts", str(tmp_path)]) == 0
+    (tmp_path / "launch" / "slurm" / "generic.sbatch").write_text("edited")
+    assert run(doctor.act, ["--job-scripts", str(tmp_path)]) == 2
+    assert f"{tmp_path}/launch/slurm exists: name another folder" in capsys.readouterr().err
+    assert (tmp_path / "launch" / "slurm" / "generic.sbatch").read_text() == "edited"
+
+
 def test_flags_that_go_with_the_other_use_of_the_doctor_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,10 +213,11 @@ def test_flags_that_go_with_the_other_use_of_the_doctor_are_refused(
         ("--accept --seqpar 2", "--seqpar would do nothing: --accept starts its own ranks"),
         ("--accept --json /no/folder/x", "its folder does not exist"),
         ("--accept --part 4", "invalid choice"),
+        ("--job-scripts . --out runs", "--out would do nothing: --job-scripts only writes files"),
     ):
         assert run(doctor.act, line.split()) == 2
         assert why in capsys.readouterr().err
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     assert run(doctor.act, ["--accept"]) == 2
-    assert "--accept starts its own ranks, and 2 were started" in capsys.readouterr().err
+    assert "--accept starts its own ranks, but 2 were started" in capsys.readouterr().err
