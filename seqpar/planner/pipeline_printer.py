@@ -38,10 +38,8 @@ def print_pipe(run: RunToPlan, pipe: int, preset: str, tile: Sequence[int]) -> N
     sizes = [size for size in SIZES if size <= len(cells.costs)] if pipe == AUTO else [pipe]
     best = fewest_places(run, config, cells, sizes, say=lambda line: print(line, flush=True))
     print("\n".join([*cell_table(cells, best), "", *way_table(best), ""]), flush=True)
-    print(
-        "\n".join([*describe_timetable(best.pipe), "", tiles_per_step(best.plan.config, best.plan.ranks), ""]),
-        flush=True,
-    )
+    tiles = tiles_per_step(best.plan.config, best.plan.ranks)
+    print("\n".join([*describe_timetable(best.pipe), "", tiles, ""]), flush=True)
     for line in comparison(run, best.plan):
         print(line, flush=True)
     print(f"\n{command(best.plan, preset)}")
