@@ -78,8 +78,8 @@ def check_lessons(lessons: Sequence[Lesson], num_groups: int = 1) -> None:
         if differing := sorted(name for name in {**own, **shapes[0]} if own.get(name) != shapes[0].get(name)):
             raise ValueError(
                 f"--curriculum: --network {lesson.config.network} builds a different network for tile "
-                f"{_by(lesson.config)} than for {_by(lessons[0].config)} ({differing[0]} differs), so weights cannot be "
-                "carried over: choose tiles that give the same network, or another --network"
+                f"{_by(lesson.config)} than for {_by(lessons[0].config)} ({differing[0]} differs), so weights do "
+                "not carry over: choose tiles that give the same network, or another --network"
             )
 
 
