@@ -85,7 +85,7 @@ def _shortage(config: Config, hosts: Sequence[str], memories: Sequence[Memory], 
 
 
 def _remedy(run: RunToPlan, need: Plan) -> str:
-    """Returns what to change: a smaller batch with the same tiles per step, a setting with the same result, or others."""
+    """Returns what to change: a smaller batch with the same tiles per step, a setting that saves memory, or others."""
     config = run.config
     most = largest_batch(run, need.ranks, config.batch)
     batch, flags = _divisor(config, most.config.batch), ""

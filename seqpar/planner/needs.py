@@ -165,7 +165,7 @@ def _forward_operations(run: RunToPlan, config: Config) -> float:
 
 
 def _fullest(config: Config) -> Iterator[int]:
-    """Yields the ranks that may need the most memory: the one with most tokens (then neighbours), and with most heads."""
+    """Yields the ranks that may need the most memory: with most tokens (then neighbours), and with most heads."""
     layout = layout_of(config)
 
     def inside(rank: int) -> int:

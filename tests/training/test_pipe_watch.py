@@ -143,5 +143,5 @@ def test_a_rank_that_stops_is_named_with_its_stage(flags, tmp_path) -> None:
         codes, said = run.wait(), run.said()
     assert codes == [1, 7], said
     ended = status(tmp_path / "run")
-    assert "rank 1 (" in ended["why"] and ", stage 1) stays at pipe.py" in ended["why"], ended
+    assert "rank 1 (" in ended["why"] and ", stage 1) stays at pipeline_gradients.py" in ended["why"], ended
     assert "rank 0 in activation" in ended["why"] and "of the pipe group of ranks 0, 1" in ended["why"]
