@@ -76,8 +76,8 @@ def load_primus(
     encoder, ours = _encoder(state_dict, tile, num_heads, group, split, trained_tile, token_order, reverse_axes)
     if "decoder.classes.bias" not in ours:
         raise ValueError(
-            "these weights hold only the encoder of a Primus, which segments nothing: use load_primus_encoder, or start "
-            "a training from them (train --weights)"
+            "these weights hold only the encoder of a Primus, which segments nothing: use load_primus_encoder, or "
+            "start a training from them (train --weights)"
         )
     with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
         decoder = PrimusDecoder(encoder.embed_dim, ours["decoder.classes.bias"].shape[0], encoder.layout.patch)

@@ -87,7 +87,7 @@ def test_the_first_lines_say_what_makes_it() -> None:
     assert said("--seqpar 2 --global-batch 8") == "--global-batch 8: 1 group x batch 2 x accumulate 4, by accumulation"
     assert said("--global-batch 4") == "--global-batch 4: 2 groups x batch 2 x accumulate 1, as without this flag"
     assert said("--global-batch 8 --batch-dice") == (
-        "--global-batch 8: 2 groups x batch 4 x accumulate 1, by the batch, as with --batch-dice tiles stay together"
+        "--global-batch 8: 2 groups x batch 4 x accumulate 1, by the batch, because --batch-dice keeps tiles together"
     )
 
 
