@@ -124,9 +124,9 @@ def test_the_plan_says_it_and_holds_it_either_way(capsys: pytest.CaptureFixture)
     free = said("--ranks", "2", "--batch", "2")
     for size, groups in ((1, "2 groups"), (2, "1 group")):
         assert f"seqpar {size}: global batch {4 // size} tiles = {groups} x batch 2 x accumulate 1" in free
-    assert "--global-batch N holds it" in free
+    assert "--global-batch N fixes it" in free
     printed = said("--ranks", "2", "--batch", "2", "--global-batch", "4")
-    assert "seqpar 2: global batch 4 tiles = 1 group x batch 2 x accumulate 2" in printed and "holds it" not in printed
+    assert "seqpar 2: global batch 4 tiles = 1 group x batch 2 x accumulate 2" in printed and "fixes it" not in printed
     wider = said("--groups", "3", "--batch", "2", "--seqpar", "4")
     assert "seqpar 4: global batch 6 tiles = 3 groups x batch 2 x accumulate 1" in wider
     assert "srun -N 2 -n 12 python" in wider
