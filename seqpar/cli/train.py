@@ -24,10 +24,10 @@ from seqpar.planner.feasibility import require_peers
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog, logging_output
 from seqpar.runs.run_status import StatusFile
+from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.tasks.tasks import task_of
 from seqpar.text import parse_duration
 from seqpar.training.failure import end_failed_run
-from seqpar.training.folds import find_folds
 from seqpar.training.run import dry_run, run_lessons
 from seqpar.training.run_request import RunRequest, read_request, refuse_other_run
 from seqpar.training.setup import first_lines, open_folder
@@ -38,8 +38,11 @@ def act(arguments: Sequence[str]) -> int:
     die_with_parent()
     launcher = read_launcher(os.environ)
     try:
-        if five := find_folds(arguments):
-            return five.train(launcher)
+        if ALL_FOLDS in " ".join(arguments):
+            from seqpar.training.folds import find_folds
+
+            if five := find_folds(arguments):
+                return five.train(launcher)
         meeting = Meeting(launcher)
         request = read_request(arguments, launcher, meeting)
         if request.config.dry_run:

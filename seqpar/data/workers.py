@@ -11,8 +11,8 @@ from seqpar.parallel.processes import start_worker
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Progress = Callable[[float, int], None]  # is told how many items are done, parts of items too, and how many there are
-ReportProgress = Callable[[float], None]  # is told which share of one item is done
+Progress = Callable[[float, int], None]  # takes the number of items done (with fractions) and their total
+ReportProgress = Callable[[float], None]  # takes the share of one item that is done
 
 
 def no_progress(done: float, total: int) -> None:
@@ -24,7 +24,7 @@ def no_item_progress(share: float) -> None:
 
 
 class WorkerDied(Exception):
-    """A process that ended without a result: killed, most often for lack of memory."""
+    """A process that ended without a result: it was killed, most often for lack of memory."""
 
 
 class _Share(NamedTuple):
@@ -43,13 +43,13 @@ def map_in_processes(
     workers: int,
     beat: Callable[[dict[int, float]], None] = lambda shares: None,
 ) -> Generator[tuple[Item, Result | DataError | WorkerDied], None, None]:
-    """Yields each item with its result or its error, in the order in which they end.
+    """Yields each item with its result or its error, in the order in which they finish.
 
-    Each item has a process of its own, so that one that is killed takes no other along.
+    Each item has a process of its own, so that a killed process loses no other item.
 
-    work: gets an item and a function that is told which share of it is done.
+    work: takes an item and a function that reports which share of it is done.
     workers: processes at a time; 0 works in this process.
-    beat: called about once a second with the shares that are done of the items being worked on, by their numbers.
+    beat: called about once a second with the share that is done of each item in progress, by its number.
     """
     if workers == 0:
         for number, item in enumerate(items):
@@ -104,7 +104,7 @@ def _outcome(
 
 
 def _received(pipe: Connection, process: Any) -> Any:
-    """Returns the result or the share that a process sent; raises RuntimeError with its traceback if it crashed."""
+    """Returns the result or progress that a process sent; raises RuntimeError with its traceback if it crashed."""
     try:
         answer = pipe.recv()
         if isinstance(answer, _Share):

@@ -21,7 +21,7 @@ from seqpar.runs.journal import held_out_scores, read_metrics
 BUCKETS = 240  # points of a line: a longer one is drawn by the mean and the range of its pieces
 FEW = 60  # points of a line; more have no markers
 FEW_PLACES = 8  # of a logarithmic axis
-WINDOW = 25  # steps of a running mean
+WINDOW = 25  # steps of a running mean, in short runs a tenth of them
 HATCHES = ("", "///", "...", "xxx")
 
 
@@ -48,9 +48,10 @@ def _draw_line(plot: Any, line: Line, style: Style) -> None:
     colour, dashes, marker, width, hollow = style
     if (high > low).any():
         plot.fill_between(places, low, high, color=colour, alpha=0.18, linewidth=0, clip_on=False)
-    if line.noisy:
-        plot.plot(places, means, color=colour, alpha=0.35, linewidth=width / 2)
-        means = np.array([piece.mean() for piece in np.array_split(running_mean(points[:, 1]), len(pieces))])
+    if line.noisy and (window := min(WINDOW, len(points) // 10)) > 1:
+        plot.plot(places, means, color=colour, alpha=0.35, linewidth=width / 2, clip_on=False)
+        smooth = running_mean(points[:, 1], window)
+        means = np.array([piece.mean() for piece in np.array_split(smooth, len(pieces))])
     marked = line.only_points or len(points) == 1 or line.dots and len(points) <= FEW  # one value alone makes no line
     plot.plot(
         places,
@@ -66,7 +67,7 @@ def _draw_line(plot: Any, line: Line, style: Style) -> None:
     )
 
 
-def running_mean(values: NDArray[np.float64], window: int = WINDOW) -> NDArray[np.float64]:
+def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
     """Returns the mean over the last ``window`` values at each of them."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)
@@ -222,6 +223,11 @@ def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
         svg = _inline(text.getvalue(), diagram.quantity)
     colours = [(_on_page(style.colour), line.label) for line, style in diagram.named() if len(line.points())]
     return Chart(diagram.quantity, svg, colours if diagram.has_keys else ())
+
+
+def draw_charts(diagrams: Sequence[Diagram], width: int = 340) -> list[Chart]:
+    """Returns the charts of all diagrams that have values."""
+    return list(filter(None, (draw_chart(diagram, width) for diagram in diagrams)))
 
 
 def _inline(text: str, label: str) -> Markup:

@@ -37,7 +37,6 @@ from seqpar.settings.scaled_rate import SCALED, keeps_scaled_rate, scale_learnin
 from seqpar.tasks.tasks import task_of
 from seqpar.tasks.training_data import TrainingData
 from seqpar.training.open_settings import choose_open_settings
-from seqpar.weights.nnunet_settings import with_plans
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,10 @@ def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     on_gpu = wants_gpu(arguments)
     preset, config, flags = parse(arguments, default_preset(arguments, on_gpu), NETWORK_NAMES)
     asked_out, parsed = config.out, config
-    config = with_plans(config, flags)
+    if config.plans or config.weights:
+        from seqpar.weights.nnunet_settings import with_plans  # nnU-Net's files have settings too
+
+        config = with_plans(config, flags)
     has_plan = config is not parsed
     names_preset = any(text.startswith("--preset") for text in arguments)
     reason = "from the command line" if names_preset else f"the default {'with' if on_gpu else 'without'} a GPU"

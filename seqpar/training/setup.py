@@ -32,10 +32,8 @@ from seqpar.settings.curriculum import Lesson
 from seqpar.tasks.training_data import TrainingData
 from seqpar.text import quantity
 from seqpar.training.run_request import RunRequest, refuse_other_run
-from seqpar.training.stage_choice import choose_stages
 from seqpar.training.trainer import Trainer, global_batch
 from seqpar.weights import checkpoint
-from seqpar.weights.pretrained import load_pretrained
 
 # what config.json says of data, and what it is called; networks know channels and outputs by their order alone
 _MEANINGS = {"modalities": "channels", "labels": "labels", "regions": "regions", "volume_classes": "classes"}
@@ -216,6 +214,8 @@ def _stages(
     """
     if config.pipe == 1:
         return None, ()
+    from seqpar.training.stage_choice import choose_stages  # few runs have a pipe
+
     net.to(mesh.device, torch.float64 if config.precision == "fp64" else torch.float32)
     asked = [getattr(config, name) for name in ("placement", "objective")]
     had = [before.get("config", {}).get(name) for name in ("placement", "objective")]
@@ -225,6 +225,8 @@ def _stages(
 
 def _load_weights(net: Network, config: Config, mesh: Mesh) -> str:
     """Returns the line of ``load_pretrained``; an error on one rank is raised on all."""
+    from seqpar.weights.pretrained import load_pretrained  # it knows the names of four libraries
+
     line: str = ""
     error: Exception | None = None
     try:

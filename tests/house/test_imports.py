@@ -39,3 +39,12 @@ def test_phantoms_are_made_without_torch_and_most_of_the_package(tmp_path: Path)
     modules = imported("phantom", "--out", str(tmp_path), "--cases", "2", "--size", "16", "16", "16", "--workers", "2")
     assert len(ours(modules)) <= 60 and "torch" not in modules
     assert {"seqpar.data.phantom.brain", "numpy"} <= modules  # the control
+
+
+def test_a_training_imports_what_its_task_needs(tmp_path: Path) -> None:
+    run = ("--preset", "debug", "--device", "cpu", "--iterations", "1", "--epochs", "1", "--val-every", "1")
+    modules = imported("train", *run, "--out", str(tmp_path / "run"))
+    assert len(ours(modules)) <= 275
+    unused = ("weights.pretrained", "training.folds", "training.stage_choice", "vit.masked_autoencoder", "cli.tune")
+    assert not {f"seqpar.{name}" for name in unused} & modules
+    assert {"seqpar.training.trainer", "seqpar.vit.encoder"} <= modules  # the control

@@ -16,6 +16,7 @@ from seqpar.settings.command_line import parse, refuse_settings_without_effect
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from seqpar.text import parse_duration
+from tests.support.programs import PROGRAMS
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -122,7 +123,7 @@ UNKNOWN = {
 def test_unknown_flags_get_the_nearest(line):
     name, *arguments = line.split()
     with pytest.raises(ValueError, match=UNKNOWN[line]):
-        importlib.import_module(f"seqpar.cli.{name}").act(arguments)
+        importlib.import_module(PROGRAMS[name]).act(arguments)
 
 
 def test_time_limits_and_slurms_durations():

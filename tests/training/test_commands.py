@@ -158,7 +158,7 @@ def test_a_dry_run_looks_at_the_data_and_at_the_memory(flags, tmp_path, monkeypa
     parts = build_network(config_of(run), 2, 3, Group("seq", (0, 1)), device="meta")
     sizes = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (parts.encoder, parts.decoder)]
     assert "encoder {:.2f} M + decoder {:.2f} M parameters".format(*sizes) in text
-    with pytest.raises(ValueError, match="--fold 7: there are folds 0 to 4"):
+    with pytest.raises(ValueError, match="--fold 7: the folds are 0 to 4"):
         rehearsed("--fold", "7")
     here = device_here("cpu")
     monkeypatch.setattr(

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.benches.apart import measure_apart
-from lab.benches.series import Row, Runs, Series, alternate, ratio
+from lab.benches.series import Row, Runs, Series, alternate, measure_apart, ratio
 from seqpar.cluster.devices import MIB, device_here
 from seqpar.models.build import build_loss, build_network
 from seqpar.models.network import Network

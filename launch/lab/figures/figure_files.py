@@ -5,7 +5,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.benches.table import machine
+from lab.benches.series import machine
 from lab.figures.figure import Figure, Results, scaling
 from seqpar.data.files import write_text
 from seqpar.report.curves import Bars, Diagram, points_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lab.benches.seams import seam_strength
+from lab.benches.predict import seam_strength
 from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.verdicts import differ, highest, rounded
 from seqpar.parallel.rendezvous import start

@@ -1,6 +1,6 @@
-"""Runs tasks ahead of need in processes; they never outlive this one, and a killed one is reported as a fault.
+"""Runs tasks ahead of time in processes; they never outlive this one, and a killed one is reported as a fault.
 
-Results lie in shared memory, not in pipes, so that workers prepare ahead while nobody reads.
+Results are in shared memory, not in pipes, so that workers can prepare ahead while nobody reads.
 """
 
 import mmap
@@ -29,14 +29,14 @@ Consumed = TypeVar("Consumed", contravariant=True)
 
 
 class Work(Protocol[Consumed]):
-    """What workers do: writes the result of a task into ``slot``, as bytes."""
+    """What workers do: writes the result of a task into ``slot`` as bytes."""
 
     def __call__(self, task: Consumed, slot: Tensor) -> None: ...
     def describe(self, task: Consumed) -> str: ...
 
 
 class TaskFailure(NamedTuple):
-    """Why a task failed, as text that can be sent between processes."""
+    """Why a task failed, as text that processes can send each other."""
 
     kind: str  # data, memory or crash
     path: str
@@ -48,16 +48,16 @@ class TaskFailure(NamedTuple):
         if isinstance(error, DataError):
             return cls("data", error.path, error.problem)
         if isinstance(error, MemoryError):
-            return cls("memory", "", f"no memory left for {what}: {_MEMORY}")
+            return cls("memory", "", f"no memory left for {what}; {_MEMORY}")
         return cls("crash", "", f"{what} failed:\n{''.join(traceback.format_exception(error))}")
 
     @classmethod
     def of_exit(cls, code: int | None, what: str) -> "TaskFailure":
         """Returns the fault of a worker process that ended with ``code``."""
         if code == -signal.SIGKILL:
-            return cls("memory", "", f"a worker was killed at {what}, as happens when memory runs out: {_MEMORY}")
+            return cls("memory", "", f"a worker was killed at {what}, probably for lack of memory; {_MEMORY}")
         if code == -signal.SIGBUS:
-            problem = "its files end too early or cannot be read (SIGBUS); run prepare with --check on the cache"
+            problem = "its files are too short or unreadable (SIGBUS); run prepare with --check on the cache"
             return cls("data", what, problem)
         return cls("crash", "", f"a worker ended with exit code {code} at {what}")
 
@@ -72,11 +72,11 @@ _MEMORY = "use fewer --workers, or ask for more memory"
 
 
 class Slots:
-    """Memory that processes share: ``count`` slots of ``size`` bytes, freed when the last process ends."""
+    """Shared memory of ``count`` slots of ``size`` bytes, freed when the last process ends."""
 
     def __init__(self, count: int, size: int, fd: int | None = None) -> None:
         if fd is None:
-            fd = os.memfd_create("seqpar-tiles") if hasattr(os, "memfd_create") else -1  # -1: for forks only
+            fd = os.memfd_create("seqpar-tiles") if hasattr(os, "memfd_create") else -1  # -1: only forks can share it
             if fd >= 0:
                 os.ftruncate(fd, count * size)
         self.count, self.size, self._fd = count, size, fd
@@ -99,7 +99,7 @@ def _attach(fd: Any, count: int, size: int) -> Slots:
 class Pool(Generic[Task]):
     """Yields the results of tasks in order, prepared ahead by worker processes.
 
-    Worker k % workers does task k and writes it into slot k % slots: nothing depends on which worker is faster.
+    Worker k % workers does task k and writes it into slot k % slots, so that nothing depends on the workers' speed.
 
     size: bytes of a result.
     workers: processes; 0 works in this one.
@@ -113,14 +113,14 @@ class Pool(Generic[Task]):
         self._work, self._tasks, self._taken = work, tasks, 0
         self._slots = Slots(max(1, workers * depth), size)
         self._sent: dict[int, Task] = {}
-        multiprocessing.set_forkserver_preload([__name__])  # torch is then imported once, not by each worker
+        multiprocessing.set_forkserver_preload([__name__])  # imports torch once, not in each worker
         self._staff = [_Worker(*start_worker(_serve, (work, self._slots), method)) for _ in range(workers)]
-        self._stop = Finalize(self, _stop, (list(self._staff),), exitpriority=10)  # before daemons are asked to end
+        self._stop = Finalize(self, _stop, (list(self._staff),), exitpriority=10)  # before daemons are terminated
         for number in range(self._slots.count if workers else 0):
             self._send(number)
 
     def take(self) -> Tensor | TaskFailure:
-        """Returns the next result, bytes that stay valid until ``release``, or why the task failed."""
+        """Returns the next result as bytes that stay valid until ``release``, or why the task failed."""
         slot = self._slots[self._taken]
         if not self._staff:
             return run_task(self._work, next(self._tasks), slot) or slot
@@ -159,7 +159,7 @@ class _Worker:
     pipe: Connection
 
     def ask(self, number: int, task: object) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it is dead: reported when its result is due
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has died, which is reported when its result is due
             self.pipe.send((number, task))
 
     def answer(self, what: str) -> TaskFailure | None:
