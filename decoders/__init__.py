@@ -1,1 +1,1 @@
-"""Convolutional decoders on boxes, and the modes that bring tokens to them."""
+"""Convolutional networks on boxes: decoders, U-Nets, and the modes that bring tokens to decoders."""

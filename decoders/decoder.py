@@ -1,4 +1,4 @@
-"""What every decoder is: the channel counts it is made for, its levels, and its cells."""
+"""What every decoder has: the sizes that it is built for, its upsampling stages, and its cells."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,11 +13,10 @@ from seqpar.spatial.box_grid import BoxGrid
 class DecoderCell(NamedTuple):
     """A cell of a decoder.
 
-    - ``owns``: the beginnings of its weights' names in the decoder
+    - ``owns``: prefixes of its weights' names in the decoder
     - ``features``: numbers of the token grids that it takes
     - ``takes_image``: whether it takes the image
-    - ``run``: returns its output; called with the last cell's output, unless it is the first, then its token grids,
-      then the image
+    - ``run``: returns its output; called with the previous cell's output (if any), its token grids, and the image
     """
 
     owns: tuple[str, ...]
@@ -33,9 +32,10 @@ def run_cells(
     grid: BoxGrid | None,
     patch: int | Sequence[int] = 1,
 ) -> Value:
-    """Returns the last cell's output of token grids ``b e w d h``, of which ``grid`` holds boxes, and of the image.
+    """Runs the cells on token grids ``b e w d h`` and the image; returns the last cell's output.
 
-    ``patch``: voxels of a token, where the image is taken.
+    - ``grid``: the boxes of the token grids
+    - ``patch``: voxels of a token, if the image is taken
     """
     values = list[Value]()
     for cell in cells:
@@ -48,7 +48,7 @@ def run_cells(
 
 
 def cells_of(decoder: nn.Module) -> list[DecoderCell]:
-    """Returns a decoder's cells; a decoder without ``cells`` is one cell."""
+    """Returns a decoder's cells; a decoder without a ``cells`` method is one cell."""
     make = getattr(decoder, "cells", None)
     if make is not None:
         return make()  # type: ignore[no-any-return]
@@ -66,16 +66,16 @@ Stride = tuple[int, int, int]
 
 
 def strides(patch: Sequence[int], short_first: bool = True) -> tuple[Stride, ...]:
-    """Returns the strides of each stage, the coarsest first: 2, or 1 along a direction that needs no doubling there.
+    """Returns the strides of each stage, the coarsest first: 2, or 1 along an axis that needs no doubling there.
 
-    Raises ValueError for sides that are no powers of 2.
+    Raises ValueError if a side is not a power of 2.
 
-    - ``short_first``: a direction of few doublings has them in the first stages, so that the finest stages, where its
-      voxels are the longer ones, leave it as it is; else in the last stages
+    - ``short_first``: an axis with fewer doublings has them in the first stages, so that the finest stages do not
+      change the axis with the longer voxels; otherwise in the last stages
     """
     if len(patch) != 3 or any(side < 1 or side & (side - 1) for side in patch) or max(patch) < 2:
         raise ValueError(
-            f"patch {tuple(patch)}: the convolutional decoders double the grid; use --patch 2, 4, 8 or 16, or three "
+            f"patch={tuple(patch)}: the decoders double the grid at each stage; use patch=2, 4, 8 or 16, or three "
             "such numbers, of which one or two may be 1"
         )
     doublings = [int(math.log2(side)) for side in patch]
@@ -88,10 +88,15 @@ def strides(patch: Sequence[int], short_first: bool = True) -> tuple[Stride, ...
 
 
 class Sizes(NamedTuple):
-    """All that a decoder may depend on; what it does not need it leaves.
+    """Everything that a decoder may depend on; each takes what it needs.
 
-    ``embed_dim``: of the tokens; ``num_classes``: channels of the logits; ``width``, ``skips``: as ``--decoder-width``
-    and ``--skips`` say; ``depth``: blocks of the encoder.
+    - ``in_channels``: of the image
+    - ``embed_dim``: of the tokens
+    - ``num_classes``: channels of the logits
+    - ``patch``: voxels of a token per axis
+    - ``width``: channels of the decoder
+    - ``depth``: number of encoder blocks
+    - ``skips``: from which blocks UNETR takes its skips
     """
 
     in_channels: int

@@ -1,4 +1,4 @@
-"""The decoders that ``--decoder`` names."""
+"""The decoders by name."""
 
 from typing import Any
 

@@ -19,17 +19,18 @@ from seqpar.spatial.pooling import Upsample
 
 
 class PlainDecoder(nn.Module):
-    """log2(patch) stages of 3x3x3 convolution, norm, activation and x2 trilinear upsampling, then classes.
+    """Decodes tokens by log2(patch) stages of 3x3x3 convolution, norm, activation and x2 trilinear upsampling.
 
-    Where the patch is no cube, a direction of log2(p) doublings has them in the first stages.
+    If the patch is not a cube, an axis with fewer doublings has them in the first stages.
 
-    The last upsampling and the classifier are linear and act on different axes, so that they commute: the classifier
-    comes first, and nothing has ``width`` channels at full resolution.
+    The last upsampling and the classifier are linear and act on different axes, so they commute: the classifier comes
+    first, and nothing has ``width`` channels at full resolution.
 
-    - ``embed_dim``: of the tokens
-    - ``num_classes``: channels of the logits
-    - ``patch``: voxels of a token along each direction
-    - ``width``: channels of every stage
+    Args:
+        ``embed_dim``: embedding dimension of the tokens.
+        ``num_classes``: number of channels of the logits.
+        ``patch``: voxels of a token per axis.
+        ``width``: number of channels of every stage.
     """
 
     uses_image = False
@@ -47,17 +48,17 @@ class PlainDecoder(nn.Module):
 
     @classmethod
     def of(cls, sizes: Sizes) -> "PlainDecoder":
-        """Returns the decoder of a run's sizes."""
+        """Returns the decoder for the given sizes."""
         return cls(sizes.embed_dim, sizes.num_classes, sizes.patch, sizes.width)
 
     def forward(
         self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
-        """Returns logits ``b k W D H`` of the token grid ``b e w d h``, and their box grid."""
+        """Returns logits ``b k W D H`` and their box grid, given the token grid ``b e w d h``."""
         return run_cells(self.cells(), features, None, grid)
 
     def cells(self) -> list[DecoderCell]:
-        """Returns a cell a stage; the last one has the classes."""
+        """Returns one cell per stage; the last one includes the classifier."""
         last = len(self.convs) - 1
         return [
             DecoderCell(

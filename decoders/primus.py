@@ -1,4 +1,4 @@
-"""Primus's decoder: each token is upsampled to its voxels by itself, so that ranks exchange nothing.
+"""Primus's decoder: upsamples each token to its voxels independently, so that ranks exchange nothing.
 
 Legend: b batch, e embedding, k classes, w d h tokens, W D H voxels.
 """
@@ -17,19 +17,20 @@ from seqpar.spatial.norms import ChannelLayerNorm
 
 
 def primus_widths(embed_dim: int, num_classes: int, stages: int) -> list[int]:
-    """Returns the channels between the stages: they fall geometrically from the embedding, in multiples of 8."""
+    """Returns the channels between the stages: they decrease geometrically from the embedding, in multiples of 8."""
     ratio = (embed_dim / (2 * num_classes)) ** (1 / stages)
     return [max(8, 8 * round((embed_dim / ratio**stage + 1e-6) / 8)) for stage in range(1, stages)]
 
 
 class PrimusDecoder(nn.Module):
-    """log2(patch) transposed convolutions of kernel and stride 2, norm over channels and GELU between them.
+    """Decodes tokens by log2(patch) transposed convolutions of stride 2, with channel norm and GELU in between.
 
-    Where the patch is no cube, a direction of log2(p) doublings has them in the last stages, as in Primus.
+    If the patch is not a cube, an axis with fewer doublings has them in the last stages, as in Primus.
 
-    - ``embed_dim``: of the tokens
-    - ``num_classes``: channels of the logits
-    - ``patch``: voxels of a token along each direction
+    Args:
+        ``embed_dim``: embedding dimension of the tokens.
+        ``num_classes``: number of channels of the logits.
+        ``patch``: voxels of a token per axis.
     """
 
     uses_image = False
@@ -46,17 +47,17 @@ class PrimusDecoder(nn.Module):
 
     @classmethod
     def of(cls, sizes: Sizes) -> "PrimusDecoder":
-        """Returns the decoder of a run's sizes; it finds its width itself."""
+        """Returns the decoder for the given sizes; its widths follow from the embedding."""
         return cls(sizes.embed_dim, sizes.num_classes, sizes.patch)
 
     def forward(
         self, features: Sequence[Tensor], image: Tensor | None, grid: BoxGrid | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
-        """Returns logits ``b k W D H`` of the token grid ``b e w d h``, and their box grid."""
+        """Returns logits ``b k W D H`` and their box grid, given the token grid ``b e w d h``."""
         return run_cells(self.cells(), features, None, grid)
 
     def cells(self) -> list[DecoderCell]:
-        """Returns a cell for each doubling; and the classes."""
+        """Returns one cell per doubling, and the classifier."""
         every = [
             DecoderCell((f"ups.{stage}.", f"norms.{stage}."), (0,) * (stage == 0), False, partial(self._double, stage))
             for stage in range(len(self.ups))

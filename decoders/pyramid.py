@@ -1,7 +1,7 @@
-"""UNETR's decoder for an encoder of several stages: their tokens are its skips.
+"""UNETR's decoder for an encoder with several stages, whose tokens are its skips.
 
 Legend: b batch, c channels, e embedding, k classes, m tokens of a stage in a cube, w d h cubes, W D H voxels. A point
-of level l covers 2^l voxels along the longest side of a patch: level 0 is the image's, the last one the cubes'.
+of level l covers 2^l voxels along the longest side of a patch: level 0 is the image's, the last level the cubes'.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from seqpar.vit.token_merging import join_cubes
 
 
 class PyramidDecoder(nn.Module):
-    """Upsamples the last stage's tokens level by level; joins the tokens of each stage, and in the end the image.
+    """Upsamples the last stage's tokens level by level, joining the tokens of each stage and finally the image.
 
-    Nothing is joined where there is neither, between the first stage's tokens and the image.
+    Levels between the first stage's tokens and the image have no skip.
 
     - ``in_channels``: of the image
-    - ``widths``: of each stage's tokens, those of the finest first
+    - ``widths``: of each stage's tokens, the finest first
     - ``num_classes``: channels of the logits
-    - ``patch``: voxels of a token of the first stage along each direction
-    - ``width``: channels at full resolution, doubled with each level
+    - ``patch``: voxels per axis of a token of the first stage
+    - ``width``: channels at full resolution, doubled at each coarser level
     """
 
     uses_image = True
-    taps: tuple[int, ...] = ()  # the last blocks of all stages but the last
+    taps: tuple[int, ...] = ()  # the last block of each stage except for the last
 
     def __init__(
         self, in_channels: int, widths: Sequence[int], num_classes: int, patch: Sequence[int], width: int = 16
@@ -39,9 +39,9 @@ class PyramidDecoder(nn.Module):
         super().__init__()
         finest, merges = strides(patch), len(widths) - 1
         self.num_features, self._finest = len(widths), len(finest)
-        self.patch = tuple(side << merges for side in patch)  # of a cube
+        self.patch = tuple(side << merges for side in patch)  # voxels of a cube
         every = [(2, 2, 2)] * merges + list(finest)
-        self._levels = list(reversed(range(len(every))))  # to which each doubling comes
+        self._levels = list(reversed(range(len(every))))  # the level that each doubling reaches
         inputs = [widths[-1], *(width << level for level in self._levels)]
         self.stem = ResBlock(in_channels, width)
         self.skips = nn.ModuleList(ResBlock(widths[stage], width << self._finest + stage) for stage in range(merges))
@@ -56,16 +56,16 @@ class PyramidDecoder(nn.Module):
     ) -> tuple[Tensor, BoxGrid | None]:
         """Returns logits ``b k W D H`` and their box grid.
 
-        ``features``: each stage's tokens in rows of cubes, ``b (m e) w d h``, the finest first.
-        ``image``: ``b c W D H``.
+        - ``features``: each stage's tokens in rows of cubes, ``b (m e) w d h``, the finest first
+        - ``image``: ``b c W D H``
         """
         if image is None or len(features) != self.num_features:
-            came = f"{len(features)} and {'no image' if image is None else 'an image'}"
-            raise ValueError(f"this decoder takes the tokens of {self.num_features} stages and the image; {came} came")
+            got = f"{len(features)} and {'no image' if image is None else 'an image'}"
+            raise ValueError(f"expected the tokens of {self.num_features} stages and the image, got {got}")
         return run_cells(self.cells(), features, image, grid, self.patch)
 
     def cells(self) -> list[DecoderCell]:
-        """Returns a cell a level, which joins the level's skip, and the classes."""
+        """Returns one cell per level, which includes the level's skip, and the classifier."""
         cells = list[DecoderCell]()
         for number, level in enumerate(self._levels):
             stage = level - self._finest
@@ -76,7 +76,7 @@ class PyramidDecoder(nn.Module):
         return cells
 
     def _double(self, number: int, value: Value, joined: Value | None = None) -> Value:
-        """Returns the volume of a finer level, of that of the coarser one and of what the level's skip begins with."""
+        """Returns the next finer level's volume, given the coarser one and the input of the level's skip."""
         skip, stage = None, self._levels[number] - self._finest
         if joined is not None and stage >= 0:
             tokens, grid = joined

@@ -1,10 +1,10 @@
 """3D-ResAttNet: residual blocks of convolutions, attention over the voxels of the last feature map, class scores.
 
-The papers about it (Zhang et al.; Akintoye et al.) have no table of its layers. What is built is a reading of them: a
-ResNet whose convolutions are of 3x3x3, behind a stem of 7x7x7 and a max-pooling, and attention where tokens are few.
+The papers about it (Zhang et al.; Akintoye et al.) have no table of its layers. This is our reading of them: a ResNet
+with 3x3x3 convolutions after a 7x7x7 stem and max pooling, and attention where there are few tokens.
 
 Legend: b batch, c channels, k classes, a heads, f features per head, n voxels of a box, W D H voxels; ``/s`` after the
-letter that is spread over the group.
+letter that is split over the group.
 """
 
 import itertools
@@ -27,19 +27,19 @@ from seqpar.spatial.memory_format import in_fastest_format
 from seqpar.spatial.pooling import GlobalMean, MaxPool3d
 from seqpar.spatial.receptive_field import sliding_reach
 
-BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}  # of each stage, by the number of layers
-FEATURES = 64  # channels of the first stage; each further one has twice as many
-NARROW = 8  # values have so many times the channels of queries and keys
-HALVINGS = (7, 3, 3, 3, 3)  # kernels of what halves a volume: the stem, its pooling, the stages behind the first
+BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}  # blocks per stage, by number of layers
+FEATURES = 64  # channels of the first stage, doubled at each further one
+NARROW = 8  # values have this many times the channels of queries and keys
+HALVINGS = (7, 3, 3, 3, 3)  # kernels of the steps that halve the volume: stem, pooling, all stages but the first
 TWO: Three = (2, 2, 2)
 
 
 class ResAttNet(CellNet):
-    """The classifier of ``blocks`` residual blocks a stage; its output are logits ``b k 1 1 1``, the same on all ranks.
+    """The classifier with ``blocks`` residual blocks per stage; returns logits ``b k 1 1 1``, the same on all ranks.
 
     - ``features``: channels of the first stage
-    - ``data``: ranks that hold other volumes of the batch, over which batch norm runs too
-    - ``peers``: ranks that hold other whole volumes where these are not cut into boxes
+    - ``data``: ranks that hold other volumes of the batch, which batch norm includes
+    - ``peers``: ranks that hold other whole volumes, if volumes are not split into boxes
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ResAttNet(CellNet):
         cells.add("classes", ClassScores(width, num_outputs))
         super().__init__(cells.cells, [cells.last])
         self.in_channels = in_channels
-        self.stage_ends = tuple(ends)  # the numbers of the cells that end a stage, whose maps can be explained
+        self.stage_ends = tuple(ends)  # the last cell of each stage, whose feature maps can be explained
         init_weights(self, style)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -76,19 +76,19 @@ class ResAttNet(CellNet):
         return logits.flatten(1)
 
     def on_boxes(self, image: Tensor, grid: BoxGrid | None, outputs: Sequence[int] | None = None) -> list[Value]:
-        """Returns the logits ``b k 1 1 1`` of this rank's boxes of images, or the outputs of other cells."""
+        """Returns the logits ``b k 1 1 1`` for this rank's boxes of images, or the outputs of other cells."""
         return self.run(in_fastest_format(image), grid, outputs)
 
 
 def refuse_cut(edges: Sequence[Bounds]) -> None:
-    """Raises ValueError where boxes that are cut so leave a rank without a voxel in the last stage."""
+    """Raises ValueError if boxes cut at ``edges`` leave a rank without a voxel in the last stage."""
     for cut in edges:
         for kernel in HALVINGS:
             cut = sliding_reach(cut, kernel, 2, (kernel // 2, kernel // 2), "a network that halves five times").edges
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions and a shortcut, which is a 1x1x1 convolution where width or resolution change."""
+    """Two convolutions and a shortcut, which is a 1x1x1 convolution if width or resolution change."""
 
     holds_more = True
 
@@ -108,24 +108,24 @@ class BasicBlock(nn.Module):
 
 
 class VoxelAttention(nn.Module):
-    """Self-attention of all voxels of a volume, added to it times a weight that begins at 0.
+    """Self-attention over all voxels of a volume, added to the volume with a learned weight that starts at 0.
 
-    It has one matrix of scores, of queries and keys with an eighth of the channels. As all heads of a kernel are of one
-    width, values are taken for eight heads that have the same queries and keys. Keys have no bias: a softmax does not
-    see it.
+    There is one matrix of scores, computed from queries and keys with an eighth of the channels. Because kernels need
+    equal head widths, values are split into eight heads that share their queries and keys. Keys have no bias, because
+    softmax is invariant to it.
     """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         if channels % NARROW:
-            raise ValueError(f"attention over {channels} channels: a multiple of {NARROW} is needed")
+            raise ValueError(f"attention over {channels} channels: use a multiple of {NARROW}")
         self.query = Conv3d(channels, channels // NARROW, 1)
         self.key = Conv3d(channels, channels // NARROW, 1, bias=False)
         self.value, self.out = Conv3d(channels, channels, 1), Conv3d(channels, channels, 1)
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> Value:
-        """Returns the volume with what its voxels take from all others, and its unchanged box grid."""
+        """Returns the volume plus its weighted attention, and its unchanged box grid."""
         query, key, value = (conv(x, grid)[0].flatten(2) for conv in (self.query, self.key, self.value))
         same = [rearrange(t, "b f n -> b n 1 f").expand(-1, -1, NARROW, -1) for t in (query, key)]
         qkv = torch.stack([*same, rearrange(value, "b (a f) n -> b n a f", a=NARROW)], 2)  # b n/s 3 a f
@@ -137,19 +137,19 @@ class VoxelAttention(nn.Module):
 
 
 def voxels_of_boxes(grid: BoxGrid) -> list[int]:
-    """Returns how many voxels each rank's box has."""
+    """Returns the number of voxels of each rank's box."""
     sides = [[high - low for low, high in itertools.pairwise(edges)] for edges in grid.edges]
     return [math.prod(box) for box in itertools.product(*sides)]
 
 
 class ClassScores(nn.Module):
-    """Logits ``b k 1 1 1`` of the means over the whole volume, by a matrix."""
+    """A linear layer on the means over the whole volume; returns logits ``b k 1 1 1``."""
 
     def __init__(self, channels: int, num_outputs: int) -> None:
         super().__init__()
         self.mean, self.linear = GlobalMean(), nn.Linear(channels, num_outputs)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> Value:
-        """Returns the logits, and None: they are not cut into boxes."""
+        """Returns the logits, and None because they are not split into boxes."""
         mean, _ = self.mean(x, grid)
         return self.linear(mean.flatten(1))[:, :, None, None, None], None

@@ -1,7 +1,7 @@
 """UNETR's decoder: skips from the image and from middle blocks of the encoder, each upsampled to its level.
 
 Legend: b batch, c channels, e embedding, k classes, w d h tokens, W D H voxels. The longest side of a patch is 2^L
-voxels; a point of level l covers 2^l of them: level L is the tokens' grid, level 0 the image's.
+voxels; a point of level l covers 2^l of them: level L is the token grid's, level 0 the image's.
 """
 
 from collections.abc import Sequence
@@ -21,24 +21,24 @@ SKIPS = ("monai", "paper")
 
 
 def skip_blocks(depth: int, patch: Sequence[int], skips: str = "monai") -> tuple[int, ...]:
-    """Returns the middle blocks, counted from 0, whose outputs the decoder takes as skips, the finest level first.
+    """Returns the blocks, counted from 0, whose outputs the decoder takes as skips, the finest level first.
 
     ``paper``: after each L-th of the depth, rounded up (z3, z6, z9 for 12 blocks and patch 16). ``monai``: one block
-    later, as in MONAI's UNETR, so that its weights fit.
+    later, as in MONAI's UNETR, so that its weights can be loaded.
     """
     if skips not in SKIPS:
-        raise ValueError(f"--skips {skips}: choose {' or '.join(SKIPS)}")
+        raise ValueError(f"skips={skips!r}: choose {' or '.join(SKIPS)}")
     levels = len(strides(patch))
     ends = [
         -(-depth * level // levels) for level in range(1, levels)
-    ]  # a skip comes after so many blocks, at least one
+    ]  # number of blocks before each skip, at least one
     return tuple(end - 1 if skips == "paper" else min(end, depth - 1) for end in ends)
 
 
 class ResBlock(nn.Module):
     """Two 3x3x3 convolutions with instance norm, and a shortcut, which is a convolution if the widths differ.
 
-    Where the shortcut or the activation keeps a convolution's input anyway, that convolution keeps no copy with halos.
+    A convolution whose input is kept anyway, by the shortcut or the activation, keeps no copy with halos.
     """
 
     def __init__(self, channels: int, width: int) -> None:
@@ -59,7 +59,7 @@ class ResBlock(nn.Module):
 
 
 class Branch(nn.Module):
-    """A skip: the tokens of a middle block, upsampled by the strides of one or more levels."""
+    """A skip: the tokens of a middle block, upsampled by one or more levels."""
 
     def __init__(self, embed_dim: int, width: int, stages: Sequence[Stride]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Branch(nn.Module):
 
 
 class Stage(nn.Module):
-    """Upsamples by one level and, if it ``joins`` one, joins that level's skip."""
+    """Upsamples by one level and, if ``joins`` is set, concatenates that level's skip."""
 
     def __init__(self, channels: int, width: int, stride: Stride, joins: bool = True) -> None:
         super().__init__()
@@ -85,25 +85,26 @@ class Stage(nn.Module):
         self.block = ResBlock(2 * width if joins else width, width)
 
     def forward(self, x: Tensor, skip: Tensor | None, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:
-        """Returns the volume of the finer level, and its box grid."""
+        """Returns the finer level's volume and its box grid."""
         x, grid = self.up(x, grid)
         return self.block(x if skip is None else torch.cat([x, skip], 1), grid)
 
 
 class UnetrDecoder(nn.Module):
-    """UNETR's decoder for any patch whose sides are powers of 2; for 16 it is MONAI's, weight for weight.
+    """UNETR's decoder for any patch whose sides are powers of 2; for 16 its weights are interchangeable with MONAI's.
 
-    It takes the grids of the blocks ``taps(depth, patch)`` and of the last tokens.
+    It takes the token grids of the blocks ``skip_blocks(depth, patch)`` and of the last tokens.
 
-    - ``in_channels``: of the image
-    - ``embed_dim``: of the tokens
-    - ``num_classes``: channels of the logits
-    - ``patch``: voxels of a token along each direction
-    - ``width``: channels at full resolution, doubled with each level
+    Args:
+        ``in_channels``: number of image channels.
+        ``embed_dim``: embedding dimension of the tokens.
+        ``num_classes``: number of channels of the logits.
+        ``patch``: voxels of a token per axis.
+        ``width``: number of channels at full resolution, doubled at each coarser level.
     """
 
     uses_image = True
-    taps: tuple[int, ...] = ()  # which blocks it takes, where `of` was told the encoder's depth
+    taps: tuple[int, ...] = ()  # the blocks that it takes; `of` sets them from the encoder's depth
 
     def __init__(
         self, in_channels: int, embed_dim: int, num_classes: int, patch: Sequence[int], width: int = 16
@@ -124,7 +125,7 @@ class UnetrDecoder(nn.Module):
 
     @classmethod
     def of(cls, sizes: Sizes) -> "UnetrDecoder":
-        """Returns the decoder of a run's sizes."""
+        """Returns the decoder for the given sizes."""
         decoder = cls(sizes.in_channels, sizes.embed_dim, sizes.num_classes, sizes.patch, sizes.width)
         decoder.taps = skip_blocks(sizes.depth, sizes.patch, sizes.skips)
         return decoder
@@ -134,15 +135,16 @@ class UnetrDecoder(nn.Module):
     ) -> tuple[Tensor, BoxGrid | None]:
         """Returns logits ``b k W D H`` and their box grid.
 
-        ``features``: token grids ``b e w d h``, the finest skip first, the last tokens last. ``image``: ``b c W D H``.
+        - ``features``: token grids ``b e w d h``: the skips, the finest first, then the last tokens
+        - ``image``: ``b c W D H``
         """
         if image is None or len(features) != self.num_features:
-            came = f"{len(features)} and {'no image' if image is None else 'an image'}"
-            raise ValueError(f"this decoder takes {self.num_features} token grids and the image; {came} came")
+            got = f"{len(features)} and {'no image' if image is None else 'an image'}"
+            raise ValueError(f"expected {self.num_features} token grids and the image, got {got}")
         return run_cells(self.cells(), features, image, grid, self.patch)
 
     def cells(self) -> list[DecoderCell]:
-        """Returns a cell a level, which joins the level's skip, and the classes."""
+        """Returns one cell per level, which includes the level's skip, and the classifier."""
         cells = list[DecoderCell]()
         for level, name in zip(reversed(range(self.num_features)), map(str, range(self.num_features))):
             owns = (f"stages.{name}.", f"branches.{level - 1}." if level else "stem.")
@@ -152,7 +154,7 @@ class UnetrDecoder(nn.Module):
         return cells
 
     def _join(self, level: int, value: Value, skip: Value) -> Value:
-        """Returns the volume of a level, of that of the coarser one and of what the level's skip begins with."""
+        """Returns a level's volume, given the coarser one and the input of the level's skip."""
         x, other = in_fastest_format(value[0]), in_fastest_format(skip[0])
         branch = self.branches[level - 1] if level else self.stem
         return self.stages[self.num_features - 1 - level](x, branch(other, skip[1])[0], value[1])  # type: ignore

@@ -29,6 +29,39 @@ def flag_name(name: str) -> str:
     return name.replace("_", "-")
 
 
+# The library's arguments that a command line sets, by name, with their flags.
+_SETTINGS = """
+    attention batch device drop_path dropout embed_dim heads_per_chunk keep_kv mask_ratio mlp mlp_chunks mode objective
+    patch pipe placement positions seqpar skips split tile window
+"""
+_FLAGS = {name: flag_name(name) for name in _SETTINGS.split()} | {
+    "check": "debug-collectives",
+    "depth": "stage-depths",
+    "num_heads": "heads",
+    "num_ranks": "seqpar",
+    "recompute": "grad-checkpoint",
+    "schedule": "pipe-schedule",
+}
+_ARGUMENT = re.compile(r"`(\w+)`|(?<![\w/.-])(\w+)=(\([^()]*\)|'[^']*'|[\w.:+-]*\w)(?![\w/])")
+
+
+def in_flags(text: str) -> str:
+    """Returns an error of the library with flags in place of arguments, for someone who typed flags.
+
+    ``tile=(16, 8, 24)`` becomes ``--tile 16 8 24``, ``keep_kv=True`` becomes ``--keep-kv``, and an argument's name in
+    backticks becomes its flag.
+    """
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match[1] or match[2], match[3] or ""
+        if name not in _FLAGS:
+            return match[0]
+        words = re.sub(r"[(),']", " ", value).split() if value != "True" else []
+        return " ".join([f"--{_FLAGS[name]}", *words])
+
+    return _ARGUMENT.sub(flag, text)
+
+
 def format_sides(sides: Sequence[int], by: str = " ") -> str:
     """Returns the sides of a box in short: one number for a cube."""
     return by.join(map(str, sides if len(set(sides)) > 1 else sides[:1]))

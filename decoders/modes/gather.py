@@ -1,7 +1,7 @@
 """Gather: every rank decodes the whole tile.
 
-Legend: b batch, c channels, n tokens, e embedding, W D H voxels, w d h tokens; ``/s`` after the letter that is
-spread over the sequence group.
+Legend: b batch, c channels, n tokens, e embedding, W D H voxels, w d h tokens; ``/s`` after the letter that is split
+over the sequence group.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from seqpar.parallel.mesh import AnyGroup, Group
 
 
 class Gather:
-    """Every rank decodes the whole tile, from features that are gathered from all ranks."""
+    """Every rank decodes the whole tile, from features gathered from all ranks."""
 
     name = "gather"
 
@@ -24,13 +24,12 @@ class Gather:
         self.group = group
 
     def check(self, layout: Layout, batch: int | None = None) -> str:
-        """Returns how it decodes; any layout and batch will do."""
         return f"{self.name}: each of {self.group.size} ranks decodes the whole tile"
 
     def features(self, tokens: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-        """Returns whole grids ``b e w d h`` of tokens ``b n/s e``, in one message.
+        """Gathers tokens ``b n/s e`` to whole grids ``b e w d h``, in one message.
 
-        Every rank computes the same from them, so their gradients are equal and need no message back.
+        Every rank computes the same from them, so their gradients are equal and backward sends nothing.
         """
         whole = gather(concat_blocks(tokens), self.group, 1, layout.counts, equal_gradients=True)
         if self.group.size > 1:
@@ -38,17 +37,15 @@ class Gather:
         return split_blocks(whole, tokens, layout.grid)
 
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
-        """Returns the whole image ``b c W D H`` or label ``b W D H``."""
         whole = gather(part, self.group, 1, layout.counts, equal_gradients=True, kind="voxels")
         return layout.join(whole.split(layout.counts, 1))
 
     def samples(self, rows: Tensor) -> Tensor:
-        """Returns all rows ``b ...``: every rank decodes of every sample."""
         return rows
 
     def box_grid(self, layout: Layout, batch: int) -> None:
         """Returns None: every rank holds the whole."""
 
     def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
-        """Returns ``data`` alone: each rank of a sequence group has the whole tile."""
+        """Returns ``data`` only, because each rank of a sequence group has the whole tile."""
         return LossGroups(samples=groups_with_peers(data))

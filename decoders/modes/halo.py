@@ -1,7 +1,7 @@
 """Halo: each rank decodes its box and exchanges halos with its neighbours.
 
-Legend: b batch, c channels, n tokens, e embedding, W D H voxels, w d h tokens; ``/s`` after the letter that is
-spread over the sequence group.
+Legend: b batch, c channels, n tokens, e embedding, W D H voxels, w d h tokens; ``/s`` after the letter that is split
+over the sequence group.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from seqpar.spatial.box_grid import BoxGrid
 
 
 class Halo:
-    """Each rank decodes its box; the decoder's operations fetch halos: exact, nothing is computed twice.
+    """Each rank decodes its box, and the decoder's operations fetch halos. Exact; nothing is computed twice.
 
-    Where the parts form no grid of boxes, everything moves to one first.
+    If the parts do not form a grid of boxes, everything is moved to one first.
     """
 
     name = "halo"
@@ -29,14 +29,13 @@ class Halo:
         self.group = group
 
     def check(self, layout: Layout, batch: int | None = None) -> str:
-        """Returns how it decodes; raises ValueError if the token grid cannot be cut into so many boxes."""
         cuts = _boxed(layout).voxel_cuts()
         count = " x ".join(str(len(edges) - 1) for edges in cuts)
-        moves = "as the tokens lie" if _boxed(layout) is layout else "to which the tokens move"
+        moves = "which hold its tokens" if _boxed(layout) is layout else "to which the tokens are moved"
         return f"{self.name}: each of {self.group.size} ranks decodes one of {count} boxes, {moves}"
 
     def features(self, tokens: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-        """Returns this rank's boxes ``b e w/s d/s h/s`` of tokens ``b n/s e``, in one message at most."""
+        """Returns this rank's boxes ``b e w/s d/s h/s`` of tokens ``b n/s e``, moved in at most one message."""
         sides = self.box_grid(layout, 0).sides
         return split_blocks(self._move(concat_blocks(tokens), layout, "remap"), tokens, sides)
 
@@ -45,11 +44,9 @@ class Halo:
         return join_patches(self._move(part, layout, "voxels"), layout, self.box_grid(layout, 0).sides)
 
     def samples(self, rows: Tensor) -> Tensor:
-        """Returns all rows ``b ...``: every rank decodes of every sample."""
         return rows
 
     def box_grid(self, layout: Layout, batch: int) -> BoxGrid:
-        """Returns where the token grid is cut into the ranks' boxes."""
         return BoxGrid(_boxed(layout).voxel_cuts(), self.group)
 
     def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
@@ -64,13 +61,13 @@ class Halo:
 
 
 def _boxed(layout: Layout) -> Layout:
-    """Returns the layout of boxes on which a layout is decoded: itself, if its parts are such boxes."""
+    """Returns the layout that is decoded: ``layout`` if its parts form a grid of boxes, else the spatial one."""
     try:
         return layout.boxed()
     except ValueError:
         raise ValueError(
-            f"--mode halo needs a box for each rank, but {layout.num_ranks} boxes do not cut the token grid "
-            f"{layout.grid}: use a smaller --seqpar, or --mode gather"
+            f"mode='halo' needs a box for each rank, but the token grid {layout.grid} cannot be cut into "
+            f"{layout.num_ranks} boxes: use a smaller `seqpar`, or mode='gather'"
         ) from None
 
 

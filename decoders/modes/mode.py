@@ -1,7 +1,7 @@
-"""The contract of a mode: how it brings features, image and label together to where they are decoded.
+"""The contract of a mode: how it brings features, image and label to the ranks that decode them.
 
-Legend: b batch, c channels, n tokens, e embedding, p voxels of a patch along a direction, W D H voxels, w d h
-tokens; ``/s`` after the letter that is spread over the sequence group.
+Legend: b batch, c channels, n tokens, e embedding, p voxels of a patch per axis, W D H voxels, w d h tokens; ``/s``
+after the letter that is split over the sequence group.
 """
 
 from collections.abc import Sequence
@@ -19,51 +19,51 @@ from seqpar.vit.tokens import to_grid
 
 
 class Mode(Protocol):
-    """A mode decides which rank decodes what: the whole tile, its own part, its box, or whole samples.
+    """A mode decides what each rank decodes: the whole tile, its own part, its box, or whole samples.
 
     ``features``, ``voxels`` and ``box_grid`` describe the same arrangement, so that features, image, label and logits
-    lie at the same places; ``loss_groups`` says over which ranks the loss sums such logits. Parts come from the
-    encoder's ``layout``, the same on all ranks. ``batch`` is the number of samples of a sequence group.
+    match; ``loss_groups`` returns the ranks over which the loss sums such logits. Parts come from the encoder's
+    ``layout``, the same on all ranks. ``batch`` is the number of samples of a sequence group.
     """
 
     name: str
     group: Group
 
     def check(self, layout: Layout, batch: int | None = None) -> str:
-        """Returns a sentence on how this mode decodes; raises ValueError if it cannot, on all ranks alike."""
+        """Returns a sentence on how this mode decodes; raises ValueError on all ranks if it cannot."""
 
     def features(self, tokens: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-        """Returns the decoder's token grids ``b e w d h`` of several blocks' tokens ``b n/s e``, in one message."""
+        """Returns the decoder's token grids ``b e w d h``, given several blocks' tokens ``b n/s e``, in one message."""
 
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
-        """Returns the image of its part ``b n/s c p p p``, or the label of ``b n/s p p p``, where the logits are."""
+        """Returns the image of a part ``b n/s c p p p``, or the label of ``b n/s p p p``, arranged like the logits."""
 
     def samples(self, rows: Tensor) -> Tensor:
-        """Returns, of rows ``b ...`` about the group's samples, those of the samples that this rank decodes."""
+        """Returns the rows of ``b ...``, one per sample of the group, for the samples that this rank decodes."""
 
     def box_grid(self, layout: Layout, batch: int) -> BoxGrid | None:
-        """Returns how the token grid is cut into boxes; None if each rank holds all that it decodes."""
+        """Returns how the token grid is cut into boxes; None if each rank has all that it decodes."""
 
     def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
-        """Returns over which ranks the loss sums; ``data``: the group whose ranks have other tiles."""
+        """Returns the ranks over which the loss sums; ``data`` is the group of ranks that have other tiles."""
 
 
 def groups_with_peers(*groups: AnyGroup | None) -> tuple[Group, ...]:
-    """Returns those groups that have more than one rank."""
+    """Returns the groups that have more than one rank."""
     return tuple(group for group in map(as_group, groups) if group.size > 1)
 
 
 def concat_blocks(tokens: Sequence[Tensor]) -> Tensor:
-    """Returns the tokens of several blocks side by side, ``b n/s e``, so that one message carries them all."""
+    """Concatenates several blocks' tokens ``b n/s e`` along the embedding, so that one message carries all."""
     return tokens[0] if len(tokens) == 1 else torch.cat(list(tokens), 2)
 
 
 def split_blocks(rows: Tensor, tokens: Sequence[Tensor], grid: Sequence[int]) -> list[Tensor]:
-    """Returns each block's grid ``b e w d h`` of rows that ``concat_blocks(tokens)`` has become."""
+    """Returns each block's grid ``b e w d h``, given rows that were made by ``concat_blocks(tokens)``."""
     return [to_grid(x, grid) for x in rows.split([x.shape[2] for x in tokens], 2)]
 
 
 def join_patches(patches: Tensor, layout: Layout, grid: Sequence[int]) -> Tensor:
-    """Returns the image ``b c W D H`` of a grid's patches ``b n c p p p``; the label ``b W D H`` of ``b n p p p``."""
+    """Joins a grid's patches ``b n c p p p`` to the image ``b c W D H``, or ``b n p p p`` to the label ``b W D H``."""
     has_channels = patches.ndim == len(layout.tile) + 3
     return from_patches(rearrange(patches, "b n c ... -> b c n ...") if has_channels else patches, grid)

@@ -1,6 +1,6 @@
-"""No-gather: each rank decodes its own part as if there were no other.
+"""No-gather: each rank decodes its own part as if there were no others.
 
-Legend: b batch, c channels, e embedding, W D H voxels, w d h tokens; ``/s`` after the letter that is spread over the
+Legend: b batch, c channels, e embedding, W D H voxels, w d h tokens; ``/s`` after the letter that is split over the
 sequence group.
 """
 
@@ -16,7 +16,7 @@ from seqpar.vit.tokens import to_grid
 
 
 class NoGather:
-    """Each rank decodes its own part alone, and its loss is that part's own: not exact, on purpose."""
+    """Each rank decodes its own part alone, and its loss is that of its part: deliberately not exact."""
 
     name = "nogather"
 
@@ -24,16 +24,15 @@ class NoGather:
         self.group = group
 
     def check(self, layout: Layout, batch: int | None = None) -> str:
-        """Returns how it decodes; raises ValueError if a rank's part is no box."""
         if not layout.is_box:
             raise ValueError(
-                f"--mode nogather needs boxes, but --split {layout.split} cuts the grid {layout.grid} into "
-                f"{layout.num_ranks} chunks that are none: {layout.box_advice()}"
+                f"mode='nogather' needs boxes, but split={layout.split!r} cuts the token grid {layout.grid} into "
+                f"{layout.num_ranks} parts that are not boxes: {layout.box_advice()}"
             )
         return f"{self.name}: each of {self.group.size} ranks decodes its own box alone; not exact"
 
     def features(self, tokens: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-        """Returns this rank's grids ``b e w/s d/s h/s``, without a message."""
+        """Returns this rank's grids ``b e w/s d/s h/s``; sends nothing."""
         return [to_grid(x, self._sides(layout)) for x in tokens]
 
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
@@ -41,14 +40,13 @@ class NoGather:
         return join_patches(part, layout, self._sides(layout))
 
     def samples(self, rows: Tensor) -> Tensor:
-        """Returns all rows ``b ...``: every rank decodes of every sample."""
         return rows
 
     def box_grid(self, layout: Layout, batch: int) -> None:
         """Returns None: to the decoder, the part is all there is."""
 
     def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
-        """Returns ``data`` alone: no sum runs over the other parts of the tile."""
+        """Returns ``data`` only: no sum includes the other parts of the tile."""
         return LossGroups(samples=groups_with_peers(data))
 
     def _sides(self, layout: Layout) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Swap: each rank decodes whole samples.
 
-Legend: b batch, c channels, n tokens, e embedding, W D H voxels, w d h tokens; ``/s`` after the letter that is
-spread over the sequence group.
+Legend: b batch, c channels, n tokens, e embedding, W D H voxels, w d h tokens; ``/s`` after the letter that is split
+over the sequence group.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from seqpar.parallel.remaps import Remap, make_remap, remap
 
 
 class Swap:
-    """Each rank decodes whole samples: an all-to-all turns all samples' ``n/s`` tokens into ``b/s`` samples' tokens.
+    """Each rank decodes whole samples, whose tokens an all-to-all collects from all ranks.
 
-    Exact, nothing is computed twice, no halos; the batch must divide by the group.
+    Exact; nothing is computed twice, and there are no halos. The batch must be divisible by the group's size.
     """
 
     name = "swap"
@@ -30,20 +30,19 @@ class Swap:
         self.group = group
 
     def check(self, layout: Layout, batch: int | None = None) -> str:
-        """Returns how it decodes; raises ValueError if the batch does not divide by the group."""
         size = self.group.size
         if batch is not None and (batch < 1 or batch % size):
             below = batch // size * size
-            advice = f"--batch {below} or {below + size}" if below > 0 else f"--batch {size}"
+            advice = f"batch={below} or {below + size}" if below > 0 else f"batch={size}"
             raise ValueError(
-                f"--mode swap gives each of {size} ranks as many samples, but --batch {batch} does not divide: "
-                f"use {advice}, or --mode halo"
+                f"mode='swap' splits the batch evenly over {size} ranks, but batch={batch} is not divisible by {size}: "
+                f"use {advice}, or mode='halo'"
             )
         count = "its share" if batch is None else batch // size
         return f"{self.name}: each of {size} ranks decodes {count} of the batch's samples, whole"
 
     def features(self, tokens: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-        """Returns whole grids ``b/s e w d h`` of tokens ``b n/s e``, in one message."""
+        """Returns whole grids ``b/s e w d h`` of tokens ``b n/s e``, moved in one message."""
         return split_blocks(self._move(concat_blocks(tokens), layout, "remap"), tokens, layout.grid)
 
     def voxels(self, part: Tensor, layout: Layout) -> Tensor:
@@ -55,14 +54,14 @@ class Swap:
         return rows.chunk(self.group.size)[self.group.index]
 
     def box_grid(self, layout: Layout, batch: int) -> None:
-        """Returns None: every rank holds its samples whole."""
+        """Returns None, because every rank has its samples whole."""
 
     def loss_groups(self, data: AnyGroup | None = None, batch: int | None = None) -> LossGroups:
         """Returns the sequence group and ``data`` for sums over samples."""
         return LossGroups(samples=groups_with_peers(self.group, data))
 
     def _move(self, rows: Tensor, layout: Layout, kind: str) -> Tensor:
-        """Returns ``b/s n ...``, tokens in raster order, of ``b n/s ...``."""
+        """Returns rows ``b/s n ...`` with tokens in raster order, given ``b n/s ...``."""
         self.check(layout, len(rows))
         plan = _plan_to_samples(layout, len(rows), self.group.index)
         moved = remap(rearrange(rows, "b n ... -> (b n) ..."), self.group, 0, plan, kind)
@@ -71,7 +70,7 @@ class Swap:
 
 @cached(16)
 def _plan_to_samples(layout: Layout, batch: int, index: int) -> Remap:
-    """Returns the move from this rank's tokens of all samples to all tokens of its samples, rows ``(b n)``."""
+    """Returns the remap from this rank's tokens of all samples to all tokens of its samples, rows ``(b n)``."""
     first = torch.arange(batch)[:, None] * layout.num_tokens  # the number of each sample's first token
     sources = [(first + ids).flatten() for ids in layout.all_ids]
     targets = torch.arange(batch * layout.num_tokens).chunk(layout.num_ranks)

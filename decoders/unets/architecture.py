@@ -1,4 +1,4 @@
-"""What a U-Net is made of: its stages, and how its layers look. Numbers and names alone; nothing is built here."""
+"""The architecture of a U-Net as numbers and names: its stages and the style of its layers."""
 
 import itertools
 import math
@@ -19,23 +19,24 @@ INITS = ("kaiming", "truncated")
 
 
 def three(value: int | Sequence[int]) -> Three:
-    """Returns one number per direction."""
+    """Returns three numbers, one per axis."""
     w, d, h = (value,) * 3 if isinstance(value, int) else value
     return int(w), int(d), int(h)
 
 
 @dataclass(frozen=True)
 class Style:
-    """How all layers of a network look.
+    """The style of a network's layers.
 
-    - ``norm``: "instance", "batch", "group", "none", or "last axis": batch norm that takes the last axis for channels
+    - ``norm``: "instance", "batch", "group", "none", or "last axis": batch norm with the last axis as channels
     - ``eps``, ``momentum``, ``num_groups``: of the norm
     - ``length``: of the image's last axis, for the norm over it
     - ``activation``: "leaky_relu" with its ``slope``, "relu" or "gelu"
-    - ``bias``: of convolutions that a norm follows; ``up_bias``: of transposed ones
+    - ``bias``: whether convolutions before a norm have a bias
+    - ``up_bias``: whether transposed convolutions have a bias
     - ``init``: of kernels, "kaiming" or "truncated" (normal, standard deviation 0.05)
-    - ``data``: ranks that hold other tiles of the batch; batch norm runs over them too
-    - ``peers``: ranks that hold other whole samples of the batch where volumes are not cut into boxes
+    - ``data``: ranks that hold other tiles of the batch, which batch norm includes
+    - ``peers``: ranks that hold other whole samples of the batch, if volumes are not split into boxes
     """
 
     norm: str = "instance"
@@ -56,11 +57,11 @@ class Style:
         _refuse_unknown("activation", self.activation, ACTIVATIONS)
         _refuse_unknown("init", self.init, INITS)
         if self.norm == "last axis" and self.length < 1:
-            raise ValueError("a norm over the last axis needs the axis's length")
+            raise ValueError("norm='last axis' needs the length of that axis")
 
     @property
     def leak(self) -> float | None:
-        """By how much the activation multiplies values below 0; None: it does something else to them."""
+        """The factor that the activation applies to values below 0; None if it is not linear there."""
         return {"leaky_relu": self.slope, "relu": 0.0}.get(self.activation)
 
 
@@ -68,21 +69,22 @@ class Style:
 class Architecture:
     """A U-Net: stages from the finest to the coarsest, each with a skip to the same level of the way up.
 
-    - ``features``, ``kernels``, ``strides``: of each stage; a stage begins with its stride, or with pooling
-    - ``encoder``: convolutions of each stage, or residual blocks
-    - ``decoder``: convolutions of each level on the way up, the coarsest first
+    - ``features``, ``kernels``, ``strides``: of each stage; a stage starts with its stride, or with pooling
+    - ``encoder``: number of convolutions, or of residual blocks, of each stage
+    - ``decoder``: number of convolutions of each level on the way up, the coarsest first
     - ``block``: "plain", "residual" (two convolutions and a shortcut) or "bottleneck" (1x1x1, kernel, 1x1x1)
     - ``narrow``: inner channels of each stage's bottleneck blocks
-    - ``stem``: channels of a convolution before the first stage; 0: there is none
-    - ``down``: "stride", or "max": max-pooling by the stride before the stage
-    - ``up``: "transposed", or upsampling "nearest" or "trilinear" behind a 1x1x1 convolution
-    - ``up_kernel``: of transposed convolutions; 0: as large as the stride
-    - ``heads``: levels with a convolution to logits, the finest first; ``head_kernel``: its size
-    - ``squeeze``: squeeze-excite reduces channels so many times, in each residual block or behind each stage and
-      level of plain convolutions; 0: there is none
-    - ``bare_last``: the last of several convolutions of a stage has no norm and no activation
-    - ``merge``: where a skip joins, a 1x1x1 convolution to as many channels as the level below has follows
-    - ``tail``: channels at the image's resolution, where the first stage has a stride; 0: it has none
+    - ``stem``: channels of a convolution before the first stage; 0: none
+    - ``down``: "stride", or "max": max pooling by the stride before the stage
+    - ``up``: "transposed", or "nearest" or "trilinear" upsampling after a 1x1x1 convolution
+    - ``up_kernel``: kernel size of transposed convolutions; 0: equal to the stride
+    - ``heads``: number of levels with a convolution to logits, starting with the finest
+    - ``head_kernel``: kernel size of these convolutions
+    - ``squeeze``: reduction factor of squeeze-excite, in each residual block or after each stage and level of plain
+      convolutions; 0: none
+    - ``bare_last``: if a stage has several convolutions, the last one has no norm and no activation
+    - ``merge``: each skip is followed by a 1x1x1 convolution to the number of channels of the level below
+    - ``tail``: channels at the image's resolution, if the first stage has a stride; 0: no tail
     """
 
     in_channels: int
@@ -112,19 +114,20 @@ class Architecture:
         _refuse_unknown("up", self.up, UPS)
         stages = len(self.features)
         if stages < 2:
-            raise ValueError(f"a U-Net of {stages} stage has no skip: give at least 2")
+            raise ValueError(f"a U-Net needs at least 2 stages, got {stages}")
         self._refuse_lengths(stages)
         even = [kernel for kernel in self.kernels if any(side % 2 == 0 for side in kernel)]
         if even:
-            raise ValueError(f"kernel {even[0]}: even kernels would shift the volume: use odd ones")
+            raise ValueError(f"kernel {even[0]}: even kernels would shift the volume; use odd ones")
         if (max(self.strides[0]) > 1) != (self.tail > 0):
             raise ValueError(
-                f"first stride {self.strides[0]} and tail {self.tail}: a first stage that strides needs a tail"
+                f"first stride {self.strides[0]} and tail {self.tail}: a first stage with a stride needs a tail, "
+                "and no other does"
             )
         if not 1 <= self.heads < stages:
-            raise ValueError(f"heads {self.heads}: {stages} stages have 1 to {stages - 1}")
+            raise ValueError(f"heads {self.heads}: {stages} stages can have 1 to {stages - 1}")
         if self.tail and self.heads > 1:
-            raise ValueError(f"heads {self.heads}: a network whose first stage strides has one, behind its tail")
+            raise ValueError(f"heads {self.heads}: a network with a tail has a single head")
 
     def _refuse_lengths(self, stages: int) -> None:
         lengths = {"kernels": stages, "strides": stages, "encoder": stages, "decoder": stages - 1}
@@ -139,13 +142,13 @@ class Architecture:
 
     @property
     def scales(self) -> tuple[Three, ...]:
-        """How many voxels a point of each stage covers, per direction."""
+        """Voxels per point of each stage, per axis."""
         steps = itertools.accumulate(self.strides, lambda a, b: (a[0] * b[0], a[1] * b[1], a[2] * b[2]))
         return tuple(steps)
 
     @property
     def unit(self) -> Three:
-        """What the sides of an image must be multiples of: the total stride, the whole last axis for a norm over it."""
+        """What an image's sides must be multiples of: the total stride, or the whole last axis for a norm over it."""
         w, d, h = self.scales[-1]
         return (w, d, self.style.length) if self.style.norm == "last axis" else (w, d, h)
 
@@ -161,7 +164,7 @@ class Architecture:
         decoder: int | Sequence[int] = 2,
         **more: object,
     ) -> "Architecture":
-        """Returns an architecture whose stages have their own numbers, or share one; unless given, strides are 2."""
+        """Returns an architecture; a single number applies to all stages, and strides are 2 by default."""
         stages = len(features)
         sizes = [kernels] * stages if isinstance(kernels, int) else kernels
         steps = strides or (1, *[2] * (stages - 1))
@@ -177,7 +180,7 @@ class Architecture:
         )
 
     def refuse_extents(self, extents: Sequence[int]) -> None:
-        """Raises ValueError for an image with sides that this network cannot halve as often as it has to."""
+        """Raises ValueError for an image whose sides do not fit the network's strides."""
         if any(side % unit for side, unit in zip(extents, self.unit)) or self._has_other_length(extents):
             nearest = [max(unit, round(side / unit) * unit) for side, unit in zip(extents, self.unit)]
             if self.style.norm == "last axis":
@@ -185,21 +188,21 @@ class Architecture:
             raise ValueError(
                 f"an image of {_by(extents)} voxels does not fit a network of total stride {_by(self.scales[-1])}"
                 + (f" and last axis {self.style.length}" if self.style.norm == "last axis" else "")
-                + f": the nearest that does is --tile {' '.join(map(str, nearest))}"
+                + f": the nearest that fits is tile={tuple(nearest)}"
             )
         if (
             math.prod(side // scale for side, scale in zip(extents, self.scales[-1])) == 1
             and self.style.norm == "instance"
         ):
             raise ValueError(
-                f"an image of {_by(extents)} voxels is one point in the coarsest stage, which instance norm cannot "
-                f"norm: use a larger --tile than {' '.join(map(str, extents))}"
+                f"an image of {_by(extents)} voxels is a single point in the coarsest stage, on which instance norm is "
+                f"undefined: use a larger `tile` than {' '.join(map(str, extents))}"
             )
 
     def refuse_cut(self, edges: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError for boxes that this network cannot work on: a norm over the last axis needs it whole."""
+        """Raises ValueError for boxes that cut the last axis, if the norm needs it whole."""
         if self.style.norm == "last axis" and len(edges[-1]) > 2:
-            raise ValueError(f"the last axis is cut at {tuple(edges[-1])}, but a norm over it needs it whole")
+            raise ValueError(f"the last axis is cut at {tuple(edges[-1])}, but norm='last axis' needs it whole")
 
     def _has_other_length(self, extents: Sequence[int]) -> bool:
         return self.style.norm == "last axis" and extents[-1] != self.style.length

@@ -1,4 +1,6 @@
-"""nnU-Net's networks: PlainConvUNet and ResidualEncoderUNet, for a tile as its planner plans them, or of a plan."""
+"""nnU-Net's networks, PlainConvUNet and ResidualEncoderUNet: planned for a tile as its planner does, or read from a
+plan.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,11 +10,11 @@ from seqpar.decoders.unets.unet import UNet
 from seqpar.decoders.unets.unet_blocks import ResidualBlock
 
 FEATURES, MOST_FEATURES = 32, 320
-RESIDUAL_BLOCKS = (1, 3, 4, 6, 6, 6, 6, 6, 6, 6)  # of each stage's encoder
+RESIDUAL_BLOCKS = (1, 3, 4, 6, 6, 6, 6, 6, 6, 6)  # per stage of the encoder
 CLASSES = {"PlainConvUNet": "plain", "ResidualEncoderUNet": "residual"}
 BLOCKS = {"BasicBlockD": "residual", "BottleneckD": "bottleneck"}
-_SMALLEST = 4  # a side of the coarsest stage at least
-_READ = (  # of a plan's arch_kwargs; deep supervision is training's, no matter of the network
+_SMALLEST = 4  # minimum side of the coarsest stage
+_READ = (  # known keys of a plan's arch_kwargs; deep supervision concerns training, not the network
     "n_stages features_per_stage kernel_sizes strides n_conv_per_stage_decoder conv_op conv_bias norm_op "
     "norm_op_kwargs nonlin nonlin_kwargs deep_supervision"
 )
@@ -23,11 +25,11 @@ _READ_OF = {
 
 
 def topology(tile: Sequence[int], spacing: Sequence[float] = (1, 1, 1)) -> tuple[tuple[Three, ...], tuple[Three, ...]]:
-    """Returns kernels and strides of each stage for a tile, as nnU-Net's planner chooses them.
+    """Returns the kernels and strides of each stage for a tile, as nnU-Net's planner chooses them.
 
-    A direction is halved while its side stays at least 4 and its voxels are less than twice as long as the shortest
-    ones; a direction alone, while its side is at least 12. Kernels are 1 along directions of longer voxels, until
-    these have been caught up with, and 3 in the last stage.
+    An axis is halved while its side stays at least 4 and its voxels are less than twice as long as the shortest ones; a
+    single remaining axis, while its side is at least 12. Kernels are 1 along axes with longer voxels until the other
+    axes have caught up, and 3 in the last stage.
     """
     sides, sizes = list(tile), list(spacing)
     kernel, kernels, strides = [1, 1, 1], list[Three](), [three(1)]
@@ -43,7 +45,7 @@ def topology(tile: Sequence[int], spacing: Sequence[float] = (1, 1, 1)) -> tuple
         for at in halved:
             sides[at], sizes[at] = -(-sides[at] // 2), sizes[at] * 2
     if len(strides) == 1:
-        raise ValueError(f"tile {tuple(tile)} cannot be halved once: nnU-Net's networks need --tile 8 or more")
+        raise ValueError(f"tile={tuple(tile)} cannot be halved: nnU-Net's networks need tile=8 or more")
     return (*kernels, three(3)), tuple(strides)
 
 
@@ -55,7 +57,7 @@ def architecture_of_stages(
     residual: bool = False,
     features: int = FEATURES,
 ) -> Architecture:
-    """Returns the architecture with these stages; ``features``: of the first one, doubled up to ten times as many."""
+    """Returns the architecture with these stages; ``features`` double at each, up to ten times the first."""
     stages = len(strides)
     most = MOST_FEATURES * features // FEATURES if features > FEATURES else MOST_FEATURES
     return Architecture(
@@ -81,19 +83,19 @@ def nnunet(
     deep_supervision: bool = False,
     residual: bool = False,
 ) -> UNet:
-    """Returns nnU-Net's network as planned for a tile and the spacing of its voxels.
+    """Returns nnU-Net's network as planned for a tile and its voxel spacing.
 
     - ``features``: of the first stage
-    - ``residual``: its ResidualEncoderUNet, else its PlainConvUNet
+    - ``residual``: the ResidualEncoderUNet rather than the PlainConvUNet
     """
     stages = topology(three(tile), spacing)
     return network(architecture_of_stages(in_channels, num_outputs, *stages, residual, features), deep_supervision)
 
 
 def network(architecture: Architecture, deep_supervision: bool = False) -> UNet:
-    """Returns a network of nnU-Net's; deep supervision trains the logits of all levels but the coarsest.
+    """Returns nnU-Net's network of an architecture; deep supervision trains the logits of all levels but the coarsest.
 
-    Residual blocks begin as their shortcut: the last norm of each starts at 0.
+    Residual blocks start as their shortcut: the last norm of each is initialized to 0.
     """
     net = UNet(architecture, max(1, architecture.heads - 1) if deep_supervision else 1)
     for block in net.modules():
@@ -103,14 +105,14 @@ def network(architecture: Architecture, deep_supervision: bool = False) -> UNet:
 
 
 def of_plan(class_name: str, arguments: Mapping[str, Any], in_channels: int, num_outputs: int) -> Architecture:
-    """Returns the architecture of a plan; what is not built is refused by name.
+    """Returns the architecture of a plan; raises ValueError for options that are not supported.
 
-    - ``class_name``: the plan's ``network_class_name``, of which the last name counts
+    - ``class_name``: the plan's ``network_class_name``; only the part after the last dot is used
     - ``arguments``: the plan's ``arch_kwargs``
     """
     name = class_name.rsplit(".", 1)[-1]
     if name not in CLASSES:
-        raise ValueError(f"the plan's network is {class_name}: {' and '.join(CLASSES)} are built")
+        raise ValueError(f"the plan's network {class_name} is not supported: only {' and '.join(CLASSES)} are")
     _refuse_unread(name, arguments, _READ_OF[CLASSES[name]])
     stages, residual = int(arguments["n_stages"]), CLASSES[name] == "residual"
 
@@ -120,9 +122,9 @@ def of_plan(class_name: str, arguments: Mapping[str, Any], in_channels: int, num
 
     for key, built in (("conv_op", ("Conv3d",)), ("block", tuple(BLOCKS))):
         if (named := arguments.get(key)) and _last_name(named) not in built:
-            raise ValueError(f"the plan's {name} has {key} {named}: {' or '.join(built)} is built")
+            raise ValueError(f"the plan's {name} has {key} {named}, which is not supported: use {' or '.join(built)}")
     block = BLOCKS[_last_name(arguments.get("block") or "BasicBlockD")] if residual else "plain"
-    narrow = block == "bottleneck"  # plain residual blocks ignore bottleneck_channels, there as well
+    narrow = block == "bottleneck"  # nnU-Net's plain residual blocks ignore bottleneck_channels too
     if narrow and not arguments.get("bottleneck_channels"):
         raise ValueError(f"the plan's {name} has block {arguments['block']} without bottleneck_channels")
     return Architecture(
@@ -142,10 +144,10 @@ def of_plan(class_name: str, arguments: Mapping[str, Any], in_channels: int, num
 
 
 def _refuse_unread(whose: str, arguments: Mapping[str, Any], read: frozenset[str]) -> None:
-    """Raises ValueError for what a plan switches on and nothing here reads."""
+    """Raises ValueError for options that a plan enables and nothing here supports."""
     for name, value in arguments.items():
         if value and name not in read:
-            raise ValueError(f"the plan's {whose} has {name} {value}: this is not built")
+            raise ValueError(f"the plan's {whose} has {name} {value}, which is not supported")
 
 
 def _last_name(class_name: Any) -> str:
@@ -153,21 +155,21 @@ def _last_name(class_name: Any) -> str:
 
 
 def _style(arguments: Mapping[str, Any]) -> Style:
-    """Returns how a plan's layers look: instance or batch norm, leaky ReLU."""
+    """Returns the style of a plan's layers: instance or batch norm, leaky ReLU."""
     norm, activation = (_last_name(arguments.get(key)) for key in ("norm_op", "nonlin"))
     norms = {"InstanceNorm3d": "instance", "BatchNorm3d": "batch"}
     if norm not in norms or activation != "LeakyReLU":
         raise ValueError(
-            f"the plan's norm is {norm} and its activation {activation}: {', '.join(norms)} and LeakyReLU are built"
+            f"the plan has norm {norm} and activation {activation}: only {', '.join(norms)} and LeakyReLU are supported"
         )
     options, slope = arguments.get("norm_op_kwargs") or {}, arguments.get("nonlin_kwargs") or {}
     tracks = "track_running_stats"
     if bool(options.get(tracks, norm == "BatchNorm3d")) != (norm == "BatchNorm3d"):
-        raise ValueError(f"the plan's {norm} has {tracks} {options[tracks]}: this is not built")
+        raise ValueError(f"the plan's {norm} has {tracks} {options[tracks]}, which is not supported")
     _refuse_unread(norm, options, frozenset({"eps", "momentum", "affine", tracks}))
     _refuse_unread(activation, slope, frozenset({"negative_slope", "inplace"}))
     if not options.get("affine", norm == "BatchNorm3d"):
-        raise ValueError(f"the plan's {norm} has no weights of its own (affine): this is not built")
+        raise ValueError(f"the plan's {norm} has no weights (affine is false), which is not supported")
     return Style(
         norms[norm],
         eps=options.get("eps", 1e-5),

@@ -1,4 +1,4 @@
-"""The U-Nets of three papers: Hou's, DistMIS's and LAMP's, each as its text or its released code has it."""
+"""The U-Nets of three papers: Hou's, DistMIS's and LAMP's, each according to its text or its released code."""
 
 from seqpar.decoders.unets.architecture import Architecture, Style
 from seqpar.decoders.unets.unet import UNet
@@ -6,7 +6,7 @@ from seqpar.parallel.mesh import Group
 
 HOU_LEVELS = {64: 3, 128: 4, 256: 5, 512: 6}
 LAMP_MOST_FEATURES = 1024
-SQUEEZE = 16  # how many times squeeze-excite reduces channels, as in its own paper
+SQUEEZE = 16  # reduction factor of squeeze-excite, as in its paper
 
 
 def hou(
@@ -18,11 +18,11 @@ def hou(
     peers: Group | None = None,
     norm: str = "batch",
 ) -> UNet:
-    """Returns the U-Net of Hou et al. for images of 64, 128, 256 or 512 voxels a side.
+    """Returns the U-Net of Hou et al. for images of 64, 128, 256 or 512 voxels per side.
 
-    Four convolutions and max-pooling a level; 256 features in the first of three levels, doubled from level to level,
-    and levels of 128, 64 and 32 before them for larger images. Batch norm over all ranks and leaky ReLU of slope 0.1,
-    as in the released code, whose dropout is left out.
+    Each level has four convolutions and max pooling. The first of three levels has 256 features, doubled at each
+    further one; larger images have levels of 128, 64 and 32 before it. Batch norm over all ranks and leaky ReLU with
+    slope 0.1 follow the released code, without its dropout.
 
     - ``features``: of the first level; 0: as published
     - ``data``, ``peers``, ``norm``: see ``Style``
@@ -46,16 +46,16 @@ def distmis(
     peers: Group | None = None,
     norm: str = "",
 ) -> UNet:
-    """Returns DistMIS's U-Net: four levels of two convolutions, batch norm and ReLU; 8 features, doubled.
+    """Returns DistMIS's U-Net: four levels of two convolutions, batch norm and ReLU; 8 features, doubled at each level.
 
-    ``variant`` "text" is the paper's; "code" is what was run: kernels of 3 in transposed convolutions and in the last
-    one, and a batch norm that takes the last axis for channels, so that the axis cannot be cut and an image of
-    another length is another network. A transposed convolution of kernel 3 pads on the other side than theirs: mirror
+    ``variant`` "text" is the paper's; "code" is the one that was run: transposed convolutions and the last convolution
+    have kernels of 3, and batch norm takes the last axis as channels, so that this axis cannot be cut and images of
+    another length need another network. A transposed convolution of kernel 3 pads on the other side than theirs: mirror
     kernels and image to get their function.
 
-    - ``length``: of the image's last axis; acts in the code's variant only
+    - ``length``: of the image's last axis; only used by the "code" variant
     - ``data``, ``peers``: see ``Style``
-    - ``norm``: as in ``Style``, in place of the variant's own
+    - ``norm``: as in ``Style``, instead of the variant's own
     """
     if variant not in ("code", "text"):
         raise ValueError(f"variant {variant!r}: choose 'code' or 'text'")
@@ -90,13 +90,12 @@ def lamp(
 ) -> UNet:
     """Returns LAMP's U-Net of 32, 64 or 128 features: 22.9, 91.6 or 214.3 million parameters.
 
-    It begins with a stride, so that five strides lead to the coarsest of five stages; the last convolution of a stage
+    It starts with a stride, so that five strides lead to the coarsest of five stages; the last convolution of a stage
     has no norm.
 
     - ``data``, ``peers``, ``norm``: see ``Style``
-    - ``squeeze``: ``SQUEEZE`` makes LAMP's squeeze-excite U-Net in our reading, since it was not released: a
-      squeeze-excite block that reduces channels so many times stands behind the convolutions of each stage, down and
-      up; 0: there is none
+    - ``squeeze``: ``SQUEEZE`` gives our reading of LAMP's squeeze-excite U-Net, which was not released: a
+      squeeze-excite block with this reduction factor after the convolutions of each stage, down and up; 0: none
     """
     return UNet(
         Architecture.of(

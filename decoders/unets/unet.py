@@ -17,13 +17,13 @@ from seqpar.spatial.pooling import MaxPool3d
 class UNet(CellNet):
     """The U-Net of an architecture.
 
-    - ``supervised``: levels whose logits training sees, the finest first. Heads beyond them are there, so that the
-      network's weights have all their names, but they are frozen and do not run
+    - ``supervised``: number of levels whose logits are trained, starting with the finest. Heads of other levels exist,
+      so that the weights have all their names, but are frozen and do not run
     """
 
     def __init__(self, architecture: Architecture, supervised: int = 1) -> None:
         if not 1 <= supervised <= architecture.heads:
-            raise ValueError(f"supervised {supervised}: the network has logits on 1 to {architecture.heads} levels")
+            raise ValueError(f"supervised={supervised}: the network can supervise 1 to {architecture.heads} levels")
         cells = CellList()
         ends = _add_encoder(cells, architecture)
         heads = _add_decoder(cells, architecture, ends)
@@ -36,13 +36,13 @@ class UNet(CellNet):
     def forward(self, image: Tensor) -> Tensor | list[Tensor]:
         """Returns the logits ``b k W D H`` of a whole image ``b c W D H``.
 
-        In training, under deep supervision, a list: the logits of each supervised level, the finest first.
+        In training with deep supervision, returns a list: the logits of each supervised level, the finest first.
         """
         logits = [x for x, _ in self.on_boxes(image, None)]
         return logits if self.training and len(logits) > 1 else logits[0]
 
     def on_boxes(self, image: Tensor, grid: BoxGrid | None) -> list[Value]:
-        """Returns the logits of this rank's box of an image: of all supervised levels in training, else the finest."""
+        """Returns logits for this rank's box of an image: of all supervised levels in training, else of the finest."""
         self.architecture.refuse_extents(image.shape[2:] if grid is None else grid.extents)
         if grid is not None:
             self.architecture.refuse_cut(grid.edges)
@@ -51,7 +51,7 @@ class UNet(CellNet):
 
     @property
     def output_scales(self) -> tuple[Three, ...]:
-        """How many voxels a point of each supervised level's logits covers."""
+        """Voxels per point of each supervised level's logits."""
         return (ONE, *self.architecture.scales[1 : len(self.outputs)])
 
 

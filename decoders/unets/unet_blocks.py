@@ -1,4 +1,7 @@
-"""The blocks, among them DistMIS's norm over the last axis."""
+"""The blocks of U-Nets: modules that take ``(x, grid)`` and return ``(y, grid of y)``.
+
+Legend: b batch, c channels, W D H voxels of a box, /r a reduced number of channels.
+"""
 
 import itertools
 import math
@@ -23,9 +26,11 @@ from seqpar.spatial.receptive_field import ReceptiveField
 
 
 class LastAxisNorm(nn.Module):
-    """Batch norm that takes positions along the last axis for channels, and channels for an axis.
+    """Batch norm with positions along the last axis as channels, as in DistMIS's code.
 
-    - ``length``: of the last axis; a volume of another length has other positions, so it is refused
+    Each position has its own statistics and weights.
+
+    - ``length``: of the last axis; volumes of another length are refused, because their positions differ
     - ``options``: of ``BatchNorm3d``
     """
 
@@ -34,9 +39,9 @@ class LastAxisNorm(nn.Module):
         self.norm = BatchNorm3d(length, data=data, peers=peers, **options)
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None, slope: float | None = None) -> Value:
-        """Returns the normed volume and its unchanged box grid; the last axis may not be cut.
+        """Returns the normed volume and its unchanged box grid; the last axis must not be cut.
 
-        ``slope``: of a leaky ReLU that follows.
+        - ``slope``: of a leaky ReLU that follows
         """
         assert x.shape[-1] == self.norm.num_features, (x.shape, self.norm.num_features)
         turned_grid = None
@@ -48,7 +53,7 @@ class LastAxisNorm(nn.Module):
 
 
 def norm_of(style: Style, channels: int, scale: Three) -> nn.Module:
-    """Returns the style's norm of a volume whose points cover ``scale`` voxels."""
+    """Returns the style's norm for a volume whose points cover ``scale`` voxels."""
     if style.norm == "instance":
         return InstanceNorm3d(channels, eps=style.eps, affine=True)
     if style.norm == "group":
@@ -60,21 +65,21 @@ def norm_of(style: Style, channels: int, scale: Three) -> nn.Module:
 
 
 def activate(x: Tensor, style: Style) -> Tensor:
-    """Returns the activated volume; where the activation can be computed back from its output, in place."""
+    """Returns the activated volume, computed in place if the gradient can be computed from the output."""
     if style.activation == "relu":
         return F.relu_(x)
     return F.gelu(x) if style.activation == "gelu" else F.leaky_relu_(x, style.slope)
 
 
 class ConvBlock(nn.Module):
-    """A convolution, its norm and its activation, on a volume or on one that a skip joins first.
+    """A convolution, its norm and its activation, applied to a volume or to a volume joined with a skip.
 
-    - ``scale``: how many voxels a point of the output covers
+    - ``scale``: voxels per point of the output
     - ``has_norm``, ``activates``: whether norm and activation follow
-    - ``bias``: of the convolution; None: the style's where a norm follows, else yes
-    - ``keep_window``: keep halos for backward; without, they are fetched again. Needed memory is the same where
-      nothing else keeps the input. None: for an input that is the output of such a block, which keeps it itself
-      where it activates without a norm
+    - ``bias``: of the convolution; None: the style's if a norm follows, else True
+    - ``keep_window``: keep halos for backward rather than fetching them again, which needs the same memory if nothing
+      else keeps the input. None suits an input that is the output of such a block, which keeps it itself if it
+      activates without a norm
     """
 
     def __init__(
@@ -108,11 +113,11 @@ class ConvBlock(nn.Module):
         self.holds_more = has_norm
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None, skip: Value | None = None) -> Value:
-        """Returns the block's output and its box grid; a ``skip`` lies behind the channels of ``x``."""
+        """Returns the block's output and its box grid; the channels of ``skip`` are appended to those of ``x``."""
         if skip is not None:
             x, grid = concat_skip(x, grid, skip)
         x, grid = self.conv(x, grid)
-        if self.conv.in_channels == 1:  # a single channel lies in no order that the convolution could have kept
+        if self.conv.in_channels == 1:  # a single channel has no memory format that the convolution could have kept
             x = in_fastest_format(x)
         leak = self.style.leak if self.activates else None
         if self.norm is not None:
@@ -122,10 +127,10 @@ class ConvBlock(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Convolutions and a shortcut, which averages where they stride and is a 1x1x1 convolution where widths differ.
+    """Convolutions and a shortcut, which averages if they have a stride and is a 1x1x1 convolution if widths differ.
 
-    - ``narrow``: channels inside of a bottleneck (1x1x1, kernel with the stride, 1x1x1); 0: two convolutions
-    - ``squeeze``: squeeze-excite before the sum reduces channels so many times; 0: there is none
+    - ``narrow``: channels inside a bottleneck (1x1x1, kernel with the stride, 1x1x1); 0: two convolutions
+    - ``squeeze``: reduction factor of squeeze-excite before the sum; 0: none
     """
 
     holds_more = True
@@ -161,7 +166,7 @@ class ResidualBlock(nn.Module):
         self.style = style
 
     def begin_as_shortcut(self) -> None:
-        """Sets the last norm to 0, so that the block begins as its shortcut."""
+        """Sets the last norm to 0, so that the block starts as its shortcut."""
         for p in self.convs[-1].norm.parameters():  # type: ignore[union-attr]
             nn.init.zeros_(p)
 
@@ -180,7 +185,7 @@ class ResidualBlock(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """Scales each channel by a factor in (0, 1) that follows from the means of all channels over the whole volume."""
+    """Scales each channel by a factor in (0, 1) computed from the means of all channels over the whole volume."""
 
     def __init__(self, channels: int, reduction: int) -> None:
         super().__init__()
@@ -196,9 +201,9 @@ class SqueezeExcite(nn.Module):
 
 
 class Up(nn.Module):
-    """One level up: a transposed convolution, or a 1x1x1 convolution and an upsampling without weights.
+    """Upsamples by one level: a transposed convolution, or a 1x1x1 convolution and an upsampling without weights.
 
-    - ``kernel``: of the transposed convolution; 0: as large as the stride
+    - ``kernel``: of the transposed convolution; 0: equal to the stride
     - ``activates``: whether an activation follows
     """
 
@@ -234,13 +239,13 @@ class Up(nn.Module):
 
 
 def concat_skip(x: Tensor, grid: BoxGrid | None, skip: Value) -> Value:
-    """Returns the channels of ``x`` and then those of a skip, on the skip's boxes."""
+    """Concatenates the channels of ``x`` and of a skip, on the skip's boxes."""
     other, other_grid = skip
     return torch.cat([move_to_grid(x, grid, other_grid), other], 1), other_grid
 
 
 def move_to_grid(x: Tensor, grid: BoxGrid | None, to: BoxGrid | None) -> Tensor:
-    """Returns ``x`` on the boxes ``to`` of the same volume: where edges differ, voxels move to a neighbour."""
+    """Moves ``x`` to the boxes ``to`` of the same volume; where edges differ, voxels move to a neighbour."""
     if grid is None or to is None or grid.edges == to.edges:
         assert (grid is None) == (to is None)
         return x
@@ -250,7 +255,7 @@ def move_to_grid(x: Tensor, grid: BoxGrid | None, to: BoxGrid | None) -> Tensor:
 
 
 def init_weights(net: nn.Module, style: Style) -> None:
-    """Draws all kernels by the style's initialisation; biases are 0."""
+    """Initializes all kernels by the style's method; biases are 0."""
     for module in net.modules():
         if isinstance(module, (nn.Conv3d, nn.ConvTranspose3d, nn.Linear)):
             if style.init == "truncated":

@@ -1,7 +1,8 @@
-"""What each attention strategy sends, holds and takes in one layer, and which of them is the quickest that fits.
+"""What each attention strategy sends, stores and takes per layer, and which strategy is the fastest that fits.
 
-Pure arithmetic. u = tokens x width / ranks elements. What a rank sends is exact, also where tokens and heads do not
-divide. Times are estimates from the links' bandwidth and latency and the processor's rate: good for an order.
+Pure arithmetic. u = tokens x width / ranks elements. The bytes sent are exact, even if tokens and heads do not divide
+evenly. Times are estimates from the links' bandwidth and latency and the processor's rate: good enough to rank the
+strategies.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,11 @@ from seqpar.text import quantity
 class Machine:
     """The speed of a rank and of its links.
 
-    - ``bandwidth``, ``latency``: bytes a second to other ranks of the node, and seconds that each message adds
-    - ``flops``: floating-point operations a second
+    - ``bandwidth``, ``latency``: bytes per second to other ranks of the node, and seconds per message
+    - ``flops``: floating-point operations per second
     - ``overlaps``: whether messages travel while the rank computes
-    - ``node``: how many ranks share the fast links
-    - ``far_bandwidth``: bytes a second to ranks of other nodes; None: as inside a node
+    - ``node``: number of ranks that share the fast links
+    - ``far_bandwidth``: bytes per second to ranks of other nodes; None: as inside a node
     """
 
     bandwidth: float
@@ -38,11 +39,11 @@ GPU = Machine(bandwidth=1e11, latency=2e-5, flops=2e14, overlaps=True, far_bandw
 class Layer:
     """The sizes of one attention layer.
 
-    - ``sizes``: the token counts of all ranks
-    - ``width``: the embedding, of all heads together
-    - ``batch``: samples in a step
-    - ``element``: bytes of a number
-    - ``per_chunk``: heads that are attended at a time; None: as ``choose_heads_per_chunk`` says
+    - ``sizes``: each rank's token count
+    - ``width``: the embedding dimension, all heads together
+    - ``batch``: samples per step
+    - ``element``: bytes per number
+    - ``per_chunk``: heads per chunk; None: as ``choose_heads_per_chunk`` returns
     """
 
     sizes: tuple[int, ...]
@@ -63,7 +64,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class BytesSent:
-    """Elements that a rank sends in one layer: inside, among the ranks that exchange heads, and across, in gathers."""
+    """The elements that a rank sends in one layer: ``inside``, in the head exchange, and ``across``, in the gathers."""
 
     inside_forward: int
     across_forward: int
@@ -80,7 +81,7 @@ class BytesSent:
 
 
 def bytes_sent(strategy: Strategy, layer: Layer, rank: int, keep_kv: bool = False) -> BytesSent:
-    """Returns what ``rank`` sends, exactly; with ``keep_kv`` the backward does not gather again."""
+    """Returns exactly what ``rank`` sends; with ``keep_kv``, backward does not gather again."""
     ranks, inner, width = layer.ranks, strategy.inner, layer.head_width * layer.batch
     own, tokens, again = layer.sizes[rank], sum(layer.sizes), 0 if keep_kv else 1
     if strategy.name == "gather-x":
@@ -101,12 +102,13 @@ def bytes_sent(strategy: Strategy, layer: Layer, rank: int, keep_kv: bool = Fals
 
 @dataclass(frozen=True)
 class Cost:
-    """What one layer costs the rank that has most to do.
+    """What one layer costs the rank with the most work.
 
     - ``forward``, ``backward``: bytes sent
-    - ``saved``: bytes held for the backward
-    - ``transient``: bytes that there are beside these while the layer runs
-    - ``seconds``, ``waiting``: forward and backward, and how much of it is communication that no computation hides
+    - ``saved``: bytes kept for backward
+    - ``transient``: additional bytes while the layer runs
+    - ``seconds``: time of forward and backward
+    - ``waiting``: the part of ``seconds`` spent on communication that no computation hides
     """
 
     forward: int
@@ -120,12 +122,12 @@ class Cost:
         sizes = (self.forward, self.backward, self.saved, self.transient)
         forward, backward, saved, transient = (f"{size / 2**20:.1f}" for size in sizes)
         return (
-            f"sends {forward} + {backward} MiB, holds {saved} MiB, {transient} MiB more while it runs, "
+            f"sends {forward} + {backward} MiB, stores {saved} MiB, {transient} MiB more while it runs, "
             f"{1e3 * self.seconds:.2f} ms"
         )
 
     def memory(self, depth: int) -> int:
-        """Returns the bytes of ``depth`` layers, one of which runs."""
+        """Returns the bytes of ``depth`` layers, one of which is running."""
         return depth * self.saved + self.transient
 
 
@@ -136,7 +138,7 @@ def cost(strategy: Strategy, layer: Layer, machine: Machine, keep_kv: bool = Fal
     saved, transient = _memory(strategy, layer, machine, keep_kv)
     operations = 14.0 * near * sum(layer.sizes) * heads * layer.head_width * layer.batch  # 4 forward, 10 backward
     inner, across = strategy.inner, layer.ranks // strategy.inner
-    gathers = 2 if keep_kv else 3  # with the reduce-scatter of the backward
+    gathers = 2 if keep_kv else 3  # including backward's reduce-scatter
     if strategy.name == "gather-x":
         others, tokens = sum(layer.sizes) - max(layer.sizes), sum(layer.sizes)
         operations += layer.batch * layer.width**2 * (12.0 * others + 4.0 * tokens)
@@ -164,7 +166,7 @@ def cost(strategy: Strategy, layer: Layer, machine: Machine, keep_kv: bool = Fal
 
 
 def _near_tokens(strategy: Strategy, layer: Layer) -> int:
-    """Returns the most tokens that ranks which exchange heads hold together."""
+    """Returns the largest number of tokens held together by ranks that exchange heads."""
     return max(sum(layer.sizes[low : low + strategy.inner]) for low in range(0, layer.ranks, strategy.inner))
 
 
@@ -178,7 +180,7 @@ def _heads_at_a_time(strategy: Strategy, layer: Layer, machine: Machine) -> int:
 
 
 def _memory(strategy: Strategy, layer: Layer, machine: Machine, keep_kv: bool) -> tuple[int, int]:
-    """Returns the bytes that a layer holds for the backward, and those that there are beside them while it runs."""
+    """Returns the bytes that a layer keeps for backward, and the additional bytes while it runs."""
     number = layer.batch * layer.element  # bytes of one feature of one token
     tokens, inner, heads = sum(layer.sizes), strategy.inner, -(-layer.heads // strategy.inner)
     u = max(layer.sizes) * layer.width * number
@@ -191,7 +193,7 @@ def _memory(strategy: Strategy, layer: Layer, machine: Machine, keep_kv: bool) -
     saved, transient = (
         (5 if inner == 1 else 6) * u,
         4 * u,
-    )  # tokens, q, k, v, output, which exchanged lies in both orders
+    )  # tokens, q, k, v and output; the exchanged output is kept in both orders
     if inner < layer.ranks:
         saved += keep_kv * heads * whole_head
         transient += 5 * pair
@@ -201,9 +203,9 @@ def _memory(strategy: Strategy, layer: Layer, machine: Machine, keep_kv: bool) -
 
 
 def memory_of(costs: Sequence[tuple[Cost, int]], recomputed: bool = False) -> int:
-    """Returns the bytes of so many layers of each cost, of which one runs.
+    """Returns the bytes of the given number of layers of each cost, one of which is running.
 
-    - ``recomputed``: one layer at a time holds anything
+    - ``recomputed``: only one layer at a time keeps anything
     """
     if recomputed:
         return max(each.memory(1) for each, _ in costs)
@@ -213,9 +215,9 @@ def memory_of(costs: Sequence[tuple[Cost, int]], recomputed: bool = False) -> in
 def fastest_strategy(
     layer: Layer, machine: Machine, keep_kv: bool = False, memory_left: float | None = None, depth: int = 1
 ) -> tuple[Strategy, tuple[str, ...]]:
-    """Returns the quickest strategy whose ``depth`` layers fit the memory left, and why: a line for each candidate.
+    """Returns the fastest strategy whose ``depth`` layers fit into ``memory_left``, and a line on each candidate.
 
-    Where none fits, the smallest is returned, and the first line says so.
+    If none fits, returns the one that needs least, and the first line says so.
     """
     return fastest_strategy_of_model([(layer, depth)], machine, keep_kv, memory_left)
 
@@ -227,16 +229,16 @@ def fastest_strategy_of_model(
     memory_left: float | None = None,
     recomputed: bool = False,
 ) -> tuple[Strategy, tuple[str, ...]]:
-    """Returns what ``fastest_strategy`` does for layers of several sizes, of which all have one strategy.
+    """Like ``fastest_strategy``, for layers of several sizes that share one strategy.
 
-    - ``layers``: each size, and how many layers have it
-    - ``recomputed``: one layer at a time holds anything for the backward
+    - ``layers``: each size, with its number of layers
+    - ``recomputed``: only one layer at a time keeps anything for backward
     """
     ranks = layers[0][0].ranks
     if ranks == 1:
-        return Strategy("gather-kv"), ("gather-kv: one rank has all tokens, nothing moves",)
+        return Strategy("gather-kv"), ("gather-kv: one rank has all tokens, nothing is sent",)
     candidates = [Strategy("gather-x"), Strategy("gather-kv")]
-    if not keep_kv:  # it gathers nothing that could be kept
+    if not keep_kv:  # Ulysses gathers nothing that could be kept
         candidates.append(Strategy("ulysses", ranks))
     candidates += [Strategy("hybrid", inner) for inner in inner_sizes(ranks)]
     costs = {s: [(cost(s, layer, machine, keep_kv), count) for layer, count in layers] for s in candidates}
@@ -244,15 +246,18 @@ def fastest_strategy_of_model(
     seconds = {s: sum(count * one.seconds for one, count in each) for s, each in costs.items()}
     fits = [s for s in candidates if memory_left is None or needs[s] <= memory_left]
     if fits:
-        best, why = min(fits, key=lambda s: seconds[s]), "the quickest"
+        best, why = min(fits, key=lambda s: seconds[s]), "the fastest"
     else:
-        best, why = min(candidates, key=lambda s: needs[s]), "the smallest, though more than the memory left"
+        best, why = min(candidates, key=lambda s: needs[s]), "the smallest"
     if memory_left is not None:
         depth = 1 if recomputed else sum(count for _, count in layers)
-        if memory_left > 0:
-            why += f" of those that need at most {memory_left / 2**20:.0f} MiB in {quantity(depth, 'layer')}"
+        room = f"{memory_left / 2**20:.0f} MiB in {quantity(depth, 'layer')}"
+        if fits:
+            why += f" of those that need at most {room}"
+        elif memory_left > 0:
+            why += f", but needs more than {room}"
         else:
-            why += f": without attention there are {-memory_left / 2**20:.0f} MiB too few"
+            why += f", but {-memory_left / 2**20:.0f} MiB are missing even without attention"
     texts = {s: "; ".join(str(one) for one, _ in each) for s, each in costs.items()}
     lines = [f"{s}: {text}" + ("" if s in fits else ", too large") for s, text in texts.items()]
     return best, (f"{best} is {why}", *lines)
@@ -261,8 +266,8 @@ def fastest_strategy_of_model(
 def resolve(
     strategy: Strategy | str, layer: Layer, machine: Machine, keep_kv: bool = False
 ) -> tuple[Strategy, tuple[str, ...]]:
-    """Returns the strategy that a name stands for in this layer, "auto" being the quickest, and why it is this one."""
+    """Returns the strategy for this layer, which is the fastest for ``"auto"``, and why it was chosen."""
     if strategy == "auto":
         return fastest_strategy(layer, machine, keep_kv)
     strategy = check_strategy(str(strategy), layer.ranks, layer.heads, keep_kv)
-    return strategy, (f"{strategy} was asked for",)
+    return strategy, (f"{strategy} was requested",)

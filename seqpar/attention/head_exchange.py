@@ -1,13 +1,14 @@
-"""Attention by exchanging heads inside, and gathering keys and values across: the paper's, Ulysses, and between.
+"""Attention that exchanges heads inside subgroups and gathers keys and values across them: the paper's, Ulysses, and
+hybrids.
 
-Legend: b batch, n tokens, a heads, f features per head; ``n/s`` is this rank's share of the tokens, ``n/r`` that
-of its inside group, c the heads of a chunk.
+Legend: b batch, n tokens, a heads, f features per head; ``n/s`` is this rank's share of the tokens, ``n/r`` that of its
+inside group, c the heads of a chunk.
 
-U of the P ranks change shares of tokens for shares of heads; keys and values are gathered across the other
-R = P/U. With u = tokens x embedding / ranks elements, a rank sends 8(U-1)/U u + 6(R-1)u in a layer, or 4(R-1)u with
-whole keys and values kept, where tokens and heads divide. U = 1 is the paper's gather, U = P is Ulysses. Heads go in
-chunks: while one is attended, the next one's messages and the last one's results travel, and there are whole keys
-and values of two chunks at most.
+U of the P ranks trade shares of tokens for shares of heads; keys and values are gathered across the other R = P/U. With
+u = tokens x embedding / ranks elements, a rank sends 8(U-1)/U u + 6(R-1)u per layer, or 4(R-1)u if the gathered keys
+and values are kept, where tokens and heads divide evenly. U = 1 is the paper's gather, U = P is Ulysses. Heads are
+processed in chunks: while one is attended, the next one's messages and the previous one's results are in transit, and
+gathered keys and values exist for at most two chunks.
 """
 
 from collections.abc import Sequence
@@ -41,18 +42,19 @@ def attend_by_head_exchange(
     keep_kv: bool = False,
     per_chunk: int | None = None,
 ) -> Tensor:
-    """Returns softmax(q Kᵀ/√f) V, ``b n/s a f``, for keys and values of all ranks.
+    """Returns softmax(q Kᵀ/√f) V, ``b n/s a f``, over the keys and values of all ranks.
 
-    *forward:* all-to-all among ``inner`` ranks from shares of tokens to shares of heads, all-gather of keys and
-    values across the others, attention, all-to-all back.
-    *backward:* each reversed: all-to-all of the gradient, the same gather again (unless ``keep_kv``),
-    reduce-scatter of keys' and values' gradients, all-to-all back.
+    *forward:* all-to-all among ``inner`` ranks from shares of tokens to shares of heads, all-gather of keys and values
+    across the others, attention, all-to-all back.
+    *backward:* the adjoint of each: all-to-all of the gradient, the same gather again (unless ``keep_kv``),
+    reduce-scatter of the gradients of keys and values, all-to-all back.
 
     - ``qkv``: this rank's queries, keys and values ``b n/s 3 a f``
-    - ``sizes``: the token counts of all ranks
-    - ``rotary``: rotary positions of this rank's tokens; ``qkv`` is then rotated in place: nothing else may need it
-    - ``keep_kv``: hold the gathered keys and values until the backward
-    - ``per_chunk``: heads that are attended at a time; None: by size
+    - ``sizes``: each rank's token count
+    - ``inner``: number of ranks that exchange heads
+    - ``rotary``: rotary positions of this rank's tokens; ``qkv`` is then rotated in place, so nothing else may use it
+    - ``keep_kv``: keep the gathered keys and values until backward
+    - ``per_chunk``: heads per chunk; None: by size
     """
     return _HeadExchange.apply(qkv, group, tuple(sizes), inner, rotary, keep_kv, per_chunk)  # type: ignore[no-any-return]
 
@@ -75,7 +77,7 @@ class _HeadExchange(Function):
         partition = HeadPartition(group, sizes, inner, x, per_chunk)
         kernel, num_chunks = kernel_for(qkv, partition.head_dim, sum(sizes)), partition.num_chunks
         keep_kv = keep_kv and partition.across.size > 1  # else nothing is gathered
-        is_kernels = partition.inside.size == 1 and num_chunks == 1  # what the kernel returns is this rank's output
+        is_kernels = partition.inside.size == 1 and num_chunks == 1  # the kernel's result is this rank's output
         out = qkv.new_empty((0 if is_kernels else len(qkv), qkv.shape[1], *qkv.shape[3:]))  # b n/s a f
         target = rearrange(out, "b n a f -> n b 1 a f")
         buffers = None if keep_kv else ChunkBuffers(x)
@@ -93,10 +95,10 @@ class _HeadExchange(Function):
                 out = rearrange(attended, "b a n f -> b n a f")
                 break
             if partition.inside.size > 1:
-                out_part = tokens_first(attended).contiguous().unsqueeze(2)  # as the kernel wrote it, where it can
+                out_part = tokens_first(attended).contiguous().unsqueeze(2)  # no copy if the kernel wrote this order
                 parts.append(part)
                 outs.append(out_part)
-            else:  # both lie in qkv and out
+            else:  # part and out_part are views of qkv and out
                 out_part = partition.new_part(target, at)
                 out_part[:, :, 0] = tokens_first(attended)
             returning.put(out_part, at)
@@ -119,7 +121,7 @@ class _HeadExchange(Function):
         dx = rearrange(dqkv, "b n m a f -> n b m a f")
         dout = rearrange(grad, "b n a f -> n b 1 a f")
         num_chunks, buffers = partition.num_chunks, ChunkBuffers(dqkv)
-        if partition.inside.size == 1:  # forward saved qkv and out as they are
+        if partition.inside.size == 1:  # forward saved qkv and out themselves
             x = rearrange(parts[0], "b n m a f -> n b m a f")
             outs = [rearrange(outs[0], "b n a f -> n b 1 a f")[:, :, :, partition.own(at)] for at in range(num_chunks)]
 
@@ -137,7 +139,7 @@ class _HeadExchange(Function):
             dq, dk, dv = kernel.backward(*(heads_first(t) for t in tensors), states[at])
             target = partition.new_part(dx, at)
             del tensors, grad_out, part, pair
-            if reducing is not None:  # has travelled while this chunk was computed
+            if reducing is not None:  # was in transit while this chunk was computed
                 returning.put(reducing.wait(), at - 1)
             reducing = partition.start_reduce(dq, dk, dv, target, buffers)
             del dq, dk, dv, target
@@ -150,21 +152,21 @@ class _HeadExchange(Function):
 
 
 class _Returning:
-    """Moves chunks back to their tokens, each while the next one is computed."""
+    """Sends chunks back to their tokens, each while the next one is computed."""
 
     def __init__(self, partition: HeadPartition, x: Tensor) -> None:
-        """``x``, ``n/s b m a f``, is where the chunks go."""
+        """The chunks are written to ``x``, ``n/s b m a f``."""
         self._partition, self._x = partition, x
         self._under_way: AwaitedTensor[None] | None = None
 
     def put(self, part: Tensor, chunk: int) -> None:
-        """Starts the move of a chunk ``n/r b m c f``, then waits for the one before."""
+        """Starts to send a chunk ``n/r b m c f``, then waits for the previous one."""
         started = self._partition.start_to_tokens(part, self._x, chunk)
         self.finish()
         self._under_way = started
 
     def finish(self) -> None:
-        """Waits for the chunk that is under way."""
+        """Waits for the chunk that is in transit."""
         if self._under_way is not None:
             self._under_way.wait()
             self._under_way = None

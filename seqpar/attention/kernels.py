@@ -1,12 +1,12 @@
 """Attention kernels, forward and backward, without communication.
 
 Legend: b batch, a heads, n queries, m keys, f features per head. A kernel's forward also returns what its backward
-needs beside q, k, v and the output (the log-sum-exp), so that a caller who keeps those can run the backward alone.
-``kernel_for`` chooses: torch's kernels on the CPU and, in half precision or float32, on GPUs, by ``fastest_kernel``.
-``PLAIN`` is for everything else: its backward runs torch's public function again, under autograd.
+needs besides q, k, v and the output (the log-sum-exp), so that a caller who keeps those can run the backward alone.
+``kernel_for`` chooses among torch's kernels, on a GPU by ``fastest_kernel``. ``PLAIN`` covers everything else: its
+backward runs torch's public function again under autograd.
 
-GPU kernels get q, k, v, the output and its gradient in one memory order, ``b n a f``: AMD's backward applies the
-strides of one of them to another.
+GPU kernels get q, k, v, the output and its gradient in one memory order, ``b n a f``, because AMD's backward applies
+the strides of one of them to another.
 """
 
 import importlib.util
@@ -23,19 +23,19 @@ from torch import Tensor
 State = tuple[Any, ...]
 Grads = tuple[Tensor, Tensor, Tensor]
 aten = torch.ops.aten
-LONG = 512  # keys from which cuDNN's kernels gain more than they take to be planned
+LONG = 512  # number of keys from which cuDNN's kernels are worth their planning time
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Attention forward and backward on tensors ``b a n f`` and ``b a m f`` of any memory order."""
+    """Attention forward and backward on tensors ``b a n f`` and ``b a m f`` in any memory order."""
 
     name: str
     _forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, State]]
     _backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, State], Grads]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
-        """Returns softmax(q Kᵀ/√f) V and what else the backward needs."""
+        """Returns softmax(q Kᵀ/√f) V and what else backward needs."""
         if q.numel() == 0:  # this rank has no head or no query
             return torch.empty_like(q), ()
         return self._forward(q, k, v)
@@ -53,7 +53,7 @@ class Kernel:
 
 @contextmanager
 def _as_asked() -> Iterator[None]:
-    """Lets torch's kernels be deterministic where that is asked for: where torch would only warn, they are not."""
+    """Makes torch's kernels deterministic on request even with ``warn_only``, under which torch would only warn."""
     if not torch.is_deterministic_algorithms_warn_only_enabled() or not torch.are_deterministic_algorithms_enabled():
         yield
         return
@@ -79,16 +79,16 @@ def kernel_for(like: Tensor, head_dim: int, num_keys: int) -> Kernel:
 def fastest_kernel(
     kind: str, capability: tuple[int, int], allowed: Collection[str], head_dim: int, num_keys: int
 ) -> Kernel:
-    """Returns the quickest kernel of a device.
+    """Returns the fastest kernel of a device.
 
-    Flash attention 3 is made for NVIDIA's 9.0 (Hopper); cuDNN's kernels gain there and later, on long sequences.
+    Flash attention 3 targets NVIDIA's 9.0 (Hopper); cuDNN's kernels are faster there and later, on long sequences.
 
     - ``kind``, ``capability``: of the device, as torch names them
-    - ``allowed``: the names of the kernels that torch can run there with such heads in this precision
+    - ``allowed``: names of the kernels that torch can run there for such heads in this precision
     """
-    if kind in ("cpu", "meta"):  # meta tensors: the shapes are those of every fused kernel
+    if kind in ("cpu", "meta"):  # on meta tensors only shapes matter, which all fused kernels share
         return CPU_FLASH
-    if "flash" in allowed and head_dim % 8:  # torch's public function pads heads first; its kernel needs such heads
+    if "flash" in allowed and head_dim % 8:  # torch's public function pads heads first; its kernel does not
         return PLAIN
     if "flash 3" in allowed and capability == (9, 0):
         return FLASH_3
@@ -98,7 +98,7 @@ def fastest_kernel(
 
 
 def kernels_of(like: Tensor, head_dim: int) -> list[Kernel]:
-    """Returns every kernel that takes heads of this width on the device and in the precision of ``like``."""
+    """Returns every kernel that supports heads of this width on the device and in the precision of ``like``."""
     if like.device.type != "cuda":
         return [CPU_FLASH, PLAIN]
     allowed = _allowed(like, head_dim) if head_dim % 8 == 0 else ()
@@ -121,7 +121,7 @@ def _allowed(like: Tensor, head_dim: int) -> list[str]:
 
 @cache
 def _offers_flash_3() -> bool:
-    """Returns whether this torch takes flash attention 3, and its package for NVIDIA is installed."""
+    """Returns whether this version of torch supports flash attention 3 and its NVIDIA package is installed."""
     if torch.version.hip is not None:
         return False
     has_package = importlib.util.find_spec("flash_attn_interface") is not None
@@ -130,12 +130,12 @@ def _offers_flash_3() -> bool:
 
 @cache
 def _take_flash_3() -> None:
-    """Puts flash attention 3 in the place of torch's own flash attention, in this process."""
+    """Replaces torch's own flash attention by flash attention 3 in this process."""
     torch.nn.attention.activate_flash_attention_impl("FA3")
 
 
 def _tokens_first(*tensors: Tensor) -> list[Tensor]:
-    """Returns the tensors ``b a n f`` with ``b n a f`` in memory."""
+    """Returns the tensors ``b a n f`` stored in memory as ``b n a f``."""
     return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
 
 

@@ -1,11 +1,11 @@
-"""How one attention over a sequence group is cut: ranks into inside x across, heads into chunks.
+"""How attention is split over a sequence group: ranks into inside x across, heads into chunks.
 
-Legend: b batch, n tokens, m what is carried together (queries, keys, values), a heads, f features per head;
-``n/s`` is this rank's share, ``n/r`` that of its inside group (U of the P ranks), c the heads of a chunk.
+Legend: b batch, n tokens, m tensors sent together (queries, keys, values), a heads, f features per head; ``n/s`` is
+this rank's share, ``n/r`` that of its inside group (U of the P ranks), c the heads of a chunk.
 
-With U = 1 a rank keeps its queries and all heads; with U = P it takes some heads of all tokens; between, it takes
-some heads of its inside group's tokens. Heads need not divide by U: the first places take one more. All ranks send
-their messages in the same order, so a rank without a head in some chunk takes its turn with empty ones.
+With U = 1 a rank keeps its queries and all heads; with U = P it takes some heads of all tokens; in between, it takes
+some heads of its inside group's tokens. Heads need not divide by U: the first ranks take one more. All ranks send their
+messages in the same order, so a rank that has no head in a chunk takes part with empty ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class Rotary(Protocol):
-    """Rotary positions of this rank's tokens; ``whole`` are those of all tokens, in the order of ranks."""
+    """Rotary positions of this rank's tokens; ``whole`` has those of all tokens, in rank order."""
 
     @property
     def whole(self) -> "Rotary": ...
@@ -44,23 +44,24 @@ class Prefetch(Generic[Result]):
         self._coming: AwaitedTensor[Result] | None = None
 
     def take(self, chunk: int) -> Result:
-        """Returns the result of a chunk; the next chunk's messages are posted before this one's are waited for."""
+        """Returns a chunk's result; the next chunk's messages are posted before this one's are waited for."""
         coming = self._coming or self._start(chunk)
         self._coming = self._start(chunk + 1) if chunk + 1 < self._num_chunks else None
         return coming.wait()
 
 
-def wait_for_result(result: Result) -> AwaitedTensor[Result]:
+def available_now(result: Result) -> AwaitedTensor[Result]:
+    """Wraps a result for which no message is needed."""
     return AwaitedTensor(Pending((), ()), lambda: result)
 
 
 def split_evenly(count: int, places: int) -> list[int]:
-    """Returns ``count`` things over places, the first ones taking one more where it does not divide."""
+    """Splits ``count`` items over ``places``; the first ones take one more if it does not divide evenly."""
     return [count // places + (place < count % places) for place in range(places)]
 
 
 class ChunkBuffers:
-    """Memory that chunks use in turn: buffers by number, each as large as the largest chunk that it served."""
+    """Buffers that chunks reuse, by number; each grows to the largest chunk that it has served."""
 
     def __init__(self, like: Tensor) -> None:
         self._like, self._flat = like, dict[int, Tensor]()
@@ -73,15 +74,15 @@ class ChunkBuffers:
 
 
 class HeadPartition:
-    """Heads divided over the ranks ``inside``; keys and values gathered ``across`` the others; in chunks of heads."""
+    """Splits heads over the ranks ``inside``, and gathers keys and values ``across`` the others, in chunks of heads."""
 
     def __init__(self, group: Group, sizes: Sequence[int], inner: int, like: Tensor, per_chunk: int | None) -> None:
-        """Cuts a group's attention.
+        """Splits a group's attention.
 
-        - ``sizes``: the token counts of all ranks
-        - ``inner``: U, which divides the ranks
-        - ``like``: a tensor ``n/s b m a f``, for its shape, precision and device
-        - ``per_chunk``: heads that are attended at a time; None: by size
+        - ``sizes``: each rank's token count
+        - ``inner``: U, a divisor of the number of ranks
+        - ``like``: a tensor ``n/s b m a f`` that gives shape, precision and device
+        - ``per_chunk``: heads per chunk; None: by size
         """
         assert group.size % inner == 0 and len(sizes) == group.size and like.shape[0] == sizes[group.index]
         _, batch, _, heads, self.head_dim = like.shape
@@ -101,7 +102,7 @@ class HeadPartition:
         self.num_chunks = -(-max(self.heads) // per_chunk)
 
     def slices(self, chunk: int) -> list[slice]:
-        """Returns the heads that each rank inside attends in this chunk, numbered among all."""
+        """Returns the heads, numbered among all, that each rank inside attends in this chunk."""
         result, first = [], 0
         for heads in self.heads:
             low, high = (min(heads, at * self.per_chunk) for at in (chunk, chunk + 1))
@@ -114,13 +115,13 @@ class HeadPartition:
         return self.slices(chunk)[self.inside.index]
 
     def start_to_heads(self, x: Tensor, chunk: int) -> AwaitedTensor[Tensor]:
-        """Starts the move of the chunk's heads to their ranks.
+        """Starts to send the chunk's heads of ``x``, ``n/s b m a f``, to their ranks.
 
-        Its result is ``n/r b m c f``, this rank's heads of the inside group's tokens, of ``x``, ``n/s b m a f``.
+        The result is ``n/r b m c f``: this rank's heads of the inside group's tokens.
         """
         pieces = [x[:, :, :, heads] for heads in self.slices(chunk)]
         if self.inside.size == 1:
-            return wait_for_result(pieces[0])
+            return available_now(pieces[0])
         me = self.inside.index
         part = x.new_empty((sum(self.tokens), *pieces[me].shape[1:]))
         rows = part.split(self.tokens)
@@ -136,16 +137,16 @@ class HeadPartition:
         return AwaitedTensor(post(sends, {q: rows[q] for q in self.inside.peers}, self.inside, KIND), lambda: part)
 
     def new_part(self, x: Tensor, chunk: int) -> Tensor:
-        """Returns where the chunk's ``n/r b m c f`` may be written so that ``start_to_tokens`` moves it into ``x``."""
+        """Returns a tensor ``n/r b m c f`` for ``start_to_tokens`` to send into ``x``; it may be a view of ``x``."""
         heads = self.own(chunk)
         if self.inside.size == 1:
             return x[:, :, :, heads]
         return x.new_empty((sum(self.tokens), *x.shape[1:3], heads.stop - heads.start, self.head_dim))
 
     def start_to_tokens(self, part: Tensor, x: Tensor, chunk: int) -> AwaitedTensor[None]:
-        """Starts the move of the chunk ``n/r b m c f`` into ``x``, ``n/s b m a f``: the adjoint of start_to_heads."""
+        """Starts to send the chunk ``n/r b m c f`` into ``x``, ``n/s b m a f``: the adjoint of ``start_to_heads``."""
         if self.inside.size == 1:
-            return wait_for_result(None)  # new_part lies in x
+            return available_now(None)  # new_part is a view of x
         me, slices, rows = self.inside.index, self.slices(chunk), part.split(self.tokens)
         if is_by_library(x, self.inside):
             shapes = [x[:, :, :, heads].shape for heads in slices]
@@ -167,14 +168,14 @@ class HeadPartition:
     def start_gather(
         self, part: Tensor, chunk: int, buffers: ChunkBuffers | None
     ) -> AwaitedTensor[tuple[Tensor, Tensor]]:
-        """Starts the gather of a chunk's keys and values, of ``part``, ``n/r b 3 c f``.
+        """Starts to gather a chunk's keys and values from ``part``, ``n/r b 3 c f``.
 
-        Its result is ``part`` and the whole keys and values ``n b 2 c f``. These lie in one of two buffers, in turn,
-        or, where they are kept, in memory of their own.
+        The result is ``part`` and the gathered keys and values ``n b 2 c f``. They are in one of two alternating
+        buffers, or in memory of their own if they are kept.
         """
         pair = part[:, :, 1:]
         if self.across.size == 1:
-            return wait_for_result((part, pair))
+            return available_now((part, pair))
         shape = (sum(self.gathered), *pair.shape[1:])
         whole = part.new_empty(shape) if buffers is None else buffers.get(chunk % 2, shape)
         whole.split(self.gathered)[self.across.index].copy_(pair)
@@ -183,15 +184,15 @@ class HeadPartition:
     def start_reduce(
         self, dq: Tensor, dk: Tensor, dv: Tensor, target: Tensor, buffers: ChunkBuffers
     ) -> AwaitedTensor[Tensor]:
-        """Starts the sum over ranks of the gradients ``b c n f`` of keys and values: the adjoint of start_gather.
+        """Starts to sum the gradients ``b c n f`` of keys and values over ranks: the adjoint of ``start_gather``.
 
-        Its result is ``target``, ``n/r b 3 c f``, with queries, keys and values written. There is one buffer: the last
-        chunk's sum must have been waited for.
+        The result is ``target``, ``n/r b 3 c f``, filled for queries, keys and values. There is one buffer, so the
+        previous chunk's sum must have been waited for.
         """
         if self.across.size == 1:
             together = [rearrange(t, "b a n f -> b n a f") for t in (dq, dk, dv)]
             torch.stack(together, 2, out=rearrange(target, "n b m a f -> b n m a f"))
-            return wait_for_result(target)
+            return available_now(target)
         target[:, :, 0] = tokens_first(dq)
         rows = buffers.get(2, (sum(self.gathered), *target[:, :, 1:].shape[1:]))
         rows[:, :, 0], rows[:, :, 1] = tokens_first(dk), tokens_first(dv)
@@ -205,15 +206,15 @@ class HeadPartition:
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """Returns a view, batch and heads first, as the kernels take it."""
+    """Returns a view with batch and heads first, as kernels expect it."""
     return rearrange(x, "n b a f -> b a n f")
 
 
 def tokens_first(x: Tensor) -> Tensor:
-    """Returns a view, tokens first, as messages carry them."""
+    """Returns a view with tokens first, as messages carry it."""
     return rearrange(x, "b a n f -> n b a f")
 
 
 def rotate_in_place(x: Tensor, rotary: Rotary, back: bool = False) -> None:
-    """Rotates queries and keys of ``n b 3 a f``."""
+    """Rotates the queries and keys of ``n b 3 a f``."""
     rotary.rotate_(rearrange(x[:, :, :2], "n b m a f -> m b a n f"), back)

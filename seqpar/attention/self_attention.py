@@ -1,11 +1,10 @@
-"""Multi-head self-attention of tokens that are spread over a group, by one of several strategies, all exact.
-
-``windows`` has attention among near tokens instead of all.
+"""Multi-head self-attention over tokens that are split over a group, by one of several strategies, all exact.
 
 Legend: b batch, n tokens, e embedding, a heads, f features per head; ``n/s`` is this rank's share of the tokens.
 
-``strategies`` names the strategies, ``cost_model`` says what each sends and holds; ``head_exchange`` and
-``token_gather`` carry them out. Nothing of whole-sequence size is held for the backward unless ``keep_kv`` asks for it.
+``strategies`` names the strategies, and ``cost_model`` says what each sends and stores; ``head_exchange`` and
+``token_gather`` implement them. ``window_attention`` restricts attention to nearby tokens. Nothing as large as the
+whole sequence is kept for backward unless ``keep_kv`` is set.
 """
 
 from collections.abc import Sequence
@@ -28,14 +27,14 @@ __all__ = ["Attention", "Rotary"]
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention of the tokens of all ranks, computed for this rank's queries.
+    """Multi-head self-attention over the tokens of all ranks, computed for this rank's queries.
 
-    Keys have no bias: softmax does not see it, its gradient is zero, and Adam would amplify that zero's noise.
+    Keys have no bias: softmax is invariant to it, its gradient is zero, and Adam would amplify that zero's noise.
 
-    - ``qkv_bias``: whether queries and values have one
-    - ``norm_eps``: epsilon of a LayerNorm over the joined heads, before the projection; None: no such norm
+    - ``qkv_bias``: whether queries and values have a bias
+    - ``norm_eps``: epsilon of a LayerNorm over the concatenated heads, before the projection; None: no norm
     - ``strategy``: how attention crosses ranks; None: gather-kv
-    - ``keep_kv``: hold what was gathered until the backward
+    - ``keep_kv``: keep what was gathered until backward
     - ``heads_per_chunk``: heads that are attended at a time; None: by size
     """
 
@@ -53,16 +52,21 @@ class Attention(nn.Module):
         super().__init__()
         if embed_dim % num_heads:
             fits = [h for h in range(1, embed_dim + 1) if embed_dim % h == 0 and h <= 2 * num_heads]
-            raise ValueError(f"--heads {num_heads} does not divide --embed-dim {embed_dim}: use {fits[-3:]}")
+            raise ValueError(
+                f"num_heads={num_heads} does not divide embed_dim={embed_dim}: use num_heads="
+                f"{' or '.join(map(str, fits[-3:]))}"
+            )
         if heads_per_chunk is not None and not 1 <= heads_per_chunk <= num_heads:
-            raise ValueError(f"--heads-per-chunk {heads_per_chunk}: choose 1 to {num_heads}, or leave it to the size")
+            raise ValueError(
+                f"heads_per_chunk={heads_per_chunk}: choose 1 to {num_heads}, or remove it to let the size decide"
+            )
         self.num_heads, self.keep_kv, self.heads_per_chunk = num_heads, keep_kv, heads_per_chunk
         self.group = group or Group("seq")
         self.strategy = strategy or Strategy("gather-kv")
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
         self.q_bias = nn.Parameter(torch.zeros(embed_dim)) if qkv_bias else None
         self.v_bias = nn.Parameter(torch.zeros(embed_dim)) if qkv_bias else None
-        if self.q_bias is not None:  # here already, so that a step is counted without them, whoever counts first
+        if self.q_bias is not None:  # cached now, so that no counted step allocates them
             _zeros(embed_dim, self.q_bias.dtype, self.q_bias.device)
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if norm_eps is not None else nn.Identity()
         self.proj = nn.Linear(embed_dim, embed_dim)
@@ -70,7 +74,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, spread: Sequence[int] | Windows, rotary: Rotary | None = None) -> Tensor:
         """Returns the attended tokens ``b n/s e``.
 
-        - ``spread``: the token counts of all ranks, of which each token sees all; or the windows that it sees instead
+        - ``spread``: each rank's token count, if each token attends to all; or the windows that it attends to instead
         - ``rotary``: rotary positions of this rank's tokens
         """
         if isinstance(spread, Windows):
@@ -93,7 +97,7 @@ class Attention(nn.Module):
     def _gather_tokens(self, x: Tensor, sizes: Sequence[int], rotary: Rotary | None) -> Tensor:
         projection = self.qkv.weight, self.q_bias, self.v_bias
         dtype = autocast_dtype(x)
-        if dtype is not None:  # before the gather, as a linear layer would
+        if dtype is not None:  # cast before the gather, as a linear layer would
             x = x.to(dtype)
             projection = tuple(t if t is None else t.to(dtype) for t in projection)  # type: ignore[assignment]
         return attend_to_gathered_tokens(
@@ -103,5 +107,5 @@ class Attention(nn.Module):
 
 @cached(256)
 def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros, made once, in the place of a bias."""
+    """Returns cached zeros that take the place of the keys' bias."""
     return torch.zeros(size, dtype=dtype, device=device)

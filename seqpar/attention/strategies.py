@@ -1,10 +1,10 @@
-"""The strategies of attention over a sequence group: their names, which of them a group allows, heads per chunk."""
+"""The attention strategies: their names, those that a group allows, and the heads per chunk."""
 
 from dataclasses import dataclass
 
 NAMES = ("gather-kv", "gather-x", "ulysses", "hybrid")
-CHUNK_BYTES = 4 << 20  # keys and values of a chunk: in smaller ones, latency costs more than overlap gains
-# by kind of device, queries x batch x heads of a chunk: fewer do not fill a GPU
+CHUNK_BYTES = 4 << 20  # keys and values of a chunk: for smaller ones, latency costs more than overlap gains
+# per device type, the queries x batch x heads of a chunk: fewer do not fill a GPU
 CHUNK_ROWS = {"cpu": 1, "cuda": 1 << 15}
 
 
@@ -13,7 +13,7 @@ class Strategy:
     """How attention crosses ranks.
 
     - ``name``: one of ``NAMES``
-    - ``inner``: how many ranks exchange heads: 1 for the gathers, the whole group for ulysses
+    - ``inner``: number of ranks that exchange heads: 1 for the gathers, the whole group for ulysses
     """
 
     name: str
@@ -25,11 +25,13 @@ class Strategy:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How an encoder attends over its sequence group. Every choice is exact; they differ in speed and memory.
+    """How an encoder attends over its sequence group. All choices are exact; they differ in speed and memory.
 
-    - ``strategy``: a ``Strategy``, its name, or "auto": the quickest by the cost model for the device here
-    - ``keep_kv``: hold what was gathered until the backward, instead of gathering it again
-    - ``heads_per_chunk``: heads that are attended at a time; None: by size
+    Args:
+        ``strategy``: ``"gather-kv"``, ``"gather-x"``, ``"ulysses"``, ``"hybrid"`` (or ``"hybrid:U"``, in which U ranks
+            exchange heads), a ``Strategy``, or ``"auto"``: the fastest on this device according to the cost model.
+        ``keep_kv``: keep the gathered keys and values until backward instead of gathering them again.
+        ``heads_per_chunk``: number of heads that are attended at a time; None: by size.
     """
 
     strategy: Strategy | str = "auto"
@@ -38,36 +40,38 @@ class AttentionOptions:
 
 
 def check_strategy(name: str, ranks: int, heads: int, keep_kv: bool) -> Strategy:
-    """Returns the strategy of a name, ``hybrid`` also as ``hybrid:U``; refuses what a group of ``ranks`` cannot do."""
+    """Returns the strategy of a name, such as ``hybrid:2``; raises ValueError if ``ranks`` ranks do not allow it."""
     kind, colon, number = name.partition(":")
     if kind not in NAMES or (colon and (kind != "hybrid" or not number.isdecimal())):
-        raise ValueError(f"--attention {name}: choose auto, {', '.join(NAMES)} or hybrid:U (U ranks exchange heads)")
+        raise ValueError(f"attention={name!r}: choose auto, {', '.join(NAMES)} or hybrid:U (U ranks exchange heads)")
     if ranks == 1:
         return Strategy(kind)
     if kind == "ulysses" and keep_kv:
-        raise ValueError("--keep-kv has no effect with --attention ulysses, which gathers nothing: leave one of them")
+        raise ValueError(
+            "keep_kv=True has no effect with attention='ulysses', which gathers nothing: remove one of them"
+        )
     if kind != "hybrid":
         return Strategy(kind, ranks if kind == "ulysses" else 1)
     divisors = inner_sizes(ranks)
     inner = int(number) if colon else max(divisors, key=lambda u: (heads % u == 0, u), default=0)
     if inner not in divisors:
-        choices = ", ".join(f"hybrid:{u}" for u in divisors) or "none: use auto, gather-x, gather-kv or ulysses"
-        raise ValueError(f"--attention {name}: {ranks} ranks allow {choices}")
+        choices = ", ".join(f"hybrid:{u}" for u in divisors) or "no hybrid: use auto, gather-x, gather-kv or ulysses"
+        raise ValueError(f"attention={name!r}: {ranks} ranks allow {choices}")
     return Strategy("hybrid", inner)
 
 
 def inner_sizes(ranks: int) -> list[int]:
-    """Returns how many of ``ranks`` may exchange heads in a hybrid: the divisors between 1 and all."""
+    """Returns how many ranks may exchange heads in a hybrid: the divisors strictly between 1 and ``ranks``."""
     return [u for u in range(2, ranks) if ranks % u == 0]
 
 
 def choose_heads_per_chunk(heads: int, head_bytes: int, rows: int, device_type: str) -> int:
-    """Returns how many of a rank's heads are attended at a time: the fewest that are worth a message, evenly.
+    """Returns the number of a rank's heads per chunk: the fewest that are worth a message, in chunks of equal size.
 
-    - ``heads``: the heads that the rank attends
-    - ``head_bytes``: keys and values of one head, of the whole sequence
+    - ``heads``: number of heads that the rank attends
+    - ``head_bytes``: keys and values of one head over the whole sequence
     - ``rows``: the rank's queries x batch
-    - ``device_type``: the kind of device that attends, of ``CHUNK_ROWS``
+    - ``device_type``: a key of ``CHUNK_ROWS``
     """
     fewest = max(-(-CHUNK_BYTES // max(head_bytes, 1)), -(-CHUNK_ROWS.get(device_type, 1) // max(rows, 1)))
     chunks = -(-heads // min(fewest, heads))

@@ -1,11 +1,11 @@
-"""Attention by gathering the tokens themselves: keys and values of the whole sequence are projected on each rank.
+"""Attention that gathers the tokens themselves: each rank projects the keys and values of the whole sequence.
 
-Legend: b batch, n tokens, e embedding, a heads, f features per head; ``n/s`` is this rank's share of the tokens,
-c the heads of a chunk, m keys and values.
+Legend: b batch, n tokens, e embedding, a heads, f features per head; ``n/s`` is this rank's share of the tokens, c the
+heads of a chunk, m keys and values.
 
-Half of what keys and values would move: with u = tokens x embedding / ranks elements, a rank sends 3(P-1)u in a
-layer, or 2(P-1)u with the whole tokens kept. The price is the projection of all tokens on each rank, and, while the
-layer runs, the whole tokens and their gradient; keys and values are there for a chunk of heads at a time.
+This sends half as much as gathering keys and values: with u = tokens x embedding / ranks elements, a rank sends 3(P-1)u
+per layer, or 2(P-1)u if the gathered tokens are kept. The price is the projection of all tokens on each rank and, while
+the layer runs, the whole sequence and its gradient; keys and values exist for one chunk of heads at a time.
 """
 
 from collections.abc import Sequence
@@ -38,17 +38,18 @@ def attend_to_gathered_tokens(
     keep_tokens: bool = False,
     per_chunk: int | None = None,
 ) -> Tensor:
-    """Returns attention ``b n/s a f`` of tokens that are projected here; holds the tokens and the output alone.
+    """Projects tokens and returns their attention ``b n/s a f``; keeps only the tokens and the output for backward.
 
-    *forward:* all-gather of the tokens, under the projection of this rank's queries.
+    *forward:* all-gather of the tokens, overlapped with the projection of this rank's queries.
     *backward:* the same gather again (unless ``keep_tokens``), then reduce-scatter of the gradient at all tokens,
-    under what this rank's queries add to it. The weight's gradient is this rank's share, as everywhere.
+    overlapped with the gradient of this rank's queries. The weight's gradient is this rank's share, as everywhere.
 
     - ``x``: this rank's tokens ``b n/s e``
     - ``weight``: the projection to queries, keys and values, ``3e e``
-    - ``sizes``: the token counts of all ranks
+    - ``sizes``: each rank's token count
     - ``rotary``: rotary positions of this rank's tokens
-    - ``per_chunk``: heads that are attended at a time; None: by size
+    - ``keep_tokens``: keep the gathered tokens until backward
+    - ``per_chunk``: heads per chunk; None: by size
     """
     if group.size == 1:
         per_chunk = num_heads
@@ -66,7 +67,7 @@ class _GatherX(Function):
         ctx: Any, x: Tensor, weight: Tensor, q_bias: Tensor | None, v_bias: Tensor | None, *options: Any
     ) -> Tensor:
         num_heads, group, sizes, rotary, keep_tokens, per_chunk = options
-        keep_tokens = keep_tokens and group.size > 1  # else the tokens are all there is
+        keep_tokens = keep_tokens and group.size > 1  # a single rank has all tokens anyway
         whole, pending = start_all_gather(rearrange(x, "b n e -> n b e"), group, 0, sizes, KIND)
         q = _queries(x, weight, q_bias, num_heads, rotary)
         out = x.new_empty((*x.shape[:2], num_heads, q.shape[3]))  # b n/s a f
@@ -95,7 +96,7 @@ class _GatherX(Function):
         pending = None
         if whole is None:
             whole, pending = start_all_gather(rearrange(x, "b n e -> n b e"), group, 0, sizes, KIND)
-        q = _queries(x, weight, q_bias, num_heads, rotary)  # n/s b a f; each chunk gives its place to its gradient
+        q = _queries(x, weight, q_bias, num_heads, rotary)  # n/s b a f; each chunk is overwritten by its gradient
         grad, out = (rearrange(t, "b n a f -> n b a f") for t in (grad, out))
         if pending is not None:
             pending.wait()
@@ -147,7 +148,7 @@ def _queries(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, rot
 
 
 def _rows_of(weight: Tensor, heads: slice, num_heads: int) -> Tensor:
-    """Returns the rows of the projection ``3e e`` that make some heads' keys and values, ``2cf e``."""
+    """Returns the rows of the projection ``3e e`` for some heads' keys and values, ``2cf e``."""
     by_heads = rearrange(weight, "(m a f) e -> m a f e", m=3, a=num_heads)
     return rearrange(by_heads[1:, heads], "m c f e -> (m c f) e")
 
@@ -155,7 +156,7 @@ def _rows_of(weight: Tensor, heads: slice, num_heads: int) -> Tensor:
 def _keys_values(
     whole: Tensor, weight: Tensor, v_bias: Tensor | None, heads: slice, num_heads: int, rotary: Rotary | None
 ) -> Tensor:
-    """Returns keys and values ``n b 2 c f`` of all tokens ``n b e``."""
+    """Returns the keys and values ``n b 2 c f`` of all tokens ``n b e``."""
     projected = F.linear(whole, _rows_of(weight, heads, num_heads))
     pair = rearrange(projected, "n b (m c f) -> n b m c f", m=2, c=heads.stop - heads.start)
     if v_bias is not None:
@@ -168,16 +169,16 @@ def _keys_values(
 def _add_projected(
     pair: Tensor, whole: Tensor, weight: Tensor, heads: slice, num_heads: int, whole_dx: Tensor, dweight: Tensor
 ) -> None:
-    """Adds to ``whole_dx``, ``n b e``, what the gradient of some heads' keys and values makes at all tokens.
+    """Adds the gradient at all tokens of some heads' keys and values to ``whole_dx``, ``n b e``.
 
-    Writes these heads' rows of ``dweight``. ``pair``, ``n b 2 c f``, is the gradient.
+    Writes these heads' rows of ``dweight``. ``pair``, ``n b 2 c f``, is the gradient of keys and values.
     """
     flat, rows = rearrange(pair, "n b m c f -> (n b) (m c f)"), _rows_of(weight, heads, num_heads)
     sums = whole_dx.flatten(0, 1)  # n b e -> (n b) e, a view
     if sums.dtype == flat.dtype:
         sums.addmm_(flat, rows)
     else:
-        sums.add_(flat @ rows)  # many chunks' sums in float32
+        sums.add_(flat @ rows)  # chunks are accumulated in float32
     own = flat.t() @ rearrange(whole, "n b e -> (n b) e")
     by_heads = dweight.view(3, num_heads, -1, weight.shape[1])
     by_heads[1:, heads] = rearrange(own, "(m c f) e -> m c f e", m=2, f=pair.shape[4])

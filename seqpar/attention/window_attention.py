@@ -1,13 +1,13 @@
-"""Attention in windows: each token sees those of its window, which may reach into the boxes of other ranks.
+"""Window attention: each token attends to its window, which may extend into the boxes of other ranks.
 
-Legend: b batch, n tokens, a heads, f features per head, w d h tokens per direction; ``/s`` is this rank's box of them,
-``+`` the box with all windows that touch it. p windows of one shape along all directions, q this rank's queries of such
-a window, k its keys.
+Legend: b batch, n tokens, a heads, f features per head, w d h tokens per axis; ``/s`` is this rank's box of them, ``+``
+the box with all windows that touch it. p windows of one shape along each axis, q this rank's queries of such a window,
+k its keys.
 
-Windows are cubes of a token grid, cut from its first token on; shifted ones half a window later, so that what a border
-parts in one block is together in the next. At the grid's ends they are smaller. A rank fetches keys and values of the
-tokens that its windows have in other boxes, as a convolution fetches its halo, and computes for its own queries. Work,
-memory and messages grow with the tokens, not with their square.
+Windows are cubes of the token grid, starting at its first token; shifted ones start half a window later, so that tokens
+separated by a border in one block share a window in the next. Windows at the grid's ends are smaller. A rank fetches
+the keys and values of its windows from other boxes, as a convolution fetches its halo, and computes its own queries
+only. Work, memory and messages grow linearly with the number of tokens.
 """
 
 import itertools
@@ -36,10 +36,12 @@ KIND = "windows"
 
 @dataclass(frozen=True)
 class WindowRow:
-    """Windows of one shape that follow each other along a direction: this rank's queries of them, and their keys.
+    """Consecutive windows of one shape along an axis: this rank's queries in them, and their keys.
 
-    - ``queries``: where they begin in the box, ``keys``: in the box with its windows
-    - ``count``: of windows; ``query_side``, ``key_side``: of one of them
+    - ``queries``: where the queries start in the box
+    - ``keys``: where the keys start in the box extended by its windows
+    - ``count``: number of windows
+    - ``query_side``, ``key_side``: extent of each window's queries and keys
     """
 
     queries: int
@@ -51,11 +53,11 @@ class WindowRow:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """The windows that touch a rank's box of tokens, and how their keys and values come there.
+    """The windows that touch a rank's box of tokens, and the exchange that fetches their keys and values.
 
-    - ``order``: where the box's tokens, in raster order, lie among this rank's; ``back``: the other way round
-    - ``sides``: of the box
-    - ``runs``: by direction
+    - ``order``: for the box's tokens in raster order, their positions among this rank's tokens; ``back`` is the inverse
+    - ``sides``: extents of the box
+    - ``runs``: the rows of windows along each axis
     """
 
     group: Group
@@ -67,7 +69,7 @@ class Windows:
 
     @classmethod
     def of(cls, layout: Layout, group: Group, side: int, is_shifted: bool, device: torch.device) -> "Windows":
-        """Returns the windows of ``side`` tokens per direction, which a layout makes once for a device."""
+        """Returns the windows of ``side`` tokens per axis, cached by the layout per device."""
         key = "windows", group.index, side, is_shifted, device
         return layout.once(key, lambda: cls._make(layout, group, side, is_shifted, device))
 
@@ -81,19 +83,19 @@ class Windows:
         return cls(group, Halos.of(grid, reaches), order, order.argsort(), grid.sides, runs)
 
     def blocks(self) -> list[tuple[WindowRow, ...]]:
-        """Returns the runs of each block of windows of one shape, one run per direction."""
+        """Returns the blocks of windows of one shape, each as one row of windows per axis."""
         return list(itertools.product(*self.runs))
 
 
 def window_borders(extent: int, side: int, is_shifted: bool) -> Bounds:
-    """Returns where windows cut a direction; one that is no longer than a window is not cut."""
+    """Returns where windows cut an axis; an axis no longer than a window is not cut."""
     if extent <= side:
         return 0, extent
     return 0, *range(side // 2 if is_shifted else side, extent, side), extent
 
 
 def _reach(edges: Bounds, borders: Bounds) -> ReceptiveField:
-    """Returns what each rank needs along a direction: all of the windows that touch its interval."""
+    """Returns what each rank needs along an axis: all windows that touch its interval."""
     needed = tuple(_around(interval, borders) for interval in itertools.pairwise(edges))
     return ReceptiveField(edges, needed, len(edges) == 2)
 
@@ -104,7 +106,7 @@ def _around(interval: Interval, borders: Bounds) -> Interval:
 
 
 def _runs(interval: Interval, borders: Bounds) -> tuple[WindowRow, ...]:
-    """Returns the windows that touch a rank's interval, those that follow each other in one shape together."""
+    """Returns the windows that touch a rank's interval, consecutive ones of the same shape combined."""
     first, runs = _around(interval, borders)[0], list[WindowRow]()
     for low, high in itertools.pairwise(borders):
         begin, end = max(low, interval[0]), min(high, interval[1])
@@ -119,14 +121,14 @@ def _runs(interval: Interval, borders: Bounds) -> tuple[WindowRow, ...]:
 
 
 def attend_in_windows(qkv: Tensor, windows: Windows, rotary: Rotary | None = None, keep_kv: bool = False) -> Tensor:
-    """Returns softmax(q Kᵀ/√f) V, ``b n/s a f``, for the keys and values of each token's window.
+    """Returns softmax(q Kᵀ/√f) V, ``b n/s a f``, over the keys and values of each token's window.
 
-    *forward:* keys and values of windows that reach into other boxes come from there, direction after direction.
-    *backward:* the same again (unless ``keep_kv``); their gradients go back and are added.
+    *forward:* a halo exchange along each axis fetches the keys and values of windows that extend into other boxes.
+    *backward:* the same exchange again (unless ``keep_kv``); their gradients are sent back and added.
 
     - ``qkv``: this rank's queries, keys and values ``b n/s 3 a f``
-    - ``rotary``: rotary positions of this rank's tokens; ``qkv`` is then rotated in place: nothing else may need it
-    - ``keep_kv``: hold the keys and values that came until the backward
+    - ``rotary``: rotary positions of this rank's tokens; ``qkv`` is then rotated in place, so nothing else may use it
+    - ``keep_kv``: keep the fetched keys and values until backward
     """
     return _WindowAttention.apply(qkv, windows, rotary, keep_kv)  # type: ignore[no-any-return]
 
@@ -183,12 +185,12 @@ def _in_box(qkv: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
 
 
 def _open(pair: Tensor, windows: Windows) -> Tensor:
-    """Returns keys and values ``b w+ d+ h+ 2 a f`` of all windows that touch the box."""
+    """Returns the keys and values ``b w+ d+ h+ 2 a f`` of all windows that touch the box."""
     return start_halo_exchange(pair[:, None], windows.group, windows.halos.plans, KIND)[:, 0]
 
 
 def _part_of(grid: Tensor, runs: Sequence[WindowRow], of_keys: bool) -> Tensor:
-    """Returns the part of a grid ``b w d h ...`` that a block of windows has of it, a view."""
+    """Returns a view of the part of a grid ``b w d h ...`` that belongs to a block of windows."""
     for at, run in enumerate(runs):
         begin, side = (run.keys, run.key_side) if of_keys else (run.queries, run.query_side)
         grid = grid.narrow(1 + at, begin, run.count * side)
@@ -196,7 +198,7 @@ def _part_of(grid: Tensor, runs: Sequence[WindowRow], of_keys: bool) -> Tensor:
 
 
 def _as_rows(part: Tensor, runs: Sequence[WindowRow], of_keys: bool) -> Tensor:
-    """Returns the windows ``(b p) a m f`` of a part ``b w d h a f``; m: tokens of a window."""
+    """Splits a part ``b w d h a f`` into windows ``(b p) a m f``, where m is the tokens of a window."""
     count = len(runs)
     for at in reversed(range(count)):
         side = runs[at].key_side if of_keys else runs[at].query_side
@@ -207,7 +209,7 @@ def _as_rows(part: Tensor, runs: Sequence[WindowRow], of_keys: bool) -> Tensor:
 
 
 def _as_grid(rows: Tensor, runs: Sequence[WindowRow], of_keys: bool) -> Tensor:
-    """Returns the part ``b w d h a f`` of windows ``(b p) a m f``, the inverse of ``_as_rows``."""
+    """Joins windows ``(b p) a m f`` to a part ``b w d h a f``; the inverse of ``_as_rows``."""
     count, counts = len(runs), [run.count for run in runs]
     sides = [run.key_side if of_keys else run.query_side for run in runs]
     x = rows.unflatten(2, sides).unflatten(0, (-1, *counts))  # b p p p a w d h f
@@ -219,15 +221,15 @@ def _as_grid(rows: Tensor, runs: Sequence[WindowRow], of_keys: bool) -> Tensor:
 
 
 def _block(q: Tensor, pair: Tensor, runs: Sequence[WindowRow]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the queries ``(b p) a q f``, keys and values ``(b p) a k f`` of a block of windows."""
+    """Returns the queries ``(b p) a q f`` and the keys and values ``(b p) a k f`` of a block of windows."""
     keys, values = _part_of(pair, runs, of_keys=True).unbind(-3)
     queries = _as_rows(_part_of(q, runs, of_keys=False), runs, of_keys=False)
     return queries, _as_rows(keys, runs, of_keys=True), _as_rows(values, runs, of_keys=True)
 
 
 def refuse_window(window: int, split: str) -> None:
-    """Raises ValueError for a window that is none, or for parts that need not be boxes."""
+    """Raises ValueError for an invalid window size, or for a split whose parts need not be boxes."""
     if window < 0 or window == 1:
-        raise ValueError(f"--window {window}: give the tokens of its side, 2 or more, or 0 for no windows")
+        raise ValueError(f"window={window}: give its side in tokens, at least 2, or 0 for no windows")
     if window and split != "spatial":
-        raise ValueError(f"--window {window} with --split {split}: windows reach into boxes: use --split spatial")
+        raise ValueError(f"window={window} with split={split!r}: windows need boxes: use split='spatial'")

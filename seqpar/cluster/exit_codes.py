@@ -15,6 +15,7 @@ from typing import Any
 from seqpar.data.errors import DataError
 from seqpar.parallel.launcher import Launcher
 from seqpar.terminal import coloured
+from seqpar.text import in_flags
 
 
 class SafeStream:
@@ -151,6 +152,7 @@ def _of_a_file(error: Exception) -> DataError | None:
 
 def report(text: str) -> None:
     """Prints an error on stderr, as the last words of this process too."""
+    text = in_flags(text)
     print(coloured(f"error: {text}", sys.stderr), file=sys.stderr, flush=True)
     leave_last_words(f"error: {text}")
 
@@ -184,10 +186,10 @@ def report_unless_rank0_did(error: ValueError, launcher: Launcher) -> int:
 
     Mostly all ranks refuse the same: the first one says so, and its end ends these before they speak.
     """
-    until = time.monotonic() + FIRST_RANK_S
-    while time.monotonic() < until and last_words() != f"error: {error}":
+    until, expected = time.monotonic() + FIRST_RANK_S, f"error: {in_flags(str(error))}"
+    while time.monotonic() < until and last_words() != expected:
         time.sleep(0.05)
-    if last_words() != f"error: {error}":
+    if last_words() != expected:
         host = launcher.host or socket.gethostname()
         report(f"rank {launcher.rank} ({host}): {error}")
     return code_of(error) or USAGE

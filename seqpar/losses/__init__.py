@@ -1,4 +1,4 @@
-"""Losses of parts that equal the loss of the whole tile: terms, their sums over ranks, and a table of names."""
+"""Losses of parts that equal the loss of the whole tile: terms, their sums over ranks, and the losses by name."""
 
 from seqpar.losses.deep_supervision import DeepSupervision
 from seqpar.losses.loss import Loss, LossGroups, LossParts

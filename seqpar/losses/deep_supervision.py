@@ -1,4 +1,4 @@
-"""The loss of logits of several levels, as nnU-Net trains its networks.
+"""Deep supervision: the loss on logits of several levels, as nnU-Net trains its networks.
 
 Legend: b batch, k classes or regions, W D H voxels.
 """
@@ -15,12 +15,12 @@ Levels = Sequence[Tensor]  # logits, the finest first
 
 
 class DeepSupervision(nn.Module):
-    """The loss on several levels of logits, each level's weight half of the finer one's, all together 1.
+    """Sums the loss over levels of logits, each weighted half as much as the next finer one; weights sum to 1.
 
-    A label of a coarser level is the one in the middle of the voxels that its point covers.
+    The label of a coarser level's point is that of the middle voxel that it covers.
 
-    - ``loss``: of one level
-    - ``scales``: how many voxels a point of each level covers, the finest first
+    - ``loss``: the loss of one level
+    - ``scales``: voxels per point of each level, the finest first
     """
 
     def __init__(self, loss: Loss, scales: Sequence[Sequence[int]]) -> None:
@@ -31,7 +31,7 @@ class DeepSupervision(nn.Module):
     def forward(
         self, logits: Levels, label: Tensor, loss_groups: LossGroups | None = None, annotated: Tensor | None = None
     ) -> Tensor:
-        """Returns the scalar loss of each level's logits ``b k W D H`` and integer labels ``b W D H`` of the finest."""
+        """Returns the scalar loss of each level's logits ``b k W D H`` and the finest level's labels ``b W D H``."""
         return self.parts(logits, label, loss_groups, annotated).total
 
     def parts(
@@ -39,7 +39,7 @@ class DeepSupervision(nn.Module):
     ) -> LossParts:
         """Returns the loss and its terms, each the weighted sum over levels."""
         if len(logits) != len(self.levels):
-            raise ValueError(f"logits of {len(logits)} levels came, {len(self.levels)} are trained")
+            raise ValueError(f"expected logits of {len(self.levels)} levels, got {len(logits)}")
         every = []
         for x, (weight, scale) in zip(logits, self.levels):
             at: tuple[Any, ...] = (..., *(slice(step // 2, None, step) for step in scale))

@@ -1,4 +1,7 @@
-"""A weighted sum of terms, and the ranks over which its sums run."""
+"""Loss: a weighted sum of terms, whose sums over voxels and samples include all ranks that share them.
+
+Legend: b batch, k classes or regions, s sums, W D H voxels; ``W/s`` where voxels are split over a group.
+"""
 
 import math
 import operator
@@ -19,13 +22,14 @@ from seqpar.parallel.mesh import Group, as_group
 
 @dataclass(frozen=True, eq=False)
 class LossGroups:
-    """Which sums are partial on this rank.
+    """Which of a loss's sums are partial on this rank.
 
-    A mode makes them (``mode.loss_groups``); by hand, torch's own groups are taken too.
+    Get it from a mode (``mode.loss_groups``), or build it from any kind of group that ``as_group`` accepts.
 
-    - ``voxels``: the group over which one tile's voxels are spread
-    - ``samples``: groups over which the batch's tiles are spread (``data``, and ``seq`` where each rank decodes whole
-      samples)
+    Args:
+        ``voxels``: the group over which one tile's voxels are split; None: each rank has all of them.
+        ``samples``: the groups over which the batch's tiles are split: ``data``, and ``seq`` if each rank decodes whole
+            samples.
     """
 
     voxels: Group | None = None
@@ -38,32 +42,34 @@ class LossGroups:
 
     @property
     def num_sample_ranks(self) -> int:
-        """How many ranks' losses are averaged to the batch's loss because each holds only its own samples."""
+        """The number of ranks over whose losses the batch's loss is averaged, because each has only its own samples."""
         return math.prod(group.size for group in self.samples)
 
 
 Number = TypeVar("Number", Tensor, float)
-TINY = 1e-12  # what a mean divides by where nothing counts, so that it is 0
+TINY = 1e-12  # divisor of a mean to which nothing contributes, so that it is 0
 
 
 class LossParts(NamedTuple):
-    """The loss, and its terms by name, which are not weighted."""
+    """The loss, and its unweighted terms by name."""
 
     total: Tensor
     terms: dict[str, Tensor]
 
 
 class Loss(nn.Module):
-    """A weighted sum of terms, of logits and integer labels.
+    """A weighted sum of terms of logits and integer labels.
 
     Every rank returns a loss whose mean over ``data x seq`` is the batch's loss.
 
-    ``weights``: of the terms, 1 each by default. ``regions``: tuples of label values; a sigmoid for each region
-    instead of a softmax over labels. ``ignore_label``: voxels that count nowhere. ``class_weights``: of each output,
-    in means over classes and of voxels by their label; 1 each by default.
+    If the labels of a sample show only some of the classes, pass ``annotated``, ``b k``: no term counts the other
+    classes, nor the voxels labelled as one of them, and the gradient of their logits is exactly zero.
 
-    Samples whose labels show only some of the classes come with ``annotated``, ``b k``: no term sees the others,
-    nor the voxels that are labelled as one of them, and the gradient at their logits is exactly zero.
+    - ``terms``: the terms, in order
+    - ``weights``: of the terms; by default 1 each
+    - ``regions``: tuples of label values; each region gets a sigmoid, instead of a softmax over labels
+    - ``ignore_label``: label of the voxels that do not count
+    - ``class_weights``: of each output, in means over classes, and of voxels by their label; by default 1 each
     """
 
     def __init__(
@@ -78,7 +84,7 @@ class Loss(nn.Module):
         self.terms, weights = tuple(terms), tuple(weights) or (1.0,) * len(terms)
         check_weights(weights, [term.name for term in self.terms])
         if any(not region for region in regions):
-            raise ValueError("a region without labels has nothing to learn: name its labels or drop it")
+            raise ValueError("a region has no labels: name its labels or remove it")
         self.weights = {term.name: weight for term, weight in zip(self.terms, weights)}
         self.regions = tuple(tuple(region) for region in regions)
         check_signs("class weights", class_weights)
@@ -100,23 +106,23 @@ class Loss(nn.Module):
         return self._of(sums, self._count(label, weights), loss_groups or LossGroups(), weights)
 
     def weighted(self, terms: Mapping[str, Number]) -> Number:
-        """Returns the loss that these terms make."""
+        """Returns the weighted sum of ``terms``."""
         weighted: list[Number] = [weight * terms[name] for name, weight in self.weights.items()]
         return reduce(operator.add, weighted)
 
     def sums(self, logits: Tensor, label: Tensor, annotated: Tensor | None = None) -> Tensor:
-        """Returns the sums of a piece of one sample; those of all pieces, added, go to ``of_sums``."""
+        """Returns the sums of a piece of one sample; add those of all its pieces and pass them to ``of_sums``."""
         weights = self._weights_of(logits, annotated)
         sums = self._over_voxels(logits, label, weights, annotated).sum(0).double()
         return torch.cat([sums, self._count(label, weights)[None].double()])
 
     def of_sums(self, sums: Tensor, annotated: Tensor | None = None) -> LossParts:
-        """Returns the loss of the sample whose pieces' ``sums`` were added."""
+        """Returns the loss of a sample, given the ``sums`` of all its pieces."""
         own = sums[None, :-1]
         return self._of(own, sums[-1], LossGroups(), self._weights_of(own, annotated))
 
     def _weights_of(self, like: Tensor, annotated: Tensor | None) -> Tensor | None:
-        """Returns the weight ``b k`` of each sample's classes, 0 where they are not annotated; None for 1 each."""
+        """Returns the weight ``b k`` of each sample's classes, 0 for those not annotated; None if all are 1."""
         if annotated is None and not self.class_weights:
             return None
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -129,18 +135,20 @@ class Loss(nn.Module):
         return weights if annotated is None else weights * annotated
 
     def _over_voxels(self, logits: Tensor, label: Tensor, weights: Tensor | None, annotated: Tensor | None) -> Tensor:
-        """Returns each sample's sums ``b s`` over its voxels, term after term."""
+        """Returns each sample's sums ``b s`` over its voxels, one term after the other."""
         if label.shape != (logits.shape[0], *logits.shape[2:]):
-            raise ValueError(f"labels {tuple(label.shape)} do not lie on the logits {tuple(logits.shape)}")
+            raise ValueError(f"labels of shape {tuple(label.shape)} do not match logits of shape {tuple(logits.shape)}")
         for each in (weights, annotated):
             if each is not None and each.shape != logits.shape[:2]:
-                raise ValueError(f"class weights {tuple(each.shape)} are not of the logits' {tuple(logits.shape[:2])}")
+                raise ValueError(
+                    f"class weights of shape {tuple(each.shape)} do not match {tuple(logits.shape[:2])} logits"
+                )
         return sum_over_voxels(logits, label, lambda run, truth: self._sums_of_run(run, truth, weights, annotated))
 
     def _sums_of_run(self, logits: Tensor, label: Tensor, weights: Tensor | None, annotated: Tensor | None) -> Tensor:
-        """Returns ``_over_voxels`` of so few voxels that all of them are held at once."""
+        """Computes ``_over_voxels`` for a chunk of voxels that fits in memory at once."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if annotated is not None:  # a softmax would reach the others' logits too
+        if annotated is not None:  # detached, because softmax would pass gradients to the other logits
             logits = torch.where(_on_voxels(annotated, logits), logits, logits.detach())
         counted = None if self.ignore_label is None else label != self.ignore_label
         label = label.long() if counted is None else label.long().masked_fill(~counted, 0)
@@ -157,13 +165,13 @@ class Loss(nn.Module):
         return torch.cat([rearrange(column, "b k ... -> b k (...)").sum(2) for column in columns], 1)
 
     def _weighted_voxels(self, each: Tensor, label: Tensor, weights: Tensor | None) -> Tensor:
-        """Returns what a voxel loses ``b ...``, by the weights of its label or of the regions."""
+        """Returns the loss of each voxel ``b ...``, weighted by its label or by the regions."""
         if self.regions:
             return each.mean(1) if weights is None else (each * _on_voxels(weights, each)).sum(1)
         return each if weights is None else each * _of_labels(weights, label)
 
     def _count(self, label: Tensor, weights: Tensor | None) -> Tensor:
-        """Returns how many voxels count, or what they weigh."""
+        """Returns how many voxels count, or the sum of their weights."""
         if self.ignore_label is None and weights is None:
             return torch.full((), label.numel(), device=label.device)
         return torch.stack([self._count_run(run, weights) for run, _ in row_chunks(label, label[:, None])]).sum()
@@ -177,10 +185,7 @@ class Loss(nn.Module):
         return (_of_labels(weights, label.long().masked_fill(~counted, 0)) * counted).sum()
 
     def _of(self, sums: Tensor, count: Tensor, loss_groups: LossGroups, weights: Tensor | None) -> LossParts:
-        """Returns the loss of sums ``b s``, of what the voxels weigh together, and of the classes' weights ``b k``.
-
-        All are those of this rank.
-        """
+        """Returns the loss, given this rank's sums ``b s``, its voxels' total weight, and class weights ``b k``."""
         num_means = sum(isinstance(term, VoxelTerm) for term in self.terms)
         num_outputs = (sums.shape[1] - num_means) // max(1, sum(_num_sums(term) for term in self.terms))
         widths = [_num_sums(term) * num_outputs or 1 for term in self.terms]
@@ -198,8 +203,8 @@ class Loss(nn.Module):
         return LossParts(self.weighted(terms), terms)
 
     def _whole_count(self, count: Tensor, loss_groups: LossGroups, is_weighted: bool) -> Tensor:
-        """Returns the number of counted voxels of the batch, or what they weigh."""
-        if self.ignore_label is None and not is_weighted:  # every rank has as many samples, but boxes may differ
+        """Returns the number of voxels of the batch that count, or the sum of their weights."""
+        if self.ignore_label is None and not is_weighted:  # ranks have equally many samples, but boxes may differ
             count = count * loss_groups.num_sample_ranks
         else:
             for group in loss_groups.samples:
@@ -207,7 +212,7 @@ class Loss(nn.Module):
         return count if loss_groups.voxels is None else all_reduce(count, loss_groups.voxels)
 
     def _class_mean(self, term: ClassTerm, sums: Tensor, loss_groups: LossGroups, weights: Tensor | None) -> Tensor:
-        """Returns a term of classes of its sums ``b (s k)`` and of the classes' weights ``b k``."""
+        """Returns a class term, given its sums ``b (s k)`` and the weights ``b k`` of the classes."""
         sums = rearrange(sums, "b (s k) -> s b k", s=term.num_sums)
         if not term.background and not self.regions:
             sums = sums[:, :, 1:]
@@ -221,7 +226,7 @@ class Loss(nn.Module):
         if weights is None:
             return 1 - term.score(sums).mean()
         lost = 1 - term.score(sums)
-        if term.batch:  # a class weighs what it weighs in any sample that shows it
+        if term.batch:  # a class has the same weight in every sample that shows it
             shown = torch.stack([weights.sum(0), (weights > 0).to(weights.dtype).sum(0)])
             for group in loss_groups.samples:
                 shown = all_reduce(shown, group)
@@ -234,20 +239,20 @@ class Loss(nn.Module):
 
 
 def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
-    """Raises ValueError for weights that the terms ``names`` cannot have."""
+    """Raises ValueError unless the weights fit the terms ``names``."""
     if len(weights) != len(names):
-        raise ValueError(f"loss weights {_spaced(weights)}: {len(names)} needed, for {' and '.join(names)}")
+        raise ValueError(f"loss weights {_spaced(weights)}: expected {len(names)}, for {' and '.join(names)}")
     check_signs("loss weights", weights)
 
 
 def check_signs(what: str, weights: Sequence[float]) -> None:
-    """Raises ValueError for weights of which one is negative or not finite, or all are zero; none are fine."""
+    """Raises ValueError if a weight is negative or not finite, or if all are zero; an empty sequence is fine."""
     if not all(0 <= weight < float("inf") for weight in weights) or (weights and not any(weights)):
-        raise ValueError(f"{what} {_spaced(weights)} must not be negative, nor all zero")
+        raise ValueError(f"{what} {_spaced(weights)} must be finite, not negative, and not all zero")
 
 
 def _on_voxels(each: Tensor, voxels: Tensor) -> Tensor:
-    """Returns ``b k`` so that it broadcasts to ``b k ...``."""
+    """Reshapes ``b k`` to broadcast against ``b k ...``."""
     return each.view(*each.shape, *[1] * (voxels.ndim - 2))
 
 

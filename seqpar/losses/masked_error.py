@@ -1,7 +1,7 @@
 """The loss of a masked autoencoder.
 
-Legend: b batch, c channels, n tokens, p voxels of a patch along a direction, r hidden tokens of all samples; ``/s`` is
-this rank's share.
+Legend: b batch, c channels, n tokens, p voxels of a patch per axis, r hidden tokens of all samples; ``/s`` is this
+rank's share.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from torch import Tensor
 from seqpar.losses.loss import Loss, LossGroups, LossParts
 from seqpar.parallel.collectives import all_reduce, all_sum
 
-SMALLEST = 1e-6  # variance of a patch that is constant
+SMALLEST = 1e-6  # added to the variance, for constant patches
 
 
 class MaskedError(Loss):
-    """The mean squared error over the hidden voxels of a batch, wherever they lie.
+    """Mean squared error over the hidden voxels of a batch, on whichever ranks they are.
 
-    - ``normalised``: each patch is compared after its mean was taken away and it was divided by its standard deviation
+    - ``normalised``: standardize each patch of the image before it is compared
     """
 
     def __init__(self, normalised: bool = False) -> None:
@@ -32,7 +32,7 @@ class MaskedError(Loss):
         loss_groups: LossGroups | None = None,
         annotated: Tensor | None = None,
     ) -> LossParts:
-        """Returns the loss, which has no terms, of rebuilt patches ``r/s c p p p`` with their places ``r/s``.
+        """Returns the loss, which has no terms, of decoded patches ``r/s c p p p`` with their positions ``r/s``.
 
         - ``part``: this rank's part ``b n/s c p p p`` of the image
         """
@@ -51,7 +51,7 @@ class MaskedError(Loss):
         return patches if not self.normalised else (patches - _mean(patches)) / _deviation(patches)
 
     def shown(self, rebuilt: Tensor, patches: Tensor) -> Tensor:
-        """Returns rebuilt patches in the numbers of the image, of which ``patches`` are the same ones."""
+        """Returns decoded patches in the image's intensities; ``patches`` are the image's own."""
         return rebuilt if not self.normalised else rebuilt * _deviation(patches) + _mean(patches)
 
 

@@ -1,4 +1,4 @@
-"""The losses by name: each is a function that returns its terms; ``DiceCE`` for loops of your own."""
+"""The losses by name: each is a function that returns its terms."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,27 +7,27 @@ from seqpar.losses.terms import ClassTerm, CrossEntropy, Dice, Focal, LossOption
 
 
 def dice_ce(options: LossOptions) -> Terms:
-    """Returns soft Dice and cross-entropy."""
+    """Soft Dice and cross-entropy."""
     return [options.dice, CrossEntropy()]
 
 
 def dice(options: LossOptions) -> Terms:
-    """Returns soft Dice alone."""
+    """Soft Dice alone."""
     return [options.dice]
 
 
 def ce(options: LossOptions) -> Terms:
-    """Returns cross-entropy."""
+    """Cross-entropy."""
     return [CrossEntropy()]
 
 
 def focal(options: LossOptions) -> Terms:
-    """Returns the focal loss."""
+    """The focal loss."""
     return [Focal(options.gamma)]
 
 
 def dice_focal(options: LossOptions) -> Terms:
-    """Returns soft Dice and the focal loss."""
+    """Soft Dice and the focal loss."""
     return [options.dice, Focal(options.gamma)]
 
 
@@ -41,7 +41,7 @@ LOSSES: dict[str, Callable[[LossOptions], Terms]] = {
 
 
 def has_class_terms(name: str) -> bool:
-    """Returns whether the loss of that name has a term per class, which may take ``background`` and ``batch``."""
+    """Returns whether the named loss has a term per class, to which ``background`` and ``batch`` apply."""
     return any(isinstance(term, ClassTerm) for term in LOSSES[name](LossOptions()))
 
 
@@ -53,16 +53,26 @@ def make_loss(
     ignore_label: int | None = None,
     class_weights: Sequence[float] = (),
 ) -> Loss:
-    """Returns the loss of that name; for ``weights`` and what follows see ``Loss``."""
+    """Returns the named loss; ``weights`` and the following arguments are those of ``Loss``."""
     return Loss(LOSSES[name](options), weights, regions, ignore_label, class_weights)
 
 
 class DiceCE(Loss):
-    """Soft Dice + cross-entropy as in nnU-Net (plus one, so that 0 is perfect).
+    """Soft Dice plus cross-entropy, as in nnU-Net, except that 1 is added so that a perfect prediction has loss 0.
 
-    ``background``: whether label 0 counts in Dice. ``batch_dice``: divide sums over the batch instead of each
-    sample's. ``squared``: the probabilities in Dice's denominator, as in V-Net. ``smooth``: added to numerator and
-    denominator of Dice. ``dice_weight``, ``ce_weight``: of the two terms. The others are those of ``Loss``.
+    Args:
+        ``regions``: tuples of label values; each region gets a sigmoid, instead of a softmax over labels.
+        ``background``: whether label 0 counts in Dice.
+        ``batch_dice``: compute Dice from sums over the batch instead of each sample's.
+        ``smooth``: added to Dice's numerator and denominator.
+        ``ignore_label``: label of the voxels that do not count.
+        ``dice_weight``, ``ce_weight``: weights of the two terms.
+        ``squared``: square the probabilities in Dice's denominator, as in V-Net.
+
+    Example::
+
+        loss_fn, loss_groups = DiceCE(), net.mode.loss_groups(mesh.data)
+        loss_fn(logits, label, loss_groups).backward()
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The terms that losses are made of: means over voxels, and means over classes of what their sums say.
+"""The terms that losses are made of: means over voxels, and means over classes of a score of their sums.
 
 A new term is a class like these, here or in a file of its own. Legend: b batch, k classes or regions, ``...`` voxels.
 """
@@ -15,20 +15,20 @@ from seqpar.losses.voxels import Voxels
 
 
 class VoxelTerm(ABC):
-    """The mean of a loss of each voxel; ``name`` is its curve's."""
+    """The mean of a loss per voxel; ``name`` is that of its curve."""
 
     name: str
 
     @abstractmethod
     def each(self, voxels: Voxels) -> Tensor:
-        """Returns the loss of each voxel ``b ...``; where the outputs are regions, of each region ``b k ...``."""
+        """Returns the loss of each voxel ``b ...``, or, if the outputs are regions, of each region ``b k ...``."""
 
 
 class ClassTerm(ABC):
-    """One minus the mean score of samples and classes, which follows from sums over voxels.
+    """One minus the mean score over samples and classes, where a score is a function of sums over voxels.
 
-    ``background``: whether the first of several classes counts. ``batch``: sums run over the batch instead of each
-    sample.
+    - ``background``: whether the first of several classes counts
+    - ``batch``: sum over the batch instead of each sample
     """
 
     name: str
@@ -42,13 +42,14 @@ class ClassTerm(ABC):
 
     @abstractmethod
     def score(self, sums: Tensor) -> Tensor:
-        """Returns each class's score ``b k``, 1 for perfect, of its sums ``num_sums b k``."""
+        """Returns each class's score ``b k``, 1 for perfect, given its sums ``num_sums b k``."""
 
 
 class Dice(ClassTerm):
-    """Soft Dice: twice the common over the sum of both; ``squared`` as in V-Net squares the probabilities below.
+    """Soft Dice: twice the overlap divided by the sum of both.
 
-    ``smooth``: added to numerator and denominator, so that a class that is absent and not predicted is perfect.
+    - ``squared``: square the probabilities in the denominator, as in V-Net
+    - ``smooth``: added to numerator and denominator, so that a class that is absent and not predicted scores 1
     """
 
     name, num_sums = "dice", 2
@@ -59,12 +60,12 @@ class Dice(ClassTerm):
         self.squared, self.background, self.batch, self.smooth = squared, background, batch, smooth
 
     def each(self, voxels: Voxels) -> tuple[Tensor, Tensor]:
-        """Returns probability x target, and probability (squared) + target (which is its own square)."""
+        """Returns probability x target, and probability (squared) + target (which equals its square)."""
         probability, target = voxels.probability, voxels.target
         return probability * target, (probability.square() if self.squared else probability) + target
 
     def score(self, sums: Tensor) -> Tensor:
-        """Returns the Dice of each class."""
+        """Returns the Dice score of each class."""
         both, either = sums
         return (2 * both + self.smooth) / (either + self.smooth).clamp(min=1e-8)
 
@@ -75,20 +76,20 @@ class CrossEntropy(VoxelTerm):
     name = "ce"
 
     def each(self, voxels: Voxels) -> Tensor:
-        """Returns minus the logarithm of the truth's probability."""
+        """Returns the negative log-probability of the true label."""
         if voxels.regions:
             return F.binary_cross_entropy_with_logits(voxels.logits, voxels.target, reduction="none")
         return F.cross_entropy(voxels.logits, voxels.label, reduction="none")
 
 
 class Focal(VoxelTerm):
-    """Cross-entropy in which a voxel weighs (1 - p) ** ``gamma``, p being the truth's probability (Lin et al.)."""
+    """Cross-entropy weighted by (1 - p) ** ``gamma``, where p is the probability of the true label (Lin et al.)."""
 
     name = "focal"
 
     def __init__(self, gamma: float = 2.0) -> None:
         if gamma != 0 and not 1 <= gamma < float("inf"):
-            raise ValueError(f"gamma {gamma:g}: 0, or 1 and more, where the slope at p = 1 is finite; 2 is usual")
+            raise ValueError(f"gamma={gamma:g} must be 0, or at least 1, for a finite slope at p = 1; 2 is usual")
         self.gamma = gamma
 
     def each(self, voxels: Voxels) -> Tensor:
@@ -102,7 +103,7 @@ Terms = list[VoxelTerm | ClassTerm]
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What terms may depend on: ``gamma`` of ``Focal``, the others of ``Dice``."""
+    """Options of the terms: ``gamma`` for ``Focal``, the others for ``Dice``."""
 
     squared: bool = False
     background: bool = False

@@ -1,4 +1,4 @@
-"""Voxels: what a loss looks at; and sums over all voxels, a run of rows after the other.
+"""Voxels: what a loss term sees, and sums over all voxels, one chunk of rows after the other.
 
 Legend: b batch, k classes or regions, W D H voxels, s sums.
 """
@@ -14,16 +14,16 @@ from torch.autograd.function import once_differentiable
 
 from seqpar.parallel.meta_tensors import device_type, representative_pieces
 
-# logits of which probabilities and targets are held at a time: on a GPU as many as keep its launches few
+# Number of logits whose probabilities and targets are in memory at a time; more on a GPU, for fewer launches.
 RUN, GPU_RUN = 1 << 20, 1 << 26
-SumsOfRun = Callable[[Tensor, Tensor], Tensor]  # takes logits and labels of a run, returns b s
+SumsOfRun = Callable[[Tensor, Tensor], Tensor]  # takes logits and labels of a chunk, returns b s
 
 
 class Voxels:
-    """A run of voxels: logits ``b k ...`` and labels ``b ...``, and what follows from them when it is asked for.
+    """A chunk of voxels: logits ``b k ...`` and labels ``b ...``, and values derived from them on first use.
 
-    ``regions``: the label values of each output, which then is a sigmoid of its own; without them the outputs are
-    classes that exclude each other, by a softmax.
+    - ``regions``: the label values of each output, which then has its own sigmoid; without them, outputs are mutually
+      exclusive classes of a softmax
     """
 
     def __init__(self, logits: Tensor, label: Tensor, regions: Sequence[Sequence[int]] = ()) -> None:
@@ -41,27 +41,27 @@ class Voxels:
 
     @cached_property
     def probability(self) -> Tensor:
-        """``b k ...``, of each class or region."""
+        """``b k ...``, the probability of each class or region."""
         return self.logits.sigmoid() if self.regions else self.logits.softmax(1)
 
 
-def sum_over_voxels(logits: Tensor, label: Tensor, sums_of_run: SumsOfRun) -> Tensor:
-    """Returns what ``sums_of_run`` returns for all voxels, ``b s``, while it sees a run of them at a time.
+def sum_over_voxels(logits: Tensor, label: Tensor, sums_of_chunk: SumsOfRun) -> Tensor:
+    """Returns the sum of ``sums_of_chunk`` over all voxels, ``b s``, computed in chunks.
 
-    Probabilities, targets and their products exist for one run at a time. Only logits and labels are saved for
-    backward, which goes through the runs again.
+    Probabilities, targets and their products exist for one chunk at a time. Only logits and labels are saved for
+    backward, which processes the chunks again.
     """
-    return _OverVoxels.apply(logits, label, sums_of_run)  # type: ignore[no-any-return]
+    return _OverVoxels.apply(logits, label, sums_of_chunk)  # type: ignore[no-any-return]
 
 
 class _OverVoxels(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, label: Tensor, sums_of_run: SumsOfRun) -> Tensor:
-        ctx.sums_of_run = sums_of_run
+    def forward(ctx: Any, logits: Tensor, label: Tensor, sums_of_chunk: SumsOfRun) -> Tensor:
+        ctx.sums_of_chunk = sums_of_chunk
         ctx.save_for_backward(logits, label)
         total: Tensor | None = None
         for truth, run in row_chunks(label, logits):
-            sums = sums_of_run(run, truth)
+            sums = sums_of_chunk(run, truth)
             total = sums if total is None else total.add_(sums)
         assert total is not None
         return total
@@ -74,15 +74,15 @@ class _OverVoxels(Function):
         for truth, run, drun in row_chunks(label, logits, dlogits):
             with torch.enable_grad():
                 leaf = run.detach().requires_grad_()
-                (dleaf,) = torch.autograd.grad(ctx.sums_of_run(leaf, truth), leaf, grad)
+                (dleaf,) = torch.autograd.grad(ctx.sums_of_chunk(leaf, truth), leaf, grad)
             drun.copy_(dleaf)
         return dlogits, None, None
 
 
 def row_chunks(label: Tensor, *logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Returns labels ``b W D H`` and logits ``b k W D H`` in runs along W, a row at least.
+    """Yields labels ``b W D H`` and logits ``b k W D H`` in chunks along W of at least one row.
 
-    A run has at most ``RUN`` logits, on a GPU ``GPU_RUN``.
+    A chunk has at most ``RUN`` logits, on a GPU ``GPU_RUN``.
     """
     most = RUN if device_type(label) == "cpu" else GPU_RUN
     rows = max(1, most // max(logits[0][:, :, :1].numel(), 1))

@@ -1,14 +1,15 @@
-"""Collectives, each with its adjoint beside it, counted in bytes; halo exchange and remaps stand on the same messages.
+"""Collectives, each next to its adjoint; they count the bytes they send. Halo exchange and remaps use the same
+messages.
 
 The gradient rule: every backward here is the true adjoint of its forward (gather <-> reduce-scatter, sum <-> sum,
-all-to-all <-> the reversed one). Every rank holds a loss whose mean over ``data x seq`` is the loss, and parameter
-gradients are averaged over ``data x seq``. There is no other scale factor anywhere. Backward so differentiates the
-sum of all ranks' losses: the gradient at a part's input is the group's size times the one of a single process.
+all-to-all <-> reversed all-to-all). Every rank computes a loss whose mean over ``data x seq`` is the loss, and
+parameter gradients are averaged over ``data x seq``. There is no other scale factor. Backward therefore differentiates
+the sum of all ranks' losses: the gradient at a part's input is the group's size times the single-process gradient.
 
-All traffic between pairs goes through ``post``: on gloo that is faster than its own gathers at the same bytes, it
-takes uneven sizes, and sums are added in rank order, so that they do not depend on timing. On a GPU, even gathers and
-scatters, and all-to-alls of a whole group, use the library's own, but for sums in half precision, which it does not add
-in float32. A group of one moves nothing; tensors without data ("meta") are counted, not sent.
+Point-to-point traffic goes through ``post``: on gloo it is faster than gloo's own gathers for the same bytes, it allows
+uneven sizes, and sums are added in rank order, so they do not depend on timing. On a GPU, even gathers and scatters and
+all-to-alls of a whole group use NCCL's own collectives, except half-precision sums, which NCCL does not accumulate in
+float32. A group of one moves nothing; meta tensors are counted, not sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +30,10 @@ _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "gather") -> Tensor:
-    """Returns all ranks' ``x`` joined along ``dim``, without a gradient.
+    """Gathers all ranks' ``x`` and concatenates them along ``dim``; not differentiable.
 
-    ``sizes``: every rank's extent along ``dim``. ``kind``: under which name the bytes are counted.
+    - ``sizes``: each rank's extent along ``dim``
+    - ``kind``: the name under which the bytes are counted
     """
     whole, pending = start_all_gather(x, group, dim, sizes, kind)
     pending.wait()
@@ -41,7 +43,7 @@ def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: st
 def start_all_gather(
     x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "gather"
 ) -> tuple[Tensor, Pending]:
-    """Starts ``all_gather``; returns the whole tensor, which is filled once the messages have been waited for."""
+    """Starts ``all_gather``; the returned tensor is complete once the messages have been waited for."""
     assert x.shape[dim] == sizes[group.index] and len(sizes) == group.size, (x.shape, dim, sizes)
     if group.size == 1:
         return x, Pending((), ())
@@ -52,7 +54,7 @@ def start_all_gather(
 
 
 def start_filling(whole: Tensor, group: Group, sizes: Sequence[int], kind: str) -> Pending:
-    """Starts to fill ``full_tensor`` with all ranks' rows, of which this rank's own are there already."""
+    """Starts to fill ``whole`` with all ranks' rows; this rank's own rows must already be there."""
     pieces = whole.split(list(sizes))
     mine = pieces[group.index]
     if _has_native(whole, group, sizes):
@@ -68,12 +70,12 @@ def _has_native(rows: Tensor, group: Group, sizes: Sequence[int]) -> bool:
 
 
 def is_by_library(x: Tensor, group: Group) -> bool:
-    """Returns whether the group exchanges such tensors by the library's own collectives: GPUs, all of its ranks."""
+    """Returns whether NCCL's own collectives exchange ``x``: a GPU tensor in a group that is not a subgroup."""
     return x.is_cuda and group.size > 1 and group.places is None
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind: str = "scatter") -> Tensor:
-    """Returns this rank's piece along ``dim`` of the sum of all ranks' ``x``, without a gradient."""
+    """Sums ``x`` over all ranks and returns this rank's piece along ``dim``; not differentiable."""
     assert x.shape[dim] == sum(sizes) and len(sizes) == group.size, (x.shape, dim, sizes)
     if group.size == 1:
         return x
@@ -82,7 +84,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int], kind
 
 
 def start_reduce_scatter(rows: Tensor, group: Group, sizes: Sequence[int], kind: str) -> AwaitedTensor[Tensor]:
-    """Starts ``reduce_scatter`` along dimension 0; ``rows`` must not change until the result is waited for."""
+    """Starts ``reduce_scatter`` along dimension 0; ``rows`` must not change until the result has been waited for."""
     pieces = rows.split(list(sizes))
     mine = pieces[group.index]
     if _has_native(rows, group, sizes) and rows.dtype.itemsize > 2:  # half precision is summed in float32
@@ -97,7 +99,7 @@ def start_reduce_scatter(rows: Tensor, group: Group, sizes: Sequence[int], kind:
 
 
 def _sum_in_rank_order(pieces: Mapping[int, Tensor]) -> Tensor:
-    """Returns the sum, in float32 at least, added in the order of ranks whoever arrived first."""
+    """Returns the sum, accumulated in at least float32 in rank order, whichever message arrived first."""
     first, *rest = [pieces[q] for q in sorted(pieces)]
     wide = torch.promote_types(first.dtype, torch.float32)
     result = first.to(wide, copy=True)
@@ -109,13 +111,15 @@ def _sum_in_rank_order(pieces: Mapping[int, Tensor]) -> Tensor:
 def gather(
     x: Tensor, group: Group, dim: int, sizes: Sequence[int], equal_gradients: bool = False, kind: str = "gather"
 ) -> Tensor:
-    """Returns all ranks' ``x`` joined along ``dim``.
-
-    ``equal_gradients``: all ranks are known to hold the same gradient, as each computes the same of the whole.
+    """Gathers all ranks' ``x`` and concatenates them along ``dim``.
 
     *forward:* all-gather.
-    *backward:* reduce-scatter (sum). With ``equal_gradients`` this rank's slice times the group's size, which is the
-    same number without communication.
+    *backward:* reduce-scatter (sum). With ``equal_gradients``, this rank's slice times the group's size: the same
+    number without communication.
+
+    - ``sizes``: each rank's extent along ``dim``
+    - ``equal_gradients``: all ranks hold the same gradient because each computes the same function of the whole tensor
+    - ``kind``: the name under which the bytes are counted
     """
     return _Gather.apply(x, group, dim, tuple(sizes), equal_gradients, kind)  # type: ignore[no-any-return]
 
@@ -145,7 +149,7 @@ class _Gather(Function):
 
 
 def all_sum(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
-    """Returns the sum of all ranks' ``x``, the same on each.
+    """Returns the sum of all ranks' ``x``, the same on every rank.
 
     *forward:* all-reduce (sum).
     *backward:* all-reduce (sum).
@@ -168,10 +172,10 @@ class _AllSum(Function):
 
 
 def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
-    """Returns the sum of all ranks' ``x`` as a new tensor, without a gradient."""
+    """Returns the sum of all ranks' ``x`` as a new tensor; not differentiable."""
     result = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size > 1:
-        assert group.places is None, "a part of a group talks in pairs only"
+        assert group.places is None, "a subgroup only sends point-to-point messages"
         sent = 2 * (group.size - 1) * result.numel() * result.element_size() // group.size
         group.count(kind, sent, 2 * (group.size - 1))
         if result.is_meta:
@@ -185,12 +189,13 @@ def all_reduce(x: Tensor, group: Group, kind: str = "sum") -> Tensor:
 def all_to_all(
     x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], kind: str = "all_to_all"
 ) -> Tensor:
-    """Returns the rows that each rank has for this one, in rank order along dimension 0.
-
-    ``send``: how many rows of ``x`` each rank gets, in rank order. ``receive``: how many come from each.
+    """Sends each rank its rows of ``x`` and returns the rows received, in rank order along dimension 0.
 
     *forward:* all-to-all.
     *backward:* the reversed all-to-all.
+
+    - ``send``: how many rows of ``x`` go to each rank, in rank order
+    - ``receive``: how many rows come from each rank
     """
     return _AllToAll.apply(x, group, tuple(send), tuple(receive), kind)  # type: ignore[no-any-return]
 
@@ -216,7 +221,7 @@ class _AllToAll(Function):
 def exchange_rows(
     x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], kind: str = "all_to_all"
 ) -> Tensor:
-    """Returns ``all_to_all``'s result, without a gradient."""
+    """Computes ``all_to_all`` without a gradient."""
     assert len(send) == len(receive) == group.size and x.shape[0] == sum(send), (x.shape, send, receive)
     assert send[group.index] == receive[group.index], (send, receive)
     rows = x.contiguous()
@@ -234,22 +239,23 @@ def exchange_rows(
 def start_all_to_all(
     x: Tensor, send: Sequence[int], result: Tensor, receive: Sequence[int], group: Group, kind: str
 ) -> Pending:
-    """Starts to fill ``result`` with the elements that each rank has for this one, in rank order, by the library.
+    """Starts an all-to-all of elements by the backend's own collective; ``result`` is filled in rank order.
 
-    ``send``: how many elements of ``x`` each rank gets. ``receive``: how many come from each; its own are among both.
+    - ``send``: how many elements of ``x`` go to each rank, itself included
+    - ``receive``: how many elements come from each rank, itself included
     """
     counts = [count for place, count in enumerate(send) if place != group.index and count]
     group.count(kind, sum(counts) * x.element_size(), len(counts))
     check_collective(kind, group, f"of {x.dtype}")
     into, source = (
         t.view(-1).view(torch.uint8) for t in (result, x)
-    )  # bytes: for types that the library does not know
+    )  # as bytes, for dtypes that NCCL does not support
     coming, leaving = ([count * x.element_size() for count in side] for side in (receive, send))
     work = dist.all_to_all_single(into, source, coming, leaving, group=group.handle, async_op=True)
     return Pending((work,), (into, source), group.watch)
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """Returns the whole of a tensor that may be sharded over ranks (torch's DTensor), without a gradient."""
+    """Returns the full tensor of a DTensor, or ``x`` itself, detached."""
     full: Callable[[], Tensor] | None = getattr(x, "full_tensor", None)
     return x.detach() if full is None else full().detach()

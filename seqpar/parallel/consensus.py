@@ -1,6 +1,6 @@
-"""Small facts that all ranks of a group agree on: flags, texts, and the error that one of them met.
+"""Small facts that all ranks of a group agree on: flags, texts, and the error that one of them raised.
 
-Everything here travels on the CPU, beside the device's work, and is no part of the traffic that groups count.
+Everything here travels on the CPU, independently of the device's work, and is not counted as the groups' traffic.
 """
 
 import json
@@ -18,12 +18,12 @@ from seqpar.parallel.messages import check_collective, shape_and_dtype
 
 
 def max_over_ranks(flag: int, group: Group) -> int:
-    """Returns the largest of all ranks' flags, the same on each."""
+    """Returns the maximum of all ranks' flags."""
     return max_of_each_over_ranks((flag,), group)[0]
 
 
 def max_of_each_over_ranks(flags: Sequence[int], group: Group) -> tuple[int, ...]:
-    """Returns the largest of all ranks' first flags, the largest of their second ones, and so on."""
+    """Returns the element-wise maximum of all ranks' flags."""
     if group.size == 1:
         return tuple(flags)
     numbers = torch.tensor(flags, dtype=torch.int64)
@@ -34,7 +34,7 @@ def max_of_each_over_ranks(flags: Sequence[int], group: Group) -> tuple[int, ...
 
 
 def broadcast_text(text: str, source: int, group: Group) -> str:
-    """Returns the text of the rank at place ``source`` on every rank; what the others pass is ignored."""
+    """Broadcasts the text of the rank at index ``source``; the other ranks' texts are ignored."""
     if group.size == 1:
         return text
     letters = _letters(text)
@@ -49,7 +49,7 @@ def broadcast_text(text: str, source: int, group: Group) -> str:
 
 
 def gather_texts(text: str, group: Group) -> list[str]:
-    """Returns every rank's text, in rank order, the same on each."""
+    """Returns every rank's text, in rank order, the same on each rank."""
     if group.size == 1:
         return [text]
     letters = _letters(text)
@@ -69,13 +69,13 @@ def _letters(text: str) -> Tensor:
 
 
 def raise_on_all_ranks(error: Exception | None, group: Group, name_rank: bool = True) -> None:
-    """Raises on every rank what failed on one of them; returns where nothing failed.
+    """Raises on every rank the error that one of them caught; returns if there is none.
 
-    All ranks call it, with what they caught. All raise the error of the first rank that has one, with its type, so
-    that they end with the same exit code; the rank itself raises the very object.
+    Every rank calls it with the error it caught, or None. If several ranks have one, all raise that of the first, with
+    its type, so that they end with the same exit code; that rank raises the original object.
 
-    ``name_rank``: whether the message names that rank on the others. Without it, the message is the same on all:
-    for what only one rank does, or what already says where it happened.
+    - ``name_rank``: whether the message names that rank on the others. Set it to False if only one rank does this work,
+      or if the message already says where it happened
     """
     for index, text in enumerate(gather_texts("" if error is None else _packed(error), group)):
         if text and index == group.index:
@@ -92,13 +92,13 @@ def _packed(error: Exception) -> str:
     try:
         packed = pickle.dumps(error)
         pickle.loads(packed)
-    except Exception:  # some exceptions cannot be pickled, or not be made again
+    except Exception:  # some exceptions cannot be pickled or unpickled
         packed = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return packed.hex()
 
 
 def run_on_rank0(act: Callable[[], Any], group: Group) -> Any:
-    """Returns on every rank what ``act`` returned on the first one, as JSON has it; raises on all what it raises."""
+    """Calls ``act`` on the first rank and returns its result, as JSON has it, on all; its error is raised on all."""
     text, error = "", None
     if group.index == 0:
         try:
@@ -110,9 +110,9 @@ def run_on_rank0(act: Callable[[], Any], group: Group) -> Any:
 
 
 def run_on_rank0_before_mesh(act: Callable[[], Any], meeting: Meeting, name: str, timeout_s: float = START_S) -> Any:
-    """As `run_on_rank0`, of processes that have no mesh yet.
+    """Like ``run_on_rank0``, for processes that have no mesh yet.
 
-    - ``name``: of what is agreed, which a meeting takes once
+    - ``name``: identifies this exchange; each name can be used once per meeting
     """
     text, error = "", None
     if meeting.launcher.rank == 0:

@@ -1,4 +1,4 @@
-"""Small tensors that every step reads: made once per size and device, uploaded without waiting."""
+"""Small constant tensors that every step reads: made once per size and device, uploaded without waiting."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,7 +13,7 @@ _FORGET: list[Callable[[], None]] = []
 
 
 def cached(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator of what makes a table: the last ``most`` of them are kept."""
+    """Returns a decorator that caches the last ``most`` results of a function."""
 
     def keep(make: Callable[P, R]) -> Callable[P, R]:
         kept = lru_cache(maxsize=most)(make)
@@ -24,13 +24,13 @@ def cached(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def clear_caches() -> None:
-    """Lets go of all tables, so that what is counted next makes its own and does not depend on what came before."""
+    """Clears all caches, so that what is counted next does not depend on what ran before."""
     for forget in _FORGET:
         forget()
 
 
 def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Returns ``x`` on the device; a GPU fetches it from pinned memory while this process goes on."""
+    """Copies ``x`` to the device; a GPU fetches it from pinned memory without blocking this process."""
     if device.type != "cuda":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)

@@ -1,6 +1,6 @@
-"""The halo exchange: the rows that a rank needs of a dimension that is spread over ranks, with its adjoint.
+"""Halo exchange: fetches the rows that a rank needs of a dimension that is split over ranks, with its adjoint.
 
-A rank's *part* is what it owns of the dimension, its *window* what an operation reads there.
+A rank's *part* is what it owns of the dimension; its *window* is what an operation reads there.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from seqpar.parallel.messages import AwaitedTensor
 from seqpar.parallel.row_exchange import Interval, Rows, run_on_stream_in_order, start_exchange
 
 NOTHING = (0, 0)
-Margins = Sequence[tuple[int, int, int]]  # dimension, how many before, how many behind
+Margins = Sequence[tuple[int, int, int]]  # dimension, rows before, rows after
 WhileWaiting = Callable[[Tensor], None]
 
 
@@ -26,9 +26,12 @@ WhileWaiting = Callable[[Tensor], None]
 class HaloPlan:
     """Which rows of dimension ``dim`` this rank sends and receives; the adjoint swaps the two.
 
-    ``send``: for each place in the group, the rows of this rank's part that it needs. ``receive``: the rows of this
-    rank's window that it owns. This rank itself is among both with the rows that it keeps; ranks that exchange
-    nothing are left out. ``margins`` are laid around the window, along any dimensions, and sent nowhere.
+    This rank itself is in both ``send`` and ``receive`` with the rows it keeps; ranks that exchange nothing are
+    omitted.
+
+    - ``send``: for each rank of the group, by index, the rows of this rank's part that it needs
+    - ``receive``: for each rank of the group, by index, the rows of this rank's window that it owns
+    - ``margins``: padding around the window, along any dimensions, which is never sent
     """
 
     dim: int
@@ -39,20 +42,20 @@ class HaloPlan:
     margins: Margins = ()
 
     def keeps_part(self, group: Group) -> bool:
-        """Returns whether this rank's window holds all of its part."""
+        """Returns whether this rank's window contains all of its part."""
         return self.send.get(group.index, NOTHING) == (0, self.part_extent)
 
     def known_rows(self, group: Group, before: int, behind: int) -> Interval:
-        """Returns the rows of the window that need no message: this rank's own, and margins of so many beside them."""
+        """Returns the rows of the window that need no message: this rank's own rows and the margins next to them."""
         low, high = self.receive.get(group.index, NOTHING)
         return low and low + before, high + before + (behind if high == self.window_extent else 0)
 
     @classmethod
     def of(cls, group: Group, dim: int, owned: Rows, needed: Rows, margins: Margins = ()) -> "HaloPlan":
-        """Returns the plan of a dimension of which each rank holds ``owned`` and needs ``needed``.
+        """Returns the plan for a dimension of which each rank owns ``owned`` and needs ``needed``.
 
-        Both are intervals of the whole dimension by place in ``group``; ranks that are not in them take no part.
-        What a rank needs may be smaller than what it owns, lie elsewhere, or reach over several neighbours.
+        Both map an index in ``group`` to an interval of the whole dimension; ranks that are missing take no part. What
+        a rank needs may be smaller than what it owns, elsewhere, or span several neighbours.
         """
         part, window = owned[group.index], needed[group.index]
         send = {place: _rows_of(part, needed[place]) for place in owned}
@@ -63,13 +66,13 @@ class HaloPlan:
 
 
 def exchange_halos(x: Tensor, group: Group, *plans: HaloPlan, kind: str = "window", fill: float = 0.0) -> Tensor:
-    """Returns this rank's window, of which ``x`` is its part; the margins around it hold ``fill``.
+    """Returns the window around this rank's part ``x``, with margins of ``fill``.
 
-    Several ``plans`` are for a dimension each, in this order: a later one sends rows that earlier ones have widened, so
-    that corners need no messages of their own.
+    If several ``plans`` are given, each handles one dimension, in this order: later ones send rows that earlier ones
+    have already widened, so corners need no messages of their own.
 
     *forward:* each rank sends the rows of its part that others need.
-    *backward:* the gradient of every received row goes back to its owner, which adds up what comes.
+    *backward:* the gradient of every received row goes back to its owner, which adds it.
     """
     return _Window.apply(x, group, plans, kind, fill)  # type: ignore[no-any-return]
 
@@ -96,14 +99,15 @@ def start_halo_exchange(
     plans: Sequence[HaloPlan],
     kind: str = "window",
     fill: float = 0.0,
-    meanwhile: WhileWaiting | None = None,
+    while_waiting: WhileWaiting | None = None,
 ) -> Tensor:
-    """Returns ``exchange_halos``'s result, without a gradient.
+    """Computes ``exchange_halos`` without a gradient.
 
-    The part is copied into the window once; messages go from there and come there, dimension after dimension.
+    The part is copied into the window once; messages are then sent from and received into the window, one dimension
+    after the other.
 
-    ``meanwhile``: called with the window while messages travel, if all of the part lies there; its halos are then
-    anything.
+    - ``while_waiting``: called with the window while messages are in transit, if the window contains all of the part;
+      the halos are uninitialized at that point
     """
     if not _keep_parts(plans, group):
         for plan in plans:
@@ -124,7 +128,7 @@ def start_halo_exchange(
         wide = _own_rows(inner, plans[at + 1 :], group)  # widened along the dimensions before
         rows = wide, _in_window(plan, group), wide, _others(plan.receive, group)
         exchanges.append(partial(start_exchange, *rows, group, plan.dim, kind, add=False))
-    run_on_stream_in_order(exchanges, x, group.watch, meanwhile and partial(meanwhile, result))
+    run_on_stream_in_order(exchanges, x, group.watch, while_waiting and partial(while_waiting, result))
     return result
 
 
@@ -133,15 +137,15 @@ def halo_exchange_adjoint(
     group: Group,
     plans: Sequence[HaloPlan],
     kind: str = "window",
-    meanwhile: Callable[[], None] | None = None,
+    while_waiting: Callable[[], None] | None = None,
     in_place: bool = False,
 ) -> Tensor:
-    """Returns the adjoint of ``start_halo_exchange``: what all ranks' windows have for this rank's part, added.
+    """Returns the adjoint of ``start_halo_exchange``: the sum of all ranks' window gradients for this rank's part.
 
-    Where there are several plans ``grad`` is written to: what comes is added there, until the part is copied out.
+    With several plans, ``grad`` is overwritten: received rows are added to it before the part is copied out.
 
-    - ``meanwhile``: called while messages travel, as in ``start_halo_exchange``
-    - ``in_place``: write to ``grad`` in any case, and return a view of it where the part lies there as a whole
+    - ``while_waiting``: called while messages are in transit
+    - ``in_place``: always write to ``grad``, and return a view of it if the part is contiguous there
     """
     if not _keep_parts(plans, group):
         for plan in reversed(plans):
@@ -149,7 +153,7 @@ def halo_exchange_adjoint(
         return grad
     if not plans:
         return grad
-    whole = grad  # with its margins, in the memory format that the result is to have
+    whole = grad  # with its margins, in the memory format of the result
     for dim, before, behind in plans[-1].margins:
         grad = grad.narrow(dim, before, grad.shape[dim] - before - behind)
     assert all(grad.shape[plan.dim] == plan.window_extent for plan in plans), (grad.shape, plans)
@@ -179,14 +183,14 @@ def halo_exchange_adjoint(
         rows = wide, _others(first.receive, group), result, _others(first.send, group)
         return start_exchange(*rows, group, first.dim, kind, add=True)
 
-    run_on_stream_in_order([*exchanges, last], whole, group.watch, meanwhile)
+    run_on_stream_in_order([*exchanges, last], whole, group.watch, while_waiting)
     return result
 
 
 def _keep_parts(plans: Sequence[HaloPlan], group: Group) -> bool:
-    """Returns whether what is sent of the part lies in the window too, so that messages may go from there.
+    """Returns whether everything that this rank sends is also in its window, so that messages can be sent from there.
 
-    Ranks may differ in it: their messages are the same.
+    Ranks may differ in this: their messages are the same either way.
     """
     keeps = all(plan.keeps_part(group) for plan in plans)
     sends_nothing = not any(_others({**plan.send, **plan.receive}, group) for plan in plans)
@@ -194,7 +198,7 @@ def _keep_parts(plans: Sequence[HaloPlan], group: Group) -> bool:
 
 
 def _own_rows(window: Tensor, plans: Sequence[HaloPlan], group: Group) -> Tensor:
-    """Returns what of a window this rank has itself, along the dimensions of these plans."""
+    """Returns the part of a window that this rank owns, along the dimensions of ``plans``."""
     for plan in plans:
         low, high = plan.receive.get(group.index, NOTHING)
         window = window.narrow(plan.dim, low, high - low)
@@ -202,7 +206,7 @@ def _own_rows(window: Tensor, plans: Sequence[HaloPlan], group: Group) -> Tensor
 
 
 def _in_window(plan: HaloPlan, group: Group) -> Rows:
-    """Returns where the rows that others need lie in this rank's window."""
+    """Returns the positions in this rank's window of the rows that others need."""
     shift = plan.receive.get(group.index, NOTHING)[0] - plan.send.get(group.index, NOTHING)[0]
     return {place: (low + shift, high + shift) for place, (low, high) in _others(plan.send, group).items()}
 
@@ -222,7 +226,7 @@ def _open_one(x: Tensor, group: Group, plan: HaloPlan, kind: str, fill: float) -
 
 
 def _with_margins(x: Tensor, shape: list[int], margins: Margins, fill: float) -> tuple[Tensor, Tensor]:
-    """Returns an empty tensor of that shape with margins of ``fill`` around it, and the view of it without them."""
+    """Returns an empty tensor of ``shape`` with margins of ``fill`` around it, and the view of it without margins."""
     for dim, before, behind in margins:
         shape[dim] += before + behind
     result = inner = _empty_like(x, shape)
@@ -246,7 +250,7 @@ def _close_one(grad: Tensor, group: Group, plan: HaloPlan, kind: str) -> Tensor:
 
 
 def _rows_of(interval: Interval, other: Interval) -> Interval:
-    """Returns which rows of ``interval``, counted from its begin, lie in ``other`` too."""
+    """Returns the rows of ``interval``, counted from its start, that are also in ``other``."""
     low = max(interval[0], other[0])
     return low - interval[0], max(low, min(interval[1], other[1])) - interval[0]
 
@@ -256,7 +260,7 @@ def _without_empty(rows: Rows) -> Rows:
 
 
 def _empty_like(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns an empty tensor of that shape in the memory format of ``x``."""
+    """Returns an empty tensor of ``shape`` in the memory format of ``x``."""
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_order(x))
 
 

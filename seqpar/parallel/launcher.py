@@ -1,7 +1,7 @@
-"""How this process was started, read from the variables of torchrun, Slurm, OpenMPI or PMI; needs no torch.
+"""Detects how this process was started from the variables of torchrun, Slurm, OpenMPI or PMI; does not import torch.
 
-A Slurm step is recognised by its own variables: the batch shell and an ``salloc`` shell carry ``SLURM_NTASKS``
-of the whole job, and a process that believed it would wait for ranks that nobody started.
+A Slurm step is recognised by its own variables: the batch shell and an ``salloc`` shell carry the job's
+``SLURM_NTASKS``, and a process that relied on it would wait for ranks that nobody started.
 """
 
 import os
@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
 
-FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, interactive and extern steps are numbered from here
-MEETING = "SEQPAR_MEETING"  # variable with the name of a meeting of these ranks, at the store of who started them
-SHARE_GPU = "SEQPAR_SHARE_GPU"  # 1: ranks may have one GPU together, to test what they compute
-OWN_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # 1: NCCL, from 2.30 on, lets them do so by itself
-LAZY_GROUPS = "SEQPAR_LAZY_GROUPS"  # 1: GPUs of a group connect at its first message, group beside group
+FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, interactive and extern steps are numbered from here on
+MEETING = "SEQPAR_MEETING"  # names a meeting of these ranks at the store of the process that started them
+SHARE_GPU = "SEQPAR_SHARE_GPU"  # 1: several ranks may share a GPU, to test what they compute
+OWN_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # 1: NCCL 2.30 or later supports shared GPUs itself
+LAZY_GROUPS = "SEQPAR_LAZY_GROUPS"  # 1: a group connects at its first message, so that groups connect concurrently
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """Who started this process, its rank, and where all ranks meet."""
+    """Which launcher started this process, its rank, and where all ranks meet."""
 
     by: str
     rank: int = 0
@@ -29,18 +29,18 @@ class Launcher:
     num_nodes: int = 1
     address: str = "127.0.0.1"
     port: int = 29500
-    agent_store: bool = False  # torchrun's agent, or who trains fold after fold, already listens at address:port
+    agent_store: bool = False  # another process (torchrun's agent, or that of the folds) hosts the store
     attempt: int = 0
     warning: str = ""
     host: str = ""  # the launcher's own name for this node, if it has one
-    job: str = ""  # tells these processes from those of another job that meets at the same port
+    job: str = ""  # distinguishes these processes from those of another job at the same port
 
 
 def read_launcher(env: Mapping[str, str]) -> Launcher:
-    """Returns how this process was started; torchrun's variables win over a Slurm step's, and those over MPI's.
+    """Detects how this process was started: torchrun's variables come before a Slurm step's, and those before MPI's.
 
-    Inside Slurm, ``mpirun`` starts its daemons with srun, and their step's numbers reach the ranks: where MPI
-    counts otherwise than the step, MPI is right.
+    Inside Slurm, ``mpirun`` starts its daemons with srun, and the ranks inherit their step's numbers: if MPI's numbers
+    differ from the step's, MPI's are right.
     """
     launcher = _read(env)
     if not env.get(MEETING):
@@ -63,12 +63,12 @@ def _read(env: Mapping[str, str]) -> Launcher:
     return _from_mpi(env, *mpi) if mpi else Launcher("alone", warning=_absent_srun(env))
 
 
-# launcher, prefix of rank and size, then the names of the local rank and the local size
+# launcher, prefix of its rank and size, names of the local rank, names of the local size
 _MPI = (
     ("openmpi", "OMPI_COMM_WORLD_", ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
     ("pmi", "PMI_", ("PALS_LOCAL_RANKID", "MPI_LOCALRANKID"), ("PALS_LOCAL_SIZE", "MPI_LOCALNRANKS")),
 )
-# where launchers of MPI number their runs, so that several on a machine do not meet
+# variables in which MPI launchers number their runs, so that two runs on one machine do not meet
 _MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID")
 
 
@@ -76,10 +76,10 @@ def _from_torchrun(env: Mapping[str, str]) -> Launcher:
     for name in ("RANK", "WORLD_SIZE"):
         if name not in env:
             other = "WORLD_SIZE" if name == "RANK" else "RANK"
-            raise ValueError(f"{other} is set but {name} is not: set both, or neither (or start with torchrun)")
+            raise ValueError(f"{other} is set but {name} is not: set both or neither, or start with torchrun")
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if not 0 <= rank < world:
-        raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: it must lie in 0…{world - 1}")
+        raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: it must be in 0…{world - 1}")
     if world > 1 and ("MASTER_ADDR" not in env or "MASTER_PORT" not in env):
         raise ValueError(f"WORLD_SIZE={world} needs MASTER_ADDR and MASTER_PORT: set both, or start with torchrun")
     local_world = _number(env, "LOCAL_WORLD_SIZE", world)
@@ -124,12 +124,12 @@ def _from_mpi(
 ) -> Launcher:
     rank, world = _number(env, prefix + "RANK"), _number(env, prefix + "SIZE")
     if not 0 <= rank < world:
-        raise ValueError(f"{prefix}RANK={rank} does not fit {prefix}SIZE={world}: it must lie in 0…{world - 1}")
+        raise ValueError(f"{prefix}RANK={rank} does not fit {prefix}SIZE={world}: it must be in 0…{world - 1}")
     local_world = next((_number(env, name) for name in local_sizes if name in env), world)
     local_rank = next((_number(env, name) for name in local_ranks if name in env), rank % local_world)
     if local_world < world and "MASTER_ADDR" not in env:
         raise ValueError(
-            f"{world} ranks on several nodes were started by {by}, which does not say where they meet: "
+            f"{by} started {world} ranks on several nodes but does not tell them where to meet: "
             "export MASTER_ADDR=<host of rank 0> (and MASTER_PORT), or start with srun or torchrun"
         )
     job = next((env[name] for name in (*_MPI_JOBS, "SLURM_JOB_ID") if env.get(name)), "")
@@ -158,15 +158,16 @@ def _absent_srun(env: Mapping[str, str]) -> str:
         return ""
     return (
         f"Slurm granted {granted} to job {env['SLURM_JOB_ID']}, but this process was started without srun "
-        f"and so runs alone; start all ranks with: srun -n {count} python ..."
+        f"and runs alone; start all ranks with: srun -n {count} python ..."
     )
 
 
 def flight_recorder(env: Mapping[str, str], folder: str, torch_version: str) -> dict[str, str]:
-    """Returns the variables, of those that ``env`` does not set, with which NCCL records its last collectives.
+    """Returns the variables, except those set in ``env``, that make NCCL record its last collectives.
 
-    It writes them into ``folder`` when one times out; ``python -m torch.distributed.flight_recorder.fr_trace`` reads
-    them. Two of the variables were renamed, and newer torch warns of the old names.
+    When a collective times out, NCCL writes the record into ``folder``; read it with ``python -m
+    torch.distributed.flight_recorder.fr_trace``. Two of the variables were renamed, and newer versions of torch warn
+    about the old names.
     """
     renamed = _release(torch_version) >= (2, 9)
     settings = {("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000", ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1"}
@@ -178,10 +179,10 @@ def flight_recorder(env: Mapping[str, str], folder: str, torch_version: str) -> 
 
 
 def shared_gpu_settings(env: Mapping[str, str], rank: int) -> dict[str, str]:
-    """Returns the variables, of those that ``env`` does not set, by which NCCL lets ranks have one GPU together.
+    """Returns the variables, except those set in ``env``, that let ranks share a GPU under NCCL.
 
-    Each seems to be on a host of its own, so that everything goes through sockets: right, and slow. None where NCCL is
-    asked to let them by itself.
+    Each rank then appears to be on its own host, so that all traffic goes through sockets: correct but slow. Returns
+    nothing if NCCL is asked to support shared GPUs itself.
     """
     if env.get(OWN_SHARING) == "1":
         return {}
@@ -191,9 +192,9 @@ def shared_gpu_settings(env: Mapping[str, str], rank: int) -> dict[str, str]:
 
 
 def allocator_settings(env: Mapping[str, str], torch_version: str, rocm: bool) -> dict[str, str]:
-    """Returns the variable with which memory of an NVIDIA GPU does not fall to pieces, unless ``env`` sets one.
+    """Returns the variable that keeps memory of an NVIDIA GPU from fragmenting, unless ``env`` sets one.
 
-    On ROCm such memory has hung. The variable was renamed.
+    Expandable segments have caused hangs on ROCm. The variable was renamed.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     if rocm or any(name in env for name in names):
@@ -209,7 +210,7 @@ def _release(torch_version: str) -> tuple[int, int]:
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     if name not in env:
         if default is None:
-            raise ValueError(f"{name} is not set, though the launcher's other variables are")
+            raise ValueError(f"{name} is not set, but other variables of the launcher are")
         return default
     try:
         return int(env[name])
@@ -218,11 +219,11 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def _port(job: int, step: int) -> int:
-    return 15000 + (job * 7 + step * 131) % 15000  # below the ephemeral ports; steps of one job lie apart
+    return 15000 + (job * 7 + step * 131) % 15000  # below the ephemeral ports, different for steps of one job
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Returns Slurm's ``8(x2),4`` as ``[8, 8, 4]``."""
+    """Parses Slurm's ``8(x2),4`` to ``[8, 8, 4]``."""
     counts: list[int] = []
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(repeat or 1)
@@ -230,6 +231,6 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodelist: str) -> str:
-    """Returns the first host of Slurm's ``frontier[00012-00015,00020],login1``."""
+    """Returns the first host of a Slurm node list such as ``frontier[00012-00015,00020],login1``."""
     match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
     return "".join(piece or "" for piece in match.groups()) if match else ""

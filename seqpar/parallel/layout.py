@@ -1,7 +1,7 @@
 """Layout: which rank owns which tokens and voxels. Nothing here communicates.
 
-Legend: b batch, c channels, n tokens, p q r voxels of a patch per direction, all written p where they are alike;
-W D H voxels, w d h tokens. There are as many directions as ``tile`` has numbers.
+Legend: b batch, c channels, n tokens, p q r voxels of a patch per axis, all written p if the patch is a cube; W D H
+voxels, w d h tokens. There are as many axes as ``tile`` has numbers.
 """
 
 import itertools
@@ -18,63 +18,63 @@ from torch import Tensor
 
 from seqpar.text import quantity
 
-Box = tuple[tuple[int, int], ...]  # half-open token interval per direction
-Bounds = tuple[int, ...]  # where a direction is cut: 0, ..., its extent
+Box = tuple[tuple[int, int], ...]  # half-open token interval per axis
+Bounds = tuple[int, ...]  # where an axis is cut: 0, ..., its extent
 Made = TypeVar("Made")
 SPLITS = ("spatial", "ordered")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tokens of a tile each rank of a sequence group owns; an encoder's is ``encoder.layout``.
+    """Assigns the tokens of a tile to the ranks of a sequence group; an encoder's is ``encoder.layout``.
 
-    ``cut`` gives a rank its part of an image or label, ``join`` puts all parts together again.
+    ``cut`` returns a rank's part of an image or label; ``join`` is its inverse.
 
-    - ``tile``: voxels along each direction, a multiple of ``patch``; ``Layout.of`` takes one number for a cube
-    - ``patch``: voxels of a token along each direction
-    - ``num_ranks``: of the group
-    - ``split``: ``spatial``: boxes; the prime factors of ``num_ranks``, largest first, cut W, D, H in turn.
-      ``ordered``: consecutive chunks of the raster with H fastest, which need not be boxes
+    Args:
+        ``tile``: voxels per axis, each a multiple of the patch; ``Layout.of`` also takes one number for a cube.
+        ``patch``: voxels of a token per axis.
+        ``num_ranks``: size of the sequence group.
+        ``split``: ``"spatial"`` gives each rank a box: the prime factors of ``num_ranks``, largest first, cut W, D and
+            H in turn. ``"ordered"`` gives consecutive runs of tokens in raster order, H fastest, which need not be
+            boxes.
     """
 
     tile: tuple[int, ...]
     patch: tuple[int, ...]
     num_ranks: int = 1
     split: str = "spatial"
-    is_nested = False  # whether a rank's tokens lie in another order than the raster's
+    is_nested = False  # whether a rank's tokens are in another order than the raster's
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
-            raise ValueError(f"--split {self.split}: choose {' or '.join(SPLITS)}")
+            raise ValueError(f"split={self.split!r}: choose {' or '.join(SPLITS)}")
         if len(self.patch) != len(self.tile):
-            raise ValueError(f"patch {self.patch} and tile {self.tile} differ in the number of directions")
+            raise ValueError(f"tile={self.tile} and patch={self.patch} have different numbers of axes")
         if min(self.tile) < 1 or min(self.patch) < 1 or self.num_ranks < 1:
-            raise ValueError(f"tile {self.tile}, patch {self.patch} and --seqpar {self.num_ranks} must be positive")
+            raise ValueError(f"tile={self.tile}, patch={self.patch} and num_ranks={self.num_ranks} must be positive")
         if any(t % p for t, p in zip(self.tile, self.patch)):
             nearest = tuple(-(-t // p) * p for t, p in zip(self.tile, self.patch))
-            raise ValueError(
-                f"tile {self.tile} is no multiple of patch {self.patch}: use --tile {' '.join(map(str, nearest))}"
-            )
+            raise ValueError(f"tile={self.tile} is not a multiple of patch={self.patch}: use tile={nearest}")
         if self.num_ranks > self.num_tokens:
             raise ValueError(
-                f"--seqpar {self.num_ranks} is more than the {quantity(self.num_tokens, 'token')} of tile {self.tile} "
-                f"at patch {self.patch}: use --seqpar {self.num_tokens} or fewer, a larger --tile or a smaller --patch"
+                f"num_ranks={self.num_ranks} is more than the {quantity(self.num_tokens, 'token')} of tile={self.tile} "
+                f"with patch={self.patch}: use num_ranks={self.num_tokens} or less, a larger `tile` or smaller `patch`"
             )
         if self.split == "spatial":
-            self.parts  # noqa: B018  refuses where no cut into boxes exists
+            self.parts  # noqa: B018  raises if the grid cannot be cut into that many boxes
 
     @classmethod
     def of(
         cls, tile: int | Sequence[int], patch: int | Sequence[int], num_ranks: int = 1, split: str = "spatial"
     ) -> "Layout":
-        """Returns the layout of a tile and patch, each one number for a cube or one per direction."""
+        """Returns the layout of a tile and patch, each given as one number for a cube or one per axis."""
         sides = (tile,) * 3 if isinstance(tile, int) else tuple(tile)
         cube = (patch,) * len(sides) if isinstance(patch, int) else tuple(patch)
         return cls(sides, cube, num_ranks, split)
 
     @cached_property
     def grid(self) -> tuple[int, ...]:
-        """Tokens per direction."""
+        """Tokens per axis."""
         return tuple(t // p for t, p in zip(self.tile, self.patch))
 
     @property
@@ -83,12 +83,12 @@ class Layout:
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """How many intervals ``spatial`` cuts each direction into."""
+        """The number of intervals into which ``spatial`` cuts each axis."""
         return cut_counts(self.num_ranks, self.grid)
 
     @cached_property
     def _ids(self) -> tuple[Tensor, ...]:
-        raster = torch.arange(self.num_tokens, device="cpu")  # also where a network is only outlined
+        raster = torch.arange(self.num_tokens, device="cpu")  # on the CPU even inside a meta device context
         if self.split == "ordered":
             bounds = even_bounds(self.num_tokens, self.num_ranks)
             return tuple(raster[low:high] for low, high in itertools.pairwise(bounds))
@@ -100,22 +100,22 @@ class Layout:
         return {}
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Returns what ``make`` returned when it was first asked for under this key.
+        """Returns ``make()``, cached under ``key``.
 
-        So ids, orders and tables of this layout are made once, and lie on their device from then on.
+        Token ids, orders and tables of this layout are thus made once and stay on their device.
         """
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]  # type: ignore[no-any-return]
 
     def token_ids(self, rank: int, device: torch.device | None = None) -> Tensor:
-        """Returns the raster numbers of the rank's tokens, ascending; on the CPU, or on ``device``."""
+        """Returns the raster numbers of the rank's tokens, ascending, on the CPU or on ``device``."""
         if device is None or device.type == "cpu":
             return self._ids[rank]
         return self.once(("ids", rank, device), lambda: self._ids[rank].to(device))
 
     def raster_order(self, device: torch.device) -> Tensor:
-        """Returns where the tokens of the grid, in raster order, lie among those of all ranks in rank order."""
+        """Returns, for each token of the grid in raster order, its position among all ranks' tokens in rank order."""
         return self.once(("order", device), lambda: torch.argsort(torch.cat(self._ids)).to(device))
 
     @property
@@ -137,7 +137,7 @@ class Layout:
         return flat.reshape(self.grid)
 
     def coordinates(self, rank: int) -> Tensor:
-        """Returns where the rank's tokens lie in the whole grid: one row per token, one column per direction."""
+        """Returns the grid coordinates of the rank's tokens: one row per token, one column per axis."""
         steps = [math.prod(self.grid[dim + 1 :]) for dim in range(len(self.grid))]
         return torch.stack([self._ids[rank] // step % side for step, side in zip(steps, self.grid)], 1)
 
@@ -151,21 +151,21 @@ class Layout:
         return None not in self._boxes
 
     def box(self, rank: int) -> Box:
-        """Returns the rank's token intervals; raises where its part is no box."""
+        """Returns the rank's token intervals; raises ValueError if its part is not a box."""
         box = self._boxes[rank]
         if box is None:
-            raise ValueError(f"rank {rank}'s part of grid {self.grid} is no box: {self.box_advice()}")
+            raise ValueError(f"rank {rank}'s part of the token grid {self.grid} is not a box: {self.box_advice()}")
         return box
 
     def box_advice(self) -> str:
-        """Returns which split or group size gives boxes instead."""
+        """Returns advice on which split or number of ranks gives boxes."""
         sizes = [s for s in range(1, self.num_ranks) if Layout(self.tile, self.patch, s, self.split).is_box]
-        smaller = f" or --seqpar {' or '.join(map(str, sizes))}" if sizes else ""
-        return f"use --split spatial{smaller}"
+        smaller = f" or num_ranks={' or '.join(map(str, sizes))}" if sizes else ""
+        return f"use split='spatial'{smaller}"
 
     @cached_property
     def cuts(self) -> tuple[Bounds, ...] | None:
-        """Token bounds per direction if the parts are a grid of boxes in rank order, else None."""
+        """Token bounds per axis if the parts form a grid of boxes in rank order, else None."""
         boxes = [box for box in self._boxes if box is not None]
         if len(boxes) < self.num_ranks:
             return None
@@ -174,14 +174,16 @@ class Layout:
         return tuple(map(tuple, bounds)) if list(product) == boxes else None
 
     def voxel_cuts(self, per_token: int | Sequence[int] = 1) -> tuple[Bounds, ...]:
-        """Returns ``cuts`` on a grid of ``per_token`` points for each token along each direction."""
+        """Returns ``cuts`` scaled to ``per_token`` points for each token along each axis."""
         if self.cuts is None:
-            raise ValueError(f"the parts of grid {self.grid} are no grid of boxes: use --split spatial")
+            raise ValueError(
+                f"the parts of the token grid {self.grid} do not form a grid of boxes: use split='spatial'"
+            )
         times = (per_token,) * len(self.grid) if isinstance(per_token, int) else tuple(per_token)
         return tuple(tuple(edge * t for edge in edges) for edges, t in zip(self.cuts, times))
 
     def boxed(self) -> "Layout":
-        """Returns this layout if its parts are a grid of boxes, else the spatial one."""
+        """Returns this layout if its parts form a grid of boxes, else the spatial one."""
         return self if self.cuts is not None else Layout(self.tile, self.patch, self.num_ranks, "spatial")
 
     def of_tile(self, tile: Sequence[int]) -> "Layout":
@@ -189,10 +191,10 @@ class Layout:
         return self if tuple(tile) == self.tile else Layout(tuple(tile), self.patch, self.num_ranks, self.split)
 
     def place(self, whole: Tensor) -> tuple[Tensor, "Layout"]:
-        """Returns a whole image ``b c W D H`` as the part of a group of one, padded to the patch, with its layout."""
+        """Pads a whole image ``b c W D H`` to the patch; returns it as the part of a group of one, with its layout."""
         if self.num_ranks > 1:
             raise ValueError(
-                f"a whole tile {tuple(whole.shape)} came to a sequence group of {self.num_ranks}: give each rank "
+                f"a sequence group of {self.num_ranks} ranks got a whole tile {tuple(whole.shape)}: give each rank "
                 "its part, layout.cut(tile, rank)"
             )
         short = [-side % p for side, p in zip(whole.shape[2:], self.patch)]
@@ -201,14 +203,14 @@ class Layout:
         return layout.cut(whole, 0), layout
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
-        """Returns the rank's part ``b n c p p p`` of an image ``b c W D H``, ``b n p p p`` of a label ``b W D H``."""
+        """Returns a rank's part: ``b n c p p p`` of an image ``b c W D H``, ``b n p p p`` of a label ``b W D H``."""
         is_image, cells = whole.ndim == len(self.tile) + 2, to_patches(whole, self.patch)
         if self.num_ranks > 1 or self.is_nested:
             cells = cells.index_select(2 if is_image else 1, self.token_ids(rank, whole.device))
         return rearrange(cells, "b c n ... -> b n c ...") if is_image else cells
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Returns the whole image or label of all ranks' parts, the inverse of ``cut``."""
+        """Joins all ranks' parts to the whole image or label; the inverse of ``cut``."""
         cells = parts[0]
         if len(parts) > 1 or self.is_nested:
             cells = torch.cat(list(parts), 1).index_select(1, self.raster_order(cells.device))
@@ -217,45 +219,45 @@ class Layout:
 
 
 def _box_of(coordinates: Tensor) -> Box | None:
-    """Returns the box that these tokens fill, None where they fill none."""
+    """Returns the box that these tokens fill, or None if they do not fill a box."""
     box = tuple(zip(coordinates.amin(0).tolist(), (coordinates.amax(0) + 1).tolist()))
     return box if math.prod(high - low for low, high in box) == len(coordinates) else None
 
 
 def to_patches(whole: Tensor, patch: Sequence[int]) -> Tensor:
-    """Returns ``... n p p p`` of ``... W D H``, tokens in raster order."""
+    """Splits ``... W D H`` into patches ``... n p p p``, tokens in raster order."""
     voxels, cells = _patterns(len(patch))
     return rearrange(whole, f"{voxels} -> {cells}", **dict(zip("pqr", patch)))
 
 
 def from_patches(cells: Tensor, grid: Sequence[int]) -> Tensor:
-    """Returns ``... W D H`` of ``... n p p p``, the inverse of ``to_patches``."""
+    """Joins patches ``... n p p p`` to ``... W D H``; the inverse of ``to_patches``."""
     voxels, cells_pattern = _patterns(len(grid))
     return rearrange(cells, f"{cells_pattern} -> {voxels}", **dict(zip("wdh", grid)))
 
 
 def _patterns(num_directions: int) -> tuple[str, str]:
-    """Returns the patterns of voxels and patches: for three ``... (w p) (d q) (h r)`` and ``... (w d h) p q r``."""
+    """Returns the einops patterns of voxels and patches: ``... (w p) (d q) (h r)`` and ``... (w d h) p q r`` in 3D."""
     tokens, inside = "wdh"[:num_directions], "pqr"[:num_directions]
     voxels = " ".join(f"({token} {voxel})" for token, voxel in zip(tokens, inside))
     return f"... {voxels}", f"... ({' '.join(tokens)}) {' '.join(inside)}"
 
 
 def even_bounds(extent: int, count: int) -> Bounds:
-    """Returns where ``extent`` is cut into ``count`` intervals that differ by one at most."""
+    """Returns the bounds that cut ``extent`` into ``count`` intervals whose lengths differ by at most one."""
     return tuple(extent * at // count for at in range(count + 1))
 
 
 def grid_boxes(grid: Sequence[int], parts: Sequence[int]) -> list[Box]:
-    """Returns the boxes of a grid cut into ``parts`` intervals per direction, last direction fastest."""
+    """Returns the boxes of a grid cut into ``parts`` intervals per axis, last axis fastest."""
     sides = [list(itertools.pairwise(even_bounds(g, s))) for g, s in zip(grid, parts)]
     return list(itertools.product(*sides))
 
 
 def cut_counts(num_ranks: int, grid: Sequence[int]) -> tuple[int, ...]:
-    """Returns how many intervals each direction gets: prime factors, largest first, to W, D, H in turn.
+    """Returns the number of intervals per axis: prime factors of ``num_ranks``, largest first, go to W, D, H in turn.
 
-    Where a direction has fewer tokens than that, the factorisation whose largest box is smallest.
+    If an axis has fewer tokens than that, returns the factorization whose largest box is smallest.
     """
     counts = [1] * len(grid)
     for turn, prime in enumerate(sorted(_primes(num_ranks), reverse=True)):
@@ -266,8 +268,8 @@ def cut_counts(num_ranks: int, grid: Sequence[int]) -> tuple[int, ...]:
     if not fitting:
         possible = [s for s in range(1, num_ranks) if _fits(s, grid)]
         raise ValueError(
-            f"--seqpar {num_ranks} cannot cut the token grid {tuple(grid)} into boxes: use --seqpar {possible[-1]}, "
-            "or --split ordered"
+            f"num_ranks={num_ranks} cannot cut the token grid {tuple(grid)} into boxes: use num_ranks={possible[-1]} "
+            "or split='ordered'"
         )
     return min(fitting, key=lambda c: (math.prod(-(-g // s) for s, g in zip(c, grid)), [-s for s in c]))
 

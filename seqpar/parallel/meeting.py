@@ -1,4 +1,4 @@
-"""Meeting: where the processes of a launcher find each other, and what they tell each other before there is a mesh."""
+"""Meeting: where the processes of one launcher find each other and exchange texts before there is a mesh."""
 
 import socket
 import time
@@ -10,13 +10,13 @@ import torch.distributed as dist
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.watchdog import format_ranks
 
-START_S = 900.0  # hundreds of nodes that read one file system have been seen to need 600 s
+START_S = 900.0  # hundreds of nodes reading from one file system have taken 600 s
 
 
 class Meeting:
-    """The store of the processes of one launcher, which the first rank holds; a process alone has none.
+    """The store through which the processes of one launcher meet; a single process has none.
 
-    They meet when the store is first used. A name of a text is used once.
+    The first rank hosts the store, and the processes meet when it is first used. Each name can be used once.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -24,21 +24,21 @@ class Meeting:
         self._store: dist.Store | None = None
 
     def store(self, timeout_s: float = START_S) -> dist.Store | None:
-        """Returns the store, once this rank has met the first one; None for a process alone."""
+        """Returns the store after this rank has met the first one; None for a single process."""
         if self._store is None and self.launcher.world > 1:
             self._store = _meet(self.launcher, timeout_s)
         return self._store
 
     def of_first(self, name: str, text: str, timeout_s: float = START_S) -> str:
-        """Returns the text of the first rank on every rank; what the others pass is ignored."""
+        """Returns the first rank's text on every rank; the other ranks' texts are ignored."""
         return self._exchange(name, text, [0], timeout_s)[0]
 
     def gather(self, name: str, text: str, timeout_s: float = START_S) -> list[str]:
-        """Returns every rank's text, in rank order, the same on each."""
+        """Returns every rank's text, in rank order, the same on each rank."""
         return self._exchange(name, text, range(self.launcher.world), timeout_s)
 
     def _exchange(self, name: str, text: str, ranks: Sequence[int], timeout_s: float) -> list[str]:
-        """Returns the texts of ``ranks``; the first rank, whose end may be the store's, leaves when all have them."""
+        """Returns the texts of ``ranks``; the first rank, which may host the store, waits until all have read them."""
         store, rank = self.store(timeout_s), self.launcher.rank
         if store is None:
             return [text]
@@ -58,9 +58,9 @@ class Meeting:
             try:
                 missing = format_ranks([rank for rank in ranks if not store.check([f"{name}/{rank}"])])
             except (dist.DistError, RuntimeError):
-                raise ConnectionError(f"the first rank has left ({str(error).splitlines()[0]}): see its log") from None
+                raise ConnectionError(f"rank 0 has exited ({str(error).splitlines()[0]}): see its log") from None
             raise TimeoutError(
-                f"of {self.launcher.world} ranks, {missing} said nothing within {timeout_s:.0f} s ({name}); look at "
+                f"of {self.launcher.world} ranks, {missing} did not respond within {timeout_s:.0f} s ({name}); look at "
                 "their logs"
             ) from None
 
@@ -77,25 +77,25 @@ def _meet(launcher: Launcher, timeout_s: float) -> dist.Store:
         )
     except (dist.DistError, RuntimeError) as error:
         raise ConnectionError(
-            f"rank {launcher.rank} ({launcher.by}): no meeting at {launcher.address}:{launcher.port}: another job may "
-            f"use this port, or MASTER_ADDR is not rank 0's; export another MASTER_PORT ({str(error).splitlines()[0]})"
+            f"rank {launcher.rank} ({launcher.by}) cannot connect to {launcher.address}:{launcher.port}: another job "
+            f"may use this port, or MASTER_ADDR is wrong; set another MASTER_PORT ({str(error).splitlines()[0]})"
         ) from None
     return dist.PrefixStore(f"seqpar/{launcher.job}/{launcher.attempt}", meeting)
 
 
 def _check_name(launcher: Launcher) -> None:
-    """Raises where this host cannot look up the address, which torch would try for minutes."""
+    """Raises ConnectionError if this host cannot resolve the address, which torch would retry for minutes."""
     try:
         socket.getaddrinfo(launcher.address, launcher.port)
     except OSError as error:
         raise ConnectionError(
-            f"rank {launcher.rank} ({launcher.by}) on {socket.gethostname()} does not know the host {launcher.address} "
+            f"rank {launcher.rank} ({launcher.by}) on {socket.gethostname()} cannot resolve {launcher.address} "
             f"({error.strerror}): export MASTER_ADDR=$(hostname -i) on the node of rank 0, before srun"
         ) from None
 
 
 def _await_listener(launcher: Launcher, timeout_s: float) -> None:
-    """Waits until rank 0 listens; torch's own client waits twice as long and fills the log meanwhile."""
+    """Waits until rank 0 listens; torch's own client waits twice as long and fills the log while it does."""
     until = time.monotonic() + timeout_s
     while True:
         try:
@@ -106,8 +106,8 @@ def _await_listener(launcher: Launcher, timeout_s: float) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise ConnectionError(
-                    f"rank {launcher.rank} ({launcher.by}): rank 0 does not answer at "
-                    f"{launcher.address}:{launcher.port} within {timeout_s:.0f} s; check that rank 0 started, and "
+                    f"rank {launcher.rank} ({launcher.by}): rank 0 did not answer at "
+                    f"{launcher.address}:{launcher.port} within {timeout_s:.0f} s; check that rank 0 has started, and "
                     f"MASTER_ADDR and MASTER_PORT ({error.strerror})"
                 ) from None
             time.sleep(0.1)

@@ -1,8 +1,8 @@
-"""The mesh ``data`` x ``pipe`` x ``seq`` of all processes and its groups of ranks; equal seeds and first weights.
+"""The mesh ``data`` x ``pipe`` x ``seq`` of all processes, its groups of ranks, and equal seeds and initial weights.
 
-``seq`` is innermost: consecutive ranks share a tile, so that a sequence group stays inside a node; then ``pipe``, whose
-places hold different stages of the network. A group of one needs no process group, and everything above takes the same
-path with it. ``rendezvous`` builds a mesh.
+``seq`` is innermost: consecutive ranks share a tile, so that a sequence group stays inside a node. Next is ``pipe``,
+whose places hold different stages of the network. A group of one needs no process group, and all code above takes the
+same path with it. ``rendezvous`` builds a mesh.
 """
 
 import random
@@ -26,17 +26,17 @@ from seqpar.parallel.watchdog import Watch, format_ranks
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Ranks that work together, in order, one of which is this process."""
+    """An ordered group of ranks that work together, one of which is this process."""
 
     name: str
     ranks: tuple[int, ...] = (0,)
-    index: int = 0  # this process's place among the ranks
+    index: int = 0  # this process's position among the ranks
     handle: dist.ProcessGroup | None = None
     traffic: Counter[str] = field(default_factory=Counter)  # bytes that this rank sent, by kind
-    places: tuple[int, ...] | None = None  # of a part: where its members stand in the group whose handle it uses
+    places: tuple[int, ...] | None = None  # in a subgroup: its members' indices in the group whose handle it uses
     watch: Watch = field(default_factory=Watch)
-    messages: Counter[str] = field(default_factory=Counter)  # that this rank sent, by kind
-    exchanges: Counter[str] = field(default_factory=Counter)  # of messages that travel together, by kind
+    messages: Counter[str] = field(default_factory=Counter)  # messages that this rank sent, by kind
+    exchanges: Counter[str] = field(default_factory=Counter)  # batches of messages sent together, by kind
 
     @property
     def size(self) -> int:
@@ -44,13 +44,13 @@ class Group:
 
     @property
     def peers(self) -> list[int]:
-        """The other members' places; each rank begins behind itself, so that no rank is asked by all at once."""
+        """The other members' indices, starting with the next one, so that no rank is addressed by all at once."""
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
     def part(self, members: Sequence[int]) -> "Group":
-        """Returns the members at these places as a group of its own, whose bytes are counted in this one.
+        """Returns a subgroup of the members at these indices; its traffic is counted in this group.
 
-        This process must be among them. Such a group sends messages between pairs only.
+        This process must be a member. A subgroup only sends point-to-point messages.
         """
         if list(members) == list(range(self.size)):
             return self
@@ -67,21 +67,23 @@ class Group:
         self.exchanges[kind] += messages > 0
 
     def leave(self) -> None:
-        """Drops the process group and its threads: one that outlives Python aborts the process."""
+        """Drops the process group and its threads: one that outlives the Python interpreter aborts the process."""
         object.__setattr__(self, "handle", None)
 
     def __str__(self) -> str:
         return f"{self.name} group of {format_ranks(self.ranks)}"
 
 
-AnyGroup = Group | dist.ProcessGroup | DeviceMesh  # what a library's user may have; ``as_group`` makes it ours
+AnyGroup = Group | dist.ProcessGroup | DeviceMesh  # what a user may pass; ``as_group`` converts it
 
 
 def as_group(group: AnyGroup | None, name: str = "seq") -> Group:
-    """Returns ranks as a group of ours; every function that takes ``group`` from a user calls it.
+    """Converts a user's ``group`` argument to a ``Group``.
 
-    - ``group``: ours, torch's ``ProcessGroup``, or a ``DeviceMesh`` of one direction; None: this process alone
-    - ``name``: how messages and errors call the ranks
+    Args:
+        ``group``: a ``Group``, torch's ``ProcessGroup``, or a one-dimensional ``DeviceMesh``; None stands for this
+            process alone.
+        ``name``: the name of the group in messages and errors.
     """
     if group is None:
         return Group(name)
@@ -90,50 +92,51 @@ def as_group(group: AnyGroup | None, name: str = "seq") -> Group:
     if isinstance(group, DeviceMesh):
         group = _line_of(group)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"the {name} group does not hold this process: give each rank the group that it is in")
+        raise ValueError(f"the {name} group does not contain this process: give each rank the group that it is in")
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"group={group!r} is no group of ranks: give mesh.seq of seqpar.start, a ProcessGroup of torch, or a "
-            "DeviceMesh of one direction"
+            f"group={group!r} is not a group of ranks: give mesh.seq of seqpar.start, torch's ProcessGroup, or a "
+            "one-dimensional DeviceMesh"
         )
     ranks, watch = tuple(dist.get_process_group_ranks(group)), Watch(dist.get_rank())
     return Group(name, ranks, dist.get_rank(group), group if len(ranks) > 1 else None, watch=watch)
 
 
 def _line_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Returns the process group of a mesh of one direction."""
+    """Returns the process group of a one-dimensional mesh."""
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ()
         one = f"mesh[{names[-1]!r}]" if names else "one with mesh_dim_names=(..., 'seq'), as mesh['seq']"
-        raise ValueError(f"a DeviceMesh of {mesh.ndim} directions came, where ranks in a line are needed: give {one}")
+        raise ValueError(f"expected a one-dimensional DeviceMesh, got one of {mesh.ndim} dimensions: give {one}")
     if mesh.get_coordinate() is None:
-        raise ValueError("the DeviceMesh does not hold this process: give each rank the mesh that it is in")
+        raise ValueError("the DeviceMesh does not contain this process: give each rank the mesh that it is in")
     return mesh.get_group()
 
 
 def warn_without_group(what: str) -> None:
-    """Warns, on the first of several ranks, that ``what`` was given no group and so shares no tile.
+    """Warns, on the first of several ranks, that ``what`` was built without a group and so shares no tile.
 
-    That is right for plain data parallelism, and a costly mistake where ranks were meant to share a tile.
+    This is right for plain data parallelism, and a costly mistake if ranks were meant to share a tile.
     """
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
         warnings.warn(
-            f"{what} trains on {dist.get_world_size()} ranks without group=: each computes everything, as is right "
-            "where each has a tile of its own. To share a tile, give group=: mesh.seq of seqpar.start, a ProcessGroup, "
-            "or a DeviceMesh of one direction",
+            f"{what} trains on {dist.get_world_size()} ranks without group=: each computes everything, which is right "
+            "if each has its own tile. To share a tile, give group=: mesh.seq of seqpar.start, a ProcessGroup, "
+            "or a one-dimensional DeviceMesh",
             stacklevel=3,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """All processes as ``data`` x ``pipe`` x ``seq``; a context manager that stops what ``rendezvous.start`` began.
+    """All processes as ``data`` x ``pipe`` x ``seq``; as a context manager it leaves the process groups at its end.
 
-    - ``data``: ranks at the same place of other tiles; ``seq``: ranks that share a tile, of one stage
-    - ``pipe``: ranks with other stages of the same parts; a place's index is its place
-    - ``stage``: ranks of the same place of the pipe, which hold the same weights: ``data`` x ``seq``
-    - ``tile``: ranks that share a tile, of all stages: ``pipe`` x ``seq``
-    - ``others``: ranks at the same place of other sequence groups: ``data`` x ``pipe``
+    - ``data``: ranks that hold the same part of other tiles
+    - ``seq``: ranks of one stage that share a tile
+    - ``pipe``: ranks that hold other stages of the same parts; an index in this group is called a place
+    - ``stage``: ranks at the same place of their pipe, which hold the same weights: ``data`` x ``seq``
+    - ``tile``: ranks of all stages that share a tile: ``pipe`` x ``seq``
+    - ``others``: ranks with the same index in other sequence groups: ``data`` x ``pipe``
     """
 
     launcher: Launcher
@@ -146,7 +149,7 @@ class Mesh:
     tile: Group
     others: Group
     hosts: tuple[str, ...] = ()  # every rank's node
-    store: Any = None  # for a thread beside the main one; None in a process alone
+    store: Any = None  # for threads other than the main one; None in a single process
 
     @property
     def is_first(self) -> bool:
@@ -159,24 +162,24 @@ class Mesh:
 
     @property
     def places(self) -> list[int]:
-        """The place of each rank of the world in its pipe."""
+        """Each rank's place in its pipe, in order of world ranks."""
         return [rank // self.seq.size % self.pipe.size for rank in range(self.world.size)]
 
     def without_stages(self) -> "Mesh":
-        """Returns the same ranks as ``data`` x ``seq``, for whole networks: ``data`` is then ``others``."""
+        """Returns the same ranks as ``data`` x ``seq``, for whole networks; ``data`` is then ``others``."""
         alone = Group("pipe", (self.world.ranks[self.world.index],), watch=self.world.watch)
         return replace(self, data=self.others, pipe=alone, stage=self.world, tile=self.seq)
 
     def line(self) -> DeviceMesh:
-        """Returns all ranks, ``data`` x ``seq``, as a one-dimensional ``DeviceMesh`` of torch."""
+        """Returns all ranks, ``data`` x ``seq``, as torch's one-dimensional ``DeviceMesh``."""
         assert self.world.handle is not None
         return DeviceMesh.from_group(self.world.handle, self.device.type)
 
     def set_timeout(self, limit_s: float, act: Callable[[str], None] | None = None) -> None:
-        """Limits every collective from now on to ``limit_s`` seconds; who keeps the others longer is named to ``act``.
+        """Limits every collective from now on to ``limit_s`` seconds, and reports ranks that exceed it to ``act``.
 
-        All ranks call this once everything has run once: starting, compiling and searching for kernels take longer
-        than anything that comes later.
+        All ranks call it once everything has run once, because start-up, compilation and kernel searches take longer
+        than anything that follows.
         """
         for group in self.groups:
             if group.handle is not None:
@@ -184,7 +187,7 @@ class Mesh:
         self.world.watch.begin(limit_s, act)
 
     def synchronize(self) -> None:
-        """Waits until the device has done all its work."""
+        """Waits until the device has finished all its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -196,10 +199,10 @@ class Mesh:
             self.stop()
 
     def stop(self) -> None:
-        """Waits for all ranks and leaves the process group; without the barrier gloo aborts now and then."""
+        """Waits for all ranks and destroys the process groups; without the barrier gloo aborts occasionally."""
         if dist.is_initialized():
             with self.world.watch.waiting(False):
-                dist.all_reduce(torch.zeros(1), group=self.world.handle)  # on the CPU: gloo, also beside nccl
+                dist.all_reduce(torch.zeros(1), group=self.world.handle)  # on the CPU, so gloo even if NCCL is used
                 dist.barrier(group=self.world.handle)
             self.world.watch.end()
             dist.destroy_process_group()
@@ -208,7 +211,7 @@ class Mesh:
 
 
 def seed(number: int) -> None:
-    """Seeds Python, NumPy and torch; called alike on all ranks, so that they build equal weights."""
+    """Seeds Python, NumPy and torch; called with the same number on all ranks, so that they build equal weights."""
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number)

@@ -11,15 +11,15 @@ from seqpar.parallel.mesh import Group
 from seqpar.parallel.watchdog import Watch
 
 Result = TypeVar("Result")
-# What NCCL has a name for; other types, such as labels of many classes (int16), travel as bytes.
-_SENT_AS_THEY_ARE = frozenset(
+# The dtypes that NCCL supports; others, such as labels of many classes (int16), are sent as bytes.
+_SUPPORTED = frozenset(
     (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     + (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
 )
 
 
 class Pending:
-    """Messages that were posted; keeps their tensors alive until ``wait``."""
+    """Posted messages; keeps their tensors alive until ``wait``."""
 
     def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor], watch: Watch | None = None) -> None:
         self._works, self._tensors, self._watch = works, tensors, watch
@@ -35,9 +35,9 @@ class Pending:
 
 
 class AwaitedTensor(Generic[Result]):
-    """A result whose messages are still to arrive; ``wait`` may be called once.
+    """A result whose messages are still in transit; ``wait`` may be called once.
 
-    ``finish``: makes the result when ``pending`` has arrived; dropped then, with the tensors that it holds.
+    - ``finish``: returns the result once ``pending`` has completed; it is then released with the tensors that it holds
     """
 
     def __init__(self, pending: Pending, finish: Callable[[], Result]) -> None:
@@ -51,10 +51,13 @@ class AwaitedTensor(Generic[Result]):
 
 
 def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Group, kind: str) -> Pending:
-    """Starts messages to and from other places of ``group``, one each way for each pair.
+    """Posts messages to and from other ranks of ``group``, at most one in each direction per pair.
 
-    ``sends``: by place, what goes there. ``receives``: by place, the tensor that what comes from there fills.
-    Empty tensors are left out on both sides. ``kind``: under which name the bytes are counted.
+    Empty tensors are skipped on both sides.
+
+    - ``sends``: by index in the group, the tensor to send
+    - ``receives``: by index in the group, the tensor to receive into
+    - ``kind``: the name under which the bytes are counted
     """
     outgoing = [(q, t) for q, t in sends.items() if t.numel()]
     incoming = [(q, t) for q, t in receives.items() if t.numel()]
@@ -75,17 +78,17 @@ def post(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: Gro
 
 
 def sendable(x: Tensor) -> Tensor:
-    """Returns a contiguous tensor, or its bytes in the same memory where no library has a name for its type."""
-    return x if x.dtype in _SENT_AS_THEY_ARE else x.view(-1).view(torch.uint8)
+    """Returns a contiguous tensor, or a view of its bytes if its dtype is not supported by NCCL."""
+    return x if x.dtype in _SUPPORTED else x.view(-1).view(torch.uint8)
 
 
 def check_collective(kind: str, group: Group, what: str = "") -> None:
-    """Notes that this rank enters a collective; where collectives are checked, raises unless all ranks enter it."""
+    """Records that this rank enters a collective; with ``check`` set, raises unless all ranks enter the same one."""
     group.watch.enter(kind, group)
     if group.watch.check and group.size > 1:
         group.watch.compare(group.name, group.ranks, f"{kind} {what}".strip())
 
 
 def shape_and_dtype(x: Tensor) -> str:
-    """Returns a tensor's shape and type in words."""
+    """Returns a tensor's shape and dtype in words."""
     return f"of {' x '.join(map(str, x.shape)) or 'a number'} {x.dtype}"

@@ -1,4 +1,4 @@
-"""Tensors without data ("meta") in place of ones on a device, so that what a network does there can be counted."""
+"""Meta tensors (without data) that stand in for tensors on a device, so that a network's operations can be counted."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +16,7 @@ _casts = ContextVar[AbstractContextManager[Any] | None]("casts", default=None)
 
 @contextmanager
 def meta_as_device(device_type: str) -> Iterator[None]:
-    """Lets tensors without data stand for ones on a device of that kind, such as cuda."""
+    """Lets meta tensors stand for tensors on a device of this type, such as cuda."""
     before = _stood_for.set(device_type)
     try:
         yield
@@ -25,9 +25,10 @@ def meta_as_device(device_type: str) -> Iterator[None]:
 
 
 def representative_pieces(pieces: Sequence[Piece], x: Tensor) -> Iterator[Piece]:
-    """Yields the pieces that ``x`` is taken in, all of one size but the last, which may be smaller.
+    """Yields the pieces into which ``x`` is split, all of one size except for the last, which may be smaller.
 
-    Without data, the second stands for all between the first and the last: ``repetitions`` returns how many.
+    For a meta tensor, the second piece stands for all between the first and the last; ``repetitions`` says for how
+    many.
     """
     if not x.is_meta or len(pieces) < 4:
         yield from pieces
@@ -43,13 +44,13 @@ def representative_pieces(pieces: Sequence[Piece], x: Tensor) -> Iterator[Piece]
 
 
 def repetitions() -> int:
-    """Returns how many times what is computed now takes place: more than once for a piece that stands for others."""
+    """Returns how many times the current computation takes place: more than once for a piece that stands for others."""
     return _times.get()
 
 
 @contextmanager
 def autocast_in_recomputation(casts: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enters ``casts`` here, and again where backward recomputes what was computed here."""
+    """Enters ``casts`` now, and again when backward recomputes what is computed here."""
     before = _casts.set(casts)
     try:
         with casts:
@@ -61,20 +62,20 @@ def autocast_in_recomputation(casts: AbstractContextManager[Any]) -> Iterator[No
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Returns the contexts that torch's checkpoint enters in forward and in recomputation.
 
-    It restores autocast by itself, but no other mode, such as that of ``autocast_in_recomputation``.
+    Checkpoint restores autocast by itself, but no other mode, such as that of ``autocast_in_recomputation``.
     """
     return nullcontext(), _casts.get() or nullcontext()
 
 
 def device_type(x: Tensor) -> str:
-    """Returns the kind of device on which ``x`` lies, or for which it stands."""
+    """Returns the type of the device of ``x``, or of the device for which ``x`` stands."""
     return _stood_for.get() if x.is_meta else x.device.type
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Returns the type that autocast gives ``x``, None where it gives none, as to float64.
+    """Returns the dtype to which autocast converts ``x``, or None if it does not, as for float64.
 
-    Tensors without data, for which torch has no autocast, follow the CPU's.
+    Meta tensors, for which torch has no autocast, follow the CPU's.
     """
     if x.dtype == torch.float64:
         return None

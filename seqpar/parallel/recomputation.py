@@ -1,4 +1,4 @@
-"""Computes again in backward what forward does not hold."""
+"""Recomputes in backward what forward does not keep."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def checkpointed(fn: Callable[..., Result], *inputs: object) -> Result:
-    """Returns ``fn(*inputs)``; holds the tensors among its inputs alone, and runs ``fn`` again in backward."""
+    """Returns ``fn(*inputs)``, keeping only its input tensors; backward runs ``fn`` again."""
     if not torch.is_grad_enabled():
         return fn(*inputs)
     result: Result = checkpoint(
@@ -25,7 +25,7 @@ def checkpointed(fn: Callable[..., Result], *inputs: object) -> Result:
 
 
 def update_buffers_once(fn: Callable[..., Result], module: nn.Module) -> Callable[..., Result]:
-    """Returns ``fn`` whose first run alone moves the buffers of ``module``, such as running statistics."""
+    """Wraps ``fn`` so that only its first run updates the buffers of ``module``, such as running statistics."""
     runs = itertools.count()
 
     def run(*inputs: object) -> Result:
@@ -39,7 +39,7 @@ def update_buffers_once(fn: Callable[..., Result], module: nn.Module) -> Callabl
 
 @contextmanager
 def copied_buffers(module: nn.Module) -> Iterator[None]:
-    """Lets a module write to copies of its buffers, which are dropped in the end."""
+    """Lets a module write to copies of its buffers, which are discarded at the end."""
     own = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
     for part, name, buffer in own:
         part._buffers[name] = None if buffer is None else buffer.clone()

@@ -1,4 +1,4 @@
-"""Remaps: rows with global numbers go from one ownership by ranks to another, with the adjoint."""
+"""Remaps: rows with global numbers move from one assignment to ranks to another, with the adjoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +16,12 @@ from seqpar.parallel.mesh import Group
 
 @dataclass(frozen=True, eq=False)
 class Remap:
-    """Which rows this rank sends to each place of the group, and where those that come are put.
+    """Which rows this rank sends to each rank of the group, and where received rows are put.
 
-    - ``sent``: positions among this rank's source rows, those for the first place first; ``num_sent``: for each place
-    - ``received``, ``num_received``: positions among its target rows of what comes from each place
+    - ``sent``: positions among this rank's source rows, grouped by receiving rank
+    - ``num_sent``: the number of rows for each rank
+    - ``received``: positions among this rank's target rows, grouped by sending rank
+    - ``num_received``: the number of rows from each rank
     """
 
     num_source: int
@@ -34,7 +36,7 @@ class Remap:
         return {}
 
     def on(self, device: torch.device) -> "Remap":
-        """Returns the same with its positions on a device, where they are copied once."""
+        """Returns this remap with its positions on ``device``, copied there once."""
         if device.type == "cpu":
             return self
         if device not in self._elsewhere:
@@ -42,15 +44,15 @@ class Remap:
         return self._elsewhere[device]
 
     def reversed(self) -> "Remap":
-        """Returns the way back, for rows that each went to one rank."""
+        """Returns the inverse, for remaps that send each row to one rank."""
         forth = self.sent, self.num_sent
         return Remap(self.num_target, self.num_source, self.received, self.num_received, *forth)
 
 
 def make_remap(sources: Sequence[Tensor], targets: Sequence[Tensor], me: int) -> Remap:
-    """Returns the remap of rank ``me`` when each rank q owns the rows ``sources[q]`` and needs ``targets[q]``.
+    """Returns the remap for rank ``me``, where each rank q owns the rows ``sources[q]`` and needs ``targets[q]``.
 
-    Rows are known by their global numbers; each has one owner, and may be needed by several ranks.
+    Rows are identified by global numbers; each has one owner, and several ranks may need it.
     """
     owner_size = 1 + max(int(ids.max()) for ids in [*sources, *targets] if len(ids))
     position = torch.full((owner_size,), -1)
@@ -60,7 +62,7 @@ def make_remap(sources: Sequence[Tensor], targets: Sequence[Tensor], me: int) ->
         owner[ids] = q
         position[ids] = torch.arange(len(ids))
     if any(bool((owner[ids] == -1).any()) for ids in targets):
-        raise ValueError("a row that is needed has no owner: the two ownerships do not hold the same rows")
+        raise ValueError("targets contain a row that no rank owns: sources and targets must hold the same rows")
     send = [position[ids[owner[ids] == me]] for ids in targets]
     receive = [(owner[targets[me]] == q).nonzero().flatten() for q in range(len(sources))]
     return Remap(
@@ -74,9 +76,9 @@ def make_remap(sources: Sequence[Tensor], targets: Sequence[Tensor], me: int) ->
 
 
 def remap(x: Tensor, group: Group, dim: int, plan: Remap, kind: str = "remap") -> Tensor:
-    """Returns the rows along ``dim`` that this rank needs of those that all own.
+    """Returns the rows along ``dim`` that this rank needs, sent by the ranks that own them.
 
-    *forward:* an all-to-all with uneven counts.
+    *forward:* all-to-all with uneven counts.
     *backward:* the reversed all-to-all; gradients of a row that went to several ranks are added.
     """
     return _Remap.apply(x, group, dim, plan.on(x.device), kind)  # type: ignore[no-any-return]

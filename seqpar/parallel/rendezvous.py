@@ -1,4 +1,4 @@
-"""How processes find each other: the store where they meet, each rank's device, the groups of the mesh."""
+"""How processes find each other: the store where they meet, each rank's device, and the groups of the mesh."""
 
 import os
 import socket
@@ -28,19 +28,21 @@ def start(
     pipe: int = 1,
     meeting: Meeting | None = None,
 ) -> Mesh:
-    """Returns the mesh of the processes that torchrun, Slurm or MPI started, or of this one alone.
+    """Sets up the mesh of the processes that torchrun, Slurm or MPI started, or of this process alone.
 
-    A context manager: at its end all ranks wait for each other and leave. Its groups are ``seq`` (ranks that share a
-    tile), ``data`` (ranks at the same place of other tiles) and ``world``, and those that ``pipe`` makes (``Mesh``);
-    each has ``index``, ``size`` and torch's process group, ``handle``.
+    Use it as a context manager: at its end all ranks wait for each other and leave. The mesh has the groups ``seq``
+    (ranks that share a tile), ``data`` (ranks that hold the same part of other tiles) and ``world``, and those of a
+    pipeline (see ``Mesh``); each group has ``index``, ``size`` and ``handle``, torch's process group.
 
-    - ``seqpar``: ranks per sequence group
-    - ``env``: the variables of the launcher; None: this process's own
-    - ``device``: auto, cpu or cuda
-    - ``timeout_s``: for all steps of the start together
-    - ``check``: announce every message and collective before it is sent, which is slow and names ranks that differ
-    - ``pipe``: places over which a network's stages are spread
-    - ``meeting``: of these processes, where they have met before
+    Args:
+        ``seqpar``: number of ranks per sequence group.
+        ``env``: the launcher's environment variables; None: those of this process.
+        ``device``: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        ``timeout_s``: time limit for the whole start, in seconds.
+        ``check``: announce every message and collective before it is sent; slow, but a mismatch raises an error that
+            names the ranks.
+        ``pipe``: number of places over which a network's stages are spread.
+        ``meeting``: the meeting of these processes, if they have already met.
     """
     launcher = read_launcher(os.environ if env is None else env)
     check_seqpar(seqpar, launcher.world, pipe)
@@ -53,40 +55,40 @@ def start(
 
 
 def check_seqpar(seqpar: int, world: int, pipe: int = 1) -> None:
-    """Raises unless ``seqpar`` times ``pipe`` divides the number of ranks; names the sizes that do."""
+    """Raises ValueError unless ``seqpar`` times ``pipe`` divides the number of ranks, and names sizes that do."""
     if pipe != 1:
         if pipe < 1 or seqpar < 1 or world % (pipe * seqpar):
             least = max(1, pipe) * max(1, seqpar)
             raise ValueError(
-                f"--pipe {pipe} with --seqpar {seqpar} does not fit {quantity(world, 'started rank')}: "
-                f"start {least} ranks or a multiple, or change one of them"
+                f"pipe={pipe} with seqpar={seqpar} does not fit {quantity(world, 'started rank')}: "
+                f"start a multiple of {least} ranks, or change one of them"
             )
         return
     if seqpar < 1 or world % seqpar:
         fits = [size for size in range(1, world + 1) if world % size == 0]
         more = f", or start a multiple of {seqpar} ranks" if seqpar > 0 else ""
         raise ValueError(
-            f"--seqpar {seqpar} does not fit {quantity(world, 'started rank')}: "
-            f"use --seqpar {' or '.join(map(str, fits))}{more}"
+            f"seqpar={seqpar} does not fit {quantity(world, 'started rank')}: "
+            f"use seqpar={' or '.join(map(str, fits))}{more}"
         )
 
 
 def pick_device(launcher: Launcher, kind: str = "auto") -> torch.device:
-    """Returns this rank's device and makes it current: index 0 where one GPU is visible, else the local rank.
+    """Returns this rank's device and makes it current: GPU 0 if only one is visible, else that of the local rank.
 
-    ``kind``: auto, cpu or cuda.
+    - ``kind``: auto, cpu or cuda
     """
     if kind not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device {kind}: choose auto, cpu or cuda (cuda is also AMD's name in torch)")
+        raise ValueError(f"device={kind!r}: choose auto, cpu or cuda (torch also calls AMD's GPUs cuda)")
     visible = torch.cuda.device_count() if kind != "cpu" else 0
     if kind == "cuda" and visible == 0:
-        raise ValueError("--device cuda: this process sees no GPU; ask the scheduler for one or use --device cpu")
+        raise ValueError("device='cuda': no GPU is visible; ask the scheduler for one or use device='cpu'")
     if visible == 0:
         return torch.device("cpu")
     if visible > 1 and launcher.local_rank >= visible:
         raise ValueError(
             f"local rank {launcher.local_rank} has no GPU of its own: {visible} are visible and "
-            f"{launcher.local_world} ranks run on this node; start at most {visible} ranks a node"
+            f"{launcher.local_world} ranks run on this node; start at most {visible} ranks per node"
         )
     device = torch.device("cuda", 0 if visible == 1 else launcher.local_rank)
     torch.cuda.set_device(device)
@@ -103,10 +105,10 @@ def join(
     until: float | None = None,
     pipe: int = 1,
 ) -> Mesh:
-    """Returns the mesh of ``launcher.world`` processes that meet at ``store``, which is None for a process alone.
+    """Returns the mesh of ``launcher.world`` processes that meet at ``store``, which is None for a single process.
 
-    ``until``: when ``timeout_s`` ends, by ``time.monotonic``, where meeting has used some of it. Each step gets the
-    time that is left, and a tenth of ``timeout_s`` at least.
+    - ``until``: the ``time.monotonic`` at which ``timeout_s`` ends, if the meeting has used some of it. Each step gets
+      the time that is left, at least a tenth of ``timeout_s``
     """
     until = time.monotonic() + timeout_s if until is None else until
     check_seqpar(seqpar, launcher.world, pipe)
@@ -137,15 +139,15 @@ def join(
     for group in {id(group.handle): group for group in groups}.values():
         if group.handle is not None:
             first_collective(group, store, device, _left_s(until, timeout_s))
-    own = store.clone() if hasattr(store, "clone") else store  # never busy with what the main thread waits for
+    own = store.clone() if hasattr(store, "clone") else store  # not blocked while the main thread waits
     return Mesh(launcher, device, *groups, hosts, dist.PrefixStore("beside", own))
 
 
 def _eager_device(device: torch.device, env: Mapping[str, str]) -> torch.device | None:
     """Returns the GPU whose groups connect when they are made, one after the other over all ranks.
 
-    None where each connects at its first message, which groups without common ranks do side by side: quicker from
-    hundreds of ranks on, but a group that cannot connect is found out one by one.
+    Returns None if each group connects at its first message, which disjoint groups do concurrently: faster from
+    hundreds of ranks on, but a group that cannot connect is found later.
     """
     return device if device.type == "cuda" and env.get(LAZY_GROUPS) != "1" else None
 
@@ -153,9 +155,9 @@ def _eager_device(device: torch.device, env: Mapping[str, str]) -> torch.device 
 def _groups(
     ranks: np.ndarray, world: Group, limit: StartLimit | None
 ) -> tuple[Group, Group, Group, Group, Group, Group, Group]:
-    """Returns the groups of a mesh in its order, the world first; ``ranks``: by data, pipe and seq.
+    """Returns the groups of a mesh in its order, the world first; ``ranks`` has the axes data, pipe and seq.
 
-    Groups of the same ranks share a process group, but for ``pipe``, whose messages are under way beside others.
+    Groups of the same ranks share a process group, except ``pipe``, whose messages overlap with others.
     """
     num_data, pipe, seqpar = ranks.shape
     data = _split("data", ranks.transpose(1, 2, 0).reshape(-1, num_data), world.watch, limit)
@@ -173,7 +175,7 @@ def _groups(
 def fake_group(size: int) -> Group:
     """Returns a sequence group of which only the first rank exists: messages go nowhere and bring nothing.
 
-    It serves to measure that rank's own work, and can be made once in a process.
+    It serves to measure that rank's own work, and can be made once per process.
     """
     if size == 1:
         return Group("seq")
@@ -188,13 +190,13 @@ def _left_s(until: float, timeout_s: float) -> float:
 
 
 def _split(name: str, parts: np.ndarray, watch: Watch, limit: StartLimit | None, like: Sequence[Group] = ()) -> Group:
-    """Returns the group among the rows of ``parts`` that this rank is in.
+    """Returns the group that this rank is in, among the rows of ``parts``.
 
-    Every rank makes all process groups, in one order, unless groups of as many ranks are in ``like``: of the same
-    ranks then, as all split the ranks evenly and in order.
+    Every rank creates all process groups in the same order, unless a group of ``like`` has the same size: it then has
+    the same ranks, because all groups split the ranks evenly and in order.
     """
     mine: Group | None = None
-    timeout = timedelta(seconds=watch.start_limit_s)  # else torch's, of half an hour
+    timeout = timedelta(seconds=watch.start_limit_s)  # torch's default is half an hour
     rows = list(map(tuple, parts.tolist()))
     shared = next((group for group in like if group.ranks in rows), None)
     for ranks in rows:
@@ -214,21 +216,21 @@ def _warn_of_crossing(hosts: Sequence[str], seqpar: int) -> None:
         inside = list(dict.fromkeys(hosts[first : first + seqpar]))
         if len(inside) > 1:
             print(
-                f"warning: the sequence group of ranks {first}…{first + seqpar - 1} crosses nodes "
-                f"{', '.join(inside)}: every attention layer will use the network. Let --seqpar divide the "
-                "ranks of a node.",
+                f"warning: the sequence group of ranks {first}…{first + seqpar - 1} spans nodes "
+                f"{', '.join(inside)}: every attention layer will use the network. Choose a size that divides the "
+                "number of ranks per node.",
                 file=sys.stderr,
                 flush=True,
             )
 
 
 def _places_of(device: torch.device) -> tuple[torch.device, ...]:
-    """Returns where a group's tensors lie, in the order in which all ranks try them."""
+    """Returns the devices of a group's tensors, in the order in which all ranks try them."""
     return tuple(dict.fromkeys((torch.device("cpu"), device)))
 
 
 def first_collective(group: Group, store: dist.Store, device: torch.device, timeout_s: float) -> None:
-    """Takes a first small sum over ``group``; raises with its name and the absent ranks where that hangs."""
+    """Sums over ``group`` for the first time; if that hangs, raises TimeoutError with the missing ranks."""
     limit = timedelta(seconds=timeout_s)
     keys = [f"warm/{group}/{rank}" for rank in group.ranks]
     store.set(keys[group.index], "here")
@@ -243,4 +245,4 @@ def first_collective(group: Group, store: dist.Store, device: torch.device, time
     except (dist.DistError, RuntimeError) as error:
         missing = [rank for rank, key in zip(group.ranks, keys) if not store.check([key])]
         why = f"{format_ranks(missing)} never came" if missing else str(error).splitlines()[0]
-        raise TimeoutError(f"the {group} hangs in its first sum ({timeout_s:.0f} s): {why}") from None
+        raise TimeoutError(f"the first sum over the {group} did not finish within {timeout_s:.0f} s: {why}") from None

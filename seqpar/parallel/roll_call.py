@@ -18,20 +18,20 @@ from seqpar.text import quantity
 
 
 class RankLocation(NamedTuple):
-    """Where a rank runs: its host, and what tells its GPU from others there ("" where it has none of its own)."""
+    """Where a rank runs: its host, and what identifies its GPU there ("" if it has no GPU of its own)."""
 
     host: str
     gpu: str = ""
 
 
 def locate_rank(launcher: Launcher, device: torch.device, env: Mapping[str, str] = os.environ) -> RankLocation:
-    """Returns where this rank runs; without its GPU where ``env`` lets ranks share one."""
+    """Returns where this rank runs, without its GPU if ``env`` lets ranks share one."""
     host = launcher.host or socket.gethostname()
     return RankLocation(host, "" if env.get(SHARE_GPU) == "1" else _identity(device))
 
 
 def _identity(device: torch.device) -> str:
-    """Returns uuid and bus of a GPU, those that this torch knows; two dies of a card differ in one of them."""
+    """Returns the GPU's uuid and bus ids, as far as this torch knows them; two dies of a card differ in one of them."""
     if device.type != "cuda":
         return ""
     facts = torch.cuda.get_device_properties(device)
@@ -40,7 +40,7 @@ def _identity(device: torch.device) -> str:
 
 
 def roll_call(launcher: Launcher, store: Any, own: RankLocation, timeout_s: float) -> tuple[str, ...]:
-    """Returns every rank's host; raises with the names of ranks that never came, or that have one GPU together."""
+    """Returns every rank's host; raises if ranks are missing or share a GPU, and names them."""
     keys = [f"host/{rank}" for rank in range(launcher.world)]
     store.set(keys[launcher.rank], json.dumps(own))
     try:
@@ -48,7 +48,7 @@ def roll_call(launcher: Launcher, store: Any, own: RankLocation, timeout_s: floa
     except RuntimeError:  # DistError is one
         try:
             missing = format_ranks([rank for rank, key in enumerate(keys) if not store.check([key])])
-        except RuntimeError:  # it counted the ranks, gave up first and names them
+        except RuntimeError:  # rank 0, which hosts the store, gave up first and names them
             missing = "some, which rank 0 names,"
         raise TimeoutError(
             f"of {launcher.world} ranks, {missing} did not start within {timeout_s:.0f} s; "
@@ -60,7 +60,7 @@ def roll_call(launcher: Launcher, store: Any, own: RankLocation, timeout_s: floa
 
 
 def refuse_shared_gpus(places: Sequence[RankLocation]) -> None:
-    """Raises where ranks have one GPU together, which NCCL meets by ending the processes; alike on all ranks."""
+    """Raises ValueError on all ranks if some share a GPU, where NCCL would end the processes."""
     ranks_of: dict[RankLocation, list[int]] = {}
     for rank, place in enumerate(places):
         if place.gpu:
@@ -71,8 +71,8 @@ def refuse_shared_gpus(places: Sequence[RankLocation]) -> None:
             raise ValueError(
                 f"{format_ranks(ranks)} have one GPU of {place.host} together ({place.gpu.split()[0]}), "
                 "and each rank needs "
-                f"its own: start at most {quantity(count, 'rank')} there, let each see another GPU, or "
-                "use --device cpu"
+                f"its own: start at most {quantity(count, 'rank')} there, make another GPU visible to each, or "
+                "use device='cpu'"
             )
 
 
@@ -81,10 +81,13 @@ def _end() -> None:
 
 
 class StartLimit:
-    """Ends this process when making a group takes too long, after one rank has named the group and who is behind.
+    """Ends this process if making a group takes too long, after one rank has named the group and the missing ranks.
+
+    A library call that hangs while making a group cannot be interrupted: a wrong network interface or a rank that never
+    comes would keep all others, and their allocation, for ever.
 
     - ``store``: through which ranks tell each other how far they are
-    - ``left_s``: returns the seconds that the next step may take
+    - ``left_s``: returns how many seconds the next step may take
     - ``end``: ends the process
     """
 
@@ -97,7 +100,7 @@ class StartLimit:
 
     @contextmanager
     def making(self, name: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Limits what happens inside, which all ranks of the world enter in one order, whoever is in the group."""
+        """Limits the time spent inside; all ranks of the world enter in the same order, members of the group or not."""
         self._number += 1
         self._store.set(f"making/{self._rank}", str(self._number))
         limit_s = self._left_s()

@@ -1,4 +1,4 @@
-"""Rows of a tensor that ranks exchange, and work that is done while they travel."""
+"""Exchanges rows of tensors between ranks, and runs other work while they are in transit."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -17,9 +17,9 @@ Rows = Mapping[int, Interval]  # by place in the group
 def start_exchange(
     source: Tensor, send: Rows, target: Tensor, receive: Rows, group: Group, dim: int, kind: str, add: bool
 ) -> AwaitedTensor[None]:
-    """Sends rows of ``source``; what comes is then written into ``target``, or added there in the order of ranks.
+    """Sends rows of ``source``; received rows are written to ``target``, or added to it in rank order.
 
-    The rows that this rank keeps are always written: ``target`` holds zeros where others are added.
+    Rows that this rank keeps are always written: if ``add`` is set, ``target`` must hold zeros there.
     """
     pieces = {place: source.narrow(dim, low, high - low) for place, (low, high) in send.items()}
     slots = {place: target.narrow(dim, low, high - low) for place, (low, high) in receive.items()}
@@ -47,19 +47,19 @@ def run_on_stream_in_order(
     exchanges: Sequence[Callable[[], AwaitedTensor[None]]],
     like: Tensor,
     watch: Watch,
-    meanwhile: Callable[[], None] | None,
+    while_waiting: Callable[[], None] | None,
 ) -> None:
-    """Starts and ends one exchange after the other, with ``meanwhile`` beside them.
+    """Runs one exchange after the other, overlapped with ``while_waiting``.
 
-    On a GPU they run on a stream of their own, as each begins where the one before ended. Else ``meanwhile`` runs
-    behind the start of the first one.
+    On a GPU the exchanges run on a stream of their own, because each starts where the one before ended. Otherwise
+    ``while_waiting`` runs right after the first exchange has started.
     """
-    if meanwhile is None or not like.is_cuda:
+    if while_waiting is None or not like.is_cuda:
         for exchange in exchanges:
             coming = exchange()
-            if meanwhile is not None:
-                meanwhile()
-                meanwhile = None
+            if while_waiting is not None:
+                while_waiting()
+                while_waiting = None
             coming.wait()
         return
     here, beside = torch.cuda.current_stream(like.device), _stream_beside(like.device)
@@ -67,7 +67,7 @@ def run_on_stream_in_order(
     with torch.cuda.stream(beside), watch.clock.paused():
         for exchange in exchanges:
             exchange().wait()
-    meanwhile()
+    while_waiting()
     with watch.waiting(True):
         here.wait_stream(beside)
 

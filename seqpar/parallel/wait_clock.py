@@ -1,4 +1,4 @@
-"""How long this rank waited for others: by the host's clock, or on a GPU by events of the device's stream."""
+"""Measures how long this rank waited for others, by the host's clock or by events on the GPU's stream."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch
 
 
 class WaitClock:
-    """Adds up the seconds between ``measure`` and ``take_waited`` in which this rank waited for others.
+    """Adds up the seconds that this rank waited for others between ``measure`` and ``take_waited``.
 
     Outside of these two it costs nothing.
     """
@@ -16,9 +16,9 @@ class WaitClock:
     def __init__(self) -> None:
         self._runs = False
         self._waited_s = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # begin and end of the stream's waits
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # start and end of the stream's waits
         self._ready: float | torch.cuda.Event | None = None
-        self._marks, self._usual_marks = 0, 0  # of a backward: now, and in the last one
+        self._marks, self._usual_marks = 0, 0  # in this backward, and in the last one
 
     def measure(self) -> None:
         """Starts the clock at zero."""
@@ -32,7 +32,7 @@ class WaitClock:
 
     @contextmanager
     def waiting(self, on_gpu: bool) -> Iterator[None]:
-        """Counts the time inside as waiting, of the device's stream or of this process."""
+        """Counts the time spent inside as waiting, either of the device's stream or of this process."""
         if not self._runs:
             yield
         elif on_gpu:
@@ -46,7 +46,7 @@ class WaitClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Counts nothing inside, as where others are waited for beside this rank's own work."""
+        """Counts nothing inside, for waits that overlap with this rank's own work."""
         runs, self._runs = self._runs, False
         try:
             yield
@@ -54,9 +54,9 @@ class WaitClock:
             self._runs = runs
 
     def mark_ready(self, on_gpu: bool) -> None:
-        """Notes that this rank has done its own work; called again, only the last time counts.
+        """Records that this rank has finished its own work; only the last call counts.
 
-        A GPU records one event: at the call that was the last one in the backward before.
+        A GPU records one event, at the call that was the last one in the previous backward.
         """
         self._marks += 1
         if self._runs and not (on_gpu and self._marks < self._usual_marks):

@@ -1,9 +1,9 @@
-"""Watches over ranks that work together, and names those that hold up the others.
+"""Watches ranks that work together, and names those that hold up the others.
 
-A library's timeout says that a message did not come, not from whom. Here every rank notes which collective it
-enters. When nothing has moved for long, a thread of each rank tells the others through the store where its main
-thread is; ranks that do not wait in a collective, or that do not answer, are named. With ``check`` every message and
-collective is announced before it is sent, so that a mismatch is an error with names instead of a hang or a crash
+A library's timeout says that a message did not arrive, but not who failed to send it. Here every rank records which
+collective it enters. If nothing has moved for long, a thread of each rank tells the others through the store where its
+main thread is; ranks that do not wait in a collective, or do not answer, are named. With ``check``, every message and
+collective is announced before it is sent, so that a mismatch raises an error with names instead of a hang or a crash
 somewhere else.
 """
 
@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 from seqpar.parallel.wait_clock import WaitClock
 
-# Where DDP, sharded weights and the device wait, which do so without ``Watch.waiting``.
+# Modules in which DDP, sharded weights and the device wait without ``Watch.waiting``.
 _WAITING_IN_TORCH = ("torch.distributed", "torch.autograd.graph", "torch.cuda")
-_GROUND = str(Path(__file__).parent)  # what crosses ranks lies beside this file
+_GROUND = str(Path(__file__).parent)  # the folder of everything that communicates
 
 
 class CollectiveMismatch(RuntimeError):
-    """Ranks entered different collectives, or the same with different sizes."""
+    """Raised if ranks enter different collectives, or the same one with different sizes."""
 
 
 class RankPosition(NamedTuple):
@@ -39,19 +39,20 @@ class RankPosition(NamedTuple):
 
 
 class Watch:
-    """What one process knows of its own waiting; shared by all its groups, idle in a process alone.
+    """Records what one process is waiting for; shared by all its groups, idle in a single process.
 
-    ``hosts``: every rank's node. ``store``: through which ranks tell each other where they are. ``check``: announce
-    every message and collective before it is sent.
+    - ``hosts``: every rank's node
+    - ``store``: through which ranks tell each other where they are
+    - ``check``: announce every message and collective before it is sent
     """
 
     def __init__(self, rank: int = 0, hosts: Sequence[str] = ("",), store: Any = None, check: bool = False) -> None:
         self.rank, self.hosts, self.check = rank, hosts, check
-        self.limit_s = 0.0  # how long a collective may take; 0: the library's own limit
+        self.limit_s = 0.0  # how long a collective may take; 0: the backend's own limit
         self.start_limit_s = 0.0
         self.clock = WaitClock()
         self.finding = ""
-        self.roles: Sequence[str] = ()  # of every rank, such as its stage, where ranks do different work
+        self.roles: Sequence[str] = ()  # of every rank, such as its stage, if ranks do different work
         self.speaks = True  # whether this is the rank that prints the finding
         self._store = store
         self._counts: Counter[str] = Counter()
@@ -62,15 +63,15 @@ class Watch:
         self._over = threading.Event()
 
     def enter(self, kind: str, group: object) -> None:
-        """Notes that this rank enters a collective of a group."""
+        """Records that this rank enters a collective of a group."""
         self._last, self._beat = (kind, group), time.monotonic()
 
     @contextmanager
     def waiting(self, on_gpu: bool) -> Iterator[None]:
-        """Marks what happens inside as waiting for other ranks, and counts its time.
+        """Marks the code inside as waiting for other ranks, and counts its time.
 
-        Every call that blocks until others come stands in such a block: a rank outside of one is taken for the cause
-        of a hang.
+        Every call that blocks until others arrive must be inside such a block: a rank outside of one is taken for the
+        cause of a hang.
         """
         self._waits += 1
         try:
@@ -88,7 +89,7 @@ class Watch:
     # Announcing what is sent ----------------------------------------------------------------------------------
 
     def compare(self, group: str, ranks: Sequence[int], what: str) -> None:
-        """Raises on all ranks of a group, with their names, unless all enter the same collective now."""
+        """Raises on all ranks of a group, with their names, unless all of them enter the same collective."""
         name = f"{group}/{'-'.join(map(str, ranks))}"
         self._counts[name] += 1
         number = self._counts[name]
@@ -98,7 +99,7 @@ class Watch:
             rank: self._read(key, f"rank {rank} did not enter {what} in the {group} group")
             for rank, key in keys.items()
         }
-        self._store.delete_key(f"check/{name}/{number - 2}/{self.rank}")  # all have read it: they were at the next one
+        self._store.delete_key(f"check/{name}/{number - 2}/{self.rank}")  # all have read it, since all entered the next
         if len(set(entered.values())) > 1:
             differing = [
                 f"{format_ranks([r for r in ranks if entered[r] == one])}: {one}" for one in _unique(entered.values())
@@ -106,7 +107,7 @@ class Watch:
             raise CollectiveMismatch(f"collective {number} of the {group} group differs: {'; '.join(differing)}")
 
     def announce(self, group: str, sends: Mapping[int, str], receives: Mapping[int, str]) -> None:
-        """Tells other ranks what they will get, and raises unless what they will send is what is expected."""
+        """Announces what this rank sends, and raises unless the others announce what this rank expects."""
         for rank, what in sends.items():
             self._store.set(self._channel(group, self.rank, rank), what)
         for rank, what in receives.items():
@@ -124,7 +125,7 @@ class Watch:
         return f"check/{name}/{self._counts[name]}"
 
     def _read(self, key: str, problem: str) -> str:
-        """Returns another rank's announcement; ``problem`` is what is wrong where it does not come."""
+        """Returns another rank's announcement; raises with ``problem`` if it does not arrive."""
         limit_s = 0.5 * (self.limit_s or self.start_limit_s)
         try:
             with self.waiting(False):
@@ -138,7 +139,7 @@ class Watch:
     def begin(self, limit_s: float, act: Callable[[str], None] | None = None) -> None:
         """Starts a thread that names who holds up the others once this rank has not moved for 3/4 of ``limit_s``.
 
-        ``act`` is called with that text on every rank, where any rank waits; without it, one rank prints the text.
+        - ``act``: called with that text on every rank if any rank waits; None: one rank prints it
         """
         self.limit_s = limit_s
         if self._store is None or self._thread is not None:
@@ -177,7 +178,7 @@ class Watch:
                 return
 
     def _ask(self, store: Any, main: int) -> str:
-        """Tells the others where this rank is, hears where they are, and returns who holds up whom."""
+        """Exchanges positions with the other ranks and returns who holds up whom."""
         store.set(f"held/{self.rank}", json.dumps(self.whereabouts(sys._current_frames().get(main))))
         keys = [f"held/{rank}" for rank in range(len(self.hosts))]
         until = time.monotonic() + min(10.0, 0.1 * self.limit_s)
@@ -191,7 +192,7 @@ class Watch:
         return blame_waiting_ranks(answers, names, 0.75 * self.limit_s)
 
     def whereabouts(self, frame: FrameType | None) -> RankPosition:
-        """Returns where the main thread is, whose innermost frame is ``frame``."""
+        """Returns the position of the main thread, whose innermost frame is ``frame``."""
         in_torch = frame is not None and _module(frame).startswith(_WAITING_IN_TORCH)
         return RankPosition(
             self._waits > 0 or in_torch, line_outside_parallel(frame), " of the ".join(map(str, self._last))
@@ -199,7 +200,7 @@ class Watch:
 
 
 def line_outside_parallel(frame: FrameType | None) -> str:
-    """Returns the innermost line of this package above the ground, which called what crosses ranks."""
+    """Returns the innermost line of this package outside this folder: the caller of what communicates."""
     if frame is None:
         return "its end"
     while frame.f_back and not _above_ground(frame):
@@ -218,9 +219,9 @@ def _module(frame: FrameType) -> str:
 
 
 def blame_waiting_ranks(answers: Mapping[int, RankPosition], hosts: Sequence[str], seconds: float) -> str:
-    """Returns who holds up whom, as the ranks that answered tell; "" where no rank waits.
+    """Returns who holds up whom according to the ranks that answered, or "" if no rank waits.
 
-    - ``hosts``: of each rank its node, and what it does where others do something else
+    - ``hosts``: each rank's node, with its role if ranks do different work
     """
     waiting = [rank for rank, answer in answers.items() if answer.waits]
     if not waiting:
@@ -233,8 +234,8 @@ def blame_waiting_ranks(answers: Mapping[int, RankPosition], hosts: Sequence[str
         f"{format_ranks([r for r in waiting if answers[r].last == last])} in {last}" for last in collectives
     )
     if not causes:
-        return f"for {seconds:.0f} s all ranks have waited for each other ({waits}): use --debug-collectives"
-    return f"{' and '.join(causes)}, while for {seconds:.0f} s others have waited: {waits}"
+        return f"all ranks have been waiting for each other for {seconds:.0f} s ({waits}): start with check=True"
+    return f"{' and '.join(causes)}, and others have been waiting for {seconds:.0f} s: {waits}"
 
 
 def _unique(texts: Iterable[str]) -> list[str]:
@@ -242,7 +243,7 @@ def _unique(texts: Iterable[str]) -> list[str]:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Returns "rank 2", "ranks 0, 1", or of many in a row the first and the last."""
+    """Returns "rank 2", "ranks 0, 1" or, for a long consecutive run, "ranks 0…15"."""
     if len(ranks) > 8 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}…{ranks[-1]}"
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,7 +1,7 @@
-"""Exact programmes: where cells are cut so that the slowest place is as fast as can be, within everybody's memory.
+"""Exact searches for the cuts whose slowest place is as fast as possible, within every place's memory.
 
-Legend: P places, n cells. Places that are alike are interchangeable, so a state is how many of each kind have been
-used: P + 1 states where all are alike, 2^P where all differ.
+Legend: P places, n cells. Equal places are interchangeable, so a state is how many places of each kind have been used:
+P + 1 states if all are equal, 2^P if all differ.
 """
 
 import math
@@ -19,10 +19,10 @@ Array = np.ndarray
 
 
 def best_cuts(pipe: Pipe) -> StageMap:
-    """Returns one stage a place whose slowest place, its messages included, is the fastest possible.
+    """Returns one stage per place, such that the slowest place, including its messages, is as fast as possible.
 
-    Of places that differ, the programme also chooses which takes which stage. Raises ValueError where no cut leaves
-    every place within its memory.
+    If places differ, the search also decides which takes which stage. Raises ValueError if no cut leaves every place
+    within its memory.
     """
     kinds, num = _Kinds(pipe.places), len(pipe.takes)
     totals, sent = _Totals(pipe), _sent_of_runs(pipe)
@@ -35,7 +35,7 @@ def best_cuts(pipe: Pipe) -> StageMap:
             for place, then in kinds.next(used):
                 seconds = totals.seconds / place.speed + 2 * pipe.seconds_per_byte * sent
                 seconds[totals.bytes(alive) > place.memory] = np.inf
-                slowest = np.maximum(worst[:, None], seconds)  # first cell of the stage, first cell behind it
+                slowest = np.maximum(worst[:, None], seconds)  # by the stage's first cell and the first cell after it
                 least, start = slowest.min(0), slowest.argmin(0)
                 better = least < after.setdefault(then, np.full(num + 1, np.inf))
                 after[then][better] = least[better]
@@ -53,13 +53,13 @@ def best_cuts(pipe: Pipe) -> StageMap:
 
 
 def best_rings(pipe: Pipe) -> StageMap:
-    """Returns the fastest nested stages: each place but one has a piece of either end, so that skips stay at home.
+    """Returns the fastest nested stages: each place but one has a piece at either end, so that skips stay on one place.
 
-    The innermost place has one stage, the others two. Raises ValueError as ``best_cuts``.
+    The innermost place has one stage, the others have two. Raises ValueError like ``best_cuts``.
     """
     count, num = len(pipe.places), len(pipe.takes)
     if num < 2 * count - 1:
-        raise ValueError(f"rings of {count} places have {2 * count - 1} stages, and the network has {num} cells")
+        raise ValueError(f"rings of {count} places need {2 * count - 1} cells, but the network has {num}")
     kinds, rings = _Kinds(pipe.places), _Rings(pipe)
     layers: list[dict[Used, dict[tuple[int, int], _Ring]]] = [{kinds.none: {(0, num): _Ring(0.0)}}]
     for ring in range(count - 1):
@@ -84,7 +84,7 @@ def best_rings(pipe: Pipe) -> StageMap:
 
 
 class _Kinds:
-    """Which places are alike."""
+    """Groups of equal places."""
 
     def __init__(self, places: Sequence[StagePlace]) -> None:
         self.kinds = list(dict.fromkeys(places))
@@ -93,7 +93,7 @@ class _Kinds:
         self.all: Used = tuple(map(len, self.members))
 
     def next(self, used: Used) -> Iterator[tuple[StagePlace, Used]]:
-        """Yields each kind of which a place is left, and the state in which it is used."""
+        """Yields each kind with an unused place, and the state after using one."""
         for number, kind in enumerate(self.kinds):
             if used[number] < self.all[number]:
                 yield kind, (*used[:number], used[number] + 1, *used[number + 1 :])
@@ -105,7 +105,7 @@ class _Kinds:
 
 
 class _Totals:
-    """Seconds and bytes of the cells ``[first, end)``, as arrays of both; seconds are infinite where there is none."""
+    """Seconds and bytes of the cells ``[first, end)``, as arrays over both; seconds of empty ranges are infinite."""
 
     def __init__(self, pipe: Pipe) -> None:
         def runs(values: Sequence[float]) -> Array:
@@ -121,15 +121,15 @@ class _Totals:
         self.update = runs(updates) if pipe.updates_at_once else _worst_of_runs(updates)
         before, sizes = _members_before(pipe)
         inside = before[None, :, :] > before[:, None, :]
-        self.taken = (inside & _made_before(num)[:, None, :]) @ sizes  # bytes that come from earlier cells
+        self.taken = (inside & _made_before(num)[:, None, :]) @ sizes  # bytes received from earlier cells
 
     def bytes(self, alive: int) -> Array:
-        """Returns what a place holds whose cells these are, of so many micro-batches."""
+        """Returns the bytes of a place that holds these cells, with ``alive`` micro-batches in flight."""
         return self.state + np.maximum(alive * (self.held + self.taken) + self.moment, self.update)
 
 
 def _worst_of_runs(sizes: Sequence[int]) -> Array:
-    """Returns the largest of the cells ``[first, end)``."""
+    """Returns the maximum over the cells ``[first, end)``."""
     worst = np.zeros((len(sizes) + 1, len(sizes) + 1))
     for first in range(len(sizes)):
         worst[first, first + 1 :] = np.maximum.accumulate(sizes[first:])
@@ -137,7 +137,7 @@ def _worst_of_runs(sizes: Sequence[int]) -> Array:
 
 
 def _members_before(pipe: Pipe) -> tuple[Array, Array]:
-    """Returns how many members of each value come before each cell, and the bytes of each value."""
+    """Returns how many members of each value come before each cell, and the size of each value in bytes."""
     counts = np.zeros((len(pipe.takes) + 1, len(pipe.takes)), int)
     for value, members in enumerate(pipe.members):
         for member in members:
@@ -146,12 +146,12 @@ def _members_before(pipe: Pipe) -> tuple[Array, Array]:
 
 
 def _made_before(num: int) -> Array:
-    """Returns of each cell, and the end, which values are made before it."""
+    """Returns, for each cell and for the end, which values are made before it."""
     return np.arange(num)[None, :] < np.arange(num + 1)[:, None]
 
 
 def _sent_of_runs(pipe: Pipe) -> Array:
-    """Returns the bytes of the values that cross the border of the cells ``[first, end)``."""
+    """Returns the bytes of the values that cross the borders of the cells ``[first, end)``."""
     before, sizes = _members_before(pipe)
     inside = before[None, :, :] - before[:, None, :]
     return ((inside > 0) & (inside < before[-1])) @ sizes
@@ -159,7 +159,7 @@ def _sent_of_runs(pipe: Pipe) -> Array:
 
 @dataclass(frozen=True)
 class _Ring:
-    """The fastest rings around a core: seconds of the slowest, and the core and state before the last of them."""
+    """The fastest rings around a core: the seconds of the slowest, and the core and state before the last ring."""
 
     worst: float
     used: Used = ()
@@ -167,7 +167,7 @@ class _Ring:
 
 
 class _Rings:
-    """Cells of a core ``[first, end)`` and of the pieces on both sides of one inside of it."""
+    """Cells of a core ``[first, end)``, and of the pieces on either side of a core inside it."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe, self.num, self.count = pipe, len(pipe.takes), len(pipe.places)
@@ -178,7 +178,7 @@ class _Rings:
     def inside(
         self, layer: dict[Used, dict[tuple[int, int], _Ring]], ring: int, kinds: _Kinds
     ) -> dict[Used, dict[tuple[int, int], _Ring]]:
-        """Returns the fastest ways to one more ring inside of those of ``layer``, by state and core."""
+        """Returns the fastest ways to add a ring inside those of ``layer``, by state and core."""
         result: dict[Used, dict[tuple[int, int], _Ring]] = {}
         for used, cores in layer.items():
             for place, then in kinds.next(used):
@@ -192,7 +192,7 @@ class _Rings:
         return result
 
     def core_seconds(self, core: tuple[int, int], place: StagePlace) -> float:
-        """Returns the seconds of the innermost place, infinite where its memory does not suffice."""
+        """Returns the seconds of the innermost place, infinite if its memory is too small."""
         alive = in_flight(self.pipe.schedule, 2 * self.count - 1, self.pipe.micros, self.count - 1)
         if self.totals.bytes(alive)[core] > place.memory:
             return math.inf
@@ -200,7 +200,7 @@ class _Rings:
         return float(seconds + 2 * self.pipe.seconds_per_byte * self.core_bytes[core])
 
     def _ring_seconds(self, outer: tuple[int, int], ring: int, place: StagePlace) -> Array:
-        """Returns the seconds of both pieces around each core ``[low, high)``, counted from the outer one's first."""
+        """Returns the seconds of both pieces around each core ``[low, high)``, counted from the outer core's start."""
         first, end = outer
         low, high = np.s_[first, first : end + 1], np.s_[first : end + 1, end]  # pieces [first, low) and [high, end)
         totals, schedule = self.totals, (self.pipe.schedule, 2 * self.count - 1, self.pipe.micros)
@@ -220,7 +220,7 @@ class _Rings:
         return seconds
 
     def _at_home(self, outer: tuple[int, int]) -> Array:
-        """Returns the bytes that the later piece takes of the earlier one."""
+        """Returns the bytes that the later piece takes from the earlier one."""
         first, end = outer
         made = _made_before(self.num)
         made_early = made[first : end + 1] & ~made[first]
@@ -239,6 +239,6 @@ class _Rings:
 def _no_fit(pipe: Pipe) -> str:
     least = min(place.memory for place in pipe.places)
     return (
-        f"no placement of {len(pipe.takes)} cells on {len(pipe.places)} places fits memories from {least / 2**30:.3g} "
-        "GiB: use a larger --pipe, a smaller --batch, or --pipe-schedule 1f1b"
+        f"no placement of {len(pipe.takes)} cells on {len(pipe.places)} places fits a memory of {least / 2**30:.3g} "
+        "GiB: use a larger `pipe`, a smaller `batch`, or schedule='1f1b'"
     )

@@ -1,7 +1,7 @@
 """Networks as lists of cells: the smallest pieces between which a pipeline may cut.
 
-A cell takes outputs of earlier cells, or the image, and gives one value: a volume and how it is cut into boxes.
-Legend: b batch, c channels, k classes, W D H voxels.
+A cell takes outputs of earlier cells or the image, and returns one value: a volume and its box grid. Legend: b batch, c
+channels, k classes, W D H voxels.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,13 +13,13 @@ from seqpar.parallel.recomputation import checkpointed, update_buffers_once
 from seqpar.spatial.box_grid import BoxGrid
 
 Value = tuple[Tensor, BoxGrid | None]
-IMAGE = -1  # the number of what a network is given, beside those of its cells
+IMAGE = -1  # stands for the network's input among the numbers of cells
 
 
 class Cell(NamedTuple):
     """A cell: its name, its module, and the numbers of the cells whose outputs it takes.
 
-    The module is called with the first of them as ``x, grid``, and with each further one as a value: ``(x, grid)``.
+    The module is called with the first of them as ``x, grid``, and with each further one as a value ``(x, grid)``.
     """
 
     name: str
@@ -28,14 +28,14 @@ class Cell(NamedTuple):
 
 
 class CellList:
-    """The cells of a network that is being built, in the order in which they run."""
+    """The cells of a network under construction, in the order in which they run."""
 
     def __init__(self) -> None:
         self.cells: list[Cell] = []
 
     @property
     def last(self) -> int:
-        """The number of the last cell, ``IMAGE`` before the first."""
+        """The number of the last cell, or ``IMAGE`` if there is none yet."""
         return len(self.cells) - 1
 
     def add(self, name: str, module: nn.Module, *takes: int) -> int:
@@ -45,15 +45,15 @@ class CellList:
 
 
 class CellNet(nn.Module):
-    """A network of cells, which runs them one after the other.
+    """A network that runs its cells one after the other.
 
     - ``cells``: each takes outputs of earlier ones
-    - ``outputs``: the numbers of the cells whose outputs the network returns
+    - ``outputs``: numbers of the cells whose outputs the network returns
     """
 
     def __init__(self, cells: Iterable[Cell], outputs: Sequence[int]) -> None:
         super().__init__()
-        self.recomputed: frozenset[int] = frozenset()  # cells that backward computes again from what they take
+        self.recomputed: frozenset[int] = frozenset()  # cells that backward recomputes from their inputs
         names, modules, takes = zip(*cells)
         self.names: tuple[str, ...] = names
         self.takes: tuple[tuple[int, ...], ...] = takes
@@ -63,9 +63,9 @@ class CellNet(nn.Module):
         self.cells = nn.ModuleDict(dict(zip(names, modules)))
 
     def recompute(self) -> None:
-        """Lets backward compute cells again that would hold more than what they take, which is held anyway.
+        """Lets backward recompute the cells that would keep more than their inputs, which are kept anyway.
 
-        A module says by ``holds_more`` that it does; a cell that joins its inputs holds more too.
+        Modules declare this by ``holds_more``; a cell that joins several inputs keeps more too.
         """
         modules = list(self.cells.values())
         self.recomputed = frozenset(
@@ -75,11 +75,11 @@ class CellNet(nn.Module):
         )
         for number in self.recomputed:
             for module in modules[number].modules():
-                if hasattr(module, "keep_window"):  # until backward is through with the cell: no third message
+                if hasattr(module, "keep_window"):  # kept only while the cell is recomputed, and saves a third exchange
                     module.keep_window = True  # type: ignore[assignment]
 
     def run_cell(self, number: int, inputs: Sequence[Value]) -> Value:
-        """Returns the output of a cell; ``inputs`` in the order of ``takes[number]``."""
+        """Returns a cell's output, given its ``inputs`` in the order of ``takes[number]``."""
         module = self.cells[self.names[number]]
         grids = [grid for _, grid in inputs]
 
@@ -92,9 +92,9 @@ class CellNet(nn.Module):
         return checkpointed(update_buffers_once(run, module), *tensors)
 
     def run(self, image: Tensor, grid: BoxGrid | None = None, outputs: Sequence[int] | None = None) -> list[Value]:
-        """Returns the network's outputs, or those of the cells ``outputs``, of an image's box.
+        """Returns the network's outputs, or those of the cells ``outputs``, for an image's box.
 
-        Cells on which no output depends do not run; a value is dropped after the last cell that takes it.
+        Cells that no output depends on do not run; a value is freed after the last cell that takes it.
         """
         wanted = self.outputs if outputs is None else tuple(outputs)
         needed = self.needed(wanted)
@@ -114,7 +114,7 @@ class CellNet(nn.Module):
 
 
 def cells_needed(takes: Sequence[Sequence[int]], outputs: Iterable[int]) -> list[int]:
-    """Returns the numbers of the cells on which these outputs depend, in order; ``takes``: of each cell."""
+    """Returns the numbers of the cells on which these outputs depend, in order; ``takes`` lists each cell's inputs."""
     needed, waiting = set[int](), list(outputs)
     while waiting:
         number = waiting.pop()

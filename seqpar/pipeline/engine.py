@@ -1,7 +1,7 @@
-"""The engine of a pipe: one rank's events of the timetable, act by act and message by message.
+"""The engine of a pipeline: runs one rank's events of the timetable, act by act and message by message.
 
-A pipe's step is an accumulated step: each micro-batch adds the gradients of its loss, in order, as in one process. What
-a stage takes goes directly to it from the stage that has it, whatever lies between.
+A step over a pipeline is an accumulated step: the gradients of each micro-batch's loss are added in order, as in one
+process. A stage's inputs are sent to it directly from the stages that compute them, whatever stages are in between.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -19,14 +19,16 @@ from seqpar.pipeline.stages import StageMap, Takes
 from seqpar.pipeline.transfers import Transfers
 
 Prefixes = tuple[tuple[str, ...], ...]
-LossOf = Callable[[Sequence[Value], int], Tensor]  # of the network's outputs and the number of the micro-batch
+LossOf = Callable[[Sequence[Value], int], Tensor]  # takes the network's outputs and the number of the micro-batch
 
 
 class StagedNet(Protocol):
-    """What a pipe asks of a network. ``micro`` is what a rank has of a micro-batch, such as its part of the image.
+    """What a pipeline requires of a network.
+
+    ``micro`` is a rank's share of a micro-batch, such as its part of the image.
 
     - ``takes``, ``outputs``: as in ``StageMap``
-    - ``owns``: of each cell the names, or their beginnings, of its weights and buffers
+    - ``owns``: for each cell, the names of its weights and buffers, or their prefixes
     """
 
     @property
@@ -39,28 +41,29 @@ class StagedNet(Protocol):
     def owns(self) -> Prefixes: ...
 
     def image(self, micro: Any) -> Value:
-        """Returns what cells that take the image get."""
+        """Returns the input of cells that take the image."""
 
     def run_cell(self, number: int, inputs: Sequence[Value], micro: Any) -> Value:
-        """Returns the output of a cell; ``inputs`` in the order of ``takes[number]``."""
+        """Returns a cell's output, given its ``inputs`` in the order of ``takes[number]``."""
 
     def buffers_of(self, numbers: Sequence[int]) -> Sequence[Tensor]:
         """Returns the running statistics of cells."""
 
 
 class _Held(NamedTuple):
-    """What a stage holds of a micro-batch between forward and backward."""
+    """What a stage keeps of a micro-batch between forward and backward."""
 
-    leaves: dict[int, Value]  # what it took, by value
-    roots: dict[int, Tensor]  # what others take of it; the loss under ``IMAGE``
+    leaves: dict[int, Value]  # its inputs, by value
+    roots: dict[int, Tensor]  # its outputs that others take; the loss under ``IMAGE``
 
 
 class Engine:
     """Runs this rank's stages.
 
-    - ``events``: this rank's list of the timetable, which all ranks computed from the same costs
-    - ``pipe``: the places; ``seq``: over which values may be cut into boxes
-    - ``recompute``: hold only what a stage took, and run it again in backward; running statistics move once
+    - ``events``: this rank's list in the timetable, which all ranks computed from the same costs
+    - ``pipe``: the group of places
+    - ``seq``: the group over which values may be split into boxes
+    - ``recompute``: keep only a stage's inputs and run it again in backward; running statistics are updated once
     - ``around``: a context for every forward of cells, such as autocast
     """
 
@@ -85,11 +88,12 @@ class Engine:
         return any(isinstance(event, Act) and event.stage == self.last_stage for event in self.events)
 
     def step(self, micros: Sequence[Any], loss: LossOf, sizes: Hashable = ()) -> None:
-        """Adds the gradients of all micro-batches' losses to the weights.
+        """Adds the gradients of all micro-batches' losses to the weights' gradients.
 
-        - ``micros``: as many as the timetable has
-        - ``loss``: called on the rank of the last stage; what the step's loss is the sum of
-        - ``sizes``: of the micro-batches, the same on all ranks; new ones are told to the ranks that receive them
+        - ``micros``: the micro-batches, as many as the timetable has
+        - ``loss``: called on the ranks of the last stage; the step's loss is the sum of its results
+        - ``sizes``: sizes of the micro-batches, the same on all ranks; tensors of new sizes are described to their
+          receivers
         """
         self._micros, self._loss = micros, loss
         self._held: dict[tuple[int, int], _Held] = {}
@@ -121,7 +125,7 @@ class Engine:
         self._held[stage, micro] = _Held(leaves, {} if self.recompute else self._roots(stage, micro, values))
 
     def _run(self, stage: int, micro: int, leaves: dict[int, Value]) -> dict[int, Value]:
-        """Returns the values that others take of a stage, and those that the loss takes."""
+        """Returns the values of a stage that others or the loss take."""
         values, data = dict(leaves), self._micros[micro]
         cells = self.stages.runs(stage)
         kept = {value for value, _, _ in self.stages.leaves(stage)}
@@ -165,20 +169,22 @@ class Engine:
             self.transfers.let_go(Message(False, value, source, stage, micro - 2))
 
     def _run_again(self, stage: int, micro: int, leaves: dict[int, Value]) -> dict[int, Value]:
-        """Returns what ``_run`` did, with gradients; running statistics stay as they are."""
+        """Repeats ``_run`` with gradients; running statistics stay unchanged."""
         buffers = self.net.buffers_of(self.stages.runs(stage))
         before = [buffer.clone() for buffer in buffers]
         with torch.enable_grad():
             values = self._run(stage, micro, leaves)
         for buffer, value in zip(buffers, before):
-            buffer.data.copy_(value)  # not noted by autograd: torch's batch norm saves them, and does not read them
+            buffer.data.copy_(
+                value
+            )  # hidden from autograd: torch's batch norm saves these buffers but never reads them
         return values
 
 
 def _catch_gradients(leaves: Mapping[int, Value]) -> dict[int, Tensor]:
-    """Returns what a backward that follows fills with the gradients of ``leaves``, by value.
+    """Returns a dict that the next backward fills with the gradients of ``leaves``, by value.
 
-    Their ``grad`` would have their strides, where one process goes on with the gradient as it came.
+    Their ``grad`` would have the leaves' strides, but a single process continues with the gradient as it is.
     """
     caught: dict[int, Tensor] = {}
     for value, (x, _) in leaves.items():

@@ -1,4 +1,4 @@
-"""Placements by name: where a pipe cuts a network."""
+"""Placements by name: where a pipeline cuts a network."""
 
 import re
 from collections.abc import Callable
@@ -26,10 +26,10 @@ PLACEMENTS: dict[str, _Way] = {
 
 
 def place_cells(way: str, pipe: Pipe, objective: str = "makespan") -> StageMap:
-    """Returns the stages of a placement by its name, or of cuts such as "3,7".
+    """Returns the stages of a named placement, or of explicit cuts such as "3,7".
 
-    auto is the best of exact cuts, exact rings, and cuts by number and by size: the shortest step, or one as short as
-    far as can be foretold that holds less.
+    "auto" takes the best of exact cuts, exact rings, and cuts by number and by size: the shortest step or, among steps
+    that are equally short within the accuracy of the prediction, the one that needs least memory.
     """
     if way in PLACEMENTS:
         return PLACEMENTS[way](pipe, objective)
@@ -37,20 +37,18 @@ def place_cells(way: str, pipe: Pipe, objective: str = "makespan") -> StageMap:
 
 
 def parse_cuts(text: str, count: int, num_cells: int = 0) -> list[int]:
-    """Returns the cuts of "3,7" for ``count`` places; raises ValueError for what cannot be, on so many cells."""
+    """Parses "3,7" to the cuts of ``count`` places; raises ValueError if they do not fit ``num_cells`` cells."""
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise ValueError(
-            f"--placement {text}: choose {', '.join(PLACEMENTS)}, or the cells before which to cut, such as 3,7"
+            f"placement={text!r}: choose {', '.join(PLACEMENTS)}, or the cells before which to cut, such as 3,7"
         )
     cuts = list(map(int, text.split(",")))
     if len(cuts) != count - 1:
         cut = "1 cut makes" if len(cuts) == 1 else f"{len(cuts)} cuts make"
         raise ValueError(
-            f"--placement {text}: {cut} {len(cuts) + 1} stages, and --pipe is {count}: give {count - 1}, or "
-            "--placement auto"
+            f"placement={text!r}: {cut} {len(cuts) + 1} stages, but pipe={count} needs {count - 1}: give these, or "
+            "placement='auto'"
         )
     if num_cells and not all(a < b for a, b in zip([0, *cuts], [*cuts, num_cells])):
-        raise ValueError(
-            f"--placement {text}: the network has {num_cells} cells: ascending numbers below it are needed"
-        )
+        raise ValueError(f"placement={text!r}: the network has {num_cells} cells: give ascending numbers below that")
     return cuts

@@ -1,6 +1,6 @@
-"""What a pipe has to place, and how a placement is judged: by the length of its timetable, then by what it holds.
+"""What a pipeline places, and how placements are compared: by the length of their timetable, then by their memory.
 
-Every rank computes the same from the same costs: who measures them tells the others.
+Every rank computes the same result from the same costs: the rank that measures them sends them to the others.
 """
 
 import math
@@ -14,21 +14,21 @@ from seqpar.pipeline.schedule import StageSeconds, Timetable, in_flight, make_ti
 from seqpar.pipeline.stages import StageMap, Takes
 
 Number = TypeVar("Number", int, float)
-# steps whose lengths differ by less may be in the other order by the clock, which ran 0.95 to 1.02 of what was foretold
+# Steps whose predicted lengths differ by less count as equal: measured times were 0.95 to 1.02 of the prediction.
 TIMES_ALIKE = 1.08
 BYTES_ALIKE = 1.05
 
 
 @dataclass(frozen=True)
 class CellCost:
-    """What a cell costs on a micro-batch.
+    """What a cell costs per micro-batch.
 
     - ``forward``, ``backward``: seconds on a place of speed 1
-    - ``output``: bytes of what it gives
+    - ``output``: bytes of its output
     - ``held``: bytes that it keeps for backward
-    - ``state``: bytes of its weights with gradients and optimizer states, whatever the micro-batches
-    - ``moment``: bytes that are alive beside these while it runs
-    - ``update``: bytes that are alive beside weights and states while its weights are updated
+    - ``state``: bytes of its weights with gradients and optimizer states, independent of micro-batches
+    - ``moment``: additional bytes while it runs
+    - ``update``: additional bytes while its weights are updated
     """
 
     forward: float
@@ -46,7 +46,7 @@ class CellCost:
 
 @dataclass(frozen=True)
 class StagePlace:
-    """A place of the pipe: how fast it is beside others, and how many bytes its stages may hold."""
+    """A place of the pipeline: its relative speed, and how many bytes its stages may use."""
 
     speed: float = 1.0
     memory: float = math.inf
@@ -58,14 +58,14 @@ class StagePlace:
 
 @dataclass(frozen=True)
 class Pipe:
-    """A network's cells and the places to which they go.
+    """A network's cells and the places on which they are put.
 
     - ``takes``, ``outputs``: as in ``StageMap``
     - ``costs``: of each cell
     - ``places``: in the order of the pipe group
     - ``micros``, ``schedule``: of the step
-    - ``seconds_per_byte``: for which both ends of a message are busy
-    - ``updates_at_once``: whether a place updates all its weights at once, else in turn
+    - ``seconds_per_byte``: time per byte of a message, during which both ends are busy
+    - ``updates_at_once``: whether a place updates all its weights at once rather than in turn
     """
 
     takes: Takes
@@ -79,11 +79,11 @@ class Pipe:
 
     def __post_init__(self) -> None:
         if len(self.costs) != len(self.takes):
-            raise ValueError(f"{len(self.costs)} costs came for {len(self.takes)} cells")
+            raise ValueError(f"got {len(self.costs)} costs for {len(self.takes)} cells")
         check_num_cells(len(self.takes), len(self.places))
 
     def stages(self, inner: Sequence[int]) -> StageMap:
-        """Returns one stage a place, cut before the cells ``inner``."""
+        """Returns one stage per place, cut before the cells ``inner``."""
         return StageMap.of_cuts(self.takes, self.outputs, inner)
 
     def timetable(self, stages: StageMap) -> Timetable:
@@ -91,7 +91,7 @@ class Pipe:
         return make_timetable(stages, self.micros, self.schedule, self.stage_seconds(stages))
 
     def stage_seconds(self, stages: StageMap) -> StageSeconds:
-        """Returns each stage's seconds, those of what it sends and receives included."""
+        """Returns each stage's seconds, including its messages."""
         sent = [0] * stages.num_stages
         for crossing in stages.messages:
             sent[crossing.source] += self.costs[crossing.value].output
@@ -104,7 +104,7 @@ class Pipe:
         return StageSeconds(*both)
 
     def memory(self, stages: StageMap) -> list[int]:
-        """Returns the bytes of each place at its worst: weights and states, and what a step or its update adds."""
+        """Returns each place's peak memory in bytes: weights and states, and what a step or its update adds."""
         together, every = sum if self.updates_at_once else max, list[int]()
         for place, saved in enumerate(self.saved(stages)):
             own = [self.costs[c] for c in stages.cells_at(place)]
@@ -113,9 +113,9 @@ class Pipe:
         return every
 
     def saved(self, stages: StageMap) -> list[int]:
-        """Returns the bytes of each place that backward needs of all micro-batches under way.
+        """Returns the bytes that each place keeps for the backward of all micro-batches in flight.
 
-        What a stage took from other places is among them.
+        A stage's inputs from other places are included.
         """
         every = [0] * stages.num_places
         for stage, place in enumerate(stages.places):
@@ -125,13 +125,13 @@ class Pipe:
         return every
 
     def fits(self, stages: StageMap) -> bool:
-        """Returns whether every place has the memory for its stages."""
+        """Returns whether every place has enough memory for its stages."""
         return all(held <= place.memory for held, place in zip(self.memory(stages), self.places))
 
     def slowest(self, stages: StageMap) -> float:
-        """Returns the seconds of the slowest place on a micro-batch: what the exact programmes minimise.
+        """Returns the seconds of the slowest place per micro-batch, which the exact searches minimize.
 
-        A value that crosses a place's border counts once there, forward and backward, wherever it goes.
+        A value that crosses a place's border counts there once, forward and backward, wherever it goes.
         """
         worst = 0.0
         for place, at in zip(self.places, map(stages.cells_at, range(stages.num_places))):
@@ -146,7 +146,7 @@ class Pipe:
 
     @cached_property
     def members(self) -> tuple[frozenset[int], ...]:
-        """Of each value the cells that make it or take it; the loss takes outputs at the last cell."""
+        """For each value, the cells that make or take it; the loss takes the outputs at the last cell."""
         last = len(self.takes) - 1
         members = [{value} for value in range(last + 1)]
         for cell in cells_needed(self.takes, self.outputs):
@@ -159,33 +159,35 @@ class Pipe:
 
 
 def check_num_cells(num_cells: int, num_places: int) -> None:
-    """Raises ValueError where there are fewer cells than places."""
+    """Raises ValueError if there are fewer cells than places."""
     if not 1 <= num_places <= num_cells:
-        raise ValueError(f"--pipe {num_places}: the network has {num_cells} cells, and each rank needs one: use fewer")
+        raise ValueError(
+            f"pipe={num_places}: the network has {num_cells} cells, and each place needs one: use a smaller `pipe`"
+        )
 
 
 def equal_cuts(pipe: Pipe) -> StageMap:
-    """Returns stages of equally many cells."""
+    """Returns stages with equal numbers of cells."""
     count, num_cells = len(pipe.places), len(pipe.takes)
     return pipe.stages([num_cells * stage // count for stage in range(1, count)])
 
 
 def cuts_by_size(pipe: Pipe) -> StageMap:
-    """Returns the cut whose largest stage holds fewest bytes, weights twice, as torchgpipe's ``balance_by_size``.
+    """Returns the cut whose largest stage has the fewest bytes, counting weights twice.
 
-    torchgpipe comes near to it by a heuristic; here it is the least.
+    This is what torchgpipe's ``balance_by_size`` approximates by a heuristic.
     """
     sizes = [cost.held + 2 * cost.state for cost in pipe.costs]
     return pipe.stages(even_cuts(sizes, len(pipe.places)))
 
 
 def even_cuts(loads: Sequence[Number], count: int) -> list[int]:
-    """Returns where to cut ``loads`` into ``count`` runs so that the largest sum is least."""
+    """Returns where to cut ``loads`` into ``count`` runs such that the largest sum is minimal."""
     num = len(loads)
     totals = [loads[0] * 0]
     for load in loads:
         totals.append(totals[-1] + load)
-    best = [[math.inf] * (num + 1) for _ in range(count + 1)]  # of the first so many loads in so many runs
+    best = [[math.inf] * (num + 1) for _ in range(count + 1)]  # by number of runs and number of loads
     cut = [[0] * (num + 1) for _ in range(count + 1)]
     best[0][0] = 0.0
     for runs in range(1, count + 1):
@@ -201,9 +203,9 @@ def even_cuts(loads: Sequence[Number], count: int) -> list[int]:
 
 
 def best_placement(pipe: Pipe, ways: Sequence[Callable[[Pipe], StageMap]]) -> StageMap:
-    """Returns the placement to take of those ways, see ``pick_placement``.
+    """Returns the best placement of ``ways``, as ``pick_placement`` defines it.
 
-    A way that finds none within the memory is left out; raises its ValueError where no way finds one.
+    Ways that find none within the memory are skipped; if all fail, raises the first one's ValueError.
     """
     found, problems = list[StageMap](), list[ValueError]()
     for way in ways:
@@ -215,15 +217,15 @@ def best_placement(pipe: Pipe, ways: Sequence[Callable[[Pipe], StageMap]]) -> St
         if pipe.fits(stages):
             found.append(stages)
     if not found:
-        raise problems[0] if problems else ValueError("no placement fits the memory: use more stages")
+        raise problems[0] if problems else ValueError("no placement fits the memory: use more places")
     return found[pick_placement([(pipe.timetable(stages).seconds, max(pipe.memory(stages))) for stages in found])]
 
 
 def pick_placement(every: Sequence[tuple[float, float]]) -> int:
-    """Returns which placement to take, by the seconds of each one's step and the bytes of its fullest place.
+    """Returns the index of the placement to take, given each one's seconds per step and the bytes of its fullest place.
 
-    Of those whose step is the shortest, as far as that can be foretold, the one that holds least; the shorter one where
-    they hold about as much.
+    Among the steps that are the shortest within the accuracy of the prediction, takes the one that needs least memory,
+    and the shorter one if their memory is about the same.
     """
     shortest = min(seconds for seconds, _ in every)
     short = [at for at, (seconds, _) in enumerate(every) if seconds <= TIMES_ALIKE * shortest]

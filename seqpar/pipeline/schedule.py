@@ -1,9 +1,9 @@
-"""In which order the places of a pipe work: GPipe and 1F1B for any stages at any places.
+"""The order in which the places of a pipeline work: GPipe and 1F1B, for any assignment of stages to places.
 
-A timetable is the greedy simulation of a step: what can begin first begins first, backward before forward. It gives
-the order and the length at once. Every rank computes the same one, and each message stands in its sender's and its
-receiver's list at the same point of one global order; so no rank waits in a circle, even where a message is sent only
-when both are at it.
+A timetable is the greedy simulation of a step: whatever can start first starts first, backward before forward. It gives
+both the order and the length. Every rank computes the same timetable, and each message has the same position in one
+global order in its sender's and its receiver's list. So ranks never wait for each other in a circle, even if sends
+block until they are received.
 """
 
 import heapq
@@ -25,7 +25,7 @@ class Act(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A value that goes from the stage ``source`` to the stage ``target``; its gradient goes back."""
+    """A value sent from the stage ``source`` to the stage ``target``, or its gradient sent back."""
 
     is_forward: bool
     value: int
@@ -46,7 +46,7 @@ class StageSeconds:
 
     @classmethod
     def equal(cls, num_stages: int) -> "StageSeconds":
-        """Returns equal stages whose backward takes twice their forward."""
+        """Returns equal stages whose backward takes twice as long as their forward."""
         return cls([1.0] * num_stages, [2.0] * num_stages)
 
     def of(self, act: Act) -> float:
@@ -55,10 +55,10 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class Timetable:
-    """A step of a pipe.
+    """A step of a pipeline.
 
     - ``events``: of each place, in order
-    - ``seconds``: until the last place is done
+    - ``seconds``: until the last place has finished
     - ``busy``: seconds that each place works
     """
 
@@ -68,37 +68,37 @@ class Timetable:
 
     @property
     def bubble(self) -> float:
-        """The share of the step in which places wait, of all places together."""
+        """The fraction of the step in which places are idle, over all places."""
         return 1 - sum(self.busy) / (self.seconds * len(self.busy)) if self.seconds else 0.0
 
 
 def in_flight(schedule: str, num_stages: int, micros: int, stage: int) -> int:
-    """Returns of how many micro-batches a stage holds what its backward needs, at most."""
+    """Returns the maximum number of micro-batches for which a stage keeps what its backward needs."""
     if schedule not in SCHEDULES:
-        raise ValueError(f"--pipe-schedule {schedule}: choose {' or '.join(SCHEDULES)}")
+        raise ValueError(f"schedule={schedule!r}: choose {' or '.join(SCHEDULES)}")
     return micros if schedule == "gpipe" else min(micros, num_stages - stage)
 
 
 def make_timetable(
     stages: StageMap, micros: int, schedule: str = "1f1b", seconds: StageSeconds | None = None
 ) -> Timetable:
-    """Returns the step of ``micros`` micro-batches; all ranks must pass the same ``seconds``.
+    """Returns the timetable of ``micros`` micro-batches; all ranks must pass the same ``seconds``.
 
-    gpipe: all forwards of a stage before its first backward. 1f1b: each stage has as many micro-batches between
-    forward and backward as stages follow, and itself. In both a stage takes micro-batches in order, so that gradients
-    and running statistics add up as in one process.
+    In gpipe, all forwards of a stage precede its first backward. In 1f1b, the number of micro-batches that a stage has
+    between forward and backward is at most the number of stages from it to the last. In both, a stage takes
+    micro-batches in order, so that gradients and running statistics add up as in one process.
     """
     return _Simulation(stages, micros, schedule, seconds or StageSeconds.equal(stages.num_stages)).run()
 
 
 class _Simulation:
-    """Acts that wait for others, acts that are ready, and each place's time so far."""
+    """The state of a simulated step: acts that wait for others, acts that are ready, and each place's time so far."""
 
     def __init__(self, stages: StageMap, micros: int, schedule: str, seconds: StageSeconds) -> None:
         self.stages, self.micros, self.schedule, self.seconds = stages, micros, schedule, seconds
         everything = range(stages.num_stages), range(micros)
         self.acts = [Act(f, s, m) for m in everything[1] for s in everything[0] for f in (True, False)]
-        self.waits = dict.fromkeys(self.acts, 0)  # for how many acts
+        self.waits = dict.fromkeys(self.acts, 0)  # number of acts that each waits for
         self.followers: dict[Act, list[Act]] = {act: [] for act in self.acts}
         for stage in everything[0]:
             for micro in everything[1]:
@@ -106,7 +106,7 @@ class _Simulation:
         self.free = [0.0] * stages.num_places
         self.busy = [0.0] * stages.num_places
         self.ready = {act: 0.0 for act in self.acts if not self.waits[act]}
-        self.since = dict.fromkeys(self.acts, 0.0)  # when the last act was done for which one waits
+        self.since = dict.fromkeys(self.acts, 0.0)  # end of the last act that each waits for
 
     def _add_rules(self, stage: int, micro: int) -> None:
         limit = in_flight(self.schedule, self.stages.num_stages, self.micros, stage)
@@ -130,12 +130,12 @@ class _Simulation:
         return max(self.ready[act], self.free[self.stages.places[act.stage]])
 
     def _turn(self, act: Act) -> tuple[float, bool, int, int]:
-        """Returns what goes first: what can begin first, then backward, old micro-batches, and what is nearly done."""
+        """Returns the priority: earliest start, then backward, older micro-batches, and stages that are almost done."""
         return self._begin(act), act.is_forward, act.micro, -act.stage if act.is_forward else act.stage
 
     def run(self) -> Timetable:
         order, done = list[Event](), 0
-        sent: list[tuple[float, int, Message]] = []  # a heap, by time: messages that are not in the order yet
+        sent: list[tuple[float, int, Message]] = []  # a heap by time of messages that are not in the order yet
         leaving, number = self._leaving(), 0
         while self.ready:
             act = min(self.ready, key=self._turn)
@@ -153,7 +153,7 @@ class _Simulation:
         return Timetable(self._of_places(order), max(self.free), tuple(self.busy))
 
     def _do(self, act: Act, begin: float) -> float:
-        """Returns when the act is done."""
+        """Runs an act and returns when it ends."""
         place, seconds = self.stages.places[act.stage], self.seconds.of(act)
         end = self.free[place] = begin + seconds
         self.busy[place] += seconds

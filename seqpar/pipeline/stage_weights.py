@@ -1,4 +1,8 @@
-"""Which rank has which weights, the sum of their gradients, and the whole network for files and prediction."""
+"""The weights of stages: which place has which, the sum of their gradients, and the whole network for files and
+prediction.
+
+Names are those of the whole network everywhere; what another place has is None under its name.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +21,7 @@ BUCKET_BYTES = 25 << 20
 
 
 def cells_of_names(names: Sequence[str], owns: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Returns the cell of each weight or buffer; ``owns``: of each cell the beginnings of its names."""
+    """Returns the cell of each weight or buffer; ``owns`` has the name prefixes of each cell."""
     cells: dict[str, int] = {}
     for name in names:
         owners = [cell for cell, prefixes in enumerate(owns) if name.startswith(tuple(prefixes))]
@@ -34,9 +38,9 @@ def places_of_names(
 
 
 def keep_local_weights(net: nn.Module, places: Mapping[str, int], place: int) -> None:
-    """Leaves a network the weights and buffers of one place; the others are None under their names.
+    """Keeps the weights and buffers of one place; the others become None under their names.
 
-    ``places``: of every name in the network's ``state_dict``.
+    - ``places``: of every name in the network's ``state_dict``
     """
     learned = {name for name, _ in net.named_parameters()}
     for name in net.state_dict():
@@ -45,7 +49,7 @@ def keep_local_weights(net: nn.Module, places: Mapping[str, int], place: int) ->
 
 
 def put_tensor(net: nn.Module, name: str, tensor: Tensor | None, is_learned: bool) -> None:
-    """Puts a weight, or with ``is_learned`` False a buffer, under its name, or None."""
+    """Sets a weight, or a buffer if ``is_learned`` is False, by its name; it may be None."""
     path, _, leaf = name.rpartition(".")
     module = net.get_submodule(path)
     if is_learned:
@@ -57,7 +61,7 @@ def put_tensor(net: nn.Module, name: str, tensor: Tensor | None, is_learned: boo
 def average_gradients(parameters: Sequence[nn.Parameter], stage: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Averages the gradients over the ranks that hold the same weights.
 
-    Sums run in the order of ranks, so that they do not depend on which weights a place has, nor on timing.
+    Sums run in rank order, so that they depend neither on which weights a place has nor on timing.
     """
     if stage.size == 1:
         return
@@ -73,7 +77,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], stage: Group, bucket_b
 
 
 def _buckets(grads: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Yields gradients of one type, up to ``limit`` bytes together; a larger one is alone."""
+    """Yields gradients of one dtype, up to ``limit`` bytes together; a larger gradient gets its own bucket."""
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         bucket, size = list[Tensor](), 0
         for grad in (grad for grad in grads if grad.dtype == dtype):
@@ -89,15 +93,15 @@ def _buckets(grads: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
 def clip_gradients(
     net: nn.Module, names: Sequence[str], limit: float, pipe: Group, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Returns the norm of all places' gradients, after scaling them so that it is ``limit`` at most.
+    """Clips the norm of all places' gradients to ``limit``, and returns the norm before clipping.
 
-    It is the same on all ranks, and to the bit that of one process.
+    It is the same on all ranks, and bit-identical to that of one process.
 
     - ``names``: of the whole network's parameters, in order
     - ``dtype``: of the gradients
     """
     own = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-    norms = torch.zeros(2, len(names), dtype=torch.float64)  # and whether there is a gradient
+    norms = torch.zeros(2, len(names), dtype=torch.float64)  # norms, and whether there is a gradient
     for at, name in enumerate(names):
         if name in own:
             norms[0, at], norms[1, at] = float(torch.linalg.vector_norm(own[name])), 1.0
@@ -108,7 +112,7 @@ def clip_gradients(
 
 
 class TensorSpec(NamedTuple):
-    """A weight or buffer of a whole network, without its numbers."""
+    """A weight or buffer of the whole network, without its data."""
 
     place: int
     shape: torch.Size
@@ -117,7 +121,7 @@ class TensorSpec(NamedTuple):
 
 
 def tensor_specs(net: nn.Module, places: Mapping[str, int]) -> dict[str, TensorSpec]:
-    """Returns the entries of a whole network by their names; ``places``: where each will lie."""
+    """Returns the specs of a whole network by name; ``places`` says where each tensor will be."""
     learned = {name for name, _ in net.named_parameters()}
     return {name: TensorSpec(places[name], x.shape, x.dtype, name in learned) for name, x in net.state_dict().items()}
 
@@ -126,7 +130,7 @@ def tensor_specs(net: nn.Module, places: Mapping[str, int]) -> dict[str, TensorS
 def whole_network(
     net: nn.Module, entries: Mapping[str, TensorSpec], pipe: Group, device: torch.device
 ) -> Iterator[None]:
-    """Brings the weights of all places to all of them, and drops them at the end."""
+    """Copies the weights of all places to each of them, and drops them at the end."""
     own = net.state_dict()
     for name, entry in entries.items():
         tensor = own.get(name)
@@ -146,7 +150,7 @@ def whole_network(
 
 
 def gather_tensors(tensors: Mapping[str, Tensor], pipe: Group) -> dict[str, Tensor]:
-    """Returns the tensors of all places at the first of them, on the CPU; an empty dict at the others."""
+    """Returns the tensors of all places at the first one, on the CPU; an empty dict at the others."""
     plans = [[name, list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()]
     every = [json.loads(text) for text in gather_texts(json.dumps(plans), pipe)]
     if pipe.index:

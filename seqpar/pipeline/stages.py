@@ -1,4 +1,4 @@
-"""Cells cut into stages, stages at places of a pipe, and what crosses between them: arithmetic on numbers alone."""
+"""Cells grouped into stages, stages assigned to places, and what crosses between them: arithmetic on numbers alone."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Takes = tuple[tuple[int, ...], ...]  # of each cell, the numbers of the cells wh
 
 
 class Crossing(NamedTuple):
-    """A value that a stage makes and another one takes; its gradient goes the other way."""
+    """A value that one stage makes and another takes; its gradient goes the other way."""
 
     value: int
     source: int
@@ -21,10 +21,10 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class StageMap:
-    """Which cells make a stage, and at which place of the pipe group each stage lies.
+    """Which cells form a stage, and at which place of the pipe group each stage is.
 
-    - ``takes``: of each cell
-    - ``outputs``: the cells whose outputs the loss takes, which the last stage computes
+    - ``takes``: the inputs of each cell
+    - ``outputs``: the cells whose outputs the loss takes, in the last stage
     - ``cuts``: stage s has the cells ``cuts[s]`` to ``cuts[s + 1] - 1``
     - ``places``: of each stage; a place may have several stages
     """
@@ -40,16 +40,18 @@ class StageMap:
             inner = ",".join(map(str, self.cuts[1:-1]))
             raise ValueError(f"cuts {inner or 'none'}: {num_cells} cells need ascending cuts from 1 to {num_cells - 1}")
         if len(self.places) != self.num_stages or set(self.places) != set(range(self.num_places)):
-            raise ValueError(f"places {self.places}: each of {self.num_stages} stages needs one, without gaps from 0")
+            raise ValueError(
+                f"places {self.places}: each of {self.num_stages} stages needs one, numbered from 0 without gaps"
+            )
 
     @classmethod
     def of_cuts(cls, takes: Takes, outputs: Sequence[int], inner: Sequence[int]) -> "StageMap":
-        """Returns one stage a place, cut before the cells ``inner``."""
+        """Returns one stage per place, cut before the cells ``inner``."""
         return cls(takes, tuple(outputs), (0, *inner, len(takes)), tuple(range(len(inner) + 1)))
 
     @classmethod
     def of_allocation(cls, takes: Takes, outputs: Sequence[int], allocation: Sequence[int]) -> "StageMap":
-        """Returns the stages of cells at any places, ``allocation``: a run of cells at one place is a stage."""
+        """Returns the stages of cells at the places ``allocation``: consecutive cells at one place form a stage."""
         runs = [(place, len(list(cells))) for place, cells in itertools.groupby(allocation)]
         cuts = (0, *itertools.accumulate(length for _, length in runs))
         return cls(takes, tuple(outputs), cuts, tuple(place for place, _ in runs))
@@ -63,7 +65,7 @@ class StageMap:
         return max(self.places) + 1
 
     def cells(self, stage: int) -> range:
-        """Returns the cells of a stage, those that do not run included."""
+        """Returns the cells of a stage, including those that do not run."""
         return range(self.cuts[stage], self.cuts[stage + 1])
 
     def cells_at(self, place: int) -> list[int]:
@@ -88,19 +90,19 @@ class StageMap:
         return any(IMAGE in self.takes[cell] for cell in self.runs(stage))
 
     def enters(self, stage: int) -> list[Crossing]:
-        """Returns what a stage takes of others, in the order of values."""
+        """Returns what a stage takes from others, in the order of values."""
         return [crossing for crossing in self.crossings if crossing.target == stage]
 
     def leaves(self, stage: int) -> list[Crossing]:
-        """Returns what others take of a stage: by values, and the latest stage first.
+        """Returns what others take from a stage, the latest stage first.
 
-        Gradients are added in that order, which is that of a single process.
+        Gradients are added in that order, which is the order in a single process.
         """
         return [crossing for crossing in reversed(self.crossings) if crossing.source == stage]
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
-        """All that crosses between stages, of one place too; by stage that takes it, then by value."""
+        """Everything that crosses between stages, even at one place, by the stage that takes it and then by value."""
         every = list[Crossing]()
         for stage in range(self.num_stages):
             taken = {value for cell in self.runs(stage) for value in self.takes[cell]}
@@ -116,7 +118,7 @@ class StageMap:
 
     @cached_property
     def messages(self) -> tuple[Crossing, ...]:
-        """What crosses between places."""
+        """Everything that crosses between places."""
         return tuple(crossing for crossing in self.crossings if self.is_message(crossing))
 
     def is_message(self, crossing: Crossing) -> bool:

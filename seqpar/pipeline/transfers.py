@@ -1,7 +1,7 @@
-"""What the stages of a pipe send each other in a step: values forward, their gradients back.
+"""What the stages of a pipeline send each other in a step: values forward, their gradients back.
 
-A value, and its gradient, describe themselves the first time that they cross, so that nothing is assumed of sizes,
-precision, strides or box grids; micro-batches of a step are alike.
+The first time that a value or its gradient crosses, a description of it is sent first, so that nothing is assumed about
+sizes, precision, strides or box grids. All micro-batches of a step have the same form.
 """
 
 import json
@@ -22,7 +22,7 @@ Edges = tuple[tuple[int, ...], ...]
 
 
 class Form(NamedTuple):
-    """What a value, or its gradient, is like in every micro-batch."""
+    """The form of a value, or of its gradient, in every micro-batch."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -31,12 +31,12 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, grid: BoxGrid | None) -> "Form":
-        """Returns the form in which a tensor travels: with its own strides where they leave no gaps."""
+        """Returns the form in which a tensor is sent: with its own strides if they leave no gaps."""
         dense = x if _is_dense(x) else x.contiguous()
         return cls(tuple(x.shape), dense.stride(), x.dtype, None if grid is None else grid.edges)
 
     def encode(self) -> Tensor:
-        """Returns the form as a page of bytes."""
+        """Encodes the form as a fixed number of bytes."""
         text = json.dumps([self.shape, self.strides, str(self.dtype).removeprefix("torch."), self.edges]).encode()
         assert len(text) <= DESCRIPTION_BYTES, text
         page = torch.zeros(DESCRIPTION_BYTES, dtype=torch.uint8)
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
     @classmethod
     def decode(cls, page: Tensor) -> "Form":
-        """Returns the form of a page."""
+        """Decodes a form."""
         shape, strides, dtype, edges = json.loads(bytes(page.tolist()).rstrip(b"\0"))
         return cls(tuple(shape), tuple(strides), getattr(torch, dtype), edges and tuple(map(tuple, edges)))
 
@@ -53,14 +53,14 @@ class Form(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def line(self, x: Tensor) -> Tensor:
-        """Returns a tensor's numbers in the order in which they lie, which is that of this form."""
+        """Returns a tensor's elements as a vector, in the memory order of this form."""
         if x.stride() != self.strides:
             x = self.empty(x.device).copy_(x)
         return x.as_strided((x.numel(),), (1,))
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Returns whether the numbers of a tensor lie without gaps, in any order of dimensions."""
+    """Returns whether a tensor's elements are contiguous in memory, in any order of dimensions."""
     expected = 1
     for stride, side in sorted((stride, side) for stride, side in zip(x.stride(), x.shape) if side > 1):
         if stride != expected:
@@ -70,43 +70,44 @@ def _is_dense(x: Tensor) -> bool:
 
 
 class Transfers:
-    """The messages of one rank of a pipe, step after step.
+    """The messages of one rank of a pipeline, step after step.
 
-    - ``pipe``: the places; ``seq``: over which values may be cut into boxes
-    - ``device``: of what arrives
+    - ``pipe``: the group of places
+    - ``seq``: the group over which values may be split into boxes
+    - ``device``: the device of received tensors
     """
 
     def __init__(self, stages: StageMap, pipe: Group, seq: Group, device: torch.device) -> None:
         self.stages, self.pipe, self.seq, self.device = stages, pipe, seq, device
-        self._forms: dict[Any, Form] = {}  # of what crosses, by sizes, direction and value, and to which stage
+        self._forms: dict[Any, Form] = {}  # by sizes and message
         self._sizes: Any = None
         self._outgoing: dict[Message, tuple[Tensor, BoxGrid | None]] = {}
         self._incoming: dict[Message, tuple[Tensor, Pending]] = {}
         self._going: dict[Message, Pending] = {}
 
     def begin(self, sizes: Any) -> None:
-        """Begins a step; where ``sizes`` are new, as on all ranks, everything describes itself again."""
-        assert not self._outgoing and not self._incoming and not self._going, "the last step was not ended"
+        """Starts a step; if ``sizes`` are new, which must be so on all ranks, forms are sent again."""
+        assert not self._outgoing and not self._incoming and not self._going, "the last step has not ended"
         self._sizes = sizes
 
     def end(self) -> None:
-        """Waits until all that this rank sent has arrived."""
+        """Waits until everything that this rank sent has arrived."""
         for pending in self._going.values():
             pending.wait()
         self._going.clear()
 
     def abandon(self) -> None:
-        """Drops what is under way, after an error."""
+        """Drops all messages in transit, after an error."""
         self._outgoing.clear()
         self._incoming.clear()
         self._going.clear()
 
     def put(self, message: Message, x: Tensor, grid: BoxGrid | None = None) -> None:
-        """Hands over what the message will send, or what another stage of this rank takes."""
+        """Provides what the message will send, or what another stage of this rank will take."""
         self._outgoing[message] = x, grid
 
     def take(self, message: Message) -> Value:
-        """Returns what a message brought."""
+        """Returns what a message delivered."""
         if message in self._outgoing:
             return self._outgoing.pop(message)
         x, pending = self._incoming.pop(message)
@@ -115,7 +116,7 @@ class Transfers:
         return x, None if edges is None else BoxGrid(edges, self.seq)
 
     def run(self, message: Message) -> None:
-        """Sends what is there, or begins to receive what will be taken: the message's turn in the timetable."""
+        """Sends a value, or starts to receive one, when it is the message's turn in the timetable."""
         source, target = (self.stages.places[stage] for stage in (message.source, message.target))
         sender, receiver = (source, target) if message.is_forward else (target, source)
         kind = "activations" if message.is_forward else "activation gradients"
@@ -129,7 +130,7 @@ class Transfers:
             self._incoming[message] = x, post({}, {sender: line}, self.pipe, kind)
 
     def let_go(self, message: Message) -> None:
-        """Lets go of what was sent, after waiting for its arrival."""
+        """Waits until a sent value has arrived, and releases it."""
         if message in self._going:
             self._going.pop(message).wait()
 
@@ -143,7 +144,9 @@ class Transfers:
             self._forms[key] = Form.of(x, grid)
             post({receiver: self._forms[key].encode().to(self.device)}, {}, self.pipe, "descriptions").wait()
         form = self._forms[key]
-        assert (tuple(x.shape), x.dtype) == (form.shape, form.dtype), "micro-batches of a step are not alike"
+        assert (tuple(x.shape), x.dtype) == (form.shape, form.dtype), (
+            "the micro-batches of a step must have the same form"
+        )
         return form
 
     def _hear(self, message: Message, sender: int) -> Form:

@@ -23,6 +23,7 @@ from seqpar.planner.needs import Plan, RunToPlan, plan_complete_config
 from seqpar.planner.pipeline_plan import Cells, PlacementOptions, spread_over
 from seqpar.settings.config import AUTO, Config
 from seqpar.settings.curriculum import format_curriculum, in_micro_batches, parse_curriculum
+from seqpar.text import in_flags
 
 Choices = dict[str, tuple[str, ...]]  # why, by the choice's name: a sentence, then lines with figures
 
@@ -141,7 +142,7 @@ def fewest_places(
         except ValueError as problem:
             if len(sizes) == 1:
                 raise
-            say(f"--pipe {size}: {problem}")
+            say(f"--pipe {size}: {in_flags(str(problem))}")
             continue
         if spread.plan.fits:
             return spread

@@ -10,6 +10,7 @@ from seqpar.models.build import family_of
 from seqpar.planner.needs import Plan, RunToPlan, fits_nodes_evenly, memory_of, plan, steps_of
 from seqpar.planner.pipeline_plan import plan_run
 from seqpar.planner.step_counter import extrapolate
+from seqpar.text import in_flags
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 UNIT, LARGEST = 32, 1024  # voxels by which a cube's side grows, and its longest side
@@ -27,7 +28,7 @@ def plans(run: RunToPlan, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
         try:
             yield plan(run, size)
         except ValueError as error:
-            yield Plan(replace(run.config, seqpar=size), run.device, run.ranks_of(size), why=str(error))
+            yield Plan(replace(run.config, seqpar=size), run.device, run.ranks_of(size), why=in_flags(str(error)))
 
 
 def smallest_that_fits(rows: Iterable[Plan]) -> Plan | None:

@@ -16,6 +16,7 @@ from seqpar.planner.feasibility import check_feasible
 from seqpar.planner.needs import BUCKET, Plan, RunToPlan, plan_complete_config
 from seqpar.planner.step_counter import StepSetup, count_step
 from seqpar.settings.config import Config
+from seqpar.text import in_flags
 
 # flags of train, in the order of the table
 EVERY_WAY = (("cuts", ""), ("rings", ""), ("by-size", ""), ("equal", ""), ("gabra", "makespan"), ("gabra", "paper"))
@@ -177,7 +178,7 @@ def placements(pipe: Pipe, placement: str = "auto") -> Iterator[PlacementResult]
         try:
             stages = place_cells(way, pipe, objective or "makespan")
         except ValueError as problem:
-            yield PlacementResult(way, objective, why=str(problem))
+            yield PlacementResult(way, objective, why=in_flags(str(problem)))
             continue
         place_bytes = tuple(pipe.memory(stages))
         sent = 2 * sum(pipe.costs[crossing.value].output for crossing in stages.messages)

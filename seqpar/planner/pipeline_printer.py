@@ -21,7 +21,7 @@ from seqpar.planner.pipeline_plan import (
 )
 from seqpar.planner.printer import command, header
 from seqpar.settings.config import AUTO, Config
-from seqpar.text import quantity
+from seqpar.text import in_flags, quantity
 
 WIDTH = 98
 
@@ -129,7 +129,7 @@ def comparison(run: RunToPlan, p: Plan) -> Iterator[str]:
                 plan_complete_config(replace(run_of, config=config_for_group_size(run_of, config.seqpar)), p.ranks),
             )
         except ValueError as problem:
-            yield f"{flags:<56} {str(problem)[:42]}"
+            yield f"{flags:<56} {in_flags(str(problem))[:42]}"
 
 
 def alternatives_without_pipe(p: Plan) -> Iterator[Config]:

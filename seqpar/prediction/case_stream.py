@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from seqpar.data.formats.dataset import Case
 from seqpar.data.workers import ReportProgress, no_item_progress
 from seqpar.terminal import Display, bar
-from seqpar.text import clock
+from seqpar.text import clock, in_flags
 
 
 class CaseProgress:
@@ -40,7 +40,7 @@ class CaseProgress:
     def complain(self, text: str) -> None:
         """Prints an error to stderr."""
         if self.active:
-            self._display.say(f"error: {text}", "stderr")
+            self._display.say(f"error: {in_flags(text)}", "stderr")
 
     def warn(self, text: str) -> None:
         """Prints a warning to stderr."""

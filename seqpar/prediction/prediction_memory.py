@@ -15,6 +15,7 @@ from seqpar.planner.memory_counter import MemoryCounter
 from seqpar.prediction.sliding_window import fitting_batch, padded_shape
 from seqpar.prediction.window_grid import Sliding, WindowGrid, rows_at_once
 from seqpar.settings.config import Config
+from seqpar.text import in_flags
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _lines(
             try:
                 total = _bytes(config, shape, device, size, channels, classes, sliding)
             except ValueError as error:
-                cells.append(str(error))
+                cells.append(in_flags(str(error)))
             else:
                 cells.append(f"{total / GIB:.2f}{'' if total <= device.memory else '!'}")
         yield f"{size:>6} | {cells[0]:>{width}} | {cells[1]:>12}"

@@ -1,7 +1,7 @@
-"""Operations on volumes that are cut into boxes, one per rank: torch's own modules where there is no box grid.
+"""Operations on volumes that are split into boxes, one per rank; without a box grid they are torch's own modules.
 
-Each takes ``(x, grid)`` and returns ``(y, grid of y)``: ``x`` is this rank's box ``b c W D H``, or the whole volume
-where ``grid`` is None. Parameters have torch's names and shapes.
+Each takes ``(x, grid)`` and returns ``(y, grid of y)``, where ``x`` is this rank's box ``b c W D H``, or the whole
+volume if ``grid`` is None. Parameters have torch's names and shapes.
 """
 
 from seqpar.spatial.box_grid import BoxGrid

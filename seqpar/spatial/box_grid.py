@@ -1,4 +1,4 @@
-"""A grid of boxes: where a volume is cut, and which box each rank holds.
+"""Box grids: where a volume is cut into boxes, and which box each rank holds.
 
 A dimension of extent L is cut at ``edges`` 0 < ... < L. Each rank holds the product of one interval per dimension;
 ranks are numbered in raster order of these products, last dimension fastest, as in ``Layout.cuts``.
@@ -19,13 +19,14 @@ from seqpar.parallel.row_exchange import Interval
 
 @dataclass(frozen=True)
 class BoxGrid:
-    """The boxes of a volume that the ranks of ``group`` hold.
+    """The boxes into which a volume is cut, one per rank of ``group``.
 
-    A mode makes it (``mode.box_grid``), or ``BoxGrid(layout.voxel_cuts(), encoder.group)``; torch's own groups are
-    taken too.
+    Get one from a mode (``mode.box_grid``) or build it as ``BoxGrid(layout.voxel_cuts(), encoder.group)``.
 
-    - ``edges``: where each spatial dimension is cut, from 0 to its extent
-    - ``group``: the ranks, as many as there are boxes
+    Args:
+        ``edges``: where each spatial dimension is cut, from 0 to its extent.
+        ``group``: the ranks, as many as there are boxes: a ``Group``, torch's ``ProcessGroup``, or a one-dimensional
+            ``DeviceMesh``.
     """
 
     edges: tuple[Bounds, ...]
@@ -35,13 +36,15 @@ class BoxGrid:
         object.__setattr__(self, "group", as_group(self.group))
         for edges in self.edges:
             if len(edges) < 2 or edges[0] != 0 or any(a >= b for a, b in itertools.pairwise(edges)):
-                raise ValueError(f"edges {edges} must begin at 0 and ascend: every rank needs a box with voxels")
+                raise ValueError(f"edges {edges} must start at 0 and ascend: no box may be empty")
         if math.prod(self.parts) != self.group.size:
-            raise ValueError(f"edges {self.edges} make {math.prod(self.parts)} boxes for the {self.group}")
+            raise ValueError(
+                f"edges {self.edges} make {math.prod(self.parts)} boxes, but the {self.group} needs one per rank"
+            )
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """How many intervals each dimension is cut into."""
+        """The number of intervals into which each dimension is cut."""
         return tuple(len(edges) - 1 for edges in self.edges)
 
     @cached_property
@@ -51,13 +54,13 @@ class BoxGrid:
 
     @cached_property
     def place(self) -> tuple[int, ...]:
-        """Which interval of each dimension this rank holds."""
+        """The index of this rank's interval in each dimension."""
         steps = [math.prod(self.parts[dim + 1 :]) for dim in range(len(self.parts))]
         return tuple(self.group.index // step % count for step, count in zip(steps, self.parts))
 
     @cached_property
     def box(self) -> tuple[Interval, ...]:
-        """This rank's half-open interval of each dimension."""
+        """This rank's half-open interval in each dimension."""
         return tuple((edges[at], edges[at + 1]) for edges, at in zip(self.edges, self.place))
 
     @cached_property
@@ -66,7 +69,7 @@ class BoxGrid:
         return tuple(high - low for low, high in self.box)
 
     def line(self, dim: int) -> range:
-        """Returns, in order along ``dim``, the places in the group whose boxes differ from this rank's in it alone."""
+        """Returns the group's indices, in order, whose boxes differ from this rank's only along ``dim``."""
         step = math.prod(self.parts[dim + 1 :])
         first = self.group.index - self.place[dim] * step
         return range(first, first + step * self.parts[dim], step)
@@ -77,5 +80,5 @@ class BoxGrid:
         return BoxGrid(tuple(tuple(e * f for e in edges) for edges, f in zip(self.edges, factors)), self.group)
 
     def fits(self, x: Tensor) -> bool:
-        """Returns whether ``b c W D H`` has the extents of this rank's box."""
+        """Returns whether ``x``, ``b c W D H``, has the extents of this rank's box."""
         return x.ndim == len(self.edges) + 2 and tuple(x.shape[2:]) == self.sides

@@ -1,7 +1,7 @@
-"""Runs through volumes a piece at a time, in the order in which they lie, so that intermediate values stay in cache.
+"""Processes volumes piece by piece in memory order, so that intermediate values stay in the processor's cache.
 
-A GPU takes all samples at once: there, what counts is how few passes it launches. Legend: b batch, c channels, W D H
-voxels, v the voxels of a box; a row is one channel of one sample, ``(b c)``.
+A GPU processes all samples at once: there, the number of kernel launches is what counts. Legend: b batch, c channels, W
+D H voxels, v the voxels of a box; a row is one channel of one sample, ``(b c)``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,25 +17,25 @@ from seqpar.spatial.memory_format import is_channels_last
 
 _AT_ONCE = 1 << 18  # values
 _GPU_AT_ONCE = 1 << 28  # values, of whole samples
-_LINE = 1024  # values beside each other, where channels lie innermost
+_LINE = 1024  # adjacent values, if channels are innermost
 Optionals = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The values of several volumes at the same voxels, and what belongs to their rows of several columns.
+    """The values of several volumes at the same voxels, and the matching rows of several columns.
 
-    Without a volume or column there is None in its place.
+    A missing volume or column is None.
     """
 
-    values: tuple[Any, ...]  # each n m, or b v c: samples at once whose channels lie innermost
-    columns: tuple[Any, ...]  # each n 1, or 1 m where channels lie innermost, or b 1 c
+    values: tuple[Any, ...]  # each n m, or b v c: whole samples with channels innermost
+    columns: tuple[Any, ...]  # each n 1, or 1 m if channels are innermost, or b 1 c
     rows: slice
-    num_channels: int  # that lie innermost; 0: rows lie one behind the other
-    voxels: int  # of each row
+    num_channels: int  # number of channels, if these are innermost; 0: rows are contiguous
+    voxels: int  # per row
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the sum over each row of values that were computed from this piece."""
+        """Returns the sum over each row of values computed from this piece."""
         if x.ndim == 3:
             return x.sum(1, dtype=dtype).flatten()
         if not self.num_channels:
@@ -43,7 +43,7 @@ class Piece:
         return x.sum(0, dtype=dtype).view(-1, self.num_channels).sum(0)
 
     def broadcast(self, column: Tensor) -> Tensor:
-        """Returns a column of this piece's rows so that it can be combined with the values."""
+        """Returns a column of this piece's rows, shaped to broadcast against the values."""
         if self.values[0].ndim == 3:
             return column.view(-1, 1, self.num_channels)
         if not self.num_channels:
@@ -52,7 +52,7 @@ class Piece:
 
 
 class Pieces:
-    """Cuts volumes of the shape of ``x`` into pieces, in the order in which ``x`` lies in memory."""
+    """Cuts volumes of the shape of ``x`` into pieces, in the memory order of ``x``."""
 
     def __init__(self, x: Tensor) -> None:
         self.last = is_channels_last(x)
@@ -66,9 +66,9 @@ class Pieces:
         return torch.empty(self.shape, dtype=dtype, device=self.device, memory_format=self.format)
 
     def of(self, volumes: Optionals, columns: Optionals = ()) -> Iterator[Piece]:
-        """Returns the pieces of ``volumes`` and of ``columns`` ``(b c)``.
+        """Yields the pieces of ``volumes`` and of ``columns`` ``(b c)``.
 
-        Pieces of a volume in another order are copies.
+        Pieces of a volume in another memory order are copies.
         """
         ordered = [v if v is None else v.contiguous(memory_format=self.format) for v in volumes]
         if self.at_once:
@@ -76,7 +76,7 @@ class Pieces:
         return self._lines(ordered, columns) if self.last else self._rows(ordered, columns)
 
     def _samples(self, volumes: Optionals, columns: Optionals) -> Iterator[Piece]:
-        """Returns as many samples at once as a GPU may have copies of."""
+        """Yields whole samples, as many at once as a GPU has memory to copy."""
         size, num = self.shape[0], self.shape[1]
         num_voxels = self.shape[2:].numel()
         count = max(1, _GPU_AT_ONCE // (num * num_voxels))
@@ -89,7 +89,7 @@ class Pieces:
             yield Piece(values, parts, at, num if self.last else 0, num_voxels)
 
     def _rows(self, volumes: Optionals, columns: Optionals) -> Iterator[Piece]:
-        """Returns whole rows, as many at once as stay in cache."""
+        """Yields whole rows, as many at once as fit in the cache."""
         num_voxels = self.shape.numel() // self.num_rows
         rows = [v if v is None else v.view(self.num_rows, num_voxels) for v in volumes]
         at_once = max(1, _AT_ONCE // num_voxels) if self.device.type == "cpu" else self.num_rows
@@ -99,7 +99,7 @@ class Pieces:
             yield Piece(values, tuple(c if c is None else c[at, None] for c in columns), at, 0, num_voxels)
 
     def _lines(self, volumes: Optionals, columns: Optionals) -> Iterator[Piece]:
-        """Returns lines of all channels of as many voxels as stay in cache; a sample's last line may be shorter."""
+        """Yields lines of all channels of as many voxels as fit in the cache; a sample's last line may be shorter."""
         num = self.shape[1]
         flat = [v if v is None else rearrange(v, "b c w d h -> b (w d h c)") for v in volumes]
         length = self.shape[1:].numel()
@@ -119,5 +119,5 @@ class Pieces:
 
 
 def fits_whole_samples(x: Tensor) -> bool:
-    """Returns whether volumes are taken in whole samples, as many at once as there is memory for: on a GPU."""
+    """Returns whether volumes are processed in whole samples, as many at once as fit in memory: true on a GPU."""
     return device_type(x) != "cpu"

@@ -1,7 +1,7 @@
-"""Convolutions of volumes that are cut into boxes; without a box grid they are torch's own.
+"""Convolutions of volumes that are split into boxes; without a box grid they are torch's own.
 
-Each takes ``(x, grid)`` and returns ``(y, grid of y)``; parameters have torch's names. Legend: b batch, c
-channels, W D H voxels; ``/s`` after the letter that is spread over the group.
+Each takes ``(x, grid)`` and returns ``(y, grid of y)``; parameters have torch's names. Legend: b batch, c channels, W D
+H voxels; ``/s`` after the letter that is split over the group.
 """
 
 import math
@@ -27,11 +27,13 @@ from seqpar.spatial.receptive_field import ReceptiveField, output_grid, sliding_
 
 
 class Conv3d(nn.Conv3d):
-    """A convolution that fetches its halos; any kernel, stride, zero padding, dilation and groups.
+    """Applies a 3D convolution to a box, fetching its halos; any kernel, stride, zero padding, dilation and groups.
 
-    ``keep_window``: keep the box with its halos for backward. If not, keep the input alone and fetch its halos again:
-    this needs no memory if something else keeps the input anyway. None: as behind a norm that activates, whose output
-    is kept on a GPU anyway and on a CPU is not.
+    Args:
+        ``sizes``, ``options``: as in ``torch.nn.Conv3d``; ``padding_mode`` must be ``"zeros"``.
+        ``keep_window``: keep the box with its halos for backward. If False, keep only the input and fetch its halos
+            again, which needs no memory if something else keeps the input anyway. None suits an input that comes from a
+            norm with activation, which is kept on a GPU anyway, but not on a CPU.
     """
 
     def __init__(self, *sizes: Any, keep_window: bool | None = True, **options: Any) -> None:
@@ -40,7 +42,7 @@ class Conv3d(nn.Conv3d):
         self.keep_window = keep_window
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
-        """Returns ``b c W/s D/s H/s`` of the same, and its box grid."""
+        """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
         if self._is_local() and is_channels_last(x):
             assert grid is None or grid.fits(x), (x.shape, grid.sides)
             y = F.linear(rearrange(x, "b c w d h -> b w d h c"), self.weight.flatten(1), self.bias)
@@ -66,7 +68,7 @@ class Conv3d(nn.Conv3d):
         return match_memory_format(super().forward(x), x)
 
     def _is_local(self) -> bool:
-        """Returns whether this is a matrix product at each voxel, without neighbours."""
+        """Returns whether this is a matrix product at each voxel, independent of its neighbours."""
         plain = self.groups == 1 and not any(sum(self._pads(dim)) for dim in range(3))
         return plain and math.prod(self.kernel_size) == 1 == math.prod(self.stride)
 
@@ -81,9 +83,11 @@ class Conv3d(nn.Conv3d):
 
 
 class ConvTranspose3d(nn.ConvTranspose3d):
-    """A transposed convolution that fetches its halos; it needs none where kernel and stride are equal.
+    """Applies a 3D transposed convolution to a box, fetching its halos; it needs none if kernel and stride are equal.
 
-    ``keep_window`` as in ``Conv3d``.
+    Args:
+        ``sizes``, ``options``: as in ``torch.nn.ConvTranspose3d``; ``padding_mode`` must be ``"zeros"``.
+        ``keep_window``: as in ``Conv3d``.
     """
 
     def __init__(self, *sizes: Any, keep_window: bool = True, **options: Any) -> None:
@@ -94,7 +98,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         self.keep_window = keep_window
 
     def forward(self, x: Tensor, grid: BoxGrid | None = None) -> tuple[Tensor, BoxGrid | None]:  # type: ignore[override]
-        """Returns ``b c W/s D/s H/s`` of the same, and its box grid."""
+        """Returns this rank's box of the output, ``b c W/s D/s H/s``, and its box grid."""
         if grid is None:
             return match_memory_format(super().forward(x), x), None
         options = zip(self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding)
@@ -112,7 +116,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         return _convolve(x, self.weight, self.bias, how), result
 
     def _computed(self, dim: int, reach: ReceptiveField, place: int) -> Interval:
-        """Returns the interval of outputs that this rank's window yields."""
+        """Returns the interval of outputs computed from this rank's window."""
         if reach.local:
             return 0, reach.edges[-1]
         low, high = reach.needed[place]
@@ -123,7 +127,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
 
 def _refuse_padding(mode: str) -> None:
     if mode != "zeros":
-        raise ValueError(f"padding_mode {mode!r} does not go over box borders: use 'zeros'")
+        raise ValueError(f"padding_mode={mode!r} does not work across boxes: use 'zeros'")
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: BoxConvolution) -> Tensor:
@@ -134,20 +138,20 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: BoxConvolutio
 
 
 class _Convolve(Function):
-    """*forward:* fetches halos and convolves.
+    """*forward:* fetches the halos and convolves.
 
-    *backward:* the halos' gradients go back to their owners, who add them.
+    *backward:* sends the halos' gradients back to their owners, which add them.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: BoxConvolution) -> Tensor:
-        inner_bias = None if how.crop.plans else bias  # places that no input reaches hold the bias too
-        ctx.how, ctx.biased, ctx.goes_on = (
+        inner_bias = None if how.crop.plans else bias  # outputs that no input reaches also get the bias
+        ctx.how, ctx.biased, ctx.overlaps = (
             how,
             bias is not None,
             overlap_pays_off(device_type(x), how.halos.bytes_to_come(x)),
         )
-        window, y = convolve_during_exchange(how, x, weight, inner_bias, ctx.goes_on)
+        window, y = convolve_during_exchange(how, x, weight, inner_bias, ctx.overlaps)
         ctx.save_for_backward(window if how.keep_window else x, weight)
         ctx.window_shape = y.shape
         y = how.crop.open(y)
@@ -161,11 +165,11 @@ class _Convolve(Function):
         how: BoxConvolution = ctx.how
         kept, weight = ctx.saved_tensors
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        window_grad = how.crop.close(grad)  # of all outputs that the window yields: without messages, so not written to
+        window_grad = how.crop.close(grad)  # cropping sends no message, so grad is not written to
         assert window_grad.shape == ctx.window_shape, (window_grad.shape, ctx.window_shape)
         inner_bias = for_bias and not how.crop.plans
         needs = for_x, for_weight, inner_bias
-        dx, dweight, dbias = backward_during_exchange(how, window_grad, kept, weight, ctx.biased, needs, ctx.goes_on)
+        dx, dweight, dbias = backward_during_exchange(how, window_grad, kept, weight, ctx.biased, needs, ctx.overlaps)
         if for_bias and not inner_bias:
             dbias = grad.sum([0, *range(2, grad.ndim)])
         return dx, dweight, dbias, None

@@ -1,14 +1,15 @@
-"""Convolutions on a CPU, asked for in the form in which oneDNN is quick, and right.
+"""CPU convolutions in the form in which oneDNN is fast, and correct.
 
-Torch convolves a single float32 sample of at most 20,480 channels x W x D without oneDNN, some eight times slower; two
-samples go to oneDNN. So a small sample is cut into two halves, which overlap by the kernel's reach.
+Without oneDNN, torch is about eight times slower: it skips it for a single float32 sample of at most 20,480 channels x
+W x D, but not for two samples. So a small sample is cut into two halves, which overlap by the kernel's extent.
 
-Without AVX-512, oneDNN's quick kernel for gradients of weights takes channels first and no padding along W; else it
-makes a matrix of 27 copies of the volume. So there slabs along W, with the rows that they reach into, are copied so,
-and their gradients added; a slab stays in cache.
+Without AVX-512, oneDNN's fast kernel for weight gradients needs channels first and no padding along W; otherwise it
+builds a matrix of 27 copies of the volume. So slabs along W, with the rows that they reach into, are copied to that
+form, and their gradients added; a slab stays in the cache.
 
-In bfloat16, with a padding along W and a kernel longer there than the volume, oneDNN's gradient of weights has numbers
-in it that were never written (torch 2.13, AVX-512 with bf16). Without padding it is right: such volumes are a slab too.
+In bfloat16, if there is padding along W and the kernel is longer there than the volume, oneDNN's weight gradient
+contains uninitialized numbers (torch 2.13, AVX-512 with bf16). Without padding it is correct, so such volumes are
+processed as slabs too.
 
 Legend: b batch, c channels, W D H voxels.
 """
@@ -26,7 +27,7 @@ from seqpar.spatial.memory_format import is_channels_last
 
 _NATIVE = 20480  # channels x W x D up to which torch does not call oneDNN
 _SLAB = 1 << 21  # values
-_CHANNELS = 8  # that the kernel without AVX-512 takes at a time
+_CHANNELS = 8  # block size of the kernel without AVX-512
 Ints = tuple[int, ...]
 
 
@@ -43,7 +44,7 @@ class ConvOptions:
 
     @classmethod
     def of(cls, layer: nn.Conv3d | nn.ConvTranspose3d, padding: Ints) -> "ConvOptions":
-        """Returns the options of a layer, with another padding."""
+        """Returns the options of a layer, with a different padding."""
         return cls(layer.stride, padding, layer.dilation, layer.transposed, layer.output_padding, layer.groups)
 
     @property
@@ -53,7 +54,7 @@ class ConvOptions:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a sample is halved: along ``dim``, into halves of so many inputs and outputs that begin ``step`` apart."""
+    """How to halve a sample along ``dim``: each half's inputs and outputs, and the ``step`` between their starts."""
 
     dim: int
     num_inputs: int
@@ -84,7 +85,7 @@ class _Cut:
 
 
 def _cut(x: Tensor, weight: Tensor, options: ConvOptions) -> _Cut | None:
-    """Returns how to halve a sample that torch would convolve without oneDNN; None for all others."""
+    """Returns how to halve a sample that torch would convolve without oneDNN, or None if it uses oneDNN."""
     if device_type(x) != "cpu" or x.dtype != torch.float32 or x.ndim != 5 or x.shape[0] != 1:
         return None
     kernel = weight.shape[2:]
@@ -100,12 +101,12 @@ def _cut(x: Tensor, weight: Tensor, options: ConvOptions) -> _Cut | None:
 
 
 def uses_own_kernel(x: Tensor, weight: Tensor, options: ConvOptions) -> bool:
-    """Returns whether a convolution, or a gradient of it, is computed in another form than torch's own."""
+    """Returns whether a convolution, or one of its gradients, is computed differently from torch's own."""
     return _cut(x, weight, options) is not None or weight_grad_by_slabs(x, weight, options)
 
 
 def weight_grad_by_slabs(x: Tensor, weight: Tensor, options: ConvOptions) -> bool:
-    """Returns whether the gradient of a convolution's weights is computed slab by slab."""
+    """Returns whether the weight gradient is computed slab by slab."""
     if device_type(x) != "cpu" or x.ndim != 5 or max(weight.shape[2:]) == 1 or options.transposed or options.groups > 1:
         return False
     if (autocast_dtype(x) or x.dtype) == torch.bfloat16:
@@ -115,7 +116,7 @@ def weight_grad_by_slabs(x: Tensor, weight: Tensor, options: ConvOptions) -> boo
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOptions) -> Tensor:
-    """Returns torch's convolution, without a gradient."""
+    """Computes torch's convolution, without a gradient."""
     cut = _cut(x, weight, options)
     if cut is None:
         return torch.convolution(x, weight, bias, *options.all)  # type: ignore[arg-type]
@@ -126,7 +127,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOption
 def gradients(
     grad: Tensor, x: Tensor, weight: Tensor, biased: bool, options: ConvOptions, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of a convolution's input, weight and bias, None where ``needs`` is false."""
+    """Returns the gradients of a convolution's input, weight and bias; None where ``needs`` is False."""
     cut = _cut(x, weight, options)
     shape = [grad.shape[1]] if biased else None
     back = torch.ops.aten.convolution_backward
@@ -143,7 +144,7 @@ def gradients(
 def _by_slabs(
     grad: Tensor, x: Tensor, weight: Tensor, shape: list[int] | None, options: ConvOptions, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of weight and bias, the sums of those of slabs; None where ``needs`` is false."""
+    """Returns the gradients of weight and bias, summed over slabs; None for those that ``needs`` does not ask for."""
     stride, padding = options.stride[0], options.padding[0]
     span, count = options.dilation[0] * (weight.shape[2] - 1) + 1, grad.shape[2]
     bare = replace(options, padding=(0, *options.padding[1:]))
@@ -161,12 +162,12 @@ def _by_slabs(
 
 
 def _rows(x: Tensor, low: int, high: int) -> Tensor:
-    """Returns rows along W in a volume whose channels lie first, zeros where there are none."""
+    """Returns rows along W of a channels-first volume, with zeros outside of it."""
     begin = min(max(low, 0), x.shape[2])
     inside = x.narrow(2, begin, max(min(high, x.shape[2]) - begin, 0))
     result = torch.empty((*x.shape[:2], high - low, *x.shape[3:]), dtype=x.dtype, device=x.device)
     before, behind = begin - low, high - begin - inside.shape[2]
-    if not before and not behind and len(x) == 1:  # torch turns a matrix quickly
+    if not before and not behind and len(x) == 1:  # torch transposes a matrix fast
         rearrange(result, "1 c w d h -> c (w d h)").copy_(rearrange(inside, "1 c w d h -> c (w d h)"))
         return result
     result.narrow(2, 0, before).zero_()
@@ -176,6 +177,6 @@ def _rows(x: Tensor, low: int, high: int) -> Tensor:
 
 
 def _unpadded(options: ConvOptions, cut: _Cut) -> ConvOptions:
-    """Returns the options for halves, which contain their padding."""
+    """Returns the options for the halves, which already contain their padding."""
     padding = tuple(0 if dim + 2 == cut.dim else pad for dim, pad in enumerate(options.padding))
     return replace(options, padding=padding)

@@ -1,8 +1,8 @@
-"""Norm and activation of whole samples at once, in as few passes as there can be: for GPUs, where a pass is a launch.
+"""Norm and activation of whole samples in as few passes as possible, for GPUs, where each pass is a kernel launch.
 
-Values are ``b v c`` or ``(b c) v``, columns ``b 1 c`` or ``(b c) 1``: a piece as ``Pieces`` cuts it. What a row is
-multiplied by is multiplied beforehand, so that a pass is a product and a sum of each value, in the columns' precision.
-Legend: b batch, c channels, v voxels; a row is one channel of one sample, ``(b c)``.
+Values are ``b v c`` or ``(b c) v``, columns ``b 1 c`` or ``(b c) 1``, as ``Pieces`` cuts them. Factors of a row are
+multiplied beforehand, so that a pass is one multiply-add per value, in the columns' precision. Legend: b batch, c
+channels, v voxels; a row is one channel of one sample, ``(b c)``.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ before_leaky_relu = torch.ops.aten.leaky_relu_backward
 
 
 def mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the mean and variance of each row ``(b c)``, in float32 at least."""
+    """Returns the mean and variance of each row ``(b c)``, in at least float32."""
     variance, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), 1, correction=0)
     return mean.flatten(), variance.flatten()
 
 
 def merge_batch_rows(rows: Sequence[Tensor]) -> Tensor:
-    """Returns the rows ``(b c)`` of all pieces."""
+    """Concatenates the rows ``(b c)`` of all pieces."""
     return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
@@ -37,9 +37,9 @@ def activate(
     other_shift: Tensor | None,
     other_scale: Tensor | None,
 ) -> None:
-    """Writes the activation of ``x * scale + shift``, or of its sum with ``other``, to ``out``; that sum to ``kept``.
+    """Writes the activation of ``x * scale + shift`` (+ ``other``) to ``out``, and the sum without it to ``kept``.
 
-    ``kept`` is without ``other``, which is scaled and shifted where it has columns of its own.
+    ``other`` is scaled and shifted too if it has columns of its own.
     """
     normed = out if kept is None else kept
     torch.addcmul(shift, x, scale, out=normed)
@@ -52,10 +52,11 @@ def activate(
 
 
 class BeforeActivation:
-    """A piece's gradient before the activation, its normed ``x`` and, if that is normed too, its addend.
+    """The gradient before the activation, the normed ``x`` and, if it is normed too, the addend, for one piece.
 
-    ``values``: output, gradient, addend, kept normed ``x``, and where the addend's gradient goes; the first two are
-    needed. An addend that is not normed has this very gradient, which is written there.
+    ``values`` are the output, its gradient, the addend, the kept normed ``x`` and the buffer for the addend's gradient;
+    only the first two are required. If the addend is not normed, its gradient is this one and is written to that
+    buffer.
     """
 
     def __init__(self, values: tuple[Any, ...], slope: float, norm_other: bool) -> None:
@@ -73,12 +74,12 @@ class BeforeActivation:
             self.addend = F.leaky_relu(y, 1 / slope).sub_(kept)
 
     def sums(self, dtype: torch.dtype) -> list[Tensor]:
-        """Returns sums of each row: of the gradient, of its products with the normed ``x`` and the normed addend."""
+        """Returns the row sums of the gradient and of its products with the normed ``x`` and the normed addend."""
         products = (self.grad * factor for factor in (self.normed, self.addend) if factor is not None)
         return [values.sum(1, dtype=dtype).flatten() for values in (self.grad, *products)]
 
 
 def write_gradient(grad: Tensor, normed: Tensor, out: Tensor, scale: Tensor, level: Tensor, slope: Tensor) -> None:
-    """Writes ``grad * scale + level + normed * slope``."""
+    """Writes ``grad * scale + level + normed * slope`` to ``out``."""
     torch.addcmul(level, grad, scale, out=out)
     out.addcmul_(normed, slope)

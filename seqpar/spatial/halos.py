@@ -1,4 +1,4 @@
-"""The halo exchanges that one operation on boxes needs: one per dimension."""
+"""The halo exchanges of one operation on boxes, one per dimension."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from seqpar.parallel.row_exchange import Interval, Rows
 from seqpar.spatial.box_grid import BoxGrid
 from seqpar.spatial.receptive_field import ReceptiveField
 
-_Move = tuple[int, Rows, Rows]  # dimension of ``b c W D H``, what each rank holds of it, what it needs
+_Move = tuple[int, Rows, Rows]  # dimension of ``b c W D H``, the rows that each rank holds, those that it needs
 
 
 @dataclass(frozen=True)
 class Halos:
-    """The exchanges, dimension after dimension, that turn a box into the window that an operation reads.
+    """The exchanges, one dimension after the other, that turn a box into the window that an operation reads.
 
-    Later exchanges act on boxes that are already wider, so that corners need no messages of their own. Padding outside
-    of the volume is never sent: the last exchange leaves room for it along all dimensions.
+    Later exchanges work on boxes that are already wider, so corners need no messages of their own. Padding outside the
+    volume is never sent: the last exchange leaves room for it along all dimensions.
     """
 
     group: Group
@@ -34,7 +34,7 @@ class Halos:
 
     @classmethod
     def of(cls, grid: BoxGrid, reaches: Sequence[ReceptiveField]) -> "Halos":
-        """Returns the exchanges of ``reaches``; a dimension has none if every rank needs just what it holds."""
+        """Returns the exchanges for ``reaches``; a dimension needs none if every rank needs exactly what it holds."""
         moves, margins = [], []
         for dim, (edges, reach) in enumerate(zip(grid.edges, reaches)):
             owned = tuple(itertools.pairwise(edges))
@@ -47,9 +47,9 @@ class Halos:
 
     @classmethod
     def crop(cls, owned: Sequence[Interval], kept: Sequence[Interval]) -> "Halos":
-        """Returns the step, without any message, from the intervals that this rank has to those that it keeps.
+        """Returns the local step from the intervals that this rank has to those that it keeps; it sends nothing.
 
-        Kept intervals may reach out of what there is: the margins are zeros.
+        Kept intervals may extend beyond the owned ones: the margins are zeros.
         """
         differ = [(dim + 2, have, want) for dim, (have, want) in enumerate(zip(owned, kept)) if have != want]
         moves = [(dim, {0: have}, {0: _clip(want, have)}) for dim, have, want in differ]
@@ -65,46 +65,46 @@ class Halos:
         )
 
     def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Returns the window of ``x``, filled outside of the volume.
+        """Returns the window of ``x``, with ``fill`` outside the volume.
 
-        *forward:* ``exchange_halos`` along each dimension.
-        *backward:* their adjoints, in reverse.
+        *forward:* a halo exchange along each dimension.
+        *backward:* their adjoints, in reverse order.
         """
         return exchange_halos(x, self.group, *self.plans, fill=fill) if self.plans else x
 
-    def open(self, x: Tensor, meanwhile: WhileWaiting | None = None) -> Tensor:
-        """Returns the window of ``x`` with zeros outside of the volume, without a gradient.
+    def open(self, x: Tensor, while_waiting: WhileWaiting | None = None) -> Tensor:
+        """Returns the window of ``x``, with zeros outside the volume, without a gradient.
 
-        ``meanwhile`` as in ``start_halo_exchange``.
+        ``while_waiting`` is as in ``start_halo_exchange``.
         """
-        return start_halo_exchange(x, self.group, self.plans, meanwhile=meanwhile)
+        return start_halo_exchange(x, self.group, self.plans, while_waiting=while_waiting)
 
-    def close(self, grad: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """Returns the adjoint of ``open``, maybe a view of ``grad``, which may be written to.
+    def close(self, grad: Tensor, while_waiting: Callable[[], None] | None = None) -> Tensor:
+        """Returns the adjoint of ``open``, possibly a view of ``grad``, which may be overwritten.
 
-        ``meanwhile`` as in ``halo_exchange_adjoint``.
+        ``while_waiting`` is as in ``halo_exchange_adjoint``.
         """
-        return halo_exchange_adjoint(grad, self.group, self.plans, meanwhile=meanwhile, in_place=True)
+        return halo_exchange_adjoint(grad, self.group, self.plans, while_waiting=while_waiting, in_place=True)
 
     def bytes_to_come(self, x: Tensor) -> int:
-        """Returns how many bytes more the window of ``x`` has than ``x``, margins not counted."""
+        """Returns the size of the halos of ``x`` in bytes, without margins."""
         wide = x.numel()
         for plan in self.plans:
             wide = wide // plan.part_extent * plan.window_extent
         return (wide - x.numel()) * x.element_size()
 
     def known_rows(self) -> dict[int, Interval]:
-        """Returns, of each dimension along which rows come, those of the window that are there before."""
+        """Returns, for each dimension with halos, the rows of the window that are known before the messages arrive."""
         margins = {dim: around for dim, *around in (self.plans[-1].margins if self.plans else ())}
         return {plan.dim: plan.known_rows(self.group, *margins.get(plan.dim, (0, 0))) for plan in self.plans}
 
 
 def _clip(needed: Interval, there: Interval) -> Interval:
-    """Returns the part of the ``needed`` interval that lies in ``there``, possibly empty."""
+    """Returns the part of ``needed`` that is inside ``there``, possibly empty."""
     low, high = (min(max(edge, there[0]), there[1]) for edge in needed)
     return low, high
 
 
 def _outside(needed: Interval, there: Interval) -> tuple[int, int]:
-    """Returns how much of the ``needed`` interval lies before and behind ``there``."""
+    """Returns how much of ``needed`` is before and after ``there``."""
     return max(min(needed[1], there[0]) - needed[0], 0), max(needed[1] - max(needed[0], there[1]), 0)

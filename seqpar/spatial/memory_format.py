@@ -1,4 +1,4 @@
-"""Channels last, where this device convolves faster in it."""
+"""Chooses channels last on devices that convolve faster with it."""
 
 import os
 
@@ -9,14 +9,14 @@ from seqpar.parallel.meta_tensors import autocast_dtype, device_type
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Returns whether the channels of ``b c W D H`` lie innermost."""
+    """Returns whether the channels of ``x``, ``b c W D H``, are innermost in memory."""
     return x.ndim == 5 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
 
 
 def in_fastest_format(x: Tensor) -> Tensor:
-    """Returns ``b c W D H`` in the memory format in which this device convolves fastest.
+    """Returns ``x``, ``b c W D H``, in the memory format in which this device convolves fastest.
 
-    Every operation of this room returns its result in the format of its input.
+    Every operation of ``seqpar.spatial`` returns its result in the format of its input.
     """
     kind, dtype = device_type(x), autocast_dtype(x) or x.dtype
     if x.ndim != 5 or (kind == "cpu" and dtype == torch.float64):
@@ -29,12 +29,12 @@ def in_fastest_format(x: Tensor) -> Tensor:
 def prefers_channels_last(kind: str, dtype: torch.dtype, library_takes_it: bool) -> bool:
     """Returns whether a device convolves faster with channels innermost.
 
-    On a CPU it does (bench: 1.7 times as fast at full resolution), but torch has no such kernels for float64. On a GPU
-    the matrix units take half precision so; in float32 channels first leaves norms to the library, and AMD's library
-    would lay each tensor out anew unless it is told to take it.
+    A CPU does (1.7 times as fast at full resolution in the bench), but torch has no such kernels for float64. On a GPU,
+    matrix units take half precision in this format. In float32, channels first leaves norms to the library, and AMD's
+    library would copy each tensor to another format unless it is told to accept it.
 
-    - ``kind``: of the device, as torch names it
-    - ``library_takes_it``: whether torch hands such tensors to the GPU's library as they lie
+    - ``kind``: the device type, as torch names it
+    - ``library_takes_it``: whether torch passes such tensors to the GPU's library without a copy
     """
     if kind == "cpu":
         return dtype != torch.float64
@@ -42,5 +42,5 @@ def prefers_channels_last(kind: str, dtype: torch.dtype, library_takes_it: bool)
 
 
 def match_memory_format(y: Tensor, x: Tensor) -> Tensor:
-    """Returns ``y`` in the memory format of ``x``: torch returns small convolutions in another."""
+    """Returns ``y`` in the memory format of ``x``, because torch returns small convolutions in another one."""
     return y.contiguous(memory_format=torch.channels_last_3d) if is_channels_last(x) else y

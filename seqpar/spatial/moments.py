@@ -1,4 +1,4 @@
-"""Means and variances of volumes that are cut into boxes: each rank's moments, merged over all ranks.
+"""Means and variances of volumes that are split into boxes: each rank's moments, merged over all ranks.
 
 Legend: b batch, c channels, g groups of channels, W D H voxels; a row is one channel of one sample, ``(b c)``.
 """
@@ -18,14 +18,14 @@ from seqpar.spatial.fused_norm import mean_and_variance, merge_batch_rows
 
 
 class Moments(NamedTuple):
-    """How many values each set has, their mean, and the sum of their squared deviations from it."""
+    """The number of values in each set, their mean, and the sum of their squared deviations from it."""
 
     counts: Tensor
     means: Tensor
     squares: Tensor
 
     def merged(self, dims: tuple[int, ...]) -> "Moments":
-        """Returns the moments of the unions of sets that lie along ``dims`` (Chan, Golub, LeVeque)."""
+        """Returns the moments of the unions of sets along ``dims`` (Chan, Golub, LeVeque)."""
         count = self.counts.sum(dims, keepdim=True)
         mean = (self.counts * self.means).sum(dims, keepdim=True) / count
         squares = (self.squares + self.counts * (self.means - mean) ** 2).sum(dims, keepdim=True)
@@ -34,7 +34,7 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class MomentGroups:
-    """Which values share statistics: of a channel group, of the batch or of each sample, on all ranks of ``groups``."""
+    """Which values share statistics: a channel group's, in the batch or in each sample, on all ranks of ``groups``."""
 
     num_groups: int
     over_batch: bool
@@ -60,9 +60,9 @@ class MomentGroups:
         return merged
 
     def mean_and_variance(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
-        """Returns the mean and variance over all ranks, each ``b g 1``, and of how many values they are.
+        """Returns the mean and variance over all ranks, each ``b g 1``, and the number of values.
 
-        A GPU takes both in one pass where each row is by itself, else all are merged in float64.
+        A GPU computes both in one pass if each row has its own statistics; otherwise all are merged in float64.
         """
         pieces, alone = Pieces(x), all(group.size == 1 for group in self.groups)
         if pieces.at_once and alone and not self.over_batch and self.num_groups == x.shape[1]:
@@ -73,7 +73,7 @@ class MomentGroups:
         return mean, squares / count, count
 
     def sums(self, x: Tensor) -> Tensor:
-        """Returns the sums ``2 b g 1`` over all ranks of two quantities ``2 b c``."""
+        """Returns the sums over all ranks, ``2 b g 1``, of two quantities ``2 b c``."""
         sums = rearrange(x, "two b (g c) -> two b g c", g=self.num_groups)
         sums = sums.sum([dim + 1 for dim in self.dims], keepdim=True)
         for group in self.groups:
@@ -81,7 +81,7 @@ class MomentGroups:
         return sums
 
     def to_rows(self, statistic: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns a statistic ``b g 1`` for each row of a volume of that shape."""
+        """Expands a statistic ``b g 1`` to one value for each row of a volume of that shape."""
         return statistic.expand(shape[0], -1, shape[1] // self.num_groups).flatten()
 
 

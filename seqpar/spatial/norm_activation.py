@@ -1,8 +1,8 @@
-"""Instance norm and leaky ReLU in one step that keeps its output only, and computes the normed values back from it.
+"""Instance norm and leaky ReLU in one step that keeps only its output and recovers the normed values from it.
 
-The output is kept anyway, as the next convolution's input, so that the norm's own input need not be: a residual
-block keeps three volumes beside its input instead of five. Legend: b batch, c channels, W D H voxels; a row is one
-channel of one sample, ``(b c)``; ``/s`` after the letter that is spread over the group.
+The output is kept anyway, as the next convolution's input, so the norm's own input need not be: a residual block keeps
+three volumes besides its input instead of five. Legend: b batch, c channels, W D H voxels; a row is one channel of one
+sample, ``(b c)``; ``/s`` after the letter that is split over the group.
 """
 
 import math
@@ -26,12 +26,13 @@ SLOPE = 0.01
 
 
 class NormedActivation(nn.Module):
-    """LeakyReLU of the instance-normed ``x``, or of its sum with ``other``, as in a residual block.
+    """Applies instance norm and leaky ReLU to ``x``, adding ``other`` before the activation as a residual block does.
 
-    It has no parameters. Statistics are the whole volume's, for each sample and channel.
+    It has no parameters. Each sample and channel is normed with the statistics of the whole volume.
 
-    - ``eps``: added to the variance
-    - ``norm_other``: norm ``other`` too
+    Args:
+        ``eps``: added to the variance for numerical stability.
+        ``norm_other``: norm ``other`` too.
     """
 
     def __init__(self, eps: float = 1e-5, norm_other: bool = False) -> None:
@@ -52,33 +53,35 @@ class NormedActivation(nn.Module):
 
 @dataclass(frozen=True)
 class _Norm:
-    """Which norm: its epsilon, whether the other summand is normed too, and over which ranks and how many voxels."""
+    """The norm's parameters: its epsilon, whether ``other`` is normed too, the ranks, and the number of voxels."""
 
     eps: float
     norm_other: bool
-    groups: tuple[Group, ...]  # over which the volume is cut: one or none
+    groups: tuple[Group, ...]  # the group over which the volume is split, if any
     num_voxels: int  # of the whole volume
 
     def statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns mean and scale of each row over all ranks, in float32 at least."""
+        """Returns the mean and scale of each row over all ranks, in at least float32."""
         mean, variance, _ = MomentGroups(x.shape[1], False, self.groups).mean_and_variance(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         return mean.flatten().to(wide), (variance + self.eps).rsqrt().flatten().to(wide)
 
     def means(self, sums: Tensor) -> Tensor:
-        """Returns means over all ranks' voxels of sums over this rank's, one column a row."""
+        """Sums this rank's row sums over all ranks and divides them by the number of voxels."""
         for group in self.groups:
             sums = all_reduce(sums, group, "statistics")
         return sums / self.num_voxels
 
 
 class _NormedActivation(Function):
-    """*forward:* norms with the moments of all ranks' boxes, adds, activates.
+    """*forward:* norms with the moments of all ranks' boxes, adds ``other``, activates.
 
-    *backward:* sums over all ranks what the loss owes to mean and variance, and takes it from each voxel's gradient.
+    *backward:* the gradient that flows through mean and variance is summed over all ranks and added to each voxel's
+    own.
 
-    Beside its output it keeps the other summand; the normed ``x`` is then the sum without it. Where the other summand
-    is normed too, and in half precision, where a large summand leaves too few digits, it keeps the normed ``x``.
+    It keeps its output and ``other``; the normed ``x`` is then their difference before the activation. It keeps the
+    normed ``x`` instead if ``other`` is normed too, and in half precision, where a large ``other`` would leave too few
+    digits.
     """
 
     @staticmethod
@@ -124,7 +127,7 @@ class _NormedActivation(Function):
 def _whole_gradients(
     pieces: Pieces, volumes: list[Tensor | None], scale: Tensor, other_scale: Tensor | None, norm: _Norm
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of ``x`` and of the other summand, of whole samples at once."""
+    """Returns the gradients of ``x`` and ``other``, computed in whole samples."""
     y, _, other, kept = volumes
     assert y is not None
     dx = pieces.empty(y.dtype)
@@ -141,7 +144,7 @@ def _whole_gradients(
     return dx, dother
 
 
-# Each of these runs on one piece; what it makes is gone when it returns, before the next piece needs as much.
+# Each of these runs on one piece, so that its temporaries are freed before the next piece allocates as much.
 
 
 def _activate(
@@ -164,7 +167,7 @@ def _activate(
 
 
 def _add_sums(row_sums: Tensor, piece: Piece) -> None:
-    """Adds a piece's sums: of the gradient, and of its products with the normed ``x`` and the normed addend."""
+    """Adds a piece's row sums of the gradient and of its products with the normed ``x`` and the normed addend."""
     grad, total, normed = _before_activation(row_sums.dtype, *piece.values)
     grad_sum, product_sum, *addend_sum = row_sums[:, piece.rows]
     grad_sum += piece.sum(grad)
@@ -186,7 +189,7 @@ def _write_gradients(
     other_scale: Tensor | None,
     other_slope: Tensor | None,
 ) -> None:
-    """Writes a piece's gradients; ``level`` and slopes are means of what ``_add_sums`` has added."""
+    """Writes a piece's gradients; ``level`` and the slopes are means of what ``_add_sums`` has added."""
     grad, total, normed = _before_activation(scale.dtype, y, grad, other, kept)
     if dother is not None and other_scale is None:
         dother.copy_(grad)
@@ -199,9 +202,9 @@ def _write_gradients(
 def _before_activation(
     dtype: torch.dtype, y: Tensor, grad: Tensor, other: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient before the activation, what was activated, and the normed ``x``; the first two are new.
+    """Returns the gradient before the activation, the activation's input, and the normed ``x``; the first two are new.
 
-    Where the normed ``x`` was not kept, it takes the place of what was activated.
+    If the normed ``x`` was not kept, it is computed in place of the activation's input.
     """
     grad, y = grad.to(dtype), y.to(dtype)
     grad = torch.ops.aten.leaky_relu_backward(grad, y, SLOPE, True)

@@ -1,4 +1,4 @@
-"""Norms of volumes that are cut into boxes, as one step of autograd, of which a leaky ReLU may be part.
+"""Norms of volumes that are split into boxes, as one autograd step that may include a leaky ReLU.
 
 Legend: b batch, c channels, g groups of channels, W D H voxels; a row is one channel of one sample, ``(b c)``.
 """
@@ -17,7 +17,7 @@ from seqpar.spatial.cache_pieces import Pieces, fits_whole_samples
 from seqpar.spatial.fused_norm import before_leaky_relu, write_gradient
 from seqpar.spatial.moments import MomentGroups
 
-Statistics = tuple[Tensor, Tensor, Tensor | int]  # mean and variance ``b g 1`` of all ranks, and of how many values
+Statistics = tuple[Tensor, Tensor, Tensor | int]  # mean and variance ``b g 1`` over all ranks, number of values
 
 
 def normalize(
@@ -28,11 +28,12 @@ def normalize(
     moment_groups: MomentGroups,
     slope: float | None = None,
 ) -> tuple[Tensor, Statistics]:
-    """Returns the normed volume and the statistics that all ranks share.
+    """Returns the normed volume and the statistics shared by all ranks.
 
-    - ``weight``, ``bias``: of each channel
+    - ``weight``, ``bias``: one value per channel
     - ``eps``: added to the variance
-    - ``slope``: of a leaky ReLU that follows; None: there is none. A CPU computes it while values are in its cache
+    - ``slope``: of a leaky ReLU that follows, which a CPU computes while the values are in its cache; None: no
+      activation
     """
     inside = slope is not None and not fits_whole_samples(x)
     y, *statistics = _Norm.apply(x, weight, bias, eps, moment_groups, slope if inside else None)  # type: ignore[no-untyped-call]
@@ -43,9 +44,10 @@ def normalize(
 class _Norm(Function):
     """*forward:* norms with the moments of all ranks' boxes, and activates.
 
-    *backward:* sums over all ranks what the loss owes to mean and variance, and takes it from each voxel's gradient.
+    *backward:* the gradient that flows through mean and variance is summed over all ranks and added to each voxel's
+    own.
 
-    Kept are the input and two statistics; the normed values are computed again.
+    It keeps the input and two statistics; the normed values are recomputed.
     """
 
     @staticmethod
@@ -92,38 +94,38 @@ class _Norm(Function):
 
 
 class _Activation:
-    """A leaky ReLU behind a norm: whose inputs, which were not kept, were above 0.
+    """A leaky ReLU after a norm, whose inputs were not kept: recomputes which of them were positive.
 
-    - ``factor``, ``shift``: by which values without their mean were scaled and shifted, of each row
+    - ``factor``, ``shift``: scale and shift of the centred values, per row
     """
 
     def __init__(self, slope: float, factor: Tensor, shift: Tensor) -> None:
         self.slope, self.columns = slope, (factor, shift)
 
     def backward(self, grad: Tensor, centred: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
-        """Returns the gradient before the activation of a piece; ``centred``: its values without their mean."""
+        """Returns the gradient before the activation of a piece, whose values minus their mean are ``centred``."""
         return before_leaky_relu(  # type: ignore[no-any-return]
             grad.to(centred.dtype), torch.addcmul(shift, centred, factor), self.slope, False
         )
 
 
 def _weighed(rows: Tensor, weight: Tensor | None) -> Tensor:
-    """Returns the rows ``(b c)`` of each sample times the weights ``c``."""
+    """Returns the rows ``(b c)`` multiplied by the weights ``c``."""
     return rows if weight is None else _each_sample(torch.mul, rows, weight.to(rows.dtype))
 
 
 def _of_rows(bias: Tensor | None, like: Tensor) -> Tensor:
-    """Returns the bias ``c`` of each row ``(b c)``."""
+    """Repeats the bias ``c`` for each row ``(b c)``."""
     return torch.zeros_like(like) if bias is None else bias.to(like.dtype).repeat(len(like) // len(bias))
 
 
 def _each_sample(act: Callable[[Tensor, Tensor], Tensor], rows: Tensor, channels: Tensor) -> Tensor:
-    """Returns what ``act`` makes of the rows ``(b c)`` of each sample and of values ``c``."""
+    """Applies ``act`` to each sample's rows of ``(b c)`` and to the values ``c``."""
     return act(rows.view(-1, len(channels)), channels).flatten()
 
 
 def _scale(x: Tensor, mean: Tensor, factor: Tensor, bias: Tensor | None, slope: float | None) -> Tensor:
-    """Returns ``(x - mean) * factor + bias``, activated: the first two of each row, the bias of each channel."""
+    """Returns ``(x - mean) * factor + bias``, activated; mean and factor are per row, the bias per channel."""
     pieces = Pieces(x)
     y = pieces.empty(x.dtype)
     if pieces.at_once:
@@ -143,7 +145,7 @@ def _scale(x: Tensor, mean: Tensor, factor: Tensor, bias: Tensor | None, slope: 
 
 
 def _sums(x: Tensor, grad: Tensor, mean: Tensor, scale: Tensor, activation: _Activation | None) -> Tensor:
-    """Returns sums of each row, ``2 (b c)``: of the gradient, and of its product with the normed values."""
+    """Returns the row sums ``2 (b c)`` of the gradient, and of its product with the normed values."""
     pieces = Pieces(x)
     row_sums = scale.new_zeros(2, pieces.num_rows)
     grad_sum, product_sum = row_sums
@@ -167,7 +169,7 @@ def _gradient(
     slope: Tensor,
     activation: _Activation | None,
 ) -> Tensor:
-    """Returns ``(x - mean) * slope + grad * factor + level``, of the gradient before the activation."""
+    """Returns ``(x - mean) * slope + grad * factor + level``, where ``grad`` is taken before the activation."""
     pieces = Pieces(x)
     dx = pieces.empty(x.dtype)
     columns = [mean, factor, level, slope, *(activation.columns if activation else ())]

@@ -1,6 +1,6 @@
-"""Norms with statistics of the whole volume, of which each rank has a box; without a box grid they are torch's own.
+"""Norms with the statistics of a whole volume that is split into boxes; without a box grid they are torch's own.
 
-A leaky ReLU behind a norm is computed with it.
+A leaky ReLU that follows a norm can be computed with it.
 
 Legend: b batch, c channels, g groups of channels, W D H voxels.
 """
@@ -20,12 +20,12 @@ from seqpar.spatial.norm_function import Statistics, normalize
 
 
 class InstanceNorm3d(nn.InstanceNorm3d):
-    """Instance norm; statistics over all voxels of the whole volume, for each sample and channel."""
+    """Applies instance norm with statistics over all voxels of the whole volume, per sample and channel."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, grid: BoxGrid | None = None, slope: float | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
-        """Returns the normed volume and its unchanged box grid; ``slope``: of a leaky ReLU that follows."""
+        """Returns the normed volume and its unchanged box grid; ``slope`` is that of a leaky ReLU that follows."""
         own = self.training or not self.track_running_stats
         if own:
             _refuse_single(math.prod(x.shape[2:] if grid is None else grid.extents), self)
@@ -41,11 +41,12 @@ class InstanceNorm3d(nn.InstanceNorm3d):
 
 
 class BatchNorm3d(nn.BatchNorm3d):
-    """Batch norm; statistics over all voxels and samples of the batch, whichever ranks hold them.
+    """Applies batch norm with statistics over all voxels and samples of the batch, on whichever ranks they are.
 
-    - ``num_features`` and other options: torch's
-    - ``data``: ranks that hold other tiles of the batch
-    - ``peers``: ranks that hold other whole samples of it where the volume is not cut into boxes
+    Args:
+        ``num_features``, ``options``, ``more``: as in ``torch.nn.BatchNorm3d``.
+        ``data``: ranks that hold other tiles of the batch.
+        ``peers``: ranks that hold other whole samples of the batch, if the volume is not split into boxes.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class BatchNorm3d(nn.BatchNorm3d):
     def forward(  # type: ignore[override]
         self, x: Tensor, grid: BoxGrid | None = None, slope: float | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
-        """Returns the normed volume and its unchanged box grid; ``slope``: of a leaky ReLU that follows."""
+        """Returns the normed volume and its unchanged box grid; ``slope`` is that of a leaky ReLU that follows."""
         own = self.training or self.running_mean is None
         groups = tuple(group for group in (self.peers if grid is None else grid.group, self.data) if group is not None)
         if own:
@@ -78,19 +79,24 @@ class BatchNorm3d(nn.BatchNorm3d):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group norm; statistics over all voxels and each group's channels."""
+    """Applies group norm with statistics over all voxels of the whole volume and each group's channels."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, grid: BoxGrid | None = None, slope: float | None = None
     ) -> tuple[Tensor, BoxGrid | None]:
-        """Returns the normed volume and its unchanged box grid; ``slope``: of a leaky ReLU that follows."""
+        """Returns the normed volume and its unchanged box grid; ``slope`` is that of a leaky ReLU that follows."""
         if grid is None:
             return _activated(super().forward(x), slope), None
         return _norm(x, self, MomentGroups(self.num_groups, False, (grid.group,)), grid, slope)[0], grid
 
 
 class ChannelLayerNorm(nn.LayerNorm):
-    """Layer norm over the ``num_channels`` channels of ``b c W D H``: local to a voxel; other options are torch's."""
+    """Applies layer norm over the channels of ``b c W D H``, independently at each voxel.
+
+    Args:
+        ``num_channels``: the number of channels.
+        ``options``: as in ``torch.nn.LayerNorm``.
+    """
 
     def __init__(self, num_channels: int, **options: Any) -> None:
         super().__init__(num_channels, **options)
@@ -104,7 +110,7 @@ class ChannelLayerNorm(nn.LayerNorm):
 
 def _refuse_single(count: int, norm: nn.Module) -> None:
     if count == 1:
-        raise ValueError(f"{norm} has one value per channel to norm: use a larger --tile or batch")
+        raise ValueError(f"{norm} needs more than one value per channel: use a larger `tile` or `batch`")
 
 
 def _norm(
@@ -123,5 +129,5 @@ def _activated(x: Tensor, slope: float | None) -> Tensor:
 
 
 def _unbiased(variance: Tensor, count: Tensor | int, like: Tensor) -> Tensor:
-    """Returns the variance that so many values are expected to be drawn from, in the precision of ``like``."""
+    """Returns the unbiased variance, in the precision of ``like``."""
     return (variance * (count / (count - 1))).to(like.dtype)

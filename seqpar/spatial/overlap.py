@@ -1,7 +1,8 @@
-"""Convolutions that go on while their halos travel: all of the window first, then again the outputs that read halos.
+"""Overlaps convolutions with the halo exchange: first the whole window, then again the outputs that read halos.
 
-So what does not wait has the shape, and thereby the kernel and the bits, of a convolution that waits. In backward
-nothing is done twice: the input's gradient, whose halos are sent, comes first, the weights' is computed meanwhile.
+The overlapped convolution thus has the same shape, and therefore the same kernel and bits, as one that waits. In
+backward nothing is computed twice: the input's gradient, whose halos are sent, comes first, and the weights' gradient
+is computed while they are in transit.
 """
 
 import math
@@ -18,7 +19,7 @@ from seqpar.spatial.cpu_convolution import ConvOptions, convolve, gradients
 from seqpar.spatial.halos import Halos
 from seqpar.spatial.memory_format import match_memory_format
 
-# Bytes of halos from which it gains: 40 us on a link of 25 GB/s, which is what convolutions of three thin slabs take.
+# Halo size from which overlap pays off: 40 us on a link of 25 GB/s, the time of three thin slabs' convolutions.
 ENOUGH = 1 << 20
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 ALL = slice(None)
@@ -26,7 +27,7 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class BoxConvolution:
-    """One rank's convolution: the window that it fetches, its options, and the crop of what the window yields."""
+    """One rank's convolution: the window that it fetches, its options, and the crop of the window's outputs."""
 
     halos: Halos
     options: ConvOptions
@@ -35,18 +36,18 @@ class BoxConvolution:
 
 
 class HaloSlab(NamedTuple):
-    """Outputs that read halos, and what they read of the window."""
+    """Outputs that read halos, and the part of the window that they read."""
 
     outputs: tuple[slice, ...]
     inputs: tuple[slice, ...]
-    size: int  # outputs of a channel
+    size: int  # outputs per channel
 
 
 def overlap_pays_off(kind: str, bytes_to_come: int) -> bool:
-    """Returns whether to go on while halos travel: on a GPU, whose messages take little of its time, for large ones.
+    """Returns whether to overlap: for large halos on a GPU, where messages take little compute time.
 
-    - ``kind``: of the device
-    - ``bytes_to_come``: of halos
+    - ``kind``: the device type
+    - ``bytes_to_come``: the size of the halos
     """
     return kind == "cuda" and bytes_to_come >= ENOUGH
 
@@ -54,11 +55,11 @@ def overlap_pays_off(kind: str, bytes_to_come: int) -> bool:
 def halo_dependent_slabs(
     known: Mapping[int, Interval], outputs: Sequence[int], spans: Sequence[int], strides: Sequence[int]
 ) -> list[HaloSlab]:
-    """Returns slabs that hold each output once that reads rows which are not known.
+    """Returns slabs that together contain once each output that reads rows not yet known.
 
-    - ``known``: rows of the window that need no message, by dimension of ``b c W D H``; of other dimensions all
+    - ``known``: rows of the window that need no message, by dimension of ``b c W D H``; all rows of other dimensions
     - ``outputs``: extents of the output
-    - ``spans``: extents of the kernel with its dilation
+    - ``spans``: extents of the dilated kernel
     """
     left, slabs = [(0, extent) for extent in outputs], list[HaloSlab]()
     for dim, (low, high) in known.items():
@@ -79,9 +80,12 @@ def halo_dependent_slabs(
 
 
 def convolve_during_exchange(
-    how: BoxConvolution, x: Tensor, weight: Tensor, bias: Tensor | None, goes_on: bool
+    how: BoxConvolution, x: Tensor, weight: Tensor, bias: Tensor | None, overlaps: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the window of ``x``, and what it yields in the memory format of ``x``; ``goes_on`` while halos travel."""
+    """Returns the window of ``x`` and its convolution, in the memory format of ``x``.
+
+    - ``overlaps``: compute while the halos are in transit
+    """
     options, slabs, early = how.options, list[HaloSlab](), list[Tensor]()
 
     def begin(window: Tensor) -> None:
@@ -89,10 +93,10 @@ def convolve_during_exchange(
         padded = [side + 2 * pad for side, pad in zip(window.shape[2:], options.padding)]
         outputs = [(side - span) // stride + 1 for side, span, stride in zip(padded, spans, options.stride)]
         slabs.extend(halo_dependent_slabs(how.halos.known_rows(), outputs, spans, options.stride))
-        if 2 * sum(slab.size for slab in slabs) <= math.prod(outputs):  # else most of it would be done twice
+        if 2 * sum(slab.size for slab in slabs) <= math.prod(outputs):  # else most of it would be computed twice
             early.append(match_memory_format(convolve(window, weight, bias, options), x))
 
-    window = how.halos.open(x, begin if goes_on and not options.transposed else None)
+    window = how.halos.open(x, begin if overlaps and not options.transposed else None)
     if not early:
         return window, match_memory_format(convolve(window, weight, bias, options), x)
     for slab in slabs:
@@ -107,21 +111,22 @@ def backward_during_exchange(
     weight: Tensor,
     biased: bool,
     needs: Sequence[bool],
-    goes_on: bool,
+    overlaps: bool,
 ) -> Gradients:
-    """Returns the gradients of ``x``, weight and bias, None where ``needs`` is false; ``goes_on`` while halos travel.
+    """Returns the gradients of ``x``, weight and bias; None for those that ``needs`` does not ask for.
 
-    - ``grad``: of what the window yields
+    - ``grad``: gradient of the window's outputs
     - ``kept``: the window, or ``x``, whose halos are then fetched again
+    - ``overlaps``: compute while the halos are in transit
     """
     for_x, *others = needs
-    if not goes_on:
+    if not overlaps:
         window = kept if how.keep_window else how.halos.open(kept)
         dx, dweight, dbias = gradients(grad, window, weight, biased, how.options, needs)
         return None if dx is None else how.halos.close(dx), dweight, dbias
     of_input, of_weights = list[Tensor | None](), list[Gradients]()
 
-    def by_input(window: Tensor) -> None:  # of which it needs the shape alone
+    def by_input(window: Tensor) -> None:  # uses only the window's shape
         of_input.append(gradients(grad, window, weight, biased, how.options, (for_x, False, False))[0])
 
     def by_weights(window: Tensor) -> None:

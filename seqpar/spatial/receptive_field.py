@@ -1,6 +1,6 @@
-"""Which input interval each rank's output interval needs, one dimension at a time.
+"""The input interval that each rank's output interval needs, one dimension at a time.
 
-Reaches follow from numbers that all ranks know, so that all ranks raise ValueError, or none.
+It follows from numbers that all ranks know, so either all ranks raise ValueError or none does.
 """
 
 import itertools
@@ -14,10 +14,10 @@ from seqpar.spatial.box_grid import BoxGrid
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """Where the output of an operation is cut along one dimension, and which input interval each rank needs for it.
+    """Where an operation's output is cut along one dimension, and the input interval that each rank needs for its part.
 
-    ``needed`` reaches out of the volume where the operation pads. Where the dimension is not cut, the reach may be
-    ``local``: nothing is fetched, and the operation itself pads both sides by ``padding``.
+    ``needed`` extends beyond the volume if the operation pads. If the dimension is not cut, it may be ``local``:
+    nothing is fetched, and the operation itself pads both sides by ``padding``.
     """
 
     edges: Bounds
@@ -29,10 +29,10 @@ class ReceptiveField:
 def sliding_reach(
     edges: Bounds, span: int, stride: int, pads: tuple[int, int], what: str, ceil_mode: bool = False
 ) -> ReceptiveField:
-    """Returns the reach of a window of ``span`` voxels (kernel with its dilation) that moves by ``stride``.
+    """Returns the receptive field of a window of ``span`` voxels (the dilated kernel) that moves by ``stride``.
 
-    The output at ``o`` reads ``[o * stride - pad, o * stride - pad + span)``. A rank holds the outputs whose
-    ``o * stride`` lies in its box, the last rank all that remain. ``what`` names the operation in errors.
+    The output at ``o`` reads ``[o * stride - pad, o * stride - pad + span)``. A rank holds the outputs whose ``o *
+    stride`` is in its box; the last rank holds all that remain. ``what`` names the operation in errors.
     """
     extent = edges[-1]
     count = (extent + sum(pads) - span + (stride - 1 if ceil_mode else 0)) // stride + 1
@@ -47,9 +47,9 @@ def sliding_reach(
 def transposed_reach(
     edges: Bounds, kernel: int, stride: int, padding: int, dilation: int, output_padding: int, what: str
 ) -> ReceptiveField:
-    """Returns the reach of a transposed convolution.
+    """Returns the receptive field of a transposed convolution.
 
-    Its input ``i`` adds to the outputs ``i * stride - padding + dilation * t`` of each kernel element ``t``.
+    Input ``i`` contributes to the outputs ``i * stride - padding + dilation * t``, for each kernel element ``t``.
     """
     extent, span = edges[-1], dilation * (kernel - 1)
     count = (extent - 1) * stride - 2 * padding + span + output_padding + 1
@@ -57,26 +57,28 @@ def transposed_reach(
     needed = []
     for a, b in itertools.pairwise(cut):
         low = min(max(-(-(a + padding - span) // stride), 0), extent - 1)
-        high = max(min((b - 1 + padding) // stride + 1, extent), low + 1)  # one at least: no empty convolution
+        high = max(
+            min((b - 1 + padding) // stride + 1, extent), low + 1
+        )  # at least one row, because torch refuses empty inputs
         needed.append((low, high))
     return ReceptiveField(cut, tuple(needed), len(edges) == 2, padding if len(edges) == 2 else 0)
 
 
 def enlarging_reach(edges: Bounds, factor: int, halo: int) -> ReceptiveField:
-    """Returns the reach of an upsampling by ``factor`` that reads ``halo`` voxels of each neighbour."""
+    """Returns the receptive field of an upsampling by ``factor`` that reads ``halo`` voxels of each neighbour."""
     needed = tuple((max(a - halo, 0), min(b + halo, edges[-1])) for a, b in itertools.pairwise(edges))
     return ReceptiveField(tuple(edge * factor for edge in edges), needed, len(edges) == 2)
 
 
 def _cut_at(targets: Sequence[int], count: int, edges: Bounds, what: str) -> Bounds:
-    """Returns the output's edges; raises ValueError if the output, or a rank's interval of it, is empty."""
+    """Returns the output's edges; raises ValueError if the output, or a rank's part of it, is empty."""
     if count < 1:
-        raise ValueError(f"{what} leaves nothing of extent {edges[-1]}: use a larger --tile or a smaller kernel")
+        raise ValueError(f"{what} has no output for an extent of {edges[-1]}: use a larger `tile` or a smaller kernel")
     cut = (*(min(at, count) for at in targets[:-1]), count)
     if any(a >= b for a, b in itertools.pairwise(cut)):
         raise ValueError(
-            f"{what} turns the intervals at {edges} into ones at {cut}: a rank would hold no output; use a smaller "
-            "--seqpar, a larger --tile, or --mode gather"
+            f"{what} maps the intervals at {edges} to {cut}, which leaves a rank without output: use a smaller "
+            "`seqpar`, a larger `tile`, or mode='gather'"
         )
     return cut
 

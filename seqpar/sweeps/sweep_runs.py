@@ -20,7 +20,7 @@ from seqpar.sweeps.ray_cluster import ray_cluster
 from seqpar.sweeps.ray_engine import SideBySide
 from seqpar.sweeps.sweep_request import SweepRequest
 from seqpar.tasks.tasks import task_of
-from seqpar.text import quantity
+from seqpar.text import in_flags, quantity
 
 
 def make_sweep(order: SweepRequest, sweep: Sweep, options: argparse.Namespace, until: float) -> tuple[int, Sweep]:
@@ -42,7 +42,7 @@ def make_sweep(order: SweepRequest, sweep: Sweep, options: argparse.Namespace, u
     except KeyboardInterrupt:  # before runs begin, or after; meanwhile the engine keeps it
         return PREEMPTED, record.write("preempted", PREEMPTED)
     except BaseException as error:
-        record.status.write("failed", str(error), code_of(error) or 1)
+        record.status.write("failed", in_flags(str(error)), code_of(error) or 1)
         raise
     finally:
         lock.release()

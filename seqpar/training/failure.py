@@ -14,6 +14,7 @@ from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.watchdog import CollectiveMismatch
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
+from seqpar.text import in_flags
 from seqpar.weights.checkpoint import NotSaved
 
 INTERRUPTED = 130
@@ -26,6 +27,7 @@ def end_failed_run(error: BaseException, config: Config, mesh: Mesh, status: Sta
     """
     rank = mesh.world.index
     code, text, is_own = _judge(error, config, rank, mesh.world.watch.finding)
+    text = in_flags(text)
     try:
         last = ShutdownSteps()
         last.take(lambda: status.write_unless_over("failed", text, code, durable=False))

@@ -1,9 +1,9 @@
-"""A transformer block on this rank's tokens, and what of it the backward computes again.
+"""A transformer block on this rank's tokens, and the parts of it that backward recomputes.
 
 Legend: b batch, n tokens, e embedding; ``n/s`` is this rank's share of the tokens.
 
-Dropout is keyed, so that a recomputed block draws the same without its random state being kept. All ranks recompute
-in the same order, so that their messages meet.
+Dropout is keyed, so that a recomputed block draws the same numbers without keeping its random state. All ranks
+recompute in the same order, so that their messages match.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Spread = Sequence[int] | Windows
 
 
 class Mlp(nn.Module):
-    """Two linear layers with GELU between."""
+    """Two linear layers with GELU in between."""
 
     def __init__(self, embed_dim: int, hidden_dim: int, dropout: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Mlp(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """SwiGLU with a norm inside, as in EVA-02: SiLU of one linear layer times another."""
+    """SwiGLU with an inner norm, as in EVA-02: SiLU of one linear layer times another."""
 
     def __init__(self, embed_dim: int, hidden_dim: int, dropout: float, norm_eps: float) -> None:
         super().__init__()
@@ -69,10 +69,10 @@ class Block(nn.Module):
     """A pre-norm transformer block on this rank's tokens.
 
     - ``dropout``, ``drop_path``: rates of both residual branches
-    - ``layer_scale``: the start of a learned factor on each branch; None: no such factor
-    - ``recompute``: what the backward computes again from its input: "none", the "attention" branch, or "full"
-    - ``mlp_chunks``: above 1, the MLP takes so many runs of tokens in turn and the backward computes each again, so
-      that its hidden layer exists for one run at a time and is never held
+    - ``layer_scale``: initial value of a learned factor on each branch; None: no such factor
+    - ``recompute``: what backward recomputes: "none", the "attention" branch, or the "full" block
+    - ``mlp_chunks``: above 1, the MLP processes the tokens in this many chunks and backward recomputes each, so that
+      its hidden layer exists for one chunk at a time and is never kept
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Returns the tokens ``b n/s e`` after both branches.
 
-        - ``spread``: the token counts of all ranks, or windows: as ``Attention`` takes it
+        - ``spread``: each rank's token count, or windows, as in ``Attention``
         - ``tokens``: ``token_numbers`` of this rank's tokens, which key the dropout
         """
         return _run(self._both_branches, self.recompute == "full", x, spread, tokens, rotary, key)
@@ -130,5 +130,5 @@ class Block(nn.Module):
 
 
 def _run(fn: Callable[..., Tensor], recompute: bool, *inputs: object) -> Tensor:
-    """Returns ``fn(*inputs)``; with ``recompute`` holds only the inputs, and runs ``fn`` again in the backward."""
+    """Returns ``fn(*inputs)``; with ``recompute``, keeps only the inputs, and backward runs ``fn`` again."""
     return checkpointed(fn, *inputs) if recompute else fn(*inputs)

@@ -1,8 +1,8 @@
-"""Dropout keyed by global numbers: the same on any number of ranks.
+"""Dropout keyed by global numbers, so that it is the same on any number of ranks.
 
 Legend: b batch, n tokens, e embedding; ``n/s`` is this rank's share of the tokens. Random bits are hashes (splitmix64)
-of what is dropped: seed, step, sample of the global batch, place in the network, token, channel. On a GPU elements are
-drawn by another hash, of few passes: a product of a number of the token and one of the channel.
+of what they decide: seed, step, sample of the global batch, site in the network, token, channel. On a GPU, elements are
+drawn by another hash that takes fewer passes: the product of a token's number and a channel's number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def _signed(number: int) -> int:
-    """Returns the int64 that has the same 64 bits."""
+    """Returns the int64 with the same 64 bits."""
     return number - (1 << 64) if number >> 63 else number
 
 
 def _scramble_number(number: int) -> int:
-    """Returns splitmix64 of a number of 64 bits."""
+    """Returns splitmix64 of a 64-bit number."""
     number = (number + _STEP) & _MASK64
     number = ((number ^ (number >> 30)) * _FIRST) & _MASK64
     number = ((number ^ (number >> 27)) * _SECOND) & _MASK64
@@ -35,7 +35,7 @@ def _scramble_number(number: int) -> int:
 
 
 def _scramble(x: Tensor) -> Tensor:
-    """Returns splitmix64 of int64 numbers, whose arithmetic wraps; shifts are logical."""
+    """Returns splitmix64 of int64 numbers; their arithmetic wraps, and the shifts are logical."""
     x = x + _signed(_STEP)
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_FIRST)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_SECOND)
@@ -44,7 +44,7 @@ def _scramble(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomDraws:
-    """What a step draws, by place in the network: hashes of samples, and which samples keep a branch at a rate."""
+    """What a step draws at each site: hashes of samples, and which samples keep a branch at a given rate."""
 
     hashes: Mapping[Site, Tensor]  # each b
     kept: Mapping[tuple[Site, float], Tensor]  # each b, booleans
@@ -52,12 +52,13 @@ class RandomDraws:
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What a draw is for, not who draws it: equal for any number of ranks.
+    """Identifies a random draw by what it is for rather than by who draws it: the same on any number of ranks.
 
-    - ``seed``, ``step``: of the run
-    - ``samples``: the numbers of this batch's tiles in the step's global batch, over all micro-batches
-    - ``site``: the place in the network; modules fill it in
-    - ``draws``: what was drawn beforehand; what is missing there is drawn when it is needed
+    Args:
+        ``seed``, ``step``: of the run.
+        ``samples``: the numbers of this batch's tiles in the step's global batch, over all micro-batches.
+        ``site``: the site in the network; modules fill it in.
+        ``draws``: draws made in advance; those that are missing are made when needed.
     """
 
     seed: int
@@ -67,14 +68,14 @@ class DropoutKey:
     draws: RandomDraws | None = field(default=None, compare=False, repr=False)
 
     def at(self, *site: int) -> "DropoutKey":
-        """Returns the key of a place in the network."""
+        """Returns the key of a site in the network."""
         return replace(self, site=self.site + site)
 
     def drawn(self, sites: Sequence[Site], rates: Mapping[Site, float], device: torch.device) -> "DropoutKey":
-        """Returns the key with its draws on the device, which one copy brings there.
+        """Returns the key with its draws on ``device``, copied there at once.
 
         - ``sites``: where elements are dropped
-        - ``rates``: where branches of whole samples are dropped, and how often
+        - ``rates``: where branches of whole samples are dropped, and at which rate
         """
         places = [self.at(*site) for site in sites]
         rows = [place._hashes() for place in places]
@@ -88,37 +89,43 @@ class DropoutKey:
         return replace(self, draws=RandomDraws({place.site: row for place, row in zip(places, hashes)}, by_rate))
 
     def _hashes(self) -> list[int]:
-        """Returns a hash of this place for each sample, as int64."""
+        """Returns a hash of this site for each sample, as int64."""
         number = 0
-        for word in (self.seed, self.step, 0, len(self.site), *self.site):  # without the 0 the draws of old runs change
+        for word in (
+            self.seed,
+            self.step,
+            0,
+            len(self.site),
+            *self.site,
+        ):  # without the 0, old runs would draw other numbers
             number = _scramble_number(number ^ (word & _MASK64))
         return [_signed(_scramble_number(number ^ sample)) for sample in self.samples]
 
     def sample_hashes(self, device: torch.device) -> Tensor:
-        """Returns a hash ``b`` of this place for each sample."""
+        """Returns a hash ``b`` of this site for each sample."""
         if self.draws is not None and self.site in self.draws.hashes:
             return self.draws.hashes[self.site]
         return torch.tensor(self._hashes(), dtype=torch.int64, device=device)
 
     def samples_kept(self, rate: float, device: torch.device) -> Tensor:
-        """Returns ``b``, where this place keeps a branch."""
+        """Returns for each sample ``b`` whether this site keeps its branch."""
         if self.draws is not None and (self.site, rate) in self.draws.kept:
             return self.draws.kept[self.site, rate]
         return torch.tensor([_number_kept(number, rate) for number in self._hashes()], device=device)
 
 
 def _number_kept(number: int, rate: float) -> bool:
-    """Returns ``_kept`` of the scrambled number."""
+    """Returns ``_kept`` for one hashed number."""
     return _scramble_number(number & _MASK64) >> 11 >= int(rate * (1 << 53))
 
 
 def _kept(bits: Tensor, rate: float) -> Tensor:
-    """Returns where the highest 53 of 64 random bits, as a number in [0, 1), are not below the rate."""
+    """Returns where the highest 53 of 64 random bits, as a number in [0, 1), are at least the rate."""
     return ((bits >> 11) & ((1 << 53) - 1)) >= int(rate * (1 << 53))
 
 
 def token_numbers(layout: Layout, rank: int, like: Tensor) -> Tensor:
-    """Returns what ``keyed_dropout`` takes for a rank's tokens: their global numbers, on a GPU scrambled once."""
+    """Returns the numbers of a rank's tokens for ``keyed_dropout``: their global numbers, scrambled once on a GPU."""
     ids = layout.token_ids(rank, like.device)
     if device_type(like) == "cpu":
         return ids
@@ -126,12 +133,12 @@ def token_numbers(layout: Layout, rank: int, like: Tensor) -> Tensor:
 
 
 def numbers_of(ids: Tensor, like: Tensor) -> Tensor:
-    """Returns what ``keyed_dropout`` takes for tokens of these global numbers; ``like``: a tensor on their device."""
+    """Returns the numbers of tokens for ``keyed_dropout``, given their global ids and a tensor on their device."""
     return ids if device_type(like) == "cpu" else _scramble(ids)
 
 
 def token_draws(key: DropoutKey, num_tokens: int) -> Tensor:
-    """Returns a random number ``b n`` for each sample and token, on the CPU; no two of a sample are equal."""
+    """Returns a random number ``b n`` for each sample and token, on the CPU; those of a sample are all different."""
     tokens = torch.arange(num_tokens, device="cpu")
     return _scramble(key.sample_hashes(tokens.device)[:, None] ^ tokens)
 
@@ -143,10 +150,10 @@ def _channel_numbers(width: int, device: torch.device) -> Tensor:
 
 
 def _kept_by_products(samples: Tensor, tokens: Tensor, width: int, rate: float) -> Tensor:
-    """Returns ``b n/s e`` of sample hashes ``b`` and scrambled tokens, in three passes.
+    """Returns the mask ``b n/s e`` from sample hashes ``b`` and scrambled tokens, in three passes.
 
-    The highest bits of a product of two random numbers, of which one is odd, are random, and so are those of
-    different tokens, samples and places.
+    The highest bits of the product of two random numbers, one of them odd, are random, and independent across tokens,
+    samples and sites.
     """
     rows = samples[:, None, None] ^ tokens[..., None]  # b n/s 1
     return rows * _channel_numbers(width, tokens.device) >= int((rate - 0.5) * 2.0**64)
@@ -155,7 +162,7 @@ def _kept_by_products(samples: Tensor, tokens: Tensor, width: int, rate: float) 
 def keyed_dropout(x: Tensor, rate: float, key: DropoutKey | None, tokens: Tensor) -> Tensor:
     """Returns ``b n/s e`` with elements dropped by (key, sample, global token, channel).
 
-    - ``tokens``: ``token_numbers`` of this rank's tokens ``n/s``, or ``b n/s`` where each sample has others
+    - ``tokens``: ``token_numbers`` of this rank's tokens ``n/s``, or ``b n/s`` if they differ between samples
     """
     if key is None or rate == 0.0:
         return x

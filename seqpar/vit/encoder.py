@@ -1,4 +1,8 @@
-"""SeqParViT: each rank holds some tokens, attention sees them all."""
+"""The sequence-parallel Vision Transformer: each rank holds some of the tokens, and attention sees all of them.
+
+Legend: b batch, c channels, n tokens, e embedding, p voxels of a patch per axis, W D H voxels; ``n/s`` is this rank's
+share of the tokens. With several stages, a part consists of *cubes*, each of which ends as one token.
+"""
 
 import math
 from collections.abc import Sequence
@@ -20,39 +24,49 @@ from seqpar.vit.tokens import POSITIONS, PatchEmbed, RotaryPositions, learned_po
 
 
 def refuse_unknown(positions: str, mlp: str, recompute: str, dropout: float, drop_path: float) -> None:
-    """Raises ValueError for names that there are not, and for rates out of bounds."""
+    """Raises ValueError for unknown names and for rates out of bounds."""
     if positions not in POSITIONS:
-        raise ValueError(f"--positions {positions}: choose one of {', '.join(POSITIONS)}")
+        raise ValueError(f"positions={positions!r}: choose one of {', '.join(POSITIONS)}")
     if mlp not in MLPS:
-        raise ValueError(f"--mlp {mlp}: choose {' or '.join(MLPS)}")
+        raise ValueError(f"mlp={mlp!r}: choose {' or '.join(MLPS)}")
     if recompute not in RECOMPUTED:
-        raise ValueError(f"--grad-checkpoint {recompute}: choose {', '.join(RECOMPUTED)}")
+        raise ValueError(f"recompute={recompute!r}: choose {', '.join(RECOMPUTED)}")
     if not (0 <= dropout < 1 and 0 <= drop_path < 1):
-        raise ValueError(f"dropout {dropout} and drop-path {drop_path} must lie in [0, 1)")
+        raise ValueError(f"dropout={dropout} and drop_path={drop_path} must be in [0, 1)")
 
 
 class SeqParViT(nn.Module):
-    """A Vision Transformer whose sequence is spread over ``group``; alone, a plain encoder of ``b c W D H``.
+    """A Vision Transformer whose tokens are split over ``group``; without a group, a plain encoder of ``b c W D H``.
 
-    - ``tile``: voxels, one number or one per direction: the default only, a volume of another size passes too
-    - ``patch``: voxels of a token, one number or one per direction
-    - ``depth``: blocks; or those of each stage, between which 2 x 2 x 2 tokens become one of twice the width, so that
-      ``embed_dim``, ``num_heads`` and ``patch`` are the first one's, and parts are made of cubes of ``layout.patch``
-    - ``qkv_bias``: whether queries and values have a bias; keys have none, softmax does not see it
-    - ``positions``: "learned", "sincos", "rope", "learned+rope" or "none"
-    - ``dropout``, ``drop_path``: rates in training; a group of several ranks needs ``key`` in ``forward`` then
-    - ``layer_scale``: the start of a learned factor on each residual branch; None: no such factor
-    - ``mlp``: "gelu", or "swiglu": gated, with a norm inside, as in EVA-02
-    - ``attention_norm``: a norm over the joined heads, as in EVA-02
-    - ``attention``: how attention crosses ranks: a strategy, its name, or ``AttentionOptions``; "auto" takes the
-      quickest for the default tile on the device here. ``attention_choice`` says why. It changes no result
-    - ``recompute``: what the backward computes again: "none", "attention" or "full" blocks. It changes no result
-    - ``window``: each token sees those of a window of so many along each direction, shifted by half a window in every
-      second block; 0: all tokens. What windows have in other boxes comes from there, so that ``split`` is "spatial"
-    - ``mlp_chunks``: the MLP takes so many runs of tokens in turn and computes them again. It changes no result
-    - ``group``: the ranks that share a tile: ours (``start(...).seq``), torch's ``ProcessGroup``, or a ``DeviceMesh``
-      of one direction; None: this process alone
-    - ``split``: how tokens are divided over ranks, "spatial" (boxes) or "ordered" (runs of the raster order)
+    Args:
+        ``in_channels``: number of image channels.
+        ``tile``: voxels, one number or one per axis. Only a default: volumes of other sizes are accepted too.
+        ``patch``: voxels of a token, one number or one per axis.
+        ``embed_dim``: embedding dimension.
+        ``depth``: number of blocks, or of each stage's blocks. Between two stages, 2 x 2 x 2 tokens become one of twice
+            the width; ``embed_dim``, ``num_heads`` and ``patch`` are then the first stage's, and parts consist of cubes
+            of ``layout.patch`` voxels.
+        ``num_heads``: number of attention heads.
+        ``mlp_ratio``: hidden dimension of the MLP, as a multiple of ``embed_dim``.
+        ``qkv_bias``: whether queries and values have a bias. Keys have none, because softmax is invariant to it.
+        ``positions``: ``"learned"``, ``"sincos"``, ``"rope"``, ``"learned+rope"`` or ``"none"``.
+        ``dropout``, ``drop_path``: rates in training. On several ranks, ``forward`` then needs a ``key``.
+        ``layer_scale``: initial value of a learned factor on each residual branch; None: no such factor.
+        ``norm_eps``: epsilon of the norms.
+        ``mlp``: ``"gelu"``, or ``"swiglu"``: gated, with an inner norm, as in EVA-02.
+        ``attention_norm``: apply a norm to the concatenated heads, as in EVA-02.
+        ``attention``: how attention crosses ranks: a strategy, its name, or ``AttentionOptions``. ``"auto"`` selects
+            the fastest for the default tile on this device; ``attention_choice`` says why. Does not change the result.
+        ``recompute``: what backward recomputes: ``"none"``, the ``"attention"`` branches or ``"full"`` blocks. Does not
+            change the result.
+        ``mlp_chunks``: number of chunks of tokens that the MLP processes one at a time and recomputes in backward. Does
+            not change the result.
+        ``window``: side in tokens of the window to which each token attends, shifted by half a window in every second
+            block; 0: attend to all tokens. Needs ``split="spatial"``, because parts of a window are fetched from other
+            ranks' boxes.
+        ``group``: the ranks that share a tile: ``start(...).seq``, torch's ``ProcessGroup``, or a one-dimensional
+            ``DeviceMesh``; None: this process alone.
+        ``split``: how tokens are assigned to ranks: ``"spatial"`` (boxes) or ``"ordered"`` (runs in raster order).
     """
 
     def __init__(
@@ -83,19 +97,19 @@ class SeqParViT(nn.Module):
         refuse_unknown(positions, mlp, recompute, dropout, drop_path)
         refuse_window(window, split)
         self.group = as_group(group)
-        self._notices = group is None  # nobody said whether ranks share a tile: training says so, once
+        self._notices = group is None  # warn once in training, as ranks may have been meant to share a tile
         self.stages = make_stages(depth, embed_dim, num_heads)
         self.layout = Layout.of(tile, cube_of(patch, self.stages), self.group.size, split)
         first = self.stages[0].layout(self.layout)
         if not 1 <= mlp_chunks <= min(self.layout.counts):
             least = min(self.layout.counts)
-            raise ValueError(f"--mlp-chunks {mlp_chunks}: a rank holds {least} tokens; choose 1 to {least}")
+            raise ValueError(f"mlp_chunks={mlp_chunks}: a rank holds {least} tokens; choose 1 to {least}")
         options = attention if isinstance(attention, AttentionOptions) else AttentionOptions(attention)
         layer = Layer(first.counts, num_heads, embed_dim, per_chunk=options.heads_per_chunk)
         machine = GPU if torch.cuda.is_available() else CPU
         strategy, self.attention_choice = resolve(options.strategy, layer, machine, options.keep_kv)
         if window:
-            self.attention_choice = (f"windows of {window} tokens along each direction",)
+            self.attention_choice = (f"windows of {window} tokens along each axis",)
         self.attention, self.window = "windows" if window else strategy, window
         self.embed_dim, self.num_heads, self.positions, self.dropout = embed_dim, num_heads, positions, dropout
         self.draws = dropout > 0 or drop_path > 0
@@ -121,7 +135,9 @@ class SeqParViT(nn.Module):
         self.merges = nn.ModuleList(PatchMerging(stage.embed_dim, merged, norm_eps) for stage in self.stages[:-1])
         self.norm = nn.LayerNorm(last.embed_dim, norm_eps)
         if self.rotates:
-            RotaryPositions(self.layout, self.group.index, embed_dim // num_heads, self.norm.weight)  # refuses early
+            RotaryPositions(
+                self.layout, self.group.index, embed_dim // num_heads, self.norm.weight
+            )  # raises early if heads are too narrow
         self._init_weights()
 
     def _init_weights(self) -> None:
@@ -136,7 +152,13 @@ class SeqParViT(nn.Module):
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, part: Tensor, layout: Layout | None = None, key: DropoutKey | None = None) -> Tensor:
-        """Returns this rank's tokens ``b n/s e`` of its part ``b n/s c p p p``, or, alone, of ``b c W D H``."""
+        """Returns this rank's tokens ``b n/s e``.
+
+        Args:
+            ``part``: this rank's part ``b n/s c p p p``; without a group also a whole image ``b c W D H``.
+            ``layout``: the layout of the part, if its tile is not the default one.
+            ``key``: identifies the dropout draws; required in training with dropout on several ranks.
+        """
         return self.forward_intermediates(part, (), layout, key)[0]
 
     def forward_intermediates(
@@ -146,9 +168,9 @@ class SeqParViT(nn.Module):
         layout: Layout | None = None,
         key: DropoutKey | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Returns the normed tokens and, un-normed, the outputs of the blocks ``indices`` (from 0).
+        """Returns the normed tokens and, un-normed, the outputs of the blocks ``indices``, counted from 0.
 
-        Tokens of a stage before the last one are ``b n/s (m e)``, those of a cube in one row, in nested order.
+        Tokens of a stage before the last one are ``b n/s (m e)``: those of a cube in one row, in nested order.
         """
         depth = len(self.blocks)
         if self._notices and self.training:
@@ -156,7 +178,7 @@ class SeqParViT(nn.Module):
             warn_without_group(type(self).__name__)
         chosen = [index + depth if index < 0 else index for index in indices]
         if any(not 0 <= index < depth for index in chosen):
-            raise ValueError(f"blocks {list(indices)} were asked for, but the encoder has {depth}: 0…{depth - 1}")
+            raise ValueError(f"indices={list(indices)}: the encoder has {depth} blocks, numbered 0…{depth - 1}")
         part, layout = self._part_and_layout(part, layout)
         key = self.dropout_key(key, part.shape[0])
         if key is not None and key.draws is None:
@@ -170,9 +192,9 @@ class SeqParViT(nn.Module):
     def run_stage(
         self, blocks: range, x: Tensor, layout: Layout, key: DropoutKey | None, chosen: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Returns the tokens ``b n/s e`` after ``blocks`` of one stage, and after those ``chosen``, in rows of cubes.
+        """Runs ``blocks`` of one stage; returns their tokens ``b n/s e``, and those after ``chosen`` in rows of cubes.
 
-        Before the first block of a stage tokens merge; ``layout``: that of the part.
+        Before the first block of a stage tokens are merged; ``layout`` is that of the part.
         """
         (stage,) = [each for each in self.stages if blocks.start in each.blocks]
         if stage.number and blocks.start == stage.blocks.start:
@@ -189,7 +211,7 @@ class SeqParViT(nn.Module):
         return Windows.of(layout, self.group, self.window, is_shifted, device)
 
     def cubes(self, x: Tensor, layout: Layout) -> Tensor:
-        """Returns a stage's tokens ``b n/s (m e)``, those of a cube in one row; of the last stage as they are."""
+        """Returns a stage's tokens ``b n/s (m e)``, those of a cube in one row; unchanged for the last stage."""
         return x.unflatten(1, (layout.counts[self.group.index], -1)).flatten(2)
 
     def run_blocks(
@@ -201,12 +223,13 @@ class SeqParViT(nn.Module):
         key: DropoutKey | None,
         chosen: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Returns the tokens ``b n/s e`` after all blocks of one stage, normed, and, un-normed, after those ``chosen``.
+        """Runs all blocks of a single stage; returns the normed tokens ``b n/s e`` and, un-normed, those after
+        ``chosen``.
 
-        - ``sizes``: the token counts of all ranks
-        - ``tokens``: the numbers of this rank's tokens, which key the dropout
+        - ``sizes``: each rank's token count
+        - ``tokens``: numbers of this rank's tokens, which key the dropout
         """
-        assert not self.window, "windows are those of whole tiles"
+        assert not self.window, "windows need the tokens of whole tiles"
         depth = len(self.blocks)
         x, taken = self._run(range(depth), x, [sizes] * depth, tokens, rotary, key, chosen)
         return self.norm(x), [taken[index] for index in chosen]
@@ -229,7 +252,7 @@ class SeqParViT(nn.Module):
         return x, outputs
 
     def embed(self, part: Tensor, layout: Layout, key: DropoutKey | None) -> Tensor:
-        """Returns the tokens ``b n/s e`` of a part, with positions, as the first block takes them."""
+        """Returns the tokens ``b n/s e`` of a part, with positions added: the input of the first block."""
         merges = self.stages[0].merges
         x = self.patch_embed(split_cubes(part, merges) if merges else part)
         own = self.stages[0].layout(layout)
@@ -239,43 +262,43 @@ class SeqParViT(nn.Module):
         return keyed_dropout(x, self.dropout, key and key.at(len(self.blocks)), tokens)
 
     def rotary(self, layout: Layout, like: Tensor) -> RotaryPositions | None:
-        """Returns the positions that act in attention, None where there are none; ``like``: of the tokens' type."""
+        """Returns the rotary positions that act in attention, or None; ``like`` has the tokens' dtype and device."""
         if not self.rotates:
             return None
         return RotaryPositions.of(layout, self.group.index, self.embed_dim // self.num_heads, like)
 
     def place(self, whole: Tensor) -> tuple[Tensor, Layout]:
-        """Returns a whole image ``b c W D H`` as the part of a group of one, padded to the patch, with its layout."""
+        """Pads a whole image ``b c W D H`` to the patch; returns it as the part of a group of one, with its layout."""
         return self.layout.place(whole)
 
     def _part_and_layout(self, part: Tensor, layout: Layout | None) -> tuple[Tensor, Layout]:
-        """Returns the part of a part or a whole tile, with its layout."""
+        """Returns the part with its layout, given a part or a whole tile."""
         dims = len(self.layout.tile)
         if part.ndim == dims + 2:
             return self.place(part)
         layout = layout or self.layout
         if part.ndim != dims + 3 or part.shape[1] != layout.counts[self.group.index]:
             raise ValueError(
-                f"a part {tuple(part.shape)} came; rank {self.group.index} of {self.group.size} holds "
+                f"got a part of shape {tuple(part.shape)}, but rank {self.group.index} of {self.group.size} holds "
                 f"{layout.counts[self.group.index]} tokens of tile {layout.tile}: (batch, tokens, channels, *patch); "
-                "give the layout of another tile as layout="
+                "for another tile, pass its layout="
             )
         return part, layout
 
     def dropout_key(self, key: DropoutKey | None, batch: int) -> DropoutKey | None:
-        """Returns the key of this forward's draws; None where nothing is drawn."""
+        """Returns the key of this forward pass, or None if nothing is dropped."""
         if not (self.training and self.draws):
             return None
         if key is None and self.group.size > 1:
-            raise ValueError("dropout over a sequence group needs key=DropoutKey(seed, step, samples)")
+            raise ValueError("dropout on several ranks needs key=DropoutKey(seed, step, samples)")
         if key is None:
             key = DropoutKey(int(torch.randint(2**62, ())), 0, tuple(range(batch)))
         if len(key.samples) != batch:
-            raise ValueError(f"the dropout key names {len(key.samples)} samples, but the batch has {batch}")
+            raise ValueError(f"the dropout key has {len(key.samples)} samples, but the batch has {batch}")
         return key
 
     def drawn(self, key: DropoutKey, device: torch.device) -> DropoutKey:
-        """Returns a key of a training step with all that the encoder draws, on the device."""
+        """Returns the key of a training step with all draws of the encoder, on the device."""
         depth, sites = len(self.blocks), list[tuple[int, ...]]()
         if self.dropout > 0:
             sites = [(at, site) for at in range(depth) for site in (ATTENTION_SITE, MLP_SITE, HIDDEN_SITE)] + [(depth,)]
@@ -287,9 +310,10 @@ class SeqParViT(nn.Module):
         return key.drawn(sites, {place: rate for place, rate in rates.items() if rate}, device)
 
     def added_positions(self, layout: Layout, like: Tensor) -> Tensor | None:
-        """Returns the positions ``1 n/s e`` that are added to tokens; None where there are none, or rotary ones alone.
+        """Returns the positions ``1 n/s e`` to add to the tokens, or None if there are none or only rotary ones.
 
-        - ``layout``: of the first stage's tokens; ``like``: of the tokens' type
+        - ``layout``: of the first stage's tokens
+        - ``like``: has the tokens' dtype and device
         """
         rank, width = self.group.index, self.embed_dim
         if self.pos_embed is not None:

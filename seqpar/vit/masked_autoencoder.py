@@ -1,7 +1,7 @@
-"""A masked autoencoder on this rank's tokens: the visible ones are encoded, the hidden ones rebuilt from them.
+"""A masked autoencoder on this rank's tokens: visible tokens are encoded, and hidden patches are decoded from them.
 
-Legend: b batch, c channels, n tokens, k visible tokens of a tile, e width of the encoder, f of the rebuilder, p voxels
-of a patch along a direction, r rows: tokens of all samples, one after the other; ``/s`` is this rank's share.
+Legend: b batch, c channels, n tokens, k visible tokens of a tile, e width of the encoder, f of the decoder, p voxels of
+a patch per axis, r rows: tokens of all samples, one after the other; ``/s`` is this rank's share.
 """
 
 import math
@@ -17,12 +17,12 @@ from seqpar.vit.masking import Visible, make_visible, token_positions
 
 
 class MaskedDecoder(nn.Module):
-    """Rebuilds hidden patches from encoded tokens: a projection, a token in the place of what is hidden, blocks.
+    """Decodes hidden patches from encoded tokens: a projection, mask tokens for the hidden ones, and blocks.
 
     - ``encoder_width``: of the encoded tokens
     - ``in_channels``: of the image
-    - ``vit``: blocks and positions, of the encoder's tile, patch and group; tokens come to it as they are, so that its
-      patch embedding goes
+    - ``vit``: provides blocks and positions, for the encoder's tile, patch and group; its patch embedding is removed
+      because it gets tokens
     """
 
     def __init__(self, encoder_width: int, in_channels: int, vit: SeqParViT) -> None:
@@ -36,7 +36,7 @@ class MaskedDecoder(nn.Module):
         nn.init.trunc_normal_(self.mask_token, std=0.02)
 
     def forward(self, rows: Tensor, visible: Visible, layout: Layout) -> Tensor:
-        """Returns the hidden patches ``r/s (c p p p)`` of the encoded tokens ``r/s e``."""
+        """Returns the hidden patches ``r/s (c p p p)`` decoded from the encoded tokens ``r/s e``."""
         rows, count = self.project(rows), layout.counts[self.vit.group.index]  # r/s f
         num_rows = len(visible.shown) + len(visible.hidden)
         every = self.mask_token.to(rows.dtype).expand(num_rows, -1).index_copy(0, visible.shown, rows)
@@ -49,7 +49,7 @@ class MaskedDecoder(nn.Module):
 def encode_visible(
     encoder: SeqParViT, part: Tensor, visible: Visible, layout: Layout, key: DropoutKey | None = None
 ) -> Tensor:
-    """Returns this rank's own visible tokens ``r/s e``, encoded; no rank computes anything of a hidden one.
+    """Returns this rank's own visible tokens ``r/s e``, encoded; no rank computes anything for hidden tokens.
 
     - ``part``: this rank's part ``b n/s c p p p``
     - ``key``: of the encoder's dropout
@@ -75,12 +75,11 @@ def encode_visible(
 def decode_masked(
     encoder: SeqParViT, rebuilder: MaskedDecoder, part: Tensor, layout: Layout, key: DropoutKey, ratio: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns the hidden patches ``r/s c p p p`` of a part, as they were rebuilt, and where they lie among this rank's
-    tokens of all samples, ``r/s``.
+    """Returns a part's decoded hidden patches ``r/s c p p p``, and their positions ``r/s`` among this rank's tokens.
 
     - ``part``: this rank's part ``b n/s c p p p``
-    - ``key``: seed, step and samples, from which follow what is hidden, and what the encoder drops
-    - ``ratio``: the share of a tile's tokens that is hidden
+    - ``key``: seed, step and samples, which determine what is hidden and what the encoder drops
+    - ``ratio``: share of a tile's tokens that is hidden
     """
     visible = make_visible(key, layout, encoder.group.index, ratio).on(part.device)
     rows = encode_visible(encoder, part, visible, layout, key)

@@ -3,9 +3,10 @@
 Legend: b batch, n tokens, k visible tokens of a tile, r rows: tokens of all samples, one after the other; ``n/s``,
 ``k/s`` and ``r/s`` are this rank's.
 
-A token is hidden by its number and the (seed, step, sample) of its tile, never by the rank that holds it: as many of
-every tile are visible, those with the smallest draws. A rank owns more or fewer of them, in each sample others; so the
-few that are too many on their rank move to one that has too few, and every rank encodes as many of each sample.
+Whether a token is hidden depends on its number and the (seed, step, sample) of its tile, never on the rank that holds
+it. Every tile has the same number of visible tokens, those with the smallest draws, but a rank may own more or fewer of
+them. The few that exceed a rank's share move to a rank that has too few, so that every rank encodes equally many tokens
+of each sample.
 """
 
 from collections.abc import Sequence
@@ -21,11 +22,11 @@ from seqpar.parallel.layout import Layout
 from seqpar.parallel.remaps import Remap, make_remap
 from seqpar.vit.dropout import DropoutKey, token_draws
 
-MASK_SITE = 1 << 20  # no network has so many places that draw
+MASK_SITE = 1 << 20  # larger than any dropout site of a network
 
 
 def num_visible(num_tokens: int, ratio: float) -> int:
-    """Returns how many tokens of a tile stay visible where the share ``ratio`` is hidden."""
+    """Returns how many tokens of a tile stay visible if the share ``ratio`` is hidden."""
     return max(1, round(num_tokens * (1 - ratio)))
 
 
@@ -39,9 +40,9 @@ def visible_tokens(key: DropoutKey, num_tokens: int, count: int) -> Tensor:
 class Visible:
     """A batch's visible and hidden tokens, and which rank encodes which of the visible ones.
 
-    - ``ids``: each rank's tokens to encode, their global numbers ``b k/s``, ascending
-    - ``shown``, ``hidden``: where this rank's visible and hidden tokens lie among its tokens of all samples, ``r/s``
-    - ``moves``: brings the rows that this rank owns to those that it encodes
+    - ``ids``: global numbers ``b k/s`` of the tokens that each rank encodes, ascending
+    - ``shown``, ``hidden``: positions ``r/s`` of this rank's visible and hidden tokens among its tokens of all samples
+    - ``moves``: sends the rows that this rank owns to the ranks that encode them
     """
 
     ids: tuple[Tensor, ...]
@@ -51,21 +52,21 @@ class Visible:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many tokens of each sample each rank encodes."""
+        """The number of tokens of each sample that each rank encodes."""
         return tuple(ids.shape[1] for ids in self.ids)
 
     def on(self, device: torch.device) -> "Visible":
-        """Returns the same with its places on a device; numbers stay."""
+        """Returns the same with positions on ``device``; token numbers stay on the CPU."""
         shown, hidden = (copy_to_device(rows, device) for rows in (self.shown, self.hidden))
         return replace(self, shown=shown, hidden=hidden)
 
 
 def make_visible(key: DropoutKey, layout: Layout, rank: int, ratio: float) -> Visible:
-    """Returns what is visible of a batch of tiles.
+    """Chooses the visible tokens of a batch of tiles.
 
-    - ``key``: of the batch; its seed, step and samples count
-    - ``rank``: in the sequence group
-    - ``ratio``: the share of tokens that is hidden
+    - ``key``: of the batch; its seed, step and samples are used
+    - ``rank``: index in the sequence group
+    - ``ratio``: share of tokens that is hidden
     """
     count = num_visible(layout.num_tokens, ratio)
     check_num_visible(layout.num_tokens, layout.num_ranks, ratio)
@@ -82,26 +83,26 @@ def make_visible(key: DropoutKey, layout: Layout, rank: int, ratio: float) -> Vi
 
 
 def check_num_visible(num_tokens: int, num_ranks: int, ratio: float) -> None:
-    """Raises ValueError where fewer tokens stay visible than there are ranks that share a tile, or none is hidden."""
+    """Raises ValueError if fewer tokens stay visible than ranks share a tile, or if none is hidden."""
     count = num_visible(num_tokens, ratio)
     if count >= num_tokens:
         raise ValueError(
-            f"--mask-ratio {ratio:g} hides none of {num_tokens} tokens: use a larger one, or a larger --tile"
+            f"mask_ratio={ratio:g} hides none of {num_tokens} tokens: use a larger `mask_ratio` or a larger `tile`"
         )
     if count < num_ranks:
         raise ValueError(
-            f"--mask-ratio {ratio:g} leaves {count} of {num_tokens} tokens, fewer than the {num_ranks} ranks that "
-            "share a tile: use a smaller --mask-ratio or --seqpar, or a larger --tile"
+            f"mask_ratio={ratio:g} leaves {count} of {num_tokens} tokens, fewer than the {num_ranks} ranks that "
+            "share a tile: use a smaller `mask_ratio` or `seqpar`, or a larger `tile`"
         )
 
 
 def _spread_evenly(owners: Tensor, num_ranks: int) -> Tensor:
-    """Returns the rank ``k`` that encodes each of a sample's tokens: its owner, but where that one has too many.
+    """Returns the rank ``k`` that encodes each of a sample's tokens: its owner, unless that one has too many.
 
-    Ranks then have equal numbers, the first ones one more where the tokens do not divide.
+    All ranks get the same number; if the tokens do not divide evenly, the first ones get one more.
     """
     quotas = torch.tensor(split_evenly(len(owners), num_ranks), device="cpu")
-    place = F.one_hot(owners, num_ranks).cumsum(0).gather(1, owners[:, None])[:, 0]  # among the owner's, from 1
+    place = F.one_hot(owners, num_ranks).cumsum(0).gather(1, owners[:, None])[:, 0]  # among the owner's tokens, from 1
     too_many = place > quotas[owners]
     lacking = (quotas - torch.bincount(owners, minlength=num_ranks)).clamp(min=0)
     result = owners.clone()
@@ -110,7 +111,7 @@ def _spread_evenly(owners: Tensor, num_ranks: int) -> Tensor:
 
 
 def token_positions(layout: Layout, ids: Tensor | Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns where tokens ``b k`` of these numbers lie among all tokens in the order of ranks, on the device."""
+    """Returns the positions of tokens ``b k`` among all tokens in rank order, on the device."""
     every = ids if isinstance(ids, Tensor) else torch.cat(tuple(ids), 1)
     order = layout.raster_order(torch.device("cpu"))
     return copy_to_device(order[every], device)

@@ -1,11 +1,11 @@
-"""Stages of an encoder: between two of them 2 x 2 x 2 tokens become one of twice the width.
+"""The stages of an encoder, between which 2 x 2 x 2 tokens become one of twice the width.
 
-Legend: b batch, c channels, n cubes, m tokens of a stage in a cube, e embedding, p voxels of a patch along a direction,
-w d h cubes per direction; ``n/s`` is this rank's share of the cubes.
+Legend: b batch, c channels, n cubes, m tokens of a stage in a cube, e embedding, p voxels of a patch per axis, w d h
+cubes per axis; ``n/s`` is this rank's share of the cubes.
 
-A *cube* is what one token of the last stage is made of, and ranks hold whole cubes. So merging sends nothing, however
-a tile is divided. Tokens of a cube are in nested order: those that become one follow each other, at every stage, so
-that merging is a view of the tokens and a matrix.
+A *cube* contains the voxels of one token of the last stage, and ranks hold whole cubes. Merging therefore sends
+nothing, however a tile is split. Tokens of a cube are in nested order: those that become one are consecutive at every
+stage, so that merging is a view of the tokens and a matrix product.
 """
 
 import itertools
@@ -25,7 +25,7 @@ class EncoderStage:
     """Blocks on tokens of one size.
 
     - ``blocks``: their numbers in the encoder
-    - ``merges``: how often tokens merge behind it, until a cube is one token
+    - ``merges``: how often tokens are merged after this stage, until a cube is one token
     """
 
     number: int
@@ -35,7 +35,7 @@ class EncoderStage:
     merges: int
 
     def layout(self, cubes: Layout) -> Layout:
-        """Returns the layout of the stage's tokens; ``cubes``: that of the cubes."""
+        """Returns the layout of the stage's tokens, given the layout of the cubes."""
         if self.merges == 0:
             return cubes
         patch = tuple(side >> self.merges for side in cubes.patch)
@@ -44,14 +44,14 @@ class EncoderStage:
 
 
 def make_stages(depth: int | Sequence[int], embed_dim: int, num_heads: int) -> tuple[EncoderStage, ...]:
-    """Returns the stages of an encoder: each has twice the width and heads of the one before.
+    """Returns the stages of an encoder, each with twice the width and heads of the previous one.
 
-    - ``depth``: blocks, or those of each stage
+    - ``depth``: number of blocks, or of each stage's blocks
     - ``embed_dim``, ``num_heads``: of the first stage
     """
     depths = (depth,) if isinstance(depth, int) else tuple(depth)
     if not depths or min(depths) < 1:
-        raise ValueError(f"--stage-depths {' '.join(map(str, depths))}: each stage needs a block: give such as 2 2 6")
+        raise ValueError(f"depth={depths}: each stage needs at least one block, as in depth=(2, 2, 6)")
     ends = itertools.accumulate(depths)
     return tuple(
         EncoderStage(
@@ -62,16 +62,16 @@ def make_stages(depth: int | Sequence[int], embed_dim: int, num_heads: int) -> t
 
 
 def cube_of(patch: int | Sequence[int], stages: Sequence[EncoderStage]) -> int | tuple[int, ...]:
-    """Returns the voxels of a cube; ``patch``: those of a token of the first stage."""
+    """Returns the voxels of a cube per axis, given the patch of the first stage."""
     merges = len(stages) - 1
     return patch << merges if isinstance(patch, int) else tuple(side << merges for side in patch)
 
 
 @dataclass(frozen=True)
 class NestedLayout(Layout):
-    """The layout of the tokens inside of each rank's cubes, in nested order.
+    """The layout of the tokens inside each rank's cubes, in nested order.
 
-    - ``merges``: how often 2 x 2 x 2 tokens become one until a cube is one token
+    - ``merges``: how often 2 x 2 x 2 tokens are merged until a cube is one token
     """
 
     merges: int = 0
@@ -84,26 +84,22 @@ class NestedLayout(Layout):
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """How many intervals ``spatial`` cuts each direction into."""
         return self._cubes.parts
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Each rank's number of tokens."""
         return tuple(count << self.merges * len(self.grid) for count in self._cubes.counts)
 
     @cached_property
     def cuts(self) -> tuple[Bounds, ...] | None:
-        """Token bounds per direction if the parts are a grid of boxes in rank order, else None."""
         return self._cubes.cuts and self._cubes.voxel_cuts(1 << self.merges)
 
     def coordinates(self, rank: int) -> Tensor:
-        """Returns where the rank's tokens lie in the whole grid: one row per token, one column per direction."""
         inside = nested_places(self.merges, len(self.grid))
         return ((self._cubes.coordinates(rank)[:, None] << self.merges) + inside).flatten(0, 1)
 
     def token_ids(self, rank: int, device: torch.device | None = None) -> Tensor:
-        """Returns the raster numbers of the rank's tokens, in nested order; on the CPU, or on ``device``."""
+        """Returns the raster numbers of the rank's tokens, in nested order, on the CPU or on ``device``."""
         device = device or torch.device("cpu")
         return self.once(("ids", rank, device), lambda: self._ids_on(rank, device))
 
@@ -122,7 +118,7 @@ class NestedLayout(Layout):
 
 
 def nested_places(merges: int, directions: int) -> Tensor:
-    """Returns where the tokens of a cube lie in it, in nested order: a row per token, a column per direction."""
+    """Returns the coordinates of a cube's tokens in nested order: one row per token, one column per axis."""
     corners = torch.tensor(list(itertools.product((0, 1), repeat=directions)), device="cpu")
     places = torch.zeros(1, directions, dtype=torch.int64, device="cpu")
     for _ in range(merges):
@@ -131,7 +127,7 @@ def nested_places(merges: int, directions: int) -> Tensor:
 
 
 def split_cubes(cubes: Tensor, merges: int) -> Tensor:
-    """Returns the patches ``b (n m) c p p p`` of cubes ``b n c P P P``, those of a cube in nested order."""
+    """Splits cubes ``b n c P P P`` into patches ``b (n m) c p p p``, those of a cube in nested order."""
     sides = cubes.shape[3:]
     count, step = len(sides), merges + 1
     for at in reversed(range(count)):
@@ -142,7 +138,7 @@ def split_cubes(cubes: Tensor, merges: int) -> Tensor:
 
 
 def join_cubes(rows: Tensor, merges: int) -> Tensor:
-    """Returns the grid ``b e W D H`` of a stage's tokens, of cubes ``b (m e) w d h`` in nested order."""
+    """Returns the grid ``b e W D H`` of a stage's tokens, given cubes ``b (m e) w d h`` in nested order."""
     batch, width, *grid = rows.shape
     count = len(grid)
     halves = rows.unflatten(1, (*[2] * (merges * count), width >> merges * count))
@@ -153,10 +149,10 @@ def join_cubes(rows: Tensor, merges: int) -> Tensor:
 
 
 class PatchMerging(nn.Module):
-    """Swin's merging: tokens that follow each other become one, by a norm and a matrix.
+    """Merges consecutive tokens by a norm and a linear layer, as in Swin.
 
-    - ``embed_dim``: of the tokens; of those that they become twice as much
-    - ``count``: tokens that become one
+    - ``embed_dim``: of the input tokens; the output tokens have twice as much
+    - ``count``: number of tokens that become one
     """
 
     def __init__(self, embed_dim: int, count: int, norm_eps: float) -> None:
@@ -166,5 +162,5 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(count * embed_dim, 2 * embed_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns tokens ``b n/s 2e`` of tokens ``b (n/s m) e``."""
+        """Returns tokens ``b n/s 2e``, given tokens ``b (n/s m) e``."""
         return self.reduction(self.norm(x.unflatten(1, (-1, self.count)).flatten(2)))  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""Voxels to tokens and back to a grid; positions from global coordinates.
+"""Converts voxels to tokens and back to a grid, and computes positions from global coordinates.
 
-Legend: b batch, c channels, n tokens, e embedding, a heads, f features per head, p voxels of a patch along a
-direction, w d h tokens per direction; ``n/s`` is this rank's share of the tokens.
+Legend: b batch, c channels, n tokens, e embedding, a heads, f features per head, p voxels of a patch per axis, w d h
+tokens per axis; ``n/s`` is this rank's share of the tokens.
 """
 
 import math
@@ -22,7 +22,7 @@ _MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
 class PatchEmbed(nn.Module):
-    """The patch embedding as a linear layer; its weight has the shape of the strided convolution that this is."""
+    """Patch embedding as a linear layer; its weight has the shape of the equivalent strided convolution's."""
 
     def __init__(self, in_channels: int, patch: Sequence[int], embed_dim: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class PatchEmbed(nn.Module):
         """Returns the tokens ``b n/s e`` of a part ``b n/s c p p p``."""
         if part.shape[2:] != self.proj.weight.shape[1:]:
             needed = tuple(self.proj.weight.shape[1:])
-            raise ValueError(f"a part's patches are {tuple(part.shape[2:])} (channels, voxels), not {needed}")
+            raise ValueError(f"expected patches of shape {needed} (channels, voxels), got {tuple(part.shape[2:])}")
         patches, weight = rearrange(part, "b n ... -> b n (...)"), rearrange(self.proj.weight, "e ... -> e (...)")
         return F.linear(patches, weight, self.proj.bias)
 
@@ -41,7 +41,7 @@ class PatchEmbed(nn.Module):
 def learned_positions(table: Tensor, grid: Sequence[int], layout: Layout, rank: int) -> Tensor:
     """Returns this rank's rows ``1 n/s e`` of a table of positions.
 
-    - ``table``: ``1 n e``, for all tokens of ``grid`` in raster order; resized where the layout's grid is another
+    - ``table``: ``1 n e``, for all tokens of ``grid`` in raster order; resized if the layout has another grid
     """
     table = resize_positions(table, grid, layout.grid)
     is_in_order = layout.num_ranks == 1 and not layout.is_nested
@@ -49,7 +49,7 @@ def learned_positions(table: Tensor, grid: Sequence[int], layout: Layout, rank: 
 
 
 def resize_positions(table: Tensor, grid: Sequence[int], new_grid: Sequence[int]) -> Tensor:
-    """Returns a table ``1 n e`` of positions, resized linearly from the tokens of ``grid`` to those of ``new_grid``."""
+    """Interpolates a table of positions ``1 n e`` linearly from the tokens of ``grid`` to those of ``new_grid``."""
     if tuple(grid) == tuple(new_grid):
         return table
     image = F.interpolate(to_grid(table, grid), size=tuple(new_grid), mode=_MODES[len(grid)], align_corners=False)
@@ -57,10 +57,10 @@ def resize_positions(table: Tensor, grid: Sequence[int], new_grid: Sequence[int]
 
 
 def sincos_positions(layout: Layout, rank: int, embed_dim: int) -> Tensor:
-    """Returns ``1 n/s e`` in float64: sine, then cosine, of each direction in turn; features left over are zero."""
-    coordinates = layout.coordinates(rank).double()  # n/s directions
+    """Returns ``1 n/s e`` in float64: sines, then cosines, of each axis in turn; remaining features are zero."""
+    coordinates = layout.coordinates(rank).double()  # n/s axes
     bands = embed_dim // (2 * coordinates.shape[1])
-    angles = coordinates[:, :, None] * _frequencies(bands)  # n/s directions bands
+    angles = coordinates[:, :, None] * _frequencies(bands)  # n/s axes bands
     waves = rearrange(torch.stack([angles.sin(), angles.cos()], 2), "n direction wave band -> n (direction wave band)")
     return F.pad(waves, (0, embed_dim - waves.shape[1]))[None]
 
@@ -70,54 +70,54 @@ def _frequencies(bands: int) -> Tensor:
 
 
 class RotaryPositions:
-    """Rotary positions, axial: each direction rotates an equal share of a head's features.
+    """Axial rotary positions: each axis rotates an equal share of a head's features.
 
-    Where the head width is no multiple of twice the directions, the largest multiple is rotated.
+    If the head width is not a multiple of twice the number of axes, the largest such multiple is rotated.
     """
 
     def __init__(self, layout: Layout, rank: int | None, head_dim: int, like: Tensor) -> None:
-        """Makes the sines and cosines of a rank's tokens.
+        """Computes the sines and cosines of a rank's tokens.
 
-        - ``rank``: None: all tokens, in the order of ranks
-        - ``like``: a tensor of the precision and device to have them in
+        - ``rank``: None for all tokens, in rank order
+        - ``like``: a tensor that gives their precision and device
         """
-        ranks, directions = range(layout.num_ranks) if rank is None else [rank], len(layout.grid)
-        bands = head_dim // (2 * directions)
+        ranks, axes = range(layout.num_ranks) if rank is None else [rank], len(layout.grid)
+        bands = head_dim // (2 * axes)
         if bands == 0:
             raise ValueError(
-                f"a head of width {head_dim} is too narrow to rotate in {directions} directions: it needs "
-                f"{2 * directions}; use fewer --heads or other --positions"
+                f"a head of width {head_dim} is too narrow to rotate along {axes} axes: it needs at least "
+                f"{2 * axes}; use a smaller `num_heads` or other `positions`"
             )
-        self.width = 2 * bands * directions
-        if like.is_meta:  # no numbers: millions of tokens would take gigabytes
-            shape = sum(layout.counts[r] for r in ranks), bands * directions
+        self.width = 2 * bands * axes
+        if like.is_meta:  # no data, because millions of tokens would take gigabytes
+            shape = sum(layout.counts[r] for r in ranks), bands * axes
             self._tables = {like.dtype: (like.new_empty(shape), like.new_empty(shape))}
         else:
-            coordinates = torch.cat([layout.coordinates(r) for r in ranks]).double()  # n/s directions
+            coordinates = torch.cat([layout.coordinates(r) for r in ranks]).double()  # n/s axes
             angles = (coordinates[:, :, None] * _frequencies(bands)).flatten(1)  # n/s pairs
             self._tables = {like.dtype: (angles.cos().to(like), angles.sin().to(like))}
-        self._like = like.new_empty(0)  # neither ``like`` nor the layout, which may keep these, are kept alive by them
+        self._like = like.new_empty(0)  # so that this object keeps neither ``like`` nor the layout alive
         self._make_whole: Callable[[Tensor], RotaryPositions] | None = None
         if rank is not None:
             self._make_whole = partial(RotaryPositions, replace(layout), None, head_dim)
 
     @classmethod
     def of(cls, layout: Layout, rank: int, head_dim: int, like: Tensor) -> "RotaryPositions":
-        """Returns the positions of a rank's tokens, which a layout makes once for a precision and device."""
+        """Returns the positions of a rank's tokens, cached by the layout per precision and device."""
         key = "rotary", rank, head_dim, like.dtype, like.device
         return layout.once(key, lambda: cls(layout, rank, head_dim, like))
 
     @cached_property
     def whole(self) -> "RotaryPositions":
-        """The same for all tokens, in the order of ranks."""
-        assert self._make_whole is not None, "these are all tokens already"
+        """The positions of all tokens, in rank order."""
+        assert self._make_whole is not None, "these are the positions of all tokens already"
         return self._make_whole(self._like)
 
     def chosen(self, rows: Tensor, whole_rows: Tensor) -> "RotaryPositions":
-        """Returns the positions of tokens that are others in each sample.
+        """Returns the positions of tokens that differ between samples.
 
-        - ``rows``: where this rank's tokens ``b n/s`` lie among all tokens in the order of ranks
-        - ``whole_rows``: where those of all ranks lie, ``b n``
+        - ``rows``: positions of this rank's tokens ``b n/s`` among all tokens in rank order
+        - ``whole_rows``: those of all ranks' tokens, ``b n``
         """
         every = self if self._make_whole is None else self.whole
         cos, sin = every._tables[self._like.dtype]
@@ -129,14 +129,14 @@ class RotaryPositions:
     def __call__(self, x: Tensor, back: bool = False) -> Tensor:
         """Returns ``... n/s f`` with neighbouring pairs of features rotated by their token's angles.
 
-        - ``back``: rotate by the opposite angles: the adjoint
+        - ``back``: rotate by the opposite angles, which is the adjoint
         """
         result = x.clone()
         self.rotate_(result, back)
         return result
 
     def rotate_(self, x: Tensor, back: bool = False) -> None:
-        """Rotates ``... n/s f`` in place, by five passes."""
+        """Rotates ``... n/s f`` in place, in five passes."""
         cos, sin = self._in_type(x.dtype)
         even, odd = x[..., 0 : self.width : 2], x[..., 1 : self.width : 2]
         before, sign = even.clone(), -1 if back else 1
@@ -144,7 +144,7 @@ class RotaryPositions:
         odd.mul_(cos).addcmul_(before, sin, value=sign)
 
     def _in_type(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines ``n/s pairs`` (or ``b 1 n/s pairs``) of a precision, each made once."""
+        """Returns cosines and sines ``n/s pairs`` (or ``b 1 n/s pairs``) in a precision, cached."""
         if dtype not in self._tables:
             cos, sin = self._tables[self._like.dtype]
             self._tables[dtype] = cos.to(dtype), sin.to(dtype)
@@ -152,5 +152,5 @@ class RotaryPositions:
 
 
 def to_grid(tokens: Tensor, grid: Sequence[int]) -> Tensor:
-    """Returns ``b e w d h`` of a box's tokens ``b n e`` in raster order."""
-    return rearrange(tokens, "b n e -> b e n").unflatten(2, tuple(grid))  # a grid of two directions or three
+    """Returns a box's tokens ``b n e``, in raster order, as a grid ``b e w d h``."""
+    return rearrange(tokens, "b n e -> b e n").unflatten(2, tuple(grid))  # grids have two or three axes

@@ -28,9 +28,9 @@ def test_the_module_is_torchs_multi_head_attention() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="--heads 5 does not divide --embed-dim 12"):
+    with pytest.raises(ValueError, match="num_heads=5 does not divide embed_dim=12"):
         Attention(12, 5)
-    with pytest.raises(ValueError, match="--heads-per-chunk 4: choose 1 to 3"):
+    with pytest.raises(ValueError, match="heads_per_chunk=4: choose 1 to 3"):
         Attention(12, 3, heads_per_chunk=4)
 
 

@@ -56,7 +56,7 @@ def test_the_memory_left_rules_out_what_is_larger() -> None:
     assert str(best) == "gather-kv" and "of those that need at most" in reasons[0]
     assert any(line.startswith("gather-x") and line.endswith("too large") for line in reasons)
     best, reasons = fastest_strategy(here, QUICK, memory_left=1.0)
-    assert "though more than the memory left" in reasons[0]
+    assert "the smallest, but needs more than" in reasons[0]
 
 
 def test_keeping_spares_bytes_and_costs_memory() -> None:
@@ -111,12 +111,12 @@ def test_chunks_are_few_where_tokens_are_few_and_even() -> None:
 @pytest.mark.parametrize(
     "name, ranks, keep, message",
     [
-        ("ring", 4, False, "--attention ring: choose auto, gather-kv, gather-x, ulysses, hybrid or hybrid:U"),
+        ("ring", 4, False, "attention='ring': choose auto, gather-kv, gather-x, ulysses, hybrid or hybrid:U"),
         ("ulysses:2", 4, False, "choose auto"),
         ("hybrid:x", 4, False, "choose auto"),
         ("hybrid:3", 8, False, "8 ranks allow hybrid:2, hybrid:4"),
-        ("hybrid", 3, False, "3 ranks allow none: use auto"),
-        ("ulysses", 4, True, "--keep-kv has no effect with --attention ulysses"),
+        ("hybrid", 3, False, "3 ranks allow no hybrid: use auto"),
+        ("ulysses", 4, True, "keep_kv=True has no effect with attention='ulysses'"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_with_what_they_can(name: str, ranks: int, keep: bool, message: str) -> None:

@@ -287,7 +287,7 @@ def test_the_encoder_is_one_process_by_every_strategy() -> None:
 
 
 def test_the_encoder_refuses_what_it_cannot_attend_by() -> None:
-    with pytest.raises(ValueError, match="--attention ring: choose auto"):
+    with pytest.raises(ValueError, match="attention='ring': choose auto"):
         SeqParViT(1, 8, 4, embed_dim=24, depth=1, num_heads=3, attention="ring")
-    with pytest.raises(ValueError, match="--heads-per-chunk 4: choose 1 to 3"):
+    with pytest.raises(ValueError, match="heads_per_chunk=4: choose 1 to 3"):
         SeqParViT(1, 8, 4, embed_dim=24, depth=1, num_heads=3, attention=AttentionOptions(heads_per_chunk=4))

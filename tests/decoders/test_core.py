@@ -215,7 +215,7 @@ def test_nogather_refuses_chunks_that_are_no_boxes(ranks: Callable[..., list]) -
         return ""
 
     messages = ranks(4, build_it)
-    assert messages[0] == messages[3] and "--split spatial or --seqpar 1 or 2 or 3" in messages[0]
+    assert messages[0] == messages[3] and "split='spatial' or num_ranks=1 or 2 or 3" in messages[0]
 
 
 RECORDED = GOLDEN / "core_losses.json"

@@ -196,10 +196,10 @@ def test_auto_swaps_where_the_batch_divides_and_says_so() -> None:
         mode.loss_groups()
 
 
-@pytest.mark.parametrize(("batch", "advice"), [(6, "--batch 4 or 8,"), (3, "--batch 4,"), (9, "--batch 8 or 12,")])
+@pytest.mark.parametrize(("batch", "advice"), [(6, "batch=4 or 8,"), (3, "batch=4,"), (9, "batch=8 or 12,")])
 def test_swap_refuses_a_batch_that_does_not_divide(batch: int, advice: str) -> None:
     layout, mode = Layout.of(TILE, PATCH, 4), choose_mode("swap", four())
-    with pytest.raises(ValueError, match=f"{advice} or --mode halo"):
+    with pytest.raises(ValueError, match=f"{advice} or mode='halo'"):
         mode.check(layout, batch)
     with pytest.raises(ValueError, match=advice):  # before any message
         mode.features([torch.zeros(batch, layout.counts[1], 3)], layout)
@@ -207,7 +207,7 @@ def test_swap_refuses_a_batch_that_does_not_divide(batch: int, advice: str) -> N
 
 def test_halo_refuses_more_ranks_than_boxes_exist_for() -> None:
     layout = Layout.of(8, 4, 7, "ordered")
-    with pytest.raises(ValueError, match="7 boxes do not cut the token grid"):
+    with pytest.raises(ValueError, match="cannot be cut into 7 boxes"):
         choose_mode("halo", Group("seq", tuple(range(7)), 2)).check(layout)
 
 
@@ -215,8 +215,8 @@ def test_every_mode_says_what_it_does_and_unknown_ones_are_refused() -> None:
     layout = Layout.of(TILE, PATCH, 4)
     modes: list[Mode] = [choose_mode(name, four()) for name in MODES]
     assert [mode.check(layout, 4).split(":")[0] for mode in modes] == list(MODES)
-    assert "to which the tokens move" in choose_mode("halo", four()).check(Layout.of(TILE, PATCH, 4, "ordered"))
-    with pytest.raises(ValueError, match="--mode broadcast: choose one of gather, nogather, halo, swap, auto"):
+    assert "to which the tokens are moved" in choose_mode("halo", four()).check(Layout.of(TILE, PATCH, 4, "ordered"))
+    with pytest.raises(ValueError, match="mode='broadcast': choose one of gather, nogather, halo, swap, auto"):
         choose_mode("broadcast", four())
 
 

@@ -29,7 +29,7 @@ def test_a_short_side_is_doubled_where_its_voxels_are_still_short() -> None:
     assert strides((8, 8, 2), short_first=False) == ((2, 2, 1), (2, 2, 1), (2, 2, 2))
     assert strides((1, 4, 2)) == ((1, 2, 2), (1, 2, 1))
     for patch in [(4, 4), (4, 4, 3), (1, 1, 1), (0, 2, 2)]:
-        with pytest.raises(ValueError, match="--patch 2, 4, 8 or 16, or three such numbers"):
+        with pytest.raises(ValueError, match="patch=2, 4, 8 or 16, or three such numbers"):
             strides(patch)
 
 

@@ -38,7 +38,7 @@ def test_other_skips_and_patches_are_refused() -> None:
     with pytest.raises(ValueError, match="monai or paper"):
         skip_blocks(12, (16,) * 3, "late")
     for patch in [(6, 6, 6), (4, 4, 3), (1, 1, 1)]:
-        with pytest.raises(ValueError, match="--patch 2, 4, 8 or 16"):
+        with pytest.raises(ValueError, match="patch=2, 4, 8 or 16"):
             UnetrDecoder(1, 24, 2, patch)
 
 

@@ -156,7 +156,7 @@ def test_stages_are_as_nnunet_plans_them(tile: tuple, spacing: tuple, strides: l
 
 
 def test_a_tile_that_cannot_be_halved_is_refused() -> None:
-    with pytest.raises(ValueError, match="--tile 8 or more"):
+    with pytest.raises(ValueError, match="tile=8 or more"):
         topology((11, 7, 7))
 
 
@@ -194,9 +194,9 @@ def test_a_plan_says_what_network_it_is() -> None:
 @pytest.mark.parametrize(
     ("name", "more", "advice"),
     [
-        ("ResidualUNet", {}, "PlainConvUNet and ResidualEncoderUNet are built"),
+        ("ResidualUNet", {}, "only PlainConvUNet and ResidualEncoderUNet are"),
         ("PlainConvUNet", {"dropout_op": "torch.nn.Dropout3d"}, "has dropout_op"),
-        ("PlainConvUNet", {"nonlin_first": True}, "PlainConvUNet has nonlin_first True: this is not built"),
+        ("PlainConvUNet", {"nonlin_first": True}, "PlainConvUNet has nonlin_first True, which is not"),
         ("PlainConvUNet", {"n_blocks_per_stage": [1, 3, 4]}, "has n_blocks_per_stage"),
         ("ResidualEncoderUNet", {}, "has n_conv_per_stage"),
         (
@@ -204,10 +204,10 @@ def test_a_plan_says_what_network_it_is() -> None:
             {"n_conv_per_stage": 0, "block": "residual.BottleneckD"},
             "without bottleneck_channels",
         ),
-        ("ResidualEncoderUNet", {"n_conv_per_stage": 0, "block": "own.Block"}, "BasicBlockD or BottleneckD is built"),
+        ("ResidualEncoderUNet", {"n_conv_per_stage": 0, "block": "own.Block"}, "use BasicBlockD or BottleneckD"),
         ("ResidualEncoderUNet", {"n_conv_per_stage": 0, "squeeze_excitation": True}, "has squeeze_excitation"),
         ("PlainConvUNet", {"nonlin_kwargs": {"new": 1}}, "LeakyReLU has new 1"),
-        ("PlainConvUNet", {"conv_op": "torch.nn.Conv2d"}, "conv_op torch.nn.Conv2d: Conv3d is built"),
+        ("PlainConvUNet", {"conv_op": "torch.nn.Conv2d"}, "conv_op torch.nn.Conv2d, .*: use Conv3d"),
         ("PlainConvUNet", {"norm_op": "torch.nn.GroupNorm"}, "InstanceNorm3d, BatchNorm3d"),
         ("PlainConvUNet", {"nonlin": "torch.nn.ReLU"}, "activation ReLU"),
         ("PlainConvUNet", {"norm_op_kwargs": {"affine": False}}, "affine"),
@@ -260,16 +260,16 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "lengths": (lambda: Architecture.of(1, 2, (4, 8), encoder=(1, 2, 3)), "2 stages need 2"),
     "even kernels": (lambda: Architecture.of(1, 2, (4, 8), 2), "odd"),
     "no tail": (lambda: Architecture.of(1, 2, (4, 8), strides=(2, 2)), "needs a tail"),
-    "heads": (lambda: Architecture.of(1, 2, (4, 8), heads=2), "2 stages have 1 to 1"),
-    "supervised": (lambda: UNet(Architecture.of(1, 2, (4, 8, 8)), 2), "on 1 to 1 levels"),
+    "heads": (lambda: Architecture.of(1, 2, (4, 8), heads=2), "2 stages can have 1 to 1"),
+    "supervised": (lambda: UNet(Architecture.of(1, 2, (4, 8, 8)), 2), "supervise 1 to 1 levels"),
     "norm": (lambda: Style("layer"), "instance, batch"),
-    "length": (lambda: Style("last axis"), "axis's length"),
+    "length": (lambda: Style("last axis"), "length of that axis"),
     "resolution": (lambda: hou(1, 2, 100), "64, 128, 256, 512"),
     "variant": (lambda: distmis(1, 2, variant="paper"), "'code' or 'text'"),
     "distmis's length": (lambda: distmis(1, 1, 155), "multiple of 8"),
-    "another length": (lambda: distmis(1, 1, 16)(torch.zeros(1, 1, 8, 8, 24)), "--tile 8 8 16"),
-    "off the stride": (lambda: nnunet(1, 2, 16, features=2)(torch.zeros(1, 1, 16, 12, 18)), "--tile 16 12 16"),
-    "one point": (lambda: nnunet(1, 2, 16, features=2)(torch.zeros(1, 1, 4, 4, 4)), "larger --tile than 4 4 4"),
+    "another length": (lambda: distmis(1, 1, 16)(torch.zeros(1, 1, 8, 8, 24)), r"tile=\(8, 8, 16\)"),
+    "off the stride": (lambda: nnunet(1, 2, 16, features=2)(torch.zeros(1, 1, 16, 12, 18)), r"tile=\(16, 12, 16\)"),
+    "one point": (lambda: nnunet(1, 2, 16, features=2)(torch.zeros(1, 1, 4, 4, 4)), "larger `tile` than 4 4 4"),
 }
 
 

@@ -229,9 +229,9 @@ def test_the_focal_loss_of_parts_is_the_batchs(ranks: Callable[..., list]) -> No
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="loss weights"):
         DiceCE(dice_weight=0, ce_weight=0)
-    with pytest.raises(ValueError, match="2 needed, for dice and ce"):
+    with pytest.raises(ValueError, match="expected 2, for dice and ce"):
         make_loss("dice-ce", LossOptions(), (0.9,))
-    with pytest.raises(ValueError, match="region without labels"):
+    with pytest.raises(ValueError, match="region has no labels"):
         DiceCE(regions=((1,), ()))
-    with pytest.raises(ValueError, match="do not lie on"):
+    with pytest.raises(ValueError, match="do not match"):
         DiceCE()(torch.zeros(1, 2, 4, 4, 4), torch.zeros(1, 4, 4, 5, dtype=torch.long))

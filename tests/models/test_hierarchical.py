@@ -18,6 +18,7 @@ from seqpar.planner.feasibility import check_feasible
 from seqpar.planner.memory_counter import saved_bytes
 from seqpar.settings.command_line import parse, refuse_settings_without_effect
 from seqpar.settings.config import Config
+from tests.support.messages import refused_with
 from tests.support.ranks import once_per_world, relative, summed
 
 CHANNELS, CLASSES = 2, 3
@@ -189,9 +190,9 @@ def test_the_decoder_of_all_stages_is_taken_where_none_is_typed() -> None:
 
 
 REFUSED = [
-    ("--window 1", "--window 1: give the tokens of its side, 2 or more"),
+    ("--window 1", "--window 1: give its side in tokens, at least 2"),
     ("--window 4", "--window 4 would do nothing: a tile has 4 x 4 x 4 tokens"),
-    ("--window 4 --split ordered", "--window 4 with --split ordered: windows reach into boxes: use --split spatial"),
+    ("--window 4 --split ordered", "--window 4 with --split ordered: windows need boxes: use --split spatial"),
     ("--window 4 --attention ulysses --seqpar 2", "--attention would do nothing: --window 4 fetches from neighbours"),
     ("--window 4 --heads-per-chunk 2", "--heads-per-chunk would do nothing: --window 4 takes all heads"),
     ("--window 4 --task pretrain", "--window would do nothing: --network vit with --task pretrain does not know it"),
@@ -221,7 +222,7 @@ def test_flags_that_do_not_belong_together_are_refused(line: str, why: str) -> N
         refuse_settings_without_effect(config, flags)
         check_feasible(config)
 
-    with pytest.raises(ValueError, match=why):
+    with refused_with(why):
         read()
 
 

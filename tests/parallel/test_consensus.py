@@ -161,6 +161,6 @@ def test_ranks_agree_before_there_is_a_mesh(ranks: Callable[..., list]) -> None:
 def test_a_rank_that_says_nothing_is_named() -> None:
     meeting = Meeting(Launcher("test", 0, 2, port=int(free_port())))
     assert meeting.store() is not None, "meeting itself may take longer on a busy machine"
-    with pytest.raises(TimeoutError, match="of 2 ranks, rank 1 said nothing within 0 s .texts"):
+    with pytest.raises(TimeoutError, match="of 2 ranks, rank 1 did not respond within 0 s .texts"):
         meeting.gather("texts", "", 0.1)
     assert Meeting(Launcher("alone")).gather("texts", "a") == ["a"]

@@ -168,11 +168,11 @@ def test_alone_needs_no_process_group() -> None:
 
 
 def test_a_group_size_that_does_not_fit_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ValueError, match="--seqpar 4 does not fit 6 started ranks.*1 or 2 or 3 or 6.*multiple of 4"):
+    with pytest.raises(ValueError, match="seqpar=4 does not fit 6 started ranks.*1 or 2 or 3 or 6.*multiple of 4"):
         check_seqpar(4, 6)
-    with pytest.raises(ValueError, match="--seqpar 0"):
+    with pytest.raises(ValueError, match="seqpar=0"):
         check_seqpar(0, 2)
-    with pytest.raises(ValueError, match="--seqpar 2"):
+    with pytest.raises(ValueError, match="seqpar=2"):
         join(Launcher("alone"), None, 2, torch.device("cpu"))
 
 
@@ -189,7 +189,7 @@ def test_the_device_is_the_only_visible_one_or_the_local_rank(monkeypatch: pytes
     assert pick_device(Launcher("alone"), "cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert pick_device(Launcher("alone")) == torch.device("cpu")
-    with pytest.raises(ValueError, match="sees no GPU"):
+    with pytest.raises(ValueError, match="no GPU is visible"):
         pick_device(Launcher("alone"), "cuda")
     with pytest.raises(ValueError, match="choose auto"):
         pick_device(Launcher("alone"), "tpu")

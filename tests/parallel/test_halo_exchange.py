@@ -121,5 +121,5 @@ def test_window_along_one_direction_of_a_grid_of_boxes(ranks: Callable[..., list
 
 
 def test_remap_refuses_what_nobody_owns() -> None:
-    with pytest.raises(ValueError, match="no owner"):
+    with pytest.raises(ValueError, match="no rank owns"):
         remaps.make_remap([torch.tensor([0, 1])], [torch.tensor([0, 2])], 0)

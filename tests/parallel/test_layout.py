@@ -47,7 +47,7 @@ def test_spatial_cuts_largest_primes_first_in_turn() -> None:
 def test_where_the_grid_forbids_it_the_largest_box_is_smallest() -> None:
     assert cut_counts(5, (3, 8, 8)) == (1, 5, 1)
     assert cut_counts(8, (1, 2, 9)) == (1, 2, 4)  # 1x1x3 beats 1x2x2
-    with pytest.raises(ValueError, match="--seqpar 7 cannot cut.*--seqpar 6.*--split ordered"):
+    with pytest.raises(ValueError, match="num_ranks=7 cannot cut.*num_ranks=6 or split='ordered'"):
         Layout.of((12, 8, 8), 4, 7)
 
 
@@ -59,7 +59,7 @@ def test_ordered_equals_spatial_for_two_ranks() -> None:
 def test_ordered_chunks_need_not_be_boxes() -> None:
     layout = Layout.of(96, 16, 4, "ordered")  # 54 tokens are one plane and a half
     assert layout.counts == (54, 54, 54, 54) and not layout.is_box and layout.cuts is None
-    with pytest.raises(ValueError, match="--split spatial or --seqpar 1 or 2 or 3"):
+    with pytest.raises(ValueError, match="split='spatial' or num_ranks=1 or 2 or 3"):
         layout.box(0)
     assert layout.boxed() == Layout.of(96, 16, 4, "spatial")
     planes = Layout.of(96, 16, 3, "ordered")
@@ -71,17 +71,17 @@ def test_cuts_list_boxes_in_rank_order_and_refine() -> None:
     assert layout.cuts == ((0, 1, 2, 3), (0, 1, 2), (0, 4))
     assert layout.box(3) == ((1, 2), (1, 2), (0, 4))
     assert layout.voxel_cuts(2) == ((0, 2, 4, 6), (0, 2, 4), (0, 8))
-    with pytest.raises(ValueError, match="--split spatial"):
+    with pytest.raises(ValueError, match="split='spatial'"):
         Layout.of(96, 16, 4, "ordered").voxel_cuts()
 
 
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        (dict(tile=30, patch=16), "--tile 32 32 32"),
-        (dict(tile=32, patch=16, num_ranks=9), "8 tokens.*--seqpar 8"),
+        (dict(tile=30, patch=16), r"tile=\(32, 32, 32\)"),
+        (dict(tile=32, patch=16, num_ranks=9), "8 tokens.*num_ranks=8"),
         (dict(tile=32, patch=16, split="random"), "spatial or ordered"),
-        (dict(tile=(32, 32), patch=(8, 8, 8)), "number of directions"),
+        (dict(tile=(32, 32), patch=(8, 8, 8)), "different numbers of axes"),
         (dict(tile=32, patch=0), "positive"),
     ],
 )

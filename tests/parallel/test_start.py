@@ -32,7 +32,7 @@ def test_ranks_that_have_one_gpu_together_are_refused_by_name() -> None:
             RankLocation("c"),
         ]
     )
-    with pytest.raises(ValueError, match="ranks 1, 3 have one GPU of b.*GPU-1.*at most 2 ranks there.*--device cpu"):
+    with pytest.raises(ValueError, match="ranks 1, 3 have one GPU of b.*GPU-1.*at most 2 ranks there.*device='cpu'"):
         refuse_shared_gpus(
             [RankLocation("a", first), RankLocation("b", first), RankLocation("b", second), RankLocation("b", first)]
         )
@@ -128,7 +128,7 @@ def labels_in_every_mode(mesh: Mesh) -> dict[str, torch.Tensor]:
     label = torch.arange(2 * 512, dtype=torch.int16).view(2, 8, 8, 8)
     part = layout.cut(label, group.index)
     result = {name: choose_mode(name, group).voxels(part, layout) for name in ("gather", "halo", "swap")}
-    native = messages._SENT_AS_THEY_ARE
+    native = messages._SUPPORTED
     collectives._has_native = lambda rows, group, sizes: True
     library = collectives._gather_single
 

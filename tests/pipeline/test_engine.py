@@ -209,7 +209,7 @@ def test_a_form_is_read_as_it_was_written() -> None:
 
 
 def test_micro_batches_that_differ_within_a_step_fail_at_their_sender(ranks: Callable[..., list]) -> None:
-    with pytest.raises(AssertionError, match="micro-batches of a step are not alike"):
+    with pytest.raises(AssertionError, match="micro-batches of a step must have the same form"):
         ranks(2, uneven, pipe=2)
 
 
@@ -246,7 +246,9 @@ def test_a_pipe_that_does_not_fit_the_ranks_is_refused() -> None:
     from seqpar.parallel.rendezvous import check_seqpar
 
     check_seqpar(2, 8, 2)
-    with pytest.raises(ValueError, match="--pipe 2 with --seqpar 2 does not fit 6 started ranks.*start 4 ranks or"):
+    with pytest.raises(
+        ValueError, match="pipe=2 with seqpar=2 does not fit 6 started ranks.*start a multiple of 4 ranks"
+    ):
         check_seqpar(2, 6, 2)
-    with pytest.raises(ValueError, match="--pipe 0"):
+    with pytest.raises(ValueError, match="pipe=0"):
         check_seqpar(1, 6, 0)

@@ -76,9 +76,9 @@ def test_its_stages_are_no_shorter_than_the_exact_cuts() -> None:
 @pytest.mark.parametrize(
     ("loads", "capacities", "objective", "problem"),
     [
-        ([1.0, 1.0], [2.0] * 3, "paper", "2 partitions cannot give each of 3 devices one"),
-        ([1.0, 5.0], [4.0, 4.0], "paper", "were not made to fit the capacities 4, 4"),
-        ([1.0, 5.0], [6.0, 6.0], "best", "--objective best: choose makespan or paper"),
+        ([1.0, 1.0], [2.0] * 3, "paper", "2 partitions are too few for 3 devices"),
+        ([1.0, 5.0], [4.0, 4.0], "paper", "within the capacities 4, 4"),
+        ([1.0, 5.0], [6.0, 6.0], "best", "objective='best': choose makespan or paper"),
     ],
 )
 def test_what_cannot_be_placed_is_refused(loads, capacities, objective: str, problem: str) -> None:

@@ -143,7 +143,9 @@ def test_thirty_seven_cells_on_eight_places_take_a_second() -> None:
 
 
 def test_too_many_places_are_refused() -> None:
-    with pytest.raises(ValueError, match="--pipe 3: the network has 2 cells, and each rank needs one: use fewer"):
+    with pytest.raises(
+        ValueError, match="pipe=3: the network has 2 cells, and each place needs one: use a smaller `pipe`"
+    ):
         Pipe(((-1,), (0,)), (1,), [CellCost(1, 1)] * 2, (StagePlace(),) * 3)
-    with pytest.raises(ValueError, match="rings of 2 places have 3 stages, and the network has 2 cells"):
+    with pytest.raises(ValueError, match="rings of 2 places need 3 cells, but the network has 2"):
         best_rings(Pipe(((-1,), (0,)), (1,), [CellCost(1, 1)] * 2, (StagePlace(),) * 2))

@@ -130,7 +130,7 @@ def test_no_stage_holds_more_micro_batches_than_stated(schedule: str) -> None:
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="--pipe-schedule zigzag: choose gpipe or 1f1b"):
+    with pytest.raises(ValueError, match="schedule='zigzag': choose gpipe or 1f1b"):
         make_timetable(chain(2), 2, "zigzag")
 
 

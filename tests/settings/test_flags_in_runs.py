@@ -129,7 +129,7 @@ def test_weights_are_taken(flags, tmp_path, origin):
 def test_the_device_is_the_told_one():
     assert pick_device(Launcher("alone"), "cpu").type == "cpu"
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="use --device cpu"):
+        with pytest.raises(ValueError, match="use device='cpu'"):
             pick_device(Launcher("alone"), "cuda")
 
 

@@ -24,26 +24,27 @@ from seqpar.training.pipeline_gradients import most_by_stage
 from seqpar.training.run_request import read_request
 from seqpar.training.stage_choice import _kept, _placed
 from seqpar.training.step_times import SKIPPED, WINDOW, SlowRankDetector
+from tests.support.messages import refused_with
 from tests.support.training_runs import Launch, at, status
 
 BAD = {
     "--pipe 2 --shard-weights": "--shard-weights with --pipe: each rank holds the weights of its stages alone",
-    "--pipe 2 --placement 3,7": "2 cuts make 3 stages, and --pipe is 2: give 1, or --placement auto",
-    "--pipe 3 --placement 3": "1 cut makes 2 stages, and --pipe is 3: give 2, or --placement auto",
+    "--pipe 2 --placement 3,7": "2 cuts make 3 stages, but --pipe 2 needs 1: give these, or --placement auto",
+    "--pipe 3 --placement 3": "1 cut makes 2 stages, but --pipe 3 needs 2: give these, or --placement auto",
     "--pipe 2 --placement best": "choose auto, cuts, rings, gabra, by-size, equal, or the cells",
     "--pipe 0": "--pipe: 0 must be a number of ranks, at least 1",
     "--placement equal": "--placement would do nothing: --pipe is 1",
     "--pipe-schedule gpipe": "--pipe-schedule would do nothing: --pipe is 1",
     "--pipe 2 --objective paper": "--objective would do nothing: --placement auto has one objective",
-    "--pipe 8 --depth 2": "--pipe 8: the network has 7 cells, and each rank needs one: use fewer",
+    "--pipe 8 --depth 2": "--pipe 8: the network has 7 cells, and each place needs one: use a smaller --pipe",
     "--pipe 5 --depth 2 --placement rings": "has 9 stages, and the network has 7 cells: use a smaller --pipe",
-    "--pipe 2 --depth 2 --placement 7": "the network has 7 cells: ascending numbers below it are needed",
+    "--pipe 2 --depth 2 --placement 7": "the network has 7 cells: give ascending numbers below that",
 }
 
 
 @pytest.mark.parametrize("text", BAD)
 def test_what_cannot_work_over_a_pipe_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=BAD[text]):
+    with refused_with(BAD[text]):
         _, config, names = parse(shlex.split(text), "debug")
         refuse_settings_without_effect(config, names)
         check(config, tuple(NETWORKS))

@@ -22,6 +22,7 @@ from seqpar.tasks.pretrain.validation import RebuiltTile, figure_of_tiles
 from seqpar.training import gradients
 from tests.support.configs import NoStop, config_of, trainer_of
 from tests.support.folders import image_array, save, write_json
+from tests.support.messages import refused_with
 from tests.support.training_runs import at, die, farthest, losses, signalled, status, trained, weights
 
 # as the tiny runs of train, but for what those say of labels and decoders
@@ -112,7 +113,7 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
     ],
 )
 def test_what_a_pretraining_cannot_do_is_refused_before_it_begins(images, more, says) -> None:
-    with pytest.raises(ValueError, match=says):
+    with refused_with(says):
         pretrain.act([*images, "--seqpar", "2", *more.split(), "--dry-run"])
 
 

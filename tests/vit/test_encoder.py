@@ -94,11 +94,11 @@ def test_the_biases_on_queries_and_values_can_be_left_out() -> None:
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        (dict(positions="fourier"), "--positions fourier: choose one of learned, sincos, rope, learned.rope, none"),
-        (dict(dropout=1.0), "must lie in"),
-        (dict(num_heads=5), "--heads 5 does not divide"),
+        (dict(positions="fourier"), "positions='fourier': choose one of learned, sincos, rope, learned.rope, none"),
+        (dict(dropout=1.0), "must be in"),
+        (dict(num_heads=5), "num_heads=5 does not divide"),
         (dict(positions="rope", num_heads=8), "too narrow"),
-        (dict(tile=(15, 8, 24)), "--tile 16 8 24"),
+        (dict(tile=(15, 8, 24)), r"tile=\(16, 8, 24\)"),
     ],
 )
 def test_wrong_settings_are_refused_when_built(wrong: dict, says: str) -> None:
@@ -109,13 +109,13 @@ def test_wrong_settings_are_refused_when_built(wrong: dict, says: str) -> None:
 def test_wrong_inputs_are_refused_with_what_is_needed() -> None:
     pair = Group("seq", (0, 1), 1)  # never communicates: it raises before
     net = vit(group=pair)
-    with pytest.raises(ValueError, match="a whole tile .* sequence group of 2"):
+    with pytest.raises(ValueError, match="sequence group of 2 ranks got a whole tile"):
         net(image())
     with pytest.raises(ValueError, match="rank 1 of 2 holds 3 tokens"):
         net(torch.zeros(2, 4, 2, 8, 8, 8, dtype=torch.float64))
     with pytest.raises(ValueError, match="needs key="):
         vit(group=pair, dropout=0.1)(net.layout.cut(image(), 1))
-    with pytest.raises(ValueError, match="names 3 samples"):
+    with pytest.raises(ValueError, match="has 3 samples"):
         vit(dropout=0.1)(image(), key=DropoutKey(0, 0, (0, 1, 2)))
 
 

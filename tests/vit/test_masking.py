@@ -63,11 +63,11 @@ def test_ranks_encode_equal_numbers_and_move_no_more_than_that_takes(ranks: int)
 
 
 def test_a_ratio_that_hides_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="--mask-ratio 0.005 hides none of 64 tokens: use a larger one"):
+    with pytest.raises(ValueError, match="mask_ratio=0.005 hides none of 64 tokens: use a larger `mask_ratio`"):
         check_num_visible(64, 1, 0.005)
     check_num_visible(64, 1, 0.01)
 
 
 def test_too_few_visible_tokens_for_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="--mask-ratio 0.9 leaves 3 of 30 tokens, fewer than the 4 ranks"):
+    with pytest.raises(ValueError, match="mask_ratio=0.9 leaves 3 of 30 tokens, fewer than the 4 ranks"):
         make_visible(KEY, Layout.of((8, 12, 20), 4, 4), 0, 0.9)

@@ -93,9 +93,9 @@ def test_no_temporary_is_larger_than_the_tokens_times_the_ratio_over_the_chunks(
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="--grad-checkpoint some: choose none, attention, full"):
+    with pytest.raises(ValueError, match="recompute='some': choose none, attention, full"):
         SeqParViT(1, 8, 4, embed_dim=24, depth=1, num_heads=3, recompute="some")
-    with pytest.raises(ValueError, match="--mlp-chunks 5: a rank holds 4 tokens; choose 1 to 4"):
+    with pytest.raises(ValueError, match="mlp_chunks=5: a rank holds 4 tokens; choose 1 to 4"):
         SeqParViT(1, 8, 4, embed_dim=24, depth=1, num_heads=3, mlp_chunks=5, group=Group("seq", (0, 1)))
 
 

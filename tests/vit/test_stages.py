@@ -118,7 +118,7 @@ def test_wrong_stages_are_refused() -> None:
         (192, 12, 0),
     ]
     for depths in ((), (2, 0)):
-        with pytest.raises(ValueError, match="each stage needs a block"):
+        with pytest.raises(ValueError, match="each stage needs at least one block"):
             make_stages(depths, 48, 3)
-    with pytest.raises(ValueError, match="use --tile 16 8 24"):
+    with pytest.raises(ValueError, match=r"use tile=\(16, 8, 24\)"):
         SeqParViT(2, (12, 8, 24), PATCH, 12, DEPTHS, 2)

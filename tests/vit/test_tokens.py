@@ -20,7 +20,7 @@ def test_the_embedding_is_a_strided_convolution() -> None:
     embed, image = PatchEmbed(3, (4, 4, 4), 10).double(), torch.randn(2, 3, 12, 8, 16, dtype=torch.float64)
     want = F.conv3d(image, embed.proj.weight, embed.proj.bias, stride=4)
     assert relative(to_grid(embed(LAYOUT.cut(image, 0)), LAYOUT.grid), want) < 1e-14
-    with pytest.raises(ValueError, match="a part's patches"):
+    with pytest.raises(ValueError, match="expected patches of shape"):
         embed(torch.zeros(1, 2, 3, 2, 2, 2))
 
 

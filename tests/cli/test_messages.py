@@ -1,0 +1,48 @@
+"""An error of the library names the caller's argument, and the same error at the command line the flag."""
+
+import pytest
+
+from seqpar import Layout, SeqParViT, choose_mode
+from seqpar.cli import train
+from seqpar.cluster.exit_codes import run
+from seqpar.settings.config import Config
+from seqpar.text import _FLAGS, in_flags
+
+TINY = ["--preset", "debug", "--tile", "16", "--patch", "8", "--device", "cpu", "--workers", "0", "--batch", "2"]
+
+
+def test_a_wrong_argument_is_named_by_whoever_passed_it(capsys) -> None:
+    with pytest.raises(ValueError, match=r"tile=\(30, 30, 30\) is not a multiple of .*: use tile=\(32, 32, 32\)"):
+        Layout.of(30, 8)
+    assert run(train.act, [*TINY, "--tile", "30"]) == 2
+    assert "--tile 30 30 30 is not a multiple of --patch 8 8 8: use --tile 32 32 32" in capsys.readouterr().err
+
+    with pytest.raises(ValueError, match="mlp_chunks=99: a rank holds 8 tokens; choose 1 to 8"):
+        SeqParViT(1, 16, 8, 24, 2, 2, mlp_chunks=99)
+    assert run(train.act, [*TINY, "--mlp-chunks", "99"]) == 2
+    assert "--mlp-chunks 99: a rank holds 8 tokens; choose 1 to 8" in capsys.readouterr().err
+
+
+def test_arguments_and_names_in_backticks_become_flags() -> None:
+    with pytest.raises(ValueError, match="mode='broadcast'") as caught:
+        choose_mode("broadcast", None)
+    assert in_flags(str(caught.value)).startswith("--mode broadcast: choose one of gather")
+    assert in_flags("depth=(2, 2, 6): a smaller `num_ranks`, or keep_kv=True") == (
+        "--stage-depths 2 2 6: a smaller --seqpar, or --keep-kv"
+    )
+    assert in_flags("rank 1: dropout=0.5 and drop_path=1.5") == "rank 1: --dropout 0.5 and --drop-path 1.5"
+
+
+def test_what_is_no_argument_stays() -> None:
+    for text in (
+        "/data/tile=3/case.nii.gz: no file",
+        "give group=: mesh.seq",
+        "RANK=3",
+        "`nothing`",
+        "key=DropoutKey(1)",
+    ):
+        assert in_flags(text) == text
+
+
+def test_every_flag_of_a_message_is_there() -> None:
+    assert {flag.replace("-", "_") for flag in _FLAGS.values()} <= set(Config.__dataclass_fields__)
