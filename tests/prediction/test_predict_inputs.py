@@ -130,5 +130,5 @@ def test_modalities_are_taken_by_name(tmp_path, capfd) -> None:
         shutil.copy(source, tmp_path / "b" / "imagesTr" / f"c_000_{1 - channel:04d}.nii.gz")
     assert act(tmp_path, run, images="a", out="of a") == act(tmp_path, run, images="b", out="of b") == 0
     assert tree(tmp_path / "of a") == tree(tmp_path / "of b")
-    with pytest.raises(DataError, match="T1, T2; the network knows T1, FLAIR"):
+    with pytest.raises(DataError, match="T1, T2, but the network was trained on T1, FLAIR"):
         act(tmp_path, run, images="d")
