@@ -22,7 +22,7 @@ from tests.support.predictions import RECIPE, act, make_run
         (("--window-batch", "0"), "--window-batch 0"),
         (("--window", "whole", "--overlap", "0.5"), "no windows"),
         (("--mirror", "Z"), "invalid choice"),
-        (("--seqpar", "-1"), "--seqpar 1"),
+        (("--seqpar", "-1"), "use seqpar=1"),
         (("--explain",), "--explain would do nothing: .* labels voxels, and no whole cases: leave it out"),
         (("--explain-by", "grad-cam"), "--explain-by would do nothing"),
         (("--checkpoint", "nowhere.pt"), "no such file"),
