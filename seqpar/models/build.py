@@ -55,9 +55,15 @@ def build_network(
     - ``device``: on "meta" the network has shapes alone
     - ``data``: the group whose ranks have other tiles; batch norm in training runs over them
     """
+    family = family_of(config)
+    if config.grad_checkpoint not in family.recomputed:
+        raise ValueError(
+            f"--grad-checkpoint {config.grad_checkpoint}: --network {config.network} has no such part: choose "
+            f"{' or '.join(family.recomputed)}"
+        )
     torch.manual_seed(config.seed)
     with torch.device(device):
-        net = family_of(config).build(config, in_channels, num_outputs, group, data, has_regions)
+        net = family.build(config, in_channels, num_outputs, group, data, has_regions)
     net.settings = asdict(config)
     return net
 

@@ -33,7 +33,7 @@ class CellNetwork(Network):
     ) -> None:
         if recompute not in RECOMPUTED:
             raise ValueError(
-                f"--grad-checkpoint {recompute}: a {self.body} has no such part: choose {' or '.join(RECOMPUTED)}"
+                f"recompute={recompute!r}: a {self.body} has no such part: choose {' or '.join(map(repr, RECOMPUTED))}"
             )
         if recompute == "full":
             cells.recompute()

@@ -158,14 +158,14 @@ class TokenClassifier(Classifier, TokenNetwork):
 
     def __init__(self, encoder: SeqParViT, num_outputs: int, mode: Mode, pooling: str = "mean") -> None:
         if pooling not in POOLINGS:
-            raise ValueError(f"--pooling {pooling}: choose {' or '.join(POOLINGS)}")
+            raise ValueError(f"pooling={pooling!r}: choose {' or '.join(map(repr, POOLINGS))}")
         super().__init__(encoder, mode)
         self.pooling, self.class_token = pooling, None
         if pooling == "token":
             if encoder.rotates:
                 raise ValueError(
-                    f"--pooling token with --positions {encoder.positions}: a class token has no place to rotate it "
-                    "by: use --pooling mean, or --positions learned or sincos"
+                    f"pooling='token' with positions={encoder.positions!r}: a class token has no position to rotate it "
+                    "by: use pooling='mean', or positions='learned' or 'sincos'"
                 )
             self.class_token = nn.Parameter(torch.zeros(1, 1, encoder.embed_dim))
             nn.init.trunc_normal_(self.class_token, std=0.02)

@@ -38,8 +38,13 @@ class TokenClassification(VisionTransformer):
         return TokenClassifier(encoder, num_outputs, choose_mode(config.mode, group), config.pooling)
 
     def refuse_tile(self, config: Config) -> None:
-        """Raises ValueError for a mode without whole volumes."""
+        """Raises ValueError for a mode without whole volumes, and for a class token that would be rotated."""
         refuse_parts(config)
+        if config.pooling == "token" and "rope" in config.positions:
+            raise ValueError(
+                f"--pooling token with --positions {config.positions}: a class token has no position to rotate it by: "
+                "use --pooling mean, or --positions learned or sincos"
+            )
 
     def describe(self, config: Config) -> str:
         """Returns the encoder's sizes, and how its tokens are pooled."""

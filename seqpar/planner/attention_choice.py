@@ -1,7 +1,7 @@
-"""Which attention strategy a config runs: the named one, or, where it is left open, the one that the planner chooses.
+"""Which attention strategy a config runs: the one that it names, or else the one that the planner chooses.
 
-The cost model (``seqpar.attention.cost_model``) compares strategies; here it is given the config's layer, the device's
-links and speed, and the memory that the plan leaves.
+The cost model (``seqpar.attention.cost_model``) compares strategies; this file gives it the config's layers, the
+device's links and speed, and the memory that the plan leaves.
 """
 
 import math
@@ -16,12 +16,12 @@ from seqpar.settings.config import Config
 
 
 def is_attention_open(config: Config) -> bool:
-    """Returns whether there is a strategy to choose: for attention to all tokens, on several ranks, none is named."""
+    """Returns whether a strategy is to be chosen: several ranks attend to all tokens, and none is named."""
     return family_of(config).attends and config.attention == "auto" and config.seqpar > 1 and not config.window
 
 
 def layers_of(config: Config) -> list[tuple[Layer, int]]:
-    """Returns the sizes of the config's attention layers, and how many have each."""
+    """Returns the config's attention layers by size, and how many layers have that size."""
     element, per_chunk = DTYPES[config.precision].itemsize, config.heads_per_chunk or None
     return [
         (Layer(each.sizes, each.heads, each.width, config.batch, element, per_chunk), each.depth)
@@ -30,19 +30,19 @@ def layers_of(config: Config) -> list[tuple[Layer, int]]:
 
 
 def strategy_of(config: Config) -> Strategy:
-    """Returns the strategy that the config names; gather-kv where none is, or nothing crosses ranks."""
+    """Returns the strategy that the config names; gather-kv if it names none, or for one rank."""
     if config.seqpar == 1 or config.attention == "auto":
         return Strategy("gather-kv")
     return check_strategy(config.attention, config.seqpar, config.heads, config.keep_kv)
 
 
 def is_recomputed(config: Config) -> bool:
-    """Returns whether one layer at a time holds what attention needs for the backward."""
+    """Returns whether only one layer at a time stores what attention needs for backward."""
     return config.grad_checkpoint != Config().grad_checkpoint
 
 
 def attention_waiting(config: Config, device: Device) -> float:
-    """Returns the seconds a micro-batch that attention waits for messages of a strategy, which windows have not."""
+    """Returns the seconds per micro-batch that attention waits for messages; windows do not wait."""
     if not family_of(config).attends or config.window:
         return 0.0
     machine, strategy = device.machine(config.seqpar, config.precision), strategy_of(config)
@@ -50,10 +50,10 @@ def attention_waiting(config: Config, device: Device) -> float:
 
 
 def unfused_scores(config: Config, transient: int) -> float:
-    """Returns the bytes that attention would need on top if it were not fused.
+    """Returns the additional bytes that unfused attention would need.
 
-    Each layer saves softmax's output, of this rank's queries and all keys, for its backward; that computes the
-    gradients of the output and of the scores, which take the place of ``transient`` bytes.
+    Each layer saves the softmax of this rank's queries and all keys for backward. Backward computes the gradients of
+    the output and of the scores, which replace ``transient`` bytes.
     """
     if not family_of(config).attends:
         return 0.0
@@ -70,26 +70,26 @@ def unfused_scores(config: Config, transient: int) -> float:
 def choose_within_memory(
     config: Config, device: Device, planned_bytes: Callable[[Config], float]
 ) -> tuple[Config, tuple[str, ...]]:
-    """Returns the config with the quickest strategy that fits the device, and why, a line for each strategy.
+    """Returns the config with the fastest strategy that fits the device, and why, a line for each strategy.
 
-    The memory that is left for attention follows from the plan of the quickest of all.
+    The memory left for attention follows from the plan of the fastest strategy of all.
 
-    - ``device``: what one rank has
+    - ``device``: of one rank
     - ``planned_bytes``: returns the bytes that a config with a named strategy needs on the fullest rank
     """
     layers, machine = layers_of(config), device.machine(config.seqpar, config.precision)
     recomputed = is_recomputed(config)
-    quickest, _ = fastest_strategy_of_model(layers, machine, config.keep_kv)
-    costs = [(cost(quickest, layer, machine, config.keep_kv), count) for layer, count in layers]
-    left = (device.memory - planned_bytes(replace(config, attention=str(quickest)))) / (
+    fastest, _ = fastest_strategy_of_model(layers, machine, config.keep_kv)
+    costs = [(cost(fastest, layer, machine, config.keep_kv), count) for layer, count in layers]
+    left = (device.memory - planned_bytes(replace(config, attention=str(fastest)))) / (
         1 + device.fragmentation
     ) + memory_of(costs, recomputed)
     strategy, why = fastest_strategy_of_model(layers, machine, config.keep_kv, left, recomputed)
     return replace(config, attention=str(strategy)), why
 
 
-def choose_quickest(config: Config, device: Device) -> Config:
-    """Returns the config with the quickest strategy for one sample in float32, whatever memory it needs."""
+def choose_fastest(config: Config, device: Device) -> Config:
+    """Returns the config with the fastest strategy for one sample in float32, whatever memory it needs."""
     if not is_attention_open(config):
         return config
     layers = [(replace(layer, batch=1, element=4), count) for layer, count in layers_of(config)]

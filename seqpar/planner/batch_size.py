@@ -14,10 +14,10 @@ PAPERS = {(96, 16, 0): 32, (128, 16, 0): 16, (96, 4, 4): 1}  # tile, patch, grou
 
 
 def choose_batch(config: Config) -> Config:
-    """Fills in the batch where it is left open: the network's usual one.
+    """Returns the config with its batch filled in if it is open: the network's usual one.
 
-    For a ViT it is the paper's where the config is one of its; else as many tiles as need the memory of its 32 at
-    patch 16.
+    For a ViT that is the paper's batch if the paper trained such a config; else as many tiles as need the memory of
+    the paper's 32 at patch 16.
     """
     if config.batch:
         return config
@@ -30,7 +30,7 @@ def choose_batch(config: Config) -> Config:
 
 
 def papers_batch(config: Config) -> int:
-    """Returns how many tiles a sequence group the paper trained such a config with; 0 if it did not."""
+    """Returns the paper's batch of a sequence group for such a config; 0 if the paper did not train one."""
     cubes = len(set(config.tile)) == 1 == len(set(config.patch))
     sizes = (config.depths, config.embed_dim, config.heads, config.window) == (12, 768, 12, 0) and cubes
     if (
@@ -44,7 +44,7 @@ def papers_batch(config: Config) -> int:
 
 
 def _most_by_memory(config: Config) -> int:
-    """Returns as many tiles as need the memory of the paper's batch."""
+    """Returns how many tiles fit in the memory of the paper's batch."""
     paper = replace(config, tile=(PAPER_TILE,) * 3, patch=(PAPER_PATCH,) * 3, seqpar=1, attention="auto", keep_kv=False)
     paper = replace(paper, grad_checkpoint="none", mlp_chunks=1, encoder="plain")
     budget = PAPER_BATCH * saved_per_tile(paper)
@@ -54,41 +54,41 @@ def _most_by_memory(config: Config) -> int:
 def keep_global_batch(
     config: Config, global_batch: int, num_groups: int, flags: Mapping[str, int] = MappingProxyType({})
 ) -> Config:
-    """Returns the config with the batch and accumulation that keep a run's tiles a step on other ranks.
+    """Returns the config with the batch and accumulation that keep a run's tiles per step on a new number of ranks.
 
-    - ``global_batch``: the run's tiles a step, over all groups
-    - ``flags``: batch and accumulate, where the command line sets them
+    - ``global_batch``: the run's tiles per step, over all groups
+    - ``flags``: batch and accumulate, if set on the command line
     """
     if global_batch % num_groups:
         raise ValueError(
             f"the run has {quantity(global_batch, 'tile')} a step, which {num_groups} sequence groups cannot share "
-            f"evenly: resume on so many groups: {_divisors(global_batch)} (with a larger --seqpar the same ranks make "
-            "fewer)"
+            f"evenly: resume with one of these numbers of groups: {_divisors(global_batch)} (a larger --seqpar makes "
+            "fewer groups of the same ranks)"
         )
     batch, accumulate = _choose_pair(config, global_batch // num_groups, num_groups, flags, "the run has")
     if config.batch_dice and accumulate != config.accumulate:
         raise ValueError(
             "with --batch-dice the loss depends on which tiles are computed together, "
-            f"{global_batch // config.accumulate} so far: keep --accumulate {config.accumulate}, or resume on as many "
-            "ranks as before"
+            f"{global_batch // config.accumulate} so far: keep --accumulate {config.accumulate}, or resume on the "
+            "same number of ranks"
         )
     return replace(config, batch=batch, accumulate=accumulate)
 
 
 def hold_global_batch(config: Config, num_groups: int, flags: Mapping[str, int] = MappingProxyType({})) -> Config:
-    """Returns the config with the batch and accumulation that make ``--global-batch`` tiles a step.
+    """Returns the config with the batch and accumulation that make ``--global-batch`` tiles per step.
 
-    - ``flags``: batch and accumulate, where the command line sets them
+    - ``flags``: batch and accumulate, if set on the command line
     """
     number, flags = config.global_batch, {name: size for name, size in flags.items() if size}
     if number % num_groups:
         below = number // num_groups * num_groups
         nearest = " or ".join(f"--global-batch {size}" for size in (below, below + num_groups) if size)
         raise ValueError(
-            f"--global-batch {number}: {num_groups} sequence groups cannot share it evenly: use {nearest}, or so many "
-            f"groups: {_divisors(number)}"
+            f"--global-batch {number}: {num_groups} sequence groups cannot share it evenly: use {nearest}, or one of "
+            f"these numbers of groups: {_divisors(number)}"
         )
-    if config.batch_dice and not flags:  # micro-batches are apart in Dice, so that no more of them are made
+    if config.batch_dice and not flags:  # Dice is computed per micro-batch: do not add any
         flags = {"accumulate": config.accumulate}
     each = number // num_groups
     batch, accumulate = _choose_pair(config, each, num_groups, flags, f"--global-batch {number} is")
@@ -96,19 +96,22 @@ def hold_global_batch(config: Config, num_groups: int, flags: Mapping[str, int] 
 
 
 def describe_global_batch(before: Config, now: Config, num_groups: int) -> str:
-    """Returns a line on what makes ``--global-batch``; ``before``: the config without it."""
+    """Returns a line on how ``--global-batch`` is reached; ``before`` is the config without it."""
     if now.accumulate != before.accumulate:
         how = "by accumulation"
     elif now.batch != before.batch:
-        how = "by the batch" + (", as with --batch-dice tiles stay together" if now.batch_dice else "")
+        how = "by the batch" + (", because --batch-dice keeps tiles together" if now.batch_dice else "")
     else:
-        how = "as it is without"
+        how = "as without this flag"
     groups = quantity(num_groups, "group")
     return f"--global-batch {now.global_batch}: {groups} x batch {now.batch} x accumulate {now.accumulate}, {how}"
 
 
 def _choose_pair(config: Config, each: int, num_groups: int, flags: Mapping[str, int], has: str) -> tuple[int, int]:
-    """Returns batch and accumulation of ``each`` tiles of a group: the config's, else the largest batch below its."""
+    """Returns batch and accumulation that make ``each`` tiles a group.
+
+    They are the config's if possible, else those with the largest batch below the config's.
+    """
     unit, tiles = config.seqpar if config.mode == "swap" else 1, quantity(each, "tile")
     groups = quantity(num_groups, "group")
     if each % unit:
@@ -133,7 +136,7 @@ def _divisors(number: int) -> str:
 
 
 def saved_per_tile(config: Config) -> float:
-    """Returns the bytes a tile that the first rank saves for backward."""
+    """Returns the bytes per tile that the first rank saves for backward."""
     batch = config.batch or (config.seqpar if config.mode == "swap" else 1)
     step = count_step(StepSetup(replace(config, batch=batch)))
     return (step.tokens + step.decoder) / batch

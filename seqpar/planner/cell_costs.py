@@ -1,4 +1,4 @@
-"""What each cell of a network costs: seconds, and bytes given and held, measured here or counted cell by cell."""
+"""What each cell of a network costs: seconds, bytes of its output and bytes held for backward, measured or counted."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +21,10 @@ Run = Callable[[Sequence[Value]], Value]
 
 @dataclass
 class OptimizerBytes:
-    """What an optimizer needs, in bytes for each byte of a weight.
+    """What an optimizer needs, in bytes per byte of weight.
 
-    - ``states``: its states, and the gradient
-    - ``update``: what is alive beside them while it updates weights, ``at_once`` or each in turn
+    - ``states``: its states and the gradient
+    - ``update``: what else is alive while it updates weights, all ``at_once`` or one by one
     """
 
     states: float
@@ -34,7 +34,7 @@ class OptimizerBytes:
 
 @dataclass
 class CodeCost:
-    """What a piece of code took: seconds, and the most bytes that were alive of those that it made."""
+    """What a piece of code took: seconds, and the peak of the bytes that it allocated."""
 
     seconds: float = 0.0
     most: int = 0
@@ -45,7 +45,7 @@ Meter = Callable[[], AbstractContextManager[CodeCost]]
 
 @contextmanager
 def measure_thread_seconds() -> Iterator[CodeCost]:
-    """Times what happens inside: on a CPU this thread's own work, which others on the machine do not lengthen."""
+    """Times the code in this context: on a CPU only this thread's own work, unaffected by other processes."""
     reading = CodeCost()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -67,19 +67,19 @@ def measure_cells(
     around: Around,
     optimizer: OptimizerBytes,
     repeats: int = 3,
-    judge: Callable[[Sequence[Value]], Tensor] | None = None,
+    loss: Callable[[Sequence[Value]], Tensor] | None = None,
     meter: Meter = measure_thread_seconds,
 ) -> list[CellCost]:
-    """Returns each cell's cost on this rank's part of a micro-batch, seconds being the least of some repeats.
+    """Returns each cell's cost on this rank's part of a micro-batch; seconds are the minimum of ``repeats`` runs.
 
-    The ranks of a sequence group call it together. Of backward, no more than one cell's is held at a time. Cells on
-    which no output depends cost nothing; running statistics stay as they are. What several cells hold counts once, at
-    the cell that makes it.
+    All ranks of a sequence group call this together. Only one cell's graph is held at a time. Cells on which no output
+    depends cost nothing; running statistics are restored. What several cells hold counts once, at the cell that
+    computes it.
 
     - ``around``: the context of every forward, such as autocast
-    - ``optimizer``: what it needs beside weights
-    - ``judge``: the loss of the network's outputs, whose cost is the last cell's; None: it costs nothing
-    - ``meter``: what tells seconds and bytes
+    - ``optimizer``: what it needs besides weights
+    - ``loss``: of the network's outputs; its cost is added to the last cell's; None: it costs nothing
+    - ``meter``: measures seconds and bytes
     """
     parameters = _parameters_of_cells(net, staged)
     needed = cells_needed(staged.takes, staged.outputs)
@@ -105,8 +105,8 @@ def measure_cells(
         for value in set(taken) - set(staged.outputs):
             if last_use[value] == number:
                 del values[value]
-    if judge is not None:
-        ends = [_turn(net, lambda of: (judge(of), None), staged.outputs, values, (), meter) for _ in range(repeats)]
+    if loss is not None:
+        ends = [_turn(net, lambda of: (loss(of), None), staged.outputs, values, (), meter) for _ in range(repeats)]
         needed_values |= ends[-1].held_inputs
         costs[-1] = _together(costs[-1], _least(ends))
     with torch.no_grad():
@@ -124,9 +124,10 @@ def _parameters_of_cells(net: nn.Module, staged: StagedNet) -> list[list[nn.Para
 
 
 class _Turn(NamedTuple):
-    """One run of a cell: readings, its output, and what it holds for backward.
+    """One run of a cell: costs, its output, and what it holds for backward.
 
-    ``held``: bytes beside its inputs and its output; ``held_inputs``: those of its inputs that it holds.
+    - ``held``: bytes other than its inputs and its output
+    - ``held_inputs``: the inputs that it holds
     """
 
     forward: CodeCost
@@ -161,7 +162,7 @@ def _turn(
 
 
 def _least(turns: Sequence[_Turn]) -> CellCost:
-    """Returns the least seconds of some turns, and the bytes of the last one."""
+    """Returns the minimum seconds of all runs, and the bytes of the last one."""
     last = turns[-1]
     moment = max(last.forward.most - last.held, last.backward.most + last.output[0].nbytes * bool(last.backward.most))
     return CellCost(
@@ -173,7 +174,7 @@ def _least(turns: Sequence[_Turn]) -> CellCost:
 
 
 def _together(cell: CellCost, loss: CellCost) -> CellCost:
-    """Returns a cell's cost with that of the loss behind it."""
+    """Returns the cost of a cell and the loss that follows it."""
     return replace(
         cell,
         forward=cell.forward + loss.forward,

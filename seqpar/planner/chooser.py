@@ -78,15 +78,13 @@ def _choose_batch(run: RunToPlan, ranks: int) -> tuple[Config, str]:
     best = largest_batch(run, ranks, target.batch)
     batch = best.config.batch
     if batch == target.batch and best.fits:
-        why = "is the paper's" if papers_batch(run.config) else "holds at most what 32 tiles of 96 at patch 16 do"
+        why = "is the paper's" if papers_batch(run.config) else "needs no more memory than 32 tiles of 96 at patch 16"
         why = "is usual" if family_of(run.config).usual_batch else why
         sentence = f"--batch {batch} {why}, and fits: {_needs(best)}"
     elif best.fits:
         sentence = f"--batch {batch} is the largest that fits {best.device.name}: {_needs(best)}"
     else:
-        sentence = (
-            f"--batch {batch} is the least there can be, though it may not fit {best.device.name}: {_needs(best)}"
-        )
+        sentence = f"--batch {batch} is the smallest possible, though it may not fit {best.device.name}: {_needs(best)}"
     return replace(run.config, batch=batch), sentence
 
 
@@ -136,7 +134,7 @@ def fewest_places(
 
     - ``say``: called with a line on each size that does not fit
     """
-    plans = list[Plan]()
+    too_large = list[Plan]()
     for size in sizes:
         try:
             spread = spread_over(run, config, cells, size)
@@ -147,10 +145,10 @@ def fewest_places(
             continue
         if spread.plan.fits:
             return spread
-        plans.append(spread.plan)
-        say(f"--pipe {size}: {spread.plan.total / GIB:.2f} GiB on the fullest rank, too much")
-    why = f"no number of places from {sizes[0]} to {sizes[-1]} can be: see above"
-    raise ValueError(why_nothing_fits(plans) if plans else why)
+        too_large.append(spread.plan)
+        say(f"--pipe {size}: {spread.plan.total / GIB:.2f} GiB on the fullest rank, which is too much")
+    why = f"no --pipe from {sizes[0]} to {sizes[-1]} is possible: see above"
+    raise ValueError(why_nothing_fits(too_large) if too_large else why)
 
 
 def has_open_lessons(config: Config) -> bool:
@@ -167,7 +165,7 @@ def fill_pipeline(config: Config, flags: set[str]) -> tuple[Config, Choices]:
     if config.pipe == 1 or config.resume or typed or not config.curriculum:
         return config, {}
     lessons = in_micro_batches(config.curriculum, 2 * config.pipe)
-    why = f"--curriculum {lessons}: with --pipe {config.pipe} a step's tiles are dealt out to micro-batches"
+    why = f"--curriculum {lessons}: with --pipe {config.pipe} each step's tiles are split into micro-batches"
     return replace(config, curriculum=lessons), {"micro_batches": (why,)}
 
 

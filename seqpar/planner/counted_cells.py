@@ -1,6 +1,6 @@
-"""What each cell of a network costs on a device that need not be there: counted on tensors without data.
+"""What each cell of a network costs on a device that need not be present: counted on tensors without data.
 
-On this CPU seconds are measured instead, cell by cell, where one rank has a whole tile.
+On this CPU, seconds are measured cell by cell instead if one rank has a whole tile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,9 +30,9 @@ from seqpar.vit.dropout import DropoutKey
 
 
 def bytes_of_optimizer(config: Config, on_gpu: bool) -> OptimizerBytes:
-    """Returns what the config's optimizer needs for each byte of a weight."""
+    """Returns what the config's optimizer needs per byte of weight."""
     probe = nn.Sequential(*[nn.Linear(64, 64, bias=False, device="meta") for _ in range(2)])
-    weights = list(probe.parameters())  # two: what updates one may be alive while the next one's begins
+    weights = list(probe.parameters())  # two: temporaries of one may be alive while the next is updated
     for weight in weights:
         weight.grad = torch.empty_like(weight)
     at_once = on_gpu and not OPTIMIZERS[config.optimizer].whole
@@ -50,9 +50,9 @@ def bytes_of_optimizer(config: Config, on_gpu: bool) -> OptimizerBytes:
 
 
 def count_cells(setup: StepSetup, link: Link) -> list[CellCost]:
-    """Returns each cell's cost on a rank, the loss's with the last one: bytes counted, seconds by the setup's clock.
+    """Returns each cell's cost on a rank, including the loss in the last: bytes counted, seconds by the setup's clock.
 
-    ``link``: of the sequence group, on whose messages a cell waits.
+    - ``link``: of the sequence group, for whose messages a cell waits
     """
     config = setup.config
     group = Group("seq", tuple(range(config.seqpar)), setup.rank)
@@ -69,7 +69,7 @@ def count_cells(setup: StepSetup, link: Link) -> list[CellCost]:
 
 
 def measure_here(setup: StepSetup, link: Link) -> list[CellCost]:
-    """Returns the same with seconds measured on one thread of this machine; no ranks share a tile."""
+    """Returns the same as ``count_cells``, but seconds measured on one thread; only for a group of one."""
     config = setup.config
     counted = count_cells(replace(setup, clock=untimed), link)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
@@ -98,7 +98,7 @@ def costs_of(
     """Returns the costs of a micro-batch of zeros on a device; for the others see ``measure_cells``.
 
     - ``data``: the group whose ranks share the batch
-    - ``on_gpu``: whether the device is one, or stands for one
+    - ``on_gpu``: whether the device is a GPU, or a meta device in its place
     """
     layout = net.layout
     tokens, dtype = (config.batch, layout.counts[net.group.index]), next(net.parameters()).dtype
@@ -106,17 +106,17 @@ def costs_of(
     label = net.arrange(torch.zeros(net.label_shape(config.batch), dtype=torch.uint8, device=device))
     loss_of_net, loss_groups = net.training_loss(build_loss(config)), net.loss_groups(data, config.batch)
 
-    def judge(values: Sequence[Value]) -> Tensor:
+    def loss(values: Sequence[Value]) -> Tensor:
         logits = [x for x, _ in values]
         return loss_of_net(logits if len(logits) > 1 else logits[0], label, loss_groups)  # type: ignore[arg-type]
 
     micro = PartOfBatch(part, layout, DropoutKey(0, 0, tuple(range(config.batch))))
-    return measure_cells(net, net.staged(), micro, around, bytes_of_optimizer(config, on_gpu), repeats, judge, meter)
+    return measure_cells(net, net.staged(), micro, around, bytes_of_optimizer(config, on_gpu), repeats, loss, meter)
 
 
 @contextmanager
 def _counted(clock: Clock, group: Group, link: Link) -> Iterator[CodeCost]:
-    """Counts the bytes of what happens inside, and its seconds by a clock and a link."""
+    """Counts the bytes of the code in this context, and its seconds by a clock and a link."""
     work, reading = WorkCounter(clock), CodeCost()
     sent, messages = group.traffic.total(), group.messages.total()
     with MemoryCounter(work.watch) as counter:

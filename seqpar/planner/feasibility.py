@@ -14,14 +14,14 @@ from seqpar.settings.lessons import Lesson
 
 
 def check_feasible(config: Config) -> None:
-    """Refuses a config that cannot work, before anything is allocated, naming the nearest that does."""
+    """Raises ValueError for a config that cannot work, before anything is allocated; names the nearest that does."""
     check(config, NETWORK_NAMES)
     packages = {"tensorboard": "--tensorboard"} if config.tensorboard else {}
     packages |= {config.tracker: f"--tracker {config.tracker}"} if config.tracker != "none" else {}
     for package, flag in packages.items():
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{flag} needs a package that is not here: pip install 'seqpar[{package}]'")
-    if config.weights and not config.resume and not os.path.exists(config.weights):  # a saved run needs them no more
+            raise ValueError(f"{flag} needs a package that is not installed: pip install 'seqpar[{package}]'")
+    if config.weights and not config.resume and not os.path.exists(config.weights):  # a resumed run has its own
         raise ValueError(f"--weights {config.weights}: no such file; give a safetensors or torch file of weights")
     group = Group("seq", tuple(range(config.seqpar)))
     layout_of(config)
@@ -33,17 +33,17 @@ def check_feasible(config: Config) -> None:
 
 
 def _refuse_wide_window(config: Config) -> None:
-    """Refuses a window that holds all tokens of a tile; lessons of a curriculum may begin with such tiles."""
+    """Refuses a window that covers a whole tile, except in a curriculum, whose first tiles may be that small."""
     sides = [side // voxels for side, voxels in zip(config.tile, config.patch)]
     if config.window >= max(sides) and not config.curriculum:
         raise ValueError(
             f"--window {config.window} would do nothing: a tile has {' x '.join(map(str, sides))} tokens: use a "
-            "smaller one, a larger --tile, or leave it out"
+            "smaller --window, a larger --tile, or remove it"
         )
 
 
 def _refuse_places(config: Config, num_cells: int) -> None:
-    """Refuses a placement that the network's cells do not allow."""
+    """Refuses a placement that needs more cells than the network has."""
     check_num_cells(num_cells, config.pipe)
     if config.placement == "rings" and num_cells < 2 * config.pipe - 1:
         raise ValueError(
@@ -55,15 +55,15 @@ def _refuse_places(config: Config, num_cells: int) -> None:
 
 
 def require_peers(config: Config, num_ranks: int) -> None:
-    """Raises where a config needs several ranks and there is one."""
+    """Raises ValueError if a config needs several ranks and only one was started."""
     if config.shard_weights and num_ranks == 1:
-        raise ValueError("--shard-weights shares with other ranks, and 1 was started: start 2 or more, or leave it out")
+        raise ValueError("--shard-weights needs other ranks, and only 1 was started: start 2 or more, or remove it")
 
 
 def check_lessons(lessons: Sequence[Lesson], num_groups: int = 1) -> None:
-    """Refuses lessons that cannot work, and tiles for which the network is another one.
+    """Raises ValueError for lessons that cannot work, or whose tiles need different networks.
 
-    - ``num_groups``: sequence groups, whose tiles are one batch
+    - ``num_groups``: sequence groups that share a batch
     """
     for lesson in lessons:
         try:
@@ -77,14 +77,14 @@ def check_lessons(lessons: Sequence[Lesson], num_groups: int = 1) -> None:
     for lesson, own in zip(lessons[1:], shapes[1:]):
         if differing := sorted(name for name in {**own, **shapes[0]} if own.get(name) != shapes[0].get(name)):
             raise ValueError(
-                f"--curriculum: --network {lesson.config.network} is another network for tile {_by(lesson.config)} "
-                f"than for {_by(lessons[0].config)} ({differing[0]} differs), so that its weights cannot go on: choose "
-                "tiles for which it is the same, or another --network"
+                f"--curriculum: --network {lesson.config.network} builds a different network for tile "
+                f"{_by(lesson.config)} than for {_by(lessons[0].config)} ({differing[0]} differs), so weights do "
+                "not carry over: choose tiles that give the same network, or another --network"
             )
 
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a network's tensors, without those that are resized with the tile."""
+    """Returns the shapes of a network's tensors, except those that are resized with the tile."""
     net = build_on_meta(config, Group("seq", tuple(range(config.seqpar))))
     other = tuple(side + unit for side, unit in zip(net.layout.tile, net.layout.patch))
     resized = net.resized(other)

@@ -103,7 +103,7 @@ def largest_cube(run: RunToPlan, size: int) -> Plan | None:
 def why_nothing_fits(rows: Sequence[Plan], exhausted: bool = False) -> str:
     """Returns why no plan fits, and what would need less memory.
 
-    - ``exhausted``: the ways that keep the numbers (``ways``) were tried: only other numbers need less
+    - ``exhausted``: options that save memory without changing the result (``memory_savings``) did not suffice
     """
     possible = [p for p in rows if not p.why]
     if not possible:
@@ -113,9 +113,10 @@ def why_nothing_fits(rows: Sequence[Plan], exhausted: bool = False) -> str:
 
 
 def describe_shortage(p: Plan) -> str:
-    """Returns what a plan needs, what there is, and what most of it is for."""
+    """Returns what a plan needs, what the device has, and what takes most of it."""
+    flag = f"--pipe {p.config.pipe}" if p.config.pipe > 1 else f"--seqpar {p.config.seqpar}"
     return (
-        f"--seqpar {p.config.seqpar} needs {p.total / GIB:.1f} GiB on a rank of {p.device.name}, which has "
+        f"{flag} needs {p.total / GIB:.1f} GiB on a rank of {p.device.name}, which has "
         f"{p.device.memory / GIB:.1f}; most is for {_largest_part(p)}"
     )
 
@@ -125,17 +126,17 @@ def _largest_part(p: Plan) -> str:
 
 
 def advice(p: Plan, exhausted: bool) -> str:
-    """Returns flags that need less memory for the largest part: first those that keep the numbers."""
-    kind = family_of(p.config)
-    smaller = kind.smaller[_largest_part(p)]
+    """Returns flags that save memory in the largest part: first those that do not change the result."""
+    family = family_of(p.config)
+    smaller = family.smaller[_largest_part(p)]
     if exhausted:
         return smaller if p.config.precision == "bf16" else f"--precision bf16, {smaller}"
     again = "--grad-checkpoint full" if p.config.grad_checkpoint != "full" else ""
     auto = "--mode auto" if p.config.mode == "gather" else ""
-    same_numbers = {
+    same_result = {
         "tokens": again,
-        "decoder": auto or ("" if kind.attends else again),  # all of a network without tokens counts as decoder
+        "decoder": auto or ("" if family.attends else again),  # a network without tokens counts as decoder
         "transient": auto,
         "optimizer": "" if p.config.shard_weights else "--shard-weights",
     }[_largest_part(p)]
-    return f"{same_numbers}, or {smaller}" if same_numbers else smaller
+    return f"{same_result}, or {smaller}" if same_result else smaller

@@ -1,7 +1,7 @@
 """Refuses a training that needs more memory than its hosts have free, before its first step.
 
-A GPU's allocator raises an error when its memory is out; a CPU's takes what it is asked for, and later the system
-kills the process without a word.
+A GPU's allocator raises an error when memory runs out; on a CPU, allocation succeeds and the system later kills the
+process without a message.
 """
 
 import json
@@ -22,12 +22,12 @@ from seqpar.settings.config import Config
 
 
 def refuse_beyond_free(config: Config, mesh: Mesh, channels: int, outputs: int) -> None:
-    """Raises ``TooLittleMemory`` on all ranks, with the same words, where a host has less free than its ranks need.
+    """Raises the same ``TooLittleMemory`` on all ranks if a host has less memory free than its ranks need.
 
-    - ``config``: a complete one, its attention strategy named
+    - ``config``: complete, with a named attention strategy
     - ``channels``, ``outputs``: of the images and of the network
     """
-    if mesh.device.type != "cpu" or config.pipe > 1:  # stages are looked at when they are placed
+    if mesh.device.type != "cpu" or config.pipe > 1:  # checked when stages are placed
         return
     hosts, memories = mesh.hosts or ("this host",), _memories(mesh)
     if why := run_on_rank0(lambda: _shortage(config, hosts, memories, channels, outputs), mesh.world):
@@ -35,7 +35,7 @@ def refuse_beyond_free(config: Config, mesh: Mesh, channels: int, outputs: int) 
 
 
 def free_shares(mesh: Mesh) -> list[float]:
-    """Returns the bytes that each rank has free, its share where ranks of a host have one memory."""
+    """Returns the free bytes of each rank: its share, if the ranks of a host share memory."""
     if mesh.device.type != "cpu":
         return [float(text) for text in gather_texts(str(torch.cuda.mem_get_info(mesh.device)[0]), mesh.world)]
     shares = _shares(mesh.hosts, _memories(mesh))
@@ -62,13 +62,13 @@ def _by_host(hosts: Sequence[str], memories: Sequence[Memory]) -> dict[str, list
 
 
 def _shortage(config: Config, hosts: Sequence[str], memories: Sequence[Memory], channels: int, outputs: int) -> str:
-    """Returns what is needed, what is free and what to change; "" where it suffices.
+    """Returns what is needed, what is free and what to change; "" if memory suffices.
 
     - ``hosts``, ``memories``: of each rank, as it sees them
     """
     by_host, shares = _by_host(hosts, memories), _shares(hosts, memories)
     tightest = min(shares, key=lambda host: shares[host])
-    # what libraries take is taken already
+    # libraries are already loaded
     device = replace(device_here("cpu"), memory=shares[tightest] * len(hosts), reserved_bytes=0.0, fragmentation=0.0)
     run = RunToPlan(config, device, channels, outputs, timed=False)
     need = plan_complete_config(run, len(hosts))
@@ -85,28 +85,28 @@ def _shortage(config: Config, hosts: Sequence[str], memories: Sequence[Memory], 
 
 
 def _remedy(run: RunToPlan, need: Plan) -> str:
-    """Returns what to change: a batch that fits and keeps the step's tiles, a way that keeps the numbers, or others."""
+    """Returns what to change: a smaller batch with the same tiles per step, a setting that saves memory, or others."""
     config = run.config
     most = largest_batch(run, need.ranks, config.batch)
     batch, flags = _divisor(config, most.config.batch), ""
     if batch < config.batch:
         config = replace(config, batch=batch, accumulate=config.accumulate * config.batch // batch, global_batch=0)
         flags = f"--batch {batch}"
-        if not config.batch_dice:  # whose Dice runs over the tiles of a micro-batch
+        if not config.batch_dice:  # Dice over a micro-batch would change with the split
             flags += f" --accumulate {config.accumulate}"
     if most.fits:
         return f"use {flags}"
-    for way, _ in memory_savings(config, ()):
+    for saving, _ in memory_savings(config, ()):
         try:
-            if plan(replace(run, config=replace(config, **way), ranks=need.ranks), config.seqpar).fits:
-                return f"use {flags} {flags_of(way)}".replace("  ", " ")
-        except ValueError:  # one that cannot be on so many ranks
+            if plan(replace(run, config=replace(config, **saving), ranks=need.ranks), config.seqpar).fits:
+                return f"use {flags} {flags_of(saving)}".replace("  ", " ")
+        except ValueError:  # this setting does not work on these ranks
             continue
     return f"try {advice(most, exhausted=True)}"
 
 
 def _divisor(config: Config, most: int) -> int:
-    """Returns the largest batch up to ``most`` that accumulation can make the config's of."""
+    """Returns the largest batch up to ``most`` that divides the config's."""
     unit = config.seqpar if config.mode == "swap" else 1
     return max(size for size in range(unit, max(most, unit) + 1, unit) if config.batch % size == 0)
 

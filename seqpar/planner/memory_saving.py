@@ -1,6 +1,6 @@
-"""Ways to need less memory that keep a run's numbers, and the smallest group that fits with one of them.
+"""Options that save memory without changing a run's result, and the smallest group that fits with them.
 
-Each way adds to the one before, so that what costs least time comes first. Settings that a command line names stay as
+Each step of the ladder adds to the one before, the cheapest in time first. Settings named on the command line stay as
 they are.
 """
 
@@ -16,7 +16,7 @@ from seqpar.text import flag_name
 
 MemorySaving = Mapping[str, Any]  # settings by name
 CHUNKS = 8
-# what each adds, and its price
+# what each step adds, and its price
 LADDER: tuple[tuple[MemorySaving, str], ...] = (
     ({"mode": "auto"}, "each rank decodes its box or its samples, not the whole tile"),
     ({"mlp_chunks": CHUNKS}, "the MLP's forward runs again in backward"),
@@ -27,9 +27,9 @@ LADDER: tuple[tuple[MemorySaving, str], ...] = (
 
 
 def memory_savings(config: Config, named: Collection[str]) -> Iterator[tuple[MemorySaving, str]]:
-    """Yields the ways that there are for a config, each with the price of what it adds.
+    """Yields what a config can change to save memory, step by step, each with the price of what it adds.
 
-    - ``named``: settings of the command line, which stay as they are
+    - ``named``: settings named on the command line, which stay as they are
     """
     taken = dict[str, Any]()
     for added, price in LADDER:
@@ -44,10 +44,10 @@ def memory_savings(config: Config, named: Collection[str]) -> Iterator[tuple[Mem
 
 
 def _changes(config: Config, name: str, value: Any) -> bool:
-    """Returns whether a setting does more than the config has, and computes the same."""
+    """Returns whether a setting saves more memory than the config's, and computes the same."""
     now = getattr(config, name)
     if name == "mode":
-        return now in ("gather", "swap")  # nogather computes something else, auto is what halo does at least
+        return now in ("gather", "swap")  # nogather computes something else, and halo already saves what auto does
     if name == "grad_checkpoint":
         return now != "full" and now != value and value in family_of(config).recomputed
     if name == "shard_weights" and config.pipe > 1:
@@ -55,16 +55,16 @@ def _changes(config: Config, name: str, value: Any) -> bool:
     return bool(now < value)
 
 
-def flags_of(way: MemorySaving) -> str:
-    """Returns a way as flags."""
-    return " ".join(f"--{flag_name(name)}" + ("" if value is True else f" {value}") for name, value in way.items())
+def flags_of(saving: MemorySaving) -> str:
+    """Returns settings as flags."""
+    return " ".join(f"--{flag_name(name)}" + ("" if value is True else f" {value}") for name, value in saving.items())
 
 
 def search_with_savings(run: RunToPlan, sizes: Sequence[int]) -> Iterator[Plan]:
-    """Yields plans as they are counted, of few of the sizes; the smallest of those that fit is the smallest of all.
+    """Yields plans of a few of the sizes as they are counted; the smallest that fits is the smallest of all.
 
-    A larger group needs less memory on each rank: the largest size comes first, and only if it fits are the others
-    searched, by halves. Where ranks share one machine's memory, the smallest group needs least.
+    A larger group needs less memory on each rank, so the largest size comes first, and a bisection follows only if it
+    fits. If ranks share one machine's memory, the smallest group needs the least, and only that is counted.
     """
     configs = [config for size in sizes if (config := _possible(run, size)) is not None]
     if run.device.cores:
@@ -82,7 +82,7 @@ def search_with_savings(run: RunToPlan, sizes: Sequence[int]) -> Iterator[Plan]:
 
 
 def _possible(run: RunToPlan, size: int) -> Config | None:
-    """Returns the config of a group size, None where there is none."""
+    """Returns the config of a group size, or None if it cannot run."""
     try:
         return config_for_group_size(run, size)
     except ValueError:

@@ -64,7 +64,7 @@ def _fits(shape: Sequence[int], whole: Sequence[int]) -> bool:
     return all(side in (1, extent) for side, extent in zip(reversed(shape), reversed(whole)))
 
 
-class Shape(NamedTuple):
+class MetaShape(NamedTuple):
     """A tensor without data: all that the results of an operator on it depend on."""
 
     sizes: tuple[int, ...]
@@ -72,7 +72,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Shape":
+    def of(cls, tensor: Tensor) -> "MetaShape":
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def empty(self) -> Tensor:
@@ -99,7 +99,7 @@ def known_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tens
         shapes = _shapes_of_results(func, _described(tuple(args)), _described(tuple(kwargs.items())))
     except TypeError:  # an argument that cannot be looked up
         return None
-    if isinstance(shapes, tuple) and not isinstance(shapes, Shape):
+    if isinstance(shapes, tuple) and not isinstance(shapes, MetaShape):
         return tuple(shape and shape.empty() for shape in shapes)
     return shapes and shapes.empty()
 
@@ -114,14 +114,14 @@ def _makes_tensors(func: Any) -> bool:
 def _described(value: Any) -> Any:
     """Returns what stands for an argument where results are looked up; ``_argument`` is its inverse."""
     if isinstance(value, Tensor):
-        return Shape.of(value)
+        return MetaShape.of(value)
     if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
     return Plain(type(value), value)
 
 
 def _argument(described: Any) -> Any:
-    if isinstance(described, Shape):
+    if isinstance(described, MetaShape):
         return described.empty()
     return described.value if isinstance(described, Plain) else [_argument(one) for one in described]
 
@@ -139,9 +139,9 @@ def _shapes_of_results(func: Any, args: Any, kwargs: Any) -> Any:
     storages = [x.untyped_storage() for x in made]
     ours = {storage._cdata for storage in storages}
     theirs = {x.untyped_storage()._cdata for x in [*operands, *named.values()] if isinstance(x, Tensor)}
-    shapes = tuple(None if x is None else Shape.of(x) for x in several)
+    shapes = tuple(None if x is None else MetaShape.of(x) for x in several)
     whole = all(
-        shape.empty().untyped_storage().nbytes() == s.nbytes() for shape, s in zip(map(Shape.of, made), storages)
+        shape.empty().untyped_storage().nbytes() == s.nbytes() for shape, s in zip(map(MetaShape.of, made), storages)
     )
     if len(ours) < len(made) or ours & theirs or not whole:
         return None

@@ -27,11 +27,11 @@ BUCKET = 25 << 20  # bytes of gradients that DDP sums at a time
 
 @dataclass(frozen=True)
 class RunToPlan:
-    """The run to plan: its settings, its device, channels and outputs of its data, and its ranks.
+    """The run to plan: settings, device, channels and outputs of its data, and ranks.
 
-    ``ranks``: of the run, None where it has ``groups`` sequence groups, whatever their size. ``fixed``: batch and
-    accumulate, where a global batch must be made with these.
-    ``timed``: estimate seconds and MFU too, which takes as long again as the memory.
+    - ``ranks``: of the run; None: it has ``groups`` sequence groups, whatever their size
+    - ``fixed``: batch and accumulate, if a global batch must be made with these
+    - ``timed``: also estimate seconds and MFU, which takes as long again as counting memory
     """
 
     config: Config
@@ -50,11 +50,13 @@ class RunToPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run with one group size needs on its fullest rank, or ``why`` it cannot be.
+    """What a run with one group size needs on its fullest rank, or ``why`` it cannot run.
 
-    ``memory`` is bytes by part, ``sent`` bytes a step by group, ``seconds`` those of a step by kind. ``scores`` are the
-    bytes that attention would need on top if it were not fused. ``attention_why`` are the lines that explain the choice
-    of the attention strategy, where it was left open.
+    - ``memory``: bytes by part
+    - ``sent``: bytes per step by group
+    - ``seconds``: of a step, by kind
+    - ``scores``: additional bytes that unfused attention would need
+    - ``attention_why``: lines that explain the choice of attention strategy, if it was open
     """
 
     config: Config
@@ -87,17 +89,17 @@ class Plan:
 
 
 def plan(run: RunToPlan, size: int) -> Plan:
-    """Returns the plan of a group size; raises where it cannot run, or groups would share nodes unevenly."""
+    """Returns the plan of a group size; raises ValueError if it cannot run, or groups do not fit nodes evenly."""
     return plan_complete_config(replace(run, config=config_for_group_size(run, size)), run.ranks_of(size))
 
 
 def fits_nodes_evenly(size: int, node: int) -> bool:
-    """Returns whether groups of a size share nodes of ``node`` ranks evenly."""
+    """Returns whether groups of a size divide nodes of ``node`` ranks evenly, or fill whole nodes."""
     return size == 1 or node >= 1 << 20 or node % size == 0 or size % node == 0
 
 
 def config_for_group_size(run: RunToPlan, size: int) -> Config:
-    """Returns the run's config for a group size; raises, before anything is counted, where it cannot run."""
+    """Returns the run's config for a group size; raises ValueError, before anything is counted, if it cannot run."""
     ranks, node = run.ranks_of(size), run.device.node
     if ranks % size:
         raise ValueError(f"does not divide {ranks} ranks")
@@ -114,9 +116,9 @@ def config_for_group_size(run: RunToPlan, size: int) -> Config:
 
 
 def plan_complete_config(run: RunToPlan, ranks: int) -> Plan:
-    """Returns the plan of a complete config on so many ranks; attention that was left open is chosen.
+    """Returns the plan of a complete config on ``ranks`` ranks; chooses the attention strategy if it is open.
 
-    Training asks the same, so that it runs what was planned.
+    Training calls this too, so that it runs what was planned.
     """
     config = run.config
     device = run.device.of(ranks).in_groups((ranks, config.seqpar, ranks // config.seqpar))
@@ -128,14 +130,14 @@ def plan_complete_config(run: RunToPlan, ranks: int) -> Plan:
 
 
 def steps_of(run: RunToPlan, config: Config, device: Device, ranks: int) -> list[StepCost]:
-    """Counts a step on each rank that may need most memory."""
+    """Counts a step on each rank that may need the most memory."""
     groups, clock = ranks // config.seqpar, device.clock(config.precision)
     setup = StepSetup(config, 0, run.channels, run.outputs, groups, device.on_gpu, clock)
     return [count_step(replace(setup, rank=rank)) for rank in _fullest(config)]
 
 
 def memory_of(step: StepCost, device: Device) -> dict[str, float]:
-    """Returns bytes by part; ``apart`` are those of libraries and of fragmentation."""
+    """Returns bytes by part; ``apart`` is what libraries and fragmentation take."""
     parts = ("weights", "gradients", "optimizer", "input", "tokens", "decoder", "transient")
     memory: dict[str, float] = {name: getattr(step, name) for name in parts}
     return memory | {"apart": device.reserved_bytes + device.fragmentation * sum(memory.values())}
@@ -154,7 +156,7 @@ def _plan(run: RunToPlan, config: Config, device: Device, ranks: int) -> Plan:
 
 
 def _forward_operations(run: RunToPlan, config: Config) -> float:
-    """Returns the operations of the model's forward pass, as one process runs it that does nothing to save memory."""
+    """Returns the operations of the forward pass on one process that does nothing to save memory."""
     usual, device = Config(), run.device
     same = ("mode", "attention", "keep_kv", "split", "grad_checkpoint", "mlp_chunks", "shard_weights", "accumulate")
     alone = replace(config, seqpar=1, **{name: getattr(usual, name) for name in same})
@@ -163,7 +165,7 @@ def _forward_operations(run: RunToPlan, config: Config) -> float:
 
 
 def _fullest(config: Config) -> Iterator[int]:
-    """Yields the ranks that may need most memory: one with most tokens and then neighbours, one with most heads."""
+    """Yields the ranks that may need the most memory: with most tokens (then neighbours), and with most heads."""
     layout = layout_of(config)
 
     def inside(rank: int) -> int:
@@ -178,13 +180,13 @@ def _fullest(config: Config) -> Iterator[int]:
 
 
 def _world_bytes(config: Config, step: StepCost, ranks: int) -> float:
-    """Returns the bytes a step that a rank sends to all: gradients; of shards weights twice and gradients once."""
+    """Returns the bytes per step that a rank sends to all: gradients; with shards, weights twice and gradients once."""
     times = config.accumulate * 3 if config.shard_weights else 2
     return times * (ranks - 1) / ranks * step.parameters
 
 
 def _seconds(config: Config, device: Device, step: StepCost, ranks: int) -> dict[str, float]:
-    """Returns the step's seconds by kind: computing, update, and waiting for messages that nothing overlaps."""
+    """Returns the step's seconds by kind: computing, update, and waiting for messages without overlap."""
     computing = step.seconds.total() * config.accumulate
     seconds = {"computing": computing, "update": step.update_seconds}
     size, link = config.seqpar, device.link(config.seqpar)

@@ -1,4 +1,4 @@
-"""What a run over a pipe needs: its cells, where each way of placing them puts them, and the plan of a placement."""
+"""What a run over a pipe needs: its cells, every way of placing them, and the plan of a placement."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,10 @@ SIZES = (2, 3, 4, 6, 8, 12, 16)  # places that --pipe auto looks at
 
 @dataclass(frozen=True)
 class Cells:
-    """A network's cells: names, what each takes, and costs on one rank, of a CPU one core.
+    """A network's cells: names, inputs, and costs on one rank (on a CPU: one core).
 
-    ``channels``: of the image; ``source``: where the costs come from, in words.
+    - ``channels``: of the image
+    - ``source``: where the costs come from, in words
     """
 
     names: tuple[str, ...]
@@ -40,10 +41,10 @@ class Cells:
 
 @dataclass(frozen=True)
 class PlacementResult:
-    """What a way of placing came to; ``why``: it found none.
+    """The result of one way of placing cells; if it found none, ``why``.
 
     - ``way``, ``objective``: flags of train
-    - ``sent``: bytes of a micro-batch between places, forward and back
+    - ``sent``: bytes of a micro-batch between places, forward and backward
     """
 
     way: str
@@ -61,7 +62,7 @@ class PlacementResult:
 
     @property
     def flag(self) -> str:
-        """The value of ``--placement`` that gives these stages again: the cuts, where they say all."""
+        """The value of ``--placement`` that gives these stages again: the cuts, if they determine the stages."""
         assert self.stages is not None
         inner = self.stages.cuts[1:-1]
         in_order = self.stages.places == tuple(range(self.stages.num_places))
@@ -79,9 +80,9 @@ class PlacementOptions:
 
 
 def measure_or_count_cells(run: RunToPlan, config: Config, counted: bool = False) -> Cells:
-    """Returns the cells of a config's network: measured on this CPU where a rank has whole tiles, else counted.
+    """Returns the cells of a config's network: measured on this CPU if a rank has whole tiles, else counted.
 
-    ``counted``: whatever a rank has
+    - ``counted``: count in any case
     """
     device = run.device
     group = Group("seq", tuple(range(config.seqpar)))
@@ -105,7 +106,7 @@ def measure_or_count_cells(run: RunToPlan, config: Config, counted: bool = False
 
 
 def config_with_places(run: RunToPlan, config: Config, pipe: int) -> tuple[Config, int]:
-    """Returns the config of so many places, and the ranks of the run; raises ValueError where it cannot run."""
+    """Returns the config with ``pipe`` places, and the run's ranks; raises ValueError if it cannot run."""
     size = pipe * config.seqpar
     ranks = run.ranks or run.groups * size
     if ranks % size:
@@ -116,7 +117,7 @@ def config_with_places(run: RunToPlan, config: Config, pipe: int) -> tuple[Confi
 
 
 def pipe_of(cells: Cells, config: Config, device: Device) -> Pipe:
-    """Returns the cells and equal places for them; ``device``: what each rank has."""
+    """Returns the cells with equal places for them; ``device`` is that of one rank."""
     share = device.share_of_cores if device.cores else 1.0
     costs = [replace(c, forward=c.forward / share, backward=c.backward / share) for c in cells.costs]
     memory = (device.memory - device.reserved_bytes) / (1 + device.fragmentation) - _input_bytes(cells, config)
@@ -138,7 +139,7 @@ def spread_over(run: RunToPlan, config: Config, cells: Cells, size: int) -> Plac
 def plan_counted(run: RunToPlan, ranks: int) -> tuple[Plan, Pipe, PlacementResult]:
     """Returns the plan of a complete config's fullest place, by counted costs, with its pipe and its stages.
 
-    Where no placement fits it is one that does not, as its memory tells.
+    If no placement fits, it is the plan of one that does not.
     """
     config = run.config
     cells = measure_or_count_cells(run, config, counted=True)
@@ -160,7 +161,7 @@ def plan_counted(run: RunToPlan, ranks: int) -> tuple[Plan, Pipe, PlacementResul
 
 
 def plan_run(run: RunToPlan, ranks: int) -> Plan:
-    """Returns the plan of a complete config; over a pipe that of its fullest place."""
+    """Returns the plan of a complete config; over a pipe, the plan of its fullest place."""
     return plan_counted(run, ranks)[0] if run.config.pipe > 1 else plan_complete_config(run, ranks)
 
 
@@ -172,7 +173,7 @@ def _input_bytes(cells: Cells, config: Config) -> float:
 
 
 def placements(pipe: Pipe, placement: str = "auto") -> Iterator[PlacementResult]:
-    """Yields what each way comes to, and what ``placement`` does if it is a list of cuts."""
+    """Yields the result of each way of placing, and of ``placement`` if it is a list of cuts."""
     cuts = "" if placement in PLACEMENTS else placement
     for way, objective in (*EVERY_WAY, *([(cuts, "")] if cuts else [])):
         try:
@@ -186,9 +187,9 @@ def placements(pipe: Pipe, placement: str = "auto") -> Iterator[PlacementResult]
 
 
 def chosen(rows: Sequence[PlacementResult], config: Config) -> PlacementResult:
-    """Returns the placement that train would take: what is asked for, or for "auto" the ``pick_placement`` that fits.
+    """Returns the placement that train would use: the requested one, or for "auto" the best that fits.
 
-    GABRA's are taken only where they are asked for. Where none fits it is one that does not.
+    GABRA's are used only on request. If none fits, the result is one that does not.
     """
     if config.placement == "auto":
         able = [row for row in rows if row.way != "gabra"]
@@ -235,8 +236,8 @@ def plan_of(run: RunToPlan, config: Config, cells: Cells, pipe: Pipe, placed: Pl
 
 
 def _update_seconds(run: RunToPlan, config: Config, device: Device) -> float:
-    """Returns the seconds in which one rank updates all weights."""
-    clock = replace(device, measured_rate=None).clock(config.precision)  # convolutions are not asked for
-    # of one small tile, batch norm may have a single value
+    """Returns the seconds that one rank takes to update all weights."""
+    clock = replace(device, measured_rate=None).clock(config.precision)  # the update has no convolutions
+    # two tiles: of a single small one, batch norm may see one value
     alone = replace(config, pipe=1, accumulate=1, seqpar=1, mode=Config().mode, batch=2)
     return count_step(StepSetup(alone, 0, run.channels, run.outputs, 1, device.on_gpu, clock)).update_seconds

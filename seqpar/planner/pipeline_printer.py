@@ -1,4 +1,4 @@
-"""Prints plans of runs over a pipe: cells, every placement of them, and what else as many ranks could do."""
+"""Prints plans of runs over a pipe: cells, every placement, and what the same ranks could do without a pipe."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from seqpar.pipeline.gabra import loads_and_capacities
 from seqpar.pipeline.placement import Pipe
 from seqpar.pipeline.stages import StageMap
 from seqpar.planner.chooser import device_of, fewest_places
-from seqpar.planner.needs import Plan, RunToPlan, config_for_group_size, plan_complete_config
+from seqpar.planner.needs import Plan, RunToPlan, plan
 from seqpar.planner.pipeline_plan import (
     SIZES,
     Cells,
@@ -19,7 +19,7 @@ from seqpar.planner.pipeline_plan import (
     measure_or_count_cells,
     plan_counted,
 )
-from seqpar.planner.printer import command, header
+from seqpar.planner.printer import command, header, tiles_per_step
 from seqpar.settings.config import Config
 from seqpar.settings.parallel_settings import AUTO
 from seqpar.text import in_flags, quantity
@@ -39,14 +39,15 @@ def print_pipe(run: RunToPlan, pipe: int, preset: str, tile: Sequence[int]) -> N
     sizes = [size for size in SIZES if size <= len(cells.costs)] if pipe == AUTO else [pipe]
     best = fewest_places(run, config, cells, sizes, say=lambda line: print(line, flush=True))
     print("\n".join([*cell_table(cells, best), "", *way_table(best), ""]), flush=True)
-    print("\n".join([*describe_timetable(best.pipe), "", tiles_a_step(best.plan), ""]), flush=True)
+    tiles = tiles_per_step(best.plan.config, best.plan.ranks)
+    print("\n".join([*describe_timetable(best.pipe), "", tiles, ""]), flush=True)
     for line in comparison(run, best.plan):
         print(line, flush=True)
     print(f"\n{command(best.plan, preset)}")
 
 
 def cell_table(cells: Cells, spread: PlacementOptions) -> list[str]:
-    """Returns the lines of the cells: what each costs on a micro-batch, and where the best way puts it."""
+    """Returns a line for each cell: what it costs on a micro-batch, and at which place the best placement puts it."""
     assert spread.best.stages is not None
     places = spread.best.stages.place_of_cells
     head = f"{'cell':>4} {'':<34}{'ms forward':>11}{'backward':>10}{'MiB given':>11}{'held':>9}{'state':>9}{'place':>7}"
@@ -59,7 +60,7 @@ def cell_table(cells: Cells, spread: PlacementOptions) -> list[str]:
 
 
 def way_table(spread: PlacementOptions) -> list[str]:
-    """Returns the lines of the ways: step and bubble by the simulated timetable, bytes, and the cut."""
+    """Returns a line for each placement: step and bubble in the simulated timetable, bytes, and the cut."""
     pipe = spread.pipe
     alone = pipe.micros * sum(cost.seconds for cost in pipe.costs)
     head = f"{'--placement':<16}{'s a step':>9}{'to one':>8}{'bubble':>8}{'MiB sent':>10}{'GiB held':>10}  cells"
@@ -78,11 +79,11 @@ def way_table(spread: PlacementOptions) -> list[str]:
             f"{name:<15}{mark}{row.seconds:>9.3g}{row.seconds / alone:>8.2f}{row.timetable.bubble:>8.0%}"
             f"{row.sent / MIB:>10.2f}{max(row.held) / GIB:>10.2f}  {_cut(row)}"
         )
-    return [*lines, "* taken; ! more than a rank has; MiB sent: of a micro-batch, there and back"]
+    return [*lines, "* chosen; ! exceeds a rank's memory; MiB sent: per micro-batch, forward and backward"]
 
 
 def _cut(row: PlacementResult) -> str:
-    """Returns the runs of cells, and their places where they are not in order."""
+    """Returns each stage's range of cells, with its place unless places are in order."""
     assert row.stages is not None
     stages = row.stages
     runs = [(stages.cells(stage), place) for stage, place in enumerate(stages.places)]
@@ -92,49 +93,38 @@ def _cut(row: PlacementResult) -> str:
 
 
 def describe_timetable(pipe: Pipe) -> list[str]:
-    """Returns what there is to say of the timetable and of GABRA's own objective."""
+    """Returns notes on the timetable, and on GABRA's own objective."""
     count, micros = len(pipe.places), pipe.micros
     idle = (count - 1) / (micros + count - 1)
     lines = [f"equal stages would wait for {idle:.0%} of a step: (K-1)/(M+K-1)"]
     if micros == 1:
         lines.append(
-            "--accumulate 1: stages run one after the other, with the memory of one each and without overlap; a larger "
-            "one overlaps them, and --seqpar with --mode halo works on one tile together"
+            "--accumulate 1: stages run one after the other without overlap; a larger --accumulate overlaps them, and "
+            "with --seqpar and --mode halo all ranks work on one tile at the same time"
         )
     loads, capacities = loads_and_capacities(pipe)
     if len(set(capacities)) == 1:
         lines.append(
-            f"GABRA's own objective is {sum(loads) / capacities[0]:.4g} for every feasible allocation, since places "
-            "are equal: it has nothing to find; --objective makespan has"
+            f"GABRA's own objective is {sum(loads) / capacities[0]:.4g} for every feasible allocation, because all "
+            "places are equal: it cannot prefer one; --objective makespan can"
         )
     return [text for line in lines for text in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
 
 
-def tiles_a_step(p: Plan) -> str:
-    """Returns the sentence on the global batch."""
-    groups, config = p.ranks // p.config.group_ranks, p.config
-    tiles = groups * config.batch * config.accumulate
-    return f"global batch {tiles} = {groups} x batch {config.batch} x accumulate {config.accumulate}"
-
-
 def comparison(run: RunToPlan, p: Plan) -> Iterator[str]:
-    """Yields lines on what else as many ranks could do with as many tiles a step: what a step takes and needs."""
-    yield f"{'as many ranks, as many tiles a step':<56}{'s a step':>9}{'GiB a rank':>12}"
+    """Yields lines on what a step of the same ranks and tiles takes, with this pipe and without one."""
+    yield f"{'same ranks, same tiles per step':<56}{'s a step':>9}{'GiB a rank':>12}"
     yield _line(_flags(p.config, p.ranks), p)
     for config in alternatives_without_pipe(p):
         flags = _flags(config, p.ranks)
         try:
-            run_of = replace(run, config=config, ranks=p.ranks, fixed={})
-            yield _line(
-                flags,
-                plan_complete_config(replace(run_of, config=config_for_group_size(run_of, config.seqpar)), p.ranks),
-            )
+            yield _line(flags, plan(replace(run, config=config, ranks=p.ranks, fixed={}), config.seqpar))
         except ValueError as problem:
             yield f"{flags:<56} {in_flags(str(problem))[:42]}"
 
 
 def alternatives_without_pipe(p: Plan) -> Iterator[Config]:
-    """Yields configs without a pipe that give a plan's ranks as many tiles a step."""
+    """Yields configs without a pipe that train as many tiles per step on the plan's ranks."""
     config = p.config
     usual = Config()
     plain = replace(config, pipe=1, placement=usual.placement, objective=usual.objective)
@@ -164,16 +154,16 @@ def describe_stages(stages: StageMap, why: str) -> str:
     """Returns which cells each stage has, at which place it runs, and why."""
     every = [(stages.cells(stage), place) for stage, place in enumerate(stages.places)]
     runs = [f"stage {number} = cells {own[0]}-{own[-1]} at place {place}" for number, (own, place) in enumerate(every)]
-    return f"pipe of {stages.num_places}: {', '.join(runs)} ({why}); leaving waits for the end of a step"
+    return f"pipe of {stages.num_places}: {', '.join(runs)} ({why}); a stop request waits for the end of a step"
 
 
 def describe_step(pipe: Pipe, stages: StageMap) -> str:
-    """Returns how long the simulated step of a placement takes, how much of it is waiting, and what places hold."""
+    """Returns how long a placement's simulated step takes, how much of it is waiting, and what each place holds."""
     timetable, alone = pipe.timetable(stages), pipe.micros * sum(cost.seconds for cost in pipe.costs)
     sizes = ", ".join(f"{size / GIB:.2g}" for size in pipe.memory(stages))
     return (
         f"a step should take {timetable.seconds:.3g} s without data and updates, {alone:.3g} s on one rank; ranks of "
-        f"the pipe wait for {timetable.bubble:.0%} of it; they hold {sizes} GiB of weights, states and values"
+        f"the pipe wait for {timetable.bubble:.0%} of it; they hold {sizes} GiB of weights, states and activations"
     )
 
 
@@ -182,8 +172,8 @@ def warn_no_overlap(config: Config) -> list[str]:
     if config.accumulate > 1:
         return []
     return [
-        "--accumulate 1: stages work one after the other, each rank with the memory of its own, and nothing overlaps: "
-        "with --seqpar and --mode halo in place of --pipe all ranks work on the tile at the same time"
+        "--accumulate 1: stages run one after the other and nothing overlaps; each rank needs only its stage's memory. "
+        "With --seqpar and --mode halo instead of --pipe, all ranks work on the tile at the same time"
     ]
 
 
@@ -193,7 +183,7 @@ def plan_pipe_here(config: Config, launcher: Launcher, channels: int, outputs: i
     Costs are counted; nothing is allocated or measured. If no placement fits, the plan's memory says so.
     """
     run = RunToPlan(config, device_of(config, launcher), channels, outputs, timed=False)
-    plan, pipe, placed = plan_counted(run, max(launcher.world, config.group_ranks))
+    counted, pipe, placed = plan_counted(run, max(launcher.world, config.group_ranks))
     assert placed.stages is not None
     why = f"--placement {config.placement} by counted costs; training measures them"
-    return plan, [describe_stages(placed.stages, why), describe_step(pipe, placed.stages), *warn_no_overlap(config)]
+    return counted, [describe_stages(placed.stages, why), describe_step(pipe, placed.stages), *warn_no_overlap(config)]

@@ -54,13 +54,13 @@ def print_plan(
     possible = [p for p in rows if not p.why]
     if possible:
         print(f"\nas asked, {describe_shortage(min(possible, key=lambda p: p.total))}")
-        print("what needs less and keeps the numbers is tried in turn:", flush=True)
+        print("trying options that save memory without changing the result:", flush=True)
         for saving, price in memory_savings(run.config, flags):
             print(f"\n{flags_of(saving)}  (adds: {price})", flush=True)
             other = replace(run, config=replace(run.config, **saving))
             rows = print_rows(search_with_savings(other, sizes))
             if best := smallest_that_fits(sorted(rows, key=lambda p: p.config.seqpar)):
-                print(f"\ntaken: {flags_of(saving)}, which changes no number")
+                print(f"\ntaken: {flags_of(saving)}, which does not change the result")
                 print("\n".join(recommendation(other, best, rows, preset)))
                 return
             tried += rows
@@ -73,7 +73,7 @@ def print_largest(run: RunToPlan, sizes: Iterable[int]) -> None:
         if size not in SHARED_BY:
             continue
         p = largest_cube(run, size)
-        text = f"no cube of {UNIT} or more voxels a side fits"
+        text = f"no cube of {UNIT} or more voxels per side fits"
         if p is not None:
             needs = f"{p.total / GIB:.1f} of {p.device.memory / GIB:.1f} GiB a rank"
             text = f"--tile {p.config.tile[0]}, batch {p.config.batch}: {needs}"
@@ -88,7 +88,7 @@ def header(run: RunToPlan, preset: str, tile: Sequence[int]) -> str:
     config, device = run.config, run.device
     family = family_of(config)
     padding = "" if tuple(tile) == config.tile else f" padded to {_by(config.tile)}"
-    shared = f", {device.cores} cores that ranks share" if device.cores else ""
+    shared = f", {device.cores} cores shared by all ranks" if device.cores else ""
     return "\n".join(
         [
             f"plan: preset {preset}, {family.describe(config)}, mode {config.mode}; {config.precision}",
@@ -133,7 +133,7 @@ def print_rows(rows: Iterable[Plan]) -> list[Plan]:
         print(row(p), flush=True)
         every.append(p)
     if any(not p.why and not p.fits for p in every):
-        print(f"{'':>6} ! more than the {every[0].device.memory / GIB:.1f} GiB that there are", flush=True)
+        print(f"{'':>6} ! exceeds the {every[0].device.memory / GIB:.1f} GiB of the device", flush=True)
     return every
 
 
@@ -146,7 +146,7 @@ def recommendation(run: RunToPlan, best: Plan, rows: Sequence[Plan], preset: str
     seconds = ", ".join(f"{name} {value:.3g}" for name, value in best.seconds.items())
     size, tiles = best.config.seqpar, most_tiles(run, best)
     fits = f"--seqpar {size} {'is the smallest of these that fits' if len(rows) > 1 else 'fits'}"
-    fused = f"; attention that is not fused {_unfused(rows)}" if family_of(best.config).attends else ""
+    fused = f"; unfused attention {_unfused(rows)}" if family_of(best.config).attends else ""
     sentences = [
         *_global_batches(run, rows),
         f"{fits}, with up to {quantity(tiles, 'tile')} a group{fused}",
@@ -166,7 +166,9 @@ def _global_batches(run: RunToPlan, rows: Sequence[Plan]) -> list[str]:
     numbers = {p.ranks // p.config.seqpar * p.config.batch * p.config.accumulate for p in rows if not p.why}
     if len(numbers) > 1:
         how = "the batch" if run.config.batch_dice and "batch" not in run.fixed else "accumulation"
-        lines.append(f"--global-batch N holds it by {how}, --groups N by as many groups at every size")
+        lines.append(
+            f"--global-batch N fixes it through {how}, --groups N through the same number of groups at every size"
+        )
     return lines
 
 
@@ -228,7 +230,7 @@ def describe_dry_run(
     net = build_on_meta(config, Group("seq", tuple(range(config.seqpar))), channels, outputs)
     layout = net.layout
     model = memory["weights"] + memory["gradients"] + memory["optimizer"]
-    verdict = "fits" if p.fits else "does not fit; plan.py finds what does, for other devices too"
+    verdict = "fits" if p.fits else "does not fit; plan.py finds what does, also for other devices"
     return "\n".join(
         [
             config.to_json(),  # first: it is long, and a terminal shows what comes last

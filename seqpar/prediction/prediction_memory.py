@@ -10,7 +10,7 @@ from seqpar.cluster.devices import GIB, MIB, Device
 from seqpar.models.build import build_on_meta, family_of, to_meta
 from seqpar.models.network import Network
 from seqpar.parallel.mesh import Group
-from seqpar.planner.attention_choice import choose_quickest
+from seqpar.planner.attention_choice import choose_fastest
 from seqpar.planner.memory_counter import MemoryCounter
 from seqpar.prediction.sliding_window import fitting_batch, padded_shape
 from seqpar.prediction.window_grid import Sliding, WindowGrid, rows_at_once
@@ -165,6 +165,6 @@ def _bytes(
 ) -> int:
     """Returns the bytes on the rank of a group that holds most."""
     mode = config.mode if config.mode == "nogather" else "auto"
-    config = choose_quickest(replace(config, seqpar=size, mode=mode, batch=1), device.of(size))
+    config = choose_fastest(replace(config, seqpar=size, mode=mode, batch=1), device.of(size))
     net = build_on_meta(config, Group("seq", tuple(range(size))), channels, classes)
     return footprint(net, shape, classes, size, sliding=sliding).total

@@ -24,7 +24,7 @@ from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.layout import Layout, to_patches
 from seqpar.parallel.mesh import Mesh
 from seqpar.prediction.window_grid import RULES, Region, Sliding, WindowGrid, flipped, mirrors, rows_at_once, whole_box
-from seqpar.prediction.window_sums import Block, WindowSums
+from seqpar.prediction.window_sums import WindowBlock, WindowSums
 
 Image = Tensor | np.ndarray
 BEYOND = 2.0  # times as many tokens along a direction as in training, from which on a whole pass may fail
@@ -243,7 +243,7 @@ def _walk_by_blocks(sweep: _Sweep, tell: ReportProgress) -> Iterator[FinishedRow
     tell(1.0)
 
 
-def _find_blocks(view: _View, batch: int, mesh: Mesh) -> list[Block]:
+def _find_blocks(view: _View, batch: int, mesh: Mesh) -> list[WindowBlock]:
     """Returns which logits each rank of a group holds: lets the network's mode move the numbers of the tokens."""
     layout, group = view.layout, mesh.seq
     tokens = Layout(layout.grid, (1,) * len(layout.grid), layout.num_ranks, layout.split)
@@ -255,7 +255,7 @@ def _find_blocks(view: _View, batch: int, mesh: Mesh) -> list[Block]:
     for first, last in torch.stack(torch.unravel_index(first_and_last, sides), 2).tolist():
         windows, *intervals = ((low, high + 1) for low, high in zip(first, last))
         box = tuple((low * p, high * p) for (low, high), p in zip(intervals, layout.patch))
-        blocks.append(Block(windows, flipped(box, layout.tile, view.flips)))
+        blocks.append(WindowBlock(windows, flipped(box, layout.tile, view.flips)))
     (low, high), box = blocks[group.index]
     assert len(own_numbers) * math.prod(layout.patch) == (high - low) * math.prod(b - a for a, b in box), "no box"
     return blocks

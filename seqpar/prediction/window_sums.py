@@ -16,7 +16,7 @@ from seqpar.parallel.messages import post
 from seqpar.prediction.window_grid import Region, WindowGrid, local_slices, whole_box
 
 
-class Block(NamedTuple):
+class WindowBlock(NamedTuple):
     """Which logits a rank of a group holds: from the first to the last (excluded) of its windows, a box of each."""
 
     windows: tuple[int, int]  # numbers among the group's windows
@@ -57,7 +57,7 @@ class WindowSums:
     def deliver(
         self,
         logits: Tensor | None,
-        blocks: Sequence[Block],
+        blocks: Sequence[WindowBlock],
         turns: Sequence[Sequence[int]],
         slabs: Sequence[int] = (),
     ) -> None:
@@ -98,14 +98,14 @@ class WindowSums:
         self._logits[key][(slice(None), *local_slices(piece.region, [low for low, _ in region]))] += values
 
     def _pieces(
-        self, blocks: Sequence[Block], turn: Sequence[int], group: int, target: int, slabs: Sequence[int]
+        self, blocks: Sequence[WindowBlock], turn: Sequence[int], group: int, target: int, slabs: Sequence[int]
     ) -> Iterator[_Piece]:
         """Yields the pieces of a group's windows that the rank ``target`` needs, in some slabs or in all.
 
         Where several ranks hold the same logits, a rank that needs a piece and holds it keeps it, and the others are
         served by these ranks in turn: nothing travels twice.
         """
-        holders: dict[Block, list[int]] = defaultdict(list)
+        holders: dict[WindowBlock, list[int]] = defaultdict(list)
         for number, block in enumerate(blocks):
             holders[block].append(group * self.mesh.seq.size + number)
         for block, ranks in holders.items():

@@ -69,7 +69,7 @@ def _points(rows: Sequence[dict[str, Any]], quantity: str) -> dict[int, tuple[fl
     }
 
 
-class Style(NamedTuple):
+class LineStyle(NamedTuple):
     """How a line is drawn; ``hollow`` markers do not hide those of a line below."""
 
     colour: str
@@ -80,17 +80,17 @@ class Style(NamedTuple):
 
 
 INK, GRID = "#222222", "#d9dde2"  # on a page: the colours of its text and its lines
-PLAIN = tuple(map(Style, COLOURS))
+PLAIN = tuple(map(LineStyle, COLOURS))
 # Okabe and Ito's colours from dark to light, each with its own dashes and marker, so that lines differ in grey too. The
 # first line is the widest, so that those that coincide with it do not hide it.
 DISTINCT = (
-    Style("#000000", "-", "o", 4.0, True),
-    Style("#d55e00", "--", "s", 2.8, True),
-    Style("#0072b2", ":", "^", 2.0, True),
-    Style("#009e73", "-.", "D", 1.6, True),
-    Style("#e69f00", (0, (5, 1, 1, 1, 1, 1)), "v", 1.4, True),
-    Style("#cc79a7", (0, (1, 3)), "P", 1.4, True),
-    Style("#56b4e9", (0, (8, 3)), "X", 1.4, True),
+    LineStyle("#000000", "-", "o", 4.0, True),
+    LineStyle("#d55e00", "--", "s", 2.8, True),
+    LineStyle("#0072b2", ":", "^", 2.0, True),
+    LineStyle("#009e73", "-.", "D", 1.6, True),
+    LineStyle("#e69f00", (0, (5, 1, 1, 1, 1, 1)), "v", 1.4, True),
+    LineStyle("#cc79a7", (0, (1, 3)), "P", 1.4, True),
+    LineStyle("#56b4e9", (0, (8, 3)), "X", 1.4, True),
 )
 
 
@@ -140,14 +140,14 @@ class Diagram:
     low: float | None = None
     high: float | None = None
     last: float | None = None
-    styles: Sequence[Style] = DISTINCT
+    styles: Sequence[LineStyle] = DISTINCT
 
     @property
     def has_keys(self) -> bool:
         """Whether lines need names: one that is called as the diagram does not."""
         return any(line.label.lower() not in ("", self.quantity.lower()) for line in self.lines)
 
-    def named(self) -> list[tuple[Line, Style]]:
+    def named(self) -> list[tuple[Line, LineStyle]]:
         """Returns the lines with their styles."""
         numbers = (n if line.style is None else line.style for n, line in enumerate(self.lines))
         return [(line, self.styles[n % len(self.styles)]) for line, n in zip(self.lines, numbers)]

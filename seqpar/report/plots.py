@@ -15,7 +15,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from seqpar.data.files import whole_file
-from seqpar.report.curves import DISTINCT, GRID, INK, Bars, Diagram, Line, Style, training_diagrams
+from seqpar.report.curves import DISTINCT, GRID, INK, Bars, Diagram, Line, LineStyle, training_diagrams
 from seqpar.runs.journal import held_out_scores, read_metrics
 
 BUCKETS = 240  # points of a line: a longer one is drawn by the mean and the range of its pieces
@@ -38,7 +38,7 @@ def draw_diagram(plot: Any, diagram: Diagram) -> None:
         plot.set_ylim(diagram.low, diagram.high)
 
 
-def _draw_line(plot: Any, line: Line, style: Style) -> None:
+def _draw_line(plot: Any, line: Line, style: LineStyle) -> None:
     """Draws the mean over the seeds, with a band from their smallest to their largest value."""
     points = line.points()
     if not len(points):
@@ -201,7 +201,7 @@ def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
     from matplotlib import rc_context
 
     if len(diagram.lines) == 1:
-        diagram = replace(diagram, styles=(Style(INK),))
+        diagram = replace(diagram, styles=(LineStyle(INK),))
     with (  # the salt makes the names of markers differ between the charts of a page
         rc_context({"svg.fonttype": "none", "svg.hashsalt": diagram.quantity, "font.size": 10}),
         io.StringIO() as text,

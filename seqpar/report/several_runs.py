@@ -10,7 +10,7 @@ from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import RunRecord
 from seqpar.report.rendering import render
 from seqpar.report.run_page import format_setting, verdict
-from seqpar.report.tables import Head, Strips, Table, TableRow
+from seqpar.report.tables import Strips, Table, TableHead, TableRow
 from seqpar.runs.metrics_tail import SCORES, score_of, task_of_row
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
                 every.setdefault(setting, {})[name] = format_setting(value)
     rows = [TableRow(setting, [values.get(name, "–") for name in records]) for setting, values in every.items()]
     rows = [row for row in rows if len(set(row.cells)) > 1]
-    return Table("settings-that-differ", list(map(Head, ("Setting", *records))), rows, "class") if rows else None
+    return Table("settings-that-differ", list(map(TableHead, ("Setting", *records))), rows, "class") if rows else None
 
 
 def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:

@@ -56,7 +56,7 @@ def _ranked(sweep: Sweep) -> list[Point]:
     return sorted(known, key=lambda point: (-point.score, point.loss))
 
 
-class Cell(NamedTuple):
+class SweepCell(NamedTuple):
     """A cell of the table of points, which sweep.js sorts by ``key``."""
 
     text: str
@@ -67,7 +67,7 @@ class Cell(NamedTuple):
 class PointRow(NamedTuple):
     name: str
     is_best: bool
-    cells: Sequence[Cell]
+    cells: Sequence[SweepCell]
 
 
 def _points(sweep: Sweep) -> list[PointRow]:
@@ -85,13 +85,13 @@ def _points(sweep: Sweep) -> list[PointRow]:
     return rows
 
 
-def _cell(value: object, text: str) -> Cell:
+def _cell(value: object, text: str) -> SweepCell:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return Cell(text, value if is_number else text, is_number)
+    return SweepCell(text, value if is_number else text, is_number)
 
 
-def _number(value: float, places: int) -> Cell:
-    return Cell("–", "", True) if math.isnan(value) else Cell(f"{value:,.{places}f}", value, True)
+def _number(value: float, places: int) -> SweepCell:
+    return SweepCell("–", "", True) if math.isnan(value) else SweepCell(f"{value:,.{places}f}", value, True)
 
 
 class Effect(NamedTuple):

@@ -35,7 +35,7 @@ class Score(NamedTuple):
         return "" if math.isnan(self.value) else repr(self.value)
 
 
-class Tile(NamedTuple):
+class HeadlineTile(NamedTuple):
     """A headline number; ``more``: its interval and number of cases."""
 
     name: str
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     more: str
 
 
-class Head(NamedTuple):
+class TableHead(NamedTuple):
     """The head of a column, or of several with heads ``below``."""
 
     text: str
@@ -64,7 +64,7 @@ class Table:
     """
 
     name: str
-    heads: Sequence[Head]
+    heads: Sequence[TableHead]
     rows: Sequence[TableRow]
     of: str = ""
     note: str = ""
@@ -87,7 +87,7 @@ def metrics_table(scored: CaseScores) -> Table:
         count = scored.summary.get("num_values", {}).get(name, {}).get("Dice", math.nan)
         rows.append(TableRow(name, [*cells, Score(count, 0, f" of {len(scored.cases)}")]))
     units = {"HD95": ", mm"}
-    heads = [Head(f"{name}{units.get(name, '')}", kinds) for name, _, kinds in METRICS]
+    heads = [TableHead(f"{name}{units.get(name, '')}", kinds) for name, _, kinds in METRICS]
     note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median weigh cases alike, "
     note += "global pools their voxels; cases in which neither map has the class have no Dice and are left out."
     tolerance = scored.settings.get("nsd_tolerance")
@@ -95,7 +95,7 @@ def metrics_table(scored: CaseScores) -> Table:
         note += f" The surface Dice (NSD) is at {tolerance:g} mm."
     if scored.settings.get("empty", "skip") == "skip":
         note += " Where one map alone has a class, HD95 is the image's diagonal."
-    return Table("metrics", [Head("Class"), Head("Labels"), *heads, Head("Cases")], rows, "class", note)
+    return Table("metrics", [TableHead("Class"), TableHead("Labels"), *heads, TableHead("Cases")], rows, "class", note)
 
 
 def sizes_table(scored: CaseScores) -> Table | None:
@@ -112,9 +112,9 @@ def sizes_table(scored: CaseScores) -> Table | None:
         cells += [Score(found / whole if whole else math.nan, 3) for whole in (found + missed, found + false)]
         rows.append(TableRow(name, cells))
     heads = [
-        Head("Class"),
-        Head("Volume of a case, ml", ("truth", "prediction", "mean error")),
-        Head("Lesions", ("found", "false", "sensitivity", "precision")),
+        TableHead("Class"),
+        TableHead("Volume of a case, ml", ("truth", "prediction", "mean error")),
+        TableHead("Lesions", ("found", "false", "sensitivity", "precision")),
     ]
     note = (
         "Volumes are means over cases, their error without its sign. A lesion is a connected region of more than "
@@ -133,7 +133,7 @@ def volumes_table(scored: CaseScores) -> Table:
         )
         for case in scored.cases
     ]
-    heads = [Head("Case"), *(Head(name, ("truth", "prediction")) for name in scored.classes)]
+    heads = [TableHead("Case"), *(TableHead(name, ("truth", "prediction")) for name in scored.classes)]
     return Table("volumes-per-case", heads, rows, "case")
 
 
@@ -146,7 +146,7 @@ def dice_table(scored: CaseScores) -> Table:
         )
         for case in scored.cases
     ]
-    return Table("per-case", list(map(Head, ("Case", *scored.classes, "mean"))), rows, "case")
+    return Table("per-case", list(map(TableHead, ("Case", *scored.classes, "mean"))), rows, "case")
 
 
 def last_validation(record: RunRecord) -> Table | None:
@@ -161,7 +161,7 @@ def last_validation(record: RunRecord) -> Table | None:
     ]
     cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
     note = f"From the validation after step {row['step']} on {cases}."
-    return Table("metrics", list(map(Head, ("Class", "Dice, mean", "Dice, global"))), rows, "class", note)
+    return Table("metrics", list(map(TableHead, ("Class", "Dice, mean", "Dice, global"))), rows, "class", note)
 
 
 class Strip(NamedTuple):

@@ -17,7 +17,7 @@ from seqpar.models.build import NETWORK_NAMES, build_network, layout_of
 from seqpar.models.network import Network
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
-from seqpar.planner.attention_choice import choose_quickest
+from seqpar.planner.attention_choice import choose_fastest
 from seqpar.runs.archive import is_archive
 from seqpar.runs.run_folder import read_best_step, read_config, read_windows
 from seqpar.scores.label_classes import learned_regions
@@ -197,7 +197,7 @@ def load_nets(run: TrainedRun, files: Sequence[Path], mesh: Mesh, mode: str = ""
     - ``mode``: of the decoder; by default ``prediction_mode``
     """
     config = _with_fitting_attention(replace(run.config, mode=mode or prediction_mode(run), seqpar=mesh.seq.size))
-    config = choose_quickest(config, device_here(mesh.device.type))
+    config = choose_fastest(config, device_here(mesh.device.type))
     nets = []
     for path in files:
         theirs, ours = differing_flags(read_facts(path), config)

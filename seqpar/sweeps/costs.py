@@ -20,28 +20,28 @@ from seqpar.tasks.tasks import task_of
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunCost:
     """Mebibytes of a rank, and seconds a step."""
 
     memory: float
     seconds: float
 
 
-def measured_cost(run: Path) -> Cost:
+def measured_cost(run: Path) -> RunCost:
     """Returns the most memory that the first rank took, and the median time of its steps but the first."""
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
     seconds = [row["seconds"] for row in rows]
-    return Cost(max(row["peak_mem_mb"] for row in rows), median(seconds[1:] or seconds))
+    return RunCost(max(row["peak_mem_mb"] for row in rows), median(seconds[1:] or seconds))
 
 
-def planned_cost(run: Path) -> Cost:
+def planned_cost(run: Path) -> RunCost:
     """Returns what the planner says of a finished run, for the device here."""
     content = read_config(run)
     return cost_from_plan(plan_of(Config.from_dict(content["config"]), content["layout"]["ranks"]))
 
 
-def cost_from_plan(plan: Plan) -> Cost:
-    return Cost(plan.total / MIB, plan.step_seconds)
+def cost_from_plan(plan: Plan) -> RunCost:
+    return RunCost(plan.total / MIB, plan.step_seconds)
 
 
 def plan_of(config: Config, ranks: int) -> Plan:

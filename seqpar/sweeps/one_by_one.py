@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.cluster.start_ranks import run_local
@@ -18,15 +17,6 @@ from seqpar.parallel.processes import forward_signals, shell_code, start_process
 from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, read_status, refuse_other_flags
 from seqpar.terminal import python_module
 from seqpar.text import quantity
-
-
-class Engine(Protocol):
-    """What makes runs."""
-
-    def make(self, runs: Sequence[PlannedRun], root: Path) -> int:
-        """Returns 0 once every run has finished in its folder below ``root``, else the exit code of one that did not;
-        75: they were left early, and the same call goes on.
-        """
 
 
 @dataclass
@@ -42,6 +32,10 @@ class OneByOne:
     signals: list[int] = field(default_factory=list)
 
     def make(self, runs: Sequence[PlannedRun], root: Path) -> int:
+        """Returns 0 once every run has finished in its folder below ``root``, else the exit code of one that did not.
+
+        75 means that they were left early: the same call resumes them.
+        """
         for planned in runs:
             if has_begun(root / planned.name):
                 refuse_other_flags(planned, root / planned.name)

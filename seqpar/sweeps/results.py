@@ -9,14 +9,14 @@ from statistics import fmean
 from typing import Any
 
 from seqpar.data.files import write_text
-from seqpar.report.curves import DICE, TRAIN_LOSS, Diagram, Line, Style, read_curve
+from seqpar.report.curves import DICE, TRAIN_LOSS, Diagram, Line, LineStyle, read_curve
 from seqpar.report.plots import draw_diagram, make_figure, save_figure
 from seqpar.runs.sweep_folder import Point, Sweep, format_value
 from seqpar.terminal import next_command
 from seqpar.text import flag_name
 
 BEST, OTHERS, MEANS = "#d55e00", "#7f9fb5", "#222222"
-STYLES = (Style(OTHERS, width=0.9), Style(BEST, width=2.2))
+STYLES = (LineStyle(OTHERS, width=0.9), LineStyle(BEST, width=2.2))
 NOTE = (
     "below: a dot for each point, a bar for the mean at each value, a line from lowest to highest, a star for the best"
 )

@@ -25,8 +25,8 @@ def exchange_tokens(state: State, num_heads: int, grid: Sequence[int] | None = N
     if sides[0] != sides[1] or (TABLE in state and math.prod(sides) != count):
         known = "" if grid is None else f" but {'x'.join(map(str, sides))}"
         raise ValueError(
-            f"--token-order hwd: the weights have {count} positions, which are no cube{known}: what was learned there "
-            "with exchanged axes is no network of other sides"
+            f"token order hwd: the weights have {count} positions, which are no cube{known}: weights trained with "
+            "exchanged axes only fit a grid whose first two sides are equal"
         )
     _exchange_positions(state, num_heads, sides, 0, 1)
 

@@ -75,7 +75,10 @@ def load_primus(
     """
     encoder, ours = _encoder(state_dict, tile, num_heads, group, split, trained_tile, token_order, reverse_axes)
     if "decoder.classes.bias" not in ours:
-        raise ValueError("these are weights of an encoder of Primus alone, which labels nothing: train --weights")
+        raise ValueError(
+            "these weights hold only the encoder of a Primus, which segments nothing: use load_primus_encoder, or "
+            "start a training from them (train --weights)"
+        )
     with torch.random.fork_rng(devices=[]):  # what the constructors draw is overwritten
         decoder = PrimusDecoder(encoder.embed_dim, ours["decoder.classes.bias"].shape[0], encoder.layout.patch)
     net = SegmentationNet(encoder, decoder, choose_mode(mode, encoder.group))
@@ -174,7 +177,7 @@ def pretraining_tensor_names(state: State) -> set[str]:
 def has_exchanged_axes(checkpoint: Mapping[str, Any], token_order: str) -> bool:
     """Returns whether weights belong to tokens whose first two axes are exchanged; see ``load_primus``."""
     if token_order not in TOKEN_ORDERS:
-        raise ValueError(f"--token-order {token_order}: choose {', '.join(TOKEN_ORDERS)}")
+        raise ValueError(f"token_order={token_order!r}: choose {', '.join(TOKEN_ORDERS)}")
     if token_order != "auto":
         return token_order == "hwd"
     if any(name.startswith(REBUILDER) for name in unwrap(checkpoint)):
@@ -185,8 +188,8 @@ def has_exchanged_axes(checkpoint: Mapping[str, Any], token_order: str) -> bool:
     orders = [order for start, order in _ORDERS.items() if trainer.startswith(start)]
     if not orders:
         raise ValueError(
-            f"--token-order auto: the file of a pretraining by {trainer} does not tell the order of its tokens, as "
-            f"those with {REBUILDER}* and by {', '.join(_ORDERS)} do: say --token-order whd or hwd"
+            f"the file of a pretraining by {trainer} does not tell the order of its tokens, unlike those with "
+            f"{REBUILDER}* and those by {', '.join(_ORDERS)}: give token_order (--token-order) whd or hwd"
         )
     return orders[0] == "hwd"
 

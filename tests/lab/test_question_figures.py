@@ -17,7 +17,7 @@ from lab.figures.paper_figures import SCALES
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.brain import DEFAULT_SIZE, make_case
 from seqpar.report.curves import Bars, Diagram, points_of
-from seqpar.sweeps.costs import Cost, plan_of
+from seqpar.sweeps.costs import RunCost, plan_of
 from seqpar.sweeps.planned_run import config_of
 from tests.support.folders import write_json
 
@@ -42,7 +42,7 @@ def made_up(number: int, root: Path, reach: float = 0.8) -> Results:
 
 
 def test_figure_9_tells_shares_of_gathers_memory_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(question_figures, "planned_cost", lambda run: Cost(50.0, 5.0))
+    monkeypatch.setattr(question_figures, "planned_cost", lambda run: RunCost(50.0, 5.0))
     results = made_up(9, tmp_path)
     lines = question_figures.judge_modes(results)
     assert lines[0].startswith("Modes: SeqPar 1, Gather, halo, swap coincide: largest difference of the training loss")
@@ -90,9 +90,9 @@ def test_figure_14_tells_who_reaches_a_dice(tmp_path: Path) -> None:
 
 def test_figure_11_puts_measured_points_beside_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = made_up(11, tmp_path)
-    plans = {(ranks, tokens): Cost(800.0 / ranks, 2.0) for ranks in (1, 2, 64) for tokens in (64, 512, 1728)}
+    plans = {(ranks, tokens): RunCost(800.0 / ranks, 2.0) for ranks in (1, 2, 64) for tokens in (64, 512, 1728)}
     monkeypatch.setattr(length_figure, "planned", lambda results: plans)
-    assert length_figure.measured(results)[2, 512] == Cost(500.0, 5.0)
+    assert length_figure.measured(results)[2, 512] == RunCost(500.0, 5.0)
     lines = length_figure.judge(results)
     assert lines[0] == "Lengths: planned MiB of a rank to measured: 0.50 to 8.00"
     assert "1,728 tokens need 800 MiB on 1 rank and 12.5 on each of 64 (planned)" in lines[2]

@@ -80,5 +80,5 @@ def test_a_class_token_is_a_token_more() -> None:
     assert names[1] - names[0] == {"class_token"} and not names[0] - names[1]
     net = vit_with_token(Group("seq"), None, "gather", "spatial")
     encoder = classifiers.SeqParViT(2, classifiers.TILE, 8, 24, 2, 2, positions="rope")
-    with pytest.raises(ValueError, match="--pooling token with --positions rope"):
+    with pytest.raises(ValueError, match="pooling='token' with positions='rope'"):
         TokenClassifier(encoder, 3, net.mode, "token")

@@ -85,9 +85,9 @@ def test_a_plan_takes_the_first_way_in_which_something_fits(
     text = capsys.readouterr().out
     asked, first, *_, last = text.split("\n\n--")
     assert "as asked, --seqpar 64 needs 11.2 GiB on a rank of A100, which has 1.4; most is for" in asked
-    assert "! more than the 1.4 GiB that there are" in asked and asked.count("!\n") == 0
+    assert "! exceeds the 1.4 GiB of the device" in asked and asked.count("!\n") == 0
     assert first.startswith("mode auto  (adds: ") and "--mlp-chunks 8 --grad-checkpoint full  (adds:" in last
-    assert "taken: --mode auto --mlp-chunks 8 --grad-checkpoint full, which changes no number" in last
+    assert "taken: --mode auto --mlp-chunks 8 --grad-checkpoint full, which does not change the result" in last
     assert text.strip().endswith("auto 48")
     with pytest.raises(ValueError, match="nothing fits: --seqpar 64 needs .*: try --precision bf16, a larger --patch"):
         plan.act([*sizes, "--grad-checkpoint", "attention"])
@@ -117,7 +117,9 @@ def test_what_fits_only_in_boxes_is_planned_so(capsys: pytest.CaptureFixture) ->
     assert plan.act([*LARGE, *device]) == 0
     text = capsys.readouterr().out
     assert "A100: 2.1 GiB, 19.5 TFLOP/s (the maker's figures; --memory 2.3)" in text and "80 GB" not in text
-    assert "as asked, --seqpar 8 needs 2.4 GiB" in text and "taken: --mode auto, which changes no number" in text
+    assert (
+        "as asked, --seqpar 8 needs 2.4 GiB" in text and "taken: --mode auto, which does not change the result" in text
+    )
     _, config, _ = parse(text.strip().splitlines()[-1].split()[4:], "debug")
     assert (config.mode, config.mlp_chunks, config.seqpar) == ("auto", 1, 8)
 

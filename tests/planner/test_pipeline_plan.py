@@ -158,8 +158,10 @@ def test_the_answer_has_cells_ways_others_and_a_command_for_train(capsys: pytest
     assert max(map(len, said.splitlines()[:-1])) <= 100, "readable in 100 columns"
     for words in ("8 cells", "--placement", "cuts", "rings", "by-size", "equal", "gabra, makespan", "gabra, paper"):
         assert words in said, words
-    assert "equal stages would wait for 11%" in said and "global batch 8 = 1 x batch 1 x accumulate 8" in said
-    rows = [row for row in said.splitlines() if " group" in row]
+    assert (
+        "equal stages would wait for 11%" in said and "global batch 8 tiles = 1 group x batch 1 x accumulate 8" in said
+    )
+    rows = [row for row in said.splitlines() if " group" in row and "--accumulate" in row]
     assert [("--pipe 2" in row, "--seqpar 2" in row, "--shard-weights" in row) for row in rows] == [
         (True, False, False), (False, True, False), (False, False, False), (False, False, True),
     ]  # fmt: skip

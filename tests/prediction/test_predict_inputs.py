@@ -22,7 +22,7 @@ from tests.support.predictions import RECIPE, act, make_run
         (("--window-batch", "0"), "--window-batch 0"),
         (("--window", "whole", "--overlap", "0.5"), "no windows"),
         (("--mirror", "Z"), "invalid choice"),
-        (("--seqpar", "-1"), "--seqpar 1"),
+        (("--seqpar", "-1"), "use seqpar=1"),
         (("--explain",), "--explain would do nothing: .* labels voxels, and no whole cases: leave it out"),
         (("--explain-by", "grad-cam"), "--explain-by would do nothing"),
         (("--checkpoint", "nowhere.pt"), "no such file"),
@@ -130,5 +130,5 @@ def test_modalities_are_taken_by_name(tmp_path, capfd) -> None:
         shutil.copy(source, tmp_path / "b" / "imagesTr" / f"c_000_{1 - channel:04d}.nii.gz")
     assert act(tmp_path, run, images="a", out="of a") == act(tmp_path, run, images="b", out="of b") == 0
     assert tree(tmp_path / "of a") == tree(tmp_path / "of b")
-    with pytest.raises(DataError, match="T1, T2; the network knows T1, FLAIR"):
+    with pytest.raises(DataError, match="T1, T2, but the network was trained on T1, FLAIR"):
         act(tmp_path, run, images="d")

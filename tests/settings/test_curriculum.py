@@ -115,7 +115,7 @@ def test_the_network_of_the_first_tile_is_that_of_all(flags):
     assert request.config.stages and {lesson.config.stages for lesson in request.lessons} == {request.config.stages}
     with pytest.raises(ValueError, match=r"lesson of tile 17x17x17: .*17"):
         request_of(kept, f"{network} --curriculum 16:1:1,17:1:1")
-    with pytest.raises(ValueError, match="unet-hou is another network for tile 128x128x128 than for 64x64x64"):
+    with pytest.raises(ValueError, match="unet-hou builds a different network for tile 128x128x128 than for 64x64x64"):
         request_of(kept, "--network unet-hou --features 2 --curriculum 64:1:1,128:1:1")
 
 

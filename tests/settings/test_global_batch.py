@@ -62,7 +62,7 @@ def test_a_sweep_begins_with_flags_that_do_nothing_on_one_rank_and_says_so() -> 
 
 def test_what_does_not_make_it_is_refused_with_what_does() -> None:
     with pytest.raises(
-        ValueError, match="32: 3 sequence groups .*: use --global-batch 30 or .* 33, or so many groups: 1"
+        ValueError, match="32: 3 sequence groups .*: use --global-batch 30 or .* 33, or one of these numbers of .*: 1"
     ):
         request("--global-batch 32", 3)
     with pytest.raises(
@@ -85,9 +85,9 @@ def test_the_first_lines_say_what_makes_it() -> None:
         return first_lines(read_request([*SIZES.split(), *line.split()], here), here).splitlines()[0]
 
     assert said("--seqpar 2 --global-batch 8") == "--global-batch 8: 1 group x batch 2 x accumulate 4, by accumulation"
-    assert said("--global-batch 4") == "--global-batch 4: 2 groups x batch 2 x accumulate 1, as it is without"
+    assert said("--global-batch 4") == "--global-batch 4: 2 groups x batch 2 x accumulate 1, as without this flag"
     assert said("--global-batch 8 --batch-dice") == (
-        "--global-batch 8: 2 groups x batch 4 x accumulate 1, by the batch, as with --batch-dice tiles stay together"
+        "--global-batch 8: 2 groups x batch 4 x accumulate 1, by the batch, because --batch-dice keeps tiles together"
     )
 
 
@@ -124,9 +124,9 @@ def test_the_plan_says_it_and_holds_it_either_way(capsys: pytest.CaptureFixture)
     free = said("--ranks", "2", "--batch", "2")
     for size, groups in ((1, "2 groups"), (2, "1 group")):
         assert f"seqpar {size}: global batch {4 // size} tiles = {groups} x batch 2 x accumulate 1" in free
-    assert "--global-batch N holds it" in free
+    assert "--global-batch N fixes it" in free
     printed = said("--ranks", "2", "--batch", "2", "--global-batch", "4")
-    assert "seqpar 2: global batch 4 tiles = 1 group x batch 2 x accumulate 2" in printed and "holds it" not in printed
+    assert "seqpar 2: global batch 4 tiles = 1 group x batch 2 x accumulate 2" in printed and "fixes it" not in printed
     wider = said("--groups", "3", "--batch", "2", "--seqpar", "4")
     assert "seqpar 4: global batch 6 tiles = 3 groups x batch 2 x accumulate 1" in wider
     assert "srun -N 2 -n 12 python" in wider

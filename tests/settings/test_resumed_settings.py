@@ -164,7 +164,7 @@ def test_one_that_does_not_is_refused_with_those_that_do():
 
 
 def test_a_global_batch_that_cannot_be_kept_is_refused():
-    with pytest.raises(ValueError, match="so many groups: 1, 2, 4"):
+    with pytest.raises(ValueError, match="one of these numbers of groups: 1, 2, 4"):
         keep_global_batch(PRESETS["debug"](), 4, 3)
     with pytest.raises(ValueError, match="--batch-dice"):
         keep_global_batch(replace(PRESETS["debug"](), batch=2, batch_dice=True), 4, 1)

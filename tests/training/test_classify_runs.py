@@ -245,7 +245,7 @@ REFUSED = {
     "--fold 7": "the folds are 0 to 4",
     "--preset lamp": "it is made for labels of voxels",
     "--preset auto": "it plans tiles, and volumes that have one class each are taken whole: use resattnet",
-    "--pooling token --positions rope": "a class token has no place to rotate it by",
+    "--pooling token --positions rope": "a class token has no position to rotate it by",
     "--network resattnet18 --features 2 --seqpar 3 --mode halo": "leaves a rank without output",
     "--network resattnet18 --features 2 --seqpar 3 --mode auto --batch 3": "takes for a case alone; or --mode swap",
     "--deep-supervision": "--deep-supervision would do nothing",

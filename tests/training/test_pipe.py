@@ -61,8 +61,8 @@ def test_a_run_over_two_places_has_all_bits_of_one_process(flags, hou, tmp_path)
     assert losses(tmp_path / "run") == losses(hou) and scores(tmp_path / "run") == scores(hou)
     assert weights(tmp_path / "run") == weights(hou)
     said = launch.said(0)
-    assert "data 1 x pipe 2 x seq 1" in said and "leaving waits for the end of a step" in said
-    assert "--placement auto" in said and "GiB of weights, states and values" in said
+    assert "data 1 x pipe 2 x seq 1" in said and "a stop request waits for the end of a step" in said
+    assert "--placement auto" in said and "GiB of weights, states and activations" in said
     layout = json.loads((tmp_path / "run" / "config.json").read_text())["layout"]
     assert layout["pipe"] == 2 and layout["stages"]["cuts"][-1] > 2 and set(layout["stages"]["places"]) == {0, 1}
     logits = [

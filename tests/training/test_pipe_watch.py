@@ -62,7 +62,7 @@ def test_a_dry_run_names_stages_placement_and_bubble(flags, capsys) -> None:
     said = " ".join(capsys.readouterr().out.split())
     assert "would run on 4 ranks = data 1 x pipe 2 x seq 2; nothing was written" in said
     assert "stages pipe of 2: stage 0 = cells 0-0 at place 0, stage 1 = cells 1-" in said
-    assert "ranks of the pipe wait for" in said and "GiB of weights, states and values" in said
+    assert "ranks of the pipe wait for" in said and "GiB of weights, states and activations" in said
     assert "global batch 2 tiles = 1 group x batch 2 x accumulate 1" in said and "nothing overlaps" in said
 
 

@@ -142,7 +142,7 @@ def test_a_plan_says_what_a_network_without_tokens_needs(capsys) -> None:
     rows = {line.split()[0]: line for line in said.splitlines() if line[:7].strip().isdigit()}
     memory = {size: float(row.split("|")[1].split()[-1].rstrip("!")) for size, row in rows.items() if "|" in row}
     assert memory["8"] < memory["2"] < memory["1"]
-    assert "not fused" not in said and "--network nnunet-plain" in said.splitlines()[-1]
+    assert "unfused" not in said and "--network nnunet-plain" in said.splitlines()[-1]
 
 
 def test_the_group_is_chosen_by_memory_for_networks_without_tokens_too(flags, tmp_path) -> None:

@@ -118,7 +118,9 @@ def test_a_pretraining_without_a_second_network_has_its_trainers_order(trainer: 
     checkpoint = pretraining(trainer)
     x = torch.randn(1, 1, 24, 24, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     if exchanged is None:
-        with pytest.raises(ValueError, match=f"by {trainer} does not tell .* say --token-order whd or hwd"):
+        with pytest.raises(
+            ValueError, match=f"by {trainer} does not tell .* give token_order .--token-order. whd or hwd"
+        ):
             load_primus(checkpoint, 24, num_heads=4)
     order = "auto" if exchanged is not None else "hwd"
     net = load_primus(checkpoint, 24, num_heads=4, token_order=order)
@@ -184,5 +186,5 @@ def test_an_order_without_a_cube_is_refused() -> None:
     state = references.draw(references.primus_shapes(**PRIMUS))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="6 positions, which are no cube"):
         load_primus(state, PRIMUS_TILE, num_heads=4, token_order="hwd")
-    with pytest.raises(ValueError, match="--token-order dhw: choose"):
+    with pytest.raises(ValueError, match="token_order=.dhw.: choose"):
         load_primus(state, PRIMUS_TILE, num_heads=4, token_order="dhw")

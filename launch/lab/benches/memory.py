@@ -30,7 +30,7 @@ from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
-from seqpar.planner.attention_choice import choose_quickest
+from seqpar.planner.attention_choice import choose_fastest
 from seqpar.planner.memory_counter import Saved
 from seqpar.settings.config import Config
 from seqpar.text import format_sides
@@ -179,7 +179,7 @@ def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
 
 
 def _build(config: Config, mesh: Mesh) -> Network:
-    net = build_network(choose_quickest(config, device_here(mesh.device.type)), 1, 2, mesh.seq)
+    net = build_network(choose_fastest(config, device_here(mesh.device.type)), 1, 2, mesh.seq)
     net.to(torch.float64 if config.precision == "fp64" else torch.float32)
     if config.shard_weights:
         shard(net, mesh)

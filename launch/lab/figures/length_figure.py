@@ -9,7 +9,7 @@ from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.verdicts import rounded
 from seqpar.report.curves import Diagram, Line
 from seqpar.settings.config import Config
-from seqpar.sweeps.costs import Cost, cost_from_plan, measured_cost, plan_of
+from seqpar.sweeps.costs import RunCost, cost_from_plan, measured_cost, plan_of
 
 MEASURED, PLANNED = (1, 2, 4), (1, 2, 4, 8, 16, 32, 64)
 SIDES = {"debug": (16, 32, 48), "laptop": (32, 48, 64), "paper": (64, 96, 128)}
@@ -29,7 +29,7 @@ def tokens_of(config: Config) -> int:
     return math.prod(side // p for side, p in zip(config.tile, config.patch))
 
 
-def measured(results: Results) -> dict[tuple[int, int], Cost]:
+def measured(results: Results) -> dict[tuple[int, int], RunCost]:
     """Returns what each run cost, by ranks and tokens."""
     every = {}
     for label, runs in results.runs.items():
@@ -38,7 +38,7 @@ def measured(results: Results) -> dict[tuple[int, int], Cost]:
     return every
 
 
-def planned(results: Results) -> dict[tuple[int, int], Cost]:
+def planned(results: Results) -> dict[tuple[int, int], RunCost]:
     """Returns what the planner says of each length on up to 64 ranks, where tokens are enough for them."""
     every = {}
     configs = {tokens_of(config): config for config in map(results.config, results.runs)}
@@ -60,7 +60,7 @@ def draw(results: Results) -> list[Diagram]:
     ]
 
 
-def _lines(every: Mapping[tuple[int, int], Cost], name: str, source: str) -> list[Line]:
+def _lines(every: Mapping[tuple[int, int], RunCost], name: str, source: str) -> list[Line]:
     lines = []
     for style, ranks in enumerate(PLANNED):
         tokens = sorted(count for size, count in every if size == ranks)

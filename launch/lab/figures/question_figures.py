@@ -6,7 +6,7 @@ from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.paper_figures import EXACT, dice_over_time_too
 from lab.figures.verdicts import coincide, differ, first_to_reach, highest, plateau, reached, rounded
 from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS, Bars, Diagram, over_steps
-from seqpar.sweeps.costs import Cost, measured_cost, planned_cost
+from seqpar.sweeps.costs import RunCost, measured_cost, planned_cost
 
 MEMORY, TIME, SECONDS_TO = "MiB of a rank", "seconds a step", "seconds to Dice"
 SKIPS = (
@@ -22,7 +22,7 @@ PATCHES = tuple(
 )
 
 
-def costs(results: Results) -> dict[str, dict[str, Cost]]:
+def costs(results: Results) -> dict[str, dict[str, RunCost]]:
     """Returns what each arm cost, measured and planned, by its label; of several seeds the first."""
     return {
         label: {"measured": measured_cost(runs[0]), "planned": planned_cost(runs[0])}

@@ -164,7 +164,7 @@ def _ordered(case: Case, modalities: Sequence[str], trained: Sequence[str]) -> C
         return case
     if sorted(names) != sorted(needed) or len(case.images) != len(needed) or len(set(names)) < len(names):
         raise DataError(
-            case.images[0], f"its modalities are {', '.join(modalities)}, but the network learned "
-            f"{', '.join(trained)}; give these, one file each"
+            case.images[0], f"its modalities are {', '.join(modalities)}, but the network was trained "
+            f"on {', '.join(trained)}; give these, one file each"
         )  # fmt: skip
     return replace(case, images=tuple(case.images[names.index(name)] for name in needed))

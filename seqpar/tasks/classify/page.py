@@ -19,7 +19,7 @@ from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import RunRecord
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.several_runs import Comparison, read_all
-from seqpar.report.tables import Head, Score, Table, TableRow, Tile
+from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
 from seqpar.scores.class_scores import calibration, roc_points
 from seqpar.tasks.classify.prediction import EXPLANATIONS
 from seqpar.tasks.classify.scores import TABLE, class_summary, missing_cases, read_class_table, read_truth
@@ -84,7 +84,7 @@ def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
 
 @dataclass(frozen=True)
 class _Scores:
-    tiles: list[Tile]
+    tiles: list[HeadlineTile]
     classes: Table
     confusion: Table
     charts: list[Chart]
@@ -95,13 +95,13 @@ def _scores(summary: Summary) -> _Scores:
     return _Scores(headline(summary), classes_table(summary), confusion_table(summary), charts)
 
 
-def headline(summary: Summary) -> list[Tile]:
+def headline(summary: Summary) -> list[HeadlineTile]:
     """Returns the main scores, with their intervals and the number of cases."""
     tiles = []
     for name, value in summary["scores"].items():
         low_high = summary["intervals"].get(name) or ()
         range_text = f"{low_high[0]:.3f} – {low_high[1]:.3f}, " if low_high else ""
-        tiles.append(Tile(name, Score(number(value), 3), f"{range_text}n = {summary['cases']}"))
+        tiles.append(HeadlineTile(name, Score(number(value), 3), f"{range_text}n = {summary['cases']}"))
     return tiles
 
 
@@ -112,7 +112,7 @@ def classes_table(summary: Summary) -> Table:
         TableRow(name, [Score(row["cases"], 0), *(Score(number(row[kind]), 3) for kind in kinds)])
         for name, row in summary["classes"].items()
     ]
-    heads = list(map(Head, ("Class", "Cases", "Sensitivity", "Specificity", "AUC")))
+    heads = list(map(TableHead, ("Class", "Cases", "Sensitivity", "Specificity", "AUC")))
     note = f"Scores of {summary['cases']} cases: {summary['source']}. Each class against all others."
     return Table("metrics", heads, rows, "class", note)
 
@@ -121,7 +121,7 @@ def confusion_table(summary: Summary) -> Table:
     """Returns how many cases of each class were given each class."""
     names = summary["names"]
     rows = [TableRow(n, [Score(count, 0) for count in counts]) for n, counts in zip(names, summary["confusion"])]
-    return Table("confusion", list(map(Head, ("truth, and what was given", *names))), rows)
+    return Table("confusion", list(map(TableHead, ("truth, and what was given", *names))), rows)
 
 
 def _arrays(summary: Summary) -> tuple[np.ndarray, np.ndarray]:
@@ -207,7 +207,7 @@ def _scores_table(summaries: Mapping[str, Summary]) -> Table | str:
         for kind in kinds
     ]
     note = "Over the cases that each run has scored; see below for those that all have."
-    table = Table("class-scores", list(map(Head, ("Score", *summaries))), rows, "class", note)
+    table = Table("class-scores", list(map(TableHead, ("Score", *summaries))), rows, "class", note)
     return table if rows else "No run has scores of cases."
 
 
@@ -223,7 +223,7 @@ def _probabilities_table(summaries: Mapping[str, Summary]) -> Table | str:
             lines.append((name, case["truth"], [_of_truth(own[name], s) for own, s in zip(every, summaries.values())]))
     lines.sort(key=lambda line: min(line[2]) - max(line[2]))
     rows = [TableRow(name, [truth, *(Score(value, 3) for value in values)]) for name, truth, values in lines]
-    table = Table("probabilities", list(map(Head, ("Case", "Truth", *summaries))), rows, "case")
+    table = Table("probabilities", list(map(TableHead, ("Case", "Truth", *summaries))), rows, "case")
     return table if rows else "No case was scored in all of these runs."
 
 

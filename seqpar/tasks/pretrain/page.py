@@ -7,7 +7,7 @@ from pathlib import Path
 from seqpar.report.curves import number
 from seqpar.report.record import RunRecord
 from seqpar.report.run_page import FinishedPage, render_run
-from seqpar.report.tables import Head, Score, Table, TableRow
+from seqpar.report.tables import Score, Table, TableHead, TableRow
 
 FOLDER = Path(__file__).parent
 
@@ -29,7 +29,7 @@ def _errors(record: RunRecord) -> Table | None:
     if not record.held_out:
         return None
     rows = [TableRow(f"{row['step']:,}", [Score(number(row.get("loss")), 4)]) for row in record.held_out]
-    heads = [Head("After step"), Head("Mean squared error of what is hidden")]
+    heads = [TableHead("After step"), TableHead("Mean squared error of what is hidden")]
     count = record.held_out[-1].get("cases", "–")
     note = f"On a tile of each of {count} held-out cases; the same tokens are hidden every time."
     return Table("metrics", heads, rows, note=note)

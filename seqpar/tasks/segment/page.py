@@ -14,12 +14,12 @@ from seqpar.report.record import CaseScores, RunRecord, read_scores, score_folde
 from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
 from seqpar.report.several_runs import Comparison, read_all
 from seqpar.report.tables import (
-    Head,
+    HeadlineTile,
     Score,
     Strips,
     Table,
+    TableHead,
     TableRow,
-    Tile,
     dice_table,
     last_validation,
     make_strips,
@@ -63,9 +63,9 @@ def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage
     return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", faults if options.truth is not None else ())
 
 
-def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Tile], str]:
+def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[HeadlineTile], str]:
     """Returns the mean Dice of each class, with its interval and the number of cases, and what these are."""
-    tiles, note = list[Tile](), "Mean Dice over cases"
+    tiles, note = list[HeadlineTile](), "Mean Dice over cases"
     if scored:
         note += ", its 95 % confidence interval (Student's t), and the number n of cases that have a Dice"
         for name in scored.classes:
@@ -73,12 +73,12 @@ def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Tile], 
             interval = interval_of_mean(values, low=0.0, high=1.0)
             range_text = f"{interval[0]:.3f} – {interval[1]:.3f}, " if interval else ""
             mean = Score(scored.summary["mean"][name].get("Dice", math.nan), 3)
-            tiles.append(Tile(name, mean, f"{range_text}n = {len(values)}"))
+            tiles.append(HeadlineTile(name, mean, f"{range_text}n = {len(values)}"))
     elif record.held_out:
         last = record.held_out[-1]
         note += f" in the validation after step {last['step']:,}"
         scores = last.get("dice", {}).items()
-        tiles = [Tile(name, Score(number(value), 3), f"n ≤ {last.get('cases', '–')}") for name, value in scores]
+        tiles = [HeadlineTile(name, Score(number(value), 3), f"n ≤ {last.get('cases', '–')}") for name, value in scores]
     return tiles, f"{note}."
 
 
@@ -98,7 +98,7 @@ def _scores_table(scored: Mapping[str, CaseScores]) -> Table | str:
         for kind in classes
     ]
     note = "Mean Dice over the cases that each run has scored; see below for those that several have."
-    return Table("scores", list(map(Head, ("Class", *scored))), rows, "class", note)
+    return Table("scores", list(map(TableHead, ("Class", *scored))), rows, "class", note)
 
 
 def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequence[str], Sequence[Strips]]:
@@ -119,7 +119,7 @@ def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequenc
     reach = max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
     strips = make_strips(f"Dice of each case, less that of {first}", gaps, -reach, reach)
     sentences = [_sentence(name, first, pairs) for name, pairs in gaps.items()]
-    return Table("pairs", list(map(Head, heads)), rows, "case"), sentences, list(filter(None, [strips]))
+    return Table("pairs", list(map(TableHead, heads)), rows, "case"), sentences, list(filter(None, [strips]))
 
 
 def _sentence(name: str, first: str, pairs: Sequence[tuple[float, str]]) -> str:
