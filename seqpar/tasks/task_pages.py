@@ -13,7 +13,7 @@ from seqpar.report.record import RunRecord, read_scores, score_folders
 from seqpar.report.run_page import page
 from seqpar.tasks.classify.page import class_cases, class_page, read_class_scores
 from seqpar.tasks.classify.prediction import EXPLANATIONS
-from seqpar.tasks.pretrain.pretraining import rebuilt_page
+from seqpar.tasks.pretrain.rebuilt_page import rebuilt_page
 from seqpar.text import quantity
 
 _NO_CASE = "<p>No case is shown.</p>"

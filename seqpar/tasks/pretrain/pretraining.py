@@ -1,37 +1,67 @@
-"""The page about a pretraining: its error on held-out cases, and pictures of what was hidden and rebuilt."""
+"""The task of pretraining without labels."""
 
-import base64
+from __future__ import annotations
 
-from seqpar.report.record import RunRecord
-from seqpar.report.run_page import fill_page
-from seqpar.report.tables import cell, number
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from seqpar.runs.metrics_tail import SCORES
+from seqpar.tasks.task import Task
+from seqpar.terminal import next_command
 
-def rebuilt_page(record: RunRecord) -> str:
-    """Returns the whole page."""
-    picture, gaps = record.path / "validation.png", list[str]()
-    shown = "<p>No case is shown.</p>"
-    try:
-        data = base64.b64encode(picture.read_bytes()).decode()
-        shown = (
-            '<figure class="wide"><img style="max-width:100%" alt="image, masked, rebuilt and difference" '
-            f'src="data:image/png;base64,{data}"><figcaption class="small">Tiles in the middle of held-out cases: what '
-            "there was, what the encoder saw of it, the same with hidden patches as they were rebuilt, and the "
-            "difference.</figcaption></figure>"
-        )
-    except OSError as error:
-        gaps.append(f"There are no pictures of held-out cases: {picture} cannot be read ({error.strerror}).")
-    return fill_page(record, "", _errors(record), (), shown, {}, gaps)
+if TYPE_CHECKING:
+    from seqpar.data.formats.dataset import Dataset
+    from seqpar.data.preparation.fingerprint import Fingerprint
+    from seqpar.losses import Loss
+    from seqpar.parallel.mesh import Mesh
+    from seqpar.settings.config import Config
+    from seqpar.tasks.pretrain.validation import MaskedValidation
+    from seqpar.tasks.training_data import TrainingData
 
 
-def _errors(record: RunRecord) -> str:
-    """Returns the table of the errors on held-out cases, validation by validation."""
-    if not record.held_out:
-        return "<p>There are no scores yet.</p>"
-    rows = "".join(f"<tr><th>{row['step']:,}</th>{cell(number(row.get('loss')), 4)}</tr>" for row in record.held_out)
-    head = "<thead><tr><th>After step</th><th>Mean squared error of what is hidden</th></tr></thead>"
-    count = record.held_out[-1].get("cases", "–")
-    return (
-        f'<table class="metrics" id="metrics">{head}<tbody>{rows}</tbody></table>'
-        f'<p class="small">On a tile of each of {count} held-out cases; the same tokens are hidden every time.</p>'
-    )
+class Pretraining(Task):
+    """Nothing is labelled: the network rebuilds hidden parts of the images."""
+
+    name = "pretrain"
+    score = SCORES[name]
+    does = "rebuilds hidden parts of images, and predicts no labels"
+    predictions = ""
+    train_command = ("pretrain",)
+    is_labelled = False
+
+    def read_dataset(self, path: str) -> Dataset:
+        """Returns a data set as training reads it; if labels are missing or wrong, its images alone."""
+        from seqpar.tasks.pretrain.data import read_images
+
+        return read_images(path)
+
+    def open_data(self, config: Config, is_first: bool) -> TrainingData:
+        from seqpar.tasks.pretrain.data import open_image_data
+
+        return open_image_data(config, is_first)
+
+    def read_headers(self, config: Config) -> Fingerprint:
+        from seqpar.tasks.pretrain.data import read_image_headers
+
+        return read_image_headers(config)
+
+    def describe(self, fingerprint: Fingerprint, config: Config) -> str:
+        from seqpar.tasks.pretrain.data import describe_image_data
+
+        return describe_image_data(fingerprint, config)
+
+    def summary(self, data: TrainingData, fold: str) -> str:
+        from seqpar.tasks.pretrain.data import summary_of_images
+
+        return summary_of_images(data, fold)
+
+    def validation(
+        self, config: Config, mesh: Mesh, data: TrainingData, loss: Loss, refuse_taken_over: Callable[[], None]
+    ) -> MaskedValidation:
+        from seqpar.tasks.pretrain.validation import MaskedValidation
+
+        return MaskedValidation(config, mesh, data, loss, refuse_taken_over)
+
+    def next_lines(self, out: Path) -> list[str]:
+        return [f"next: {next_command('train', '--weights', out)}", f"next: {next_command('report', out)}"]

@@ -20,8 +20,7 @@ from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.report.pictures import make_figure, mark_sides, save_figure
 from seqpar.report.planes import best_modality, orientation_text, plane_of, sides
 from seqpar.runs.journal import Journal
-from seqpar.tasks.case_validation import CaseValidation, ValidationResult
-from seqpar.tasks.segment.validation import NUM_PICTURED
+from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
 from seqpar.text import quantity
 from seqpar.vit.dropout import DropoutKey
 
