@@ -8,41 +8,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.benches.series import Progress, Series, run_series
-from lab.benches.table import Table
+from lab.benches.series import Progress, Series, Table, run_series
 from seqpar.cluster.exit_codes import run
-from seqpar.settings.command_line import Parser
+from seqpar.settings.parser import Parser
 from seqpar.text import clock
 
-# subject → modules of benches/ that have series(), imported only when they are measured
+# subject → functions of lab.benches that return its series; without a name: the module's ``series``
 SUBJECTS = {
     "attention": ("attention",),
     "encoder": ("encoder", "rank"),
-    "hierarchical": ("hierarchical",),
-    "hybrid": ("hybrid", "classes"),
+    "hierarchical": ("memory_by_ranks.stages",),
     "memory": ("memory",),
     "data": ("data", "loader"),
     "pipe": ("pipe",),
-    "plan": ("plan", "plan_answer"),
-    "predict": ("predict", "pass_profile", "labels", "lamp"),
-    "pretrain": ("masked",),
-    "reading": ("reading",),
+    "plan": ("plan", "plan.answers"),
+    "predict": ("predict", "predict.parts"),
+    "pretrain": ("memory_by_ranks.masked",),
     "start": ("start",),
-    "step": ("step", "step_profile", "launches"),
-    "sweep": ("sweep",),
-    "unets": ("unets", "halo_share"),
-    "tiles": ("tiles",),
+    "step": ("step", "step_profile"),
+    "unets": ("unets",),
 }
-LARGE = {"memory": ("memory",), "pretrain": ("masked",)}  # these have large_series() too
+LARGE = {"memory": ("memory.large_series",), "pretrain": ("memory_by_ranks.large_masked",)}
 RESULTS = Path(__file__).parent / "lab" / "benches" / "results"
 CUT_SHORT = 130
 
 
 class Planned(NamedTuple):
-    """A series to measure, and where its table goes."""
+    """A series to measure, and the subject and function that it belongs to."""
 
     subject: str
-    module: str
+    function: str
     series: Series
     turns: int
 
@@ -52,17 +47,17 @@ class Planned(NamedTuple):
 
 
 def act(arguments: Sequence[str]) -> int:
-    """Measures the subjects that the command line names; returns 0, or 130 where Ctrl-C cut it short."""
+    """Measures the subjects that the command line names; returns 0, or 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     planned = plan_series(options.subjects, options.quick, options.large, options.turns)
     print(estimate(planned), file=sys.stderr, flush=True)
     for one in planned:
-        title = f"{one.subject} ({one.module}{', large' if options.large else ''})"
         table = Table(
-            f"{title}, {one.series.in_words(one.turns)}", RESULTS / f"{one.subject}.md" if options.write else None
+            f"{one.subject} ({one.function}), {one.series.in_words(one.turns)}",
+            RESULTS / f"{one.subject}.md" if options.write else None,
         )
         finished = run_series(one.series, one.turns, table.add, Progress())
-        cut_short = "Cut short: the rows are of the turns that were done."
+        cut_short = "Cut short: the rows show the turns that were done."
         table.close(one.series.conclude(table.rows) if finished else cut_short)
         if not finished:
             return CUT_SHORT
@@ -70,28 +65,29 @@ def act(arguments: Sequence[str]) -> int:
 
 
 def plan_series(subjects: Sequence[str], quick: bool, large: bool, turns: int | None) -> list[Planned]:
-    """Returns what is to be measured, in order; ``turns``: of every series, None for its own number."""
+    """Returns the series to measure, in order; ``turns``: of every series, None for its own number."""
     unknown = [name for name in subjects if name not in SUBJECTS]
     if unknown:
         raise ValueError(f"there is no bench of {unknown[0]}: choose from {', '.join(SUBJECTS)}")
     if turns is not None and turns < 1:
         raise ValueError(f"--turns {turns}: it must be at least 1")
     if quick and large:
-        raise ValueError("--quick and --large are opposites: leave one of both out")
-    modules = LARGE if large else SUBJECTS
-    if not set(subjects) <= modules.keys():
-        raise ValueError(f"--large has rows of {', '.join(LARGE)} alone: leave it out, or name only these")
+        raise ValueError("--quick and --large are opposites: remove one of them")
+    functions = LARGE if large else SUBJECTS
+    if not set(subjects) <= functions.keys():
+        raise ValueError(f"--large is only for {', '.join(LARGE)}: remove it, or name only these")
     result = []
-    for subject in subjects or modules:
-        for name in modules[subject]:
-            module = importlib.import_module(f"lab.benches.{name}")
-            every: list[Series] = module.large_series() if large else module.series(quick)
-            result += [Planned(subject, name, one, turns or one.turns) for one in every]
+    for subject in subjects or functions:
+        for spelled in functions[subject]:
+            module, _, name = spelled.partition(".")
+            make = getattr(importlib.import_module(f"lab.benches.{module}"), name or "series")
+            every: list[Series] = make() if large else make(quick)
+            result += [Planned(subject, name or module, one, turns or one.turns) for one in every]
     return result
 
 
 def estimate(planned: Sequence[Planned]) -> str:
-    """Returns how long it takes, in all and by subject."""
+    """Returns the estimated time, in total and by subject."""
     seconds: dict[str, float] = {}
     for one in planned:
         seconds[one.subject] = seconds.get(one.subject, 0.0) + one.seconds
@@ -106,18 +102,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=subjects)
     quick = "measure smaller cases in fewer turns: at most 3 minutes a subject on 2 CPU cores"
     parser.add_argument("--quick", action="store_true", help=quick)
-    large = "measure the large cases instead, a quarter of an hour or more each; only memory and pretrain have some"
+    large = "measure the large cases instead (15 minutes or more each); only memory and pretrain have some"
     parser.add_argument("--large", action="store_true", help=large)
-    turns = "how often each case is measured (default: as often as its times vary)"
+    turns = "how often to measure each case (default: more often the more its times vary)"
     parser.add_argument("--turns", type=int, metavar="TURNS", help=turns)
-    write = "append each table to benches/results/SUBJECT.md beside this script, as well as printing it"
+    write = "also append each table to lab/benches/results/SUBJECT.md next to this script"
     parser.add_argument("--write", action="store_true", help=write)
     return parser
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # a job in the background starts with Ctrl-C ignored
-        signal.signal(number, signal.default_int_handler)  # both keep the rows so far
+    for number in (signal.SIGINT, signal.SIGTERM):  # background jobs start with Ctrl-C ignored
+        signal.signal(number, signal.default_int_handler)  # both signals keep the rows so far
     sys.exit(run(act))
 
 

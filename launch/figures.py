@@ -25,8 +25,9 @@ from seqpar.cluster import exit_codes
 from seqpar.models.build import NETWORK_NAMES
 from seqpar.parallel.launcher import read_launcher
 from seqpar.runs.sweep_folder import make_folder
-from seqpar.settings.command_line import Parser, parse
+from seqpar.settings.command_line import parse
 from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.settings.parser import Parser
 from seqpar.sweeps.one_by_one import OneByOne
 from seqpar.sweeps.planned_run import PlannedRun, config_of
 from seqpar.text import flag_name, parse_duration

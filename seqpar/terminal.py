@@ -128,6 +128,11 @@ def typed_command() -> list[str]:
     return [typed_script(), *sys.argv[1:]]
 
 
+def python_module(act: str) -> list[str]:
+    """Returns the arguments by which Python starts an act, wherever its file is."""
+    return ["-m", f"seqpar.cli.{act}"]
+
+
 def program(act: str) -> list[str]:
     """Returns what to write after ``python``, ``torchrun`` or ``srun python`` to start an act, as a person here would.
 
@@ -135,7 +140,7 @@ def program(act: str) -> list[str]:
     """
     folder, started = os.path.split(typed_script())
     if started.startswith("seqpar-"):
-        return ["-m", f"seqpar.cli.{act}"]
+        return python_module(act)
     neighbour = os.path.join(folder, f"{act}.py")
     return [neighbour if os.path.exists(neighbour) else f"launch/{act}.py"]
 

@@ -6,7 +6,7 @@ set -uo pipefail
 
 out='' before='' act=''
 for word in "$@"; do
-    case $word in */train.py) act=train ;; --out=*) out=${word#--out=} ;; esac
+    case $word in */train.py | seqpar.cli.train) act=train ;; --out=*) out=${word#--out=} ;; esac
     [ "$before" != --out ] || out=$word
     before=$word
 done

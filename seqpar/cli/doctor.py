@@ -1,36 +1,44 @@
-"""Looks at the ranks and nodes of a job before it starts: ``srun -n 8 python launch/doctor.py --seqpar 4``."""
+"""Checks the ranks and nodes of a job before it starts: ``srun -n 8 python launch/doctor.py --seqpar 4``."""
 
 import argparse
 import os
+import shutil
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.examination import examine
-from seqpar.cluster.start_ranks import die_with_parent, run_local
+from seqpar.cluster.start_ranks import run_local
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.processes import die_with_parent
 from seqpar.parallel.rendezvous import start
-from seqpar.settings.command_line import Parser
 from seqpar.settings.config import DEVICE_KINDS
+from seqpar.settings.parser import Parser
+from seqpar.terminal import python_module
+from seqpar.text import flag_name
 
 ABOUT = (
-    "Looks at the ranks and nodes of a job before it starts. Run it under the launcher of the job, with the job's "
-    "--seqpar, --pipe and --out. It ends with 0 when nothing stands in the way (there may be warnings), with 1 when "
-    "something does or a rank hangs, which is named, and with 2 on wrong usage."
+    "Checks the ranks and nodes of a job before it starts. Run it under the job's launcher, with the job's --seqpar, "
+    "--pipe and --out. The exit code is 0 if the job can start (there may be warnings), 1 if something prevents it or "
+    "a rank hangs, which is then named, and 2 on wrong usage."
 )
+INSIDE = Path(__file__).parents[1] / "cluster" / "slurm"  # only a wheel has it
+JOB_SCRIPTS = INSIDE if INSIDE.is_dir() else Path(__file__).parents[2] / "launch" / "slurm"
 
 
 def act(arguments: Sequence[str]) -> int:
-    """Examines the ranks that were started; returns 0 when the job may start, 1 when something stands in its way."""
+    """Checks the ranks that were started; returns 0 if the job can start, 1 if something prevents it."""
     die_with_parent()
     began = time.monotonic()
     options = _parser().parse_args(list(arguments))
+    if options.job_scripts:
+        return _write_job_scripts(options)
     if options.accept or options.part:
         return _accept(options)
     if min(options.seqpar, options.pipe) < 1 or not options.time_limit >= 5:
@@ -40,7 +48,7 @@ def act(arguments: Sequence[str]) -> int:
     if launcher.world == 1 < options.seqpar * options.pipe:
         if launcher.warning:
             raise ValueError(launcher.warning)
-        return run_local(options.seqpar * options.pipe, ["-m", "seqpar.cli.doctor", *arguments])
+        return run_local(options.seqpar * options.pipe, [*python_module("doctor"), *arguments])
     host = launcher.host or socket.gethostname()
     clock = threading.Timer(1.25 * options.time_limit, _overdue, (f"rank {launcher.rank} ({host})", options.time_limit))
     clock.daemon = True
@@ -52,7 +60,7 @@ def act(arguments: Sequence[str]) -> int:
         try:
             code = examine(mesh, options)
         except RuntimeError as error:
-            if not mesh.world.watch.finding:  # else the watchdog is about to say it
+            if not mesh.world.watch.finding:  # else the watchdog reports it
                 print(f"error: rank {mesh.world.index} lost contact: {str(error).splitlines()[0]}", file=sys.stderr)
             time.sleep(2)
             os._exit(exit_codes.FAULT)
@@ -61,18 +69,37 @@ def act(arguments: Sequence[str]) -> int:
 
 def _accept(options: argparse.Namespace) -> int:
     """Runs the acceptance program on this process's device."""
-    usual = _parser().parse_args([])
-    idle = [name for name in ("seqpar", "pipe", "out", "time_limit") if getattr(options, name) != getattr(usual, name)]
-    if not options.accept or idle:
-        flag = "part" if not options.accept else idle[0].replace("_", "-")
-        why = "it names a part of --accept: add that" if not options.accept else "--accept starts its own ranks"
-        raise ValueError(f"--{flag} would do nothing: {why}")
+    if not options.accept:
+        raise ValueError("--part would do nothing: it names a part of --accept: add that")
+    _refuse_others(options, "--accept starts its own ranks", ("accept", "part", "json", "device"))
     _refuse_missing_folder(options)
     if (world := read_launcher(os.environ).world) > 1:
-        raise ValueError(f"--accept starts its own ranks, and {world} were started: start one")
-    from seqpar.acceptance.program import accept  # all that it tries comes with it
+        raise ValueError(f"--accept starts its own ranks, but {world} were started: start one")
+    from seqpar.cluster.acceptance.program import accept  # imports every module that it tests
 
     return accept(options.device, options.part, Path(options.json) if options.json else None)
+
+
+def _write_job_scripts(options: argparse.Namespace) -> int:
+    """Copies the job scripts to where a checkout has them, below a folder of the user's."""
+    _refuse_others(options, "--job-scripts only writes files", ("job_scripts",))
+    target = Path(options.job_scripts, "launch", "slurm")
+    if target.exists():
+        raise ValueError(f"--job-scripts {options.job_scripts}: {target} exists: name another folder, or remove it")
+    for source in sorted(path for path in JOB_SCRIPTS.iterdir() if path.is_file()):
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+        if source.suffix == ".sh":
+            (target / source.name).chmod(0o755)  # a wheel may have lost it
+    print(f"Wrote {target}: edit a job script as its README.md says, and submit it from {options.job_scripts}")
+    return 0
+
+
+def _refuse_others(options: argparse.Namespace, why: str, taken: Collection[str]) -> None:
+    usual = vars(_parser().parse_args([]))
+    idle = [name for name, value in vars(options).items() if value != usual[name] and name not in taken]
+    if idle:
+        raise ValueError(f"--{flag_name(idle[0])} would do nothing: {why}")
 
 
 def _refuse_missing_folder(options: argparse.Namespace) -> None:
@@ -84,35 +111,37 @@ def _refuse_missing_folder(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("doctor", description=ABOUT)
-    for flag, what in (("--seqpar", "ranks that share a tile"), ("--pipe", "ranks over which layers are spread")):
+    for flag, what in (("--seqpar", "ranks that share a tile"), ("--pipe", "ranks that share the layers")):
         parser.add_argument(flag, type=int, default=1, metavar="RANKS", help=f"{what}, as in the job (default: 1)")
     parser.add_argument(
         "--out",
         default="",
         metavar="FOLDER",
-        help="the job's output folder: its free space and speed are measured, and whether all ranks see it",
+        help="the job's output folder: checks that all ranks see it, and measures its free space and speed",
     )
     parser.add_argument(
-        "--json", default="", metavar="FILE", help="write what was measured to this file, for plan --measured"
+        "--json", default="", metavar="FILE", help="write all measurements to this file, for plan --measured"
     )
     parser.add_argument(
         "--time-limit",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="a rank that hangs is named after so many seconds (default: 60)",
+        help="name a rank that hangs after this many seconds (default: 60)",
     )
     parser.add_argument(
-        "--device", choices=DEVICE_KINDS, default="auto", help="device; auto: a GPU where there is one (default: auto)"
+        "--device", choices=DEVICE_KINDS, default="auto", help="device; auto: a GPU if there is one (default: auto)"
     )
-    accept = "settle on one device, in three parts, whether all numbers are right, and measure its speed"
+    accept = "check on one device, in three parts, that all results are correct, and measure its speed"
     parser.add_argument("--accept", action="store_true", help=accept)
-    parser.add_argument("--part", type=int, choices=(1, 2, 3), default=0, help="of --accept (default: all)")
+    parser.add_argument("--part", type=int, choices=(1, 2, 3), default=0, help="part of --accept to run (default: all)")
+    scripts = "write the job scripts for Slurm to FOLDER/launch/slurm, and stop"
+    parser.add_argument("--job-scripts", default="", metavar="FOLDER", help=scripts)
     return parser
 
 
 def _leave(mesh: Mesh, finding: str) -> NoReturn:
-    """Ends this process from wherever it hangs; one rank prints why, and all stay until each has seen it."""
+    """Ends this process wherever it hangs; one rank prints why, and all wait until each has seen it."""
     if mesh.world.watch.speaks:
         print(f"error: {finding}", file=sys.stderr, flush=True)
     time.sleep(2)
@@ -121,7 +150,7 @@ def _leave(mesh: Mesh, finding: str) -> NoReturn:
 
 def _overdue(who: str, limit_s: float) -> NoReturn:
     """Ends a process whose start hangs before the watchdog runs."""
-    print(f"error: {who} has not got through its start within {limit_s:g} s: look at its node", file=sys.stderr)
+    print(f"error: {who} has not started within {limit_s:g} s: check its node", file=sys.stderr)
     os._exit(exit_codes.FAULT)
 
 

@@ -13,7 +13,7 @@ from seqpar.runs.run_status import warn_if_killed
 from seqpar.scores.label_classes import BRATS
 from seqpar.scores.label_files import refuse_missing
 from seqpar.scores.label_scores import EmptyPolicy
-from seqpar.settings.command_line import Parser
+from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import task_of_predictions
 
 

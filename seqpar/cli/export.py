@@ -12,7 +12,7 @@ from seqpar.runs.archive import write_archive
 from seqpar.runs.run_folder import read_config, read_windows
 from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.trained_run import find_weights, load_run, read_run
-from seqpar.settings.command_line import Parser
+from seqpar.settings.parser import Parser
 from seqpar.terminal import coloured, next_command
 from seqpar.weights.nnssl import other_normalisation, write_pretrained
 

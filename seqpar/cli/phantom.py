@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from seqpar.cluster.exit_codes import run
 from seqpar.data.phantom.kinds import KINDS
 from seqpar.data.phantom.phantom_files import LAYOUTS, PhantomSettings, write_phantom
-from seqpar.settings.command_line import Parser
+from seqpar.settings.parser import Parser
 from seqpar.terminal import ProgressBar, coloured, next_command
 from seqpar.text import quantity
 

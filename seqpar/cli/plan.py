@@ -15,16 +15,15 @@ from seqpar.cluster import exit_codes
 from seqpar.cluster.cpu_speed import measure_cpu
 from seqpar.cluster.devices import DEVICES, GB, Device, device_here, measured
 from seqpar.models.build import NETWORK_NAMES, family_of, refuse_settings_of_other_networks
-from seqpar.planner.answer import columns, header, print_recommendation, print_rows
-from seqpar.planner.fit import plans, smallest_that_fits, usual_sizes
+from seqpar.planner.fit import usual_sizes
 from seqpar.planner.needs import RunToPlan
-from seqpar.planner.other_ways import print_other_ways
-from seqpar.planner.pipe_answer import print_pipe
+from seqpar.planner.pipeline_printer import print_pipe
 from seqpar.planner.preset_from_data import plan_from_data
-from seqpar.planner.tile_size import print_largest
+from seqpar.planner.printer import print_largest, print_plan
 from seqpar.prediction.prediction_memory import print_prediction
-from seqpar.settings.command_line import Parser, parse, ranks_or_auto, refuse_settings_without_effect, shortened_warmup
+from seqpar.settings.command_line import parse, ranks_or_auto, refuse_settings_without_effect, shortened_warmup
 from seqpar.settings.config import AUTO, Config
+from seqpar.settings.parser import Parser
 from seqpar.settings.presets import start_of_auto
 from seqpar.tasks.lookup import task_of
 from seqpar.text import flag_name
@@ -61,15 +60,12 @@ def act(arguments: Sequence[str]) -> int:
     fixed = {name: getattr(config, name) for name in flags & {"batch", "accumulate"}}
     run = RunToPlan(config, device, own.channels, own.classes, ranks=own.ranks, groups=own.groups or 1, fixed=fixed)
     if own.largest_tile:
-        return print_largest(run, sizes)
-    if config.pipe > 1:
-        return print_pipe(run, own.pipe, preset, tile)
-    print("\n".join(filter(None, [header(run, preset, tile), warmup, columns()])), flush=True)
-    rows = print_rows(plans(run, sizes))
-    if best := smallest_that_fits(rows):
-        print("\n".join(["", *print_recommendation(run, best, rows, preset)]))
-        return 0
-    return print_other_ways(run, sizes, rows, flags, preset)
+        print_largest(run, sizes)
+    elif config.pipe > 1:
+        print_pipe(run, own.pipe, preset, tile)
+    else:
+        print_plan(run, sizes, preset, tile, flags, warmup)
+    return 0
 
 
 def _refuse_with_pipe(own: argparse.Namespace, config: Config) -> None:

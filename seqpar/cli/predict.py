@@ -8,12 +8,13 @@ from pathlib import Path
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.devices import device_here
-from seqpar.cluster.start_ranks import die_with_parent, start_missing_ranks
+from seqpar.cluster.start_ranks import start_missing_ranks
 from seqpar.cluster.torch_setup import set_arithmetic
 from seqpar.decoders.modes.named_modes import MODES
 from seqpar.models.classifier import WAYS
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.processes import die_with_parent
 from seqpar.parallel.rendezvous import start
 from seqpar.prediction.case_stream import Request
 from seqpar.prediction.predictor import PredictionSettings
@@ -24,8 +25,8 @@ from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.run_folder import tested_cases
 from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.trained_run import TrainedRun
-from seqpar.settings.command_line import Parser
 from seqpar.settings.config import DEVICE_KINDS
+from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import task_of
 
 

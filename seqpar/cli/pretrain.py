@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from seqpar.cli.train import act as train
 from seqpar.cluster import exit_codes
 from seqpar.runs.run_folder import holds_run, read_config
-from seqpar.settings.command_line import Parser
+from seqpar.settings.parser import Parser
 from seqpar.settings.presets import PRESETS
 
 TASK = "pretrain"

@@ -11,22 +11,23 @@ import torch
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.exit_codes import report_unless_rank0_did
-from seqpar.cluster.start_ranks import die_with_parent, start_missing_ranks
+from seqpar.cluster.start_ranks import start_missing_ranks
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.cluster.torch_setup import restore_kernel_cache, save_kernel_cache, set_arithmetic
 from seqpar.parallel.consensus import broadcast_text, run_on_rank0
 from seqpar.parallel.launcher import Launcher, flight_recorder, read_launcher
 from seqpar.parallel.meeting import Meeting
 from seqpar.parallel.mesh import seed
+from seqpar.parallel.processes import die_with_parent
 from seqpar.parallel.rendezvous import check_seqpar, start
 from seqpar.planner.feasibility import require_peers
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog, logging_output
 from seqpar.runs.run_status import StatusFile
+from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.tasks.lookup import task_of
 from seqpar.text import parse_duration
 from seqpar.training.failure import end_failed_run
-from seqpar.training.folds import find_folds
 from seqpar.training.run import dry_run, run_lessons
 from seqpar.training.run_request import RunRequest, read_request, refuse_other_run
 from seqpar.training.setup import first_lines, open_folder
@@ -37,8 +38,11 @@ def act(arguments: Sequence[str]) -> int:
     die_with_parent()
     launcher = read_launcher(os.environ)
     try:
-        if five := find_folds(arguments):
-            return five.train(launcher)
+        if ALL_FOLDS in " ".join(arguments):
+            from seqpar.training.folds import find_folds
+
+            if five := find_folds(arguments):
+                return five.train(launcher)
         meeting = Meeting(launcher)
         request = read_request(arguments, launcher, meeting)
         if request.config.dry_run:

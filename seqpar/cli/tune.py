@@ -14,7 +14,8 @@ from seqpar.cluster import exit_codes
 from seqpar.cluster.devices import num_devices
 from seqpar.runs.run_folder import holds_folds, holds_run
 from seqpar.runs.sweep_folder import Sweep, holds_sweep, read_sweep
-from seqpar.settings.command_line import Parser, default_preset, wants_gpu
+from seqpar.settings.command_line import default_preset, wants_gpu
+from seqpar.settings.parser import Parser
 from seqpar.sweeps.results import write_results
 from seqpar.sweeps.scaling_plan import print_plan
 from seqpar.sweeps.space import parse_space

@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from seqpar.data.errors import DataError
 from seqpar.parallel.launcher import Launcher
 from seqpar.terminal import coloured
@@ -64,6 +62,7 @@ LAST_WORDS = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable with the file for 
 _NO_WAY_IN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 _NO_WAY_IN |= {errno.ENOSPC, errno.EDQUOT}
 FAULT, USAGE, DATA, MEMORY, NONFINITE, IN_USE, PREEMPTED = 1, 2, 3, 4, 5, 6, 75
+FINAL = (USAGE, DATA, MEMORY, NONFINITE)  # of errors that would come again if the run went on
 
 
 class NonFinite(RuntimeError):
@@ -97,7 +96,8 @@ def code_of(error: BaseException) -> int | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether the error is a GPU or this machine running out of memory."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    torch = sys.modules.get("torch")  # programs that do without it start in half the time
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
     # torch's CPU allocator raises no error of its own class
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -9,9 +9,9 @@ from contextlib import suppress
 from types import FrameType
 
 from seqpar.cluster.exit_codes import PREEMPTED
-from seqpar.cluster.start_ranks import PARENT_OF_FOLD
 from seqpar.cluster.stop_agreement import StopAgreement
 from seqpar.parallel.mesh import Mesh
+from seqpar.parallel.processes import LEAVE_SIGNALS, PARENT_OF_FOLD
 
 APART_S = 1.0  # one Ctrl-C may come twice to a fold: from srun to all processes, and passed on
 
@@ -25,8 +25,6 @@ class StopRequest:
     ``time_limit_s``: of the run; ``margin_s``: how long before that, or before the end of the Slurm job, it leaves.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
     def __init__(self, time_limit_s: float, margin_s: float = 90.0) -> None:
         self._reason = ""  # why this rank needs to leave
         self._interrupted: float | None = None  # when Ctrl-C came first
@@ -36,7 +34,7 @@ class StopRequest:
         left_s = slurm_seconds_left()
         if left_s is not None:
             self._deadline = min(self._deadline, time.monotonic() + left_s - margin_s)
-        for number in self.SIGNALS:
+        for number in LEAVE_SIGNALS:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -82,7 +80,7 @@ class StopRequest:
 
     def ignore_signals(self) -> None:
         """Ignores further signals, so that those of a job that is being ended do not interrupt saving."""
-        for number in self.SIGNALS:
+        for number in LEAVE_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def own_reason(self) -> str:
@@ -91,7 +89,7 @@ class StopRequest:
             with suppress(BlockingIOError):
                 numbers = os.read(self._pipe, 64)
                 self._reason = self._reason or next(
-                    (signal.Signals(number).name for number in numbers if number in self.SIGNALS), ""
+                    (signal.Signals(number).name for number in numbers if number in LEAVE_SIGNALS), ""
                 )
         if not self._reason and time.monotonic() > self._deadline:
             self._reason = "time limit"

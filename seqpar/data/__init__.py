@@ -1,1 +1,1 @@
-"""Reading, preparing and sampling of volumes: from a folder of NIfTI files to this rank's part of a tile."""
+"""Reads, prepares and samples volumes: from a folder of NIfTI files to this rank's part of a tile."""

@@ -1,6 +1,6 @@
-"""Boxes of voxels: the smallest one around a mask, a box cut out and put back, a box read of a mapped array.
+"""Boxes of voxels: finds the smallest around a mask, crops, pads back, and reads a box of a mapped array.
 
-A box is half-open, ``(from, to)`` per direction, and lies along the last dims of an array: ``W D H`` of ``c W D H``.
+A box is half-open, ``(from, to)`` per direction, over the last dims of an array: ``W D H`` of ``c W D H``.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 def smallest_box(mask: np.ndarray) -> Box:
-    """Returns the smallest box that holds every voxel that is not zero; all of an empty mask."""
+    """Returns the smallest box around all nonzero voxels; the whole array if there are none."""
     bounds = []
     for dim, extent in enumerate(mask.shape):
         inside = np.flatnonzero(mask.any(axis=tuple(other for other in range(mask.ndim) if other != dim)))
@@ -23,7 +23,7 @@ def smallest_box(mask: np.ndarray) -> Box:
 
 
 def crop(array: np.ndarray, box: Box) -> np.ndarray:
-    """Returns a box, a view."""
+    """Returns a box of an array, as a view."""
     return array[_index(box)]
 
 
@@ -35,9 +35,9 @@ def uncrop(array: np.ndarray, box: Box, shape: Sequence[int], fill: float = 0) -
 
 
 def read_box(array: Array, first: Sequence[int], size: Sequence[int], fill: float = 0) -> Array:
-    """Returns a copy of a box that may reach beyond the array, ``fill`` there; of a mapped array no more is read.
+    """Returns a copy of a box, with ``fill`` beyond the array; of a mapped array it reads no more than the box.
 
-    first: the box's first voxel, negative where it begins before the array.
+    first: the box's first voxel, negative if it begins before the array.
     """
     extents = array.shape[-len(size) :]
     inside = [(max(0, at), max(0, at, min(extent, at + side))) for at, side, extent in zip(first, size, extents)]

@@ -1,7 +1,7 @@
 """Reads a DICOM series: a folder with one file per slice of one volume.
 
-The affine follows from the positions of the slices themselves, so that a tilted gantry is kept; what is no volume of
-evenly spaced slices (missing slices, several time points or series) is refused.
+The affine comes from the positions of the slices themselves, so that a tilted gantry is kept. A folder whose slices are
+not one evenly spaced volume (missing slices, several time points or series) is refused.
 """
 
 from pathlib import Path
@@ -15,12 +15,12 @@ from seqpar.data.itk_files import faults_of, number_type
 
 _SERIES, _POSITION, _ORIENTATION, _SPACING = "0020|000e", "0020|0032", "0020|0037", "0028|0030"
 _DESCRIPTION, _THICKNESS = "0008|103e", "0018|0050"
-_TOLERANCE = 0.1  # of the distance between slices, by which one may lie off its place
+_TOLERANCE = 0.1  # how far a slice may be off its place, as a share of the distance between slices
 _MAGIC = slice(128, 132)
 
 
 class _Slice(NamedTuple):
-    """One file: its place in space (LPS, in mm), its size and its numbers."""
+    """One file: its position in space (LPS, in mm), its size and its voxels."""
 
     path: Path
     position: np.ndarray
@@ -33,12 +33,12 @@ class _Slice(NamedTuple):
 
 
 def is_series(path: Path) -> bool:
-    """Returns whether a path is a folder that holds DICOM files."""
+    """Returns whether a path is a folder with DICOM files."""
     return path.is_dir() and any(_is_dicom(file) for file in visible_files(path))
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """Returns a folder's files that are not hidden, sorted; a DICOM folder's index is none of them."""
+    """Returns a folder's files that are not hidden, sorted, without the index of a DICOM folder."""
     try:
         names = sorted(folder.iterdir())
     except OSError as error:
@@ -47,7 +47,7 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def read_series_header(folder: Path) -> tuple[Geometry, int]:
-    """Returns a series' geometry and its number of channels, which is 1, from the headers of its files."""
+    """Returns a series' geometry and its number of channels (1), from the headers of its files."""
     return _geometry(_slices(folder, False), folder), 1
 
 
@@ -67,15 +67,15 @@ def _is_dicom(file: Path) -> bool:
 def _slices(folder: Path, with_voxels: bool) -> list[_Slice]:
     """Returns the slices of the only series in a folder, in order along their normal."""
     if not is_series(folder):
-        raise DataError(folder, "is a folder without DICOM files; name one volume: a file, or the folder of a series")
+        raise DataError(folder, "is a folder without DICOM files; give one volume: a file, or the folder of a series")
     with faults_of(folder) as itk:
         names = {uid: itk.ImageSeriesReader.GetGDCMSeriesFileNames(str(folder), uid)
                  for uid in itk.ImageSeriesReader.GetGDCMSeriesIDs(str(folder))}  # fmt: skip
     if not names:
-        raise DataError(folder, "holds DICOM files, but none of a series of images; name the folder of one")
+        raise DataError(folder, "has DICOM files, but none of an image series; give the folder of one")
     if len(names) > 1:
         kinds = [f"{_describe(Path(files[0]))} ({len(files)} files)" for files in names.values()]
-        raise DataError(folder, f"holds {len(names)} series: {', '.join(sorted(kinds))}; give each its own folder")
+        raise DataError(folder, f"has {len(names)} series: {', '.join(sorted(kinds))}; give each its own folder")
     (files,) = names.values()
     if left_out := [file for file in visible_files(folder) if _is_dicom(file) and str(file) not in files]:
         raise DataError(left_out[0], "is a DICOM file that cannot be read as part of its series; copy it again")
@@ -105,9 +105,9 @@ def _slice(file: Path, with_voxels: bool) -> _Slice:
         voxels = None if image is None else itk.GetArrayFromImage(image)
         tags = {key: reader.GetMetaData(key) for key in reader.GetMetaDataKeys()}
     if len(size) > 2 and size[2] > 1:
-        raise DataError(file, f"holds {size[2]} frames; a file per slice is needed: convert it to NIfTI")
+        raise DataError(file, f"has {size[2]} frames, but one file per slice is needed; convert it to NIfTI")
     if reader.GetNumberOfComponents() > 1:
-        raise DataError(file, "holds colours; one number per voxel is needed")
+        raise DataError(file, "has colours; one number per voxel is needed")
     position, axes, spacing = (_numbers(tags, key, file) for key in (_POSITION, _ORIENTATION, _SPACING))
     if (len(position), len(axes), len(spacing)) != (3, 6, 2):
         raise DataError(file, "its position, orientation or pixel spacing is damaged; copy the series again")
@@ -127,15 +127,15 @@ def _slice(file: Path, with_voxels: bool) -> _Slice:
 def _numbers(tags: dict[str, str], key: str, file: Path) -> list[float]:
     """Returns the numbers of a tag."""
     if key not in tags:
-        raise DataError(file, f"says nothing of its place in the body (tag {key}); a volume's slices are needed")
+        raise DataError(file, f"does not say where in the body it is (tag {key}); slices of a volume are needed")
     try:
         return [float(part) for part in tags[key].split("\\")]
     except ValueError:
-        raise DataError(file, f"its tag {key} is {tags[key]!r}, no numbers; copy the series again") from None
+        raise DataError(file, f"its tag {key} is {tags[key]!r}, not numbers; copy the series again") from None
 
 
 def _geometry(slices: list[_Slice], folder: Path) -> Geometry:
-    """Returns the geometry of slices in order; raises DataError if they are no volume."""
+    """Returns the geometry of slices in order; raises DataError if they do not form a volume."""
     first, last = slices[0], slices[-1]
     for one in slices:
         same = np.allclose(one.axes, first.axes, atol=1e-4) and np.allclose(one.spacing, first.spacing, rtol=1e-4)
@@ -157,13 +157,13 @@ def _geometry(slices: list[_Slice], folder: Path) -> Geometry:
 
 
 def _check_even(slices: list[_Slice], step: np.ndarray, folder: Path) -> None:
-    """Raises DataError unless the slices lie one step after the other."""
+    """Raises DataError unless the slices are evenly spaced by ``step``."""
     places = np.stack([one.position for one in slices])
     gaps = np.sqrt((np.diff(places, axis=0) ** 2).sum(1))
     closest, widest = int(gaps.argmin()), int(gaps.argmax())
     if gaps[closest] < 1e-3:
         pair = f"{slices[closest].path.name} and {slices[closest + 1].path.name}"
-        raise DataError(folder, f"holds several slices at one place ({pair}): give each time point its own folder")
+        raise DataError(folder, f"has two slices at the same position ({pair}); give each time point its own folder")
     off = np.sqrt(((places - places[0] - np.arange(len(slices))[:, None] * step) ** 2).sum(1))
     if off.max() > _TOLERANCE * np.linalg.norm(step):
         pair = f"{slices[widest].path.name} and {slices[widest + 1].path.name}"

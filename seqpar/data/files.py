@@ -1,4 +1,4 @@
-"""Files written whole or not at all, JSON read and written, and the name of a volume without its suffix."""
+"""Writes files whole or not at all, reads and writes JSON, and splits the suffix off a volume's name."""
 
 import json
 import os
@@ -16,13 +16,13 @@ SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha")  # of volumes
 
 @contextmanager
 def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
-    """Yields a temporary path beside ``path`` to write to, and renames it to ``path`` when the block ends.
+    """Yields a temporary path next to ``path`` to write to, and renames it to ``path`` when the block ends.
 
-    Whenever the process ends, and whoever else writes the same file, ``path`` is the old file or the new one. If
-    anything fails, the temporary file is removed; an OSError (a full disk) names ``path``.
+    Whenever the process ends, and whoever else writes the same file, ``path`` is either the old file or the new one.
+    If anything fails, the temporary file is removed; an OSError (such as a full disk) names ``path``.
 
-    durable: whether file and name are on disk, safe from a power cut, before this returns. False only where writing
-        is frequent and the newest content is worthless after a crash.
+    durable: whether file and name are on disk, safe from a power cut, before this returns. False is for frequent
+        writes whose latest content is worthless after a crash.
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
@@ -32,7 +32,7 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
             fsync_folder(temporary)
         os.replace(temporary, path)
         if durable:
-            with suppress(OSError):  # the file is there; some folders can be written but not opened
+            with suppress(OSError):  # the file exists; some folders can be written but not opened
                 fsync_folder(path.parent)
     except BaseException as error:
         with suppress(OSError):
@@ -44,7 +44,7 @@ def whole_file(path: Path, durable: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def umask_mode(path: Path) -> Iterator[None]:
-    """Gives the file that the block writes the rights of any new file, whatever its writer sets (safetensors 0600)."""
+    """Gives the file written in the block a new file's permissions, whatever its writer sets (safetensors: 0600)."""
     path.touch()
     mode = path.stat().st_mode
     yield
@@ -55,7 +55,7 @@ def umask_mode(path: Path) -> Iterator[None]:
 def remove_leftovers(folder: Path, idle_s: float = 3600.0) -> None:
     """Removes the temporary files that killed writers of ``whole_file`` left in a folder.
 
-    - ``idle_s``: how long nobody may have written to one of another host; on this host its process must be gone
+    - ``idle_s``: the age in seconds from which one of another host is removed; on this host its process must be gone
     """
     for path in folder.glob(".*.tmp"):
         owner, _, pid = path.name.removesuffix(".tmp").rpartition(".")
@@ -71,7 +71,7 @@ def remove_leftovers(folder: Path, idle_s: float = 3600.0) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Returns whether a process of this host exists."""
+    """Returns whether a process is running on this host."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -98,7 +98,7 @@ def write_json(path: Path, content: Any, durable: bool = True) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Waits until a file's bytes, or the names in a folder, are on disk."""
+    """Waits until a file's bytes, or the entries of a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -107,31 +107,31 @@ def fsync_folder(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Returns a JSON file's content; raises DataError if it cannot be read or names a key twice."""
+    """Returns a JSON file's content; raises DataError if it cannot be read or repeats a key."""
 
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         if len(content) < len(pairs):
             keys = [key for key, _ in pairs]
             duplicate = min(key for key in keys if keys.count(key) > 1)
-            raise DataError(path, f"names {duplicate!r} twice; keep one of them")
+            raise DataError(path, f"has the key {duplicate!r} twice; keep one of them")
         return content
 
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
     except json.JSONDecodeError as error:
-        raise DataError(path, f"is no JSON: {error.msg} in line {error.lineno}; repair it") from error
+        raise DataError(path, f"is not valid JSON: {error.msg} in line {error.lineno}; repair it") from error
     except UnicodeDecodeError as error:
-        raise DataError(path, f"is no text in UTF-8 ({error.reason}); write it again") from error
+        raise DataError(path, f"is not UTF-8 text ({error.reason}); write it again") from error
     except OSError as error:
         raise unreadable(path, error) from error
 
 
 def strip_suffix(name: str) -> str:
-    """Returns a volume's name without .nii.gz or another of its suffixes."""
+    """Returns a volume's name without its suffix, such as .nii.gz."""
     return name.removesuffix(suffix_of(name))
 
 
 def suffix_of(name: str) -> str:
-    """Returns the suffix that tells a volume's format; "" where the name has none of them."""
+    """Returns the suffix that tells a volume's format; "" if the name has none."""
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")

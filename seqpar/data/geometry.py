@@ -1,7 +1,7 @@
-"""Geometry: where a volume lies in space and how its file stores it; canonical orientation and back.
+"""Geometry: where a volume is in space and how its file stores it; canonical orientation and back.
 
-Legend: ``c`` channels, ``W D H`` voxels. A NIfTI header is kept as the file's bytes, so nothing of it is lost; of
-another format affine, shape and number type are kept.
+Legend: ``c`` channels, ``W D H`` voxels. A NIfTI header is kept as bytes, so that nothing is lost; for other formats,
+affine, shape and number type are kept.
 """
 
 import base64
@@ -20,7 +20,7 @@ from seqpar.data.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Where a volume lies in space and how its file stores it: what is needed to write it back."""
+    """Where a volume is in space and how its file stores it: everything needed to write it back."""
 
     affine: np.ndarray  # voxel to mm, 4 × 4
     shape: tuple[int, int, int]
@@ -53,7 +53,7 @@ class Geometry:
         return self.spacing[a], self.spacing[b], self.spacing[c]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what `from_json` reads (the header, or else affine and shape), and values for people to read."""
+        """Returns what `from_json` reads (the header, or affine and shape), plus values for people to read."""
         readable = {"shape": self.shape, "spacing": self.spacing, "orientation": self.orientation, "dtype": self.dtype}
         if not self.header:
             return {**readable, "affine": self.affine.tolist(), "ndim": self.ndim}
@@ -61,7 +61,7 @@ class Geometry:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Geometry":
-        """Returns the geometry that `to_json` described."""
+        """Returns the geometry that `to_json` wrote."""
         if "header" in value:
             return geometry_of(base64.b64decode(value["header"]), "header")
         w, d, h = value["shape"]
@@ -80,22 +80,22 @@ def make_geometry(shape: tuple[int, int, int], affine: np.ndarray, dtype: Any = 
 
 
 def geometry_of(head: bytes, path: str | Path) -> Geometry:
-    """Returns the geometry in a NIfTI header's bytes; raises DataError for values that cannot be used."""
+    """Returns the geometry in a NIfTI header's bytes; raises DataError for unusable values."""
     header = parse_header(head, path)
     ndim, shape = int(header["dim"][0]), tuple(int(n) for n in header["dim"][1 : 1 + int(header["dim"][0])])
     if ndim not in (3, 4):
-        raise DataError(path, f"holds a {ndim}-D array; a 3-D volume is needed, or 4-D with the modalities last")
+        raise DataError(path, f"has a {ndim}-D array; a 3-D volume is needed, or 4-D with the modalities last")
     if min(shape) < 1:
-        raise DataError(path, f"its header says the shape {shape}; every size must be positive")
+        raise DataError(path, f"its header gives the shape {shape}; every size must be positive")
     pixdim = header["pixdim"][1:4].astype(float)
     if not (np.isfinite(pixdim).all() and (pixdim > 0).all()):
         raise DataError(path, f"its spacing is {pixdim.tolist()} mm; it must be positive: repair the header's pixdim")
     try:
         dtype = header.get_data_dtype()
     except KeyError:
-        raise DataError(path, f"its numbers are of the unknown type {int(header['datatype'])}; copy it again") from None
+        raise DataError(path, f"its numbers have the unknown type {int(header['datatype'])}; copy it again") from None
     if dtype.kind not in "iuf" or dtype.itemsize > 8:
-        raise DataError(path, f"holds numbers of type {dtype}; integers or real numbers of 8 to 64 bits are needed")
+        raise DataError(path, f"has numbers of type {dtype}; integers or real numbers of 8 to 64 bits are needed")
     try:
         affine = np.asarray(header.get_best_affine(), float)
         slope, inter = header.get_slope_inter()
@@ -117,9 +117,9 @@ def place_geometry(
 ) -> Geometry:
     """Returns the geometry of a file without a NIfTI header; raises DataError if its affine cannot be used."""
     usable = np.isfinite(affine).all() and abs(np.linalg.det(affine[:3, :3])) >= 1e-9
-    if not usable or None in aff2axcodes(affine):  # None: one direction drowns in the others
+    if not usable or None in aff2axcodes(affine):  # None: one direction is negligible
         raise DataError(
-            path, f"its affine {affine[:3].tolist()} gives voxels no volume; repair it (NIfTI: qform, sform)"
+            path, f"its affine {affine[:3].tolist()} gives voxels zero volume; repair it (NIfTI: qform, sform)"
         )
     w, d, h = np.sqrt((affine[:3, :3] ** 2).sum(0)).tolist()
     orientation = "".join(aff2axcodes(affine))
@@ -135,9 +135,9 @@ def parse_header(head: bytes, path: str | Path) -> Any:
                 if bytes(header["magic"].item())[:3] not in (b"n+1", b"n+2"):
                     raise DataError(path, "is no single-file NIfTI (an Analyze file or a pair's header?); convert it")
                 if header["pixdim"][0] == 0:
-                    header["pixdim"][0] = 1  # as the standard reads it
+                    header["pixdim"][0] = 1  # as the standard says to read it
                 return header
-    raise DataError(path, "is no NIfTI file (its first bytes are no header of one); write it as .nii or .nii.gz")
+    raise DataError(path, "is not a NIfTI file (it does not begin with a NIfTI header); write it as .nii or .nii.gz")
 
 
 def to_canonical(array: np.ndarray, orientation: str) -> np.ndarray:
@@ -162,13 +162,13 @@ def geometry_difference(first: Geometry, second: Geometry) -> str | None:
     ends = np.array(np.meshgrid(*([0, n - 1] for n in first.canonical_shape))).reshape(3, -1)
     apart = (first.canonical_affine - second.canonical_affine) @ np.vstack([ends, np.ones(ends.shape[1])])
     worst = float(np.sqrt((apart[:3] ** 2).sum(0)).max())
-    if worst > 0.1 * min(first.spacing):  # a tenth of a voxel: rounding in headers stays far below
+    if worst > 0.1 * min(first.spacing):  # a tenth of a voxel; rounding in headers is far smaller
         return f"its affine puts a corner {worst:.3g} mm away from the other's"
     return None
 
 
 def _axes(orientation: str) -> tuple[tuple[int, int, int], tuple[int, ...]]:
     """Returns the file's dim for each canonical dim, and the canonical dims that are flipped."""
-    turn = axcodes2ornt(tuple(orientation))  # a row per dim of the file: canonical dim, direction
+    turn = axcodes2ornt(tuple(orientation))  # one row per dim of the file: canonical dim, direction
     a, b, c = (int(n) for n in np.argsort(turn[:, 0]))
     return (a, b, c), tuple(sorted(int(dim) for dim, sign in turn if sign < 0))

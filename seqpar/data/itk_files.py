@@ -1,6 +1,6 @@
 """Reads and writes NRRD and MetaImage files through SimpleITK, with the geometry that NIfTI files have here.
 
-ITK's positions grow to the left and to the back (LPS), ours to the right and to the front: x and y change sign.
+ITK's coordinates grow to the left and to the back (LPS), ours to the right and to the front: x and y change sign.
 Legend: ``c`` channels, ``W D H`` voxels in the file's own order of dims.
 """
 
@@ -27,7 +27,7 @@ _NUMBERS = {
 
 
 def load_library(path: str | Path) -> Any:
-    """Returns SimpleITK, imported when the first file needs it; raises DataError for ``path`` without it."""
+    """Returns SimpleITK, imported when the first file needs it; raises DataError for ``path`` if it is missing."""
     try:
         import SimpleITK
     except ImportError:
@@ -39,14 +39,14 @@ def load_library(path: str | Path) -> Any:
 
 @contextmanager
 def faults_of(path: str | Path) -> Iterator[Any]:
-    """Yields SimpleITK; what it raises in the block becomes a DataError of ``path``, its warnings are not printed."""
+    """Yields SimpleITK; its exceptions in the block become DataErrors about ``path``, its warnings are not printed."""
     itk = load_library(path)
     shown = itk.ProcessObject.GetGlobalWarningDisplay()
     itk.ProcessObject.SetGlobalWarningDisplay(False)
     try:
         yield itk
     except RuntimeError as error:
-        reasons = re.findall(r"ERROR: (.+)", str(error)) or [str(error).strip()]  # a line after it may give a wrong one
+        reasons = re.findall(r"ERROR: (.+)", str(error)) or [str(error).strip()]  # later lines may give a wrong one
         why = re.sub(r"^\w+\(0x\w+\): ", "", reasons[-1])
         raise DataError(path, f"cannot be read as an image ({why}); copy it again, or convert it") from error
     finally:
@@ -74,9 +74,9 @@ def read_voxels(path: str | Path) -> tuple[np.ndarray, Geometry]:
 
 
 def channels_first(array: np.ndarray, ndim: int) -> np.ndarray:
-    """Returns ``(c, W, D, H)`` of SimpleITK's array, which is in reverse order and has a pixel's numbers last.
+    """Returns SimpleITK's array, which has its dims reversed and a pixel's numbers last, as ``(c, W, D, H)``.
 
-    ndim: of the image; channels are its fourth dim, or the numbers of a pixel.
+    ndim: of the image; its channels are its fourth dim, or the numbers of a pixel.
     """
     if ndim == 4:
         return array.transpose(0, 3, 2, 1)
@@ -84,12 +84,12 @@ def channels_first(array: np.ndarray, ndim: int) -> np.ndarray:
 
 
 def number_type(itk: Any, pixel: int, path: str | Path) -> np.dtype[Any]:
-    """Returns numpy's type of a SimpleITK pixel type, for one number of a pixel where it has several."""
+    """Returns numpy's type for a SimpleITK pixel type; for pixels of several numbers, that of one of them."""
     for name, code in _NUMBERS.items():
         if pixel in (getattr(itk, f"sitk{name}"), getattr(itk, f"sitkVector{name}")):
             return np.dtype(code)
     raise DataError(
-        path, f"holds numbers of type {itk.GetPixelIDValueAsString(pixel)}; integers or real numbers of 8 to 64 bits "
+        path, f"has numbers of type {itk.GetPixelIDValueAsString(pixel)}; integers or real numbers of 8 to 64 bits "
         "are needed"
     )  # fmt: skip
 
@@ -104,7 +104,7 @@ def write_file(path: Path, array: np.ndarray, geometry: Geometry) -> None:
     image.SetOrigin(affine[:3, 3].tolist())
     image.SetDirection((affine[:3, :3] / spacing).ravel().tolist())
     with whole_file(path) as temporary:
-        named = temporary.with_name(f"{temporary.name}{path.suffix}")  # ITK goes by the end of the name
+        named = temporary.with_name(f"{temporary.name}{path.suffix}")  # ITK chooses the format by the suffix
         try:
             itk.WriteImage(image, str(named), useCompression=True)
             os.replace(named, temporary)
@@ -115,7 +115,7 @@ def write_file(path: Path, array: np.ndarray, geometry: Geometry) -> None:
 
 
 def _refuse_unusable(path: str | Path) -> None:
-    """Raises DataError for what ITK would explain badly or read halfway: no file, an empty one, voxels elsewhere."""
+    """Raises DataError for files that ITK explains badly or reads partly: missing, empty, or voxels in another file."""
     try:
         with open(path, "rb") as file:
             head = file.read(1 << 16)
@@ -130,11 +130,11 @@ def _refuse_unusable(path: str | Path) -> None:
         place = re.search(rb"^ElementDataFile\s*[=:]([^\r\n]*)", head, re.MULTILINE)
         elsewhere = place is None or place[1].strip().lower() != b"local"
     if elsewhere:
-        raise DataError(path, "is no file that holds its own voxels (.nrrd, .mha); write it as one file")
+        raise DataError(path, "does not contain its own voxels; write it as one .nrrd or .mha file")
 
 
 def _refuse_damaged(path: str | Path) -> None:
-    """Raises DataError where the checksum of packed voxels is wrong: SimpleITK would read them without a word."""
+    """Raises DataError if the checksum of compressed voxels is wrong, since SimpleITK would read them silently."""
     with open(path, "rb") as file:
         head = file.read(1 << 16)
         if head.startswith(b"NRRD"):
@@ -146,7 +146,7 @@ def _refuse_damaged(path: str | Path) -> None:
         if not packed or not begin:
             return
         file.seek(begin.end())
-        unpacking = zlib.decompressobj(47)  # gzip or zlib, whichever it is
+        unpacking = zlib.decompressobj(47)  # gzip or zlib
         try:
             while not unpacking.eof:
                 if not (block := file.read(1 << 20)):
@@ -157,12 +157,12 @@ def _refuse_damaged(path: str | Path) -> None:
 
 
 def _geometry(itk: Any, image: Any, components: int, path: str | Path) -> tuple[Geometry, int]:
-    """Returns geometry and number of channels of an image, or of the reader that knows its header."""
+    """Returns geometry and number of channels of an image, or of a reader that has read its header."""
     size, ndim = image.GetSize(), image.GetDimension()
     dtype = number_type(itk, image.GetPixelID(), path)
     if ndim not in (3, 4) or (ndim == 4 and components > 1):
         ndim += components > 1
-        raise DataError(path, f"holds a {ndim}-D array; a 3-D volume is needed, or 4-D with the modalities last")
+        raise DataError(path, f"has a {ndim}-D array; a 3-D volume is needed, or 4-D with the modalities last")
     channels = int(size[3]) if ndim == 4 else int(components)
     affine = np.eye(4)
     affine[:3, :3] = np.reshape(image.GetDirection(), (ndim, ndim))[:3, :3] * image.GetSpacing()[:3]

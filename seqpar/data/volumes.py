@@ -1,8 +1,8 @@
 """Reads and writes volumes as arrays ``(c, W, D, H)`` with their geometry; reads DICOM series.
 
-Legend: ``c`` channels, ``W D H`` voxels, in the file's own order of dims until `to_canonical` turns them to
-RAS. What is read can be written back voxel for voxel with the same affine, qform, sform and number type.
-NIfTI is read here, other formats by `itk_files` and `dicom_series`.
+Legend: ``c`` channels, ``W D H`` voxels, in the file's own order of dims until `to_canonical` turns them to RAS.
+Whatever is read can be written back voxel for voxel with the same affine, qform, sform and number type.
+NIfTI is read here, other formats are read by `itk_files` and `dicom_series`.
 """
 
 import gzip
@@ -38,31 +38,31 @@ __all__ = [
     "write_volume",
 ]
 _NIFTI = (".nii.gz", ".nii")
-_MAX_DEFLATE = 1100  # no gzip stream holds more than about 1032 bytes a byte
+_MAX_DEFLATE = 1100  # gzip compresses at most about 1032 to 1
 
 
 class Volume(NamedTuple):
-    """A file's voxels ``(c, W, D, H)`` in the file's own number type (float64 where it is scaled)."""
+    """A file's voxels ``(c, W, D, H)`` in the file's own number type (float64 if it scales them)."""
 
     array: np.ndarray
     geometry: Geometry
-    digest: str  # of the file's bytes (NIfTI: unpacked)
+    digest: str  # of the file's bytes (NIfTI: decompressed)
 
 
 def is_volume(path: Path) -> bool:
-    """Returns whether a path is what `read_volume` takes, by its name: a visible file, or a folder of DICOM slices."""
+    """Returns whether `read_volume` takes a path, by its name: a visible file, or a folder of DICOM slices."""
     if path.name.startswith("."):
         return False
     return path.name.endswith(SUFFIXES) if path.is_file() else dicom_series.is_series(path)
 
 
 def output_suffix(path: Path) -> str:
-    """Returns the suffix of what is written in a volume's geometry: the volume's own, .nii.gz for a DICOM series."""
+    """Returns the suffix for files written in a volume's geometry: the volume's own, .nii.gz for a DICOM series."""
     return suffix_of(path.name) or _NIFTI[0]
 
 
 def size_and_mtime(path: Path) -> tuple[int, int]:
-    """Returns a volume's size in bytes and the time in ns of its last change; of a series', those of all its files."""
+    """Returns a volume's size in bytes and its modification time in ns; for a series, those of all its files."""
     files = dicom_series.visible_files(path) if path.is_dir() else [path]
     stats = [file.stat() for file in files]
     return sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)
@@ -81,7 +81,7 @@ def read_geometry(path: str | Path) -> tuple[Geometry, int]:
 
 
 def read_volume(path: str | Path) -> Volume:
-    """Returns a file's voxels ``(c, W, D, H)`` and geometry; raises DataError for a file that cannot be used."""
+    """Returns a file's voxels ``(c, W, D, H)`` and geometry; raises DataError for an unusable file."""
     if Path(path).is_dir():
         array, geometry = dicom_series.read_series(Path(path))
         return Volume(_finite(array, path), geometry, digest_file(path))
@@ -103,10 +103,10 @@ def _read_nifti(path: str | Path) -> Volume:
         if not header.sizeof_hdr <= start <= start + length <= room:
             raise DataError(
                 path,
-                f"is {size} bytes long, but its header promises {shape} of {geometry.dtype}: "
+                f"is {size} bytes long, but its header announces {shape} of {geometry.dtype}: "
                 "it is truncated or damaged; copy it again",
             )
-        raw = head + file.read()  # to the end: only so gzip compares its checksum
+        raw = head + file.read()  # to the end: gzip compares its checksum only there
     if len(raw) < start + length:
         raise DataError(path, f"ends after {len(raw)} of {start + length} bytes: it is truncated; copy it again")
     stored = np.frombuffer(raw, geometry.dtype, count=length // np.dtype(geometry.dtype).itemsize, offset=start)
@@ -125,7 +125,7 @@ def _finite(array: np.ndarray, path: str | Path) -> np.ndarray:
 
 
 def digest_file(path: str | Path) -> str:
-    """Returns the digest of a volume's bytes (NIfTI: unpacked; a series: all files), the same as `read_volume`'s."""
+    """Returns the digest of a volume's bytes (NIfTI: decompressed; a series: all files), equal to `read_volume`'s."""
     digest = hashlib.blake2b(digest_size=16)
     if os.path.isdir(path):
         for part in dicom_series.visible_files(Path(path)):
@@ -140,14 +140,14 @@ def digest_file(path: str | Path) -> str:
 def write_volume(path: str | Path, array: np.ndarray, geometry: Geometry, dtype: Any = None) -> None:
     """Writes ``(c, W, D, H)`` or ``(W, D, H)`` in the geometry of its source, whole or not at all.
 
-    Without `dtype` the numbers are stored as the source stored them, its scale factor included.
+    Without `dtype`, numbers are stored as in the source, with its scale factor.
     """
     path = Path(path)
     if not path.name.endswith(SUFFIXES):
-        raise ValueError(f"{path}: volumes are written as {' or '.join(SUFFIXES)}; change the name")
+        raise ValueError(f"{path}: volumes can be written as {' or '.join(SUFFIXES)}; change the name")
     if array.shape[-3:] != geometry.shape:
         raise ValueError(
-            f"{path}: the array is {array.shape[-3:]}, its geometry {geometry.shape}; undo every step first"
+            f"{path}: the array is {array.shape[-3:]}, its geometry {geometry.shape}; undo all preparation first"
         )
     if array.ndim == 4 and len(array) == 1 and geometry.ndim == 3:
         array = array[0]
@@ -155,7 +155,7 @@ def write_volume(path: str | Path, array: np.ndarray, geometry: Geometry, dtype:
         if path.name.endswith(_NIFTI):
             _write_nifti(path, array, geometry, dtype)
         else:
-            scaled = (geometry.slope, geometry.inter) != (1.0, 0.0)  # such a file has no place for a scale
+            scaled = (geometry.slope, geometry.inter) != (1.0, 0.0)  # such files cannot store a scale
             number = np.dtype(dtype or (array.dtype if scaled else geometry.dtype)).newbyteorder("=")
             itk_files.write_file(path, _stored(array, number, 1.0, 0.0, path), geometry)
     except OSError as error:
@@ -170,9 +170,9 @@ def _write_nifti(path: Path, array: np.ndarray, geometry: Geometry, dtype: Any) 
     slope, inter = (geometry.slope, geometry.inter) if dtype is None else (1.0, 0.0)
     if dtype is not None:
         header.set_data_dtype(dtype)
-        header["cal_min"] = header["cal_max"] = 0  # the source's display window says nothing about other numbers
+        header["cal_min"] = header["cal_max"] = 0  # the source's display window does not suit other numbers
     pixdim = header["pixdim"].copy()
-    header.set_data_shape(array.shape)  # also resets the spacing of dims that the file does not have
+    header.set_data_shape(array.shape)  # also resets the spacing of unused dims
     header["pixdim"] = pixdim
     header["scl_slope"], header["scl_inter"] = slope, inter
     header["vox_offset"], header["magic"] = header.single_vox_offset, header.single_magic
@@ -185,10 +185,10 @@ def _write_nifti(path: Path, array: np.ndarray, geometry: Geometry, dtype: Any) 
 
 @contextmanager
 def _opened(path: str | Path, suffixes: tuple[str, ...] = _NIFTI) -> Iterator[IO[bytes]]:
-    """Opens a file, unpacking .gz; turns what goes wrong in the block into a DataError."""
+    """Opens a file, decompressing .gz; turns errors in the block into DataErrors."""
     try:
         if not str(path).endswith(suffixes):
-            raise DataError(path, f"is no {' or '.join(SUFFIXES)}; convert it to NIfTI")
+            raise DataError(path, f"is not a {' or '.join(SUFFIXES)} file; convert it to NIfTI")
         if os.path.isfile(path) and os.path.getsize(path) == 0:
             raise DataError(path, "is empty (0 bytes); copy it again")
         opening: Any = gzip.open if str(path).endswith(".gz") else open
@@ -197,8 +197,8 @@ def _opened(path: str | Path, suffixes: tuple[str, ...] = _NIFTI) -> Iterator[IO
     except gzip.BadGzipFile as error:
         raise DataError(
             path,
-            f"is not packed with gzip, or damaged ({error}); "
-            "if it is a plain NIfTI file, name it .nii, else copy it again",
+            f"is not compressed with gzip, or is damaged ({error}); "
+            "if it is an uncompressed NIfTI file, name it .nii, else copy it again",
         ) from error
     except (EOFError, zlib.error) as error:
         raise DataError(path, f"is truncated or damaged ({error}); copy it again") from error

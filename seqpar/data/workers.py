@@ -1,12 +1,5 @@
-"""Runs work on many items in processes: they never outlive their parent, and losing one loses one item."""
+"""Runs work on many items in processes; losing a process loses one item."""
 
-import ctypes
-import multiprocessing
-import os
-import signal
-import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -14,11 +7,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar
 
 from seqpar.data.errors import DataError
+from seqpar.parallel.processes import start_worker
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Progress = Callable[[float, int], None]  # is told how many items are done, parts of items too, and how many there are
-ReportProgress = Callable[[float], None]  # is told which share of one item is done
+Progress = Callable[[float, int], None]  # takes the number of items done (with fractions) and their total
+ReportProgress = Callable[[float], None]  # takes the share of one item that is done
 
 
 def no_progress(done: float, total: int) -> None:
@@ -30,7 +24,7 @@ def no_item_progress(share: float) -> None:
 
 
 class WorkerDied(Exception):
-    """A process that ended without a result: killed, most often for lack of memory."""
+    """A process that ended without a result: it was killed, most often for lack of memory."""
 
 
 class _Share(NamedTuple):
@@ -49,31 +43,27 @@ def map_in_processes(
     workers: int,
     beat: Callable[[dict[int, float]], None] = lambda shares: None,
 ) -> Generator[tuple[Item, Result | DataError | WorkerDied], None, None]:
-    """Yields each item with its result or its error, in the order in which they end.
+    """Yields each item with its result or its error, in the order in which they finish.
 
-    Each item has a process of its own, so that one that is killed takes no other along.
+    Each item has a process of its own, so that a killed process loses no other item.
 
-    work: gets an item and a function that is told which share of it is done.
+    work: takes an item and a function that reports which share of it is done.
     workers: processes at a time; 0 works in this process.
-    beat: called about once a second with the shares that are done of the items being worked on, by their numbers.
+    beat: called about once a second with the share that is done of each item in progress, by its number.
     """
     if workers == 0:
         for number, item in enumerate(items):
             yield item, _outcome(work, item, partial(_beat_one, beat, number))
             beat({})
         return
-    context = multiprocessing.get_context("fork")
     waiting, running = list(reversed(list(enumerate(items)))), dict[Connection, tuple[Any, int, Item]]()
     shares: dict[int, float] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
-                ours, theirs = context.Pipe(duplex=False)
                 number, item = waiting.pop()
-                process = context.Process(target=_answer, args=(work, item, theirs, os.getpid()))
-                process.start()
-                theirs.close()
-                running[ours] = (process, number, item)
+                process, pipe = start_worker(_answer, (work, item))
+                running[pipe] = (process, number, item)
             for ready in wait(list(running), timeout=1.0):
                 assert isinstance(ready, Connection)
                 process, number, item = running[ready]
@@ -95,26 +85,7 @@ def _beat_one(beat: Callable[[dict[int, float]], None], number: int, share: floa
     beat({number: share})
 
 
-def die_with_parent(parent: int) -> None:
-    """Makes this process end when its parent ends, however that happens."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def _answer(work: Callable[[Item, ReportProgress], Any], item: Item, pipe: Connection, parent: int) -> None:
-    die_with_parent(parent)
+def _answer(pipe: Connection, work: Callable[[Item, ReportProgress], Any], item: Item) -> None:
     try:
         pipe.send(_outcome(work, item, lambda share: pipe.send(_Share(share))))
     except Exception:
@@ -133,7 +104,7 @@ def _outcome(
 
 
 def _received(pipe: Connection, process: Any) -> Any:
-    """Returns the result or the share that a process sent; raises RuntimeError with its traceback if it crashed."""
+    """Returns the result or progress that a process sent; raises RuntimeError with its traceback if it crashed."""
     try:
         answer = pipe.recv()
         if isinstance(answer, _Share):

@@ -2,19 +2,21 @@
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from seqpar.attention.partition import split_evenly
-from seqpar.models.masked_network import MaskedNet
 from seqpar.models.network_family import Layers, NetworkFamily
 from seqpar.models.transformer_families import OF_ENCODER, VisionTransformer, make_encoder, tokens_per_rank
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from seqpar.settings.pretraining_settings import MASKED
-from seqpar.vit.masked_autoencoder import MaskedDecoder
 from seqpar.vit.masking import check_num_visible, num_visible
 from seqpar.vit.tokens import sincos_positions
+
+if TYPE_CHECKING:
+    from seqpar.models.masked_network import MaskedNet
 
 
 class MaskedPretraining(VisionTransformer):
@@ -29,13 +31,16 @@ class MaskedPretraining(VisionTransformer):
 
     def build(
         self, config: Config, in_channels: int, num_outputs: int, group: Group, data: Group | None, has_regions: bool
-    ) -> MaskedNet:
+    ) -> "MaskedNet":
         """Returns the network; learned positions begin as sines and cosines, by which near tokens are alike."""
         encoder = make_encoder(config, in_channels, group)
         if encoder.pos_embed is not None:
             whole = replace(encoder.layout, num_ranks=1)
             with torch.no_grad():
                 encoder.pos_embed.copy_(sincos_positions(whole, 0, config.embed_dim))
+        from seqpar.models.masked_network import MaskedNet  # of pretrainings alone
+        from seqpar.vit.masked_autoencoder import MaskedDecoder
+
         positions = "rope" if encoder.rotates else "sincos"
         width, depth = _width(config), config.rebuild_blocks
         blocks = replace(config, depth=depth, embed_dim=width, positions=positions, dropout=0.0, drop_path=0.0)

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from torch.optim import Optimizer
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -64,3 +66,44 @@ SCHEDULES: dict[str, Callable[[Moment], float]] = {
     "step": step,
     "cyclic": cyclic,
 }
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """The learning rate of a run: ``lr``, its highest; ``name``, of SCHEDULES; all else in steps.
+
+    ``warmup`` of the ``steps`` come before the schedule. For the others see ``Moment``.
+    """
+
+    lr: float
+    name: str
+    steps: int
+    warmup: int = 0
+    epoch_steps: int = 1
+    decay_steps: int = 0
+    decay_factor: float = 0.1
+    cycle_steps: int = 1
+
+
+def learning_rate(options: ScheduleOptions, step: int) -> float:
+    """Returns the learning rate of a step: linear warm-up, then the schedule.
+
+    It is a pure function of the step: there is no state to save.
+    """
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    moment = Moment(
+        step - options.warmup,
+        options.steps - options.warmup,
+        options.decay_steps,
+        options.decay_factor,
+        options.epoch_steps,
+        options.cycle_steps,
+    )
+    return options.lr * SCHEDULES[options.name](moment)
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Sets the rate of all of the optimizer's groups, each by its own scale."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["scale"]

@@ -15,7 +15,7 @@ from seqpar.models.build import family_of
 from seqpar.settings.config import Config
 
 
-def is_open(config: Config) -> bool:
+def is_attention_open(config: Config) -> bool:
     """Returns whether there is a strategy to choose: for attention to all tokens, on several ranks, none is named."""
     return family_of(config).attends and config.attention == "auto" and config.seqpar > 1 and not config.window
 
@@ -90,7 +90,7 @@ def choose_within_memory(
 
 def choose_quickest(config: Config, device: Device) -> Config:
     """Returns the config with the quickest strategy for one sample in float32, whatever memory it needs."""
-    if not is_open(config):
+    if not is_attention_open(config):
         return config
     layers = [(replace(layer, batch=1, element=4), count) for layer, count in layers_of(config)]
     strategy, _ = fastest_strategy_of_model(layers, device.machine(config.seqpar, config.precision), config.keep_kv)

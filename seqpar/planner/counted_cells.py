@@ -15,9 +15,9 @@ from seqpar.cluster.devices import Link
 from seqpar.cluster.torch_setup import recomputes, without_torch_compile
 from seqpar.models.build import build_loss, build_network, build_on_meta
 from seqpar.models.network import Network
-from seqpar.models.optimizer import make_optimizer
 from seqpar.models.pipelined import PartOfBatch
 from seqpar.optimization.optimizers import OPTIMIZERS
+from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.meta_tensors import meta_as_device
 from seqpar.pipeline.cells import Value
@@ -37,7 +37,7 @@ def bytes_of_optimizer(config: Config, on_gpu: bool) -> OptimizerBytes:
         weight.grad = torch.empty_like(weight)
     at_once = on_gpu and not OPTIMIZERS[config.optimizer].whole
     with without_torch_compile(), MemoryCounter() as counter:
-        optimizer = make_optimizer(config, probe)
+        optimizer = make_optimizer(probe, config.optimizer_options)
         for group in optimizer.param_groups:
             group["foreach"] = at_once  # torch's own choice
         optimizer.step()

@@ -2,13 +2,15 @@
 
 import importlib.util
 import os
+from collections.abc import Sequence
 
-from seqpar.models.build import NETWORK_NAMES, build_on_meta, layout_of
+from seqpar.models.build import NETWORK_NAMES, build_on_meta, family_of, layout_of
 from seqpar.parallel.mesh import Group
 from seqpar.pipeline.named_placements import PLACEMENTS, parse_cuts
 from seqpar.pipeline.placement import check_num_cells
 from seqpar.settings.checks import check
 from seqpar.settings.config import Config
+from seqpar.settings.curriculum import Lesson
 
 
 def check_feasible(config: Config) -> None:
@@ -56,3 +58,38 @@ def require_peers(config: Config, num_ranks: int) -> None:
     """Raises where a config needs several ranks and there is one."""
     if config.shard_weights and num_ranks == 1:
         raise ValueError("--shard-weights shares with other ranks, and 1 was started: start 2 or more, or leave it out")
+
+
+def check_lessons(lessons: Sequence[Lesson], num_groups: int = 1) -> None:
+    """Refuses lessons that cannot work, and tiles for which the network is another one.
+
+    - ``num_groups``: sequence groups, whose tiles are one batch
+    """
+    for lesson in lessons:
+        try:
+            check_feasible(lesson.config)
+            family_of(lesson.config).refuse_batch(lesson.config, num_groups)
+        except ValueError as error:
+            if len(lessons) == 1:
+                raise
+            raise ValueError(f"--curriculum, lesson of tile {_by(lesson.config)}: {error}") from None
+    shapes = [_shapes(lesson.config) for lesson in lessons] if len(lessons) > 1 else []
+    for lesson, own in zip(lessons[1:], shapes[1:]):
+        if differing := sorted(name for name in {**own, **shapes[0]} if own.get(name) != shapes[0].get(name)):
+            raise ValueError(
+                f"--curriculum: --network {lesson.config.network} is another network for tile {_by(lesson.config)} "
+                f"than for {_by(lessons[0].config)} ({differing[0]} differs), so that its weights cannot go on: choose "
+                "tiles for which it is the same, or another --network"
+            )
+
+
+def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a network's tensors, without those that are resized with the tile."""
+    net = build_on_meta(config, Group("seq", tuple(range(config.seqpar))))
+    other = tuple(side + unit for side, unit in zip(net.layout.tile, net.layout.patch))
+    resized = net.resized(other)
+    return {name: tuple(tensor.shape) for name, tensor in net.state_dict().items() if name not in resized}
+
+
+def _by(config: Config) -> str:
+    return "x".join(map(str, config.tile))

@@ -1,7 +1,9 @@
-"""The smallest group and the largest batch that fit a device."""
+"""Searches for the smallest group, the largest batch and the largest tile that fit a device; says why nothing fits."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from seqpar.cluster.devices import GIB
 from seqpar.models.build import family_of
@@ -10,15 +12,17 @@ from seqpar.planner.pipeline_plan import plan_run
 from seqpar.planner.step_counter import extrapolate
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+UNIT, LARGEST = 32, 1024  # voxels by which a cube's side grows, and its longest side
+SHARED_BY = (1, 2, 4, 8)  # group sizes for which the largest cube is searched
 
 
 def usual_sizes(node: int) -> list[int]:
-    """Returns the group sizes to plan where none is named: those that share nodes of ``node`` ranks evenly."""
+    """Returns the group sizes to plan by default: those that divide nodes of ``node`` ranks evenly, or fill them."""
     return [size for size in SIZES if fits_nodes_evenly(size, node)]
 
 
 def plans(run: RunToPlan, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
-    """Yields the plan of each group size; one that cannot be says why."""
+    """Yields the plan of each group size; the plan of a size that cannot run says why."""
     for size in sizes:
         try:
             yield plan(run, size)
@@ -27,39 +31,37 @@ def plans(run: RunToPlan, sizes: Iterable[int] = SIZES) -> Iterator[Plan]:
 
 
 def smallest_that_fits(rows: Iterable[Plan]) -> Plan | None:
-    """Returns the first plan that fits, None where none does; ``rows`` are in order of their group size."""
+    """Returns the first plan that fits, or None; ``rows`` are sorted by group size."""
     return next((p for p in rows if p.fits), None)
 
 
 def most_tiles(run: RunToPlan, p: Plan) -> int:
-    """Returns the largest batch of a sequence group of ``p``, estimated by what one more tile adds.
+    """Returns the largest batch that fits a sequence group of ``p``, extrapolated from what one more tile adds.
 
-    Where a tile is smaller than the loss's run of logits, slightly more may fit.
+    Slightly more may fit if a tile is smaller than the loss's run of logits.
     """
     unit = p.config.seqpar if p.config.mode == "swap" else 1
     more = replace(p.config, batch=p.config.batch + unit)
     steps = list(zip(*(steps_of(run, config, p.device, p.ranks) for config in (p.config, more))))
 
-    def fits(times: int) -> bool:
+    def is_too_much(times: int) -> bool:
         needs = (sum(memory_of(extrapolate(few, many, times), p.device).values()) for few, many in steps)
-        return max(needs) <= p.device.memory
+        return max(needs) > p.device.memory
 
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return p.config.batch + low * unit
+    bound = 1
+    while not is_too_much(bound):
+        bound *= 2
+    return p.config.batch + unit * (bisect_left(range(bound), True, lo=bound // 2 + 1, key=is_too_much) - 1)
 
 
 def largest_batch(run: RunToPlan, ranks: int, most: int) -> Plan:
-    """Returns the plan of the largest batch up to ``most`` that fits; of the least batch where none does.
+    """Returns the plan of the largest batch up to ``most`` that fits; if none fits, of the smallest batch.
 
-    The least is one tile, or one tile a rank where mode swap deals them out.
+    The smallest is one tile, or with mode swap one tile a rank.
     """
     unit = run.config.seqpar if run.config.mode == "swap" else 1
 
+    @cache
     def of(tiles: int) -> Plan:
         return plan_run(replace(run, config=replace(run.config, batch=tiles), timed=False), ranks)
 
@@ -67,8 +69,11 @@ def largest_batch(run: RunToPlan, ranks: int, most: int) -> Plan:
     if largest.fits or most == unit:
         return largest
     least = of(unit)
-    if run.config.pipe > 1:
-        return _by_halves(of, least, unit, most)
+    if run.config.pipe > 1:  # each batch has its own stages
+        if not least.fits:
+            return least
+        beyond = bisect_left(range(most // unit), True, lo=2, key=lambda count: not of(count * unit).fits)
+        return of((beyond - 1) * unit)
     while not largest.fits and largest.config.batch > unit:  # memory is convex in the batch: a chord lies above it
         tiles = largest.config.batch
         per_tile = (largest.total - least.total) / (tiles - unit)
@@ -77,13 +82,20 @@ def largest_batch(run: RunToPlan, ranks: int, most: int) -> Plan:
     return largest
 
 
-def _by_halves(of: Callable[[int], Plan], least: Plan, unit: int, most: int) -> Plan:
-    """Returns the plan of the largest batch that fits where each batch has its own stages; ``most`` does not fit."""
-    best, low, high = least, 1, most // unit
-    while best.fits and high - low > 1:
+def largest_cube(run: RunToPlan, size: int) -> Plan | None:
+    """Returns the plan of the largest cubic tile that groups of ``size`` ranks can train, or None."""
+    best: Plan | None = None
+    low, high = 1, LARGEST // UNIT
+    while low <= high:
         middle = (low + high) // 2
-        p = of(middle * unit)
-        low, high, best = (middle, high, p) if p.fits else (low, middle, best)
+        tile = (middle * UNIT,) * 3
+        (p,) = plans(replace(run, config=replace(run.config, tile=tile), timed=False), [size])
+        if p.fits:
+            best, low = p, middle + 1
+        elif p.why and best is None and middle < high:  # the ranks cannot share a cube this small
+            low = middle + 1
+        else:
+            high = middle - 1
     return best
 
 

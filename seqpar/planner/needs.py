@@ -13,7 +13,7 @@ from seqpar.models.build import layout_of
 from seqpar.planner.attention_choice import (
     attention_waiting,
     choose_within_memory,
-    is_open,
+    is_attention_open,
     strategy_of,
     unfused_scores,
 )
@@ -120,7 +120,7 @@ def plan_complete_config(run: RunToPlan, ranks: int) -> Plan:
     """
     config = run.config
     device = run.device.of(ranks).in_groups((ranks, config.seqpar, ranks // config.seqpar))
-    if not is_open(config):
+    if not is_attention_open(config):
         return _plan(run, config, device, ranks)
     plan_of = cache(lambda named: _plan(run, named, device, ranks))
     config, why = choose_within_memory(config, device, lambda named: plan_of(named).total)

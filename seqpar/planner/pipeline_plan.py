@@ -67,6 +67,16 @@ class PlacementResult:
         return ",".join(map(str, inner)) if in_order else self.way
 
 
+@dataclass(frozen=True)
+class PlacementOptions:
+    """A network spread over a pipe's places: every way of placing it, the best one, and its plan."""
+
+    pipe: Pipe
+    ways: list[PlacementResult]
+    best: PlacementResult
+    plan: Plan
+
+
 def measure_or_count_cells(run: RunToPlan, config: Config, counted: bool = False) -> Cells:
     """Returns the cells of a config's network: measured on this CPU where a rank has whole tiles, else counted.
 
@@ -113,6 +123,15 @@ def pipe_of(cells: Cells, config: Config, device: Device) -> Pipe:
     per_byte = 1 / device.link(config.pipe * config.seqpar).bandwidth
     at_once = bytes_of_optimizer(config, device.on_gpu).at_once
     return Pipe(cells.takes, cells.outputs, costs, places, config.accumulate, config.pipe_schedule, per_byte, at_once)
+
+
+def spread_over(run: RunToPlan, config: Config, cells: Cells, size: int) -> PlacementOptions:
+    """Returns the cells on ``size`` places; raises ValueError if that is impossible."""
+    config, ranks = config_with_places(run, config, size)
+    pipe = pipe_of(cells, config, run.device.of(ranks))
+    ways = list(placements(pipe, config.placement))
+    best = chosen(ways, config)
+    return PlacementOptions(pipe, ways, best, plan_of(run, config, cells, pipe, best, ranks))
 
 
 def plan_counted(run: RunToPlan, ranks: int) -> tuple[Plan, Pipe, PlacementResult]:

@@ -4,6 +4,7 @@ As nnU-Net plans: the spacing is the cases' median, the tile as large as fits wi
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -144,14 +145,11 @@ class _Search:
         if "tile" in self.flags:
             return f"  --tile {_spaced(self.config.tile)}, as given, {described(self.config)}"
         tiles = list(smaller_tiles(self._tile_of(self.tile_voxels), self.shape, self._unit()))
-        low, high = 0, len(tiles) - 1  # the last is taken whatever it needs
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.fits(tiles[middle]) else (middle + 1, high)
-        self.config = self._with_tile(tiles[low])
+        at = bisect_left(tiles, True, hi=len(tiles) - 1, key=self.fits)  # the last is taken whatever it needs
+        self.config = self._with_tile(tiles[at])
         lengths = " x ".join(f"{side * size:.0f}" for side, size in zip(self.config.tile, self.size))
-        most = "as large as the cases or the time allow" if low == 0 else "the largest of which two fit"
-        if low == len(tiles) - 1 and not self.fits(tiles[low]):
+        most = "as large as the cases or the time allow" if at == 0 else "the largest of which two fit"
+        if at == len(tiles) - 1 and not self.fits(tiles[at]):
             most = "the smallest there is, though two may not fit"
         return f"  --tile {_spaced(self.config.tile)} ({lengths} mm), {described(self.config)}: {most}"
 

@@ -20,8 +20,8 @@ from seqpar.cluster.devices import Operation
 from seqpar.cluster.torch_setup import recomputes, without_torch_compile
 from seqpar.models.build import build_loss, build_on_meta, family_of
 from seqpar.models.network import Network
-from seqpar.models.optimizer import make_optimizer
 from seqpar.optimization.optimizers import OPTIMIZERS
+from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.device_constants import clear_caches
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.meta_tensors import meta_as_device
@@ -223,7 +223,7 @@ def _update(config: Config, net: nn.Module, work: WorkCounter, on_gpu: bool) -> 
     with MemoryCounter(work.watch) as counter:
         for p in trainable_parameters(net):
             p.grad = torch.empty_like(p)
-        optimizer = make_optimizer(config, net)
+        optimizer = make_optimizer(net, config.optimizer_options)
         for group in optimizer.param_groups:
             # torch's own choice: all at once, or in turn
             group["foreach"] = on_gpu and not config.shard_weights and not OPTIMIZERS[config.optimizer].whole

@@ -1,9 +1,8 @@
 """The cases of a page: truth, prediction and image on one grid, in a viewer and three planes each."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,9 @@ from seqpar.report.planes import (
     sides,
 )
 from seqpar.report.record import CaseScores, RunRecord, ScoredCase
-from seqpar.report.run_page import fill
+from seqpar.report.tables import Score
 
+BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
 _MARGIN = 8  # voxels shown around the labels where there is no image
 
 
@@ -112,57 +112,75 @@ def to_grey(channel: NDArray[Any], zero_is_outside: bool) -> Bytes:
     return grey
 
 
-def draw_planes(case: ShownCase, neurological: bool) -> tuple[list[str], tuple[int, ...]]:
-    """Returns a case's three planes as SVG, and where they lie: through most of the truth, else of the prediction."""
+@dataclass(frozen=True)
+class ShownPlane:
+    """A plane of a case as its template draws it, in mm.
+
+    - ``number``, ``count``: which plane of how many, as the viewer counts
+    - ``across``, ``up``: sides of a pixel
+    - ``outlines``: kind (truth or prediction), colour and SVG path in pixels
+    - ``sides``: place and letter of what is at the left, right, top and bottom
+    - ``letter``, ``bar``: height of a letter, the same in all three planes, and length of the scale bar
+    """
+
+    name: str
+    label: str
+    number: int
+    count: int
+    width: float
+    height: float
+    across: float
+    up: float
+    png: str
+    outlines: Sequence[tuple[str, str, str]]
+    sides: Sequence[tuple[float, float, str]]
+    letter: float
+    bar: float
+
+
+def planes_of(case: ShownCase, neurological: bool) -> list[ShownPlane]:
+    """Returns a case's three planes: through most of the truth, else of the prediction."""
     at = fullest_planes(case.truth if case.truth.any() else case.prediction)
-    return [_draw_plane(case, plane, dim, at[dim], neurological) for plane, dim in PLANES], at
+    return [_plane(case, name, dim, at[dim], neurological) for name, dim in PLANES]
 
 
-def _draw_plane(case: ShownCase, plane: str, dim: int, at: int, neurological: bool) -> str:
+def _plane(case: ShownCase, name: str, dim: int, at: int, neurological: bool) -> ShownPlane:
     across, up = (step for n, step in enumerate(case.spacing) if n != dim)
     truth, prediction = (plane_of(labels, dim, at, neurological) for labels in (case.truth, case.prediction))
-    rows, columns = truth.shape
-    width, height = columns * across, rows * up
-    parts = [f'<rect width="{width:.6g}" height="{height:.6g}" fill="#000"/>']
+    width, height = truth.shape[1] * across, truth.shape[0] * up
+    picture = ""
     if case.images:
-        picture = plane_of(case.images[best_modality(list(case.images))], dim, at, neurological)
-        size = f'width="{width:.6g}" height="{height:.6g}" preserveAspectRatio="none"'
-        parts.append(f'<image {size} href="data:image/png;base64,{encode(png(np.ascontiguousarray(picture)))}"/>')
-    parts.append(f'<g transform="scale({across:.6g} {up:.6g})" fill="none" stroke-width="1.5">')
-    for kind, labels in (("truth", truth), ("prediction", prediction)):
-        for number in np.unique(labels[labels > 0]).tolist():
-            colour = COLOURS[(number - 1) % len(COLOURS)]
-            parts.append(f'<path class="{kind}" stroke="{colour}" d="{outline(labels == number)}"/>')
-    size = max(side * step for side, step in zip(case.truth.shape, case.spacing)) / 24  # the same in all three planes
-    parts.append(f"</g>{_letters(sides(neurological)[dim], width, height, size)}{_scale_bar(width, height, size)}")
-    label = escape(f"{case.name}, {plane} plane {at + 1}")
-    box = f'viewBox="0 0 {width:.6g} {height:.6g}" style="aspect-ratio:{width:.6g}/{height:.6g}"'
-    return f'<svg {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'
-
-
-def _letters(letters: str, width: float, height: float, size: float) -> str:
-    """Returns what lies at the left, right, top and bottom of a plane; ``size`` is the letters' height in mm."""
-    far = 0.8 * size
+        grey = plane_of(case.images[best_modality(list(case.images))], dim, at, neurological)
+        picture = encode(png(np.ascontiguousarray(grey)))
+    outlines = [
+        (kind, COLOURS[(number - 1) % len(COLOURS)], outline(labels == number))
+        for kind, labels in (("truth", truth), ("prediction", prediction))
+        for number in np.unique(labels[labels > 0]).tolist()
+    ]
+    letter = max(side * step for side, step in zip(case.truth.shape, case.spacing)) / 24
+    far = 0.8 * letter
     places = ((far, height / 2), (width - far, height / 2), (width / 2, far), (width / 2, height - far))
-    texts = (f'<text x="{x:.6g}" y="{y:.6g}" dy="0.35em">{letter}</text>' for letter, (x, y) in zip(letters, places))
-    return f'<g class="sides" font-size="{size:.6g}" text-anchor="middle">{"".join(texts)}</g>'
+    return ShownPlane(
+        name,
+        f"{case.name}, {name} plane {at + 1}",
+        at + 1,
+        case.truth.shape[dim],
+        width,
+        height,
+        across,
+        up,
+        picture,
+        outlines,
+        [(x, y, side) for (x, y), side in zip(places, sides(neurological)[dim])],
+        letter,
+        bar_length(width),
+    )
 
 
 def bar_length(width: float) -> float:
     """Returns the length of a scale bar in mm, a round number of at most a quarter of a picture's width."""
     power = 10.0 ** math.floor(math.log10(width / 4))
     return max(power * factor for factor in (1, 2, 5) if power * factor <= width / 4)
-
-
-def _scale_bar(width: float, height: float, size: float) -> str:
-    """Returns a scale bar in the lower left corner; ``size`` is the height of its text in mm."""
-    length, left, y = bar_length(width), 0.5 * size, height - 0.5 * size
-    line = f'<line x1="{left:.6g}" x2="{left + length:.6g}" y1="{y:.6g}" y2="{y:.6g}"/>'
-    text = f'<text x="{left:.6g}" y="{y - 0.4 * size:.6g}">{length:g} mm</text>'
-    return f'<g class="scale" font-size="{0.8 * size:.6g}">{line}{text}</g>'
-
-
-BUDGET = 5_000_000  # bytes of the volumes in a page, which can still be mailed
 
 
 def load_worst(
@@ -187,41 +205,58 @@ def load_worst(
     return shown
 
 
-def section(
+@dataclass(frozen=True)
+class CaseView:
+    """A case of a page in words and planes; ``columns``: widths of the planes, so that a mm is as long in each."""
+
+    name: str
+    caption: str
+    note: str
+    columns: str
+    planes: Sequence[ShownPlane]
+
+
+@dataclass(frozen=True)
+class CaseSection:
+    """The cases of a page; ``labels``: colour and name, ``volumes``: what the viewer reads, ``note``: of these."""
+
+    orientation: str
+    labels: Sequence[tuple[str, str]]
+    note: str
+    shown: Sequence[CaseView]
+    volumes: Mapping[str, Any]
+
+
+def case_section(
     record: RunRecord, scored: CaseScores, shown: list[tuple[ShownCase, Embedded]], neurological: bool
-) -> tuple[str, dict[str, Any]]:
-    """Returns the section of the cases, and the data that its viewer reads.
+) -> CaseSection:
+    """Returns the section of the cases.
 
     - ``neurological``: the patient's left is on the left of a picture, and not on the right
     """
     by_name = {case.name: case for case in scored.cases}
-    keys = legend(record)
-    viewer = fill("viewer.html", {"legend": keys, "note": viewer_note([embedded for _, embedded in shown])})
-    how_shown = f'<p class="small">{orientation_text(neurological)}. {LETTERS}.</p>'
-    note = '<p class="small">Planes that hold most of the truth; worst cases first.</p>'
-    planes = "".join(case_section(by_name[case.name], case, neurological) for case, _ in shown)
-    return how_shown + viewer + keys + note + planes, viewer_data(record, shown, neurological)
+    return CaseSection(
+        f"{orientation_text(neurological)}. {LETTERS}",
+        [(COLOURS[n % len(COLOURS)], name) for n, name in enumerate(record.label_names.values())],
+        viewer_note([embedded for _, embedded in shown]),
+        [_case_view(by_name[case.name], case, neurological) for case, _ in shown],
+        viewer_data(record, shown, neurological),
+    )
 
 
-def case_section(case: ScoredCase, shown: ShownCase, neurological: bool) -> str:
+def _case_view(case: ScoredCase, shown: ShownCase, neurological: bool) -> CaseView:
     """Returns one case with its scores and three planes."""
-    planes, at = draw_planes(shown, neurological)
-    figures = "".join(
-        f"<figure>{plane}<figcaption>{name} {place + 1} / {side}</figcaption></figure>"  # as the viewer counts
-        for plane, name, place, side in zip(planes, [plane for plane, _ in PLANES], at, shown.truth.shape)
-    )
-    dice = ", ".join(
-        f"{name} {'–' if math.isnan(value) else f'{value:.3f}'}"
-        for name, value in ((name, row.get("Dice", math.nan)) for name, row in case.scores.items())
-    )
+    dice = ", ".join(f"{name} {Score(row.get('Dice', math.nan), 3).text}" for name, row in case.scores.items())
     modality = f" · shown on {best_modality(list(shown.images))}" if shown.images else ""
-    note = f'<p class="small">{escape(shown.note)}</p>' if shown.note else ""
-    caption = f"Dice: {dice}{modality} · voxels of {' × '.join(f'{step:.3g}' for step in shown.spacing)} mm"
-    head = f'<h3>{escape(case.name)}</h3><p class="small">{escape(caption)}{escape(volumes_of(case))}</p>'
+    spacing = " × ".join(f"{step:.3g}" for step in shown.spacing)
     w, d, _ = (side * step for side, step in zip(shown.truth.shape, shown.spacing))
-    scale = f'style="grid-template-columns: {d:.6g}fr {w:.6g}fr {w:.6g}fr"'  # a mm takes as many pixels in each plane
-    body = f'{head}{note}<div class="planes" {scale}>{figures}</div>'
-    return f'<article class="case" data-case="{escape(case.name)}">{body}</article>'
+    return CaseView(
+        case.name,
+        f"Dice: {dice}{modality} · voxels of {spacing} mm{volumes_of(case)}",
+        shown.note,
+        f"{d:.6g}fr {w:.6g}fr {w:.6g}fr",
+        planes_of(shown, neurological),
+    )
 
 
 def volumes_of(case: ScoredCase) -> str:
@@ -232,16 +267,6 @@ def volumes_of(case: ScoredCase) -> str:
         if {"TrueVolumeMl", "VolumeMl"} <= row.keys()
     ]
     return f" · ml, truth → prediction: {', '.join(parts)}" if parts else ""
-
-
-def legend(record: RunRecord) -> str:
-    """Returns the legend: the colour of each label, and the line styles of truth and prediction."""
-    keys = "".join(
-        f'<span><i style="background:{COLOURS[n % len(COLOURS)]}"></i>{escape(name)}</span>'
-        for n, name in enumerate(record.label_names.values())
-    )
-    lines = '<span><i class="solid"></i>truth</span><span><i class="dashed"></i>prediction</span>'
-    return f'<p class="keys">{keys}{lines}</p>'
 
 
 def viewer_data(record: RunRecord, cases: Sequence[tuple[ShownCase, Embedded]], neurological: bool) -> dict[str, Any]:

@@ -1,20 +1,22 @@
-"""Curves of runs over their steps, read from their journals; runs that differ by their seed alone form one curve."""
+"""The curves of runs: read from their journals, and described as diagrams, which ``plots`` draws."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.runs.journal import read_metrics
+from seqpar.report.planes import COLOURS
+from seqpar.runs.journal import held_out_scores, loss_terms, read_metrics
 from seqpar.runs.metrics_tail import score_of
 
 TRAIN_LOSS, VAL_LOSS, DICE = "training loss", "validation loss", "Dice"
 QUANTITIES = (TRAIN_LOSS, VAL_LOSS, DICE)
+Row = Mapping[str, Any]  # of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def read_curve(label: str, runs: Sequence[Path], quantity: str) -> Curve:
 
 
 def _points(rows: Sequence[dict[str, Any]], quantity: str) -> dict[int, tuple[float, float]]:
-    """Returns value and seconds of training so far by the number of steps done."""
+    """Returns the value and the seconds of training so far, by the number of finished steps."""
     train = {row["step"] + 1: row for row in rows if row["kind"] == "train"}
     spent, until = 0.0, {0: 0.0}
     for step, row in sorted(train.items()):
@@ -65,3 +67,157 @@ def _points(rows: Sequence[dict[str, Any]], quantity: str) -> dict[int, tuple[fl
         step: (score_of(row) if quantity == DICE else float(row["loss"]), until.get(step, math.nan))
         for step, row in sorted(held_out.items())
     }
+
+
+class Style(NamedTuple):
+    """How a line is drawn; ``hollow`` markers do not hide those of a line below."""
+
+    colour: str
+    dashes: Any = "-"
+    marker: str = "o"
+    width: float = 1.6
+    hollow: bool = False
+
+
+INK, GRID = "#222222", "#d9dde2"  # on a page: the colours of its text and its lines
+PLAIN = tuple(map(Style, COLOURS))
+# Okabe and Ito's colours from dark to light, each with its own dashes and marker, so that lines differ in grey too. The
+# first line is the widest, so that those that coincide with it do not hide it.
+DISTINCT = (
+    Style("#000000", "-", "o", 4.0, True),
+    Style("#d55e00", "--", "s", 2.8, True),
+    Style("#0072b2", ":", "^", 2.0, True),
+    Style("#009e73", "-.", "D", 1.6, True),
+    Style("#e69f00", (0, (5, 1, 1, 1, 1, 1)), "v", 1.4, True),
+    Style("#cc79a7", (0, (1, 3)), "P", 1.4, True),
+    Style("#56b4e9", (0, (8, 3)), "X", 1.4, True),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values over places; NaN is left out.
+
+    - ``rows``: the values of each seed
+    - ``dots``: marks each value, for what is measured only now and then
+    - ``only_points``: single measurements, which no line joins
+    - ``dashed``: what others are compared with
+    - ``noisy``: shows the running mean too
+    - ``style``: number of its style; None: as many as lines are before it
+    """
+
+    label: str
+    places: Sequence[float]
+    rows: Sequence[Sequence[float]]
+    dots: bool = False
+    only_points: bool = False
+    dashed: bool = False
+    noisy: bool = False
+    style: int | None = None
+
+    def points(self) -> NDArray[np.float64]:
+        """Returns place, mean, smallest and largest value over the seeds, of each place that has values."""
+        values = np.array(self.rows, dtype=np.float64)
+        points = np.stack([np.array(self.places, np.float64), values.mean(0), values.min(0), values.max(0)], 1)
+        known: NDArray[np.float64] = points[np.isfinite(points).all(1)]
+        return known
+
+
+@dataclass(frozen=True)
+class Diagram:
+    """Lines over an axis.
+
+    - ``log``: both axes are logarithmic
+    - ``low``, ``high``: ends of the axis of values; None: as the values are
+    - ``last``: end of the axis below; None: the last place
+    - ``styles``: of the lines, in turn
+    """
+
+    quantity: str
+    over: str
+    lines: Sequence[Line]
+    log: bool = False
+    low: float | None = None
+    high: float | None = None
+    last: float | None = None
+    styles: Sequence[Style] = DISTINCT
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether lines need names: one that is called as the diagram does not."""
+        return any(line.label.lower() not in ("", self.quantity.lower()) for line in self.lines)
+
+    def named(self) -> list[tuple[Line, Style]]:
+        """Returns the lines with their styles."""
+        numbers = (n if line.style is None else line.style for n, line in enumerate(self.lines))
+        return [(line, self.styles[n % len(self.styles)]) for line, n in zip(self.lines, numbers)]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Values of labels, side by side for each kind of value: ``values[label][kind]``."""
+
+    quantity: str
+    values: Mapping[str, Mapping[str, float]]
+
+
+def over_steps(quantity: str, over: str, curves: Sequence[Curve]) -> Diagram:
+    """Returns the diagram of curves over "step" or over "seconds" of training."""
+    lines = [
+        Line(curve.label, curve.steps if over == "step" else curve.seconds, curve.rows, dots=True) for curve in curves
+    ]
+    low, high = (0.0, 1.0) if quantity == DICE else (None, None)
+    return Diagram(quantity, "step" if over == "step" else "seconds of training", lines, low=low, high=high)
+
+
+def training_diagrams(train: Sequence[Row], held_out: Sequence[Row], loss: str = "loss") -> list[Diagram]:
+    """Returns what a run shows over its steps: the loss, its terms, held-out scores, the learning rate.
+
+    - ``train``, ``held_out``: the rows of steps and of validations
+    - ``loss``: its title
+    """
+    steps, at = [row["step"] + 1 for row in train], [row["step"] for row in held_out]
+    losses = [
+        Line("training", steps, [[number(row.get("loss")) for row in train]], noisy=True),
+        Line("held out", at, [[number(row.get("loss")) for row in held_out]], dots=True),
+    ]
+    terms = []
+    for name in loss_terms(train):
+        rows = [row for row in train if name in row]
+        values = [number(row[name]) for row in rows]
+        terms.append(Line(name.replace("_", " "), [row["step"] + 1 for row in rows], [values], noisy=True))
+    key, title = held_out_scores(held_out[-1]) if held_out else ("dice", "Dice")
+    scores = [
+        Line(str(name), at, [[number(row.get(key, {}).get(name)) for row in held_out]], dots=True)
+        for name in (held_out[-1].get(key, {}) if held_out else ())
+    ]
+    rates = [Line("learning rate", steps, [[number(row.get("lr")) for row in train]])]
+    every = (
+        (loss, losses, None),
+        ("Terms of the loss in training", terms, None),
+        (f"{'Mean Dice' if key == 'dice' else title} on held-out cases", scores, 1.0),
+        ("Learning rate", rates, None),
+    )
+    return [
+        Diagram(title, "step", lines, low=0.0, high=high, last=max([*steps, *at]), styles=PLAIN)
+        for title, lines, high in every
+        if any(len(line.points()) for line in lines)
+    ]
+
+
+def number(value: Any) -> float:
+    """Returns a value of the journal as a number, NaN if it is none."""
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def points_of(diagrams: Sequence[Diagram | Bars]) -> Iterator[list[Any]]:
+    """Yields each point: quantity, label, kind or seed, what it is over, place and value."""
+    for one in diagrams:
+        if isinstance(one, Bars):
+            for label, kinds in one.values.items():
+                yield from ([one.quantity, label, kind, "", "", repr(value)] for kind, value in kinds.items())
+        else:
+            for line in one.lines:
+                for seed, row in enumerate(line.rows):
+                    for place, value in zip(line.places, row):
+                        yield [one.quantity, line.label, seed, one.over, f"{place:.6g}", repr(float(value))]

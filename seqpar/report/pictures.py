@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqpar.data.files import whole_file
 from seqpar.report.planes import COLOURS, PLANES, fullest_planes, orientation_text, plane_of, sides
-from seqpar.runs.journal import held_out_scores, loss_terms, read_metrics
+from seqpar.report.plots import escape_mathtext, make_figure, save_figure
 from seqpar.scores.class_scores import roc_points
-
-Row = Mapping[str, Any]  # of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -25,106 +22,6 @@ class PicturedCase:
     truth: NDArray[Any]
     prediction: NDArray[Any]
     spacing: tuple[float, ...]
-
-
-def make_figure(width: float, height: float) -> Any:
-    """Returns an empty figure; sides in inches."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Writes a figure as PNG."""
-    with whole_file(path, durable=False) as temporary:  # drawn again from metrics.jsonl after every validation
-        figure.savefig(temporary, format="png", dpi=100)
-
-
-def escape_mathtext(text: str) -> str:
-    """Returns a name as matplotlib is to be given it, which takes what lies between two dollars for a formula."""
-    return text.replace("$", r"\$")
-
-
-def draw_progress(out: Path) -> None:
-    """Draws losses, held-out scores and learning rate of all steps so far into ``progress.png``."""
-    rows = read_metrics(out / "metrics.jsonl")
-    train = [row for row in rows if row["kind"] == "train"]
-    validations = [row for row in rows if row["kind"] == "val"]
-    if not train:
-        return
-    has_scores = not validations or held_out_scores(validations[-1])[0] in validations[-1]
-    above = ["losses", "scores", "rates"] if has_scores else ["losses", "losses", "rates"]
-    figure = make_figure(12, 4 if has_scores else 11)
-    panels = figure.subplot_mosaic([above] if has_scores else [above, *[["pictures"] * 3] * 2])
-    _draw_losses(panels["losses"], train, validations)
-    if has_scores:
-        _draw_scores(panels["scores"], validations)
-    else:
-        _show_picture(panels["pictures"], out / "validation.png")
-    steps = [row["step"] + 1 for row in train]
-    panels["rates"].plot(steps, [row["lr"] for row in train], color="#222222")
-    panels["rates"].set(title="learning rate", ylim=(0, None))
-    for panel in (panels[name] for name in dict.fromkeys(above)):
-        panel.set(xlabel="step", xlim=(0, max(steps) + 1))
-        panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.grid(alpha=0.3)
-    save_figure(figure, out / "progress.png")
-
-
-def _draw_losses(panel: Any, train: Sequence[Row], validations: Sequence[Row]) -> None:
-    """Draws the loss of each step and its terms, and the losses of held-out cases."""
-    for name, colour in zip(["loss", *loss_terms(train)], ("#222222", *COLOURS[2:], *COLOURS)):
-        points = [(row["step"] + 1, row[name]) for row in train if name in row]
-        places, heights = zip(*points)
-        panel.plot(places, heights, color=colour, alpha=0.2, linewidth=0.8)
-        panel.plot(places, _smooth(heights), color=colour, label=name.replace("_", " "))
-    if validations:
-        at, values = [row["step"] for row in validations], [row["loss"] for row in validations]
-        panel.plot(at, values, "o--", color="#888888", label="held-out loss", markersize=4)
-    panel.legend(fontsize=8)
-    panel.set(title="training", ylim=(0, None))
-
-
-def _draw_scores(panel: Any, validations: Sequence[Row]) -> None:
-    """Draws the scores of held-out cases."""
-    key, title = held_out_scores(validations[-1]) if validations else ("", "Scores")
-    if validations:
-        at = [row["step"] for row in validations]
-        for index, name in enumerate(validations[-1][key]):
-            values = [_number(row[key].get(name)) for row in validations]
-            colour = COLOURS[index % len(COLOURS)]
-            panel.plot(
-                at, values, "o-", color=colour, label=escape_mathtext(name), markersize=4, clip_on=False
-            )  # 0 and 1 too
-        panel.legend(fontsize=8, loc="best")
-    else:
-        panel.text(0.5, 0.5, "no validation yet", ha="center", va="center", transform=panel.transAxes, color="#888888")
-    panel.set(title=f"{title} on held-out cases", ylim=(0, 1))
-
-
-def _show_picture(panel: Any, path: Path) -> None:
-    """Shows a picture of the run folder, if it could be drawn."""
-    panel.axis("off")
-    if path.exists():
-        from matplotlib.image import imread
-
-        panel.imshow(imread(path))
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
-def _smooth(values: Sequence[float], window: int = 25) -> NDArray[np.float64]:
-    """Returns the running mean over the last ``window`` values."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - window)
-    smoothed: NDArray[np.float64] = (sums[ends] - sums[starts]) / (ends - starts)
-    return smoothed
 
 
 def draw_cases(path: Path, cases: Sequence[PicturedCase], classes: Sequence[str], neurological: bool) -> None:

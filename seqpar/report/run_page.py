@@ -1,28 +1,21 @@
-"""A report's page: sections of HTML about a run, put into the template; all text from files is escaped."""
+"""The page about a run: what every run shows, and how a task adds its scores and cases."""
 
-import json
-import math
-import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
-import seqpar
+from seqpar.data.errors import DataError
 from seqpar.models.build import family_of
-from seqpar.report.charts import Curve, draw_curves
-from seqpar.report.record import CaseScores, RunRecord
-from seqpar.report.tables import last_validation, metrics_table, number
-from seqpar.runs.journal import held_out_scores, loss_terms
-from seqpar.scores.comparison import interval_of_mean
-from seqpar.scores.label_scores import without_nan
+from seqpar.report.curves import training_diagrams
+from seqpar.report.plots import draw_charts
+from seqpar.report.record import RunRecord
+from seqpar.report.rendering import render
 from seqpar.text import clock, quantity
 
-TEMPLATES = Path(__file__).parent / "template"
-_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 STATES = {
     "finished": "Finished",
     "running": "Running",
@@ -30,74 +23,73 @@ STATES = {
     "failed": "Failed",
     "killed": "Killed",
 }
+T = TypeVar("T")
 
 
-def page(record: RunRecord, scored: CaseScores | None, cases: str, volumes: dict[str, Any], gaps: Sequence[str]) -> str:
-    """Returns the whole page; ``cases`` is the section of cases, ``volumes`` what its viewer reads."""
-    metrics = metrics_table(scored) if scored else last_validation(record)
-    return fill_page(record, headline(record, scored), metrics, scored.faults if scored else (), cases, volumes, gaps)
+@dataclass(frozen=True)
+class FinishedPage:
+    """A page.
+
+    - ``what``: what it shows, in words that end with a comma
+    - ``faults``: of the two folders that were named
+    """
+
+    text: str
+    what: str = ""
+    faults: Sequence[str] = ()
 
 
-def fill_page(
-    record: RunRecord,
-    headline: str,
-    metrics: str,
-    faults: Sequence[str],
-    cases: str,
-    volumes: dict[str, Any],
-    gaps: Sequence[str],
-) -> str:
-    """Returns the whole page: what every run has, and these sections of scores and cases."""
+def render_run(folder: Path, record: RunRecord, gaps: Sequence[str], faults: Sequence[str] = (), **parts: Any) -> str:
+    """Returns the page about a run.
+
+    - ``folder``: of the task, whose page.html extends run.html
+    - ``gaps``, ``faults``: what is not here, and what could not be scored
+    - ``parts``: what the task's page.html shows besides
+    """
     name = record.path.resolve().name
-    pieces = {
-        "title": escape(f"{name} · {record.dataset['name']}"),
-        "name": escape(name),
-        "verdict": verdict(record),
-        "headline": headline,
-        "gaps": notes("What is not here", [*record.gaps, *gaps]),
-        "configuration": configuration(record),
-        "curves": curves(record),
-        "metrics": metrics,
-        "faults": notes("What could not be scored", faults),
-        "cases": cases,
-        "about": f"Written by seqpar {escape(seqpar.__version__)} on {time.strftime('%Y-%m-%d %H:%M')}.",
-        "volumes": as_json(volumes),
-        **{kind: (TEMPLATES / f"page.{kind}").read_text() for kind in ("css", "js")},
-    }
-    return fill("page.html", pieces)
+    return render(
+        "page.html",
+        folder,
+        title=f"{name} · {record.dataset['name']}",
+        name=name,
+        run=verdict(record),
+        gaps=[*record.gaps, *gaps],
+        faults=faults,
+        main_settings=main_settings(record),
+        all_settings=all_settings(record),
+        training=draw_charts(
+            training_diagrams(record.train, record.held_out, f"Loss ({record.config.get('loss', 'dice-ce')})")
+        ),
+        **parts,
+    )
 
 
-def fill(template: str, pieces: Mapping[str, str]) -> str:
-    """Returns a template with its placeholders ``{{name}}`` filled; a piece too few or too many is an error."""
-    text = (TEMPLATES / template).read_text()
-    names = set(_PLACEHOLDER.findall(text))
-    if names != pieces.keys():
-        raise KeyError(f"{template}: {', '.join(sorted(names ^ pieces.keys()))} is not in both template and pieces")
-    return _PLACEHOLDER.sub(lambda match: pieces[match[1]], text)
+def try_reading(read: Callable[[], T], gaps: list[str]) -> T | None:
+    """Returns the scores of single cases; if there are none, None, and adds why to the gaps."""
+    try:
+        return read()
+    except DataError as error:
+        gaps.append(f"There are no scores of single cases: {error}.")
+        return None
 
 
-def as_json(value: Any) -> str:
-    """Returns JSON that can stand in a script element: without NaN, and without what would end the element."""
-    return json.dumps(nan_to_none(value), allow_nan=False).replace("<", "\\u003c").replace("&", "\\u0026")
+def is_neurological(chosen: bool | None, record: RunRecord) -> bool:
+    """Returns whether the patient's left is shown on the left: as ``chosen``, else as in the run's pictures."""
+    return bool(record.config.get("neurological") if chosen is None else chosen)
 
 
-def nan_to_none(value: Any) -> Any:
-    """Returns a value with None for each number that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: nan_to_none(part) for key, part in value.items()}
-    return [nan_to_none(part) for part in value] if isinstance(value, (list, tuple)) else value
+@dataclass(frozen=True)
+class Verdict:
+    """How far a run came, when, and why it ended."""
+
+    state: str
+    words: str
+    progress: str
+    why: str
 
 
-def notes(title: str, lines: Iterable[str]) -> str:
-    """Returns a box with a title and a list of lines; "" without lines."""
-    rows = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f'<aside class="note"><h2>{escape(title)}</h2><ul>{rows}</ul></aside>' if rows else ""
-
-
-def verdict(record: RunRecord) -> str:
-    """Returns how far the run came, when, and why it ended, from status.json, else from the journal."""
+def verdict(record: RunRecord) -> Verdict:
+    """Returns how a run ended by its status.json, else by its journal."""
     state = str(record.status.get("state", "unknown"))
     step = record.status.get("step", -1)
     if not isinstance(step, int) or step < 0:
@@ -106,37 +98,11 @@ def verdict(record: RunRecord) -> str:
     text = f"step {step:,} of {total:,}"
     if isinstance(when := record.status.get("time"), (int, float)):
         text += time.strftime(", %Y-%m-%d %H:%M", time.localtime(when))
-    why = f'<p class="why">{escape(str(record.status["why"]))}</p>' if record.status.get("why") else ""
-    badge = f'<span class="badge {escape(state)}">{escape(STATES.get(state, "Verdict unknown"))}</span>'
-    return f'<p class="verdict">{badge} {escape(text)}</p>{why}'
+    return Verdict(state, STATES.get(state, "Verdict unknown"), text, str(record.status.get("why") or ""))
 
 
-def headline(record: RunRecord, scored: CaseScores | None) -> str:
-    """Returns the mean Dice of each class in large numbers, with its interval and the number of cases."""
-    tiles = list[tuple[str, float, str]]()
-    note = "Mean Dice over cases"
-    if scored:
-        note += ", its 95 % confidence interval (Student's t), and the number n of cases that have a Dice"
-        for name in scored.classes:
-            values = without_nan(case.scores[name].get("Dice", math.nan) for case in scored.cases)
-            interval = interval_of_mean(values, low=0.0, high=1.0)
-            range_text = f"{interval[0]:.3f} – {interval[1]:.3f}, " if interval else ""
-            tiles.append((name, scored.summary["mean"][name].get("Dice", math.nan), f"{range_text}n = {len(values)}"))
-    elif record.held_out:
-        last = record.held_out[-1]
-        note += f" in the validation after step {last['step']:,}"
-        tiles = [(n, number(value), f"n ≤ {last.get('cases', '–')}") for n, value in last.get("dice", {}).items()]
-    items = "".join(
-        f'<div data-class="{escape(name)}"><dt>{escape(name)}</dt><dd>{"–" if math.isnan(value) else f"{value:.3f}"}'
-        f'</dd><dd class="small">{escape(more)}</dd></div>'
-        for name, value, more in tiles
-    )
-    label = 'aria-label="mean Dice per class"'
-    return f'<dl class="tiles" {label}>{items}</dl><p class="small">{escape(note)}.</p>' if items else ""
-
-
-def configuration(record: RunRecord) -> str:
-    """Returns the table of the main settings, and one of all."""
+def main_settings(record: RunRecord) -> dict[str, str]:
+    """Returns the settings that most readers look for."""
     config, data, layout = record.config, record.dataset, record.layout
     settings = record.network_settings
     kind = family_of(settings)
@@ -157,11 +123,16 @@ def configuration(record: RunRecord) -> str:
     }
     if stages := layout.get("placement", ()):
         main["stages"] = str(stages[0])
+    return {name: format_setting(value) for name, value in main.items()}
+
+
+def all_settings(record: RunRecord) -> dict[str, str]:
+    """Returns every setting, with versions and the command."""
     versions = record.content.get("versions", {})
     every = {"preset": record.content.get("preset"), "commit": record.content.get("commit")}
     every |= {f"version of {name}": version for name, version in versions.items()}  # seqpar is a setting too
-    every |= {"command": " ".join(map(str, record.content.get("command", ()))), **config}
-    return _settings(main) + f"<details><summary>All settings</summary>{_settings(every)}</details>"
+    every |= {"command": " ".join(map(str, record.content.get("command", ()))), **record.config}
+    return {str(name): format_setting(value) for name, value in every.items()}
 
 
 def parameters(layout: Mapping[str, Any]) -> str:
@@ -192,35 +163,9 @@ def training_time(record: RunRecord) -> str:
     return f"{clock(sum(steps) + sum(validations))}: {times}"
 
 
-def _settings(rows: dict[str, Any]) -> str:
-    lines = [f"<tr><th>{escape(str(k))}</th><td>{escape(format_setting(v))}</td></tr>" for k, v in rows.items()]
-    return f'<table class="settings">{"".join(lines)}</table>'
-
-
 def format_setting(value: Any) -> str:
     """Returns the value of a setting as people write it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     return "–" if value is None or not text else text
-
-
-def curves(record: RunRecord) -> str:
-    """Returns the charts of loss, held-out scores and learning rate over the steps."""
-
-    def curve(name: str, rows: Sequence[Any], key: str, first: int, dots: bool = False) -> Curve:
-        return Curve(name, [row["step"] + first for row in rows], [number(row.get(key)) for row in rows], dots)
-
-    train, validations = record.train, record.held_out
-    losses = [curve("training", train, "loss", 1), curve("held out", validations, "loss", 0, dots=True)]
-    key, title = held_out_scores(validations[-1]) if validations else ("dice", "Dice")
-    names = list(validations[-1].get(key, {})) if validations else []
-    steps = [row["step"] for row in validations]
-    scores = [Curve(n, steps, [number(row.get(key, {}).get(n)) for row in validations], dots=True) for n in names]
-    terms = [curve(key.replace("_", " "), [row for row in train if key in row], key, 1) for key in loss_terms(train)]
-    charts = [draw_curves(f"Loss ({record.config.get('loss', 'dice-ce')})", [c for c in losses if c.steps])]
-    charts.append(draw_curves("Terms of the loss in training", terms))
-    title = "Mean Dice" if key == "dice" else title
-    charts.append(draw_curves(f"{title} on held-out cases", scores, high=1.0))
-    charts.append(draw_curves("Learning rate", [curve("learning rate", train, "lr", 1)]))
-    return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else "<p>No step has been recorded.</p>"

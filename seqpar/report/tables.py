@@ -1,50 +1,93 @@
-"""Tables of scores as HTML, and each class's distribution over the cases."""
+"""Tables of scores, each class's distribution over the cases, and headline numbers, as the templates draw them."""
 
 import math
-from collections.abc import Iterable, Sequence
-from html import escape
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
 
-from seqpar.report.charts import draw_strips
+import numpy as np
+
+from seqpar.report.curves import number
 from seqpar.report.record import CaseScores, RunRecord
 from seqpar.text import quantity
 
-COLUMNS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
+METRICS = (("Dice", 3, ("mean", "median", "global")), ("NSD", 3, ("mean", "median")), ("HD95", 1, ("mean", "median")))
 SIZES = ("TrueVolumeMl", "VolumeMl", "LesionTP", "LesionFN", "LesionFP")
+MAX_NAME = 40  # letters of a class's name beside its strip
+MAX_TITLES = 200  # a strip of more dots does not name their cases
 
 
-def number(value: Any) -> float:
-    """Returns a value of the journal as a number, NaN if it is none."""
-    return float(value) if isinstance(value, (int, float)) else math.nan
+class Score(NamedTuple):
+    """A number in a cell, shown with so many decimals."""
+
+    value: float
+    places: int
+    suffix: str = ""
+
+    @property
+    def text(self) -> str:
+        return "–" if math.isnan(self.value) else f"{self.value:.{self.places}f}{self.suffix}"
+
+    @property
+    def exact(self) -> str:
+        """The number as it is, which scripts and tests read."""
+        return "" if math.isnan(self.value) else repr(self.value)
 
 
-def cell(value: float, places: int, suffix: str = "") -> str:
-    """Returns a cell with a number rounded to ``places`` decimals; its attribute ``data-value`` is the exact one."""
-    if math.isnan(value):
-        return '<td class="number" data-value="">–</td>'
-    return f'<td class="number" data-value="{value!r}">{value:.{places}f}{suffix}</td>'
+class Tile(NamedTuple):
+    """A headline number; ``more``: its interval and number of cases."""
+
+    name: str
+    score: Score
+    more: str
 
 
-def metrics_table(scored: CaseScores) -> str:
-    """Returns the summary per class, its distributions over the cases, and the table of all cases."""
+class Head(NamedTuple):
+    """The head of a column, or of several with heads ``below``."""
+
+    text: str
+    below: Sequence[str] = ()
+
+
+class TableRow(NamedTuple):
+    name: str
+    cells: Sequence[Score | str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, by whose ``name`` scripts find it.
+
+    - ``of``: what its rows are: a "class", a "case", or nothing with a name
+    - ``note``: a text below
+    """
+
+    name: str
+    heads: Sequence[Head]
+    rows: Sequence[TableRow]
+    of: str = ""
+    note: str = ""
+
+    @property
+    def has_groups(self) -> bool:
+        return any(head.below for head in self.heads)
+
+
+def metrics_table(scored: CaseScores) -> Table:
+    """Returns the summary of each class over all cases."""
     rows = []
     for name, key in scored.classes.items():
-        cells = [
-            cell(scored.summary.get(kind, {}).get(name, {}).get(metric, math.nan), places)
-            for metric, places, kinds in COLUMNS
+        cells: list[Score | str] = [key.strip("()").rstrip(",").replace(", ", " + ")]
+        cells += [
+            Score(scored.summary.get(kind, {}).get(name, {}).get(metric, math.nan), places)
+            for metric, places, kinds in METRICS
             for kind in kinds
         ]
         count = scored.summary.get("num_values", {}).get(name, {}).get("Dice", math.nan)
-        cells.append(cell(count, 0, f" of {len(scored.cases)}"))
-        label = key.strip("()").rstrip(",").replace(", ", " + ")
-        heads = f"<th>{escape(name)}</th><td>{escape(label)}</td>"
-        rows.append(f'<tr data-class="{escape(name)}">{heads}{"".join(cells)}</tr>')
+        rows.append(TableRow(name, [*cells, Score(count, 0, f" of {len(scored.cases)}")]))
     units = {"HD95": ", mm"}
-    groups = "".join(f'<th colspan="{len(kinds)}">{name}{units.get(name, "")}</th>' for name, _, kinds in COLUMNS)
-    seconds = "".join(f"<th>{kind}</th>" for _, _, kinds in COLUMNS for kind in kinds)
-    head = f'<tr><th rowspan="2">Class</th><th rowspan="2">Labels</th>{groups}<th rowspan="2">Cases</th></tr>'
-    table = f'<table class="metrics" id="metrics"><thead>{head}<tr>{seconds}</tr></thead>'
-    table += f"<tbody>{''.join(rows)}</tbody></table>"
+    heads = [Head(f"{name}{units.get(name, '')}", kinds) for name, _, kinds in METRICS]
     note = f"Scores of {quantity(len(scored.cases), 'case')}: {scored.source}. Mean and median weigh cases alike, "
     note += "global pools their voxels; cases in which neither map has the class have no Dice and are left out."
     tolerance = scored.settings.get("nsd_tolerance")
@@ -52,17 +95,11 @@ def metrics_table(scored: CaseScores) -> str:
         note += f" The surface Dice (NSD) is at {tolerance:g} mm."
     if scored.settings.get("empty", "skip") == "skip":
         note += " Where one map alone has a class, HD95 is the image's diagonal."
-    return (
-        f'<div class="wide">{table}</div><p class="small">{escape(note)}</p>'
-        f'<div class="charts two">{"".join(_strips(scored))}</div>'
-        f"{_case_table(scored)}{size_tables(scored)}"
-    )
+    return Table("metrics", [Head("Class"), Head("Labels"), *heads, Head("Cases")], rows, "class", note)
 
 
-def size_tables(scored: CaseScores) -> str:
-    """Returns volumes and found lesions per class, and volumes of each case; "" where they were not recorded."""
-    if not any(set(SIZES) <= row.keys() for case in scored.cases for row in case.scores.values()):
-        return ""
+def sizes_table(scored: CaseScores) -> Table | None:
+    """Returns volumes and found lesions of each class; None where they were not recorded."""
     rows = []
     for name in scored.classes:
         cases = [case.scores[name] for case in scored.cases if set(SIZES) <= case.scores[name].keys()]
@@ -70,76 +107,120 @@ def size_tables(scored: CaseScores) -> str:
             continue
         true_ml, ml, found, missed, false = (sum(row[key] for row in cases) for key in SIZES)
         error = sum(abs(row["VolumeErrorMl"]) for row in cases) / len(cases)
-        cells = [cell(value / len(cases), 2) for value in (true_ml, ml)] + [cell(error, 2)]
-        cells += [cell(found, 0, f" of {found + missed:.0f}"), cell(false, 0)]
-        cells += [cell(found / whole if whole else math.nan, 3) for whole in (found + missed, found + false)]
-        rows.append(f'<tr data-class="{escape(name)}"><th>{escape(name)}</th>{"".join(cells)}</tr>')
-    head = '<tr><th rowspan="2">Class</th><th colspan="3">Volume of a case, ml</th><th colspan="4">Lesions</th></tr>'
-    names = "truth", "prediction", "mean error", "found", "false", "sensitivity", "precision"
-    head += f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
-    table = f'<table class="metrics" id="sizes"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
+        cells = [Score(value / len(cases), 2) for value in (true_ml, ml)] + [Score(error, 2)]
+        cells += [Score(found, 0, f" of {found + missed:.0f}"), Score(false, 0)]
+        cells += [Score(found / whole if whole else math.nan, 3) for whole in (found + missed, found + false)]
+        rows.append(TableRow(name, cells))
+    heads = [
+        Head("Class"),
+        Head("Volume of a case, ml", ("truth", "prediction", "mean error")),
+        Head("Lesions", ("found", "false", "sensitivity", "precision")),
+    ]
     note = (
         "Volumes are means over cases, their error without its sign. A lesion is a connected region of more than "
         "50 mm³, parts at most 6 voxels apart being one; it is found where a predicted region touches it or the 3 "
         "voxels around it; a false one touches none (the rules of BraTS 2023)."
     )
-    return f'<div class="wide">{table}</div><p class="small">{escape(note)}</p>{_case_volumes(scored)}'
+    return Table("sizes", heads, rows, "class", note) if rows else None
 
 
-def _case_volumes(scored: CaseScores) -> str:
-    head = "".join(f'<th colspan="2">{escape(name)}</th>' for name in scored.classes)
-    kinds = "<th>truth</th><th>prediction</th>" * len(scored.classes)
-    rows = []
-    for case in scored.cases:
-        sizes = (case.scores[name].get(key, math.nan) for name in scored.classes for key in SIZES[:2])
-        rows.append(f'<tr data-case="{escape(case.name)}"><th>{escape(case.name)}</th>'
-                    f'{"".join(cell(value, 2) for value in sizes)}</tr>')  # fmt: skip
-    table = f'<table class="metrics" id="volumes-per-case"><thead><tr><th rowspan="2">Case</th>{head}</tr>'
-    table += f"<tr>{kinds}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return f'<details><summary>Volumes of every case, ml</summary><div class="wide">{table}</div></details>'
+def volumes_table(scored: CaseScores) -> Table:
+    """Returns the true and predicted volume of each class in each case."""
+    rows = [
+        TableRow(
+            case.name,
+            [Score(case.scores[name].get(key, math.nan), 2) for name in scored.classes for key in SIZES[:2]],
+        )
+        for case in scored.cases
+    ]
+    heads = [Head("Case"), *(Head(name, ("truth", "prediction")) for name in scored.classes)]
+    return Table("volumes-per-case", heads, rows, "case")
 
 
-def _strips(scored: CaseScores) -> Iterable[str]:
+def dice_table(scored: CaseScores) -> Table:
+    """Returns the Dice of every case, the worst first."""
+    rows = [
+        TableRow(
+            case.name,
+            [*(Score(case.scores[name].get("Dice", math.nan), 3) for name in scored.classes), Score(case.dice, 3)],
+        )
+        for case in scored.cases
+    ]
+    return Table("per-case", list(map(Head, ("Case", *scored.classes, "mean"))), rows, "case")
+
+
+def last_validation(record: RunRecord) -> Table | None:
+    """Returns the scores of the last validation in the journal; None before the first."""
+    if not record.held_out:
+        return None
+    row = record.held_out[-1]
+    pooled = row.get("global_dice", {})
+    rows = [
+        TableRow(name, [Score(number(value), 3), Score(number(pooled.get(name)), 3)])
+        for name, value in row.get("dice", {}).items()
+    ]
+    cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
+    note = f"From the validation after step {row['step']} on {cases}."
+    return Table("metrics", list(map(Head, ("Class", "Dice, mean", "Dice, global"))), rows, "class", note)
+
+
+class Strip(NamedTuple):
+    """A row of dots: place and title of each, left end and width of the box of the quartiles, place of the median."""
+
+    name: str
+    y: float
+    dots: Sequence[tuple[float, float, str]]
+    box: tuple[float, float] = (0.0, 0.0)
+    median: float = 0.0
+
+
+@dataclass(frozen=True)
+class Strips:
+    """A strip of dots for each class over one axis."""
+
+    title: str
+    left: float
+    width: int
+    height: int
+    ticks: Sequence[tuple[float, str]]
+    rows: Sequence[Strip]
+
+
+def make_strips(title: str, rows: Mapping[str, Sequence[tuple[float, str]]], low: float, high: float) -> Strips | None:
+    """Returns a strip per class: a dot per (value, case name), quartiles and median; None without values."""
+    from matplotlib.ticker import MaxNLocator
+
+    known = {name: [pair for pair in pairs if math.isfinite(pair[0])] for name, pairs in rows.items()}
+    if not any(known.values()):
+        return None
+    shown = [name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…" for name in rows]
+    width, line, left = 520, 30, round(12 + 6.4 * max(map(len, shown)), 1)
+    scale = (width - left - 14) / max(high - low, 1e-12)
+
+    def place(value: float) -> float:
+        return round(left + (value - low) * scale, 1)
+
+    strips = []
+    for n, (name, pairs) in enumerate(zip(shown, known.values())):
+        y, dots = 4 + line * (n + 0.5), []
+        for at, (value, case) in enumerate(pairs):
+            shift = (at * 7 % 11 - 5) * 1.1  # the same on every page, and hides no dot behind another
+            dots.append((place(value), round(y + shift, 1), f"{case}: {value:.4g}" if len(pairs) <= MAX_TITLES else ""))
+        values = [value for value, _ in pairs] or [low]
+        first, third = (place(float(q)) for q in np.percentile(values, (25, 75)))
+        strips.append(Strip(name, y, dots, (first, round(third - first, 1)), place(median(values))))
+    marks = map(float, MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high))
+    ticks = [(place(mark), f"{mark:g}") for mark in marks if low - 1e-9 <= mark <= high + 1e-9]
+    return Strips(title, left, width, line * len(strips) + 26, ticks, strips)
+
+
+def score_strips(scored: CaseScores) -> list[Strips]:
+    """Returns the distribution of each class's scores over the cases."""
+    return list(filter(None, _strips_of(scored)))
+
+
+def _strips_of(scored: CaseScores) -> Iterable[Strips | None]:
     for metric, title, high in (("Dice", "Dice of each case", 1.0), ("HD95", "HD95 of each case, mm", None)):
         rows = {n: [(c.scores[n].get(metric, math.nan), c.name) for c in scored.cases] for n in scored.classes}
         values = [value for row in rows.values() for value, _ in row if math.isfinite(value)]
-        yield draw_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0)
-
-
-def _case_table(scored: CaseScores) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in scored.classes)
-    rows = []
-    for case in scored.cases:
-        cells = "".join(cell(case.scores[name].get("Dice", math.nan), 3) for name in scored.classes)
-        rows.append(f'<tr data-case="{escape(case.name)}"><th>{escape(case.name)}</th>{cells}{cell(case.dice, 3)}</tr>')
-    table = f'<table class="metrics" id="per-case"><thead><tr><th>Case</th>{head}<th>mean</th></tr></thead>'
-    table += f"<tbody>{''.join(rows)}</tbody></table>"
-    opened = " open" if len(scored.cases) <= 12 else ""
-    title = "<summary>Dice of every case, worst first</summary>"
-    return f'<details{opened}>{title}<div class="wide">{table}</div></details>'
-
-
-def named_table(name: str, heads: Sequence[str], rows: Sequence[str]) -> str:
-    """Returns a table of rows of cells under ``heads``, by whose ``name`` a page finds it."""
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    return f'<div class="wide"><table class="metrics" id="{name}">{body}</table></div>'
-
-
-def last_validation(record: RunRecord) -> str:
-    """Returns the table of the last validation in the journal."""
-    if not record.held_out:
-        return "<p>There are no scores yet.</p>"
-    row = record.held_out[-1]
-    pooled = row.get("global_dice", {})
-    cells = []
-    for name, value in row.get("dice", {}).items():
-        scores = f"{cell(number(value), 3)}{cell(number(pooled.get(name)), 3)}"
-        cells.append(f'<tr data-class="{escape(name)}"><th>{escape(name)}</th>{scores}</tr>')
-    head = "<thead><tr><th>Class</th><th>Dice, mean</th><th>Dice, global</th></tr></thead>"
-    cases = quantity(row["cases"], "held-out case") if "cases" in row else "held-out cases"
-    note = f"From the validation after step {row['step']} on {cases}."
-    return (
-        f'<table class="metrics" id="metrics">{head}<tbody>{"".join(cells)}</tbody></table>'
-        f'<p class="small">{escape(note)}</p>'
-    )
+        yield make_strips(title, rows, 0.0, high or max(values, default=1.0) * 1.02 or 1.0)

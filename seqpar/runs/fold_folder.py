@@ -16,13 +16,11 @@ from seqpar.data.formats.splits import FOLDS
 from seqpar.runs.run_folder import FOLDS_FILE, holds_folds, holds_run, read_status
 from seqpar.terminal import next_command
 
-COME_AGAIN = (exit_codes.USAGE, exit_codes.DATA, exit_codes.MEMORY, exit_codes.NONFINITE)
-
 
 def has_ended(out: str | Path) -> bool:
     """Returns whether a run, or a whole of five, has finished, or failed of what would come again if it went on."""
     status = read_status(out)
-    return has_finished(status) or status.get("state") == "failed" and status.get("code") in COME_AGAIN
+    return has_finished(status) or status.get("state") == "failed" and status.get("code") in exit_codes.FINAL
 
 
 def has_finished(status: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """Label maps on disk: pairs predictions with their true label maps and scores them."""
 
 import multiprocessing
+import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -18,6 +19,7 @@ from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.recognise import describe, find_dataset
 from seqpar.data.geometry import Geometry, geometry_difference, to_canonical
 from seqpar.data.volumes import output_suffix, read_volume
+from seqpar.parallel.processes import become_worker
 from seqpar.scores.label_classes import Labels, hidden_classes
 from seqpar.scores.label_scores import Scores, score
 
@@ -169,7 +171,7 @@ def score_pairs(
             except DataError as error:
                 yield pair, error
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), become_worker, (os.getpid(),)) as pool:
         futures: list[Future[Scores]] = [pool.submit(score_pair, pair, labels, settings) for pair in pairs]
         try:
             for pair, future in zip(pairs, futures):

@@ -2,14 +2,11 @@
 
 import argparse
 import dataclasses
-import difflib
 import os
 import re
-import shutil
-import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 
@@ -20,6 +17,7 @@ from seqpar.settings.classify_settings import preset_for_task, refuse_idle_for_c
 from seqpar.settings.config import AUTO, Config
 from seqpar.settings.curriculum import lessons_of, parse_curriculum
 from seqpar.settings.network_settings import with_decoder_of_stages
+from seqpar.settings.parser import Parser
 from seqpar.settings.presets import PRESETS, start_of_auto
 from seqpar.settings.pretraining_settings import idle_in_pretraining
 from seqpar.text import flag_name, quantity
@@ -27,44 +25,6 @@ from seqpar.text import flag_name, quantity
 # How ranks share a tile.
 _OF_GROUPS = ("split", "mode", "attention", "keep_kv", "heads_per_chunk")
 _ACCUMULATE = ("--accumulate", "--micro-batches")
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are a user's: one line, with the flag nearest to an unknown one.
-
-    - ``act``: what is started
-    - ``options``: argparse's own
-
-    ``others``: flags of the same command that another parser takes.
-    """
-
-    others: Sequence[str] = ()
-
-    def __init__(self, act: str, **options: Any) -> None:
-        usual: dict[str, Any] = {"allow_abbrev": False, "formatter_class": _HelpLines}
-        super().__init__(f"seqpar-{act}", **usual | options)
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}{self._nearest(message)} (--help lists all)")
-
-    def _nearest(self, message: str) -> str:
-        """Returns which flags are nearest to those that a message calls unrecognized, "" where it does not."""
-        _, is_unknown, words = message.partition("unrecognized arguments: ")
-        typed = [word.partition("=")[0] for word in words.split() if word.startswith("--")] if is_unknown else []
-        known = [*self._option_string_actions, *self.others]
-        pairs = [(word, near) for word in typed for near in difflib.get_close_matches(word, known, 1)]
-        return "".join(f"; nearest to {word} is {near}" for word, near in pairs)
-
-
-class _HelpLines(argparse.HelpFormatter):
-    """Lines of --help, as wide as the terminal, in which no name is broken at its dashes."""
-
-    def __init__(self, prog: str) -> None:
-        width = min(110, shutil.get_terminal_size((110, 24)).columns)
-        super().__init__(prog, max_help_position=34, width=width)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def parse(

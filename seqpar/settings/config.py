@@ -11,8 +11,8 @@ from seqpar.decoders.modes.named_modes import MODES
 from seqpar.decoders.named_decoders import DECODERS
 from seqpar.losses.named_losses import LOSSES
 from seqpar.losses.terms import LossOptions
-from seqpar.optimization.optimizers import OPTIMIZERS
-from seqpar.optimization.schedules import SCHEDULES
+from seqpar.optimization.optimizers import OPTIMIZERS, OptimizerOptions
+from seqpar.optimization.schedules import SCHEDULES, ScheduleOptions
 from seqpar.parallel.layout import SPLITS
 from seqpar.parallel.meeting import START_S
 from seqpar.settings.data_settings import DataSettings
@@ -255,6 +255,35 @@ class Config(PipeSettings, PretrainSettings, EncoderSettings, DataSettings):
     @property
     def steps(self) -> int:
         return self.epochs * self.iterations
+
+    @property
+    def optimizer_options(self) -> OptimizerOptions:
+        """What the optimizer is made of."""
+        blocks = (self.depths,) if isinstance(self.depths, int) else self.depths
+        return OptimizerOptions(
+            self.lr,
+            self.betas,
+            self.amsgrad,
+            self.optimizer,
+            self.weight_decay,
+            self.decay_all,
+            self.layer_decay,
+            blocks,
+        )
+
+    @property
+    def schedule_options(self) -> ScheduleOptions:
+        """What the learning rate of each step follows from."""
+        return ScheduleOptions(
+            self.lr,
+            self.schedule,
+            self.steps,
+            self.warmup * self.iterations,
+            self.iterations,
+            self.decay_epochs * self.iterations,
+            self.decay_factor,
+            self.cycle_epochs * self.iterations,
+        )
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)

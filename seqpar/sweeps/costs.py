@@ -10,7 +10,7 @@ from seqpar.cluster.devices import MIB, Device, device_here, measured
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner.batch_size import choose_batch
-from seqpar.planner.curriculum import choose_lessons, is_open
+from seqpar.planner.chooser import choose_lessons, has_open_lessons
 from seqpar.planner.needs import Plan, RunToPlan, plan_complete_config
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
@@ -47,7 +47,7 @@ def cost_from_plan(plan: Plan) -> Cost:
 def plan_of(config: Config, ranks: int) -> Plan:
     """Returns the plan of a config on so many ranks of the device here; of a curriculum's, that of its last lesson."""
     config = replace(config, out="", resume=False)
-    if is_open(config):
+    if has_open_lessons(config):
         data = task_of(config).read_headers(config)
         largest = data.largest(PrepareSettings.spaced(config.spacing).spacing)
         sizes = len(data.modalities), len(data.outputs(config.targets))

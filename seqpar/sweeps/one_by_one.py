@@ -5,23 +5,19 @@ of its own, as a person would start it, and its exit code is what the engine kno
 """
 
 import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from seqpar.cluster.exit_codes import PREEMPTED
-from seqpar.cluster.start_ranks import SIGNALS, forward_signals, run_local
+from seqpar.cluster.start_ranks import run_local
+from seqpar.parallel.processes import forward_signals, shell_code, start_process
 from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, read_status, refuse_other_flags
+from seqpar.terminal import python_module
 from seqpar.text import quantity
-
-TRAIN = ("-m", "seqpar.cli.train")  # after python
 
 
 class Engine(Protocol):
@@ -49,7 +45,7 @@ class OneByOne:
         for planned in runs:
             if has_begun(root / planned.name):
                 refuse_other_flags(planned, root / planned.name)
-        with collecting_signals(self.signals):
+        with forward_signals([], self.signals):
             for number, planned in enumerate(runs):
                 if code := self._make(planned, root / planned.name, f"run {number + 1} of {len(runs)}"):
                     return code
@@ -77,35 +73,14 @@ class OneByOne:
         return code
 
 
-@contextmanager
-def collecting_signals(signals: list[int]) -> Iterator[None]:
-    """Within the block, signals that ask this process to leave are added to ``signals``.
-
-    While a run trains on ranks that were started here, they are passed on to it as well.
-    """
-
-    def keep(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-
-    before = {number: signal.signal(number, keep) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def start_ranks(ranks: int, flags: Sequence[str], signals: list[int]) -> int:
     """Returns the exit code of a training on ranks that are started here: by srun in a Slurm job, else on this machine.
 
     - ``signals``: those that come meanwhile are added here
     """
     if "SLURM_JOB_ID" not in os.environ:
-        return run_local(ranks, [*TRAIN, *flags], signals)
-    step = subprocess.Popen(
-        ["srun", "-n", str(ranks), "--kill-on-bad-exit=1", sys.executable, "-u", *TRAIN, *flags],
-        start_new_session=True,  # Ctrl-C comes to this process alone, which passes it on once
-    )
+        return run_local(ranks, [*python_module("train"), *flags], signals)
+    python = [sys.executable, "-u", *python_module("train")]
+    step = start_process(["srun", "-n", str(ranks), "--kill-on-bad-exit=1", *python, *flags])
     with forward_signals([step], signals):
-        code = step.wait()
-    return code if code >= 0 else 128 - code
+        return shell_code(step.wait())

@@ -15,10 +15,8 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import ConcurrencyLimiter, Searcher
 
 from seqpar.cluster.exit_codes import FAULT, PREEMPTED
-from seqpar.cluster.start_ranks import PARENT, most_informative_code
-from seqpar.runs.fold_folder import COME_AGAIN
+from seqpar.parallel.processes import forward_signals, most_informative_code
 from seqpar.sweeps.live_table import LiveTable
-from seqpar.sweeps.one_by_one import TRAIN, collecting_signals
 from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, refuse_other_flags
 from seqpar.sweeps.ray_cluster import Cluster
 from seqpar.sweeps.sweep_request import ASHA
@@ -71,7 +69,7 @@ class SideBySide:
         watch = _Watch(LiveTable(root, total, total - num_open), root, self.stopped)
         (root / LEAVING).unlink(missing_ok=True)
         thread = threading.Thread(target=self._fit, args=(open_runs, num_open, root, watch), daemon=True)
-        with collecting_signals(self.signals):
+        with forward_signals([], self.signals):
             thread.start()
             num_over = watch.table.over
             while thread.is_alive():
@@ -131,8 +129,7 @@ class SideBySide:
             watch.error = error
 
     def _task(self, run: PlannedRun, root: Path) -> dict[str, Any]:
-        place = str(root.absolute())
-        return asdict(TrialTask(run.name, tuple(run.flags), run.ranks, place, TRAIN, PARENT, PREEMPTED, COME_AGAIN))
+        return asdict(TrialTask(run.name, tuple(run.flags), run.ranks, str(root.absolute())))
 
     def _scheduler(self) -> TrialScheduler:
         if self.stop_early != ASHA:

@@ -8,13 +8,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from seqpar.data.files import whole_file, write_text
-from seqpar.report.curves import DICE, TRAIN_LOSS, read_curve
+from seqpar.data.files import write_text
+from seqpar.report.curves import DICE, TRAIN_LOSS, Diagram, Line, Style, read_curve
+from seqpar.report.plots import draw_diagram, make_figure, save_figure
 from seqpar.runs.sweep_folder import Point, Sweep, format_value
 from seqpar.terminal import next_command
 from seqpar.text import flag_name
 
 BEST, OTHERS, MEANS = "#d55e00", "#7f9fb5", "#222222"
+STYLES = (Style(OTHERS, width=0.9), Style(BEST, width=2.2))
 NOTE = (
     "below: a dot for each point, a bar for the mean at each value, a line from lowest to highest, a star for the best"
 )
@@ -23,24 +25,20 @@ MOST_VALUES = 8  # of a setting, that stand beside each other; more numbers are 
 
 def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
     """Draws training loss and score of every point over steps, then its score by each setting that differs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    names = sweep.varied()
+    names, best, top = sweep.varied(), sweep.best, _top(sweep)
     columns = min(max(len(names), 2), 4)
     rows = 1 + math.ceil(len(names) / columns)
-    picture = Figure(figsize=(4.0 * columns, 3.4 * rows + 0.3), layout="constrained")
+    picture = make_figure(4.0 * columns, 3.4 * rows + 0.3)
     grid = picture.add_gridspec(rows, columns * 2)
-    losses, scores = (picture.add_subplot(grid[0, side * columns : (side + 1) * columns]) for side in (0, 1))
-    best = sweep.best
-    for point in sorted(sweep.points, key=lambda one: one is best):  # the best lies on top
-        _draw_curve(losses, out / point.name, TRAIN_LOSS, point is best)
-        _draw_curve(scores, out / point.name, DICE, point is best)
-    losses.set(xlabel="step", ylabel="training loss")
-    top = _top(sweep)
-    scores.set(xlabel="step", ylabel=sweep.score_name, ylim=(0, top))
+    losses = Diagram(TRAIN_LOSS, "step", _lines(out, sweep, TRAIN_LOSS), styles=STYLES)
+    scores = Diagram(sweep.score_name, "step", _lines(out, sweep, DICE), low=0.0, high=top, styles=STYLES)
+    for side, diagram in enumerate((losses, scores)):
+        plot = picture.add_subplot(grid[0, side * columns : (side + 1) * columns])
+        draw_diagram(plot, diagram)
+        plot.set(xlabel="step", ylabel=diagram.quantity)
+        plot.grid(alpha=0.3)
+        if diagram.has_keys:
+            plot.legend(fontsize=8)
     for number, name in enumerate(names):
         at = number % columns * 2
         plot = picture.add_subplot(grid[1 + number // columns, at : at + 2])
@@ -50,8 +48,7 @@ def draw_sweep(out: Path, sweep: Sweep, path: Path) -> None:
     picture.suptitle(f"{title}; best: {best.name}, {sweep.score_name} {best.score:.4f}" if best else title, fontsize=11)
     if names:
         picture.supxlabel(NOTE, fontsize=8, color=MEANS)
-    with whole_file(path) as temporary:
-        picture.savefig(temporary, format="png", dpi=110)
+    save_figure(picture, path, durable=True)
 
 
 def _top(sweep: Sweep) -> float:
@@ -60,21 +57,17 @@ def _top(sweep: Sweep) -> float:
     return min(1.0, math.ceil(most * 11) / 10) or 1.0
 
 
-def _draw_curve(plot: Any, run: Path, quantity: str, is_best: bool) -> None:
-    """Draws a quantity of a run over its steps, if it has recorded any."""
-    try:
-        curve = read_curve("", [run], quantity)
-    except OSError:
-        return
-    if not curve.steps:
-        return
-    marker = "o" if quantity == DICE else ""
-    style = {"color": BEST, "linewidth": 2.2, "label": "best"} if is_best else {"color": OTHERS, "linewidth": 0.9}
-    plot.plot(curve.steps, curve.rows[0], marker=marker, markersize=3.5, alpha=1.0 if is_best else 0.7, **style)
-    plot.grid(alpha=0.3)
-    plot.locator_params("x", integer=True)
-    if is_best:
-        plot.legend(loc="best", fontsize=8)
+def _lines(out: Path, sweep: Sweep, quantity: str) -> list[Line]:
+    """Returns a quantity of all points that have recorded any, the best one on top."""
+    lines = []
+    for point in sorted(sweep.points, key=lambda one: one is sweep.best):
+        is_best = point is sweep.best
+        try:
+            curve = read_curve("best" if is_best else "", [out / point.name], quantity)
+        except OSError:
+            continue
+        lines.append(Line(curve.label, curve.steps, curve.rows, dots=quantity == DICE, style=int(is_best)))
+    return lines
 
 
 def _draw_setting(plot: Any, sweep: Sweep, name: str, best: Point | None) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from seqpar.cluster.devices import device_here, usable_cores
 from seqpar.data.errors import DataError
 from seqpar.planner.batch_size import hold_global_batch
-from seqpar.report.diagrams import Diagram, Line
-from seqpar.report.picture import draw_figure
+from seqpar.report.curves import Diagram, Line
+from seqpar.report.plots import draw_figure
 from seqpar.runs.run_folder import read_config
 from seqpar.runs.sweep_folder import Sweep
 from seqpar.settings.config import Config
@@ -226,22 +226,22 @@ def draw_scaling(rows: Sequence[Scaling], is_distmis: bool, path: Path) -> None:
     """Draws seconds and speed-up of both ways over the number of devices."""
     sizes, first = [row.devices for row in rows], rows[0]
     times = [
-        Line("side by side", sizes, [[row.side_by_side / 3600 for row in rows]]),
-        Line("one after the other", sizes, [[row.one_by_one / 3600 for row in rows]]),
+        Line("side by side", sizes, [[row.side_by_side / 3600 for row in rows]], dots=True),
+        Line("one after the other", sizes, [[row.one_by_one / 3600 for row in rows]], dots=True),
     ]
     speeds = [
-        Line("side by side", sizes, [[first.side_by_side / row.side_by_side for row in rows]]),
-        Line("one after the other", sizes, [[first.one_by_one / row.one_by_one for row in rows]]),
-        Line("as many times as there are devices", sizes, [[size / sizes[0] for size in sizes]]),
+        Line("side by side", sizes, [[first.side_by_side / row.side_by_side for row in rows]], dots=True),
+        Line("one after the other", sizes, [[first.one_by_one / row.one_by_one for row in rows]], dots=True),
+        Line("as many times as there are devices", sizes, [[size / sizes[0] for size in sizes]], dots=True),
     ]
     if is_distmis:
         paper = list(TABLE_I.values())
         gpus, alone = [row.devices for row in paper], paper[0]
         side = [[alone.side_by_side / row.side_by_side for row in paper]]
         speeds += [
-            Line("measured in the paper, side by side", gpus, side, True),
+            Line("measured in the paper, side by side", gpus, side, only_points=True),
             Line("measured in the paper, one after the other", gpus,
-                 [[alone.one_by_one / row.one_by_one for row in paper]], True),
+                 [[alone.one_by_one / row.one_by_one for row in paper]], only_points=True),
         ]  # fmt: skip
     note = "planned or recorded lengths of runs, simulated: each run begins where devices are free first"
     draw_figure(

@@ -1,6 +1,8 @@
 """Points that optuna suggests one after the other, by the scores of those before, as a search algorithm of Ray Tune.
 
-Sampled values are those of ``--space``: optuna knows listed values by their number, and ranges as they are.
+Sampled values are those of ``--space``: optuna knows listed values by their number, and ranges as they are. Ray's own
+``OptunaSearch`` is not used: it suggests points again that are there already, and a sweep that goes on would need its
+pickled state, which a killed driver may not have written.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +10,8 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.trial import TrialState, create_trial
 from ray.tune.search import Searcher
-from ray.tune.search.optuna import OptunaSearch
 
 from seqpar.runs.sweep_folder import Point
 from seqpar.sweeps.space import TRIES, Space, name_of_point, rounded
@@ -39,14 +41,14 @@ class SuggestedPoints(Searcher):
         self.space, self.samples, self.task_of, self.ends = space, samples, task_of, ends
         self.names = {point.name for point in known}
         self.waiting = [point for point in known if not point.is_over]
-        self.by_trial = dict[
-            str, Mapping[str, Any]
-        ]()  # settings of points that optuna has not suggested, or no longer knows
+        self.distributions = _distributions(space)
+        self.trials = dict[str, optuna.Trial]()  # of the points that optuna has suggested, by Ray's ids
+        self.others = dict[str, Mapping[str, Any]]()  # settings of the other points that train, by Ray's ids
         sampler = optuna.samplers.TPESampler(seed=seed + len(known))
-        self.optuna = OptunaSearch(_distributions(space), metric="score", mode="max", sampler=sampler)
+        self.study = optuna.create_study(sampler=sampler, direction="maximize")
         for point in known:
             if point.is_over and point.score == point.score:
-                self.optuna.add_evaluated_point(_numbered(space, point.settings), point.score)
+                self._add(point.settings, point.score)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns nothing: what optuna needs to go on are the points of sweep.json."""
@@ -58,7 +60,7 @@ class SuggestedPoints(Searcher):
             return str(Searcher.FINISHED)
         if self.waiting:
             point = self.waiting.pop(0)
-            self.by_trial[trial_id] = point.settings
+            self.others[trial_id] = point.settings
             return {"task": self.task_of(point.name, point.settings)}
         if len(self.names) >= self.samples:
             return str(Searcher.FINISHED)
@@ -74,19 +76,17 @@ class SuggestedPoints(Searcher):
 
         Where optuna suggests those that are there again and again, it is the first one left of the listed values.
         """
-        for number in range(TRIES):
-            ask = f"{trial_id}-{number}" if number else trial_id
-            settings = self._settings(self.optuna.suggest(ask) or {})
+        for _ in range(TRIES):
+            trial = self.study.ask(self.distributions)
+            settings = self._settings(trial.params)
             if name_of_point(settings) not in self.names:
-                if number:  # the trial's own id stands for the one that is taken
-                    self.optuna._ot_trials[trial_id] = self.optuna._ot_trials.pop(ask)
+                self.trials[trial_id] = trial
                 return settings
-            self.optuna.on_trial_complete(ask)  # without a value: pruned
-            self.optuna._completed_trials.discard(ask)
+            self.study.tell(trial, state=TrialState.PRUNED)
         left = [] if self.space.ranges else self.space.points()
         for settings in left:
             if name_of_point(settings) not in self.names:
-                self.by_trial[trial_id] = settings  # optuna hears of it once it has a score
+                self.others[trial_id] = settings  # optuna hears of it once it has a score
                 return settings
         return None
 
@@ -98,11 +98,16 @@ class SuggestedPoints(Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Tells optuna what a point came to."""
-        settings = self.by_trial.pop(trial_id, None)
-        if settings is None:
-            self.optuna.on_trial_complete(trial_id, result, error)
-        elif result and not error:
-            self.optuna.add_evaluated_point(_numbered(self.space, settings), result["score"])
+        score = None if error or not result or result["score"] != result["score"] else float(result["score"])
+        if trial := self.trials.pop(trial_id, None):
+            self.study.tell(trial, score, state=TrialState.FAIL if score is None else TrialState.COMPLETE)
+        elif (settings := self.others.pop(trial_id, None)) and score is not None:
+            self._add(settings, score)
+
+    def _add(self, settings: Mapping[str, Any], score: float) -> None:
+        """Tells optuna of a point that it has not suggested."""
+        params = _numbered(self.space, settings)
+        self.study.add_trial(create_trial(params=params, distributions=self.distributions, value=score))
 
 
 def _distributions(space: Space) -> dict[str, BaseDistribution]:

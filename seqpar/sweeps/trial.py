@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,24 +20,15 @@ from ray import tune
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from seqpar.cluster.exit_codes import FINAL, PREEMPTED
+from seqpar.parallel.processes import PARENT, environment_of_ranks, free_port, rank_variables, start_python
 from seqpar.runs.metrics_tail import MetricsTail, score_of
+from seqpar.terminal import python_module
 
 POLL_S = 0.2
 GRACE_S = 25.0  # for the other ranks, once one has failed
 LEAVE_S = 120.0  # for ranks that were asked to leave: they save first
 LEAVING = "leaving"  # this file in a sweep's folder asks all of its trials to leave
-# what tells a process that it is a rank of somebody else's
-_OF_OTHERS = (
-    "TORCHELASTIC_",
-    "ROLE_",
-    "GROUP_",
-    "SLURM_STEP",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "OMPI_",
-    "PMI_",
-    "PALS_",
-)
 
 
 @dataclass(frozen=True)
@@ -47,58 +37,41 @@ class TrialTask:
 
     - ``flags``: of train, all but --out and --resume
     - ``sweep``: the folder of the sweep, in which ``name`` is the run folder
-    - ``parent``: the variable by which a rank knows the process that it dies with
-    - ``final``: exit codes of what would come again; after others the training goes on from its checkpoint
     """
 
     name: str
     flags: tuple[str, ...]
     ranks: int
     sweep: str
-    program: tuple[str, ...]
-    parent: str
-    preempted: int
-    final: tuple[int, ...]
 
     @property
     def run(self) -> Path:
         return Path(self.sweep) / self.name
 
     @property
-    def command(self) -> list[str]:
-        """The command of every rank; a run that has begun goes on."""
-        out = ["--out", str(self.run)]
-        if (self.run / "config.json").exists():
-            return [sys.executable, "-u", *self.program, "--resume", "--take-over", *out]
-        return [sys.executable, "-u", *self.program, *self.flags, *out]
+    def arguments(self) -> list[str]:
+        """What every rank's Python is started with; a run that has begun resumes."""
+        begin = self.flags if not (self.run / "config.json").exists() else ("--resume", "--take-over")
+        return ["-u", *python_module("train"), *begin, "--out", str(self.run)]
 
 
 class RankProcess:
     """The process of a rank, which dies with this one."""
 
-    def __init__(self, parent: str) -> None:
-        self.parent = parent
+    def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
 
     def place(self) -> tuple[str, str, int]:
         """Returns name and address of this node, and a free port."""
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            return socket.gethostname(), ray.util.get_node_ip_address(), int(listener.getsockname()[1])
+        return socket.gethostname(), ray.util.get_node_ip_address(), free_port("")
 
-    def start(self, command: Sequence[str], env: dict[str, str], log: str) -> None:
-        """Starts the rank; what it prints is added to the file ``log``."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHERS)}
+    def start(self, arguments: Sequence[str], variables: dict[str, str], log: str) -> None:
+        """Starts the rank; what it prints is appended to the file ``log``."""
+        env = {**environment_of_ranks(), **variables, PARENT: str(os.getpid())}
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as file:
-            self.process = subprocess.Popen(
-                command,
-                env={**inherited, **env, self.parent: str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            self.process = start_python(arguments, env, **streams)
 
     def poll(self) -> int | None:
         """Returns the exit code, None while the rank runs."""
@@ -114,14 +87,14 @@ class Ranks:
     """All ranks of a training: the first one here, the others in actors of the placement group's further bundles."""
 
     def __init__(self, task: TrialTask) -> None:
-        self.own, self.others = RankProcess(task.parent), list[Any]()
+        self.own, self.others = RankProcess(), list[Any]()
         group = ray.util.get_current_placement_group()
         for bundle in range(1, task.ranks):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
             resources = {name: amount for name, amount in group.bundle_specs[bundle].items() if name in ("CPU", "GPU")}
             options = {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0)}
             actor = ray.remote(RankProcess).options(scheduling_strategy=place, **options)
-            self.others.append(actor.remote(task.parent))
+            self.others.append(actor.remote())
         first, address, port = self.own.place()
         hosts = [first, *(host for host, *_ in ray.get([other.place.remote() for other in self.others]))]
         self.where = ", ".join(
@@ -129,9 +102,9 @@ class Ranks:
         )
         log = str(Path(task.sweep) / "logs" / f"{task.name}.txt")
         for rank, host in enumerate(hosts):
-            env: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": task.ranks, "LOCAL_RANK": hosts[:rank].count(host)}
-            env |= {"LOCAL_WORLD_SIZE": hosts.count(host), "MASTER_ADDR": address, "MASTER_PORT": port}
-            self._call(rank, "start", task.command, {name: str(value) for name, value in env.items()}, log)
+            local_rank, local_world = hosts[:rank].count(host), hosts.count(host)
+            variables = rank_variables(rank, task.ranks, local_rank, local_world, address, port)
+            self._call(rank, "start", task.arguments, variables, log)
 
     def _call(self, rank: int, method: str, *arguments: Any) -> Any:
         if rank == 0:
@@ -177,7 +150,7 @@ class Trial(tune.Trainable):
         """Returns the next validation, or how the training ended; raises where it is to go on from its checkpoint."""
         if self.ranks is None:
             if self._asked_to_leave():
-                return self._over(self.task.preempted)
+                return self._over(PREEMPTED)
             self.ranks = Ranks(self.task)
             self.result["where"] = self.ranks.where
         while True:
@@ -190,14 +163,14 @@ class Trial(tune.Trainable):
                 return self._ended([code for code in self.ranks.end(0) if code is not None])
             if self._asked_to_leave():
                 self.ranks.end(LEAVE_S)
-                return self._over(self.task.preempted)
+                return self._over(PREEMPTED)
             time.sleep(POLL_S)
 
     def _ended(self, codes: Sequence[int]) -> dict[str, Any]:
         """Returns the last result; raises where the training was killed, so that Ray begins the trial again."""
         self._next_validation()
-        code = next((code for code in codes if code in self.task.final), max(codes, key=abs))
-        if code and code not in self.task.final and not (code == self.task.preempted and self._asked_to_leave()):
+        code = next((code for code in codes if code in FINAL), max(codes, key=abs))
+        if code and code not in FINAL and not (code == PREEMPTED and self._asked_to_leave()):
             raise RuntimeError(f"the training of {self.task.name} ended with exit code {code}")
         return self._over(code)
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from seqpar.parallel.mesh import Mesh
     from seqpar.prediction.case_stream import Request
     from seqpar.prediction.run_average import EnsembleMember
+    from seqpar.report.record import RunRecord
+    from seqpar.report.run_page import FinishedPage
+    from seqpar.report.several_runs import Comparison
     from seqpar.settings.config import Config
     from seqpar.tasks.case_validation import CaseValidation
     from seqpar.tasks.training_data import TrainingData
@@ -113,6 +116,22 @@ class Task(ABC):
     def evaluate(self, options: argparse.Namespace) -> int:
         """Scores the predictions that the command line of ``evaluate`` names; returns the exit code."""
         raise ValueError(f"a run with --task {self.name} {self.does}: there is nothing to evaluate")
+
+    @abstractmethod
+    def page(self, options: argparse.Namespace, record: RunRecord) -> FinishedPage:
+        """Returns the page about a run; ``options``: the command line of ``report``."""
+
+    def compare(self, records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
+        """Returns the scores of several runs side by side.
+
+        - ``records``: the runs by name
+        - ``gaps``: gets a line for each run without scores
+        """
+        from seqpar.report.several_runs import Comparison
+
+        gaps += [f"{name}: There are no scores of single cases: the run {self.does}." for name in records]
+        sentence = f"Runs with --task {self.name} have no scores of cases."
+        return Comparison(0, sentence, sentence)
 
     def refuse_idle_flags(self, program: str, options: argparse.Namespace, why: str) -> None:
         """Raises ``ValueError`` for flags of a program that have no effect on this task; ``why``: in words."""

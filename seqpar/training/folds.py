@@ -7,34 +7,36 @@ next fold begins and how it ended.
 import argparse
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from seqpar.cluster import exit_codes
-from seqpar.cluster.start_ranks import PARENT_OF_FOLD, most_informative_code
 from seqpar.data.formats.splits import FOLDS
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
 from seqpar.parallel.launcher import MEETING, Launcher
 from seqpar.parallel.meeting import START_S, Meeting
+from seqpar.parallel.processes import (
+    PARENT_OF_FOLD,
+    forward_signals,
+    most_informative_code,
+    shell_code,
+    start_python,
+)
 from seqpar.runs.fold_folder import all_ended, has_ended, has_finished, read_flags, runs_of, started_folds, write_flags
 from seqpar.runs.run_folder import holds_folds, holds_run, read_status
 from seqpar.runs.run_log import FOLD_BEFORE
 from seqpar.runs.run_status import StatusFile
-from seqpar.settings.command_line import Parser, parse
+from seqpar.settings.command_line import parse
 from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.task import Task
-from seqpar.terminal import TYPED, next_command, typed_script
+from seqpar.terminal import TYPED, next_command, python_module, typed_script
 from seqpar.text import parse_duration
 from seqpar.training.run_request import check_again_flag, is_requeued
 
-_TRAIN = ("-m", "seqpar.cli.train")
 GRACE_S = 60.0  # for other ranks' word on how a fold ended, where it failed on this one
 
 
@@ -60,7 +62,6 @@ class Folds:
         self.flags = self.typed  # by which folds begin
         self.until = time.monotonic() + parse_duration(own.time_limit)
         self._signals, self._before = list[int](), ""  # the run folder that was trained before, in this start
-        self._child: subprocess.Popen[bytes] | None = None
 
     def train(self, launcher: Launcher) -> int:
         """Returns 0 once all folds have finished, else the exit code of the fold that did not; called on every rank.
@@ -71,9 +72,11 @@ class Folds:
             return self._rehearse()
         meeting = Meeting(launcher)
         place = run_on_rank0_before_mesh(lambda: self._open(launcher), meeting, "place")
-        out, self.flags = place["out"], place["flags"]
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._pass_on)
+        self.flags = place["flags"]
+        with forward_signals([], self._signals):
+            return self._train_all(place["out"], launcher, meeting)
+
+    def _train_all(self, out: str, launcher: Launcher, meeting: Meeting) -> int:
         runs = runs_of(out)
         for fold, run in enumerate(runs):
             now = self._agree(meeting, fold, run)
@@ -98,7 +101,7 @@ class Folds:
         self._refuse()
         if self.own.resume:
             self._add_flags_of_before(self.own.out)
-        return self._start([*_TRAIN, *self._line(0, runs_of(self.own.out)[0]), "--dry-run"], {})
+        return self._start([*python_module("train"), *self._line(0, runs_of(self.own.out)[0]), "--dry-run"], {})
 
     def _open(self, launcher: Launcher) -> dict[str, Any]:
         """Returns where the runs lie and by which flags folds begin, after making and marking the place."""
@@ -159,7 +162,7 @@ class Folds:
         self._before = run
         if launcher.world > 1:  # ranks of one fold never meet those of another
             env[MEETING] = f"fold{fold}"
-        return self._start([*_TRAIN, *self._line(fold, run, resume)], env)
+        return self._start([*python_module("train"), *self._line(fold, run, resume)], env)
 
     def _line(self, fold: int, run: str, resume: bool = False) -> list[str]:
         """Returns the flags of one fold's training; a run that goes on has its settings."""
@@ -169,19 +172,11 @@ class Folds:
         return [*line, "--resume"] if resume else line
 
     def _start(self, command: Sequence[str], env: Mapping[str, str]) -> int:
-        """Returns the exit code of a process, to which signals are passed on; 75 where one came before it could act."""
-        self._child = start_process(command, {**os.environ, **env})
-        if self._signals:  # it came while the process was made
-            self._child.send_signal(self._signals[-1])
-        code = self._child.wait()
-        if -code in self._signals:
-            return exit_codes.PREEMPTED
-        return code if code >= 0 else 128 - code
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(number)
+        """Returns the exit code of a process, to which signals are forwarded; 75 if one came before it could act."""
+        child = start_python(command, {**os.environ, **env})
+        with forward_signals([child], self._signals):
+            code = child.wait()
+        return exit_codes.PREEMPTED if -code in self._signals else shell_code(code)
 
     def _end(self, code: int, out: str, fold: int, launcher: Launcher) -> int:
         """Writes and says how it ended, on the first rank; returns the exit code."""
@@ -197,11 +192,6 @@ class Folds:
         print(line, flush=True)
         exit_codes.leave_last_words(line)
         return code
-
-
-def start_process(command: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """Returns a Python process that is started; Ctrl-C comes to this process alone, which passes it on."""
-    return subprocess.Popen([sys.executable, *command], env=dict(env), start_new_session=True)
 
 
 def _agree_code(code: int, meeting: Meeting, fold: int) -> int:

@@ -3,8 +3,7 @@
 from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.parallel.launcher import Launcher
-from seqpar.planner.auto_settings import choose_group_and_batch
-from seqpar.planner.curriculum import choose_lessons, is_open
+from seqpar.planner.chooser import choose_group_and_batch, choose_lessons, has_open_lessons
 from seqpar.planner.feasibility import check_feasible
 from seqpar.settings.config import AUTO, Config
 from seqpar.tasks.lookup import task_of
@@ -23,7 +22,7 @@ def choose_open_settings(
     if not config.tile:
         data = None if fingerprint else task_of(config).open_data(config, launcher.rank == 0)
         config = task_of(config).with_tile(config, fingerprint or data)  # type: ignore[arg-type]
-    if config.seqpar != AUTO and config.curriculum and not is_open(config):
+    if config.seqpar != AUTO and config.curriculum and not has_open_lessons(config):
         return *choose_lessons(config, launcher), None
     if config.seqpar != AUTO and config.batch and not config.curriculum:
         return config, {}, data

@@ -9,10 +9,9 @@ from seqpar.cluster.torch_setup import keep_memory, recomputes, without_torch_co
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import check_seqpar
-from seqpar.planner.answer import describe_dry_run
-from seqpar.planner.auto_settings import plan_here
+from seqpar.planner.chooser import plan_here
 from seqpar.planner.feasibility import require_peers
-from seqpar.planner.pipe_here import plan_pipe_here
+from seqpar.planner.printer import describe_dry_run
 from seqpar.runs.run_status import StatusFile, warn_if_killed
 from seqpar.settings.config import Config
 from seqpar.settings.curriculum import Lesson, lesson_at
@@ -40,6 +39,8 @@ def dry_run(request: RunRequest, launcher: Launcher) -> int:
         for lesson in request.lessons:
             own, stages = lesson.config, list[str]()
             if own.pipe > 1:
+                from seqpar.planner.pipeline_printer import plan_pipe_here
+
                 plan, stages = plan_pipe_here(own, here, *sizes)
             else:
                 plan = plan_here(own, here, *sizes)

@@ -11,9 +11,9 @@ from seqpar.models.build import NETWORK_NAMES, refuse_settings_of_other_networks
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.meeting import Meeting
-from seqpar.planner.auto_settings import device_of
 from seqpar.planner.batch_size import describe_global_batch, hold_global_batch, keep_global_batch
-from seqpar.planner.curriculum import fill_pipeline, refuse_lessons
+from seqpar.planner.chooser import device_of, fill_pipeline
+from seqpar.planner.feasibility import check_lessons
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.runs.archive import is_archive
 from seqpar.runs.fold_folder import has_ended, runs_of
@@ -37,7 +37,6 @@ from seqpar.settings.scaled_rate import SCALED, keeps_scaled_rate, scale_learnin
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData
 from seqpar.training.open_settings import choose_open_settings
-from seqpar.weights.nnunet_settings import with_plans
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def read_request(arguments: Sequence[str], launcher: Launcher, meeting: Meeting 
     elif config.global_batch > 0:
         lessons, sentence = _hold_global_batches(lessons, num_groups, line)
         choices = {**choices, "global_batch": (sentence,)}
-    refuse_lessons(lessons, num_groups)
+    check_lessons(lessons, num_groups)
     idle_lines = idle_in_groups_of_one(config, line.flags), idle_on_a_cpu(config, line.flags, wants_gpu(arguments))
     idle, flags = "; ".join(filter(None, idle_lines)), frozenset(line.flags)
     return RunRequest(lessons[0].config, preset, reason, choices, data, idle, changes, fingerprint, flags, lessons)
@@ -186,7 +185,10 @@ def _read_line(arguments: Sequence[str], launcher: Launcher) -> _CommandLine:
     on_gpu = wants_gpu(arguments)
     preset, config, flags = parse(arguments, default_preset(arguments, on_gpu), NETWORK_NAMES)
     asked_out, parsed = config.out, config
-    config = with_plans(config, flags)
+    if config.plans or config.weights:
+        from seqpar.weights.nnunet_settings import with_plans  # nnU-Net's files have settings too
+
+        config = with_plans(config, flags)
     has_plan = config is not parsed
     names_preset = any(text.startswith("--preset") for text in arguments)
     reason = "from the command line" if names_preset else f"the default {'with' if on_gpu else 'without'} a GPU"

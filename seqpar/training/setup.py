@@ -19,10 +19,9 @@ from seqpar.parallel.consensus import gather_texts, raise_on_all_ranks, run_on_r
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.stages import StageMap
-from seqpar.planner.answer import decoding_of
-from seqpar.planner.auto_settings import choose_attention
-from seqpar.planner.curriculum import describe_lessons
+from seqpar.planner.chooser import choose_attention
 from seqpar.planner.memory_check import refuse_beyond_free
+from seqpar.planner.printer import describe_decoding, describe_lessons
 from seqpar.runs.run_folder import describe_run, read_config
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog
@@ -33,10 +32,8 @@ from seqpar.settings.curriculum import Lesson
 from seqpar.tasks.training_data import TrainingData
 from seqpar.text import quantity
 from seqpar.training.run_request import RunRequest, refuse_other_run
-from seqpar.training.stage_choice import choose_stages
 from seqpar.training.trainer import Trainer, global_batch
 from seqpar.weights import checkpoint
-from seqpar.weights.pretrained import load_pretrained
 
 # what config.json says of data, and what it is called; networks know channels and outputs by their order alone
 _MEANINGS = {"modalities": "channels", "labels": "labels", "regions": "regions", "volume_classes": "classes"}
@@ -160,7 +157,7 @@ def make_trainer(
     data_before, data_now = before.get("dataset", {}), data.describe()
     refuse_other_outputs(data_before, data_now, config.data, out)
     net, attention_reasons = _build_net(config, mesh, data, before["layout"] if saved and is_first else {})
-    mode_line = decoding_of(net, config)
+    mode_line = describe_decoding(net, config)
     weights_line = _load_weights(net, config, mesh) if config.weights and not saved else ""
     layout = {"ranks": mesh.world.size, "data": mesh.data.size, "seqpar": mesh.seq.size, "hosts": mesh.hosts}
     step, history = checkpoint.read_progress(saved).step if saved else 0, before.get("history", ())
@@ -217,6 +214,8 @@ def _stages(
     """
     if config.pipe == 1:
         return None, ()
+    from seqpar.training.stage_choice import choose_stages  # few runs have a pipe
+
     net.to(mesh.device, torch.float64 if config.precision == "fp64" else torch.float32)
     asked = [getattr(config, name) for name in ("placement", "objective")]
     had = [before.get("config", {}).get(name) for name in ("placement", "objective")]
@@ -226,6 +225,8 @@ def _stages(
 
 def _load_weights(net: Network, config: Config, mesh: Mesh) -> str:
     """Returns the line of ``load_pretrained``; an error on one rank is raised on all."""
+    from seqpar.weights.pretrained import load_pretrained  # it knows the names of four libraries
+
     line: str = ""
     error: Exception | None = None
     try:

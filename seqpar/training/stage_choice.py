@@ -20,7 +20,7 @@ from seqpar.pipeline.placement import CellCost, Pipe, StagePlace
 from seqpar.pipeline.stages import StageMap
 from seqpar.planner.counted_cells import bytes_of_optimizer, costs_of
 from seqpar.planner.memory_check import free_shares
-from seqpar.planner.stage_lines import describe_stages, describe_step, no_overlap
+from seqpar.planner.pipeline_printer import describe_stages, describe_step, warn_no_overlap
 from seqpar.settings.config import Config
 
 PROBE_BYTES = 4 << 20
@@ -42,7 +42,7 @@ def choose_stages(config: Config, mesh: Mesh, net: Network, recorded: Mapping[st
     stages, why = _kept(pipe, recorded), "as the run began"
     if stages is None:
         stages, why = _placed(config, pipe), f"--placement {config.placement}"
-    return stages, [describe_stages(stages, why), describe_step(pipe, stages), *no_overlap(config)]
+    return stages, [describe_stages(stages, why), describe_step(pipe, stages), *warn_no_overlap(config)]
 
 
 def _kept(pipe: Pipe, recorded: Mapping[str, Any]) -> StageMap | None:

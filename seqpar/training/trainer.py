@@ -16,11 +16,12 @@ from seqpar.data.files import write_json
 from seqpar.data.sampling.loader import Loader
 from seqpar.models.build import build_loss
 from seqpar.models.network import Network
-from seqpar.models.optimizer import learning_rate, make_optimizer, set_learning_rate
 from seqpar.models.resized_positions import NO_RESIZING, Resizing
+from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.schedules import learning_rate, set_learning_rate
 from seqpar.parallel.mesh import Mesh, equal_weights
 from seqpar.pipeline.stages import StageMap
-from seqpar.report.pictures import draw_progress
+from seqpar.report.plots import draw_progress
 from seqpar.runs.boards import Board, open_on_first
 from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
 from seqpar.runs.run_folder import result_files, write_window
@@ -76,7 +77,7 @@ class Trainer:
             if stages is None
             else PipeGradients(config, mesh, data, self.net, self.loss, stages)
         )
-        self.optimizer = make_optimizer(config, self.net)
+        self.optimizer = make_optimizer(self.net, config.optimizer_options)
         self.progress = Progress(global_batch=global_batch(config, mesh))
         self.journal = Journal(self.out, False, 0)
         self.after_step = AfterStep(
@@ -186,7 +187,7 @@ class Trainer:
         """
         config, step, began = self.config, self.progress.step, time.perf_counter()
         micros = [next(loader) for _ in range(config.accumulate)]
-        loaded, rate = time.perf_counter(), learning_rate(config, step)
+        loaded, rate = time.perf_counter(), learning_rate(config.schedule_options, step)
         set_learning_rate(self.optimizer, rate)
         self.mesh.world.watch.clock.measure()
         sums = self.gradients.add(micros, step, stopper)

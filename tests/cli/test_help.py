@@ -9,13 +9,13 @@ import pytest
 from seqpar.decoders.modes.named_modes import MODES
 from seqpar.decoders.named_decoders import DECODERS
 from seqpar.models.build import NETWORKS
-from seqpar.settings.command_line import Parser
-from tests.house.test_floors import ACTS
+from seqpar.settings.parser import Parser
+from tests.support.programs import PROGRAMS
 
 SWITCHES = (argparse._StoreTrueAction, argparse.BooleanOptionalAction, argparse._HelpAction)
 
 
-@pytest.fixture(scope="module", params=sorted(ACTS))
+@pytest.fixture(scope="module", params=sorted(PROGRAMS))
 def parser(request) -> argparse.ArgumentParser:
     """Returns the parser of an act that was asked for --help."""
     asked: list[argparse.ArgumentParser] = []
@@ -26,7 +26,7 @@ def parser(request) -> argparse.ArgumentParser:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "print_help", catch)
         with pytest.raises(SystemExit) as left:
-            importlib.import_module(f"seqpar.cli.{request.param}").act(["--help"])
+            importlib.import_module(PROGRAMS[request.param]).act(["--help"])
     assert left.value.code == 0 and asked[0].prog == f"seqpar-{request.param}"
     return asked[0]
 

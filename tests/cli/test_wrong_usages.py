@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from seqpar.cluster.exit_codes import run
-from tests.house.test_floors import ACTS
 from tests.support.folders import child, exit_code, nnunet, save
 from tests.support.predictions import make_run
+from tests.support.programs import PROGRAMS
 
-ACTS_BY_NAME = {name: importlib.import_module(f"seqpar.cli.{name}") for name in ACTS}
+ACTS = {name: importlib.import_module(module) for name, module in PROGRAMS.items()}
 NOBODY = 65534
 TINY = "--preset debug --tile 16 --patch 8 --device cpu --workers 0 --batch 2"
 USAGES = """
@@ -27,8 +27,8 @@ USAGES = """
 2 train --lr nan | --lr nan: it must be above 0
 2 train --seed 99999999999999999999 | --seed 99999999999999999999: it must lie in
 2 train --accumulate 4 --micro-batches 2 | --accumulate and --micro-batches are two names
-2 train --fold 7 --data D --cache cache | --fold 7: there are folds 0 to 4
-2 train --fold 7 | --fold 7: there are folds 0 to 4
+2 train --fold 7 --data D --cache cache | --fold 7: the folds are 0 to 4
+2 train --fold 7 | --fold 7: the folds are 0 to 4
 2 train --resume --out nothing | nothing does not exist
 2 train --resume --out no-layout | no-layout/config.json lacks 'layout'
 2 train --resume --out a-list | a-list/config.json is damaged (no JSON object)
@@ -50,7 +50,7 @@ USAGES = """
 2 evaluate D/labelsTr D/labelsTr --brats 2023 --regions X=1 | --brats declares the labels
 2 evaluate D/labelsTr D/labelsTr --nsd-tolerance nan | --nsd-tolerance is nan
 3 prepare nowhere | nowhere: does not exist
-2 prepare D --spacing 1,1 | --spacing 1,1: give source, median, or three sizes
+2 prepare D --spacing 1,1 | --spacing 1,1: give source, median, or three sizes above 0
 3 prepare D --out file | file: cannot be written
 2 plan --memory nan | --memory nan: it must be
 2 plan --volume 512 512 | --volume: expected 3 arguments
@@ -63,7 +63,7 @@ USAGES = """
 2 report nowhere | nowhere does not exist
 2 report run --out run/config.json | a report is an HTML page; name it config.json.html
 2 phantom --out out --cases 0 | --cases 0
-2 phantom --out out --seed -1 | seed is 0 or more, got -1
+2 phantom --out out --seed -1 | seed must be at least 0, got -1
 2 figures 99 | there is no figure 99 here
 2 figures 5 --out file | --out file cannot be made (File exists): name another
 2 figures 5 --reach 2 --out out | --reach 2.0: only figure 14 asks for it
@@ -123,7 +123,7 @@ def typed(place, tmp_path) -> Callable[[str, bool], tuple[int, str]]:
             for stream in (1, 2):
                 os.dup2(output, stream)
             sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
-            code = run(ACTS_BY_NAME[name].act, [*more, *arguments])
+            code = run(ACTS[name].act, [*more, *arguments])
             sys.stdout.flush()
             os._exit(code)
 
@@ -150,4 +150,4 @@ def test_what_is_mistyped_is_one_error_that_names_it(typed, code, line, fragment
 
 
 def test_every_act_has_such_a_line() -> None:
-    assert {line.split()[0] for _, line, _ in lines_of(USAGES)} == ACTS
+    assert {line.split()[0] for _, line, _ in lines_of(USAGES)} == ACTS.keys()

@@ -254,7 +254,7 @@ def test_a_rank_that_never_arrives_is_named(tmp_path):
 
 def test_a_start_that_hangs_ends_soon_after_its_limit(tmp_path):
     codes, said = codes_of(1, "--time-limit 5", tmp_path / "run", at(doctor, "start", 0, leave_late))
-    assert codes == [1] and re.search(r"error: rank 0 \(.*\) has not got through its start within 5 s", said)
+    assert codes == [1] and re.search(r"error: rank 0 \(.*\) has not started within 5 s", said)
 
 
 def test_a_rank_that_stops_inside_the_test_is_named_with_its_group(tmp_path, quick):

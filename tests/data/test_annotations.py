@@ -83,9 +83,9 @@ def test_voxels_of_a_class_that_is_not_listed_are_a_fault_of_the_case(tmp_path: 
 BAD = {
     "case,liver\nc_009,1\n": "lists case c_009, which the data set does not have",
     "case,heart\nc_000,1\n": "says that case c_000 shows heart; the classes are liver, spleen, kidney",
-    "case,liver\nc_000,yes\n": "case c_000 has yes; 0 or 1 for each of liver",
+    "case,liver\nc_000,yes\n": "case c_000 has yes; it needs 0 or 1 for each of liver",
     "case,liver\nc_000,1\nc_000,0\n": "lists case c_000 twice",
-    "id,liver\nc_000,1\n": "begins with id,liver; a header case,CLASS",
+    "id,liver\nc_000,1\n": "begins with id,liver; it needs the header case,CLASS",
     "": "begins with nothing",
 }
 
@@ -105,7 +105,7 @@ def test_two_ways_at_once_and_a_list_of_another_kind_are_refused(tmp_path: Path)
     with pytest.raises(DataError, match="and so does dataset.json; keep one"):
         read_dataset(tmp_path / "D")
     organs(tmp_path / "E", annotated=["c_000"])
-    with pytest.raises(DataError, match="is no object of lists"):
+    with pytest.raises(DataError, match="must be an object of lists"):
         read_dataset(tmp_path / "E")
 
 

@@ -109,9 +109,12 @@ def test_older_names_and_an_ignore_label_are_read() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a gap": ({"labels": {"background": 0, "a": 2}}, r"values \[0, 2\]; nnU-Net numbers them from 0 without a gap"),
-    "no background": ({"labels": {"a": 1}}, '"background": 0, "tumour": 1} is needed'),
-    "no order": ({"labels": {"background": 0, "a": [1, 2], "b": [2]}}, "regions_class_order is None; a label for each"),
+    "a gap": ({"labels": {"background": 0, "a": 2}}, r"values \[0, 2\]; nnU-Net numbers them from 0 without gaps"),
+    "no background": ({"labels": {"a": 1}}, 'labels is .*; it must look like {"background": 0, "tumour": 1}'),
+    "no order": (
+        {"labels": {"background": 0, "a": [1, 2], "b": [2]}},
+        "regions_class_order is None; give a label for each",
+    ),
 }
 
 
@@ -124,7 +127,7 @@ def test_labels_that_no_network_of_its_can_have_are_refused(name: str) -> None:
 
 def test_configurations_that_inherit_in_a_circle_are_refused() -> None:
     circle = {"3d_fullres": {"inherits_from": "3d_lowres"}, "3d_lowres": {"inherits_from": "3d_fullres"}}
-    with pytest.raises(DataError, match="inherits from '3d_fullres', which is not there or inherits from it"):
+    with pytest.raises(DataError, match="inherits from '3d_fullres', which is missing or inherits from it in turn"):
         plan_of({**plans_of({}), "configurations": circle}, "3d_fullres", PLANS)
 
 

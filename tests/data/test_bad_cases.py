@@ -54,8 +54,8 @@ ONE_CASE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "truncated",
     ),
     "damaged checksum": (lambda r: flip_byte(r / IMAGE), IMAGE, "damaged"),
-    "text named .nii.gz": (lambda r: (r / IMAGE).write_text("not an image"), IMAGE, "not packed with gzip"),
-    "packed text": (lambda r: (r / IMAGE).write_bytes(gzip.compress(b"no image" * 99)), IMAGE, "no NIfTI"),
+    "text named .nii.gz": (lambda r: (r / IMAGE).write_text("not an image"), IMAGE, "not compressed with gzip"),
+    "packed text": (lambda r: (r / IMAGE).write_bytes(gzip.compress(b"no image" * 99)), IMAGE, "not a NIfTI file"),
     "plain NIfTI named .gz": (
         lambda r: (r / IMAGE).write_bytes(gzip.decompress((r / IMAGE).read_bytes())),
         IMAGE,
@@ -70,7 +70,7 @@ ONE_CASE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a header that promises terabytes": (
         lambda r: patch(r / IMAGE, 42, 32767, 32767, 32767, kind="h"),
         IMAGE,
-        "promises",
+        "announces",
     ),
     "missing modality": (lambda r: (r / SECOND).unlink(), SECOND, "needs the modality T2"),
     "extra modality": (extra, "imagesTr/c_001_0002.nii.gz", "extra modality"),
@@ -103,7 +103,7 @@ ONE_CASE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "fractional label": (
         lambda r: rewrite(r / LABEL, lambda a: put(a.astype("f4"), 0.5)),
         LABEL,
-        "no whole number",
+        "not whole numbers",
     ),
     "label of two channels": (
         lambda r: rewrite(r / LABEL, lambda a: np.stack([a, a], 3)),
@@ -135,8 +135,8 @@ ONE_CASE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "zero spacing": (lambda r: patch(r / IMAGE, 80, 1, 0, 1), IMAGE, "spacing is [1.0, 0.0, 1.0]"),
     "negative spacing": (lambda r: patch(r / IMAGE, 80, -1, 1, 1), IMAGE, "spacing is [-1.0"),
-    "NaN in the affine": (lambda r: patch(r / IMAGE, 280, float("nan")), IMAGE, "no volume"),
-    "an affine that is flat": (lambda r: patch(r / IMAGE, 280, *[0.0] * 12), IMAGE, "no volume"),
+    "NaN in the affine": (lambda r: patch(r / IMAGE, 280, float("nan")), IMAGE, "zero volume"),
+    "an affine that is flat": (lambda r: patch(r / IMAGE, 280, *[0.0] * 12), IMAGE, "zero volume"),
     "2-D file": (lambda r: rewrite(r / IMAGE, lambda a: a[..., 0]), IMAGE, "2-D array"),
     "5-D file": (lambda r: rewrite(r / IMAGE, lambda a: a[..., None, None].repeat(2, 4)), IMAGE, "5-D array"),
     "4-D file for one modality": (
@@ -156,7 +156,7 @@ ONE_CASE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "unreadable file": (lambda r: dangling(r / IMAGE), IMAGE, "cannot be read (No such file"),
     "a folder for a file": (lambda r: into_folder(r / IMAGE), IMAGE, "is a folder without DICOM files"),
-    "missing label": (lambda r: (r / LABEL).unlink(), LABEL, "is missing; case c_001 needs its label"),
+    "missing label": (lambda r: (r / LABEL).unlink(), LABEL, "is missing; add the label of case c_001"),
     "label without images": (
         lambda r: save(r / "labelsTr/z.nii.gz", label_array()),
         "labelsTr/z.nii.gz",
@@ -180,7 +180,7 @@ ONE_CASE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "broken splits": (
         lambda r: (r / "splits_final.json").write_text("[{"),
         "splits_final.json",
-        "is no JSON",
+        "is not valid JSON",
     ),
 }
 

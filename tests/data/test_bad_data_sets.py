@@ -20,8 +20,12 @@ def describe(root: Path, **changes: object) -> None:
 
 
 WHOLE_SET: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "broken JSON": (lambda r: (r / "dataset.json").write_text('{"labels": '), "dataset.json", "no JSON"),
-    "JSON that is a list": (lambda r: (r / "dataset.json").write_text("[]"), "dataset.json", "holds no JSON object"),
+    "broken JSON": (lambda r: (r / "dataset.json").write_text('{"labels": '), "dataset.json", "not valid JSON"),
+    "JSON that is a list": (
+        lambda r: (r / "dataset.json").write_text("[]"),
+        "dataset.json",
+        "must contain a JSON object",
+    ),
     "JSON in another encoding": (
         lambda r: (r / "dataset.json").write_bytes(b'{"a": "\xff\xfe"}'),
         "dataset.json",
@@ -33,7 +37,7 @@ WHOLE_SET: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "'a' twice",
     ),
     "no labels": (lambda r: describe(r, labels={}), "dataset.json", "labels is {}"),
-    "no background": (lambda r: describe(r, labels={"a": 1, "b": 2}), "", "background 0 is needed"),
+    "no background": (lambda r: describe(r, labels={"a": 1, "b": 2}), "", "they need background 0"),
     "labels that are fractions": (
         lambda r: describe(r, labels={"background": 0, "a": 1.5}),
         "dataset.json",
@@ -42,7 +46,7 @@ WHOLE_SET: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "two names for a label": (
         lambda r: describe(r, labels={"background": 0, "a": 1, "b": 1}),
         "dataset.json",
-        "twice",
+        "repeat a name or a value",
     ),
     "no channel names": (lambda r: describe(r, channel_names=None), "dataset.json", "channel_names is None"),
     "regions without order": (
@@ -108,7 +112,7 @@ def test_bad_cases_of_other_formats_are_named(tmp_path, capfd):
         "lists case BRATS_000 twice",
         "x.nii.gz: is missing",
         "{'image': 3}",
-        "BRATS_001.nii.gz: holds 3",
+        "BRATS_001.nii.gz: has 3",
     ):
         assert words in printed
     assert open_cache(tmp_path / "m").ids == ("BRATS_000", "BRATS_002")

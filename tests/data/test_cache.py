@@ -194,10 +194,10 @@ def test_a_data_set_of_nnunet_is_found_by_its_number_after_it_was_prepared(
         said = capsys.readouterr().out
         assert said.count(f"{raw}/Dataset901_Blob.prepared is a cache of an earlier version") == 1
     place = (beside if has_preprocessed else raw).parent / "seqpar-prepared" / "Dataset901_Blob"
-    assert f"it can be deleted: now it is {place}" in said
+    assert f"it can be deleted: the cache is now {place}" in said
     assert not outdated_cache(root, root.with_name("Dataset901_Blob.prepared"))
     open_data(config_of(["--data", "901", "--fold", "all"]), True)
-    assert f"now it is {place}" in capsys.readouterr().out
+    assert f"the cache is now {place}" in capsys.readouterr().out
     open_data(config_of(["--data", "901", "--fold", "all"]), False)
     assert not capsys.readouterr().out
     assert open_cache(place).ids == ("c_000", "c_001") == prepared(901, is_first=True).ids

@@ -67,7 +67,7 @@ def test_a_fold_has_the_number_that_the_table_gives_it(folder: Path) -> None:
         for read in (classes, VolumeClasses.from_json(classes.to_json())):
             for at, number in enumerate(numbers):
                 assert split_classes(read, str(number))[1] == tuple(f"c_{n:02d}" for n in range(4 * at, 4 * at + 4))
-            with pytest.raises(ValueError, match=f"--fold 0: there are folds {listed}, all and 90:10"):
+            with pytest.raises(ValueError, match=f"--fold 0: the folds are {listed}, all and 90:10"):
                 split_classes(read, "0")
         with pytest.raises(ValueError, match=rf"all5: .* has the folds {listed.replace(' to ', ', ')}, not 0 to 4"):
             refuse_folds(TASKS["classify"], str(folder))
@@ -104,7 +104,7 @@ def test_an_nnu_net_folder_of_before_needs_a_table(tmp_path: Path) -> None:
     content = json.loads((root / "dataset.json").read_text())
     for listed in ({"image": "./imagesTr/c_000.nii.gz", "label": "./labelsTr/c_000.nii.gz"}, "c_000.nii.gz", {}):
         write_json(root / "dataset.json", content | {"training": [listed]})
-        with pytest.raises(DataError, match="no image with a class; beside it labels.csv is needed, a table with the"):
+        with pytest.raises(DataError, match="not an image with a class; add labels.csv next to it, a table with the"):
             read_class_dataset(root)
     (root / "labels.csv").write_text("case,class\nc_000,1\nc_001,2\nc_002,1\n")
     assert read_class_dataset(root).ids == ("c_000", "c_001", "c_002")
@@ -114,9 +114,12 @@ BAD: dict[str, tuple[list[str], str]] = {
     "an unknown case": (["case,class", *EIGHT, "c_99,ill"], "line 10 names case c_99, which has no image"),
     "a case without a line": (["case,class", *EIGHT[:7]], "has no line for case c_07"),
     "no class": (["case,class", *EIGHT[:7], "c_07,"], "line 9, case c_07, has no class"),
-    "one class": (["case,class", *(f"c_{n:02d},ill" for n in range(8))], "all cases the class ill; two classes"),
+    "one class": (
+        ["case,class", *(f"c_{n:02d},ill" for n in range(8))],
+        "all cases the class ill; at least two classes",
+    ),
     "a case twice": (["case,class", *EIGHT, EIGHT[0]], "names case c_00 a second time"),
-    "no header": (EIGHT, "a header with case and class is needed"),
+    "no header": (EIGHT, "it needs a header with case and class"),
     "a line behind empty ones": (["case,class", "", " , ", *EIGHT, "c_99,ill"], "line 12 names case c_99"),
     "a class without a case": (["case,class", *EIGHT, ",ill"], "line 10, case without a name, has no case; fill it"),
     "two columns of a name": (["case,class,Class", *(f"{e},ill" for e in EIGHT)], "has two columns class; keep one"),
@@ -149,7 +152,7 @@ def test_a_bad_table_is_refused_by_name(name: str, folder: Path) -> None:
 def test_a_label_outside_of_those_declared_is_refused(folder: Path) -> None:
     entries = [{"image": str(folder / f"c_{n:02d}.nii.gz"), "label": n} for n in range(3)]
     content = {"training": entries, "labels": {"0": "healthy", "1": "ill"}}
-    with pytest.raises(DataError, match="case c_02 has the label 2; declared are 0 healthy, 1 ill"):
+    with pytest.raises(DataError, match="case c_02 has the label 2, but 0 healthy, 1 ill are declared"):
         read_class_dataset(write_json(folder.parent / "outside.json", content))
     (folder / "labels.csv").unlink()
     with pytest.raises(DataError, match="labels.csv: is missing"):
@@ -157,11 +160,11 @@ def test_a_label_outside_of_those_declared_is_refused(folder: Path) -> None:
 
 
 BAD_LISTS: dict[str, tuple[object, object, str]] = {  # declared labels, the third case's label
-    "none": (None, None, "case c_02 has the label None; a whole number or the name of a class is needed"),
-    "part of a number": (None, 0.5, "case c_02 has the label 0.5; a whole number"),
-    "a label map": (None, "labels/c_02.nii.gz", "a volume; the class of the whole case is needed (label maps are for"),
-    "names of names": ({"healthy": "ill"}, 0, '"labels" is {\'healthy\': \'ill\'}; {"0": "healthy"'),
-    "a list of names": (["healthy", "ill"], 0, "\"labels\" is ['healthy', 'ill']; {\"0\""),
+    "none": (None, None, "case c_02 has the label None; it must be a whole number or the name of a class"),
+    "part of a number": (None, 0.5, "case c_02 has the label 0.5; it must be a whole number"),
+    "a label map": (None, "labels/c_02.nii.gz", "a volume; give the class of the whole case (label maps are for"),
+    "names of names": ({"healthy": "ill"}, 0, '"labels" is {\'healthy\': \'ill\'}; it must look like {"0": "healthy"'),
+    "a list of names": (["healthy", "ill"], 0, "\"labels\" is ['healthy', 'ill']; it must look like {\"0\""),
 }
 
 
@@ -190,7 +193,7 @@ def test_a_list_has_subjects_and_a_label_may_be_a_number_here_and_its_name_there
     content = {"training": [*entries, *entries[:2]]}
     with pytest.raises(DataError, match=r"lists case c_00 twice .*\(and 1 more fault\)"):
         read_class_dataset(write_json(folder.parent / "mixed.json", content))
-    with pytest.raises(DataError, match="is a table; name the folder of its images, in which it is labels.csv"):
+    with pytest.raises(DataError, match="is a table; give the folder of its images, which has it as labels.csv"):
         read_class_dataset(with_table(folder, "case,class", *EIGHT) / "labels.csv")
 
 
@@ -212,7 +215,7 @@ def test_folds_are_stratified_and_keep_subjects_together() -> None:
         assert not {classes.subject_of(c) for c in train} & {classes.subject_of(c) for c in held_out}
         assert min(classes.counts(held_out)) >= 4, "each class has about its share"
     assert folds == class_folds(classes, 5) and len(split_classes(classes, "90:10")[1]) < 16
-    with pytest.raises(ValueError, match="--fold 5: there are folds 0 to 4"):
+    with pytest.raises(ValueError, match="--fold 5: the folds are 0 to 4"):
         split_classes(classes, "5")
 
 

@@ -39,5 +39,5 @@ def test_a_range_becomes_0_to_1_beside_other_schemes(tmp_path) -> None:
 @pytest.mark.parametrize("name", ["clip", "clip 5", "clip 5:5", "clip 9:3", "clip a:b", "clip 0:inf", "clip 1:2:3"])
 def test_a_name_without_a_range_is_refused(name: str, tmp_path) -> None:
     dataset = read_dataset(nnunet(tmp_path / "D", 1, (name,)))
-    with pytest.raises(DataError, match=f"modality '{name}' names no range; .* clip -160:240"):
+    with pytest.raises(DataError, match=f"modality '{name}' gives no range; .* clip -160:240"):
         draft_recipe(dataset, PrepareSettings())

@@ -93,7 +93,7 @@ def test_brats_of_every_year_has_its_labels(names, kinds, separator, suffix, fla
 
 def test_paediatric_cases_of_no_year_are_refused_unless_they_have_no_labels(tmp_path):
     brats(tmp_path / "data", ["BraTS-PED-02024-000"], NEW, "-", (1, 2, 3, 4))
-    with pytest.raises(DataError, match="BraTS-PED, whose label values changed in 2024.*BraTS-PEDs2024"):
+    with pytest.raises(DataError, match="BraTS-PED case, whose label values changed in 2024.*BraTS-PEDs2024"):
         read_dataset(tmp_path / "data")
     images = read_dataset(brats(tmp_path / "images", ["BraTS-PED-02024-000"], NEW[:-1], "-", ()))
     assert images.labels == {} and len(images.cases) == 1
@@ -230,7 +230,7 @@ def test_the_other_splits(tmp_path):
     for wrong in ("5", "x", -1):
         with pytest.raises(ValueError, match=r"90:10"):
             split(data, wrong)
-    with pytest.raises(ValueError, match="5 folds need 5 cases, 2 came"):
+    with pytest.raises(ValueError, match="5 folds need at least 5 cases and got 2"):
         split(read_dataset(nnunet(tmp_path / "E", 2)), 0)
 
 

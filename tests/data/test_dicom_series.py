@@ -104,9 +104,10 @@ def colours(folder: Path, array: np.ndarray) -> None:
     "harm,words",
     [
         (lose, "not evenly spaced: 2.6 mm between .*, 1.3 mm elsewhere"),
-        (second_series, r"holds 2 series: scout \(2 files\), thorax \(6 files\)"), (same_place, "slices at one place"),
-        (another_size, "differs in size"), (cut_off, "cannot be read as part of its"), (frames, "holds 6 frames"),
-        (colours, "holds colours"), (lambda folder, _: shutil.rmtree(folder) or folder.mkdir(), "without DICOM files"),
+        (second_series, r"has 2 series: scout \(2 files\), thorax \(6 files\)"),
+        (same_place, "slices at the same position"),
+        (another_size, "differs in size"), (cut_off, "cannot be read as part of its"), (frames, "has 6 frames"),
+        (colours, "has colours"), (lambda folder, _: shutil.rmtree(folder) or folder.mkdir(), "without DICOM files"),
     ],
 )  # fmt: skip
 def test_what_is_no_volume_of_evenly_spaced_slices_is_refused(harm, words, tmp_path) -> None:
@@ -127,7 +128,7 @@ def test_inputs_of_prediction_are_one_series_a_folder_of_them_or_several(tmp_pat
     cases = [find_inputs(paths, ["CT"])[0] for paths in ([folders[0]], [tmp_path / "all"], folders)]
     assert [[case.id for case in group] for group in cases] == [["p1"], ["p1", "p2"], ["p1", "p2"]]
     assert cases[1][1].images == (folders[1],) and not find_inputs(folders, ["CT"])[1]
-    with pytest.raises(DataError, match="no DICOM series"):
+    with pytest.raises(DataError, match="nor a DICOM series"):
         find_inputs([folders[0], tmp_path / "all"], ["CT"])
 
 

@@ -155,7 +155,7 @@ def test_a_file_that_the_system_cuts_off_is_not_taken_for_whole(tmp_path):
             (tmp_path / "error").write_text(str(error))
 
     assert exit_code(child(limited)) == 0
-    assert "c: cannot be written (File too large); what is finished is kept" in (tmp_path / "error").read_text()
+    assert "c: cannot be written (File too large); finished cases are kept" in (tmp_path / "error").read_text()
     assert list((tmp_path / "c/cases").iterdir()) == [] and not (tmp_path / "c/cache.json").exists()
     with pytest.raises(DataError, match="no finished cache"):
         open_cache(tmp_path / "c")
@@ -187,12 +187,12 @@ def test_somebody_elses_folder_is_left_alone(tmp_path):
     data = read_dataset(nnunet(tmp_path / "D", 1))
     save(tmp_path / "mine/cases/c_000/notes.nii.gz", image_array(0))
     before = tree(tmp_path / "mine")
-    with pytest.raises(DataError, match="holds cases and no cache; name another folder"):
+    with pytest.raises(DataError, match="has cases but no cache; give another folder"):
         prepare(data, tmp_path / "mine", workers=0)
     assert tree(tmp_path / "mine") == before
     prepare(data, tmp_path / "c", workers=0)
     other = read_dataset(nnunet(tmp_path / "E", 1))
-    with pytest.raises(DataError, match="holds the cache of D, not of E"):
+    with pytest.raises(DataError, match="has the cache of D, not of E"):
         prepare(other, tmp_path / "c", workers=0)
     assert open_cache(tmp_path / "c").name == "D"
 

@@ -140,8 +140,8 @@ def several_and_time(path: Path) -> None:
     "harm,words",
     [
         (flat, "2-D array"), (several_and_time, "5-D array"), (with_nan, "60 of its 60 voxels are NaN"),
-        (complex_numbers, "numbers of type"), (detached, "holds its own voxels"),
-        (detached_in_one_word, "holds its own voxels"),
+        (complex_numbers, "numbers of type"), (detached, "does not contain its own voxels"),
+        (detached_in_one_word, "does not contain its own voxels"),
         (lambda path: path.mkdir(), "folder without DICOM"),
         (lambda path: path.symlink_to("nowhere"), "No such file"),
     ],
@@ -161,7 +161,7 @@ def test_a_meta_image_whose_voxels_lie_in_another_file_is_refused_whatever_that_
         if fits:
             np.testing.assert_array_equal(read_volume(tmp_path / "b.mha").array[0], image_array(0))
         else:
-            with pytest.raises(DataError, match=r"b\.mha: is no file that holds its own voxels"):
+            with pytest.raises(DataError, match=r"b\.mha: does not contain its own voxels"):
                 read_volume(tmp_path / "b.mha")
 
 

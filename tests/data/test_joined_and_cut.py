@@ -57,7 +57,7 @@ def test_a_join_of_labels_that_there_are_not_or_of_a_name_that_is_taken_is_refus
     dataset = read_dataset(decathlon(tmp_path / "Task01_BrainTumour"))
     with pytest.raises(DataError, match="has no label 7, which --join-labels tumour names; it declares background 0"):
         join_labels(dataset, parse_joins("tumour=1,7"))
-    with pytest.raises(DataError, match="has a label edema of its own"):
+    with pytest.raises(DataError, match="already has a label edema"):
         join_labels(dataset, parse_joins("edema=2,3"))
 
 
@@ -88,7 +88,7 @@ def test_labelled_voxels_are_cut_off_only_by_force(tmp_path: Path) -> None:
     settings = PrepareSettings(crop_to=(4, 12, 10))
     report = prepare(read_dataset(root), tmp_path / "cache", settings, workers=0)
     (fault,) = report.faults
-    assert "--crop-to 4 12 10 would cut off 32 labelled voxels; take larger sides, or add --force" in str(fault)
+    assert "--crop-to 4 12 10 would cut off 32 labelled voxels; give larger sides, or add --force" in str(fault)
     assert "c_000.nii.gz" in str(fault)
     forced = replace(settings, cut_labels=True, crop_to=(9, 12, 10))
     with pytest.raises(DataError, match="no case has a labelled voxel|would cut off"):
@@ -162,7 +162,7 @@ def test_three_shares_are_three_parts_of_all_cases() -> None:
     assert sorted([*train, *held_out, *test]) == sorted(cases.ids)
     assert splits.tested_ids(cases, "90:10") == splits.tested_ids(cases, "0") == ()
     assert [len(part) for part in splits.split(Cases(3), "70:15:15")] == [1, 1]
-    for fold, why in (("70:20:20", "that make 100"), ("100:0:0", "above 0"), ("2:49:49", "leaves none of 4 cases")):
+    for fold, why in (("70:20:20", "the sum 100"), ("100:0:0", "positive"), ("2:49:49", "leaves none of 4 cases")):
         with pytest.raises(ValueError, match=why):
             splits.split(Cases(4), fold)
 
@@ -174,5 +174,5 @@ def test_some_of_the_cases_are_the_same_ones_each_time_and_of_every_class() -> N
     assert set(four) < set(splits.sample_cases(ids, 5)) and splits.sample_cases(ids, 0) == ids
     rare = {case: int(case == "c007") for case in ids}  # one case of the second class
     assert all(("c007" in splits.sample_cases(ids, count, rare.__getitem__)) == (count != 1) for count in range(1, 6))
-    with pytest.raises(ValueError, match="--train-cases 20: the fold has 19 to train on: use at most 19"):
+    with pytest.raises(ValueError, match="--train-cases 20: the fold has 19 cases to train on; use at most 19"):
         splits.sample_cases(ids, 20)

@@ -197,7 +197,8 @@ def test_all_report_the_longest_wait(ranks: Callable[..., list]) -> None:
 
 @pytest.mark.parametrize(
     "how, text",
-    [({"batch": 0}, "--batch 0: 1 or more"), ({"accumulate": 0}, "--accumulate 0"), ({"workers": -1}, "--workers -1"),
+    [({"batch": 0}, "--batch 0: it must be at least 1"), ({"accumulate": 0}, "--accumulate 0"),
+     ({"workers": -1}, "--workers -1"),
      ({"prefetch": 0}, "--prefetch 0"), ({"seed": -1}, "--seed -1"), ({"steps": range(0, 4, 2)}, "count up by one"),
      ({"layout": Layout.of(8, 4, 2)}, "for 2 ranks, but the seq group"), ({"layout": Layout.of(4, 4)}, "use one size")],
 )  # fmt: skip

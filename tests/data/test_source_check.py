@@ -65,11 +65,11 @@ def test_source_and_cache_are_checked_together(tmp_path, check):
     image.write_bytes(plain + bytes(max(0, stat.st_size - len(plain))))
     if len(plain) <= stat.st_size:
         os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        assert "holds other bytes than when it was prepared" in check()[2][0]
+        assert "has other bytes than when it was prepared" in check()[2][0]
     image.write_bytes(before)
     os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     (tmp_path / "seqpar-prepared/D/cases/c_002/label.npy").write_bytes(b"half")
     code, _, errors = check()
     assert code == 3 and [str(tmp_path / "seqpar-prepared/D/cases/c_002") in error for error in errors] == [True]
     (tmp_path / "seqpar-prepared/D/cache.json").unlink()
-    assert "holds no finished cache" in check()[2][0]
+    assert "has no finished cache" in check()[2][0]

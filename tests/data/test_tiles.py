@@ -189,11 +189,11 @@ def test_what_cannot_be_drawn_is_refused() -> None:
     augmentation = augment("none", (8, 8, 8))
     with pytest.raises(ValueError, match="no cases to train on"):
         TileSource((), augmentation, 2, 3)
-    with pytest.raises(ValueError, match="a share from 0 to 1"):
+    with pytest.raises(ValueError, match="it must be a share from 0 to 1"):
         TileSource((case,), augmentation, 2, 3, 1.5)
     with pytest.raises(ValueError, match="sorted by id"):
         TileSource((case, NoiseCase("0")), augmentation, 2, 3)
-    with pytest.raises(DataError, match="case 1: image .* do not fit 3 channels"):
+    with pytest.raises(DataError, match="case 1: image .* do not match 3 channels"):
         TileSource((case,), augmentation, 3, 3).draw(TileKey(0, 0, 0))
 
 

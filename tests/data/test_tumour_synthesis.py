@@ -94,9 +94,9 @@ def test_synthesis_takes_the_lesion_and_the_healthy_tissue_from_the_labels(datas
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (labelled("background hippocampus"), r"--synthesis 0.3: .* \(background, hippocampus\) do not tell a lesion"),
-        (labelled("background kidney tumor cyst"), "do not tell a lesion"),
-        (labelled("background kidney tumor", {"kidney": (1, 2), "tumor": (2,)}, (1, 2)), "do not tell a lesion"),
+        (labelled("background hippocampus"), r"--synthesis 0.3: .* \(background, hippocampus\) do not tell lesions"),
+        (labelled("background kidney tumor cyst"), "do not tell lesions"),
+        (labelled("background kidney tumor", {"kidney": (1, 2), "tumor": (2,)}, (1, 2)), "do not tell lesions"),
         (labelled("background cancer", scheme="ct"), "labels no organ, and without z-scores"),
     ],
 )

@@ -170,8 +170,8 @@ def test_lesions_without_an_organ_are_refused(tmp_path):
         is_first=True,
     )
     with pytest.raises(
-        ValueError, match="--synthesis-per volume: Dataset999_Phantom labels no organ around its lesions"
+        ValueError, match="--synthesis-per volume: Dataset999_Phantom does not label the organ around its lesions"
     ):
         VolumeSynthesis.of(dataset, 0.5)
-    with pytest.raises(ValueError, match="needs an organ"):
+    with pytest.raises(ValueError, match="needs a labelled organ"):
         VolumeSynthesis(TumourSynthesis((0,), (2,)))

@@ -105,6 +105,6 @@ def test_the_recipe_of_prediction_runs(place: Path, monkeypatch: pytest.MonkeyPa
 
 def test_torchrun_starts_the_loop(place: Path) -> None:
     """That its weights are those of one process is shown by ``test_readme.py``, which forks its ranks."""
-    (place / "loop.py").write_text(blocks(ROOT / "README.md", "python")[1])
+    (place / "loop.py").write_text(blocks(ROOT / "README.md", "python")[0])
     done = run(["torchrun", "--standalone", "--nproc-per-node", "2", "loop.py"], place)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Each figure of README's table is one of a bench's table, or stands in LOG with command and machine."""
+"""Each figure of the tables in README and launch/README is one of a bench, or in LOG with command and machine."""
 
 import re
 from collections.abc import Callable
@@ -88,7 +88,7 @@ ULYSSES = ("DeepSpeed Ulysses",)
 SPLITS = ((1, "gather"), (1, "halo"), (2, "swap"))
 PEER = "batchgenerators, nnU-Net default"
 RING = ("torch ring, all-gather", "torch ring, all-to-all")
-# how a row of README's table begins → its figures, from where they were measured; None: LOG or a test has them
+# how a row of the tables begins → its figures, from where they were measured; None: LOG or a test has them
 FIGURES: dict[str, Callable[[], Any] | None] = {
     "loss of each step": None,
     "weights after 10": None,
@@ -125,18 +125,18 @@ FIGURES: dict[str, Callable[[], Any] | None] = {
         f"{errors[0]:+.0f} to {errors[-1]:+.0f} %" for errors in (planned_bytes(), *map(plan_errors, (1, 2, 4)))
     ),
 }
-README = (ROOT / "README.md").read_text()
-MEASURED = table_rows(README[README.index("## Measured") :])
+README, PROGRAMS = (ROOT / "README.md").read_text(), (ROOT / "launch" / "README.md").read_text()
+MEASURED = [row for page in (README, PROGRAMS) for row in table_rows(page.split("\n## Measured")[1].split("\n## ")[0])]
 
 
-def test_each_row_of_readmes_table_has_a_source() -> None:
+def test_each_row_of_the_tables_has_a_source() -> None:
     assert all(list(row) == ["what", "figure"] for row in MEASURED)
     starts = [next((start for start in FIGURES if row["what"].startswith(start)), row["what"]) for row in MEASURED]
-    assert starts == list(FIGURES)
+    assert sorted(starts) == sorted(FIGURES)
 
 
 @pytest.mark.parametrize("start", [start for start, figures in FIGURES.items() if figures])
-def test_each_figure_of_readmes_table_is_the_benchs(start: str) -> None:
+def test_each_figure_of_the_tables_is_the_benchs(start: str) -> None:
     (row,) = [row for row in MEASURED if row["what"].startswith(start)]
     figures = FIGURES[start]
     assert figures and row["figure"] == figures(), start

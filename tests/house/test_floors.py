@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import COMMANDS, LABORATORY, PROGRAMS
+
 ROOT = Path(__file__).parents[2]
 TOPS = {"seqpar": "seqpar", "decoders": "seqpar.decoders", "launch/lab": "lab"}
 # From the ground up. A floor is a line; its rooms may use each other where that makes no circle.
@@ -24,7 +26,8 @@ GROUND = """
     data.sampling data.phantom
     decoders.decoder
     decoders.modes decoders decoders.unets
-    optimization settings
+    optimization
+    settings
     cluster
     models
     weights planner
@@ -37,13 +40,11 @@ GROUND = """
     tasks
     training
     sweeps
-    acceptance
+    cluster.acceptance
     cli
 """
 FLOORS = [[f"seqpar.{room}" for room in line.split()] for line in GROUND.strip().splitlines()]
 FLOORS.append(["lab.benches", "lab.figures"])
-ACTS = {path.stem for path in (ROOT / "seqpar" / "cli").glob("*.py")} - {"__init__"}  # what people start
-LABORATORY = {"bench", "figures"}
 FREE = {"seqpar", "seqpar.data", "seqpar.decoders", "lab"}  # hand names on, or hold nothing
 OWNERS = {
     "torch.distributed": {
@@ -249,8 +250,8 @@ def test_nothing_in_the_library_imports_the_programs_or_the_laboratory() -> None
 def test_what_is_in_launch_itself_can_be_started() -> None:
     """A program is a few lines that call ``seqpar.cli``; the two of the laboratory are longer."""
     files = {path.stem: path for path in (ROOT / "launch").glob("*.py")}
-    assert files.keys() == ACTS | LABORATORY
-    for name in ACTS:
+    assert files.keys() == PROGRAMS.keys()
+    for name in COMMANDS:
         assert f"from seqpar.cli.{name} import main\n" in files[name].read_text(), name
         assert files[name].read_text().count("\n") < 12, name
     for path in files.values():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.test_floors import ACTS
+from tests.support.programs import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,36 +33,73 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    installed = [name for name in names if ".dist-info/" not in name and ".data/data/share/seqpar/" not in name]
-    assert {name.split("/")[0] for name in installed} == {"seqpar"}
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"seqpar"}
     for folder in ("seqpar", "decoders"):
         for path in (ROOT / folder).rglob("*.py"):  # a folder without __init__.py would be left out
             inside = path.relative_to(ROOT).as_posix()
             assert (inside if inside.startswith("seqpar/") else f"seqpar/{inside}") in names, inside
     assert "seqpar/py.typed" in names and "seqpar/data/errors.py" in names
-    assert {f"seqpar/report/template/{path.name}" for path in (ROOT / "seqpar/report/template").iterdir()} <= set(names)
-    scripts = {name.rpartition("/share/seqpar/slurm/")[2] for name in names}
-    assert {path.name for path in (ROOT / "launch" / "slurm").iterdir()} <= scripts
+    for source, inside in (("seqpar/report/template", "report/template"), ("launch/slurm", "cluster/slurm")):
+        assert {f"seqpar/{inside}/{path.name}" for path in (ROOT / source).iterdir()} <= set(names)
 
 
-def test_the_wheel_works_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
-    venv.create(tmp_path, with_pip=False)
-    python = tmp_path / "bin" / "python"
-    site = next((tmp_path / "lib").glob("python*/site-packages"))
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
-    subprocess.run(install, check=True, capture_output=True)
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # torch is there already
-    code = "import seqpar; from seqpar import SeqParViT; import seqpar.decoders.plain; print(seqpar.__file__)"
+@pytest.fixture(scope="module")
+def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns an environment with nothing but the wheel, and the dependencies that are installed here."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q", "--no-deps"]
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
+    site = next((folder / "lib").glob("python*/site-packages"))
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return folder
+
+
+def run_in(clean: Path, cwd: Path, *command: str | Path, **more: str) -> str:
+    """Runs a command of the environment; returns its output."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    process = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=env)
-    assert process.returncode == 0, process.stderr
-    assert str(site) in process.stdout
+    env |= {"PATH": f"{cwd}:{clean / 'bin'}:{env['PATH']}", "OMP_NUM_THREADS": "1", **more}
+    process = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+def test_the_wheel_is_imported_in_a_clean_environment(clean: Path, tmp_path: Path) -> None:
+    code = "import seqpar; from seqpar import SeqParViT; import seqpar.decoders.plain; print(seqpar.__file__)"
+    assert run_in(clean, tmp_path, "python", "-c", code).startswith(str(clean))
+
+
+SRUN = """#!/bin/bash
+while [ "$1" != bash ]; do shift; done
+exec "$@"
+"""
+
+
+@pytest.mark.started
+def test_job_scripts_of_the_wheel_train_and_its_templates_make_a_page(clean: Path, tmp_path: Path) -> None:
+    """The scripts find the installed programs; a stand-in for srun starts the one rank."""
+    said = run_in(clean, tmp_path, "seqpar-doctor", "--job-scripts", tmp_path)
+    assert f"Wrote {tmp_path}/launch/slurm" in said
+    folder = tmp_path / "launch" / "slurm"
+    assert {path.name for path in folder.iterdir()} == {path.name for path in (ROOT / "launch" / "slurm").iterdir()}
+    assert all(os.access(path, os.X_OK) for path in folder.glob("*.sh"))
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    slurm = {"SEQPAR_ENV": str(clean), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}
+    slurm |= {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_LOCALID": "0"}
+    flags = ["--preset", "debug", "--iterations", "2", "--epochs", "1", "--val-every", "0", "--device", "cpu"]
+    run_in(clean, tmp_path, "bash", folder / "generic.sbatch", *flags, "--out", "run", **slurm)
+    assert "finished" in (tmp_path / "run" / "status.json").read_text()
+    assert (tmp_path / "run" / "jobs.txt").exists(), "link.sh knows that it is a training"
+    run_in(clean, tmp_path, "seqpar-report", "run")
+    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+    assert "steps" in run_in(clean, tmp_path, "seqpar-train", "--preset", "debug", "--dry-run", "--device", "cpu")
 
 
 def test_every_act_has_a_console_script() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     scripts = dict(re.findall(r'^seqpar-(\w+) = "seqpar\.cli\.(\w+):main"', text, re.M))
-    assert set(scripts) == set(scripts.values()) == ACTS
+    assert set(scripts) == set(scripts.values()) == COMMANDS.keys()
 
 
 def test_the_readme_names_every_extra() -> None:

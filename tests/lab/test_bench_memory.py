@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bench
-from lab.benches import attention, encoder, hierarchical, masked, memory, plan, rank
+from lab.benches import attention, encoder, memory, memory_by_ranks, plan, rank
 from lab.benches.series import Progress, run_series
 from seqpar.cluster.devices import gpu_by_name
 from seqpar.models.build import build_network
@@ -59,7 +59,7 @@ def test_gathered_weights_do_not_count_as_held() -> None:
 
 def attention_times(mesh: Mesh, auto: str) -> list[dict]:
     attention.fastest_strategy = lambda *how: (auto, ())  # this process ends with the test
-    attention.peers = lambda *how: {}
+    attention.attention_peers = lambda *how: {}
     return list(attention.measure_times(mesh, 2, 64))
 
 
@@ -99,10 +99,10 @@ def test_the_plan_is_benched_on_nets_by_which_it_was_not_calibrated(monkeypatch:
 
 
 def test_large_rows_can_run() -> None:
-    for config in (*(case.config for case in memory.LARGE), masked.VOLUME):
+    for config in (*(case.config for case in memory.LARGE), memory_by_ranks.VOLUME):
         check_feasible(config)
     assert 32**3 == 32768 and 60 * 60 * 39 == 140400
-    with pytest.raises(ValueError, match="--large has rows of memory, pretrain alone"):
+    with pytest.raises(ValueError, match="--large is only for memory, pretrain"):
         bench.act(["step", "--large"])
 
 
@@ -127,13 +127,13 @@ def test_a_step_of_pretraining_is_measured_beside_what_one_process_holds() -> No
     for ranks in (1, 2):
         config = replace(TINY, task="pretrain", tile=(32, 32, 32), seqpar=ranks)
         runs = run_ranks(ranks, masked_step)[:1]
-        row = masked.row(memory.Case("tiny", config, ranks, 1), runs, runs)
+        row = memory_by_ranks.masked_row(memory.Case("tiny", config, ranks, 1), runs, runs)
         assert (row["tokens"], row["visible"]) == (512, 128) and row["s a step"] > 0
         shares.append(row["share of one process"])
     assert shares[0] == pytest.approx(1, abs=0.01) and 0.4 < shares[1] <= 0.55
 
 
-STAGES = replace(hierarchical.STAGES, tile=(32, 32, 32), embed_dim=12, heads=1, decoder_width=4)
+STAGES = replace(memory_by_ranks.STAGES, tile=(32, 32, 32), embed_dim=12, heads=1, decoder_width=4)
 
 
 def stages_step(mesh: Mesh, window: int) -> dict[str, float]:
@@ -147,12 +147,12 @@ def test_a_step_of_stages_is_measured_beside_what_one_process_holds(window: int)
     for ranks in (1, 2):
         config = replace(STAGES, window=window, seqpar=ranks)
         runs = run_ranks(ranks, stages_step, window)[:1]
-        row = hierarchical.row(memory.Case("tiny", config, ranks), runs, runs)
+        row = memory_by_ranks.stages_row(memory.Case("tiny", config, ranks), runs, runs)
         assert row["tokens"] == 512 and ("in windows of 4" in row["net"]) == bool(window)
         shares.append(row["share of one process"])
     assert shares[0] == pytest.approx(1, abs=0.05) and 0.4 < shares[1] <= 0.55
     (whole, _) = run_ranks(2, gathered_step)
-    assert whole["held"] > 0.6 * masked.held_by_one(STAGES)
+    assert whole["held"] > 0.6 * memory_by_ranks.held_by_one(STAGES)
 
 
 def gathered_step(mesh: Mesh) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The figures' results that are kept: their verdicts follow from their points, and README's are theirs."""
+"""The figures' kept results: their verdicts follow from their points, and launch/README quotes them."""
 
 import csv
 import re
@@ -71,7 +71,7 @@ def test_figures_are_kept_with_commit_command_and_machine() -> None:
 
 
 def test_the_verdicts_of_the_front_page_are_those_that_are_kept() -> None:
-    quoted = re.findall(r"^- Figure (\d+): (.+)$", (ROOT / "README.md").read_text(), re.M)
+    quoted = re.findall(r"^- Figure (\d+): (.+)$", (ROOT / "launch" / "README.md").read_text(), re.M)
     assert len(quoted) == 3
     for number, words in quoted:
         assert any(words in verdict for verdict in verdicts(int(number)))

@@ -16,7 +16,7 @@ from lab.figures.figure_files import write_figure
 from lab.figures.paper_figures import SCALES
 from seqpar.data.phantom.anatomy import FIELD_OF_VIEW
 from seqpar.data.phantom.brain import DEFAULT_SIZE, make_case
-from seqpar.report.diagrams import Bars, Diagram, points_of
+from seqpar.report.curves import Bars, Diagram, points_of
 from seqpar.sweeps.costs import Cost, plan_of
 from seqpar.sweeps.planned_run import config_of
 from tests.support.folders import write_json

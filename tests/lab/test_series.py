@@ -9,19 +9,9 @@ from pathlib import Path
 import pytest
 
 import bench
-from lab.benches import hybrid, loader, pass_profile, rank, start, step_profile, sweep
-from lab.benches.apart import stream_apart
-from lab.benches.operator_seconds import KINDS
-from lab.benches.series import Progress, Row, Runs, Series, ratio, run_series, spread
-from lab.benches.table import Table
-from seqpar.planner.launch_counter import Launches
-
-
-@pytest.fixture(autouse=True)
-def as_if_all_were_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray counts as installed, and no step on whole brains is planned, which takes seconds."""
-    monkeypatch.setattr(sweep, "find_spec", lambda name: True)
-    monkeypatch.setattr(hybrid, "planned_step", lambda device, count, pipe, size: (1.0 / size, 2.0))
+from lab.benches import loader, predict, rank, start, step_profile
+from lab.benches.series import Progress, Row, Runs, Series, Table, ratio, run_series, spread, stream_apart
+from lab.benches.step_profile import KINDS
 
 
 def counting(stop_after: int = 99, turns: int = 3) -> tuple[Series, list[str]]:
@@ -87,7 +77,7 @@ def test_rows_reach_the_file_one_by_one_and_the_exit_code_says_that_it_was_cut_s
     text, said = (tmp_path / "results" / "step.md").read_text(), capsys.readouterr()
     assert sizes == [7, 8] and said.out.strip() == text.strip()
     assert text.startswith("## step (step), counting: 2 cases, 3 turns, 20") and text.count("| ---") == 4
-    assert "| b | 2 | 4 |" in text and text.rstrip().endswith("Cut short: the rows are of the turns that were done.")
+    assert "| b | 2 | 4 |" in text and text.rstrip().endswith("Cut short: the rows show the turns that were done.")
     assert said.err.startswith("about 3:00 on 2 idle CPU cores (step 3:00)")
 
 
@@ -109,33 +99,24 @@ def test_every_subject_has_an_estimate_and_a_quick_form_of_three_minutes_at_most
         assert 0 < quick <= 180 and quick < whole and once <= whole, (subject, quick, whole)
 
 
-RUNS = {  # by module, what a case comes to in a turn
+RUNS = {  # by function, what a case comes to in a turn
     "attention": {"auto": "ulysses", "sent": 2.0**20, "ms": 3.0, "cpu_ms": 2.0, "growth": 2.0**20},
     "encoder": {"seconds": 2.0, "saved": 1e6},
     "rank": {**dict.fromkeys(rank.MEASURED, 1.0)},
-    "masked": {"held": 2.0**20, "state": 1.0, "peak": 1.0, "seconds": 1.0, "tokens": 64},
-    "hierarchical": {"held": 2.0**20, "state": 1.0, "peak": 1.0, "seconds": 1.0, "tokens": 64},
+    "memory_by_ranks.masked": {"held": 2.0**20, "state": 1.0, "peak": 1.0, "seconds": 1.0, "tokens": 64},
+    "memory_by_ranks.stages": {"held": 2.0**20, "state": 1.0, "peak": 1.0, "seconds": 1.0, "tokens": 64},
     "memory": {"held": 2.0**20, "state": 1.0, "peak": 1.0, "seconds": 1.0, "tokens": 64},
     "data": 0.5,
     "loader": loader._Rate(1.0, 0.5, 0.25),
-    "reading": (1.0, 1000),
-    "hybrid": (1.0, 0.5),
-    "classes": {"accuracy": 1.0, "AUC": 1.0},
-    "sweep": 1.0,
     "plan": {"planned_s": 1.0, "planned_bytes": 1e6, "processor": 1.0, "clock": 1.0, "alive": 1e6},
-    "plan_answer": {"first row s": 1.0, "whole answer s": 2.0},
+    "plan.answers": {"first row s": 1.0, "whole answer s": 2.0},
     "predict": {"cpu_s": 1.0, "peak_mb": 1.0, "voxels": 8, "seam": 1.0},
-    "pass_profile": dict.fromkeys(("all", *pass_profile.PARTS), 1.0),
+    "predict.parts": dict.fromkeys(("all", *predict.PARTS), 1.0),
     "start": start.Seconds(4.0, 3.0),
     "step_profile": dict.fromkeys(("clock_s", "processor_s", *KINDS, *step_profile.SETTLED), 1.0),
     "step": {"seconds": 2.0, "saved": 1e6},
-    "launches": Launches(500, 0, {}),
-    "labels": {"alive": 1e6, "seconds": 1.0},
     "unets": {"seconds": 2.0, "saved": 1e6, "apart": 1e-6},
-    "halo_share": {"seconds": 1.0, "halos": 0.1, "statistics": 0.2, "sent": 1e6},
-    "lamp": {"cpu_s": 1.0, "voxels": 8},
     "pipe": {"seconds": 1.0, "foretold": 1.0, "bubble": 0.1, "sent": 1.0, "cells": "8", "alone": 1.0},
-    "tiles": {"seconds": 1.0, "voxels": 1e6, "parameters": 1e6, "mean": 0.5, "pairs": 0.5},
 }
 
 
@@ -143,10 +124,10 @@ RUNS = {  # by module, what a case comes to in a turn
 def test_every_case_of_a_series_has_a_row_of_the_same_columns(name: str) -> None:
     (subject,) = [subject for subject, names in bench.SUBJECTS.items() if name in names]
     every = [one for quick in (False, True) for one in bench.plan_series([subject], quick, False, None)]
-    for series in (one.series for one in every if one.module == name):
+    for series in (one.series for one in every if one.function == name.rpartition(".")[2]):
         runs = {case: [RUNS[name]] * 2 for case in series.cases}
         rows = [series.row(case, runs) for case in series.cases]
-        assert len(rows) > (name != "classes") and all(list(row) == list(rows[0]) for row in rows), name
+        assert len(rows) > 1 and all(list(row) == list(rows[0]) for row in rows), name
         assert len({str(row) for row in rows}) == len(rows), "rows say what they are of"
         for word in ("ratio", "times_whole"):
             assert {str(row[word]) for row in rows if word in row} <= {"1.0", "1.000 (1.000 to 1.000)"}, rows

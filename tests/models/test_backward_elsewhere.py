@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from seqpar.acceptance.small_networks import SmallNetwork, small_networks
+from seqpar.cluster.acceptance.networks import SmallNetwork, small_networks
 from seqpar.parallel.mesh import Mesh
 from seqpar.settings.config import Config
 from seqpar.vit.dropout import DropoutKey

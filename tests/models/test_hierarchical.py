@@ -11,7 +11,7 @@ from torch import Tensor
 from seqpar import DiceCE, DropoutKey, SeqParViT
 from seqpar.models.build import build_network, family_of, layout_of, refuse_settings_of_other_networks
 from seqpar.models.network import Network
-from seqpar.models.optimizer import layer_lr_scale
+from seqpar.optimization.parameter_groups import layer_lr_scale
 from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.feasibility import check_feasible
@@ -165,8 +165,15 @@ def test_the_rate_of_a_layer_falls_towards_the_image_merging_as_the_blocks_behin
     config = replace(STAGES, layer_decay=0.5)
     names = ["encoder.patch_embed.proj.weight", "encoder.blocks.0.norm1.weight", "encoder.merges.0.norm.weight"]
     names += ["encoder.blocks.1.norm1.weight", "encoder.merges.1.norm.weight", "encoder.blocks.2.norm1.weight"]
-    assert [layer_lr_scale(name, config) for name in names] == [1 / 16, 1 / 8, 1 / 4, 1 / 4, 1 / 2, 1 / 2]
-    assert layer_lr_scale("encoder.norm.weight", config) == 1
+    assert [layer_lr_scale(name, config.optimizer_options) for name in names] == [
+        1 / 16,
+        1 / 8,
+        1 / 4,
+        1 / 4,
+        1 / 2,
+        1 / 2,
+    ]
+    assert layer_lr_scale("encoder.norm.weight", config.optimizer_options) == 1
 
 
 def test_the_decoder_of_all_stages_is_taken_where_none_is_typed() -> None:

@@ -15,14 +15,14 @@ import sys, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from seqpar.cli import train
-from seqpar.cluster.torch_setup import no_compiler
+from seqpar.cluster.torch_setup import without_torch_compile
 
 assert train.act(sys.argv[1:]) == 0
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-with no_compiler():
+with without_torch_compile():
     DistributedDataParallel(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
 assert "torch._dynamo" not in sys.modules, "it was imported, or something of its stand-in is left"
-with no_compiler():
+with without_torch_compile():
     assert not hasattr(torch._dynamo, "__file__")
     assert torch._dynamo.utils.counters is not None and torch._dynamo.__file__, "asked for more, it comes"
 torch.optim.Adam([torch.zeros(1)])

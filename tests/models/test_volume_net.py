@@ -13,8 +13,8 @@ from torch import Tensor
 
 from seqpar.losses import DeepSupervision, DiceCE
 from seqpar.models.build import NETWORKS, build_network, family_of, layout_of, refuse_settings_of_other_networks
-from seqpar.models.optimizer import make_optimizer
 from seqpar.models.unet_families import format_stages, parse_stages
+from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.feasibility import check_feasible
@@ -48,7 +48,7 @@ def train(group: Group, config: Config, samples: int, steps: int) -> Outcome:
             p += 0.1 * numbers(1000 + number, *p.shape)
     image = numbers(1, samples, CHANNELS, *config.tile)
     label = torch.randint(CLASSES, (samples, *config.tile), generator=torch.Generator().manual_seed(1))
-    return train_net(net, (image, label), make_optimizer(config, net), steps)
+    return train_net(net, (image, label), make_optimizer(net, config.optimizer_options), steps)
 
 
 @cache

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from seqpar.models.build import build_network
-from seqpar.models.optimizer import learning_rate, make_optimizer
 from seqpar.optimization.optimizers import OPTIMIZERS, OptimizerOptions
+from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.mesh import Group
 from seqpar.planner.step_counter import StepSetup, count_whole_step
 from seqpar.settings.checks import check
@@ -63,7 +64,10 @@ def test_an_optimizer_takes_torchs_steps(flags: str) -> None:
     kernels = [p for p in theirs.parameters() if p.ndim > 1]
     others = [p for p in theirs.parameters() if p.ndim == 1]
     groups = [{"params": kernels, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-    taken, want = steps(ours, make_optimizer(config_of(flags), ours), 5), steps(theirs, FLAGS[flags](groups), 5)
+    taken, want = (
+        steps(ours, make_optimizer(ours, config_of(flags).optimizer_options), 5),
+        steps(theirs, FLAGS[flags](groups), 5),
+    )
     assert all(torch.equal(taken[name], want[name]) for name in want)
     assert not any(torch.equal(want[name], p) for name, p in net().named_parameters())
 
@@ -77,7 +81,10 @@ def test_an_optimizers_own_numbers_are_torchs() -> None:
         "adafactor": torch.optim.Adafactor,
     }
     for name, kind in torchs.items():
-        own, theirs = make_optimizer(config_of(name), net()).defaults, kind(net().parameters(), lr=0.01).defaults
+        own, theirs = (
+            make_optimizer(net(), config_of(name).optimizer_options).defaults,
+            kind(net().parameters(), lr=0.01).defaults,
+        )
         assert own == theirs, name
     assert torchs.keys() | {"sgd"} == OPTIMIZERS.keys()
 
@@ -87,19 +94,19 @@ def test_a_presets_betas_are_its_optimizers() -> None:
     assert parse(["--preset", "modern", "--optimizer", "adam"], "debug")[1].betas == (0.9, 0.98)
     for name, own in (("sgd", 0.9), ("rmsprop", 0.0)):
         config = parse(["--preset", "modern", "--optimizer", name], "debug")[1]
-        assert make_optimizer(config, net()).param_groups[0]["momentum"] == own
+        assert make_optimizer(net(), config.optimizer_options).param_groups[0]["momentum"] == own
     old = Config.from_dict({"optimizer": "sgd", "betas": [0.9, 0.999]})  # of runs that had two numbers for it
     check(old, ["vit"])
-    assert make_optimizer(old, net()).param_groups[0]["momentum"] == 0.9
+    assert make_optimizer(net(), old.optimizer_options).param_groups[0]["momentum"] == 0.9
 
 
 @pytest.mark.parametrize("flags", [flags for flags in FLAGS if flags.startswith(("rms", "ada"))])
 def test_a_saved_optimizer_goes_on_to_the_same_bits(flags: str, tmp_path: Path) -> None:
     config, first, second = config_of(flags), net(), net()
-    optimizer = make_optimizer(config, first)
+    optimizer = make_optimizer(first, config.optimizer_options)
     steps(first, optimizer, 3)
     path = checkpoint.save(tmp_path, first, optimizer, Progress(3), Group("world"))
-    loaded = make_optimizer(config, second)
+    loaded = make_optimizer(second, config.optimizer_options)
     checkpoint.load(path, second, loaded, 0)
     after, resumed = steps(first, optimizer, 2, seed=1), steps(second, loaded, 2, seed=1)
     assert all(torch.equal(after[name], resumed[name]) for name in after)
@@ -140,7 +147,7 @@ def test_states_are_planned(flags: str, on_gpu: bool) -> None:
     name, *rest = flags.split()
     config = replace(SMALL, **{f: getattr(config_of(flags), f) for f in ("optimizer", "betas", "amsgrad")})
     module = build_network(config, 2, 3, Group("seq"))
-    optimizer = make_optimizer(config, module)
+    optimizer = make_optimizer(module, config.optimizer_options)
     for p in module.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -163,11 +170,13 @@ def test_step_decay_is_torchs(every: int, factor: float) -> None:
     config = parse(line.split(), "debug")[1]
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
     want = list(rates(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, every * 4, factor), config.steps))
-    assert [learning_rate(config, step) for step in range(config.steps)] == pytest.approx(want, rel=1e-12)
+    assert [learning_rate(config.schedule_options, step) for step in range(config.steps)] == pytest.approx(
+        want, rel=1e-12
+    )
     assert len(set(want)) == -(-7 // every)
     warm = replace(config, warmup=2)
-    assert learning_rate(warm, 7) == 0.3 and learning_rate(warm, 8) == 0.3
-    assert [learning_rate(warm, step) for step in range(8, 28)] == pytest.approx(want[:20], rel=1e-12)
+    assert learning_rate(warm.schedule_options, 7) == 0.3 and learning_rate(warm.schedule_options, 8) == 0.3
+    assert [learning_rate(warm.schedule_options, step) for step in range(8, 28)] == pytest.approx(want[:20], rel=1e-12)
 
 
 def test_runs_on_ranks_are_that_of_one_process(tmp_path: Path) -> None:

@@ -216,10 +216,10 @@ def differ(mesh: Mesh, fault: str, check: bool) -> str:
 
 
 FAULTS = {
-    "sum's shape": r"OutOfStep: collective 2 of the seq group differs: ranks 0, 1: sum of 3 \S+; rank 2: sum of 4 ",
-    "sum skipped": r"OutOfStep: collective 2 of the seq group differs: ranks 0, 1: sum of 3 \S+; rank 2: agreement",
-    "message's size": r"OutOfStep: rank (2 expects .* of 15 .* rank [01] sends .* of 10|[01] expects .* rank 2 sends)",
-    "message skipped": r"OutOfStep: rank (2 expects other of 7.* rank [01] sends gather of 2|[01] expects .* rank 2 )",
+    "sum's shape": r"Mismatch: collective 2 of the seq group differs: ranks 0, 1: sum of 3 \S+; rank 2: sum of 4 ",
+    "sum skipped": r"Mismatch: collective 2 of the seq group differs: ranks 0, 1: sum of 3 \S+; rank 2: agreement",
+    "message's size": r"Mismatch: rank (2 expects .* of 15 .* rank [01] sends .* of 10|[01] expects .* rank 2 sends)",
+    "message skipped": r"Mismatch: rank (2 expects other of 7.* rank [01] sends gather of 2|[01] expects .* rank 2 )",
 }
 
 
@@ -236,7 +236,7 @@ def test_unchecked_ones_say_nothing_or_die(fault: str) -> None:
         outcome = str(run_ranks(3, differ, fault, False, timeout=2))
     except RanksFailed as error:
         outcome = str(error)
-    assert "OutOfStep" not in outcome and "rank 2 expects" not in outcome and "rank 2 sends" not in outcome
+    assert "CollectiveMismatch" not in outcome and "rank 2 expects" not in outcome and "rank 2 sends" not in outcome
 
 
 def test_checking_finds_nothing_where_nothing_differs(ranks: Callable[..., list]) -> None:

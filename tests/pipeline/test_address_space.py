@@ -16,8 +16,8 @@ from seqpar.cluster.devices import Link
 from seqpar.losses import DiceCE
 from seqpar.models.build import build_network, build_on_meta
 from seqpar.models.network import Network
-from seqpar.models.optimizer import make_optimizer
 from seqpar.models.pipelined import PartOfBatch
+from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.pipeline.cells import Value
 from seqpar.pipeline.engine import Engine
@@ -84,7 +84,7 @@ def _train(mesh: Mesh) -> list[float]:
     dice = torch.Generator().manual_seed(0)
     images = [torch.randn(1, CHANNELS, *LAMP.tile, generator=dice) for _ in range(MICROS)]
     label = torch.randint(OUTPUTS, (1, *LAMP.tile), generator=dice)
-    loss_of, optimizer, losses = DiceCE(), make_optimizer(LAMP, net), list[float]()
+    loss_of, optimizer, losses = DiceCE(), make_optimizer(net, LAMP.optimizer_options), list[float]()
 
     def judge(logits: Sequence[Value], micro: int) -> Tensor:
         loss = loss_of(logits[0][0], net.arrange(net.layout.cut(label, 0))) / MICROS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.benches.pipe_peer import PeerStage
+from lab.benches.other_libraries import PeerStage
 from seqpar.losses import DiceCE
 from seqpar.parallel.mesh import Mesh
 from seqpar.pipeline.stages import StageMap

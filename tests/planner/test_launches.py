@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lab.benches.launches import BEFORE
 from seqpar.planner.launch_counter import LaunchCounter, count_launches
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 
+# one tile by the preset, before norms, losses and constants took fewer launches
+BEFORE = {"paper": 998, "modern": 2864}
 SMALL = Config(tile=(16, 16, 16), patch=(4, 4, 4), depth=2, embed_dim=24, heads=2, decoder_width=4, batch=2)
 DRAWN = {"dropout": 0.1, "drop_path": 0.2, "positions": "learned+rope", "decoder": "unetr"}
 
@@ -18,7 +19,7 @@ DRAWN = {"dropout": 0.1, "drop_path": 0.2, "positions": "learned+rope", "decoder
 def test_launches_do_not_grow_with_the_batch(name: str) -> None:
     of_batch = {batch: count_launches(replace(PRESETS[name](), batch=batch))[-1].launches for batch in (1, 4, 8)}
     assert max(of_batch.values()) <= 1.05 * of_batch[1], of_batch
-    assert of_batch[1] <= BEFORE[f"{name}, batch 1"] / 2, of_batch
+    assert of_batch[1] <= BEFORE[name] / 2, of_batch
 
 
 @pytest.mark.parametrize(

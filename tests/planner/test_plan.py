@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.benches import plan_answer
+from lab.benches.plan import timed_answer
 from seqpar.cli import plan
 from seqpar.cluster.devices import DEVICES
 from seqpar.planner.fit import most_tiles, plans, smallest_that_fits
@@ -150,11 +150,11 @@ def test_what_is_said_of_sizes_holds_for_those_that_were_looked_at(capsys: pytes
 WITHOUT_COMPILER = """
 import gc, sys, torch, weakref
 from seqpar.cli import plan
-from seqpar.cluster.torch_setup import no_compiler
+from seqpar.cluster.torch_setup import without_torch_compile
 
 plan.act(sys.argv[1:])
 try:
-    with no_compiler():
+    with without_torch_compile():
         stand_in = weakref.ref(sys.modules["torch._dynamo"])
         torch._dynamo.disable(recursive=False)(type("Class", (), {}))
         torch.optim.Adam([torch.zeros(1)])
@@ -162,7 +162,7 @@ try:
 except KeyError:
     gc.collect()
 assert "torch._dynamo" not in sys.modules and stand_in() is None, "whatever happens, nothing is left of it"
-with no_compiler():
+with without_torch_compile():
     torch.optim.Adam([torch.zeros(1)])
     assert not hasattr(sys.modules["torch._dynamo"], "__file__")
     assert torch._dynamo.config.cache_size_limit > 0, "where more is asked, the compiler comes"
@@ -179,7 +179,7 @@ def test_the_script_plans_from_any_folder_without_torchs_compiler(
     """The bench of the planner's first row, on a small plan; importing the compiler would take as long as torch."""
     monkeypatch.chdir(tmp_path)
     flags = "--tile 32 --seqpar 2 --depth 2 --device a100"
-    row = plan_answer.timed(flags)
+    row = timed_answer(flags)
     assert row["exit code"] == 0 and row["sizes counted"] == 1 and 0 < row["first row s"] <= row["whole answer s"]
     assert "train.py" in row["answer"] and "--seqpar 2" in row["answer"]
     line = [sys.executable, "-c", WITHOUT_COMPILER, *flags.split()]

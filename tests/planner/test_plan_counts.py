@@ -11,7 +11,7 @@ import torch
 from lab.benches.memory import local_bytes
 from seqpar.losses import DiceCE
 from seqpar.models.build import build_network, build_on_meta
-from seqpar.models.optimizer import make_optimizer
+from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.memory_counter import MemoryCounter, saved_bytes
 from seqpar.planner.step_counter import StepCost, StepSetup, count_step, count_whole_step, trainable_parameters
@@ -53,7 +53,7 @@ def taken(mesh: Mesh, config: Config, is_counted: bool) -> dict[str, Any]:
         most = alive.most
     state, updates = 0, []
     for at_once in (False, True)[: 1 + (mesh.seq.size == 1 and config in UPDATED_AT_ONCE)]:  # as on a CPU, on a GPU
-        optimizer = make_optimizer(config, net)
+        optimizer = make_optimizer(net, config.optimizer_options)
         for parameters in optimizer.param_groups:
             parameters["foreach"] = at_once
         for p in trainable_parameters(net):
@@ -126,7 +126,7 @@ def in_shards(mesh: Mesh, config: Config) -> dict[str, int]:
     """Returns this rank's bytes of weights, gradients and optimizer states after a step with weights in shards."""
     net = build_network(config, CHANNELS, OUTPUTS, mesh.seq)
     shard(net, mesh)
-    optimizer, layout = make_optimizer(config, net), net.layout
+    optimizer, layout = make_optimizer(net, config.optimizer_options), net.layout
     tokens = (config.batch, layout.counts[mesh.seq.index])
     image, label = torch.randn(*tokens, CHANNELS, *layout.patch), torch.zeros(*tokens, *layout.patch, dtype=torch.uint8)
     DiceCE()(net(image), net.arrange(label), net.mode.loss_groups(None, config.batch)).backward()

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from lab.benches.classes import share_over_chance
 from seqpar.data.phantom.brain import CLASSES, class_of, make_dementia_case
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.resattnet import ResAttNet
@@ -50,6 +49,12 @@ def trained() -> VolumeClassifier:
         optimizer.zero_grad()
         schedule.step()
     return net.eval()
+
+
+def share_over_chance(seen: np.ndarray, region: np.ndarray, within: np.ndarray) -> float:
+    """Returns the region's share of a map, divided by its share of the voxels; both only ``within`` a mask."""
+    share = seen[region & within].sum() / max(seen[within].sum(), 1e-12)
+    return float(share / ((region & within).sum() / within.sum()))
 
 
 def masses(net: VolumeClassifier, way: str) -> tuple[float, float]:

@@ -134,4 +134,4 @@ def test_an_image_that_is_missing_or_elsewhere_is_said(finished: Path, test_set:
     assert report_on(finished, test_set, "--images", empty)[0] == DATA
     assert report_on(finished, test_set, "--images", empty, "--cases", 0)[0] == USAGE
     first, second = capsys.readouterr().err.splitlines()
-    assert "no cases were found in it" in first and "--images would do nothing" in second
+    assert "has no cases" in first and "--images would do nothing" in second

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqpar.report import pictures
-from seqpar.report.charts import Curve, draw_curves, draw_strips
+from seqpar.report import plots
+from seqpar.report.curves import PLAIN, Diagram, Line
 from seqpar.report.embedded_volumes import coarsen, coarsen_label, embed, encode, outline, png, sheet
+from seqpar.report.plots import draw_chart
+from seqpar.report.rendering import _environment
+from seqpar.report.tables import Strips, make_strips
 from tests.support.report_page import unroll
 
 
@@ -33,12 +36,12 @@ def test_curves_of_few_steps_have_whole_steps_and_one_scale_in_all_panels(tmp_pa
     rows = [{"kind": "train", "step": step, "loss": 1.0, "lr": 0.1} for step in range(2)]
     rows.append({"kind": "val", "step": 2, "loss": 1.0, "dice": {"tumour": 0.0}})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
     figures = list[Any]()
-    pictures.draw_progress(tmp_path)
+    plots.draw_progress(tmp_path)
     figures[0].draw_without_rendering()
     for panel in figures[0].axes:
-        assert panel.get_xlim() == (0, 3) and [float(place) for place in panel.get_xticks()] == [0, 1, 2, 3]
+        assert panel.get_xlim() == (0, 2) and [float(place) for place in panel.get_xticks()] == [0, 1, 2]
     assert not figures[0].axes[1].lines[0].get_clip_on(), "a Dice of 0 is seen whole"
 
 
@@ -74,21 +77,58 @@ def test_an_outline_encloses_just_the_mask(density: float) -> None:
     assert edges == np.abs(np.diff(padded, axis=0)).sum() + np.abs(np.diff(padded, axis=1)).sum()
 
 
+def drawn(strips: Strips | None) -> str:
+    """Returns strips as a page draws them."""
+    template = _environment(None).from_string('{% from "macros.html" import strips %}{{ strips(one) }}')
+    return template.render(one=strips)
+
+
 def test_strips_show_each_case_that_has_a_value() -> None:
-    text = draw_strips("Dice", {"a&b": [(0.25, "x<"), (math.nan, "y")], "c": [(math.nan, "x<")]}, 0, 1)
+    text = drawn(make_strips("Dice", {"a&b": [(0.25, "x<"), (math.nan, "y")], "c": [(math.nan, "x<")]}, 0, 1))
     assert text.count("<circle") == 1 and "x&lt;: 0.25" in text and "a&amp;b" in text
-    assert draw_strips("Dice", {"c": [(math.nan, "x")]}, 0, 1) == ""
+    assert make_strips("Dice", {"c": [(math.nan, "x")]}, 0, 1) is None
+
+
+def test_a_long_name_leaves_room_for_its_dots() -> None:
+    text = drawn(make_strips("Dice", {"n" * 90: [(0.25, "a"), (0.75, "b")], "short": [(1.0, "a")]}, 0, 1))
+    places = [float(x) for x in re.findall(r'cx="([-.0-9]+)"', text)]
+    assert len(places) == 3 and 200 < places[0] < places[1] < places[2] < 520
+    assert min(float(w) for w in re.findall(r'<rect[^>]*width="([-.0-9]+)"', text)) >= 0
+
+
+def chart(*lines: Line, quantity: str = "Loss", high: float | None = None) -> str:
+    made = draw_chart(Diagram(quantity, "step", lines, low=0.0, high=high, styles=PLAIN))
+    assert made is not None
+    return str(made.svg)
 
 
 def test_a_value_alone_is_seen() -> None:
     """A run that was ended after its first step, or validated once."""
-    assert draw_curves("Loss", [Curve("training", [1], [0.5])]).count("<circle") == 1
-    assert "<circle" not in draw_curves("Loss", [Curve("training", [1, 2], [0.5, 0.4])])
-    assert draw_curves("Dice", [Curve("ET", [1], [math.nan], dots=True)]) == ""
+    assert chart(Line("training", [1], [[0.5]])).count("<use") == 1
+    assert "<use" not in chart(Line("training", [1, 2], [[0.5, 0.4]]))
+    assert chart(Line("held out", [1, 2, 3], [[0.5, math.nan, 0.4]], dots=True)).count("<use") == 2
+    assert draw_chart(Diagram("Dice", "step", [Line("ET", [1], [[math.nan]], dots=True)])) is None
 
 
-def test_a_long_name_leaves_room_for_its_dots() -> None:
-    text = draw_strips("Dice", {"n" * 90: [(0.25, "a"), (0.75, "b")], "short": [(1.0, "a")]}, 0, 1)
-    places = [float(x) for x in re.findall(r'cx="([-.0-9]+)"', text)]
-    assert len(places) == 3 and 200 < places[0] < places[1] < places[2] < 520
-    assert min(float(w) for w in re.findall(r'<rect[^>]*width="([-.0-9]+)"', text)) >= 0
+def test_a_chart_takes_the_colours_of_its_page_and_names_nothing_of_its_own() -> None:
+    """In the dark and on paper, and with other charts next to it: no outer style sheet, address or size."""
+    text = chart(Line("a", [1, 2], [[0.5, 0.4]]), Line("b", [1, 2], [[0.5, 0.3]], dots=True))
+    assert text.startswith("<svg viewBox=") and text.count('class="curve"') == 2
+    assert "var(--line)" in text and "#d9dde2" not in text and "font" not in text and "<style" not in text
+    assert not re.search(r"https?:|xlink|url\(|<metadata|#000000", text)
+    names = re.findall(r' id="([^"]+)"', text)
+    assert names and len(set(names)) == len(names) and all(f'href="#{name}"' in text for name in names)
+    assert "currentColor" in chart(Line("Loss", [1, 2], [[0.5, 0.4]])), "one line alone has the colour of the text"
+
+
+def test_a_long_line_is_drawn_by_mean_and_range_of_its_pieces() -> None:
+    values = np.random.default_rng(0).random(6000)
+    (line,) = re.findall(r'<g class="curve">\s*<path d="([^"]+)"', chart(Line("Loss", range(6000), [values.tolist()])))
+    assert line.count("L") + line.count("M") <= plots.BUCKETS
+    few = chart(Line("Loss", range(100), [values[:100].tolist()], noisy=True), high=1.0)
+    heights = [
+        [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path)]
+        for path in re.findall(r'<path d="([^"]+)"[^>]*stroke: currentColor', few)
+    ]
+    faint, smooth = heights
+    assert np.std(smooth) < 0.6 * np.std(faint), "a running mean over the faint values"

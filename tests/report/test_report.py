@@ -9,10 +9,11 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+from jinja2 import UndefinedError, meta
 
 from seqpar.cli import evaluate, report
 from seqpar.cluster.exit_codes import DATA, USAGE, run
-from seqpar.report.run_page import as_json, fill
+from seqpar.report import rendering, run_page, several_runs
 from seqpar.settings.presets import debug
 from tests.support.report_page import NAMES, Page, unroll, written
 
@@ -22,7 +23,7 @@ def test_the_page_is_well_formed_and_loads_nothing(page: Page, finished: Path) -
     loading = {"src", "href", "xlink:href", "data", "poster", "action", "srcset"}
     used = [value for _, name, value in page.attributes if name in loading]
     assert used  # the slices
-    assert all(value.startswith("data:image/png;base64,") for value in used)
+    assert all(value.startswith(("data:image/png;base64,", "#")) for value in used)  # markers of charts
     text = (finished / "report.html").read_text()
     assert not re.search(r"https?://|@import|url\(|<link|fetch\(|XMLHttpRequest", text)
 
@@ -35,7 +36,8 @@ def test_names_from_files_are_escaped(page: Page, finished: Path) -> None:
 
 
 def test_json_in_the_page_ends_no_script_and_has_no_nan() -> None:
-    text = as_json({"name": "</script><!--", "values": [math.nan, math.inf, 0.5]})
+    template = rendering._environment(None).from_string("{{ value | nan_to_none | tojson }}")
+    text = template.render(value={"name": "</script><!--", "values": [math.nan, math.inf, 0.5]})
     assert "<" not in text
     assert json.loads(text, parse_constant=pytest.fail) == {"name": "</script><!--", "values": [None, None, 0.5]}
 
@@ -213,12 +215,36 @@ def test_what_cannot_be_reported_on_is_one_clear_line(finished: Path, tmp_path: 
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_template_gets_just_the_pieces_that_it_names(finished: Path, tmp_path: Path, capsys) -> None:
-    with pytest.raises(KeyError, match="note"):
-        fill("viewer.html", {"legend": ""})
-    with pytest.raises(KeyError, match="other"):
-        fill("viewer.html", {"legend": "", "note": "", "other": ""})
-    assert "<p>{{note}}</p>" in fill("viewer.html", {"legend": "<p>{{note}}</p>", "note": ""})  # filled only once
+def values_of_none(title: str) -> dict[str, object]:
+    return {"title": title, "gaps": [], "runs": {}, "settings": None, "training": [], "comparisons": []}
+
+
+def test_a_template_gets_just_the_values_that_it_names(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    given = dict[str, set[str]]()
+    whole = rendering.render
+
+    def noted(template: str, /, folder: Path | None = None, **values: object) -> str:
+        environment = rendering._environment(folder)
+        names, todo = set[str](), [template]
+        while todo:
+            assert environment.loader is not None
+            tree = environment.parse(environment.loader.get_source(environment, todo.pop())[0])
+            names |= meta.find_undeclared_variables(tree)
+            todo += [name for name in meta.find_referenced_templates(tree) if name and "macros" not in name]
+        given[template] = values.keys() - names
+        return whole(template, folder, **values)
+
+    for module in (run_page, several_runs):
+        monkeypatch.setattr(module, "render", noted)
+    written(finished)
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    assert run(report.act, [str(finished), str(copy), "--out", str(tmp_path / "x.html")]) == 0
+    assert given == {"page.html": set(), "comparison.html": set()}, "values that no template names"
+    with pytest.raises(UndefinedError, match="runs"):
+        whole("comparison.html", title="a")
+    assert "{{ title }}" in whole("comparison.html", **values_of_none(title="{{ title }}")), "filled only once"
     content = json.loads((finished / "config.json").read_text())
     del content["config"]["heads"]
     (tmp_path / "config.json").write_text(json.dumps(content))

@@ -4,18 +4,22 @@
 ``finished.jsonl`` is what that version then recorded up to the end; ``labels`` are its predictions at both steps.
 """
 
+import json
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from seqpar.cli import predict, report
+from seqpar.cli import predict, prepare, report
 from seqpar.data.volumes import read_volume
 from seqpar.runs.journal import read_metrics
+from tests.support.folders import image_array, save
 from tests.support.training_runs import status, tiny_data, trained
 
 OLD = Path(__file__).parents[1] / "golden" / "old_run"
+OLD_CACHE = Path(__file__).parents[1] / "golden" / "old_cache"
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +76,18 @@ def test_an_old_run_is_reported(finished, request, tmp_path):
     assert report.act([str(run), "--out", str(page)]) == 0
     text = page.read_text()
     assert "tumour" in text and ("c_000" in text or not finished)
+
+
+def test_an_old_cache_is_read_until_its_files_change(tmp_path, capsys):
+    """``golden/old_cache`` is a data set of two cases with the cache that an earlier version made of it."""
+    shutil.copytree(OLD_CACHE, tmp_path / "old")
+    data, cache = tmp_path / "old" / "Dataset001_Tiny", tmp_path / "old" / "cache"
+    index = json.loads((cache / "cache.json").read_text())
+    stamps = {name: time for case in index["cases"].values() for name, _, time in case["sources"]}
+    for path in data.glob("*Tr/*.nii.gz"):
+        os.utime(path, ns=(stamps[path.name], stamps[path.name]))  # which git does not keep
+    line = [str(data), "--out", str(cache), "--workers", "0"]
+    assert prepare.act([*line, "--check"]) == 0 and "data set, and its cache, is in order" in capsys.readouterr().out
+    assert prepare.act(line) == 0 and "0 prepared, 2 already there" in capsys.readouterr().out
+    save(data / "imagesTr" / "c_001_0000.nii.gz", image_array(3))
+    assert prepare.act(line) == 0 and "0 prepared" not in capsys.readouterr().out

@@ -177,7 +177,7 @@ def test_folders_that_are_no_data_are_named(
     assert evaluate_folders((tmp_path / "empty", folders[1])) == DATA
     assert evaluate_folders((folders[0], tmp_path / "empty")) == DATA
     printed = capsys.readouterr()
-    assert "none: does not exist" in printed.err and "empty: no cases were found" in printed.err
+    assert "none: does not exist" in printed.err and "empty: has no cases" in printed.err
     assert printed.err.count("is missing") == 3
     assert printed.out.splitlines()[-1].startswith("no case could be scored")
 

@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import signal
-import subprocess
 import time
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from seqpar.settings.command_line import parse, refuse_settings_without_effect
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
 from seqpar.text import parse_duration
+from tests.support.programs import PROGRAMS
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -123,7 +123,7 @@ UNKNOWN = {
 def test_unknown_flags_get_the_nearest(line):
     name, *arguments = line.split()
     with pytest.raises(ValueError, match=UNKNOWN[line]):
-        importlib.import_module(f"seqpar.cli.{name}").act(arguments)
+        importlib.import_module(PROGRAMS[name]).act(arguments)
 
 
 def test_time_limits_and_slurms_durations():
@@ -140,18 +140,6 @@ def test_slurms_end_time_is_seen(monkeypatch):
     assert StopRequest(math.inf).own_reason() == "time limit", "30 s are less than the margin"
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
     assert not StopRequest(math.inf).own_reason()
-
-
-def test_a_local_launcher_passes_on_the_code_that_says_most(tmp_path):
-    from seqpar.cluster.start_ranks import _wait
-
-    def codes(*texts: str) -> int:
-        return _wait([subprocess.Popen(["/bin/sh", "-c", text]) for text in texts], grace_s=0.3)
-
-    assert codes("exit 0", "exit 0") == 0
-    assert codes("exit 1", "exit 4") == 4
-    assert codes("exit 75", "exit 75") == 75
-    assert codes("kill -9 $$", "exec sleep 60") == 137
 
 
 def test_advice_on_memory_changes_no_result_where_something_else_helps():

@@ -7,7 +7,7 @@ import pytest
 from seqpar.cli import plan, train
 from seqpar.cluster.exit_codes import USAGE, run
 from seqpar.parallel.launcher import Launcher
-from seqpar.planner import curriculum
+from seqpar.planner import chooser, printer
 from seqpar.settings.command_line import parse
 from seqpar.settings.curriculum import (
     LessonSpec,
@@ -64,7 +64,7 @@ def test_a_lesson_has_its_own_micro_batches_wherever_a_run_goes_on(flags):
     assert request.config.curriculum == "8x8x8:1:1x4,16x16x16:1:2x1" and request.config.accumulate == 4
     assert [(o.config.batch, o.config.accumulate) for o in lessons_of(request.config)] == [(1, 4), (2, 1)]
     assert is_same("8:1:1x4,16:1:2", request.config.curriculum) and not is_same("8:1:4", "8x8x8:1:1x4")
-    assert "tile 8x8x8, 1 x 4 a group" in curriculum.describe_lessons(request.config)
+    assert "tile 8x8x8, 1 x 4 a group" in printer.describe_lessons(request.config)
     with pytest.raises(ValueError, match="--accumulate would do nothing: the lessons"):
         request_of(flags, "--curriculum 8:1:1x4,16:1:2 --accumulate 2")
 
@@ -106,9 +106,7 @@ def test_whole_volumes_and_batches_are_filled_in_by_the_data(flags, monkeypatch)
         assert (channels, outputs) == (1, 2)
         return replace(config, batch=config.batch or config.tile[0] // 4), {"batch_choice": ("it fits",)}
 
-    monkeypatch.setattr(
-        curriculum, "choose_group_and_batch", choose
-    )  # counting takes seconds, and has tests of its own
+    monkeypatch.setattr(chooser, "choose_group_and_batch", choose)  # counting takes seconds, and has tests of its own
     request = request_of(flags, "--curriculum 8:1,whole:1 --patch 4")
     assert request.config.curriculum == "8x8x8:1:2,whole=12x8x8:1:3"
     assert [lesson.config.tile for lesson in request.lessons] == [(8, 8, 8), (12, 8, 8)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqpar.models.build import build_loss, build_network
-from seqpar.models.optimizer import make_optimizer
+from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner.feasibility import check_feasible
@@ -51,7 +51,7 @@ def test_its_grid_is_made_of_flags_that_act() -> None:
     config = parse(line.split(), "paper")[1]
     net = build_network(config, 4, 1, Group("seq"), device="cpu", has_regions=True)
     assert {type(m).__name__ for m in net.modules() if "Norm" in type(m).__name__} == {"GroupNorm"}
-    (first, *_) = make_optimizer(config, net).param_groups
+    (first, *_) = make_optimizer(net, config.optimizer_options).param_groups
     assert first["amsgrad"] and first["betas"] == (0.9, 0.99)
 
 
@@ -79,7 +79,7 @@ def test_a_scaled_run_that_goes_on_keeps_its_rate_on_any_ranks(tmp_path: Path) -
     for more in ([], line):
         again = run_request.read_request([*more, "--resume", "--out", str(tmp_path)], Launcher("alone", world=2)).config
         assert (again.lr, again.iterations, again.accumulate) == (0.004, 2, 2)
-    with pytest.raises(ValueError, match="--lr: a run that goes on keeps what --scale-lr made of it, 0.004"):
+    with pytest.raises(ValueError, match="--lr: a resumed run keeps what --scale-lr made of it, 0.004"):
         run_request.read_request(["--lr", "0.0007", "--resume", "--out", str(tmp_path)], Launcher("alone"))
     other = ["--no-scale-lr", "--lr", "0.0007", "--resume", "--out", str(tmp_path)]
     assert run_request.read_request(other, Launcher("alone")).config.lr == 0.0007

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from seqpar.models.build import build_loss
-from seqpar.models.optimizer import learning_rate, make_optimizer
+from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.schedules import learning_rate
 from seqpar.planner.batch_size import hold_global_batch, keep_global_batch
 from seqpar.settings.config import Config
 from seqpar.settings.preparation import prepare_settings
@@ -21,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def rates(config: Config) -> list[float]:
-    return [learning_rate(config, step) for step in range(config.steps)]
+    return [learning_rate(config.schedule_options, step) for step in range(config.steps)]
 
 
 def group_of(config: Config) -> dict:
-    return make_optimizer(config, net_of(config)).param_groups[0]
+    return make_optimizer(net_of(config), config.optimizer_options).param_groups[0]
 
 
 def shapes(config: Config) -> list[tuple]:
@@ -146,7 +147,7 @@ ACTS = {
     "epochs": ("--epochs 4", lambda c: c.steps),
     "iterations": ("--iterations 3", lambda c: c.steps),
     "lr": ("--lr 0.02", rates),
-    "optimizer": ("--optimizer sgd", lambda c: type(make_optimizer(c, net_of(c)))),
+    "optimizer": ("--optimizer sgd", lambda c: type(make_optimizer(net_of(c), c.optimizer_options))),
     "weight_decay": ("--weight-decay 0.1", lambda c: group_of(c)["weight_decay"]),
     "decay_all": ("--weight-decay 0.1 --decay-all", lambda c: len(group_of(c)["params"])),
     "betas": ("--betas 0.8 0.9", lambda c: group_of(c)["betas"]),
@@ -155,7 +156,7 @@ ACTS = {
     "rebuild_blocks": ("--task pretrain --rebuild-blocks 1", lambda c: len(net_of(c).rebuilder.vit.blocks)),
     "rebuild_width": ("--task pretrain --rebuild-width 24", shapes),
     "normalised_targets": ("--task pretrain --normalised-targets", lambda c: build_loss(c).normalised),
-    "layer_decay": ("--layer-decay 0.75", lambda c: len(make_optimizer(c, net_of(c)).param_groups)),
+    "layer_decay": ("--layer-decay 0.75", lambda c: len(make_optimizer(net_of(c), c.optimizer_options).param_groups)),
     "schedule": ("--schedule constant", rates),
     "cycle_epochs": ("--schedule cyclic --cycle-epochs 2", rates),
     "warmup": ("--warmup 1", rates),

@@ -43,12 +43,12 @@ def test_what_a_data_sets_description_does_not_allow_is_refused_before_it_is_pre
     data, cache = nnunet(tmp_path / "D", cases=5), tmp_path / "cache"
     labelled = class_folder(tmp_path / "classes", 10)
     for line, error in {
-        f"--data {data} --fold 7": "--fold 7: there are folds 0 to 4",
+        f"--data {data} --fold 7": "--fold 7: the folds are 0 to 4",
         f"--data {data} --class-weights 1 2 3": "--class-weights 1 2 3: 2 are needed, for background, tumour",
         f"--data {data} --class-weights 1 2 --targets sigmoids": "1 are needed, for tumour",
         f"--data {data} --join-labels a=1 --class-weights 1": "2 are needed, for background, a",
-        f"--data {data} --task pretrain --fold 7": "--fold 7: there are folds 0 to 4",
-        f"--data {labelled} --task classify --fold 7": "--fold 7: there are folds 0 to 4",
+        f"--data {data} --task pretrain --fold 7": "--fold 7: the folds are 0 to 4",
+        f"--data {labelled} --task classify --fold 7": "--fold 7: the folds are 0 to 4",
         f"--data {labelled} --task classify --class-weights 1": "2 are needed, for healthy, ill",
     }.items():
         config = config_of([*line.split(), "--cache", str(cache)])
@@ -66,7 +66,7 @@ def test_a_data_sets_own_folds_may_be_more_than_five(tmp_path):
     config = config_of(["--data", str(root), "--fold", "6"])
     check_feasible(config)
     assert open_data(config, True).held_out_ids == ("c_006",)
-    with pytest.raises(ValueError, match="--fold 7: there are folds 0 to 6"):
+    with pytest.raises(ValueError, match="--fold 7: the folds are 0 to 6"):
         open_data(replace(config, fold="7"), True)
 
 

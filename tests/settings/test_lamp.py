@@ -8,7 +8,8 @@ import torch
 from seqpar.cli import plan
 from seqpar.cluster.exit_codes import USAGE, run
 from seqpar.models.build import build_loss, build_network, refuse_settings_of_other_networks
-from seqpar.models.optimizer import learning_rate, make_optimizer
+from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner.feasibility import check_feasible
@@ -35,8 +36,8 @@ def test_the_figures_that_it_states() -> None:
     assert config.grad_checkpoint == "full"
     refuse_settings_of_other_networks(config, {"features", "grad_checkpoint"})
     small = replace(config, features=2)
-    assert type(make_optimizer(small, net_of(small))) is torch.optim.RMSprop
-    assert {learning_rate(config, step) for step in (0, config.steps - 1)} == {1e-3}
+    assert type(make_optimizer(net_of(small), small.optimizer_options)) is torch.optim.RMSprop
+    assert {learning_rate(config.schedule_options, step) for step in (0, config.steps - 1)} == {1e-3}
 
 
 def test_its_lessons_are_the_papers_passes_over_its_cases() -> None:

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from seqpar.data.formats.splits import split
 from seqpar.models.build import build_loss, build_network
-from seqpar.models.optimizer import learning_rate, make_optimizer
 from seqpar.models.transformer_families import FOREGROUND
+from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner.batch_size import choose_batch
@@ -56,7 +57,7 @@ def test_the_figures_that_it_states() -> None:
     assert (config.loss, config.dice, config.loss_weights, config.batch_dice) == ("dice-ce", "squared", (), False)
     assert (config.targets, config.foreground, config.output_bias) == ("labels", 0.0, False)
     assert config.loss_terms == ("dice", "ce")
-    assert type(make_optimizer(small(), net_of(small()))) is torch.optim.Adam
+    assert type(make_optimizer(net_of(small()), small().optimizer_options)) is torch.optim.Adam
 
 
 @pytest.mark.parametrize("patch", [16, 8, 4])
@@ -85,7 +86,7 @@ def test_its_batches_are_written_out() -> None:
 
 def test_the_rate_is_the_cosine_from_the_first_step_to_the_last() -> None:
     config = replace(paper(), epochs=1, iterations=5)
-    rates = [learning_rate(config, step) for step in range(5)]
+    rates = [learning_rate(config.schedule_options, step) for step in range(5)]
     assert rates == pytest.approx([1e-4, 9.045085e-5, 6.545085e-5, 3.454915e-5, 9.54915e-6], rel=1e-6)
     optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=1e-4)
     torchs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)

@@ -135,12 +135,13 @@ def test_gradients_of_bf16_where_kernels_are_longer_than_the_volume(
     y = F.conv3d(*wide, padding=side // 2)
     grad = torch.randn(y.shape).bfloat16()
     want = torch.autograd.grad((y * grad.double()).sum(), wide)
+    limit = 0.01 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 0.05  # elsewhere torch also sums in bfloat16
     for _ in range(5):
         dirty = [torch.full((1 << power,), math.inf) for power in range(8, 20)]
         del dirty
         got = gradients(grad.contiguous(memory_format=order), x, weight, True, options, (True, True, True))
         for mine, exact in zip(got, want, strict=True):
-            assert mine is not None and relative(mine.double(), exact) < 0.01
+            assert mine is not None and relative(mine.double(), exact) < limit
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -117,7 +117,7 @@ def test_a_leaky_relu_within_a_norm_is_one_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in (cache_pieces, norm_function):
-        monkeypatch.setattr(module, "in_whole_samples", lambda x: whole)
+        monkeypatch.setattr(module, "fits_whole_samples", lambda x: whole)
     monkeypatch.setattr(cache_pieces, "_AT_ONCE", 64)  # several pieces a volume, and a rest
     monkeypatch.setattr(cache_pieces, "_LINE", 14)
     grid = BoxGrid(((0, 6), (0, 5), (0, 4)), Group("seq"))

@@ -33,8 +33,8 @@ def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_in_a_slurm_job_a_run_is_a_step_of_its_own(srun: Path) -> None:
     assert one_by_one.start_ranks(16, ["--seqpar", "4", "--out", "a b"], []) == 5
     words = srun.read_text().split()
-    assert words[:6] == ["-n", "16", "--kill-on-bad-exit=1", sys.executable, "-u", str(one_by_one.TRAIN)]
-    assert srun.read_text().endswith("--seqpar 4 --out a b\n")
+    assert words[:6] == ["-n", "16", "--kill-on-bad-exit=1", sys.executable, "-u", "-m"]
+    assert srun.read_text().endswith("seqpar.cli.train --seqpar 4 --out a b\n")
 
 
 def test_a_signal_reaches_the_step_and_is_known_afterwards(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,4 +60,4 @@ def test_elsewhere_the_ranks_are_started_here(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(one_by_one, "run_local", lambda *of: asked.extend(of) or 3)
     signals = list[int]()
     assert one_by_one.start_ranks(2, ["--tile", "16"], signals) == 3
-    assert asked == [2, [str(one_by_one.TRAIN), "--tile", "16"], signals]
+    assert asked == [2, ["-m", "seqpar.cli.train", "--tile", "16"], signals]

@@ -12,10 +12,10 @@ import torch
 
 from seqpar.cli import report, tune
 from seqpar.cluster.exit_codes import DATA, USAGE, run
+from seqpar.report.sweep_page import page_of_sweep
 from seqpar.runs.sweep_folder import Point, Sweep, read_sweep, refresh_points, write_sweep
 from seqpar.sweeps.results import write_results
 from seqpar.sweeps.sweep_request import check_devices, order_of, tupled_points
-from seqpar.tasks.sweep_page import page_of_sweep
 from tests.support.class_folders import class_folder
 from tests.support.report_page import Page
 from tests.support.sweep_folder import SPACE, TINY, asked, begin, make_sweep_folder

@@ -13,7 +13,7 @@ from seqpar.decoders.resattnet import ResAttNet
 from seqpar.losses.loss import Loss
 from seqpar.losses.terms import CrossEntropy
 from seqpar.models.classifier import VolumeClassifier
-from seqpar.models.optimizer import learning_rate
+from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.rendezvous import start
 from seqpar.settings.config import Config
@@ -74,5 +74,5 @@ def test_the_published_training_is_sgd_of_six_volumes_from_1e_4_to_1e_6() -> Non
     config = PRESETS["resattnet"]()
     assert (config.task, config.network, config.optimizer) == ("classify", "resattnet18", "sgd")
     assert (config.batch, config.epochs, config.loss) == (6, 50, "ce")
-    epochs = [learning_rate(replace(config, tile=SHAPE), 100 * epoch) for epoch in range(50)]
+    epochs = [learning_rate(replace(config, tile=SHAPE).schedule_options, 100 * epoch) for epoch in range(50)]
     assert epochs == pytest.approx([1e-4] * 17 + [1e-5] * 17 + [1e-6] * 16)

@@ -241,7 +241,7 @@ REFUSED = {
     "--network unet-lamp": "--network unet-lamp with --task classify: choose one of vit, resattnet18",
     "--mode nogather": "a class is of a whole volume",
     "--foreground 0.5": "--foreground would do nothing: --task classify",
-    "--fold 7": "there are folds 0 to 4",
+    "--fold 7": "the folds are 0 to 4",
     "--preset lamp": "it is made for labels of voxels",
     "--preset auto": "it plans tiles, and volumes that have one class each are taken whole: use resattnet",
     "--pooling token --positions rope": "a class token has no place to rotate it by",

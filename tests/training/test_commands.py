@@ -19,7 +19,7 @@ from seqpar.data.errors import DataError
 from seqpar.models.build import build_network
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
-from seqpar.planner import auto_settings
+from seqpar.planner import chooser
 from tests.support.configs import config_of
 from tests.support.folders import nnunet
 from tests.support.training_runs import status
@@ -158,11 +158,11 @@ def test_a_dry_run_looks_at_the_data_and_at_the_memory(flags, tmp_path, monkeypa
     parts = build_network(config_of(run), 2, 3, Group("seq", (0, 1)), device="meta")
     sizes = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (parts.encoder, parts.decoder)]
     assert "encoder {:.2f} M + decoder {:.2f} M parameters".format(*sizes) in text
-    with pytest.raises(ValueError, match="--fold 7: there are folds 0 to 4"):
+    with pytest.raises(ValueError, match="--fold 7: the folds are 0 to 4"):
         rehearsed("--fold", "7")
     here = device_here("cpu")
     monkeypatch.setattr(
-        auto_settings, "device_here", lambda flag: replace(here, memory=0.2 * GIB, reserved_bytes=0.0, group_bytes=0.0)
+        chooser, "device_here", lambda flag: replace(here, memory=0.2 * GIB, reserved_bytes=0.0, group_bytes=0.0)
     )
     text = rehearsed("--batch", "999")
     assert "does not fit; plan.py finds what does" in text and "MiB too few" in text and "at most -" not in text

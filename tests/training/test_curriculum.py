@@ -8,8 +8,8 @@ from torch import nn
 
 from seqpar.data.sampling.tiles import TileKey
 from seqpar.models.build import build_network
-from seqpar.models.optimizer import make_optimizer
 from seqpar.models.resized_positions import ResizePositions, resize_tensors
+from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.runs.run_folder import read_config
@@ -111,7 +111,7 @@ def test_positions_and_what_the_optimizer_holds_of_them_are_resized(tmp_path, op
         text = f"--tile {tile} --patch 8 --embed-dim 12 --heads 2 --depth 1 --decoder-width 4 --optimizer {optimizer}"
         config = parse(text.split(), "debug")[1]
         net = build_network(config, 1, 2, group)
-        return net, make_optimizer(config, net)
+        return net, make_optimizer(net, config.optimizer_options)
 
     net, optimiser = made(16)
     for _ in range(2):

@@ -31,7 +31,7 @@ def test_what_one_rank_alone_refuses_it_says_with_its_name_and_code(flags, tmp_p
         raise DataError("/nvme/case", "no such file")
 
     def hook(rank: int) -> None:
-        at(run_request, "refuse_lessons", 1, refuse)(rank)
+        at(run_request, "check_lessons", 1, refuse)(rank)
         exit_codes.FIRST_RANK_S = 0.1
 
     with Launch(2, [*flags, "--seqpar", "2", "--start-timeout", "3"], tmp_path / "run", hook) as launch:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,9 +12,9 @@ import torch
 
 from seqpar.cli import train
 from seqpar.cluster import stop_request
+from seqpar.cluster.exit_codes import FINAL
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group, Mesh
-from seqpar.runs.fold_folder import COME_AGAIN
 from seqpar.runs.run_folder import read_config
 from seqpar.training import folds
 from seqpar.training.run_request import read_request
@@ -23,7 +23,7 @@ from tests.support.training_runs import status, trained
 
 
 @pytest.fixture
-def lines_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, list[list[str]]]]]:
+def lines_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[list[str]]]]:
     """Returns a function that starts five folds whose trainings end with ``codes``: exit code, and the flags of each.
 
     A training that ends with 0 leaves a finished run, one that would fail again a failed one, any other one that still
@@ -35,26 +35,22 @@ def lines_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[in
 
         class Ended:
             def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-                lines.append(list(command[1:]))
+                lines.append(list(command[2:]))
                 self.code, run = left.pop(0), Path(command[command.index("--out") + 1])
                 write_json(run / "config.json", {})
-                failed = self.code in COME_AGAIN
+                failed = self.code in FINAL
                 state = "failed" if failed else "running" if self.code else "finished"
                 write_json(run / "status.json", {"state": state, "code": self.code})
 
             def wait(self) -> int:
                 return self.code
 
-        monkeypatch.setattr(folds, "start_process", Ended)
+        monkeypatch.setattr(folds, "start_python", Ended)
         five = folds.find_folds([*flags, "--fold", "all5"])
         assert five is not None
         return five.train(folds.Launcher("test")), lines
 
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    yield begin
-    for number, handler in zip(numbers, before):
-        signal.signal(number, handler)
+    return begin
 
 
 def test_folds_that_have_not_begun_take_the_flags_of_the_first_start(lines_of, tmp_path) -> None:

@@ -32,7 +32,7 @@ class Forked:
             code = 99
             try:
                 os.environ |= dict(env)
-                code = exit_codes.run(train.act, list(command[1:]))
+                code = exit_codes.run(train.act, list(command[2:]))
                 sys.stdout.flush()
             except SystemExit as error:
                 code = int(error.code or 0)
@@ -52,7 +52,7 @@ class Forked:
 
 
 def forking(rank: int) -> None:
-    folds.start_process = Forked  # type: ignore[assignment]
+    folds.start_python = Forked  # type: ignore[assignment]
 
 
 def told_in_fold(number: int) -> Hook:
@@ -130,7 +130,7 @@ def ending(*codes: Sequence[int]) -> Hook:
             def poll(self) -> int:
                 return self.code
 
-        folds.start_process = Ended  # type: ignore[assignment, misc]
+        folds.start_python = Ended  # type: ignore[assignment, misc]
 
     return hook
 
@@ -201,14 +201,10 @@ def test_a_signal_before_a_fold_could_act_is_no_failure(tmp_path, monkeypatch) -
         def send_signal(self, number: int) -> None:
             self.got.append(number)
 
-    monkeypatch.setattr(folds, "start_process", Young)
+    monkeypatch.setattr(folds, "start_python", Young)
     before = signal.getsignal(signal.SIGTERM)
-    try:
-        launcher = folds.Launcher("test")
-        assert five.train(launcher) == 75
-        assert five.train(launcher) == 75, "no further fold begins"
-    finally:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, before)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    launcher = folds.Launcher("test")
+    assert five.train(launcher) == 75
+    assert five.train(launcher) == 75, "no further fold begins"
+    assert signal.getsignal(signal.SIGTERM) == before
     assert status(tmp_path / "five")["why"] == "fold 0: it had not begun"

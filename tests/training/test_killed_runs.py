@@ -14,7 +14,7 @@ from seqpar.cluster import exit_codes
 from seqpar.cluster.host_memory import Memory
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner import memory_check
-from seqpar.planner.auto_settings import plan_here
+from seqpar.planner.chooser import plan_here
 from seqpar.runs.run_owner import RunOwner
 from seqpar.runs.run_status import describe_kill
 from seqpar.settings.config import Config

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LRScheduler, PolynomialLR
 
-from seqpar.models.optimizer import learning_rate
+from seqpar.optimization.schedules import learning_rate
 from seqpar.runs.journal import read_metrics
 from seqpar.settings.config import Config
 from seqpar.training import trainer
@@ -23,7 +23,7 @@ FORMULAS = {
 
 def rates(schedule: str, warmup: int = 0, lr: float = LR) -> list[float]:
     config = Config(lr=lr, schedule=schedule, warmup=warmup, epochs=8, iterations=STEPS // 8)
-    return [learning_rate(config, step) for step in range(config.steps)]
+    return [learning_rate(config.schedule_options, step) for step in range(config.steps)]
 
 
 @pytest.mark.parametrize("schedule", FORMULAS)
@@ -46,7 +46,7 @@ def test_a_cyclic_rate_is_a_triangle_from_a_quarter_as_torchs() -> None:
         torchs.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    ours = [learning_rate(config, step) for step in range(config.steps)]
+    ours = [learning_rate(config.schedule_options, step) for step in range(config.steps)]
     assert ours == pytest.approx(torchs, rel=1e-9) and min(ours) == LR / 4 and max(ours) == LR
 
 

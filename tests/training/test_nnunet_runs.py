@@ -12,11 +12,12 @@ from torch import Tensor
 from seqpar.cli import plan
 from seqpar.cluster.devices import DEVICES, GB
 from seqpar.models.build import build_loss, build_network
-from seqpar.models.optimizer import learning_rate, make_optimizer
 from seqpar.models.unet_families import format_stages, parse_stages
+from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Group
-from seqpar.planner import tile_size
+from seqpar.planner import fit
 from seqpar.planner.needs import RunToPlan, plan_complete_config
 from seqpar.settings.presets import PRESETS
 from seqpar.training.run_request import read_request
@@ -170,13 +171,13 @@ def test_steps_decay_every_parameter_and_the_rate_falls_by_epochs() -> None:
     assert (recipe.foreground, recipe.foreground_by, recipe.loss, recipe.augment) == (0.33, "count", "dice-ce", "full")
     config = replace(recipe, tile=(16, 16, 16), features=2, epochs=4, iterations=3)
     net = build_network(config, 1, 2, Group("seq"))
-    groups = make_optimizer(config, net).param_groups
+    groups = make_optimizer(net, config.optimizer_options).param_groups
     decayed = {id(p) for group in groups if group["weight_decay"] == 3e-5 for p in group["params"]}
     assert decayed == {id(p) for p in net.parameters()}
     assert all(group["momentum"] == 0.99 and group["nesterov"] for group in groups)
-    rates = [learning_rate(config, step) for step in range(12)]
+    rates = [learning_rate(config.schedule_options, step) for step in range(12)]
     assert rates == pytest.approx([0.01 * (1 - step // 3 / 4) ** 0.9 for step in range(12)])
-    usual = make_optimizer(replace(config, decay_all=False), net).param_groups
+    usual = make_optimizer(net, replace(config, decay_all=False).optimizer_options).param_groups
     assert len({group["weight_decay"] for group in usual if group["params"]}) == 2
 
 
@@ -206,7 +207,7 @@ def test_the_tile_follows_from_the_data_unless_plans_say_it(place) -> None:
 def test_the_planner_says_how_large_a_cube_some_ranks_train(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tile_size, "LARGEST", 256)  # fewer to look at
+    monkeypatch.setattr(fit, "LARGEST", 256)  # fewer to look at
     line = ["--preset", "nnunet", "--features", "4", "--device", "a100", "--memory", "3.5", "--batch", "1"]
     sides = []
     for size in ("1", "2"):

@@ -15,7 +15,7 @@ from seqpar.parallel.launcher import read_launcher
 from seqpar.pipeline.placement import CellCost, Pipe, StagePlace
 from seqpar.pipeline.stages import StageMap
 from seqpar.planner.feasibility import check_feasible
-from seqpar.planner.stage_lines import no_overlap
+from seqpar.planner.pipeline_printer import warn_no_overlap
 from seqpar.settings.checks import check
 from seqpar.settings.command_line import parse, refuse_settings_without_effect
 from seqpar.settings.config import Config
@@ -69,9 +69,9 @@ def test_micro_batches_are_another_name_of_accumulate() -> None:
 
 
 def test_one_micro_batch_is_said_to_overlap_with_nothing() -> None:
-    (line,) = no_overlap(parse(["--pipe", "2"], "debug")[1])
+    (line,) = warn_no_overlap(parse(["--pipe", "2"], "debug")[1])
     assert "nothing overlaps" in line and "--seqpar and --mode halo" in line
-    assert no_overlap(parse(["--pipe", "2", "--accumulate", "2"], "debug")[1]) == []
+    assert warn_no_overlap(parse(["--pipe", "2", "--accumulate", "2"], "debug")[1]) == []
 
 
 def test_a_rank_is_slow_by_the_others_of_its_stage() -> None:
@@ -143,5 +143,5 @@ def test_a_rank_that_stops_is_named_with_its_stage(flags, tmp_path) -> None:
         codes, said = run.wait(), run.said()
     assert codes == [1, 7], said
     ended = status(tmp_path / "run")
-    assert "rank 1 (" in ended["why"] and ", stage 1) stays at pipe.py" in ended["why"], ended
+    assert "rank 1 (" in ended["why"] and ", stage 1) stays at pipeline_gradients.py" in ended["why"], ended
     assert "rank 0 in activation" in ended["why"] and "of the pipe group of ranks 0, 1" in ended["why"]

@@ -58,7 +58,7 @@ def test_the_plan_counts_stages_pads_to_cubes_and_prints_what_runs_it(capsys) ->
 
 @pytest.mark.started  # 30 s of counting
 def test_the_page_shows_rows_as_they_are_planned_now(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("seqpar.planner.answer.most_tiles", lambda *of: 1)  # counts as much again
+    monkeypatch.setattr("seqpar.planner.printer.most_tiles", lambda *of: 1)  # counts as much again
     page = (ROOT / "launch" / "README.md").read_text()
     (line,) = re.findall(r"python launch/plan.py (--preset modern --encoder hierarchical .*)", page)
     (more,) = re.findall(r"`(--window 8 .*? --seqpar 64)`", page)

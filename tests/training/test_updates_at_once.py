@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqpar.models import optimizer as optimizers
 from seqpar.models.build import build_network
+from seqpar.optimization import parameter_groups as optimizers
 from seqpar.parallel.mesh import Mesh
 from seqpar.settings.command_line import parse
 from seqpar.training import gradients, sharded_weights  # noqa: F401  the second once here, not in every rank
@@ -48,7 +48,7 @@ class Training:
         config = parse([*NETWORK.split(), "--optimizer", kind, "--lr", "0.01"], "debug")[1]
         self.mesh, self.net, self.calls = mesh, build_network(config, 2, 3, mesh.seq).double(), Calls()
         self.module = data_parallel(self.net, mesh, shards)
-        self.optimizer = optimizers.make_optimizer(config, self.net)
+        self.optimizer = optimizers.make_optimizer(self.net, config.optimizer_options)
 
     def run(self, first: int) -> list[float]:
         """Returns the norm of the gradients in each of some steps; ``calls`` are those of the last update."""

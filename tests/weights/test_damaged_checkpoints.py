@@ -80,7 +80,7 @@ def test_a_full_disk_keeps_the_last_good_one(tmp_path):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("phase", ["_make_draft", "write_tensors", "_write_text", "point"])
+@pytest.mark.parametrize("phase", ["_make_draft", "write_tensors", "_write_text", "write_link"])
 def test_a_write_that_fails_is_reported_and_the_last_good_one_kept(tmp_path, monkeypatch, phase):
     save(tmp_path, 1)
 

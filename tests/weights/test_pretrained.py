@@ -9,7 +9,8 @@ import torch
 from seqpar import SeqParViT
 from seqpar.models.build import build_network
 from seqpar.models.network import Network
-from seqpar.models.optimizer import make_optimizer, set_learning_rate
+from seqpar.optimization.parameter_groups import make_optimizer
+from seqpar.optimization.schedules import set_learning_rate
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
 from seqpar.weights import checkpoint
@@ -105,7 +106,7 @@ def test_distmis_weights_of_another_length_are_those_of_another_network(tmp_path
 def test_layers_nearer_to_the_image_learn_at_lower_rates() -> None:
     config = Config(**{**vars(SMALL), "depth": 3, "layer_decay": 0.5, "optimizer": "sgd", "betas": (0.0,)})
     net = made(config)
-    optimizer = make_optimizer(config, net)
+    optimizer = make_optimizer(net, config.optimizer_options)
     set_learning_rate(optimizer, 0.1)
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     for p in net.parameters():

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.benches.apart import stream_apart
 from lab.benches.memory import resident_bytes
-from lab.benches.peers import peers
-from lab.benches.series import Row, Runs, Series, ratio, spread
+from lab.benches.other_libraries import attention_peers
+from lab.benches.series import Row, Runs, Series, ratio, spread, stream_apart
 from seqpar.attention.cost_model import CPU, Layer, fastest_strategy
 from seqpar.attention.head_exchange import attend_by_head_exchange
 from seqpar.attention.strategies import check_strategy
@@ -143,7 +142,7 @@ def _makes(size: int) -> dict[str, Make]:
     names = ["gather-kv", "ulysses"] + (["hybrid:2"] if size % 2 == 0 and size > 2 else [])
     result: dict[str, Make] = {name: partial(_exchanged, name) for name in names}
     result |= {f"{name}{PROJECTED}": partial(_projected, name) for name in names[:2]}
-    return {**result, f"gather-x{PROJECTED}": _gathered, **peers(HEADS, WIDTH // HEADS)}
+    return {**result, f"gather-x{PROJECTED}": _gathered, **attention_peers(HEADS, WIDTH // HEADS)}
 
 
 def _shares(tokens: int, size: int) -> list[int]:

@@ -18,8 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lab.benches.apart import measure_apart
-from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
+from lab.benches.series import Row, Runs, Series, alternate, measure_apart, ratio, spread
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.mesh import Mesh

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.benches.apart import measure_apart
-from lab.benches.series import Row, Runs, Series, alternate, ratio
+from lab.benches.series import Row, Runs, Series, alternate, measure_apart, ratio
 from seqpar.cluster.devices import MIB, device_here
 from seqpar.models.build import build_loss, build_network
 from seqpar.models.network import Network
-from seqpar.models.optimizer import make_optimizer
+from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.collectives import all_reduce
 from seqpar.parallel.consensus import max_over_ranks
 from seqpar.parallel.mesh import Mesh
@@ -146,7 +145,7 @@ def measure(case: Case) -> dict[str, float]:
 def step(config: Config, mesh: Mesh, steps: int) -> dict[str, float]:
     """Returns bytes saved for backward, bytes of states and seconds of this rank's last step, and all ranks' peak."""
     net = _build(config, mesh)
-    optimizer, loss_fn = make_optimizer(config, net), net.training_loss(build_loss(config))
+    optimizer, loss_fn = make_optimizer(net, config.optimizer_options), net.training_loss(build_loss(config))
     loss_groups = net.loss_groups(mesh.data, config.batch)
     part, label = _part(config, net, mesh)
     key = DropoutKey(config.seed, 0, tuple(range(config.batch)))

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from lab.benches.apart import measure_apart, stream_apart
 from lab.benches.pipe_steps import Bench, counted_memory
-from lab.benches.series import Row, Runs, Series, ratio
+from lab.benches.series import Row, Runs, Series, measure_apart, ratio, stream_apart
 from seqpar.parallel.rendezvous import start
 from seqpar.settings.config import Config
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.benches.pipe_peer import torchs_step
+from lab.benches.other_libraries import torchs_step
 from seqpar.cluster.devices import MIB
 from seqpar.losses import DiceCE
 from seqpar.models.build import build_network

@@ -8,7 +8,9 @@ busy one with the processor time.
 
 import json
 import math
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,16 +21,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lab.benches.apart import measure_apart
 from lab.benches.memory import average_gradients
-from lab.benches.series import Row, Series
+from lab.benches.series import LAUNCH, Row, Runs, Series, alternate, measure_apart
 from seqpar.cluster.cpu_speed import measure_cpu
 from seqpar.cluster.devices import Device, measured, usable_cores
 from seqpar.cluster.link_speed import measure_groups
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.losses import DiceCE
 from seqpar.models.build import build_network
-from seqpar.models.optimizer import make_optimizer
+from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.consensus import gather_texts
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.rendezvous import start
@@ -62,6 +63,12 @@ OTHERS = (
     replace(NET, seqpar=4, depth=4, embed_dim=144, heads=4, decoder_width=16, mode="halo", attention="ulysses"),
 )
 EVERY = CASES + OTHERS
+PLAN = LAUNCH / "plan.py"
+COMMANDS = (
+    "--volume 512 512 300 --patch 8 --classes 15 --channels 1 --device a100 --memory 40",
+    "--tile 240 240 155 --patch 4 --preset modern --device mi250x",
+    "--tile 128 --patch 4 --preset paper --device h100",
+)
 ERRORS = "error", "error to the clock"
 
 
@@ -198,7 +205,7 @@ def _bytes_alive(net: nn.Module, backward: Callable[[], None]) -> int:
 
 def _fastest_step(config: Config, net: nn.Module, backward: Callable[[], None], mesh: Mesh) -> tuple[float, float]:
     """Returns the least processor seconds and the least clock seconds of some steps; the first does not count."""
-    optimizer = make_optimizer(config, net)
+    optimizer = make_optimizer(net, config.optimizer_options)
     times = []
     for _ in range(STEPS):
         processor, clock = time.process_time(), time.perf_counter()
@@ -209,6 +216,52 @@ def _fastest_step(config: Config, net: nn.Module, backward: Callable[[], None], 
         times.append((time.process_time() - processor, time.perf_counter() - clock))
     least_processor, least_clock = map(min, zip(*times[1:]))
     return least_processor, least_clock
+
+
+def answers(quick: bool = False) -> list[Series]:
+    """Returns one series: every command line, or two of them if quick."""
+    cases = COMMANDS[:2] if quick else COMMANDS
+    what = "seconds until the planner's first row and until its whole answer, on one core"
+
+    def measure(turns: int) -> Generator[tuple[str, Row], None, None]:
+        return alternate(cases, timed_answer, turns)
+
+    return [Series(what, cases, 1, 40.0 * len(cases), measure, _answer_row)]
+
+
+def _answer_row(case: str, runs: Runs) -> Row:
+    """Returns the quickest of a command line's turns."""
+    return {"plan": case, **min(runs[case], key=lambda run: float(run["whole answer s"]))}
+
+
+def timed_answer(flags: str) -> Row:
+    """Returns how long ``plan.py`` takes with these flags, in a new process on one core."""
+    began, first_s, sizes, answer = time.perf_counter(), 0.0, 0, ""
+    core = {min(os.sched_getaffinity(0))}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, str(PLAN), *flags.split()],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: os.sched_setaffinity(0, core),
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            answer = line.strip() or answer
+            if line.strip().partition(" ")[0].isdigit():
+                sizes += 1
+                first_s = first_s or time.perf_counter() - began
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return {
+        "first row s": first_s,
+        "whole answer s": time.perf_counter() - began,
+        "processor s": usage.ru_utime + usage.ru_stime,
+        "sizes counted": sizes,
+        "exit code": process.returncode,
+        "answer": answer,
+    }
 
 
 if __name__ == "__main__":

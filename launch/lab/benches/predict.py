@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from lab.benches.operator_seconds import seconds_by_kind
-from lab.benches.seams import seam_strength
 from lab.benches.series import Row, Runs, Series, alternate, ratio
+from lab.benches.step_profile import KINDS, seconds_by_kind
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.models.build import build_network
 from seqpar.parallel.launcher import Launcher
@@ -38,6 +38,7 @@ NETWORK = Config(
 )
 STAGES = "333:111 333:222 333:222 333:222"  # of every tile: the same weights
 U_NET = Config(network="nnunet-plain", tile=(96, 96, 96), stages=STAGES, features=8)
+PARTS = (*(name for name in KINDS if name != "messages"), "norms, sums, activations", "between operators")
 
 
 def series(quick: bool = False) -> list[Series]:
@@ -142,3 +143,46 @@ def _measure(
 
 def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def parts(quick: bool = False) -> list[Series]:
+    """Returns one series, none if quick: a ViT and a U-Net, each by a whole pass and by windows."""
+    return [] if quick else [parts_of([NETWORK, U_NET], SHAPE, TILES[0], 3)]
+
+
+def parts_of(configs: Sequence[Config], shape: tuple[int, ...], tile: int, turns: int) -> Series:
+    """Returns the series of some networks over a volume of ``shape`` and windows of ``tile``."""
+    cases = {
+        f"{config.network}, {f'windows of {windows}' if windows else 'whole'}": (config, windows)
+        for config in configs
+        for windows in (0, tile)
+    }
+
+    def measure(case: str) -> dict[str, float]:
+        config, windows = cases[case]
+        run = predict_apart(shape, windows, config, 4, profiled=True)
+        seconds = [run["kinds"][name] for name in PARTS[:-2]] + [run["kinds"][""]]
+        seconds.append(run["cpu_s"] - sum(seconds))
+        return {"all": 1e9 * run["cpu_s"] / run["voxels"]} | {
+            name: 1e9 * value / run["voxels"] for name, value in zip(PARTS, seconds)
+        }
+
+    def row(case: str, runs: Runs) -> Row:
+        return {"prediction": case} | {
+            f"{name}, ns": statistics.median(run[name] for run in runs[case]) for name in ("all", *PARTS)
+        }
+
+    what = f"nanoseconds a voxel of {'x'.join(map(str, shape))}, as often as windows cover it, by what they go to"
+    return Series(what, tuple(cases), turns, 20.0 * len(cases), partial(alternate, tuple(cases), measure), row)
+
+
+def seam_strength(probabilities: Tensor, windows: WindowGrid) -> float:
+    """Returns how many times more probabilities ``k W D H`` change across W at borders of windows than elsewhere.
+
+    NaN where no border lies inside of the volume.
+    """
+    jumps = (probabilities[:, 1:] - probabilities[:, :-1]).abs().mean((0, 2, 3))  # from each row to the next
+    edges = {at + side for at in windows.starts[0] for side in (0, windows.tile[0])}
+    border = torch.zeros(len(jumps), dtype=torch.bool)
+    border[[edge - 1 for edge in sorted(edges) if 0 < edge < windows.shape[0]]] = True
+    return float(jumps[border].mean() / jumps[~border].mean())

@@ -1,18 +1,27 @@
-"""Series: cases that are measured in turns, and the rows of a table that come of them."""
+"""Series: cases that are measured in turns, each in new processes, and the table that comes of them."""
 
+import json
 import os
+import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from seqpar.parallel.processes import end_process, start_python
 from seqpar.text import clock
 
 LAUNCH = Path(__file__).parents[2]
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 Row = dict[str, Any]
 Runs = dict[str, list[Any]]  # by case, what each of its turns came to
 
@@ -137,3 +146,97 @@ class Progress:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def stream_apart(
+    bench: str, arguments: Sequence[str], ranks: int, threads: int, env: Mapping[str, str] = _NOTHING
+) -> Generator[dict[str, Any], None, None]:
+    """Runs ``python -m lab.benches.BENCH`` on new processes; yields each line of JSON as they print it.
+
+    Closing the iterator ends the processes.
+
+    - ``bench``: name of the module in this folder. It is started by its name, not by its file, so that no folder of
+      ours comes first on the path
+    - ``arguments``: its command line
+    - ``ranks``: how many processes; the first one prints
+    - ``threads``: threads of each
+    - ``env``: variables to set beside those of this process
+    """
+    command = ["-m", f"lab.benches.{bench}", *arguments]
+    starter = f"import sys; from seqpar.cluster.start_ranks import run_local; sys.exit(run_local({ranks}, {command!r}))"
+    variables = {**os.environ, **lab_on_path(), "OMP_NUM_THREADS": str(threads), **env}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = start_python(["-c", starter], variables, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+            if process.wait():
+                errors.seek(0)
+                raise RuntimeError(f"{' '.join(command)} on {ranks} ranks failed:\n{errors.read()[-2000:]}")
+        finally:
+            end_process(process)  # which forwards the signal to its ranks
+
+
+def measure_apart(bench: str, arguments: Sequence[str], ranks: int, threads: int) -> dict[str, Any]:
+    """Returns the last line of JSON that new processes print; arguments as of ``stream_apart``."""
+    *_, last = stream_apart(bench, arguments, ranks, threads)
+    return last
+
+
+class Table:
+    """A Markdown table whose rows are printed, and appended to a file, as they come.
+
+    - ``title``: what the table is about
+    - ``path``: the file; None: it is printed only
+    """
+
+    def __init__(self, title: str, path: Path | None) -> None:
+        self._title, self._path = title, path
+        self._columns: list[str] = []
+        self.rows: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        """Adds a row; the first one decides on the columns."""
+        if not self._columns:
+            self._columns = list(row)
+            self._print(f"## {self._title}, {time.strftime('%Y-%m-%d')}", "", machine(), "")
+            self._print(_line(self._columns), _line(["---"] * len(row)))
+        assert list(row) == self._columns, (list(row), self._columns)
+        self.rows.append(row)
+        self._print(_line(row.values()))
+
+    def close(self, remark: str = "") -> None:
+        """Ends the table, with a remark if there is one."""
+        if self._columns:
+            self._print("", *([remark, ""] if remark else []))
+
+    def _print(self, *lines: str) -> None:
+        text = "\n".join(lines)
+        print(text, flush=True)
+        if self._path is not None:
+            self._path.parent.mkdir(exist_ok=True)
+            with open(self._path, "a") as file:
+                file.write(f"{text}\n")
+
+
+def machine() -> str:
+    """Returns the command and the machine of this run, in one line."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+    ).stdout.strip()
+    return (
+        f"`{' '.join(['python', os.path.relpath(sys.argv[0]), *sys.argv[1:]])}` at {commit or 'no commit'}; torch "
+        f"{torch.__version__}, python {platform.python_version()}, {os.cpu_count()} cores {platform.machine()}"
+        f"{', ' + ', '.join(gpus) if gpus else ''}, load {os.getloadavg()[0]:.1f}"
+    )
+
+
+def _line(cells: Iterable[Any]) -> str:
+    return "| " + " | ".join(map(_cell, cells)) + " |"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -17,8 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lab.benches.apart import measure_apart
-from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
+from lab.benches.series import Row, Runs, Series, alternate, measure_apart, ratio, spread
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.decoders.modes.named_modes import choose_mode
 from seqpar.decoders.unetr import UnetrDecoder, skip_blocks

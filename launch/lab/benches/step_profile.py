@@ -1,7 +1,7 @@
-"""What a rank does during forward, loss and backward of UNETR, and how long gradients are summed afterwards.
+"""What a rank does in forward, loss and backward of UNETR, and how long summing gradients takes afterwards.
 
-torch's profiler adds up the time of each operator alone, on one thread a rank; the wait clock
-what this rank waits for others. What is left over is between operators.
+torch's profiler adds up each operator's own time, on one thread a rank; the wait clock adds up this rank's waits for
+others. The rest is between operators.
 """
 
 import json
@@ -9,21 +9,39 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lab.benches.apart import measure_apart
 from lab.benches.memory import average_gradients
-from lab.benches.operator_seconds import KINDS, seconds_by_kind
-from lab.benches.series import Row, Runs, Series, alternate
+from lab.benches.series import Row, Runs, Series, alternate, measure_apart
 from lab.benches.step import CHANNELS, CLASSES, TILE, Step, unetr
 from seqpar.cluster.torch_setup import keep_memory
 from seqpar.parallel.rendezvous import start
 
+KINDS = {  # the first whose part of a name an operator's has
+    "convolutions": ("conv",),
+    "products": ("mm", "attention"),  # of the encoder
+    "messages": ("c10d", "gloo", "param_comms"),
+    "copies": ("copy_", "cat", "fill_", "zero_", "pad"),
+}
 CASES = {"1 rank": (1, "gather"), "2 ranks": (2, "halo")}
 SETTLED = ("norms, sums, activations", "waits", "between operators", "gradient sums")
+
+
+def seconds_by_kind(operators: Iterable[Any]) -> Counter[str]:
+    """Returns the seconds of operators by kind, "" for those of none; those of autograd and Python are left out."""
+    seconds = Counter[str]()
+    for operator in operators:
+        name = operator.key
+        if name.startswith(("aten::", "c10d", "gloo")):
+            kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "")
+            seconds[kind] += operator.self_cpu_time_total / 1e6  # type: ignore[assignment]
+    return seconds
 
 
 def series(quick: bool = False) -> list[Series]:

@@ -15,10 +15,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from lab.benches.apart import measure_apart
-from lab.benches.series import Row, Runs, Series, alternate, ratio, spread
+from lab.benches.other_libraries import UNETS, copy_weights, unets_here
+from lab.benches.series import Row, Runs, Series, alternate, measure_apart, ratio, spread
 from lab.benches.step import CORES, Step, measure_steps
-from lab.benches.unet_peers import PEERS, copy_weights, peers_here
 from seqpar.models.build import build_network
 from seqpar.models.cell_network import VolumeNet
 from seqpar.parallel.rendezvous import start
@@ -35,7 +34,7 @@ def series(quick: bool = False) -> list[Series]:
 
 def of_tile(tile: int, turns: int, features: int = 0, peers: Sequence[str] = ()) -> Series:
     """Returns the series on tiles of so many voxels a side; ``peers``: those to compare with, by default all here."""
-    contenders = (*(peers or peers_here()), *OURS)
+    contenders = (*(peers or unets_here()), *OURS)
     base = contenders[0]
 
     def measure(case: str) -> dict[str, float]:
@@ -72,7 +71,7 @@ def _worker(case: str, base: str, tile: int, features: int) -> None:
         image, label = torch.randn(1, CHANNELS, *config.tile), torch.randint(CLASSES, (1, *config.tile))
         own = build_network(replace(config, mode=OURS.get(case, ("gather",))[0]), CHANNELS, CLASSES, mesh.seq)
         assert isinstance(own, VolumeNet)
-        peer = PEERS[base if case in OURS else case][1](own.unet.architecture)
+        peer = UNETS[base if case in OURS else case][1](own.unet.architecture)
         apart = {}
         if case in OURS:
             copy_weights(peer, own)

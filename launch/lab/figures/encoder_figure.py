@@ -5,8 +5,7 @@ from typing import Any
 from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.question_figures import judge_networks
 from lab.figures.verdicts import differ
-from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS
-from seqpar.report.diagrams import Diagram, over_steps
+from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS, Diagram, over_steps
 from seqpar.sweeps.costs import measured_cost
 
 SUBJECT = "Encoders"

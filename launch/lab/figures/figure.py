@@ -7,8 +7,7 @@ from typing import Any
 
 from lab.figures.equal_parameters import match_parameters
 from seqpar.models.build import setting_applies
-from seqpar.report.curves import QUANTITIES, Curve, read_curve
-from seqpar.report.diagrams import Bars, Diagram, over_steps
+from seqpar.report.curves import QUANTITIES, Bars, Curve, Diagram, over_steps, read_curve
 from seqpar.runs.run_folder import read_config
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS

@@ -5,11 +5,11 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.benches.table import machine
+from lab.benches.series import machine
 from lab.figures.figure import Figure, Results, scaling
 from seqpar.data.files import write_text
-from seqpar.report.diagrams import Bars, Diagram, points_of
-from seqpar.report.picture import draw_figure
+from seqpar.report.curves import Bars, Diagram, points_of
+from seqpar.report.plots import draw_figure
 from seqpar.settings.presets import paper
 from seqpar.text import quantity
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.verdicts import rounded
-from seqpar.report.diagrams import Diagram, Line
+from seqpar.report.curves import Diagram, Line
 from seqpar.settings.config import Config
 from seqpar.sweeps.costs import Cost, cost_from_plan, measured_cost, plan_of
 
@@ -66,7 +66,7 @@ def _lines(every: Mapping[tuple[int, int], Cost], name: str, source: str) -> lis
         tokens = sorted(count for size, count in every if size == ranks)
         row: list[Any] = [getattr(every[ranks, count], name) for count in tokens]
         if tokens:
-            lines.append(Line(f"SeqPar {ranks}, {source}", tokens, [row], source == "measured", style))
+            lines.append(Line(f"SeqPar {ranks}, {source}", tokens, [row], True, source == "measured", style=style))
     return lines
 
 

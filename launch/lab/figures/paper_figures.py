@@ -5,8 +5,7 @@ from typing import Any
 
 from lab.figures.figure import Figure, FigureCurve, Results, Scale, losses_and_dice
 from lab.figures.verdicts import coincide, differ, first_to_reach, highest, plateau
-from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS
-from seqpar.report.diagrams import Diagram, over_steps
+from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS, Diagram, over_steps
 
 DEBUG = dict(
     mode="gather", attention="gather-kv", decoder="plain", output_bias=False, augment="none", epochs=3, iterations=8

@@ -8,8 +8,7 @@ from typing import Any
 
 from lab.figures.figure import Figure, FigureCurve, Results, losses_and_dice
 from lab.figures.verdicts import differ, first_to_reach, highest, plateau, rounded
-from seqpar.report.curves import DICE, TRAIN_LOSS, Curve, read_curve
-from seqpar.report.diagrams import Diagram, Line
+from seqpar.report.curves import DICE, TRAIN_LOSS, Curve, Diagram, Line, read_curve
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
 from seqpar.text import quantity
@@ -45,7 +44,7 @@ def judge(results: Results) -> list[str]:
 def draw(results: Results) -> list[Diagram]:
     """Returns the usual diagrams, and the loss of the pretraining."""
     loss = read_curve(SUBJECT.lower(), results.before[PRETRAINED], TRAIN_LOSS)
-    line = Line(loss.label, loss.steps, loss.rows, style=2)  # those before it are of others
+    line = Line(loss.label, loss.steps, loss.rows, dots=True, style=2)  # those before it are of others
     return [*losses_and_dice(results), Diagram(ERROR, "step", [line])]
 
 

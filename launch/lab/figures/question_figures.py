@@ -5,8 +5,7 @@ from collections.abc import Callable
 from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.paper_figures import EXACT, dice_over_time_too
 from lab.figures.verdicts import coincide, differ, first_to_reach, highest, plateau, reached, rounded
-from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS
-from seqpar.report.diagrams import Bars, Diagram, over_steps
+from seqpar.report.curves import DICE, QUANTITIES, TRAIN_LOSS, Bars, Diagram, over_steps
 from seqpar.sweeps.costs import Cost, measured_cost, planned_cost
 
 MEMORY, TIME, SECONDS_TO = "MiB of a rank", "seconds a step", "seconds to Dice"

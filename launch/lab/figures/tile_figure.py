@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from lab.figures.figure import EPOCHS, Figure, FigureCurve, Results
 from lab.figures.verdicts import differ, first_to_reach, highest, plateau
-from seqpar.report.curves import DICE, QUANTITIES, Curve
-from seqpar.report.diagrams import Diagram, over_steps
+from seqpar.report.curves import DICE, QUANTITIES, Curve, Diagram, over_steps
 
 SIDES = {"debug": (32, 48), "laptop": (64, 96), "paper": (64, 96)}
 BATCHES = {"debug": (12, 4), "laptop": (7, 2), "paper": (27, 8)}  # of about as many voxels as one whole volume has

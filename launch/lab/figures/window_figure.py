@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from lab.benches.seams import seam_strength
+from lab.benches.predict import seam_strength
 from lab.figures.figure import Figure, FigureCurve, Results
 from lab.figures.verdicts import differ, highest, rounded
 from seqpar.parallel.rendezvous import start
 from seqpar.prediction.sliding_window import sliding_window, whole_volume
 from seqpar.prediction.window_grid import Sliding, WindowGrid
-from seqpar.report.curves import DICE, TRAIN_LOSS, Curve
-from seqpar.report.diagrams import Bars, Diagram, over_steps
+from seqpar.report.curves import DICE, TRAIN_LOSS, Bars, Curve, Diagram, over_steps
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.trained_run import find_weights, load_nets, read_run
 from seqpar.tasks.segment.data import open_data

@@ -1,9 +1,9 @@
-"""Which classes the label of each case shows, where not every organ was drawn in every case.
+"""Which classes each case's label shows, for data sets in which not every organ was drawn in every case.
 
-A data set lists them in one of three ways; a case that is not listed shows all classes:
+A data set can list them in three ways; a case that is not listed shows all classes:
 - ``"annotated": {"CASE": ["liver", "spleen"]}`` in its JSON file
-- ``annotated.csv`` beside it: a header ``case,liver,spleen``, and 1 or 0 for each case and class
-- ``annotated/CASE.txt`` beside it: a class a line
+- ``annotated.csv`` next to it: a header ``case,liver,spleen``, and 1 or 0 for each case and class
+- ``annotated/CASE.txt`` next to it: one class per line
 """
 
 import csv
@@ -19,7 +19,7 @@ Listed = dict[str, Sequence[str]]  # classes by case
 
 
 def with_annotations(dataset: Dataset, root: Path) -> Dataset:
-    """Returns the data set whose cases know which classes their labels show; ``root``: its folder or JSON file."""
+    """Returns the data set with the annotated classes of each case filled in; ``root``: its folder or JSON file."""
     folder, json = (root.parent, root) if root.suffix == ".json" else (root, root / "dataset.json")
     content = read_json_object(json) if json.is_file() else {}
     ways = {
@@ -44,7 +44,7 @@ def with_annotations(dataset: Dataset, root: Path) -> Dataset:
 
 def _checked_json(listed: object, path: Path) -> Listed:
     if not isinstance(listed, dict) or not all(isinstance(names, list) for names in listed.values()):
-        raise DataError(path, '"annotated" is no object of lists; {"CASE": ["liver", …], …} is needed')
+        raise DataError(path, '"annotated" must be an object of lists: {"CASE": ["liver", …], …}')
     return {str(case): [str(name) for name in names] for case, names in listed.items()}
 
 
@@ -56,14 +56,14 @@ def _read_csv(path: Path) -> Listed:
         raise DataError(path, f"cannot be read ({error}); save it as CSV") from error
     if not rows or rows[0][:1] != ["case"]:
         raise DataError(
-            path, f"begins with {','.join(rows[0]) if rows else 'nothing'}; a header case,CLASS,… is needed"
+            path, f"begins with {','.join(rows[0]) if rows else 'nothing'}; it needs the header case,CLASS,…"
         )
     header, listed = rows[0][1:], Listed()
     for case, *marks in rows[1:]:
         if len(marks) != len(header) or not set(marks) <= {"0", "1"}:
-            raise DataError(path, f"case {case} has {','.join(marks)}; 0 or 1 for each of {','.join(header)} is needed")
+            raise DataError(path, f"case {case} has {','.join(marks)}; it needs 0 or 1 for each of {','.join(header)}")
         if case in listed:
-            raise DataError(path, f"lists case {case} twice; keep one of both lines")
+            raise DataError(path, f"lists case {case} twice; keep one of the lines")
         listed[case] = [name for name, mark in zip(header, marks) if mark == "1"]
     return listed
 

@@ -17,7 +17,7 @@ KINDS = {  # ending of a file's name: what it holds
 }  # fmt: skip
 _OLD = {"t1", "t1ce", "t1gd", "t2", "flair"}
 _NAME = re.compile(r"^(brats.*?)[-_]([a-z0-9]+)\.nii(\.gz)?$", re.IGNORECASE)
-_DEPTH = 3  # HGG/CASE/file of 2018 to 2020 lies deepest
+_DEPTH = 3  # HGG/CASE/file of 2018 to 2020 is the deepest
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ def meaning_with(labels: dict[str, int]) -> Meaning | None:
 
 
 def label_scheme_of(name: str, kind: str, place: Path) -> str:
-    """Returns the key in `LABEL_SCHEMES` for a case's name, its files' endings and the folder it lies in."""
+    """Returns the key in `LABEL_SCHEMES` for a case's name, its files' endings and its folder."""
     if kind.lower() in _OLD:
         return "to 2021"
     if re.match(r"brats-ped", name, re.IGNORECASE):
         year = re.findall(r"BraTS[^/]*?(?<!\d)(20\d\d)(?!\d)", str(place), re.IGNORECASE)
         if not year:
             raise DataError(
-                place, "is a case of BraTS-PED, whose label values changed in 2024, and no folder tells its year; "
-                "name one above it accordingly, such as BraTS-PEDs2024"
+                place, "is a BraTS-PED case, whose label values changed in 2024, and no folder name gives its year; "
+                "rename a parent folder, for example to BraTS-PEDs2024"
             )  # fmt: skip
         return "2024, paediatric" if year[-1] >= "2024" else "2023"
     after_treatment = re.match(r"brats-gli-\d+-[1-9]\d\d", name, re.IGNORECASE)  # time points from 100 on
@@ -81,12 +81,12 @@ def kind_of(file: Path) -> tuple[str, str] | None:
     if match:
         return match[1], match[2].lower()
     if re.search(r"_segm\.nii(\.gz)?$", file.name, re.IGNORECASE) and _is_brats(file.parent.name):
-        return file.parent.name, "seg"  # one label of 2020 was published so
+        return file.parent.name, "seg"  # one label of 2020 was published under such a name
     return None
 
 
 def read_brats(root: Path, labelled: bool = True) -> Dataset | None:
-    """Returns the data set in a folder of BraTS cases, flat or a folder per case; None if there are no such cases."""
+    """Returns the data set in a folder of BraTS cases, flat or one folder per case; None if it has no such cases."""
     files_of: dict[str, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for file in _files(root):
         named = kind_of(file)
@@ -109,7 +109,7 @@ def read_brats(root: Path, labelled: bool = True) -> Dataset | None:
     if len(meanings) > 1:
         examples = "; ".join(f"{meaning}: {file}" for meaning, file in sorted(meanings.items()))
         raise DataError(root, f"mixes cases whose labels differ in meaning ({examples}); separate them")
-    year = "".join(meanings)  # none where there is no label to give a meaning
+    year = "".join(meanings)  # empty if there are no labels
     meaning = LABEL_SCHEMES[year] if year else Meaning({}, {}, ())
     return Dataset(
         root.name, root, f"BraTS ({year or 'images alone'})", tuple(cases), MODALITIES, meaning.labels, meaning.regions,
@@ -125,7 +125,7 @@ def _case(name: str, kinds: dict[str, list[Path]], labelled: bool) -> Case:
         if role == "label" and not labelled:
             continue
         if role is None:
-            raise DataError(files[0], f"is an extra modality {kind!r} of case {name}; take it out of the folder")
+            raise DataError(files[0], f"is an extra modality {kind!r} of case {name}; move it out of the folder")
         for file in files:
             if role in file_of:
                 raise DataError(file, f"is a duplicate: case {name} has {role} in {file_of[role]} too; remove one")

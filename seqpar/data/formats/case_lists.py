@@ -55,7 +55,7 @@ def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
         meaning = LABEL_SCHEMES[label_scheme_of(*named[0], first.images[0])]
         labels, regions, order, ignore = meaning.labels, meaning.regions, meaning.order, None
     else:
-        raise DataError(path, 'says nothing of its labels; add "labels": {"0": "background", "1": …}')
+        raise DataError(path, 'does not declare its labels; add "labels": {"0": "background", "1": …}')
     if "modality" in content or "channel_names" in content:
         modalities = modalities_of(content, path)
     elif len(named) == len(first.images):
@@ -70,7 +70,7 @@ def read_fold_json(path: Path, labelled: bool = True) -> Dataset:
 
 
 def _declared(content: dict[str, Any], path: Path) -> Declared:
-    """Returns labels, regions, their order and the ignore label; labels of BraTS get the regions of BraTS."""
+    """Returns labels, regions, their order and the ignore label; BraTS labels get the BraTS regions."""
     labels, regions, ignore = labels_of(content, path)
     if regions:
         return labels, regions, order_of(content, path), ignore
@@ -83,10 +83,10 @@ def _listed(
 ) -> tuple[dict[str, Case], dict[str, int], list[DataError]]:
     """Returns the usable cases of a list, their fold numbers, and the faults of the others.
 
-    first: the case whose order of modalities all follow (default: the first of this list).
+    first: the case whose order of modalities all others follow (default: the first of this list).
     """
     if not isinstance(entries, list):
-        raise DataError(path, f'"{key}" is no list; list the cases in it')
+        raise DataError(path, f'"{key}" is not a list; make it the list of cases')
     cases: dict[str, Case] = {}
     folds: dict[str, int] = {}
     faults: list[DataError] = []
@@ -105,7 +105,7 @@ def _listed(
             if labelled and isinstance(entry.get("fold"), int):
                 folds[name] = entry["fold"]
             elif folds:
-                raise DataError(path, f"gives case {name} no fold number, but others one; give it one")
+                raise DataError(path, f"gives case {name} no fold number, although others have one; add it")
             cases[name] = case
         except (AttributeError, KeyError, TypeError, IndexError):
             needed = "image and label" if labelled else "image"
@@ -113,12 +113,12 @@ def _listed(
         except DataError as fault:
             faults.append(fault)
     if len(folds) not in (0, len(cases)):
-        faults.append(DataError(path, f"gives {len(folds)} of {len(cases)} cases a fold number; give it to all"))
+        faults.append(DataError(path, f"gives {len(folds)} of {len(cases)} cases a fold number; give all of them one"))
     return cases, folds, faults
 
 
 def _in_order(images: tuple[Path, ...], first: Case) -> tuple[Path, ...]:
-    """Returns a case's images in the first case's order of modalities; unchanged if their names do not say it."""
+    """Returns a case's images in the first case's order of modalities; unchanged if their names do not show it."""
     first_roles, roles = _roles(first.images), _roles(images)
     if not first_roles or not roles:
         return images

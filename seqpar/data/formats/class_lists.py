@@ -1,7 +1,7 @@
 """Reads data sets whose volumes have one class each: labels.csv beside images, or a MONAI list with ``label``.
 
-``labels.csv`` has a header with ``case`` and ``class``, and maybe ``subject`` (whose cases stay together) and ``split``
-(train, val or test, or the number of a fold); other columns are not looked at. An entry of a list may have ``subject``.
+``labels.csv`` has the columns ``case`` and ``class``, optionally ``subject`` (its cases stay together) and ``split``
+(train, val or test, or a fold number); other columns are ignored. An entry of a list may have ``subject`` too.
 """
 
 import csv
@@ -24,13 +24,13 @@ Row = dict[str, str]
 
 
 def read_class_dataset(path_or_name: str | Path | int) -> Dataset:
-    """Returns a data set of images with the class of each; its labels of voxels, if it has some, are not looked at.
+    """Returns a data set of images with the class of each; voxel labels are ignored.
 
-    Raises DataError for what is wrong with the table, or with an image.
+    Raises DataError if the table or an image is faulty.
     """
     root = find_dataset(path_or_name)
     if root.suffix == ".csv":
-        raise DataError(root, f"is a table; name the folder of its images, in which it is {TABLE}: {root.parent}")
+        raise DataError(root, f"is a table; give the folder of its images, which has it as {TABLE}: {root.parent}")
     dataset = describe(root, labelled=False)
     if faults := dataset.faults:
         more = f" (and {quantity(len(faults) - 1, 'more fault')})" if len(faults) > 1 else ""
@@ -39,7 +39,7 @@ def read_class_dataset(path_or_name: str | Path | int) -> Dataset:
     if root.is_dir() and not table.is_file():
         lists = [path for path in sorted(root.glob("*.json")) if read_json_object(path).get("training")]
         if len(lists) != 1:
-            raise DataError(table, "is missing; a table with the header case,class is needed, or a list of MONAI's")
+            raise DataError(table, "is missing; add a table with the header case,class, or give a MONAI list")
         table = lists[0]
     read = read_table if table.suffix == ".csv" else _read_list
     classes = check_classes(read(table, dataset.cases), table)
@@ -48,12 +48,12 @@ def read_class_dataset(path_or_name: str | Path | int) -> Dataset:
 
 
 def read_table(path: Path, cases: Sequence[Case]) -> VolumeClasses:
-    """Returns the classes in a table, of all cases but those of its test split."""
+    """Returns the classes in a table of all cases except those of its test split."""
     rows = read_rows(path, ("case", "class"))
     listed = _by_case(rows, path, {case.id for case in cases})
     if missing := sorted({case.id for case in cases} - listed.keys()):
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise DataError(path, f"has no line for case {missing[0]}{more}; add its class, or take the image out")
+        raise DataError(path, f"has no line for case {missing[0]}{more}; add its class, or remove the image")
     splits, folds, used = _splits(listed, path)
     names = _sorted_names({row["class"] for row in listed.values()})
     numbers = {case: names.index(listed[case]["class"]) for case in used}
@@ -62,9 +62,9 @@ def read_table(path: Path, cases: Sequence[Case]) -> VolumeClasses:
 
 
 def read_rows(path: Path, needed: Sequence[str]) -> dict[int, Row]:
-    """Returns each line of a table, by its number and by the names of the header; raises DataError for no such table.
+    """Returns the rows of a table by line number, each a dict by column; raises DataError if it is no such table.
 
-    - ``needed``: columns that no line leaves empty; the first one's cells are all different
+    - ``needed``: columns that no row may leave empty; each cell of the first one is unique
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -76,7 +76,7 @@ def read_rows(path: Path, needed: Sequence[str]) -> dict[int, Row]:
     header = [name.casefold() if name.casefold() in COLUMNS else name for name in lines[0][1]] if lines else []
     if missing := [name for name in needed if name not in header]:
         raise DataError(
-            path, f"begins with {','.join(header) or 'nothing'}; a header with {' and '.join(missing)} is needed"
+            path, f"begins with {','.join(header) or 'nothing'}; it needs a header with {' and '.join(missing)}"
         )
     if twice := next((name for name in header if name and header.count(name) > 1), ""):
         raise DataError(path, f"has two columns {twice}; keep one of them")
@@ -95,18 +95,18 @@ def read_rows(path: Path, needed: Sequence[str]) -> dict[int, Row]:
 
 
 def _by_case(rows: Mapping[int, Row], path: Path, known: set[str]) -> dict[str, Row]:
-    """Returns each case's line; raises DataError for cases without an image."""
+    """Returns each case's row; raises DataError for a case without an image."""
     for number, row in rows.items():
         if row["case"] not in known:
-            near = f"; the first case there is {min(known)}" if known else ""
+            near = f" (the first one with an image is {min(known)})" if known else ""
             raise DataError(
-                path, f"line {number} names case {row['case']}, which has no image{near}: correct or remove it"
+                path, f"line {number} names case {row['case']}, which has no image{near}; correct or remove it"
             )
     return {row["case"]: row for row in rows.values()}
 
 
 def _splits(listed: Mapping[str, Row], path: Path) -> tuple[tuple[Split, ...], tuple[int, ...], list[str]]:
-    """Returns the splits that a table defines, their numbers if it has some, and the cases not kept for tests."""
+    """Returns a table's splits, their fold numbers if it has any, and the cases outside its test split."""
     texts = {case: row.get("split", "").casefold() for case, row in listed.items()}
     if not any(texts.values()):
         return (), (), list(listed)
@@ -114,14 +114,14 @@ def _splits(listed: Mapping[str, Row], path: Path) -> tuple[tuple[Split, ...], t
         return *_folds({case: int(text) for case, text in texts.items()}), list(listed)
     for case, text in texts.items():
         if text not in SPLITS:
-            raise DataError(path, f"case {case} has the split {text or 'none'!r}; train, val or test is needed, or the "
-                            "number of a fold in every line")  # fmt: skip
+            raise DataError(path, f"case {case} has the split {text or 'none'!r}; it needs train, val or test, or "
+                            "every line needs a fold number")  # fmt: skip
     parts = {part: tuple(c for c in sorted(texts) if SPLITS[texts[c]] == part) for part in ("train", "val")}
     return ((parts["train"], parts["val"]),), (), [*parts["train"], *parts["val"]]
 
 
 def _folds(number_of: Mapping[str, int]) -> tuple[tuple[Split, ...], tuple[int, ...]]:
-    """Returns a split for each number, whose cases are held out, and the numbers."""
+    """Returns one split per number, which holds out that number's cases, and the numbers."""
     every, numbers = sorted(number_of), tuple(sorted(set(number_of.values())))
     splits = (
         (tuple(c for c in every if number_of[c] != fold), tuple(c for c in every if number_of[c] == fold))
@@ -131,14 +131,14 @@ def _folds(number_of: Mapping[str, int]) -> tuple[tuple[Split, ...], tuple[int, 
 
 
 def _sorted_names(names: set[str]) -> tuple[str, ...]:
-    """Returns names in order: numbers by size, else by letters."""
+    """Returns the names in order: by value if all are numbers, else alphabetically."""
     if all(name.isdecimal() for name in names):
         return tuple(sorted(names, key=lambda name: (int(name), name)))
     return tuple(sorted(names))
 
 
 def _read_list(path: Path, cases: Sequence[Case]) -> VolumeClasses:
-    """Returns the classes in a MONAI list, whose entries have ``label`` as a number or name."""
+    """Returns the classes in a MONAI list, whose entries give ``label`` as a number or a name."""
     content, by_file = read_json_object(path), {file: case.id for case in cases for file in case.images}
     labels, subjects, folds, held_out = dict[str, Any](), dict[str, str](), dict[str, int](), list[str]()
     for key in ("training", "validation"):
@@ -153,7 +153,7 @@ def _read_list(path: Path, cases: Sequence[Case]) -> VolumeClasses:
                 folds[case] = entry["fold"]
             held_out += [case] * (key == "validation")
     if folds and len(folds) < len(labels):
-        raise DataError(path, f"gives {len(folds)} of {len(labels)} cases a fold number; give it to all")
+        raise DataError(path, f"gives {len(folds)} of {len(labels)} cases a fold number; give all of them one")
     names = _named(content.get("labels"), labels, path)
     own = tuple(sorted(labels.keys() - set(held_out))), tuple(sorted(held_out))
     splits, numbers = _folds(folds) if folds else ((own,) if held_out else (), ())
@@ -163,32 +163,32 @@ def _read_list(path: Path, cases: Sequence[Case]) -> VolumeClasses:
 
 
 def _case_of(entry: Any, by_file: Mapping[Path, str], path: Path) -> str:
-    """Returns the case of an entry of a list; raises DataError for what is no case of the data set.
+    """Returns the case of a list entry; raises DataError if the data set has no such case.
 
-    nnU-Net's lists of before name cases by files that are not there, and their labels are maps.
+    The lists of older nnU-Net versions name files that do not exist, and their labels are maps.
     """
     images = entry.get("image") if isinstance(entry, dict) else None
     first = images[0] if isinstance(images, list) and images else images
     if not isinstance(first, str) or (case := by_file.get(resolve_path(path.parent, first))) is None:
-        raise DataError(path, f"lists {entry!r:.200}, which is no image with a class; beside it {TABLE} is needed, a "
+        raise DataError(path, f"lists {entry!r:.200}, which is not an image with a class; add {TABLE} next to it, a "
                         "table with the header case,class")  # fmt: skip
     return case
 
 
 def _label_of(entry: Mapping[str, Any], case: str, path: Path) -> int | str:
-    """Returns the label of an entry of a list, a number or a name; raises DataError for what is neither."""
+    """Returns the label of a list entry, a number or a name; raises DataError for anything else."""
     label = entry.get("label")
     label = label.strip() if isinstance(label, str) else label
     if isinstance(label, bool) or not isinstance(label, int | str) or label == "":
-        raise DataError(path, f"case {case} has the label {label!r}; a whole number or the name of a class is needed")
+        raise DataError(path, f"case {case} has the label {label!r}; it must be a whole number or the name of a class")
     if str(label).endswith(SUFFIXES):
-        raise DataError(path, f"case {case} has the label {label}, a volume; the class of the whole case is needed "
+        raise DataError(path, f"case {case} has the label {label}, a volume; give the class of the whole case "
                         "(label maps are for --task segment)")  # fmt: skip
     return label
 
 
 def _named(declared: Any, labels: Mapping[str, Any], path: Path) -> dict[Any, str]:
-    """Returns the class that each label stands for, in the order of classes: declared ones, else as they are."""
+    """Returns the class name of each label, in the order of classes: the declared names, else the labels themselves."""
     if declared is None:
         order = _sorted_names({str(label) for label in labels.values()})
         return {label: str(label) for label in sorted(set(labels.values()), key=lambda own: order.index(str(own)))}
@@ -198,11 +198,11 @@ def _named(declared: Any, labels: Mapping[str, Any], path: Path) -> dict[Any, st
     except (AttributeError, TypeError, ValueError):
         numbered = {}
     if not numbered:
-        raise DataError(path, f'"labels" is {declared!r}; {{"0": "healthy", "1": …}} is needed')
+        raise DataError(path, f'"labels" is {declared!r}; it must look like {{"0": "healthy", "1": …}}')
     known = {number: numbered[number] for number in sorted(numbered)}
     meaning: dict[Any, str] = {**known, **{name: name for name in known.values()}}
     for case, label in labels.items():
         if label not in meaning:
             listed = ", ".join(f"{number} {name}" for number, name in known.items())
-            raise DataError(path, f"case {case} has the label {label!r}; declared are {listed}: correct one")
+            raise DataError(path, f"case {case} has the label {label!r}, but {listed} are declared; correct either")
     return meaning

@@ -1,4 +1,4 @@
-"""Case and Dataset, into which every format is read, and the class of each case where volumes have one."""
+"""Case and Dataset, into which every format is read, and the classes of volumes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 
-TABLE = "labels.csv"  # beside the images
+TABLE = "labels.csv"  # next to the images
 Split = tuple[tuple[str, ...], tuple[str, ...]]  # ids to train on, ids to validate on
 
 
@@ -17,10 +17,10 @@ class VolumeClasses:
 
     - ``names``: in the order of their numbers
     - ``numbers``: the class of each case
-    - ``subjects``: of cases that are not their own; a subject's cases are never on both sides of a split
+    - ``subjects``: the subject of each case that is not its own; a split never divides a subject
     - ``splits``: those that the data set defines; empty if they are computed
-    - ``folds``: the numbers of these splits, where the data set gives cases those of their folds
-    - ``tests``: cases that it keeps aside for tests, which have no part in any split
+    - ``folds``: the numbers of these splits, if the data set gives each case a fold number
+    - ``tests``: cases set aside for testing, which are in no split
     """
 
     names: tuple[str, ...]
@@ -49,11 +49,11 @@ class VolumeClasses:
         return VolumeClasses(*own, splits, tuple(value.get("tests", ())), tuple(value.get("folds", ())))
 
     def subject_of(self, case: str) -> str:
-        """Returns a case's subject, by default itself."""
+        """Returns a case's subject, by default the case itself."""
         return self.subjects.get(case, case)
 
     def counts(self, cases: Sequence[str]) -> list[int]:
-        """Returns how many of the cases each class has."""
+        """Returns the number of cases in each class."""
         numbers = [self.numbers[case] for case in cases]
         return [numbers.count(number) for number in range(len(self.names))]
 
@@ -63,9 +63,9 @@ __all__ = ["Case", "Dataset", "Split", "no_labels_error"]
 
 @dataclass(frozen=True)
 class Case:
-    """One patient: a file per modality (or one 4-D file of them all), and the label where there is one.
+    """One patient: one file per modality (or one 4-D file with all of them), and the label if there is one.
 
-    ``annotated``: the values of the classes that the label shows, background apart; None for all.
+    ``annotated``: the values of the classes that the label shows, without the background; None: all of them.
     """
 
     id: str
@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set as its files have it: cases, modalities, and labels by their values in the files."""
+    """A data set as its files describe it: cases, modalities, and labels with their values in the files."""
 
     name: str
     root: Path
@@ -88,16 +88,16 @@ class Dataset:
     regions_class_order: tuple[int, ...] = ()  # per region, the label that its voxels get
     ignore_label: int | None = None
     splits: tuple[Split, ...] = ()  # those that the data set defines; empty if they are computed
-    faults: tuple[DataError, ...] = ()  # what is wrong with single cases, which `cases` leaves out
-    joined: dict[int, int] = field(default_factory=dict)  # values in the files that count as another value
-    volume_classes: VolumeClasses | None = None  # where each case has one class, and voxels have no labels
+    faults: tuple[DataError, ...] = ()  # what is wrong with the cases that are missing from `cases`
+    joined: dict[int, int] = field(default_factory=dict)  # values in the files that are read as another value
+    volume_classes: VolumeClasses | None = None  # if each case has one class and voxels have no labels
 
     def __post_init__(self) -> None:
         if not self.cases and not self.faults:
-            raise DataError(self.root, f"no cases were found in it (read as {self.layout}); name another folder")
+            raise DataError(self.root, f"has no cases (read as {self.layout}); give another folder")
         for case in self.cases:
             if case.id.startswith(".") or Path(case.id).name != case.id:
-                raise DataError(self.root, f"case id {case.id!r} is no file name; rename the case")
+                raise DataError(self.root, f"case id {case.id!r} is not a valid file name; rename the case")
         if self.labels:
             _check_labels(self)
 
@@ -108,28 +108,28 @@ class Dataset:
 
 
 def no_labels_error(dataset: Dataset) -> DataError:
-    """Returns the DataError for a data set without labels that is to be trained on."""
+    """Returns the error for training on a data set without labels."""
     if (dataset.root / TABLE).is_file():
         return DataError(dataset.root, f"has no label maps, and {TABLE} gives each case a class: add --task classify")
-    return DataError(dataset.root, "has no labels to train on; add them (prediction prepares by itself)")
+    return DataError(dataset.root, "has no labels to train on; add them (predict prepares images on its own)")
 
 
 def _check_labels(dataset: Dataset) -> None:
     """Raises DataError if labels, regions, their order and the ignore label contradict each other."""
     values, root = list(dataset.labels.values()), dataset.root
     if values[0] != 0 or min(values) < 0 or len(set(values)) != len(values):
-        raise DataError(root, f"its labels are {dataset.labels}; background 0 is needed and each value once")
+        raise DataError(root, f"its labels are {dataset.labels}; they need background 0, and each value only once")
     if len(values) < 2:
-        raise DataError(root, "declares nothing but background; name at least one label")
+        raise DataError(root, "declares only background; add at least one label")
     if dataset.ignore_label in values:
-        raise DataError(root, f"the ignore label {dataset.ignore_label} is a label too; give it its own value")
+        raise DataError(root, f"the ignore label {dataset.ignore_label} is also a label; give it a value of its own")
     for name, members in dataset.regions.items():
         if not members or not set(members) <= set(values):
-            raise DataError(root, f"region {name} = {members} is not made of the labels {values}")
+            raise DataError(root, f"region {name} = {members} has values other than those of the labels, {values}")
     order = dataset.regions_class_order
     if len(order) != len(dataset.regions) or not set(order) <= set(values):
         raise DataError(
             root,
-            f"regions_class_order is {list(order)}; with the regions {list(dataset.regions)} it must name "
-            "one of the labels for each, the one that the region's voxels get",
+            f"regions_class_order is {list(order)}; for each of the regions {list(dataset.regions)} it must give "
+            "one label, the one that the region's voxels get",
         )

@@ -14,9 +14,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file, which must be an object."""
     content = read_json(path)
     if not isinstance(content, dict):
-        raise DataError(path, "holds no JSON object; one with the data set's keys is needed")
+        raise DataError(path, "must contain a JSON object with the data set's keys")
     if not isinstance(content.get("training", []), list):
-        raise DataError(path, '"training" is no list; list the cases in it')
+        raise DataError(path, '"training" is not a list; make it the list of cases')
     return content
 
 
@@ -34,7 +34,7 @@ def labels_of(content: dict[str, Any], path: Path) -> tuple[dict[str, int], dict
     """Returns labels, regions and ignore label from either spelling: name to value, or value to name."""
     declared = content.get("labels")
     if not isinstance(declared, dict) or not declared:
-        raise DataError(path, f'labels is {declared!r}; {{"background": 0, "tumour": 1}} is needed')
+        raise DataError(path, f'labels is {declared!r}; it must look like {{"background": 0, "tumour": 1}}')
     if all(key.isdigit() for key in declared):
         many: dict[str, tuple[int, ...]] = {str(name): (int(value),) for value, name in declared.items()}
     else:
@@ -45,7 +45,7 @@ def labels_of(content: dict[str, Any], path: Path) -> tuple[dict[str, int], dict
     labels = {single.get(value, f"label {value}"): value for value in values}
     if not any(isinstance(value, list) for value in declared.values()):
         if len(labels) != len(declared) - (ignore is not None):
-            raise DataError(path, f"labels {declared!r} name a value or a label twice; give each label its own")
+            raise DataError(path, f"labels {declared!r} repeat a name or a value; give each label a value of its own")
         return labels, {}, ignore
     return labels, {name: members for name, members in many.items() if members != (0,)}, ignore
 
@@ -54,7 +54,7 @@ def _whole(value: Any, path: Path) -> tuple[int, ...]:
     """Returns the whole numbers of a label (one) or a region (a list of them)."""
     members = tuple(value) if isinstance(value, list) else (value,)
     if not members or not all(type(member) is int for member in members):
-        raise DataError(path, f"labels hold {value!r}; a whole number, or a list of them for a region, is needed")
+        raise DataError(path, f"labels contain {value!r}; each must be a whole number, or a list of them for a region")
     return members
 
 
@@ -62,12 +62,12 @@ def order_of(content: dict[str, Any], path: Path) -> tuple[int, ...]:
     """Returns regions_class_order: for each region, the label that its voxels get."""
     order = content.get("regions_class_order")
     if not isinstance(order, list) or not all(isinstance(value, int) for value in order):
-        raise DataError(path, f"regions_class_order is {order!r}; regions need a list with a label for each")
+        raise DataError(path, f"regions_class_order is {order!r}; it must be a list with one label per region")
     return tuple(order)
 
 
 def numbered_channels(images: tuple[Path, ...]) -> tuple[str, ...]:
-    """Returns "channel 0", "channel 1", … for all channels of some files that declare no names."""
+    """Returns "channel 0", "channel 1", … for all channels of files whose channels have no names."""
     return tuple(f"channel {n}" for n in range(sum(read_geometry(image)[1] for image in images)))
 
 
@@ -75,7 +75,7 @@ def require_files(case: Case, path: Path) -> Case:
     """Returns the case; raises DataError if one of its files is missing."""
     for file in (*case.images, case.label):
         if file is not None and not file.exists():
-            raise DataError(file, f"is missing; {path.name} names it for case {case.id}")
+            raise DataError(file, f"is missing; {path.name} lists it for case {case.id}")
     return case
 
 

@@ -1,4 +1,4 @@
-"""Labels that are joined to one class, such as all parts of a tumour: ``--join-labels tumour=1,2,3``."""
+"""Joins several labels into one class, such as all parts of a tumour: ``--join-labels tumour=1,2,3``."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import replace
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case, Dataset
 
-Joins = tuple[tuple[str, tuple[int, ...]], ...]  # the name of each class, and the values in the files that it is of
+Joins = tuple[tuple[str, tuple[int, ...]], ...]  # the name of each class, and the values in the files that it joins
 
 
 def parse_joins(text: str) -> Joins:
@@ -19,17 +19,17 @@ def parse_joins(text: str) -> Joins:
             raise ValueError(f"--join-labels {text}: give a name and label values, as in tumour=1,2,3")
         values = tuple(int(value) for value in match[2].split(","))
         if match[1] in joins or taken & set(values) or len(set(values)) < len(values) or 0 in values:
-            raise ValueError(f"--join-labels {text}: each name and each value but 0 may be there once")
+            raise ValueError(f"--join-labels {text}: give each name and each value once, and no 0")
         joins[match[1]] = values
         taken |= set(values)
     return tuple(joins.items())
 
 
 def join_labels(dataset: Dataset, joins: Joins) -> Dataset:
-    """Returns the data set with labels joined; a joined class has the first of its values.
+    """Returns the data set with labels joined; a joined class gets the first of its values.
 
-    Regions stay where they hold all labels of a join or none, unless they are what was joined; others cannot be told
-    any more.
+    A region stays if it has none of the labels of each join, or all of them and others too. The rest are dropped: they
+    equal a joined class, or can no longer be told apart.
     """
     if not joins or not dataset.labels:
         return dataset
@@ -58,12 +58,12 @@ def join_labels(dataset: Dataset, joins: Joins) -> Dataset:
 
 
 def _labels(dataset: Dataset, joins: Joins, stands_for: Mapping[int, int]) -> dict[str, int]:
-    """Returns the labels with joined ones in the place of the first of them."""
+    """Returns the labels; a joined class takes the place of the first of its labels."""
     name_of = {values[0]: name for name, values in joins}
     own = {name for name, value in dataset.labels.items() if value not in stands_for}
     if taken := own.intersection(name_of.values()):
         name = sorted(taken)[0]
-        raise DataError(dataset.root, f"has a label {name} of its own; give --join-labels another name than {name}")
+        raise DataError(dataset.root, f"already has a label {name}; use another name in --join-labels")
     return {
         name_of[stands_for[value]] if value in stands_for else name: stands_for.get(value, value)
         for name, value in dataset.labels.items()
@@ -75,7 +75,7 @@ def _mapped(values: Sequence[int], stands_for: Mapping[int, int]) -> tuple[int, 
 
 
 def _annotated(case: Case, joins: Joins, stands_for: Mapping[int, int]) -> Case:
-    """Returns the case; a joined class is annotated where all its labels are."""
+    """Returns the case; a joined class counts as annotated if all its labels are."""
     if case.annotated is None:
         return case
     shown = [value for value in case.annotated if value not in stands_for]

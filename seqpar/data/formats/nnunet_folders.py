@@ -1,4 +1,4 @@
-"""nnU-Net's raw folders, and bare folders of images named as its are: each reader returns a Dataset."""
+"""Reads nnU-Net raw folders, and plain folders of images with the same file names; each reader returns a Dataset."""
 
 import re
 from collections import defaultdict
@@ -41,7 +41,7 @@ def read_nnunet(root: Path, labelled: bool = True) -> Dataset:
 
 
 def read_images(root: Path) -> Dataset | None:
-    """Returns a data set without labels from a folder of images, or of one DICOM series; None where it holds none."""
+    """Returns a data set without labels from a folder of images, or of one DICOM series; None if it has none."""
     files = [root] if is_volume(root) else [file for file in sorted(root.iterdir()) if is_volume(file)]
     if not files:
         return None
@@ -52,7 +52,7 @@ def read_images(root: Path) -> Dataset | None:
 
 
 def of_images(root: Path, files: list[Path], names: tuple[str, ...] = ()) -> Dataset:
-    """Returns a data set without labels from image files, grouped by channel numbers where one has 0000."""
+    """Returns a data set without labels from image files, grouped by channel number if one of them ends in _0000."""
     faults: list[DataError] = []
     if any(match[2] == "0000" for file in files if (match := _CHANNEL.match(file.name))):
         channels_of, faults = _numbered_files(files)
@@ -67,7 +67,7 @@ def of_images(root: Path, files: list[Path], names: tuple[str, ...] = ()) -> Dat
 
 
 def _numbered_by_first(cases: list[Case]) -> tuple[str, ...]:
-    """Returns names for the channels of the first case that can be read; the others' faults are their own."""
+    """Returns names for the channels of the first readable case; faulty cases report their own errors."""
     for case in cases[:-1]:
         try:
             return numbered_channels(case.images)
@@ -77,7 +77,7 @@ def _numbered_by_first(cases: list[Case]) -> tuple[str, ...]:
 
 
 def has_channel_files(root: Path) -> bool:
-    """Tells whether imagesTr holds files named as nnU-Net's are, a file a modality."""
+    """Returns whether imagesTr has files named as nnU-Net names them, one per modality."""
     images = root / "imagesTr"
     return images.is_dir() and any(_CHANNEL.match(file.name) for file in images.glob("*_0000*"))
 
@@ -85,7 +85,7 @@ def has_channel_files(root: Path) -> bool:
 def _scanned(
     root: Path, content: dict[str, Any], modalities: tuple[str, ...], ending: str, labelled: bool
 ) -> tuple[list[Case], list[DataError]]:
-    """Returns the cases whose files lie in imagesTr and labelsTr, and what is wrong with the others."""
+    """Returns the cases whose files are in imagesTr and labelsTr, and what is wrong with the others."""
     images, labels = root / "imagesTr", root / "labelsTr"
     for folder in (images, labels) if labelled else (images,):
         if not folder.is_dir():
@@ -104,12 +104,12 @@ def _scanned(
 
 
 def _is_image(file: Path, ending: str) -> bool:
-    """Returns whether a file is named as the data set's images are; a DICOM series may stand for any of them."""
+    """Returns whether a file is named like the data set's images; a DICOM series may take the place of any of them."""
     return file.name[0] != "." and (file.name.endswith(ending) or is_series(file))
 
 
 def _numbered_files(files: list[Path]) -> tuple[dict[str, dict[int, Path]], list[DataError]]:
-    """Returns case to channel number to file, for names such as CASE_0000.nii.gz; other names are faults."""
+    """Returns each case's files by channel number, from names such as CASE_0000.nii.gz; other names are faults."""
     channels_of: dict[str, dict[int, Path]] = defaultdict(dict)
     faults: list[DataError] = []
     for file in files:
@@ -117,7 +117,7 @@ def _numbered_files(files: list[Path]) -> tuple[dict[str, dict[int, Path]], list
             channels_of[match[1]][int(match[2])] = file
         else:
             ending = suffix_of(file.name)
-            faults.append(DataError(file, f"has no channel number; name it CASE_0000{ending}, or take it out"))
+            faults.append(DataError(file, f"has no channel number; rename it to CASE_0000{ending}, or remove it"))
     return channels_of, faults
 
 
@@ -125,7 +125,7 @@ def _collect(
     cases: list[Case], faults: list[DataError], folder: Path, name: str, channels: dict[int, Path],
     modalities: tuple[str, ...], label: Path | None = None,
 ) -> None:  # fmt: skip
-    """Adds a case, or the fault that it has instead: a modality or the label missing, one too many."""
+    """Adds a case, or its fault: a missing modality or label, or one modality too many."""
     ending = next(iter(channels.values())).name.removeprefix(f"{name}_")[4:]
     extra = [channels[n] for n in sorted(channels) if n >= len(modalities)]
     missing = [n for n in range(len(modalities)) if n not in channels]
@@ -135,7 +135,7 @@ def _collect(
         path = folder / f"{name}_{missing[0]:04d}{ending}"
         faults.append(DataError(path, f"is missing; case {name} needs the modality {modalities[missing[0]]}"))
     elif label is not None and not label.is_file():
-        faults.append(DataError(label, f"is missing; case {name} needs its label, or remove its images"))
+        faults.append(DataError(label, f"is missing; add the label of case {name}, or remove its images"))
     else:
         cases.append(Case(name, tuple(channels[n] for n in range(len(modalities))), label))
 
@@ -143,12 +143,12 @@ def _collect(
 def _explicit(
     root: Path, content: dict[str, Any], modalities: tuple[str, ...], ending: str, labelled: bool
 ) -> tuple[list[Case], list[DataError]]:
-    """Returns the cases that dataset.json spells out with their paths."""
+    """Returns the cases that dataset.json lists with their paths."""
     path = root / "dataset.json"
     cases: list[Case] = []
     faults: list[DataError] = []
     if not isinstance(content["dataset"], dict):
-        raise DataError(path, '"dataset" is no object; {"CASE": {"images": […], "label": …}} is needed')
+        raise DataError(path, '"dataset" must be an object: {"CASE": {"images": […], "label": …}}')
     for name, entry in content["dataset"].items():
         try:
             images = tuple(resolve_path(root, image) for image in entry["images"])

@@ -1,4 +1,4 @@
-"""What nnU-Net wrote beside its networks, plans.json and dataset.json of a results folder: old ones too.
+"""Reads plans.json and dataset.json, which nnU-Net stores with its networks, in their older forms too.
 
 Axes are nnU-Net's: those of the file reversed (z y x), then transposed as the plans say.
 """
@@ -24,11 +24,11 @@ RESAMPLINGS = ("resample_data_or_seg_to_shape", "no_resampling_hack")
 
 @dataclass(frozen=True)
 class Resampling:
-    """How volumes are brought to another grid.
+    """How volumes are resampled.
 
     - ``function``: one of ``RESAMPLINGS``
-    - ``order``: of the spline; ``order_z``: along an axis of far longer voxels, which is resampled by itself
-    - ``force_separate_z``: whether such an axis is resampled by itself whatever its voxels; None: by the spacing
+    - ``order``: of the spline; ``order_z``: along an axis of much larger spacing, which is resampled separately
+    - ``force_separate_z``: whether one axis is resampled separately; None: the spacing decides
     """
 
     function: str = RESAMPLINGS[0]
@@ -41,8 +41,8 @@ class Resampling:
 class NnunetPlan:
     """One configuration of nnU-Net's plans: how images are prepared, and the network's arguments.
 
-    - ``masked``: whether a channel's mean and deviation are those of the voxels that are not zero
-    - ``intensities``: mean, deviation and the percentiles 0.5 and 99.5 of each channel's foreground
+    - ``masked``: whether a channel's mean and standard deviation are those of its nonzero voxels
+    - ``intensities``: mean, standard deviation and 0.5 and 99.5 percentiles of each channel's foreground
     - ``resampling``: of images; ``logit_resampling``: of logits on their way back
     """
 
@@ -63,16 +63,16 @@ class NnunetPlan:
 
     @property
     def file_axes(self) -> tuple[int, ...]:
-        """Which axis here each axis W D H of a file is."""
+        """The axis of the network for each axis W D H of a file."""
         return tuple(self.transpose_forward.index(2 - axis) for axis in range(3))
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What nnU-Net's dataset.json says of channels and outputs.
+    """What nnU-Net's dataset.json declares about channels and outputs.
 
     - ``labels``: name to value, background first, without the ignore label
-    - ``regions``: the labels of each output where outputs are regions, else empty
+    - ``regions``: the labels of each output if outputs are regions, else empty
     - ``regions_class_order``: the label that each region's voxels get
     """
 
@@ -88,14 +88,14 @@ class Declaration:
 
 
 def plan_of(plans: Mapping[str, Any], configuration: str, path: Path) -> NnunetPlan:
-    """Returns a configuration of plans.json with what it inherits; what cannot be followed is refused by name.
+    """Returns a configuration of plans.json with what it inherits; raises DataError for options that are not supported.
 
     - ``path``: for messages
     """
     configurations = plans.get("configurations")
     if not isinstance(configurations, dict) or configuration not in configurations:
         names = ", ".join(configurations) if isinstance(configurations, dict) else "none"
-        raise DataError(path, f"has no configuration {configuration!r}, but {names}; take the plans of the same folder")
+        raise DataError(path, f"has no configuration {configuration!r}, only {names}; use plans of the same folder")
     own = _inherited(configurations, configuration, path)
     _refuse(own, configuration, path)
     try:
@@ -128,7 +128,7 @@ def plan_of(plans: Mapping[str, Any], configuration: str, path: Path) -> NnunetP
 
 
 def patch_size_of(plans: Mapping[str, Any], configuration: str) -> tuple[int, ...]:
-    """Returns the patch size of a configuration alone, whatever else the plans say."""
+    """Returns the patch size of a configuration without checking the rest of the plans."""
     own = _inherited(plans["configurations"], configuration, Path("plans"))
     return tuple(map(int, own["patch_size"]))
 
@@ -137,7 +137,7 @@ def declaration_of(content: Mapping[str, Any], path: Path) -> Declaration:
     """Returns what dataset.json declares; ``path``: for messages."""
     declared = content.get("labels")
     if not isinstance(declared, dict) or "background" not in declared:
-        raise DataError(path, f'labels is {declared!r}; {{"background": 0, "tumour": 1}} is needed')
+        raise DataError(path, f'labels is {declared!r}; it must look like {{"background": 0, "tumour": 1}}')
     members = {
         name: tuple(map(int, value if isinstance(value, list) else (value,)))
         for name, value in declared.items()
@@ -145,7 +145,7 @@ def declaration_of(content: Mapping[str, Any], path: Path) -> Declaration:
     }
     values = sorted({value for many in members.values() for value in many})
     if values != list(range(len(values))):
-        raise DataError(path, f"its labels have the values {values}; nnU-Net numbers them from 0 without a gap")
+        raise DataError(path, f"its labels have the values {values}; nnU-Net numbers them from 0 without gaps")
     single = {many[0]: name for name, many in reversed(members.items()) if len(many) == 1}
     labels = {single.get(value, f"label {value}"): value for value in values}
     channels = modalities_of(dict(content), path)
@@ -154,13 +154,13 @@ def declaration_of(content: Mapping[str, Any], path: Path) -> Declaration:
     regions = {name: many for name, many in members.items() if set(many) != {0}}
     order = content.get("regions_class_order")
     if not isinstance(order, list) or len(order) != len(regions) or not set(order) <= set(values):
-        raise DataError(path, f"regions_class_order is {order!r}; a label for each of {', '.join(regions)} is needed")
+        raise DataError(path, f"regions_class_order is {order!r}; give a label for each of {', '.join(regions)}")
     return Declaration(channels, labels, regions, tuple(map(int, order)))
 
 
 def _inherited(configurations: Mapping[str, Any], name: str, path: Path, seen: Sequence[str] = ()) -> dict[str, Any]:
     if name not in configurations or name in seen:
-        raise DataError(path, f"a configuration inherits from {name!r}, which is not there or inherits from it")
+        raise DataError(path, f"a configuration inherits from {name!r}, which is missing or inherits from it in turn")
     own = configurations[name]
     parent = own.get("inherits_from")
     return {**(_inherited(configurations, parent, path, (*seen, name)) if parent else {}), **own}
@@ -170,14 +170,14 @@ def _refuse(own: Mapping[str, Any], name: str, path: Path) -> None:
     if own.get("previous_stage"):
         raise DataError(
             path, f"configuration {name} is the second stage of a cascade (previous_stage {own['previous_stage']}), "
-            "which also takes labels of the first: this is not built; take 3d_fullres or 3d_lowres"
+            "which also takes the first stage's labels and is not supported; use 3d_fullres or 3d_lowres"
         )  # fmt: skip
     if len(own.get("patch_size", ())) == 2:
-        raise DataError(path, f"configuration {name} is 2d (patch {own['patch_size']}): only 3d networks are built")
+        raise DataError(path, f"configuration {name} is 2d (patch {own['patch_size']}); only 3d networks are supported")
 
 
 def _refuse_unknown(plan: NnunetPlan, path: Path) -> None:
-    """Raises DataError for what the plans name and nothing here follows."""
+    """Raises DataError for options of the plans that are not supported."""
     steps = (plan.resampling, plan.logit_resampling)
     for name, used, known in (
         ("normalization_schemes", plan.schemes, SCHEMES),
@@ -188,11 +188,11 @@ def _refuse_unknown(plan: NnunetPlan, path: Path) -> None:
         ("order_z", tuple(step.order_z for step in steps), (0,)),
     ):
         if unknown := [value for value in used if value not in known]:
-            raise DataError(path, f"{name} is {unknown[0]}; {', '.join(map(str, known))} can be followed")
+            raise DataError(path, f"{name} is {unknown[0]}; supported: {', '.join(map(str, known))}")
     if sorted(plan.transpose_forward) != [0, 1, 2] or len(plan.spacing) != 3 or len(plan.patch_size) != 3:
         raise DataError(
             path, f"transpose_forward {plan.transpose_forward}, spacing {plan.spacing} and patch_size "
-            f"{plan.patch_size} are not of three axes: copy it again"
+            f"{plan.patch_size} do not have three axes; copy the file again"
         )  # fmt: skip
 
 
@@ -209,14 +209,15 @@ def _resampling(own: Mapping[str, Any], what: str) -> Resampling:
 
 
 def _architecture(own: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
-    """Returns class name and arguments of the network; older plans have them as keys of their own."""
+    """Returns the network's class name and arguments; older plans have them as separate keys."""
     if "architecture" in own:
         return str(own["architecture"]["network_class_name"]), dict(own["architecture"]["arch_kwargs"])
     name = str(own["UNet_class_name"])
     kernels, strides = own["conv_kernel_sizes"], own["pool_op_kernel_sizes"]
     base, most = int(own["UNet_base_num_features"]), int(own["unet_max_num_features"])
     if len(kernels) < 2 or len(kernels) != len(strides):
-        raise DataError(path, f"has {len(kernels)} conv_kernel_sizes and {len(strides)} pool_op_kernel_sizes")
+        counts = f"{len(kernels)} conv_kernel_sizes but {len(strides)} pool_op_kernel_sizes"
+        raise DataError(path, f"has {counts}; copy the file again")
     return name, {
         "n_stages": len(kernels),
         "features_per_stage": [min(base << stage, most) for stage in range(len(kernels))],

@@ -1,4 +1,4 @@
-"""Recognises a data set's format and reads it; the same for images to predict."""
+"""Recognises the format of a data set (folder, JSON list or nnU-Net name) and reads it; finds cases to predict."""
 
 import os
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ __all__ = [
     "split",
 ]
 _RAW = "nnUNet_raw"
-OLD_CACHE = ".prepared"  # ends the names of the caches that once lay beside the data
+OLD_CACHE = ".prepared"  # suffix of the caches that older versions wrote next to the data
 _KNOWN = (
     "an nnU-Net raw folder or its name or number, an MSD folder, a folder of BraTS cases, "
     "a MONAI list (.json) or a folder of images (.nii.gz, .nrrd, .mha, DICOM series)"
@@ -52,7 +52,7 @@ def read_dataset(path_or_name: str | Path | int) -> Dataset:
 def describe(path_or_name: str | Path | int, labelled: bool = True) -> Dataset:
     """Returns the description of a data set, without the splits of splits_final.json.
 
-    labelled: whether labels are read. Prediction does not need them, and then ignores what is wrong with them.
+    labelled: whether labels are read. Prediction does not need them, so faulty labels do not stop it.
     """
     root = find_dataset(path_or_name)
     dataset = _read(root, labelled)
@@ -61,7 +61,7 @@ def describe(path_or_name: str | Path | int, labelled: bool = True) -> Dataset:
 
 
 def refuse_twice(root: Path, cases: Sequence[Case]) -> None:
-    """Raises DataError where two cases of a data set have one id."""
+    """Raises DataError if two cases of a data set have the same id."""
     first: dict[str, Case] = {}
     for case in cases:
         if (other := first.setdefault(case.id, case)) is not case:
@@ -74,7 +74,7 @@ def read_declaration(path: Path) -> tuple[dict[str, int], dict[str, tuple[int, .
     content = read_json_object(path)
     labels, regions, ignore = labels_of(content, path)
     if not regions and content.get("training") and not has_channel_files(path.parent):
-        meaning = meaning_with(labels)  # a list's labels of BraTS bring their regions
+        meaning = meaning_with(labels)  # BraTS labels in a list bring the BraTS regions
         regions = meaning.regions if meaning else {}
     return labels, regions, ignore
 
@@ -86,13 +86,13 @@ def find_dataset(path_or_name: str | Path | int) -> Path:
         return path.absolute()
     raw = os.environ.get(_RAW)
     if raw is None:
-        raise DataError(path, f"does not exist; needed is {_KNOWN} (names: set nnUNet_raw)")
+        raise DataError(path, f"does not exist; give {_KNOWN} (for a name or number, set nnUNet_raw)")
     name = str(path_or_name)
     pattern = f"Dataset{int(name):03d}_*" if name.isdigit() else name
     matches = sorted(Path(raw).glob(pattern)) if len(path.parts) == 1 else []
     folders = [folder for folder in matches if folder.is_dir() and folder.suffix != OLD_CACHE]
     if len(folders) != 1:
-        raise DataError(path, f"{len(folders)} folders {pattern} lie under nnUNet_raw = {raw}; exactly one is needed")
+        raise DataError(path, f"{len(folders)} folders in nnUNet_raw = {raw} match {pattern}; exactly one must")
     return folders[0].absolute()
 
 
@@ -100,7 +100,7 @@ def _read(root: Path, labelled: bool) -> Dataset:
     if root.suffix == ".json":
         return _from_json(root, labelled)
     if not root.is_dir():
-        raise DataError(root, f"is one file; needed is {_KNOWN}")
+        raise DataError(root, f"is a single file; give {_KNOWN}")
     try:
         if (root / "dataset.json").is_file():
             return _from_json(root / "dataset.json", labelled)
@@ -108,12 +108,12 @@ def _read(root: Path, labelled: bool) -> Dataset:
             return brats
         lists = [path for path in sorted(root.glob("*.json")) if _is_list(path)]
         if len(lists) > 1:
-            raise DataError(root, f"holds several lists of cases ({', '.join(p.name for p in lists)}); name one")
+            raise DataError(root, f"has several lists of cases ({', '.join(p.name for p in lists)}); give one of them")
         dataset = read_fold_json(lists[0], labelled) if lists else read_images(root)
     except OSError as error:
         raise unreadable(root, error) from error
     if dataset is None:
-        raise DataError(root, f"no cases were found in it; needed is {_KNOWN}")
+        raise DataError(root, f"has no cases; give {_KNOWN}")
     return dataset
 
 
@@ -124,7 +124,7 @@ def _from_json(path: Path, labelled: bool) -> Dataset:
     folded = any(isinstance(entry, dict) and "fold" in entry for entry in training or [])
     if folded or path.name != "dataset.json" or not content.keys() & {"labels", "channel_names", "modality"}:
         if training is None:
-            raise DataError(path, 'lists no cases under "training"; needed is ' + _KNOWN)
+            raise DataError(path, 'lists no cases under "training"; give ' + _KNOWN)
         return read_fold_json(path, labelled)
     if training and not has_channel_files(path.parent):
         return read_decathlon(path.parent, labelled)
@@ -147,7 +147,7 @@ def find_inputs(paths: Sequence[str | Path], modalities: Sequence[str]) -> tuple
         other = next(place for place in places if not is_volume(place))
         raise DataError(
             other,
-            f"is no {' or '.join(SUFFIXES)} file and no DICOM series; give several of them, or one folder or list",
+            f"is neither a {' or '.join(SUFFIXES)} file nor a DICOM series; give some of these, or a folder or list",
         )
     cases = [_ordered(case, dataset.modalities, modalities) for case in dataset.cases]
     refuse_twice(dataset.root, cases)
@@ -155,7 +155,7 @@ def find_inputs(paths: Sequence[str | Path], modalities: Sequence[str]) -> tuple
 
 
 def _ordered(case: Case, modalities: Sequence[str], trained: Sequence[str]) -> Case:
-    """Returns the case with its files in the network's order of modalities; unnamed channels keep theirs.
+    """Returns the case with its files in the network's order of modalities; unnamed channels keep their order.
 
     trained: the modalities that the network was trained on.
     """
@@ -164,7 +164,7 @@ def _ordered(case: Case, modalities: Sequence[str], trained: Sequence[str]) -> C
         return case
     if sorted(names) != sorted(needed) or len(case.images) != len(needed) or len(set(names)) < len(names):
         raise DataError(
-            case.images[0], f"its modalities are {', '.join(modalities)}; the network knows {', '.join(trained)}: "
-            "give these, a file each"
+            case.images[0], f"its modalities are {', '.join(modalities)}, but the network learned "
+            f"{', '.join(trained)}; give these, one file each"
         )  # fmt: skip
     return replace(case, images=tuple(case.images[names.index(name)] for name in needed))

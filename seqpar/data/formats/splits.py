@@ -1,4 +1,7 @@
-"""Training and validation cases: five folds, shares, the file's own; for classes, stratified by subject."""
+"""Splits into training and validation cases: nnU-Net's five folds, percentages, or the data set's own.
+
+Cases with one class each are split by subject, with each class on both sides.
+"""
 
 import os
 import re
@@ -18,7 +21,7 @@ _PREPROCESSED = "nnUNet_preprocessed"
 
 
 class HasCases(Protocol):
-    """What can be split: case ids, and the splits defined in the data set, if any."""
+    """Anything that can be split: it has case ids and the splits that the data set defines, if any."""
 
     @property
     def ids(self) -> tuple[str, ...]: ...
@@ -32,37 +35,37 @@ def folds(dataset: HasCases) -> list[Split]:
 
 
 def tested_ids(dataset: HasCases, fold: int | str) -> tuple[str, ...]:
-    """Returns the ids that neither train nor validate, which only shares such as "70:15:15" have."""
+    """Returns the ids of the test cases, which only percentages such as "70:15:15" set aside."""
     shares = parse_percentages(str(fold))
     return _by_shares(sorted(dataset.ids), shares, str(fold))[2] if shares else ()
 
 
 def parse_percentages(fold: str) -> tuple[int, ...]:
-    """Returns the percentages to train, to validate and to test on of a text such as "70:15:15", () of others."""
+    """Returns the percentages for training, validation and test in a text such as "70:15:15"; () for other texts."""
     match = re.fullmatch(r"(\d+):(\d+):(\d+)", fold)
     if not match:
         return ()
     shares = tuple(int(share) for share in match.groups())
     if sum(shares) != 100 or 0 in shares:
-        raise ValueError(f"fold is {fold}; three shares above 0 that make 100 are needed, such as 70:15:15")
+        raise ValueError(f"fold is {fold}; three positive percentages with the sum 100 are needed, such as 70:15:15")
     return shares
 
 
 def _by_shares(ids: Sequence[str], shares: Sequence[int], fold: str) -> tuple[tuple[str, ...], ...]:
-    """Returns the sorted ids of each part; cases are mixed by nnU-Net's seed."""
+    """Returns the sorted ids of each part; cases are shuffled by nnU-Net's seed."""
     mixed = np.random.RandomState(SEED).permutation(len(ids)).tolist()
     held_out, test = (max(1, round(len(ids) * share / 100)) for share in shares[1:])
     rest = len(ids) - held_out - test
     if rest < 1:
-        raise ValueError(f"fold {fold} leaves none of {len(ids)} cases to train on; use fold all, or other shares")
+        raise ValueError(f"fold {fold} leaves none of {len(ids)} cases to train on; use fold all, or other percentages")
     parts = mixed[:rest], mixed[rest : rest + held_out], mixed[rest + held_out :]
     return tuple(tuple(ids[n] for n in sorted(part)) for part in parts)
 
 
 def sample_cases(ids: Sequence[str], count: int, class_of: Callable[[str], int] = lambda case: 0) -> tuple[str, ...]:
-    """Returns so many cases, drawn by nnU-Net's seed, from each class in turn; all for 0."""
+    """Returns ``count`` cases, drawn by nnU-Net's seed from each class in turn; all of them for 0."""
     if count > len(ids):
-        raise ValueError(f"--train-cases {count}: the fold has {len(ids)} to train on: use at most {len(ids)}")
+        raise ValueError(f"--train-cases {count}: the fold has {len(ids)} cases to train on; use at most {len(ids)}")
     rows, drawn = Counter[int](), list[tuple[int, int, str]]()
     for at in np.random.RandomState(SEED).permutation(len(ids)):
         number = class_of(ids[at])
@@ -75,7 +78,7 @@ def sample_cases(ids: Sequence[str], count: int, class_of: Callable[[str], int] 
 def split(dataset: HasCases, fold: int | str) -> Split:
     """Returns the ids to train on and to validate on.
 
-    fold: the number of a fold, "all" (every case in both), "90:10", or three shares, as 70:15:15.
+    fold: a fold number, "all" (every case in both), "90:10", or three percentages such as "70:15:15".
     """
     ids = sorted(dataset.ids)
     if shares := parse_percentages(str(fold)):
@@ -85,15 +88,15 @@ def split(dataset: HasCases, fold: int | str) -> Split:
         return tuple(ids), tuple(ids)
     if fold == "90:10":
         if len(ids) < 2:
-            raise ValueError(f"fold 90:10 needs 2 cases, {len(ids)} came; use fold all")
+            raise ValueError(f"fold 90:10 needs at least 2 cases and got {len(ids)}; use fold all")
         mixed = np.random.RandomState(SEED).permutation(len(ids))
         chosen = set(mixed[: max(1, round(len(ids) / 10))].tolist())
         return tuple(ids[n] for n in range(len(ids)) if n not in chosen), tuple(ids[n] for n in sorted(chosen))
     if not str(fold).isdigit():
-        raise ValueError(f"fold is {fold!r}; a number, all, 90:10 or 70:15:15 is needed")
+        raise ValueError(f"fold is {fold!r}; it must be a number, all, 90:10 or 70:15:15")
     all_folds = folds(dataset)
     if int(fold) >= len(all_folds):
-        raise ValueError(f"--fold {fold}: there are folds 0 to {len(all_folds) - 1}, all and 90:10")
+        raise ValueError(f"--fold {fold}: the folds are 0 to {len(all_folds) - 1}, all and 90:10")
     train, held_out = all_folds[int(fold)]
     unknown = sorted({*train, *held_out} - set(ids))
     if unknown:
@@ -105,7 +108,7 @@ def five_folds(ids: Sequence[str]) -> list[Split]:
     """Returns the same folds of the sorted ids as scikit-learn's KFold(5, shuffle=True, random_state=12345)."""
     ids = sorted(ids)
     if len(ids) < FOLDS:
-        raise ValueError(f"{FOLDS} folds need {FOLDS} cases, {len(ids)} came; use fold all or 90:10")
+        raise ValueError(f"{FOLDS} folds need at least {FOLDS} cases and got {len(ids)}; use fold all or 90:10")
     mixed = np.arange(len(ids))
     np.random.RandomState(SEED).shuffle(mixed)
     splits = []
@@ -119,7 +122,7 @@ def five_folds(ids: Sequence[str]) -> list[Split]:
 
 
 def read_splits(root: Path, ids: Sequence[str]) -> tuple[Split, ...]:
-    """Returns the splits in splits_final.json, beside the data or in nnUNet_preprocessed; empty without such a file."""
+    """Returns the splits in splits_final.json, next to the data or in nnUNet_preprocessed; () if there is none."""
     places = [root / "splits_final.json"]
     if _PREPROCESSED in os.environ:
         places.append(Path(os.environ[_PREPROCESSED], root.name, "splits_final.json"))
@@ -130,21 +133,21 @@ def read_splits(root: Path, ids: Sequence[str]) -> tuple[Split, ...]:
     try:
         splits = tuple((tuple(map(str, one["train"])), tuple(map(str, one["val"]))) for one in content)
     except (TypeError, KeyError) as error:
-        raise DataError(path, "is no list of splits with train and val; repair it or remove it") from error
+        raise DataError(path, "is not a list of splits with train and val; repair it or remove it") from error
     for train, held_out in splits:
         if unknown := sorted({*train, *held_out} - set(ids)):
-            raise DataError(path, f"names case {unknown[0]}, which is not among the usable ones; take it out")
+            raise DataError(path, f"names case {unknown[0]}, which is not among the usable ones; remove it")
         if both := sorted(set(train) & set(held_out)):
-            raise DataError(path, f"has case {both[0]} in train and in val of one split; take it out of one")
+            raise DataError(path, f"has case {both[0]} in train and in val of one split; remove it from one of them")
         if not train or not held_out:
-            raise DataError(path, "has a split without cases to train on or to validate on; fill it")
+            raise DataError(path, "has a split with no cases to train on or none to validate on; fill it")
     return splits
 
 
 def split_classes(classes: VolumeClasses, fold: str) -> Split:
     """Returns the cases to train on and to hold out.
 
-    - ``fold``: the number of a fold, as the data set gives it or of five, "90:10", or "all" (every case in both)
+    - ``fold``: a fold number (the data set's own, or 0 to 4), "90:10", or "all" (every case in both)
     """
     if fold == "all":
         ids = tuple(sorted(classes.numbers))
@@ -156,29 +159,29 @@ def split_classes(classes: VolumeClasses, fold: str) -> Split:
         numbers = list(splits)
         in_turn = numbers == list(range(numbers[0], numbers[-1] + 1))
         listed = f"{numbers[0]} to {numbers[-1]}" if in_turn else ", ".join(map(str, numbers))
-        raise ValueError(f"--fold {fold}: there are folds {listed}, all and 90:10")
+        raise ValueError(f"--fold {fold}: the folds are {listed}, all and 90:10")
     return splits[int(fold)]
 
 
 def numbered_splits(classes: VolumeClasses) -> dict[int, Split]:
-    """Returns the splits by the numbers of their folds: the data set's own, counted from 0 where it has none, or five.
+    """Returns the splits by fold number: the data set's own, numbered from 0 unless it numbers them, or else five.
 
-    Where it gives cases the numbers of folds, a number's cases are held out.
+    If the data set gives each case a fold number, that fold holds the case out.
     """
     splits = classes.splits or class_folds(classes, FOLDS)
     return dict(zip(classes.folds or range(len(splits)), splits))
 
 
 def class_folds(classes: VolumeClasses, count: int) -> list[Split]:
-    """Returns so many folds in which each class has its share of subjects, drawn by nnU-Net's seed.
+    """Returns ``count`` folds, over which the subjects of each class are spread evenly, shuffled by nnU-Net's seed.
 
-    Where there are fewer subjects than folds, each is a fold of its own.
+    With fewer subjects than folds, each subject is a fold.
     """
     cases_of = dict[str, list[str]]()
     for case in sorted(classes.numbers):
         cases_of.setdefault(classes.subject_of(case), []).append(case)
     rng, rows = np.random.RandomState(SEED), list[list[str]]()
-    for number in range(len(classes.names)):  # a subject counts to the class of its first case
+    for number in range(len(classes.names)):  # a subject belongs to the class of its first case
         subjects = [name for name, cases in sorted(cases_of.items()) if classes.numbers[cases[0]] == number]
         rows += [cases_of[subjects[at]] for at in rng.permutation(len(subjects))]
     every, folds = sorted(classes.numbers), list[Split]()
@@ -189,17 +192,17 @@ def class_folds(classes: VolumeClasses, count: int) -> list[Split]:
 
 
 def check_classes(classes: VolumeClasses, path: Path) -> VolumeClasses:
-    """Returns the classes; raises DataError where there is nothing to tell apart, or a split divides a subject."""
+    """Returns the classes; raises DataError if there is only one class, or if a split divides a subject."""
     counts = zip(classes.names, classes.counts(tuple(classes.numbers)))
     present = [name for name, count in counts if count]
     if not classes.numbers:
-        raise DataError(path, "keeps every case for tests; give some the split train and some val, or leave splits out")
+        raise DataError(path, "keeps every case for tests; give some the split train, some val, or remove the splits")
     if len(present) < 2:
-        raise DataError(path, f"gives all cases the class {present[0]}; two classes are needed")
+        raise DataError(path, f"gives all cases the class {present[0]}; at least two classes are needed")
     aside = [(tuple(classes.numbers), classes.tests)] if classes.tests else []
     for train, held_out in (*classes.splits, *aside):
         if not train or not held_out:
-            raise DataError(path, "has a split without cases to train on or to hold out; fill it, or leave splits out")
+            raise DataError(path, "has a split without cases to train on or to hold out; fill it, or remove the splits")
         both = {classes.subject_of(case) for case in train} & {classes.subject_of(case) for case in held_out}
         if both:
             raise DataError(path, f"has subject {min(both)} on both sides of a split; put all its cases on one")

@@ -1,7 +1,7 @@
 """Phantom abdomens in CT numbers: a liver with lesions and vessels, below ribs and lungs; two labels.
 
-Like the brains, a case is defined in physical space, each a function of (seed, case index) alone. What resembles liver
-and lesions is there too, and not labelled: spleen and muscle, gall bladder, the bowel.
+Like the brains, a case is defined in physical space and is a function of (seed, case index) alone. It also has tissue
+that resembles liver and lesions and is not labelled: spleen and muscle, gall bladder, the bowel.
 """
 
 import numpy as np
@@ -38,7 +38,7 @@ def make_case(seed: int, index: int, size: tuple[int, int, int] = DEFAULT_SIZE) 
 
 
 def _trunk(rng: np.random.Generator, place: list[Field]) -> tuple[Field, Field, Field]:
-    """Returns the image of a body without organs, mm below the wall of its cavity, and mm below the diaphragm."""
+    """Returns the image of a body without organs, and the depths in mm below its cavity's wall and the diaphragm."""
     x, y, z = place
     size = x.shape
     depth = inside([x, y], (0, 0), (134, 96)) + np.zeros_like(z)
@@ -52,7 +52,7 @@ def _trunk(rng: np.random.Generator, place: list[Field]) -> tuple[Field, Field, 
     paint(image, -95 + 130 * bowel, soft_step(cavity, 4))
     paint(image, -850 + 40 * random_field(rng, size, 6), soft_step(cavity, 4) * soft_step(-dome, 4))
     slope = np.cos((z + 0.5 * y + rng.uniform(0, 30)) * (2 * np.pi / 30))
-    open_front = soft_step(70 - np.abs(y), 6) + soft_step(-y - 70, 6)  # ribs end beside the breastbone
+    open_front = soft_step(70 - np.abs(y), 6) + soft_step(-y - 70, 6)  # ribs end next to the breastbone
     ribs = soft_step(4.5 - np.abs(cavity + 8), 3) * soft_step(slope - 0.5, 0.4) * np.clip(open_front, 0, 1)
     paint(image, 420, ribs)
     spine = inside([x, y], (0, -66), (20, 18)) + np.zeros_like(z)
@@ -63,7 +63,7 @@ def _trunk(rng: np.random.Generator, place: list[Field]) -> tuple[Field, Field, 
 
 
 def _liver(place: list[Field], cavity: Field, dome: Field) -> Field:
-    """Returns roughly the depth below the liver's surface in mm, negative outside."""
+    """Returns approximately the depth below the liver's surface in mm, negative outside."""
     right, left = inside(place, (58, 2, 8), (66, 68, 62)), inside(place, (-6, 34, 24), (60, 34, 34))
     hollow = np.maximum(_gall_bladder(place), inside([place[0], place[1]], (12, -40), (15, 14)))
     return np.minimum(np.minimum(np.maximum(right, left), -hollow), np.minimum(cavity - 2, dome - 2))
@@ -74,7 +74,7 @@ def _gall_bladder(place: list[Field]) -> Field:
 
 
 def _paint_organs(image: Field, rng: np.random.Generator, place: list[Field], level: float) -> None:
-    """Paints spleen, kidneys, stomach and gall bladder: not labelled, though some are as bright as liver or lesions."""
+    """Paints spleen, kidneys, stomach and gall bladder: not labelled, but some are as bright as liver or lesions."""
     paint(image, level + rng.normal(12, 8), soft_step(inside(place, (-84, -28, 22), (26, 42, 42)), 3))
     for side in (-1, 1):
         kidney = inside(place, (side * 52, -46, -48), (24, 22, 46))
@@ -87,7 +87,7 @@ def _paint_organs(image: Field, rng: np.random.Generator, place: list[Field], le
 
 
 def _lesions(rng: np.random.Generator, place: list[Field], liver: Field) -> Field:
-    """Returns roughly the depth below the surface of one to five lesions in mm; their middles lie in the liver."""
+    """Returns approximately the depth below the surface of one to five lesions in mm, centred in the liver."""
     size = liver.shape
     rough = 0.12 * random_field(rng, size, 8)
     rows = np.argwhere(liver > min(8.0, 0.6 * float(liver.max())))

@@ -1,4 +1,4 @@
-"""The healthy head of a phantom case: soft memberships of tissues over the field of view.
+"""The healthy head of a phantom case: the soft membership of each voxel in each tissue.
 
 Axes are right-left, back-front, down-up in mm, with 0 in the middle of the field of view.
 """
@@ -26,7 +26,7 @@ class Anatomy:
 
 @dataclass(frozen=True)
 class Head:
-    """Each voxel's coordinates in the head, and its mm below the surface of the brain and of each of its parts."""
+    """Each voxel's coordinates in the head, and its depth in mm below the surface of the brain and its parts."""
 
     x: Field
     y: Field
@@ -39,7 +39,7 @@ class Head:
 
 
 def build_anatomy(rng: np.random.Generator, place: list[Field], wide: float | None = None) -> Anatomy:
-    """Returns a random healthy head, which is not symmetric; its ventricles are ``wide`` times as wide as usual."""
+    """Returns a random healthy head, which is asymmetric; its ventricles are ``wide`` times as wide as usual."""
     head = _head(rng, place)
     grey, csf = _cortex(rng, head)
     wide = rng.uniform(0.75, 1.5) if wide is None else wide
@@ -92,7 +92,7 @@ def _cortex(rng: np.random.Generator, head: Head) -> tuple[Field, Field]:
 
 
 def ventricle_of(head: Head, wide: float) -> Field:
-    """Returns roughly the depth below the surface of the ventricles in mm; they are ``wide`` times as wide as usual."""
+    """Returns approximately the depth below the ventricles' surface in mm; they are ``wide`` times as wide as usual."""
     side, y, z = head.side, head.y, head.z
     bend = 0.006 * (y - 6) ** 2  # the horns lead away from the midline, the posterior ones downwards
     body = inside([side - bend, y, z + 0.5 * bend], (7 + 3 * wide, -4, 12), (5.5 * wide, 44, 8 * wide))

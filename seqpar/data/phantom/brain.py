@@ -1,4 +1,13 @@
-"""Brains with tumours in four modalities, and healthy and demented ones."""
+"""Phantom brains: with tumours in four modalities, and healthy or demented in T1.
+
+A case is a function of (seed, case index) alone and defined in physical space: another size shows the same head at
+another resolution, except for measurement noise. Tissues are painted over one another with soft edges. To make the task
+hard, some healthy tissue resembles tumours and is not labelled: CSF (bright in T2), lesions of old age (FLAIR), vessels
+(T1ce).
+
+Healthy and demented brains differ in the volumes of hippocampus and ventricles, whose distributions overlap; everything
+else has the same distribution in both groups. Their label is the region in which the groups differ.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +51,7 @@ def _tumours(rng: np.random.Generator, position: list[Field], anatomy: Anatomy) 
     lumps, fingers = random_field(rng, size, 7), random_field(rng, size, 3.5)
     white = 1 - np.maximum(anatomy.memberships["grey"], anatomy.memberships["csf"])
     whole, core, necrosis = (np.zeros(size, bool) for _ in range(3))
-    unenhanced = np.zeros(size, bool)  # cores of tumours that do not enhance
+    unenhanced = np.zeros(size, bool)  # cores of non-enhancing tumours
     for number in range(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2])):
         centre = _centre(rng, anatomy.depth)
         radius = rng.uniform(8, 14) if number == 0 else rng.uniform(5, 9)
@@ -69,7 +78,7 @@ def _tumours(rng: np.random.Generator, position: list[Field], anatomy: Anatomy) 
 
 
 def _centre(rng: np.random.Generator, depth: Field) -> list[float]:
-    """Returns a random point in mm in the upper brain, neither near its surface nor near the midline."""
+    """Returns a random point in mm in the upper brain, away from its surface and the midline."""
     while True:
         centre = [rng.uniform(-55, 55), rng.uniform(-70, 70), rng.uniform(-25, 50)]
         voxel = tuple(int((c / mm + 0.5) * n) for c, mm, n in zip(centre, FIELD_OF_VIEW, depth.shape))
@@ -107,7 +116,7 @@ def _paint(image: Field, value: NDArray[np.float64], weight: Field) -> None:
 
 
 def measure(rng: np.random.Generator, image: Field, brain: Mask) -> NDArray[np.int16]:
-    """Returns the image as a scanner writes it: blurred, noisy, in arbitrary units, 0 outside the brain."""
+    """Returns the image as a scanner stores it: blurred, noisy, in arbitrary units, 0 outside the brain."""
     scale = rng.uniform(300, 1500, len(image))
     noise = rng.uniform(0.025, 0.06, len(image))
     out = np.zeros(image.shape, np.int16)
@@ -121,13 +130,13 @@ def measure(rng: np.random.Generator, image: Field, brain: Mask) -> NDArray[np.i
 
 CLASSES = ("healthy", "dementia")
 DEMENTIA_SIZE = (48, 56, 48)  # 4 mm voxels
-APART = 4.0  # how far the groups' means lie apart, in standard deviations: 2 of 100 look like the other group
-USUAL, WIDER = 0.85, 0.14  # widths of ventricles in the healthy group, and by how much a deviation widens them
+APART = 4.0  # distance of the groups' means in standard deviations: 2 of 100 look like the other group
+USUAL, WIDER = 0.85, 0.14  # width of ventricles in the healthy group, and how much one standard deviation widens them
 T1 = {tissue: float(values[0]) for tissue, values in TISSUES.items()}
 
 
 def class_of(seed: int, index: int) -> str:
-    """Returns the class of a case: both have as many."""
+    """Returns the class of a case; both classes are equally frequent."""
     return CLASSES[(seed + index) % 2]
 
 
@@ -151,13 +160,13 @@ def make_dementia_case(seed: int, index: int, size: tuple[int, int, int] = DEMEN
 
 
 def _hippocampus(anatomy: Anatomy, part: float) -> Field:
-    """Returns roughly the depth below the surface of both hippocampi in mm; ``part``: of their usual width."""
+    """Returns approximately the depth below the surface of both hippocampi in mm; ``part``: of the usual width."""
     head = anatomy.head
     return inside([head.side, head.y, head.z], (27, -6, -27), (9 * part, 20 * (1 + part) / 2, 9 * part))
 
 
 def _paint_dementia(rng: np.random.Generator, anatomy: Anatomy, whole: Field, left: Field) -> Field:
-    """Returns the image without noise; where a hippocampus was, and is no more, there is CSF."""
+    """Returns the image without noise; CSF takes the place of what the hippocampi have lost."""
     size, contrast = anatomy.depth.shape, {tissue: value * rng.normal(1, 0.04) for tissue, value in T1.items()}
     image = np.full(size, contrast["white"], np.float32)
     for tissue in ("grey", "old_age", "csf"):

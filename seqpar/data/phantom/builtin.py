@@ -15,7 +15,7 @@ from seqpar.data.workers import Progress, no_progress
 
 
 def phantom_fingerprint(cases: int, joins: Joins = ()) -> Fingerprint:
-    """Returns the fingerprint of the built-in phantom data set, written or not, with labels joined."""
+    """Returns the fingerprint of the built-in phantom data set with labels joined; it need not exist yet."""
     settings, meaning = PhantomSettings(), LABEL_SCHEMES["2023"]
     spacing = tuple(mm / side for mm, side in zip(FIELD_OF_VIEW, settings.size))
     ids = [settings.files(Path(), index)[0].parent.name for index in range(cases)]
@@ -48,7 +48,7 @@ def phantom_fingerprint(cases: int, joins: Joins = ()) -> Fingerprint:
 def phantom(cases: int, is_first: bool, progress: Progress = no_progress) -> Path:
     """Returns the folder of the built-in phantom data set with this number of cases.
 
-    The first process writes it if it is missing, the others wait for it.
+    The first process writes it if it is missing; the others wait for it.
     """
     root = Path(os.environ.get("SEQPAR_CACHE") or Path.home() / ".cache" / "seqpar").expanduser()
     out = root / "data" / f"phantom-{cases}"

@@ -1,4 +1,8 @@
-"""PhantomCase, its random streams, and fields over its field of view."""
+"""PhantomCase, its random streams, and fields over its field of view: waves, soft edges, ellipsoids.
+
+Random fields are drawn as a few waves over the field of view and then sampled at the voxels, so that every resolution
+shows the same field.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +30,7 @@ def random_field(
 ) -> Field:
     """Returns a smooth random field of about unit variance, correlated over ``scale`` mm.
 
-    - ``band``: leave out the slow waves too
+    - ``band``: omit the slow waves too
     - ``extent``: of the field of view in mm
     """
     coarse = [max(4, 2 * round(mm / scale / 2.4)) for mm in extent]
@@ -42,7 +46,7 @@ def random_field(
     gain = np.exp(-power) - (np.exp(-4 * power) if band else 0)
     gain *= np.prod(size) / np.prod(coarse) / np.sqrt(np.mean(gain**2))
     waves = fft.fftshift(waves * gain, axes=(0, 1))
-    for axis, (n, m) in enumerate(zip(coarse, size)):  # the same waves on more (or fewer) voxels
+    for axis, (n, m) in enumerate(zip(coarse, size)):  # the same waves at more (or fewer) voxels
         from_size, to_size = (n, m) if axis < 2 else (n // 2 + 1, m // 2 + 1)
         start = (from_size // 2 - to_size // 2) if axis < 2 else 0
         lower, upper = max(0, start), min(from_size, start + to_size)
@@ -53,28 +57,28 @@ def random_field(
 
 
 def fields_over(extent: Extent) -> tuple[partial[list[Field]], partial[Field]]:
-    """Returns ``place_voxels`` and ``random_field`` of a field of view; ``extent``: its sides in mm."""
+    """Returns ``place_voxels`` and ``random_field`` for a field of view; ``extent``: its sides in mm."""
     return partial(place_voxels, extent=extent), partial(random_field, extent=extent)
 
 
 def soft_step(distance: Any, width: float) -> Field:
-    """Returns 1 where ``distance`` is well above 0, 0 where well below, and a ramp of ``width`` between."""
+    """Returns 1 where ``distance`` is well above 0, 0 where it is well below, and a ramp of ``width`` in between."""
     return np.clip(np.asarray(distance, np.float32) / np.float32(width) + np.float32(0.5), 0, 1)
 
 
 def inside(place: list[Any], centre: tuple[float, ...], radii: tuple[float, ...]) -> Field:
-    """Returns roughly the depth below the surface of an ellipsoid in mm, negative outside."""
+    """Returns approximately the depth below the surface of an ellipsoid in mm, negative outside."""
     squares = sum(((p - c) / r) ** 2 for p, c, r in zip(place, centre, radii))
     return np.asarray((1 - np.sqrt(squares)) * min(radii), np.float32)
 
 
 def paint(image: Field, value: float | NDArray[np.floating[Any]], weight: Field) -> None:
-    """Paints ``value`` over the image where ``weight`` is 1, a share of it where it is less."""
+    """Paints ``value`` over the image with the opacity ``weight``."""
     image += weight * (np.asarray(value, np.float32) - image)
 
 
 def scan(rng: np.random.Generator, image: Field, noise: float, spacing: Extent) -> NDArray[np.int16]:
-    """Returns CT numbers as a scanner writes them, blurred over 1.5 mm; ``noise``: its standard deviation in HU."""
+    """Returns CT numbers as a scanner stores them, blurred over 1.5 mm; ``noise``: its standard deviation in HU."""
     blurred = ndimage.gaussian_filter(image, [1.5 / side for side in spacing])
     measured = blurred + np.float32(noise) * rng.standard_normal(image.shape, np.float32)
     return np.clip(np.rint(measured), -1024, 3071).astype(np.int16)
@@ -106,9 +110,9 @@ def spacing_of(extent: Extent, size: tuple[int, int, int]) -> tuple[float, float
 
 
 def streams(seed: int, index: int, size: tuple[int, int, int]) -> list[np.random.Generator]:
-    """Returns the generators of a case, so that what one draws does not shift another; refuses impossible numbers."""
+    """Returns a case's generators, one per purpose so that none shifts another's draws; checks the numbers."""
     if seed < 0 or index < 0:
-        raise ValueError(f"a phantom's seed and case index are 0 or more, got {seed} and {index}")
+        raise ValueError(f"a phantom's seed and case index must be at least 0, got {seed} and {index}")
     if len(size) != 3 or min(size) < 16:
-        raise ValueError(f"a phantom's size is three numbers of voxels, each 16 or more, got {size}")
+        raise ValueError(f"a phantom's size must be three numbers of voxels, each at least 16, got {size}")
     return [np.random.default_rng([seed, index, stream]) for stream in range(NUM_STREAMS)]

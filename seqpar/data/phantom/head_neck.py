@@ -1,8 +1,8 @@
-"""Phantom heads and necks in CT numbers: nine organs, of which some cases show only some.
+"""Phantom heads and necks in CT numbers: nine organs, not all of which every case shows.
 
-Like the brains, a case is defined in physical space, each a function of (seed, case index) alone. Left and right
-organs differ by their side alone, so that tiles must not be mirrored. Small organs are larger than in patients, and
-brighter against what surrounds them, so that a small network learns them in minutes.
+Like the brains, a case is defined in physical space and is a function of (seed, case index) alone. Left and right
+organs differ only by their side, so that tiles must not be mirrored. Small organs are larger and have more contrast
+than in patients, so that a small network learns them in minutes.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ place_voxels, random_field = fields.fields_over(FIELD_OF_VIEW)
 
 
 def make_case(seed: int, index: int, size: tuple[int, int, int] = DEFAULT_SIZE) -> PhantomCase:
-    """Returns case ``index`` of the phantom heads and necks ``seed``; its label shows ``annotated`` organs alone."""
+    """Returns case ``index`` of the phantom heads and necks ``seed``; its label shows only the ``annotated`` organs."""
     shape_rng, _, contrast_rng, noise_rng = streams(seed, index, size)
     grow = shape_rng.uniform(0.94, 1.06, 3).astype(np.float32)
     place = [(p + 2.5 * random_field(shape_rng, size, 35)) / g for p, g in zip(place_voxels(size), grow)]
@@ -68,7 +68,7 @@ def _head(rng: np.random.Generator, place: list[Field]) -> Field:
     muscle = soft_step(random_field(rng, size, 9) + 0.2, 0.5)
     paint(image, -80 + 135 * muscle, soft_step(outside - 2, 3))
     paint(image, 900, soft_step(skull, 3))
-    paint(image, 8, soft_step(skull - 7, 2))  # liquor around the brain
+    paint(image, 8, soft_step(skull - 7, 2))  # CSF around the brain
     cerebellum = inside(place, (0, -46, -4), (42, 26, 24))
     brain = np.minimum(skull - 10, np.maximum(z - 14, -16 - y) + 6)
     paint(image, 34 + 4 * random_field(rng, size, 5), soft_step(brain, 3))
@@ -87,7 +87,7 @@ def _head(rng: np.random.Generator, place: list[Field]) -> Field:
 
 
 def _arch(place: list[Field], level: float, radius: float) -> Field:
-    """Returns roughly the depth below the surface of a bow that is open to the back, in mm, at the height ``level``."""
+    """Returns approximately the depth in mm below the surface of an arch at the height ``level``, open to the back."""
     x, y, z = place
     bow = y - (52 - x * x / 32)
     across = bow / np.sqrt(1 + (x / 16) ** 2)
@@ -95,7 +95,7 @@ def _arch(place: list[Field], level: float, radius: float) -> Field:
 
 
 def _organs(rng: np.random.Generator, place: list[Field]) -> dict[str, Field]:
-    """Returns for each organ roughly the depth below its surface in mm, negative outside."""
+    """Returns approximately the depth below each organ's surface in mm, negative outside."""
     x, y, z = place
     every = {
         "brain_stem": inside([x, y + 0.2 * z, z], (0, -12, -6), (13, 14, 34)),
@@ -103,7 +103,7 @@ def _organs(rng: np.random.Generator, place: list[Field]) -> dict[str, Field]:
     }
     ramus = np.minimum(inside([np.abs(x), y], (41, 4), (5, 12)), np.minimum(z + 68, -22 - z))
     every["mandible"] = np.maximum(_arch(place, -62, 6.5), ramus)
-    for side, name in ((-1, "left"), (1, "right")):  # the patient's right is at the larger numbers
+    for side, name in ((-1, "left"), (1, "right")):  # the patient's right has the larger coordinates
         along = np.clip((y - 26) / 36, 0, 1)  # from the chiasm to the eye
         nerve = np.hypot(x - side * (12 + 17 * along), z - (8 - 4 * along))
         every[f"optic_nerve_{name}"] = np.minimum(7.5 - nerve, np.minimum(y - 28, 62 - y)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The kinds of phantoms that there are: what each shows, and how its files are described."""
+"""The kinds of phantoms: what each shows, and how its files describe it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ def _all_classes(seed: int, index: int) -> tuple[str, ...] | None:
 class PhantomKind:
     """A kind of phantom.
 
-    ``make_case``: from seed, case index and voxels per direction; ``size``: usual ones; ``layouts``: the usual first.
-    ``dataset``: name of its folder; ``title``, ``description``, ``channels`` and ``classes`` (labels, and regions where
-    there are any): of nnU-Net's dataset.json. ``annotated``: the classes that the label of a case (seed, index) shows,
-    None where it shows all. ``class_of``: the class of a whole case (seed, index), where voxels have none to learn.
+    ``make_case``: takes seed, case index and size; ``size``: the default; ``layouts``: the default first. ``dataset``:
+    the name of its folder; ``title``, ``description``, ``channels`` and ``classes`` (labels, and regions if any): for
+    nnU-Net's dataset.json. ``annotated``: the classes that the label of a case (seed, index) shows, None for all.
+    ``class_of``: the class of a whole case (seed, index), for kinds whose task is to classify.
     """
 
     make_case: Callable[[int, int, Size], PhantomCase]
@@ -75,7 +75,7 @@ KINDS = {
         ("nnunet",),
         "Dataset997_PhantomOrgans",
         "PhantomOrgans",
-        "generated heads and necks in CT numbers, nine organs of which not every case shows all",
+        "generated heads and necks in CT numbers, nine organs, not all of them in every case",
         ("clip -150:250",),
         {"labels": head_neck.LABELS},
         _partly,
@@ -87,7 +87,7 @@ KINDS = {
         ("classes",),
         "PhantomDementia",
         "PhantomDementia",
-        "generated brains in T1 with one class each, healthy or dementia; the regions where they differ lie aside",
+        "generated brains in T1 with one class each, healthy or dementia; their regions are stored separately",
         ("T1",),
         {},
         class_of=brain.class_of,

@@ -3,11 +3,12 @@
 import gzip
 import json
 import multiprocessing
-import signal
-import sys
+import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from seqpar.data.phantom.brain import MODALITIES
 from seqpar.data.phantom.fields import PhantomCase
 from seqpar.data.phantom.kinds import KINDS, PhantomKind
 from seqpar.data.workers import Progress, no_progress
+from seqpar.parallel.processes import become_worker
 
 LAYOUTS = ("brats", "nnunet", "classes")
 SETTINGS_FILE = "phantom.json"
-IMAGES = "phantom_*.nii.gz"  # of the layout with a table of classes
-VERSION = 1  # of the pictures: another generator never mixes with old files
+IMAGES = "phantom_*.nii.gz"  # in the layout with a table of classes
+VERSION = 1  # of the images: files of different generators never mix
 
 
 @dataclass(frozen=True)
@@ -38,24 +40,24 @@ class PhantomSettings:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"a phantom's kind is one of {', '.join(KINDS)}, got {self.kind}")
+            raise ValueError(f"a phantom's kind must be one of {', '.join(KINDS)}, got {self.kind}")
         if self.layout not in LAYOUTS:
-            raise ValueError(f"a phantom's layout is one of {', '.join(LAYOUTS)}, got {self.layout}")
+            raise ValueError(f"a phantom's layout must be one of {', '.join(LAYOUTS)}, got {self.layout}")
         if self.layout not in self.of_kind.layouts:
             raise ValueError(
                 f"phantoms of kind {self.kind} are written as {', '.join(self.of_kind.layouts)}; "
-                f"got --layout {self.layout}: leave it out"
+                f"got --layout {self.layout}; remove it"
             )
         if len(self.size) != 3 or min(self.size) < 16:
-            raise ValueError(f"a phantom's size is three numbers of voxels, each 16 or more, got {self.size}")
+            raise ValueError(f"a phantom's size must be three numbers of voxels, each at least 16, got {self.size}")
         if self.seed < 0:
-            raise ValueError(f"a phantom's seed is 0 or more, got {self.seed}")
+            raise ValueError(f"a phantom's seed must be at least 0, got {self.seed}")
 
     @classmethod
     def of(
         cls, kind: str = "brain", layout: str | None = None, size: tuple[int, int, int] | None = None, seed: int = 0
     ) -> "PhantomSettings":
-        """Returns the settings of a kind; its own layout and size where none are given."""
+        """Returns the settings of a kind, by default with its own layout and size."""
         usual = KINDS[kind]
         return cls(layout or usual.layouts[0], size or usual.size, seed, kind)
 
@@ -64,7 +66,7 @@ class PhantomSettings:
         return KINDS[self.kind]
 
     def root(self, out: Path) -> Path:
-        """Returns the data set's folder: what is given as --data."""
+        """Returns the data set's folder, which --data takes."""
         return out / self.of_kind.dataset if self.layout == "nnunet" else out
 
     def files(self, out: Path, index: int) -> list[Path]:
@@ -80,11 +82,11 @@ class PhantomSettings:
         return [*images, root / "labelsTr" / f"{name}.nii.gz"]
 
     def case_name(self, index: int) -> str:
-        """Returns the name of a case but in BraTS's layout."""
+        """Returns the name of a case in every layout but BraTS's."""
         return f"phantom_{index:05d}"
 
     def record(self) -> dict[str, Any]:
-        """Returns the content of phantom.json, by which the folder is recognised."""
+        """Returns the content of phantom.json, which identifies the folder."""
         record = {
             "version": VERSION,
             "layout": self.layout,
@@ -92,7 +94,7 @@ class PhantomSettings:
             "seed": self.seed,
             "field_of_view": list(self.of_kind.field_of_view),
         }
-        return record if self.kind == "brain" else {**record, "kind": self.kind}  # brains were all there was
+        return record if self.kind == "brain" else {**record, "kind": self.kind}  # as before there were kinds
 
 
 def write_phantom(
@@ -102,16 +104,16 @@ def write_phantom(
     workers: int = 1,
     progress: Progress = no_progress,
 ) -> Path:
-    """Writes the missing ones of cases 0 to ``cases - 1``; returns the data set's folder."""
+    """Writes those of the cases 0 to ``cases - 1`` that are missing; returns the data set's folder."""
     if cases < 1 or workers < 1:
-        raise ValueError(f"cases and workers are 1 or more, got --cases {cases} and --workers {workers}")
+        raise ValueError(f"cases and workers must be at least 1, got --cases {cases} and --workers {workers}")
     out = Path(out)
     root = settings.root(out)
     try:
         _claim(root, settings)
         missing = [i for i in range(cases) if not all(f.exists() for f in settings.files(out, i))]
         done = cases - len(missing)
-        for _ in _each(out, settings, missing, min(workers, len(missing))):
+        for _ in _write_cases(out, settings, missing, min(workers, len(missing))):
             done += 1
             progress(done, cases)
         if settings.layout == "nnunet":
@@ -121,7 +123,7 @@ def write_phantom(
     except OSError as error:
         raise DataError(
             error.filename or root,
-            f"cannot write the phantom: {error.strerror or error}; make room or choose another --out",
+            f"cannot write the phantom: {error.strerror or error}; free space or choose another --out",
         ) from error
     return root
 
@@ -133,86 +135,48 @@ def _claim(root: Path, settings: PhantomSettings) -> None:
         try:
             recorded = json.loads(mark.read_text())
         except ValueError as error:
-            raise DataError(mark, f"is no phantom description ({error}); choose another --out") from error
+            raise DataError(mark, f"is not a phantom description ({error}); choose another --out") from error
         if recorded != record:
             raise DataError(
                 mark,
-                f"holds a phantom of other settings ({recorded}), the command asks for {record}; choose another --out",
+                f"has a phantom of other settings ({recorded}), not of {record}; choose another --out",
             )
     else:
         root.mkdir(parents=True, exist_ok=True)
         write_json(mark, record)
 
 
-def _each(out: Path, settings: PhantomSettings, indices: list[int], workers: int) -> Iterator[int]:
-    """Writes cases and yields the index of each when it is done; two or more workers are processes."""
+def _write_cases(out: Path, settings: PhantomSettings, indices: list[int], workers: int) -> Iterator[int]:
+    """Writes cases and yields the index of each when it is done; several workers are processes."""
+    write = partial(_write_case, out, settings)
     if workers < 2:
-        for index in indices:
-            _write_case(out, settings, index)
-            yield index
+        yield from map(write, indices)
         return
-    started = []
-    try:
-        for worker in range(workers):
-            here, there = multiprocessing.Pipe(duplex=False)
-            process = multiprocessing.Process(
-                target=_work, args=(there, out, settings, indices[worker::workers]), daemon=True
-            )
-            process.start()
-            there.close()
-            started.append((process, here))
-        open_ends = [here for _, here in started]
-        while open_ends:
-            for end in wait(open_ends):
-                assert isinstance(end, Connection)
-                try:
-                    message = end.recv()
-                except EOFError:
-                    open_ends.remove(end)
-                    continue
-                if isinstance(message, BaseException):
-                    raise message
-                yield message
-        for process, _ in started:
-            process.join()
-            if process.exitcode:
-                raise DataError(
-                    out,
-                    f"a process that wrote cases ended with code {process.exitcode}; "
-                    "start again, what is there is kept (or lower --workers)",
-                )
-    finally:
-        for process, _ in started:
-            process.terminate()
-            process.join()
-
-
-def _work(end: Connection, out: Path, settings: PhantomSettings, indices: list[int]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no half file stays
-    parent = multiprocessing.parent_process()
-    for index in indices:
-        if parent is not None and not parent.is_alive():  # killed: nobody waits for the rest
-            return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, context, become_worker, (os.getpid(),)) as pool:
         try:
-            _write_case(out, settings, index)
-        except (OSError, ValueError) as error:
-            end.send(error)
-            return
-        end.send(index)
+            yield from pool.map(write, indices)
+        except BrokenProcessPool:
+            raise DataError(
+                out,
+                "a process that wrote cases was killed; start again, what is there is kept (or lower --workers)",
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _write_case(out: Path, settings: PhantomSettings, index: int) -> None:
+def _write_case(out: Path, settings: PhantomSettings, index: int) -> int:
     case = settings.of_kind.make_case(settings.seed, index, settings.size)
     volumes = [*case.image, case.label]
     for path, volume in zip(settings.files(out, index), volumes):
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(path, _nifti(volume, case))
+    return index
 
 
 def _nifti(volume: NDArray[Any], case: PhantomCase) -> bytes:
-    """Returns a compressed NIfTI file; the bytes do not depend on the time."""
+    """Returns a compressed NIfTI file, whose bytes do not depend on the time."""
     image = nibabel.Nifti1Image(volume, case.affine, dtype=volume.dtype)
     image.header.set_xyzt_units("mm")
     image.set_sform(case.affine, 1)
@@ -221,7 +185,7 @@ def _nifti(volume: NDArray[Any], case: PhantomCase) -> bytes:
 
 
 def _class_table(root: Path, settings: PhantomSettings) -> str:
-    """Returns the content of labels.csv, of all cases that are there."""
+    """Returns the content of labels.csv, with all existing cases."""
     class_of = settings.of_kind.class_of
     assert class_of is not None
     names = {settings.case_name(index): class_of(settings.seed, index) for index in range(len(list(root.glob(IMAGES))))}
@@ -229,7 +193,7 @@ def _class_table(root: Path, settings: PhantomSettings) -> str:
 
 
 def _nnunet_description(out: Path, settings: PhantomSettings) -> dict[str, Any]:
-    """Returns the content of dataset.json: of the kind, and which classes its cases show where not all show all."""
+    """Returns the content of dataset.json: the kind's, and the annotated classes of cases that do not show all."""
     kind, written = settings.of_kind, len(list((settings.root(out) / "labelsTr").glob("*.nii.gz")))
     content = {
         "name": kind.title,

@@ -1,6 +1,6 @@
-"""Prepares cases as nnU-Net does, to the bit, by the plan that its networks were trained with.
+"""Prepares cases bit for bit as nnU-Net does, by the plan that its networks were trained with.
 
-Axes are nnU-Net's: the file's reversed, then transposed as planned. Legend: ``c`` channels, ``x y z`` these axes.
+Axes are nnU-Net's: the file's, reversed, then transposed as planned. Legend: ``c`` channels, ``x y z`` these axes.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from seqpar.data.preparation.transforms import nearest_rows, to_values
 from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")
-ANISOTROPIC = 3  # times as long as the shortest side: a voxel's axis that is resampled by itself
-_LEAST = 1e-8  # that is divided by
+ANISOTROPIC = 3  # an axis whose spacing is this many times the smallest is resampled separately
+_LEAST = 1e-8  # smallest divisor
 
 
 @dataclass(frozen=True)
 class NnunetPreparation(Preparation):
-    """By a plan of nnU-Net's: crop, normalise in float32, then resample.
+    """Follows a plan of nnU-Net's: crops, normalises in float32, then resamples.
 
-    ``Properties`` that it makes are in its axes, the box too.
+    The ``Properties`` that it returns are in its axes, the box too.
     """
 
     plan: NnunetPlan
@@ -36,7 +36,7 @@ class NnunetPreparation(Preparation):
 
     @classmethod
     def of(cls, plan: NnunetPlan, declaration: Declaration) -> "NnunetPreparation":
-        """Returns the preparation of a plan; class ids are the files' labels."""
+        """Returns the preparation of a plan; class ids equal the files' labels."""
         channels = declaration.channels
         values = tuple(declaration.labels.values())
         return cls(plan, Recipe(channels, plan.schemes, (None,) * len(channels), plan.spacing, values, False, 1))  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ class NnunetPreparation(Preparation):
         image = np.array(self._from_canonical(loaded.image, geometry), np.float32, order="C")
         present = (image != 0).any(0)
         if not present.any():
-            raise DataError(case.images[0], "every voxel is 0; put the image there")
+            raise DataError(case.images[0], "every voxel is 0; replace it by the image")
         box = smallest_box(present)
         image, mask = crop(image, box).copy(), crop(ndimage.binary_fill_holes(present), box)
         for number, (scheme, masked) in enumerate(zip(plan.schemes, plan.masked)):
@@ -64,7 +64,7 @@ class NnunetPreparation(Preparation):
         return Prepared(np.ascontiguousarray(image), None, {}, properties, loaded.digests)
 
     def target_grid(self, properties: Properties) -> TargetGrid:
-        """Returns the grid of the case's crop; an axis of far longer voxels takes the nearest row."""
+        """Returns the grid of the case's crop; an axis of much larger spacing takes the nearest row."""
         spacing = self._spacing(properties.geometry)
         return TargetGrid(properties.box_shape, separate_axis(self.plan.spacing, spacing, self.plan.logit_resampling))
 
@@ -82,12 +82,12 @@ class NnunetPreparation(Preparation):
 
     @property
     def axes(self) -> str:  # type: ignore[override]
-        """In which arrays are: by reader and transposition."""
+        """The axes of its arrays, by reader and transposition."""
         return f"nnU-Net's ({self.plan.reader}, transposed {' '.join(map(str, self.plan.transpose_forward))})"
 
     @property
     def _turns(self) -> bool:
-        """Whether volumes are turned to canonical axes before theirs are reversed."""
+        """Whether volumes are turned to canonical axes before the axes are reversed."""
         return self.plan.reader.endswith("WithReorient")
 
     def _from_canonical(self, image: np.ndarray, geometry: Geometry) -> np.ndarray:
@@ -96,7 +96,7 @@ class NnunetPreparation(Preparation):
         return image.transpose(0, *(3 - axis for axis in self.plan.transpose_forward))
 
     def _spacing(self, geometry: Geometry) -> tuple[float, ...]:
-        """Returns the spacing along these axes, as the file's header states it."""
+        """Returns the spacing along these axes, as in the file's header."""
         sizes: Sequence[float] = geometry.spacing
         if geometry.header:
             sizes = parse_header(geometry.header, "header")["pixdim"][1:4].astype(float).tolist()
@@ -106,13 +106,13 @@ class NnunetPreparation(Preparation):
 
 
 def from_file(sizes: Sequence[float], geometry: Geometry) -> list[float]:
-    """Returns a number per axis of the file in the order of canonical axes."""
+    """Returns numbers that belong to the axes of a file in the order of canonical axes."""
     order = [("RL", "AP", "SI")[axis] for axis in range(3)]
     return [sizes[next(at for at, code in enumerate(geometry.orientation) if code in pair)] for pair in order]
 
 
 def normalised(x: np.ndarray, scheme: str, mask: np.ndarray | None, intensity: dict[str, float]) -> np.ndarray:
-    """Returns a channel as the plan's scheme normalises it, in float32 throughout; ``mask``: of what counts."""
+    """Returns a channel normalised by the plan's scheme, in float32 throughout; ``mask``: the voxels that count."""
     if scheme == "CTNormalization":
         x = np.clip(x, intensity["percentile_00_5"], intensity["percentile_99_5"])
         x -= intensity["mean"]
@@ -120,7 +120,7 @@ def normalised(x: np.ndarray, scheme: str, mask: np.ndarray | None, intensity: d
     elif scheme == "ZScoreNormalization" and mask is not None:
         inside = x[mask]
         x = x.copy()
-        x[mask] = (inside - inside.mean()) / max(inside.std(), _LEAST)  # outside stays 0
+        x[mask] = (inside - inside.mean()) / max(inside.std(), _LEAST)  # voxels outside stay 0
     elif scheme == "ZScoreNormalization":
         x = (x - x.mean()) / max(x.std(), _LEAST)
     elif scheme == "RescaleTo01Normalization":
@@ -132,7 +132,7 @@ def normalised(x: np.ndarray, scheme: str, mask: np.ndarray | None, intensity: d
 
 
 def separate_axis(spacing: Sequence[float], target: Sequence[float], resampling: Resampling) -> int | None:
-    """Returns the axis that is resampled by itself: the one of the longest voxels where they are far longer."""
+    """Returns the axis that is resampled separately: that of the largest spacing, if it is much larger; else None."""
     if resampling.force_separate_z is not None:
         return None
     for sizes in (spacing, target):
@@ -145,7 +145,7 @@ def separate_axis(spacing: Sequence[float], target: Sequence[float], resampling:
 def resampled(
     image: np.ndarray, shape: Sequence[int], spacing: Sequence[float], target: Sequence[float], resampling: Resampling
 ) -> np.ndarray:
-    """Returns ``c x y z`` on a grid of ``shape``: by splines in float64, along a separate axis by the nearest slice."""
+    """Returns ``c x y z`` on a grid of ``shape``, by splines in float64; a separate axis takes the nearest slice."""
     shape = tuple(shape)
     if image.shape[1:] == shape:
         return image
@@ -162,7 +162,7 @@ def resampled(
 
 
 def _zoomed(x: np.ndarray, shape: Sequence[int], order: int) -> np.ndarray:
-    """Returns an array over the same extent on another grid, within its own range; old edges go on beyond it."""
-    factors = [1 / (old / new) for old, new in zip(x.shape, shape)]  # rounded as there
+    """Returns an array resampled over the same extent and clipped to its own range; edges are repeated outside."""
+    factors = [1 / (old / new) for old, new in zip(x.shape, shape)]  # rounded as in nnU-Net
     out = ndimage.zoom(x, factors, order=order, mode="nearest", grid_mode=True)
     return np.clip(out, x.min(), x.max())

@@ -1,6 +1,6 @@
 """Reads the cache of prepared cases: .npy files that are memory-mapped, and JSON.
 
-OUT/cache.json                what is in it; written last, so that a cache without it is unfinished
+OUT/cache.json                the index; written last, so that a cache without it is unfinished
 OUT/cases/ID/image.npy        c W D H float32        OUT/cases/ID/label.npy      W D H class ids
 OUT/cases/ID/locations.npy    n 3, class after class OUT/cases/ID/case.json      sources, sizes, digests
 """
@@ -18,29 +18,29 @@ from seqpar.data.formats.dataset import Split, VolumeClasses
 from seqpar.data.preparation.prepared_case import Properties
 from seqpar.data.preparation.recipe import Recipe
 
-VERSION = 1  # of what preparation computes and how it is stored: a change prepares every case again
+VERSION = 1  # of what preparation computes and stores: a new version prepares every case again
 
 
 @dataclass(frozen=True)
 class PreparedCase:
-    """One case of a cache; its arrays are mapped on access, so that reading a tile reads no more than the tile."""
+    """One case of a cache; its arrays are memory-mapped on access, so that reading a tile reads only the tile."""
 
     id: str
     folder: Path
 
     @property
     def image(self) -> np.ndarray:
-        """Returns the map of ``(c, W, D, H)``, float32."""
+        """Returns the mapped ``(c, W, D, H)``, float32."""
         return _mapped(self.folder / "image.npy")
 
     @property
     def label(self) -> np.ndarray:
-        """Returns the map of ``(W, D, H)``, class ids."""
+        """Returns the mapped ``(W, D, H)``, class ids."""
         return _mapped(self.folder / "label.npy")
 
     @property
     def locations(self) -> dict[int, np.ndarray]:
-        """Returns stored voxels (n, 3) of each class id that occurs in the case."""
+        """Returns the stored voxels (n, 3) of each class id in the case."""
         rows, locations_of, start = _mapped(self.folder / "locations.npy"), {}, 0
         for name, count in self._record["locations"].items():
             locations_of[int(name)] = rows[start : start + count]
@@ -49,7 +49,7 @@ class PreparedCase:
 
     @property
     def properties(self) -> Properties:
-        """Returns what is needed to take prepared arrays back to the geometry of the case's files."""
+        """Returns what takes prepared arrays back to the geometry of the case's files."""
         return Properties.from_json(self._record["properties"])
 
     @property
@@ -75,8 +75,8 @@ class PreparedDataset:
     described: dict[str, Any]  # the data set's description in the index
     annotated: dict[str, tuple[int, ...]] = field(
         default_factory=dict
-    )  # what labels show, of cases that do not show all
-    volume_classes: VolumeClasses | None = None  # where each case has one class, and no label of voxels
+    )  # which classes labels show, for cases that do not show all
+    volume_classes: VolumeClasses | None = None  # if each case has one class and no label map
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -85,11 +85,11 @@ class PreparedDataset:
 
 
 def open_cache(path: str | Path) -> PreparedDataset:
-    """Returns the finished cache in a folder."""
+    """Opens the finished cache in a folder."""
     path = Path(path)
     index = read_index(path)
     if index is None:
-        raise DataError(path, "holds no finished cache of this version; run prepare with --out on it")
+        raise DataError(path, "has no finished cache of this version; run prepare with --out on it")
     description = index["dataset"]
     return PreparedDataset(
         path=path,
@@ -109,29 +109,29 @@ def open_cache(path: str | Path) -> PreparedDataset:
 
 
 def read_index(path: Path) -> dict[str, Any] | None:
-    """Returns the content of cache.json; None without a finished cache of this version."""
+    """Returns the content of cache.json; None if there is no finished cache of this version."""
     try:
         index: dict[str, Any] = read_json(path / "cache.json")
-        if index["recipe"].get("cut_labels"):  # settings of earlier versions did not say so
+        if index["recipe"].get("cut_labels"):  # earlier versions did not store this setting
             index["settings"] = {**index["settings"], "cut_labels": True}
         return index if index["version"] == VERSION else None
     except (DataError, KeyError, TypeError, AttributeError):
-        return None  # missing or damaged: prepare writes it again
+        return None  # missing or damaged: prepare rewrites it
 
 
 def read_record(path: Path, name: str) -> dict[str, Any] | None:
-    """Returns the record of a case; None if a file of it is missing or has another size."""
+    """Returns the record of a case; None if one of its files is missing or has another size."""
     folder = path / "cases" / name
     try:
         record: dict[str, Any] = read_json(folder / "case.json")
         whole = all((folder / file).stat().st_size == size for file, (size, _) in record["files"].items())
         return record if whole and record["version"] == VERSION else None
     except (DataError, OSError, KeyError, TypeError, ValueError):
-        return None  # half a case, or none: it is prepared again
+        return None  # incomplete or missing: the case is prepared again
 
 
 def check_cache(path: str | Path) -> list[DataError]:
-    """Returns an error for each damaged file of a cache, by comparing bytes with digests."""
+    """Returns an error for each damaged file of a cache, found by comparing bytes with digests."""
     path = Path(path)
     index, faults = read_index(path), list[DataError]()
     for name in open_cache(path).ids if index else ():
@@ -143,7 +143,7 @@ def check_cache(path: str | Path) -> list[DataError]:
         for file, (_, digest) in record["files"].items():
             if digest_of(folder / file) != digest:
                 faults.append(DataError(folder / file, f"is damaged; remove {folder} and run prepare again"))
-    return faults if index else [DataError(path, "holds no finished cache of this version; run prepare on it")]
+    return faults if index else [DataError(path, "has no finished cache of this version; run prepare on it")]
 
 
 def _mapped(path: Path) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Where the cache of a data set lies, what it was made of, and whether that is unchanged."""
+"""The cache's folder and its index: what the cache was made from, and whether that has changed."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from seqpar.data.volumes import size_and_mtime
 
 
 def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
-    """Returns whether the cache holds every case of the data set, made of the current files with these settings."""
+    """Returns whether the cache has every case of the data set, made from the current files with these settings."""
     index = read_index(out)
     if (
         index is None
@@ -37,12 +37,12 @@ def is_current(dataset: Dataset, out: Path, settings: PrepareSettings) -> bool:
 
 
 def refuse_other(dataset: Dataset, out: Path, settings: PrepareSettings | None) -> None:
-    """Raises DataError if a folder holds the cache of another data set or of other settings: it would be lost."""
+    """Raises DataError if a folder has the cache of another data set or of other settings, which would be lost."""
     index = read_index(out)
     if index is None:
         return
     if index["dataset"]["name"] != dataset.name:
-        raise DataError(out, f"holds the cache of {index['dataset']['name']}, not of {dataset.name}; {ELSEWHERE}")
+        raise DataError(out, f"has the cache of {index['dataset']['name']}, not of {dataset.name}; {ELSEWHERE}")
     now, was = json_round_trip(settings.described()) if settings else index["settings"], index["settings"]
     keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     if differing := [f"{key} {_typed(was.get(key))} there, {_typed(now.get(key))} here" for key in keys]:
@@ -50,26 +50,26 @@ def refuse_other(dataset: Dataset, out: Path, settings: PrepareSettings | None) 
 
 
 def _typed(value: Any) -> str:
-    """Returns a setting as typed on the command line."""
+    """Returns a setting as people type it on the command line."""
     if isinstance(value, list):
         return ",".join(f"{size:g}" if isinstance(size, (int, float)) else str(size) for size in value)
     return "unset" if value is None else str(value)
 
 
 def is_of_settings(out: Path, settings: PrepareSettings) -> bool:
-    """Returns whether a folder holds a finished cache that was made with these settings, of whichever files."""
+    """Returns whether a folder has a finished cache made with these settings, from whichever files."""
     index = read_index(out)
     return index is not None and index["settings"] == json_round_trip(settings.described())
 
 
 def withdraw_index(out: Path) -> None:
-    """Removes the index, so that no cache counts as finished; cases stay, for a preparation by the same recipe."""
+    """Removes the index, so that the cache counts as unfinished; its cases stay, for another preparation."""
     with as_cache_error(out):
         invalidate_cache(out)
 
 
 def write_index(dataset: Dataset, out: Path, settings: PrepareSettings, recipe: Recipe) -> None:
-    """Writes cache.json, which marks the cache as finished; removes it if there is no usable case."""
+    """Writes cache.json, which marks the cache as finished; removes it if no case is usable."""
     cases = {}
     for name in dataset.ids:
         if (record := read_record(out, name)) is not None:
@@ -88,7 +88,7 @@ def write_index(dataset: Dataset, out: Path, settings: PrepareSettings, recipe: 
 
 
 def describe_dataset(dataset: Dataset) -> dict[str, Any]:
-    """Returns a data set's description in class ids, as it comes back from JSON."""
+    """Returns a data set's description in class ids, as JSON would read it back."""
     ids = {value: n for n, value in enumerate(dataset.labels.values())}
     described = {
         "name": dataset.name,
@@ -102,7 +102,7 @@ def describe_dataset(dataset: Dataset) -> dict[str, Any]:
         "splits": dataset.splits,
     }
     shown = {case.id: [ids[v] for v in case.annotated] for case in dataset.cases if case.annotated is not None}
-    if shown:  # caches of data sets without such lists stay as they are
+    if shown:  # caches of data sets without such lists stay unchanged
         described["annotated"] = dict(sorted(shown.items()))
     if dataset.volume_classes is not None:
         described["volume_classes"] = dataset.volume_classes.to_json()
@@ -115,7 +115,7 @@ def files_of(case: Case) -> tuple[Path, ...]:
 
 
 def sources_of(case: Case) -> list[list[Any]]:
-    """Returns name, size and modification time of each of a case's files."""
+    """Returns name, size and modification time of each file of a case."""
     sources = []
     for path in files_of(case):
         try:
@@ -126,23 +126,23 @@ def sources_of(case: Case) -> list[list[Any]]:
 
 
 def json_round_trip(value: Any) -> Any:
-    """Returns a value as it comes back from JSON, to be compared with one that does."""
+    """Returns a value as JSON would read it back, to compare it with one that was read."""
     return json.loads(json.dumps(value))
 
 
-# Data sets are looked up by the beginning of a folder's name (Dataset901…): no cache may begin like one beside them.
+# Data sets are found by the beginning of a folder's name (Dataset901…): no cache next to them may begin that way.
 SIBLING = "seqpar-prepared"
 _RAW, _PREPROCESSED = "nnUNet_raw", "nnUNet_preprocessed"
 
 
 def cache_folder(dataset: Dataset, out: str | Path | None = None, settings: PrepareSettings | None = None) -> Path:
-    """Returns the folder of a data set's cache: ``out``, or else the first of these places.
+    """Returns the folder of a data set's cache: ``out``, or else the first of these that applies.
 
-    - in $SEQPAR_CACHE, with a digest of the data set's path in the name: names may repeat
-    - for a data set of nnU-Net's raw folder, in ``seqpar-prepared`` beside $nnUNet_preprocessed, or beside that folder
-    - in ``seqpar-prepared`` beside the data set
+    - in $SEQPAR_CACHE, with a digest of the data set's path in the name, since names may repeat
+    - for data in nnU-Net's raw folder, in ``seqpar-prepared`` next to $nnUNet_preprocessed, or next to the raw folder
+    - in ``seqpar-prepared`` next to the data set
 
-    There each spacing, and whatever else is set, has a folder of its own: one does not replace the other.
+    Each spacing, and each set of other settings, has a folder of its own there, so that none replaces another.
     """
     if out is not None:
         return Path(out).expanduser().absolute()
@@ -156,7 +156,7 @@ def cache_folder(dataset: Dataset, out: str | Path | None = None, settings: Prep
 
 
 def outdated_cache(root: Path, cache: Path) -> str:
-    """Returns a line on the cache of an earlier version beside the data set ``root``, "" where there is none.
+    """Returns a line about the cache of an earlier version next to the data set ``root``; "" if there is none.
 
     - ``cache``: where the data set's cache is now
     """
@@ -168,20 +168,20 @@ def outdated_cache(root: Path, cache: Path) -> str:
         return ""
     what = "is a cache" if len(old) == 1 else "are caches"
     return (
-        f"{' and '.join(old)} {what} of an earlier version, which nothing reads any more; "
-        f"{'it' if len(old) == 1 else 'they'} can be deleted: now it is {cache}"
+        f"{' and '.join(old)} {what} of an earlier version, which is no longer read; "
+        f"{'it' if len(old) == 1 else 'they'} can be deleted: the cache is now {cache}"
     )
 
 
 def _kind(dataset: Dataset) -> str:
-    """Returns what the name says of a cache without labels of voxels: the same images may have another with."""
+    """Returns a suffix for caches without label maps, since the same images may have another cache with them."""
     if dataset.volume_classes:
         return "-classes"
     return "" if dataset.labels else "-images"
 
 
 def _suffix(settings: PrepareSettings | None) -> str:
-    """Returns what settings add to a folder's name: nothing for the usual ones, else as "@median", "@1x1x1.5"."""
+    """Returns what settings add to a folder's name: nothing for the defaults, else such as "@median" or "@1x1x1.5"."""
     described = settings.described() if settings else {}
     spacing = described.get("spacing", "source")
     text = spacing if isinstance(spacing, str) else "x".join(f"{size:.10g}" for size in spacing)
@@ -192,7 +192,7 @@ def _suffix(settings: PrepareSettings | None) -> str:
 
 
 def _neighbour(root: Path) -> Path:
-    """Returns the folder in which the caches' own folder lies."""
+    """Returns the folder that contains the folder of caches."""
     raw, beside = os.environ.get(_RAW), Path(os.environ.get(_PREPROCESSED) or root.parent)
     is_raw = root.parent.name == _RAW or raw and root.parent.resolve() == Path(raw).expanduser().resolve()
     return beside.expanduser().absolute().parent if is_raw else root.parent

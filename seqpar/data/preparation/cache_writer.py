@@ -19,18 +19,18 @@ from seqpar.data.preparation.cache import VERSION
 from seqpar.data.preparation.prepared_case import Prepared
 from seqpar.data.preparation.recipe import Recipe
 
-STATE = "state-"  # begins the names of files in which runs say how far they are; each writes its own, without the lock
-_STALE = 3600.0  # seconds after which such a file has no reader
-ELSEWHERE = "name another folder (prepare: --out, train: --cache)"
+STATE = "state-"  # prefix of the files in which runs report their progress; each run writes its own, without the lock
+_STALE = 3600.0  # seconds after which nobody reads such a file
+ELSEWHERE = "give another folder (prepare: --out, train: --cache)"
 _WRITING, _OLD = ".writing-", ".old-"
 
 
 class CacheError(DataError):
-    """The cache's folder cannot be written, so preparation ends: the next case would fail too."""
+    """The cache's folder cannot be written. Preparation ends, since the next case would fail too."""
 
 
 def write_case(path: Path, name: str, case: Prepared, recipe: Recipe, sources: list[list[Any]]) -> None:
-    """Writes a case's folder under a temporary name, and renames it once it is safe on disk."""
+    """Writes a case's folder under a temporary name and renames it once it is safe on disk."""
     writing, final, old = (path / "cases" / f"{before}{name}" for before in (_WRITING, "", _OLD))
     rows = [np.zeros((0, 3), np.int32), *case.locations.values()]
     arrays = {"image.npy": case.image, "label.npy": case.label, "locations.npy": np.concatenate(rows)}
@@ -64,7 +64,7 @@ def invalidate_cache(path: Path) -> None:
 
 
 def remove_partial_files(path: Path, names: set[str]) -> None:
-    """Removes what killed runs left half written, and all cases but ``names``."""
+    """Removes what killed runs left half written, and all cases except ``names``."""
     for folder in (path / "cases").iterdir():
         if folder.name not in names:
             if not folder.name.startswith((_WRITING, _OLD)):
@@ -87,13 +87,13 @@ def discard(path: Path, name: str) -> None:
 def cache_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Holds the lock of a cache folder; waits while another process prepares into it.
 
-    waiting: called again and again meanwhile.
+    waiting: called repeatedly while this process waits.
     """
     with as_cache_error(path):
         path.mkdir(parents=True, exist_ok=True)
         if not (path / ".lock").exists() and (foreign := sorted(filter(_is_foreign, path.iterdir()))):
-            raise CacheError(path, f"holds {foreign[0].name} and no cache; {ELSEWHERE}, so that nothing is lost")
-        handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # first: by it the folder is known to be ours
+            raise CacheError(path, f"has {foreign[0].name} but no cache; {ELSEWHERE}, so that nothing is lost")
+        handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # first: it marks the folder as ours
     try:
         while not _lock(handle):
             waiting()
@@ -107,20 +107,20 @@ def cache_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def as_cache_error(path: Path) -> Iterator[None]:
-    """Turns an OSError of the block into a CacheError that says what to do."""
+    """Turns an OSError in the block into a CacheError that says what to do."""
     try:
         yield
     except OSError as error:
         free = f", {shutil.disk_usage(path).free >> 20} MB are free" if error.errno == errno.ENOSPC else ""
         raise CacheError(
             path,
-            f"cannot be written ({error.strerror or error}{free}); what is finished is kept: make room "
-            f"or give rights, or {ELSEWHERE}, and run again",
+            f"cannot be written ({error.strerror or error}{free}); finished cases are kept: free space "
+            f"or fix the permissions, or {ELSEWHERE}, and run again",
         ) from error
 
 
 def _is_foreign(file: Path) -> bool:
-    """Returns whether a file in a folder without a lock was not written by a preparation that was killed early."""
+    """Returns whether a file in a folder without a lock is not from a preparation that was killed early."""
     if file.name == "cases" and file.is_dir():
         return any(file.iterdir())
     return not _is_state(file) and not (file.name.startswith(".") and file.name.endswith(".tmp"))
@@ -131,7 +131,7 @@ def _is_state(file: Path) -> bool:
 
 
 def _age(file: Path) -> float:
-    """Returns the seconds since a file was written; 0 where its run has just replaced or removed it."""
+    """Returns the seconds since a file was written; 0 if its run has just replaced or removed it."""
     try:
         return time.time() - file.stat().st_mtime
     except FileNotFoundError:
@@ -139,7 +139,7 @@ def _age(file: Path) -> float:
 
 
 def _lock(handle: int) -> bool:
-    """Returns whether the lock is ours; on a file system without locks it always is."""
+    """Tries to take the lock; returns whether it is ours, which on a file system without locks it always is."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -150,7 +150,7 @@ def _lock(handle: int) -> bool:
 
 
 class _Hashing:
-    """A file being written, and the digest of its bytes so far."""
+    """A file being written, with the digest of its bytes so far."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.digest = file, hashlib.blake2b(digest_size=16)
@@ -161,9 +161,9 @@ class _Hashing:
 
 
 def _save(path: Path, array: np.ndarray) -> tuple[int, str]:
-    """Writes an array to disk; returns the size and the digest of its file."""
+    """Writes an array to disk; returns its file's size and digest."""
     with open(path, "wb") as file:
         hashing = _Hashing(file)
         np.lib.format.write_array(hashing, array, allow_pickle=False)  # type: ignore[arg-type]
-    fsync_folder(path)  # here, not by `whole_file`: the folder around it is what gets its name at the end
+    fsync_folder(path)  # not `whole_file`: it is the folder that gets its final name at the end
     return path.stat().st_size, hashing.digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What a data set's headers say before anything is prepared: sizes, voxels, channels, classes."""
+"""Reads from a data set's headers, before anything is prepared: shapes, spacings, channels, classes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ Millimetres = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A data set in short; ``shapes`` (W D H) and ``spacings`` (mm) are those of each case in canonical axes.
+    """A summary of a data set; ``shapes`` (W D H) and ``spacings`` (mm) are those of each case in canonical axes.
 
-    ``labels``: the names of voxels' labels, or of volumes' classes where there are ``volume_classes``.
+    ``labels``: the names of voxel labels, or of volume classes if there are ``volume_classes``.
     """
 
     name: str
@@ -32,19 +32,19 @@ class Fingerprint:
     volume_classes: VolumeClasses | None = None
 
     def outputs(self, targets: str) -> tuple[str, ...]:
-        """Returns the names of what a network learns: regions, where there are some and ``targets`` says so."""
+        """Returns the names of a network's outputs: regions if it has some and ``targets`` wants them, else labels."""
         if targets == "sigmoids":
             return self.labels[1:]
         return self.regions if self.regions and targets == "regions" else self.labels
 
     @property
     def shape(self) -> Sides:
-        """The median number of voxels along each direction."""
+        """The median number of voxels in each direction."""
         w, d, h = (int(side) for side in np.median(self.shapes, 0))
         return w, d, h
 
     def largest(self, target: str | Millimetres) -> Sides:
-        """Returns the voxels per direction that hold each case; ``target``: spacing, as for preparation."""
+        """Returns the smallest size that contains every case; ``target``: the spacing, as for preparation."""
         shapes = np.array(self.shapes)
         if target != "source":
             sizes = self.spacing if target == "median" else target
@@ -54,12 +54,12 @@ class Fingerprint:
 
     @property
     def spacing(self) -> Millimetres:
-        """The median voxel size along each direction, in mm."""
+        """The median voxel size in each direction, in mm."""
         return median_spacing(self.spacings)
 
 
 def median_spacing(spacings: Sequence[Millimetres]) -> Millimetres:
-    """Returns the median voxel size along each direction."""
+    """Returns the median voxel size in each direction."""
     w, d, h = (float(size) for size in np.median(spacings, 0))
     return w, d, h
 
@@ -67,7 +67,7 @@ def median_spacing(spacings: Sequence[Millimetres]) -> Millimetres:
 def read_fingerprint(dataset: Dataset, labelled: bool = True) -> Fingerprint:
     """Returns the fingerprint of a data set, from the headers of each case's images.
 
-    Raises DataError for the first case that cannot be used, and, where it is to be ``labelled``, without labels.
+    Raises DataError for the first unusable case, and, if ``labelled``, for a data set without labels.
     """
     if dataset.faults:
         raise dataset.faults[0]
@@ -82,7 +82,7 @@ def read_fingerprint(dataset: Dataset, labelled: bool = True) -> Fingerprint:
         num_channels += len(case.images) - 1
         if num_channels != len(dataset.modalities):
             needed = f"{len(dataset.modalities)} modalities are needed ({', '.join(dataset.modalities)})"
-            raise DataError(case.images[0], f"brings {num_channels} channels with the others of its case; {needed}")
+            raise DataError(case.images[0], f"has {num_channels} channels with the other files of its case; {needed}")
         shapes.append(geometry.canonical_shape)
         spacings.append(geometry.canonical_spacing)
     return Fingerprint(

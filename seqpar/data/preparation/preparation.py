@@ -1,4 +1,4 @@
-"""What prediction asks of a preparation, whoever made the plan for it: images in, predictions back to the file.
+"""Preparation: what prediction asks of any preparation, images in and predictions back to the file.
 
 Legend: ``c`` channels, ``W D H`` voxels in the axes of the preparation.
 """
@@ -22,9 +22,9 @@ from seqpar.data.preparation.recipe import Recipe
 
 @dataclass(frozen=True)
 class TargetGrid:
-    """The grid that logits are brought back to: that of the case's own crop.
+    """The grid that logits are resampled to: that of the case's own crop.
 
-    - ``nearest``: the direction along which each row is that of the nearest old one; None: all are linear
+    - ``nearest``: the direction that takes the nearest row; None: all directions are linear
     """
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Preparation(ABC):
     """How the cases of a run are prepared.
 
     - ``recipe``: names the modalities, and the file's label for each class id
-    - ``axes``: in which arrays it prepares; where they are the same, so are the crops of a case
+    - ``axes``: the axes of its arrays; preparations of the same axes crop a case alike
     """
 
     recipe: Recipe
@@ -55,12 +55,12 @@ class Preparation(ABC):
 
     @abstractmethod
     def channel_to_source(self, channel: np.ndarray, properties: Properties, fill: float = 0) -> np.ndarray:
-        """Returns a channel of the crop, such as a probability, in the file's geometry, ``fill`` beyond the crop."""
+        """Returns a channel of the crop, such as a probability, in the file's geometry, ``fill`` outside the crop."""
 
 
 @dataclass(frozen=True)
 class RecipePreparation(Preparation):
-    """As in training here: canonical axes, linear resampling."""
+    """Prepares as seqpar's training does: canonical axes, linear resampling."""
 
     recipe: Recipe
     axes = "canonical"
@@ -78,5 +78,5 @@ class RecipePreparation(Preparation):
         return labels_to_source(ids, properties)
 
     def channel_to_source(self, channel: np.ndarray, properties: Properties, fill: float = 0) -> np.ndarray:
-        """Returns a channel of the crop in the file's geometry, ``fill`` beyond the crop."""
+        """Returns a channel of the crop in the file's geometry, ``fill`` outside the crop."""
         return channel_to_source(channel, properties, fill)

@@ -54,7 +54,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Report:
-    """What a preparation did: ids prepared, kept and without foreground, and all faults."""
+    """What a preparation did: the ids prepared, kept and without foreground, and all faults."""
 
     path: Path
     prepared: tuple[str, ...]
@@ -75,21 +75,21 @@ def prepare(
     """Brings the cache in ``out`` up to date; returns a report, which lists bad cases instead of raising them.
 
     workers: processes; 0 works in this one (default: the number of cores, at most 8).
-    replace: whether cases prepared with other settings are prepared again; otherwise they are an error.
-    labelled: whether a data set without labels is refused.
+    replace: whether to prepare cases again that were prepared with other settings, instead of raising an error.
+    labelled: whether to refuse a data set without labels.
     """
     settings, out = settings or PrepareSettings(), Path(out)
     workers = default_workers() if workers is None else workers
     if workers < 0:
-        raise ValueError(f"workers is {workers}; 0 (none) or more are needed")
+        raise ValueError(f"workers is {workers}; it must be 0 (none) or more")
     if labelled and not dataset.labels and dataset.volume_classes is None:
         raise no_labels_error(dataset)
-    if is_current(dataset, out, settings):  # nothing is written: the folder may be read-only
+    if is_current(dataset, out, settings):  # writes nothing, since the folder may be read-only
         return _report(dataset, out, [], [])
     total = len(dataset.cases)
     with cache_lock(out, lambda: progress(0, total)):
         refuse_other(dataset, out, None if replace else settings)
-        if is_current(dataset, out, settings):  # by whom this process waited for
+        if is_current(dataset, out, settings):  # prepared by the process that this one waited for
             return _report(dataset, out, [], [])
         was_finished = is_of_settings(out, settings)
         remove_partial_files(out, set(dataset.ids))
@@ -103,7 +103,7 @@ def prepare(
         finally:
             remove_partial_files(out, set(dataset.ids))
         if any(isinstance(fault, CutOffError) for fault in faults) and not was_finished:
-            # the sides that are asked for next are not to be refused for these
+            # so that the sides asked for next are not refused because of these
             withdraw_index(out)
         else:
             write_index(dataset, out, settings, recipe)
@@ -147,12 +147,12 @@ def prepared(
 ) -> PreparedDataset:
     """Returns the cache for training: the first process prepares what is missing, the others wait for it.
 
-    A bad case raises, the same error in all processes; so does a cache that was made with other settings, since
-    another run may be reading it.
+    A bad case raises the same error in all processes. So does a cache that was made with other settings, since another
+    run may be reading it.
 
-    token: a name of this run (default: made of the variables of torchrun or Slurm).
+    token: a name of this run (default: made from the variables of torchrun or Slurm).
     deadline: seconds without news after which the preparing process counts as lost.
-    labelled: whether a data set without labels is refused.
+    labelled: whether to refuse a data set without labels.
     """
     settings = settings or PrepareSettings()
     dataset = join_labels(path if isinstance(path, Dataset) else read_dataset(path), settings.joins)
@@ -175,9 +175,9 @@ def prepared(
 
 
 def _raise(faults: tuple[DataError, ...]) -> None:
-    """Raises the first of the faults, if any, and says how to see the others."""
+    """Raises the first fault, if any, and says how to see the others."""
     if faults:
-        more = f" (and {len(faults) - 1} more: run prepare to see them all)" if len(faults) > 1 else ""
+        more = f" (and {len(faults) - 1} more; run prepare to see them all)" if len(faults) > 1 else ""
         raise DataError(faults[0].path, faults[0].problem + more)
 
 
@@ -195,7 +195,7 @@ class _Work:
             refuse_unannotated(case, record["properties"]["counts"], self.recipe)
             if record["sources"] == sources:
                 return False
-            if record["digests"] == [digest_file(path) for path in files_of(case)]:  # touched, or moved
+            if record["digests"] == [digest_file(path) for path in files_of(case)]:  # only touched or moved
                 with as_cache_error(self.out):
                     invalidate_cache(self.out)
                     write_json(self.out / "cases" / case.id / "case.json", {**record, "sources": sources})
@@ -207,13 +207,13 @@ class _Work:
 
 
 def labelled(case: Case, recipe: Recipe) -> None:
-    """Raises DataError if a case has no label, where cases have labels of voxels."""
+    """Raises DataError if a case has no label map although the data set's cases have them."""
     if case.label is None and recipe.values:
         raise DataError(case.images[0], "has no label; add it, or remove the image")
 
 
 def _report(dataset: Dataset, out: Path, prepared_ids: list[str], faults: list[DataError]) -> Report:
-    """Returns the report; it is a fault of the data set if no case has foreground."""
+    """Returns the report; a data set without any foreground is a fault."""
     records = {name: record for name in dataset.ids if (record := read_record(out, name)) is not None}
     background = [name for name, record in records.items() if dataset.labels and not record["locations"]]
     if background and len(background) == len(records):
@@ -224,10 +224,10 @@ def _report(dataset: Dataset, out: Path, prepared_ids: list[str], faults: list[D
 
 
 def nothing_to_learn(dataset: Dataset) -> DataError:
-    """Returns the error of a data set in which nothing is labelled."""
-    return DataError(dataset.root, "no case has a labelled voxel; there is nothing to learn")
+    """Returns the error for a data set in which nothing is labelled."""
+    return DataError(dataset.root, "no case has a labelled voxel, so there is nothing to learn; label some")
 
 
 def default_workers() -> int:
-    """Returns how many processes prepare cases if nobody says: a worker holds a case several times over."""
+    """Returns the default number of workers; it is limited since each holds several copies of a case."""
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)

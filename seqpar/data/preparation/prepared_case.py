@@ -1,4 +1,4 @@
-"""One case: from its files to the arrays that a network takes, and from predictions back to the files' geometry.
+"""Prepares one case: from its files to a network's arrays, and from predictions back to the files' geometry.
 
 Legend: ``c`` channels, ``W D H`` voxels, ``k`` classes. "Prepared" arrays are canonical, cropped, resampled.
 """
@@ -22,22 +22,22 @@ from seqpar.data.workers import ReportProgress, no_item_progress
 
 
 class CutOffError(DataError):
-    """A case that loses labelled voxels: the settings are to be changed, not its files."""
+    """A case would lose labelled voxels: the settings have to change, not its files."""
 
 
 @dataclass(frozen=True, eq=False)
 class Properties:
-    """What is needed to take prepared arrays back to the geometry of the case's files."""
+    """What takes prepared arrays back to the geometry of the case's files."""
 
     geometry: Geometry  # of the first image's file
-    box: Box  # the crop, in canonical voxels of the file
+    box: Box  # the crop, in voxels of the file in canonical axes
     shape: tuple[int, int, int]  # W D H as prepared
     spacing: tuple[float, float, float]  # as prepared, in mm
     schemes: tuple[str, ...]
     means: tuple[float, ...]
     stds: tuple[float, ...]
     values: tuple[int, ...]  # the file's label for each class id
-    counts: tuple[int, ...]  # voxels of each class id as prepared; empty without a label
+    counts: tuple[int, ...]  # voxels of each class id as prepared; empty if there is no label
 
     @property
     def box_shape(self) -> tuple[int, int, int]:
@@ -51,28 +51,28 @@ class Properties:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Properties":
-        """Returns the properties that `to_json` described."""
+        """Returns the properties that `to_json` wrote."""
         tuples: dict[str, Any] = {key: tuple(part) for key, part in value.items() if isinstance(part, list)}
         box = tuple((int(start), int(stop)) for start, stop in value["box"])
         return Properties(**{**tuples, "box": box}, geometry=Geometry.from_json(value["geometry"]))
 
 
 class Prepared(NamedTuple):
-    """A prepared case: what a network takes."""
+    """A prepared case, as a network takes it."""
 
     image: np.ndarray  # c W D H, float32
     label: np.ndarray | None  # W D H, class ids
     locations: dict[int, np.ndarray]  # class id to voxels (n, 3)
     properties: Properties
-    digests: tuple[str, ...]  # of the files that were read
+    digests: tuple[str, ...]  # of the files read
 
 
 Step = Callable[[], None]
-STAGES = 3  # after a case's files are read: cropped, normalised, resampled
+STAGES = 3  # after its files are read, a case is cropped, normalised, resampled
 
 
 def ignore_step() -> None:
-    """Counts no step."""
+    """Ignores a step."""
 
 
 class Loaded(NamedTuple):
@@ -85,7 +85,7 @@ class Loaded(NamedTuple):
 
 
 def load_case(case: Case, recipe: Recipe, step: Step = ignore_step) -> Loaded:
-    """Returns a case's files as canonical arrays; raises DataError if they do not fit each other or the recipe.
+    """Returns a case's files as canonical arrays; raises DataError if they do not match each other or the recipe.
 
     step: called after each file.
     """
@@ -95,21 +95,21 @@ def load_case(case: Case, recipe: Recipe, step: Step = ignore_step) -> Loaded:
         array, geometry, digest = read_volume(path)
         num_channels = len(recipe.modalities) if len(case.images) == 1 else 1
         if len(array) != num_channels:
-            raise DataError(path, f"holds {len(array)} channels; {num_channels} needed: {', '.join(recipe.modalities)}")
+            raise DataError(path, f"has {len(array)} channels; it needs {num_channels}: {', '.join(recipe.modalities)}")
         first = first or geometry
         if (how := geometry_difference(geometry, first)) is not None:
-            raise DataError(path, f"does not fit {case.images[0]}: {how}; register or resample it")
+            raise DataError(path, f"does not match {case.images[0]}: {how}; register or resample it")
         channels += list(to_canonical(array, geometry.orientation))
         digests.append(digest)
         step()
     if first is None or len(channels) != len(recipe.modalities):
         raise DataError(case.images[0] if case.images else case.id,
-                        f"{len(channels)} modalities came; {len(recipe.modalities)} are needed")  # fmt: skip
+                        f"has {len(channels)} modalities; {len(recipe.modalities)} are needed")  # fmt: skip
     ids = None
     if case.label is not None:
         array, geometry, digest = read_volume(case.label)
         if (how := geometry_difference(geometry, first)) is not None:
-            raise DataError(case.label, f"does not fit {case.images[0]}: {how}; draw it on the image again")
+            raise DataError(case.label, f"does not match {case.images[0]}: {how}; draw it on the image again")
         ids = to_canonical(_class_ids(array, recipe, case.label), geometry.orientation)
         digests.append(digest)
         step()
@@ -119,7 +119,7 @@ def load_case(case: Case, recipe: Recipe, step: Step = ignore_step) -> Loaded:
 def prepare_case(case: Case, recipe: Recipe, tell: ReportProgress = no_item_progress) -> Prepared:
     """Reads a case and returns it cropped, normalised and resampled.
 
-    tell: is told which share of the work is done, in equal steps: each file, each stage.
+    tell: takes the share of the work that is done; each file and each stage counts the same.
     """
     numbers, total = itertools.count(1), len(case.images) + (case.label is not None) + STAGES
 
@@ -157,14 +157,14 @@ def prepare_loaded(loaded: Loaded, case: Case, recipe: Recipe, step: Step = igno
 
 
 def refuse_unannotated(case: Case, counts: Sequence[int], recipe: Recipe) -> None:
-    """Raises DataError if a label has voxels of a class that it is not said to show."""
+    """Raises DataError if a label has voxels of a class that its case does not list as annotated."""
     if case.annotated is None or case.label is None:
         return
     shown = {0, *case.annotated, *recipe.values[len(recipe.values) - recipe.has_ignore :]}
     if extra := [value for value, count in zip(recipe.values, counts) if count and value not in shown]:
         raise DataError(
             case.label, f"has voxels of value {extra}, whose classes the data set does not list as annotated in case "
-            f"{case.id}: list them, or erase the voxels"
+            f"{case.id}; list them, or erase the voxels"
         )  # fmt: skip
 
 
@@ -197,22 +197,22 @@ def image_to_source(image: np.ndarray, properties: Properties) -> np.ndarray:
 
 
 def _class_ids(array: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
-    """Returns the class ids ``(W, D, H)`` of a label file; raises DataError for a value that is not declared."""
+    """Returns the class ids ``(W, D, H)`` of a label file; raises DataError for an undeclared value."""
     if len(array) != 1:
-        raise DataError(path, f"holds {len(array)} channels; a label has one value per voxel")
+        raise DataError(path, f"has {len(array)} channels; a label has one value per voxel")
     label = array[0]
     if label.dtype.kind == "f":
         whole = np.rint(label)
         if (fractions := int((whole != label).sum())) > 0:
-            raise DataError(path, f"{fractions} voxels are no whole numbers; resample labels with nearest neighbour")
+            raise DataError(path, f"{fractions} voxels are not whole numbers; resample labels with nearest neighbour")
         label = whole
     values, joined = np.unique(label), dict(recipe.joined)
     if undeclared := [int(value) for value in values if value not in recipe.values and int(value) not in joined]:
-        new = path.name.lower().startswith("brats-")  # named as from 2023 on: a 4 there is no enhancing tumour
-        hint = "" if new or undeclared != [4] else " (BraTS up to 2021 calls enhancing tumour 4, from 2023 on 3)"
+        new = path.name.lower().startswith("brats-")  # a name used since 2023, when 4 stopped meaning enhancing tumour
+        hint = "" if new or undeclared != [4] else " (enhancing tumour is 4 in BraTS up to 2021, and 3 from 2023 on)"
         raise DataError(
             path,
-            f"has voxels of value {undeclared}; declared are {sorted({*recipe.values, *joined})}{hint}: correct one",
+            f"has voxels of value {undeclared}; declared are {sorted({*recipe.values, *joined})}{hint}: correct either",
         )
     if recipe.ignore_id is not None and values.tolist() == [recipe.values[recipe.ignore_id]]:
         raise DataError(path, "every voxel has the ignore label; label some, or remove the case")
@@ -220,20 +220,20 @@ def _class_ids(array: np.ndarray, recipe: Recipe, path: Path) -> np.ndarray:
 
 
 def _find_box(image: np.ndarray, ids: np.ndarray | None, case: Case) -> Box:
-    """Returns the smallest box that holds the image's voxels that are not zero, and all labelled ones."""
+    """Returns the smallest box around the image's nonzero voxels and all labelled ones."""
     if not image.any():
-        raise DataError(case.images[0], "every voxel is 0; put the image there")
+        raise DataError(case.images[0], "every voxel is 0; replace it by the image")
     present = (image != 0).any(0)
     return smallest_box(present if ids is None else present | (ids != 0))
 
 
 def _fixed_box(image: np.ndarray, ids: np.ndarray | None, case: Case, recipe: Recipe) -> Box:
-    """Returns the box of the recipe's sides in the middle; of an odd rest, more is cut off where it begins.
+    """Returns the box in the middle with the recipe's sides; an odd remainder cuts off more at the start.
 
-    A direction that is shorter stays whole. Raises DataError where labelled voxels would be cut off.
+    A direction that is shorter stays whole. Raises DataError if labelled voxels would be cut off.
     """
     if not image.any():
-        raise DataError(case.images[0], "every voxel is 0; put the image there")
+        raise DataError(case.images[0], "every voxel is 0; replace it by the image")
     sides = [min(side, extent) for side, extent in zip(recipe.crop_to or (), image.shape[1:])]
     starts = [(extent - side + 1) // 2 for side, extent in zip(sides, image.shape[1:])]
     box = tuple((start, start + side) for start, side in zip(starts, sides))
@@ -241,7 +241,7 @@ def _fixed_box(image: np.ndarray, ids: np.ndarray | None, case: Case, recipe: Re
         shown = " ".join(map(str, recipe.crop_to or ()))
         raise CutOffError(
             case.label or case.images[0],
-            f"--crop-to {shown} would cut off {lost} labelled voxels; take larger sides, or add --force",
+            f"--crop-to {shown} would cut off {lost} labelled voxels; give larger sides, or add --force",
         )
     return box
 
@@ -249,25 +249,25 @@ def _fixed_box(image: np.ndarray, ids: np.ndarray | None, case: Case, recipe: Re
 def _normalise(
     image: np.ndarray, recipe: Recipe, case: Case
 ) -> tuple[np.ndarray, tuple[float, ...], tuple[float, ...]]:
-    """Returns the normalised image, with the mean and standard deviation of each channel."""
+    """Returns the normalised image, and the mean and standard deviation of each channel."""
     done, means, stds = np.empty(image.shape, np.float32), [], []
     for n, (scheme, intensity) in enumerate(zip(recipe.schemes, recipe.intensities)):
         channel, mean, std = image[n], 0.0, 1.0
         path = case.images[n] if len(case.images) > 1 else case.images[0]
         if scheme != "none" and channel.min() == channel.max():
             raise DataError(
-                path, f"modality {recipe.modalities[n]} is {channel.flat[0]} everywhere; put the image there"
+                path, f"modality {recipe.modalities[n]} is {channel.flat[0]} everywhere; replace it by the image"
             )
         largest = max(abs(float(channel.min())), abs(float(channel.max())))
         if largest > float(np.finfo(np.float32).max):
-            raise DataError(path, f"holds values up to {largest:.3g}, too large for float32; rescale them")
+            raise DataError(path, f"has values up to {largest:.3g}, too large for float32; rescale them")
         if scheme == "zscore":
             mean, std = transforms.measure(channel)
             if std == 0:
                 raise DataError(
                     path,
                     f"modality {recipe.modalities[n]} is constant where it is not 0; "
-                    "if it is a mask, call it noNorm in channel_names to leave it as it is",
+                    "if it is a mask, call it noNorm in channel_names to keep it as it is",
                 )
         elif scheme == BY_VOLUME:
             mean, std = transforms.measure_all(channel)
@@ -281,7 +281,7 @@ def _normalise(
 
 
 def _locate(name: str, ids: np.ndarray, recipe: Recipe) -> dict[int, np.ndarray]:
-    """Returns up to `recipe.locations` voxels (n, 3) of each class id in the case but background and ignore label."""
+    """Returns up to `recipe.locations` voxels (n, 3) of each class id in the case, except background and ignored."""
     locations = {}
     for n in range(1, len(recipe.values)):
         places = np.flatnonzero(ids == n) if n != recipe.ignore_id else np.zeros(0, int)

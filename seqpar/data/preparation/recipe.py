@@ -16,18 +16,18 @@ from seqpar.data.volumes import read_geometry
 _CLIP = re.compile(r"clip\b", re.IGNORECASE)
 BY_NAME, BY_VOLUME = "by-name", "volume"
 NORMALISATIONS = (BY_NAME, BY_VOLUME)
-SAMPLES = 10_000  # intensities that a case adds to the statistics of CT
+SAMPLES = 10_000  # intensities per case in the statistics of CT
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """Settings of a preparation.
+    """The settings of a preparation.
 
     - ``spacing``: "source", "median" or three sizes in mm (R, A, S)
     - ``locations``: voxels stored per class and case, to centre tiles on
     - ``joins``: labels that become one class
-    - ``crop_to``: sides to which volumes are cut, in voxels of the files; None: to what is not 0
-    - ``normalise``: by the names of modalities, or each over its whole volume
+    - ``crop_to``: the sides that volumes are cut to, in voxels of the files; None: to the nonzero part
+    - ``normalise``: by the modalities' names, or each over its whole volume
     - ``cut_labels``: whether ``crop_to`` may cut off labelled voxels
     """
 
@@ -39,7 +39,7 @@ class PrepareSettings:
     cut_labels: bool = False
 
     def described(self) -> dict[str, Any]:
-        """Returns what tells these settings from others; what was added later is left out where it does nothing."""
+        """Returns the settings as the cache stores them; those added later are omitted if they have no effect."""
         own = {"spacing": self.spacing, "locations": self.locations}
         usual = {"joins": (), "crop_to": None, "normalise": BY_NAME, "cut_labels": False}
         more = {name: getattr(self, name) for name in usual}
@@ -49,18 +49,18 @@ class PrepareSettings:
         if self.normalise not in NORMALISATIONS:
             raise ValueError(f"normalise is {self.normalise!r}; choose one of {', '.join(NORMALISATIONS)}")
         if self.crop_to is not None and (len(self.crop_to) != 3 or min(self.crop_to) < 1):
-            raise ValueError(f"crop_to is {self.crop_to}; three sides of at least 1 voxel are needed")
+            raise ValueError(f"crop_to is {self.crop_to}; it must be three sides of at least 1 voxel")
         if self.locations < 1:
-            raise ValueError(f"locations is {self.locations}; at least 1 is needed")
+            raise ValueError(f"locations is {self.locations}; it must be at least 1")
         if isinstance(self.spacing, str):
             if self.spacing not in ("source", "median"):
-                raise ValueError(f"spacing is {self.spacing!r}; source, median or three sizes in mm are needed")
+                raise ValueError(f"spacing is {self.spacing!r}; it must be source, median or three sizes in mm")
         elif len(self.spacing) != 3 or not all(0 < size < np.inf for size in self.spacing):
-            raise ValueError(f"spacing is {self.spacing}; three positive sizes in mm are needed")
+            raise ValueError(f"spacing is {self.spacing}; it must be three positive sizes in mm")
 
     @staticmethod
     def spaced(text: str) -> "PrepareSettings":
-        """Returns the settings for a spacing as typed on the command line: source, median, or sizes as 1,1,1."""
+        """Returns the settings for a spacing as typed on the command line: source, median, or sizes such as 1,1,1."""
         try:
             if "," not in text:
                 return PrepareSettings(text)
@@ -82,16 +82,16 @@ class Intensity:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to each case, in training and in prediction alike."""
+    """What is done to each case, in training and in prediction."""
 
     modalities: tuple[str, ...]
     schemes: tuple[str, ...]  # per modality: "zscore", "ct", "clip", "volume" or "none"
     intensities: tuple[Intensity | None, ...]  # per modality, for "ct" and "clip"
     spacing: tuple[float, float, float] | None  # None: each case keeps its own
-    values: tuple[int, ...]  # the file's label for each class id, that of the ignore label last
+    values: tuple[int, ...]  # the file's label for each class id, the ignore label last
     has_ignore: bool
     locations: int
-    joined: tuple[tuple[int, int], ...] = ()  # values in the files that count as another value
+    joined: tuple[tuple[int, int], ...] = ()  # values in the files that are read as another value
     crop_to: tuple[int, ...] | None = None
     cut_labels: bool = field(default=False, compare=False)
 
@@ -106,7 +106,7 @@ class Recipe:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Recipe":
-        """Returns the recipe that `to_json` described."""
+        """Returns the recipe that `to_json` wrote."""
         intensities = tuple(None if one is None else Intensity(**one) for one in value["intensities"])
         lists = {key: tuple(value[key]) for key in ("modalities", "schemes", "values")}
         spacing, crop_to = (value.get(key) and tuple(value[key]) for key in ("spacing", "crop_to"))
@@ -117,20 +117,20 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """The survey of one case: its spacing (R, A, S), and CT intensities inside its labels."""
+    """The survey of one case: its spacing (R, A, S), and the CT intensities inside its labels."""
 
     spacing: tuple[float, float, float]
-    samples: tuple[np.ndarray, ...]  # one array per modality, empty where it is no CT
+    samples: tuple[np.ndarray, ...]  # one array per modality, empty if it is not CT
 
 
 def schemes_of(modalities: Sequence[str]) -> tuple[str, ...]:
-    """Returns how each modality is normalised: by its name, as in nnU-Net; "clip a:b" is ours."""
+    """Returns how to normalise each modality: its name decides, as in nnU-Net; "clip a:b" is our own."""
     known = {"ct": "ct", "nonorm": "none"}
     return tuple("clip" if _CLIP.match(name) else known.get(name.lower(), "zscore") for name in modalities)
 
 
 def _clipped(name: str, dataset: Dataset) -> Intensity | None:
-    """Returns the intensity by which a to b become 0 to 1, for a modality named "clip a:b"; None for other names."""
+    """Returns the intensity that maps a to b onto 0 to 1, for a modality named "clip a:b"; None for other names."""
     if not _CLIP.match(name):
         return None
     try:
@@ -138,7 +138,7 @@ def _clipped(name: str, dataset: Dataset) -> Intensity | None:
     except (IndexError, ValueError):
         low = high = 0.0
     if not -np.inf < low < high < np.inf:
-        raise DataError(dataset.root, f"modality {name!r} names no range; give two numbers, as in clip -160:240")
+        raise DataError(dataset.root, f"modality {name!r} gives no range; give two numbers, as in clip -160:240")
     return Intensity(low, high, low, high - low)
 
 
@@ -148,13 +148,13 @@ def needs_survey(dataset: Dataset, settings: PrepareSettings) -> bool:
 
 
 def _schemes(dataset: Dataset, settings: PrepareSettings) -> tuple[str, ...]:
-    """Returns how each modality is normalised."""
+    """Returns how to normalise each modality."""
     by_name = schemes_of(dataset.modalities)
     return by_name if settings.normalise == BY_NAME else (BY_VOLUME,) * len(by_name)
 
 
 def draft_recipe(dataset: Dataset, settings: PrepareSettings) -> Recipe:
-    """Returns the recipe without what only a survey can say."""
+    """Returns the recipe without the values that need a survey."""
     schemes = _schemes(dataset, settings)
     ignore = () if dataset.ignore_label is None else (dataset.ignore_label,)
     return Recipe(
@@ -176,7 +176,7 @@ def draft_recipe(dataset: Dataset, settings: PrepareSettings) -> Recipe:
 def finish_recipe(recipe: Recipe, dataset: Dataset, settings: PrepareSettings, findings: Sequence[Finding]) -> Recipe:
     """Returns the recipe completed by a survey of the cases: median spacing and CT intensities."""
     if not findings:
-        raise DataError(dataset.root, "no case could be read, so there is nothing to learn from; repair them")
+        raise DataError(dataset.root, "no case could be read, so there is nothing to learn from; repair the files")
     intensities: list[Intensity | None] = []
     for n, scheme in enumerate(recipe.schemes):
         inside = np.concatenate([finding.samples[n] for finding in findings])
@@ -206,7 +206,7 @@ def survey(case: Case, image: np.ndarray | None, ids: np.ndarray | None, recipe:
 
 
 def generator(*key: str | int) -> np.random.Generator:
-    """Returns a random generator seeded by the key alone: the same in any order and process."""
+    """Returns a random generator that depends on the key alone, not on order or process."""
     return np.random.default_rng([zlib.crc32(str(part).encode()) for part in key])
 
 

@@ -1,4 +1,4 @@
-"""Decides the recipe of a data set: by its headers alone, or by a survey of its files, which the cache keeps."""
+"""Decides the recipe of a data set, from its headers alone or by a survey of its files, which the cache keeps."""
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -37,11 +37,11 @@ class _Survey:
 def decide_recipe(
     dataset: Dataset, out: Path, settings: PrepareSettings, workers: int, progress: Progress, keep: bool = True
 ) -> tuple[Recipe, bool]:
-    """Returns the recipe, and whether the files were surveyed: where it depends on them, and they changed since.
+    """Returns the recipe, and whether files were surveyed, which happens if it depends on them and they have changed.
 
-    A case that is surveyed counts half to ``progress``: it is read once more when it is prepared.
+    A surveyed case counts as half done in ``progress``, since preparing it reads it once more.
 
-    keep: whether the survey's result is written into the cache folder ``out``.
+    keep: whether to write the survey's result into the cache folder ``out``.
     """
     draft = draft_recipe(dataset, settings)
     if not needs_survey(dataset, settings):
@@ -58,7 +58,7 @@ def decide_recipe(
         if stored["key"] == key:
             return Recipe.from_json(stored["recipe"]), False
     except (DataError, KeyError, TypeError):
-        pass  # none yet, or a file that cannot be read: its case is reported below
+        pass  # none yet, or an unreadable file, whose case is reported below
     findings, ended_ids, total = dict[str, Finding](), list[str](), len(dataset.cases)
 
     def beat(shares: dict[int, float]) -> None:
@@ -71,7 +71,7 @@ def decide_recipe(
                 raise case_lost_error(case, outcome)
             if isinstance(outcome, Finding):
                 findings[case.id] = outcome
-    in_order = [findings[name] for name in sorted(findings)]  # not in the order in which they ended
+    in_order = [findings[name] for name in sorted(findings)]  # not in the order in which they finished
     recipe = finish_recipe(draft, dataset, settings, in_order)
     if keep:
         with as_cache_error(out):
@@ -80,5 +80,5 @@ def decide_recipe(
 
 
 def case_lost_error(case: Case, why: WorkerDied) -> DataError:
-    """Returns the error of a case whose process ended without a result."""
+    """Returns the error for a case whose process ended without a result."""
     return DataError(case.images[0], f"could not be prepared: {why}; free memory, or use fewer --workers")

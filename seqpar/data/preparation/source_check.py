@@ -1,4 +1,4 @@
-"""Checks a data set's files as preparation reads them, and writes nothing."""
+"""Checks a data set's files as preparation would read them, without writing anything."""
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ def check_sources(
     workers: int | None = None,
     progress: Progress = no_progress,
 ) -> list[DataError]:
-    """Returns what is wrong with the files of a data set; each case is read and prepared in memory.
+    """Returns what is wrong with a data set's files; each case is read and prepared in memory.
 
-    Cases of the cache in ``out`` whose files have the bytes that they were prepared from are not prepared again.
+    A case of the cache in ``out`` is not prepared again if its files still have the same bytes.
     """
     workers = default_workers() if workers is None else workers
     total, done, faults, has_foreground = len(dataset.cases), 0, list[DataError](), False
@@ -67,6 +67,6 @@ class _Check:
         looks_the_same = record["sources"] == sources_of(case)
         for path, digest in zip(files_of(case), record["digests"]):
             if digest_file(path) != digest and looks_the_same:
-                raise DataError(path, "holds other bytes than when it was prepared, in as many and at the same time: "
-                                "it may be damaged; copy it again, or touch it if it is right")  # fmt: skip
+                raise DataError(path, "has other bytes than when it was prepared, but the same size and modification "
+                                "time: it may be damaged; copy it again, or touch it if it is right")  # fmt: skip
         return bool(record["locations"] if looks_the_same else prepare_case(case, self.recipe, tell).locations)

@@ -1,4 +1,4 @@
-"""The steps of preparation on arrays: normalise, resample, renumber; the inverse of each beside it.
+"""The steps of preparation on arrays: normalise, resample, renumber, each next to its inverse.
 
 Legend: ``c`` channels, ``W D H`` voxels (canonical), ``k`` classes. Every step takes the last three dims.
 """
@@ -13,13 +13,13 @@ from seqpar.data.boxes import Array
 
 
 def measure(channel: np.ndarray) -> tuple[float, float]:
-    """Returns mean and standard deviation of the voxels that are not zero; (0, 0) if all are."""
+    """Returns mean and standard deviation of the nonzero voxels; (0, 0) if there are none."""
     inside = channel[channel != 0].astype(np.float64)
     return (float(inside.mean()), float(inside.std())) if inside.size else (0.0, 0.0)
 
 
 def measure_all(channel: np.ndarray) -> tuple[float, float]:
-    """Returns mean and standard deviation of all voxels; the latter at least 1 / sqrt(their number)."""
+    """Returns mean and standard deviation of all voxels; the latter is at least 1 / sqrt(number of voxels)."""
     values = channel.astype(np.float64)
     return float(values.mean()), max(float(values.std()), 1 / float(np.sqrt(values.size)))
 
@@ -40,15 +40,15 @@ def denormalise(channel: np.ndarray, mean: float, std: float, keep_zero: bool) -
 
 
 def new_shape(shape: Sequence[int], spacing: Sequence[float], target: Sequence[float]) -> tuple[int, int, int]:
-    """Returns the number of voxels per direction after a change of spacing."""
+    """Returns the number of voxels in each direction after a change of spacing."""
     w, d, h = (max(1, round(n * old / new)) for n, old, new in zip(shape, spacing, target))
     return w, d, h
 
 
 def resample(array: Array, shape: Sequence[int], nearest: int | None = None) -> Array:
-    """Returns ``(…, W, D, H)`` on a grid of `shape` over the same extent, linearly.
+    """Returns ``(…, W, D, H)`` resampled linearly to a grid of `shape` over the same extent.
 
-    nearest: the direction, a number into `shape`, along which the nearest rows are taken.
+    nearest: the direction, as an index into `shape`, that takes the nearest rows instead.
     """
     for direction, size in enumerate(shape):
         dim = array.ndim - len(shape) + direction
@@ -58,10 +58,10 @@ def resample(array: Array, shape: Sequence[int], nearest: int | None = None) -> 
 
 
 def neighbours(extent: int, new_extent: int, nearest: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns for each voxel of a new grid the two old ones whose centres it lies between, and its share of the second.
+    """Returns for each voxel of a new grid the two old ones whose centres are around it, and the weight of the second.
 
-    Both grids span the same length; what lies outside of the first or last centre takes that voxel alone. With
-    `nearest`, each takes the one old voxel that it lies in.
+    Both grids span the same length; a voxel beyond the first or last centre takes that one alone. With `nearest`, each
+    takes the one old voxel that it is in.
     """
     if nearest:
         rows = nearest_rows(extent, new_extent)
@@ -72,13 +72,13 @@ def neighbours(extent: int, new_extent: int, nearest: bool = False) -> tuple[np.
 
 
 def nearest_rows(extent: int, new_extent: int) -> np.ndarray:
-    """Returns for each voxel of a new grid the old one that it lies in; both grids span the same length."""
+    """Returns for each voxel of a new grid the old one that it is in; both grids span the same length."""
     where = extent / new_extent * (np.arange(new_extent) + 0.5) - 0.5
     return np.clip(np.floor(where + 0.5).astype(np.int64), 0, extent - 1)
 
 
 def blend(array: Array, dim: int, below: np.ndarray, above: np.ndarray, weight: np.ndarray) -> Array:
-    """Returns rows along one dim, each between the rows `below` and `above`: the linear step of all resampling."""
+    """Interpolates linearly between the rows `below` and `above` of one dim."""
     shape = (-1, *(1,) * (array.ndim - 1 - dim))
     if isinstance(array, Tensor):
         lower, upper = (array.index_select(dim, torch.from_numpy(rows).to(array.device)) for rows in (below, above))
@@ -88,7 +88,7 @@ def blend(array: Array, dim: int, below: np.ndarray, above: np.ndarray, weight: 
 
 
 def resample_label(label: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """Returns a label ``(W, D, H)`` on another grid; each voxel gets the label with the largest linear weight."""
+    """Returns a label ``(W, D, H)`` on another grid, where each voxel gets the label with the largest linear weight."""
     if tuple(shape) == label.shape:
         return label
     best = np.full(tuple(shape), -1, np.float32)
@@ -101,9 +101,9 @@ def resample_label(label: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 
 
 def to_ids(label: np.ndarray, values: Sequence[int], joined: Sequence[tuple[int, int]] = ()) -> np.ndarray:
-    """Returns consecutive class ids: id n stands for the file's value ``values[n]``; all must be declared.
+    """Returns consecutive class ids: id n is the file's value ``values[n]``; all values must be declared.
 
-    joined: pairs of a value and the one that it counts as.
+    joined: pairs of a value and the one that it is read as.
     """
     most = max([*values, *(value for value, _ in joined)])
     table = np.zeros(most + 1, np.uint8 if len(values) <= 256 else np.int16)

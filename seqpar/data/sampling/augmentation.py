@@ -1,8 +1,8 @@
 """Augments a tile; what happens to it depends on its seed alone.
 
-A recipe says how often each step acts and how strongly; a step that does not act costs nothing. First the
-source (a crop that is larger than the tile) is warped or only cropped, then intensities change, then
-directions are mirrored. Intensity steps are batchgenerators' own where those are fast; further ones are in `choices`.
+A recipe says how often and how strongly each step acts; a step that does not act costs nothing. First the source (a
+crop larger than the tile) is warped or just cropped, then intensities change, then directions are mirrored. Intensity
+steps are batchgenerators' own where those are fast; extra ones are in `extra_steps`.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ INTENSITY_STEPS = ("noise", "blur", "brightness", "contrast", "low_resolution", 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Makes a tile of a source (a larger crop) and its label; ``augment`` builds one by name."""
+    """Makes a tile from a source (a larger crop) and its label; ``augment`` builds one by name."""
 
     recipe: AugmentationRecipe
     tile_size: Size
@@ -36,9 +36,9 @@ class Augmentation:
 
     def __post_init__(self) -> None:
         if len(self.tile_size) not in (2, 3) or min(self.tile_size) < 1:
-            raise ValueError(f"a tile has two or three sizes of 1 or more, got {self.tile_size}")
+            raise ValueError(f"a tile needs two or three sizes of at least 1, got {self.tile_size}")
         if self.order not in ORDERS.values():
-            raise ValueError(f"the interpolation order is 1 (linear) or 3 (cubic), got {self.order}")
+            raise ValueError(f"the interpolation order must be 1 (linear) or 3 (cubic), got {self.order}")
         for step, chance in self._chances():
             if not 0 <= chance.probability <= 1 or chance.low > chance.high:
                 raise ValueError(f"{step} needs a probability in 0..1 and low below high, got {chance}")
@@ -50,10 +50,10 @@ class Augmentation:
             return self.tile_size
         turn = self.recipe.rotation
         degrees = max(abs(turn.low), abs(turn.high)) if turn.probability else 0
-        return rotated_size(self.tile_size, degrees, 0.85)  # nnU-Net's bound: rare corners are cut
+        return rotated_size(self.tile_size, degrees, 0.85)  # nnU-Net's bound, which cuts off rare corners
 
     def needed_size(self, seed: int) -> Size:
-        """Returns the size of the crop that the tile of this seed needs, often the tile itself."""
+        """Returns the size of the crop that this seed's tile needs, often that of the tile itself."""
         draws = self._draws(seed)
         if "synthesis" in draws:
             return self.source_size
@@ -99,14 +99,14 @@ class Augmentation:
             yield name, step.chance
 
     def _draws(self, seed: int) -> dict[str, np.random.Generator]:
-        """Returns the steps that act, each with a generator of its own, so that no step shifts another's draws."""
+        """Returns the steps that act, each with its own generator, so that no step shifts another's draws."""
         rng = np.random.default_rng(seed)
         steps = [("synthesis", self.synthesis.probability if self.synthesis else 0.0)]
         for name, chance in self._chances():
             names = [f"mirror{d}" for d in range(len(self.tile_size))] if name == "mirror" else [name]
             steps += [(each, chance.probability) for each in names]
         draws: dict[str, np.random.Generator] = {}
-        num_further = len(self.recipe.further)  # drawn after the others, which stay the same with them
+        num_further = len(self.recipe.further)  # drawn last, so that they do not change the other draws
         for part in (steps[: len(steps) - num_further], steps[len(steps) - num_further :]):
             luck, seeds = rng.random(len(part)), rng.integers(2**63, size=len(part))
             draws |= {name: np.random.default_rng(s) for (name, share), u, s in zip(part, luck, seeds) if u < share}
@@ -170,32 +170,32 @@ def augment(
 
 
 def recipe_of(name: str) -> AugmentationRecipe:
-    """Returns the recipe ``none``, ``light``, ``full`` or ``paper``, with the further steps that follow a ``+``."""
+    """Returns the recipe ``none``, ``light``, ``full`` or ``paper``, with the extra steps that follow a ``+``."""
     first, *more = name.split("+")
     if first not in RECIPES:
         raise ValueError(f"an augmentation is one of {', '.join(RECIPES)}, got {first}")
     for step in more:
         if step not in EXTRA_STEPS or more.count(step) > 1:
-            raise ValueError(f"to {first} can be added, once each, {', '.join(EXTRA_STEPS)}; got {step}")
+            raise ValueError(f"{first} takes the extra steps {', '.join(EXTRA_STEPS)}, each at most once; got {step}")
     return replace(RECIPES[first](), further=tuple((step, EXTRA_STEPS[step]) for step in more))
 
 
 def _crop(image: Image, label: Label, size: Size) -> tuple[Image, Label]:
-    """Returns the middle, at most ``size``; an even number of voxels is cut off, so that the centre stays."""
+    """Returns the middle, at most ``size``; cuts off an even number of voxels, so that the centre stays."""
     size = tuple(min(s, n - (n - s) % 2) for s, n in zip(size, label.shape))
     middle = tuple(slice((n - s) // 2, (n - s) // 2 + s) for s, n in zip(size, label.shape))
     return image[(slice(None), *middle)], label[middle]
 
 
 def _around_one(rng: np.random.Generator, chance: Chance) -> float:
-    """Returns a factor, below one in half of the draws where the range allows (as batchgenerators does)."""
+    """Returns a factor that is below one in half of the draws if the range allows, as in batchgenerators."""
     if rng.random() < 0.5 and chance.low < 1:
         return rng.uniform(chance.low, min(1.0, chance.high))
     return rng.uniform(max(chance.low, 1.0), max(chance.high, 1.0))
 
 
 def _lower_resolution(image: Image, chance: Chance, rng: np.random.Generator) -> None:
-    """Replaces channels by themselves after nearest downsampling and linear upsampling."""
+    """Downsamples channels by the nearest voxel and upsamples them linearly."""
     for channel in image:
         if rng.random() < 0.5:
             zoom = rng.uniform(chance.low, chance.high)
@@ -206,7 +206,7 @@ def _lower_resolution(image: Image, chance: Chance, rng: np.random.Generator) ->
 
 
 def _transform(name: str, strength: tuple[float, float]) -> Any:
-    """Returns batchgenerators' transform, imported here because that takes a second."""
+    """Returns batchgenerators' transform, imported late because that takes a second."""
     from batchgenerators.transforms import color_transforms as color
     from batchgenerators.transforms import noise_transforms as noise
 
@@ -221,7 +221,7 @@ def _transform(name: str, strength: tuple[float, float]) -> Any:
 
 @contextlib.contextmanager
 def _global_seed(seed: int) -> Iterator[None]:
-    """Seeds the global generators that batchgenerators draws from, and restores their states afterwards."""
+    """Seeds the global generators that batchgenerators uses, and restores their states afterwards."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     np.random.seed(seed)
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""Augmentation recipes: how often each step acts on a tile, and how strongly."""
+"""Augmentation recipes: how often and how strongly each step acts on a tile."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Label = NDArray[Any]
 
 @dataclass(frozen=True)
 class Chance:
-    """How often a step acts, and between which strengths."""
+    """How often a step acts, and its range of strengths."""
 
     probability: float = 0.0
     low: float = 0.0
@@ -22,10 +22,10 @@ class Chance:
 
 @dataclass(frozen=True)
 class ExtraStep:
-    """A further step, which a recipe has where ``--augment`` names it.
+    """An extra step, which ``--augment`` adds to a recipe by name.
 
     ``change`` takes a tile's image ``c W D H``, its label ``W D H``, the strengths and a generator, and returns the
-    image, which it may change in place. ``chance``: how often the step acts, and between which strengths.
+    image, which it may change in place. ``chance``: how often the step acts, and its range of strengths.
     """
 
     change: Callable[[Image, Label, Chance, np.random.Generator], Image]
@@ -34,21 +34,21 @@ class ExtraStep:
 
 @dataclass(frozen=True)
 class AugmentationRecipe:
-    """The steps of an augmentation, in the order in which they act; then further ones, in theirs."""
+    """The steps of an augmentation in the order in which they act, then extra ones in their order."""
 
     rotation: Chance = Chance()  # degrees, about each axis
     scaling: Chance = Chance()  # below 1 enlarges; half of the draws are below
     elastic: Chance = Chance()  # alpha of batchgenerators
     elastic_sigma: tuple[float, float] = (9.0, 13.0)
     noise: Chance = Chance()  # standard deviation (batchgenerators calls it variance)
-    blur: Chance = Chance()  # sigma in voxels; a channel is spared half of the times
+    blur: Chance = Chance()  # sigma in voxels; skips each channel half of the time
     brightness: Chance = Chance()
     contrast: Chance = Chance()
-    low_resolution: Chance = Chance()  # zoom; a channel is spared half of the times
+    low_resolution: Chance = Chance()  # zoom; skips each channel half of the time
     gamma_inverted: Chance = Chance()
     gamma: Chance = Chance()
     mirror: Chance = Chance()  # of each direction
-    further: tuple[tuple[str, ExtraStep], ...] = ()  # by name; they act before tiles are mirrored
+    further: tuple[tuple[str, ExtraStep], ...] = ()  # by name; they act before mirroring
 
     @property
     def deforms(self) -> bool:
@@ -73,9 +73,9 @@ def light() -> AugmentationRecipe:
 
 
 def full() -> AugmentationRecipe:
-    """Returns nnU-Net's default list with its probabilities and ranges.
+    """Returns nnU-Net's default steps with its probabilities and ranges.
 
-    Its last step, zero background stays zero, depends on the data: it is the `keep_background` of an augmentation.
+    nnU-Net's last step, which keeps a zero background at zero, depends on the data: see `keep_background`.
     """
     return AugmentationRecipe(
         rotation=Chance(0.2, -30, 30),
@@ -96,5 +96,5 @@ def paper() -> AugmentationRecipe:
     return AugmentationRecipe(rotation=Chance(0.2, -30, 30), scaling=Chance(0.2, 0.7, 1.4), elastic=Chance(0.2, 0, 900))
 
 
-ORDERS = {"linear": 1, "cubic": 3}  # of the image's interpolation; labels take the nearest
+ORDERS = {"linear": 1, "cubic": 3}  # of the image's interpolation; labels take the nearest voxel
 RECIPES: dict[str, Callable[[], AugmentationRecipe]] = {"none": none, "light": light, "full": full, "paper": paper}

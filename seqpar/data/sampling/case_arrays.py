@@ -1,4 +1,4 @@
-"""What tiles are cut from: a case whose arrays are mapped."""
+"""CaseArrays: a case with memory-mapped arrays, from which tiles are cut."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class CaseArrays(Protocol):
-    """A prepared case, whose arrays are mapped on access."""
+    """A prepared case whose arrays are memory-mapped on access."""
 
     @property
     def id(self) -> str: ...
@@ -21,7 +21,7 @@ class CaseArrays(Protocol):
 
 @dataclass(frozen=True)
 class Unlabelled:
-    """A case whose voxels have no labels, as one that is all background."""
+    """A case without labels, seen as one that is all background."""
 
     case: CaseArrays
 

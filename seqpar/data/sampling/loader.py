@@ -1,8 +1,8 @@
-"""Loads this rank's parts of tiles; the ranks that share a tile share the work, each tile is prepared once.
+"""Loads this rank's parts of tiles. The ranks that share a tile share the work: each tile is prepared once.
 
-Micro-batch m of data index d holds the samples (m D + d) B + p, p < B, of its step: the global batch D B A is the
-same tiles however it is spread. A group's tiles are numbered over all steps, t; rank t % size prepares tile t. Over a
-pipe all its places get the parts, and prepare them together.
+Micro-batch m of data index d has the samples (m D + d) B + p, p < B, of its step, so that the global batch D B A is the
+same tiles however it is split. A group's tiles are numbered t over all steps; rank t % size prepares tile t. In a
+pipeline, all places get the parts and prepare them together.
 
 Legend: b tiles, c channels, n tokens, p voxels of a patch along one direction; ``n/s`` over the sequence group.
 """
@@ -34,9 +34,9 @@ class MicroBatch:
     step: int
     image: Tensor  # b n/s c p p p, float32
     label: Tensor  # b n/s p p p, class ids
-    samples: tuple[int, ...]  # the tiles' numbers in the step's global batch
+    samples: tuple[int, ...]  # the indices of the tiles in the step's global batch
     cases: tuple[str, ...]  # the ids of their cases
-    wait_s: float  # the longest that a rank waited for its workers
+    wait_s: float  # the longest time that a rank waited for its workers
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class _Preparation:
 class Loader:
     """An iterator over micro-batches, in order; a context manager that ends its workers.
 
-    layout: how a tile is cut into the parts of the ranks.
+    layout: how a tile is cut into parts.
     batch: tiles per sequence group in a micro-batch.
     steps: the steps to load, as a range.
     accumulate: micro-batches per step.
-    workers: processes of this rank; 0 prepares in this process, with the same result.
+    workers: processes of this rank; 0 prepares in this process, with the same results.
     prefetch: tiles that each worker prepares ahead.
     """
 
@@ -80,11 +80,11 @@ class Loader:
         _check(source, layout, mesh, batch, steps, accumulate, workers, prefetch, seed)
         self.source, self.layout, self.mesh = source, layout, mesh
         self.batch, self.accumulate, self.steps, self.seed = batch, accumulate, steps, seed
-        self.packing = Packing(replace(layout), source.channels, source.label_dtype)  # without what layout cached
+        self.packing = Packing(replace(layout), source.channels, source.label_dtype)  # without layout's cached values
         self._at = 0
-        self._coming: Callable[[], MicroBatch] | None = None  # takes what was begun
+        self._coming: Callable[[], MicroBatch] | None = None  # takes the micro-batch that was begun
         if workers:
-            importlib.import_module("scipy.ndimage")  # once here, not in every worker that is forked
+            importlib.import_module("scipy.ndimage")  # once here, not in every forked worker
         self._pool = Pool(
             _Preparation(source, self.packing),
             self._my_tiles(),
@@ -105,7 +105,7 @@ class Loader:
         return self.mesh.data.size * self.batch * self.accumulate
 
     def __len__(self) -> int:
-        """Returns how many micro-batches are left."""
+        """Returns the number of micro-batches left."""
         return len(self.steps) * self.accumulate - self._at + (self._coming is not None)
 
     def __iter__(self) -> "Loader":
@@ -119,9 +119,9 @@ class Loader:
         return self._load() if coming is None else coming()
 
     def begin_next(self) -> None:
-        """Prepares and uploads the next micro-batch, beside what the device still computes; all ranks call it.
+        """Prepares and uploads the next micro-batch while the device still computes; all ranks call it.
 
-        What fails is raised where that micro-batch is taken.
+        Errors are raised when that micro-batch is taken.
         """
         if self._coming is not None or not len(self):
             return
@@ -136,7 +136,7 @@ class Loader:
             self._coming = partial(_raise, error)
 
     def _load(self) -> MicroBatch:
-        """Returns the next micro-batch that was not begun."""
+        """Returns the next micro-batch, which was not begun."""
         step, micro = self.steps.start + self._at // self.accumulate, self._at % self.accumulate
         self._at += 1
         preparers = self._preparers(step, micro)
@@ -147,7 +147,7 @@ class Loader:
         return MicroBatch(step, image, label, samples, cases, wait_s)
 
     def close(self) -> None:
-        """Ends the workers; drops what they prepared ahead."""
+        """Ends the workers and drops what they have prepared ahead."""
         self._at, self._coming = len(self.steps) * self.accumulate, None
         self._pool.close()
 
@@ -163,7 +163,7 @@ class Loader:
         return [TileKey(self.seed, step, first + p) for p in range(self.batch)]
 
     def _preparers(self, step: int, micro: int) -> list[int]:
-        """Returns which rank of the group prepares each tile of a micro-batch."""
+        """Returns the rank of the group that prepares each tile of a micro-batch."""
         first = (step * self.accumulate + micro) * self.batch
         return [(first + p) % self.mesh.tile.size for p in range(self.batch)]
 
@@ -176,11 +176,11 @@ class Loader:
 
     @property
     def _counts(self) -> list[int]:
-        """Returns the tokens of each rank of the group that shares tiles: every place of a pipe gets them."""
+        """Returns the number of tokens of each rank that shares tiles: every place of a pipeline gets them."""
         return [self.layout.counts[rank % self.mesh.seq.size] for rank in range(self.mesh.tile.size)]
 
     def _prepare(self, preparers: list[int], image: Tensor, label: Tensor) -> float:
-        """Fills this rank's image and label of all tiles; returns the seconds that ranks waited for workers."""
+        """Fills this rank's image and label of all tiles; returns the seconds that ranks waited for their workers."""
         group, parts = self.mesh.tile, self.mesh.seq.size
         mine = [p for p, rank in enumerate(preparers) if rank == group.index]
         sizes = [0 if rank == group.index else count for rank, count in enumerate(self._counts)]
@@ -205,13 +205,13 @@ class Loader:
         return waited
 
     def _on_device(self, rows: Tensor) -> Tensor:
-        """Returns rows of a slot on the device; on a CPU they are the slot's own."""
+        """Returns rows of a slot on the device; on a CPU they stay in the slot."""
         if self.mesh.device.type == "cpu":
             return rows
         return rows.pin_memory().to(self.mesh.device, non_blocking=True)
 
     def _agree(self, fault: TaskFailure | None, waited: float) -> float:
-        """Returns the longest wait of all ranks; if any rank has a fault, all raise that of the first one."""
+        """Returns the longest wait of all ranks; if any rank has a fault, all ranks raise that of the first one."""
         world = self.mesh.world
         failed, wait_us = max_of_each_over_ranks((fault is not None, round(waited * 1e6)), world)
         if failed:
@@ -221,9 +221,9 @@ class Loader:
         return wait_us / 1e6
 
     def _exchange(self, leaving: Tensor, sent: list[int], preparers: list[int], image: Tensor, label: Tensor) -> None:
-        """Fills image and label with what other ranks prepared, by one all-to-all.
+        """Fills image and label with the tiles that other ranks prepared, by one all-to-all.
 
-        - ``leaving``: rows for the other ranks, ``sent`` of them to each, none to this one
+        - ``leaving``: rows for the other ranks, ``sent`` of them for each, none for this one
         """
         group, size = self.mesh.tile, image.shape[1]
         coming = [0 if rank == group.index else preparers.count(rank) * size for rank in range(group.size)]
@@ -235,7 +235,7 @@ class Loader:
 
 
 def _beside(load: Callable[[], MicroBatch], device: torch.device) -> Callable[[], MicroBatch]:
-    """Loads on a stream of its own; returns what hands the micro-batch to the stream that takes it."""
+    """Loads on a separate stream; returns a function that hands the micro-batch to the current stream."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         micro = load()
@@ -255,7 +255,7 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def start_method(device: torch.device) -> str:
-    """Returns how workers start; a process that uses a GPU must not be forked."""
+    """Returns how to start workers; a process that uses a GPU must not be forked."""
     return "fork" if device.type == "cpu" else "forkserver"
 
 
@@ -270,16 +270,21 @@ def _check(
     prefetch: int,
     seed: int,
 ) -> None:
-    """Raises ValueError, on all ranks alike, for arguments that do not fit."""
+    """Raises ValueError, the same on all ranks, for unusable arguments."""
     for name, value, least in (
         ("batch", batch, 1), ("accumulate", accumulate, 1), ("workers", workers, 0), ("prefetch", prefetch, 1),
         ("seed", seed, 0),
     ):  # fmt: skip
         if value < least:
-            raise ValueError(f"--{name} {value}: {least} or more is needed")
+            raise ValueError(f"--{name} {value}: it must be at least {least}")
     if steps.step != 1 or steps.start < 0:
-        raise ValueError(f"steps {steps} must count up by one, from 0 or later")
+        raise ValueError(f"steps {steps} must count up by one from 0 or more")
     if layout.num_ranks != mesh.seq.size:
-        raise ValueError(f"the layout cuts tiles for {layout.num_ranks} ranks, but the {mesh.seq} has {mesh.seq.size}")
+        num_ranks, group = layout.num_ranks, mesh.seq
+        raise ValueError(
+            f"the layout cuts tiles for {num_ranks} ranks, but the {group} has {group.size}; make both equal"
+        )
     if layout.tile != source.tile_size:
-        raise ValueError(f"tiles of {source.tile_size} come, but the layout cuts tiles of {layout.tile}: use one size")
+        raise ValueError(
+            f"the source makes tiles of {source.tile_size}, the layout cuts tiles of {layout.tile}; use one size"
+        )

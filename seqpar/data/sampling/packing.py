@@ -17,7 +17,7 @@ from seqpar.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class Packing:
-    """How image and label of a token lie in a row of ``row_bytes`` bytes: the image's float32 first."""
+    """How a row of ``row_bytes`` bytes stores a token's image and label: the image's float32 first."""
 
     layout: Layout
     channels: int
@@ -33,7 +33,7 @@ class Packing:
 
     @property
     def row_bytes(self) -> int:
-        return self.image_bytes + -(-self.label_bytes // 4) * 4  # aligned: every row starts at a multiple of 4
+        return self.image_bytes + -(-self.label_bytes // 4) * 4  # aligned: every row begins at a multiple of 4
 
     @property
     def tile_bytes(self) -> int:
@@ -47,7 +47,7 @@ class Packing:
         self._write(tile.label[None], label.view(_torch_type(self.label_dtype)))
 
     def _write(self, whole: np.ndarray, rows: Tensor) -> None:
-        """Writes the voxels of each token of c W D H into ``rows`` n (c p p p): boxes by one copy, chunks by two."""
+        """Writes the voxels of each token of c W D H into ``rows`` n (c p p p): one copy for boxes, two for chunks."""
         cells, dims = torch.from_numpy(whole), len(self.layout.patch)
         sides = [side for pair in zip(self.layout.grid, self.layout.patch) for side in pair]
         cells = cells.view(-1, *sides).permute(*range(1, 2 * dims, 2), 0, *range(2, 2 * dims + 1, 2))  # w d h c p p p

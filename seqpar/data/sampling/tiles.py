@@ -1,4 +1,4 @@
-"""Draws tiles: tile j of step i depends on (seed, i, j) alone, whichever process draws it and when.
+"""Draws tiles: tile j of step i depends on (seed, i, j) alone, whichever process draws it, whenever.
 
 Legend: c channels, W D H voxels.
 """
@@ -18,12 +18,12 @@ from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.sampling.case_arrays import CaseArrays
 from seqpar.data.sampling.volume_synthesis import VolumeSynthesis
 
-_DOMAIN = 0x7469_6C65  # "tile": keeps these numbers apart from whatever else is made of the same seed
+_DOMAIN = 0x7469_6C65  # "tile": separates these numbers from others made from the same seed
 FOREGROUND = 1 / 3  # nnU-Net's 33 % rule
 
 
 class Augmenting(Protocol):
-    """Makes a tile of a crop that is centred on it; the result depends on crop and seed alone."""
+    """Makes a tile from a crop centred on it; the result depends on crop and seed alone."""
 
     @property
     def tile_size(self) -> tuple[int, ...]: ...
@@ -34,14 +34,14 @@ class Augmenting(Protocol):
 
 
 class TileKey(NamedTuple):
-    """All that a tile depends on: sample ``sample`` of the global batch of step ``step``."""
+    """Everything that a tile depends on: it is sample ``sample`` of the global batch of step ``step``."""
 
     seed: int
     step: int
     sample: int
 
     def seeds(self) -> tuple[int, int, int]:
-        """Returns independent seeds: of the place, of the augmentation, of global generators."""
+        """Returns independent seeds: for the position, the augmentation and global generators."""
         words = np.random.SeedSequence((_DOMAIN, *self)).generate_state(3, np.uint64)
         return int(words[0]), int(words[1]), int(words[2])
 
@@ -55,32 +55,32 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class TileSource:
-    """Draws tiles from cases; holds no open file, so that it can be sent to a worker.
+    """Draws tiles from cases; has no open files, so that it can be sent to a worker.
 
-    A case is drawn uniformly; with probability ``foreground`` a class of those in the case, then one of its stored
-    voxels as the tile's centre; otherwise, and where a case has no foreground, a uniform position.
+    Draws a case uniformly. With probability ``foreground``, it then draws one of the case's classes and centres the
+    tile on one of its stored voxels; otherwise, or if the case has no foreground, the position is uniform.
 
-    ``step_tiles``: the tiles of a step of which the last are centred, as many as are the share ``foreground`` of them
-    (nnU-Net's rounding); 0: each by chance.
+    ``step_tiles``: the number of tiles in a step, of which the last are centred, as many as the share ``foreground``
+    says (nnU-Net's rounding); 0: each tile by chance.
     """
 
     cases: tuple[CaseArrays, ...]
     augmentation: Augmenting
     channels: int
-    num_values: int  # of the label: classes, and the ignore label where there is one
+    num_values: int  # of the label: classes, and the ignore label if there is one
     foreground: float = FOREGROUND
-    synthesis: VolumeSynthesis | None = None  # per volume; per tile it is the augmentation's
+    synthesis: VolumeSynthesis | None = None  # per volume; synthesis per tile belongs to the augmentation
     step_tiles: int = 0
-    from_middle: bool = False  # each tile is cut from the middle of its case
+    from_middle: bool = False  # cut each tile from the middle of its case
 
     def __post_init__(self) -> None:
         if not self.cases:
-            raise ValueError("there are no cases to train on: choose another fold")
+            raise ValueError("there are no cases to train on; choose another fold")
         if not 0 <= self.foreground <= 1:
-            raise ValueError(f"foreground is {self.foreground}; a share from 0 to 1 is needed")
+            raise ValueError(f"foreground is {self.foreground}; it must be a share from 0 to 1")
         names = [case.id for case in self.cases]
         if names != sorted(set(names)):
-            raise ValueError("cases must be sorted by id and each there once: tiles are drawn by their number")
+            raise ValueError("cases must be sorted by id and unique, since tiles are drawn by their index")
 
     @classmethod
     def of(
@@ -91,14 +91,14 @@ class TileSource:
         foreground: float = FOREGROUND,
         synthesis: VolumeSynthesis | None = None,
     ) -> "TileSource":
-        """Returns the source of tiles of some cases of a cache."""
+        """Returns a source of tiles from some cases of a cache."""
         unknown = sorted(set(ids) - set(dataset.cases))
         if unknown:
-            raise ValueError(f"case {unknown[0]} is not in the cache {dataset.path}: prepare it, or correct the split")
+            raise ValueError(f"case {unknown[0]} is not in the cache {dataset.path}; prepare it, or correct the split")
         outside = dataset.ignore_label or 0
         if augmentation.outside_label != outside:
             raise ValueError(
-                f"voxels outside of a case get label {augmentation.outside_label}; {outside} is needed here: "
+                f"voxels outside a case get the label {augmentation.outside_label}, but {outside} is needed; "
                 f"make the augmentation with outside_label={outside}"
             )
         cases = tuple(dataset.cases[name] for name in sorted(set(ids)))
@@ -111,7 +111,7 @@ class TileSource:
 
     @property
     def label_dtype(self) -> np.dtype[Any]:
-        """Returns the labels' type, known before any file is read."""
+        """Returns the type of labels, which is known before any file is read."""
         return np.dtype(np.uint8 if self.num_values <= 256 else np.int16)
 
     def case_of(self, key: TileKey) -> str:
@@ -119,7 +119,7 @@ class TileSource:
         return self._choose(np.random.default_rng(key.seeds()[0])).id
 
     def draw(self, key: TileKey) -> Tile:
-        """Returns the tile; raises DataError with the case's id if its files cannot be used."""
+        """Returns a tile; raises DataError with the case's id if its files cannot be used."""
         place_seed, augmentation_seed, global_seed = key.seeds()
         rng = np.random.default_rng(place_seed)
         case = self._choose(rng)
@@ -139,14 +139,14 @@ class TileSource:
         image, label = case.image, case.label
         if image.shape != (self.channels, *label.shape) or label.ndim != len(self.tile_size):
             raise DataError(
-                f"case {case.id}", f"image {image.shape} and label {label.shape} do not fit {self.channels} channels "
+                f"case {case.id}", f"image {image.shape} and label {label.shape} do not match {self.channels} channels "
                 f"and a tile {self.tile_size}; prepare the data again"
             )  # fmt: skip
         start = self._place(case, label.shape, rng, sample)
         need = self.augmentation.needed_size(seed)
         low = [s - (n - t) // 2 for s, n, t in zip(start, need, self.tile_size)]
         outside = self.augmentation.outside_label
-        # drawn after the place, which so stays the same with it
+        # drawn after the position, so that the position does not depend on it
         if self.synthesis and rng.random() < self.synthesis.labels.probability:
             image, label = self.synthesis.read(case, low, need, outside, int(rng.integers(2**63)))
         else:
@@ -155,13 +155,13 @@ class TileSource:
         return Tile(np.ascontiguousarray(image, np.float32), np.ascontiguousarray(label, self.label_dtype))
 
     def _is_centred(self, rng: np.random.Generator, sample: int) -> bool:
-        """Returns whether a tile's centre is a labelled voxel."""
+        """Returns whether to centre a tile on a labelled voxel."""
         if self.step_tiles:
             return sample >= round(self.step_tiles * (1 - self.foreground))
         return rng.random() < self.foreground
 
     def _place(self, case: CaseArrays, shape: tuple[int, ...], rng: np.random.Generator, sample: int) -> list[int]:
-        """Returns the tile's first voxel; as in nnU-Net, a tile centred on foreground keeps to the lower bound only."""
+        """Returns the tile's first voxel; as in nnU-Net, a tile centred on foreground respects only the lower bound."""
         bounds = [position_bounds(n, t) for n, t in zip(shape, self.tile_size)]
         if self.from_middle:
             return middle_of(shape, self.tile_size)
@@ -175,13 +175,13 @@ class TileSource:
 
 
 def position_bounds(extent: int, tile: int) -> tuple[int, int]:
-    """Returns the smallest and largest first voxel of a tile along one direction; a smaller case is centred in it."""
+    """Returns the smallest and the largest first voxel of a tile in one direction; a smaller case is centred in it."""
     lacking = max(0, tile - extent)
     return -((lacking + 1) // 2), max(0, extent - tile) - lacking // 2
 
 
 def middle_of(shape: Sequence[int], tile: Sequence[int]) -> list[int]:
-    """Returns the first voxel of the tile in the middle of a case, negative where the tile is longer."""
+    """Returns the first voxel of the tile in the middle of a case, negative if the tile is larger."""
     return [(extent - side) // 2 for extent, side in zip(shape, tile)]
 
 
@@ -191,7 +191,7 @@ def _which_tile(case: CaseArrays, key: TileKey) -> str:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seeds the global generators for transforms that draw from them, and restores their states afterwards."""
+    """Seeds the global generators for transforms that use them, and restores their states afterwards."""
     numpy_state, python_state, torch_state = np.random.get_state(), random.getstate(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)

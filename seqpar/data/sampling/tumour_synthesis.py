@@ -1,4 +1,4 @@
-"""Synthetic tumours after Hou et al.: removes the real lesion's contrast and adds it elsewhere."""
+"""Synthetic tumours as in Hou et al.: removes the contrast of real lesions and adds it elsewhere."""
 
 import re
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ _WHOLE = re.compile("wt|whole[ _-]?tumou?r", re.IGNORECASE)
 class TumourSynthesis:
     """Replaces real lesions by fake ones of the same contrast, channel by channel.
 
-    ``healthy`` and ``lesion`` are label values; where 0 counts as healthy, only voxels that are not 0 in all
-    channels do. The real lesion becomes ``healthy[0]``, the fake one ``fake`` (default: ``lesion[0]``).
+    ``healthy`` and ``lesion`` are label values; if 0 counts as healthy, voxels that are 0 in all channels do not. The
+    real lesion becomes ``healthy[0]``, the fake one ``fake`` (default: ``lesion[0]``).
     """
 
     healthy: tuple[int, ...] = (1,)
     lesion: tuple[int, ...] = (2,)
     fake: int | None = None
     probability: float = 0.5
-    smallest: float = 0.05  # share of the volume from which a fake lesion is cut; the largest is 0.2 more
+    smallest: float = 0.05  # smallest share of the volume for a fake lesion; the largest is 0.2 more
 
     def __post_init__(self) -> None:
         if not self.healthy or not self.lesion or set(self.healthy) & set(self.lesion):
@@ -49,7 +49,7 @@ class TumourSynthesis:
     def __call__(
         self, image: NDArray[np.float32], label: NDArray[Any], rng: np.random.Generator
     ) -> tuple[NDArray[np.float32], NDArray[Any]]:
-        """Returns changed copies, or the same arrays if lesion or healthy tissue is missing."""
+        """Returns changed copies, or the same arrays if there is no lesion or no healthy tissue."""
         real, healthy = np.isin(label, self.lesion), np.isin(label, self.healthy)
         if 0 in self.healthy:
             healthy &= image.any(0)
@@ -63,7 +63,7 @@ class TumourSynthesis:
         change = ndimage.uniform_filter(real.astype(np.float32), block) - ndimage.uniform_filter(
             fake.astype(np.float32), block
         )
-        change *= real | healthy  # what is neither (air) keeps its value
+        change *= real | healthy  # other voxels (air) keep their values
         new = label.copy()
         new[real] = self.healthy[0]
         new[fake] = self.painted
@@ -72,33 +72,33 @@ class TumourSynthesis:
 
     @classmethod
     def of(cls, dataset: PreparedDataset, probability: float) -> "TumourSynthesis":
-        """Returns the synthesis that a data set's labels allow: whole brain tumours, or the lesion of one organ."""
+        """Returns the synthesis that suits a data set's labels: whole brain tumours, or lesions of one organ."""
         lesions = {n for name, n in dataset.labels.items() if n and _LESION.search(name)}
         others = sorted(set(dataset.labels.values()) - lesions - {0})
         for (name, members), drawn in zip(dataset.regions.items(), dataset.regions_class_order):
-            if _WHOLE.fullmatch(name):  # nested labels: a fake one is of the outermost alone
+            if _WHOLE.fullmatch(name):  # nested labels: a fake lesion gets only the outermost
                 synthesis = cls((0,), members, drawn, probability)
                 break
         else:
             if dataset.regions or len(lesions) != 1 or len(others) > 1:
                 raise ValueError(
                     f"--synthesis {probability:g}: the labels of {dataset.name} ({', '.join(dataset.labels)}) do not "
-                    "tell a lesion from healthy tissue; needed are a region WT (whole tumour), or one label named "
-                    "tumour, lesion or cancer and at most one other, the organ: leave it out"
+                    "tell lesions from healthy tissue: a region WT (whole tumour) is needed, or one label named "
+                    "tumour, lesion or cancer and at most one other, the organ; remove the flag"
                 )
             synthesis = cls(tuple(others) or (0,), tuple(lesions), None, probability)
         if synthesis.healthy == (0,) and set(dataset.recipe.schemes) != {"zscore"}:
             raise ValueError(
                 f"--synthesis {probability:g}: {dataset.name} labels no organ, and without z-scores ("
-                f"{', '.join(dataset.recipe.schemes)}) zero does not tell tissue from air: leave it out"
+                f"{', '.join(dataset.recipe.schemes)}) zero does not tell tissue from air; remove the flag"
             )
         return synthesis
 
     def _region(self, rng: np.random.Generator, size: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Returns the mask of a fake lesion: the lowest voxels of smooth noise, a drawn share of all."""
+        """Returns the mask of a fake lesion: the lowest voxels of smooth noise, a random share of all."""
         share = self.draw_share(rng)
         return lowest_voxels(rng, size, block_of(size), share)
 
     def draw_share(self, rng: np.random.Generator) -> float:
-        """Returns the share of the volume from which a fake lesion is cut, mostly the smallest."""
+        """Returns a random share of the volume for a fake lesion, mostly the smallest."""
         return float(np.clip(rng.normal(0.01, 0.01) + rng.normal(0, 0.05), self.smallest, self.smallest + 0.2))

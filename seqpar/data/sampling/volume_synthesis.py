@@ -1,7 +1,7 @@
-"""Synthetic tumours per volume, as Hou et al. released them: contrast and fake lesion are those of the whole case.
+"""Synthetic tumours per volume, as in the code of Hou et al.: contrast and fake lesion are those of the whole case.
 
-A tile gets its part of the changed case: what a tile alone does not tell (mean intensities, the percentile of the
-noise) is taken from the whole, once for each case, so that no changed case is ever held.
+A tile gets its part of the changed case. What a tile alone does not show (mean intensities, the noise's percentile)
+is computed once from the whole case, so that no changed case is ever stored.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from seqpar.late_import import late
 
 ndimage = late("scipy.ndimage")
 Arrays = tuple[NDArray[np.float32], NDArray[Any]]
-_SLABS = 32  # in which a case is read for its means
+_SLABS = 32  # pieces in which a case is read for its means
 
 
 @dataclass(frozen=True)
 class VolumeSynthesis:
-    """Replaces the lesions of a whole case by fake ones as much darker than the organ as the real ones are.
+    """Replaces the lesions of a whole case by fake ones that are as much darker than the organ as the real ones.
 
-    A case whose lesions are not darker than the organ in every channel, or that has none, stays as it is. ``labels``:
-    which label values are the organ and the lesion, how often a tile gets a fake one, and how large it is.
+    A case without lesions, or whose lesions are not darker than the organ in every channel, stays unchanged.
+    ``labels``: the label values of organ and lesion, how often a tile gets a fake lesion, and how large it is.
     """
 
     labels: TumourSynthesis
@@ -36,23 +36,23 @@ class VolumeSynthesis:
 
     def __post_init__(self) -> None:
         if 0 in self.labels.healthy:
-            raise ValueError("synthesis per volume needs an organ that is labelled: 0, the background, is none")
+            raise ValueError("synthesis per volume needs a labelled organ; 0 is the background")
 
     @classmethod
     def of(cls, dataset: PreparedDataset, probability: float) -> "VolumeSynthesis":
-        """Returns the synthesis that a data set's labels allow."""
+        """Returns the synthesis that suits a data set's labels."""
         labels = TumourSynthesis.of(dataset, probability)
         if 0 in labels.healthy:
             raise ValueError(
-                f"--synthesis-per volume: {dataset.name} labels no organ around its lesions ("
-                f"{', '.join(dataset.labels)}), of which they would be darker: use --synthesis-per tile"
+                f"--synthesis-per volume: {dataset.name} does not label the organ around its lesions ("
+                f"{', '.join(dataset.labels)}), which must be brighter than they are; use --synthesis-per tile"
             )
         return cls(labels)
 
     def read(self, case: CaseArrays, first: Sequence[int], size: Sequence[int], outside: int, seed: int) -> Arrays:
-        """Returns a box of the changed case, which may reach beyond it; ``outside``: the label there.
+        """Returns a box of the changed case; it may reach beyond the case, where the label is ``outside``.
 
-        - ``first``: the box's first voxel, negative where it begins before the case
+        - ``first``: the box's first voxel, negative if it begins before the case
         - ``seed``: of the fake lesion
         """
         whole_image, whole_label = case.image, case.label
@@ -62,7 +62,7 @@ class VolumeSynthesis:
         rng, block = np.random.default_rng(seed), block_of(whole_label.shape)
         share = self.labels.draw_share(rng)
         noise = SmoothNoise(rng, whole_label.shape, block)
-        # as far beyond the box as edges are blurred; at the ends of the case they are mirrored, as by the whole
+        # beyond the box as far as edges are blurred; mirrored at the ends of the case, as for the whole
         starts = [min(max(0, at - block), side - 1) for at, side in zip(first, whole_label.shape)]
         near = tuple(
             slice(start, max(start + 1, min(side, at + length + block)))
@@ -78,7 +78,7 @@ class VolumeSynthesis:
         return read_box(image, inner, size, 0), read_box(label, inner, size, outside)
 
     def _contrast(self, case: CaseArrays) -> NDArray[np.float32]:
-        """Returns by how much the organ is brighter than the lesion, in each channel; NaN where one is missing."""
+        """Returns how much brighter the organ is than the lesion in each channel; NaN if one of them is missing."""
         if case.id not in self._contrasts:
             image, label = case.image, case.label
             sums, counts = np.zeros((2, len(image))), np.zeros(2)

@@ -1,7 +1,7 @@
 """Rotates, scales and deforms a tile in one resampling.
 
-A warp maps each voxel of the tile to a point in the source, the larger crop that it is sampled from. Both are measured
-in voxels from the middle of their array.
+A warp maps each voxel of the tile to a point in the source, the larger crop that it is sampled from. Both are given in
+voxels from the middle of their array.
 """
 
 import itertools
@@ -27,7 +27,7 @@ class Warp:
     offsets: NDArray[np.float32] | None = None
 
     def reach(self, tile_size: Size) -> Size:
-        """Returns the size of the smallest centred source that holds all points of the warp, of the tile's parity."""
+        """Returns the size of the smallest centred source, of the tile's parity, with all points of the warp."""
         half = (np.asarray(tile_size) - 1) / 2
         if self.offsets is not None:
             half = half + np.abs(self.offsets).reshape(len(tile_size), -1).max(1)
@@ -35,12 +35,12 @@ class Warp:
 
 
 def match_parity(size: Any, tile_size: Size) -> Size:
-    """Returns ``size`` enlarged to at least the tile's and to its parity, so that their middle voxels agree."""
+    """Returns ``size`` enlarged to at least the tile's size and to its parity, so that both have the same middle."""
     return tuple(n + 2 * max(0, int(np.ceil((s - n) / 2 - 1e-6))) for s, n in zip(size, tile_size))
 
 
 def rotate(angles: list[float], dims: int) -> NDArray[np.float64]:
-    """Returns the matrix that rotates in each plane of two directions in turn, by ``angles`` in degrees."""
+    """Returns the matrix that rotates in each plane in turn, by ``angles`` in degrees."""
     matrix = np.eye(dims)
     for angle, (i, j) in zip(angles, itertools.combinations(range(dims), 2)):
         rotation, radians = np.eye(dims), np.deg2rad(angle)
@@ -51,7 +51,7 @@ def rotate(angles: list[float], dims: int) -> NDArray[np.float64]:
 
 
 def rotated_size(tile_size: Size, degrees: float, smallest_scale: float) -> Size:
-    """Returns nnU-Net's source size: that of the tile rotated about one axis, divided by the smallest scale."""
+    """Returns nnU-Net's source size: the tile's, rotated about one axis, divided by the smallest scale."""
     tile = np.asarray(tile_size, float)
     largest, radians = tile.copy(), np.deg2rad(min(degrees, 90))
     for i, j in itertools.combinations(range(len(tile_size)), 2):
@@ -65,8 +65,8 @@ def rotated_size(tile_size: Size, degrees: float, smallest_scale: float) -> Size
 def draw_offsets(rng: np.random.Generator, tile_size: Size, alpha: float, sigma: float) -> NDArray[np.float32]:
     """Returns offsets ``(direction, *coarse)``: ``alpha`` times noise blurred by ``sigma``.
 
-    They are drawn on a coarse grid of ``sigma / 3`` voxels, enough for a field so smooth. Their standard deviation is
-    that of batchgenerators, which blurs uniform noise.
+    They are drawn on a coarse grid of ``sigma / 3`` voxels, enough for so smooth a field. Their standard
+    deviation is that of batchgenerators, which blurs uniform noise.
     """
     step = max(1.0, sigma / 3)
     margin = int(np.ceil(3 * sigma / step))
@@ -89,10 +89,10 @@ def _kernel(width: float) -> NDArray[np.float64]:
 def apply_warp(
     warp: Warp, image: NDArray[np.float32], label: NDArray[Any], tile_size: Size, order: int, outside: int
 ) -> tuple[NDArray[np.float32], NDArray[Any]]:
-    """Returns the image and label that the warp samples for the tile.
+    """Returns the tile's image and label, sampled by the warp.
 
     - ``order``: of the spline for the image; the label takes the nearest voxel
-    - ``outside``: label of points outside of the source, where the image is 0
+    - ``outside``: the label of points outside the source, where the image is 0
     """
     places = _places(warp, tile_size)
     source_half = [(n - 1) / 2 for n in label.shape]
@@ -105,13 +105,13 @@ def apply_warp(
         warped = np.stack([ndimage.map_coordinates(c, indices, order=order, mode="constant") for c in image])
     shifted = torch.from_numpy(
         (label.astype(np.float32) - outside)[None, None]
-    )  # so that 0, which fills outside, stands for ``outside``
+    )  # so that 0, which grid_sample fills in outside, means ``outside``
     nearest = F.grid_sample(shifted, grid, mode="nearest", align_corners=True)[0, 0].numpy()
     return warped, (nearest + outside).astype(label.dtype)
 
 
 def _places(warp: Warp, tile_size: Size) -> list[torch.Tensor]:
-    """Returns the coordinates in the source of each voxel of the tile, one tensor per direction."""
+    """Returns the source coordinates of each voxel of the tile, one tensor per direction."""
     dims = len(tile_size)
     axes = [torch.arange(n, dtype=torch.float32) - (n - 1) / 2 for n in tile_size]
     start = [a.reshape([-1 if d == i else 1 for d in range(dims)]) for i, a in enumerate(axes)]

@@ -1,20 +1,18 @@
-"""Runs tasks ahead of need in processes; they never outlive this one, and a killed one is reported as a fault.
+"""Runs tasks ahead of time in processes; they never outlive this one, and a killed one is reported as a fault.
 
-Results lie in shared memory, not in pipes, so that workers prepare ahead while nobody reads.
+Results are in shared memory, not in pipes, so that workers can prepare ahead while nobody reads.
 """
 
 import mmap
 import multiprocessing
 import os
-import select
 import signal
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -24,23 +22,21 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from seqpar.data.errors import DataError
-from seqpar.data.workers import die_with_parent
+from seqpar.parallel.processes import start_worker
 
 Task = TypeVar("Task")
 Consumed = TypeVar("Consumed", contravariant=True)
-# A scheduler warns every process of a job; whether work goes on is the parent's to decide.
-_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Work(Protocol[Consumed]):
-    """What workers do: writes the result of a task into ``slot``, as bytes."""
+    """What workers do: writes the result of a task into ``slot`` as bytes."""
 
     def __call__(self, task: Consumed, slot: Tensor) -> None: ...
     def describe(self, task: Consumed) -> str: ...
 
 
 class TaskFailure(NamedTuple):
-    """Why a task failed, as text that can be sent between processes."""
+    """Why a task failed, as text that processes can send each other."""
 
     kind: str  # data, memory or crash
     path: str
@@ -52,16 +48,16 @@ class TaskFailure(NamedTuple):
         if isinstance(error, DataError):
             return cls("data", error.path, error.problem)
         if isinstance(error, MemoryError):
-            return cls("memory", "", f"no memory left for {what}: {_MEMORY}")
+            return cls("memory", "", f"no memory left for {what}; {_MEMORY}")
         return cls("crash", "", f"{what} failed:\n{''.join(traceback.format_exception(error))}")
 
     @classmethod
     def of_exit(cls, code: int | None, what: str) -> "TaskFailure":
         """Returns the fault of a worker process that ended with ``code``."""
         if code == -signal.SIGKILL:
-            return cls("memory", "", f"a worker was killed at {what}, as happens when memory runs out: {_MEMORY}")
+            return cls("memory", "", f"a worker was killed at {what}, probably for lack of memory; {_MEMORY}")
         if code == -signal.SIGBUS:
-            problem = "its files end too early or cannot be read (SIGBUS); run prepare with --check on the cache"
+            problem = "its files are too short or unreadable (SIGBUS); run prepare with --check on the cache"
             return cls("data", what, problem)
         return cls("crash", "", f"a worker ended with exit code {code} at {what}")
 
@@ -76,11 +72,11 @@ _MEMORY = "use fewer --workers, or ask for more memory"
 
 
 class Slots:
-    """Memory that processes share: ``count`` slots of ``size`` bytes, freed when the last process ends."""
+    """Shared memory of ``count`` slots of ``size`` bytes, freed when the last process ends."""
 
     def __init__(self, count: int, size: int, fd: int | None = None) -> None:
         if fd is None:
-            fd = os.memfd_create("seqpar-tiles") if hasattr(os, "memfd_create") else -1  # -1: for forks only
+            fd = os.memfd_create("seqpar-tiles") if hasattr(os, "memfd_create") else -1  # -1: only forks can share it
             if fd >= 0:
                 os.ftruncate(fd, count * size)
         self.count, self.size, self._fd = count, size, fd
@@ -103,7 +99,7 @@ def _attach(fd: Any, count: int, size: int) -> Slots:
 class Pool(Generic[Task]):
     """Yields the results of tasks in order, prepared ahead by worker processes.
 
-    Worker k % workers does task k and writes it into slot k % slots: nothing depends on which worker is faster.
+    Worker k % workers does task k and writes it into slot k % slots, so that nothing depends on the workers' speed.
 
     size: bytes of a result.
     workers: processes; 0 works in this one.
@@ -117,15 +113,14 @@ class Pool(Generic[Task]):
         self._work, self._tasks, self._taken = work, tasks, 0
         self._slots = Slots(max(1, workers * depth), size)
         self._sent: dict[int, Task] = {}
-        context = multiprocessing.get_context(method)
-        context.set_forkserver_preload([__name__])  # torch is then imported once, not by each worker
-        self._staff = [_Worker(context, work, self._slots) for _ in range(workers)]
-        self._stop = Finalize(self, _stop, (list(self._staff),), exitpriority=10)  # before daemons are asked to end
+        multiprocessing.set_forkserver_preload([__name__])  # imports torch once, not in each worker
+        self._staff = [_Worker(*start_worker(_serve, (work, self._slots), method)) for _ in range(workers)]
+        self._stop = Finalize(self, _stop, (list(self._staff),), exitpriority=10)  # before daemons are terminated
         for number in range(self._slots.count if workers else 0):
             self._send(number)
 
     def take(self) -> Tensor | TaskFailure:
-        """Returns the next result, bytes that stay valid until ``release``, or why the task failed."""
+        """Returns the next result as bytes that stay valid until ``release``, or why the task failed."""
         slot = self._slots[self._taken]
         if not self._staff:
             return run_task(self._work, next(self._tasks), slot) or slot
@@ -156,25 +151,15 @@ class Pool(Generic[Task]):
             self._staff[number % len(self._staff)].ask(number, task)
 
 
+@dataclass(frozen=True)
 class _Worker:
     """A process and this end of its pipe."""
 
-    def __init__(self, context: BaseContext, work: Work[Any], slots: Slots) -> None:
-        self.pipe, theirs = context.Pipe()
-        forked = context.get_start_method() == "fork"
-        # The handlers of this process must not run in a fork of it: signals wait until it has its own.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS)
-        try:
-            self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-                target=_serve, args=(theirs, work, slots, os.getpid() if forked else None), daemon=True
-            )
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
+    process: BaseProcess
+    pipe: Connection
 
     def ask(self, number: int, task: object) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it is dead: reported when its result is due
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has died, which is reported when its result is due
             self.pipe.send((number, task))
 
     def answer(self, what: str) -> TaskFailure | None:
@@ -203,14 +188,8 @@ def run_task(work: Work[Task], task: Task, slot: Tensor) -> TaskFailure | None:
     return None
 
 
-def _serve(pipe: Connection, work: Work[Any], slots: Slots, parent: int | None) -> None:
-    """Runs the tasks that arrive until the other process is gone; ``parent`` is its id if we are its fork."""
-    if parent is not None:
-        die_with_parent(parent)
-    threading.Thread(target=_watch, args=(pipe.fileno(),), daemon=True).start()
-    for name in _PARENTS:
-        signal.signal(name, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS)
+def _serve(pipe: Connection, work: Work[Any], slots: Slots) -> None:
+    """Runs the tasks that arrive until the other process is gone."""
     torch.set_num_threads(1)
     with threadpool_limits(1):
         while True:
@@ -219,11 +198,3 @@ def _serve(pipe: Connection, work: Work[Any], slots: Slots, parent: int | None) 
             except (EOFError, ConnectionResetError):
                 return
             pipe.send(run_task(work, task, slots[number]))
-
-
-def _watch(pipe: int) -> None:
-    """Ends this process once nobody holds the other end of the pipe, even in the middle of a task."""
-    poller = select.poll()
-    poller.register(pipe, 0)  # a hang-up is told in any case
-    poller.poll()
-    os._exit(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from seqpar.parallel.mesh import Mesh
     from seqpar.prediction.case_stream import Request
     from seqpar.prediction.run_average import EnsembleMember
+    from seqpar.report.record import RunRecord
+    from seqpar.report.run_page import FinishedPage
+    from seqpar.report.several_runs import Comparison
     from seqpar.settings.config import Config
     from seqpar.tasks.classify.validation import ClassValidation
     from seqpar.tasks.training_data import TrainingData
@@ -114,3 +117,13 @@ class Classification(Task):
 
         self.refuse_idle_flags("evaluate", options, "the predictions are classes, not label maps")
         return ClassEvaluation(options).run()
+
+    def page(self, options: argparse.Namespace, record: RunRecord) -> FinishedPage:
+        from seqpar.tasks.classify.page import class_page
+
+        return class_page(options, record)
+
+    def compare(self, records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
+        from seqpar.tasks.classify.page import compare_classifiers
+
+        return compare_classifiers(records, gaps)

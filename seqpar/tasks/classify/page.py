@@ -1,11 +1,11 @@
-"""Scores, ROC, confusion, calibration and worst cases of a classifier; several classifiers side by side."""
+"""The pages about classifiers: scores, ROC, confusion, calibration and worst cases; several runs side by side."""
 
+import argparse
 import base64
 import json
-import math
 import tempfile
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,17 @@ import numpy as np
 
 from seqpar.data.errors import DataError
 from seqpar.data.preparation.cache import open_cache
-from seqpar.report.charts import Curve, draw_curves
+from seqpar.report.curves import PLAIN, Diagram, Line, number
 from seqpar.report.pictures import draw_evidence
+from seqpar.report.plots import Chart, draw_charts
 from seqpar.report.record import RunRecord
-from seqpar.report.run_page import fill_page
-from seqpar.report.tables import cell, named_table, number
+from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
+from seqpar.report.several_runs import Comparison, read_all
+from seqpar.report.tables import Head, Score, Table, TableRow, Tile
 from seqpar.scores.class_scores import calibration, roc_points
-from seqpar.tasks.classify.scores import TABLE, class_summary, missing_cases, read_class_table, read_truth
+from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, class_summary, missing_cases, read_class_table, read_truth
+
+FOLDER = Path(__file__).parent
 
 Summary = Mapping[str, Any]
 
@@ -47,59 +51,76 @@ def read_class_scores(record: RunRecord, truth: Path | None = None, prediction: 
     return content | {"source": f"{path}, written after step {content.get('step', 0):,}"}
 
 
-def class_page(
-    record: RunRecord, summary: Summary | None, cases: str, faults: Sequence[str], gaps: Sequence[str]
-) -> str:
-    """Returns the whole page; ``cases`` is the section of cases, ``faults`` are of cases that could not be scored."""
-    headline = class_headline(summary) if summary else ""
-    metrics = class_tables(summary) if summary else "<p>No case has been scored.</p>"
-    return fill_page(record, headline, metrics, faults, cases, {}, gaps)
+@dataclass(frozen=True)
+class WorstCase:
+    """A case of the page: its true class with the probability of it, and its planes as base64."""
+
+    name: str
+    verdict: str
+    png: str
 
 
-def class_headline(summary: Summary) -> str:
-    """Returns the main scores in large numbers, with their intervals and the number of cases."""
-    items = ""
+def class_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
+    """Returns the page about a run that gives each case a class; ``options``: of report."""
+    if options.images is not None:
+        raise ValueError("--images: cases are shown as predict --explain drew them, or as prepared: leave it out")
+    summary, cases, gaps = None, list[WorstCase](), list[str]()
+    explained = options.prediction and options.prediction / EXPLANATIONS
+    if options.neurological is not None and explained and explained.is_dir():
+        flag = "--neurological" if options.neurological else "--no-neurological"
+        raise ValueError(f"{flag} would do nothing: {explained} has pictures as predict drew them: leave it out")
+    if options.truth is not None:
+        summary = read_class_scores(record, options.truth, options.prediction)
+    else:
+        summary = try_reading(lambda: read_class_scores(record), gaps)
+    if summary and options.cases:
+        neurological = is_neurological(options.neurological, record)
+        cases = pictured_cases(record, summary, options.cases, explained, neurological, gaps)
+    faults = summary["faults"] if summary and options.truth is not None else ()
+    text = render_run(FOLDER, record, gaps, faults, cases=cases, scores=_scores(summary) if summary else None)
+    return FinishedPage(text, "", faults)
+
+
+@dataclass(frozen=True)
+class _Scores:
+    tiles: list[Tile]
+    classes: Table
+    confusion: Table
+    charts: list[Chart]
+
+
+def _scores(summary: Summary) -> _Scores:
+    charts = draw_charts([*roc_diagrams(summary), calibration_diagram(summary)], width=500)
+    return _Scores(headline(summary), classes_table(summary), confusion_table(summary), charts)
+
+
+def headline(summary: Summary) -> list[Tile]:
+    """Returns the main scores, with their intervals and the number of cases."""
+    tiles = []
     for name, value in summary["scores"].items():
         low_high = summary["intervals"].get(name) or ()
         range_text = f"{low_high[0]:.3f} – {low_high[1]:.3f}, " if low_high else ""
-        shown = "–" if math.isnan(number(value)) else f"{value:.3f}"
-        items += (
-            f'<div data-class="{escape(name)}"><dt>{escape(name)}</dt><dd>{shown}</dd>'
-            f'<dd class="small">{range_text}n = {summary["cases"]}</dd></div>'
-        )
-    note = "With 95 % of 1000 draws of the cases, as many of each class; AUC: mean of each class against the others."
-    return f'<dl class="tiles scores" aria-label="scores of classes">{items}</dl><p class="small">{note}</p>'
+        tiles.append(Tile(name, Score(number(value), 3), f"{range_text}n = {summary['cases']}"))
+    return tiles
 
 
-def class_tables(summary: Summary) -> str:
-    """Returns scores by class, the confusion matrix, and the charts of ROC and calibration."""
-    rows = "".join(
-        f'<tr data-class="{escape(name)}"><th>{escape(name)}</th>{cell(row["cases"], 0)}'
-        + "".join(cell(number(row[kind]), 3) for kind in ("sensitivity", "specificity", "AUC"))
-        + "</tr>"
+def classes_table(summary: Summary) -> Table:
+    """Returns the scores of each class."""
+    kinds = ("sensitivity", "specificity", "AUC")
+    rows = [
+        TableRow(name, [Score(row["cases"], 0), *(Score(number(row[kind]), 3) for kind in kinds)])
         for name, row in summary["classes"].items()
-    )
-    heads = "".join(f"<th>{name}</th>" for name in ("Class", "Cases", "Sensitivity", "Specificity", "AUC"))
-    table = f'<table class="metrics" id="metrics"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
+    ]
+    heads = list(map(Head, ("Class", "Cases", "Sensitivity", "Specificity", "AUC")))
     note = f"Scores of {summary['cases']} cases: {summary['source']}. Each class against all others."
-    return (
-        f'<div class="wide">{table}</div><p class="small">{escape(note)}</p>{confusion_table(summary)}'
-        f'<div class="charts two">{roc_chart(summary)}{calibration_chart(summary)}</div>'
-    )
+    return Table("metrics", heads, rows, "class", note)
 
 
-def confusion_table(summary: Summary) -> str:
+def confusion_table(summary: Summary) -> Table:
     """Returns how many cases of each class were given each class."""
-    names = [escape(name) for name in summary["names"]]
-    head = "".join(f"<th>{name}</th>" for name in names)
-    rows = "".join(
-        f"<tr><th>{name}</th>{''.join(cell(count, 0) for count in counts)}</tr>"
-        for name, counts in zip(names, summary["confusion"])
-    )
-    return (
-        '<h3>Confusion</h3><div class="wide"><table class="metrics" id="confusion"><thead><tr>'
-        f"<th>truth, and what was given</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
+    names = summary["names"]
+    rows = [TableRow(n, [Score(count, 0) for count in counts]) for n, counts in zip(names, summary["confusion"])]
+    return Table("confusion", list(map(Head, ("truth, and what was given", *names))), rows)
 
 
 def _arrays(summary: Summary) -> tuple[np.ndarray, np.ndarray]:
@@ -109,28 +130,25 @@ def _arrays(summary: Summary) -> tuple[np.ndarray, np.ndarray]:
     return truth, np.array([case["probabilities"] for case in cases], float)
 
 
-def roc_chart(summary: Summary) -> str:
+def roc_diagrams(summary: Summary) -> list[Diagram]:
     """Returns the ROC curves, one a class; of two classes the last one's, as they mirror each other."""
     truth, probabilities = _arrays(summary)
-    curves = [Curve("by chance (dashed)", (0.0, 1.0), (0.0, 1.0), dashed=True)]
+    lines = [Line("by chance (dashed)", (0.0, 1.0), [(0.0, 1.0)], dashed=True)]
     for at, name in list(enumerate(summary["names"]))[1 if len(summary["names"]) == 2 else 0 :]:
         if 0 < int((truth == at).sum()) < len(truth):
-            curves.append(
-                Curve(
-                    f"{name}, AUC {summary['classes'][name]['AUC']:.3f}", *roc_points(truth == at, probabilities[:, at])
-                )
-            )
-    return draw_curves("ROC: sensitivity", curves, high=1.0, along="1 - specificity") if len(curves) > 1 else ""
+            places, values = roc_points(truth == at, probabilities[:, at])
+            lines.append(Line(f"{name}, AUC {summary['classes'][name]['AUC']:.3f}", places, [values]))
+    diagram = Diagram("ROC: sensitivity", "1 - specificity", lines, low=0.0, high=1.0, styles=PLAIN)
+    return [diagram] if len(lines) > 1 else []
 
 
-def calibration_chart(summary: Summary) -> str:
+def calibration_diagram(summary: Summary) -> Diagram:
     """Returns the share that is right over the probability of the class that was given."""
     points = calibration(*_arrays(summary))
-    own = Curve("cases", [given for given, _, _ in points], [right for _, right, _ in points], dots=True)
-    even = Curve("as sure as right (dashed)", (0.0, 1.0), (0.0, 1.0), dashed=True)
-    error = summary.get("calibration_error")
-    title = f"Calibration: share that is right (mean distance {number(error):.3f})"
-    return draw_curves(title, [even, own], high=1.0, along="probability")
+    even = Line("as sure as right (dashed)", (0.0, 1.0), [(0.0, 1.0)], dashed=True)
+    own = Line("cases", [given for given, _, _ in points], [[right for _, right, _ in points]], dots=True)
+    title = f"Calibration: share that is right (mean distance {number(summary.get('calibration_error')):.3f})"
+    return Diagram(title, "probability", [even, own], low=0.0, high=1.0, styles=PLAIN)
 
 
 def worst_cases(summary: Summary, count: int) -> list[dict[str, Any]]:
@@ -141,30 +159,23 @@ def worst_cases(summary: Summary, count: int) -> list[dict[str, Any]]:
     ]
 
 
-def class_cases(
+def pictured_cases(
     record: RunRecord, summary: Summary, count: int, explained: Path | None, neurological: bool, gaps: list[str]
-) -> str:
-    """Returns the section of the worst cases, each with three planes and, where predict explained it, what was seen.
+) -> list[WorstCase]:
+    """Returns the worst cases, each with three planes and, where predict explained it, what was seen.
 
     - ``explained``: predict's folder of explanations; a case that it lacks is drawn from the run's prepared data
     """
-    parts, names = list[str](), list(summary["names"])
+    cases = []
     for case in worst_cases(summary, count):
         try:
             picture = _picture(record, case["case"], explained, neurological)
         except DataError as error:
             gaps.append(f"Case {case['case']} cannot be shown: {error}.")
             continue
-        p = case["probabilities"][names.index(case["truth"])]
-        verdict = f"{case['truth']} ({p:.3f})" + (
-            "" if case["class"] == case["truth"] else f", given as {case['class']}"
-        )
-        image = (
-            f'<img alt="planes of {escape(case["case"])}" src="data:image/png;base64,{picture}" style="max-width:100%">'
-        )
-        parts.append(f'<article class="case"><h3>{escape(case["case"])}</h3><p>{escape(verdict)}</p>{image}</article>')
-    note = '<p class="small">Cases whose true class has the least probability, in brackets, first.</p>'
-    return note + "".join(parts) if parts else "<p>No case is shown.</p>"
+        given = "" if case["class"] == case["truth"] else f", given as {case['class']}"
+        cases.append(WorstCase(case["case"], f"{case['truth']} ({_of_truth(case, summary):.3f}){given}", picture))
+    return cases
 
 
 def _picture(record: RunRecord, case: str, explained: Path | None, neurological: bool) -> str:
@@ -181,19 +192,26 @@ def _picture(record: RunRecord, case: str, explained: Path | None, neurological:
         return base64.b64encode(path.read_bytes()).decode()
 
 
-def class_scores_table(summaries: Mapping[str, Summary]) -> str:
-    """Returns the scores of all cases, the runs beside each other; "" without runs."""
+def compare_classifiers(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
+    """Returns the scores of several runs side by side, and how sure each is of each case."""
+    summaries = read_all(records, read_class_scores, gaps)
+    return Comparison(len(summaries), _scores_table(summaries), _probabilities_table(summaries))
+
+
+def _scores_table(summaries: Mapping[str, Summary]) -> Table | str:
+    """Returns the scores of all cases, the runs side by side."""
     kinds = dict.fromkeys(kind for summary in summaries.values() for kind in summary["scores"])
-    rows = []
-    for kind in kinds:
-        body = "".join(cell(number(summary["scores"].get(kind)), 3) for summary in summaries.values())
-        rows.append(f'<tr data-class="{escape(kind)}"><th>{escape(kind)}</th>{body}</tr>')
+    rows = [
+        TableRow(kind, [Score(number(summary["scores"].get(kind)), 3) for summary in summaries.values()])
+        for kind in kinds
+    ]
     note = "Over the cases that each run has scored; see below for those that all have."
-    return named_table("class-scores", ["Score", *summaries], rows) + f'<p class="small">{note}</p>' if rows else ""
+    table = Table("class-scores", list(map(Head, ("Score", *summaries))), rows, "class", note)
+    return table if rows else "No run has scores of cases."
 
 
-def probabilities_table(summaries: Mapping[str, Summary]) -> str:
-    """Returns the probability that each run gives the true class of each case; "" where no case is in all of them.
+def _probabilities_table(summaries: Mapping[str, Summary]) -> Table | str:
+    """Returns the probability that each run gives the true class of each case that all of them have.
 
     Cases of which the runs think most differently come first.
     """
@@ -203,12 +221,9 @@ def probabilities_table(summaries: Mapping[str, Summary]) -> str:
         if all(name in own for own in every):
             lines.append((name, case["truth"], [_of_truth(own[name], s) for own, s in zip(every, summaries.values())]))
     lines.sort(key=lambda line: min(line[2]) - max(line[2]))
-    rows = [
-        f'<tr data-case="{escape(name)}"><th>{escape(name)}</th><td class="number">{escape(truth)}</td>'
-        f"{''.join(cell(value, 3) for value in values)}</tr>"
-        for name, truth, values in lines
-    ]
-    return named_table("probabilities", ["Case", "Truth", *summaries], rows) if rows else ""
+    rows = [TableRow(name, [truth, *(Score(value, 3) for value in values)]) for name, truth, values in lines]
+    table = Table("probabilities", list(map(Head, ("Case", "Truth", *summaries))), rows, "case")
+    return table if rows else "No case was scored in all of these runs."
 
 
 def _of_truth(case: Summary, summary: Summary) -> float:

@@ -11,10 +11,14 @@ from seqpar.tasks.task import Task
 from seqpar.terminal import next_command
 
 if TYPE_CHECKING:
+    import argparse
+
     from seqpar.data.formats.dataset import Dataset
     from seqpar.data.preparation.fingerprint import Fingerprint
     from seqpar.losses import Loss
     from seqpar.parallel.mesh import Mesh
+    from seqpar.report.record import RunRecord
+    from seqpar.report.run_page import FinishedPage
     from seqpar.settings.config import Config
     from seqpar.tasks.pretrain.validation import MaskedValidation
     from seqpar.tasks.training_data import TrainingData
@@ -65,3 +69,8 @@ class Pretraining(Task):
 
     def next_lines(self, out: Path) -> list[str]:
         return [f"next: {next_command('train', '--weights', out)}", f"next: {next_command('report', out)}"]
+
+    def page(self, options: argparse.Namespace, record: RunRecord) -> FinishedPage:
+        from seqpar.tasks.pretrain.page import pretraining_page
+
+        return pretraining_page(options, record)

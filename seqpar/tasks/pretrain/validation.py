@@ -17,8 +17,9 @@ from seqpar.data.sampling.tiles import position_bounds
 from seqpar.losses import MaskedError
 from seqpar.models.network import Network, autocast
 from seqpar.parallel.collectives import all_gather, all_reduce
-from seqpar.report.pictures import make_figure, mark_sides, save_figure
+from seqpar.report.pictures import mark_sides
 from seqpar.report.planes import best_modality, orientation_text, plane_of, sides
+from seqpar.report.plots import make_figure, save_figure
 from seqpar.runs.journal import Journal
 from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
 from seqpar.text import quantity

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from seqpar.data.formats.recognise import read_dataset
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from seqpar.parallel.mesh import Mesh
     from seqpar.prediction.case_stream import Request
     from seqpar.prediction.run_average import EnsembleMember
+    from seqpar.report.record import RunRecord
+    from seqpar.report.run_page import FinishedPage
+    from seqpar.report.several_runs import Comparison
     from seqpar.settings.config import Config
     from seqpar.tasks.segment.validation import SegmentationValidation
     from seqpar.tasks.training_data import TrainingData
@@ -71,3 +74,13 @@ class Segmentation(Task):
         from seqpar.tasks.segment.evaluation import LabelMapEvaluation
 
         return LabelMapEvaluation(options).run()
+
+    def page(self, options: argparse.Namespace, record: RunRecord) -> FinishedPage:
+        from seqpar.tasks.segment.page import segment_page
+
+        return segment_page(options, record)
+
+    def compare(self, records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
+        from seqpar.tasks.segment.page import compare_segmentations
+
+        return compare_segmentations(records, gaps)

@@ -1,0 +1,211 @@
+"""Starts other processes: passes signals on, ends them with their parent, and picks the exit code that tells most.
+
+Needs no torch: workers of Ray import it.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+PARENT = "SEQPAR_PARENT"  # variable with the id of the process that started these ranks
+PARENT_OF_FOLD = "SEQPAR_PARENT_OF_FOLD"  # of the process that trains fold after fold
+LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # these ask a process to leave
+# A scheduler warns every process of a job; whether work goes on is for the parent of workers to decide.
+_FOR_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# by these, torchrun, Slurm and MPI tell a process which rank it is
+_RANK_VARIABLES = (
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+    "SLURM_STEP",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "OMPI_",
+    "PMI_",
+    "PALS_",
+)
+_PR_SET_PDEATHSIG = 1
+
+
+def start_process(command: Sequence[str], env: Mapping[str, str] | None = None, **streams: Any) -> subprocess.Popen:
+    """Starts a command in a session of its own, so that Ctrl-C reaches this process alone, which passes it on.
+
+    env: its environment; None: that of this process.
+    streams: ``stdin``, ``stdout``, ``stderr`` and ``text``, as in ``subprocess.Popen``.
+    """
+    return subprocess.Popen(command, env=env, start_new_session=True, **streams)
+
+
+def start_python(arguments: Sequence[str], env: Mapping[str, str] | None = None, **streams: Any) -> subprocess.Popen:
+    """Starts this Python; see ``start_process``."""
+    return start_process([sys.executable, *arguments], env, **streams)
+
+
+def environment_of_ranks(keep: Sequence[str] = ()) -> dict[str, str]:
+    """Returns this process's environment without what a launcher told it about its own rank, but with ``keep``."""
+    return {name: os.environ[name] for name in os.environ if name in keep or not name.startswith(_RANK_VARIABLES)}
+
+
+def rank_variables(rank: int, world: int, local_rank: int, local_world: int, address: str, port: int) -> dict[str, str]:
+    """Returns the variables by which a rank knows its place, as torchrun sets them."""
+    numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
+    return {**{name: str(number) for name, number in numbers.items()}, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Returns a port of this machine that nobody listens to."""
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def forward_signals(processes: Sequence[subprocess.Popen], signals: list[int]) -> Iterator[None]:
+    """Within the block, forwards signals that ask this process to leave, and appends them to ``signals``.
+
+    If ``signals`` is not empty, one came while the processes were being started: it is forwarded at once.
+    """
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in LEAVE_SIGNALS}
+    try:
+        if signals:
+            for process in processes:
+                process.send_signal(signals[-1])
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def wait_for_all(processes: Sequence[subprocess.Popen], grace_s: float = 25.0) -> int:
+    """Returns the exit code that tells most; once a process has failed, the others have ``grace_s`` to leave."""
+    deadline = None
+    while any(process.poll() is None for process in processes):
+        if deadline is None and any(process.returncode for process in processes):
+            deadline = time.monotonic() + grace_s
+        if deadline is not None and time.monotonic() > deadline:
+            for process in processes:
+                process.kill()
+        time.sleep(0.05)
+    return shell_code(most_informative_code([process.returncode for process in processes]))
+
+
+def end_process(process: subprocess.Popen, grace_s: float = 30.0) -> None:
+    """Asks a process to leave, and kills it if it is still there after ``grace_s``."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def most_informative_code(codes: Sequence[int]) -> int:
+    """Returns one exit code for all: 2 to 6, 75 and signals tell more than 1, that of a rank that lost its peers."""
+    failed = sorted((code for code in codes if code), key=lambda code: (code == 1, -code))
+    return failed[0] if failed else 0
+
+
+def shell_code(code: int) -> int:
+    """Returns the exit code as a shell reports it: 128 + n for a process that signal n killed."""
+    return code if code >= 0 else 128 - code
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ends this process as soon as its parent ends, for whatever reason.
+
+    parent: its process id; None: the one that the parent put into the environment, if it did.
+    """
+    if parent is None:
+        started_by = os.environ.get(PARENT) or os.environ.get(PARENT_OF_FOLD)
+        if started_by is None:
+            return
+        parent = int(started_by)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def _exit_without(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def start_worker(
+    serve: Callable[..., object], arguments: Sequence[Any] = (), method: str = "fork"
+) -> tuple[BaseProcess, Connection]:
+    """Calls ``serve(pipe, *arguments)`` in a new process; returns the process and the other end of the pipe.
+
+    The worker ignores signals that ask it to leave, and ends with this process.
+
+    method: how the process starts, as in ``multiprocessing``.
+    """
+    context: Any = multiprocessing.get_context(method)
+    pipe, theirs = context.Pipe()
+    parent = os.getpid() if method == "fork" else None
+    # A fork inherits the handlers of this process, which must not run there: signals wait until it ignores them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_PARENT)
+    try:
+        process = context.Process(target=_serve, args=(serve, theirs, arguments, parent), daemon=True)
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    return process, pipe
+
+
+def _serve(serve: Callable[..., object], pipe: Connection, arguments: Sequence[Any], parent: int | None) -> None:
+    if parent is None:  # a server started this process, which is no child of the one that it works for
+        threading.Thread(target=_exit_when_closed, args=(pipe.fileno(),), daemon=True).start()
+        _ignore_signals()
+    else:
+        become_worker(parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_PARENT)
+    serve(pipe, *arguments)
+
+
+def become_worker(parent: int) -> None:
+    """Makes this process ignore signals and end with its parent; also for the initializer of a pool of processes."""
+    _ignore_signals()
+    die_with_parent(parent)
+
+
+def _ignore_signals() -> None:
+    for number in _FOR_PARENT:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _exit_when_closed(pipe: int) -> None:
+    """Ends this process once nobody holds the other end of the pipe, even in the middle of a task."""
+    poller = select.poll()
+    poller.register(pipe, 0)  # a hang-up is told in any case
+    poller.poll()
+    os._exit(1)

@@ -1,0 +1,254 @@
+"""The one place that draws curves: into panels and files by matplotlib, and into pages as inline SVG."""
+
+import io
+import math
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+from seqpar.data.files import whole_file
+from seqpar.report.curves import DISTINCT, GRID, INK, Bars, Diagram, Line, Style, training_diagrams
+from seqpar.runs.journal import held_out_scores, read_metrics
+
+BUCKETS = 240  # points of a line: a longer one is drawn by the mean and the range of its pieces
+FEW = 60  # points of a line; more have no markers
+FEW_PLACES = 8  # of a logarithmic axis
+WINDOW = 25  # steps of a running mean, in short runs a tenth of them
+HATCHES = ("", "///", "...", "xxx")
+
+
+def draw_diagram(plot: Any, diagram: Diagram) -> None:
+    """Draws lines and axes into a panel of matplotlib's; names, titles and keys are the caller's."""
+    for line, style in diagram.named():
+        _draw_line(plot, line, style._replace(dashes="--") if line.dashed else style)
+    if diagram.log:
+        _draw_log_axes(plot, sorted({place for line in diagram.lines for place in line.places}))
+    else:
+        places = [place for line in diagram.lines for place in line.places]
+        plot.set_xlim(0, diagram.last or max(places, default=1) or 1)
+        plot.locator_params("x", integer=diagram.over == "step")
+        plot.set_ylim(diagram.low, diagram.high)
+
+
+def _draw_line(plot: Any, line: Line, style: Style) -> None:
+    """Draws the mean over the seeds, with a band from their smallest to their largest value."""
+    points = line.points()
+    if not len(points):
+        return
+    pieces = np.array_split(points, min(BUCKETS, len(points)))
+    places, means, low, high = np.array([[*p[:, :2].mean(0), p[:, 2].min(), p[:, 3].max()] for p in pieces]).T
+    colour, dashes, marker, width, hollow = style
+    if (high > low).any():
+        plot.fill_between(places, low, high, color=colour, alpha=0.18, linewidth=0, clip_on=False)
+    if line.noisy and (window := min(WINDOW, len(points) // 10)) > 1:
+        plot.plot(places, means, color=colour, alpha=0.35, linewidth=width / 2, clip_on=False)
+        smooth = running_mean(points[:, 1], window)
+        means = np.array([piece.mean() for piece in np.array_split(smooth, len(pieces))])
+    marked = line.only_points or len(points) == 1 or line.dots and len(points) <= FEW  # one value alone makes no line
+    plot.plot(
+        places,
+        means,
+        color=colour,
+        linestyle="none" if line.only_points else dashes,
+        linewidth=width,
+        marker=marker if marked else "",
+        markersize=width + 3,
+        markerfacecolor="none" if hollow and not line.only_points else colour,
+        label=escape_mathtext(line.label),
+        clip_on=False,  # 0 and 1 too are seen whole
+    )
+
+
+def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """Returns the mean over the last ``window`` values at each of them."""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    means: NDArray[np.float64] = (sums[ends] - sums[starts]) / (ends - starts)
+    return means
+
+
+def _draw_log_axes(plot: Any, places: Sequence[float]) -> None:
+    """Makes both axes logarithmic, with plain numbers; a few places, as 1, 2, 4, are named themselves."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    plot.set(xscale="log", yscale="log")
+    for axis in (plot.xaxis, plot.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
+    if len(places) <= FEW_PLACES:
+        plot.set_xticks(places)
+
+
+def _draw_bars(plot: Any, bars: Bars) -> None:
+    """Draws a bar for each kind of value at each label, with its number above."""
+    kinds = list(dict.fromkeys(kind for values in bars.values.values() for kind in values))
+    width = 0.8 / len(kinds)
+    for n, kind in enumerate(kinds):
+        places = [place + (n - (len(kinds) - 1) / 2) * width for place in range(len(bars.values))]
+        heights = [values.get(kind, math.nan) for values in bars.values.values()]
+        colour, hatch = DISTINCT[::-1][n % len(DISTINCT)].colour, HATCHES[n % len(HATCHES)]
+        drawn = plot.bar(places, heights, width, color=colour, edgecolor="black", hatch=hatch, label=kind)
+        plot.bar_label(drawn, fmt="%.3g", fontsize=7, padding=2)
+    steep = len(bars.values) > 4  # or names would lie on each other
+    turned = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if steep else {"rotation": 15}
+    plot.set_xticks(range(len(bars.values)), bars.values.keys(), fontsize=8, **turned)
+    plot.set_ylabel(bars.quantity)
+    plot.margins(y=0.12)
+
+
+def make_figure(width: float, height: float) -> Any:
+    """Returns an empty figure; sides in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: Path, durable: bool = False) -> None:
+    """Writes a figure into a file, whose name says its format.
+
+    - ``durable``: False for what is drawn again after every validation
+    """
+    with whole_file(path, durable=durable) as temporary:
+        figure.savefig(temporary, format=path.suffix[1:], dpi=110)
+
+
+def escape_mathtext(text: str) -> str:
+    """Returns a name as matplotlib shows it unchanged: it takes what is between two dollars for a formula."""
+    return text.replace("$", r"\$")
+
+
+def draw_figure(title: str, diagrams: Sequence[Diagram | Bars], note: str, paths: Sequence[Path]) -> None:
+    """Draws diagrams side by side into files, whose names say their format.
+
+    - ``note``: a text below them
+    """
+    width = max(4.2 * len(diagrams), 6.3)
+    text = textwrap.wrap(note, int(width * 15))
+    heights = [4.3, 0.14 * len(text) + 0.1]
+    figure = make_figure(width, sum(heights))
+    above, below = figure.subfigures(2, 1, height_ratios=heights)
+    for plot, one in zip(above.subplots(1, len(diagrams), squeeze=False)[0], diagrams):
+        if isinstance(one, Bars):
+            _draw_bars(plot, one)
+        else:
+            draw_diagram(plot, one)
+            plot.set(ylabel=one.quantity, xlabel=one.over)
+            plot.grid(alpha=0.3)
+    handles = dict[str, Any]()
+    for plot in above.axes:
+        handles |= {label: handle for handle, label in zip(*plot.get_legend_handles_labels())}
+    above.suptitle(title, fontsize=12)
+    columns = max(1, min(len(handles), int(width / (1.1 + 0.085 * max(map(len, handles))))))
+    above.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns, handlelength=4.5)
+    below.text(0.5, 0.95, "\n".join(text), ha="center", va="top", fontsize=7, color="#444444")
+    for path in paths:
+        save_figure(figure, path, durable=True)
+
+
+def draw_progress(out: Path) -> None:
+    """Draws losses, held-out scores and learning rate of all steps so far into ``progress.png``.
+
+    A run whose validations have pictures instead of scores shows these below.
+    """
+    rows = read_metrics(out / "metrics.jsonl")
+    train, held_out = ([row for row in rows if row["kind"] == kind] for kind in ("train", "val"))
+    if not train:
+        return
+    diagrams, picture = training_diagrams(train, held_out, "Loss"), out / "validation.png"
+    has_picture = bool(held_out) and held_out_scores(held_out[-1])[0] not in held_out[-1] and picture.exists()
+    heights = [4.0, 7.0] if has_picture else [4.0]
+    figure = make_figure(12, sum(heights))
+    grid = figure.add_gridspec(len(heights), len(diagrams), height_ratios=heights)
+    for column, diagram in enumerate(diagrams):
+        plot = figure.add_subplot(grid[0, column])
+        draw_diagram(plot, diagram)
+        plot.set(title=diagram.quantity, xlabel=diagram.over)
+        plot.grid(alpha=0.3)
+        if diagram.has_keys:
+            plot.legend(fontsize=8)
+    if has_picture:
+        from matplotlib.image import imread
+
+        panel = figure.add_subplot(grid[1, :])
+        panel.axis("off")
+        panel.imshow(imread(picture))
+    save_figure(figure, out / "progress.png")
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A diagram as a page shows it; ``keys``: colour and name of its lines, where they need names."""
+
+    title: str
+    svg: Markup
+    keys: Sequence[tuple[str, str]] = ()
+
+
+def draw_chart(diagram: Diagram, width: int = 340) -> Chart | None:
+    """Returns a diagram as inline SVG in the colours of the page; None without values."""
+    if not any(len(line.points()) for line in diagram.lines):
+        return None
+    from matplotlib import rc_context
+
+    if len(diagram.lines) == 1:
+        diagram = replace(diagram, styles=(Style(INK),))
+    with (  # the salt makes the names of markers differ between the charts of a page
+        rc_context({"svg.fonttype": "none", "svg.hashsalt": diagram.quantity, "font.size": 10}),
+        io.StringIO() as text,
+    ):
+        figure = make_figure(width / 72, 2.9)
+        plot = figure.add_subplot()
+        draw_diagram(plot, diagram)
+        plot.locator_params(nbins=5)
+        plot.xaxis.set_major_formatter("{x:,g}")
+        plot.yaxis.set_major_formatter("{x:g}")
+        plot.grid(axis="y", color=GRID, linewidth=0.8, clip_on=False)
+        plot.set_axisbelow(True)
+        plot.tick_params(length=0)
+        plot.spines[:].set_visible(False)
+        plot.set_xlabel(diagram.over, loc="right")
+        for handle in plot.get_legend_handles_labels()[0]:
+            handle.set_gid("curve")
+        figure.savefig(text, format="svg", transparent=True)
+        svg = _inline(text.getvalue(), diagram.quantity)
+    colours = [(_on_page(style.colour), line.label) for line, style in diagram.named() if len(line.points())]
+    return Chart(diagram.quantity, svg, colours if diagram.has_keys else ())
+
+
+def draw_charts(diagrams: Sequence[Diagram], width: int = 340) -> list[Chart]:
+    """Returns the charts of all diagrams that have values."""
+    return list(filter(None, (draw_chart(diagram, width) for diagram in diagrams)))
+
+
+def _inline(text: str, label: str) -> Markup:
+    """Returns matplotlib's SVG as an element of a page: without size, style sheet and names, in the page's colours."""
+    root = ElementTree.fromstring(text)
+    for parent in list(root.iter()):
+        for child in [one for one in parent if one.tag.endswith(("}metadata", "}style"))]:
+            parent.remove(child)
+    used = set(re.findall(r"#(\w+)[\")]", text))
+    for element in root.iter():
+        element.tag = element.tag.partition("}")[2]
+        own = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+        if own.get("id") not in used and own.pop("id", "") == "curve":
+            own["class"] = "curve"
+        if "style" in own:
+            own["style"] = _on_page(re.sub(r"font[-\w]*: [^;]*;? ?", "", own["style"]))
+        element.attrib = own
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": label}
+    return Markup(ElementTree.tostring(root, "unicode"))
+
+
+def _on_page(style: str) -> str:
+    """Returns a style with the colours that a page has for text and lines, in the dark and on paper too."""
+    return style.replace(INK, "currentColor").replace(GRID, "var(--line)")

@@ -1,0 +1,123 @@
+"""The page about several runs: curves over each other, settings that differ, scores and cases side by side."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from seqpar.data.errors import DataError
+from seqpar.report.curves import PLAIN, Diagram, Line, number
+from seqpar.report.plots import Chart, draw_charts
+from seqpar.report.record import RunRecord
+from seqpar.report.rendering import render
+from seqpar.report.run_page import format_setting, verdict
+from seqpar.report.tables import Head, Strips, Table, TableRow
+from seqpar.runs.metrics_tail import SCORES, score_of, task_of_row
+
+T = TypeVar("T")
+
+NOT_A_SETTING = ("out", "resume", "again", "take_over", "dry_run")  # where and how a run was started
+
+
+def names_of(records: Sequence[RunRecord]) -> list[str]:
+    """Returns a name for each run: its folder's, with those above it where several have the same."""
+    paths = [record.path.resolve() for record in records]
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise ValueError(f"{paths[0]} was named twice: name each run once")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a task says of its runs on a page about several.
+
+    - ``count``: the runs that have scores of cases
+    - ``scores``, ``cases``: tables, or a sentence instead; ``sentences`` and ``strips`` are above that of cases
+    """
+
+    count: int
+    scores: Table | str
+    cases: Table | str
+    sentences: Sequence[str] = ()
+    strips: Sequence[Strips] = ()
+
+
+Compare = Callable[[Mapping[str, RunRecord], list[str]], Comparison]
+
+
+def read_all(records: Mapping[str, RunRecord], read: Callable[[RunRecord], T], gaps: list[str]) -> dict[str, T]:
+    """Returns the scores of all runs that have any; adds to the gaps why the others have none."""
+    scored = dict[str, T]()
+    for name, record in records.items():
+        try:
+            scored[name] = read(record)
+        except DataError as error:
+            gaps.append(f"{name}: There are no scores of single cases: {error}.")
+    return scored
+
+
+def page_of_several(records: Sequence[RunRecord], compare: Mapping[str, Compare]) -> tuple[str, int]:
+    """Returns the whole page, and how many of the runs have scores of cases.
+
+    - ``compare``: compares the runs of a task, by the task's name
+    """
+    named = dict(zip(names_of(records), records))
+    gaps = [f"{name}: {gap}" for name, record in named.items() for gap in record.gaps]
+    of_tasks: dict[Compare, dict[str, RunRecord]] = {}
+    for name, record in named.items():
+        of_tasks.setdefault(compare[record.network_settings.task], {})[name] = record
+    comparisons = [compare_runs(of_task, gaps) for compare_runs, of_task in of_tasks.items()]
+    text = render(
+        "comparison.html",
+        title=f"{len(records)} runs",
+        runs={name: verdict(record) for name, record in named.items()},
+        gaps=gaps,
+        settings=settings_table(named),
+        training=curves_over_each_other(named),
+        comparisons=comparisons,
+    )
+    return text, sum(comparison.count for comparison in comparisons)
+
+
+def settings_table(records: Mapping[str, RunRecord]) -> Table | None:
+    """Returns the settings in which the runs differ, with their data and ranks; None where there are none."""
+    every: dict[str, dict[str, str]] = {}
+    for name, record in records.items():
+        facts = {"data set": record.dataset["name"], "ranks": record.layout["ranks"], **record.config}
+        for setting, value in facts.items():
+            if setting not in NOT_A_SETTING:
+                every.setdefault(setting, {})[name] = format_setting(value)
+    rows = [TableRow(setting, [values.get(name, "–") for name in records]) for setting, values in every.items()]
+    rows = [row for row in rows if len(set(row.cells)) > 1]
+    return Table("settings-that-differ", list(map(Head, ("Setting", *records))), rows, "class") if rows else None
+
+
+def curves_over_each_other(records: Mapping[str, RunRecord]) -> list[Chart]:
+    """Returns the charts of training loss, held-out loss and score, a curve for each run."""
+    losses, held_out, scores = list[Line](), list[Line](), list[Line]()
+    for name, record in records.items():
+        rows, validations = record.train, record.held_out
+        at = [row["step"] for row in validations]
+        train = [number(row.get("loss")) for row in rows]
+        losses.append(Line(name, [row["step"] + 1 for row in rows], [train], noisy=True))
+        held_out.append(Line(name, at, [[number(row.get("loss")) for row in validations]], dots=True))
+        scores.append(Line(name, at, [[score_of(row) for row in validations]], dots=True))
+    names = dict.fromkeys(SCORES[task_of_row(row)] for record in records.values() for row in record.held_out)
+    every = (
+        ("Loss in training", losses, None),
+        ("Loss on held-out cases", held_out, None),
+        (f"{_title(names)} on held-out cases", scores, 1.0),
+    )
+    return draw_charts(
+        [
+            Diagram(title, "step", [line for line in lines if line.places], low=0.0, high=high, styles=PLAIN)
+            for title, lines, high in every
+        ]
+    )
+
+
+def _title(names: Iterable[str]) -> str:
+    """Returns what runs are scored by, as a title."""
+    text = " or ".join(names)
+    return text[:1].upper() + text[1:]

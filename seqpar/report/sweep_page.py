@@ -1,0 +1,139 @@
+"""A page about a sweep: points in a table that can be sorted, curves, what each setting does, the best once more."""
+
+import base64
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from seqpar.data.errors import DataError
+from seqpar.report.record import RunRecord, read_record
+from seqpar.report.rendering import render
+from seqpar.report.several_runs import curves_over_each_other
+from seqpar.report.tables import Strips, make_strips
+from seqpar.runs.run_folder import read_config
+from seqpar.runs.sweep_folder import Point, Sweep, format_value, read_sweep, refresh_points
+from seqpar.terminal import next_command
+from seqpar.text import flag_name
+
+MOST_CURVES = 8  # of the best points, which a reader can tell apart; sweep.png has all
+NUMBERS = {"score": 4, "at": 0, "loss": 4, "step": 0, "seconds": 1}  # columns with their decimals
+HEADS = {"at": "at step", "loss": "loss", "step": "steps done", "seconds": "seconds"}
+
+
+def page_of_sweep(out: Path) -> str:
+    """Returns the whole page of a sweep's folder."""
+    sweep = refresh_points(out, read_sweep(out))
+    best, records, gaps = sweep.best, dict[str, RunRecord](), list[str]()
+    for point in _ranked(sweep)[:MOST_CURVES]:
+        try:
+            records[point.name] = read_record(out / point.name)
+        except (DataError, ValueError) as error:
+            gaps.append(f"{point.name} has no curves: {error}.")
+    gaps += [f"{point.name} is {point.state}. {point.why}" for point in sweep.points if not point.is_over]
+    over = sum(point.is_over for point in sweep.points)
+    headline = f"{over} of {len(sweep.points)} points are over."
+    headline += f" Best: {best.name}, {sweep.score_name} {best.score:.4f} after step {best.at}." if best else ""
+    return render(
+        "sweep.html",
+        title=f"Sweep {out.resolve().name}",
+        headline=headline,
+        again=_again(out, best),
+        gaps=gaps,
+        heads=["point", *map(flag_name, sweep.varied()), "state", sweep.score_name, *HEADS.values()],
+        points=_points(sweep),
+        score_name=sweep.score_name,
+        effects=_effects(sweep),
+        training=curves_over_each_other(records),
+        png=_picture(out / "sweep.png"),
+    )
+
+
+def _ranked(sweep: Sweep) -> list[Point]:
+    """Returns the points that have a score, the best first."""
+    known = [point for point in sweep.points if not math.isnan(point.score)]
+    return sorted(known, key=lambda point: (-point.score, point.loss))
+
+
+class Cell(NamedTuple):
+    """A cell of the table of points, which sweep.js sorts by ``key``."""
+
+    text: str
+    key: object
+    is_number: bool
+
+
+class PointRow(NamedTuple):
+    name: str
+    is_best: bool
+    cells: Sequence[Cell]
+
+
+def _points(sweep: Sweep) -> list[PointRow]:
+    """Returns a row for each point, the best first."""
+    ranked = _ranked(sweep)
+    rows = []
+    for point in (*ranked, *(point for point in sweep.points if point not in ranked)):
+        cells = [_cell(point.name, point.name)]
+        cells += [
+            _cell(point.settings.get(name, ""), format_value(point.settings.get(name, "–"))) for name in sweep.varied()
+        ]
+        cells.append(_cell(point.state, point.state))
+        cells += [_number(getattr(point, name), places) for name, places in NUMBERS.items()]
+        rows.append(PointRow(point.name, point is sweep.best, cells))
+    return rows
+
+
+def _cell(value: object, text: str) -> Cell:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return Cell(text, value if is_number else text, is_number)
+
+
+def _number(value: float, places: int) -> Cell:
+    return Cell("–", "", True) if math.isnan(value) else Cell(f"{value:,.{places}f}", value, True)
+
+
+class Effect(NamedTuple):
+    """The scores of all points by a setting: its value with mean, lowest, highest and number, the best first."""
+
+    name: str
+    strips: Strips | None
+    rows: Sequence[tuple[str, Sequence[str]]]
+
+
+def _effects(sweep: Sweep) -> list[Effect]:
+    """Returns the effect of each setting in which points differ."""
+    effects = []
+    for name, of_values in sweep.main_effects().items():
+        title = f"{sweep.score_name} by {flag_name(name)}"
+        strips = make_strips(title, of_values, 0.0, 1.0) if len(of_values) <= MOST_CURVES else None
+        rows = []
+        for value, pairs in sorted(of_values.items(), key=lambda item: -fmean(score for score, _ in item[1])):
+            scores = [score for score, _ in pairs]
+            numbers = fmean(scores), min(scores), max(scores)
+            rows.append((value, [*(f"{number:.4f}" for number in numbers), str(len(scores))]))
+        effects.append(Effect(flag_name(name), strips, rows))
+    return effects
+
+
+def _again(out: Path, best: Point | None) -> str:
+    """Returns the command that trains the best point once more; "" where there is none."""
+    if best is None:
+        return ""
+    try:
+        content = read_config(out / best.name)
+        command, layout = list(content["history"][0]["command"][1:]), content["layout"]
+        ranks = int(layout["ranks"]) if layout["data"] > 1 else 1  # those of a single group are started by train
+    except (ValueError, KeyError, IndexError, TypeError):
+        return ""
+    at = command.index("--out") if "--out" in command else len(command)
+    return next_command("train", *command[:at], "--out", f"{out / best.name}-again", ranks=ranks)
+
+
+def _picture(path: Path) -> str:
+    """Returns sweep.png as base64, "" where it is missing."""
+    try:
+        return base64.b64encode(path.read_bytes()).decode()
+    except OSError:
+        return ""

@@ -1,0 +1,46 @@
+"""A parser of command lines whose errors are one line, with the flag nearest to an unknown one."""
+
+import argparse
+import difflib
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are a user's: one line, with the flag nearest to an unknown one.
+
+    - ``act``: what is started
+    - ``options``: argparse's own
+
+    ``others``: flags of the same command that another parser takes.
+    """
+
+    others: Sequence[str] = ()
+
+    def __init__(self, act: str, **options: Any) -> None:
+        usual: dict[str, Any] = {"allow_abbrev": False, "formatter_class": _HelpLines}
+        super().__init__(f"seqpar-{act}", **usual | options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}{self._nearest(message)} (--help lists all)")
+
+    def _nearest(self, message: str) -> str:
+        """Returns which flags are nearest to those that a message calls unrecognized, "" where it does not."""
+        _, is_unknown, words = message.partition("unrecognized arguments: ")
+        typed = [word.partition("=")[0] for word in words.split() if word.startswith("--")] if is_unknown else []
+        known = [*self._option_string_actions, *self.others]
+        pairs = [(word, near) for word in typed for near in difflib.get_close_matches(word, known, 1)]
+        return "".join(f"; nearest to {word} is {near}" for word, near in pairs)
+
+
+class _HelpLines(argparse.HelpFormatter):
+    """Lines of --help, as wide as the terminal, in which no name is broken at its dashes."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(110, shutil.get_terminal_size((110, 24)).columns)
+        super().__init__(prog, max_help_position=34, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)

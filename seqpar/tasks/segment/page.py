@@ -1,0 +1,135 @@
+"""The pages about runs that label voxels: scores by class and case, the worst cases in planes and a viewer."""
+
+import argparse
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from seqpar.report.cases import case_section, load_worst
+from seqpar.report.curves import number
+from seqpar.report.images import find_images
+from seqpar.report.record import CaseScores, RunRecord, read_scores, score_folders
+from seqpar.report.run_page import FinishedPage, is_neurological, render_run, try_reading
+from seqpar.report.several_runs import Comparison, read_all
+from seqpar.report.tables import (
+    Head,
+    Score,
+    Strips,
+    Table,
+    TableRow,
+    Tile,
+    dice_table,
+    last_validation,
+    make_strips,
+    metrics_table,
+    score_strips,
+    sizes_table,
+    volumes_table,
+)
+from seqpar.scores.comparison import interval_of_mean
+from seqpar.scores.label_scores import without_nan
+from seqpar.text import quantity
+
+FOLDER = Path(__file__).parent
+FEW = 12  # cases whose table is open from the start
+
+
+def segment_page(options: argparse.Namespace, record: RunRecord) -> FinishedPage:
+    """Returns the page about a run that labels voxels; ``options``: of report."""
+    scored, gaps = None, list[str]()
+    if options.truth is not None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        assert record.labels is not None
+        scored = score_folders(options.truth, options.prediction, record.labels, min(8, cores))
+    else:
+        scored = try_reading(lambda: read_scores(record.path), gaps)
+    cases, shown = None, []
+    if scored and options.cases:
+        images = find_images(record, options.images, options.truth, gaps)
+        shown = load_worst(record, scored, options.cases, images, gaps)
+    if scored and shown:
+        cases = case_section(record, scored, shown, is_neurological(options.neurological, record))
+    tiles, note = headline(record, scored)
+    tables: dict[str, object] = {"metrics": last_validation(record), "sizes": None}
+    if scored:
+        tables = {"metrics": metrics_table(scored), "sizes": sizes_table(scored), "volumes": volumes_table(scored)}
+        tables |= {"strips": score_strips(scored), "dice": dice_table(scored), "is_short": len(scored.cases) <= FEW}
+    faults: Sequence[str] = scored.faults if scored else ()
+    text = render_run(
+        FOLDER, record, gaps, faults, tiles=tiles, note=note, is_scored=scored is not None, cases=cases, **tables
+    )
+    return FinishedPage(text, f"{quantity(len(shown), 'case')} shown, ", faults if options.truth is not None else ())
+
+
+def headline(record: RunRecord, scored: CaseScores | None) -> tuple[list[Tile], str]:
+    """Returns the mean Dice of each class, with its interval and the number of cases, and what these are."""
+    tiles, note = list[Tile](), "Mean Dice over cases"
+    if scored:
+        note += ", its 95 % confidence interval (Student's t), and the number n of cases that have a Dice"
+        for name in scored.classes:
+            values = without_nan(case.scores[name].get("Dice", math.nan) for case in scored.cases)
+            interval = interval_of_mean(values, low=0.0, high=1.0)
+            range_text = f"{interval[0]:.3f} – {interval[1]:.3f}, " if interval else ""
+            mean = Score(scored.summary["mean"][name].get("Dice", math.nan), 3)
+            tiles.append(Tile(name, mean, f"{range_text}n = {len(values)}"))
+    elif record.held_out:
+        last = record.held_out[-1]
+        note += f" in the validation after step {last['step']:,}"
+        scores = last.get("dice", {}).items()
+        tiles = [Tile(name, Score(number(value), 3), f"n ≤ {last.get('cases', '–')}") for name, value in scores]
+    return tiles, f"{note}."
+
+
+def compare_segmentations(records: Mapping[str, RunRecord], gaps: list[str]) -> Comparison:
+    """Returns the scores of several runs side by side, and how they differ case by case."""
+    scored = read_all(records, lambda record: read_scores(record.path), gaps)
+    return Comparison(len(scored), _scores_table(scored), *_differences(scored))
+
+
+def _scores_table(scored: Mapping[str, CaseScores]) -> Table | str:
+    """Returns the mean Dice of each class, the runs side by side."""
+    if not scored:
+        return "No run has scores of cases."
+    classes = dict.fromkeys(name for one in scored.values() for name in one.classes)
+    rows = [
+        TableRow(kind, [Score(one.summary["mean"].get(kind, {}).get("Dice", math.nan), 3) for one in scored.values()])
+        for kind in classes
+    ]
+    note = "Mean Dice over the cases that each run has scored; see below for those that several have."
+    return Table("scores", list(map(Head, ("Class", *scored))), rows, "class", note)
+
+
+def _differences(scored: Mapping[str, CaseScores]) -> tuple[Table | str, Sequence[str], Sequence[Strips]]:
+    """Returns how far each case's mean Dice is above that of the first run: a table, sentences, strips."""
+    if len(scored) < 2:
+        return "Fewer than two runs have scores of cases.", (), ()
+    (first, reference), *others = scored.items()
+    dice = {name: {case.name: case.dice for case in one.cases} for name, one in scored.items()}
+    common = [case.name for case in reference.cases if all(case.name in own for own in dice.values())]
+    if not common:
+        return "No case was scored in all of these runs.", (), ()
+    gaps = {name: [(dice[name][case] - dice[first][case], case) for case in common] for name, _ in others}
+    rows = [
+        TableRow(case, [Score(dice[first][case], 3), *(Score(pairs[n][0], 3) for pairs in gaps.values())])
+        for n, case in enumerate(common)
+    ]
+    heads = ["Case", f"{first}: Dice", *(f"{name}: difference" for name in gaps)]
+    reach = max((abs(gap) for pairs in gaps.values() for gap, _ in pairs if math.isfinite(gap)), default=0.0) or 1.0
+    strips = make_strips(f"Dice of each case, less that of {first}", gaps, -reach, reach)
+    sentences = [_sentence(name, first, pairs) for name, pairs in gaps.items()]
+    return Table("pairs", list(map(Head, heads)), rows, "case"), sentences, list(filter(None, [strips]))
+
+
+def _sentence(name: str, first: str, pairs: Sequence[tuple[float, str]]) -> str:
+    """Returns how far a run's Dice is above that of the first, over cases, and how sure that is."""
+    known = [gap for gap, _ in pairs if math.isfinite(gap)]
+    if not known:
+        return f"{name}: no case has a Dice in both"
+    text = f"{name}: its Dice less that of {first} is {fmean(known):+.4f}, the mean of {quantity(len(known), 'case')}"
+    interval = interval_of_mean(known, low=-1.0, high=1.0)
+    if interval is None:
+        return text
+    chance = ", which may be chance" if interval[0] <= 0 <= interval[1] else ""
+    return f"{text} (95 %: {interval[0]:+.4f} to {interval[1]:+.4f}){chance}"
