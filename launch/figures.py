@@ -120,8 +120,8 @@ def _parser() -> Parser:
         "figures",
         usage="%(prog)s [FIGURE ...] [--scale debug|laptop|paper] [--data FOLDER] [--out FOLDER] [train's flags]",
         description="Redraws the paper's figures, all or those whose numbers come first, from runs that it makes.",
-        epilog="All flags of train but those that a figure compares are taken as well: seqpar-train --help. Runs that "
-        "are there are not repeated, those that were cut go on.",
+        epilog="All flags of train that the figure does not compare work here too: seqpar-train --help all. Finished "
+        "runs are not repeated, interrupted ones resume.",
     )
     add = parser.add_argument
     add("--scale", choices=list(SCALES), default="debug", help="size of the runs: minutes (debug), an hour (laptop), "

@@ -18,8 +18,8 @@ from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.processes import die_with_parent
 from seqpar.parallel.rendezvous import start
-from seqpar.settings.config import DEVICE_KINDS
 from seqpar.settings.parser import Parser
+from seqpar.settings.run_settings import DEVICE_KINDS
 from seqpar.terminal import python_module
 from seqpar.text import flag_name
 

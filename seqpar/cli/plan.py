@@ -14,17 +14,19 @@ import torch
 from seqpar.cluster import exit_codes
 from seqpar.cluster.cpu_speed import measure_cpu
 from seqpar.cluster.devices import DEVICES, GB, Device, device_here, measured
-from seqpar.models.build import NETWORK_NAMES, family_of, refuse_settings_of_other_networks
+from seqpar.models.build import NETWORK_NAMES, family_of
 from seqpar.planner.fit import usual_sizes
 from seqpar.planner.needs import RunToPlan
 from seqpar.planner.pipeline_printer import print_pipe
 from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.planner.printer import print_largest, print_plan
 from seqpar.prediction.prediction_memory import print_prediction
-from seqpar.settings.command_line import parse, ranks_or_auto, refuse_settings_without_effect, shortened_warmup
-from seqpar.settings.config import AUTO, Config
+from seqpar.settings.command_line import naming_preset, parse, ranks_or_auto, shortened_warmup
+from seqpar.settings.config import Config
+from seqpar.settings.parallel_settings import AUTO
 from seqpar.settings.parser import Parser
 from seqpar.settings.presets import start_of_auto
+from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.tasks.lookup import task_of
 from seqpar.text import flag_name
 from seqpar.training.open_settings import config_to_plan
@@ -40,10 +42,15 @@ def act(arguments: Sequence[str]) -> int:
     if "curriculum" in flags:
         raise ValueError("--curriculum: plan each lesson by itself, with --tile; train --dry-run plans all of them")
     _refuse_with_pipe(own, config)
-    # a preset's lessons are left out
+    with naming_preset(preset, flags):
+        return _plan(own, preset, config, flags, on_gpu)
+
+
+def _plan(own: argparse.Namespace, preset: str, config: Config, flags: set[str], on_gpu: bool) -> int:
+    """Plans what the command line asks for, without a preset's lessons."""
     config = replace(config, curriculum="", pipe=1 if own.pipe is None else own.pipe or 2)
     config = with_plans(config, flags)
-    refuse_settings_of_other_networks(config, flags)
+    family_of(config)  # refuses a network of another task
     refuse_settings_without_effect(config, flags - {"measured"})  # seconds are planned with it in any case
     config, warmup = shortened_warmup(config, flags)
     device = _device(own, config)
@@ -90,7 +97,7 @@ def _planned_from_data(own: argparse.Namespace, config: Config, flags: set[str],
 
 def _parser() -> argparse.ArgumentParser:
     about = str(__doc__).partition("\n\n")[2]
-    parser = Parser("plan", description=about, epilog="All flags of train are taken as well: seqpar-train --help.")
+    parser = Parser("plan", description=about, epilog="All flags of train are taken as well: seqpar-train --help all.")
     device = "device to plan for (default: this machine's GPU, else mi250x); cpu: this machine, measured for seconds"
     parser.add_argument("--device", choices=[*DEVICES, "cpu"], help=device)
     memory = "memory of a rank, in 10^9 bytes (default: the device's)"

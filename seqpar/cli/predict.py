@@ -25,8 +25,8 @@ from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.run_folder import tested_cases
 from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.trained_run import TrainedRun
-from seqpar.settings.config import DEVICE_KINDS
 from seqpar.settings.parser import Parser
+from seqpar.settings.run_settings import DEVICE_KINDS
 from seqpar.tasks.lookup import task_of
 
 

@@ -15,9 +15,8 @@ from seqpar.data.preparation.cache_index import cache_folder, is_current, outdat
 from seqpar.data.preparation.prepare_dataset import Report, prepare
 from seqpar.data.preparation.recipe import BY_NAME, NORMALISATIONS, PrepareSettings
 from seqpar.data.preparation.source_check import check_sources
-from seqpar.settings.data_settings import DataSettings
+from seqpar.settings.data_settings import DataSettings, prepare_settings
 from seqpar.settings.parser import Parser
-from seqpar.settings.preparation import prepare_settings
 from seqpar.tasks.lookup import TASKS
 from seqpar.terminal import ProgressBar, coloured, next_command
 from seqpar.text import quantity

@@ -35,8 +35,8 @@ def _parser() -> Parser:
         usage="%(prog)s [--data FOLDER] [--out RUN] [any flag of train]",
         description="Pretrains the encoder of a network on images without labels, by hiding most of their tokens and "
         "rebuilding them; without --data on built-in phantom brains. train --weights RUN starts from it.",
-        epilog="train --help lists all flags, which hold here too: --resume, --seqpar, --dry-run and the others. Exit "
-        "codes are those of train.",
+        epilog="All flags of train work here too, such as --resume, --seqpar, --dry-run: train --help all lists them. "
+        "Exit codes are those of train.",
     )
     add = parser.add_argument
     add("--preset", metavar="NAME", help=f"named settings to start from: {', '.join(names)}, or any of train's "

@@ -112,7 +112,7 @@ def _parser() -> Parser:
         "tune",
         usage="%(prog)s --space FLAG=VALUE,VALUE ... --out FOLDER [train's flags]",
         description="Compares settings: each point of --space is a run of its own, several side by side by Ray Tune.",
-        epilog="All flags of train are taken as well: seqpar-train --help. Exit codes are those of train; 75: left "
+        epilog="All flags of train are taken as well: seqpar-train --help all. Exit codes are those of train; 75: left "
         "early, and --resume --out FOLDER goes on.",
     )
     add = parser.add_argument

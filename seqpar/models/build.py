@@ -1,13 +1,13 @@
 """Builds the network and the loss of a config, with weights or on the meta device."""
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 from torch import nn
 
-from seqpar.losses import Loss, LossOptions, MaskedError, make_loss
+from seqpar.losses import Loss, MaskedError, make_loss
 from seqpar.models.classifier_families import CLASSIFIERS
 from seqpar.models.network import Network
 from seqpar.models.network_family import NetworkFamily
@@ -17,14 +17,11 @@ from seqpar.models.unet_families import UNETS
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
-from seqpar.text import flag_name
 
 NETWORKS: dict[str, NetworkFamily] = {"vit": VisionTransformer(), **UNETS}  # for labels of voxels
 _OF_TASKS: dict[str, dict[str, NetworkFamily]] = {"segment": NETWORKS, "classify": CLASSIFIERS, "pretrain": PRETRAINED}
 NETWORK_NAMES = tuple(dict.fromkeys(name for networks in _OF_TASKS.values() for name in networks))
 _OF_STAGES = HierarchicalTransformer()  # in the place of vit, with --encoder hierarchical
-_KINDS = [*(kind for networks in _OF_TASKS.values() for kind in networks.values()), _OF_STAGES]
-_SPECIAL = frozenset(name for kind in _KINDS for name in kind.settings)  # settings of some networks only
 
 
 def family_of(config: Config) -> NetworkFamily:
@@ -33,7 +30,7 @@ def family_of(config: Config) -> NetworkFamily:
     if config.network not in networks:
         raise ValueError(f"--network {config.network} with --task {config.task}: choose one of {', '.join(networks)}")
     kind = networks[config.network]
-    if config.encoder == "plain" or "embed_dim" not in kind.settings:  # it has no encoder
+    if config.encoder == "plain" or not kind.attends:  # it has no encoder
         return kind
     if config.task != "segment":
         raise ValueError(
@@ -78,29 +75,6 @@ def layout_of(config: Config) -> Layout:
     return Layout.of(config.tile, kind.unit(config), config.seqpar, config.split)
 
 
-def setting_applies(config: Config, name: str) -> bool:
-    """Returns whether a setting acts on the config's network."""
-    return name in family_of(config).settings or name not in _SPECIAL
-
-
-def refuse_settings_of_other_networks(config: Config, names: Collection[str]) -> None:
-    """Refuses settings on the command line (``names``) that the config's network does not know.
-
-    Those that a preset sets are not looked at.
-    """
-    for name in sorted(names):
-        if not setting_applies(config, name):
-            kind = family_of(config)
-            known = ", ".join(f"--{flag_name(setting)}" for setting in sorted(kind.settings))
-            beside = f" with --encoder {config.encoder}" if "encoder" in kind.settings else ""
-            if config.task != "segment":
-                beside = f" with --task {config.task}"
-            raise ValueError(
-                f"--{flag_name(name)} would do nothing: --network {config.network}{beside} does not know it, but "
-                f"{known}: leave it out"
-            )
-
-
 def build_loss(config: Config, regions: Sequence[Sequence[int]] = (), ignore_label: int | None = None) -> Loss:
     """Returns the loss that ``--loss`` names; ``regions`` where the outputs are regions by themselves.
 
@@ -108,10 +82,7 @@ def build_loss(config: Config, regions: Sequence[Sequence[int]] = (), ignore_lab
     """
     if config.task == "pretrain":
         return MaskedError(config.normalised_targets)
-    options = LossOptions(
-        config.dice == "squared", config.dice_background, config.batch_dice, config.focal_gamma, config.dice_smooth
-    )
-    return make_loss(config.loss, options, config.loss_weights, regions, ignore_label, config.class_weights)
+    return make_loss(config.loss, config.loss_options, config.loss_weights, regions, ignore_label, config.class_weights)
 
 
 def build_on_meta(

@@ -8,7 +8,7 @@ from seqpar.decoders.resattnet import BLOCKS, FEATURES, ResAttNet, refuse_cut
 from seqpar.models.cell_network import RECOMPUTED
 from seqpar.models.classifier import TokenClassifier, VolumeClassifier
 from seqpar.models.network_family import NetworkFamily
-from seqpar.models.transformer_families import OF_ENCODER, VisionTransformer, make_encoder
+from seqpar.models.transformer_families import VisionTransformer, make_encoder
 from seqpar.models.unet_families import norm_groups
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
@@ -27,7 +27,6 @@ def refuse_parts(config: Config) -> None:
 class TokenClassification(VisionTransformer):
     """An encoder of tokens, which are pooled."""
 
-    settings = OF_ENCODER | {"pooling"}
     smaller = {**VisionTransformer.smaller, "decoder": "a smaller --tile", "transient": "a smaller --tile"}
 
     def build(
@@ -57,7 +56,6 @@ class TokenClassification(VisionTransformer):
 class ResidualAttention(NetworkFamily):
     """A 3D-ResAttNet on boxes of the image; ``layers``: 18 or 34."""
 
-    settings = frozenset(["features", "grad_checkpoint"])
     attends, recomputed, usual_batch = False, RECOMPUTED, 2
     smaller = dict.fromkeys(("tokens", "decoder", "transient", "optimizer"), "a smaller --features or --tile")
 

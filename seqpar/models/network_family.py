@@ -21,14 +21,12 @@ class Layers(NamedTuple):
 class NetworkFamily(ABC):
     """Networks that are built and planned alike.
 
-    - ``settings``: of ``Config``, those that act on this kind, but not on every one
     - ``attends``: whether it has attention, for which ranks choose a strategy
     - ``recomputed``: what backward can compute again, as ``--grad-checkpoint`` names it
     - ``usual_batch``: tiles of a sequence group where nothing is set; 0: by memory
     - ``smaller``: what to change where a part of the memory is too much, by the part's name
     """
 
-    settings: frozenset[str]
     attends: bool
     recomputed: tuple[str, ...]
     usual_batch: int

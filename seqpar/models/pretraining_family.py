@@ -8,10 +8,9 @@ import torch
 
 from seqpar.attention.partition import split_evenly
 from seqpar.models.network_family import Layers, NetworkFamily
-from seqpar.models.transformer_families import OF_ENCODER, VisionTransformer, make_encoder, tokens_per_rank
+from seqpar.models.transformer_families import VisionTransformer, make_encoder, tokens_per_rank
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
-from seqpar.settings.pretraining_settings import MASKED
 from seqpar.vit.masking import check_num_visible, num_visible
 from seqpar.vit.tokens import sincos_positions
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 class MaskedPretraining(VisionTransformer):
     """An encoder of visible tokens, and a few blocks that rebuild what is hidden."""
 
-    settings = OF_ENCODER | MASKED
     smaller = {
         **VisionTransformer.smaller,
         "decoder": "a smaller --rebuild-width, --rebuild-blocks or --tile",

@@ -16,43 +16,17 @@ from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.layout import Layout
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
-from seqpar.settings.network_settings import HIERARCHY
 from seqpar.text import format_sides, quantity
 from seqpar.vit.blocks import RECOMPUTED
 from seqpar.vit.encoder import SeqParViT
 
 # with --output-bias a fresh network gives every foreground class this probability: most is background
 FOREGROUND = 0.02
-OF_ENCODER = frozenset(
-    [
-        "encoder",
-        "patch",
-        "depth",
-        "embed_dim",
-        "heads",
-        "mlp_ratio",
-        "mlp",
-        "qkv_bias",
-        "attention_norm",
-        "positions",
-        "dropout",
-        "drop_path",
-        "layer_scale",
-        "layer_decay",
-        "attention",
-        "keep_kv",
-        "heads_per_chunk",
-        "grad_checkpoint",
-        "mlp_chunks",
-        "compile",
-    ]
-)
 
 
 class VisionTransformer(NetworkFamily):
     """An encoder of tokens, and a decoder."""
 
-    settings = OF_ENCODER | {"window", "decoder", "skips", "decoder_width"}
     attends, recomputed, usual_batch = True, RECOMPUTED, 0
     smaller = {
         "tokens": "a larger --patch, a smaller --tile or --embed-dim",
@@ -148,7 +122,6 @@ def make_encoder(config: Config, in_channels: int, group: Group) -> SeqParViT:
 class HierarchicalTransformer(VisionTransformer):
     """An encoder of stages, between which 2 x 2 x 2 tokens become one, and a decoder."""
 
-    settings = (OF_ENCODER - {"depth"}) | HIERARCHY | {"window", "decoder", "decoder_width"}
     smaller = {
         **VisionTransformer.smaller,
         "optimizer": "a smaller --embed-dim, or fewer --stage-depths",

@@ -21,6 +21,7 @@ from seqpar.models.cell_network import RECOMPUTED, VolumeNet
 from seqpar.models.network_family import NetworkFamily
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
+from seqpar.settings.network_settings import is_nnunet
 from seqpar.text import format_sides, quantity
 
 Make = Callable[[Config, int, int, Group | None, Group | None], UNet]  # channels, outputs, then groups of batch norm
@@ -35,24 +36,20 @@ def norm_groups(config: Config, group: Group, data: Group | None) -> tuple[Group
 
 
 class VolumeNetwork(NetworkFamily):
-    """A U-Net on boxes of the image.
-
-    - ``make``: makes it from a config
-    - ``settings``: those of Config that act on it
-    """
+    """A U-Net on boxes of the image; ``make``: makes it from a config."""
 
     attends, recomputed, usual_batch = False, RECOMPUTED, 2
     smaller = dict.fromkeys(("tokens", "decoder", "transient", "optimizer"), "a smaller --features or --tile")
 
-    def __init__(self, make: Make, settings: str = "") -> None:
-        self.make, self.settings = make, frozenset(["features", "norm", "grad_checkpoint", *settings.split()])
+    def __init__(self, make: Make) -> None:
+        self.make = make
 
     def pinned(self, config: Config, spacing: Sequence[float] = ()) -> Config:
         """Returns the config whose ``--stages`` are those of its tile, where the tile would choose them.
 
         With a ``spacing``, they are chosen anew for the tile and these sizes of a voxel.
         """
-        if "stages" not in self.settings or (config.stages and not spacing):
+        if not is_nnunet(config) or (config.stages and not spacing):
             return config
         return replace(config, stages=format_stages(Stages(*topology(config.tile, spacing or (1, 1, 1)))))
 
@@ -208,8 +205,8 @@ def _lamp(squeeze: int) -> Make:
 
 
 UNETS = {
-    "nnunet-plain": VolumeNetwork(_nnunet(False), "stages deep_supervision plans"),
-    "nnunet-resenc": VolumeNetwork(_nnunet(True), "stages deep_supervision plans"),
+    "nnunet-plain": VolumeNetwork(_nnunet(False)),
+    "nnunet-resenc": VolumeNetwork(_nnunet(True)),
     "unet-hou": VolumeNetwork(_hou),
     "unet-distmis": VolumeNetwork(_distmis("code")),
     "unet-distmis-text": VolumeNetwork(_distmis("text")),

@@ -21,8 +21,9 @@ from seqpar.planner.batch_size import choose_batch, papers_batch
 from seqpar.planner.fit import largest_batch, plans, why_nothing_fits
 from seqpar.planner.needs import Plan, RunToPlan, plan_complete_config
 from seqpar.planner.pipeline_plan import Cells, PlacementOptions, spread_over
-from seqpar.settings.config import AUTO, Config
+from seqpar.settings.config import Config
 from seqpar.settings.curriculum import format_curriculum, in_micro_batches, parse_curriculum
+from seqpar.settings.parallel_settings import AUTO
 from seqpar.text import in_flags
 
 Choices = dict[str, tuple[str, ...]]  # why, by the choice's name: a sentence, then lines with figures

@@ -10,7 +10,7 @@ from seqpar.pipeline.named_placements import PLACEMENTS, parse_cuts
 from seqpar.pipeline.placement import check_num_cells
 from seqpar.settings.checks import check
 from seqpar.settings.config import Config
-from seqpar.settings.curriculum import Lesson
+from seqpar.settings.lessons import Lesson
 
 
 def check_feasible(config: Config) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from seqpar.models.build import family_of, setting_applies
+from seqpar.models.build import family_of
 from seqpar.planner.needs import Plan, RunToPlan, config_for_group_size, plan_complete_config
 from seqpar.settings.config import Config
+from seqpar.settings.rules import setting_applies
 from seqpar.text import flag_name
 
 MemorySaving = Mapping[str, Any]  # settings by name

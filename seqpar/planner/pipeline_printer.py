@@ -20,7 +20,8 @@ from seqpar.planner.pipeline_plan import (
     plan_counted,
 )
 from seqpar.planner.printer import command, header, tiles_per_step
-from seqpar.settings.config import AUTO, Config
+from seqpar.settings.config import Config
+from seqpar.settings.parallel_settings import AUTO
 from seqpar.text import in_flags, quantity
 
 WIDTH = 98

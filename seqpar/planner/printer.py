@@ -26,10 +26,9 @@ from seqpar.planner.fit import (
 )
 from seqpar.planner.memory_saving import flags_of, memory_savings, search_with_savings
 from seqpar.planner.needs import Plan, RunToPlan
-from seqpar.settings.classify_settings import preset_for_task
 from seqpar.settings.config import Config
-from seqpar.settings.curriculum import lessons_of
-from seqpar.settings.presets import PRESETS
+from seqpar.settings.lessons import lessons_of
+from seqpar.settings.presets import PRESETS, preset_for_task
 from seqpar.terminal import program
 from seqpar.text import flag_name, format_sides, quantity
 

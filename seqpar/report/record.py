@@ -17,8 +17,8 @@ from seqpar.scores.label_files import dataset_at, match_cases, score_pairs
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, summarise
 from seqpar.scores.summary_files import summary_content
 from seqpar.settings.config import Config
-from seqpar.settings.network_settings import EncoderSettings
-from seqpar.settings.pretraining_settings import MASKED
+from seqpar.settings.network_settings import NetworkSettings
+from seqpar.settings.pretraining_settings import PretrainingSettings
 
 Row = Mapping[str, Any]
 SHOWN = {  # what a report shows of config.json
@@ -49,8 +49,8 @@ class RunRecord:
     @property
     def network_settings(self) -> Config:
         """The settings that say what network it was; runs of other versions may have further ones."""
-        names = {"task", "network", "pooling", "features", "norm", "stages", *MASKED, *SHOWN["config"]}
-        names.update(each.name for each in fields(EncoderSettings))
+        names = {"task", *SHOWN["config"]}
+        names.update(each.name for part in (NetworkSettings, PretrainingSettings) for each in fields(part))
         return Config.from_dict({name: self.config[name] for name in sorted(names & self.config.keys())})
 
     @property

@@ -23,7 +23,7 @@ from seqpar.runs.run_folder import read_best_step, read_config, read_windows
 from seqpar.scores.label_classes import learned_regions
 from seqpar.settings.checks import check_network
 from seqpar.settings.config import Config
-from seqpar.settings.curriculum import lesson_at, lessons_of
+from seqpar.settings.lessons import lesson_at, lessons_of
 from seqpar.weights import checkpoint
 from seqpar.weights.facts import differing_flags, read_facts
 from seqpar.weights.weight_files import read_weights, shorten_list

@@ -1,10 +1,8 @@
 """What a config is refused for before anything is built, with the nearest that works."""
 
-import dataclasses
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from seqpar.attention.strategies import check_strategy
 from seqpar.data.formats.splits import FOLDS, parse_percentages
@@ -12,12 +10,13 @@ from seqpar.data.sampling.augmentation import recipe_of
 from seqpar.losses.loss import check_signs, check_weights
 from seqpar.optimization.optimizers import OPTIMIZERS
 from seqpar.pipeline.named_placements import PLACEMENTS, parse_cuts
-from seqpar.settings.classify_settings import LOSSES
-from seqpar.settings.config import Config
-from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.settings.config import SETTINGS, Config
+from seqpar.settings.data_settings import ALL_FOLDS, prepare_settings
+from seqpar.settings.loss_settings import CLASS_LOSSES
 from seqpar.settings.network_settings import check_stages
-from seqpar.settings.preparation import prepare_settings
 from seqpar.text import flag_name, format_sides, parse_duration
+
+NETWORK = ("network", "pretraining")  # sections by which a network is built
 
 
 def check(config: Config, networks: Sequence[str]) -> None:
@@ -25,7 +24,7 @@ def check(config: Config, networks: Sequence[str]) -> None:
 
     ``networks``: the names that there are.
     """
-    _check_values(config, networks, dataclasses.fields(config))
+    _check_values(config, networks, SETTINGS)
     _check_network(config)
     _check_run(config)
     if config.task == "classify":
@@ -37,19 +36,19 @@ def check_network(config: Config, networks: Sequence[str]) -> None:
 
     ``networks``: the names that there are.
     """
-    own = [f for f in dataclasses.fields(config) if f.metadata["topic"] == "network" or f.name in ("mode", "split")]
-    _check_values(config, networks, own)
+    names = [name for name, own in SETTINGS.items() if own.section in NETWORK or name in ("mode", "split")]
+    _check_values(config, networks, names)
     _check_network(config)
 
 
-def _check_values(config: Config, networks: Sequence[str], settings: Sequence[dataclasses.Field[Any]]) -> None:
-    for f in settings:
-        value, bounds = getattr(config, f.name), f.metadata["bounds"]
-        choices = networks if f.name == "network" else f.metadata["choices"]
+def _check_values(config: Config, networks: Sequence[str], names: Iterable[str]) -> None:
+    for name in names:
+        value, bounds = getattr(config, name), SETTINGS[name].bounds
+        choices = networks if name == "network" else SETTINGS[name].choices
         if choices and value not in choices:
-            raise ValueError(f"--{flag_name(f.name)} {value}: choose one of {', '.join(choices)}")
+            raise ValueError(f"--{flag_name(name)} {value}: choose one of {', '.join(choices)}")
         if bounds and not bounds.allows(value):
-            raise ValueError(f"--{flag_name(f.name)} {value}: {bounds.text}")
+            raise ValueError(f"--{flag_name(name)} {value}: {bounds.text}")
 
 
 def _check_network(config: Config) -> None:
@@ -125,8 +124,8 @@ def _check_run(config: Config) -> None:
 
 def _check_classes(config: Config) -> None:
     """Refuses what does not go with one class a volume."""
-    if config.loss not in LOSSES:
-        raise ValueError(f"--loss {config.loss} with --task classify: it takes voxels: use {' or '.join(LOSSES)}")
+    if config.loss not in CLASS_LOSSES:
+        raise ValueError(f"--loss {config.loss} with --task classify: it takes voxels: use {' or '.join(CLASS_LOSSES)}")
 
 
 def _check_pipe(config: Config) -> None:

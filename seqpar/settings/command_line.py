@@ -1,29 +1,25 @@
-"""The command line of a run, generated from Config; flags without effect are refused."""
+"""The command line of a run, generated from the declarations of its settings."""
 
 import argparse
-import dataclasses
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, get_type_hints
 
 import torch
 
-from seqpar.data.sampling.augmentation import recipe_of
-from seqpar.losses import has_class_terms
-from seqpar.optimization.optimizers import OPTIMIZERS
-from seqpar.settings.classify_settings import preset_for_task, refuse_idle_for_classes
-from seqpar.settings.config import AUTO, Config
-from seqpar.settings.curriculum import lessons_of, parse_curriculum
+from seqpar.settings.config import SETTINGS, Config
+from seqpar.settings.curriculum import parse_curriculum
+from seqpar.settings.field import Declaration
 from seqpar.settings.network_settings import with_decoder_of_stages
-from seqpar.settings.parser import Parser
-from seqpar.settings.presets import PRESETS, start_of_auto
-from seqpar.settings.pretraining_settings import idle_in_pretraining
-from seqpar.text import flag_name, quantity
+from seqpar.settings.parallel_settings import AUTO
+from seqpar.settings.parser import HelpInTwoSizes, Parser
+from seqpar.settings.presets import PRESETS, preset_for_task, start_of_auto
+from seqpar.settings.rules import as_typed
+from seqpar.text import flag_name, in_flags, quantity
 
-# How ranks share a tile.
-_OF_GROUPS = ("split", "mode", "attention", "keep_kv", "heads_per_chunk")
 _ACCUMULATE = ("--accumulate", "--micro-batches")
 
 
@@ -36,9 +32,9 @@ def parse(
 ) -> tuple[str, Config, set[str]]:
     """Returns the preset's name, the config, and the names of the settings that the command line has.
 
-    - ``networks``: the names of the networks that there are, to list them and to refuse others; () where any will do
+    - ``networks``: the names of all networks, to list them and to refuse others; () to take any
     - ``others``: flags of the same command that are no settings
-    - ``on_gpu``: whether the run is for a GPU; None: for one where there is one, unless --device says otherwise
+    - ``on_gpu``: whether the run is for a GPU; None: for one if there is one, unless --device says otherwise
     """
     _refuse_two_names(arguments)
     parser = _parser(default_preset, networks)
@@ -51,24 +47,45 @@ def parse(
     on_gpu = wants_gpu(arguments) if on_gpu is None else on_gpu
     start = PRESETS[start_of_auto(on_gpu) if preset == "auto" else preset]()
     start = preset_for_task(start, values.get("task", start.task), preset)
-    if len({values.get("optimizer", start.optimizer), start.optimizer} | {"adam", "adamw"}) > 2:
-        values.setdefault("betas", ())  # a preset's are its optimizer's
-    if entries := parse_curriculum(values.get("curriculum", "")):
-        values.setdefault("epochs", sum(entry.epochs for entry in entries))
+    if lessons := parse_curriculum(values.get("curriculum", "")):
+        values.setdefault("epochs", sum(lesson.epochs for lesson in lessons))
     values = with_decoder_of_stages(values, start.decoder)
     for name in ("tile", "patch"):
         if len(values.get(name, ())) == 1:
             values[name] *= 3
     if values.get("weights"):
         values["weights"] = os.path.abspath(values["weights"])  # the run may be resumed from another folder
-    return preset, replace(start, **values), set(parsed)
+    return preset, _drop_contradicted(start, values), set(parsed)
+
+
+def _drop_contradicted(start: Config, values: dict[str, Any]) -> Config:
+    """Returns a preset's settings with those of the command line; values of the preset that contradict them go."""
+    config, usual = replace(start, **values), Config()
+    dropped = [n for n, own in SETTINGS.items() if n not in values and own.gives_way and own.gives_way(start, config)]
+    return replace(config, **{name: getattr(usual, name) for name in dropped})
+
+
+@contextmanager
+def naming_preset(preset: str, typed: Collection[str]) -> Iterator[None]:
+    """Adds to a ValueError which of the settings that it names are the preset's, and not on the command line."""
+    try:
+        yield
+    except ValueError as error:
+        start, usual = PRESETS[preset](), Config()
+        names = dict.fromkeys(word.replace("-", "_") for word in re.findall(r"--([a-z][a-z-]+)", in_flags(str(error))))
+        own = [name for name in names if name in SETTINGS and name not in typed]
+        values = {name: getattr(start, name) for name in own if getattr(start, name) != getattr(usual, name)}
+        if values:
+            shown = ", ".join(map(as_typed, values, values.values()))
+            error.args = (f"{error} (--preset {preset} sets {shown})",)
+        raise
 
 
 def _refuse_two_names(arguments: Sequence[str]) -> None:
-    """Refuses a setting by both of its names, of which the first would do nothing."""
+    """Refuses a setting by both of its names: the second would override the first."""
     typed = {argument.partition("=")[0] for argument in arguments}
     if typed.issuperset(_ACCUMULATE):
-        raise ValueError(f"{' and '.join(_ACCUMULATE)} are two names of one setting: leave one of both out")
+        raise ValueError(f"{' and '.join(_ACCUMULATE)} are two names of one setting: remove one")
 
 
 def wants_gpu(arguments: Sequence[str]) -> bool:
@@ -86,34 +103,41 @@ def default_preset(arguments: Sequence[str], on_gpu: bool) -> str:
     return {False: ("laptop", "paper"), True: ("mae-laptop", "mae")}[pretrains][on_gpu]
 
 
-def _parser(default_preset: str, networks: Collection[str]) -> Parser:
+def _parser(default_preset: str, networks: Collection[str], everything: bool = False) -> Parser:
+    """Returns the parser of all settings; its help shows ``everything``, or the flags that most people need."""
+    also = "" if everything else " --help all lists every flag, such as those of optimizers and losses."
     parser = Parser(
         "train",
         usage="%(prog)s [--data FOLDER] [--out FOLDER] [any flag below]",
         description="Trains a sequence-parallel network; without --data on built-in phantom brains.",
-        epilog="Defaults here are in brackets. Exit codes: 0 finished, 75 left early and resumable; "
+        epilog=f"Defaults are in brackets.{also} Exit codes: 0 finished, 75 left early and resumable; "
         "2 usage, 3 data, 4 memory, 5 a loss that is not finite, 6 run folder in use: status.json says why.",
+        add_help=False,
     )
+    parser.lists_all = "--help all"
+    full = None if everything else lambda: _parser(default_preset, networks, everything=True)
+    parser.add_argument("-h", "--help", action=HelpInTwoSizes, full=full, help="show these; all: every flag")
     listed = ", ".join(PRESETS)
     preset_help = f"named settings to start from: {listed} ({default_preset})"
     parser.add_argument("--preset", choices=list(PRESETS), metavar="NAME", help=preset_help)
-    topics: dict[str, argparse._ArgumentGroup] = {}
+    sections: dict[str, argparse._ArgumentGroup] = {}
     hints, shown = get_type_hints(Config), PRESETS[default_preset]()
-    for f in dataclasses.fields(Config):
-        topic = f.metadata["topic"]
-        if topic not in topics:
-            topics[topic] = parser.add_argument_group(topic)
-        choices = tuple(networks) if f.name == "network" else f.metadata["choices"]
-        options = _argument(f, hints[f.name], getattr(shown, f.name), choices)
-        names = _ACCUMULATE if f.name == "accumulate" else [f"--{flag_name(f.name)}"]
-        topics[topic].add_argument(*names, dest=f.name, default=argparse.SUPPRESS, **options)
+    for name, own in SETTINGS.items():
+        if own.section not in sections:
+            sections[own.section] = parser.add_argument_group(own.section)
+        choices = tuple(networks) if name == "network" else own.choices
+        options = _argument(name, own, hints[name], getattr(shown, name), choices)
+        if not everything and not own.common:
+            options["help"] = argparse.SUPPRESS
+        flags = _ACCUMULATE if name == "accumulate" else [f"--{flag_name(name)}"]
+        sections[own.section].add_argument(*flags, dest=name, default=argparse.SUPPRESS, **options)
     return parser
 
 
-def _argument(f: dataclasses.Field, kind: Any, default: Any, choices: Sequence[str]) -> dict[str, Any]:
+def _argument(name: str, own: Declaration, kind: Any, default: Any, choices: Sequence[str]) -> dict[str, Any]:
     """Returns the arguments of ``add_argument`` for a setting; ``kind``: its type; ``choices``: its values, if few."""
-    text = f.metadata["help"].replace("%", "%%")
-    if choices and f.metadata["metavar"]:  # too many to stand beside the flag
+    text = own.help.replace("%", "%%")
+    if choices and own.metavar:  # too many to stand next to the flag
         text = f"{text}: {', '.join(choices)}"
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction, "help": f"{text} ({'yes' if default else 'no'})"}
@@ -124,10 +148,10 @@ def _argument(f: dataclasses.Field, kind: Any, default: Any, choices: Sequence[s
     if kind in (tuple[int, ...], tuple[float, ...]):
         options |= {"nargs": "+", "type": int if kind == tuple[int, ...] else float}
     else:
-        options["type"] = {"seqpar": ranks_or_auto, "pipe": _ranks}.get(f.name, kind)
+        options["type"] = {"seqpar": ranks_or_auto, "pipe": _ranks}.get(name, kind)
     if choices:
         options["choices"] = choices
-    return options | {"metavar": f.metadata["metavar"] or None}
+    return options | {"metavar": own.metavar or None}
 
 
 def ranks_or_auto(text: str) -> int:
@@ -153,91 +177,3 @@ def shortened_warmup(config: Config, names: set[str]) -> tuple[Config, str]:
     epochs = max(config.epochs, 1) - 1
     line = f"--warmup: {epochs} of the preset's {quantity(config.warmup, 'epoch')}, as the run has {config.epochs}"
     return replace(config, warmup=epochs), line
-
-
-def refuse_settings_without_effect(config: Config, names: set[str]) -> None:
-    """Refuses settings on the command line (``names``) without effect on the run of ``config``."""
-    kind = OPTIMIZERS[config.optimizer]
-    takes = {0: "none: leave it out", 1: "one number, its momentum: give it alone"}.get(
-        len(kind.betas), f"{len(kind.betas)} numbers, such as {' '.join(f'{beta:g}' for beta in kind.betas)}"
-    )
-    has_classes = has_class_terms(config.loss)
-    terms, calls = config.loss_terms, f"--loss {config.loss} has no"
-    is_open = config.seqpar == AUTO or not config.batch or (config.seqpar > 1 and config.attention == "auto")
-    lessons = "the lessons of --curriculum have their own: leave it out"
-    for name, acts, why in (
-        ("tile", not config.curriculum, lessons),
-        ("epochs", not config.curriculum, lessons),
-        ("batch", not config.curriculum, lessons),
-        ("accumulate", not any(entry.micros for entry in parse_curriculum(config.curriculum)), lessons),
-        (
-            "foreground",
-            lessons_of(config)[-1].foreground == config.foreground,
-            "a whole volume has one place: leave it out",
-        ),
-        ("phantoms", not config.data, "--data is there: leave one of both out"),
-        ("skips", config.decoder == "unetr", f"--decoder {config.decoder} takes no skips: leave it out"),
-        ("decoder_width", config.decoder != "primus", "--decoder primus finds its width itself: leave it out"),
-        ("interpolation", _deforms(config.augment), f"--augment {config.augment} deforms nothing: leave it out"),
-        ("force", bool(config.crop_to), "there is no --crop-to: leave it out"),
-        ("synthesis_per", config.synthesis > 0, "--synthesis is 0: leave it out, or set that"),
-        ("betas", len(config.betas) <= len(kind.betas), f"--optimizer {config.optimizer} takes {takes}"),
-        ("decay_all", bool(config.weight_decay), "there is no --weight-decay: leave it out"),
-        ("foreground_by", bool(config.foreground), "--foreground 0 centres no tile: leave it out"),
-        ("amsgrad", kind.has_amsgrad or not config.amsgrad, "only adam and adamw have it: leave it out"),
-        ("decay_epochs", config.schedule == "step", f"--schedule {config.schedule} has no steps: leave it out"),
-        ("decay_factor", config.schedule == "step", f"--schedule {config.schedule} has no steps: leave it out"),
-        ("loss_weights", len(terms) > 1, f"--loss {config.loss} has one term: leave it out"),
-        ("dice", "dice" in terms, f"{calls} Dice: leave it out"),
-        ("dice_smooth", "dice" in terms, f"{calls} Dice: leave it out"),
-        ("cycle_epochs", config.schedule == "cyclic", f"--schedule {config.schedule} has no cycles: leave it out"),
-        ("dice_background", has_classes, f"{calls} term per class: leave it out"),
-        ("batch_dice", has_classes or not config.batch_dice, f"{calls} term per class: leave it out"),
-        ("focal_gamma", "focal" in terms, f"{calls} focal term: leave it out"),
-        ("take_over", bool(config.out), "nobody holds a new folder: leave it out, or name the folder with --out"),
-        ("pipe_schedule", config.pipe > 1, "--pipe is 1: leave it out"),
-        ("placement", config.pipe > 1, "--pipe is 1: leave it out"),
-        ("objective", config.placement == "gabra", f"--placement {config.placement} has one objective: leave it out"),
-        ("token_order", bool(config.weights), "there are no --weights: leave it out"),
-        ("attention", not config.window, f"--window {config.window} fetches from neighbours: leave it out"),
-        ("heads_per_chunk", not config.window, f"--window {config.window} takes all heads at once: leave it out"),
-        ("measured", is_open, "size, batch and attention are given, so that nothing is chosen by it: leave it out"),
-    ):
-        if name in names and not acts:
-            raise ValueError(f"--{flag_name(name)} would do nothing: {why}")
-    refuse_idle_for_classes(config, names)
-    for name in idle_in_pretraining(config.task, names):
-        raise ValueError(f"--{flag_name(name)} would do nothing with --task {config.task}: leave it out")
-
-
-def _deforms(augment: str) -> bool:
-    """Returns whether the augmentation of that name interpolates; True for one that there is not, refused by name."""
-    try:
-        return recipe_of(augment).deforms
-    except ValueError:
-        return True
-
-
-def idle_in_groups_of_one(config: Config, names: set[str]) -> str:
-    """Returns a line on settings of the command line (``names``) that do nothing where no ranks share a tile.
-
-    They are not refused, since a sweep over ``--seqpar`` begins there; "" where there is none.
-    """
-    idle = [f"--{flag_name(name)}" for name in _OF_GROUPS if name in names]
-    return f"{', '.join(idle)}: no effect with --seqpar 1" if idle and config.seqpar == 1 else ""
-
-
-def idle_on_a_cpu(config: Config, names: Collection[str], on_gpu: bool) -> str:
-    """Returns a line on settings of the command line (``names``) that do nothing without a GPU; "" where none does."""
-    idle = ["--precision tf32"] * (config.precision == "tf32") + ["--deterministic"] * config.deterministic
-    typed = [text for text in idle if text.split()[0].removeprefix("--") in names]
-    return f"{', '.join(typed)}: no effect without a GPU" if typed and not on_gpu else ""
-
-
-def idle_with_data(names: Collection[str], declares_regions: bool, learns_regions: bool) -> str:
-    """Returns a line on settings of the command line (``names``) that do nothing with the data; "" for none."""
-    whys = {
-        "targets": "" if declares_regions else "the data declare no regions",
-        "dice_background": "the outputs are regions, of which none is background" if learns_regions else "",
-    }
-    return "; ".join(f"--{flag_name(name)}: no effect, as {why}" for name, why in whys.items() if why and name in names)

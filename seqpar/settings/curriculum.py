@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from seqpar.settings.config import Config
-
 EXAMPLE = "64:4800,128:1200,whole:300"
 _SIDES = r"\d+(?:x\d+x\d+)?"
 _ENTRY = re.compile(
@@ -28,18 +26,6 @@ class LessonSpec:
     batch: int = 0
     is_whole: bool = False
     micros: int = 0
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """A part of a run: ``config`` with its tile, batch and micro-batches, the ``steps`` of the run that are its own.
-
-    ``foreground`` is the share of its tiles that are centred on a labelled voxel.
-    """
-
-    config: Config
-    steps: range
-    foreground: float
 
 
 def parse_curriculum(text: str) -> tuple[LessonSpec, ...]:
@@ -97,27 +83,6 @@ def is_same(typed: str, filled: str) -> bool:
     )
 
 
-def lessons_of(config: Config) -> tuple[Lesson, ...]:
-    """Returns the lessons of a run; without a curriculum one, of all its steps.
-
-    All tiles before the last lesson are centred on labelled voxels, those of the last as ``--foreground`` says. A
-    whole volume has one place.
-    """
-    entries, start = parse_curriculum(config.curriculum), 0
-    if not entries:
-        return (Lesson(config, range(config.steps), config.foreground),)
-    lessons = []
-    for entry in entries:
-        share = config.foreground if entry is entries[-1] else 1.0
-        steps = range(start, start + entry.epochs * config.iterations)
-        own = replace(config, tile=entry.tile or config.tile, batch=entry.batch)
-        own = replace(own, accumulate=entry.micros or config.accumulate)
-        lessons.append(Lesson(own, steps, 0.0 if entry.is_whole else share))
-        start = steps.stop
-    return tuple(lessons)
-
-
-def lesson_at(config: Config, step: int) -> int:
-    """Returns the number of the lesson that a run is in after ``step`` steps, from 0; at a border the one that ends."""
-    lessons = lessons_of(config)
-    return next((number for number, lesson in enumerate(lessons) if step <= lesson.steps.stop), len(lessons) - 1)
+def ends_with_whole_volumes(text: str) -> bool:
+    """Returns whether the last lesson of a curriculum takes whole volumes."""
+    return bool(text) and parse_curriculum(text)[-1].is_whole

@@ -1,9 +1,13 @@
-"""What a setting of a run has beside its type: its default, its bounds, its choices and its line in --help."""
+"""How a setting is declared: its default, bounds, choices and help; when it acts; whether it may change on resume."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+TASKS = ("segment", "classify", "pretrain")
+VOXELS = ("segment",)  # the task that labels voxels
+SUPERVISED = ("segment", "classify")
 
 
 @dataclass(frozen=True)
@@ -17,30 +21,64 @@ class Bounds:
 AT_LEAST_1 = Bounds(lambda value: value >= 1, "it must be at least 1")
 NOT_NEGATIVE = Bounds(lambda value: 0 <= value < math.inf, "it must not be negative")
 ABOVE_0 = Bounds(lambda value: 0 < value < math.inf, "it must be above 0")
-ABOVE_0_TO_1 = Bounds(lambda value: 0 < value <= 1, "it must be above 0, and at most 1")
-BELOW_1 = Bounds(lambda value: 0 <= value < 1, "it must lie in [0, 1)")
-SEED = Bounds(lambda value: 0 <= value < 2**63, "it must lie in [0, 2^63)")  # what torch takes
-INSIDE_0_1 = Bounds(lambda value: 0 < value < 1, "it must lie between 0 and 1")
+ABOVE_0_TO_1 = Bounds(lambda value: 0 < value <= 1, "it must be above 0 and at most 1")
+BELOW_1 = Bounds(lambda value: 0 <= value < 1, "it must be in [0, 1)")
+SEED = Bounds(lambda value: 0 <= value < 2**63, "it must be in [0, 2^63)")  # what torch takes
+INSIDE_0_1 = Bounds(lambda value: 0 < value < 1, "it must be between 0 and 1")
 GAMMA = Bounds(lambda value: value == 0 or 1 <= value < math.inf, "it must be 0, or at least 1; 2 is usual")
 
 
 def share_bounds(usual: float) -> Bounds:
-    """Returns the bounds of a share; ``usual``: one that is often taken."""
-    return Bounds(lambda value: 0 <= value <= 1, f"it must lie in [0, 1]; {usual} is usual")
+    """Returns the bounds of a share; ``usual``: a common choice, for the message."""
+    return Bounds(lambda value: 0 <= value <= 1, f"it must be in [0, 1]; {usual} is usual")
 
 
-def setting(
-    default: Any,
-    text: str,
-    topic: str,
-    choices: Sequence[str] = (),
-    bounds: Bounds | None = None,
-    metavar: str = "",
-) -> Any:
-    """Returns a field of Config.
+class Networks(NamedTuple):
+    """The networks on which a setting acts: ``includes`` asks a config, ``text`` names them."""
 
-    ``text``: its line in --help, under the heading ``topic``; ``metavar``: what stands for its value there, in a word
-    that says what it is; only switches and ``choices`` need none.
+    includes: Callable[[Any], bool]
+    text: str
+
+
+class Circumstances(NamedTuple):
+    """What a run meets: ranks that share a tile, a GPU, what its data declare; None: not known yet."""
+
+    seqpar: int | None = None
+    has_gpu: bool | None = None
+    declares_regions: bool | None = None
+    learns_regions: bool | None = None
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What ``setting`` declares of a setting.
+
+    - ``help``: its line in --help, under the heading ``section``
+    - ``choices``, ``bounds``: its values
+    - ``metavar``: what stands for its value in --help; only switches and ``choices`` need none
+    - ``common``: whether plain ``--help`` shows it; ``--help all`` shows every setting
+    - ``tasks``, ``networks``: for which it applies
+    - ``acts_when``: whether it acts on a config of these; ``why`` not, with {names} of settings to fill in
+    - ``idle_here``: why it does nothing in some circumstances, "" where it acts; a note, not an error
+    - ``fixed``: why it cannot change when a run resumes; "" where it can
+    - ``gives_way``: whether a preset's value is dropped, asked with the preset's settings and the run's
     """
-    metadata = {"help": text, "topic": topic, "choices": tuple(choices), "bounds": bounds, "metavar": metavar}
-    return field(default=default, metadata=metadata)
+
+    help: str
+    section: str
+    choices: tuple[str, ...] = ()
+    bounds: Bounds | None = None
+    metavar: str = ""
+    common: bool = False
+    tasks: tuple[str, ...] = TASKS
+    networks: Networks | None = None
+    acts_when: Callable[[Any], bool] | None = None
+    why: str | Callable[[Any], str] = ""
+    idle_here: Callable[[Any, Circumstances], str] | None = None
+    fixed: str = ""
+    gives_way: Callable[[Any, Any], bool] | None = None
+
+
+def setting(default: Any, help: str, section: str, choices: Sequence[str] = (), **more: Any) -> Any:
+    """Returns a field of Config; for the arguments see ``Declaration``."""
+    return field(default=default, metadata={"setting": Declaration(help, section, tuple(choices), **more)})

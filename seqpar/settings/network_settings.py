@@ -1,33 +1,148 @@
-"""The settings of an encoder whose tokens merge, or see near ones alone."""
+"""The settings of the network: encoder, decoder, U-Net; and which networks have which of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from seqpar.settings.field import NOT_NEGATIVE, setting
+from seqpar.decoders.named_decoders import DECODERS
+from seqpar.settings.field import ABOVE_0, AT_LEAST_1, BELOW_1, NOT_NEGATIVE, VOXELS, Networks, setting
+from seqpar.vit.tokens import POSITIONS
 
-_network = partial(setting, topic="network")
+NORMS = ("own", "batch", "group", "instance")
 ENCODERS = ("plain", "hierarchical")
 UNETR_WIDTH = 16  # channels at full resolution
-HIERARCHY = frozenset(["stage_depths"])  # settings of an encoder of stages alone
+_WEIGHTS = "the weights belong to that network"
+_network = partial(setting, section="network", fixed=_WEIGHTS)
+
+
+def is_hierarchical(config: Any) -> bool:
+    """Returns whether the network has an encoder of stages."""
+    return bool(config.network == "vit" and config.encoder == "hierarchical")
+
+
+def is_nnunet(config: Any) -> bool:
+    """Returns whether the network is one of nnU-Net's."""
+    return str(config.network).startswith("nnunet-")
+
+
+def stages_name_features(stages: str) -> bool:
+    """Returns whether ``--stages`` names the features of each stage, as 133:111:32 does."""
+    return stages.replace(",", " ").partition(" ")[0].count(":") > 1
+
+
+TOKENS = Networks(lambda c: c.network == "vit", "vit")
+PLAIN = Networks(lambda c: c.network == "vit" and not is_hierarchical(c), "vit with --encoder plain")
+HIERARCHICAL = Networks(is_hierarchical, "vit with --encoder hierarchical")
+CONVOLUTIONS = Networks(lambda c: c.network != "vit", "U-Nets and resattnet")
+UNETS = Networks(lambda c: c.network != "vit" and not c.network.startswith("resattnet"), "U-Nets")
+NNUNET = Networks(is_nnunet, "nnunet-plain and nnunet-resenc")
+_encoder = partial(_network, networks=TOKENS)
 
 
 @dataclass(frozen=True)
-class EncoderSettings:
-    """Stages and windows of an encoder; a part of ``Config``."""
+class NetworkSettings:
+    """The network of a run; a part of ``Config``."""
 
-    encoder: str = _network("plain", "tokens of one size, or stages between which they merge", choices=ENCODERS)
-    stage_depths: tuple[int, ...] = _network((2, 2), "hierarchical: blocks of each stage", metavar="BLOCKS")
-    window: int = _network(
-        0, "side of the windows in which tokens see each other; 0: all do", bounds=NOT_NEGATIVE, metavar="TOKENS"
+    network: str = _network(
+        "vit",
+        "network: a Vision Transformer with a decoder, a U-Net without tokens, or with --task classify a 3D-ResAttNet",
+        metavar="NAME",
+        common=True,
     )
+    encoder: str = _encoder("plain", "tokens of one size, or stages between which they merge", choices=ENCODERS)
+    stage_depths: tuple[int, ...] = _network(
+        (2, 2), "hierarchical: blocks of each stage", metavar="BLOCKS", networks=HIERARCHICAL
+    )
+    window: int = _encoder(
+        0,
+        "side of the windows in which tokens see each other; 0: all do",
+        bounds=NOT_NEGATIVE,
+        metavar="TOKENS",
+        tasks=VOXELS,
+    )
+    depth: int = _network(12, "transformer blocks", bounds=AT_LEAST_1, metavar="BLOCKS", networks=PLAIN)
+    embed_dim: int = _encoder(768, "width of a token", bounds=AT_LEAST_1, metavar="CHANNELS")
+    heads: int = _encoder(12, "attention heads", bounds=AT_LEAST_1, metavar="HEADS")
+    mlp_ratio: float = _encoder(4.0, "hidden width of the MLP over --embed-dim", bounds=ABOVE_0, metavar="RATIO")
+    mlp: str = _encoder("gelu", "MLP of the blocks", choices=("gelu", "swiglu"))
+    qkv_bias: bool = _encoder(True, "biases on queries and values")
+    attention_norm: bool = _encoder(False, "norm over the joined heads (EVA-02, Primus)")
+    positions: str = _encoder("learned", "position encoding", choices=POSITIONS)
+    dropout: float = _encoder(0.0, "share of activations dropped", bounds=BELOW_1, metavar="SHARE")
+    drop_path: float = _encoder(
+        0.0, "share of residual branches dropped in the last block", bounds=BELOW_1, metavar="SHARE"
+    )
+    layer_scale: float = _encoder(0.0, "initial value of layer scale; 0: none", bounds=NOT_NEGATIVE, metavar="VALUE")
+    pooling: str = _encoder(
+        "mean",
+        "vit with --task classify: mean of the tokens, or a class token",
+        choices=("mean", "token"),
+        tasks=("classify",),
+    )
+    decoder: str = _encoder("plain", "decoder of the tokens", choices=tuple(DECODERS), common=True, tasks=VOXELS)
+    skips: str = _network(
+        "monai",
+        "blocks whose tokens the unetr decoder takes",
+        choices=("monai", "paper"),
+        tasks=VOXELS,
+        networks=PLAIN,
+        acts_when=lambda c: c.decoder == "unetr",
+        why="--decoder {decoder} takes no skips",
+    )
+    decoder_width: int = _encoder(
+        128,
+        "channels of the decoder (unetr: of its finest level)",
+        bounds=AT_LEAST_1,
+        metavar="CHANNELS",
+        tasks=VOXELS,
+        acts_when=lambda c: c.decoder != "primus",
+        why="--decoder primus derives its width from the tokens'",
+    )
+    features: int = _network(
+        0,
+        "U-Nets, resattnet: channels of the first stage; 0: as published",
+        bounds=NOT_NEGATIVE,
+        metavar="CHANNELS",
+        networks=CONVOLUTIONS,
+        acts_when=lambda c: not c.features or not (is_nnunet(c) and stages_name_features(c.stages)),
+        why="--stages names the features of each stage",
+        gives_way=lambda preset, c: is_nnunet(c) and stages_name_features(c.stages),
+    )
+    norm: str = _network("own", "U-Nets: norm of all layers", choices=NORMS, tasks=VOXELS, networks=UNETS)
+    stages: str = _network(
+        "",
+        "nnunet-…: kernel and stride of each stage, as in '133:111 333:122 333:222', optionally with features and "
+        "convolutions down and up, as in 133:111:32:2:2; none: by the tile",
+        metavar="STAGES",
+        tasks=VOXELS,
+        networks=NNUNET,
+    )
+    plans: str = _network(
+        "",
+        "nnunet-…: nnU-Net's plans.json (or FILE:CONFIGURATION), which gives network, tile, batch, spacing and kind of "
+        "Dice unless a flag does",
+        metavar="FILE",
+        tasks=VOXELS,
+        networks=NNUNET,
+    )
+    deep_supervision: bool = _network(
+        False, "nnunet-…: train the logits of all levels but the coarsest", tasks=VOXELS, networks=NNUNET
+    )
+    output_bias: bool = _network(
+        True, "start with output biases that make foreground rare; else torch's own", tasks=VOXELS
+    )
+
+    @property
+    def depths(self) -> int | tuple[int, ...]:
+        """The blocks of the encoder, or of each of its stages."""
+        return self.depth if self.encoder == "plain" else self.stage_depths
 
 
 def with_decoder_of_stages(values: Mapping[str, Any], usual_decoder: str) -> dict[str, Any]:
-    """Returns the settings of a command line, with the decoder that takes the tokens of all stages where there are any.
+    """Returns the settings of a command line; an encoder of stages gets the decoder that takes the tokens of all.
 
-    - ``usual_decoder``: the preset's; where it is another one, its width is not this one's
+    - ``usual_decoder``: the preset's; if it is another one, its width does not fit this one
     """
     if values.get("encoder") != "hierarchical" or "decoder" in values or usual_decoder == "unetr":
         return dict(values)

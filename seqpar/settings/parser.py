@@ -4,7 +4,7 @@ import argparse
 import difflib
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 
@@ -14,20 +14,21 @@ class Parser(argparse.ArgumentParser):
     - ``act``: what is started
     - ``options``: argparse's own
 
-    ``others``: flags of the same command that another parser takes.
+    ``others``: flags of the same command that another parser takes; ``lists_all``: the flag that lists all.
     """
 
     others: Sequence[str] = ()
+    lists_all = "--help"
 
     def __init__(self, act: str, **options: Any) -> None:
         usual: dict[str, Any] = {"allow_abbrev": False, "formatter_class": _HelpLines}
         super().__init__(f"seqpar-{act}", **usual | options)
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}{self._nearest(message)} (--help lists all)")
+        raise ValueError(f"{message}{self._nearest(message)} ({self.lists_all} lists all)")
 
     def _nearest(self, message: str) -> str:
-        """Returns which flags are nearest to those that a message calls unrecognized, "" where it does not."""
+        """Returns the flags nearest to those that a message calls unrecognized, "" if it calls none so."""
         _, is_unknown, words = message.partition("unrecognized arguments: ")
         typed = [word.partition("=")[0] for word in words.split() if word.startswith("--")] if is_unknown else []
         known = [*self._option_string_actions, *self.others]
@@ -44,3 +45,15 @@ class _HelpLines(argparse.HelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+class HelpInTwoSizes(argparse.Action):
+    """``--help`` prints the flags that most people need, ``--help all`` those of the parser that ``full`` makes."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, full: Callable[[], Parser] | None, **options: Any):
+        self.full = full
+        super().__init__(option_strings, argparse.SUPPRESS, nargs="?", choices=("all",), metavar="all", **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        (self.full() if values and self.full else parser).print_help()
+        parser.exit()

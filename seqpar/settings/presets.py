@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from seqpar.settings.config import Config
+from seqpar.settings.config import SETTINGS, Config
 
 
 def paper() -> Config:
@@ -255,3 +255,21 @@ PRESETS: dict[str, Callable[[], Config]] = {
     for preset in (paper, laptop, debug, modern, auto, nnunet, lamp, distmis, resattnet, mae, mae_laptop, mae_debug)
 }
 FROM_DATA = ("auto", "nnunet")  # data and memory decide spacing, tile and batch, if no flag does
+
+
+def preset_for_task(start: Config, task: str, preset: str) -> Config:
+    """Returns a preset's settings for a task: for classes cross-entropy, and a tile that holds every volume.
+
+    Raises ValueError for a preset that is made for labels of voxels alone.
+    """
+    if task != "classify":
+        return start
+    if preset in ("auto", "nnunet", "lamp", "distmis"):
+        why = "it is made for labels of voxels"
+        if preset == "auto":
+            why = "it plans tiles, and volumes that have one class each are taken whole"
+        raise ValueError(f"--preset {preset} with --task classify: {why}: use resattnet, modern, laptop or debug")
+    usual = Config()
+    unused = {name: getattr(usual, name) for name, own in SETTINGS.items() if task not in own.tasks}
+    own = {**unused, "foreground": 0.0}
+    return replace(start, **own, task="classify", tile=(), loss="ce", loss_weights=())

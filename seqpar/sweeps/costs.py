@@ -15,7 +15,7 @@ from seqpar.planner.needs import Plan, RunToPlan, plan_complete_config
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
 from seqpar.settings.config import Config
-from seqpar.settings.curriculum import lessons_of
+from seqpar.settings.lessons import lessons_of
 from seqpar.tasks.lookup import task_of
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.preparation.fingerprint import Fingerprint
-from seqpar.models.build import NETWORK_NAMES, refuse_settings_of_other_networks
+from seqpar.models.build import NETWORK_NAMES, family_of
 from seqpar.planner.feasibility import check_feasible
 from seqpar.runs.run_folder import read_config
-from seqpar.settings.command_line import parse, refuse_settings_without_effect, shortened_warmup
+from seqpar.settings.command_line import naming_preset, parse, shortened_warmup
 from seqpar.settings.config import Config
+from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.tasks.lookup import task_of
 from seqpar.text import flag_name
 
@@ -119,11 +120,12 @@ def config_of(planned: PlannedRun, acting: Collection[str] = ()) -> Config:
     - ``acting``: settings that have an effect whatever the others are
     """
     _, config, names = parse(planned.flags, planned.preset, NETWORK_NAMES)
-    refuse_settings_of_other_networks(config, names)
-    refuse_settings_without_effect(config, names.difference(acting))
-    config, _ = shortened_warmup(config, names)
-    if not config.tile:
-        config = task_of(config).with_tile(config, _headers(config.task, config.data))
-    if config.batch or not config.curriculum:
-        check_feasible(config)
+    with naming_preset(planned.preset, names):
+        family_of(config)  # refuses a network of another task
+        refuse_settings_without_effect(config, names.difference(acting))
+        config, _ = shortened_warmup(config, names)
+        if not config.tile:
+            config = task_of(config).with_tile(config, _headers(config.task, config.data))
+        if config.batch or not config.curriculum:
+            check_feasible(config)
     return config

@@ -125,7 +125,7 @@ def _name_of(key: str, taken: set[str]) -> str:
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         nearest = f"; nearest is {flag_name(near[0])}" if near else ""
-        raise ValueError(f"--space {key}: train has no flag --{flag_name(name)}{nearest} (train --help lists all)")
+        raise ValueError(f"--space {key}: train has no flag --{flag_name(name)}{nearest} (train --help all lists all)")
     if name in taken:
         raise ValueError(f"--space {key}: it is there twice: give all its values once")
     return name

@@ -9,11 +9,11 @@ from typing import NoReturn
 
 from seqpar.cluster import exit_codes
 from seqpar.cluster.stop_agreement import ShutdownSteps
-from seqpar.models.build import setting_applies
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.watchdog import CollectiveMismatch
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
+from seqpar.settings.rules import setting_applies
 from seqpar.text import in_flags
 from seqpar.weights.checkpoint import NotSaved
 

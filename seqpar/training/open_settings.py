@@ -5,7 +5,8 @@ from seqpar.data.preparation.recipe import PrepareSettings
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner.chooser import choose_group_and_batch, choose_lessons, has_open_lessons
 from seqpar.planner.feasibility import check_feasible
-from seqpar.settings.config import AUTO, Config
+from seqpar.settings.config import Config
+from seqpar.settings.parallel_settings import AUTO
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData
 

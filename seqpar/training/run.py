@@ -14,7 +14,7 @@ from seqpar.planner.feasibility import require_peers
 from seqpar.planner.printer import describe_dry_run
 from seqpar.runs.run_status import StatusFile, warn_if_killed
 from seqpar.settings.config import Config
-from seqpar.settings.curriculum import Lesson, lesson_at
+from seqpar.settings.lessons import Lesson, lesson_at
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData
 from seqpar.training.open_settings import sizes_of

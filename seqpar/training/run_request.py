@@ -3,11 +3,12 @@
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from seqpar.data.preparation.fingerprint import Fingerprint
-from seqpar.models.build import NETWORK_NAMES, refuse_settings_of_other_networks
+from seqpar.models.build import NETWORK_NAMES, family_of
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
 from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.meeting import Meeting
@@ -19,20 +20,17 @@ from seqpar.runs.archive import is_archive
 from seqpar.runs.fold_folder import has_ended, runs_of
 from seqpar.runs.run_folder import holds_folds, holds_run, read_config
 from seqpar.runs.run_status import changed_settings, describe_kill
-from seqpar.settings.command_line import (
-    default_preset,
-    idle_in_groups_of_one,
-    idle_on_a_cpu,
-    parse,
-    refuse_settings_without_effect,
-    shortened_warmup,
-    wants_gpu,
-)
+from seqpar.settings.command_line import default_preset, naming_preset, parse, shortened_warmup, wants_gpu
 from seqpar.settings.config import Config
-from seqpar.settings.curriculum import Lesson, lessons_of
 from seqpar.settings.data_settings import ALL_FOLDS
+from seqpar.settings.field import Circumstances
+from seqpar.settings.lessons import Lesson, lessons_of
 from seqpar.settings.presets import FROM_DATA
-from seqpar.settings.resumed_settings import settings_on_resume
+from seqpar.settings.rules import (
+    describe_settings_without_effect,
+    refuse_settings_without_effect,
+    settings_on_resume,
+)
 from seqpar.settings.scaled_rate import SCALED, keeps_scaled_rate, scale_learning_rate
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData
@@ -91,6 +89,12 @@ def read_request(arguments: Sequence[str], launcher: Launcher, meeting: Meeting 
     - ``meeting``: of the ranks, at which the first one says what data and device decide
     """
     line = _read_line(arguments, launcher)
+    with nullcontext() if line.config.resume else naming_preset(line.preset, line.flags):
+        return _resolve(line, launcher, meeting, wants_gpu(arguments))
+
+
+def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on_gpu: bool) -> RunRequest:
+    """Returns the resolved settings of a command line."""
     config, preset, reason = line.config, line.preset, line.preset_reason
     changes = dict[str, list[Any]]()
     if config.resume:
@@ -99,7 +103,7 @@ def read_request(arguments: Sequence[str], launcher: Launcher, meeting: Meeting 
         of_start = SCALED if keeps_scaled_rate(before, config, line.flags) else set()
         config = settings_on_resume(before, config, line.flags - {"resume", "again", "batch", "accumulate"} - of_start)
         preset, reason = saved.get("preset", preset), f"as the run in {config.out} began"
-    refuse_settings_of_other_networks(config, line.flags)
+    family_of(config)  # refuses a network of another task
     refuse_settings_without_effect(config, line.flags)
     config, warmup = shortened_warmup(config, line.flags)
     config, dealt = fill_pipeline(config, line.flags)
@@ -129,8 +133,8 @@ def read_request(arguments: Sequence[str], launcher: Launcher, meeting: Meeting 
         lessons, sentence = _hold_global_batches(lessons, num_groups, line)
         choices = {**choices, "global_batch": (sentence,)}
     check_lessons(lessons, num_groups)
-    idle_lines = idle_in_groups_of_one(config, line.flags), idle_on_a_cpu(config, line.flags, wants_gpu(arguments))
-    idle, flags = "; ".join(filter(None, idle_lines)), frozenset(line.flags)
+    here = Circumstances(seqpar=config.seqpar, has_gpu=on_gpu)
+    idle, flags = describe_settings_without_effect(config, line.flags, here), frozenset(line.flags)
     return RunRequest(lessons[0].config, preset, reason, choices, data, idle, changes, fingerprint, flags, lessons)
 
 

@@ -26,9 +26,10 @@ from seqpar.runs.run_folder import describe_run, read_config
 from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog
 from seqpar.runs.run_status import StatusFile, append_start, changes_line, describe_kill
-from seqpar.settings.command_line import idle_with_data
 from seqpar.settings.config import Config
-from seqpar.settings.curriculum import Lesson
+from seqpar.settings.field import Circumstances
+from seqpar.settings.lessons import Lesson
+from seqpar.settings.rules import describe_settings_without_effect
 from seqpar.tasks.training_data import TrainingData
 from seqpar.text import quantity
 from seqpar.training.run_request import RunRequest, refuse_other_run
@@ -177,7 +178,8 @@ def make_trainer(
         print("\n".join(_lesson_lines(request, number, resizing)), flush=True)
         if warning := cases_that_changed_sides(data_before, data_now):
             print(warning, flush=True)
-        if is_first and (idle := idle_with_data(request.flags, bool(data.dataset.regions), bool(data.regions))):
+        here = Circumstances(declares_regions=bool(data.dataset.regions), learns_regions=bool(data.regions))
+        if is_first and (idle := describe_settings_without_effect(config, request.flags, here)):
             print(idle, flush=True)
         lines = [f"{_size_line(net, lesson, mesh)}; {mode_line}", *([_outputs_line(data)] if is_first else [])]
         lines += [f"attention: {reason}" for reason in attention_reasons[:1]] + [weights_line] * bool(weights_line)

@@ -9,8 +9,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from seqpar.models.build import setting_applies
 from seqpar.settings.config import Config
+from seqpar.settings.rules import setting_applies
 
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"  # in a run folder, a checkpoint and an exported run
 _ENTRY = "seqpar"  # of a file's metadata

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.models.build import setting_applies
 from seqpar.models.network import Network
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.settings.config import Config
+from seqpar.settings.rules import setting_applies
 from seqpar.text import format_sides
 from seqpar.weights import checkpoint as checkpoints
 from seqpar.weights.facts import WEIGHTS, differing_flags, read_facts

@@ -17,7 +17,7 @@ from seqpar.decoders.primus import PrimusDecoder
 from seqpar.models.masked_network import MaskedNet
 from seqpar.models.segmentation_network import SegmentationNet
 from seqpar.parallel.mesh import AnyGroup
-from seqpar.settings.config import TOKEN_ORDERS
+from seqpar.settings.run_settings import TOKEN_ORDERS
 from seqpar.vit.blocks import GatedMlp
 from seqpar.vit.encoder import SeqParViT
 from seqpar.weights.nnunet_results import PRETRAINING

@@ -9,7 +9,9 @@ import pytest
 from seqpar.decoders.modes.named_modes import MODES
 from seqpar.decoders.named_decoders import DECODERS
 from seqpar.models.build import NETWORKS
+from seqpar.settings.config import SETTINGS
 from seqpar.settings.parser import Parser
+from seqpar.text import flag_name
 from tests.support.programs import PROGRAMS
 
 SWITCHES = (argparse._StoreTrueAction, argparse.BooleanOptionalAction, argparse._HelpAction)
@@ -26,7 +28,7 @@ def parser(request) -> argparse.ArgumentParser:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "print_help", catch)
         with pytest.raises(SystemExit) as left:
-            importlib.import_module(PROGRAMS[request.param]).act(["--help"])
+            importlib.import_module(PROGRAMS[request.param]).act(["--help", *["all"] * (request.param == "train")])
     assert left.value.code == 0 and asked[0].prog == f"seqpar-{request.param}"
     return asked[0]
 
@@ -56,7 +58,7 @@ def test_each_argument_says_what_it_does_what_its_value_is_and_which_values_ther
 def test_help_is_short_and_in_the_width_of_a_terminal(parser, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")
     lines = parser.format_help().splitlines()
-    assert len(lines) < (194 if parser.prog == "seqpar-train" else 60) and max(map(len, lines)) <= 110
+    assert len(lines) < (215 if parser.prog == "seqpar-train" else 60) and max(map(len, lines)) <= 110
     assert "``" not in parser.format_help()
 
 
@@ -65,7 +67,7 @@ def test_train_shows_networks_decoders_and_modes_its_preset_and_its_exit_codes(c
 
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        train.act(["--help"])
+        train.act(["--help", "all"])
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80, "a terminal is narrower"
     text = " ".join(text.split())
@@ -74,3 +76,23 @@ def test_train_shows_networks_decoders_and_modes_its_preset_and_its_exit_codes(c
     here = text[text.index(" --network NAME ") :]
     assert all(choice in here[:300] for choice in NETWORKS)
     assert "--seqpar RANKS" in text and "(laptop)" in text and "75 left early and resumable" in text
+
+
+def test_train_shows_few_flags_in_sections_and_names_where_all_are(capsys) -> None:
+    def shown(*more: str) -> str:
+        with pytest.raises(SystemExit) as left:
+            importlib.import_module(PROGRAMS["train"]).act(["--help", *more])
+        assert left.value.code == 0
+        return capsys.readouterr().out
+
+    def flags(text: str) -> set[str]:
+        return set(re.findall(r"^  (--[a-z][a-z-]*)", text, re.MULTILINE))
+
+    short, full = shown(), shown("all")
+    assert 22 <= len(flags(short)) <= 30 and flags(short) < flags(full)
+    assert "--help all lists every flag" in " ".join(short.split()) and "--amsgrad" in full
+    assert {f"--{flag_name(name)}" for name in SETTINGS} - {"--accumulate"} <= flags(full)
+    sections = [own.section for own in SETTINGS.values()]
+    headings = [heading for heading in re.findall(r"^([a-z ]+):$", full, re.MULTILINE) if heading in sections]
+    assert headings == list(dict.fromkeys(sections)), "each section is shown once, in the order of Config"
+    assert {own.section for own in SETTINGS.values() if own.common} == {h for h in headings if f"\n{h}:\n" in short}

@@ -25,7 +25,7 @@ USAGES = """
 2 train --seqpar x | --seqpar: x must be a number of ranks, at least 1, or auto
 2 train --pipe auto | --pipe: auto must be a number of ranks, at least 1
 2 train --lr nan | --lr nan: it must be above 0
-2 train --seed 99999999999999999999 | --seed 99999999999999999999: it must lie in
+2 train --seed 99999999999999999999 | --seed 99999999999999999999: it must be in
 2 train --accumulate 4 --micro-batches 2 | --accumulate and --micro-batches are two names
 2 train --fold 7 --data D --cache cache | --fold 7: the folds are 0 to 4
 2 train --fold 7 | --fold 7: the folds are 0 to 4

@@ -14,7 +14,8 @@ from seqpar.cluster.known_traps import Facts
 from seqpar.cluster.torch_setup import arithmetic_now, check_precision, set_arithmetic
 from seqpar.parallel.launcher import Launcher
 from seqpar.settings.command_line import idle_on_a_cpu
-from seqpar.settings.config import PRECISIONS, Config
+from seqpar.settings.config import Config
+from seqpar.settings.optimizer_settings import PRECISIONS
 from seqpar.spatial.pooling import upsample_trilinear
 from seqpar.training.run_request import read_request
 from tests.support.ranks import relative

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from seqpar import DiceCE, DropoutKey, SeqParViT
-from seqpar.models.build import build_network, family_of, layout_of, refuse_settings_of_other_networks
+from seqpar.models.build import build_network, family_of, layout_of
 from seqpar.models.network import Network
 from seqpar.optimization.parameter_groups import layer_lr_scale
 from seqpar.parallel.collectives import all_gather, all_reduce
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.planner.feasibility import check_feasible
 from seqpar.planner.memory_counter import saved_bytes
-from seqpar.settings.command_line import parse, refuse_settings_without_effect
+from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
+from seqpar.settings.rules import refuse_settings_without_effect
 from tests.support.messages import refused_with
 from tests.support.ranks import once_per_world, relative, summed
 
@@ -195,16 +196,16 @@ REFUSED = [
     ("--window 4 --split ordered", "--window 4 with --split ordered: windows need boxes: use --split spatial"),
     ("--window 4 --attention ulysses --seqpar 2", "--attention would do nothing: --window 4 fetches from neighbours"),
     ("--window 4 --heads-per-chunk 2", "--heads-per-chunk would do nothing: --window 4 takes all heads"),
-    ("--window 4 --task pretrain", "--window would do nothing: --network vit with --task pretrain does not know it"),
-    ("--window 4 --task classify", "--window would do nothing: --network vit with --task classify does not know it"),
+    ("--window 4 --task pretrain", "--window would do nothing: --task pretrain does not use it"),
+    ("--window 4 --task classify", "--window would do nothing: --task classify does not use it"),
     ("--window 4 --network unet-hou", "--window would do nothing"),
     (
         "--encoder hierarchical --depth 3",
         "--depth would do nothing: --network vit with --encoder hierarchical does not",
     ),
-    ("--stage-depths 2 2", "--stage-depths would do nothing: --network vit with --encoder plain does not know it"),
+    ("--stage-depths 2 2", "--stage-depths would do nothing: --network vit with --encoder plain does not have it"),
     ("--encoder hierarchical --skips paper", "--skips would do nothing"),
-    ("--encoder hierarchical --network unet-hou", "--encoder would do nothing: --network unet-hou does not know it"),
+    ("--encoder hierarchical --network unet-hou", "--encoder would do nothing: --network unet-hou does not have it"),
     ("--encoder hierarchical --task classify", "--encoder hierarchical with --task classify: .* use --encoder plain$"),
     ("--encoder hierarchical --task pretrain", "--encoder hierarchical with --task pretrain: .* use --encoder plain$"),
     ("--encoder hierarchical --stage-depths 4", "--stage-depths 4: give the blocks of two stages or more"),
@@ -218,7 +219,7 @@ REFUSED = [
 def test_flags_that_do_not_belong_together_are_refused(line: str, why: str) -> None:
     def read() -> None:
         _, config, flags = parse(["--preset", "debug", *line.split()], "debug")
-        refuse_settings_of_other_networks(config, flags)
+        refuse_settings_without_effect(config, flags)
         refuse_settings_without_effect(config, flags)
         check_feasible(config)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar.losses import DeepSupervision, DiceCE
-from seqpar.models.build import NETWORKS, build_network, family_of, layout_of, refuse_settings_of_other_networks
+from seqpar.models.build import NETWORKS, build_network, family_of, layout_of
 from seqpar.models.unet_families import format_stages, parse_stages
 from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.parallel.launcher import Launcher
@@ -22,6 +22,7 @@ from seqpar.planner.memory_counter import saved_bytes
 from seqpar.prediction.sliding_window import padded_shape
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
+from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.training.run_request import read_request
 from tests.support.boxes import numbers
 from tests.support.messages import refused_with
@@ -185,7 +186,7 @@ BAD = {
     "--network nnunet-plain --stages 333": "such as '133:111",
     "--network nnunet-plain --stages 333:111,333-222": "such as '133:111",
     "--network nnunet-plain --stages '233:111 333:222'": "odd",
-    "--network nnunet-plain --patch 4": "--patch would do nothing: --network nnunet-plain does not know it",
+    "--network nnunet-plain --patch 4": "--patch would do nothing: --network nnunet-plain does not have it, only vit",
     "--network nnunet-plain --attention ulysses": "--attention would do nothing",
     "--network nnunet-plain --grad-checkpoint attention": "--grad-checkpoint attention: .*choose none or full",
     "--network unet-lamp --deep-supervision": "--deep-supervision would do nothing",
@@ -199,7 +200,7 @@ BAD = {
 def test_what_cannot_work_is_refused_where_it_was_typed(text: str) -> None:
     with refused_with(BAD[text]):
         _, config, names = parse(shlex.split(text), "debug")
-        refuse_settings_of_other_networks(config, names)
+        refuse_settings_without_effect(config, names)
         check_feasible(replace(config, batch=config.batch or 1))
 
 
@@ -218,7 +219,7 @@ def test_batch_norm_of_a_single_value_is_refused_with_what_is_needed() -> None:
 def test_what_a_preset_sets_is_ignored_where_the_network_does_not_know_it() -> None:
     for preset in ("debug", "laptop", "paper", "modern"):
         _, config, names = parse(["--preset", preset, "--network", "nnunet-resenc"], "debug")
-        refuse_settings_of_other_networks(config, names)
+        refuse_settings_without_effect(config, names)
         check_feasible(replace(config, batch=1))
 
 

@@ -18,7 +18,7 @@ from seqpar.planner.step_counter import StepSetup, count_whole_step
 from seqpar.settings.checks import check
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
-from seqpar.settings.resumed_settings import settings_on_resume
+from seqpar.settings.rules import settings_on_resume
 from seqpar.weights import checkpoint
 from seqpar.weights.checkpoint import Progress
 from tests.support.training_runs import farthest, losses, tiny_data, trained

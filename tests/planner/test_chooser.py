@@ -14,7 +14,8 @@ from seqpar.planner.fit import plans
 from seqpar.planner.needs import RunToPlan, plan_complete_config
 from seqpar.planner.needs import plan as plan_of
 from seqpar.planner.step_counter import count_step, untimed
-from seqpar.settings.config import AUTO, Config
+from seqpar.settings.config import Config
+from seqpar.settings.parallel_settings import AUTO
 from seqpar.settings.presets import PRESETS
 from tests.planner.test_plan import GCD, PAPER, SMALL, doctors
 from tests.support.training_runs import tiny_data, trained

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from seqpar.cli import plan
-from seqpar.models.build import refuse_settings_of_other_networks
-from seqpar.settings.command_line import parse, refuse_settings_without_effect
+from seqpar.settings.command_line import parse
+from seqpar.settings.rules import refuse_settings_without_effect
 from tests.support.class_folders import class_folder
 
 LINE = "--task classify --preset debug --network resattnet18 --features 8 --device h200 --seqpar 1"
@@ -19,7 +19,7 @@ def test_the_tile_channels_and_classes_are_the_datas(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().out
     assert "tile 40x24x16" in said and "1 channel, 2 classes" in said
     _, config, names = parse(shlex.split(said.strip().splitlines()[-1])[4:], "laptop")
-    refuse_settings_of_other_networks(config, names)
+    refuse_settings_without_effect(config, names)
     refuse_settings_without_effect(config, names)
     assert (config.task, config.network, config.tile, config.features) == ("classify", "resattnet18", (40, 24, 16), 8)
 

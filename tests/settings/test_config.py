@@ -12,9 +12,10 @@ import pytest
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.planner.batch_size import choose_batch
 from seqpar.planner.feasibility import check_feasible
-from seqpar.settings.command_line import parse, refuse_settings_without_effect
+from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
+from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.text import parse_duration
 from tests.support.messages import refused_with
 from tests.support.programs import PROGRAMS

@@ -9,15 +9,8 @@ from seqpar.cluster.exit_codes import USAGE, run
 from seqpar.parallel.launcher import Launcher
 from seqpar.planner import chooser, printer
 from seqpar.settings.command_line import parse
-from seqpar.settings.curriculum import (
-    LessonSpec,
-    format_curriculum,
-    in_micro_batches,
-    is_same,
-    lesson_at,
-    lessons_of,
-    parse_curriculum,
-)
+from seqpar.settings.curriculum import LessonSpec, format_curriculum, in_micro_batches, is_same, parse_curriculum
+from seqpar.settings.lessons import lesson_at, lessons_of
 from seqpar.training.run_request import read_request
 
 LINE = "--preset debug --device cpu"

@@ -11,7 +11,7 @@ from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.planner.feasibility import check_feasible
 from seqpar.settings.command_line import parse
-from seqpar.settings.preparation import prepare_settings
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.settings.presets import distmis
 from seqpar.training import run_request
 from tests.support.folders import nnunet

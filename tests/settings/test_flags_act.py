@@ -12,7 +12,7 @@ from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.optimization.schedules import learning_rate
 from seqpar.planner.batch_size import hold_global_batch, keep_global_batch
 from seqpar.settings.config import Config
-from seqpar.settings.preparation import prepare_settings
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.segment.data import open_data
 from seqpar.text import parse_duration
 from tests.support.configs import NoStop, config_of, net_of, trainer_of

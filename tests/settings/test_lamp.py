@@ -7,7 +7,7 @@ import torch
 
 from seqpar.cli import plan
 from seqpar.cluster.exit_codes import USAGE, run
-from seqpar.models.build import build_loss, build_network, refuse_settings_of_other_networks
+from seqpar.models.build import build_loss, build_network
 from seqpar.optimization.parameter_groups import make_optimizer
 from seqpar.optimization.schedules import learning_rate
 from seqpar.parallel.launcher import Launcher
@@ -15,8 +15,9 @@ from seqpar.parallel.mesh import Group
 from seqpar.planner.feasibility import check_feasible
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
-from seqpar.settings.curriculum import lessons_of
+from seqpar.settings.lessons import lessons_of
 from seqpar.settings.presets import lamp
+from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.training.run_request import read_request
 
 PASSES = {64: (4800, 16), 128: (1200, 4), "whole": (300, 1)}  # epochs and batch in the paper
@@ -34,7 +35,7 @@ def test_the_figures_that_it_states() -> None:
     )  # fmt: skip
     assert (config.loss, config.loss_weights, config.dice_background) == ("dice-focal", (1.0, 0.5), True)
     assert config.grad_checkpoint == "full"
-    refuse_settings_of_other_networks(config, {"features", "grad_checkpoint"})
+    refuse_settings_without_effect(config, {"features", "grad_checkpoint"})
     small = replace(config, features=2)
     assert type(make_optimizer(net_of(small), small.optimizer_options)) is torch.optim.RMSprop
     assert {learning_rate(config.schedule_options, step) for step in (0, config.steps - 1)} == {1e-3}

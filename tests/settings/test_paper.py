@@ -138,9 +138,9 @@ def test_what_the_data_leave_without_effect_is_said(brains, flags, alone, tmp_pa
 
     regions, labels = ["--data", data, "--cache", cache], flags[flags.index("--data") :][:4]
     assert said(*regions, "--dice-background") == [
-        "--dice-background: no effect, as the outputs are regions, of which none is background"
+        "--dice-background: no effect because the outputs are regions, without a background"
     ]
-    assert said(*labels, "--targets", "labels") == ["--targets: no effect, as the data declare no regions"]
+    assert said(*labels, "--targets", "labels") == ["--targets labels: no effect because the data declare no regions"]
     assert said(*regions, "--targets", "labels", "--dice-background") == said(*labels, "--dice-background") == []
 
 

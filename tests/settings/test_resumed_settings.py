@@ -10,9 +10,9 @@ from seqpar.planner.batch_size import keep_global_batch
 from seqpar.planner.feasibility import check_feasible
 from seqpar.runs.run_folder import describe_run, read_config
 from seqpar.runs.run_status import append_start
-from seqpar.settings.command_line import parse, refuse_settings_without_effect
+from seqpar.settings.command_line import parse
 from seqpar.settings.presets import PRESETS
-from seqpar.settings.resumed_settings import settings_on_resume
+from seqpar.settings.rules import refuse_settings_without_effect, settings_on_resume
 from seqpar.training import run_request
 from seqpar.training.setup import first_lines
 from tests.support.configs import config_of
@@ -29,7 +29,7 @@ def test_a_run_that_goes_on_keeps_its_network_and_takes_new_wishes(flags):
     with pytest.raises(ValueError, match="--depth cannot change .* --weights x/model.safetensors"):
         settings_on_resume(saved, now, names)
     _, now, names = parse(["--out", "x", "--resume", "--tile", "8"], "laptop")
-    with pytest.raises(ValueError, match=r"--tile cannot change in a run that goes on \(16 16 16 so far\)"):
+    with pytest.raises(ValueError, match=r"--tile cannot change when .*began with --tile 16 16 16\): positions"):
         settings_on_resume(saved, now, names)
 
 
@@ -50,7 +50,7 @@ def test_a_fine_tuned_run_goes_on_with_the_line_that_began_it_and_without_the_fi
         else:
             with pytest.raises(ValueError, match="--weights /w.safetensors would do nothing: .* began from /"):
                 settings_on_resume(saved, now, names - {"resume"})
-    with pytest.raises(ValueError, match="began without: leave one of both out"):
+    with pytest.raises(ValueError, match="began without: remove one of the two"):
         settings_on_resume(config_of(flags), now, names - {"resume"})
 
 

@@ -17,8 +17,9 @@ from seqpar.pipeline.stages import StageMap
 from seqpar.planner.feasibility import check_feasible
 from seqpar.planner.pipeline_printer import warn_no_overlap
 from seqpar.settings.checks import check
-from seqpar.settings.command_line import parse, refuse_settings_without_effect
+from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
+from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.training import pipeline_gradients
 from seqpar.training.pipeline_gradients import most_by_stage
 from seqpar.training.run_request import read_request

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from lab.figures.equal_parameters import match_parameters
-from seqpar.models.build import setting_applies
 from seqpar.report.curves import QUANTITIES, Bars, Curve, Diagram, over_steps, read_curve
 from seqpar.runs.run_folder import read_config
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS
-from seqpar.settings.pretraining_settings import idle_in_pretraining
+from seqpar.settings.rules import setting_applies
 from seqpar.sweeps.planned_run import PlannedRun
 from seqpar.text import flag_name
 
@@ -180,7 +179,7 @@ def _settings(figure: Figure, arm: FigureCurve, order: FigureRequest, start: Con
 def _acts(config: Config, name: str) -> bool:
     """Returns whether a setting acts on the training of a config."""
     in_windows = bool(config.window) and name == "attention"  # whose keys come from neighbours
-    return setting_applies(config, name) and not in_windows and not idle_in_pretraining(config.task, [name])
+    return setting_applies(config, name) and not in_windows
 
 
 def _spelled(value: Any) -> str:

@@ -17,7 +17,7 @@ from seqpar.data.workers import no_progress
 from seqpar.models.build import family_of
 from seqpar.parallel.device_constants import copy_to_device
 from seqpar.settings.config import Config
-from seqpar.settings.preparation import prepare_settings
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.training_data import TrainingData, case_lines, describe_images, refuse_weights, unlabelled_tiles
 from seqpar.terminal import ProgressBar
 

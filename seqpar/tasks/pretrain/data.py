@@ -13,7 +13,7 @@ from seqpar.data.preparation.prepare_dataset import prepared
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.data.workers import no_progress
 from seqpar.settings.config import Config
-from seqpar.settings.preparation import prepare_settings
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.training_data import TrainingData, case_lines, describe_images, split_of, unlabelled_tiles
 from seqpar.terminal import ProgressBar
 

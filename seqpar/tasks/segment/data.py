@@ -15,7 +15,7 @@ from seqpar.data.preparation.prepare_dataset import prepared
 from seqpar.data.workers import no_progress
 from seqpar.scores.label_classes import learned_regions
 from seqpar.settings.config import Config
-from seqpar.settings.preparation import prepare_settings
+from seqpar.settings.data_settings import prepare_settings
 from seqpar.tasks.training_data import TrainingData, case_lines, refuse_weights, split_of, training_tiles
 from seqpar.terminal import ProgressBar
 from seqpar.text import quantity

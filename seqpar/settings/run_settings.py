@@ -1,0 +1,103 @@
+"""The settings of a run's course: validation and curves, its folder, memory and device, time limits."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from seqpar.parallel.meeting import START_S
+from seqpar.settings.field import ABOVE_0, AT_LEAST_1, BELOW_1, NOT_NEGATIVE, VOXELS, setting
+from seqpar.settings.network_settings import TOKENS
+from seqpar.vit.blocks import RECOMPUTED
+
+TOKEN_ORDERS = ("auto", "whd", "hwd")
+TRACKERS = ("none", "wandb", "trackio")
+DEVICE_KINDS = ("auto", "cpu", "cuda")
+_watching = partial(setting, section="validation and curves")
+_running = partial(setting, section="run folder")
+_device = partial(setting, section="memory and device")
+_limits = partial(setting, section="time limits and checks")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run is watched, kept and limited; a part of ``Config``."""
+
+    val_every: int = _watching(
+        10,
+        "epochs between validations (one always ends the run)",
+        bounds=NOT_NEGATIVE,
+        metavar="EPOCHS",
+        common=True,
+    )
+    val_cases: int = _watching(
+        0, "held-out cases per validation, of classes from each in turn; 0: all", bounds=NOT_NEGATIVE, metavar="CASES"
+    )
+    val_overlap: float = _watching(
+        0.5, "overlap of sliding windows in validation, as a share", bounds=BELOW_1, metavar="SHARE", tasks=VOXELS
+    )
+    val_window: str = _watching(
+        "sliding",
+        "how validation predicts a volume: in sliding windows, in one pass over the whole of it, or both, to record "
+        "which is better for predict",
+        choices=("sliding", "whole", "both"),
+        tasks=VOXELS,
+    )
+    tensorboard: bool = _watching(False, "write curves and pictures for TensorBoard too")
+    tracker: str = _watching("none", "send curves and pictures to an experiment tracker too", choices=TRACKERS)
+    neurological: bool = _watching(False, "show the patient's left on the left, else on the right (radiological)")
+
+    out: str = _running("", "run folder; none: runs/<preset>-<time>", metavar="FOLDER", common=True)
+    weights: str = _running(
+        "",
+        "pretrained weights to start from: a run folder, or a file (ours, MONAI's, Primus' or nnU-Net's)",
+        metavar="RUN",
+        common=True,
+    )
+    token_order: str = _running(
+        "auto",
+        "order of tokens in --weights of Primus; auto: their trainer's in files of pretrainings, else whd",
+        choices=TOKEN_ORDERS,
+        acts_when=lambda c: bool(c.weights),
+        why="there are no --weights",
+    )
+    resume: bool = _running(False, "continue the run in --out from its last checkpoint", common=True)
+    again: bool = _running(
+        False, "if --out holds a run: continue it if it was interrupted; if it has ended, use OUT-2, OUT-3, ..."
+    )
+    take_over: bool = _running(
+        False,
+        "take --out over from a training that may still run there; that one then leaves",
+        acts_when=lambda c: bool(c.out),
+        why="nobody holds a new folder; or name the folder with --out",
+    )
+    checkpoint_minutes: float = _running(15.0, "minutes between checkpoints", bounds=ABOVE_0, metavar="MINUTES")
+
+    grad_checkpoint: str = _device(
+        "none", "what backward recomputes: less memory, more time", choices=RECOMPUTED, common=True
+    )
+    mlp_chunks: int = _device(
+        1,
+        "chunks of tokens that an MLP takes in turn, recomputed in backward; 1: all at once",
+        bounds=AT_LEAST_1,
+        metavar="CHUNKS",
+        networks=TOKENS,
+    )
+    shard_weights: bool = _device(False, "shard weights, gradients and optimizer states over all ranks (FSDP2)")
+    compile: bool = _device(False, "compile the MLPs of the blocks", networks=TOKENS)
+    deterministic: bool = _device(
+        False,
+        "the same bits in every run on the same GPUs, slower; on a CPU they always are",
+        idle_here=lambda c, here: "without a GPU" if here.has_gpu is False and c.deterministic else "",
+    )
+    device: str = _device("auto", "device; auto: a GPU if there is one", choices=DEVICE_KINDS, common=True)
+
+    time_limit: str = _limits(
+        "", "save and leave before this time has passed: minutes or H:MM:SS", metavar="TIME", common=True
+    )
+    start_timeout: float = _limits(
+        START_S, "seconds that ranks may wait for each other before step 1", bounds=ABOVE_0, metavar="SECONDS"
+    )
+    timeout: float = _limits(
+        300.0, "seconds that ranks may wait from step 2 on, saving included", bounds=ABOVE_0, metavar="SECONDS"
+    )
+    debug_collectives: bool = _limits(False, "check each collective: slow, names ranks that differ")
+    dry_run: bool = _limits(False, "print what would run, check it, and stop", common=True)
