@@ -27,7 +27,7 @@ from seqpar.settings.parallel_settings import AUTO
 from seqpar.settings.parser import Parser
 from seqpar.settings.presets import start_of_auto
 from seqpar.settings.rules import refuse_settings_without_effect
-from seqpar.tasks.tasks import task_of
+from seqpar.tasks.lookup import task_of
 from seqpar.text import flag_name
 from seqpar.training.open_settings import config_to_plan
 from seqpar.weights.nnunet_settings import with_plans
@@ -88,7 +88,7 @@ def _planned_from_data(own: argparse.Namespace, config: Config, flags: set[str],
     """Returns the config of --preset auto for --data, after saying why; its channels and classes are the data's."""
     if typed := [name for name in ("channels", "classes") if getattr(own, name) is not None]:
         raise ValueError(f"--{typed[0]} would do nothing: --preset auto takes it from --data: leave it out")
-    fingerprint = task_of(config).look_at(config)
+    fingerprint = task_of(config).read_headers(config)
     own.channels, own.classes = len(fingerprint.modalities), len(fingerprint.outputs(config.targets))
     config, why = plan_from_data(config, flags, fingerprint, device, own.ranks or config.group_ranks)
     print("\n".join(line for lines in why.values() for line in lines), end="\n\n", flush=True)

@@ -16,10 +16,10 @@ from seqpar.parallel.launcher import read_launcher
 from seqpar.parallel.mesh import Mesh
 from seqpar.parallel.processes import die_with_parent
 from seqpar.parallel.rendezvous import start
+from seqpar.prediction.case_stream import Request
 from seqpar.prediction.predictor import PredictionSettings
-from seqpar.prediction.run_average import EnsembleMember, check_no_duplicates, fitting_seqpar
+from seqpar.prediction.run_average import EnsembleMember, check_compatible_runs, check_no_duplicates, fitting_seqpar
 from seqpar.prediction.window_grid import DIRECTIONS, WEIGHTS, WINDOWS, mirrored_dims
-from seqpar.report.pictures import draw_evidence
 from seqpar.runs.fold_folder import expand_folds
 from seqpar.runs.nnunet_run import open_run
 from seqpar.runs.run_folder import tested_cases
@@ -27,8 +27,7 @@ from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.trained_run import TrainedRun
 from seqpar.settings.parser import Parser
 from seqpar.settings.run_settings import DEVICE_KINDS
-from seqpar.tasks.predict_by_task import Explanation, predict, refuse_runs
-from seqpar.tasks.segment.prediction import Request
+from seqpar.tasks.lookup import task_of
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -49,8 +48,7 @@ def act(arguments: Sequence[str]) -> int:
     set_arithmetic("tf32" if all(member.settings.precision == "tf32" for member in members) else "fp32")
     with start(seqpar, device=options.device) as mesh:
         try:
-            explanation = Explanation(draw_evidence, options.explain_by)
-            faults = predict(request, members, mesh, explanation if options.explain or options.explain_by else None)
+            faults = task_of(members[0].run.config).predict(request, members, mesh)
         except Exception as error:
             return _exit_code(error, mesh)
     return exit_codes.DATA if faults else 0
@@ -74,14 +72,17 @@ def _exit_code(error: Exception, mesh: Mesh) -> int:
 def _request(options: argparse.Namespace) -> Request:
     same = {name: getattr(options, name) for name in ("output", "mode", "probabilities", "statistics", "resume")}
     only = tested_cases(*options.run) if options.test_part else None
-    return Request(inputs=tuple(options.input), only=only, **same)
+    explain_by = options.explain_by if options.explain or options.explain_by else None
+    return Request(inputs=tuple(options.input), explain_by=explain_by, only=only, **same)
 
 
 def _members(options: argparse.Namespace) -> list[EnsembleMember]:
     """Returns the runs with their settings and weights; refuses runs that cannot be averaged."""
     checkpoints = options.checkpoint or []
     runs = [open_run(path, checkpoints, options.folds) for path in options.run]
-    refuse_runs(options, runs)
+    check_compatible_runs(runs)
+    task = task_of(runs[0].config)
+    task.refuse_idle_flags("predict", options, f"{runs[0].path} {task.does}")
     if len(runs) > 1 and (files := [name for name in checkpoints if name not in ("best", "latest")]):
         raise ValueError(f"--checkpoint {files[0]}: a file belongs to one run, and {len(runs)} came: leave it out")
     return check_no_duplicates(

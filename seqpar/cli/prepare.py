@@ -8,10 +8,8 @@ from pathlib import Path
 
 from seqpar.cluster.exit_codes import DATA, run
 from seqpar.data.errors import DataError
-from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.joined_labels import join_labels
-from seqpar.data.formats.recognise import read_dataset
 from seqpar.data.preparation.cache import check_cache
 from seqpar.data.preparation.cache_index import cache_folder, is_current, outdated_cache
 from seqpar.data.preparation.prepare_dataset import Report, prepare
@@ -19,15 +17,9 @@ from seqpar.data.preparation.recipe import BY_NAME, NORMALISATIONS, PrepareSetti
 from seqpar.data.preparation.source_check import check_sources
 from seqpar.settings.data_settings import DataSettings, prepare_settings
 from seqpar.settings.parser import Parser
-from seqpar.tasks.pretrain.data import read_images
+from seqpar.tasks.lookup import TASKS
 from seqpar.terminal import ProgressBar, coloured, next_command
 from seqpar.text import quantity
-
-TASKS = {  # what a training is for: how its data are read, whether they have labels, the command that trains on them
-    "segment": (read_dataset, True, ["train"]),
-    "classify": (read_class_dataset, True, ["train", "--task", "classify"]),
-    "pretrain": (read_images, False, ["pretrain"]),
-}
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -42,8 +34,8 @@ def act(arguments: Sequence[str]) -> int:
             normalise=options.normalise,
         )
     )
-    read, labelled, command = TASKS[options.task]
-    dataset = join_labels(read(options.data), settings.joins)
+    task = TASKS[options.task]
+    dataset = join_labels(task.read_dataset(options.data), settings.joins)
     out = cache_folder(dataset, options.out, settings)
     names = ", ".join(dataset.modalities)
     print(f"{dataset.name}: {dataset.layout}, {quantity(len(dataset.cases), 'case')}, {names} -> {out}")
@@ -52,7 +44,7 @@ def act(arguments: Sequence[str]) -> int:
     if options.check:
         return _check(dataset, out, settings, options.workers)
     try:
-        report = prepare(dataset, out, settings, options.workers, ProgressBar("preparing"), labelled=labelled)
+        report = prepare(dataset, out, settings, options.workers, ProgressBar("preparing"), labelled=task.is_labelled)
     except KeyboardInterrupt:
         print(
             "\ninterrupted; what is finished is kept, and the same command goes on",
@@ -68,7 +60,7 @@ def act(arguments: Sequence[str]) -> int:
         more += ["--join-labels", options.join_labels] if options.join_labels else []
         more += ["--crop-to", *options.crop_to, *["--force"] * options.force] if options.crop_to else []
         more += ["--normalise", options.normalise] if options.normalise != BY_NAME else []
-        print(coloured(f"next: {next_command(*command, '--data', options.data, *more)}", sys.stdout))
+        print(coloured(f"next: {next_command(*task.train_command, '--data', options.data, *more)}", sys.stdout))
     return code
 
 

@@ -13,7 +13,7 @@ from seqpar.runs.run_status import warn_if_killed
 from seqpar.runs.sweep_folder import holds_sweep
 from seqpar.scores.summary_files import write_output
 from seqpar.settings.parser import Parser
-from seqpar.tasks.task_pages import COMPARERS, PAGES
+from seqpar.tasks.lookup import TASKS
 
 
 def act(arguments: Sequence[str]) -> int:
@@ -27,7 +27,7 @@ def act(arguments: Sequence[str]) -> int:
     if len(options.runs) > 1:
         return _compare(options)
     record = read_record(options.runs[0])
-    made = PAGES[record.network_settings.task](options, record)
+    made = TASKS[record.network_settings.task].page(options, record)
     write_output(options.out, made.text)
     print(f"{options.out}: {made.what}{options.out.stat().st_size / 1e6:.1f} MB", flush=True)
     for fault in made.faults:
@@ -38,7 +38,7 @@ def act(arguments: Sequence[str]) -> int:
 def _compare(options: argparse.Namespace) -> int:
     """Writes the page about several runs; returns the exit code."""
     records = [read_record(folder) for folder in options.runs]
-    text, scored = page_of_several(records, COMPARERS)
+    text, scored = page_of_several(records, {name: task.compare for name, task in TASKS.items()})
     write_output(options.out, text)
     print(f"{options.out}: {len(records)} runs, of which {scored} have scores of cases", flush=True)
     return 0

@@ -25,7 +25,7 @@ from seqpar.runs.run_lock import RunLock
 from seqpar.runs.run_log import RunLog, logging_output
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.data_settings import ALL_FOLDS
-from seqpar.tasks.tasks import task_of
+from seqpar.tasks.lookup import task_of
 from seqpar.text import parse_duration
 from seqpar.training.failure import end_failed_run
 from seqpar.training.run import dry_run, run_lessons
@@ -73,7 +73,8 @@ def _run(request: RunRequest, launcher: Launcher, meeting: Meeting, log: RunLog)
     task = task_of(config)
     data = request.data or task.open_data(config, launcher.rank == 0)
     if launcher.rank == 0:
-        print("\n".join(filter(None, task.summary(data, config, request.flags, request.preset))), flush=True)
+        advice = task.tile_advice(config, request.flags, request.preset, data)
+        print("\n".join(filter(None, [task.summary(data, config.fold), advice])), flush=True)
     os.environ.update(flight_recorder(os.environ, config.out, torch.__version__))
     set_arithmetic(config.precision, config.deterministic)
     check = config.debug_collectives

@@ -1,12 +1,93 @@
-"""Shows on the first rank how far the prediction of several cases is."""
+"""Predicts case after case: the next one is prepared while this one is predicted and written."""
 
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
+
+from seqpar.cluster.torch_setup import keep_memory
+from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
+from seqpar.data.formats.recognise import find_inputs
+from seqpar.data.preparation.preparation import Preparation, TargetGrid
+from seqpar.data.preparation.prepared_case import Prepared, load_case
 from seqpar.data.workers import ReportProgress, no_item_progress
-from seqpar.terminal import Display, bar
-from seqpar.text import clock, in_flags
+from seqpar.parallel.consensus import run_on_rank0
+from seqpar.parallel.mesh import Mesh
+from seqpar.prediction.prediction_folder import PredictionFolder
+from seqpar.prediction.predictor import Predictor
+from seqpar.prediction.run_average import EnsembleMember
+from seqpar.prediction.sliding_window import Image
+from seqpar.terminal import Display, bar, next_command
+from seqpar.text import clock, in_flags, quantity
+from seqpar.weights.weight_files import digest
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which cases to predict, and where to write the predictions.
+
+    - ``inputs``: a data set, a folder or list of images, or files
+    - ``mode``: how ranks decode a window that they share; "": as the run decides
+    - ``probabilities``, ``statistics``: also write each output's probabilities, and statistics.csv
+    - ``explain_by``: also write where a class is seen, and how to find it, "" for the network's default; None: no
+    - ``resume``: skip the cases that are already predicted
+    - ``only``: the cases to predict; None for all
+    """
+
+    inputs: tuple[str, ...]
+    output: Path
+    mode: str = ""
+    probabilities: bool = False
+    statistics: bool = False
+    explain_by: str | None = None
+    resume: bool = False
+    only: frozenset[str] | None = None
+
+
+def record_of_weights(member: EnsembleMember) -> dict[str, Any]:
+    """Returns what prediction.json says about a run and its weights."""
+    weights = {str(path): digest(path) for path in member.weights}
+    return {"run": str(member.run.path.absolute()), "weights": weights}
+
+
+class PreparedCases:
+    """The cases, each prepared in a thread while the network is busy with the one before; for the first rank.
+
+    - ``preparations``: each run's; runs that prepare alike share a prepared case
+    - ``taken``: the case that was taken last, as each run takes it
+    - ``image``: of that case, canonical ``c W D H`` in the files' numbers, if images are kept
+    """
+
+    def __init__(self, cases: Sequence[Case], preparations: Sequence[Preparation], keep_images: bool) -> None:
+        self.cases, self.preparations, self.keep_images = cases, preparations, keep_images
+        self.taken, self.image = list[Prepared](), cast(np.ndarray | None, None)
+        self._pool = ThreadPoolExecutor(1)
+        self._started: dict[int, Future[tuple[list[Prepared], np.ndarray | None]]] = {}
+
+    def take(self, number: int) -> list[Prepared]:
+        """Returns the case with that number as each run takes it, once it is prepared, and starts on the next one."""
+        for index in range(number, min(number + 2, len(self.cases))):
+            if index not in self._started:
+                self._started[index] = self._pool.submit(self._prepare, self.cases[index])
+        self.taken, self.image = self._started.pop(number).result()
+        return self.taken
+
+    def _prepare(self, case: Case) -> tuple[list[Prepared], np.ndarray | None]:
+        loaded = load_case(case, self.preparations[0].recipe)
+        distinct = list[tuple[Preparation, Prepared]]()
+        for preparation in self.preparations:
+            if all(preparation != known for known, _ in distinct):
+                distinct.append((preparation, preparation.prepare(loaded, case)))
+        prepared = [next(one for known, one in distinct if known == own) for own in self.preparations]
+        return prepared, loaded.image if self.keep_images else None
 
 
 class CaseProgress:
@@ -50,3 +131,105 @@ class CaseProgress:
     def close(self) -> None:
         """Ends what is shown."""
         self._display.close()
+
+
+class CasePrediction(ABC):
+    """Predicts the requested cases that are not done yet. A task adds what becomes of a case.
+
+    A case that fails does not stop the others; a folder that cannot be written to does. All ranks call every method,
+    except ``record``.
+
+    - ``members``: the runs; tasks average the probabilities of several
+    - ``what``: what is written, in words
+    - ``truth``: what ``evaluate`` compares it with, in words
+    """
+
+    what: str
+    truth: str
+    folder: PredictionFolder
+    shown: CaseProgress
+    prepared_cases: PreparedCases
+
+    def __init__(self, request: Request, members: Sequence[EnsembleMember], mesh: Mesh) -> None:
+        self.request, self.members, self.mesh, self.run = request, members, mesh, members[0].run
+        if mesh.device.type == "cpu":
+            keep_memory()
+        self.predictors = [
+            Predictor(member.run, member.run.load_nets(member.weights, mesh, request.mode), member.settings, mesh)
+            for member in members
+        ]
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """Returns the content of prediction.json: all that the predictions depend on. The first rank calls it."""
+
+    @abstractmethod
+    def announce(self, cases: str) -> None:
+        """Says what begins; ``cases``: how many cases, in words."""
+
+    @abstractmethod
+    def predict_case(self, number: int, case: Case, tell: ReportProgress) -> str:
+        """Predicts one case and writes its files; returns what to say about it.
+
+        What fails on one rank is raised on all. ``tell`` takes the share that is done.
+        """
+
+    def predict(self) -> list[str]:
+        """Predicts the cases; returns what went wrong, a line per fault, on all ranks."""
+        # Only the first rank reads the inputs and the folder; the others get the cases from it.
+        plan = run_on_rank0(self._plan, self.mesh.world)
+        cases = [Case(name, tuple(map(Path, images))) for name, images in plan["cases"]]
+        faults: list[str] = list(plan["faults"])
+        self.shown = CaseProgress(cases, self.mesh.is_first)
+        preparations = [member.run.preparation for member in self.members]
+        self.prepared_cases = PreparedCases(cases, preparations, self.request.statistics)
+        done = f" ({plan['num_done']} are done)" if plan["num_done"] else ""
+        self.announce(f"{quantity(len(cases), 'case')}{done}")
+        for fault in faults:
+            self.shown.complain(fault)
+        predicted = 0
+        with closing(self.shown):
+            for number, case in enumerate(cases):
+                began = time.perf_counter()
+                try:
+                    line = self.predict_case(number, case, self.shown.begin(number))
+                except ValueError as error:
+                    if isinstance(error, DataError) and error.path == str(self.request.output):
+                        raise
+                    faults.append(str(error) if isinstance(error, DataError) else f"{case.id}: {error}")
+                    self.shown.complain(faults[-1])
+                    continue
+                predicted += 1
+                self.shown.say(f"{case.id}: {line}, {time.perf_counter() - began:.1f} s")
+        failed = f", {quantity(len(faults), 'fault')}" if faults else ""
+        self.shown.say(f"{self.what} of {quantity(predicted, 'case')}{failed}: {self.folder.path}")
+        if predicted:
+            self.shown.say(f"next: {next_command('evaluate', 'TRUTH', self.request.output)}  (TRUTH: {self.truth})")
+        return faults
+
+    def _plan(self) -> dict[str, Any]:
+        """Opens the folder; returns the cases to predict, how many are done, and what is wrong with others, as JSON."""
+        cases, faults = find_inputs(self.request.inputs, self.run.recipe.modalities)
+        cases = [case for case in cases if self.request.only is None or case.id in self.request.only]
+        left = self.folder.open(cases, self.record(), self.request.resume)
+        return {
+            "cases": [[case.id, list(map(str, case.images))] for case in left],
+            "num_done": len(cases) - len(left),
+            "faults": list(map(str, faults)),
+        }
+
+    def distribute(self, number: int) -> Iterator[tuple[Predictor, Image, TargetGrid]]:
+        """Yields each run's predictor, the case's image ``c W D H`` as that run takes it, and the grid of its crop.
+
+        Runs that prepare alike share an image.
+        """
+        preparation: Preparation | None = None
+        for at, predictor in enumerate(self.predictors):
+            if predictor.run.preparation != preparation:
+                preparation = predictor.run.preparation
+                image, target = predictor.distribute(partial(self._take, number, at))
+            yield predictor, image, target
+
+    def _take(self, number: int, at: int) -> Prepared:
+        """Returns a case as one of the runs takes it; on the first rank."""
+        return (self.prepared_cases.taken if at else self.prepared_cases.take(number))[at]

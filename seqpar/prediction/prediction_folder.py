@@ -1,17 +1,12 @@
-"""The folder that predictions are written to: a file is there whole or not at all, and finished cases can be skipped.
+"""The folder that predictions are written to: each file is whole or absent, and finished cases can be skipped.
 
 FOLDER/prediction.json        how everything in it was predicted; written before anything else
-FOLDER/CASE.nii.gz            label map; the last file of its case: a case that has it is done
-FOLDER/probabilities/…        CASE_OUTPUT.nii.gz, where asked for
-FOLDER/statistics.csv         where asked for
-Images in .nrrd and .mha get files of their own format, DICOM series .nii.gz.
+FOLDER/…                      what a task writes: label maps, or a table of classes
 """
 
-import re
-from collections import Counter
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,123 +17,64 @@ from torch import Tensor
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json, write_json
 from seqpar.data.formats.dataset import Case
-from seqpar.data.geometry import to_canonical
-from seqpar.data.preparation.preparation import Preparation
-from seqpar.data.preparation.prepared_case import Properties
-from seqpar.data.volumes import output_suffix, write_volume
-from seqpar.prediction.class_statistics import ClassStatistics
 
-RECORD, PROBABILITIES = "prediction.json", "probabilities"
+RECORD = "prediction.json"
 
 
-class PredictionFolder:
-    """The folder of a prediction, written by the first rank alone.
+class PredictionFolder(ABC):
+    """A folder that predict writes to; the first rank alone uses it. A task says which files are in it.
 
-    ``outputs`` names the network outputs whose probabilities are written too, if any. ``statistics`` gets every case.
+    - ``path``: where to find the predictions: the folder, or the one file that holds them
     """
 
-    def __init__(self, folder: Path, outputs: Sequence[str] = (), statistics: ClassStatistics | None = None) -> None:
-        self.folder, self.outputs, self.statistics = folder, tuple(outputs), statistics
+    path: Path
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = self.path = folder
 
     def open(self, cases: Sequence[Case], record: dict[str, Any], resume: bool) -> list[Case]:
-        """Returns the cases that are still to be predicted; removes what predictions of other settings left of them.
+        """Returns the cases that are still to be predicted; removes what predictions with other settings left of them.
 
-        ``record`` is the content of prediction.json. ``resume`` keeps finished cases, which needs an equal record.
+        - ``record``: the content of prediction.json
+        - ``resume``: keep finished cases, which needs an equal record
         """
         previous = self._read_record()
-        self._refuse_to_overwrite(cases, previous)
+        self.refuse_collisions(cases)
+        if previous is None and (foreign := [path for path in self.files_of(cases) if path.exists()]):
+            raise DataError(
+                foreign[0], f"would be overwritten, and no {RECORD} beside it says that predict wrote it; "
+                "choose another --output"
+            )  # fmt: skip
         if resume and previous is not None and previous != record:
             changed = [name for name in {**record, **previous} if previous.get(name) != record.get(name)]
             raise DataError(
                 self.folder, f"was predicted with other settings ({', '.join(changed)}); choose another --output, or "
                 "leave --continue out to predict everything again"
             )  # fmt: skip
-        continues = resume and previous == record
-        left = [case for case in cases if not (continues and self.label_path(case).is_file())]
-        if self.statistics is not None:
-            self.statistics.open(case.id for case in left)
+        left = self.unfinished(cases, resume, previous == record)
         with self.writable():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_temporary_files(cases)
-            for case in left:
-                self.label_path(case).unlink(missing_ok=True)
+            self.clear(left, cases)
             write_json(self.folder / RECORD, record)
         return left
 
-    def _refuse_to_overwrite(self, cases: Sequence[Case], previous: dict[str, Any] | None) -> None:
-        """Raises where a file would overwrite an input, another output, or a file that predict did not write."""
-        inputs = {path.absolute() for case in cases for path in case.images}
-        for case in cases:
-            if self.label_path(case).absolute() in inputs:
-                raise DataError(self.label_path(case), "is an input and would be overwritten; choose another --output")
-        files = [path for case in cases for path in (self.label_path(case), *self.probability_paths(case))]
-        if twice := next((path for path, count in Counter(files).items() if count > 1), None):
-            raise DataError(
-                twice, f"would hold two of the outputs {', '.join(self.outputs)}: file names do not tell them apart; "
-                "leave --probabilities out, or rename an output in config.json of the run"
-            )  # fmt: skip
-        if self.statistics is not None:
-            files.append(self.statistics.path)
-        if previous is None and (foreign := [path for path in files if path.exists()]):
-            raise DataError(
-                foreign[0], f"would be overwritten, and no {RECORD} beside it says that predict wrote it; "
-                "choose another --output"
-            )  # fmt: skip
+    @abstractmethod
+    def files_of(self, cases: Sequence[Case]) -> list[Path]:
+        """Returns the files that these cases are written to."""
 
-    def _remove_temporary_files(self, cases: Sequence[Case]) -> None:
-        """Removes what a killed run left half written."""
-        for name in (RECORD, *(case.id for case in cases)):
-            for place in (self.folder, self.folder / PROBABILITIES):
-                for temporary in place.glob(f".{escape(name)}[._]*.tmp*"):
-                    temporary.unlink()
+    @abstractmethod
+    def unfinished(self, cases: Sequence[Case], resume: bool, same_settings: bool) -> list[Case]:
+        """Reads what is there; returns the cases to predict.
 
-    def label_path(self, case: Case) -> Path:
-        """Returns the path of a case's label map: named as the case, in the format of its first image."""
-        return self.folder / f"{case.id}{output_suffix(case.images[0])}"
-
-    def probability_paths(self, case: Case) -> list[Path]:
-        """Returns the path of each output's probabilities."""
-        names = [re.sub(r"[^\w.-]+", "-", name) for name in self.outputs]
-        suffix = output_suffix(case.images[0])
-        suffix = ".nii.gz" if suffix == ".nii" else suffix  # probabilities are always packed
-        return [self.folder / PROBABILITIES / f"{case.id}_{name}{suffix}" for name in names]
-
-    def probability_file(self, case: Case, shape: Sequence[int], softmax: bool) -> "ProbabilityFile | None":
-        """Returns the temporary file of a case's probabilities on its crop ``shape``; None if none are written.
-
-        ``softmax`` says that the outputs are labels, the first of them background, and not regions.
+        - ``same_settings``: whether the folder was predicted with the settings of now
         """
-        if not self.outputs:
-            return None
-        return ProbabilityFile(self.temporary_file(case), (len(self.outputs), *shape), softmax)
 
-    def temporary_file(self, case: Case) -> Path:
-        """Returns the path of the temporary file of a case's probabilities."""
-        return self.folder / f".{case.id}.rows.tmp"
+    @abstractmethod
+    def clear(self, left: Sequence[Case], cases: Sequence[Case]) -> None:
+        """Removes files of the cases ``left`` to predict, and what a killed run left half written of ``cases``."""
 
-    def write(
-        self, case: Case, labels: np.ndarray, properties: Properties, preparation: Preparation,
-        probabilities: "ProbabilityFile | None", image: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
-        """Writes a case's probabilities, if it has some, and then its label map ``W D H`` in the source's geometry.
-
-        ``image``: canonical, ``c W D H`` in the files' numbers, for the statistics.
-        """
-        with self.writable():
-            if self.statistics is not None and image is not None:
-                canonical = to_canonical(labels, properties.geometry.orientation)
-                self.statistics.add(case.id, canonical, image, properties.geometry.spacing)
-            if probabilities is not None and self.outputs:
-                if probabilities.error is not None:
-                    raise probabilities.error
-                (self.folder / PROBABILITIES).mkdir(exist_ok=True)
-                for number, path in enumerate(self.probability_paths(case)):
-                    outside = float(probabilities.softmax and number == 0)  # beyond the crop all is background
-                    own = probabilities.read_output(number)
-                    channel = preparation.channel_to_source(own, properties, outside)
-                    write_volume(path, channel, properties.geometry, np.float32)
-                probabilities.remove()
-            write_volume(self.label_path(case), labels, properties.geometry, labels.dtype)
+    def refuse_collisions(self, cases: Sequence[Case]) -> None:  # noqa: B027 - a single file collides with none
+        """Raises DataError if a file would overwrite an input, or another output."""
 
     def _read_record(self) -> dict[str, Any] | None:
         if not (self.folder / RECORD).is_file():

@@ -201,11 +201,8 @@ class Predictor:
         kept = drop_small_components(ids, min_voxels, regions, order)
         return self.run.preparation.labels_to_source(kept, properties)
 
-    def distribute(self, prepare: Callable[[], Prepared]) -> tuple[Image, TargetGrid, Prepared | None]:
-        """Prepares a case on the first rank; returns on every rank its image ``c W D H`` and the grid of its crop.
-
-        The prepared case itself is returned on the first rank only, None on the others.
-        """
+    def distribute(self, prepare: Callable[[], Prepared]) -> tuple[Image, TargetGrid]:
+        """Prepares a case on the first rank; returns on every rank its image ``c W D H`` and the grid of its crop."""
         prepared: Prepared | None = None
 
         def prepare_and_measure() -> Any:
@@ -218,7 +215,7 @@ class Predictor:
         channels = torch.empty(0, *shape[1:]) if prepared is None else torch.from_numpy(prepared.image)
         num_channels = [shape[0], *[0] * (self.mesh.world.size - 1)]  # all lie on the first rank
         image = all_gather(channels, self.mesh.world, 0, num_channels, "images")
-        return image, TargetGrid(tuple(crop_shape), nearest), prepared
+        return image, TargetGrid(tuple(crop_shape), nearest)
 
 
 def _as_list(images: SpatialImage | Sequence[SpatialImage]) -> list[SpatialImage]:

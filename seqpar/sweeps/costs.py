@@ -16,7 +16,7 @@ from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_folder import read_config
 from seqpar.settings.config import Config
 from seqpar.settings.lessons import lessons_of
-from seqpar.tasks.tasks import task_of
+from seqpar.tasks.lookup import task_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def plan_of(config: Config, ranks: int) -> Plan:
     """Returns the plan of a config on so many ranks of the device here; of a curriculum's, that of its last lesson."""
     config = replace(config, out="", resume=False)
     if has_open_lessons(config):
-        data = task_of(config).look_at(config)
+        data = task_of(config).read_headers(config)
         largest = data.largest(PrepareSettings.spaced(config.spacing).spacing)
         sizes = len(data.modalities), len(data.outputs(config.targets))
         config, _ = choose_lessons(config, Launcher("alone"), largest, *sizes)
@@ -57,7 +57,7 @@ def plan_of(config: Config, ranks: int) -> Plan:
 
 @cache
 def _plan(config: Config, ranks: int) -> Plan:
-    data = task_of(config).look_at(config)
+    data = task_of(config).read_headers(config)
     device = _device(config.device, config.precision)
     if config.measured:
         device = measured(config.measured, device, config.precision)

@@ -15,7 +15,7 @@ from seqpar.runs.run_folder import read_config
 from seqpar.settings.command_line import naming_preset, parse, shortened_warmup
 from seqpar.settings.config import Config
 from seqpar.settings.rules import refuse_settings_without_effect
-from seqpar.tasks.tasks import task_of
+from seqpar.tasks.lookup import task_of
 from seqpar.text import flag_name
 
 
@@ -23,7 +23,7 @@ from seqpar.text import flag_name
 def _headers(task: str, data: str) -> Fingerprint:
     """Returns what the headers of a task's data say, whose volumes are taken whole."""
     config = Config(task=task, data=data)
-    return task_of(config).look_at(config)
+    return task_of(config).read_headers(config)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from seqpar.sweeps.planned_run import PlannedRun
 from seqpar.sweeps.ray_cluster import ray_cluster
 from seqpar.sweeps.ray_engine import SideBySide
 from seqpar.sweeps.sweep_request import SweepRequest
-from seqpar.tasks.tasks import task_of
+from seqpar.tasks.lookup import task_of
 from seqpar.text import in_flags, quantity
 
 

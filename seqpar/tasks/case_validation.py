@@ -16,6 +16,8 @@ from seqpar.tasks.training_data import TrainingData
 from seqpar.terminal import bar
 from seqpar.text import clock
 
+NUM_PICTURED = 3  # cases in validation.png
+
 
 @dataclass(frozen=True)
 class ValidationResult:

@@ -1,34 +1,29 @@
-"""TrainingData: the prepared data set, its split into cases to train on and to hold out, and its tiles."""
+"""TrainingData: prepared cases, their split into cases to train on and to hold out, their tiles, and a few lines."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from seqpar.data.formats.dataset import Dataset
-from seqpar.data.formats.joined_labels import join_labels
-from seqpar.data.formats.recognise import find_dataset, read_dataset
-from seqpar.data.formats.splits import HasCases, sample_cases, split, tested_ids
-from seqpar.data.phantom.builtin import phantom, phantom_fingerprint
+from seqpar.data.formats.splits import HasCases, sample_cases, split
 from seqpar.data.preparation.cache import PreparedDataset
-from seqpar.data.preparation.cache_index import outdated_cache
-from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
-from seqpar.data.preparation.prepare_dataset import prepared
+from seqpar.data.preparation.fingerprint import Fingerprint
 from seqpar.data.sampling.augmentation import augment
 from seqpar.data.sampling.augmentation_presets import ORDERS
+from seqpar.data.sampling.case_arrays import Unlabelled
 from seqpar.data.sampling.loader import MicroBatch
 from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.volume_synthesis import VolumeSynthesis
-from seqpar.data.workers import no_progress
 from seqpar.decoders.modes.mode import Mode
 from seqpar.parallel.device_constants import copy_to_device
+from seqpar.planner.tile_choice import tile_advice
 from seqpar.scores.label_classes import hidden_classes, labels_of_declaration, learned_regions
 from seqpar.settings.config import Config
-from seqpar.settings.data_settings import prepare_settings
-from seqpar.terminal import ProgressBar
+from seqpar.settings.presets import FROM_DATA
 from seqpar.text import quantity
 
 
@@ -123,33 +118,6 @@ def outputs_shown(data: TrainingData, cases: Sequence[str], mode: Mode, device: 
     return None if annotated is None else mode.samples(copy_to_device(annotated, device))
 
 
-def open_data(config: Config, is_first: bool) -> TrainingData:
-    """Returns the data of a run; the first process prepares what is missing, the others wait for its files.
-
-    Needs no process group. Raises ``ValueError`` where the data do not allow the config's split or augmentation.
-    """
-    folder = config.data or str(
-        phantom(config.phantoms, is_first, ProgressBar("making phantoms") if is_first else no_progress)
-    )
-    settings, progress = prepare_settings(config), ProgressBar("preparing") if is_first else no_progress
-    source = read_dataset(folder)
-    _refuse_unprepared(join_labels(source, settings.joins), config)
-    dataset = prepared(source, config.cache or None, settings, is_first=is_first, progress=progress)
-    if is_first and config.data and (line := outdated_cache(find_dataset(config.data), dataset.path.absolute())):
-        print(line, flush=True)
-    train_ids, held_out_ids = split_of(dataset, config)
-    tiles = training_tiles(dataset, train_ids, config)
-    return TrainingData(dataset, train_ids, held_out_ids, tiles, config.targets, tested_ids(dataset, config.fold))
-
-
-def _refuse_unprepared(source: Dataset, config: Config) -> None:
-    """Refuses what the description of a data set does not allow, before its preparation, which may take hours."""
-    if source.faults or not source.labels:
-        return  # preparation says so
-    split_of(source, config)
-    refuse_weights(config, tuple(learned_regions(source.labels, source.regions, config.targets) or source.labels))
-
-
 def refuse_weights(config: Config, outputs: Sequence[str]) -> None:
     """Raises ValueError for class weights where the network has another number of outputs."""
     if config.class_weights and len(config.class_weights) != len(outputs):
@@ -157,32 +125,6 @@ def refuse_weights(config: Config, outputs: Sequence[str]) -> None:
             f"--class-weights {' '.join(f'{weight:g}' for weight in config.class_weights)}: {len(outputs)} are needed, "
             f"for {', '.join(outputs)}"
         )
-
-
-def read_headers(config: Config) -> Fingerprint:
-    """Returns what the headers of a run's data say; nothing is prepared or written."""
-    joins = prepare_settings(config).joins
-    if not config.data:
-        return phantom_fingerprint(config.phantoms, joins)
-    return read_fingerprint(join_labels(read_dataset(config.data), joins))
-
-
-def describe_data(fingerprint: Fingerprint, config: Config) -> str:
-    """Returns a line on a data set; raises ``ValueError`` where it does not allow the config's split."""
-    train_ids, held_out_ids = split_of(fingerprint, config)
-    refuse_weights(config, fingerprint.outputs(config.targets))
-    channels, outputs = (_listed(names) for names in (fingerprint.modalities, fingerprint.outputs(config.targets)))
-    voxels = "x".join(map(str, fingerprint.shape))
-    millimetres = "x".join(f"{size:.3g}" for size in fingerprint.spacing)
-    return (
-        f"{fingerprint.name} ({fingerprint.layout}): {quantity(len(fingerprint.ids), 'case')}, "
-        f"{len(train_ids)} to train on, {len(held_out_ids)} held out; {channels}; learns {outputs}; median "
-        f"{voxels} voxels of {millimetres} mm"
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{len(names)} ({', '.join(names)})"
 
 
 def split_of(dataset: HasCases, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -201,14 +143,84 @@ def training_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Confi
     per_volume = config.synthesis_per == "volume"
     volume_synthesis = VolumeSynthesis.of(dataset, config.synthesis) if config.synthesis and per_volume else None
     synthesis = TumourSynthesis.of(dataset, config.synthesis) if config.synthesis and not per_volume else None
-    # as nnU-Net does with modalities whose background is 0
-    keep_background = config.augment.split("+")[0] == "full" and "zscore" in dataset.recipe.schemes
     augmentation = augment(
         config.augment,
         config.tile,
         synthesis,
         order=ORDERS[config.interpolation],
         outside_label=dataset.ignore_label or 0,
-        keep_background=keep_background,
+        keep_background=_keeps_background(dataset, config),
     )
     return TileSource.of(dataset, ids, augmentation, config.foreground, volume_synthesis)
+
+
+def unlabelled_tiles(
+    dataset: PreparedDataset, ids: Sequence[str], config: Config, from_middle: bool = False
+) -> TileSource:
+    """Returns the source of augmented tiles of images alone, of the cases ``ids``.
+
+    - ``from_middle``: a tile is the middle of its case, or all of it
+    """
+    cases = tuple(Unlabelled(dataset.cases[name]) for name in sorted(set(ids)))
+    order, keep_background = ORDERS[config.interpolation], _keeps_background(dataset, config)
+    augmentation = augment(config.augment, config.tile, order=order, keep_background=keep_background)
+    return TileSource(cases, augmentation, len(dataset.modalities), 1, 0.0, from_middle=from_middle)
+
+
+def _keeps_background(dataset: PreparedDataset, config: Config) -> bool:
+    """Returns whether augmentation leaves a background of 0 alone, as nnU-Net does with such modalities."""
+    return config.augment.split("+")[0] == "full" and "zscore" in dataset.recipe.schemes
+
+
+def describe_images(fingerprint: Fingerprint, split: Sequence[Sequence[str]], learns: str) -> str:
+    """Returns a line about images by their headers.
+
+    - ``split``: the ids of the cases to train on and to hold out
+    - ``learns``: what is learned from them
+    """
+    voxels, millimetres = (span(rows, "{:.3g}") for rows in (fingerprint.shapes, fingerprint.spacings))
+    return (
+        f"{fingerprint.name} ({fingerprint.layout}): {quantity(len(fingerprint.ids), 'case')}, "
+        f"{len(split[0])} to train on, {len(split[1])} held out; {', '.join(fingerprint.modalities)}; {learns}; "
+        f"{voxels} voxels of {millimetres} mm"
+    )
+
+
+def case_lines(data: TrainingData, fold: str) -> list[str]:
+    """Returns the lines on cases, modalities and sizes; reads a small file of each case."""
+    dataset = data.dataset
+    properties = [case.properties for case in dataset.cases.values()]
+    sizes = span([p.shape for p in properties], "{:.0f}"), span([p.spacing for p in properties], "{:.3g}")
+    split = f"{len(data.train_ids)} to train on, {len(data.held_out_ids)} held out (fold {fold})"
+    layout, cases = dataset.described.get("layout", "prepared"), quantity(len(properties), "case")
+    return [
+        f"data: {dataset.name} ({layout}), {cases}: {split}",
+        f"  modalities: {', '.join(dataset.modalities)}",
+        f"  prepared in {dataset.path}: {sizes[0]} voxels of {sizes[1]} mm",
+    ]
+
+
+def tile_line(config: Config, flags: Collection[str], preset: str, data: TrainingData | Fingerprint) -> str:
+    """Returns a line on a tile that suits the cases better than the preset's, "" where none does.
+
+    - ``flags``: the settings on the command line
+    """
+    if config.resume or {"tile", "curriculum", "plans"} & set(flags) or preset in FROM_DATA:
+        return ""
+    if isinstance(data, Fingerprint):
+        return tile_advice(config, data.shape, data.spacing)
+    properties = [case.properties for case in data.dataset.cases.values()]
+    w, d, h = np.median([p.shape for p in properties], 0)
+    spacing = np.median([p.spacing for p in properties], 0).tolist()
+    return tile_advice(config, (round(w), round(d), round(h)), spacing)
+
+
+def span(rows: Any, form: str) -> str:
+    """Returns the sizes along W, D, H, where they differ between cases from the smallest to the largest."""
+
+    def spelled(sizes: Sequence[float]) -> str:
+        return " x ".join(form.format(size) for size in sizes)
+
+    rows = np.asarray(rows)
+    low, high = spelled(rows.min(0)), spelled(rows.max(0))
+    return low if low == high else f"{low} to {high}"

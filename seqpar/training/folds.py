@@ -31,7 +31,8 @@ from seqpar.runs.run_status import StatusFile
 from seqpar.settings.command_line import parse
 from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.settings.parser import Parser
-from seqpar.tasks.tasks import Task, task_of
+from seqpar.tasks.lookup import task_of
+from seqpar.tasks.task import Task
 from seqpar.terminal import TYPED, next_command, python_module, typed_script
 from seqpar.text import parse_duration
 from seqpar.training.run_request import check_again_flag, is_requeued

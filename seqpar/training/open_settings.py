@@ -7,7 +7,7 @@ from seqpar.planner.chooser import choose_group_and_batch, choose_lessons, has_o
 from seqpar.planner.feasibility import check_feasible
 from seqpar.settings.config import Config
 from seqpar.settings.parallel_settings import AUTO
-from seqpar.tasks.tasks import task_of
+from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData
 
 USUAL = 4  # channels and outputs of a plan without data
@@ -49,7 +49,7 @@ def config_to_plan(
     if volume or config.tile:
         return config, channels or USUAL, outputs or USUAL
     try:
-        fingerprint = task_of(config).look_at(config)
+        fingerprint = task_of(config).read_headers(config)
     except ValueError as error:
         raise error if config.data else ValueError(f"{error}; or give --tile") from None
     config, own = task_of(config).with_tile(config, fingerprint), sizes_of(fingerprint, config)

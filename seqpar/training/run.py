@@ -15,7 +15,7 @@ from seqpar.planner.printer import describe_dry_run
 from seqpar.runs.run_status import StatusFile, warn_if_killed
 from seqpar.settings.config import Config
 from seqpar.settings.lessons import Lesson, lesson_at
-from seqpar.tasks.tasks import task_of
+from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData
 from seqpar.training.open_settings import sizes_of
 from seqpar.training.run_request import RunRequest
@@ -45,7 +45,7 @@ def dry_run(request: RunRequest, launcher: Launcher) -> int:
             else:
                 plan = plan_here(own, here, *sizes)
             print(describe_dry_run(own, plan, *sizes, data, len(lesson.steps), stages))
-        if advice := task.advice(request.fingerprint, config, request.flags, request.preset):
+        if advice := task.tile_advice(config, request.flags, request.preset, request.fingerprint):
             print(advice)
     return 0
 

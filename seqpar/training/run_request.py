@@ -32,7 +32,7 @@ from seqpar.settings.rules import (
     settings_on_resume,
 )
 from seqpar.settings.scaled_rate import SCALED, keeps_scaled_rate, scale_learning_rate
-from seqpar.tasks.tasks import task_of
+from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData
 from seqpar.training.open_settings import choose_open_settings
 
@@ -108,7 +108,7 @@ def _resolve(line: _CommandLine, launcher: Launcher, meeting: Meeting | None, on
     config, warmup = shortened_warmup(config, line.flags)
     config, dealt = fill_pipeline(config, line.flags)
     plans = preset in FROM_DATA and not config.resume and not line.has_plan
-    fingerprint = task_of(config).look_at(config) if config.dry_run else None
+    fingerprint = task_of(config).read_headers(config) if config.dry_run else None
     auto: dict[str, tuple[str, ...]] = {}
     if plans and fingerprint:
         config, auto = _plan(config, line.flags, fingerprint, launcher)
@@ -152,7 +152,7 @@ def _plan_by_first(
     """Returns, on every rank, what the first one plans: one reads the headers, and hosts' memories may differ."""
 
     def plan() -> dict[str, Any]:
-        planned, why = _plan(config, flags, task_of(config).look_at(config), launcher)
+        planned, why = _plan(config, flags, task_of(config).read_headers(config), launcher)
         return {"config": json.loads(planned.to_json()), "why": why}
 
     chosen = run_on_rank0_before_mesh(plan, meeting, "plan", config.start_timeout)

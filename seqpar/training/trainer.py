@@ -27,7 +27,7 @@ from seqpar.runs.journal import Journal, epoch_fields, peak_memory_mb
 from seqpar.runs.run_folder import result_files, write_window
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
-from seqpar.tasks.tasks import task_of
+from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData, step_tiles
 from seqpar.training.after_step import AfterStep, Decision, raise_non_finite
 from seqpar.training.gradients import Gradients

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seqpar.cluster.torch_setup import keep_memory
-from seqpar.tasks import predict_by_task
+from seqpar.prediction import case_stream
 
 PAGES = 64 * 2**20 // resource.getpagesize()
 
@@ -39,12 +39,13 @@ def test_memory_that_is_freed_serves_the_next_tensor() -> None:
 @pytest.mark.parametrize("device, kept", [("cpu", 1), ("cuda", 0)])
 def test_predictions_on_a_cpu_keep_memory(device: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(predict_by_task, "keep_memory", lambda: calls.append("kept"))
-    act = SimpleNamespace(act=lambda *_: calls.append("predicted") or [])
-    monkeypatch.setattr(predict_by_task, "_TASKS", {"segment": act})
-    members = [SimpleNamespace(run=SimpleNamespace(config=SimpleNamespace(task="segment")))]
-    assert predict_by_task.predict(None, members, SimpleNamespace(device=torch.device(device))) == []  # type: ignore[arg-type]
-    assert calls == ["kept"] * kept + ["predicted"]
+    monkeypatch.setattr(case_stream, "keep_memory", lambda: calls.append("kept"))
+    monkeypatch.setattr(case_stream, "Predictor", lambda *_: None)
+    run = SimpleNamespace(load_nets=lambda *_: calls.append("loaded"))
+    members = [SimpleNamespace(run=run, weights=(), settings=None)]
+    monkeypatch.setattr(case_stream.CasePrediction, "__abstractmethods__", frozenset())
+    case_stream.CasePrediction(SimpleNamespace(mode=""), members, SimpleNamespace(device=torch.device(device)))  # type: ignore
+    assert calls == ["kept"] * kept + ["loaded"]
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"])

@@ -15,7 +15,7 @@ from seqpar.data.preparation.cache_index import cache_folder, outdated_cache
 from seqpar.data.preparation.prepare_dataset import prepare, prepared
 from seqpar.data.preparation.prepared_case import labels_to_source
 from seqpar.data.preparation.recipe import PrepareSettings, Recipe
-from seqpar.tasks.training_data import open_data
+from seqpar.tasks.segment.data import open_data
 from tests.support.configs import config_of
 from tests.support.folders import NEW, OLD, brats, image_array, label_array, nnunet, save, tree
 

@@ -17,7 +17,7 @@ from seqpar.data.phantom.phantom_files import PhantomSettings, write_phantom
 from seqpar.data.preparation.cache import open_cache
 from seqpar.data.preparation.prepare_dataset import prepare
 from seqpar.data.preparation.recipe import PrepareSettings
-from seqpar.tasks.tasks import TASKS
+from seqpar.tasks.lookup import TASKS
 from seqpar.training.folds import refuse_folds
 from tests.support.class_folders import class_folder
 from tests.support.folders import nnunet, write_json

@@ -19,7 +19,7 @@ from seqpar.data.sampling.tiles import TileKey, TileSource
 from seqpar.data.sampling.tumour_synthesis import TumourSynthesis
 from seqpar.data.sampling.volume_synthesis import VolumeSynthesis
 from seqpar.settings.command_line import parse
-from seqpar.tasks.training_data import open_data
+from seqpar.tasks.segment.data import open_data
 
 SIZE = (72, 60, 66)
 

@@ -35,6 +35,8 @@ GROUND = """
     runs
     report
     prediction
+    tasks.task tasks.training_data tasks.case_validation tasks.case_evaluation
+    tasks.segment tasks.classify tasks.pretrain
     tasks
     training
     sweeps
@@ -193,6 +195,30 @@ def test_a_circle_on_one_floor_is_refused() -> None:
     rooms = {**every, "seqpar.settings.config": {"seqpar.cluster.exit_codes"}}
     rooms["seqpar.cluster.exit_codes"] = {"seqpar.settings.command_line"}
     assert circle(between_rooms(rooms)) != []
+
+
+def between_tasks(arrows: Mapping[str, Collection[str]]) -> list[str]:
+    """Returns the imports from one task's folder into another's."""
+
+    def folder_of(name: str) -> str:
+        parts = name.split(".")
+        return parts[2] if parts[:2] == ["seqpar", "tasks"] and len(parts) > 3 else ""
+
+    return [
+        f"{name} → {target}"
+        for name, targets in arrows.items()
+        for target in targets
+        if folder_of(name) and folder_of(target) not in ("", folder_of(name))
+    ]
+
+
+def test_no_task_imports_another() -> None:
+    every = arrows(modules())
+    assert between_tasks(every) == []
+    name, target = "seqpar.tasks.classify.prediction", "seqpar.tasks.segment.prediction"
+    assert {name, target} <= every.keys()
+    wrong = {**every, name: {*every[name], target}}
+    assert between_tasks(wrong) == [f"{name} → {target}"], "a control"
 
 
 def nearest(used: str) -> str:

@@ -18,7 +18,7 @@ from seqpar.planner.preset_from_data import plan_from_data
 from seqpar.planner.tile_choice import better_tile, cube_in_mm, shape_at, smaller_tiles, suited_tile, target_spacing
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
-from seqpar.tasks.data_summary import tile_line
+from seqpar.tasks.training_data import tile_line
 from seqpar.training.run_request import RunRequest
 from tests.support.folders import nnunet
 

@@ -101,7 +101,7 @@ def test_a_folder_of_five_folds_stands_for_its_runs(place, tmp_path, monkeypatch
     for fold in range(5):
         write_json(five / f"fold{fold}" / "status.json", {"state": "finished"})
     monkeypatch.setattr(predict, "open_run", lambda path, *of: opened.append(str(path)))
-    monkeypatch.setattr(predict, "refuse_runs", lambda options, runs: 1 / 0)
+    monkeypatch.setattr(predict, "check_compatible_runs", lambda runs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         predict.act([str(five), str(place / "a"), *line])
     assert opened == [*(f"{five}/fold{n}" for n in range(5)), str(place / "a")]

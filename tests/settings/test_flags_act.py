@@ -13,7 +13,7 @@ from seqpar.optimization.schedules import learning_rate
 from seqpar.planner.batch_size import hold_global_batch, keep_global_batch
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
-from seqpar.tasks.training_data import open_data
+from seqpar.tasks.segment.data import open_data
 from seqpar.text import parse_duration
 from tests.support.configs import NoStop, config_of, net_of, trainer_of
 from tests.support.folders import nnunet

@@ -14,8 +14,8 @@ from seqpar.parallel.launcher import Launcher
 from seqpar.parallel.mesh import Group
 from seqpar.parallel.rendezvous import pick_device
 from seqpar.planner.feasibility import check_feasible
-from seqpar.tasks.tasks import task_of
-from seqpar.tasks.training_data import open_data
+from seqpar.tasks.lookup import task_of
+from seqpar.tasks.segment.data import open_data
 from seqpar.training import trainer as training
 from tests.support.class_folders import class_folder
 from tests.support.configs import NoStop, config_of, trainer_of
@@ -55,7 +55,7 @@ def test_what_a_data_sets_description_does_not_allow_is_refused_before_it_is_pre
         with pytest.raises(ValueError, match=error):
             task_of(config).open_data(config, True)
         with pytest.raises(ValueError, match=error):  # of a dry run
-            task_of(config).describe(task_of(config).look_at(config), config)
+            task_of(config).describe(task_of(config).read_headers(config), config)
     assert not cache.exists()
 
 

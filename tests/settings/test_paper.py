@@ -21,7 +21,7 @@ from seqpar.planner.feasibility import check_feasible
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.config import Config
 from seqpar.settings.presets import PRESETS, paper
-from seqpar.tasks.training_data import open_data
+from seqpar.tasks.segment.data import open_data
 from seqpar.training.run_request import read_request
 from seqpar.training.setup import make_trainer
 from tests.support.configs import net_of, trainer_of

@@ -7,7 +7,7 @@ from seqpar.runs.run_folder import describe_run
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.command_line import parse
 from seqpar.settings.config import Config
-from seqpar.tasks.training_data import open_data
+from seqpar.tasks.segment.data import open_data
 from seqpar.training import trainer as training
 
 

@@ -16,7 +16,7 @@ from seqpar.data.preparation.recipe import Recipe
 from seqpar.models.build import build_network
 from seqpar.parallel.mesh import Group, Mesh
 from seqpar.settings.config import Config
-from seqpar.tasks.segment import prediction
+from seqpar.tasks.lookup import task_of
 from seqpar.weights.weight_files import write_weights
 from tests.support.folders import image_array, save
 
@@ -67,7 +67,8 @@ def voxels(path: Path) -> np.ndarray:
 
 def on_ranks(mesh: Mesh, *arguments: str) -> int:
     options = predict._parser().parse_args(list(arguments))
-    faults = prediction.predict_cases(predict._request(options), predict._members(options), mesh)
+    members = predict._members(options)
+    faults = task_of(members[0].run.config).predict(predict._request(options), members, mesh)
     return exit_codes.DATA if faults else 0
 
 

@@ -23,7 +23,7 @@ from seqpar.runs.journal import read_metrics
 from seqpar.settings.command_line import parse
 from seqpar.tasks.classify import validation as class_validation
 from seqpar.tasks.segment import validation
-from seqpar.tasks.training_data import open_data
+from seqpar.tasks.segment.data import open_data
 from seqpar.training import after_step, gradients, trainer
 from seqpar.weights import checkpoint
 from tests.support.folders import nnunet

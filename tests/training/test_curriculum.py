@@ -16,7 +16,7 @@ from seqpar.runs.run_folder import read_config
 from seqpar.runs.trained_run import load_run, read_run
 from seqpar.settings.command_line import parse
 from seqpar.tasks.segment import validation
-from seqpar.tasks.training_data import open_data
+from seqpar.tasks.segment.data import open_data
 from seqpar.training import gradients, run
 from seqpar.training.run_request import read_request
 from seqpar.vit.tokens import resize_positions

@@ -20,7 +20,7 @@ from seqpar.runs.journal import read_metrics
 from seqpar.runs.run_status import StatusFile
 from seqpar.settings.command_line import parse
 from seqpar.tasks.segment import validation
-from seqpar.tasks.training_data import open_data
+from seqpar.tasks.segment.data import open_data
 from seqpar.training import trainer
 from seqpar.training.run_request import RunRequest
 from seqpar.training.setup import make_trainer

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from seqpar.runs.journal import read_metrics
-from seqpar.tasks.training_data import open_data, outputs_shown
+from seqpar.tasks.segment.data import open_data
+from seqpar.tasks.training_data import outputs_shown
 from tests.support.configs import config_of, trainer_of
 from tests.support.folders import label_array, nnunet, save
 from tests.support.training_runs import TINY, farthest, losses, trained

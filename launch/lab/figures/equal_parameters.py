@@ -7,7 +7,7 @@ from typing import Any
 from seqpar.models.build import build_on_meta
 from seqpar.parallel.mesh import Group
 from seqpar.settings.config import Config
-from seqpar.tasks.training_data import read_headers
+from seqpar.tasks.segment.data import read_headers
 
 _MOST = 1024  # channels that are tried
 

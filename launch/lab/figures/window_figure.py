@@ -17,7 +17,7 @@ from seqpar.prediction.window_grid import Sliding, WindowGrid
 from seqpar.report.curves import DICE, TRAIN_LOSS, Bars, Curve, Diagram, over_steps
 from seqpar.runs.journal import read_metrics
 from seqpar.runs.trained_run import find_weights, load_nets, read_run
-from seqpar.tasks.training_data import open_data
+from seqpar.tasks.segment.data import open_data
 
 LABELS = {"sliding": "sliding windows", "whole": "whole pass"}
 SEAM, SECONDS = "seam at borders of windows", "seconds a case"

@@ -10,21 +10,15 @@ from torch import Tensor
 from seqpar.data.formats.class_lists import read_class_dataset
 from seqpar.data.formats.dataset import VolumeClasses
 from seqpar.data.formats.splits import sample_cases, split_classes
-from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
 from seqpar.data.preparation.prepare_dataset import prepared
-from seqpar.data.sampling.augmentation import augment
-from seqpar.data.sampling.augmentation_presets import ORDERS
-from seqpar.data.sampling.case_arrays import Unlabelled
 from seqpar.data.sampling.loader import MicroBatch
-from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.workers import no_progress
 from seqpar.models.build import family_of
 from seqpar.parallel.device_constants import copy_to_device
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
-from seqpar.tasks.data_summary import case_lines, span
-from seqpar.tasks.training_data import TrainingData, refuse_weights
+from seqpar.tasks.training_data import TrainingData, case_lines, describe_images, refuse_weights, unlabelled_tiles
 from seqpar.terminal import ProgressBar
 
 
@@ -60,7 +54,7 @@ class ClassData(TrainingData):
 
     def with_tiles(self, config: Config) -> "ClassData":
         """Returns the data with tiles of a config's size and augmentation."""
-        return replace(self, tiles=class_tiles(self.dataset, self.train_ids, config))
+        return replace(self, tiles=unlabelled_tiles(self.dataset, self.train_ids, config, from_middle=True))
 
 
 def open_class_data(config: Config, is_first: bool) -> ClassData:
@@ -78,11 +72,12 @@ def open_class_data(config: Config, is_first: bool) -> ClassData:
     assert dataset.volume_classes is not None
     train_ids, held_out_ids = class_split(dataset.volume_classes, config)
     shapes = [case.properties.shape for case in dataset.cases.values()]
-    tiles = class_tiles(dataset, train_ids, with_tile(config, [max(sides) for sides in zip(*shapes)]))
+    config = with_tile(config, [max(sides) for sides in zip(*shapes)])
+    tiles = unlabelled_tiles(dataset, train_ids, config, from_middle=True)
     return ClassData(dataset, train_ids, held_out_ids, tiles, test_ids=dataset.volume_classes.tests)
 
 
-def look_at_classes(config: Config) -> Fingerprint:
+def read_class_headers(config: Config) -> Fingerprint:
     """Returns what the headers of a run's data say; nothing is prepared or written."""
     return read_fingerprint(read_class_dataset(data_of(config)))
 
@@ -121,15 +116,6 @@ def class_split(classes: VolumeClasses, config: Config) -> tuple[tuple[str, ...]
     return train_ids, held_out_ids
 
 
-def class_tiles(dataset: PreparedDataset, ids: Sequence[str], config: Config) -> TileSource:
-    """Returns the source of augmented whole volumes."""
-    cases = tuple(Unlabelled(dataset.cases[name]) for name in sorted(set(ids)))
-    keep_background = config.augment.split("+")[0] == "full" and "zscore" in dataset.recipe.schemes
-    order = ORDERS[config.interpolation]
-    augmentation = augment(config.augment, config.tile, order=order, keep_background=keep_background)
-    return TileSource(cases, augmentation, len(dataset.modalities), 1, 0.0, from_middle=True)
-
-
 def summary_of_classes(data: TrainingData, fold: str) -> str:
     """Returns the lines that say what a run trains on; reads a small file of each case."""
     assert isinstance(data, ClassData)
@@ -144,11 +130,7 @@ def summary_of_classes(data: TrainingData, fold: str) -> str:
 def describe_classes(fingerprint: Fingerprint, config: Config) -> str:
     """Returns a line on a data set; raises ``ValueError`` where it does not allow the config's split."""
     assert fingerprint.volume_classes is not None
-    train_ids, held_out_ids = class_split(fingerprint.volume_classes, config)
+    split = class_split(fingerprint.volume_classes, config)
     refuse_weights(config, fingerprint.labels)
-    voxels, millimetres = (span(rows, "{:.3g}") for rows in (fingerprint.shapes, fingerprint.spacings))
-    return (
-        f"{fingerprint.name} ({fingerprint.layout}): {len(fingerprint.ids)} cases, {len(train_ids)} to train on, "
-        f"{len(held_out_ids)} held out; {', '.join(fingerprint.modalities)}; tells {', '.join(fingerprint.labels)} "
-        f"apart; {voxels} voxels of {millimetres} mm before what is empty is cropped"
-    )
+    line = describe_images(fingerprint, split, f"tells {', '.join(fingerprint.labels)} apart")
+    return f"{line} before what is empty is cropped"

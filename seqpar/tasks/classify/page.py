@@ -21,8 +21,7 @@ from seqpar.report.run_page import FinishedPage, is_neurological, render_run, tr
 from seqpar.report.several_runs import Comparison, read_all
 from seqpar.report.tables import HeadlineTile, Score, Table, TableHead, TableRow
 from seqpar.scores.class_scores import calibration, roc_points
-from seqpar.tasks.classify.prediction import EXPLANATIONS
-from seqpar.tasks.classify.scores import TABLE, class_summary, missing_cases, read_class_table, read_truth
+from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, class_summary, missing_cases, read_class_table, read_truth
 
 FOLDER = Path(__file__).parent
 

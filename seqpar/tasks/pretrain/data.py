@@ -8,19 +8,13 @@ from torch import Tensor
 from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.recognise import describe, read_dataset
 from seqpar.data.phantom.builtin import phantom, phantom_fingerprint
-from seqpar.data.preparation.cache import PreparedDataset
 from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
 from seqpar.data.preparation.prepare_dataset import prepared
-from seqpar.data.sampling.augmentation import augment
-from seqpar.data.sampling.augmentation_presets import ORDERS
-from seqpar.data.sampling.case_arrays import Unlabelled
 from seqpar.data.sampling.loader import MicroBatch
-from seqpar.data.sampling.tiles import TileSource
 from seqpar.data.workers import no_progress
 from seqpar.settings.config import Config
 from seqpar.settings.data_settings import prepare_settings
-from seqpar.tasks.data_summary import case_lines, span
-from seqpar.tasks.training_data import TrainingData, split_of
+from seqpar.tasks.training_data import TrainingData, case_lines, describe_images, split_of, unlabelled_tiles
 from seqpar.terminal import ProgressBar
 
 
@@ -49,7 +43,7 @@ class ImageData(TrainingData):
 
     def with_tiles(self, config: Config) -> "ImageData":
         """Returns the data with tiles of a config's size and augmentation."""
-        return replace(self, tiles=image_tiles(self.dataset, self.train_ids, config))
+        return replace(self, tiles=unlabelled_tiles(self.dataset, self.train_ids, config))
 
 
 def read_images(path: str | Path | int) -> Dataset:
@@ -71,23 +65,14 @@ def open_image_data(config: Config, is_first: bool) -> ImageData:
         split_of(source, config)  # before a preparation that may take hours
     dataset = prepared(source, cache, settings, is_first=is_first, progress=progress("preparing"), labelled=False)
     train_ids, held_out_ids = split_of(dataset, config)
-    return ImageData(dataset, train_ids, held_out_ids, image_tiles(dataset, train_ids, config))
+    return ImageData(dataset, train_ids, held_out_ids, unlabelled_tiles(dataset, train_ids, config))
 
 
-def look_at_images(config: Config) -> Fingerprint:
+def read_image_headers(config: Config) -> Fingerprint:
     """Returns what the headers of a run's data say; nothing is prepared or written."""
     if not config.data:
         return phantom_fingerprint(config.phantoms)
     return read_fingerprint(read_images(config.data), labelled=False)
-
-
-def image_tiles(dataset: PreparedDataset, ids: tuple[str, ...], config: Config) -> TileSource:
-    """Returns the source of augmented tiles anywhere in the cases ``ids``."""
-    cases = tuple(Unlabelled(dataset.cases[name]) for name in sorted(set(ids)))
-    keep_background = config.augment.split("+")[0] == "full" and "zscore" in dataset.recipe.schemes
-    order = ORDERS[config.interpolation]
-    augmentation = augment(config.augment, config.tile, order=order, keep_background=keep_background)
-    return TileSource(cases, augmentation, len(dataset.modalities), 1, 0.0)
 
 
 def summary_of_images(data: TrainingData, fold: str) -> str:
@@ -95,12 +80,6 @@ def summary_of_images(data: TrainingData, fold: str) -> str:
     return "\n".join([*case_lines(data, fold), "  labels are not looked at"])
 
 
-def describe_images(fingerprint: Fingerprint, config: Config) -> str:
+def describe_image_data(fingerprint: Fingerprint, config: Config) -> str:
     """Returns a line on a data set; raises ``ValueError`` where it does not allow the config's split."""
-    train_ids, held_out_ids = split_of(fingerprint, config)
-    voxels, millimetres = (span(rows, "{:.3g}") for rows in (fingerprint.shapes, fingerprint.spacings))
-    return (
-        f"{fingerprint.name} ({fingerprint.layout}): {len(fingerprint.ids)} cases, {len(train_ids)} to train on, "
-        f"{len(held_out_ids)} held out; {', '.join(fingerprint.modalities)}; labels are not looked at; {voxels} voxels "
-        f"of {millimetres} mm"
-    )
+    return describe_images(fingerprint, split_of(fingerprint, config), "labels are not looked at")

@@ -21,8 +21,7 @@ from seqpar.report.pictures import mark_sides
 from seqpar.report.planes import best_modality, orientation_text, plane_of, sides
 from seqpar.report.plots import make_figure, save_figure
 from seqpar.runs.journal import Journal
-from seqpar.tasks.case_validation import CaseValidation, ValidationResult
-from seqpar.tasks.segment.validation import NUM_PICTURED
+from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
 from seqpar.text import quantity
 from seqpar.vit.dropout import DropoutKey
 

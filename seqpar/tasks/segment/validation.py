@@ -33,7 +33,7 @@ from seqpar.scores.label_files import Pair, score_pair
 from seqpar.scores.label_scores import DEFAULT_SETTINGS, Scores, score, summarise
 from seqpar.scores.summary_files import summary_content, write_output
 from seqpar.settings.config import Config
-from seqpar.tasks.case_validation import CaseValidation, ValidationResult
+from seqpar.tasks.case_validation import NUM_PICTURED, CaseValidation, ValidationResult
 from seqpar.terminal import bar
 from seqpar.text import clock, quantity
 
@@ -98,9 +98,6 @@ class ValidationFolder:
             except DataError as error:
                 self.faults.append(error)
         return [f"warning: {fault}" for fault in self.faults]
-
-
-NUM_PICTURED = 3  # cases in validation.png
 
 
 @dataclass

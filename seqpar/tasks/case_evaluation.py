@@ -1,0 +1,106 @@
+"""What the evaluations of tasks share: predictions are scored one after the other, and several are compared."""
+
+import argparse
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from seqpar.cluster.exit_codes import DATA
+from seqpar.data.errors import DataError
+from seqpar.runs.run_folder import tested_cases
+from seqpar.scores.summary_files import write_output
+
+
+@dataclass
+class ScoringJob:
+    """One prediction to score.
+
+    - ``name``: as the command line names it
+    - ``cases``: what a task scores of it
+    - ``files``: to write, by kind: "json" and "csv"
+    - ``faults``: what is wrong with other cases
+    """
+
+    name: str
+    cases: Any
+    files: Mapping[str, Path]
+    faults: list[DataError] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ScoredPrediction:
+    """The scores of a prediction.
+
+    - ``cases``: what the comparison needs of each
+    - ``text``: what is printed
+    - ``line``: one line that sums up
+    - ``contents``: of the files, by kind
+    """
+
+    name: str
+    cases: Any
+    text: str
+    line: str
+    contents: Mapping[str, str]
+
+
+class CaseEvaluation(ABC):
+    """Scores predictions, prints and writes the scores and, of several predictions, says which is best.
+
+    - ``options``: the command line of evaluate
+    - ``only``: the cases to score; None for all
+    - ``words``: what the printed scores mean
+    """
+
+    words: str
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.only = tested_cases(options.test_of) if options.test_of else None
+
+    @abstractmethod
+    def open(self) -> list[ScoringJob]:
+        """Returns what is to be scored; raises what cannot be, before an hour of distances."""
+
+    @abstractmethod
+    def score(self, job: ScoringJob) -> ScoredPrediction | None:
+        """Returns the scores of a prediction, None if no case has one; adds to the job's faults."""
+
+    @abstractmethod
+    def compare(self, scored: Sequence[ScoredPrediction]) -> str:
+        """Returns which of several predictions is best, on the cases that all of them have."""
+
+    def run(self) -> int:
+        """Returns the exit code: 0, or that of data if something is wrong with a case."""
+        jobs, scored = self.open(), list[ScoredPrediction]()
+        for job in jobs:
+            if len(jobs) > 1:
+                print(f"\n{job.name}:", flush=True)
+            line = "no case could be scored"
+            if result := self.score(job):
+                print(result.text if scored else f"{result.text}\n{self.words}", end="\n\n", flush=True)
+                scored.append(result)
+                for kind, path in job.files.items():
+                    try:
+                        write_output(path, result.contents[kind])
+                    except DataError as error:
+                        job.faults.append(error)
+                line = "; ".join([result.line, *map(str, job.files.values())])
+            for fault in job.faults:
+                print(f"error: {fault}", file=sys.stderr, flush=True)
+            print(line + (f"; faults {len(job.faults)}" if job.faults else ""), flush=True)
+        if len(scored) > 1:
+            print(f"\n{self.compare(scored)}", flush=True)
+        return DATA if any(job.faults for job in jobs) else 0
+
+
+def refuse_duplicates(places: Iterable[tuple[Path, Path]]) -> None:
+    """Raises ``ValueError`` if two predictions have the same place; ``places``: with what the command line names."""
+    seen = set[Path]()
+    for named, place in places:
+        if place.resolve() in seen:
+            raise ValueError(f"{named} is named twice, and nothing is better than itself: name it once")
+        seen.add(place.resolve())

@@ -1,0 +1,99 @@
+"""Scores tables of classes, and says which of several is best."""
+
+import argparse
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from seqpar.scores.summary_files import output_files
+from seqpar.tasks.case_evaluation import CaseEvaluation, ScoredPrediction, ScoringJob, refuse_duplicates
+from seqpar.tasks.classify.scores import (
+    ClassTable,
+    as_json,
+    class_lines,
+    class_summary,
+    find_table,
+    missing_cases,
+    read_class_table,
+    read_truth,
+)
+
+
+class ClassEvaluation(CaseEvaluation):
+    """Scores the tables of predict's folders, and of runs, which stand for their last validation."""
+
+    words = (
+        "(in brackets: 95 % of 1000 draws of the cases, as many of each class; AUC: mean of each class against the "
+        "others)"
+    )
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        self.truth = {case: name for case, name in read_truth(options.truth).items() if self._is_scored(case)}
+
+    def _is_scored(self, case: str) -> bool:
+        return self.only is None or case in self.only
+
+    def open(self) -> list[ScoringJob]:
+        options, jobs = self.options, list[ScoringJob]()
+        tables = [(named, path) for named in options.prediction if (path := find_table(named))]
+        refuse_duplicates(tables)
+        for named, path in tables:
+            table = read_class_table(path)
+            table = table.of([case for case in table.cases if self._is_scored(case)])
+            is_run = path.parent.name == "validation" and path.parent.parent == named
+            files = output_files(None if is_run else named, options.json, options.csv)
+            jobs.append(ScoringJob(str(named), table, files, missing_cases(table, self.truth, path, is_run)))
+        return jobs
+
+    def score(self, job: ScoringJob) -> ScoredPrediction | None:
+        content = class_summary(job.cases, self.truth, Path(job.name))
+        accuracy, auc = content["scores"]["accuracy"], content["scores"]["AUC"]
+        return ScoredPrediction(
+            job.name,
+            job.cases,
+            "\n".join([f"{content['cases']} cases", *class_lines(content)]),
+            f"cases {content['cases']}: accuracy {accuracy:.4f}, AUC {auc:.4f}",
+            {"json": as_json(content | {"faults": list(map(str, job.faults))}), "csv": _csv_text(content)},
+        )
+
+    def compare(self, scored: Sequence[ScoredPrediction]) -> str:
+        """Returns which table is best, or the scores of all cases if the tables have none in common, as folds do."""
+        tables = {one.name: one.cases for one in scored}
+        return self._together(list(tables.values())) or self._best(tables)
+
+    def _together(self, tables: Sequence[ClassTable]) -> str:
+        """Returns the scores of all cases of tables without common cases; "" for other tables."""
+        cases = tuple(case for table in tables for case in table.cases)
+        if len(set(cases)) < len(cases) or len({table.names for table in tables}) > 1:
+            return ""
+        joined = ClassTable(tables[0].names, cases, np.concatenate([table.probabilities for table in tables]))
+        content = class_summary(joined, self.truth, self.options.truth)
+        return "\n".join([f"all {content['cases']} cases together:", *class_lines(content), self.words])
+
+    def _best(self, tables: Mapping[str, ClassTable]) -> str:
+        """Returns which table scores best over the cases that all of them have."""
+        common = set.intersection(*(set(table.cases) for table in tables.values())) & self.truth.keys()
+        if not common:
+            return "the tables have no case in common"
+        scores = dict[str, float]()
+        for name, table in tables.items():
+            content = class_summary(table, {case: self.truth[case] for case in common}, Path(name))
+            scores[name] = content["scores"]["balanced accuracy"]
+        ranked = sorted(scores, key=lambda name: -scores[name])
+        listed = ", ".join(f"{name} {scores[name]:.4f}" for name in ranked)
+        return f"balanced accuracy over the {len(common)} cases that all have: {listed}"
+
+
+def _csv_text(content: Mapping[str, Any]) -> str:
+    """Returns the content of metrics.csv: a line per class."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["class", *next(iter(content["classes"].values()))])
+    for name, row in content["classes"].items():
+        writer.writerow([name, *row.values()])
+    return text.getvalue()

@@ -1,0 +1,76 @@
+"""The task of pretraining without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from seqpar.runs.metrics_tail import SCORES
+from seqpar.tasks.task import Task
+from seqpar.terminal import next_command
+
+if TYPE_CHECKING:
+    import argparse
+
+    from seqpar.data.formats.dataset import Dataset
+    from seqpar.data.preparation.fingerprint import Fingerprint
+    from seqpar.losses import Loss
+    from seqpar.parallel.mesh import Mesh
+    from seqpar.report.record import RunRecord
+    from seqpar.report.run_page import FinishedPage
+    from seqpar.settings.config import Config
+    from seqpar.tasks.pretrain.validation import MaskedValidation
+    from seqpar.tasks.training_data import TrainingData
+
+
+class Pretraining(Task):
+    """Nothing is labelled: the network rebuilds hidden parts of the images."""
+
+    name = "pretrain"
+    score = SCORES[name]
+    does = "rebuilds hidden parts of images, and predicts no labels"
+    predictions = ""
+    train_command = ("pretrain",)
+    is_labelled = False
+
+    def read_dataset(self, path: str) -> Dataset:
+        """Returns a data set as training reads it; if labels are missing or wrong, its images alone."""
+        from seqpar.tasks.pretrain.data import read_images
+
+        return read_images(path)
+
+    def open_data(self, config: Config, is_first: bool) -> TrainingData:
+        from seqpar.tasks.pretrain.data import open_image_data
+
+        return open_image_data(config, is_first)
+
+    def read_headers(self, config: Config) -> Fingerprint:
+        from seqpar.tasks.pretrain.data import read_image_headers
+
+        return read_image_headers(config)
+
+    def describe(self, fingerprint: Fingerprint, config: Config) -> str:
+        from seqpar.tasks.pretrain.data import describe_image_data
+
+        return describe_image_data(fingerprint, config)
+
+    def summary(self, data: TrainingData, fold: str) -> str:
+        from seqpar.tasks.pretrain.data import summary_of_images
+
+        return summary_of_images(data, fold)
+
+    def validation(
+        self, config: Config, mesh: Mesh, data: TrainingData, loss: Loss, refuse_taken_over: Callable[[], None]
+    ) -> MaskedValidation:
+        from seqpar.tasks.pretrain.validation import MaskedValidation
+
+        return MaskedValidation(config, mesh, data, loss, refuse_taken_over)
+
+    def next_lines(self, out: Path) -> list[str]:
+        return [f"next: {next_command('train', '--weights', out)}", f"next: {next_command('report', out)}"]
+
+    def page(self, options: argparse.Namespace, record: RunRecord) -> FinishedPage:
+        from seqpar.tasks.pretrain.page import pretraining_page
+
+        return pretraining_page(options, record)

@@ -1,0 +1,105 @@
+"""Opens and describes images with label maps."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from seqpar.data.formats.dataset import Dataset
+from seqpar.data.formats.joined_labels import join_labels
+from seqpar.data.formats.recognise import find_dataset, read_dataset
+from seqpar.data.formats.splits import tested_ids
+from seqpar.data.phantom.builtin import phantom, phantom_fingerprint
+from seqpar.data.preparation.cache_index import outdated_cache
+from seqpar.data.preparation.fingerprint import Fingerprint, read_fingerprint
+from seqpar.data.preparation.prepare_dataset import prepared
+from seqpar.data.workers import no_progress
+from seqpar.scores.label_classes import learned_regions
+from seqpar.settings.config import Config
+from seqpar.settings.data_settings import prepare_settings
+from seqpar.tasks.training_data import TrainingData, case_lines, refuse_weights, split_of, training_tiles
+from seqpar.terminal import ProgressBar
+from seqpar.text import quantity
+
+MAX_CLASSES = 12  # with lines of their own
+
+
+def open_data(config: Config, is_first: bool) -> TrainingData:
+    """Returns the data of a run; the first process prepares what is missing, the others wait for its files.
+
+    Needs no process group. Raises ``ValueError`` where the data do not allow the config's split or augmentation.
+    """
+    folder = config.data or str(
+        phantom(config.phantoms, is_first, ProgressBar("making phantoms") if is_first else no_progress)
+    )
+    settings, progress = prepare_settings(config), ProgressBar("preparing") if is_first else no_progress
+    source = read_dataset(folder)
+    _refuse_unprepared(join_labels(source, settings.joins), config)
+    dataset = prepared(source, config.cache or None, settings, is_first=is_first, progress=progress)
+    if is_first and config.data and (line := outdated_cache(find_dataset(config.data), dataset.path.absolute())):
+        print(line, flush=True)
+    train_ids, held_out_ids = split_of(dataset, config)
+    tiles = training_tiles(dataset, train_ids, config)
+    return TrainingData(dataset, train_ids, held_out_ids, tiles, config.targets, tested_ids(dataset, config.fold))
+
+
+def _refuse_unprepared(source: Dataset, config: Config) -> None:
+    """Refuses what the description of a data set does not allow, before its preparation, which may take hours."""
+    if source.faults or not source.labels:
+        return  # preparation says so
+    split_of(source, config)
+    refuse_weights(config, tuple(learned_regions(source.labels, source.regions, config.targets) or source.labels))
+
+
+def read_headers(config: Config) -> Fingerprint:
+    """Returns what the headers of a run's data say; nothing is prepared or written."""
+    joins = prepare_settings(config).joins
+    if not config.data:
+        return phantom_fingerprint(config.phantoms, joins)
+    return read_fingerprint(join_labels(read_dataset(config.data), joins))
+
+
+def describe_data(fingerprint: Fingerprint, config: Config) -> str:
+    """Returns a line on a data set; raises ``ValueError`` where it does not allow the config's split."""
+    train_ids, held_out_ids = split_of(fingerprint, config)
+    refuse_weights(config, fingerprint.outputs(config.targets))
+    channels, outputs = (_listed(names) for names in (fingerprint.modalities, fingerprint.outputs(config.targets)))
+    voxels = "x".join(map(str, fingerprint.shape))
+    millimetres = "x".join(f"{size:.3g}" for size in fingerprint.spacing)
+    return (
+        f"{fingerprint.name} ({fingerprint.layout}): {quantity(len(fingerprint.ids), 'case')}, "
+        f"{len(train_ids)} to train on, {len(held_out_ids)} held out; {channels}; learns {outputs}; median "
+        f"{voxels} voxels of {millimetres} mm"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{len(names)} ({', '.join(names)})"
+
+
+def summary_of_data(data: TrainingData, fold: str) -> str:
+    """Returns the lines that say what a run trains on; reads a small file of each case."""
+    dataset, lines = data.dataset, case_lines(data, fold)
+    counts = np.array([case.properties.counts for _, case in sorted(dataset.cases.items())])  # by case and class id
+    if dataset.regions:
+        names = {number: name for name, number in dataset.labels.items()}
+        regions = (f"{name} = {' + '.join(names[n] for n in ids)}" for name, ids in dataset.regions.items())
+        lines.append(f"  regions, which may overlap: {', '.join(regions)}")
+    return "\n".join([*lines, *_class_lines(dataset.labels, counts), *_ignored(dataset.ignore_label)])
+
+
+def _class_lines(labels: Mapping[str, int], counts: np.ndarray) -> list[str]:
+    """Returns for each label in how many cases it is, and which share of their voxels it has."""
+    shares = counts / counts.sum(1, keepdims=True)
+    foreground = [(name, number) for name, number in labels.items() if number]
+    width = max(len(name) for name, _ in foreground)
+    lines = [
+        f"  label {name:{width}}  in {np.count_nonzero(counts[:, number])} of {quantity(len(counts), 'case')}, "
+        f"{shares[:, number].mean():.2%} of the voxels"
+        for name, number in foreground[:MAX_CLASSES]
+    ]
+    more = len(foreground) - MAX_CLASSES
+    return [*lines, f"  … and {more} more labels"] if more > 0 else lines
+
+
+def _ignored(label: int | None) -> list[str]:
+    return [] if label is None else ["  voxels of the ignore label count neither in the loss nor in scores"]
