@@ -219,7 +219,7 @@ REFUSED = [
 def test_flags_that_do_not_belong_together_are_refused(line: str, why: str) -> None:
     def read() -> None:
         _, config, flags = parse(["--preset", "debug", *line.split()], "debug")
-        refuse_settings_without_effect(config, flags)
+        family_of(config)
         refuse_settings_without_effect(config, flags)
         check_feasible(config)
 

@@ -103,7 +103,7 @@ def test_training_starts_from_a_pretraining_and_prediction_does_not(images, flag
         ("--mask-ratio 0.99", "--mask-ratio 0.99 leaves 1 of 64 tokens, fewer than the 2 ranks"),
         ("--rebuild-width 13", "--rebuild-width 13: --heads 2 does not divide it: use --rebuild-width 12"),
         ("--mask-ratio 0.001", "--mask-ratio 0.001 hides none of 64 tokens"),
-        ("--join-labels all=1", "--join-labels would do nothing with --task pretrain"),
+        ("--join-labels all=1", "--join-labels would do nothing: --task pretrain"),
         ("--positions none", "hidden tokens could not be told apart"),
         ("--decoder unetr", "--decoder would do nothing"),
         ("--dice squared", "--dice would do nothing"),
