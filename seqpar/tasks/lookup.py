@@ -1,13 +1,18 @@
 """The tasks by name: a new task is a folder and a line of ``TASKS``."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from seqpar.settings.config import Config
 from seqpar.tasks.classify.classification import Classification
 from seqpar.tasks.pretrain.pretraining import Pretraining
 from seqpar.tasks.segment.segmentation import Segmentation
 from seqpar.tasks.task import Task
+
+if TYPE_CHECKING:
+    from seqpar.settings.config import Config
 
 TASKS: dict[str, Task] = {task.name: task for task in (Segmentation(), Classification(), Pretraining())}
 
