@@ -1,7 +1,7 @@
 """Measures the tiles per second of augmentation, against nnU-Net's default list in batchgenerators.
 
-All pipelines run in one process on one thread. Times are CPU seconds, so that a busy machine disturbs them little.
-Ratios are speeds over that of the first row.
+All pipelines run in one process on one thread. Times are CPU seconds, which a busy machine affects little. Ratios are
+speeds relative to the first row.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ VERSION_2 = "batchgeneratorsv2, nnU-Net default, linear"
 
 
 def series(quick: bool = False) -> list[Series]:
-    """Returns one series: every pipeline takes its turns with the same number of tiles."""
+    """Returns one series: every pipeline augments the same number of tiles in a turn."""
     names = [*BATCHGENERATORS, "none", "light", "full", "paper"]
     if importlib.util.find_spec("batchgeneratorsv2"):
         names.append(VERSION_2)
@@ -90,7 +90,7 @@ def _pipelines(names: Sequence[str]) -> dict[str, Callable[[int], object]]:
 
 
 def _ours(augmentation: Augmentation, image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]:
-    """Returns a function that does what the loader does: crops what the seed's augmentation needs, and augments it."""
+    """Returns a function that, like the loader, crops only what the seed's augmentation needs, and augments it."""
 
     def run(seed: int) -> object:
         size = augmentation.needed_size(seed)
@@ -149,7 +149,7 @@ def _batchgenerators(image: NDArray[Any], label: NDArray[Any], order: int, order
 
 
 def _batchgeneratorsv2(image: NDArray[Any], label: NDArray[Any]) -> Callable[[int], object]:
-    """Returns a function that runs nnU-Net's default list in batchgeneratorsv2, which need not be installed."""
+    """Returns a function that runs nnU-Net's default list in batchgeneratorsv2, which is optional."""
     from batchgeneratorsv2.transforms.intensity.brightness import MultiplicativeBrightnessTransform
     from batchgeneratorsv2.transforms.intensity.contrast import BGContrast, ContrastTransform
     from batchgeneratorsv2.transforms.intensity.gamma import GammaTransform

@@ -1,8 +1,8 @@
-"""An encoder's forward and backward: MONAI's ViT in one process against ours on as many cores.
+"""An encoder's forward and backward: MONAI's ViT in one process against ours on the same cores.
 
-Gradients are averaged over the ranks during backward, and ours keep freed memory, as in training. Ratios are medians
-over turns, to the first row; ``saved`` is counted. MONAI comes with the extra ``bench``; without it its rows are left
-out.
+Gradients are averaged over the ranks during backward, and ours keeps freed memory, as in training. Ratios are medians
+over turns, relative to the first row; ``saved`` is counted. MONAI comes with the extra ``bench``; without it, its rows
+are omitted.
 """
 
 import importlib.util
@@ -88,7 +88,7 @@ def _monai(size: Size, flash: bool) -> nn.Module:
     hidden, cube = 4 * size.embed_dim, (size.tile,) * 3
     net: nn.Module = ViT(1, cube, (size.patch,) * 3, size.embed_dim, hidden, size.depth, size.heads)
     for block in net.blocks:  # type: ignore[union-attr]
-        assert not block.attn.use_flash_attention  # its blocks have the choice, which its ViT does not hand on
+        assert not block.attn.use_flash_attention  # its blocks have the option, but its ViT does not pass it on
         block.attn.use_flash_attention = flash
     return net
 
@@ -110,7 +110,7 @@ def _worker(name: str, size: Size, mesh: Mesh) -> dict[str, float]:
     def forward(net: nn.Module) -> Tensor:
         out = net(image)
         tokens: Tensor = out[0] if isinstance(out, tuple) else out
-        return (tokens * tokens.detach().sin()).sum()  # a gradient that is no constant
+        return (tokens * tokens.detach().sin()).sum()  # a gradient that is not constant
 
     saved = saved_bytes(net, partial(forward, net))
     seconds = []

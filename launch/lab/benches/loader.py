@@ -1,7 +1,7 @@
 """Measures the tiles per second that reach training, for a sequence group of one rank and of two.
 
 Ranks are forked on this machine, with one worker each; the fastest turn counts. On a busy machine wall time says
-little; the CPU seconds of the busiest process then bound the rate that is possible when each process has a core.
+little; the CPU seconds of the busiest process then bound the rate that is possible if each process has its own core.
 """
 
 import multiprocessing
@@ -81,7 +81,7 @@ def _of_augmentation(name: str, tiles: int, turns: int) -> Series:
         with tempfile.TemporaryDirectory() as folder:
             source = TileSource(tuple(_make_cases(Path(folder))), augment(name, (TILE,) * 3), CHANNELS, 2)
             for sample in range(20):
-                source.draw(TileKey(0, 0, sample))  # reads files and imports libraries before clocks run
+                source.draw(TileKey(0, 0, sample))  # reads files and imports libraries before the clock starts
             yield from alternate(tuple(cases), lambda case: _turn(source, cases[case], tiles), turns)
 
     what = f"tiles of {TILE} that reach training, augmentation {name}"
@@ -111,7 +111,7 @@ class _Rate(NamedTuple):
 
 
 def _turn(source: TileSource, size: int, tiles: int) -> _Rate:
-    """Returns the rate of one group of ``size`` ranks, without the first tiles, which are prepared ahead."""
+    """Returns the rate of a group of ``size`` ranks, not counting the first tiles, which are prepared ahead."""
     context = multiprocessing.get_context("fork")
     pipes, port = [context.Pipe(duplex=False) for _ in range(size)], _free_port()
     ranks = [context.Process(target=_rank, args=(source, n, size, port, tiles, pipes[n][1])) for n in range(size)]

@@ -1,9 +1,9 @@
 """Times a step over a pipe of two ranks against one process on both cores, and its placements against each other.
 
-Every way is foretold by its simulated timetable, from cells measured in the same processes, and then measured.
-Gradients are added up; there is no optimizer. Each turn has new processes, in which the ways come one after the other.
-``one process`` is an accumulated step. The bubble of a step is the share of two ranks' time in which they do not do the
-work of one process on one core. torch's pipelining has the exact cut and the same schedule.
+Each placement is first predicted by its simulated timetable, from cells measured in the same processes, and then
+measured. Gradients accumulate; there is no optimizer. Each turn has new processes, which run all placements one after
+the other. ``one process`` is a step with accumulation. A step's bubble is the share of two ranks' time beyond the work
+of one process on one core. torch's pipelining gets the exact cut and the same schedule.
 """
 
 import json
@@ -38,7 +38,7 @@ HELD = (("gpipe", 2, False), ("1f1b", 2, False), ("gpipe", 2, True), ("gpipe", 4
 
 @dataclass(frozen=True)
 class Job:
-    """What a start of new processes measures: ways with so many micro-batches, or the memory of schedules."""
+    """What new processes measure: placements with some numbers of micro-batches, or the memory of schedules."""
 
     config: Config
     ways: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Job:
 
     @classmethod
     def decode(cls, text: str) -> "Job":
-        """Returns the job of a line of JSON."""
+        """Returns the job that a line of JSON describes."""
         values = json.loads(text)
         values["config"] = Config.from_dict(values["config"])
         for name in ("ways", "micros", "held"):
@@ -113,7 +113,7 @@ def way_row(case: str, micros: int, runs: Runs) -> Row:
 
 
 def of_micros(config: Config, micros: Sequence[int], turns: int) -> Series:
-    """Returns the series of the exact cut with more and more micro-batches: its bubble beside that of equal stages."""
+    """Returns the series of the exact cut by number of micro-batches: its bubble next to that of equal stages."""
     cases = {f"{number} micro-batches": number for number in micros}
 
     def measure(turns: int) -> Generator[tuple[str, Any], None, None]:

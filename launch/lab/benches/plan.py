@@ -1,9 +1,9 @@
 """The planner against measurement on this machine: seconds a step and the bytes alive at the worst moment.
 
-One thread a rank. Steps are timed by the clock and by the processor time of the busiest rank; the fastest of some steps
-counts. The planner knows cores by its own measurement, links by the doctor's, and was calibrated on the first nets, not
-on ``OTHERS``. The planned seconds include waiting for messages: on an idle machine compare them with the clock, on a
-busy one with the processor time.
+One thread a rank. Steps are timed by the clock and by the processor time of the busiest rank; the fastest step counts.
+The planner uses its own measurement of cores and the doctor's of links, and was calibrated on ``CASES``, not on
+``OTHERS``. The planned seconds include waiting for messages: compare them with the clock on an idle machine, with the
+processor time on a busy one. ``answers`` times the planner itself.
 """
 
 import json
@@ -73,13 +73,13 @@ ERRORS = "error", "error to the clock"
 
 
 def series(quick: bool = False) -> list[Series]:
-    """Returns one series: every net, or those by which the planner was not calibrated if quick."""
+    """Returns one series: every network; if quick, those on which the planner was not calibrated."""
     configs = OTHERS if quick else EVERY
     cases = {_name(config): config for config in configs}
 
     def measure(turns: int) -> Generator[tuple[str, dict[str, float]], None, None]:
         for _ in range(turns):
-            devices = {size: _device(size) for size in {config.seqpar for config in configs}}  # anew in each turn
+            devices = {size: _device(size) for size in {config.seqpar for config in configs}}  # again in each turn
             for name, config in cases.items():
                 need = plan(RunToPlan(config, devices[config.seqpar], CHANNELS, CLASSES), config.seqpar)
                 alive = sum(need.memory[kind] for kind in ("input", "tokens", "decoder", "transient"))
@@ -101,7 +101,7 @@ def series(quick: bool = False) -> list[Series]:
 
 
 def _device(ranks: int) -> Device:
-    """Returns the cores that so many ranks share, as the planner measures them, with links as the doctor does."""
+    """Returns the device that ``ranks`` ranks share: cores as the planner measures them, links as the doctor does."""
     busy = min(ranks, usable_cores())
     device = replace(measure_cpu("fp32", busy), cores=busy)
     if ranks == 1:
@@ -119,9 +119,9 @@ def _name(config: Config) -> str:
 
 
 def _row(config: Config, runs: Sequence[dict[str, float]]) -> Row:
-    """Returns a net's row; the fastest turn counts, of the plan and of the steps.
+    """Returns a network's row from the fastest turn, both of the plan and of the steps.
 
-    Where ranks share a core each works only in its share of the planned seconds.
+    If ranks share a core, each of them computes for only its share of the planned seconds.
     """
     planned, processor, clock = (min(run[name] for run in runs) for name in ("planned_s", "processor", "clock"))
     working = planned * min(1.0, usable_cores() / config.seqpar)
@@ -143,7 +143,7 @@ def _row(config: Config, runs: Sequence[dict[str, float]]) -> Row:
 
 
 def spread_of_errors(rows: Sequence[Row]) -> str:
-    """Returns the mean and the worst error of nets on so many ranks, of all and of those that calibrated nothing."""
+    """Returns mean and worst errors by number of ranks, for all networks and for those not used in calibration."""
     said = []
     for where in ("on others", "all"):
         chosen = [row for row in rows if where in (row["calibrated"], "all")]
@@ -162,7 +162,7 @@ def _measured(number: int) -> dict[str, float]:
 
 
 def _measure_links(ranks: int) -> None:
-    """The first rank prints what the doctor's JSON file would have of links."""
+    """Prints, on the first rank, what the doctor's JSON file says of links."""
     torch.set_num_threads(1)
     with start(ranks, device="cpu") as mesh:
         groups = measure_groups(mesh)
@@ -194,7 +194,7 @@ def _worker(config: Config) -> None:
 
 
 def _bytes_alive(net: nn.Module, backward: Callable[[], None]) -> int:
-    """Returns the most bytes alive in forward and backward, without gradients: those are planned by themselves."""
+    """Returns the peak of bytes alive in forward and backward, without gradients, which are planned separately."""
     hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in net.parameters()]
     with MemoryCounter() as counter:
         backward()
@@ -204,7 +204,7 @@ def _bytes_alive(net: nn.Module, backward: Callable[[], None]) -> int:
 
 
 def _fastest_step(config: Config, net: nn.Module, backward: Callable[[], None], mesh: Mesh) -> tuple[float, float]:
-    """Returns the least processor seconds and the least clock seconds of some steps; the first does not count."""
+    """Returns the smallest processor and clock seconds of ``STEPS`` steps, not counting the first."""
     optimizer = make_optimizer(net, config.optimizer_options)
     times = []
     for _ in range(STEPS):
@@ -230,7 +230,7 @@ def answers(quick: bool = False) -> list[Series]:
 
 
 def _answer_row(case: str, runs: Runs) -> Row:
-    """Returns the quickest of a command line's turns."""
+    """Returns the fastest turn of a command line."""
     return {"plan": case, **min(runs[case], key=lambda run: float(run["whole answer s"]))}
 
 

@@ -1,8 +1,8 @@
 """Compares a pass over a whole volume with sliding windows: time, memory, and seams at the borders of windows.
 
-Each run has a new process, so that its peak memory is its own. Times are CPU seconds, so that a busy machine disturbs
-them little. Ratios are to the first row, the whole pass. ``seam`` tells how many times more the probabilities
-change from one row of voxels to the next at borders of windows than elsewhere.
+Each run has a new process, so that its peak memory is its own. Times are CPU seconds, which a busy machine affects
+little. Ratios are relative to the first row, the whole pass. ``seam`` says how many times more the probabilities change
+between neighbouring rows of voxels at window borders than elsewhere. ``parts`` shows where the time goes.
 """
 
 import math
@@ -42,7 +42,7 @@ PARTS = (*(name for name in KINDS if name != "messages"), "norms, sums, activati
 
 
 def series(quick: bool = False) -> list[Series]:
-    """Returns a series for a ViT and one for a U-Net, with windows of the first tile alone if quick."""
+    """Returns a series for a ViT and one for a U-Net; if quick, with windows of the first tile only."""
     tiles = TILES[:1] if quick else TILES
     return [of_network(config, SHAPE, tiles, 4) for config in (NETWORK, U_NET)]
 
@@ -86,7 +86,7 @@ def predict_apart(
 ) -> dict[str, Any]:
     """Returns what a new process measures of a prediction by windows of ``tile``; 0: by a whole pass.
 
-    Where it is profiled, ``kinds`` are the seconds of its operators by what they do; its own are longer then.
+    If ``profiled``, ``kinds`` has the seconds of its operators by kind; profiling slows the pass down.
     """
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
@@ -114,14 +114,14 @@ def _measure(
     torch.set_num_threads(1)
     keep_memory()  # as predict does
     mesh = join(Launcher("bench"), None, 1, torch.device("cpu"))
-    if tile:  # the same weights: sine and cosine positions fit every tile
+    if tile:  # the same weights: sine-cosine positions fit every tile
         config = replace(config, tile=(tile,) * 3)
     net = build_network(config, 1, num_classes, Group("seq")).eval()
     image = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     sliding = Sliding((tile or config.tile[0],) * 3, overlap)
     window_grid = WindowGrid.of(shape, sliding)
     with profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext(), torch.no_grad():
-        net(torch.zeros(1, 1, *config.tile))  # what happens only once, the profiler's start too, is not measured
+        net(torch.zeros(1, 1, *config.tile))  # excludes one-time work, such as starting the profiler
     profiler = profile(activities=[ProfilerActivity.CPU]) if profiled else None
     before, began = _peak(), time.process_time()
     with profiler or nullcontext():
@@ -177,9 +177,9 @@ def parts_of(configs: Sequence[Config], shape: tuple[int, ...], tile: int, turns
 
 
 def seam_strength(probabilities: Tensor, windows: WindowGrid) -> float:
-    """Returns how many times more probabilities ``k W D H`` change across W at borders of windows than elsewhere.
+    """Returns how many times more probabilities ``k W D H`` change along W at window borders than elsewhere.
 
-    NaN where no border lies inside of the volume.
+    NaN if no border is inside the volume.
     """
     jumps = (probabilities[:, 1:] - probabilities[:, :-1]).abs().mean((0, 2, 3))  # from each row to the next
     edges = {at + side for at in windows.starts[0] for side in (0, windows.tile[0])}

@@ -1,4 +1,4 @@
-"""One rank's own work in a sequence group, on one device: its queries against all keys, without messages.
+"""The work of one rank of a sequence group, on one device: its queries against all keys, without messages.
 
 Each run is forward and backward of the encoder in a new process. The group is a stand-in that sends nothing, so the
 code is that of a real group. ``MFU`` divides the model's operations, recomputation not counted, by the device's dense
@@ -45,11 +45,11 @@ class Work:
 VOLUME = (240, 240, 156)
 FULL = "out of memory"
 MEASURED = ("attention", "s a step", "TFLOP/s", "MFU", "peak GiB")
-SMALL = Work((48, 48, 48), 4, 192, 2, 6, precision="fp32", steps=3)  # where there is no GPU
+SMALL = Work((48, 48, 48), 4, 192, 2, 6, precision="fp32", steps=3)  # if there is no GPU
 
 
 def series(quick: bool = False) -> list[Series]:
-    """Returns one series: a case per size of the group and setting; those that do not fit say so."""
+    """Returns one series: a case per size of the group and setting; those that do not fit in memory say so."""
     groups = (1, 4) if quick else (1, 2, 4, 8)
     if torch.cuda.is_available():
         settings = [("none", 1), ("none", 8), ("attention", 8), ("full", 1)]
@@ -77,7 +77,7 @@ def series(quick: bool = False) -> list[Series]:
 
 
 def _apart(work: Work) -> dict[str, Any]:
-    """Returns what a new process measures; only one group can be pretended in each."""
+    """Returns what a new process measures; each can have only one fake group."""
     code = [sys.executable, "-m", "lab.benches.rank", json.dumps(asdict(work))]
     process = subprocess.run(code, capture_output=True, text=True, env={**os.environ, **lab_on_path()})
     if process.returncode:
@@ -88,7 +88,7 @@ def _apart(work: Work) -> dict[str, Any]:
 
 
 def described(work: Work) -> dict[str, Any]:
-    """Returns the columns that say what was measured."""
+    """Returns the columns that describe the work."""
     return {
         "net": f"ViT {work.embed_dim} x {work.depth}, {work.precision}",
         "tile / patch": f"{'x'.join(map(str, work.tile))} / {work.patch}",
@@ -151,7 +151,7 @@ def _now(device: torch.device) -> float:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures the work that the argument describes, and prints what it comes to."""
+    """Measures the work that the argument describes, and prints the result."""
     values = json.loads(arguments[0])
     work = Work(**{**values, "tile": tuple(values["tile"])})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

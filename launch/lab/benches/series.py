@@ -1,4 +1,4 @@
-"""Series: cases that are measured in turns, each in new processes, and the table that comes of them."""
+"""Measures cases in turns, each in new processes, and makes a table of them."""
 
 import json
 import os
@@ -23,25 +23,25 @@ from seqpar.text import clock
 LAUNCH = Path(__file__).parents[2]
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 Row = dict[str, Any]
-Runs = dict[str, list[Any]]  # by case, what each of its turns came to
+Runs = dict[str, list[Any]]  # by case, the result of each turn
 
 
 def lab_on_path() -> dict[str, str]:
-    """Returns the variable with which a new process finds the laboratory, which is not installed."""
+    """Returns the environment variable by which a new process finds the laboratory, which is not installed."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(LAUNCH), os.environ.get("PYTHONPATH", "")]))}
 
 
 @dataclass(frozen=True)
 class Series:
-    """Cases that are measured in turns, so that other load on the machine disturbs all of them alike.
+    """Cases that are measured in turns, so that other load on the machine affects all of them equally.
 
     - ``what``: what is measured, in words
     - ``cases``: their names, in the order of a turn
-    - ``turns``: how many, where nobody asks for another number
+    - ``turns``: their default number
     - ``turn_s``: seconds that a turn takes on 2 idle CPU cores
-    - ``measure``: yields a case and what it came to, turn after turn, for as many turns as it is called with
+    - ``measure``: takes the number of turns; yields each case and its result, turn after turn
     - ``row``: returns a case's row of the table, from the runs of all cases so far
-    - ``conclude``: returns what all rows come to, a remark below the table
+    - ``conclude``: returns a remark on all rows, to be printed below the table
     """
 
     what: str
@@ -60,28 +60,28 @@ class Series:
 def alternate(
     cases: Sequence[str], measure: Callable[[str], Any], turns: int
 ) -> Generator[tuple[str, Any], None, None]:
-    """Yields each case with what ``measure`` returns for it, turn after turn."""
+    """Yields each case with the result of ``measure``, turn after turn."""
     for _ in range(turns):
         for case in cases:
             yield case, measure(case)
 
 
 def ratio(runs: Sequence[float], base: Sequence[float]) -> float | str:
-    """Returns the median ratio over the turns that both have, "" where there is none."""
+    """Returns the median ratio over the turns that both have; "" if there are none."""
     ratios = [a / b for a, b in zip(runs, base)]
     return statistics.median(ratios) if ratios else ""
 
 
 def spread(runs: Sequence[float], base: Sequence[float]) -> str:
-    """Returns the least and the largest ratio over the turns that both have, "" of less than two turns."""
+    """Returns the smallest and largest ratio over the turns that both have; "" if there are fewer than two."""
     ratios = [a / b for a, b in zip(runs, base)]
     return f"{min(ratios):.3f} to {max(ratios):.3f}" if len(ratios) > 1 else ""
 
 
 def run_series(series: Series, turns: int, show: Callable[[Row], None], progress: "Progress") -> bool:
-    """Measures all cases in turns; returns whether it came to the end, False where Ctrl-C cut it short.
+    """Measures all cases in turns; returns False if Ctrl-C cut it short.
 
-    ``show`` gets each row as soon as its last turn is done, or, where it is cut short, of the turns so far.
+    ``show`` gets each row as soon as its last turn is done; after Ctrl-C, rows of the turns so far.
     """
     runs: Runs = {case: [] for case in series.cases}
     shown = set[str]()
@@ -108,19 +108,19 @@ def run_series(series: Series, turns: int, show: Callable[[Row], None], progress
 
 
 class Progress:
-    """Says on stderr what is measured now, and how long it takes: on a terminal each case, in a log each turn."""
+    """Prints on stderr what is being measured and the time left: each case on a terminal, each turn in a log."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
 
     def begin(self, series: Series, turns: int) -> None:
-        """Says what comes, with an estimate."""
+        """Prints what comes next, with an estimate."""
         self._series, self._turns, self._began = series, turns, time.monotonic()
         self._say(f"{series.in_words(turns)}, about {clock(turns * series.turn_s)} on 2 idle CPU cores")
         self._say_case(0)
 
     def note(self, done: int) -> None:
-        """Takes note of another measurement; ``done``: how many there are now."""
+        """Counts a measurement; ``done``: their number so far."""
         num_cases = len(self._series.cases)
         if done % num_cases == 0:
             spent, turn = time.monotonic() - self._began, done // num_cases
@@ -130,7 +130,7 @@ class Progress:
         self._say_case(done)
 
     def clear(self) -> None:
-        """Clears the line of the present case."""
+        """Clears the line of the current case."""
         if self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
@@ -155,12 +155,12 @@ def stream_apart(
 
     Closing the iterator ends the processes.
 
-    - ``bench``: name of the module in this folder. It is started by its name, not by its file, so that no folder of
+    - ``bench``: name of the module in this folder. It is started by name, not by file, so that no folder of
       ours comes first on the path
     - ``arguments``: its command line
     - ``ranks``: how many processes; the first one prints
     - ``threads``: threads of each
-    - ``env``: variables to set beside those of this process
+    - ``env``: variables to set in addition to those of this process
     """
     command = ["-m", f"lab.benches.{bench}", *arguments]
     starter = f"import sys; from seqpar.cluster.start_ranks import run_local; sys.exit(run_local({ranks}, {command!r}))"

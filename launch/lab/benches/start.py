@@ -1,7 +1,7 @@
-"""How soon an act works: seconds from its command line to its first step or case, beside an import of torch alone.
+"""Start-up times: seconds from the command line to the first step or case, next to an import of torch alone.
 
-Each run is a new process with one thread a rank, which is ended as soon as what it is to bring is there. On a busy
-machine the processor seconds, of all its processes, say more than the clock.
+Each run is a new process with one thread a rank, which is killed as soon as that is reached. On a busy machine the
+processor seconds of all its processes say more than the clock.
 """
 
 import os
@@ -25,7 +25,7 @@ PATIENCE_S = 600.0
 
 
 class Seconds(NamedTuple):
-    """Of a start, by the clock and of the processor."""
+    """The clock seconds and processor seconds of a start."""
 
     clock: float
     processor: float
@@ -40,7 +40,7 @@ def series(quick: bool = False) -> list[Series]:
             write_phantom(folder / "data", 1, phantom, 1)
             trained, images = folder / "run", phantom.root(folder / "data")
             if run_local(1, [str(LAUNCH / "train.py"), *STEP, "--val-every", "0", "--out", str(trained)]):
-                raise RuntimeError("the training whose network is to predict failed: the lines above say why")
+                raise RuntimeError("the training of the network for predict failed: the lines above say why")
             yield from alternate(CASES, lambda case: _started(case, trained, images), turns)
 
     what = "seconds until the first step of train --preset debug, and until predict's first case"
@@ -48,7 +48,7 @@ def series(quick: bool = False) -> list[Series]:
 
 
 def row(case: str, runs: Runs) -> Row:
-    """Returns a start's row: the medians, and the quickest and slowest turn."""
+    """Returns the row of a case: medians, and the fastest and slowest turn."""
     clock, processor = (sorted(values) for values in zip(*runs[case]))
     torch_alone = statistics.median(run.processor for run in runs[CASES[0]])
     return {
@@ -84,7 +84,7 @@ def _has_row(metrics: Path) -> bool:
 
 
 def seconds_until(command: Sequence[str], has_begun: Callable[[], bool]) -> Seconds:
-    """Returns the seconds that a new Python process needs until ``has_begun``, and ends it and its ranks."""
+    """Returns the seconds of a new Python process until ``has_begun``, and kills it and its ranks."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env=environment)
@@ -92,7 +92,7 @@ def seconds_until(command: Sequence[str], has_begun: Callable[[], bool]) -> Seco
         while not has_begun():
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if not has_begun() and (ended or time.perf_counter() - began > PATIENCE_S):
-                raise RuntimeError(f"{' '.join(command)} did not bring what it is to bring")
+                raise RuntimeError(f"{' '.join(command)} ended, or took too long, before its first step or case")
             time.sleep(0.005)
         return Seconds(time.perf_counter() - began, _processor_s(process.pid))
     finally:
@@ -101,7 +101,7 @@ def seconds_until(command: Sequence[str], has_begun: Callable[[], bool]) -> Seco
 
 
 def _processor_s(pid: int) -> float:
-    """Returns the processor seconds of a process and of those that it started."""
+    """Returns the processor seconds of a process and its descendants."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

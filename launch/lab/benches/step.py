@@ -1,8 +1,8 @@
-"""Forward, loss and backward of UNETR: MONAI's in one process against ours on as many cores, with the same weights.
+"""Forward, loss and backward of UNETR: MONAI's in one process against ours on the same cores, with the same weights.
 
-Gradients are averaged over the ranks; there is no optimizer. Each run has new processes. Ours keep freed memory, as
-trainings on a CPU do; MONAI's is shown without, as its users run it, and with it. MONAI comes with the extra ``bench``;
-without it its rows are left out.
+Gradients are averaged over the ranks; there is no optimizer. Each run has new processes. Ours keeps freed memory, as
+training on a CPU does; MONAI's is measured without that, as its users run it, and with it. MONAI comes with the extra
+``bench``; without it, its rows are omitted.
 """
 
 import importlib.util
@@ -94,7 +94,7 @@ def _monai() -> nn.Module:
 
 
 def unetr(mode: str, mesh: Mesh) -> SegmentationNet:
-    """Returns ours, with weights of MONAI's where that is installed."""
+    """Returns ours, with MONAI's weights if MONAI is installed."""
     if importlib.util.find_spec("monai"):
         net = load_monai(_monai().state_dict(), (TILE,) * 3, 12, mesh.seq, mode)
         assert isinstance(net, SegmentationNet)
@@ -106,7 +106,7 @@ def unetr(mode: str, mesh: Mesh) -> SegmentationNet:
 
 
 class Step:
-    """Forward, loss and backward of one batch; gradients are averaged over the ranks meanwhile, as in training.
+    """Forward, loss and backward of one batch; gradients are averaged over the ranks during backward, as in training.
 
     ``image`` and ``label`` are whole on every rank; a ``net`` of ours takes its part.
     """
@@ -128,18 +128,18 @@ class Step:
         self._forward(self.trained).backward()
 
     def differentiate(self) -> None:
-        """Makes gradients anew, this rank's alone."""
+        """Computes this rank's own gradients, without averaging."""
         self.net.zero_grad()
         with no_sync(self.trained):
             self._forward(self.trained).backward()
 
     def saved_bytes(self) -> int:
-        """Returns the bytes of distinct storages held for backward in a first step, parameters excluded."""
+        """Returns the bytes of distinct storages saved for backward, parameters excluded."""
         return saved_bytes(self.net, partial(self._forward, self.net))
 
 
 def measure_steps(step: Step, steps: int = STEPS) -> dict[str, float]:
-    """Returns the seconds of a step, the median of some, and the bytes that it saves for backward."""
+    """Returns the median seconds of ``steps`` steps, and the bytes that one saves for backward."""
     saved = step.saved_bytes()
     step()  # the first one takes longer
     clocks = [time.perf_counter()]

@@ -1,7 +1,7 @@
 """Forward, loss and backward of nnU-Net's plain network, 1 channel and 3 classes: others' against ours, same cores.
 
-Ours take the weights of the first contender, and ``logits apart`` says how far from its logits they then are. Each run
-has new processes. What is not installed is left out.
+Ours takes the weights of the first contender; ``logits apart`` is how far its logits then are from that one's. Each run
+has new processes. Packages that are not installed are omitted.
 """
 
 import json
@@ -33,7 +33,7 @@ def series(quick: bool = False) -> list[Series]:
 
 
 def of_tile(tile: int, turns: int, features: int = 0, peers: Sequence[str] = ()) -> Series:
-    """Returns the series on tiles of so many voxels a side; ``peers``: those to compare with, by default all here."""
+    """Returns the series on cubic tiles; ``peers``: the networks to compare with (default: all that are installed)."""
     contenders = (*(peers or unets_here()), *OURS)
     base = contenders[0]
 
@@ -85,7 +85,7 @@ def _worker(case: str, base: str, tile: int, features: int) -> None:
 
 
 def logits_apart(net: nn.Module, other: nn.Module, image: torch.Tensor) -> float:
-    """Returns how far the logits of a network are from those of another, to the largest of these."""
+    """Returns the largest difference of two networks' logits, relative to the largest logit of ``other``."""
     with torch.no_grad():
         have, want = net(image), other(image)
     return float((have - want).abs().max() / want.abs().max())
