@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from seqpar.cluster.devices import num_devices
 
 
@@ -78,6 +76,8 @@ def ray_cluster(address: str, device: str, gpus_here: bool, devices: int = 0, no
     - ``devices``: how many of this machine's are used; 0: all
     - ``nodes``: how many nodes of a running cluster to wait for
     """
+    import ray  # it takes seconds
+
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     before = _children()
@@ -128,6 +128,8 @@ def _other_group() -> Iterator[None]:
 
 def _wait_for(nodes: int) -> None:
     """Returns once so many nodes are there; raises ``TimeoutError`` where they do not come."""
+    import ray  # it takes seconds
+
     until = time.monotonic() + NODES_S
     while (count := sum(node["Alive"] for node in ray.nodes())) < nodes:
         if time.monotonic() > until:

@@ -17,13 +17,7 @@ from seqpar.data.formats.splits import FOLDS
 from seqpar.parallel.consensus import run_on_rank0_before_mesh
 from seqpar.parallel.launcher import MEETING, Launcher
 from seqpar.parallel.meeting import START_S, Meeting
-from seqpar.parallel.processes import (
-    PARENT_OF_FOLD,
-    forward_signals,
-    most_informative_code,
-    shell_code,
-    start_python,
-)
+from seqpar.parallel.processes import PARENT_OF_FOLD, forward_signals, most_informative_code, shell_code, start_python
 from seqpar.runs.fold_folder import all_ended, has_ended, has_finished, read_flags, runs_of, started_folds, write_flags
 from seqpar.runs.run_folder import holds_folds, holds_run, read_status
 from seqpar.runs.run_log import FOLD_BEFORE

@@ -26,11 +26,7 @@ from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.settings.field import Circumstances
 from seqpar.settings.lessons import Lesson, lessons_of
 from seqpar.settings.presets import FROM_DATA
-from seqpar.settings.rules import (
-    describe_settings_without_effect,
-    refuse_settings_without_effect,
-    settings_on_resume,
-)
+from seqpar.settings.rules import describe_settings_without_effect, refuse_settings_without_effect, settings_on_resume
 from seqpar.settings.scaled_rate import SCALED, keeps_scaled_rate, scale_learning_rate
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.training_data import TrainingData

@@ -8,7 +8,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.data.files import read_json
-from seqpar.data.formats.nnunet_plans import Declaration, NnunetPlan, declaration_of, plan_of
+from seqpar.data.formats.nnunet_plans import NnunetDeclaration, NnunetPlan, declaration_of, plan_of
 from seqpar.decoders.unets.architecture import Architecture
 from seqpar.decoders.unets.nnunet import of_plan
 from seqpar.weights.weight_files import State, checkpoint_of, unwrap
@@ -38,7 +38,7 @@ class NnunetResults:
 
     path: Path
     plan: NnunetPlan
-    declaration: Declaration
+    declaration: NnunetDeclaration
     architecture: Architecture
     folds: tuple[FoldCheckpoint, ...]
 

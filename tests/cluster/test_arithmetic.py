@@ -13,9 +13,10 @@ from seqpar.cluster.devices import DEVICES, DTYPES, measured
 from seqpar.cluster.known_traps import Facts
 from seqpar.cluster.torch_setup import arithmetic_now, check_precision, set_arithmetic
 from seqpar.parallel.launcher import Launcher
-from seqpar.settings.command_line import idle_on_a_cpu
 from seqpar.settings.config import Config
+from seqpar.settings.field import Circumstances
 from seqpar.settings.optimizer_settings import PRECISIONS
+from seqpar.settings.rules import describe_settings_without_effect
 from seqpar.spatial.pooling import upsample_trilinear
 from seqpar.training.run_request import read_request
 from tests.support.ranks import relative
@@ -94,9 +95,10 @@ def test_the_device_of_the_command_line_decides_the_preset(monkeypatch: pytest.M
 def test_what_only_a_gpu_does_is_said_on_a_cpu() -> None:
     config = Config(precision="tf32", deterministic=True)
     line = "--precision tf32, --deterministic: no effect without a GPU"
-    assert idle_on_a_cpu(config, {"precision", "deterministic"}, on_gpu=False) == line
-    assert idle_on_a_cpu(config, {"precision", "deterministic"}, on_gpu=True) == ""
-    assert idle_on_a_cpu(config, {"seed"}, on_gpu=False) == ""
+    cpu, gpu, typed = Circumstances(has_gpu=False), Circumstances(has_gpu=True), {"precision", "deterministic"}
+    assert describe_settings_without_effect(config, typed, cpu) == line
+    assert describe_settings_without_effect(config, typed, gpu) == ""
+    assert describe_settings_without_effect(config, {"seed"}, cpu) == ""
 
 
 def test_each_group_of_ranks_takes_memory_of_a_gpu() -> None:

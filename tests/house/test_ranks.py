@@ -77,4 +77,4 @@ def silent_group(mesh: Mesh, folder: str) -> str:
 
 def test_a_group_that_hangs_is_named_with_the_absent_rank(ranks: Callable[..., list], tmp_path: object) -> None:
     message, _ = ranks(2, silent_group, str(tmp_path))
-    assert "seq group of ranks 4, 5 hangs" in message and "rank 5 never came" in message
+    assert "over the seq group of ranks 4, 5 did not finish" in message and "rank 5 never came" in message

@@ -138,7 +138,7 @@ def test_levels_are_weighted_by_halves_and_see_the_label_in_the_middle() -> None
     assert relative(loss([fine, coarse], label), want) < 1e-15
     parts = loss.parts([fine, coarse], label)
     assert relative(parts.total, parts.terms["dice"] + parts.terms["ce"]) < 1e-15
-    with pytest.raises(ValueError, match="1 levels came, 2"):
+    with pytest.raises(ValueError, match="expected logits of 2 levels, got 1"):
         loss([fine], label)
 
 

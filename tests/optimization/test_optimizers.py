@@ -134,7 +134,7 @@ def test_fused_steps_are_the_same_and_go_on_from_a_checkpoint(name: str, tmp_pat
 def test_a_run_without_momentum_does_not_begin_one() -> None:
     saved = config_of("rmsprop")
     _, now, names = parse(["--betas", "0.9", "0.99", "--optimizer", "rmsprop"], "debug")
-    with pytest.raises(ValueError, match="cannot begin with a momentum"):
+    with pytest.raises(ValueError, match="cannot add momentum to a run that began without"):
         settings_on_resume(saved, now, names)
     settings_on_resume(replace(saved, betas=(0.5, 0.99)), now, names)
     with pytest.raises(ValueError, match="--amsgrad cannot change"):

@@ -11,7 +11,7 @@ from seqpar.cli import plan
 from seqpar.cli import plan as plan_act
 from seqpar.cluster.devices import DEVICES, GIB, MIB, Device, device_here
 from seqpar.data.preparation.fingerprint import Fingerprint
-from seqpar.models.build import NETWORKS, family_of
+from seqpar.models.build import family_of
 from seqpar.planner import preset_from_data
 from seqpar.planner.needs import RunToPlan, plan_complete_config
 from seqpar.planner.preset_from_data import plan_from_data
@@ -169,13 +169,6 @@ def test_a_curriculum_is_planned_for_by_its_largest_tile(small) -> None:
     flat = ((64, 64, 12),) * 6, ((0.8, 0.8, 5.0),) * 6
     u_net, why = chosen(flat, roomy, "--network", "nnunet-plain", "--curriculum", "32x32x8:1,whole:1")
     assert u_net.stages.startswith("331:111 331:221") and why[3].endswith("the largest is 64x64x12")
-
-
-def test_stages_by_spacing_are_the_kinds_own_whatever_its_name(small, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NETWORKS, "vit", NETWORKS["nnunet-plain"])
-    roomy = replace(GPU, reserved_bytes=0.0, group_bytes=0.0)
-    flat = ((64, 64, 12),) * 6, ((0.8, 0.8, 5.0),) * 6
-    assert chosen(flat, roomy, "--curriculum", "32x32x8:1,whole:1")[0].stages.startswith("331:111 331:221")
 
 
 def test_a_tile_that_is_too_large_all_the_same_is_not_said_to_fit(small) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from seqpar.data.formats.dataset import Case
-from seqpar.tasks.classify.prediction import EXPLANATIONS, PredictionTable
-from seqpar.tasks.classify.scores import read_class_table
+from seqpar.tasks.classify.prediction import PredictionTable
+from seqpar.tasks.classify.scores import EXPLANATIONS, read_class_table
 
 
 def test_what_another_run_predicted_is_not_taken_for_ones_own(tmp_path: Path) -> None:

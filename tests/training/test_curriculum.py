@@ -143,7 +143,7 @@ def test_positions_and_what_the_optimizer_holds_of_them_are_resized(tmp_path, op
 
 def test_a_curriculum_cannot_change_in_a_run_that_goes_on(line, undisturbed_lessons):
     for other in ("8:1:2,24:1:1", "8:1:2,24:1:2,whole:1:1", "8:2:2,24:1:1,whole:1:1", "8:1:2,24:1:1,16:1:1"):
-        with pytest.raises(ValueError, match="--curriculum cannot change in a run that goes on"):
+        with pytest.raises(ValueError, match="--curriculum cannot change when a run resumes"):
             read_request(["--resume", "--curriculum", other, "--out", str(undisturbed_lessons[0])], Launcher("alone"))
 
 

@@ -50,7 +50,7 @@ def test_patches_that_cannot_be_are_refused_with_the_nearest() -> None:
         ("1", "--patch 1: the decoders double the grid; use --patch 2"),
         ("8 0 8", "it must be at least 1"),
         ("8 8 1 --tile 32 32 32 --decoder unetr", ""),
-        ("8 4 4 --tile 32 32 30", "use --tile 32 32 32"),
+        ("8 4 4 --tile 32 32 30", r"use tile=\(32, 32, 32\)"),
     ):
         _, config, _ = parse(f"--preset debug --patch {text}".split(), "debug")
         if not why:

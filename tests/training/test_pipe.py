@@ -11,7 +11,7 @@ import torch
 import seqpar
 from seqpar.pipeline.schedule import Act
 from seqpar.report.record import read_record
-from seqpar.report.run_page import configuration
+from seqpar.report.run_page import main_settings
 from seqpar.runs.journal import read_metrics
 from seqpar.training import pipeline_gradients
 from seqpar.weights.weight_files import read_weights
@@ -69,8 +69,11 @@ def test_a_run_over_two_places_has_all_bits_of_one_process(flags, hou, tmp_path)
         seqpar.load_run(str(run))(torch.ones(1, 1, 16, 16, 16, dtype=torch.float64)) for run in (tmp_path / "run", hou)
     ]
     assert torch.equal(*logits), "who predicts knows no pipe"
-    table = configuration(read_record(tmp_path / "run"))
-    assert "2 = data 1 × pipe 2 × seq 1, mode halo" in table and "pipe of 2: stage 0 = cells 0-" in table
+    shown = main_settings(read_record(tmp_path / "run"))
+    assert (
+        shown["ranks"] == "2 = data 1 × pipe 2 × seq 1, mode halo"
+        and "pipe of 2: stage 0 = cells 0-" in shown["stages"]
+    )
     for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
         if row["kind"] == "train":
             assert len(row["stage_s"]) == len(row["stage_peak_mem_mb"]) == 2

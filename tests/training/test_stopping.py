@@ -10,8 +10,8 @@ import pytest
 
 from seqpar.cluster.stop_request import StopRequest
 from seqpar.runs.journal import read_metrics
-from seqpar.tasks import tasks
 from seqpar.tasks.segment import validation
+from seqpar.tasks.segment.segmentation import Segmentation
 from seqpar.training import after_step, gradients
 from seqpar.weights import checkpoint
 from tests.support.folders import nnunet
@@ -134,7 +134,7 @@ def test_the_time_limit_and_a_restart_by_the_scheduler(flags, undisturbed, tmp_p
 
 
 def test_before_there_is_work_a_signal_ends_at_once(flags, tmp_path):
-    hook = at(tasks.Segmentation, "open_data", 0, signalled(signal.SIGUSR1))
+    hook = at(Segmentation, "open_data", 0, signalled(signal.SIGUSR1))
     trained(1, flags, tmp_path / "run", expect=75, hook=hook)
     assert not (tmp_path / "run").exists()
 

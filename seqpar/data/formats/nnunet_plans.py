@@ -68,7 +68,7 @@ class NnunetPlan:
 
 
 @dataclass(frozen=True)
-class Declaration:
+class NnunetDeclaration:
     """What nnU-Net's dataset.json declares about channels and outputs.
 
     - ``labels``: name to value, background first, without the ignore label
@@ -133,7 +133,7 @@ def patch_size_of(plans: Mapping[str, Any], configuration: str) -> tuple[int, ..
     return tuple(map(int, own["patch_size"]))
 
 
-def declaration_of(content: Mapping[str, Any], path: Path) -> Declaration:
+def declaration_of(content: Mapping[str, Any], path: Path) -> NnunetDeclaration:
     """Returns what dataset.json declares; ``path``: for messages."""
     declared = content.get("labels")
     if not isinstance(declared, dict) or "background" not in declared:
@@ -150,12 +150,12 @@ def declaration_of(content: Mapping[str, Any], path: Path) -> Declaration:
     labels = {single.get(value, f"label {value}"): value for value in values}
     channels = modalities_of(dict(content), path)
     if not any(isinstance(value, list) and len(value) > 1 for value in declared.values()):
-        return Declaration(channels, labels, {}, ())
+        return NnunetDeclaration(channels, labels, {}, ())
     regions = {name: many for name, many in members.items() if set(many) != {0}}
     order = content.get("regions_class_order")
     if not isinstance(order, list) or len(order) != len(regions) or not set(order) <= set(values):
         raise DataError(path, f"regions_class_order is {order!r}; give a label for each of {', '.join(regions)}")
-    return Declaration(channels, labels, regions, tuple(map(int, order)))
+    return NnunetDeclaration(channels, labels, regions, tuple(map(int, order)))
 
 
 def _inherited(configurations: Mapping[str, Any], name: str, path: Path, seen: Sequence[str] = ()) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from seqpar.data.boxes import crop, smallest_box, uncrop
 from seqpar.data.errors import DataError
 from seqpar.data.formats.dataset import Case
-from seqpar.data.formats.nnunet_plans import Declaration, NnunetPlan, Resampling
+from seqpar.data.formats.nnunet_plans import NnunetDeclaration, NnunetPlan, Resampling
 from seqpar.data.geometry import Geometry, from_canonical, parse_header
 from seqpar.data.preparation.preparation import Preparation, TargetGrid
 from seqpar.data.preparation.prepared_case import Loaded, Prepared, Properties
@@ -35,7 +35,7 @@ class NnunetPreparation(Preparation):
     recipe: Recipe
 
     @classmethod
-    def of(cls, plan: NnunetPlan, declaration: Declaration) -> "NnunetPreparation":
+    def of(cls, plan: NnunetPlan, declaration: NnunetDeclaration) -> "NnunetPreparation":
         """Returns the preparation of a plan; class ids equal the files' labels."""
         channels = declaration.channels
         values = tuple(declaration.labels.values())
