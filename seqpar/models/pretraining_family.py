@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from seqpar.attention.partition import split_evenly
-from seqpar.models.masked_network import MaskedNet
 from seqpar.models.network_family import Layers, NetworkFamily
 from seqpar.models.transformer_families import VisionTransformer, make_encoder, tokens_per_rank
 from seqpar.parallel.mesh import Group

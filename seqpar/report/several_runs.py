@@ -14,6 +14,7 @@ from seqpar.report.tables import Strips, Table, TableHead, TableRow
 from seqpar.runs.metrics_tail import SCORES, score_of, task_of_row
 
 T = TypeVar("T")
+
 NOT_A_SETTING = ("out", "resume", "again", "take_over", "dry_run")  # where and how a run was started
 
 

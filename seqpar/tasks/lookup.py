@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seqpar.settings.config import Config
 from seqpar.tasks.classify.classification import Classification
 from seqpar.tasks.pretrain.pretraining import Pretraining
 from seqpar.tasks.segment.segmentation import Segmentation
@@ -14,6 +13,7 @@ from seqpar.tasks.task import Task
 
 if TYPE_CHECKING:
     from seqpar.settings.config import Config
+
 TASKS: dict[str, Task] = {task.name: task for task in (Segmentation(), Classification(), Pretraining())}
 
 

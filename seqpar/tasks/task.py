@@ -7,19 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seqpar.data.formats.dataset import Dataset
-from seqpar.data.preparation.fingerprint import Fingerprint
-from seqpar.losses import Loss
-from seqpar.parallel.mesh import Mesh
-from seqpar.prediction.case_stream import Request
-from seqpar.prediction.run_average import EnsembleMember
-from seqpar.report.record import RunRecord
-from seqpar.report.run_page import FinishedPage
-from seqpar.report.several_runs import Comparison
-from seqpar.settings.config import Config
-from seqpar.tasks.case_validation import CaseValidation
-from seqpar.tasks.training_data import TrainingData
-
 if TYPE_CHECKING:
     import argparse
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from seqpar.cluster.stop_request import StopRequest
+from seqpar.parallel.processes import LEAVE_SIGNALS
 from seqpar.runs.journal import read_metrics
 from seqpar.tasks.segment import validation
 from seqpar.tasks.segment.segmentation import Segmentation
@@ -95,10 +95,10 @@ def test_ranks_agree_to_leave_while_a_long_step_lasts(flags, tmp_path):
     """The main thread gets no signal while it computes; the thread beside it does."""
 
     def long_step() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, StopRequest.SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, LEAVE_SIGNALS)
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(6)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, StopRequest.SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, LEAVE_SIGNALS)
 
     out = tmp_path / "run"
     trained(

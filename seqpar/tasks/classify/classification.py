@@ -8,20 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seqpar.data.formats.class_lists import read_class_dataset
-from seqpar.data.formats.dataset import Dataset
-from seqpar.data.preparation.fingerprint import Fingerprint
-from seqpar.losses import Loss
-from seqpar.parallel.mesh import Mesh
-from seqpar.prediction.case_stream import Request
-from seqpar.prediction.run_average import EnsembleMember
-from seqpar.report.record import RunRecord
-from seqpar.report.run_page import FinishedPage
-from seqpar.report.several_runs import Comparison
 from seqpar.runs.metrics_tail import SCORES
-from seqpar.settings.config import Config
-from seqpar.tasks.classify.validation import ClassValidation
 from seqpar.tasks.task import Task
-from seqpar.tasks.training_data import TrainingData
 
 if TYPE_CHECKING:
     import argparse
@@ -38,6 +26,7 @@ if TYPE_CHECKING:
     from seqpar.settings.config import Config
     from seqpar.tasks.classify.validation import ClassValidation
     from seqpar.tasks.training_data import TrainingData
+
 _OF_WINDOWS = {"window": None, "force": False, "overlap": None, "weights": None, "window_batch": None, "mirror": None}
 _OF_LABEL_MAPS = {"probabilities": False, "statistics": False, "min_component": "0"}
 _OF_VOXEL_SCORES = {

@@ -24,6 +24,7 @@ from seqpar.scores.class_scores import calibration, roc_points
 from seqpar.tasks.classify.scores import EXPLANATIONS, TABLE, class_summary, missing_cases, read_class_table, read_truth
 
 FOLDER = Path(__file__).parent
+
 Summary = Mapping[str, Any]
 
 

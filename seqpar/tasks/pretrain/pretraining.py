@@ -6,17 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seqpar.data.formats.dataset import Dataset
-from seqpar.data.preparation.fingerprint import Fingerprint
-from seqpar.losses import Loss
-from seqpar.parallel.mesh import Mesh
-from seqpar.report.record import RunRecord
-from seqpar.report.run_page import FinishedPage
 from seqpar.runs.metrics_tail import SCORES
-from seqpar.settings.config import Config
-from seqpar.tasks.pretrain.validation import MaskedValidation
 from seqpar.tasks.task import Task
-from seqpar.tasks.training_data import TrainingData
 from seqpar.terminal import next_command
 
 if TYPE_CHECKING:

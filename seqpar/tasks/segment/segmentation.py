@@ -5,21 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from seqpar.data.formats.dataset import Dataset
 from seqpar.data.formats.recognise import read_dataset
-from seqpar.data.preparation.fingerprint import Fingerprint
-from seqpar.losses import Loss
-from seqpar.parallel.mesh import Mesh
-from seqpar.prediction.case_stream import Request
-from seqpar.prediction.run_average import EnsembleMember
-from seqpar.report.record import RunRecord
-from seqpar.report.run_page import FinishedPage
-from seqpar.report.several_runs import Comparison
 from seqpar.runs.metrics_tail import SCORES
-from seqpar.settings.config import Config
-from seqpar.tasks.segment.validation import SegmentationValidation
 from seqpar.tasks.task import Task
-from seqpar.tasks.training_data import TrainingData
 
 if TYPE_CHECKING:
     import argparse
