@@ -59,7 +59,7 @@ def test_torchrun_shows_a_users_error_last_and_alone():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     said = [line.strip() for line in done.stderr.splitlines()]
     assert done.returncode == 1  # torchrun's own, whatever the rank's
-    error = "error: --heads 5 does not divide --embed-dim 48: use --heads 4"
+    error = "error: --heads 5 does not divide --embed-dim 48: use --heads 4 (--preset debug sets --embed-dim 48)"
     assert said[-3:-1] == ["", error] and set(said[-1]) == {"="}, done.stderr
     assert said.count(error) == 2, "once when it happened, once in the end"
 
