@@ -133,6 +133,15 @@ def python_module(act: str) -> list[str]:
     return ["-m", f"seqpar.cli.{act}"]
 
 
+def typed_variable(command: Sequence[str]) -> dict[str, str]:
+    """Returns the variable that tells ``command``, which this process starts, the script a person would type for it."""
+    folder, started = os.path.split(typed_script())
+    act = command[1].removeprefix("seqpar.cli.") if command[0] == "-m" else ""
+    if not act.isidentifier():
+        return {TYPED: typed_script()}
+    return {TYPED: os.path.join(folder, f"seqpar-{act}" if started.startswith("seqpar-") else f"{act}.py")}
+
+
 def program(act: str) -> list[str]:
     """Returns what to write after ``python``, ``torchrun`` or ``srun python`` to start an act, as a person here would.
 

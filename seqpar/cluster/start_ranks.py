@@ -18,7 +18,7 @@ from seqpar.parallel.processes import (
     start_python,
     wait_for_all,
 )
-from seqpar.terminal import TYPED, next_command, program, python_module, typed_script
+from seqpar.terminal import next_command, program, python_module, typed_variable
 from seqpar.text import quantity
 
 
@@ -58,7 +58,7 @@ def run_local(count: int, command: Sequence[str], signals: list[int] | None = No
     env = environment_of_ranks(keep=(LAST_WORDS,))
     words = tempfile.TemporaryDirectory(prefix="seqpar-", ignore_cleanup_errors=True)
     env.setdefault(LAST_WORDS, f"{words.name}/error.json")  # so that one of them says what all have met
-    env |= {PARENT: str(os.getpid()), TYPED: typed_script()}
+    env |= {PARENT: str(os.getpid()), **typed_variable(command)}
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     port = free_port()
     places = [rank_variables(rank, count, rank, count, "127.0.0.1", port) for rank in range(count)]

@@ -15,7 +15,7 @@ from seqpar.cluster.exit_codes import PREEMPTED
 from seqpar.cluster.start_ranks import run_local
 from seqpar.parallel.processes import forward_signals, shell_code, start_process
 from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, read_status, refuse_other_flags
-from seqpar.terminal import python_module
+from seqpar.terminal import python_module, typed_variable
 from seqpar.text import quantity
 
 
@@ -72,9 +72,10 @@ def start_ranks(ranks: int, flags: Sequence[str], signals: list[int]) -> int:
 
     - ``signals``: those that come meanwhile are added here
     """
+    train = python_module("train")
     if "SLURM_JOB_ID" not in os.environ:
-        return run_local(ranks, [*python_module("train"), *flags], signals)
-    python = [sys.executable, "-u", *python_module("train")]
-    step = start_process(["srun", "-n", str(ranks), "--kill-on-bad-exit=1", *python, *flags])
+        return run_local(ranks, [*train, *flags], signals)
+    python, env = [sys.executable, "-u", *train], {**os.environ, **typed_variable(train)}
+    step = start_process(["srun", "-n", str(ranks), "--kill-on-bad-exit=1", *python, *flags], env)
     with forward_signals([step], signals):
         return shell_code(step.wait())

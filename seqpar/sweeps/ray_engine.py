@@ -21,6 +21,7 @@ from seqpar.sweeps.planned_run import PlannedRun, has_begun, has_finished, refus
 from seqpar.sweeps.ray_cluster import Cluster
 from seqpar.sweeps.sweep_request import ASHA
 from seqpar.sweeps.trial import LEAVING, Trial, TrialTask
+from seqpar.terminal import python_module, typed_variable
 
 STORAGE = ".ray"  # what Tune itself writes lies here in the sweep's folder while it runs; sweep.json is our record
 Suggest = Callable[[Callable[[PlannedRun], dict[str, Any]], Callable[[], bool]], Searcher]
@@ -129,7 +130,8 @@ class SideBySide:
             watch.error = error
 
     def _task(self, run: PlannedRun, root: Path) -> dict[str, Any]:
-        return asdict(TrialTask(run.name, tuple(run.flags), run.ranks, str(root.absolute())))
+        variables = typed_variable(python_module("train"))
+        return asdict(TrialTask(run.name, tuple(run.flags), run.ranks, str(root.absolute()), variables))
 
     def _scheduler(self) -> TrialScheduler:
         if self.stop_early != ASHA:

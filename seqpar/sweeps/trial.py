@@ -37,12 +37,14 @@ class TrialTask:
 
     - ``flags``: of train, all but --out and --resume
     - ``sweep``: the folder of the sweep, in which ``name`` is the run folder
+    - ``variables``: what its ranks find in their environment besides
     """
 
     name: str
     flags: tuple[str, ...]
     ranks: int
     sweep: str
+    variables: dict[str, str]
 
     @property
     def run(self) -> Path:
@@ -103,8 +105,8 @@ class Ranks:
         log = str(Path(task.sweep) / "logs" / f"{task.name}.txt")
         for rank, host in enumerate(hosts):
             local_rank, local_world = hosts[:rank].count(host), hosts.count(host)
-            variables = rank_variables(rank, task.ranks, local_rank, local_world, address, port)
-            self._call(rank, "start", task.arguments, variables, log)
+            own = rank_variables(rank, task.ranks, local_rank, local_world, address, port)
+            self._call(rank, "start", task.arguments, {**task.variables, **own}, log)
 
     def _call(self, rank: int, method: str, *arguments: Any) -> Any:
         if rank == 0:

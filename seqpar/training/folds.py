@@ -27,7 +27,7 @@ from seqpar.settings.data_settings import ALL_FOLDS
 from seqpar.settings.parser import Parser
 from seqpar.tasks.lookup import task_of
 from seqpar.tasks.task import Task
-from seqpar.terminal import TYPED, next_command, python_module, typed_script
+from seqpar.terminal import next_command, python_module, typed_variable
 from seqpar.text import parse_duration
 from seqpar.training.run_request import check_again_flag, is_requeued
 
@@ -151,7 +151,7 @@ class Folds:
 
     def _train_fold(self, fold: int, run: str, resume: bool, launcher: Launcher) -> int:
         """Returns the exit code of one fold's training on this rank."""
-        env = {PARENT_OF_FOLD: str(os.getpid()), TYPED: typed_script()}
+        env = {PARENT_OF_FOLD: str(os.getpid())}
         env |= {FOLD_BEFORE: f"{self._before}/train.log"} if self._before else {}
         self._before = run
         if launcher.world > 1:  # ranks of one fold never meet those of another
@@ -167,7 +167,7 @@ class Folds:
 
     def _start(self, command: Sequence[str], env: Mapping[str, str]) -> int:
         """Returns the exit code of a process, to which signals are forwarded; 75 if one came before it could act."""
-        child = start_python(command, {**os.environ, **env})
+        child = start_python(command, {**os.environ, **typed_variable(command), **env})
         with forward_signals([child], self._signals):
             code = child.wait()
         return exit_codes.PREEMPTED if -code in self._signals else shell_code(code)

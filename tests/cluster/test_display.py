@@ -19,7 +19,7 @@ from seqpar.cluster.start_ranks import run_local
 from seqpar.parallel.launcher import Launcher
 from seqpar.runs import run_log
 from seqpar.runs.run_log import logging_output
-from seqpar.terminal import Display, ProgressBar, coloured, fit, next_command
+from seqpar.terminal import TYPED, Display, ProgressBar, coloured, fit, next_command, python_module, typed_variable
 from seqpar.training import folds
 from tests.support.folders import nnunet
 
@@ -207,6 +207,13 @@ def test_ranks_and_folds_that_an_act_starts_spell_it_as_that_act_was_typed(monke
         assert five._train_fold(0, "five/fold0", False, Launcher("test")) == 0
         assert lines == [f"{script} run"] * 3
         lines.clear()
+
+
+def test_trainings_of_a_sweep_spell_commands_as_a_person_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    for typed, script in (("/usr/bin/seqpar-tune", "/usr/bin/seqpar-train"), ("launch/tune.py", "launch/train.py")):
+        monkeypatch.setattr(sys, "argv", [typed, "--space", "lr=1"])
+        assert typed_variable(python_module("train")) == {TYPED: script}
+        assert typed_variable(["-m", "seqpar.cluster.acceptance.two_ranks"]) == {TYPED: typed}
 
 
 def test_a_preparation_says_how_to_train_on_it(tmp_path, capsys) -> None:

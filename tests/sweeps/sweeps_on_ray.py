@@ -16,11 +16,13 @@ from seqpar.sweeps.ray_cluster import Cluster
 from seqpar.sweeps.ray_engine import SideBySide
 from seqpar.sweeps.space import parse_space
 from seqpar.sweeps.sweep_request import SweepRequest
+from tests.support.pages import ROOT
 from tests.support.started_sweeps import Tune, below, parents, processes
 from tests.support.training_runs import farthest, losses, status, tiny_data, trained, weights
 
 RATES, BATCHES = ("0.01", "0.02", "0.005", "0.03"), ("1", "2")
 SPACE = ["--space", f"lr={','.join(RATES)}", f"batch={','.join(BATCHES)}"]
+TRAINING = "seqpar.cli.train"  # in the command line of every rank
 NAMES = [f"lr-{rate}_batch-{batch}" for rate in RATES for batch in BATCHES]
 
 
@@ -58,7 +60,7 @@ def finished(out: Path) -> list[str]:
 
 def training(out: Path, at_least: int = 3) -> list[str]:
     """Returns the points that train and have done some steps; what a killed training left behind says so too."""
-    alive = {line.split()[-1] for line in processes(str(out)).values() if "train.py" in line}
+    alive = {line.split()[-1] for line in processes(str(out)).values() if TRAINING in line}
     running = [name for name in NAMES if str(out / name) in alive and state(out, name) == "running"]
     return [name for name in running if at_least <= steps(out / name) < 30]
 
@@ -89,6 +91,8 @@ def test_every_point_is_run_once_two_at_a_time(undisturbed: Path) -> None:
     assert "8 points; 1 core a run, 2 at a time on 2" in said and "8 of 8 points are over" in said
     assert {path.name for path in undisturbed.glob("sweep.*")} == {"sweep.json", "sweep.csv", "sweep.png"}
     assert status(undisturbed)["state"] == "finished" and status(undisturbed)["step"] == 8
+    typed = {read_json(undisturbed / name / "config.json")["command"][0] for name in NAMES}
+    assert typed == {str(ROOT / "launch" / "train.py")}, "as a person would start one of them again"
     assert not (undisturbed / ".ray").exists() and not (undisturbed / "leaving").exists()
 
 
@@ -122,7 +126,7 @@ def test_a_sweep_whose_trial_driver_and_raylet_are_killed_and_that_is_told_to_le
     with Tune(out, *line) as tune:
         tune.until(lambda: training(out), "a point trains")
         name = training(out)[0]
-        (rank,) = [pid for pid, line in processes(str(out / name)).items() if "train.py" in line]
+        (rank,) = [pid for pid, line in processes(str(out / name)).items() if TRAINING in line]
         os.kill(rank, signal.SIGKILL)
         tune.until(lambda: finished(out), "others go on")
         tune.until(lambda: training(out), "another trains")
@@ -184,7 +188,7 @@ def test_a_run_of_two_ranks_goes_on_when_one_is_killed_and_one_that_cannot_work_
     line = ["--space", "lr=0.01,1e30", "--batch", "2", "--devices-per-run", "2", "--devices", "2", *flags]
     with Tune(out, *line, "--seqpar", "2", "--checkpoint-minutes", "0.002") as tune:
         tune.until(lambda: steps(out / "lr-0.01") > 3, "the first point trains")
-        ranks = [pid for pid, command in processes(str(out / "lr-0.01")).items() if "train.py" in command]
+        ranks = [pid for pid, command in processes(str(out / "lr-0.01")).items() if TRAINING in command]
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
         assert tune.ends() == 5, tune.said()
