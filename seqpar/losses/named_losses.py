@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from seqpar.losses.loss import Loss
-from seqpar.losses.terms import ClassTerm, CrossEntropy, Dice, Focal, LossOptions, Terms
+from seqpar.losses.terms import ClassFocal, ClassTerm, CrossEntropy, Dice, Focal, LossOptions, Terms
 
 
 def dice_ce(options: LossOptions) -> Terms:
@@ -27,8 +27,8 @@ def focal(options: LossOptions) -> Terms:
 
 
 def dice_focal(options: LossOptions) -> Terms:
-    """Soft Dice and the focal loss."""
-    return [options.dice, Focal(options.gamma)]
+    """LAMP's: soft Dice and the focal loss of each class, as means over samples and classes, missing ones included."""
+    return [options.dice_of(every_class=True), ClassFocal(options.gamma)]
 
 
 LOSSES: dict[str, Callable[[LossOptions], Terms]] = {
