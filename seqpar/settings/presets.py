@@ -15,6 +15,7 @@ def paper() -> Config:
     """
     return Config(
         augment="paper",
+        interpolation="cubic",
         fold="90:10",
         foreground=0.0,
         targets="labels",
@@ -132,7 +133,7 @@ def lamp() -> Config:
     Its epochs are passes over 261 cases; with its batches all three of its lessons have as many steps, 78,300.
     """
     return Config(
-        augment="paper",
+        augment="lamp",
         mode="auto",
         network="unet-lamp",
         output_bias=False,
