@@ -34,7 +34,7 @@ class Style:
     - ``activation``: "leaky_relu" with its ``slope``, "relu" or "gelu"
     - ``bias``: whether convolutions before a norm have a bias
     - ``up_bias``: whether transposed convolutions have a bias
-    - ``init``: of kernels, "kaiming" or "truncated" (normal, standard deviation 0.05)
+    - ``init``: of kernels, "kaiming" or "truncated" (normal, standard deviation 0.05; Glorot's for transposed ones)
     - ``data``: ranks that hold other tiles of the batch, which batch norm includes
     - ``peers``: ranks that hold other whole samples of the batch, if volumes are not split into boxes
     """

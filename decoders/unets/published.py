@@ -65,7 +65,7 @@ def distmis(
     style = Style(
         norm or ("last axis" if is_code else "batch"),
         eps=1e-3,
-        momentum=0.01,
+        momentum=0.1,  # Keras's 0.9
         length=length if is_code else 0,
         activation="relu",
         init="truncated",

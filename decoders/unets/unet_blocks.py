@@ -258,7 +258,9 @@ def init_weights(net: nn.Module, style: Style) -> None:
     """Initializes all kernels by the style's method; biases are 0."""
     for module in net.modules():
         if isinstance(module, (nn.Conv3d, nn.ConvTranspose3d, nn.Linear)):
-            if style.init == "truncated":
+            if style.init == "truncated" and isinstance(module, nn.ConvTranspose3d):
+                nn.init.xavier_uniform_(module.weight)
+            elif style.init == "truncated":
                 nn.init.trunc_normal_(module.weight, std=0.05, a=-0.1, b=0.1)
             else:
                 nn.init.kaiming_normal_(module.weight, a=style.slope if style.activation == "leaky_relu" else 0.0)

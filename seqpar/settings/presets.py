@@ -175,7 +175,8 @@ def distmis() -> Config:
         scale_lr=True,
         schedule="constant",
         loss="dice",
-        dice_smooth=0.1,
+        dice_smooth=0.01,
+        batch_dice=True,
     )
 
 

@@ -1,6 +1,5 @@
 """``--preset lamp`` is LAMP's training: every figure that it states, in the config and in what the config makes."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,7 @@ from seqpar.settings.lessons import lessons_of
 from seqpar.settings.presets import lamp
 from seqpar.settings.rules import refuse_settings_without_effect
 from seqpar.training.run_request import read_request
-from tests.support.pages import ROOT
+from tests.support.pages import ROOT, shown_commands
 
 PASSES = {64: (4800, 16), 128: (1200, 4), "whole": (300, 1)}  # epochs and batch in the paper
 CASES = 261
@@ -79,7 +78,7 @@ def test_its_networks_run_on_two_to_eight_ranks(features: int, millions: float) 
 
 
 def test_its_livers_are_a_command_with_the_papers_figures() -> None:
-    (line,) = [text for text in page_commands() if "--augment lamp-liver" in text]
+    (line,) = shown_commands(ROOT / "launch" / "README.md", "--augment lamp-liver")
     config = parse(line.split()[2:], "lamp")[1]
     assert (config.spacing, config.iterations, config.fold, config.augment) == ("1,1,1", 104, "0", "lamp-liver")
     lessons = lessons_of(config)
@@ -89,12 +88,6 @@ def test_its_livers_are_a_command_with_the_papers_figures() -> None:
         check_feasible(lesson.config)
     train, held_out = five_folds([f"liver_{n}" for n in range(131)])[0]
     assert (len(train), len(held_out)) == (104, 27)
-
-
-def page_commands() -> list[str]:
-    """Returns the commands of launch/README.md, a line each."""
-    text = (ROOT / "launch" / "README.md").read_text()
-    return re.sub(r"\n    (?=\S)", " ", text).splitlines()
 
 
 def test_organs_that_a_case_does_not_show_learn_nothing() -> None:
