@@ -180,6 +180,36 @@ def distmis() -> Config:
     )
 
 
+def hou() -> Config:
+    """Returns the training of Hou et al.: its U-Net, Adafactor, Dice of lesions, and fake ones in half of the volumes.
+
+    Tiles have 64 voxels along each side, its smallest resolution; the network grows with ``--tile``. How often its rate
+    falls and how long it trains are its release's.
+    """
+    return Config(
+        augment="flips",
+        synthesis=0.5,
+        synthesis_per="volume",
+        foreground=0.0,
+        mode="auto",
+        tile=(64, 64, 64),
+        network="unet-hou",
+        output_bias=False,
+        batch=16,
+        epochs=1000,
+        iterations=500,
+        optimizer="adafactor",
+        lr=3e-3,
+        schedule="step",
+        decay_epochs=40,
+        decay_factor=0.3,
+        loss="lesion-dice-ce",
+        loss_weights=(0.45, 0.45, 0.1),
+        precision="bf16",
+        val_every=10,
+    )
+
+
 def resattnet() -> Config:
     """Returns the published training of 3D-ResAttNet: 50 epochs of SGD, batch 6, cross-entropy, 1e-4 down to 1e-6.
 
@@ -255,7 +285,21 @@ def mae_debug() -> Config:
 
 PRESETS: dict[str, Callable[[], Config]] = {
     preset.__name__.replace("_", "-"): preset
-    for preset in (paper, laptop, debug, modern, auto, nnunet, lamp, distmis, resattnet, mae, mae_laptop, mae_debug)
+    for preset in (
+        paper,
+        laptop,
+        debug,
+        modern,
+        auto,
+        nnunet,
+        lamp,
+        distmis,
+        hou,
+        resattnet,
+        mae,
+        mae_laptop,
+        mae_debug,
+    )
 }
 FROM_DATA = ("auto", "nnunet")  # data and memory decide spacing, tile and batch, if no flag does
 
@@ -267,7 +311,7 @@ def preset_for_task(start: Config, task: str, preset: str) -> Config:
     """
     if task != "classify":
         return start
-    if preset in ("auto", "nnunet", "lamp", "distmis"):
+    if preset in ("auto", "nnunet", "lamp", "distmis", "hou"):
         why = "it is made for labels of voxels"
         if preset == "auto":
             why = "it plans tiles, and volumes that have one class each are taken whole"

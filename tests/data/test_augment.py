@@ -121,7 +121,7 @@ def test_none_crops_and_nothing_changes_its_input():
     assert same((image, label), kept)
 
 
-@pytest.mark.parametrize("name", ["light", "full+corruption", "paper", "lamp", "lamp-liver"])
+@pytest.mark.parametrize("name", ["light", "full+corruption", "paper", "lamp", "lamp-liver", "flips"])
 def test_each_step_acts_as_often_as_the_recipe_says(name):
     augmentation = augment(name, (4, 4, 4))
     draws = 3000
@@ -249,7 +249,7 @@ def test_background_is_kept_where_asked():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="one of none, light, full, paper, lamp, lamp-liver, got fulll"):
+    with pytest.raises(ValueError, match="one of none, light, full, paper, lamp, lamp-liver, flips, got fulll"):
         augment("fulll", TILE)
     with pytest.raises(ValueError, match="interpolation order"):
         augment("full", TILE, order=2)
@@ -261,4 +261,4 @@ def test_what_cannot_be_is_refused():
         augment("full", TILE)(*source((10, 14, 12)), 0)
     with pytest.raises(ValueError, match="first two sides are equal"):
         augment("lamp-liver", TILE)
-    assert list(RECIPES) == ["none", "light", "full", "paper", "lamp", "lamp-liver"]
+    assert list(RECIPES) == ["none", "light", "full", "paper", "lamp", "lamp-liver", "flips"]

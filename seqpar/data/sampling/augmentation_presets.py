@@ -127,6 +127,11 @@ def lamp() -> AugmentationRecipe:
     )
 
 
+def flips() -> AugmentationRecipe:
+    """Returns a flip of each direction for half of the tiles, as in the release of Hou et al."""
+    return AugmentationRecipe(mirror=Chance(0.5))
+
+
 def lamp_liver() -> AugmentationRecipe:
     """Returns LAMP's recipe for livers: flips and turns by 90 degrees in the plane W D, and uniform noise."""
     return AugmentationRecipe(
@@ -136,5 +141,5 @@ def lamp_liver() -> AugmentationRecipe:
 
 ORDERS = {"linear": 1, "cubic": 3}  # of the image's interpolation; labels take the nearest voxel
 RECIPES: dict[str, Callable[[], AugmentationRecipe]] = {
-    recipe.__name__.replace("_", "-"): recipe for recipe in (none, light, full, paper, lamp, lamp_liver)
+    recipe.__name__.replace("_", "-"): recipe for recipe in (none, light, full, paper, lamp, lamp_liver, flips)
 }
