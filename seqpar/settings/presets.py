@@ -194,6 +194,7 @@ def hou() -> Config:
         mode="auto",
         tile=(64, 64, 64),
         network="unet-hou",
+        dropout=0.5,
         output_bias=False,
         batch=16,
         epochs=1000,

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqpar.data.sampling.augmentation_presets import RECIPES, Chance
+from seqpar.decoders.unets.unet_blocks import VoxelDropout
 from seqpar.losses import LossGroups
 from seqpar.models.build import build_loss, build_network
 from seqpar.optimization.parameter_groups import make_optimizer
@@ -25,8 +26,9 @@ def test_the_figures_that_it_states() -> None:
     assert (config.loss, config.loss_weights) == ("lesion-dice-ce", (0.45, 0.45, 0.1)), "0.9 Dice, half and half"
     assert (config.synthesis, config.synthesis_per, config.augment) == (0.5, "volume", "flips")
     assert RECIPES["flips"]().mirror == Chance(0.5) and config.precision == "bf16"
-    refuse_settings_without_effect(config, {"synthesis_per", "loss_weights", "decay_epochs", "precision"})
+    refuse_settings_without_effect(config, {"synthesis_per", "dropout", "loss_weights", "decay_epochs", "precision"})
     net = build_network(replace(config, features=2), 1, 3, Group("seq"), device="cpu")
+    assert {m.rate for m in net.modules() if isinstance(m, VoxelDropout)} == {0.5}
     assert type(make_optimizer(net, config.optimizer_options)) is torch.optim.Adafactor
     rates = [learning_rate(config.schedule_options, step) for step in (0, 19_999, 20_000, 499_999)]
     assert config.steps == 500_000 and rates == pytest.approx([3e-3, 3e-3, 9e-4, 3e-3 * 0.3**24])
