@@ -61,7 +61,7 @@ class UNet(CellNet):
 
 def _add_encoder(cells: CellList, a: Architecture) -> list[int]:
     """Adds the way down; returns the number of each stage's last cell."""
-    channels, ends = a.in_channels, []
+    channels, ends = a.in_channels, list[int]()
     if a.stem:
         cells.add("stem", ConvBlock(a.style, channels, a.stem, a.kernels[0]))
         channels = a.stem

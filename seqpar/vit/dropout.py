@@ -193,7 +193,7 @@ def keyed_voxel_dropout(x: Tensor, rate: float, key: DropoutKey, voxels: Tensor)
     """
     mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     step = max(1, _NUMBERS // max(1, voxels.numel()))
-    for own, sample in zip(mask, key.sample_hashes(x.device)):
+    for own, sample in zip(mask, key.sample_hashes(x.device), strict=True):
         rows = _scramble(sample ^ voxels)
         for first in range(0, len(own), step):
             channels = torch.arange(first, min(first + step, len(own)), device=x.device).view(-1, 1, 1, 1)

@@ -121,12 +121,12 @@ def test_dropout_drops_its_share_and_enlarges_the_rest() -> None:
     cells = [name for name, m in net.unet.cells.items() if isinstance(m, (ConvBlock, Up))]
     assert [name.split(".")[2] for name, _ in drops] == cells[1:], "all but the first convolution"
     x, key = torch.ones(3, 8, 12, 10, 14, dtype=torch.float64), DropoutKey(1, 2, (0, 1, 5))
-    image, key = numbers(1, 2, CHANNELS, *BATCH_NORM.tile), DropoutKey(1, 2, (3, 4))
-    staged, micro = net.staged(), PartOfBatch(net.layout.cut(image, 0), net.layout, key)
+    image, pair = numbers(1, 2, CHANNELS, *BATCH_NORM.tile), DropoutKey(1, 2, (3, 4))
+    staged, micro = net.staged(), PartOfBatch(net.layout.cut(image, 0), net.layout, pair)
     values = {-1: staged.image(micro)}
     for number, sources in enumerate(staged.takes):  # as the stages of a pipe run them
         values[number] = staged.run_cell(number, [values[source] for source in sources], micro)
-    assert torch.equal(values[staged.outputs[0]][0], net(micro.part, None, key))
+    assert torch.equal(values[staged.outputs[0]][0], net(micro.part, None, pair))
     assert not torch.equal(values[staged.outputs[0]][0], net(micro.part))
     _, drop = drops[0]
     drop.key = key.at(4)

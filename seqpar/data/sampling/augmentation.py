@@ -168,7 +168,7 @@ class Augmentation:
             matrix = rotate(list(angles), dims)
         if "shear" in draws:
             strength = self.recipe.shear
-            matrix = matrix @ sheared(draws["shear"].uniform(strength.low, strength.high, 3), dims)
+            matrix = matrix @ sheared(list(draws["shear"].uniform(strength.low, strength.high, 3)), dims)
         if "shift" in draws:
             share = draws["shift"].uniform(self.recipe.shift.low, self.recipe.shift.high, dims)
             shift = matrix @ (share * self.tile_size)
