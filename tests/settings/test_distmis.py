@@ -40,7 +40,7 @@ def test_its_networks_have_as_many_parameters_as_it_says(flags: str, count: int)
     assert total == count
 
 
-def test_its_norm_and_kernels_begin_as_kerass() -> None:
+def test_its_norm_and_kernels_begin_as_in_keras() -> None:
     torch.manual_seed(0)
     config = parse(["--preset", "distmis", "--tile", "16", "16", "16", "--crop-to", "16", "16", "16"], "paper")[1]
     net = build_network(config, 4, 1, Group("seq"), device="cpu", has_regions=True)
