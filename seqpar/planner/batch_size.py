@@ -102,7 +102,7 @@ def _keep_micro_batches(config: Config, together: int, num_groups: int, flags: M
             f"{typed}: {begun}: keep --accumulate {config.accumulate} (here with --batch {kept['batch']}), or remove "
             "these flags"
         )
-    return replace(config, **kept)
+    return replace(config, batch=kept["batch"], accumulate=kept["accumulate"])
 
 
 def hold_global_batch(config: Config, num_groups: int, flags: Mapping[str, int] = MappingProxyType({})) -> Config:
