@@ -53,6 +53,11 @@ def has_class_terms(name: str) -> bool:
     return any(isinstance(one, ClassTerm) and one.background != other.background for one, other in terms)
 
 
+def has_batch_terms(name: str, batch: bool) -> bool:
+    """Returns whether the named loss, with ``batch`` as in ``LossOptions``, has a term of sums over the batch."""
+    return any(isinstance(term, ClassTerm) and term.batch for term in LOSSES[name](LossOptions(batch=batch)))
+
+
 def make_loss(
     name: str,
     options: LossOptions,
