@@ -14,6 +14,7 @@ from typing import Any
 
 from seqpar.data.errors import DataError
 from seqpar.parallel.launcher import Launcher
+from seqpar.parallel.processes import shell_code
 from seqpar.terminal import coloured
 from seqpar.text import in_flags
 
@@ -93,6 +94,14 @@ def code_of(error: BaseException) -> int | None:
     if isinstance(error, (ConnectionError, TimeoutError)):  # names the ranks that did not start
         return FAULT
     return None
+
+
+def code_of_processes(code: int, signals: Sequence[int]) -> int:
+    """Returns the exit code for started processes that ended with ``code``, which is -n if signal n killed one.
+
+    A killed process is a lost rank, unless it ended by one of ``signals``, which were forwarded to it.
+    """
+    return shell_code(code) if code >= 0 or -code in signals else FAULT
 
 
 def is_out_of_memory(error: BaseException) -> bool:
