@@ -44,8 +44,13 @@ class NnunetResults:
 
 
 def is_results(path: str | Path) -> bool:
-    """Returns whether a folder is such a results folder, by the files in it."""
-    return all((Path(path) / name).is_file() for name in (PLANS, DATASET))
+    """Returns whether a folder is such a results folder, by the files in it; raises DataError if it lacks one of them
+    next to checkpoints of folds.
+    """
+    missing = [name for name in (PLANS, DATASET) if not (Path(path) / name).is_file()]
+    if missing and next(Path(path).glob("fold_*/checkpoint_*.pth"), None):
+        raise DataError(Path(path) / missing[0], "is missing; copy it from nnU-Net's results folder too")
+    return not missing
 
 
 def fold_files(folder: str | Path, folds: Sequence[str] = (), checkpoint: str = CHECKPOINT) -> list[Path]:
@@ -133,6 +138,9 @@ def _checkpoint(path: Path) -> Mapping[str, Any]:
         raise DataError(path, "is no checkpoint of nnU-Net v2 (network_weights, trainer_name and init_args are needed)")
     if lacking := {"plans", "dataset_json", "configuration"} - set(content["init_args"]):
         raise DataError(path, f"its init_args lack {', '.join(sorted(lacking))}; give a checkpoint of nnU-Net v2")
+    axes = content.get("inference_allowed_mirroring_axes")
+    if axes is not None and (not isinstance(axes, (list, tuple)) or not all(axis in (0, 1, 2) for axis in axes)):
+        raise DataError(path, f"its inference_allowed_mirroring_axes are {axes!r}; 0, 1 and 2 are the axes of an image")
     trainer = str(content["trainer_name"])
     if not _TRAINER.fullmatch(trainer):
         raise DataError(

@@ -70,16 +70,16 @@ class Attack:
         with tempfile.TemporaryDirectory(prefix="attack-", ignore_cleanup_errors=True) as name:
             root = Path(name)
             root.chmod(0o777)  # for nobody, who may also write what it says
-            here, said, peak = root / "here", root / "said.txt", root / "peak.txt"
+            here, said, first = root / "here", root / "said.txt", root / "first.txt"
             here.mkdir()
             here.chmod(0o777)
             said.touch()
             self.make(here)
             before = self._kept(here)
-            pid = child(lambda: self._type(here, said, peak))
+            pid = child(lambda: self._type(here, said, first))
             try:
                 self.meanwhile(pid, here)
-                code = self._wait(pid)
+                code, most_mb = self._wait(pid)
             except BaseException as error:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -87,7 +87,8 @@ class Attack:
             self._judge(code, said.read_text())
             assert not self.keeps or self._kept(here) == before, f"changed what was there; said: {said.read_text()}"
             if self.within_mb < math.inf:
-                assert float(peak.read_text()) <= self.within_mb, f"took {peak.read_text()} MB"
+                taken = most_mb - float(first.read_text())
+                assert taken <= self.within_mb, f"took {taken:.0f} MB"
             self.after(here, said.read_text())
 
     def _judge(self, code: int, said: str) -> None:
@@ -102,7 +103,7 @@ class Attack:
         every = [here / name for name in self.keeps.split()]
         return {str(path): tree(path) if path.is_dir() else path.read_bytes() for path in every}
 
-    def _type(self, here: Path, said: Path, peak: Path) -> None:
+    def _type(self, here: Path, said: Path, first: Path) -> None:
         """Types the line, in a process of its own; does not return."""
         program, *arguments = shlex.split(self.types)
         os.chdir(here)
@@ -115,20 +116,22 @@ class Attack:
             env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
             os.execve(sys.executable, [sys.executable, "-m", PROGRAMS[program], *arguments], env)
         sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
-        act, first = importlib.import_module(PROGRAMS[program]).act, _memory_mb("VmRSS")
+        act = importlib.import_module(PROGRAMS[program]).act
+        first.write_text(str(_memory_mb("VmRSS")))
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins from here
         code = run(act, arguments)
         sys.stdout.flush()
-        peak.write_text(f"{_memory_mb('VmHWM') - first:.0f}")
         os._exit(code)
 
-    def _wait(self, pid: int) -> int:
-        """Returns the exit code; raises ``TimeoutError`` where the process does not end in time."""
+    def _wait(self, pid: int) -> tuple[int, float]:
+        """Returns the exit code, and the most memory in MB that the process had; raises ``TimeoutError`` where it does
+        not end in time.
+        """
         until = time.monotonic() + self.within_s
         while time.monotonic() < until:
-            ended, status = os.waitpid(pid, os.WNOHANG)
+            ended, status, usage = os.wait4(pid, os.WNOHANG)
             if ended:
-                return os.waitstatus_to_exitcode(status)
+                return os.waitstatus_to_exitcode(status), usage.ru_maxrss / 1024
             time.sleep(0.02)
         raise TimeoutError(f"runs after {self.within_s:g} s")
 
