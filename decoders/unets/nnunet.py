@@ -18,19 +18,10 @@ _READ = (  # known keys of a plan's arch_kwargs; deep supervision concerns train
     "n_stages features_per_stage kernel_sizes strides n_conv_per_stage_decoder conv_op conv_bias norm_op "
     "norm_op_kwargs nonlin nonlin_kwargs deep_supervision"
 )
-_NUMBERS = frozenset(
-    [
-        "n_stages",
-        "features_per_stage",
-        "kernel_sizes",
-        "strides",
-        "n_conv_per_stage_decoder",
-        "n_conv_per_stage",
-        "n_blocks_per_stage",
-        "bottleneck_channels",
-        "stem_channels",
-    ]
-)
+_NUMBERS = (
+    "n_stages", "features_per_stage", "kernel_sizes", "strides", "n_conv_per_stage_decoder", "n_conv_per_stage",
+    "n_blocks_per_stage", "bottleneck_channels", "stem_channels",
+)  # fmt: skip
 _READ_OF = {
     "plain": frozenset([*_READ.split(), "n_conv_per_stage"]),
     "residual": frozenset([*_READ.split(), "n_blocks_per_stage", "block", "bottleneck_channels", "stem_channels"]),

@@ -28,6 +28,7 @@ _TRAINER = re.compile(rf"nnUNetTrainer(_?({_WORDS}))*")
 class FoldCheckpoint:
     """A checkpoint: its weights, and the axes (0 to 2, as transposed) along which it may be flipped in prediction."""
 
+    path: Path
     weights: State
     mirror: tuple[int, ...]
 
@@ -78,14 +79,14 @@ def read_results(folder: str | Path, files: Sequence[Path]) -> NnunetResults:
     if len(set(names)) > 1:
         raise DataError(files[-1], f"is of configuration {names[-1]}, {files[0]} of {names[0]}: give folds of one")
     plans, dataset = _content(folder / PLANS), _content(folder / DATASET)
-    return _results(folder, plans, dataset, checkpoints, folder / PLANS)
+    return _results(folder, plans, dataset, dict(zip(files, checkpoints)), folder / PLANS)
 
 
 def read_checkpoint(path: str | Path) -> NnunetResults:
     """Reads one checkpoint by itself, with the plans that it was trained with, which are in it."""
     checkpoint = _checkpoint(Path(path))
     settings = checkpoint["init_args"]
-    return _results(Path(path), settings["plans"], settings["dataset_json"], [checkpoint], Path(path))
+    return _results(Path(path), settings["plans"], settings["dataset_json"], {Path(path): checkpoint}, Path(path))
 
 
 def is_checkpoint(content: Mapping[str, Any]) -> bool:
@@ -107,10 +108,10 @@ def is_primus(state: Mapping[str, Any]) -> bool:
 
 
 def _results(
-    path: Path, plans: Mapping[str, Any], dataset: Mapping[str, Any], checkpoints: Sequence[Mapping[str, Any]],
+    path: Path, plans: Mapping[str, Any], dataset: Mapping[str, Any], checkpoints: Mapping[Path, Mapping[str, Any]],
     plans_path: Path,
 ) -> NnunetResults:  # fmt: skip
-    plan = plan_of(plans, checkpoints[0]["init_args"]["configuration"], plans_path)
+    plan = plan_of(plans, next(iter(checkpoints.values()))["init_args"]["configuration"], plans_path)
     declaration = declaration_of(dataset, plans_path.with_name(DATASET) if plans_path.name == PLANS else plans_path)
     if len(plan.schemes) != len(declaration.channels):
         raise DataError(
@@ -125,8 +126,8 @@ def _results(
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(plans_path, f"its network cannot be built: {error}") from error
     folds = tuple(
-        FoldCheckpoint(unwrap(checkpoint), tuple(checkpoint.get("inference_allowed_mirroring_axes") or ()))
-        for checkpoint in checkpoints
+        FoldCheckpoint(file, unwrap(checkpoint, file), tuple(checkpoint.get("inference_allowed_mirroring_axes") or ()))
+        for file, checkpoint in checkpoints.items()
     )
     return NnunetResults(path, plan, declaration, architecture, folds)
 

@@ -56,7 +56,9 @@ _WRAPPERS = re.compile(rf"^((module|backbone|model|net|network|{_COMPILED})\.)+|
 
 def read_weights(path: str | Path) -> State:
     """Returns the state dict in a safetensors or torch file, or an exported run; never runs code in the file."""
-    return unwrap(_read(Path(path)))
+    state = unwrap(_read(Path(path)), path)
+    refuse_unusable(state, path)
+    return state
 
 
 def checkpoint_of(source: Mapping[str, Any] | str | Path, mapped: bool = False) -> Mapping[str, Any]:
@@ -127,17 +129,28 @@ def write_weights(path: str | Path, net: nn.Module | State, settings: Mapping[st
         save_file(tensors, temporary, metadata=as_metadata(settings or getattr(net, "settings", {})))
 
 
-def unwrap(state: Mapping[str, Any]) -> State:
-    """Returns the tensors of a checkpoint, taken out of its nested dict and without the prefixes of wrappers."""
+def refuse_unusable(state: State, path: str | Path) -> None:
+    """Raises DataError for tensors that are no weights: whole numbers, unless they are counters, NaN and infinity."""
+    for name, tensor in state.items():
+        if not tensor.is_floating_point() and tensor.ndim:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise DataError(path, f"its tensor {name} is of type {kind}; weights are floating-point numbers")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise DataError(path, f"its tensor {name} has NaN or infinite values; take another checkpoint")
+
+
+def unwrap(state: Mapping[str, Any], path: str | Path = "the checkpoint") -> State:
+    """Returns the tensors of a checkpoint, taken out of its nested dict and without the prefixes of wrappers.
+
+    - ``path``: of its file, for messages
+    """
     nest = next((name for name in NESTS if isinstance(state.get(name), Mapping)), None)
     if nest is not None:
-        return unwrap(state[nest])
+        return unwrap(state[nest], path)
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if others or not state:
-        raise ValueError(
-            f"the checkpoint holds {shorten_list(others) or 'nothing'} besides tensors; give a state dict, or a "
-            f"checkpoint with one under {', '.join(NESTS)}"
-        )
+        held = f"{shorten_list(others)} besides tensors" if others else "no tensors"
+        raise DataError(path, f"holds {held}; give a state dict, or a checkpoint with one under {', '.join(NESTS)}")
     bare: State = {}
     for name, tensor in state.items():
         short = _WRAPPERS.sub("", name)

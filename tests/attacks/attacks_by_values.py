@@ -1,6 +1,7 @@
 """Attacks with values: flags, files and tables whose content is wrong, too large or meaningless."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +9,11 @@ from typing import Any
 
 import torch
 
-from seqpar.weights.weight_files import load_torch
+from seqpar.weights.weight_files import load_torch, read_weights, write_weights
 from tests.attacks.attack import TINY, Attack
-from tests.support.folders import image_array, save, write_json
+from tests.support.folders import image_array, nnunet, save, write_json
 from tests.support.pages import ROOT
+from tests.support.predictions import make_run
 
 RESULTS = ROOT / "tests" / "golden" / "nnunet" / "model"
 
@@ -101,7 +103,72 @@ PLANS = [
     )
 ]
 
+
+def _weights(change: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[Path], None]:
+    """Returns what makes a data set, and weights of a run's network with one tensor changed, or with none at all."""
+
+    def make(here: Path) -> None:
+        nnunet(here / "D", 5)
+        state = read_weights(make_run(here / "run") / "model.safetensors")
+        name = "encoder.norm.weight"
+        write_weights(here / "w.safetensors", {**state, name: change(state[name])} if change else {})
+
+    return make
+
+
+WEIGHTS = [
+    Attack(
+        name,
+        types=f"train {TINY} --data D --cache cache --weights w.safetensors",
+        code=3,
+        says=f"w.safetensors: {words}",
+        make=_weights(change),
+    )
+    for name, change, words in (
+        ("weights that are whole numbers", torch.Tensor.int, "its tensor encoder.norm.weight is of type int32"),
+        ("weights that are booleans", torch.Tensor.bool, "its tensor encoder.norm.weight is of type bool"),
+        ("weights that are NaN", lambda w: w * math.nan, "its tensor encoder.norm.weight has NaN or infinite values"),
+        ("weights that are infinite", lambda w: w / 0, "its tensor encoder.norm.weight has NaN or infinite values"),
+        ("a file without weights", None, "holds no tensors"),
+    )
+]
+
+
+def _tables(truth: str, given: str) -> Callable[[Path], None]:
+    """Returns what makes a table of true classes and one of predicted ones, a line each."""
+
+    def make(here: Path) -> None:
+        (here / "p").mkdir()
+        (here / "labels.csv").write_text(f"case,class\na,ill\n{truth}\n")
+        (here / "p" / "predictions.csv").write_text(f"case,class,p(healthy),p(ill)\na,ill,0.1,0.9\n{given}\n")
+
+    return make
+
+
+CLASSES = [
+    Attack(name, types="evaluate labels.csv p", code=3, says=words, make=_tables(truth, given))
+    for name, truth, given, words in (
+        (
+            "a predicted class without a probability",
+            "b,ill",
+            "b,odd,0.2,0.8",
+            "p/predictions.csv: case b has the class odd, and the probabilities are of healthy, ill",
+        ),
+        (
+            "a predicted class that is not the most probable one",
+            "b,ill",
+            "b,healthy,0.2,0.8",
+            "p/predictions.csv: case b has the class healthy, and ill is more probable",
+        ),
+        ("a true class nan", "b,nan", "b,ill,0.2,0.8", "labels.csv: line 3, case b, has the class 'nan'"),
+        ("a true class that is empty", "b,", "b,ill,0.2,0.8", "labels.csv: line 3, case b, has no class"),
+        ("a true class with a bell", "b,i\all", "b,ill,0.2,0.8", "labels.csv: line 3, case b, has the class 'i"),
+    )
+]
+
 ATTACKS = [
+    *WEIGHTS,
+    *CLASSES,
     Attack("a seed beyond 64 bits", types="train --seed 99999999999999999999", code=2, says="--seed 9999"),
     *PLANS,
     *(
