@@ -11,7 +11,7 @@ import torch
 
 from seqpar.weights.weight_files import load_torch, read_weights, write_weights
 from tests.attacks.attack import TINY, Attack
-from tests.support.folders import image_array, nnunet, save, write_json
+from tests.support.folders import image_array, label_array, nnunet, save, write_json
 from tests.support.pages import ROOT
 from tests.support.predictions import make_run
 
@@ -166,7 +166,56 @@ CLASSES = [
     )
 ]
 
+
+def _empty(here: Path) -> None:
+    nnunet(here / "D", 1)
+    for n in range(5000):
+        (here / "D" / "imagesTr" / f"e_{n:04d}_0000.nii.gz").touch()
+        (here / "D" / "labelsTr" / f"e_{n:04d}.nii.gz").touch()
+
+
+def _prepared_none(here: Path, said: str) -> None:
+    assert not list(here.glob("cache/cases/*"))
+
+
+def _other_shape(here: Path) -> None:
+    nnunet(here / "D", 5)
+    save(here / "D" / "labelsTr" / "c_003.nii.gz", label_array(shape=(14, 12, 11)))
+
+
+DATA = [
+    *(
+        Attack(
+            f"{program} on 10,000 empty files",
+            types=f"{line} --workers 2",
+            code=3,
+            says="D/imagesTr/e_0000_0000.nii.gz: is empty (0 bytes); copy it again",
+            make=_empty,
+            after=_prepared_none,
+        )
+        for program, line in (
+            ("train", f"train {TINY.replace('--workers 0', '')} --data D --cache cache"),
+            ("a dry run", "train --preset auto --dry-run --device cpu --data D"),
+        )
+    ),
+    *(
+        Attack(
+            f"{name} on an image and a label of different shapes",
+            types=f"{line} --workers 0",
+            code=3,
+            says=("D/labelsTr/c_003.nii.gz: does not match", "its shape is (14, 12, 11)", "draw it on the image again"),
+            make=_other_shape,
+        )
+        for name, line in (
+            ("a dry run", "train --preset auto --dry-run --device cpu --data D"),
+            ("prepare", "prepare D --out cache"),
+            ("a check", "prepare D --out cache --check"),
+        )
+    ),
+]
+
 ATTACKS = [
+    *DATA,
     *WEIGHTS,
     *CLASSES,
     Attack("a seed beyond 64 bits", types="train --seed 99999999999999999999", code=2, says="--seed 9999"),
