@@ -148,7 +148,7 @@ def _call(act: Callable[[Sequence[str]], int], arguments: Sequence[str] | None) 
         if code is None:
             leave_last_words(traceback.format_exc())
             raise
-        report(str(error))
+        report(str(error) or f"{type(error).__name__} without further words")
         return code
 
 

@@ -49,7 +49,7 @@ def is_results(path: str | Path) -> bool:
     next to checkpoints of folds.
     """
     missing = [name for name in (PLANS, DATASET) if not (Path(path) / name).is_file()]
-    if missing and next(Path(path).glob("fold_*/checkpoint_*.pth"), None):
+    if missing and any(Path(path).glob("fold_*/checkpoint_*.pth")):
         raise DataError(Path(path) / missing[0], "is missing; copy it from nnU-Net's results folder too")
     return not missing
 
