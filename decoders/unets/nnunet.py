@@ -18,6 +18,10 @@ _READ = (  # known keys of a plan's arch_kwargs; deep supervision concerns train
     "n_stages features_per_stage kernel_sizes strides n_conv_per_stage_decoder conv_op conv_bias norm_op "
     "norm_op_kwargs nonlin nonlin_kwargs deep_supervision"
 )
+_NUMBERS = (
+    "n_stages", "features_per_stage", "kernel_sizes", "strides", "n_conv_per_stage_decoder", "n_conv_per_stage",
+    "n_blocks_per_stage", "bottleneck_channels", "stem_channels",
+)  # fmt: skip
 _READ_OF = {
     "plain": frozenset([*_READ.split(), "n_conv_per_stage"]),
     "residual": frozenset([*_READ.split(), "n_blocks_per_stage", "block", "bottleneck_channels", "stem_channels"]),
@@ -114,6 +118,9 @@ def of_plan(class_name: str, arguments: Mapping[str, Any], in_channels: int, num
     if name not in CLASSES:
         raise ValueError(f"the plan's network {class_name} is not supported: only {' and '.join(CLASSES)} are")
     _refuse_unread(name, arguments, _READ_OF[CLASSES[name]])
+    for key, value in arguments.items():
+        if key in _NUMBERS and value is not None and not _holds_numbers(value):
+            raise ValueError(f"the plan's {name} has {key} {value!r}: whole numbers are needed")
     stages, residual = int(arguments["n_stages"]), CLASSES[name] == "residual"
 
     def each(key: str, count: int = stages) -> list[Any]:
@@ -141,6 +148,11 @@ def of_plan(class_name: str, arguments: Mapping[str, Any], in_channels: int, num
         stem=(arguments.get("stem_channels") or each("features_per_stage")[0]) if residual else 0,
         heads=stages - 1,
     )
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Returns whether a value is a whole number, or a list of them or of such lists."""
+    return type(value) is int or isinstance(value, (list, tuple)) and all(map(_holds_numbers, value))
 
 
 def _refuse_unread(whose: str, arguments: Mapping[str, Any], read: frozenset[str]) -> None:

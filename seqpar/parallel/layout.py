@@ -90,10 +90,14 @@ class Layout:
     def _ids(self) -> tuple[Tensor, ...]:
         raster = torch.arange(self.num_tokens, device="cpu")  # on the CPU even inside a meta device context
         if self.split == "ordered":
-            bounds = even_bounds(self.num_tokens, self.num_ranks)
-            return tuple(raster[low:high] for low, high in itertools.pairwise(bounds))
+            return tuple(raster[low:high] for low, high in self.runs)
         grid = raster.reshape(self.grid)
         return tuple(grid[tuple(slice(*side) for side in box)].flatten() for box in grid_boxes(self.grid, self.parts))
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """The half-open interval of raster numbers that ``ordered`` gives each rank."""
+        return tuple(itertools.pairwise(even_bounds(self.num_tokens, self.num_ranks)))
 
     @cached_property
     def _made(self) -> dict[Hashable, Any]:
@@ -112,10 +116,14 @@ class Layout:
         """Returns the raster numbers of the rank's tokens, ascending, on the CPU or on ``device``."""
         if device is None or device.type == "cpu":
             return self._ids[rank]
+        if device.type == "meta":  # a list would take gigabytes at a large tile
+            return torch.empty(self.counts[rank], dtype=torch.int64, device=device)
         return self.once(("ids", rank, device), lambda: self._ids[rank].to(device))
 
     def raster_order(self, device: torch.device) -> Tensor:
         """Returns, for each token of the grid in raster order, its position among all ranks' tokens in rank order."""
+        if device.type == "meta":
+            return torch.empty(self.num_tokens, dtype=torch.int64, device=device)
         return self.once(("order", device), lambda: torch.argsort(torch.cat(self._ids)).to(device))
 
     @property
@@ -126,7 +134,9 @@ class Layout:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Each rank's number of tokens."""
-        return tuple(len(ids) for ids in self._ids)
+        if self.split == "ordered":
+            return tuple(high - low for low, high in self.runs)
+        return tuple(_size(box) for box in grid_boxes(self.grid, self.parts))
 
     @cached_property
     def owner(self) -> Tensor:
@@ -138,12 +148,13 @@ class Layout:
 
     def coordinates(self, rank: int) -> Tensor:
         """Returns the grid coordinates of the rank's tokens: one row per token, one column per axis."""
-        steps = [math.prod(self.grid[dim + 1 :]) for dim in range(len(self.grid))]
-        return torch.stack([self._ids[rank] // step % side for step, side in zip(steps, self.grid)], 1)
+        return torch.stack([self._ids[rank] // step % side for step, side in zip(_steps(self.grid), self.grid)], 1)
 
     @cached_property
     def _boxes(self) -> tuple[Box | None, ...]:
-        return tuple(_box_of(self.coordinates(rank)) for rank in range(self.num_ranks))
+        if self.split == "ordered":
+            return tuple(_box_of_run(low, high, self.grid) for low, high in self.runs)
+        return tuple(grid_boxes(self.grid, self.parts))
 
     @property
     def is_box(self) -> bool:
@@ -156,6 +167,18 @@ class Layout:
         if box is None:
             raise ValueError(f"rank {rank}'s part of the token grid {self.grid} is not a box: {self.box_advice()}")
         return box
+
+    def num_below(self, rank: int, number: int) -> int:
+        """Returns how many tokens of the rank's box have raster numbers below ``number``, without listing them."""
+        box, result = self.box(rank), 0
+        slab = _size(box)
+        for (low, high), step in zip(box, _steps(self.grid)):
+            slab //= high - low  # tokens of the box in one step along the axis
+            at, number = divmod(number, step)
+            result += (min(max(at, low), high) - low) * slab
+            if not low <= at < high:
+                break
+        return result
 
     def box_advice(self) -> str:
         """Returns advice on which split or number of ranks gives boxes."""
@@ -218,10 +241,23 @@ class Layout:
         return from_patches(rearrange(cells, "b n c ... -> b c n ...") if is_image else cells, self.grid)
 
 
-def _box_of(coordinates: Tensor) -> Box | None:
-    """Returns the box that these tokens fill, or None if they do not fill a box."""
-    box = tuple(zip(coordinates.amin(0).tolist(), (coordinates.amax(0) + 1).tolist()))
-    return box if math.prod(high - low for low, high in box) == len(coordinates) else None
+def _size(box: Box) -> int:
+    return math.prod(high - low for low, high in box)
+
+
+def _steps(grid: Sequence[int]) -> list[int]:
+    """Returns by how much the raster number grows from a token to the next along each axis."""
+    return [math.prod(grid[dim + 1 :]) for dim in range(len(grid))]
+
+
+def _box_of_run(low: int, high: int, grid: Sequence[int]) -> Box | None:
+    """Returns the box that tokens with consecutive raster numbers fill, or None if they do not fill a box."""
+    sides, is_cut = list[tuple[int, int]](), False
+    for step, extent in zip(_steps(grid), grid):
+        first, last = low // step % extent, (high - 1) // step % extent
+        sides.append((0, extent) if is_cut else (first, last + 1))
+        is_cut = is_cut or first != last  # the run then reaches both ends of all later axes
+    return tuple(sides) if _size(tuple(sides)) == high - low else None
 
 
 def to_patches(whole: Tensor, patch: Sequence[int]) -> Tensor:

@@ -99,7 +99,9 @@ def _remedy(run: RunToPlan, need: Plan) -> str:
             flags += f" --accumulate {config.accumulate}"
     if most.fits and flags:
         return f"use {flags}"
-    for saving, _ in memory_savings(config, ()):
+    # no setting saves what the tiles themselves take
+    savings = memory_savings(config, ()) if most.memory["input"] < most.device.memory else ()
+    for saving, _ in savings:
         try:
             if plan(replace(run, config=replace(config, **saving), ranks=need.ranks), config.seqpar).fits:
                 return f"use {flags} {flags_of(saving)}".replace("  ", " ")

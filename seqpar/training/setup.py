@@ -227,11 +227,14 @@ def _stages(
 
 def _load_weights(net: Network, config: Config, mesh: Mesh) -> str:
     """Returns the line of ``load_pretrained``; an error on one rank is raised on all."""
+    from seqpar.runs.trained_run import read_run
     from seqpar.weights.pretrained import load_pretrained  # it knows the names of four libraries
 
     line: str = ""
     error: Exception | None = None
     try:
+        if config.weights.endswith(".zip"):
+            read_run(config.weights)  # refuses weights of other sizes than its network's
         line = load_pretrained(net, config)
     except Exception as problem:
         error = problem

@@ -320,5 +320,5 @@ class SeqParViT(nn.Module):
             return learned_positions(self.pos_embed, self.stages[0].layout(self.layout).grid, layout, rank)
         if self.positions == "sincos":
             key = "sincos", rank, width, like.dtype, like.device
-            return layout.once(key, lambda: sincos_positions(layout, rank, width).to(like))
+            return layout.once(key, lambda: sincos_positions(layout, rank, width, like))
         return None

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from seqpar.parallel.layout import Bounds, Layout
+from seqpar.parallel.layout import Bounds, Box, Layout
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,11 @@ class NestedLayout(Layout):
     @cached_property
     def counts(self) -> tuple[int, ...]:
         return tuple(count << self.merges * len(self.grid) for count in self._cubes.counts)
+
+    @cached_property
+    def _boxes(self) -> tuple[Box | None, ...]:
+        scaled = self.merges
+        return tuple(box and tuple((low << scaled, high << scaled) for low, high in box) for box in self._cubes._boxes)
 
     @cached_property
     def cuts(self) -> tuple[Bounds, ...] | None:

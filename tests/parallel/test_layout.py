@@ -1,6 +1,7 @@
 """Every token has one owner, cut and join invert each other, and what cannot work is refused with what does."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -28,6 +29,24 @@ def test_every_token_has_one_owner_and_join_inverts_cut(tile: tuple, patch: int,
     assert parts[0].shape == (2, layout.counts[0], 3, *layout.patch)
     assert torch.equal(layout.join(parts), image)
     assert torch.equal(layout.join([layout.cut(label, rank) for rank in range(world)]), label)
+
+
+@pytest.mark.parametrize("tile, patch, world, split", CASES)
+def test_counts_and_boxes_are_those_of_the_listed_tokens(tile: tuple, patch: int, world: int, split: str) -> None:
+    layout = Layout.of(tile, patch, world, split)
+    for rank, ids in enumerate(layout.all_ids):
+        at = layout.coordinates(rank)
+        box = tuple(zip(at.amin(0).tolist(), (at.amax(0) + 1).tolist()))
+        fills = math.prod(high - low for low, high in box) == len(ids)
+        assert layout.counts[rank] == len(ids) and layout._boxes[rank] == (box if fills else None)
+        if fills:
+            below = [int((ids < number).sum()) for number in range(layout.num_tokens + 1)]
+            assert [layout.num_below(rank, number) for number in range(layout.num_tokens + 1)] == below
+
+
+def test_tensors_without_data_get_numbers_without_data() -> None:
+    layout, meta = Layout.of(1 << 15, 1, 2), torch.device("meta")
+    assert layout.token_ids(1, meta).shape == (1 << 44,) and layout.raster_order(meta).shape == (1 << 45,)
 
 
 def test_patches_are_the_voxels_of_their_token() -> None:

@@ -182,6 +182,16 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path, capsys: pytest.Capt
     table.write_text("case,class\nc000,Ill\n")
     with pytest.raises(DataError, match="has no probabilities"):
         read_class_table(table)
+    for odd, why in (
+        ("c,0.9,0.1", "case c000 has the class c, and the probabilities are of a, b"),
+        ("b,0.9,0.1", "case c000 has the class b, and a is more probable"),
+        ("nan,0.9,0.1", "has the class 'nan'"),
+    ):
+        table.write_text(f"case,class,p(a),p(b)\nc000,{odd}\n")
+        with pytest.raises(DataError, match=why):
+            read_class_table(table)
+    table.write_text("case,class,p(a),p(b)\nc000,b,0.5,0.5\n")
+    assert read_class_table(table).cases == ("c000",), "of equals either may be given"
     table.write_text("case,class,p(a),p(b)\nc000,a,0.9,0.9\n")
     with pytest.raises(DataError, match="do not sum to 1"):
         read_class_table(table)

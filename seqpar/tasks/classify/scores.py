@@ -65,7 +65,19 @@ def read_class_table(path: Path) -> ClassTable:
     for row, given in zip(rows, values):
         if not np.isfinite(given).all() or (given < 0).any() or abs(given.sum() - 1) > 1e-3:
             raise DataError(path, f"case {row['case']} has probabilities that do not sum to 1; write it again")
-    return ClassTable(tuple(name[2:-1] for name in columns), tuple(row["case"] for row in rows), values)
+    names = tuple(name[2:-1] for name in columns)
+    for row, given in zip(rows, values):
+        if row["class"] not in names:
+            raise DataError(
+                path, f"case {row['case']} has the class {row['class']}, and the probabilities are of "
+                f"{', '.join(names)}; correct either"
+            )  # fmt: skip
+        if given[names.index(row["class"])] < given.max():
+            raise DataError(
+                path, f"case {row['case']} has the class {row['class']}, and {names[int(given.argmax())]} is more "
+                "probable; correct either"
+            )  # fmt: skip
+    return ClassTable(names, tuple(row["case"] for row in rows), values)
 
 
 def class_summary(table: ClassTable, truth: Mapping[str, str], path: Path) -> dict[str, Any]:
