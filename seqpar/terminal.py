@@ -45,7 +45,7 @@ def _paint(text: str, colour: str) -> str:
 
 
 def bar(share: float, width: int = 12) -> str:
-    """Returns a bar of which ``share`` is filled."""
+    """Returns a bar that is filled to ``share``."""
     filled = round(min(max(share, 0.0), 1.0) * width)
     return "█" * filled + "·" * (width - filled)
 
